@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from attention_heads import Heads, draw
+from decode_rules import DecodeOptions
 from index_measure import HEADS
 from tqdm import tqdm
 
@@ -43,7 +44,7 @@ from jaxrag.engine.runner import ModelRunner
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.cache.host_pool import rows_of
 from jaxrag.kv.placement import KVPlacement
-from jaxrag.measure.bench.options import CHUNK_TOKENS, DecodeOptions
+from jaxrag.measure.bench.options import CHUNK_TOKENS
 from jaxrag.measure.machine import describe
 from jaxrag.measure.zoo import random_named
 from jaxrag.models.model import random_model
@@ -78,7 +79,7 @@ class Options:
     seed: int = 0
 
     def config(self) -> ModelConfig:
-        """The model of ``bench decode`` with heads of 128 dimensions, rotated as the drawn are."""
+        """That of ``decode_rules.py`` with heads of 128 dimensions, rotated as the drawn are."""
         options = DecodeOptions(
             contexts=(self.context,), dtype=self.dtype, question_tokens=self.question
         )

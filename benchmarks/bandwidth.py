@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import jax.numpy as jnp
 import numpy as np
+from limits import best_seconds
 
 from jaxrag.base.types import HostArray
-from jaxrag.measure.bench.limits import best_seconds
 
 BYTES = 1 << 30  # of the array that is read and copied, far above any cache
 

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from bandwidth import bandwidth
+from rounds import between, in_turn, ratios, spread
 from rows import BESIDE_PEER, OURS, Rows, RowsOptions, draw
 from script import run_script
 from tqdm import tqdm
@@ -39,7 +40,6 @@ from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.swap import swap_in, swap_out
 from jaxrag.kv.cache import PAGE
 from jaxrag.measure.bench.peer import Peer
-from jaxrag.measure.rounds import between, in_turn, ratios, spread
 from jaxrag.models.model import Model, load_model
 from jaxrag.models.spec import Params
 from jaxrag.reuse.methods import METHODS

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from trained import trained_tokenizer
 
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
@@ -25,7 +26,7 @@ from jaxrag.cli.output import give_out, require_folder
 from jaxrag.library.documents import Document
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.measure.machine import describe
-from jaxrag.measure.zoo import llama, trained_tokenizer
+from jaxrag.measure.zoo import llama
 from jaxrag.models.model import random_model
 
 CHUNK_TOKENS = 48

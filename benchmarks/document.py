@@ -27,14 +27,14 @@ from typing import Any
 
 import jax
 import numpy as np
+from decode_rules import DecodeOptions
+from ingest_throughput import invented_texts
 from script import More, run_script
 from tokenizers import Tokenizer
 
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import option, parse_count
 from jaxrag.cli.options import add_earlier_name
-from jaxrag.measure.bench.ingest import invented_texts
-from jaxrag.measure.bench.options import DecodeOptions
 from jaxrag.measure.machine import describe
 from jaxrag.measure.zoo import random_named
 from jaxrag.models.export import export_hf
@@ -62,7 +62,7 @@ class DocumentOptions:
       tokens: of the document at most.
       attention_index: what it is stored with, as ``jaxrag ingest --attention-index``.
       chunk_tokens: of its chunks, all of which are retrieved; None: it is one chunk.
-      layers: of a random Llama, as in ``bench decode``.
+      layers: of a random Llama, as in ``decode_rules.py``.
       questions: after one that compiles.
       max_new_tokens: of an answer.
       seed: of what is drawn.

@@ -21,6 +21,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from attention_heads import Heads, draw
+from decode_rules import rules_of
 from index_measure import BLOCK, HEADS
 from tqdm import tqdm
 
@@ -30,7 +31,6 @@ from jaxrag.base.types import HostArray
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
-from jaxrag.measure.bench.options import rules_of
 from jaxrag.measure.machine import describe
 from jaxrag.measure.zoo import llama
 from jaxrag.reuse.attention_index.faiss_objects import faiss_module

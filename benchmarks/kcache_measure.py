@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from decode_rules import DecodeOptions
 from tqdm import tqdm
 
 from jaxrag.base.config import DType, ModelConfig
@@ -23,7 +24,7 @@ from jaxrag.engine.runner import ModelRunner
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.store import KVStore
 from jaxrag.kv.store.memory import MemoryStore
-from jaxrag.measure.bench.options import CHUNK_TOKENS, DecodeOptions
+from jaxrag.measure.bench.options import CHUNK_TOKENS
 from jaxrag.models.model import Model, random_model
 from jaxrag.reuse.decode import DecodeRule, Dense, TopN
 from jaxrag.reuse.methods import METHODS
@@ -94,7 +95,7 @@ class Options:
             )
 
     def config(self) -> ModelConfig:
-        """That of `jaxrag bench decode`: 8 query heads on 2 KV heads of 64 dimensions."""
+        """That of `decode_rules.py`: 8 query heads on 2 KV heads of 64 dimensions."""
         longest = max(*self.contexts, *self.prompts) + CHUNK_TOKENS
         options = DecodeOptions(
             contexts=(longest,),

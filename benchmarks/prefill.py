@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from limits import matmul_peak, matmul_side
+from rounds import between, in_turn, ratios, spread
 from rows import BESIDE_PEER, OURS, Rows, RowsOptions, draw
 from script import run_script
 from tqdm import tqdm
@@ -25,9 +27,7 @@ from jaxrag.base.options import option, parse_counts
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt
 from jaxrag.measure.bench import ttft
-from jaxrag.measure.bench.limits import matmul_peak, matmul_side
 from jaxrag.measure.bench.peer import Peer
-from jaxrag.measure.rounds import between, in_turn, ratios, spread
 from jaxrag.models.flops import forward_flops
 from jaxrag.models.model import Model, load_model
 from jaxrag.reuse.methods import METHODS

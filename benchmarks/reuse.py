@@ -55,6 +55,7 @@ from reuse_workload import (
     sensitivity,
 )
 from tqdm import tqdm
+from trained import trained_tokenizer
 
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import KnowledgeBaseError, RequestError
@@ -68,7 +69,7 @@ from jaxrag.kv.cache import PAGE, pages_for
 from jaxrag.library.documents import Document
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.measure.machine import describe
-from jaxrag.measure.zoo import llama, trained_tokenizer
+from jaxrag.measure.zoo import llama
 from jaxrag.models.model import Model, random_model
 from jaxrag.models.text.prompts import TEMPLATES
 from jaxrag.models.text.tokenizer import Tokenizer

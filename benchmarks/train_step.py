@@ -28,8 +28,7 @@ from jaxrag.base.options import option, parse_count
 from jaxrag.base.sharding import make_mesh
 from jaxrag.base.types import HostArray, Tokens
 from jaxrag.measure.bench.peer import Peer
-from jaxrag.measure.machine import describe
-from jaxrag.measure.rounds import settle
+from jaxrag.measure.machine import describe, settle
 from jaxrag.measure.zoo import llama
 from jaxrag.models.export import export_hf
 from jaxrag.models.rope import rope_table

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from trained import trained_tokenizer
 
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
@@ -24,7 +25,7 @@ from jaxrag.cli.output import give_out, require_folder
 from jaxrag.library.documents import Document
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.measure.machine import describe
-from jaxrag.measure.zoo import llama, trained_tokenizer
+from jaxrag.measure.zoo import llama
 from jaxrag.models.model import Model, random_model
 from jaxrag.serve.answers import Result
 from jaxrag.serve.generate import generate

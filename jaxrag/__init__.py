@@ -85,7 +85,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from its module."""
     if name not in _MODULES:
         raise AttributeError(f"module 'jaxrag' has no attribute {name!r}")
     value = getattr(importlib.import_module(_MODULES[name]), name)
@@ -94,5 +93,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, imported or not."""
     return sorted([*__all__, "__version__"])

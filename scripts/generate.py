@@ -12,11 +12,13 @@ of them take the same arguments and files, and the first one writes --out and pr
 import argparse
 import contextlib
 import dataclasses
+import os
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 
 from jaxrag.base.config import ModelOptions
-from jaxrag.base.errors import RequestError
+from jaxrag.base.errors import JaxragError, RequestError
 from jaxrag.cli import run_command
 from jaxrag.cli.fields import from_fields
 from jaxrag.cli.opening import asked_of, load, method_of, open_kb
@@ -26,10 +28,10 @@ from jaxrag.cli.options import (
     add_json,
     add_model,
     add_secret,
-    ending_all,
     join,
 )
 from jaxrag.cli.output import print_json
+from jaxrag.models.text.printable import printable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,16 +73,36 @@ def _joined(args: argparse.Namespace) -> Iterator[bool]:
         return
     import jax
 
-    with ending_all():
+    with _ending_all():
         if args.mesh is None:
             args.mesh = f"1,1,{jax.device_count()}"
         yield jax.process_index() == 0
 
 
+@contextlib.contextmanager
+def _ending_all() -> Iterator[None]:
+    """Within, a process of several that run one program ends at once when it fails: exit code 1.
+
+    It would wait at its end for the others, and they for its part of the next step. Without it
+    jax.distributed ends them, within two minutes.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, JaxragError):
+            print(f"jaxrag: error: {printable(str(error))}", file=sys.stderr)
+        else:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
 def _answer(args: argparse.Namespace, first: bool) -> int:
+    from batch import answer_file
+    from batch_files import written_once
+
     from jaxrag.library.documents import Shard
-    from jaxrag.serve.batch import answer_file
-    from jaxrag.serve.batch_files import written_once
     from jaxrag.serve.question_files import QuestionFile
     from jaxrag.serve.questions import resolve
 

@@ -36,7 +36,10 @@ WHOLE = ("KnowledgeBase", "Result", "Stream", "AsyncStream")  # their methods ar
 OF_MODEL = ("fingerprint", "logits", "prompt_format", "text_tokenizer")  # docs/api.md
 # Benchmarks that are scripts since 0.2: their names refuse, in one line that says which script
 # (tests/cli), and take no options.
-SCRIPTS = ("explain", "document", "decode-throughput", "prefill", "train-step")
+SCRIPTS = (
+    "explain", "document", "decode", "decode-throughput", "ingest", "prefill", "store",
+    "train-step",
+)  # fmt: skip
 BY_ORDER = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 

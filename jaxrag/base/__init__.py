@@ -1,1 +1,1 @@
-"""What everything stands on: errors, types, shapes, tables, configuration."""
+"""What everything uses: errors, types, shapes, tables, configuration."""

@@ -1,7 +1,7 @@
 """Model configuration: one frozen, hashable description of a decoder, the same for every family.
 
 A value is read once, from a Hugging Face ``config.json`` or a TOML file, and never defaulted again
-further down: no function of the model core repeats a constant that stands here.
+further down: no function of the model core repeats a constant of this module.
 """
 
 import dataclasses
@@ -170,7 +170,6 @@ class ModelConfig:
     kernel_mesh: "Mesh | None" = None
 
     def __post_init__(self) -> None:
-        """Refuse sizes that cannot make a model; the message names the field and its value."""
         for name in _LARGEST:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected a positive integer")

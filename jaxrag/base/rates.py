@@ -5,12 +5,7 @@ import dataclasses
 
 @dataclasses.dataclass
 class Rate:
-    """Something per second.
-
-    Attributes:
-      amount: what was done, decayed.
-      seconds: it took, decayed alike.
-    """
+    """Something per second."""
 
     amount: float = 0.0
     seconds: float = 0.0

@@ -22,7 +22,6 @@ class PyTreeNode:
     """Its subclasses are frozen dataclasses and pytrees; a field is a subtree, or ``static``."""
 
     def __init_subclass__(cls) -> None:
-        """Make the subclass both."""
         dataclasses.dataclass(frozen=True)(cls)
         names: dict[bool, list[str]] = {False: [], True: []}
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]  # it is one now

@@ -45,7 +45,7 @@ def table_from(
     Args:
       value: the table or the text.
       where: names it in errors.
-      tag: the key of what stands before the colon.
+      tag: the key of what precedes the colon.
       parts: keys that hold such a table themselves, each with its tag: with {"index": "kind"}
         ``index=lists`` is ``index.kind=lists``.
 

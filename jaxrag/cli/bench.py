@@ -1,7 +1,6 @@
 """`jaxrag bench`: measurements that anybody can repeat."""
 
 import argparse
-import importlib
 import shlex
 from collections.abc import Sequence
 from typing import Any
@@ -10,20 +9,17 @@ from jaxrag.cli.bench_serve import add_serve
 from jaxrag.cli.fields import add_fields, from_fields
 from jaxrag.cli.options import add_command, add_earlier_name, add_peer, add_result, peer_of
 from jaxrag.cli.output import give_out, require_folder
-from jaxrag.measure.bench.options import (
-    DecodeOptions,
-    IngestOptions,
-    StoreOptions,
-    TtftOptions,
-    rules_of,
-)
+from jaxrag.measure.bench.options import TtftOptions
 
 # What a checkout measures; no wheel has these scripts. They take the options of the command.
 IN_A_CHECKOUT = {
+    "decode": "decode_rules.py",
     "decode-throughput": "decode_throughput.py",
     "document": "document.py",
     "explain": "explain.py",
+    "ingest": "ingest_throughput.py",
     "prefill": "prefill.py",
+    "store": "store_throughput.py",
     "train-step": "train_step.py",
 }
 
@@ -45,63 +41,26 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Register the command and its benchmarks."""
     parser = add_command(commands, "bench", "measure", "jaxrag bench ttft --contexts 512,4096")
     kinds = parser.add_subparsers(title="benchmarks", metavar="NAME", required=True)
-    ttft = _add(
+    ttft = add_command(
         kinds,
         "ttft",
-        TtftOptions,
         "time to first token: full prefill, cached chunks from pool and disk, a peer, batches",
-        "--peer transformers --peer-python PEER/bin/python --out result.json",
+        "jaxrag bench ttft --peer transformers --peer-python PEER/bin/python --out result.json",
     )
+    add_fields(ttft, TtftOptions)
     add_earlier_name(ttft, "--ratios", "ratios")
+    add_result(ttft)
     add_peer(ttft)
-    store = _add(
-        kinds,
-        "store",
-        StoreOptions,
-        "throughput of the chunk store beside memcpy, plain reads, safetensors and zarr-python",
-        "--chunks 8 --layers 32 --chunk-tokens 512 --out result.json",
-    )
-    add_earlier_name(store, "--rounds", "rounds")
-    add_earlier_name(store, "--tokens", "tokens")
-    _add(
-        kinds,
-        "ingest",
-        IngestOptions,
-        "throughput of ingest beside a plain forward pass of the same tokens",
-        "--tokens 16384 --out benchmarks/results/ingest.json",
-    )
-    decode = _add(
-        kinds,
-        "decode",
-        DecodeOptions,
-        "latency per generated token by context length and decode rule, random weights",
-        "--contexts 4k,128k --decode dense --decode retrieval",
-    )
-    add_earlier_name(decode, "--rules", "rules", type=rules_of)
+    ttft.set_defaults(run=run)
     add_serve(kinds)
     for name, script in IN_A_CHECKOUT.items():
         kinds.choices[name] = InACheckout(f"{parser.prog} {name}", script)
 
 
-def _add(
-    kinds: "argparse._SubParsersAction[argparse.ArgumentParser]",
-    name: str,
-    options: type,
-    summary: str,
-    example: str,
-) -> argparse.ArgumentParser:
-    """Register the benchmark that the module of that name measures."""
-    parser = add_command(kinds, name, summary, f"jaxrag bench {name} {example}")
-    add_fields(parser, options)
-    add_result(parser)
-    parser.set_defaults(run=run, benchmark=name, options=options)
-    return parser
-
-
 def run(args: argparse.Namespace) -> None:
     """Print a table, or one JSON object."""
-    module = importlib.import_module(f"jaxrag.measure.bench.{args.benchmark}")
+    from jaxrag.measure.bench.ttft import report, run
+
     require_folder(args.out)
-    peer = {"peer_python": peer_of(args)} if "peer_python" in args else {}
-    result = module.run(from_fields(args.options, args, **peer))
-    give_out(args, result, module.report(result))
+    result = run(from_fields(TtftOptions, args, peer_python=peer_of(args)))
+    give_out(args, result, report(result))

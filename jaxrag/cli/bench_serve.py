@@ -56,7 +56,6 @@ def run_serve(
     """Print a table, or one JSON object.
 
     Args:
-      args: as parsed.
       also: what else is measured for the result.
       beside: what else is said of the result.
     """

@@ -46,7 +46,6 @@ def add_fields(
 
     Args:
       to: the parser, or a group of it.
-      cls: the dataclass.
       only: these fields; None: all of them.
       but: fields that are left out.
       group: those of this heading; None: of any.

@@ -1,19 +1,14 @@
 """Arguments that several commands share."""
 
 import argparse
-import contextlib
-import os
 import re
 import sys
-import traceback
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from jaxrag.base.config import ModelOptions
-from jaxrag.base.errors import JaxragError, RequestError
+from jaxrag.base.errors import RequestError
 from jaxrag.cli.fields import Options, add_fields
 from jaxrag.engine.sampling_params import SamplingParams
-from jaxrag.models.text.printable import printable
 from jaxrag.serve.ask import ANSWER, READING, RETRIEVAL, Ask
 
 if TYPE_CHECKING:
@@ -51,12 +46,8 @@ def add_model(
     """--model and ModelOptions.
 
     Args:
-      to: the parser.
       unset: what is meant without --model.
       use: what it is for, where that is not plain.
-      required: --model must be given.
-      kv: with --kv.
-      defaults: as of ``add_fields``.
     """
     group = to.add_argument_group("the model, and where it runs")
     text = f"{use}{'; ' * bool(use)}a directory, or ORG/NAME of the hub ({unset})"
@@ -68,8 +59,6 @@ def add_earlier_name(parser: Options, name: str, now: str, **read: Any) -> None:
     """An option's earlier spelling, understood and shown nowhere.
 
     Args:
-      parser: that has the option.
-      name: the earlier spelling.
       now: the destination of the option.
       read: how its value was written, where that was another way.
     """
@@ -201,22 +190,3 @@ def join(args: argparse.Namespace) -> bool:
             "--coordinator, --processes and --process-id"
         ) from None
     return True
-
-
-@contextlib.contextmanager
-def ending_all() -> Iterator[None]:
-    """Within, a process of several that run one program ends at once when it fails: exit code 1.
-
-    It would wait at its end for the others, and they for its part of the next step. Without it
-    jax.distributed ends them, within two minutes.
-    """
-    try:
-        yield
-    except BaseException as error:
-        if isinstance(error, JaxragError):
-            print(f"jaxrag: error: {printable(str(error))}", file=sys.stderr)
-        else:
-            traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)

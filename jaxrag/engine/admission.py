@@ -11,7 +11,7 @@ from jaxrag.base.errors import ConfigError, Overloaded
 
 
 class RequestStatus(enum.Enum):
-    """Where a request stands."""
+    """Status of a request."""
 
     WAITING = "waiting"  # holds nothing
     LOADING = "loading"  # holds all its pages; some chunks are on their way into theirs
@@ -62,7 +62,7 @@ class SchedulerSettings:
         on.
       weights: of tenants, 1 where not named: with twice the weight a tenant gets twice the service.
       max_waiting: most requests that wait; None: any number.
-      max_waiting_tokens: most prompt tokens that wait; a request that finds nobody waiting is let
+      max_waiting_tokens: most prompt tokens that wait; a request that finds none waiting is let
         in whatever its length.
       max_waiting_per_tenant: most requests of one tenant that wait.
       max_bypass: how often a request that is first, and does not fit, is passed by smaller ones;
@@ -100,17 +100,13 @@ class Entry:
       rows: how many rows that lane has.
       tokens: length of the prompt, for the bound of the queue.
       cost: virtual service of its prompt, charged to the tenant when it is first admitted.
-      priority: its class.
       tenant: whom it is charged to.
-      deadline: when it expires.
-      alone: it shares its lane with nobody.
+      alone: it shares its lane with no other.
       swappable: whether it may be preempted.
-      status: where it stands. This and all below is kept by the scheduler.
-      arrived: when it was submitted.
+      status: of it. This and all below is kept by the scheduler.
       arrival: its place in the order of submission.
       order: its place in the order of admission, kept when it waits again; None before.
       turn: when it would begin, in virtual service, were rows shared by weight; kept likewise.
-      own: its own pages.
       held: keys of the chunks that it maps.
       missing: those of them that are not there yet.
       row: its row of the lane.
@@ -203,7 +199,7 @@ class Seats:
         return (self.rows or 0) - len(staying)
 
     def first(self, static: bool) -> Entry | None:
-        """Who gets a row now; nobody overtakes one that waits to be alone."""
+        """Who gets a row now; none overtakes one that waits to be alone."""
         entry = self.ready[0] if self.ready else None
         if self.rows is None:
             return entry

@@ -9,8 +9,8 @@ from jaxrag.base.types import HostArray
 from jaxrag.kv.cache.budget import available_bytes
 from jaxrag.kv.cache.heat import HALF_LIFE, NEVER, DecayedHeat
 
-_SHARE = 4  # of the memory that is free: one part in so many, where nobody says
-_MOST = 64 << 30  # bytes, where nobody says
+_SHARE = 4  # of the memory that is free: one part in so many, by default
+_MOST = 64 << 30  # bytes, by default
 _UNKNOWN = 4 << 30  # bytes that are taken to be free where the system does not say
 _COLD = 8  # one part in so many, the coldest, in which the pool's chunks leave first
 
@@ -25,9 +25,7 @@ class ArenaState:
     """The arena at one moment.
 
     Attributes:
-      nbytes: held.
       max_bytes: that may be.
-      chunks: how many there are.
       evicted: how many had to leave.
     """
 
@@ -42,7 +40,7 @@ class HostArena:
 
     The coldest leaves first. Heat is how often a chunk was asked for, each time counted half with
     every ``half_life`` requests since. In the coldest eighth those go first that lie in the pool
-    too; were it so everywhere, chunks that nobody asks for any more would stay for good. Safe to
+    too; were it so everywhere, chunks that no request asks for would stay for good. Safe to
     share between threads.
     """
 
@@ -96,7 +94,7 @@ class HostArena:
             return first
 
     def put(self, key: str, kv: HostArray) -> bool:
-        """Hold ``kv``, which nobody changes any more; False where it is larger than the arena."""
+        """Hold ``kv``, which does not change any more; False where it is larger than the arena."""
         if kv.nbytes > self.max_bytes:
             return False
         with self._lock:
@@ -126,7 +124,7 @@ class HostArena:
             assert self._ahead <= self._kv.keys()
 
     def _evict(self) -> None:
-        """Let the next go: of the coldest as they were found, one that nobody asked for since."""
+        """Let the next go: of the coldest as they were found, one that was not asked for since."""
         while True:
             while self._victims:
                 key, heat = self._victims.pop()

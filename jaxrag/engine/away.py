@@ -49,10 +49,7 @@ def start_away(
 
     Args:
       runner: the model on its device.
-      request: prefilled.
-      rule: how its tokens attend.
       bank: the queries that the rule asked prefill for, on the host.
-      room: slots for generated tokens.
       number: of the request in ``runner.host_search``.
     """
     config, host, window = runner.model.config, runner.cache.host, rule.static_pattern

@@ -39,7 +39,7 @@ class Core:
     """An engine at work, for one thread.
 
     Attributes:
-      state: who is served, and where everybody stands.
+      state: the requests that are served, and the status of each.
     """
 
     def __init__(
@@ -49,7 +49,6 @@ class Core:
         post: Post,
         clock: Callable[[], float],
     ) -> None:
-        """Serves nobody yet."""
         self.state = State(
             runner=runner,
             settings=settings,
@@ -72,7 +71,7 @@ class Core:
     # From clients.
 
     def submit(self, running: RunningRequest, entry: Entry) -> None:
-        """Queue a request; its client is told where the queue is full."""
+        """Queue a request; its client is notified where the queue is full."""
         self.state.live[running.number] = running
         try:
             self.state.scheduler.submit(entry, self.state.clock())
@@ -90,18 +89,18 @@ class Core:
     def stop(self, number: int) -> None:
         """The client wants no more tokens of a request, and its outcome, if it has one by now."""
         running = self.state.live.get(number)
-        # One that begins again on a new pool has been told a token, and is not mapped yet.
+        # One that begins again on a new pool has been sent a token, and is not mapped yet.
         if running is not None and running.first is not None and running.state is not None:
             self._finish(running, "stop")
         else:
             self.abort(number)
 
     def queue(self, job: Callable[[ModelRunner], Any], future: "Future[Any]") -> None:
-        """Run a job once no chunk is on its way; nobody is admitted before."""
+        """Run a job once no chunk is on its way; no request is admitted before."""
         self._jobs.append((job, future))
 
     def queue_spare(self, job: Callable[[], Any], future: "Future[Any]") -> None:
-        """Run a job that needs no pool when nobody is served, or others have had their share."""
+        """Run a job that needs no pool when none is served, or others have had their share."""
         self._spare.append((job, future))
 
     def forget(self) -> None:
@@ -230,7 +229,7 @@ class Core:
 
     def _took(self, running: RunningRequest, ids: list[int], probability: list[float]) -> None:
         """Hand new tokens to the client."""
-        skip = max(len(running.tokens) - running.read, 0)  # told before it was begun again
+        skip = max(len(running.tokens) - running.read, 0)  # sent before it was begun again
         try:
             new, reason = running.accept(ids)
         except EngineError as error:
@@ -354,7 +353,8 @@ class Core:
 
         A request that took part in two broken steps, alone in the second, fails.
         """
-        error, suspects = broken.error, [it for it in broken.suspects if not it.ended]
+        error = broken.error
+        suspects = [it for it in dict.fromkeys(broken.suspects) if not it.ended]
         if isinstance(error, JaxragError) and not (broken.shared or self.state.runner.cache.lost):
             for running in suspects:
                 self._fail(running, error)

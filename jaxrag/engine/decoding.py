@@ -40,6 +40,7 @@ from jaxrag.reuse.decode import (
     order_of,
 )
 from jaxrag.reuse.decode.away import AwayAttend
+from jaxrag.reuse.decode.view import PromptSlots
 
 DENSE = Dense()
 FAILED = -1  # in the place of a token whose logits hold a NaN
@@ -56,7 +57,6 @@ class LaneKey:
     """What a lane's program is compiled for.
 
     Attributes:
-      rule: how its tokens attend.
       pages: of every row's table; 0 where KV is in host memory.
       room: for generated tokens in the state of a sparse rule; 0 for others.
       rows: how many requests it serves at once.
@@ -103,12 +103,10 @@ class SamplingRows(struct.PyTreeNode):
 
 
 class LaneRows(struct.PyTreeNode):
-    """Where every row of a lane stands, [R] each but the table.
+    """State of every row of a lane, [R] each but the table.
 
     Attributes:
-      table: of the requests.
-      ids: the newest token.
-      position: of the newest token, -1 where nobody is.
+      position: of the newest token, -1 in an empty row.
       slot: in which its KV is written.
       index: of the newest token in its answer.
       last: position of the last token that may be run.
@@ -178,7 +176,7 @@ class Lane:
         """Give rows to requests that were prefilled together.
 
         Args:
-          rows: of each of ``requests``, which nobody has; None for one that does not join now.
+          rows: of each of ``requests``, free ones; None for one that does not join now.
           requests: what is asked, and where its KV lies, in the order of ``logits``.
           logits: [B', V] float32 after the last token of each; B' is at least their number.
           decoding: of the one that joins, by ``start``; None for a rule that leaves no key out.
@@ -282,9 +280,7 @@ def start_decoding(
     Args:
       runner: the model on its device.
       requests: prefilled, in the rows of ``bank``.
-      rule: of all of them.
       bank: the queries that it asked prefill for.
-      room: slots for generated tokens.
       numbers: those of the requests in ``runner.host_search``, where the rule searches.
       on_pool: calls a function with the pool, for whoever is not on the engine's thread.
     """
@@ -298,14 +294,13 @@ def start_decoding(
     next_position = np.array([r.next_position for r in requests] + [-1] * pad, np.int32)
     next_slot = np.array([r.next_slot for r in requests] + [num_pages * PAGE] * pad, np.int32)
     order = order_of(np.asarray(table.slot_position), next_position, next_slot)
+    last = np.where(next_position >= 0, next_position - 1, -1)
     put = functools.partial(model.put_batch, batch=rows)
     prompts = Prompts(
         config=model.config,
         rope=model.rope(num_pages * PAGE),
         on_pool=on_pool or (lambda use: use(runner.cache.pool)),
-        table=jax.tree.map(put, table),
-        order=order,
-        position=np.where(next_position >= 0, next_position - 1, -1).astype(np.int32),
+        slots=PromptSlots(jax.tree.map(put, table), order, last.astype(np.int32)),
         bank=bank,
         room=room,
         numbers=numbers,

@@ -57,7 +57,6 @@ class Engine:
 
     Attributes:
       runner: the model on its device, with the page pool; only for ``call``.
-      settings: how it serves.
       compiled: how many programs its thread compiled, or read from the disk, by function.
       turns: how often its thread went round and found something to do.
     """
@@ -68,7 +67,6 @@ class Engine:
         settings: EngineSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Allocates nothing yet."""
         several = len(processes_of(model.mesh)) > 1
         self.settings = settings or EngineSettings(lockstep=several)
         self.runner = ModelRunner(model, self.settings.half_life)
@@ -108,7 +106,7 @@ class Engine:
             )
 
     def add(self, request: Request, sink: Sink) -> int:
-        """Serve a request; ``sink`` is told of its progress. Returns its number.
+        """Serve a request; ``sink`` is notified of its progress. Returns its number.
 
         Raises RequestError for what can never be served: a request larger than the pool, or a rule
         that cannot serve this model.
@@ -118,7 +116,7 @@ class Engine:
     def add_all(self, asked: Sequence[tuple[Request, Sink]]) -> list[int]:
         """As ``add``, for requests that come at one moment."""
         made = [self._entered(request, sink) for request, sink in asked]
-        _ = self.runner.cache  # whoever asks first is told that there is no room for the pool
+        _ = self.runner.cache  # the first request is refused where there is no room for the pool
 
         def event() -> None:
             for running, entry in made:
@@ -131,7 +129,7 @@ class Engine:
         return [running.number for running, _ in made]
 
     def abort(self, number: int) -> None:
-        """Nothing more is wanted of a request; its client is told ``Cancelled``, if it still is."""
+        """Nothing more is wanted of a request; its client gets ``Cancelled`` if it still runs."""
         with contextlib.suppress(RuntimeError):  # closed: there is nothing to abort
             self._mail.post(lambda: self._at_work.abort(number))
 
@@ -153,7 +151,7 @@ class Engine:
     def spare[Result](self, job: Callable[[], Result]) -> Result:
         """Run a job that needs no pool while others are served, and wait for its result.
 
-        It runs at once where nobody is served, else after ``EngineSettings.spare_wait`` times as
+        It runs at once where none is served, else after ``EngineSettings.spare_wait`` times as
         long as the one before took. Nothing else runs meanwhile: a job should be short.
         """
         if self._mail.mine():
@@ -183,7 +181,7 @@ class Engine:
 
         To be called as soon as their chunks are known: reading goes on while they are made ready,
         and while they wait for room. Nothing of it reaches the device, and it may be in vain. An
-        engine that has served nobody yet does nothing.
+        engine that has served no request yet does nothing.
         """
         if self._core is None or self.settings.lockstep:
             return
@@ -224,7 +222,7 @@ class Engine:
         return self._mail.silence
 
     def where(self, number: int) -> Where | None:
-        """Where a request stands; None for one that is over, or not begun."""
+        """Status of a request; None for one that is over, or not begun."""
         core = self._core
         entry = None if core is None else core.state.scheduler.live.get(number)
         if entry is None:
@@ -340,7 +338,7 @@ class Engine:
                 core = self._at_work
             except Exception:
                 _LOG.exception("the engine's pool cannot be made")
-                while left:  # those who posted are told by their events
+                while left:  # those who posted learn it from their events
                     with contextlib.suppress(Exception):
                         left.popleft()()
                 return

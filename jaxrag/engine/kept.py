@@ -19,13 +19,12 @@ _TURN = "turn"
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """All that stands before some token of a prompt, by name.
+    """All that precedes some token of a prompt, by name.
 
     Attributes:
       fingerprint: of the store that the prompt's chunks are in.
       tokenizer: its digest; "" where there is none.
-      tenant: who asks.
-      before: digest of what stands there, part by part.
+      before: digest of what precedes it, part by part.
     """
 
     fingerprint: str
@@ -43,7 +42,7 @@ class Context:
         return dataclasses.replace(self, before=(seen,))
 
     def pieces(self, ids: HostArray) -> Iterator[tuple[str, HostArray]]:
-        """A turn that stands here, page by page: the key and the ids of each."""
+        """A turn of this context, page by page: the key and the ids of each."""
         here = self
         for at in range(0, len(ids), PAGE):
             piece = ids[at : at + PAGE]

@@ -38,7 +38,7 @@ class Lanes:
         self._state, self._took, self._release = state, took, release
         self._lanes: dict[LaneKey, Lane] = {}
         self._rows: dict[LaneKey, list[RunningRequest | None]] = {}
-        self._left: dict[LaneKey, set[int]] = defaultdict(set)  # rows that still run for nobody
+        self._left: dict[LaneKey, set[int]] = defaultdict(set)  # rows that still run for no request
         self._first: list[
             tuple[list[tuple[int, RunningRequest, int]], Drawn]
         ] = []  # sampled tokens that were not read
@@ -146,7 +146,7 @@ class Lanes:
         """Dispatch the next steps, then read what was in flight before them."""
         lanes = self._lanes.items()
         if any(not lane.compiled and _active(self._rows[key]) for key, lane in lanes):
-            self._deliver_first()  # nobody is to wait for the program of the second token
+            self._deliver_first()  # no client is to wait for the program of the second token
         before, self._in_flight = self._in_flight, []
         try:
             self.step()
@@ -158,7 +158,7 @@ class Lanes:
     def deliver_blocks(self) -> None:
         """Read what is in flight, if it is blocks.
 
-        Rows that ended in one would idle through the next, and nobody could join.
+        Rows that ended in one would idle through the next, and no request could join.
         """
         if any(ticket.block > 1 for ticket in self._in_flight):
             self.deliver()
@@ -219,7 +219,7 @@ class Lanes:
         return row
 
     def _block(self, key: LaneKey, here: Sequence[RunningRequest]) -> int:
-        """Tokens of the next step: many where nobody watches and nobody could join before."""
+        """Tokens of the next step: many where no client watches and none could join before."""
         if (
             any(running.request.watched for running in here)
             or max(running.left for running in here) == 1

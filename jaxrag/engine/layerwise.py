@@ -62,8 +62,6 @@ class _Layer(struct.PyTreeNode):
     """One layer of the model, and the prompt that goes through it.
 
     Attributes:
-      params: of the whole model.
-      rope: its factors.
       prompt: the tokens that are run.
       index: [] int32 of the layer.
     """
@@ -80,7 +78,7 @@ class _Block(NamedTuple):
     Attributes:
       pages: [M] of the pool.
       offsets: [M] by how much their keys are still to be turned.
-      slot_position: [M * PAGE]; HIDDEN where nobody may look.
+      slot_position: [M * PAGE]; HIDDEN where no token may attend.
     """
 
     pages: HostArray
@@ -125,7 +123,7 @@ class LayerPrefill:
         del self.left[0]
         if not self.left:
             for _ in self._work:  # what is behind the last piece
-                raise AssertionError("a piece that nobody counted")
+                raise AssertionError("a piece that was not counted")
         return -(-width // self._runner.model.config.num_layers)
 
     def bank_of(self, row: int) -> PromptQueries:

@@ -23,7 +23,7 @@ OPEN_SECONDS = 10.0  # until a probe is let through
 
 _DECAY = 0.8  # of what was measured before, with every read
 _TRUSTED = 16  # times as many bytes as were measured are estimated from that
-_MOST_LATE = 8  # reads of a link that nobody waits for any more: no other is begun beside them
+_MOST_LATE = 8  # reads of a link that no request waits for any more: no other is begun beside them
 _LINGER = 1.0  # seconds that an idle thread waits for work before it ends
 _EXIT = 2.0  # seconds that the interpreter waits at exit for what is being fetched
 
@@ -46,10 +46,7 @@ class LinkState:
       bytes_in_flight: of reads that were begun and whose KV is not in the pool yet, nor given up.
       queued: reads that wait for their turn.
       late: reads that were given up, and have not come back.
-      reads: that ended well.
-      failures: of all reads.
       circuit: "open" while it is not used, but for probes.
-      opened: how often it was.
     """
 
     name: str
@@ -69,14 +66,10 @@ class Read:
     """One read over a link.
 
     Attributes:
-      link: which.
-      nbytes: of KV.
       fetch: reads, on a thread.
       then: gets what it returned or raised, on the same thread; True where the bytes stay in
         flight until ``Links.done``.
-      order: among those that wait.
       number: among those of one order.
-      status: where it is.
       late: it was given up after it had begun.
       held: its bytes count as in flight.
       probe: it shows whether the link works again.
@@ -98,7 +91,6 @@ class Link:
     """What is known of one way; for ``Links``, under its lock."""
 
     def __init__(self, name: str) -> None:
-        """Nothing was read yet."""
         self.name = name
         self.queue: list[Read] = []  # that wait for their turn
         self.running = self.reading = 0  # threads on it; those of them that read
@@ -406,7 +398,6 @@ class LoadDeadline:
     """How long a load may take before its chunks are computed instead.
 
     Attributes:
-      seconds: whatever their length.
       per_1000_tokens: seconds more.
       most: seconds, whatever their length.
     """

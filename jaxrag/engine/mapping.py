@@ -31,12 +31,11 @@ class PromptPart:
 
     Attributes:
       ids: [T] int32.
-      position: of its first token.
       chunk: which of the prompt's it is, or a part of; -1 for the prefix.
       turn: it is of an earlier turn of the conversation.
       load: how its stored KV is brought in; None where no store is asked.
       kept_key: under which the pool keeps it as an earlier request computed it behind all that
-        precedes it here; "" where nobody looks.
+        precedes it here; "" where it is not looked up.
       resident: what was found; None where it is computed in place.
       found: how the store answered; None where it was not asked.
       kept: it was found under ``kept_key``.
@@ -143,10 +142,8 @@ class RequestPlan:
     """What a request needs of the pool and of its store, before anything is asked for.
 
     Attributes:
-      request: the request.
       parts: the prefix and the chunks, each with how it is brought in.
       context: of the final block.
-      reserve: slots for generated tokens.
       gone: keys that the store does not have, of chunks that are computed in place then.
     """
 
@@ -229,7 +226,7 @@ def plan_request(model: Model, request: Request, reserve: int) -> RequestPlan:
                 parts.append(PromptPart(piece, position, chunk, turn=True, kept_key=key))
                 position += len(piece)
         else:
-            if chunk < 0 and alone is not None:  # its own context: nothing stands before it
+            if chunk < 0 and alone is not None:  # its own context: nothing precedes it
                 part.load = _load(alone, PREFIX_ENCODER, ids, None, "encode")
             elif encoding is not None and not part.turn:
                 part.load = _chunk_load(request, encoding, chunk)
@@ -288,7 +285,6 @@ def map_planned(
     """Lay out a request whose chunks are in the pool, over them and pages of its own.
 
     Args:
-      plan: of the request.
       chunks: by key what its ``need`` named.
       own: as many pages as that said.
       found: by key where chunks came from; a chunk that is not named was in the pool.
@@ -374,7 +370,7 @@ def _to_keep(method: Method, store: KVStore, parts: Sequence[PromptPart]) -> dic
 
 
 def _stored_exact(method: Method, parts: Sequence[PromptPart], part: PromptPart) -> bool:
-    """Is the stored KV of a part what full attention computes, with what stands before it here?"""
+    """Is the stored KV of a part what full attention computes, with what precedes it here?"""
     if part.load is None:
         return False
     if part.chunk < 0:

@@ -40,8 +40,6 @@ class _Shape:
 
     Attributes:
       lane: that they are for; None for single tokens.
-      pages: of their tables.
-      widths: of their pieces.
       observe: the queries that are kept.
       rows: of the program that runs them.
       alone: the number of one that is to have it for itself.
@@ -162,7 +160,7 @@ class PrefillQueue:
         self._groups.append(_Group(shape, [running]))
 
     def _shape(self, running: RunningRequest, mapped: RequestState, alone: bool) -> _Shape:
-        """What a request runs in, which nobody else decides."""
+        """Pages, pieces and queries of a request's prefill."""
         widths = tuple(width for _, width in pieces(len(mapped.ids), PREFILL_TOKENS))
         rule = running.request.method.decode
         return _Shape(

@@ -49,7 +49,6 @@ class Progress:
       logprobs: of each the logarithm of its probability, before temperature, top-k and top-p.
       finish_reason: "stop" after a token of ``eos_ids`` or ``Engine.stop``, "length" at the bound;
         None while it goes on, and where it failed.
-      outcome: with the finish reason.
       error: why it failed; nothing follows.
     """
 
@@ -68,7 +67,7 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True)
 class Where:
-    """Where a request stands.
+    """Status of a request.
 
     Attributes:
       status: such as "waiting", "loading" or "decode".

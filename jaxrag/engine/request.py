@@ -13,7 +13,7 @@ from jaxrag.reuse.methods import Method
 
 FinishReason = Literal["stop", "length"]
 
-DECODE_BLOCK = 8  # tokens of a row between two looks at it, when nobody watches
+DECODE_BLOCK = 8  # tokens of a row between two looks at it, when no client watches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Request:
       eos_ids: tokens that end it and are not part of it.
       indexing: what indexes chunks that are encoded on the way are stored with.
       encoders: those under which a knowledge base keeps these very chunks, which tells a chunk
-        whose KV is gone from one that never had any; None where nobody keeps them.
+        whose KV is gone from one that never had any; None where they are not kept.
       rows: of the program that decodes it; requests share one in which their rows are as many. Its
         logits are bit-equal at equal ``rows``, whoever has the others.
       keeps: turns of its prompt are looked for in the pool, and its final block and its answer

@@ -16,11 +16,10 @@ class PartReuse:
       part: "prefix", or "chunk 0", "chunk 1", ... in the order of the sources; "turn 0", "turn 1",
         ... of what was said before. A turn of which a part was found and a part was not has a row
         for each.
-      tokens: its length.
       recomputed: how many of them were chosen and computed again.
       how: "prefix hit": found, and exact behind what precedes it here; "chunk hit": found, whatever
         preceded it when it was encoded; "encoded": missed, its stored form was made; "in place":
-        missed, computed where it stands; "computed": by a method that asks no store, or of a turn.
+        missed, computed in its place; "computed": by a method that asks no store, or of a turn.
       where: "pool" (the device already held it), "host" (the arena did, from before) or "store",
         where it was found; else None.
       why: why nothing was found; "" where something was.
@@ -41,7 +40,7 @@ def tokens_by_source(rows: Iterable[PartReuse], num_tokens: int) -> dict[KVSourc
     """All tokens of a prompt by where their KV came from; they add up to ``num_tokens``.
 
     "encoded" were missed and their stored form made; what was chosen and computed again, what was
-    missed and computed where it stands, and the final block are "computed".
+    missed and computed in its place, and the final block are "computed".
     """
     counts = dict.fromkeys(get_args(KVSource), 0)
     for row in rows:

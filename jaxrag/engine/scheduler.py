@@ -42,8 +42,6 @@ class Admitted:
     """A request that has all its pages.
 
     Attributes:
-      number: which.
-      own: its own pages.
       chunks: pages of every chunk, also of those that others load.
       loads: keys that it is the first to want: the engine starts loading these.
     """
@@ -60,7 +58,7 @@ class Scheduler:
     Order of admission: by class; within a class who was admitted before (swapped, or a chunk did
     not come), then the tenant with the least virtual service; within a tenant as they came. Who is
     first and does not fit is passed by smaller ones of its class and of worse ones within the
-    bounds of the settings, and by nobody while somebody is being swapped out; better classes go
+    bounds of the settings, and by none while one is being swapped out; better classes go
     first always and are not counted.
 
     Events of requests that are over, and of chunks that are not loading, are ignored: they may be
@@ -70,7 +68,6 @@ class Scheduler:
       ended: how many requests ended in which way.
       preempted: how often one was set aside for another.
       given: virtual service of all tenants, by no weight.
-      new_tokens: that were generated.
     """
 
     def __init__(self, allocator: PageAllocator, settings: SchedulerSettings | None = None) -> None:
@@ -202,7 +199,7 @@ class Scheduler:
         Better classes go first, then whose turn it is by the service of their tenants (``Turns``);
         of one tenant as they were admitted.
 
-        In static mode a lane is filled until it is full or nobody is ready for it, and then again
+        In static mode a lane is filled until it is full or none is ready for it, and then again
         when it is empty.
         """
         firsts = [lane.first(self._settings.static) for lane in self._lanes.values()]
@@ -389,7 +386,7 @@ class Scheduler:
         return None, outgrown
 
     def _exhausted(self, entry: Entry, now: float) -> bool:
-        """Whether nobody may pass it any more."""
+        """Whether no request may pass it any more."""
         waited = 0.0 if entry.blocked is None else now - entry.blocked
         settings = self._settings
         return entry.bypassed >= settings.max_bypass or waited >= settings.max_bypass_seconds

@@ -236,8 +236,7 @@ class _Computed:
     """As ``StoredNeighbours``, of no store.
 
     Attributes:
-      model: what encodes them.
-      prefix: that stands before them, [P] int32.
+      prefix: that precedes them, [P] int32.
       computed: lengths of the chunks that were computed so far.
     """
 

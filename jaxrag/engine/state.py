@@ -34,7 +34,6 @@ class EngineSettings:
     """How an engine serves.
 
     Attributes:
-      scheduler: order, bounds and classes.
       prefill_tokens: that are run between two decode steps at most, or one piece.
       together_flops: prompts are run as many at once as their lane has rows, whether there are so
         many or not, where a piece of all of them takes no more operations than that: then it is
@@ -72,7 +71,6 @@ class EngineSettings:
     lockstep: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant."""
         for name in ("prefill_tokens", "load_threads", "max_loading_bytes", "place_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected at least 1")
@@ -106,11 +104,7 @@ class RunningRequest:
     """One request from ``add`` until nothing of it is left.
 
     Attributes:
-      number: names it.
-      request: what is asked.
-      plan: what it needs.
       lane: that it decodes in; None where a single token is all.
-      sink: told of its progress.
       added: when, by the engine's clock; the other times likewise, None before.
       run: counts how often it was begun or set aside; what was started in an earlier run is void.
       found: by key where the chunks came from that were loaded for it.
@@ -122,8 +116,7 @@ class RunningRequest:
       search: its number in the host's search.
       ahead: what its selector made of the question before its chunks were there.
       in_flight: what was started for it and has not come back.
-      ended: its client was told the last of it.
-      why: it ended.
+      ended: its client was sent the last of it.
       strikes: steps that broke while it took part.
     """
 
@@ -155,7 +148,7 @@ class RunningRequest:
         """Take what was sampled, up to the end: what is new of it, and why the answer ends here.
 
         Raises EngineError for logits that hold a NaN, and for an answer that differs from what was
-        told before the request was begun again.
+        sent before the request was begun again.
         """
         new: list[int] = []
         for token_id in ids:
@@ -200,7 +193,7 @@ class RunningRequest:
                 yield key, page, len(piece)
 
     def restart(self) -> None:
-        """Begin from the start; what was told stays told."""
+        """Begin from the start; what was sent is not sent again."""
         self.run += 1
         self.state = self.row = self.swapped = None
         self.read = self.left = self.in_flight = 0
@@ -216,7 +209,6 @@ class ChunkEvent:
       time: by the engine's clock.
       what: "prefetch": it is read before any request is admitted for it; "admitted": a request
         that has pages waits for it; "read": a store begins to read it; "placed": it is in the pool.
-      key: of the chunk.
     """
 
     time: float
@@ -230,15 +222,13 @@ class State:
 
     Attributes:
       runner: the model on its device.
-      settings: how it serves.
       scheduler: who is where, and who holds which pages.
       post: has a function called on the engine's thread, from any.
       clock: seconds.
       arena: chunk KV in host memory.
       links: from the stores, and from the arena.
-      events: of chunks, the newest.
       live: requests whose clients wait, by number.
-      ending: those that were told the last, and still are in a step in flight.
+      ending: those that were sent the last, and still are in a step in flight.
       epoch: counts the pools; what was begun for an earlier one is void.
       restarts: pools that were lost in a step that failed.
       pace: at which requests are served.
@@ -268,7 +258,6 @@ class Broken(Exception):
     """A call that failed on the device, or on its way there.
 
     Attributes:
-      error: what was raised.
       suspects: the requests that took part.
       shared: whether others may have lost something with it.
     """

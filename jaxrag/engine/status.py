@@ -45,7 +45,7 @@ class EngineStatus:
 
     Attributes:
       requests: that have not ended, by status ("waiting", "loading", "ready", "prefill", ...).
-      pages: of the pool. "free": nobody has them; "unpinned": of chunks that no request maps;
+      pages: of the pool. "free": not in use; "unpinned": of chunks that no request maps;
         "pinned": of chunks that some do; "loading": of chunks on their way; "own": of requests.
       rows: held and there, of every lane that has requests, by the name of its program.
       waiting: how long requests have been waiting for room.
@@ -55,7 +55,6 @@ class EngineStatus:
         had on average; a token that is computed is 1.
       rate: virtual service a second while there was work, of late; None before any was measured.
       ended: requests by how they ended.
-      new_tokens: that were generated.
       preempted: requests set aside for others.
       evicted: chunks that left the pool for others.
       restarts: pools that were lost in a step that failed, and made anew.
@@ -90,8 +89,6 @@ class Tiers:
         their KV came from. "pool": it was there, or on its way for another request.
       pool_chunks: that lie in the pool or are on their way into it.
       pool_bytes: of the pool's pages that chunks have.
-      max_pool_bytes: of all its pages.
-      host: the arena.
       links: from the stores, and from the arena to the device.
     """
 

@@ -17,7 +17,6 @@ class Mailbox:
     """Events for one thread, from any. The thread lives while there is something to do.
 
     Attributes:
-      closed: nothing more is taken.
       looked: when the thread last looked at what was posted, by ``clock``; None before. It does
         after every turn of its work.
     """

@@ -42,9 +42,7 @@ class PendingChunk:
     """A chunk that the pool waits for.
 
     Attributes:
-      load: which.
       owner: the request that asked first.
-      cache: with the pool.
       pages: of the pool, for its KV.
       deadline: by the engine's clock, when it is computed instead; None: it is waited for.
       batch: that it is read in.
@@ -79,11 +77,9 @@ class _Batch:
     """Chunks that are read together, from where they are until they are placed.
 
     Attributes:
-      loads: all of them.
       waiting: by key, those that the pool waits for; once they are fetched, those claimed.
       held: they are in the arena.
       read: over a link; None where there is none.
-      staged: ready for their pages.
       placed: blocks that are written there.
     """
 

@@ -1,16 +1,18 @@
-"""What a result was measured on: machine, versions, commit."""
+"""The machine of a measurement: what it is, for the record, and a moment of rest."""
 
 import datetime
 import importlib.metadata
 import os
 import platform
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 import jax
 
 PACKAGES = ("jaxrag", "jax", "jaxlib", "numpy", "tensorstore")
+SETTLE_SECONDS = 1.0  # idle worker threads of one process spin for a while and slow the other's
 
 
 def describe() -> dict[str, Any]:
@@ -52,3 +54,8 @@ def _commit() -> str:
     if head.returncode:
         return "unknown"
     return head.stdout.strip() + ("+changes" if changes.stdout.strip() else "")
+
+
+def settle() -> None:
+    """Let what ran before come to rest."""
+    time.sleep(SETTLE_SECONDS)

@@ -1,10 +1,9 @@
-"""Small Llamas with random weights, and tokenizers for them: what is timed and tested.
+"""Small Llamas with random weights: what is timed and tested.
 
 Each is ``LLAMA_100M`` with other numbers, so that a new field of ``ModelConfig`` is filled in once.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,6 @@ import jax
 from jaxrag.base.config import DType, ModelConfig, RopeConfig
 from jaxrag.models.export import export_hf
 from jaxrag.models.spec import init_params, num_params
-from jaxrag.models.text import byte_level
-from jaxrag.models.text.tokenizer import Tokenizer
 
 # The shape of a small Llama: 100M parameters.
 LLAMA_100M = ModelConfig(
@@ -82,14 +79,3 @@ def write_random(directory: Path, config: ModelConfig, dtype: DType, seed: int) 
     params = jax.jit(lambda key: init_params(config, key))(jax.random.key(seed))
     export_hf(directory, params, config)
     return directory
-
-
-def trained_tokenizer(
-    texts: Iterable[str], vocab_size: int, specials: Sequence[str] = (), **settings: Any
-) -> Tokenizer:
-    """A byte-level tokenizer trained on texts; without one it has a token a byte.
-
-    ``settings`` are those of tokenizer_config.json.
-    """
-    made = byte_level.train(texts, vocab_size, specials)
-    return Tokenizer(made.to_str().encode(), settings, {})

@@ -95,8 +95,6 @@ class PackedAttend:
     """Rows attend to themselves under the block mask; no cache.
 
     Attributes:
-      config: the model's.
-      rope: tables beyond every position.
       prefix_visible: may chunks see the prefix?
     """
 
@@ -151,8 +149,6 @@ class PagedAttend:
     """New tokens write their K and V to pages the request owns, then attend through its table.
 
     Attributes:
-      config: the model's.
-      rope: tables beyond every position.
       table: the requests' pages; already shows the new tokens' slots (PageTable.reveal).
       slots: [B, T] int32 of the request to write to; one beyond the table is padding and dropped.
       rows_in_turn: the plain XLA body attends row by row where rows are long enough to gain by it
@@ -224,7 +220,6 @@ def kept_mixture(
     ``HostValues.rows``.
 
     Args:
-      values: in host memory.
       layer: scalar int32.
       pages: [B, M] of the requests' tables.
       slots: [B, 1] of the newest tokens.
@@ -263,10 +258,7 @@ def attention_received(
     """Attention that every slot of the table gets in the last layer.
 
     Args:
-      config: the model's.
       rope: tables beyond every position and offset.
-      pool: of all layers.
-      table: the requests' pages.
       groups: [B, M] int32 label of each page; a softmax runs over the pages of one label.
       q: [B, T, N, H] that layer's queries before rotation.
       query_position: [B, T] int32; -1 is padding.
@@ -308,11 +300,8 @@ def attend_pool(
 
     Args:
       op: one of the paged ops.
-      config: the model's.
       rope: tables beyond every position and offset.
-      pool: keys and values.
       q: [B, T, N, H] or [B, N, H] before rotation.
-      table: pages of one layer.
       position: [B, T] or [B] int32 of the queries.
       window: sliding window in tokens, or None.
 
@@ -356,9 +345,7 @@ def attend_placed(
     """Attention of queries [B, T, N, H] to keys, all of which stand at their positions.
 
     Args:
-      config: the model's.
       q: rotated, with the attention factor.
-      pool: keys and values.
       table: where they stand; its offsets are 0.
       position: [B, T] int32 of the queries; -1 is padding.
       window: sliding window in tokens, or None.

@@ -102,11 +102,8 @@ def forward(
     """Run all layers over tokens [B, T].
 
     Args:
-      params: the weights.
-      config: the model's.
       tokens: ids, positions, segments (and examples), [B, T].
       cache: what ``attend`` reads and writes (a PagePool, or None); carried through the layer scan.
-      attend: this call's attention (jaxrag.models.attention).
       wrap_layer: applied to the function of one layer before it is scanned over ``params.layers``;
         training puts rematerialisation, casts and adapters there.
 

@@ -257,7 +257,6 @@ def match_tensors(
       num_layers: tensors of a rule that repeats.
       what: the family, and what it is of, for errors.
       ignored: patterns of names that may be left over.
-      prefix: before every name.
 
     Raises ModelError for a tensor that is missing, left over or of another shape.
     """

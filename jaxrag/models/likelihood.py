@@ -45,7 +45,6 @@ def likelihoods(model: Model, ids: HostArray, count: int = 5) -> Likelihoods:
     nothing else.
 
     Args:
-      model: whose probabilities.
       ids: [T] integers, at least one.
       count: most likely tokens to name.
 

@@ -33,7 +33,6 @@ class Memory:
       device: platform, or kind of accelerator.
       on_cpu: is the device the host itself?
       devices: how many of them this process has the model on.
-      weights: on the device.
       reading: beside them in host memory while weights are read: the largest one.
       kv_per_token: K and V of a token, over all layers and all devices.
       pool_tokens: as asked for, or by default.

@@ -62,10 +62,7 @@ class Model:
     that the page pool lives as long as the model does (engine.engine_of).
 
     Attributes:
-      config: sizes, RoPE, dtype, kernels.
-      params: the weights.
       tokenizer: None where the directory has none; such a model takes token ids.
-      digest: of the weights.
       path: the directory it came from.
       mesh: the devices it is spread over; None is the default device.
       cache_tokens: size of its engine's page pool; None leaves that to the engine.
@@ -90,7 +87,6 @@ class Model:
     _ropes: dict[int, RopeTable] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Refuse kernels and a tokenizer that do not fit before anything is computed."""
         check_kernels(self.config.kernels)
         fastest = self.placement.on_device and measured_kernels()
         if self.config.kernels == "measured" and not fastest:

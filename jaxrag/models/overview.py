@@ -51,10 +51,7 @@ class WeightFiles:
 
     Attributes:
       kind: "Hugging Face directory" or "jaxrag checkpoint".
-      count: files that hold weights.
-      nbytes: of them.
       dtypes: that weights are stored in.
-      parameters: in all.
     """
 
     kind: str
@@ -72,7 +69,7 @@ class Vocabulary:
       size: one more than its largest id.
       added: tokens that are no words, by their text: special or not.
       ends: tokens that end an answer, ids by text; of config, generation config and tokenizer.
-      leading: what stands before every prompt.
+      leading: what precedes every prompt.
       chat: has it a chat template?
     """
 
@@ -88,7 +85,6 @@ class DefaultPrompt:
     """The prompt where no template is named.
 
     Attributes:
-      template: its name.
       source: why it is this one.
       parts: prefix, chunk and final block as the model reads them.
       note: what is wrong with it here; None where nothing is.
@@ -105,15 +101,11 @@ class Overview:
     """What a directory is understood as. Make one with ``overview``.
 
     Attributes:
-      path: the directory.
       architecture: as ``config.json`` of its family names it.
-      config: sizes, RoPE, dtype.
-      files: the weights on disk.
       ignored: keys of ``config.json`` that nothing reads.
       vocabulary: None without a tokenizer.
       prompt: None without a tokenizer.
       reading: how the weights were trained to read chunks.
-      memory: what it takes here.
     """
 
     path: str

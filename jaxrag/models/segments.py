@@ -1,4 +1,4 @@
-"""Where every token of a prompt stands and which block it belongs to; how chunks share a row.
+"""Where every token of a prompt is and which block it belongs to; how chunks share a row.
 
 The papers' masks are data for one rule (pallas_kernels/visibility.py). Positions of a prompt with a
 prefix `p`, two chunks and a final block `q` (TurboRAG section 3.2, Fig. 2 b and c):

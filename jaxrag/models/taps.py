@@ -78,8 +78,6 @@ class ChunkMassAttend:
     averaged over the heads, that falls on each column.
 
     Attributes:
-      config: the model's.
-      rope: tables beyond every position.
       columns: [B, T] int32 column of each token, 0 .. C-1, or -1.
     """
 

@@ -43,7 +43,6 @@ class Method:
     """How a prompt with chunks is prefilled, and how the answer attends to it.
 
     Attributes:
-      name: for results.
       encoder: which stored form of a chunk is used (encode.ENCODERS); None computes the whole
         prompt with full attention and reuses nothing.
       positions: of reused chunks: "reordered" equals order, "composite" restarts at every chunk.
@@ -53,7 +52,7 @@ class Method:
         Nothing is selected at 0 (plain reuse); 1 is equal to full attention.
       first_encoder: the encoder of the prompt's first chunk, where it differs.
       misses: what becomes of a chunk that the store does not hold: "encode" makes its stored form,
-        keeps it and reuses that; "in_place" computes it where it stands, over all that precedes it,
+        keeps it and reuses that; "in_place" computes it in its place, over all that precedes it,
         and keeps nothing, so that answers depend on what the store held.
       prefix_cache: keep in the device pool the leading parts of a prompt that were computed as
         under full attention, and take them for a later prompt that begins with the same. Exact, but
@@ -73,7 +72,6 @@ class Method:
     decode: DecodeRule = dataclasses.field(default_factory=Dense)
 
     def __post_init__(self) -> None:
-        """Refuse combinations that are wrong by construction."""
         if self.positions not in POSITION_SCHEMES:
             raise RequestError(
                 f"positions={self.positions!r}: expected one of {', '.join(POSITION_SCHEMES)}"
@@ -236,6 +234,6 @@ def method_named(method: str | Method) -> Method:
     if "decode" in values:
         values["decode"] = rule_from(values["decode"], f"{path}: decode")
     read = build(Method, values, str(path))
-    if read.template.endswith(".toml"):  # named from where the file stands
+    if read.template.endswith(".toml"):  # named relative to the file
         read = dataclasses.replace(read, template=str(path.parent / read.template))
     return read

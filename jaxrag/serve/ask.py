@@ -224,7 +224,6 @@ class Ask:
     batch_size: int | None = option(None, check=_check_optional_count, shown=False)
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant."""
         check_fields(self)
 
     def samplings(self, count: int) -> list[SamplingParams]:

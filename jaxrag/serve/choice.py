@@ -16,7 +16,6 @@ class Choice:
     """One method for a model.
 
     Attributes:
-      method: a preset.
       encoders: the variants that a knowledge base has to keep for it.
       refused: why this model cannot have it; None where it can.
     """

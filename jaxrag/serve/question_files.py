@@ -30,8 +30,6 @@ class FileQuestion:
 
     Attributes:
       id: of the line, or its number.
-      text: what is asked.
-      documents: texts.
       line: its number, from 1; in a CSV file that of its last line of text.
       record: all that the line holds.
     """

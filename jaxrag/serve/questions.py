@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,15 @@ from jaxrag.reuse.decode import rule_from
 from jaxrag.reuse.encode import encoder_named
 from jaxrag.reuse.methods import Method, method_named
 from jaxrag.serve.ask import Ask
-from jaxrag.serve.conversation import Conversation, FoundChunk, Passage, Source, Text, laid_out
+from jaxrag.serve.conversation import (
+    Conversation,
+    FoundChunk,
+    Passage,
+    Source,
+    Text,
+    check_size,
+    laid_out,
+)
 from jaxrag.serve.suits import gated, renamed, stored_otherwise, unplaced, untuned
 
 _SHOWN_WORDS = 5  # of those that a tokenizer lacks
@@ -37,13 +45,10 @@ class Settings:
     """What all questions of a run have in common. Make one with ``resolve``.
 
     Attributes:
-      ask: as it was said.
-      model: that answers.
       kb: that is searched; None: none.
       store: where the KV of chunks is kept.
       method: with what ``ask`` and the gate of the knowledge base say of it.
-      template: the prompt format.
-      notes: of every request.
+      go_on: asked between two texts; raises where nobody waits for the answer any more.
     """
 
     ask: Ask
@@ -53,6 +58,13 @@ class Settings:
     method: Method
     template: PromptTemplate
     notes: tuple[str, ...] = ()
+    go_on: Callable[[], None] = dataclasses.field(default=lambda: None, repr=False)
+
+    def one_by_one[It](self, texts: Iterable[It]) -> Iterator[It]:
+        """Texts that are worked on in turn, as long as somebody waits."""
+        for text in texts:
+            self.go_on()
+            yield text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +72,8 @@ class ReadyQuestion:
     """One question, ready to be served. Make one with ``prepare``.
 
     Attributes:
-      settings: of its run.
       request: what the engine is asked.
       sources: the chunks of its prompt, in prompt order.
-      retrieve_seconds: what finding them took.
       notes: what a result says about all that happened so far.
       retrieved: whether the chunks are those of the knowledge base.
       abstains: whether the model is not asked, as the filter or the least score left no chunk.
@@ -231,6 +241,11 @@ def _refused(
     """The question as a conversation; RequestError for one that cannot be read or answered."""
     talk = question if isinstance(question, Conversation) else Conversation((question,))
     model, method = settings.model, settings.method
+    given = () if documents is None else documents
+    titles = (it.title for it in given if isinstance(it, Passage))
+    texts = (it.text if isinstance(it, Passage) else it for it in given)
+    said = (talk.system, talk.query or "", *talk.questions, *talk.answers)
+    check_size(model, (*said, *settings.ask.blocks, *texts, *titles))
     if _as_blocks(settings) and method.encoder is None:
         raise RequestError(
             f"earlier_turns='blocks': method {method.name!r} computes the whole prompt "
@@ -262,11 +277,12 @@ def _retrieved(
     """The chunks of every question: given, or of a search, each once; ``notes`` gets its notes."""
     found: list[list[FoundChunk]] = [[] for _ in talk.questions]
     if documents is not None:
-        given = enumerate(documents)
+        given = enumerate(settings.one_by_one(documents))
         found[0] = [_given(f"documents[{i}]", it, settings.model) for i, it in given]
     elif settings.kb is not None:
         seen: set[int | None] = set()
-        for place, asked in enumerate((*talk.questions[:-1], talk.query or talk.questions[-1])):
+        searches = (*talk.questions[:-1], talk.query or talk.questions[-1])
+        for place, asked in enumerate(settings.one_by_one(searches)):
             chunks, said = _searched(settings, settings.kb, asked)
             notes += (note for note in said if note not in notes)
             found[place] = [it for it in chunks if it.chunk_id not in seen]
@@ -323,7 +339,8 @@ def _laid_out(
 ) -> tuple[Prompt, list[FoundChunk]]:
     """The prompt as token ids, blocks before all chunks; and its chunks but for turns."""
     model, template = settings.model, settings.template
-    blocks = [_given(f"blocks[{i}]", it, model) for i, it in enumerate(settings.ask.blocks)]
+    own = enumerate(settings.one_by_one(settings.ask.blocks))
+    blocks = [_given(f"blocks[{i}]", it, model) for i, it in own]
     found = [[*(dataclasses.replace(it, bare=True) for it in blocks), *found[0]], *found[1:]]
     texts = [text for text in talk.questions if isinstance(text, str)]
     if texts:
@@ -333,7 +350,8 @@ def _laid_out(
         none = np.zeros(0, np.int32)
         ids = [_given("question", one, model).ids for one in talk.questions]
         asked = [QuestionIds(none, one, (0, len(one))) for one in ids]
-    answers = [_given("an answer", one, model).ids for one in talk.answers]
+    said = settings.one_by_one(talk.answers)
+    answers = [_given("an answer", one, model).ids for one in said]
 
     def wrap(chunk: FoundChunk) -> HostArray:
         if chunk.bare or not texts:
@@ -414,7 +432,8 @@ def _unknown(
     given = (it.text if isinstance(it, Passage) else it for it in documents or ())
     texts = (it for it in (*settings.ask.blocks, *given) if isinstance(it, str))
     asked = tokenizer.unknown_words(question)
-    lacking = dict.fromkeys(word for text in texts for word in tokenizer.unknown_words(text))
+    words_of = map(tokenizer.unknown_words, settings.one_by_one(texts))
+    lacking = dict.fromkeys(word for words in words_of for word in words)
     for what, words in (("question", asked), ("documents", list(lacking))):
         if words:
             yield f"the model's vocabulary lacks words of the {what}: {_some(words)}"

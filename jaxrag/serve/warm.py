@@ -35,7 +35,6 @@ class Warmed:
     Attributes:
       programs: that were compiled, or read from the disk.
       prompts: that were served for it.
-      seconds: that it took.
     """
 
     programs: int
@@ -67,16 +66,11 @@ def warm_up(
       questions: like those that will come; their chunks are in the pool afterwards. None: questions
         of 16 to 128 tokens over ``k`` chunks of the largest size, and prompts of every length
         without any; the pool is empty afterwards.
-      kb: as for ``generate``.
       model: needed without ``kb``; without questions only.
-      method: as for ``generate``; what its selector and its encoders need is compiled, too.
-      recompute_ratio: as for ``generate``.
-      decode: as for ``generate``.
-      template: as for ``generate``.
-      k: as for ``generate``.
-      max_new_tokens: as for ``generate``.
+      method: what its selector and its encoders need is compiled, too.
       stream: whether answers will be read as they grow.
-      batch_size: as for ``generate``.
+
+    The other arguments are those of ``generate``.
 
     Raises RequestError as ``generate`` does.
     """

@@ -40,7 +40,8 @@ class ServerSettings(ServerOptions):
       max_waiting_tokens: most prompt tokens of these; a request that finds none waiting is let in
         whatever its length.
       max_waiting_per_tenant: most requests of one tenant that wait; None: any number.
-      prepare_threads: that retrieve and tokenise.
+      prepare_threads: that retrieve and tokenise; a tenant has all but one of them at most, where
+        there are keys.
       hold_seconds: for so long the status of a stream is held back, so that what fails before the
         first token is an HTTP error.
       keepalive_seconds: between two comments in a stream that has nothing to say.

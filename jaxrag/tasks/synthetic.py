@@ -86,7 +86,6 @@ class SyntheticTask:
     split: Split = "train"
 
     def __post_init__(self) -> None:
-        """Refuse settings that no sample can have: ConfigError."""
         low, high = self.chunks
         if not 1 <= low <= high or self.places < 0 or self.places >= low:
             raise ConfigError(
@@ -124,8 +123,6 @@ class Sample:
     """Documents in prompt order and independent questions on them.
 
     Attributes:
-      chunks: the documents.
-      questions: on them.
       prefix: text in front of them.
       subjects: the name of whom each chunk is about; "" of a place's, none where nobody knows.
     """

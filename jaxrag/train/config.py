@@ -61,8 +61,8 @@ class SourcePart:
       made_by: what makes them, named where one is missing.
       synthetic: the task to draw samples of, instead of files.
       mode: instead of ``data.mode``.
-      block_share: share of the samples that are trained as ``mode`` says; the others in full mode
-        (Block-Attention keeps 45 % of single-turn dialogue).
+      block_share: share of the single-turn samples that are trained as ``mode`` says; the others in
+        full mode (Block-Attention keeps 45 %). Dialogues of several turns are always trained so.
       full_only: a sample that holds one of these texts is trained in full mode (code, there).
       first_step: the source takes part from here on.
       last_step: up to here, not included.

@@ -128,6 +128,14 @@ class SampleSource:
         written = row if isinstance(row, str) else json.dumps(row, ensure_ascii=False)
         return any(json.dumps(text, ensure_ascii=False)[1:-1] in written for text in texts)
 
+    def single_turn(self, k: int) -> bool:
+        """Whether sample k asks once: all but dialogues with two or more messages of the user."""
+        if isinstance(self._origin, SyntheticTask):
+            return True
+        row = _parsed(self._origin.row(k)[1])
+        messages = row.get("messages") or ()
+        return sum(message["role"] == "user" for message in messages) < 2
+
     def draw(self, k: int) -> float:
         """A number from 0 to 1 that belongs to sample k."""
         return float(np.random.default_rng((self._seed, 1, k)).random())
@@ -157,8 +165,13 @@ def open_source(
 def block_mode(
     source: SampleSource, k: int, mode: SampleMode, share: float, full_only: Sequence[str]
 ) -> SampleMode:
-    """The mode of sample k: ``mode``, or full where the sample's draw or its text says so."""
-    if mode == "full" or (share < 1 and source.draw(k) >= share) or source.holds(k, full_only):
+    """The mode of sample k, which is usable: ``mode``, or full where its text or its draw says so.
+
+    Shares are of single-turn samples; dialogues of several turns keep ``mode``.
+    """
+    if mode == "full" or source.holds(k, full_only):
+        return "full"
+    if share < 1 and source.draw(k) >= share and source.single_turn(k):
         return "full"
     return mode
 

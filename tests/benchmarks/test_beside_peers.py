@@ -10,17 +10,17 @@ from types import SimpleNamespace
 import bandwidth
 import decode_throughput
 import jax
+import limits
 import numpy as np
 import prefill
 import pytest
 from decode_throughput import ThroughputOptions, report, same, step_bytes
+from rounds import in_turn, ratios
 from rows import LLAMA_300M, Rows, RowsOptions, draw
 
 from jaxrag.base.errors import RequestError
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
-from jaxrag.measure.bench import limits
-from jaxrag.measure.rounds import in_turn, ratios
 from jaxrag.models.export import export_hf
 from jaxrag.models.flops import forward_flops
 from jaxrag.models.model import load_model, random_model
@@ -60,7 +60,7 @@ class FakePeer:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr("jaxrag.measure.rounds.SETTLE_SECONDS", 0)
+    monkeypatch.setattr("jaxrag.measure.machine.SETTLE_SECONDS", 0)
     monkeypatch.setattr(bandwidth, "BYTES", 1 << 20)
     monkeypatch.setitem(limits._MATMUL, "cpu", 16)
 

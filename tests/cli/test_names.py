@@ -17,9 +17,7 @@ TWOFOLD = {
     "--kb": {"DIR": "a knowledge base", "[NAME=]DIR": "several, with names of their own"},
     "--model": {"MODEL": "one", "NAME=DIR": "several", "DIR": "its tokenizer, nothing else"},
     "--out": {"FILE": "the result", "DIR": "a folder: pictures, a run"},
-    "--encoder": {"NAME": "any", "{isolated,neighbours,neighbours_joint}": "that can be timed"},
     "--chunks": {"N": "so many", "N|N-M": "fewest and most"},
-    "--repeats": {"N": "of everything", "N[,N,...]": "of each context"},
 }
 # Spellings that are not to come back, by the name that took their place.
 RETIRED = {
@@ -107,10 +105,6 @@ def test_questions_are_a_file_and_their_number_is_called_so():
         ("kb gate kb --questions q", "--ratios", "0,0.5", "ratios", (0.0, 0.5)),
         ("ingest d --kb kb", "--kv", "int8", "stored", "int8"),
         ("bench ttft", "--ratios", "0,0.5", "ratios", (0.0, 0.5)),
-        ("bench store", "--rounds", "3", "rounds", 3),
-        ("bench store", "--tokens", "1k", "tokens", 1024),
-        ("bench decode", "--rules", "dense;topn:n=8", "rules", ("dense", "topn:n=8")),
-        ("bench decode", "--rules", "dense,flat", "rules", ("dense", "flat")),
         ("bench serve", "--documents", "5", "documents", 5),
         ("bench serve", "--question", "5", "question", 5),
         ("bench serve", "--answers", "5,6", "answers", (5, 6)),
@@ -128,10 +122,13 @@ def test_an_earlier_name_is_understood_and_not_shown(capsys, command, earlier, v
 @pytest.mark.parametrize(
     ("words", "script"),
     [
+        ("decode --decode dense", "decode_rules.py --decode dense"),
         ("decode-throughput --batch 1,8 --resume", "decode_throughput.py --batch 1,8 --resume"),
         ("document --tokens 8k", "document.py --tokens 8k"),
         ("explain --kb kb --question 'Who built it?'", "explain.py --kb kb --question 'Who"),
+        ("ingest --tokens 16384", "ingest_throughput.py --tokens 16384"),
         ("prefill", "prefill.py"),
+        ("store --no-cold", "store_throughput.py --no-cold"),
         ("train-step --help", "train_step.py --help"),
     ],
 )

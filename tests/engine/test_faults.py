@@ -14,6 +14,7 @@ from jaxrag.base.errors import Cancelled, DeadlineExceeded, EngineError, Overloa
 from jaxrag.engine import decoding, lanes
 from jaxrag.engine.admission import SchedulerSettings
 from jaxrag.engine.engine import Engine, engine_of
+from jaxrag.engine.prefill_queue import PrefillQueue
 from jaxrag.engine.state import EngineSettings
 from jaxrag.kv.cache import PagedCache
 from jaxrag.reuse.methods import METHODS
@@ -105,6 +106,29 @@ def test_a_step_that_takes_the_pool_with_it_costs_nobody_a_token(
     assert [(client.ids[n], client.logprobs[n]) for n in client.numbers] == expected
     assert engine._core.state.epoch == 1
     assert "its pool is made anew" in caplog.text
+    at_rest(engine)
+
+
+def test_who_ends_while_it_is_prefilled_joins_no_lane(
+    engine_on, asked, alone, serve, at_rest, monkeypatch
+):
+    engine = engine_on(cache_tokens=512)
+    requests = [asked(engine, tokens=6, rows=4)] * 2
+    [expected] = alone(engine, requests[:1])
+    end, together = PrefillQueue._end, []
+
+    def ending(queue, group, prefill):
+        together.append(len(group.members))
+        engine._core.abort(group.members[0].number)
+        end(queue, group, prefill)
+
+    monkeypatch.setattr(PrefillQueue, "_end", ending)
+    client = serve(engine, requests)
+    assert together == [2]
+    first, second = client.numbers
+    assert isinstance(client.last[first].error, Cancelled)
+    assert (client.ids[second], client.logprobs[second]) == expected
+    assert engine._core.state.restarts == 0
     at_rest(engine)
 
 

@@ -56,6 +56,18 @@ def test_of_the_coldest_those_in_the_pool_leave_first():
     arena.check()
 
 
+def test_who_is_asked_for_since_the_coldest_were_found_stays():
+    arena = HostArena(16 * 8, lambda key: False)
+    for n in range(16):
+        arena.asked([f"k{n}"])
+        arena.put(f"k{n}", kv(n))
+    arena.put("more", kv(0))
+    assert "k0" not in arena and "k1" in arena  # both were the coldest eighth
+    arena.asked(["k1"])
+    arena.put("still more", kv(0))
+    assert "k1" in arena and "k2" not in arena
+
+
 def test_it_remembers_the_heat_of_a_bounded_number():
     arena = HostArena(80, lambda key: False, half_life=100)
     for n in range(20_000):

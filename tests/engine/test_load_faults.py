@@ -14,6 +14,7 @@ from jaxrag.engine import transfers
 from jaxrag.engine.links import FAILURES, OPEN_SECONDS
 from jaxrag.engine.mapping import plan_request
 from jaxrag.engine.staging import encode
+from jaxrag.engine.thread import ask
 
 
 def resident(served, asked, tokens=200):
@@ -95,6 +96,77 @@ def test_of_a_late_read_and_its_encoding_the_first_is_placed_once(serving, store
     placed = [event.key for event in served.engine.events() if event.what == "placed"]
     assert len(placed) == len(set(placed)) == 3
     assert served.engine.tiers().hits == {first: 3, "pool": 0}
+
+
+def test_a_chunk_that_nobody_waits_for_any_more_is_not_encoded(serving, stored, at_rest):
+    [request], expected = stored()
+    served = serving(**COMPUTE)
+    served.store.gate.clear()
+    [number] = served.add(*served.moved(request))
+    served.store.until_read()
+
+    def leave():
+        served.now[0] += 10.0
+        served.engine._core._transfers.expire(served.now[0])
+        served.engine._core.abort(number)
+
+    ask(served.engine._mail.post, leave)
+    served.store.gate.set()
+    at_rest(served.engine)
+    [number] = served.add(*served.moved(request))
+    assert served.ended([number]) == expected
+
+
+def test_a_read_is_not_called_off_while_another_of_its_chunks_is_waited_for(
+    serving, stored, at_rest
+):
+    [request], _ = stored(chunks=4)
+    served = serving(**COMPUTE, load_threads=1)
+    chunks = request.prompt.chunks
+    first, second = (
+        dataclasses.replace(request, prompt=dataclasses.replace(request.prompt, chunks=some))
+        for some in (chunks[:1], chunks[1:3])
+    )
+    served.store.gate.clear()
+    numbers = served.add(*served.moved(first))
+    served.store.until_read()
+    numbers += served.add(*served.moved(second))
+    while served.link().queued != 1:
+        pass
+
+    def encode_one():
+        loading = served.engine._core._transfers
+        queued = [it for it in loading._pending.values() if it.batch.read.status == "queued"]
+        assert len(queued) == 2
+        loading._give_up(queued[0], "it is late")
+        assert loading.encode_one()
+        return queued[0].batch.read.status
+
+    assert ask(served.engine._mail.post, encode_one) == "queued"
+    served.store.gate.set()
+    served.ended(numbers)
+    assert sorted(served.how(numbers[1])) == ["encoded", "pool", "store"]
+    served.until_idle()
+    at_rest(served.engine)
+
+
+def test_what_was_staged_for_a_pool_that_is_lost_is_in_flight_no_more(
+    serving, stored, at_rest, monkeypatch
+):
+    [request], expected = stored()
+    served = serving(arena_bytes=1 << 20)
+    place, breaks = transfers.place, iter([True])
+
+    def broken(*args):
+        if next(breaks, False):
+            raise RuntimeError("injected")
+        return place(*args)
+
+    monkeypatch.setattr(transfers, "place", broken)
+    assert served.ended(served.add(*served.moved(request))) == expected
+    assert served.engine._core.state.restarts == 1
+    at_rest(served.engine)
+    assert sum(it.bytes_in_flight for it in served.engine.tiers().links) == 0
 
 
 def test_a_link_that_is_known_to_be_slow_is_not_waited_for(serving, stored, at_rest):

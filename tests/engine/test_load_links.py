@@ -182,6 +182,10 @@ def test_a_circuit_opens_and_a_probe_closes_it(made):
     reads.end("second probe")
     state = state_when(links, lambda it: it.circuit == "closed")
     assert state.opened == 1 and state.failures == 2 * FAILURES and state.reads == 2
+    fail(reads, FAILURES)  # a second outage is probed like the first
+    assert links.is_open(reads.link)
+    now[0] += OPEN_SECONDS
+    assert not links.is_open(reads.link)
 
 
 def test_what_is_given_up_stands_in_nobodys_way(made):

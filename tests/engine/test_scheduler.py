@@ -148,6 +148,20 @@ def test_what_outgrows_the_pool_stands_in_nobodys_way():
     assert found.finish(0, "failed") is RequestStatus.WAITING and found.outgrown() == []
 
 
+def test_what_outgrew_a_lost_pool_is_admitted_to_a_larger_one():
+    sizes = {0: 4}
+    growing = dataclasses.replace(entry(0), need=lambda there: Need({}, sizes[0]))
+    found = scheduler_of(4, entry(1))
+    found.admit(0.0)
+    found.submit(growing, 0.0)
+    sizes[0] = 5
+    assert found.admit(0.0) == [] and found.outgrown() == [0]
+    found.reset(PageAllocator(8))
+    assert found.outgrown() == []
+    assert numbers(found.admit(0.0)) == [1, 0]
+    found.check()
+
+
 def test_a_full_queue_says_which_bound_it_met():
     found = scheduler_of(4, entry(0), entry(1), max_waiting=2)
     with pytest.raises(Overloaded, match="2 requests wait and 2 may; .* raise max_waiting$"):

@@ -13,7 +13,7 @@ from jaxrag.models.text.prompts import TEMPLATES
 from jaxrag.reuse.methods import METHODS
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.questions import resolve
-from jaxrag.serve.suits import gate_subject, suited
+from jaxrag.serve.suits import gate_subject, stored_otherwise, suited
 
 DOCUMENTS = {
     "tea": "Tea grows on the hills of the village and is sold in blue boxes.",
@@ -148,3 +148,10 @@ def test_plain_reuse_suits_only_weights_that_were_trained_for_it(kb, monkeypatch
     assert "fusionrag" not in found  # its chunks are not there
     monkeypatch.setattr(kb.model, "reading", Reading(block_positions=("reordered",)))
     assert "turborag" in suited(kb)
+
+
+def test_a_chat_template_makes_other_kv_of_what_sees_the_prefix(kb):
+    other = dataclasses.replace(kb.template, chat=not kb.template.chat)
+    assert stored_otherwise(kb, METHODS["full_reuse"], other)
+    assert not stored_otherwise(kb, METHODS["turborag"], other)
+    assert not stored_otherwise(kb, METHODS["full_reuse"], kb.template)

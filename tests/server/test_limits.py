@@ -143,3 +143,13 @@ def test_a_tenant_may_use_so_many_tokens_in_a_minute(clock):
     refused(door.enter, mine)
     clock.now += 2.0
     door.enter(mine)
+
+
+def test_an_idle_tenant_saves_up_one_minute_and_no_more(clock):
+    door = limits(clock)
+    slow = who("slow", requests_per_minute=3)
+    door.check_rate(slow)
+    clock.now += 3600.0
+    for _ in range(3):
+        door.check_rate(slow)
+    refused(door.check_rate, slow)

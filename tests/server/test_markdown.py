@@ -69,4 +69,4 @@ def test_over_http(server):
     answer = server.post("/markdown", texts=["*a*", "b"])
     assert answer.json()["nodes"] == [[["p", None, [["em", None, ["a"]]]]], [["p", None, ["b"]]]]
     assert server.post("/markdown", texts=["a"] * (MOST_TEXTS + 1)).status_code == 400
-    assert server.post("/markdown", texts=["a" * 200_000] * 2).status_code == 400
+    assert server.post("/markdown", texts=["a" * 70_000] * 2).status_code == 400

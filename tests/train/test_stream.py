@@ -159,6 +159,17 @@ def test_block_share_and_texts_that_stay_full(make_stream, write_rows):
     assert 30 <= len(block) <= 60
 
 
+@pytest.mark.parametrize("turns", [1, 2])
+def test_a_block_share_is_of_single_turn_samples(make_stream, write_rows, turns):
+    asked = [{"role": "user", "content": "one\n\ntwo\n\nthree"}]
+    answered = {"role": "assistant", "content": "yes"}
+    rows = [{"messages": [*asked, answered] * turns} for _ in range(20)]
+    source = {"name": "chat", "paths": [write_rows(rows)], "block_share": 0.0}
+    stream = make_stream(**{"data.sources": [source]})
+    block = [(stream.lay(0, k).pieces[0].segments != 2).any() for k in range(20)]
+    assert block == [turns > 1] * 20
+
+
 def test_sources_come_and_go(make_stream, mixture):
     mixture[0]["last_step"] = 2
     mixture[1]["first_step"] = 2

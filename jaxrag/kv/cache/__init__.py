@@ -1,7 +1,7 @@
 """KV in memory now: the paged pool on the device and what lies beside it on the host.
 
 Keys enter the pool rotated to their place inside their chunk; a request's PageTable says where in
-its prompt each page stands. Pages of a chunk are immutable and shared by every request that uses
+its prompt each page is. Pages of a chunk are immutable and shared by every request that uses
 it; pages a request owns (final block, generated tokens, everything under full attention) are
 released when it ends.
 """

@@ -1,4 +1,4 @@
-"""How much memory there is for KV, and how large a pool becomes where nobody says."""
+"""How much memory there is for KV, and how large a pool is by default."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ _CGROUP = Path("/sys/fs/cgroup")  # of this container: its limits lie at the roo
 
 
 def pool_budget(free: int | None, on_cpu: bool) -> int:
-    """Bytes of a pool where nobody says; ``free`` is what the device has left, None: not known."""
+    """Bytes of a pool by default; ``free`` is what the device has left, None: not known."""
     if free is None:
         return CPU_POOL_BYTES
     share = int(max(free, 0) * SHARE)

@@ -33,7 +33,6 @@ class PagedCache:
         host: HostPool | None = None,
         half_life: float = HALF_LIFE,
     ) -> None:
-        """Over a pool of zeros, and host memory."""
         self.allocator = PageAllocator(num_pages, half_life)
         self.host = host
         self.values = None

@@ -60,7 +60,6 @@ class Coldest[Name: Hashable]:
     """A set of names that gives its coldest; none of them is used while it is in it."""
 
     def __init__(self, heat: DecayedHeat[Name]) -> None:
-        """An empty set."""
         self._heat = heat
         self._of: dict[Name, tuple[float, int]] = {}
         self._heap: list[tuple[tuple[float, int], Name]] = []  # with some that left

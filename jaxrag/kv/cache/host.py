@@ -81,7 +81,6 @@ class StagingBuffers:
     """Two host buffers in turns: one is filled while the device still reads from the other."""
 
     def __init__(self) -> None:
-        """Nothing is allocated before the first buffer is asked for."""
         self._slots = (_Slot(), _Slot())
         self._turn = 0
 
@@ -109,11 +108,10 @@ class StagingBuffers:
 class StagingBlocks:
     """Host buffers of one size, for threads that fill them and one that has the device read them.
 
-    As many as are in use at once are kept; nobody waits for one.
+    As many as are in use at once are kept; no copy waits for one.
     """
 
     def __init__(self, shape: Sequence[int], dtype: Any) -> None:
-        """Nothing is allocated before the first block is asked for."""
         self._shape, self._dtype = tuple(shape), np.dtype(dtype)
         self._lock = threading.Lock()
         self._free: deque[tuple[HostArray, Array | None]] = deque()
@@ -169,7 +167,6 @@ class Mapped:
     """Page-locked memory of V as kernels of the GPU address it.
 
     Attributes:
-      address: of its first value.
       steps: values between one layer, one KV head and one slot and the next.
     """
 
@@ -183,7 +180,6 @@ def way_to_rows(
     """How decode steps read rows of V, and what to tell of it ("": nothing).
 
     Args:
-      backend: of JAX.
       address: of the memory for the GPU; None where it is not page-locked.
       missing: a module that the kernel needs and that is not installed.
     """
@@ -239,7 +235,7 @@ class HostValues:
 
     @property
     def moved(self) -> Moved:
-        """Everything that was moved until now; padding, which nobody reads, is left out."""
+        """Everything that was moved until now; padding, which is not read, is left out."""
         return self._moved
 
     def rows(self, layer: Array, pages: Array, slots: Array, v: Array, wanted: Array) -> Array:

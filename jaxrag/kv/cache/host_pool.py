@@ -23,7 +23,6 @@ class HostPool:
     Attributes:
       k: [L, K, R, H] of all layers; None where K is on the device.
       v: [L', K, R, H] of the last L' layers.
-      first_layer: the first of these.
     """
 
     def __init__(self, config: ModelConfig, num_pages: int, placement: KVPlacement) -> None:

@@ -19,7 +19,6 @@ class CachedChunk:
     """A chunk whose KV lies in the pool, or is on its way there.
 
     Attributes:
-      pages: where it lies.
       tokens: how many it has; 0 while it is loading.
       ref_count: requests in flight that map it or wait for it; never evicted while positive.
       ready: whether its KV lies in its pages; False while it is loading.
@@ -40,7 +39,6 @@ class PageAllocator:
     which was not used for longer.
 
     Attributes:
-      num_pages: of the pool.
       evicted: chunks that have left it.
     """
 
@@ -55,12 +53,12 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody holds."""
+        """Pages that no request or chunk holds."""
         return len(self._free)
 
     @property
     def num_unpinned(self) -> int:
-        """Pages of resident chunks that nobody maps."""
+        """Pages of resident chunks that no request maps."""
         return self._num_unpinned
 
     @property
@@ -75,7 +73,7 @@ class PageAllocator:
 
     @property
     def num_available(self) -> int:
-        """Pages that a request could get now: free ones, and those of chunks that nobody maps."""
+        """Pages that a request could get now: free ones, and those of chunks that none maps."""
         return len(self._free) + self._num_unpinned
 
     @property
@@ -161,7 +159,7 @@ class PageAllocator:
         self._unpin(key, found)
 
     def abandon(self, key: str) -> None:
-        """A loading chunk, which nobody waits for any more, will not come."""
+        """A loading chunk, which no request waits for any more, will not come."""
         found = self._chunks.pop(key)
         assert not found.ready and not found.ref_count, f"chunk {key} is resident or waited for"
         self._free.extend(reversed(found.pages))

@@ -1,4 +1,4 @@
-"""Where in its prompt each page of a request stands, collected on the host, read on the device."""
+"""Where in its prompt each page of a request is, collected on the host, read on the device."""
 
 from collections.abc import Callable, Sequence
 
@@ -19,7 +19,7 @@ class PageTable(struct.PyTreeNode):
 
     pages: Array  # [B, M] int32
     offsets: Array  # [B, M] int32 position of each page's chunk in the prompt
-    slot_position: Array  # [B, M*page] int32 absolute position, HIDDEN where nobody may look
+    slot_position: Array  # [B, M*page] int32 absolute position, HIDDEN where no token may attend
 
     def reveal(self, slots: Array, positions: Array) -> "PageTable":
         """Show the slots [B, T] that are about to be written, at these positions [B, T]."""

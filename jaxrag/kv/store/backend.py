@@ -176,7 +176,7 @@ class Backend:
     def make_directory(self, prefix: str) -> None:
         """Create the folder of ``prefix``, where there are folders, for good.
 
-        Who writes under a prefix of his own calls this first: from then on nobody else finds the
+        Who writes under a prefix of his own calls this first: from then on no other finds the
         folders above empty and removes them.
         """
         if self.directory is None:
@@ -366,7 +366,7 @@ class Backend:
 
 
 def _remove_lock(path: str | os.PathLike[str], before: float, dry_run: bool) -> bool:
-    """Remove a lock file last used before a time and held by nobody; whether it is (to be) gone.
+    """Remove a lock file last used before a time and not held; whether it is (to be) gone.
 
     It is locked first, as TensorStore does: who waits for a lock file notices that it is gone.
     """

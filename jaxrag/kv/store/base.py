@@ -65,7 +65,6 @@ class KVStore(abc.ABC):
     """
 
     def __init__(self, fingerprint: str, layout: KVLayout, max_tokens: int) -> None:
-        """Bind the store to a fingerprint (``keys.fingerprint``) and to the sizes it may hold."""
         require_hex(fingerprint, FINGERPRINT_DIGITS, "fingerprint")
         if type(max_tokens) is not int or max_tokens < 1:
             raise StoreError(f"max_tokens={max_tokens!r}: expected a positive integer")
@@ -171,7 +170,6 @@ class KVStore(abc.ABC):
         """Read chunks into one buffer, in the order of ``keys``; a repeated key is read once.
 
         Args:
-            keys: the chunks to read.
             out: a buffer [layers, 2, S, K / ways, H] with S >= sum T, filled from token 0 on; None
                 makes one. Its first two axes may be strided. Only the part returned as ``kv`` has a
                 meaning.

@@ -1,7 +1,7 @@
 """Chunk KV in a directory or an object store, shared by any number of processes.
 
 ``jaxrag.kv.store.namespace`` shows the layout. A writer fills a directory of its own and then
-creates ``commit.json`` if there is none. Until then nobody can see the bytes; afterwards nobody
+creates ``commit.json`` if there is none. Until then no reader can see the bytes; afterwards no one
 changes them. A writer that dies leaves an attempt that no record names, for gc.
 """
 
@@ -168,7 +168,7 @@ class ChunkStore(KVStore):
         dry_run: bool = False,
         busy: Callable[[str], bool] = lambda key: False,
     ) -> SweepReport:
-        """Remove what nobody needs of this fingerprint; safe beside readers and writers.
+        """Remove what no one needs of this fingerprint; safe beside readers and writers.
 
         Seals say nothing here: chunks of others who share the fingerprint without the secret stay.
 
@@ -199,7 +199,6 @@ class ChunkStore(KVStore):
         """Bring chunks nearer in the background; keys that are not stored are passed over.
 
         Args:
-            keys: the chunks.
             tier: "page" reads the files of a local directory into the page cache; "host" keeps
                 verified chunks in memory, up to ``host_bytes``, from where the ``get`` and
                 ``get_many`` of this object take them.
@@ -354,7 +353,7 @@ class ChunkStore(KVStore):
     def copy_in(self, record: Record, source: "ChunkStore") -> Refused | None:
         """Take over the chunk of a record of another store, file by file as it is there.
 
-        Its bytes are verified when they are read. A chunk that stands here already is kept. Of a
+        Its bytes are verified when they are read. A chunk that is here already is kept. Of a
         sealed one the record is sealed again, as it names another attempt.
 
         Returns:

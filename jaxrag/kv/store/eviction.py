@@ -86,7 +86,7 @@ class Name:
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """A chunk that stands in the store when counting begins."""
+    """A chunk that is in the store when counting begins."""
 
     name: Name
     nbytes: int

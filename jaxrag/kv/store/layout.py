@@ -64,7 +64,6 @@ class KVLayout:
     stored: Stored = "native"
 
     def __post_init__(self) -> None:
-        """Refuse sizes and dtypes that no chunk can have."""
         for name in ("num_layers", "num_kv_heads", "head_dim"):
             size = getattr(self, name)
             if type(size) is not int or size < 1:

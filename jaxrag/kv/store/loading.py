@@ -46,7 +46,6 @@ class Loader:
     """Reads the bytes of records. Safe to share between threads."""
 
     def __init__(self, space: Namespace) -> None:
-        """Read under ``space``, in threads that start when they are needed."""
         self._space = space
         self._backend = space.backend
         self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS, "jaxrag-read")
@@ -157,12 +156,10 @@ def _load_layers(
     """Read, verify and place some layers of a chunk whose array lies in ``directory``.
 
     Args:
-        directory: of the attempt.
         io_mode: "memmap" maps the files, "default" reads them.
         wanted: the chunk and its destination.
         layers: those of its range to do here.
         scale: float32 [L, 2, T, K], of an int8 chunk.
-        sealer: of the store.
 
     Returns:
         None, or why the chunk is refused.
@@ -204,7 +201,7 @@ def _reader(fd: int, offsets: tuple[int, ...], io_mode: IOMode) -> ReadLayer:
     if io_mode == "default":
         return lambda layer, part: _read_fully(fd, part, offsets[layer])
     # A mapping of a file that others cut short is a signal, no exception: this is why the size was
-    # checked, and why nobody writes to files of a committed chunk.
+    # checked, and why no process writes to files of a committed chunk.
     try:
         mapped = np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ), np.uint8)
     except ValueError:

@@ -139,13 +139,12 @@ class Namespace:
     ) -> Record | None:
         """Remove the commit of a key, then its bytes; the record if there was one to remove.
 
-        The commit goes first, so that nobody finds a record whose bytes are being removed. The
+        The commit goes first, so that no reader finds a record whose bytes are being removed. The
         bytes of a record that cannot be read are left to gc, as are those of writers at work.
 
         Args:
-            key: of the chunk.
             attempt: spares a record that names another.
-            keep: asked once more when nobody can find the record; true puts it back.
+            keep: asked once more when no reader can find the record; true puts it back.
         """
         commit = self.commit(key)
         generation = self.backend.generation(commit)

@@ -42,14 +42,14 @@ class Owners:
         self._prefix = f"owners/{fingerprint[:16]}/"
 
     def register(self, owner: Owner) -> None:
-        """Write the owner down, unless it stands there with the same host and folder."""
+        """Write the owner down, unless it is there with the same host and folder."""
         path = self._folder(owner.id) + _FILE
         generation = self._backend.generation(path)
         if self._read(owner.id) != owner:
             self._backend.write_if(path, json.dumps(dataclasses.asdict(owner)).encode(), generation)
 
     def forget(self, owner_id: str) -> None:
-        """Strike an owner out; its chunks are nobody's then."""
+        """Strike an owner out; its chunks have no owner then."""
         self._backend.delete_prefix(self._folder(owner_id))
 
     def all(self) -> list[Owner]:

@@ -33,7 +33,6 @@ class HostTier:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        """Keep at most ``max_bytes``."""
         self.max_bytes = max_bytes
         self._kv: cachetools.LRUCache[str, NDArray[Any]] = cachetools.LRUCache(
             max_bytes, lambda kv: kv.nbytes
@@ -51,7 +50,7 @@ class HostTier:
             return self._kv.get(attempt)
 
     def keep(self, attempt: str, kv: NDArray[Any]) -> bool:
-        """Hold ``kv``, which nobody changes any more; False when it is larger than the tier."""
+        """Hold ``kv``, which does not change any more; False when it is larger than the tier."""
         if kv.nbytes > self.max_bytes:
             return False
         with self._lock:
@@ -142,7 +141,7 @@ def read_through(paths: Sequence[Path]) -> int:
         files = []
         for path in paths:
             with contextlib.suppress(FileNotFoundError):
-                fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe nobody writes to is empty
+                fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer is empty
                 stack.callback(os.close, fd)
                 files.append(fd)
                 for offset in range(0, os.fstat(fd).st_size, _BLOCK):  # all, before any is awaited

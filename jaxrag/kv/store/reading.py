@@ -158,7 +158,6 @@ def settle(
     """Check a layer as it was stored, then put it where it belongs.
 
     Args:
-        wanted: what was asked for.
         layer: which one ``parts`` is.
         parts: [ranks, 2, T, K / ways, H] in the stored dtype, one entry for each file of
             ``wanted.ranks``; the view of ``out`` itself where ``wanted.direct``.

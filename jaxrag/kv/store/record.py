@@ -50,7 +50,6 @@ class Provenance:
     context_id: str  # keys.context_id of what they could see
 
     def __post_init__(self) -> None:
-        """Refuse ids that are not hashes and names that a record cannot hold."""
         require_hex(self.content_id, ID_DIGITS, "content_id")
         require_hex(self.context_id, ID_DIGITS, "context_id")
         if not 1 <= len(self.encoder) <= MAX_ENCODER_CHARS or not self.encoder.isprintable():

@@ -9,7 +9,6 @@ same calls in the same order, from one thread each.
 import concurrent.futures
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -67,11 +66,8 @@ class SharedStore(StoreWrapper):
         """``KVStore.get_many`` of this process's heads; refused is what any process was refused.
 
         Args:
-            keys: the same for all processes, as are the other arguments but ``out``.
+            keys: the same for all processes, as are the arguments that ``KVStore`` describes.
             out: [layers, 2, S, K / ways, H].
-            layers: as there.
-            on_missing: as there.
-            verify: as there.
             share: all of it; a share of a share is none of the store.
 
         Raises:
@@ -185,18 +181,12 @@ class _DirectWriter(ChunkWriter):
         done.set_result(self._put(key, kv, record=record, aux=aux, replace=replace))
         return done
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Nothing is under way."""
+    def __exit__(self, *raised: object) -> None:
         self._threads.shutdown()
 
 
 def _attempt[T](step: Callable[[], T]) -> tuple[T | None, str | None]:
-    """The result of a step, or the text of its StoreError, to be told to the others."""
+    """The result of a step, or the text of its StoreError, to be sent to the others."""
     try:
         return step(), None
     except StoreError as error:

@@ -1,4 +1,4 @@
-"""Garbage collection: chunks that nobody needs and what dead writers left, beside live ones.
+"""Garbage collection: chunks that no one needs and what dead writers left, beside live ones.
 
 Everything is removed in the order that a reader or a writer at work can tell from the outside:
 
@@ -11,7 +11,7 @@ Everything is removed in the order that a reader or a writer at work can tell fr
   takes the commit back when it finds the attempt taken.
 
 Neither needs a clock. A key that a writer has announced (``busy``) is passed over whole, bytes
-and folders, until the writer is done. The grace spares what nobody announced: chunks that were put
+and folders, until the writer is done. The grace spares what was not announced: chunks that were put
 a moment ago and are not referenced yet, and writers of other programs.
 """
 
@@ -42,7 +42,6 @@ class SweepReport:
     nbytes: int = 0  # of chunks; in a directory also of attempts
 
     def __add__(self, other: "SweepReport") -> "SweepReport":
-        """Both together."""
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
         return SweepReport(*(a + b for a, b in pairs))
 
@@ -140,7 +139,7 @@ class _Collect:
         if isinstance(record, Record) and record.attempt == attempt:
             backend.delete(path + mark)
             return False
-        # Only what is listed while the mark stands, and the mark last: a file that its writer adds
+        # Only what is listed under the mark, and the mark last: a file that its writer adds
         # later is no longer covered by it.
         names = [name for name in backend.paths(path) if not _is_fresh_mark(name)]
         for name in names:

@@ -16,7 +16,6 @@ class StoreWrapper(KVStore):
     """A store that hands every call to another; subclasses override what they change."""
 
     def __init__(self, inner: KVStore, layout: KVLayout | None = None) -> None:
-        """Wrap ``inner``, whose chunks a reader gets in ``layout``, by default its own."""
         super().__init__(inner.fingerprint, layout or inner.layout, inner.max_tokens)
         self.inner = inner
 

@@ -98,7 +98,6 @@ class ChunkWriter:
             raise StoreError(f"chunk {key}: submitted to a writer that was left") from None
 
     def __enter__(self) -> "ChunkWriter":
-        """The writer itself."""
         return self
 
     def __exit__(

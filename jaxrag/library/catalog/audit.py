@@ -25,7 +25,7 @@ DOCUMENT, CHUNK, KEY, WORDS, TOTALS = "document", "chunk", "key", "word", "total
 
 @dataclasses.dataclass(frozen=True)
 class Raw[Row]:
-    """A row as it stands in the file.
+    """A row as it is in the file.
 
     Attributes:
       row: its values, which may be of any type.
@@ -65,7 +65,6 @@ class Fault:
     Attributes:
       kind: "document", "chunk", "key", "word" or "total".
       name: of the document, chunk or key, as people name it; "" of words and totals.
-      count: how many there are.
     """
 
     kind: str
@@ -82,7 +81,6 @@ class Examined:
       lost: nothing that can be trusted takes the document's place.
       document: its row, where another one is to be written.
       chunks: rows that are to be written.
-      keys: so are these.
       dropped: rows of chunk_keys that are to be removed: (chunk id, encoder).
     """
 
@@ -100,7 +98,6 @@ class RowsReport:
 
     Attributes:
       documents: that are there at the end.
-      chunks: of these.
       faults: what was not as it should be.
       lost: ids of documents that a repair had to drop, or would have to.
       unnamed: documents that are gone and left no name.

@@ -257,7 +257,6 @@ class Catalog(CatalogReader):
         """Record the keys of chunks that were encoded behind others, all in one transaction.
 
         Args:
-          encoder: one that sees neighbours.
           rows: (chunk id, store key, content ids of the chunks in front of it, in order). Replaces
             what is recorded of these chunks.
 

@@ -74,7 +74,6 @@ class Database:
     """One open catalog file. Safe to share between threads; other processes open their own.
 
     Attributes:
-      path: the file.
       writable: False where its folder cannot be written.
       checked: whether its pages and rows have digests; those of format 3 have none until
         ``upgrade``.
@@ -82,7 +81,6 @@ class Database:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the file; SQLite makes an empty one where there is none."""
         self.path = path
         self._inode = _inode(path)
         self.writable = os.access(path.parent, os.W_OK)

@@ -34,12 +34,7 @@ CREATE_TOTALS = (
 
 @dataclasses.dataclass(frozen=True)
 class DigestTable:
-    """A table whose rows have a digest in their last column, ``xxh3``.
-
-    Attributes:
-      name: of the table.
-      columns: all others, in order.
-    """
+    """A table whose rows have a digest in their last column, ``xxh3``."""
 
     name: str
     columns: tuple[str, ...]
@@ -109,12 +104,9 @@ class Totals:
     """What the tables hold together.
 
     Attributes:
-      documents: rows.
-      chunks: rows.
       chunk_ids: the sum of id * id + id, 32 bits of each.
       terms: of all chunks, repeats counted.
       words: rows of the table ``terms``.
-      settings: rows.
       settings_xxh3: the sum of their digests, 32 bits of each.
     """
 

@@ -47,7 +47,7 @@ class Hit:
     ids: HostArray = dataclasses.field(repr=False)
 
     def __repr__(self) -> str:
-        """Where it stands, its score and how it begins, on one line."""
+        """Where it is, its score and how it begins, on one line."""
         page = "" if self.page is None else f", page {self.page}"
         return (
             f"<Hit {self.document_id!r} #{self.chunk_index}{page}, score {self.score:.4g}: "

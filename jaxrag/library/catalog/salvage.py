@@ -58,7 +58,6 @@ class Salvage:
     Attributes:
       mended: pages in which a flipped bit was turned back.
       unreadable: pages that are wrong beyond that, or gone.
-      documents: how many are whole.
       settings: how many are lost, none that was needed.
       lost: ids of documents that lost rows; they are to be added again.
       nameless: how many documents lost all of theirs, None where that is not known.
@@ -87,7 +86,6 @@ def salvage(path: Path, needed: Collection[str]) -> Salvage | None:
     one of format 3, which has no checksums.
 
     Args:
-      path: the file.
       needed: the settings without which a catalog is of no use.
 
     Raises:
@@ -194,10 +192,6 @@ class _Found:
     """Rows as they stand in the pages, held against their digests, which they keep.
 
     Attributes:
-      settings: by name.
-      documents: by id.
-      chunks: by document and id.
-      keys: by chunk.
       contexts: content ids by place, by chunk and encoder.
       last: the last chunk id that was ever seen.
       totals: None where they are lost.
@@ -329,7 +323,6 @@ def mend_settings(
     A setting that is neither needed nor has a default is forgotten.
 
     Args:
-      path: the catalog.
       needed: the settings without which it cannot be opened.
       candidates: what a setting may have been, by its name and the settings that are whole; the one
         that has its digest is taken.

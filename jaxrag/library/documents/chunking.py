@@ -42,7 +42,6 @@ class Chunking:
     by: ChunkBy = "tokens"
 
     def __post_init__(self) -> None:
-        """Refuse sizes that cannot advance through a document."""
         if self.chunk_tokens < 1:
             raise ConfigError(f"chunk_tokens={self.chunk_tokens}: expected a positive integer")
         if not 0 <= self.overlap < self.chunk_tokens:
@@ -66,7 +65,7 @@ class Chunk:
     ids: HostArray  # [T] int32, a slice of the document's encoding
     text: str  # document.text[start:end]
     page: int | None = None  # 1-based page its text begins on, where there are pages
-    section: str = ""  # the headings it stands under, as "Title > Part"; "" outside of any
+    section: str = ""  # the headings it is under, as "Title > Part"; "" outside of any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +121,6 @@ class Spans:
     """The tokens of a whole text, by the characters they stand for."""
 
     def __init__(self, text: str, tokenizer: Tokenizer) -> None:
-        """Encode a document's text."""
         self._ids, offsets = tokenizer.encode_with_offsets(text)
         self._cuts, self._ends = _character_boundaries(offsets, len(text))
 

@@ -30,7 +30,6 @@ class Document:
     pages: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse empty ids, long titles, binary text, metadata not JSON, unordered pages."""
         for name, value in (("id", self.id), ("text", self.text), ("title", self.title)):
             if not isinstance(value, str):
                 raise DocumentError(f"{name} is a {type(value).__name__}; expected a string")
@@ -67,7 +66,7 @@ class Document:
 
 @dataclasses.dataclass(frozen=True)
 class BadDocument:
-    """A document that was left out: where it stands (``file`` or ``file:line``) and why.
+    """A document that was left out: where it is (``file`` or ``file:line``) and why.
 
     Both are one line of printable text; whatever else a file name or a parser's message holds is
     escaped.

@@ -56,7 +56,6 @@ class ReadOptions:
     follow_links: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse an unknown encoding before anything is read."""
         if self.encoding is not None and not is_encoding(self.encoding):
             raise DocumentError(
                 f"encoding {self.encoding!r} is unknown; expected one such as utf-8, gb18030, "

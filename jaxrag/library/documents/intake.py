@@ -28,7 +28,6 @@ class Shard:
     count: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse a part that does not exist."""
         if not 0 <= self.index < self.count:
             raise ConfigError(f"shard {str(self)!r}: expected i/n with 0 <= i < n, such as 0/8")
 

@@ -138,7 +138,7 @@ def _role(
 
 
 def _blocks(node: Any, depth: int, lead: str) -> Iterator[Block]:
-    """What stands below a node; its first block begins with ``lead``."""
+    """What is below a node; its first block begins with ``lead``."""
     for child in node.children:
         for kind, text in _block(child, depth):
             if lead and text:

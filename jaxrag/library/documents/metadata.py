@@ -89,7 +89,7 @@ def front_matter(text: str) -> tuple[dict[str, Any], str]:
 
 
 def _until(text: str, ends: Iterable[str]) -> tuple[str | None, str | None]:
-    """What stands before and behind the first line that is one of these."""
+    """What precedes and follows the first line that is one of these."""
     place = 0
     while place < len(text):
         end = text.find("\n", place)

@@ -53,7 +53,6 @@ class ParseLimits:
     nbytes: int = 4 << 30
 
     def __post_init__(self) -> None:
-        """Refuse limits that no file keeps."""
         if not isinstance(self.seconds, int | float) or not 0 < self.seconds < float("inf"):
             raise DocumentError(f"parse_seconds={self.seconds!r}: expected a finite number above 0")
         if not isinstance(self.nbytes, int) or self.nbytes < _LEAST_BYTES:
@@ -70,7 +69,6 @@ class ParserFailed(DocumentError):
     """
 
     def __init__(self, reason: str, limit: str = "") -> None:
-        """Say why."""
         super().__init__(reason)
         self.limit = limit
 
@@ -90,7 +88,6 @@ class Parser:
         """Bind what all files have in common.
 
         Args:
-          limits: of every document.
           tokenizer: what chunks are counted in, where documents are to be cut.
         """
         self._limits = limits
@@ -126,7 +123,6 @@ class Parser:
           path: where its bytes are.
           filename: says what kind of file it is, and is what a BadDocument shows.
           name: is the id of its document, or begins the ids of its documents.
-          options: how it is read.
           reported: the ``file`` of its documents.
           chunking: how it is cut, where there is a tokenizer.
           wanted: asked now and then; once it is not, InterruptedError is raised.

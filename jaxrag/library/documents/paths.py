@@ -25,8 +25,6 @@ class DocumentFiles:
     """The documents of files and folders; every iteration reads them anew.
 
     Attributes:
-      paths: what was named.
-      options: how to read it.
       limits: of the process that parses what needs one.
       wanted: which documents, by id; files of one document that is not wanted are not opened.
       missing_ok: a path that is not there holds nothing.
@@ -169,9 +167,7 @@ def read_paths(
     Whatever cannot be read comes as a BadDocument in its place.
 
     Args:
-      paths: files and folders.
       encoding: of text files; see ReadOptions.
-      text_field: of records; see ReadOptions.
       follow_links: also read what links inside a folder name outside of it, and the folders that
         links in it name, each folder once; else these are reported.
       parse_seconds: that a file may take to parse.

@@ -100,7 +100,6 @@ def read_open(
       stream: its bytes, from the first.
       filename: says what kind of file it is and titles its document.
       name: what its document is called, as ``read_paths`` calls it by its path.
-      options: how to read it.
       reported: the ``file`` of its documents.
 
     Whatever cannot be read comes as a BadDocument.

@@ -36,7 +36,7 @@ def first_heading(text: str) -> str:
 
 
 def read_notebook(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
-    """One document: prose as it stands, code between fences; outputs are left out.
+    """One document: prose as it is, code between fences; outputs are left out.
 
     It is titled by the first heading.
     """

@@ -147,13 +147,11 @@ def forward(params: BertParams, config: BertConfig, ids: Array, lengths: Array) 
     """Run all layers; a token sees every token of its own text.
 
     Args:
-      params: the encoder's weights.
-      config: its sizes.
       ids: [B, T] int32, padded at the end; T <= config.max_tokens.
       lengths: [B] int32 tokens of each text, at least 1.
 
     Returns:
-      [B, T, D] in the parameters' dtype; what stands beyond a text's length means nothing.
+      [B, T, D] in the parameters' dtype; what is beyond a text's length means nothing.
     """
     first = config.first_position
     x = params.tokens[ids] + params.types[0] + params.positions[first : first + ids.shape[1]]

@@ -59,7 +59,6 @@ class KeyPlacement:
     first_position: int | None
 
     def __post_init__(self) -> None:
-        """Refuse a position that no token can have."""
         first = self.first_position
         if first is not None and not 0 <= first < self.config.max_positions:
             raise StoreError(
@@ -150,7 +149,7 @@ def read(store: KVStore, bundle: Bundle) -> HostArray:
     found = store.get_many(bundle.keys)
     if len(found.offsets) == len(bundle.pieces):
         return found.kv
-    spans = [found.offsets[key] for key in bundle.keys]  # a chunk stands here more than once
+    spans = [found.offsets[key] for key in bundle.keys]  # a chunk is here more than once
     return np.concatenate([found.kv[:, :, at : at + size] for at, size in spans], axis=2)
 
 
@@ -171,10 +170,7 @@ class ChunkSelector:
     """Looks chunks up in a catalog under one encoder variant.
 
     Attributes:
-      catalog: of the knowledge base.
-      template: wraps the chunks.
       tokenizer: of the model that encoded them.
-      encoder: the variant.
       prefix: the template's prefix, which is stored as a chunk of its own; None where it is empty.
     """
 

@@ -39,7 +39,7 @@ VERSION = 1  # of manifests and of the records in exported files
 
 
 class Write(Protocol):
-    """Write one bundle below a folder, or keep what stands there as it would be written."""
+    """Write one bundle below a folder, or keep what is there as it would be written."""
 
     def __call__(
         self,
@@ -238,7 +238,6 @@ class ExportRequest:
     first_position: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what contradicts itself."""
         if self.format not in FORMATS:
             raise RequestError(f"format={self.format!r}: expected one of {', '.join(FORMATS)}")
         named = [self.documents is not None, bool(self.keys), self.question is not None]

@@ -58,7 +58,7 @@ def write_safetensors(
     placement: KeyPlacement,
     settings: Mapping[str, Any],
 ) -> WrittenFile:
-    """Write one bundle to ``chunks/<name>.safetensors`` unless it stands there as it would be.
+    """Write one bundle to ``chunks/<name>.safetensors`` unless it is there as it would be.
 
     The header's metadata holds ``settings`` and the description of the bundle. One bundle is in
     memory at a time.

@@ -60,7 +60,7 @@ class Maintained(Parts):
     def neighbours_of(
         self, chunk_ids: Sequence[int], encoder: str, template: PromptTemplate | None = None
     ) -> list[tuple[HostArray, ...]]:
-        """What stands in front of chunks under an encoder that sees neighbours.
+        """What precedes chunks under an encoder that sees neighbours.
 
         As recorded with their KV; where there is none, as a search finds them now.
 

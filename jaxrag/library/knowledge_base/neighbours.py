@@ -51,11 +51,7 @@ _ROUNDING = 1e-4  # of two products of the same vectors in other batches, relati
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Placed(ChunkInContext):
-    """A chunk and the chunks in front of it.
-
-    Attributes:
-      content_ids: of the neighbours.
-    """
+    """A chunk and the chunks in front of it."""
 
     content_ids: tuple[str, ...] = ()
 
@@ -65,10 +61,8 @@ class Neighbours:
     """How the neighbours of a knowledge base's chunks are found.
 
     Attributes:
-      catalog: of the knowledge base.
       vectors: of every chunk; needed to find neighbours by vectors.
       model: whose tokens and context length count.
-      template: wraps the chunks.
       top_n: how many a chunk has at most.
       by: "vectors" ranks by the inner product of the chunks' own vectors, "bm25" by the words of
         the chunk as a question.
@@ -193,19 +187,10 @@ def refresh(
 ) -> RefreshReport:
     """Encode every chunk whose neighbours, their order included, are not those of its KV.
 
-    Neighbours are searched of the chunks whose lists may have changed since the last complete
-    search. Found by an exact vector index, these are the new
-    chunks and those that a chunk which came or went is near to; found by BM25 or an approximate
-    index, all chunks as soon as any document changed: one question for every chunk, for BM25 to an
-    index that is read into memory once.
-
     KV that is stored already is not encoded again, so a run that was cut short is continued by the
-    next. Chunks of documents that leave meanwhile, and those that would have seen them, are passed
-    over.
+    next. Passed over are chunks of documents that leave meanwhile, and those that would see them.
 
     Args:
-      neighbours: of the knowledge base.
-      encoding: of its chunks.
       encoders: those of its variants that see neighbours.
       progress: show how far it is, on stderr.
     """
@@ -303,7 +288,6 @@ class NeighbourSearch:
     """One search of the neighbours of a knowledge base's chunks, from ``begin`` to ``finish``.
 
     Attributes:
-      catalog: of the knowledge base.
       how: what decides the result besides the chunks, JSON-able.
       chunk_ids: every chunk there was when it began, int64 ascending.
       run: its number; only the search with the highest one may be remembered.

@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from jaxrag.base.config import ModelConfig, config_from_dict
@@ -34,13 +33,10 @@ class Parts:
     """The parts of an open knowledge base, and how they are let go.
 
     Attributes:
-      path: the folder.
       id: names it in a repository that several share.
       model: the model it was opened with, or None.
       model_path: directory of the model it was made with; None for a model made in memory.
-      config: of that model.
       template: wraps its chunks in a prompt.
-      chunking: how documents are split.
       encoders: the KV variants that are kept of every chunk.
       indexing: what indexes long chunks are stored with; None where they get none.
       store: the chunk KV, of a fingerprint of its own; writable when the mode is "rw".
@@ -121,7 +117,6 @@ class Parts:
         self._catalog.close()
 
     def __enter__(self) -> Self:
-        """The knowledge base itself."""
         return self
 
     def __repr__(self) -> str:
@@ -131,13 +126,7 @@ class Parts:
             f"{', '.join(self.encoders)}, mode {self.mode!r}>"
         )
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close it."""
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _tokenizer(self, given: Tokenizer | None) -> Tokenizer:

@@ -31,7 +31,7 @@ class Prepared:
     """A document that is ready to be encoded."""
 
     entry: NewDocument  # without chunk ids
-    token_ids: tuple[HostArray, ...]  # per chunk [T] int32, as it stands in the prompt
+    token_ids: tuple[HostArray, ...]  # per chunk [T] int32, as it is in the prompt
     unchanged: bool  # the catalog holds it as it is
     replaces: bool  # the catalog holds something else under its id
     commit: bool  # whether the catalog must change
@@ -50,8 +50,6 @@ class Preparer:
     """How the documents of one knowledge base are split, and which keys their chunks get.
 
     Attributes:
-      encoding: names the chunks' KV.
-      template: wraps the chunks.
       chunking: sizes and places of the chunks.
       encoders: the KV variants that every chunk gets; none that sees neighbours.
       catalog: where documents are looked up.
@@ -94,7 +92,7 @@ class Preparer:
             threads.shutdown(wait=True, cancel_futures=True)
 
     def prepare(self, document: Document) -> Prepared:
-        """Split a document, or take its chunks from the catalog when it stands there unchanged."""
+        """Split a document, or take its chunks from the catalog when it is there unchanged."""
         digest = document_digest(document)
         known = self.catalog.document(document.id)
         same = known is not None and known.digest == digest

@@ -38,13 +38,7 @@ from jaxrag.reuse.encode import ENCODERS, encoder_named, seen_prefix
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """How the chunks of one knowledge base are named.
-
-    Attributes:
-      fingerprint: of its store.
-      template: wraps the chunks.
-      tokenizer: of the model.
-    """
+    """How the chunks of one knowledge base are named."""
 
     fingerprint: str
     template: PromptTemplate

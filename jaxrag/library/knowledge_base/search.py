@@ -33,7 +33,6 @@ class Hits(list[Hit]):
     """
 
     def __init__(self, hits: Iterable[Hit], notes: tuple[str, ...] = ()) -> None:
-        """A list of hits, with notes."""
         super().__init__(hits)
         self.notes = notes
 

@@ -115,8 +115,6 @@ def all_claims(
 
     Args:
       own: the claim of this knowledge base.
-      own_id: its id.
-      owners: of the repository.
       others: folders of knowledge bases that lie elsewhere now.
       gone: ids of those that exist no more.
 
@@ -289,7 +287,6 @@ def compare(
     Args:
       entries: all documents of the knowledge base.
       paths: files and folders that were read, or that are not there.
-      seen: ids that they hold.
       whole: resolved paths of the files that were read to their end.
     """
     roots = [os.path.realpath(path) for path in paths]

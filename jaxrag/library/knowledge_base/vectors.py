@@ -55,8 +55,6 @@ class ChunkVectors:
         """Bind what the setting "vectors" describes.
 
         Args:
-          folder: of the knowledge base.
-          settings: the setting.
           embedder: the one that was given; None loads it from the remembered directory.
           mode: "rw" may add and remove.
         """

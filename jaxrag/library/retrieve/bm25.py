@@ -89,7 +89,6 @@ class BM25Index:
     Nothing here commits: adding and removing belong to the caller's transaction.
 
     Attributes:
-      connection: of the database.
       k1: how soon repeats of a word stop counting.
       b: how much long chunks are held back, 0 to 1.
       path: of the database, as errors name it.
@@ -201,9 +200,7 @@ class BM25Index:
         ``chunks`` and ``documents`` of the same database); their scores are the same without it.
 
         Args:
-          question: any text.
           k: at least 1.
-          where: see above.
           sizes: of the index; None counts them.
           version: another value after every change of the file: what was counted under the same is
             not counted again; None counts.

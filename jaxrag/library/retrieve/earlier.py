@@ -10,7 +10,7 @@
 
 A frame with a count n > 0 says that the next n rows of ``g.vectors`` have these ids; its digest
 (xxh3-64) covers ids and rows. A frame with n < 0 forgets its ids. The last frame of an id counts;
-what stands behind the last whole frame was left by a writer that died, and so it seems where
+what follows the last whole frame was left by a writer that died, and so it seems where
 damage did it: the catalog tells it apart (``knowledge_base.vectors``). All numbers are
 little-endian.
 """

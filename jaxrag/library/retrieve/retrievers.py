@@ -67,7 +67,6 @@ class VectorRetriever:
 
         Args:
           embed: (texts, "passage" or "query") -> float32 [N, E].
-          index: holds the passages' vectors.
           chunk_ids: the chunks of the documents whose metadata matches, int64 ascending.
           strays: ids in the index that are no chunk's; they take no place in a ranking.
         """

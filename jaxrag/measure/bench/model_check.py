@@ -47,9 +47,8 @@ class Parity:
 
     Attributes:
       peer: versions of what they were compared with.
-      tokens: of the prompt.
       difference: the largest, absolute.
-      largest: logit, absolute.
+      largest: the largest absolute logit.
       first_choice: share of the tokens with the same first choice.
     """
 
@@ -95,11 +94,9 @@ class Checked:
     """What was measured. Make one with ``check_model``.
 
     Attributes:
-      load_seconds: to read the weights.
       parity: with transformers, or why it was not compared.
       speed: of prefill and of generation.
       agreement: of the methods that suit, or why none was compared.
-      answer_tokens: that were compared.
     """
 
     load_seconds: float
@@ -143,13 +140,10 @@ def check_model(
     mesh: Mesh | None = None,
     peer_python: str | None = None,
 ) -> Checked:
-    """Load a model and try it.
+    """Load a model, with options of ``load_model``, and try it.
 
     Args:
       found: what it is understood as.
-      dtype: as for ``load_model``.
-      cache_tokens: as for ``load_model``.
-      mesh: as for ``load_model``.
       peer_python: interpreter with torch and transformers; None: this one, where it has both.
 
     Raises ModelError for weights that do not fit or give logits that are no numbers, and

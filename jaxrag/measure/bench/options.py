@@ -5,32 +5,33 @@ import contextlib
 import dataclasses
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from jaxrag.base.config import DType
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import option, parse_bytes, parse_count, parse_counts, parse_ratios
 
 if TYPE_CHECKING:
-    from jaxrag.base.config import ModelConfig
     from jaxrag.measure.bench.serve_arms import Arm
     from jaxrag.reuse.methods import Method
 
 CHUNK_TOKENS = 512  # tokens, of which contexts are multiples
-_DTYPE = "of weights, activations and KV"
-_DRAWN = "of what is drawn"
-_WARM = "after a warm-up"
-_RANDOM_100M = "a random Llama of 100M parameters"
-_TEMPORARY = "temporary files"
+DTYPE = "of weights, activations and KV"
+DRAWN = "of what is drawn"
+WARM = "after a warm-up"
+RANDOM_100M = "a random Llama of 100M parameters"
+TEMPORARY = "temporary files"
 
 
-def _positive(options: Any, *names: str) -> None:
+def check_positive(options: Any, *names: str) -> None:
+    """RequestError unless each of these options is above 0."""
     for name in names:
         if getattr(options, name) <= 0:
             raise RequestError(f"{name}={getattr(options, name)}: expected more than 0")
 
 
-def _folder_exists(folder: str | None) -> None:
+def check_folder(folder: str | None) -> None:
+    """RequestError for a folder that is not there."""
     if folder is not None and not Path(folder).is_dir():
         raise RequestError(f"folder {folder}: does not exist; make it first")
 
@@ -43,8 +44,8 @@ class TtftOptions:
       peer_python: interpreter with torch and transformers; None measures no peer.
     """
 
-    model: str | None = option(None, metavar="MODEL", unset=_RANDOM_100M)
-    dtype: DType = option("float32", _DTYPE)
+    model: str | None = option(None, metavar="MODEL", unset=RANDOM_100M)
+    dtype: DType = option("float32", DTYPE)
     contexts: tuple[int, ...] = option(
         (512, 1024, 2048, 4096, 8192),
         "tokens of all chunks, multiples of 512",
@@ -72,12 +73,11 @@ class TtftOptions:
         unset="none",
     )
     batch_context: int = option(4096, "of each request", "N", parse=parse_count)
-    batch_repeats: int = option(3, _WARM, "N")
+    batch_repeats: int = option(3, WARM, "N")
     peer_python: str | None = None
-    seed: int = option(0, _DRAWN, "N")
+    seed: int = option(0, DRAWN, "N")
 
     def __post_init__(self) -> None:
-        """Refuse sizes that cannot be measured."""
         from jaxrag.reuse.methods import METHODS
 
         if METHODS.get(self.method) is None or METHODS[self.method].encoder is None:
@@ -125,124 +125,6 @@ class TtftOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class StoreOptions:
-    """Of `jaxrag bench store`: sizes of the chunks ([L, 2, T, K, H] bfloat16), how often, where."""
-
-    chunks: int = option(8, "of one request", "N")
-    layers: int = option(32, "of the model", "N")
-    tokens: int = option(512, "of a chunk", "N", parse=parse_count, flag="--chunk-tokens")
-    kv_heads: int = option(8, "of a layer", "N")
-    head_dim: int = option(128, "of a head", "N")
-    rounds: int = option(7, _WARM, "N", flag="--repeats")
-    cold: bool = option(True, "leave out reads from the disk")
-    folder: str | None = option(None, "a disk to measure", "DIR", unset=_TEMPORARY)
-    seed: int = option(0, _DRAWN, "N")
-
-    def __post_init__(self) -> None:
-        """Refuse sizes that cannot be measured."""
-        _positive(self, "chunks", "layers", "tokens", "kv_heads", "head_dim", "rounds")
-        _folder_exists(self.folder)
-
-
-@dataclasses.dataclass(frozen=True)
-class IngestOptions:
-    """Of `jaxrag bench ingest`. ``model`` None makes a random Llama of 100M parameters."""
-
-    model: str | None = option(None, metavar="MODEL", unset=_RANDOM_100M)
-    dtype: DType = option("float32", _DTYPE)
-    tokens: int = option(16_384, "of all documents", "N", parse=parse_count)
-    chunk_tokens: int = option(512, "of a chunk", "N", parse=parse_count)
-    repeats: int = option(5, _WARM, "N")
-    folder: str | None = option(None, "a disk to measure", "DIR", unset=_TEMPORARY)
-    seed: int = option(0, _DRAWN, "N")
-    encoder: str = option(
-        "isolated",
-        "also encode every chunk behind similar ones",
-        choices=("isolated", "neighbours", "neighbours_joint"),
-    )
-    neighbours: int = option(10, "how many", "N")  # read by encoders that see them
-
-    def __post_init__(self) -> None:
-        """Refuse sizes that cannot be measured."""
-        from jaxrag.reuse.encode import encoder_named
-
-        _positive(self, "repeats", "chunk_tokens", "neighbours")
-        if self.tokens < self.chunk_tokens:
-            raise RequestError(
-                f"tokens={self.tokens}: expected at least one chunk of {self.chunk_tokens}"
-            )
-        encoder_named(self.encoder)
-        _folder_exists(self.folder)
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodeOptions:
-    """Of `jaxrag bench decode`.
-
-    Attributes:
-      measure: also count what indexes scan and find in so many steps, in a pass of its own.
-    """
-
-    contexts: tuple[int, ...] = option(
-        (4096, 16_384, 65_536, 131_072), "tokens in the cache", "N,...", parse=parse_counts
-    )
-    rules: tuple[str, ...] = option(
-        ("dense", "static_window", "flat", "ivf", "retrieval", "topn"),
-        "how generated tokens attend; settings follow a colon, as in topn:n=64; repeatable",
-        "RULE",
-        flag="--decode",
-        repeatable=True,
-    )
-    dtype: DType = option("float32", _DTYPE)
-    kv: Literal["device", "host"] | None = option(
-        None, "where K and V are", unset="where each rule is meant to have them"
-    )
-    layers: int = option(4, "of the model", "N")
-    question_tokens: int = option(2048, "run, not reused", "N", parse=parse_count)
-    steps: int = option(16, "tokens timed, and counted", "N")
-    warm: int = option(3, "tokens before them", "N")
-    measure: bool = option(True, "leave recall and the share scanned out")
-    seed: int = option(0, _DRAWN, "N")
-
-    def __post_init__(self) -> None:
-        """Refuse sizes that cannot be measured, and rules that the model cannot run."""
-        from jaxrag.kv.placement import KVPlacement
-        from jaxrag.reuse.decode import rule_from
-
-        _positive(self, "layers", "question_tokens", "steps", "warm")
-        for context in self.contexts:
-            if context % CHUNK_TOKENS or context <= self.question_tokens:
-                raise RequestError(
-                    f"context {context}: expected a multiple of {CHUNK_TOKENS} above the "
-                    f"{self.question_tokens} question tokens"
-                )
-        for rule in self.rules:
-            chosen = rule_from(rule, "rules")
-            chosen.check(self.config())
-            if self.kv is not None:
-                chosen.check_placement(self.config(), KVPlacement(self.kv))
-
-    def config(self) -> "ModelConfig":
-        """A small Llama: 8 query heads on 2 KV heads of 64 dimensions."""
-        from jaxrag.measure.zoo import llama
-
-        longest = max(self.contexts) + self.steps + self.warm + 1
-        return llama(
-            vocab_size=2048, num_layers=self.layers, model_dim=512, mlp_dim=1024, num_heads=8,
-            num_kv_heads=2, head_dim=64, max_positions=max(longest, 4096), dtype=self.dtype,
-            eos_ids=(),
-        )  # fmt: skip
-
-
-def rules_of(text: str) -> tuple[str, ...]:
-    """Decode rules, split at semicolons, or at commas where no rule has settings."""
-    rules = tuple(filter(None, text.split(";" if ";" in text or ":" in text else ",")))
-    if not rules:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected names such as dense or topn:n=64")
-    return rules
-
-
-@dataclasses.dataclass(frozen=True)
 class Traffic:
     """What requests `jaxrag bench serve` draws.
 
@@ -269,14 +151,13 @@ class Traffic:
     zipf: float = option(1.0, "exponent", "S")
     topics: int = option(8, "that the chunks of a request mostly share", "N")
     tenants: int = option(4, "that requests are of", "N")
-    seed: int = option(0, _DRAWN, "N")
+    seed: int = option(0, DRAWN, "N")
     focus: float = 0.8
     neighbours: int = 2
     batch: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be drawn."""
-        _positive(
+        check_positive(
             self, "requests", "documents", "chunk_tokens", "chunks", "question", "topics",
             "tenants", "batch",
         )  # fmt: skip
@@ -335,7 +216,6 @@ class ServeOptions:
 
     Attributes:
       watched: each token is read as it comes; else an engine may run several at once.
-      traffic: what is asked.
       slo: what a good request meets.
       patience: seconds after the last request was due in which all answers must come.
       probe_seconds: for how long requests come at each rate that is tried for it.
@@ -357,7 +237,7 @@ class ServeOptions:
     peer_python: str | None = option(
         None, "interpreter with vLLM, started on the same weights", "FILE"
     )
-    folder: str | None = option(None, "where the store goes", "DIR", unset=_TEMPORARY)
+    folder: str | None = option(None, "where the store goes", "DIR", unset=TEMPORARY)
     arms: str = option(
         "static;inline;asynchronous;full",
         "of static, static_full, inline, asynchronous, full, fusionrag, fusionrag_inline; settings "
@@ -382,15 +262,14 @@ class ServeOptions:
     probe_seconds: float = 10.0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be measured."""
         if not self.rates or min(self.rates) <= 0 or len(set(self.rates)) < len(self.rates):
             raise RequestError(f"rates {self.rates}: expected numbers above 0, each once")
-        _positive(self, "rows", "pool_chunks", "patience", "probe_seconds")
+        check_positive(self, "rows", "pool_chunks", "patience", "probe_seconds")
         if self.highest_rate and math.isinf(min(self.rates)):
             raise RequestError("the highest rate is looked for from a finite one; add it to rates")
         if self.peer is not None and self.peer_python is not None:
             raise RequestError("a peer by URL or by its interpreter, not both; leave one out")
-        _folder_exists(self.folder)
+        check_folder(self.folder)
         _ = self.compared
 
     @property

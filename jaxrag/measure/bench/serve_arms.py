@@ -30,11 +30,9 @@ class Arm:
     """One way to serve.
 
     Attributes:
-      name: in results.
       method: how stored KV is reused.
       recompute_ratio: of the chunk tokens; None: the method's own.
       link: bytes a second of the store; None: those of the run; 0: as fast as it is.
-      engine: the engine's settings.
     """
 
     name: str
@@ -44,7 +42,6 @@ class Arm:
     engine: EngineSettings = dataclasses.field(default_factory=EngineSettings)
 
     def __post_init__(self) -> None:
-        """Refuse a method that does not exist, a ratio that it has not, and a negative speed."""
         _ = self.resolved
         if self.link is not None and self.link < 0:
             raise ConfigError(f"link={self.link}: expected bytes a second, or 0 for no limit")

@@ -26,7 +26,6 @@ class RefusedByServer(RequestError):
     """A status that is not 200.
 
     Attributes:
-      status: which.
       retry_after: seconds that its header says; None where it has none.
     """
 

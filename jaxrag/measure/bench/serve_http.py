@@ -68,11 +68,7 @@ def own_server(
     """`jaxrag serve` on a copy of a model, until the block ends.
 
     Args:
-      model: what it serves.
       folder: an empty one, for the copy, the settings and the server's messages.
-      method: how chunks are reused.
-      rows: that decode together.
-      cache_tokens: of its page pool.
       requests: that may wait.
 
     Raises:

@@ -39,13 +39,12 @@ class HttpPeer:
     """A server that answers OpenAI's completions.
 
     Attributes:
-      url: as http://HOST:PORT.
       model: the name that it serves the model under.
       about: what it says of itself, JSON-able.
     """
 
     def __init__(self, url: str, about: Mapping[str, Any]) -> None:
-        """Ask what it serves. Raises RequestError where nobody answers."""
+        """Ask what it serves. Raises RequestError where none answers."""
         self.url = url.rstrip("/")
         if urlsplit(self.url).scheme != "http" or not urlsplit(self.url).hostname:
             raise RequestError(f"--peer {url}: expected http://HOST:PORT")
@@ -109,7 +108,6 @@ def vllm(python: str, model: Model, folder: Path, max_tokens: int) -> Iterator[H
 
     Args:
       python: the interpreter of an environment that has vLLM.
-      model: what it serves.
       folder: an empty one, for the copy and the server's messages.
       max_tokens: of a prompt and its answer.
 

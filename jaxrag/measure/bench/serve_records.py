@@ -21,11 +21,9 @@ class ServedRequest:
     Attributes:
       due: when it was to be sent, which its times count from, also where it was sent later.
       wanted: tokens that it asked for.
-      tenant: whose it is.
       first: when its first token came; None before.
       last: when its last token came.
       ids: its answer, where the server tells ids.
-      tokens: how many came.
       text: of its answer, over HTTP.
       done: whether the server said that the answer is complete.
       found: of its chunks, how many came from where.
@@ -138,10 +136,7 @@ def highest_rate(
 
     Args:
       good: the share that is good at a rate.
-      start: where to begin.
-      share: that must be good.
       doublings: steps to find the interval.
-      halvings: of the interval.
 
     Returns:
       The highest rate that was seen to be sustained, 0 where none was, and what was tried, with

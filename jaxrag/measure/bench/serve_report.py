@@ -111,7 +111,7 @@ def _setting(result: dict[str, Any]) -> str:
 
 
 def _beside(result: dict[str, Any]) -> Iterator[str]:
-    """What stands below the table, a line each."""
+    """What follows the table, a line each."""
     for it in result["ratios"]:
         named = [name for name, _ in _TIMES if name in it]
         texts = [f"{name} p50 {it[name]['p50']:.2f}, p95 {it[name]['p95']:.2f}" for name in named]

@@ -30,8 +30,6 @@ class AskedRequest:
       number: counts them from 0.
       due: when it comes, in seconds at one request a second.
       prompt: token ids, with the neighbours of every chunk.
-      tokens: of its answer, exactly.
-      tenant: whose it is.
     """
 
     number: int

@@ -14,7 +14,6 @@ class SlowLink:
     """So many bytes a second, one after the other, whoever asks. Safe to share between threads.
 
     Attributes:
-      bytes_per_second: its rate.
       carried: bytes so far.
     """
 
@@ -55,7 +54,6 @@ class Throttled(StoreWrapper):
     """
 
     def __init__(self, inner: KVStore, link: SlowLink) -> None:
-        """Read ``inner`` over ``link``."""
         super().__init__(inner)
         self.link = link
 

@@ -42,7 +42,6 @@ def measure_batches(
       methods: full attention, and the one that reuses.
       prompts: as many as the largest batch has.
       forget: drops the chunks of a prompt from the pool.
-      sizes: requests of a batch.
       repeats: timed rounds; in each, full prefill, chunks from the store and chunks from the pool
         take turns.
     """

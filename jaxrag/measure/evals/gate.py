@@ -144,7 +144,6 @@ def compare(
     Args:
       settings: that of full attention, then those that are compared with it.
       prepared: the same questions under each of them.
-      target: what to reach.
       batch_size: questions that are answered together.
       progress: draw a bar on stderr.
 
@@ -205,8 +204,6 @@ def forced_logits(
     """Logits of every token of given answers and of the one after, as decoding would have them.
 
     Args:
-      settings: with the method.
-      questions: what is asked.
       answers: token ids of each, at most ``settings.ask.max_new_tokens`` - 1.
 
     Returns float32 [len(answer) + 1, V] for each request, and how many chunk tokens were

@@ -12,7 +12,7 @@ from jaxrag.reuse.select import AllTokens, NoTokens, RandomTokens, Selector
 FULL, REUSE = METHODS["full_attention"], METHODS["full_reuse"]
 RANDOM = Method(
     "random", encoder="after_prefix", selector=RandomTokens(), recompute_ratio=0.15
-)  # what choosing has to beat; no preset, as nobody would serve with it
+)  # what choosing has to beat; no preset, as it is not for serving
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,7 +46,6 @@ class Pool:
 
     Attributes:
       kbs: one of all samples, or one a sample.
-      written: what is asked.
       retrieve: chunks that a question is asked over; None: all of its sample.
     """
 
@@ -177,7 +176,7 @@ def open_pool(
     """Every chunk as a document of its own, encoded in every way that a method wants.
 
     Where chunks are searched for, each has the name of whom it is about as its title, as a page of
-    an encyclopedia has: a chunk that says "she" would be found by nobody. Raises RequestError for a
+    an encyclopedia has: a chunk that says "she" would never be found. Raises RequestError for a
     template that would write it into the prompt.
     """
     if options.retrieve and "{title}" in written.template.chunk:

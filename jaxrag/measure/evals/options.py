@@ -81,8 +81,6 @@ class SyntheticOptions:
     """Of `jaxrag eval synthetic`.
 
     Attributes:
-      models: name -> model directory.
-      task: what is asked about.
       compare: further pairs whose difference is wanted.
     """
 
@@ -108,7 +106,6 @@ class SyntheticOptions:
     compare: tuple[tuple[ModelRead, ModelRead], ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be measured: RequestError."""
         from jaxrag.measure.evals.scoring import READS
 
         if not self.models:
@@ -140,11 +137,7 @@ class SyntheticOptions:
 
 @dataclasses.dataclass(frozen=True)
 class MethodsOptions:
-    """Of `jaxrag eval methods`.
-
-    Attributes:
-      task: what is asked about.
-    """
+    """Of `jaxrag eval methods`."""
 
     model: str = option(dataclasses.MISSING, "a directory, or ORG/NAME of the hub", "MODEL")
     methods: tuple[str, ...] = option(
@@ -194,7 +187,6 @@ class MethodsOptions:
     task: "SyntheticTask" = dataclasses.field(default_factory=_test_task)
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be measured: RequestError; ``cells_of`` refuses methods and ratios."""
         from jaxrag.reuse.encode import encoder_named
 
         _each_once(self, "methods", "ratios", "encoders")
@@ -305,7 +297,6 @@ class LongOptions:
     depths: tuple[float, ...] = GRID_DEPTHS
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be measured: RequestError, ConfigError for a bad .toml file."""
         from jaxrag.tasks.long.tasks import ANSWERS, SUITES
         from jaxrag.tasks.world import Split
 
@@ -371,7 +362,7 @@ class LongOptions:
 
     @property
     def rules(self) -> tuple[tuple[str, str], ...]:
-        """The decode rules, each with what it is called: its own text where nobody named it."""
+        """The decode rules, each with what it is called: its own text where it has no name."""
         named = [re.fullmatch(r"(?:(\w+)=)?(.*)", rule, re.DOTALL) for rule in self.decode]
         return tuple((found[1] or found[2], found[2]) for found in named if found)
 
@@ -420,7 +411,6 @@ class Target:
     )
 
     def __post_init__(self) -> None:
-        """Refuse what no number can be compared with."""
         for name in ("agreement", "answers"):
             if not 0 <= getattr(self, name) <= 1:
                 raise RequestError(
@@ -432,11 +422,7 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class GateOptions:
-    """Of `jaxrag kb gate`; ``template``, ``k`` and ``where`` are as for ``generate``.
-
-    Attributes:
-      target: what to reach.
-    """
+    """Of `jaxrag kb gate`; ``template``, ``k`` and ``where`` are as for ``generate``."""
 
     method: "str | Method" = option(
         "turborag", "one that reuses chunks: a preset or a .toml file", "NAME", parse=str
@@ -459,7 +445,6 @@ class GateOptions:
     batch_size: int = option(8, "questions that run together", "N")
 
     def __post_init__(self) -> None:
-        """Refuse numbers that nothing is measured with."""
         if self.ratios is not None and not self.ratios:
             raise RequestError("no ratio to try; name some, such as --recompute-ratios 0,0.15,0.3")
         _positive(self, "batch_size")

@@ -39,9 +39,7 @@ class Probe:
     """A question with what is right about it.
 
     Attributes:
-      question: of the file.
-      answers: right ones, each enough.
-      sources: ids of the documents that the answer stands in; empty where nobody says.
+      sources: ids of the documents that the answer is in; empty where they are not named.
     """
 
     question: FileQuestion
@@ -212,7 +210,6 @@ def evaluate(
     """Ask a knowledge base the questions of a file by several methods.
 
     Args:
-      kb: opened with its model.
       questions: with their right answers (``probes_of``).
       options: the methods, and how much is retrieved.
       progress: show how far it is, on stderr.

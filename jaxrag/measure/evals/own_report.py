@@ -9,7 +9,7 @@ _FEW = 30  # questions, below which intervals are too narrow and differences sel
 _MANY = 1000  # from which on a tenth of a point means something
 _METRICS = ("exact_match", "f1", "holds")
 _NAME = 18  # columns of a method's name
-_CUT = 0.2  # share of answers that the bound may end before it is told
+_CUT = 0.2  # share of answers that the bound may end before it is reported
 
 
 def tables(result: Mapping[str, Any]) -> Iterator[Table]:

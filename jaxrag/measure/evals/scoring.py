@@ -38,7 +38,7 @@ ROWS = 8  # of a batch
 ROW_TOKENS = 512  # at least
 LOGITS_TOKENS = 4096  # tokens whose [V] logits exist at once
 
-Heard = Callable[[int], None]  # told how many samples or questions are done
+Heard = Callable[[int], None]  # called with how many samples or questions are done
 
 
 def _silent(done: int) -> None:
@@ -109,8 +109,6 @@ def write(
     """Tokenise samples for a model.
 
     Args:
-      model: with its tokenizer.
-      samples: what to ask.
       template: prompt format, as of ``format_of``.
       response_start: text before every answer, as ``data.response_start`` of its training.
       chunks: of a prompt at most; None: all of a sample.

@@ -53,7 +53,6 @@ def encode_in_pieces(text: str, encode: Encode, breaks: str) -> EncodedText:
     """Ids and offsets of a text as ``encode`` would give them for the whole.
 
     Args:
-      text: of any length.
       encode: gives those of a short text.
       breaks: before which of them a text may be cut; see ``breaks_between_words``.
 

@@ -28,8 +28,6 @@ def progress_bar(
 
     Args:
       total: units; None where that is not known.
-      name: of the work.
-      unit: what is counted.
       shown: False draws nothing.
       scale: write 12.3k for 12345.
       done: units that were there before.

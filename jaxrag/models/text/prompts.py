@@ -50,7 +50,7 @@ class OfDocument(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class QuestionIds:
-    """One question of a conversation as it stands in the prompt; int32 ids.
+    """One question of a conversation as it is in the prompt; int32 ids.
 
     Attributes:
       before: from the answer before it to its chunks; of the first question the prefix.
@@ -88,7 +88,6 @@ class PromptTemplate:
     chunk_order: ChunkOrder = "best_first"
 
     def __post_init__(self) -> None:
-        """Refuse a template that would lose the text or the question."""
         for name, value in dataclasses.asdict(self).items():
             kind = bool if name == "chat" else str
             if not isinstance(value, kind):
@@ -127,7 +126,7 @@ class PromptTemplate:
         return _led(tokenizer, self._around_chunks(tokenizer)[0][0])
 
     def chunk_ids(self, tokenizer: Tokenizer, text_ids: HostArray, title: str = "") -> HostArray:
-        """Token ids of one chunk as it stands in the prompt: int32 [T]."""
+        """Token ids of one chunk as it is in the prompt: int32 [T]."""
         return _fill(self.chunk, tokenizer, {"text": text_ids, "title": title})
 
     def final_ids(self, tokenizer: Tokenizer, question: str) -> HostArray:

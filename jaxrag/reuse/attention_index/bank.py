@@ -30,7 +30,6 @@ class QueryBank:
     positions: HostArray
 
     def __post_init__(self) -> None:
-        """Refuse arrays that do not belong together."""
         if self.queries.ndim != 3 or 0 in self.queries.shape:
             raise RetrievalError(
                 f"a query bank of shape {list(self.queries.shape)}: expected [G, m, H], none empty"

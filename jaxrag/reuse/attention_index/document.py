@@ -1,4 +1,4 @@
-"""Indexes built once, when a long document is ingested, and used wherever it stands in a prompt.
+"""Indexes built once, when a long document is ingested, and used wherever it is in a prompt.
 
 Keys are rotated to their places inside the document, as in the pool, so a question asks with its
 query rotated by its position less the document's offset. What an index learns from are queries of
@@ -61,7 +61,6 @@ class Indexing:
     logarithmic: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse sizes out of range, and what could only make an exact index."""
         for field, kind in (("queries", int), ("reach", int), ("k", int), ("logarithmic", bool)):
             value = getattr(self, field)
             if type(value) is not kind or (kind is int and value < 1):
@@ -124,8 +123,6 @@ def build_layer(
     Args:
         keys: [T, K, H] before RoPE, as stored.
         queries: [N, m, H] before RoPE, strided over the document; N a multiple of K.
-        spec: of every index.
-        rope: the model's rotation.
         reach: questions will stand up to so many tokens behind the document's end.
         k: keys that a search will want.
         logarithmic: learn from as many queries in every doubling of the distance.
@@ -175,8 +172,6 @@ def build_arrays(
     Args:
         keys: [L, T, K, H] before RoPE.
         queries: [L, N, m, H] before RoPE, strided over the chunk.
-        indexing: what indexes are built.
-        rope: the model's rotation.
 
     Raises RetrievalError as ``build_layer`` does.
     """

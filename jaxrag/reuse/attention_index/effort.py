@@ -40,7 +40,6 @@ def choose(
         index: of a kind that has an effort.
         keys: [S, H] float32 in the caller's rows.
         asked: [G, n, H] float32, not trained on.
-        k: keys wanted.
         knn: finds exactly what ``asked`` wants.
     """
     assert not isinstance(index.spec, Exact)

@@ -35,7 +35,6 @@ def members(wanted: HostArray, cluster_of: HostArray, clusters: int, cap: int) -
     Args:
         wanted: [m, c] int32 keys of each query's list.
         cluster_of: [m] the query's cluster.
-        clusters: C.
         cap: keys a cluster may have; the width is that or what the longest list needs.
     """
     keys = int(wanted.max()) + 1

@@ -1,4 +1,7 @@
-"""How an index over the keys of one KV head is built and searched: one frozen dataclass a kind."""
+"""How an index over the keys of one KV head is built and searched: one frozen dataclass a kind.
+
+A field that a class does not describe is described at ``Exact`` or ``ProjectedGraph``.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -24,7 +27,6 @@ class Exact:
     storage: Storage = "float16"
 
     def __post_init__(self) -> None:
-        """Refuse an unknown storage."""
         _check(self)
 
 
@@ -48,7 +50,6 @@ class ProjectedGraph:
       most_scanned: where a head would scan a larger share of the keys for that, every key is
         scanned instead; nothing where ``ef`` is given.
       share: "q_head" makes one graph for each query head, "group" one for all heads of the group.
-      storage: of the keys, see ``Exact``.
       exact_below: with fewer keys than this every key is scanned instead.
       min_queries: the same with fewer training queries a head than this.
     """
@@ -66,7 +67,6 @@ class ProjectedGraph:
     min_queries: int = 1024
 
     def __post_init__(self) -> None:
-        """Refuse sizes that make no graph."""
         _check(self)
 
 
@@ -80,13 +80,6 @@ class RoarGraph:
     Attributes:
       degree: links a key has at most; twice that where the group shares one graph.
       knn: keys of every training query's list.
-      ef: as in ``ProjectedGraph``.
-      target_recall: as in ``ProjectedGraph``.
-      most_scanned: as in ``ProjectedGraph``.
-      share: as in ``ProjectedGraph``.
-      storage: of the keys, see ``Exact``.
-      exact_below: as in ``ProjectedGraph``.
-      min_queries: as in ``ProjectedGraph``.
     """
 
     degree: int = 35
@@ -100,7 +93,6 @@ class RoarGraph:
     min_queries: int = 1024
 
     def __post_init__(self) -> None:
-        """Refuse sizes that make no graph."""
         _check(self)
 
 
@@ -111,18 +103,10 @@ class QueryLists:
     A key is in as many lists as clusters want it. A search scans the lists of the nearest clusters.
 
     Attributes:
-      clusters: of the training queries.
       cap: keys of a list at most, the most wanted ones.
       knn: keys of every training query's list.
-      rounds: of k-means.
-      seed: where k-means starts.
       probes: lists scanned; None chooses as ``ProjectedGraph.ef`` does.
-      target_recall: as in ``ProjectedGraph``.
-      most_scanned: as in ``ProjectedGraph``.
       share: "q_head" makes lists for each query head, "group" one set for all heads of the group.
-      storage: of the keys, see ``Exact``.
-      exact_below: as in ``ProjectedGraph``.
-      min_queries: as in ``ProjectedGraph``.
     """
 
     clusters: int = 256
@@ -139,7 +123,6 @@ class QueryLists:
     min_queries: int = 1024
 
     def __post_init__(self) -> None:
-        """Refuse sizes that make no lists."""
         _check(self)
 
 
@@ -150,10 +133,6 @@ class Ivf:
     Attributes:
       clusters: None takes 4 sqrt(S).
       probes: clusters scanned; None chooses as ``ProjectedGraph.ef`` does.
-      target_recall: as in ``ProjectedGraph``.
-      most_scanned: as in ``ProjectedGraph``.
-      storage: of the keys, see ``Exact``.
-      exact_below: as in ``ProjectedGraph``.
     """
 
     clusters: int | None = None
@@ -164,7 +143,6 @@ class Ivf:
     exact_below: int = 32768
 
     def __post_init__(self) -> None:
-        """Refuse sizes that make no clusters."""
         _check(self)
 
 
@@ -174,12 +152,7 @@ class Hnsw:
 
     Attributes:
       links: of a key in the upper levels, twice that at the base.
-      ef_build: width while building.
       ef: width while searching; None chooses as ``ProjectedGraph.ef`` does.
-      target_recall: as in ``ProjectedGraph``.
-      most_scanned: as in ``ProjectedGraph``.
-      storage: of the keys, see ``Exact``.
-      exact_below: as in ``ProjectedGraph``.
     """
 
     links: int = 32
@@ -191,7 +164,6 @@ class Hnsw:
     exact_below: int = 32768
 
     def __post_init__(self) -> None:
-        """Refuse sizes that make no graph."""
         _check(self)
 
 

@@ -49,10 +49,6 @@ class AwayAttend:
     The cache is the Pattern.
 
     Attributes:
-      config: the model's.
-      rope: beyond every position.
-      window: sink and recent.
-      host: attends to the rest.
       far: does the rule read anything outside the pattern?
     """
 

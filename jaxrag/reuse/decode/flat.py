@@ -40,7 +40,6 @@ class Flat(DecodeRule):
     scores_every_key: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Refuse a window without the newest token, and k of zero."""
         require_zero_or_more(self.name, sink=self.sink)
         require(self.name, k=self.k, recent=self.recent)
 
@@ -70,7 +69,6 @@ class BestKeys(Scan):
     """On the host: the ``k`` keys with the highest scores of every query head."""
 
     def __init__(self, prompt: HostPrompt, rule: Flat) -> None:
-        """Nothing is built."""
         super().__init__(prompt, rule.sink, rule.recent)
         self.k = rule.k
 

@@ -129,7 +129,6 @@ class Device:
     """An accelerator.
 
     Attributes:
-      name: for reports.
       memory: bytes a second of its memory.
       bus: bytes a second between it and the host.
       flops: floating-point operations a second.

@@ -199,7 +199,6 @@ class HostSearch:
         once, other is handed to threads.
 
         Args:
-            layer: which.
             numbers: [B] of the requests; NO_REQUEST is a padding row.
             q: [B, K, G, H] float32 before rotation, with YaRN's factor.
             position: [B] of the tokens; a row with a negative one is done, and gets nothing.
@@ -290,8 +289,6 @@ class HostSearch:
         """Indexes of some keys of one layer of a request.
 
         Args:
-            number: of the request.
-            made: one a KV head.
             keys: [K, S, H] that they were built over for this request, rotated to their positions;
                 None of indexes that were stored.
             positions: [S] int32 where the keys are in the prompt; -1: not to be found.

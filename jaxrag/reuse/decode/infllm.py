@@ -48,7 +48,6 @@ class InfLLM(DecodeRule):
 
     Attributes:
       block: tokens of a block.
-      blocks: that are read.
       representatives: keys of a block that stand for it, per KV head.
       sink: tokens of the window from the start of the prompt.
       recent: newest tokens of the window, the newest one included.
@@ -67,7 +66,6 @@ class InfLLM(DecodeRule):
     name: str = dataclasses.field(default="infllm", init=False)
 
     def __post_init__(self) -> None:
-        """Refuse empty blocks and windows, and more representatives than tokens of a block."""
         require_zero_or_more(self.name, sink=self.sink)
         require(
             self.name,

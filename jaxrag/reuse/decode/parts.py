@@ -17,10 +17,9 @@ class Part:
     """Some keys of one layer of a request, indexed.
 
     Attributes:
-      searchers: one a KV head.
       positions: [S] int32 where their keys stand in the prompt; -1 where a key is not to be found.
       offset: a key at position p is rotated to p less this, and so is a query that asks for it.
-      exact: searchers that find exactly what there is, to compare with; empty where nobody does.
+      exact: searchers that find exactly what there is, to compare with; empty where none is.
     """
 
     searchers: Sequence[Searcher]

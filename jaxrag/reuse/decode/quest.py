@@ -58,7 +58,6 @@ class Quest(DecodeRule):
     by_position: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Refuse less than a page, and a negative number of layers."""
         require(self.name, budget=self.budget)
         if self.budget < PAGE:
             raise RequestError(

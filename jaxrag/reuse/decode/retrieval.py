@@ -18,7 +18,7 @@ from jaxrag.base.config import ModelConfig, RopeConfig
 from jaxrag.base.errors import RequestError
 from jaxrag.base.shapes import bucket
 from jaxrag.base.types import Array, HostArray, Partial, on_host
-from jaxrag.kv.cache import PagePool, PageTable
+from jaxrag.kv.cache import PagePool
 from jaxrag.kv.placement import AWAY, KVPlacement
 from jaxrag.models.attention import merge
 from jaxrag.models.rope import RopeTable
@@ -46,7 +46,7 @@ from jaxrag.reuse.decode.rule import (
     require_zero_or_more,
 )
 from jaxrag.reuse.decode.stored import DAMAGED, Carried, Known, StoredIndexes
-from jaxrag.reuse.decode.view import View
+from jaxrag.reuse.decode.view import PromptSlots, View
 
 _FEWEST = 1024  # positions whose keys are read at once; more in powers of two
 
@@ -101,7 +101,6 @@ class Retrieval(DecodeRule):
     name: str = dataclasses.field(default="retrieval", init=False)
 
     def __post_init__(self) -> None:
-        """Refuse a window without the newest token, k of zero, no queries, unknown positions."""
         require_zero_or_more(self.name, sink=self.sink)
         require(self.name, k=self.k, recent=self.recent, queries=self.queries)
         if self.trained_at not in get_args(TrainedAt):
@@ -157,7 +156,6 @@ class Retrieval(DecodeRule):
         Args:
             keys: [S, H] rotated to their positions.
             bank: queries of the prompt that the rule observes; None without any.
-            rope: the model's rotation.
             start: position of the first generated token.
             room: at most so many are generated.
             spec: another kind than the rule's.
@@ -211,13 +209,14 @@ class Retrieval(DecodeRule):
 
         Raises RequestError where that takes more than the rule's ceiling of host memory.
         """
-        host, config, position = prompts.host, prompts.config, prompts.position
+        host, config = prompts.host, prompts.config
+        order, position = (np.asarray(it) for it in (prompts.slots.order, prompts.slots.position))
         assert host is not None
         bank_positions = np.asarray(prompts.bank.positions)
         spans = []
         for row, (number, carried) in enumerate(zip(prompts.numbers, prompts.carried, strict=True)):
             note, at = functools.partial(host.note, number), int(position[row])
-            more = (prompts.order[row], at, prompts.room, carried)
+            more = (order[row], at, prompts.room, carried)
             spans.append(_Span.of(self, config, host.documents, note, *more))
         _check_bytes(spans, in_place=False)
         opened, spans = _open(spans, lambda it: host.documents.open(it.chunk, it.known, config))
@@ -285,8 +284,6 @@ class _Stored:
     """A chunk that was stored with indexes, in one request.
 
     Attributes:
-      chunk: in the prompt.
-      known: in its store.
       positions: [T] int32 where its keys are to be found; -1 where they are not.
     """
 
@@ -300,12 +297,9 @@ class _Span:
     """What is to be indexed of one request: the keys from the sink to ``end``.
 
     Attributes:
-      rule: whose indexes they are.
-      config: of the model.
       note: is called with what goes wrong.
       start: position of the first generated token.
       room: at most so many are generated.
-      stored: its chunks with indexes.
       rest: [n] int32 positions of the keys that are in none of these.
     """
 
@@ -425,19 +419,19 @@ def _open[T](
 
 def _read(prompts: Prompts, spans: Sequence[_Span]) -> Iterator[tuple[int, HostArray, HostArray]]:
     """Every layer with the keys at the rest of each row [B, n, K, H], and the bank's queries."""
-    config, bank, order, position = prompts.config, prompts.bank, prompts.order, prompts.position
+    config, bank, slots = prompts.config, prompts.bank, prompts.slots
     longest = max(len(span.rest) for span in spans)
     if not longest:
         nothing = np.zeros(0, np.float32)
         yield from ((layer, nothing, nothing) for layer in range(config.num_layers))
         return
-    rest = np.zeros((len(position), bucket(longest, _FEWEST)), np.int32)
+    rest = np.zeros((len(slots.position), bucket(longest, _FEWEST)), np.int32)
     for row, span in enumerate(spans):
         rest[row, : len(span.rest)] = span.rest
 
     def read(layer: int, pool: PagePool) -> tuple[HostArray, HostArray]:
-        at = (order, position, rest, bank.queries, np.int32(layer))
-        keys, queries = _keys(config, prompts.rope, pool, prompts.table, *at)
+        at = (rest, bank.queries, np.int32(layer))
+        keys, queries = _keys(config, prompts.rope, pool, slots, *at)
         return np.asarray(keys), np.asarray(queries)
 
     for layer in range(config.num_layers):
@@ -449,9 +443,7 @@ def _keys(
     config: ModelConfig,
     rope: RopeTable,
     pool: PagePool,
-    table: PageTable,
-    order: Array,
-    position: Array,
+    slots: PromptSlots,
     wanted: Array,
     queries: Array,
     layer: Array,
@@ -460,9 +452,7 @@ def _keys(
 
     And that layer of ``queries`` [L, B, W, N, H], in float32.
     """
-    pages = pool.rows(layer, table.pages, config.num_layers)
-    slots = (table.slot_position, order, position)
-    keys = View(config, rope, pool, pages, table.offsets, *slots).keys_at(wanted)
+    keys = slots.view(config, rope, pool, layer).keys_at(wanted)
     return keys, queries[layer].astype(jnp.float32)
 
 

@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 from jaxrag.base import struct
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import RequestError
-from jaxrag.base.types import Array, HostArray, Partial
-from jaxrag.kv.cache import PagePool, PageTable
+from jaxrag.base.types import Array, Partial
+from jaxrag.kv.cache import PagePool
 from jaxrag.kv.placement import ON_DEVICE, KVPlacement
 from jaxrag.models.rope import RopeTable
 from jaxrag.reuse.attention_index import Spec
@@ -23,7 +23,7 @@ from jaxrag.reuse.decode.far import FarLayer, HostPrompt
 from jaxrag.reuse.decode.footprint import BreakEven, Bytes, on_host
 from jaxrag.reuse.decode.host_search import HostSearch
 from jaxrag.reuse.decode.stored import Carried
-from jaxrag.reuse.decode.view import View
+from jaxrag.reuse.decode.view import PromptSlots, View
 
 Positions = Literal["original", "cache"]
 
@@ -58,13 +58,10 @@ class Prompts:
     """A batch whose prompts are in the pool, before its first generated token.
 
     Attributes:
-      config: of the model.
       rope: at least as long as the requests' slots.
       on_pool: calls a function with the pool, K and V of all layers, where and when that may be
         read, and returns its result, which is to be on the host or new on the device.
-      table: of the requests.
-      order: [B, S] int32 slot of every position, of prompt and generated tokens.
-      position: [B] int32 of each prompt's last token; -1 is a padding row.
+      slots: of prompt and generated tokens.
       bank: the queries that ``DecodeRule.observe`` asked for; W is 0 where it asked for nothing.
       room: at most so many tokens are generated.
       numbers: of the requests, without padding rows, as ``host`` admitted them; empty where the
@@ -76,9 +73,7 @@ class Prompts:
     config: ModelConfig
     rope: RopeTable
     on_pool: Callable[[Callable[[PagePool], Any]], Any]
-    table: PageTable
-    order: HostArray
-    position: HostArray
+    slots: PromptSlots
     bank: PromptQueries
     room: int
     numbers: Sequence[int] = ()
@@ -189,8 +184,6 @@ class DecodeRule(abc.ABC):
         """What lies where behind a context of that many tokens.
 
         Args:
-            config: of the model.
-            tokens: of the context.
             placement: of K and V; None: as the rule is meant to have them.
 
         Raises RequestError for a placement that the rule cannot have.
@@ -219,9 +212,7 @@ class DecodeRule(abc.ABC):
         """
         p = prompts
         return p.on_pool(
-            lambda pool: prepare_layers(
-                p.config, p.rope, pool, p.table, p.order, p.position, p.bank, self, p.room
-            )
+            lambda pool: prepare_layers(p.config, p.rope, pool, p.slots, p.bank, self, p.room)
         )
 
     def prepare(self, view: View, queries: Array, positions: Array, room: int) -> Any:
@@ -242,9 +233,7 @@ def prepare_layers(
     config: ModelConfig,
     rope: RopeTable,
     pool: PagePool,
-    table: PageTable,
-    order: Array,
-    position: Array,
+    slots: PromptSlots,
     bank: PromptQueries,
     rule: DecodeRule,
     room: int,
@@ -252,9 +241,7 @@ def prepare_layers(
     """What ``rule.prepare`` makes of every layer, a tree of arrays [L, B, ...]; see ``Prompts``."""
 
     def layer(index: Array, queries: Array) -> Any:
-        pages = pool.rows(index, table.pages, config.num_layers)
-        view = View(config, rope, pool, pages, table.offsets, table.slot_position, order, position)
-        return rule.prepare(view, queries, bank.positions, room)
+        return rule.prepare(slots.view(config, rope, pool, index), queries, bank.positions, room)
 
     layers = jnp.arange(config.num_layers, dtype=jnp.int32)
     return jax.lax.map(lambda x: layer(*x), (layers, bank.queries))

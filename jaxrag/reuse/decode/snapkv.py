@@ -62,7 +62,6 @@ class SnapKV(DecodeRule):
     name: str = dataclasses.field(default="snapkv", init=False)
 
     def __post_init__(self) -> None:
-        """Refuse a capacity that the window fills, and an even kernel."""
         require(self.name, capacity=self.capacity, window=self.window, kernel=self.kernel)
         if self.window >= self.capacity:
             raise RequestError(

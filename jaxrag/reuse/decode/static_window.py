@@ -38,7 +38,6 @@ class StaticWindow(DecodeRule):
     reads_far: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Refuse a window without the newest token."""
         require_zero_or_more(self.name, sink=self.sink)
         require(self.name, recent=self.recent)
         check_positions(self.name, self.positions)

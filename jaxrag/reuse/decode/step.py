@@ -54,7 +54,6 @@ class DecodeAttend:
 
     Attributes:
       paged: writes, and says where things lie.
-      rule: attends.
       order: [B, S] int32 slot of every position.
       host: where indexes are searched; None where the rule searches nothing.
       values: where V of some layers lies in host memory; None: nowhere.

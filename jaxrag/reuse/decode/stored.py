@@ -33,8 +33,6 @@ class Carried:
     """A chunk in a request's prompt whose KV came from a store.
 
     Attributes:
-      store: where it is.
-      key: of the chunk there.
       position: of its first token in the prompt.
       slots: [T] int32 of its tokens in the request.
     """
@@ -50,7 +48,6 @@ class Known:
     """A chunk that is stored with indexes now. Made by ``StoredIndexes.known``.
 
     Attributes:
-      record: of the chunk.
       nbytes: of its indexes, with their keys.
       tables: of its indexes where they are searched over keys that lie elsewhere.
     """
@@ -74,7 +71,6 @@ class StoredIndexes:
     """
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
-        """Keep at most ``kept_bytes``."""
         # Of a chunk all layers with their keys (-1), and single layers without.
         self._open: cachetools.LRUCache[tuple[str, int], _Opened] = cachetools.LRUCache(
             kept_bytes, lambda opened: opened.nbytes

@@ -41,7 +41,6 @@ class TopN(DecodeRule):
     scores_every_key: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Refuse n of zero and a negative number of layers."""
         require(self.name, n=self.n)
         if isinstance(self.device_layers, bool) or self.device_layers < 0:
             raise RequestError(

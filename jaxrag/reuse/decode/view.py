@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
+from jaxrag.base import struct
 from jaxrag.base.config import ModelConfig
-from jaxrag.base.types import HIDDEN, Array, Partial
-from jaxrag.kv.cache import PagePool
+from jaxrag.base.types import HIDDEN, Array, HostArray, Partial
+from jaxrag.kv.cache import PagePool, PageTable
 from jaxrag.kv.cache.host import HostValues
 from jaxrag.models.attention import (
     Pages,
@@ -30,7 +31,6 @@ class Far:
     """Values of a layer in host memory, and what its newest tokens add to them.
 
     Attributes:
-      values: where they lie.
       layer: scalar int32.
       pages: [B, M] of the requests' tables.
       slots: [B, 1] of the newest tokens.
@@ -55,7 +55,6 @@ class View:
     Rules choose by position, the pool is read by slot.
 
     Attributes:
-      config: of the model.
       rope: at least as long as the request's slots.
       pool: K and V of all layers.
       pages: [B, M] rows of the pool, of this layer.
@@ -65,7 +64,6 @@ class View:
       position: [B] of the newest token, while a rule prepares that of the prompt's last one; -1 is
         a padding row.
       q: [B, N, H] before rotation; None while a rule prepares.
-      host: for rules that search.
       far: where V of some layers, perhaps not this one, lies in host memory.
     """
 
@@ -136,7 +134,7 @@ class View:
             positions: [B, K', G', n]; K' is K or 1, G' is G or 1.
             see: which of them count; those behind the newest token never do.
             at: where the keys are placed; None: where they stand.
-            query_at: [B] where the query is placed; None: where it stands.
+            query_at: [B] where the query is placed; None: at its own position.
 
         Returns:
             [B, K, G, n] float32, -inf where a key is not seen.
@@ -250,3 +248,23 @@ class View:
         """[B, S] which slots the newest token sees and the static pattern leaves out."""
         inside = self.slot_position <= self.position[:, None] - recent
         return inside & (self.slot_position >= sink) & (self.slot_position != HIDDEN)
+
+
+class PromptSlots(struct.PyTreeNode):
+    """Which slots of the pool the tokens of prompts are in; order and position start on the host.
+
+    Attributes:
+      order: [B, S] int32 slot of every position.
+      position: [B] int32 of each prompt's last token; -1 is a padding row.
+    """
+
+    table: PageTable
+    order: Array | HostArray
+    position: Array | HostArray
+
+    def view(self, config: ModelConfig, rope: RopeTable, pool: PagePool, layer: Array) -> View:
+        """One layer [] int32, as a rule that prepares is given it."""
+        table = self.table
+        pages = pool.rows(layer, table.pages, config.num_layers)
+        where = (jnp.asarray(self.order), jnp.asarray(self.position))
+        return View(config, rope, pool, pages, table.offsets, table.slot_position, *where)

@@ -51,8 +51,6 @@ class Encoded:
     """A chunk that was encoded now, with all that is stored of it.
 
     Attributes:
-      key: in the store.
-      chunk: what was encoded.
       kv: [L, 2, T, K, H] in the model's dtype, of the heads that this process holds.
       record: what the KV is made from.
       aux: its indexes by name, where it gets some.
@@ -90,7 +88,6 @@ class ChunkEncoding:
     """How chunks behind one prefix are encoded, and where their KV is kept.
 
     Attributes:
-      model: what encodes them.
       store: where their KV is looked for and put.
       prefix: token ids of the prompt's prefix [P] int32, for encoders that see it.
       indexing: what indexes long chunks are stored with; None where they get none.
@@ -181,7 +178,7 @@ class ChunkEncoding:
     def offer(self, made: Encoded) -> str | None:
         """Put a chunk where the store takes it; returns why it did not, or None.
 
-        Replaces what is there, as a read was refused: a key whose record stands but whose bytes are
+        Replaces what is there, as a read was refused: a key with a record but whose bytes are
         gone or damaged is healed by it.
         """
         if not self.store.writable:
@@ -232,6 +229,6 @@ class StoredNeighbours:
         for made in plain.encode(NEIGHBOUR_ENCODER, missing):
             found[made.key] = made.kv
             self.computed.append(len(made.chunk.ids))
-            # Not to keep it only costs work later; who stores the chunk itself is told.
+            # Not to keep it only costs work later; who stores the chunk itself gets the error.
             keeps = keeps and plain.offer(made) is None
         return [found[key] for key in wanted]

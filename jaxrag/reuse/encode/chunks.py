@@ -24,7 +24,6 @@ def encode_chunks(
     """Encode chunks in full packed batches.
 
     Args:
-      model: the model.
       encoder: a key of ENCODERS.
       prefix_ids: [P] int32, read by encoders that see the prefix.
       chunks: token ids, int32 [T] each.

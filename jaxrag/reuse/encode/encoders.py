@@ -25,7 +25,7 @@ class Encoder:
 
     Attributes:
       name: as keys and settings hold it.
-      sees_prefix: whether the prompt's prefix stands in front.
+      sees_prefix: whether the prompt's prefix is in front.
       neighbours: whether other chunks stand between prefix and chunk: "none"; "stored", with the
         KV that each of them has under ``after_prefix``; "joint", prefilled together with the chunk.
     """

@@ -1,4 +1,4 @@
-"""Encodes chunks together with what stands before them: prefix, neighbours, and the chunk last.
+"""Encodes chunks together with what precedes them: prefix, neighbours, and the chunk last.
 
 An ablation of FusionRAG section 3.1 (arXiv:2601.12904): the same chunks in front, but computed anew
 for every chunk, where equation 10 takes the KV that each of them has by itself.
@@ -70,7 +70,6 @@ def encode_jointly(
     any place afterwards.
 
     Args:
-      model: the model.
       prefix: [P] int32, may be empty.
       chunks: [T] int32 each.
       neighbours: for every chunk those in front of it, in order, [T'] int32 each.

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrag.base import struct
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.shapes import bucket, bucket_below, row_length
 from jaxrag.base.types import FINAL, Array, HostArray, Tokens
@@ -49,29 +50,35 @@ from jaxrag.reuse.encode.packed import (
 OwnKV = Callable[[Sequence[HostArray]], Sequence[HostArray]]
 
 
+class _Before(struct.PyTreeNode):
+    """What the chunks of a batch see.
+
+    Attributes:
+      kv: [L, 2, S, K, H] as stored, in whole pages.
+      local: [S] place of every token inside its chunk.
+    """
+
+    kv: Array
+    local: Array
+    table: PageTable
+
+
 @functools.partial(jax.jit, static_argnames=("config", "rows_in_turn"))
 def _encode(
     params: Params,
     config: ModelConfig,
     rope: RopeTable,
-    context: Array,
-    local: Array,
-    table: PageTable,
+    before: _Before,
     tokens: Tokens,
     slots: Array,
     rows_in_turn: bool,
 ) -> tuple[Array, Array]:
-    """K before RoPE and V of new tokens [B, T] behind their context: [L, B, T, K, H] each.
-
-    ``context`` [L, 2, S, K, H] holds KV as stored, in whole pages, ``local`` [S] the place of every
-    token inside its chunk.
-    """
-    num_layers, _, _, heads, dim = context.shape
-    k = place(context[:, 0], jnp.broadcast_to(local, (num_layers, *local.shape)), rope, config.rope)
-    pool = PagePool(
-        k=k.reshape(-1, PAGE, heads, dim), v=context[:, 1].reshape(-1, PAGE, heads, dim)
-    )
-    table = table.reveal(slots, tokens.positions)
+    """K before RoPE and V of new tokens [B, T] behind their context: [L, B, T, K, H] each."""
+    kv, local = before.kv, before.local
+    num_layers, _, _, heads, dim = kv.shape
+    k = place(kv[:, 0], jnp.broadcast_to(local, (num_layers, *local.shape)), rope, config.rope)
+    pool = PagePool(k=k.reshape(-1, PAGE, heads, dim), v=kv[:, 1].reshape(-1, PAGE, heads, dim))
+    table = before.table.reveal(slots, tokens.positions)
     paged = PagedAttend(config, rope, table, slots, rows_in_turn=rows_in_turn)
     attend = Tap(paged, lambda q, k, v: (k, v))
     kept: tuple[Array, Array] = forward(params, config, tokens, pool, attend)[2]
@@ -92,7 +99,6 @@ def encode_behind(
     positions that follow. K is handed over before RoPE, so that it stands at any place afterwards.
 
     Args:
-      model: the model.
       prefix: [P] int32, may be empty.
       chunks: [T] int32 each.
       neighbours: for every chunk those in front of it, in order, [T'] int32 each.
@@ -167,14 +173,14 @@ class _Context:
         return table, position
 
     def reserve(self, tokens: int) -> range:
-        """Pages of nobody else's for new tokens."""
+        """Pages for new tokens alone."""
         first, self.num_pages = self.num_pages, self.num_pages + pages_for(tokens)
         return range(first, self.num_pages)
 
     def arrays(self, staging: StagingBuffers) -> tuple[HostArray, HostArray]:
         """KV [L, 2, S, K, H] in a bucket of whole pages, and places in the chunks [S] int32.
 
-        KV that is nobody's holds anything: no table shows its slots.
+        KV of no chunk holds anything: no table shows its slots.
         """
         slots = bucket(self.num_pages, MIN_TABLE_PAGES) * PAGE
         kv = staging.take(self._layout.shape(slots), self._layout.numpy_dtype)
@@ -222,9 +228,7 @@ def _start(
         model.params,
         model.config,
         model.rope(int(positions.max()) + 1),
-        model.put_kv(kv),
-        model.put(local),
-        batch_table(builders, rows, model.put_batch),
+        _Before(model.put_kv(kv), model.put(local), batch_table(builders, rows, model.put_batch)),
         tokens,
         put(slots),
         model.rows_in_turn,

@@ -86,7 +86,7 @@ def _lay_rows(
 ) -> tuple[Tokens, Places]:
     """Lay chunks out in at most ``model.batch_ways`` rows, each behind the prefix.
 
-    Returns the tokens on the device and where every chunk stands.
+    Returns the tokens on the device and where every chunk is.
     """
     used = max(len(prefix) + sum(len(chunks[i]) for i in row) for row in rows)
     shape = (model.batch_ways, row_length(used))
@@ -116,7 +116,7 @@ def check_context(
     chunks: Sequence[HostArray],
     neighbours: Sequence[Sequence[HostArray]],
 ) -> None:
-    """Refuse chunks that are empty, or do not fit the model's context with what stands before."""
+    """Refuse chunks that are empty, or do not fit the model's context with what precedes them."""
     limit = model.config.max_positions
     for index, (chunk, others) in enumerate(zip(chunks, neighbours, strict=True)):
         before = len(prefix) + sum(map(len, others))

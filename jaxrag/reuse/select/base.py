@@ -124,7 +124,6 @@ class Selection:
 
     Attributes:
       tokens: the chunk tokens to recompute, ascending, [R] int64.
-      flops: spent on finding them.
       copied: the KV of the chunks was copied to the request's ``copies``, and changed there.
     """
 
@@ -135,13 +134,7 @@ class Selection:
 
 @dataclasses.dataclass(frozen=True)
 class SelectionBatch:
-    """Requests that are selected for together, each in a row of what the model is run on.
-
-    Attributes:
-      model: that serves them.
-      cache: which holds their chunks.
-      scenes: the requests.
-    """
+    """Requests that are selected for together, each in a row of what the model is run on."""
 
     model: Model
     cache: PagedCache

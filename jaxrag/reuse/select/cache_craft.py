@@ -1,4 +1,4 @@
-"""Cache-Craft: how much each chunk depends on what stands before it decides how much is redone.
+"""Cache-Craft: how much each chunk depends on what precedes it decides how much is redone.
 
 Cache-Craft: Managing Chunk-Caches for Efficient Retrieval-Augmented Generation, section 3,
 arXiv:2502.15734.
@@ -59,7 +59,6 @@ class CacheCraft(Selector):
     name: str = dataclasses.field(default="cache_craft", init=False)
 
     def __post_init__(self) -> None:
-        """Refuse values without a meaning."""
         if not self.alpha > 0 or self.layers < 1:
             raise RequestError(
                 f"cache_craft: alpha={self.alpha}, layers={self.layers}: expected a positive "
@@ -124,7 +123,6 @@ def cache_fix_overhead(
       shares: [C, chunks] share of each chunk token's attention that falls on each chunk.
       lengths: [chunks] tokens of each chunk.
       seen: chunks each chunk's KV saw, in that order.
-      alpha: the factor of CFO.
     """
     starts = np.concatenate(([0], np.cumsum(lengths)))
     out = np.zeros(len(lengths))

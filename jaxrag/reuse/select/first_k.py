@@ -24,7 +24,6 @@ class FirstK(Selector):
     reads_cache: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Refuse a negative k."""
         if self.k < 0:
             raise RequestError(f"first_k: k={self.k}: expected a number of tokens, 0 or more")
 

@@ -69,7 +69,6 @@ class KvDeviation(Selector):
     name: str = dataclasses.field(default="kv_deviation", init=False)
 
     def __post_init__(self) -> None:
-        """Refuse settings that contradict each other."""
         if self.part not in get_args(ComparedPart):
             raise RequestError(f"kv_deviation: part={self.part!r}: expected one of v, k, kv")
         if not self.layers or min(self.layers) < 1 or list(self.layers) != sorted(set(self.layers)):

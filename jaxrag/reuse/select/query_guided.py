@@ -60,7 +60,6 @@ class QueryGuided(Selector):
     name: str = dataclasses.field(default="query_guided", init=False)
 
     def __post_init__(self) -> None:
-        """Refuse unknown variants."""
         for field, kind in (("over", Over), ("place", Place), ("voters", Voters)):
             if getattr(self, field) not in get_args(kind):
                 raise RequestError(

@@ -14,7 +14,7 @@ from jaxrag.server.errors import invalid
 from jaxrag.server.state.entry import Call
 
 MOST_TEXTS = 100
-MOST_CHARACTERS = 1 << 18  # of all texts of a request
+MOST_CHARACTERS = 1 << 17  # of all texts of a request
 _BLOCKS = ("p", "h1", "h2", "h3", "h4", "h5", "h6", "ul", "ol", "li", "blockquote", "pre", "hr")
 _INLINE = ("code", "em", "strong", "s", "a", "br")
 _TABLE = ("table", "thead", "tbody", "tr", "th", "td")

@@ -108,7 +108,6 @@ def endpoint(
     answer: Callable[[Call], Mapping[str, Any] | Response],
     *,
     ready: bool = True,
-    counts: bool = True,
     prepares: bool = False,
 ) -> Endpoint:
     """An endpoint of a plain function, which runs on a thread, as it may wait for the disk.
@@ -116,16 +115,19 @@ def endpoint(
     Args:
       answer: gives the JSON object that is answered, or another response.
       ready: as ``enter`` has it.
-      counts: as ``enter`` has it.
       prepares: it retrieves or tokenises, and takes one of the threads for that.
     """
 
+    def respond(call: Call) -> Response:
+        """The answer as bytes: to write a long one takes a while, too."""
+        found = answer(call)
+        return found if isinstance(found, Response) else JSONResponse(found)
+
     @functools.wraps(answer)
     async def handle(request: Request) -> Response:
-        call = await enter(request, ready=ready, counts=counts)
-        threads = call.state.prepare if prepares else None
-        found = await asyncio.get_running_loop().run_in_executor(threads, answer, call)
-        return found if isinstance(found, Response) else JSONResponse(found)
+        call = await enter(request, ready=ready)
+        threads = call.state.prepare.of(call.access.tenant) if prepares else None
+        return await asyncio.get_running_loop().run_in_executor(threads, respond, call)
 
     return handle
 

@@ -23,6 +23,7 @@ from jaxrag.server.settings import ServerSettings
 from jaxrag.server.state.library import Library
 from jaxrag.server.state.limits import Limits
 from jaxrag.server.state.recipe import recipe_for, recipe_like
+from jaxrag.server.state.threads import FairThreads
 from jaxrag.server.tenants import Access, TenantMemory, Tenants, bearer
 
 _HANDS = 2  # threads that give prompts to the engine
@@ -94,7 +95,7 @@ class ServerState:
       memory: KV of documents that come with requests, a store for each tenant.
       library: files and vector stores of the tenants.
       limits: how much is let in.
-      prepare: threads that retrieve and tokenise.
+      prepare: threads that retrieve and tokenise, by turns of the tenants.
       hand_over: threads that give prompts to the engine, which is not to wait for retrieval.
       phase: whether it takes requests.
       created: when it began, in seconds since 1970.
@@ -116,7 +117,7 @@ class ServerState:
     memory: TenantMemory
     library: Library
     limits: Limits
-    prepare: ThreadPoolExecutor
+    prepare: FairThreads
     hand_over: ThreadPoolExecutor
     phase: Phase = "starting"
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
@@ -167,8 +168,8 @@ class ServerState:
 
     def close(self) -> None:
         """Let go of everything but the model and the knowledge bases that it was given."""
-        for threads in (self.prepare, self.hand_over):
-            threads.shutdown(wait=False, cancel_futures=True)
+        self.prepare.shutdown()
+        self.hand_over.shutdown(wait=False, cancel_futures=True)
         self.library.close()
 
 
@@ -208,9 +209,15 @@ def make_state(
         memory=TenantMemory(model, tenants, settings.memory_bytes),
         library=Library(settings, model, bases, recipe, tenants),
         limits=Limits(settings),
-        prepare=ThreadPoolExecutor(settings.prepare_threads, "jaxrag-prepare"),
+        prepare=_prepare_threads(settings),
         hand_over=ThreadPoolExecutor(_HANDS, "jaxrag-hand-over"),
     )
+
+
+def _prepare_threads(settings: ServerSettings) -> FairThreads:
+    """Of which one tenant leaves a thread to the others, where there may be others."""
+    count = settings.prepare_threads
+    return FairThreads(count, "jaxrag-prepare", count - 1 if settings.keys else count)
 
 
 def offered_methods(settings: ServerSettings) -> dict[str, Method]:

@@ -107,8 +107,13 @@ class Upload:
 
 
 def plain_name(filename: str) -> str:
-    """A file name without folders and control characters; "" where nothing is left of it."""
-    name = filename.replace("\\", "/").rsplit("/", 1)[-1]
+    """A name without folders and control characters; "" where nothing is left of it.
+
+    "TCP/IP.md" is TCP_IP.md. What can only be a path, as "C:/docs/a.md" or "../a.md", is a.md.
+    """
+    parts = filename.replace("\\", "/").split("/")
+    path = any(part in ("", ".", "..") or part.endswith(":") for part in parts)
+    name = parts[-1] if path else "_".join(parts)
     kept = "".join(it for it in name if it.isprintable()).strip()
     stem, dot, suffix = kept.rpartition(".")
     if len(kept) > _NAME_CHARACTERS and dot and len(suffix) < _NAME_CHARACTERS // 2:

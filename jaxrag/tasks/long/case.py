@@ -22,14 +22,12 @@ class Case:
 
     Attributes:
       needles: the sentences that are hidden.
-      depths: where, each a share of the filler that stands before it; 0 is the start of the
+      depths: where, each a share of the filler that precedes it; 0 is the start of the
         haystack, 1 its end.
       filler: makes the sentences around them, the same ones at every call; many more than needed.
-      question: what is asked.
       expected: the answers that scoring looks for.
       lead: the words an answer begins with, for models that complete text; may be empty.
-      glue: between sentences.
-      between: what stands between the answers where a model is trained to give them.
+      between: what is put between the answers where a model is trained to give them.
       least: sentences of filler without which the question means nothing.
     """
 
@@ -72,11 +70,9 @@ class _Unit:
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """What stands around the haystack of one model.
+    """What is around the haystack of one model.
 
     Attributes:
-      tokenizer: of the model.
-      template: of the model.
       chunk_tokens: most tokens of a chunk; None = one chunk.
       with_lead: whether prompts end with the beginning of the answer.
     """

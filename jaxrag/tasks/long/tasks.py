@@ -26,7 +26,6 @@ class Draw:
     """What a case is made from.
 
     Attributes:
-      rng: all chance.
       depth: of the needle, for tasks that hide one; 0..1.
       prose: the filler of tasks that hide needles in running text.
       split: of the people whom the village flavour asks about.
@@ -44,7 +43,7 @@ class Draw:
 class Task:
     """How cases are made, scored, and how many tokens an answer may have.
 
-    ``one_needle`` says that ``Draw.depth`` is where the answer stands.
+    ``one_needle`` says that ``Draw.depth`` is where the answer is.
     """
 
     make: Callable[[Draw], Case]

@@ -11,7 +11,7 @@ training split name nobody of the test split, in the filler neither.
 import functools
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from jaxrag.tasks.long.case import Case
@@ -65,13 +65,7 @@ def needle(rng: random.Random, depth: float, split: Split = "test") -> Case:
             value = scene.other(rng) if people else rng.choice(VALUES[relation.value])
             yield said(rng, relation, other.name, value)
 
-    return Case(
-        needles=(said(rng, scene.relation, scene.asked.name, scene.answer.name),),
-        depths=(depth,),
-        filler=facts,
-        question=rng.choice(scene.relation.questions).format(X=scene.asked.name),
-        expected=(scene.answer.name,),
-    )
+    return _one_fact(rng, scene, depth, facts)
 
 
 def passkey(rng: random.Random, depth: float, split: Split = "test") -> Case:
@@ -86,10 +80,17 @@ def passkey(rng: random.Random, depth: float, split: Split = "test") -> Case:
             place, value = rng.choice(VALUES["place"]), rng.choice(VALUES[relation.value])
             yield said(rng, relation, place, value)
 
+    return _one_fact(rng, scene, depth, facts)
+
+
+def _one_fact(
+    rng: random.Random, scene: _Scene, depth: float, filler: Callable[[], Iterator[str]]
+) -> Case:
+    """The scene's fact, hidden at a depth of the filler."""
     return Case(
         needles=(said(rng, scene.relation, scene.asked.name, scene.answer.name),),
         depths=(depth,),
-        filler=facts,
+        filler=filler,
         question=rng.choice(scene.relation.questions).format(X=scene.asked.name),
         expected=(scene.answer.name,),
     )

@@ -2,7 +2,7 @@
 
 Answers are names of one token each, sixteen of them, and each stands at another place of the
 haystack (``majority``: at several, ``common_names``: everywhere; ``copy``: a paragraph, token by
-token). What is told of places is drawn anew for every case. The filler are facts about people, of
+token). What is said of places is drawn anew for every case. The filler are facts about people, of
 one split as in ``village``.
 """
 
@@ -36,7 +36,7 @@ def multiquery(rng: random.Random, split: Split, answers: int) -> Case:
 
 
 def multivalue(rng: random.Random, split: Split, answers: int) -> Case:
-    """RULER's niah_multivalue: the sixteen people whom one person meets, the first told first."""
+    """RULER's niah_multivalue: the sixteen people whom one person meets, the first first."""
     people = people_of(split)
     asked = person_of(rng, split)
     met = rng.sample(NAMES, answers)

@@ -214,3 +214,17 @@ assert not report.corrupt, report
     folders = [path.parent for path in (tmp_path / "kb" / "kv").rglob("commit.json")]
     assert 1 <= len(folders) <= 8
     assert bytes_on_disk(tmp_path / "kb") < 9 * 4096
+
+
+def test_a_chunk_that_is_put_while_all_are_listed_stays_counted(open_store, chunk, size):
+    store = open_store(max_bytes=2 * size)
+    put(store, chunk(1))
+
+    def listed():
+        found = list(store.keys())
+        put(store, chunk(2))
+        return found
+
+    store._limit.recount(listed)
+    put(store, chunk(3))
+    assert store.stats().nbytes <= 2 * size

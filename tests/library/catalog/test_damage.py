@@ -2,6 +2,8 @@
 
 import contextlib
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +11,13 @@ import pytest
 
 from jaxrag.base.errors import DamagedCatalogError, JaxragError, StoreError
 from jaxrag.library.catalog import Catalog, NewDocument
+from jaxrag.library.catalog import salvage as salvaging
 from jaxrag.library.catalog.pages import PAGE_BYTES, mend, wrong_pages
 from jaxrag.library.catalog.salvage import salvage
 from jaxrag.library.documents import Document
 from jaxrag.library.documents.chunking import Chunk
 
+LOCKS = (0x40000000, 512)  # where SQLite locks a file
 GOLDEN = Path(__file__).parents[2] / "goldens" / "catalog" / "format3.sqlite"
 QUESTIONS = ("fjord", "amber birch", "Title 1")
 IDS = range(1, 13)
@@ -144,6 +148,15 @@ def test_a_page_tells_which_bit_was_flipped(whole):
     assert not mend(pages[3])
 
 
+def test_of_several_bits_that_explain_a_checksum_none_is_turned_back(whole):
+    """A word is added up: its highest bit may have been any word's on the same side."""
+    pages = pages_of(whole)
+    pages[3, 803] ^= 0x80
+    damaged = pages[3].copy()
+    assert not mend(pages[3])
+    assert (pages[3] == damaged).all()
+
+
 def test_a_flipped_bit_is_turned_back(place, path, whole):
     place(whole)
     want = told(path)
@@ -211,6 +224,21 @@ def test_what_a_page_took_along_is_named_and_the_rest_stays(place, path, whole):
             assert connection.execute("SELECT COUNT(*) FROM postings").fetchone() == (0,)
 
 
+def test_what_is_left_of_a_lost_document_leaves_the_vector_index(place, path, whole):
+    place(whole)
+    with contextlib.closing(Catalog.open(path)) as catalog:
+        catalog.set("vectors", {"index": "exact"})
+        put(catalog, "long", ["harbour lamp " * 1000, "gneiss and larch"])
+        _, second = catalog.ids_of_document("long")
+        settings = catalog.settings()
+    data = path.read_bytes()
+    full = [n for n in range(len(data) // PAGE_BYTES) if page(data, n).count(b" lamp ") > 200]
+    place(without(data, full[0]))
+    assert salvage(path, settings).lost == ("long",)
+    with contextlib.closing(Catalog.open(path)) as catalog:
+        assert catalog.leaving() == [second]
+
+
 def put(catalog, name, texts):
     """A document of these chunks, whose token ids are its bytes."""
     chunks = [
@@ -271,6 +299,26 @@ def test_without_its_settings_nothing_is_told(place, path, whole):
     place(b"")
     with pytest.raises(DamagedCatalogError, match="0 bytes"):
         salvage(path, needed)
+
+
+def test_nobody_opens_what_is_salvaged(place, path, whole, monkeypatch):
+    """Not even to read, for which SQLite takes a lock that others may share."""
+    place(bytes([*whole[:20], whole[20] ^ 8, *whole[21:]]))
+    look = (
+        "import fcntl, sys; file = open(sys.argv[1], 'rb'); "
+        f"fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB, {LOCKS[1]}, {LOCKS[0]})"
+    )
+    saved, seen = salvaging._saved, []
+
+    def watched(*args):
+        command = [sys.executable, "-I", "-S", "-c", look, str(path)]
+        seen.append(subprocess.run(command, capture_output=True, text=True).stderr)
+        return saved(*args)
+
+    monkeypatch.setattr(salvaging, "_saved", watched)
+    assert salvage(path, ()).mended == 1
+    [error] = seen
+    assert "BlockingIOError" in error
 
 
 def test_nobody_is_salvaged_under(place, path, whole):

@@ -7,6 +7,7 @@ import zipfile
 
 import pytest
 
+from jaxrag.base.errors import DocumentError
 from jaxrag.library.documents import files as files_module
 from jaxrag.library.documents.text import first_heading
 
@@ -85,6 +86,17 @@ def test_docx_parts_that_are_not_text_are_never_unpacked(tmp_path, read, make_do
     assert only(read(tmp_path)).text == "text"
     assert tracemalloc.get_traced_memory()[1] < 12 << 20
     tracemalloc.stop()
+
+
+@pytest.mark.parametrize("count", [3, 4])
+def test_all_parts_of_an_archive_share_one_bound(monkeypatch, count):
+    monkeypatch.setattr(files_module, "MAX_UNPACKED_BYTES", 300)
+    data = files_module.repacked((f"{n}.xml", b"<a/>".ljust(100)) for n in range(count))
+    if count == 3:
+        assert len(list(files_module.parts(data, "DOCX"))) == 3
+        return
+    with pytest.raises(DocumentError, match="or all parts to more than"):
+        list(files_module.parts(data, "DOCX"))
 
 
 def test_docx_packed_as_none_is(tmp_path, read, make_docx):

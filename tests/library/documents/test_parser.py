@@ -102,6 +102,25 @@ def test_a_file_that_takes_too_long_fails(endless):
     assert hasty.pid is None
 
 
+@pytest.mark.parametrize(("filename", "left"), [("a.pdf", [10, 7, 4]), ("a.jsonl", [10, 10, 10])])
+def test_bad_pages_take_from_the_time_of_their_file_and_bad_records_do_not(
+    monkeypatch, tmp_path, filename, left
+):
+    parser, given = Parser(ParseLimits(10)), []
+    bad = {"bad": {"source": filename, "reason": "cannot be read"}}
+    frames = iter([(bad, 3), (bad, 3), ({}, 0)])
+
+    def receive(process, seconds, wanted):
+        given.append(seconds)
+        return next(frames)
+
+    monkeypatch.setattr(parser, "_running", lambda wanted: None)
+    monkeypatch.setattr(parser, "_send", lambda process, message: None)
+    monkeypatch.setattr(parser, "_receive", receive)
+    assert len(list(parser.parse(tmp_path / filename, filename, NAME, HOW))) == 2
+    assert given == left
+
+
 def test_a_process_that_dies_fails_its_file_alone(worker, endless, parsed):
     parsed(b"Giso", "a.txt")
     threading.Timer(0.1, os.kill, (worker.pid, signal.SIGSEGV)).start()

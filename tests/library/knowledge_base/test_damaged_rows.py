@@ -247,3 +247,26 @@ def test_vectors_that_are_gone_are_counted(make_kb, embedder):
     report = kb.verify()
     assert (report.vectors_lost, report.whole, report.rows.whole) == (1, False, True)
     assert kb.verify(repair=True).whole
+
+
+def test_vectors_of_documents_that_a_repair_drops_leave(make_kb, embedder):
+    kb = make_kb(embedder=embedder, index="exact")
+    kb.add(DOCUMENTS)
+    spoil(kb, f"UPDATE chunks SET section = 'x' {FIRST}")
+    assert kb.verify(repair=True).rows.lost == ("a",)
+    assert len(kb._vectors.index) == kb.counts()["chunks"] > 0
+
+
+def test_a_repair_forgets_of_which_chunks_neighbours_were_searched(kb):
+    assert "searched" in kb._catalog.settings()
+    spoil(kb, *ATTACKS["a count of a posting"][0])
+    kb._verify_rows(repair=True)
+    assert "searched" not in kb._catalog.settings()
+
+
+def test_after_a_repair_neighbours_that_were_lost_are_encoded_again(kb):
+    before = kb.counts()["encoded"]
+    spoil(kb, *ATTACKS["neighbours lost"][0])
+    kb.verify(repair=True)
+    assert kb.counts()["encoded"] == before
+    assert kb.refresh().encoded == 0

@@ -47,7 +47,7 @@ TINY = Traffic(
 
 @pytest.fixture(autouse=True)
 def without_pauses(monkeypatch):
-    monkeypatch.setattr("jaxrag.measure.rounds.SETTLE_SECONDS", 0)
+    monkeypatch.setattr("jaxrag.measure.machine.SETTLE_SECONDS", 0)
 
 
 @pytest.fixture(scope="module")

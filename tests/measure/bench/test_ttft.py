@@ -34,7 +34,7 @@ def model_dir(tmp_path_factory, tiny_config):
 
 @pytest.fixture(autouse=True)
 def without_pauses(monkeypatch):
-    monkeypatch.setattr("jaxrag.measure.rounds.SETTLE_SECONDS", 0)
+    monkeypatch.setattr("jaxrag.measure.machine.SETTLE_SECONDS", 0)
 
 
 def test_default_model_has_100m_parameters():

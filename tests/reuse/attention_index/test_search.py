@@ -302,3 +302,14 @@ def test_without_faiss_the_error_says_what_to_install(head, monkeypatch):
     monkeypatch.setitem(sys.modules, "faiss", None)
     with pytest.raises(RetrievalError, match="pip install faiss-cpu"):
         open_index(index)
+
+
+def test_where_a_graph_finds_fewer_keys_there_are_no_ids(head):
+    """Not the last key in the place of each that is missing."""
+    few = ProjectedGraph(degree=4, knn=8, ef=8, **SMALL)
+    found = open_index(build(head.keys, head.train, few)).search(head.test[:, 0], 590)
+    missing = np.isneginf(found.scores)
+    assert missing.any()
+    np.testing.assert_array_equal(found.ids == -1, missing)
+    for ids in found.ids:
+        assert len(set(ids[ids >= 0].tolist())) == (ids >= 0).sum()

@@ -36,6 +36,7 @@ from jaxrag.reuse.decode import (
 )
 from jaxrag.reuse.decode.far import HostLayer, HostPrompt, scan
 from jaxrag.reuse.decode.stored import Carried, Known
+from jaxrag.reuse.decode.view import PromptSlots
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 ROOM = 24
@@ -147,9 +148,7 @@ def on_device(case, rule):
             config,
             case.rope,
             lambda run: run(case.pool),
-            case.table,
-            case.order,
-            np.array([case.position], np.int32),
+            PromptSlots(case.table, case.order, np.array([case.position], np.int32)),
             PromptQueries(jnp.asarray(queries[:, None]), jnp.asarray(positions[None])),
             ROOM,
             numbers,
@@ -317,6 +316,20 @@ def test_a_prompt_that_the_static_pattern_covers(tiny_config, rule):
     """Nothing is outside at first; generated tokens leave it, where it does not hold them all."""
     case = case_of(tiny_config(), chunks=(3,), prefix=2, final=2, recomputed=(3,))
     same(case, rule)
+
+
+def test_a_page_without_a_key_yet_is_bound_by_nothing(tiny_config):
+    """It would go before pages whose bounds are negative."""
+    rule = Quest(budget=32, dense_layers=0)
+    pages = rule.far(prompt_of(case_of(tiny_config()), rule, None))
+    q = np.random.default_rng(5).standard_normal((2, 3, 10)).astype(np.float32)
+    asked = pages.memory.ask(q, pages._seen + 1)
+    members = pages._members
+    held = ((members >= 0) & (members <= pages._seen)).any(1)
+    assert not held.all()
+    for head in range(2):
+        bounds = pages._bounds(head, asked[:, head])
+        np.testing.assert_array_equal(np.isneginf(bounds), np.broadcast_to(~held, bounds.shape))
 
 
 class Indexed:

@@ -38,6 +38,12 @@ def test_stretches_are_all_positions_once(tiny_config, layer, block, low, high):
     assert sorted(seen) == list(range(low, high))
 
 
+def test_a_run_ends_where_the_offset_changes():
+    places = np.arange(200, dtype=np.int32)
+    found = memory.Runs(places, places, np.repeat(np.uint16([0, 1]), 100), 1000).between(0, 200)
+    assert [(it.positions, it.offset) for it in found] == [(slice(0, 100), 0), (slice(100, 200), 1)]
+
+
 def test_scores_are_those_of_placed_keys_with_a_placed_query(tiny_config, layer, rng):
     config = tiny_config()
     mine, q = HostMemory(config, layer), rng.standard_normal((2, 3, 10)).astype(np.float32)

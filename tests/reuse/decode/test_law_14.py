@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from attention_heads import HeadSpec, draw
+from decode_rules import counted
 from index_measure import HEADS, exact_rows, index_of, of_blocks, quality
 
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
-from jaxrag.measure.bench.decode import counted
 from jaxrag.models.model import load_model
 from jaxrag.reuse.attention_index import (
     Exact,

@@ -39,10 +39,8 @@ class Generated:
 
     Attributes:
       token_ids: without the one that ended the answer.
-      finish_reason: why it ended.
       seconds: of a decode step, of all rows together; None where each of them compiled something
         or there was none.
-      notes: on chunks and indexes.
     """
 
     token_ids: list[int]
@@ -55,7 +53,6 @@ class Asker:
     """Answers batches of requests, on the engine's thread (``Engine.call``)."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        """Of a model; nothing is run yet."""
         self._runner = runner
         self._compiled: set[LaneKey] = set()
 

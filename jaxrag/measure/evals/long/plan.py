@@ -25,7 +25,7 @@ class Item:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where an item stands in the plan."""
+    """Place of an item in the plan."""
 
     task: str
     length: int

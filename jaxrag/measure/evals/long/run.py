@@ -132,7 +132,7 @@ def run(options: LongOptions, progress: bool = True) -> dict[str, Any]:
 
 
 def _opened(options: LongOptions) -> tuple[Model, Frame]:
-    """The model, and what stands around the haystacks that it is given."""
+    """The model, and what is around the haystacks that it is given."""
     model = load_model(options.model, dtype=options.dtype)
     template = format_of(model, options.template)
     return model, Frame(model.text_tokenizer(), template, options.chunk_tokens, options.lead)

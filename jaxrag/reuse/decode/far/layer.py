@@ -32,7 +32,6 @@ class HostLayer:
     Attributes:
       k: [K, R, H] float32, float16 or bfloat16, the rows of a head contiguous; rows of other
         requests are in there too.
-      v: the same of V.
       rows: [S] int32 row of every position, of the prompt and of the tokens to be generated.
       offsets: [S] int32: the key at position p is rotated to p - offsets[p].
     """
@@ -48,15 +47,11 @@ class HostPrompt:
     """A request whose prompt is in host memory, before its first generated token: one layer of it.
 
     Attributes:
-      config: of the model.
-      layer: K and V.
-      index: number of the layer.
       position: of the prompt's last token.
       room: at most so many tokens are generated.
       queries: [W, N, H] float32 before rotation, what ``DecodeRule.observe`` asked for; W is 0
         where it asked for nothing.
       positions: [W] int32 of these; -1 where there is no query.
-      threads: where indexes are built.
       carried: chunks of the request that may have been stored with indexes; their ``slots`` are
         rows.
       documents: indexes that chunks were stored with; None where there are none.
@@ -134,8 +129,6 @@ class FarLayer(abc.ABC):
 
         Args:
             q: [K, G, H] float32 before rotation, with YaRN's factor.
-            position: of the token.
-            answer: nothing found yet.
             pieces: into so many the work of a KV head is cut, where it can be.
         """
 

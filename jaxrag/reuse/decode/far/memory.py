@@ -25,9 +25,7 @@ class Stretch:
 
     Attributes:
       positions: a slice, or [n] int32 ascending.
-      rows: of the memory, likewise.
       offset: number of the offset among the layer's.
-      count: how many.
     """
 
     positions: slice | HostArray
@@ -94,7 +92,6 @@ class HostMemory:
     """
 
     def __init__(self, config: ModelConfig, layer: HostLayer) -> None:
-        """Find the runs of rows."""
         assert layer.k[0].flags.c_contiguous and layer.v[0].flags.c_contiguous
         self.config = config
         self.layer = layer

@@ -44,7 +44,6 @@ class Scan(FarLayer):
     """Scores all keys from ``sink`` on but for the ``recent`` newest ones."""
 
     def __init__(self, prompt: HostPrompt, sink: int, recent: int) -> None:
-        """Nothing is built."""
         self.memory = HostMemory(prompt.config, prompt.layer)
         self.sink, self.recent = sink, recent
         self.account = Account(index_bytes=self.memory.nbytes)

@@ -41,7 +41,6 @@ class Finder(abc.ABC):
             asked: [O, g, H] the queries turned to every offset of the memory.
             own: [g, H] the queries turned to ``offset``.
             heads: [g] their numbers in the group.
-            k: keys wanted.
             count: say how many were scanned.
 
         Returns:
@@ -189,9 +188,6 @@ def finder_of(
     """What finds keys by an index of one KV head, in place where its kind can, and its account.
 
     Args:
-        memory: the layer.
-        kv_head: whose keys.
-        index: of these keys.
         positions: [S] int32 of its rows, ascending; -1 where a key is not to be found.
         offset: a key at position p of the index is rotated to p less this.
         stored: the index was there already, and others may use it.

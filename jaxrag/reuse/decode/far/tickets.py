@@ -28,7 +28,6 @@ class HostWork:
     """
 
     def __init__(self) -> None:
-        """Nothing is to be done yet."""
         self._tasks: deque[HostTask] = deque()
         self._open = 0  # tasks that are queued or run
         self._running = 0  # threads that take tasks

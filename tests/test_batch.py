@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import batch
 import pytest
+from batch import answer_file, question_seed
+from batch_files import AnswerFile, settings_path
 
 from jaxrag import KnowledgeBase, generate
 from jaxrag.base.errors import ConfigError, RequestError, StoreError, TokenizerError
@@ -16,14 +19,11 @@ from jaxrag.engine.engine import engine_of
 from jaxrag.engine.sampling import SamplingParams
 from jaxrag.library.documents import Document, Shard
 from jaxrag.models.text.prompts import PromptTemplate
-from jaxrag.serve import batch
 from jaxrag.serve.ask import Ask
-from jaxrag.serve.batch import answer_file, question_seed
-from jaxrag.serve.batch_files import AnswerFile, settings_path
 from jaxrag.serve.question_files import BadQuestion, FileQuestion, QuestionFile
 from jaxrag.serve.questions import resolve
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "generate.py"
+SCRIPT = Path(__file__).parents[1] / "scripts" / "generate.py"
 WARM = SamplingParams(temperature=1.0, seed=5)
 LINES = [
     {"id": "salt", "question": "Who works the salt wells?", "answers": ["hands"]},
@@ -223,6 +223,7 @@ def test_other_settings_are_refused_by_name(answer, settings, tmp_path):
     replace = dataclasses.replace
     changes = {
         "k": {"settings": replace(settings, ask=replace(settings.ask, k=3))},
+        "min_score": {"settings": replace(settings, ask=replace(settings.ask, min_score=0.5))},
         "max_new_tokens": {
             "settings": replace(settings, ask=replace(settings.ask, max_new_tokens=7))
         },

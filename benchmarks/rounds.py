@@ -4,12 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-SETTLE_SECONDS = 1.0  # idle worker threads of one process spin for a while and slow the other's
-
-
-def settle() -> None:
-    """Let what ran before come to rest."""
-    time.sleep(SETTLE_SECONDS)
+from jaxrag.measure.machine import settle
 
 
 def in_turn[Answer](

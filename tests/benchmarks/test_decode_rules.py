@@ -1,15 +1,14 @@
-"""bench decode at small sizes: rows, bytes by formula, counts, and what it refuses."""
+"""Decode rules measured at small sizes: rows, bytes by formula, counts, and what it refuses."""
 
 import argparse
 import dataclasses
 
 import numpy as np
 import pytest
+from decode_rules import DecodeOptions, report, rules_of, run
 
 from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.kv.placement import AWAY, ON_DEVICE, KVPlacement
-from jaxrag.measure.bench.decode import report, run
-from jaxrag.measure.bench.options import DecodeOptions, rules_of
 from jaxrag.reuse.attention_index import (
     Exact,
     Hnsw,

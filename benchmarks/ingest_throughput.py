@@ -10,6 +10,8 @@ With an encoder that sees neighbours every round also makes a knowledge base of 
 chunks' own KV first (``after_prefix``), which is not part of the figure, then every chunk behind
 its neighbours, from their search to the committed KV. The time of a chunk over that of an isolated
 one is set against the same ratio of their FLOPs.
+
+example: python benchmarks/ingest_throughput.py --tokens 16384 --out ingest.json
 """
 
 import contextlib
@@ -17,6 +19,7 @@ import dataclasses
 import functools
 import itertools
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -25,15 +28,26 @@ from typing import Any
 
 import jax
 import numpy as np
+from limits import matmul_peak
+from script import run_script
 
-from jaxrag.base.config import ModelConfig
+from jaxrag.base.config import DType, ModelConfig
+from jaxrag.base.errors import RequestError
+from jaxrag.base.options import option, parse_count
 from jaxrag.base.types import Array, HostArray, Tokens
 from jaxrag.library.documents import Document
 from jaxrag.library.documents.chunking import Chunking, split
 from jaxrag.library.knowledge_base import KnowledgeBase, ingest
 from jaxrag.library.knowledge_base.reports import RefreshReport
-from jaxrag.measure.bench.limits import matmul_peak
-from jaxrag.measure.bench.options import IngestOptions
+from jaxrag.measure.bench.options import (
+    DRAWN,
+    DTYPE,
+    RANDOM_100M,
+    TEMPORARY,
+    WARM,
+    check_folder,
+    check_positive,
+)
 from jaxrag.measure.machine import describe
 from jaxrag.measure.zoo import LLAMA_100M, random_named, write_random
 from jaxrag.models.attention import PackedAttend
@@ -53,6 +67,35 @@ Clock = tuple[float, float]  # seconds on the wall, and of all processors togeth
 
 TEMPLATE = "plain"
 _DOCUMENT_WORDS = 1500
+
+
+@dataclasses.dataclass(frozen=True)
+class IngestOptions:
+    """What to measure. ``model`` None makes a random Llama of 100M parameters."""
+
+    model: str | None = option(None, metavar="MODEL", unset=RANDOM_100M)
+    dtype: DType = option("float32", DTYPE)
+    tokens: int = option(16_384, "of all documents", "N", parse=parse_count)
+    chunk_tokens: int = option(512, "of a chunk", "N", parse=parse_count)
+    repeats: int = option(5, WARM, "N")
+    folder: str | None = option(None, "a disk to measure", "DIR", unset=TEMPORARY)
+    seed: int = option(0, DRAWN, "N")
+    encoder: str = option(
+        "isolated",
+        "also encode every chunk behind similar ones",
+        choices=("isolated", "neighbours", "neighbours_joint"),
+    )
+    neighbours: int = option(10, "how many", "N")  # read by encoders that see them
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that cannot be measured."""
+        check_positive(self, "repeats", "chunk_tokens", "neighbours")
+        if self.tokens < self.chunk_tokens:
+            raise RequestError(
+                f"tokens={self.tokens}: expected at least one chunk of {self.chunk_tokens}"
+            )
+        encoder_named(self.encoder)
+        check_folder(self.folder)
 
 
 def run(options: IngestOptions) -> dict[str, Any]:
@@ -292,3 +335,12 @@ def _written(directory: Path, options: IngestOptions, sample: str) -> str:
     write_random(directory, LLAMA_100M, options.dtype, options.seed)
     byte_level.save(byte_level.train([sample], 1000), directory)
     return str(directory)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; returns the exit code."""
+    return run_script(__doc__, IngestOptions, run, report, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

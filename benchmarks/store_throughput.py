@@ -3,9 +3,13 @@
 Every way fills the same buffer [L, 2, sum T, K, H] with the same chunks and is measured in turn, so
 that a slow moment of the machine falls on all of them. Warm: the files are in the page cache. Cold:
 they were dropped from it and seen to be gone.
+
+example: python benchmarks/store_throughput.py --chunks 8 --layers 32 --chunk-tokens 512
 """
 
+import argparse
 import ctypes
+import dataclasses
 import functools
 import importlib.util
 import mmap
@@ -13,6 +17,7 @@ import os
 import shutil
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,9 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rounds import in_turn, seconds_of
+from script import More, run_script
 
 from jaxrag.base.errors import RequestError
+from jaxrag.base.options import option, parse_count
 from jaxrag.base.types import HostArray
+from jaxrag.cli.options import add_earlier_name
 from jaxrag.kv.store import (
     ChunkStore,
     KVLayout,
@@ -32,15 +41,34 @@ from jaxrag.kv.store import (
     context_id,
     fingerprint,
 )
-from jaxrag.measure.bench.options import StoreOptions
+from jaxrag.measure.bench.options import DRAWN, TEMPORARY, WARM, check_folder, check_positive
 from jaxrag.measure.machine import describe
-from jaxrag.measure.rounds import in_turn, seconds_of
 from jaxrag.models.text.progress import followed
 
 _BLOCK = 1 << 24  # bytes a plain read asks for
 _COLD_SHARE = 0.01  # of a file's pages may be in the page cache
 
 Way = Callable[[], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreOptions:
+    """Sizes of the chunks ([L, 2, T, K, H] bfloat16), how often, where."""
+
+    chunks: int = option(8, "of one request", "N")
+    layers: int = option(32, "of the model", "N")
+    tokens: int = option(512, "of a chunk", "N", parse=parse_count, flag="--chunk-tokens")
+    kv_heads: int = option(8, "of a layer", "N")
+    head_dim: int = option(128, "of a head", "N")
+    rounds: int = option(7, WARM, "N", flag="--repeats")
+    cold: bool = option(True, "leave out reads from the disk")
+    folder: str | None = option(None, "a disk to measure", "DIR", unset=TEMPORARY)
+    seed: int = option(0, DRAWN, "N")
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that cannot be measured."""
+        check_positive(self, "chunks", "layers", "tokens", "kv_heads", "head_dim", "rounds")
+        check_folder(self.folder)
 
 
 def run(options: StoreOptions) -> dict[str, Any]:
@@ -254,3 +282,17 @@ def _cells(rate: dict[str, float] | None, base: dict[str, float] | None) -> str:
         return " " * 24
     ratio = f"{rate['median'] / base['median']:8.2f}" if base else " " * 8
     return f" {rate['median']:7.2f} {rate['best']:7.2f}{ratio}"
+
+
+def _earlier_names(parser: argparse.ArgumentParser) -> None:
+    add_earlier_name(parser, "--rounds", "rounds")
+    add_earlier_name(parser, "--tokens", "tokens")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; returns the exit code."""
+    return run_script(__doc__, StoreOptions, run, report, argv, more=More(_earlier_names))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

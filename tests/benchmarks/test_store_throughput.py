@@ -3,10 +3,10 @@
 import json
 
 import pytest
+import store_throughput as store
+from store_throughput import StoreOptions
 
 from jaxrag.base.errors import RequestError
-from jaxrag.measure.bench import store
-from jaxrag.measure.bench.options import StoreOptions
 
 TINY = {"chunks": 2, "layers": 3, "tokens": 32, "kv_heads": 2, "head_dim": 16, "rounds": 1}
 

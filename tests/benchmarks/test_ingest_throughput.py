@@ -4,18 +4,16 @@ import dataclasses
 import json
 
 import pytest
+from ingest_throughput import IngestOptions, main, report, run
 
 from jaxrag.base.errors import RequestError
-from jaxrag.cli import main
-from jaxrag.measure.bench.ingest import report, run
-from jaxrag.measure.bench.options import IngestOptions
 
 
 @pytest.mark.slow
 def test_both_sides_run_the_same_tokens(model_dir, tmp_path, capsys):
     out = tmp_path / "result.json"
     sizes = ["--tokens", "700", "--chunk-tokens", "100", "--repeats", "1"]
-    assert main(["bench", "ingest", "--model", str(model_dir), *sizes, "--out", str(out)]) == 0
+    assert main(["--model", str(model_dir), *sizes, "--out", str(out)]) == 0
     shown = capsys.readouterr().out
     result = json.loads(out.read_text(encoding="utf-8"))
     assert result["tokens"] >= 700

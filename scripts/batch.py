@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import xxhash
+from batch_files import AnswerFile
 
 from jaxrag.base.errors import RequestError
 from jaxrag.kv.store import MemoryStore
@@ -14,7 +15,6 @@ from jaxrag.library.documents import Shard
 from jaxrag.models.text.progress import progress_bar
 from jaxrag.serve.answers import Result, serve
 from jaxrag.serve.ask import check_count
-from jaxrag.serve.batch_files import AnswerFile
 from jaxrag.serve.question_files import BadQuestion, FileQuestion, Id, QuestionFile
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare
 

@@ -7,18 +7,27 @@ Every rule generates the same number of tokens after the same prompt, one at a t
 after the warm-up the median is reported and the best, which a busy machine disturbs least. What an
 index scans and finds is counted in a second pass over as many tokens, block by block of ``BLOCK``,
 which is not timed.
+
+example: python benchmarks/decode_rules.py --contexts 4k,128k --decode dense --decode retrieval
 """
 
+import argparse
 import dataclasses
 import itertools
 import statistics
+import sys
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 import jax
 import numpy as np
+from script import More, run_script
 
+from jaxrag.base.config import DType, ModelConfig
+from jaxrag.base.errors import RequestError
+from jaxrag.base.options import option, parse_count, parse_counts
+from jaxrag.cli.options import add_earlier_name
 from jaxrag.engine.away import start_row
 from jaxrag.engine.decoding import Lane, lane_of
 from jaxrag.engine.direct import map_request, prefill_observed, unmap
@@ -28,9 +37,9 @@ from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.placement import KVPlacement
-from jaxrag.measure.bench.options import CHUNK_TOKENS, DecodeOptions
+from jaxrag.measure.bench.options import CHUNK_TOKENS, DRAWN, DTYPE, check_positive
 from jaxrag.measure.machine import describe
-from jaxrag.measure.zoo import random_named
+from jaxrag.measure.zoo import llama, random_named
 from jaxrag.models.model import Model, random_model
 from jaxrag.models.text.progress import progress_bar
 from jaxrag.reuse.decode import Account, rule_from
@@ -38,6 +47,68 @@ from jaxrag.reuse.decode.footprint import A100
 from jaxrag.reuse.methods import METHODS
 
 BLOCK = 32  # steps whose recall is averaged
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeOptions:
+    """What to measure.
+
+    Attributes:
+      measure: also count what indexes scan and find in so many steps, in a pass of its own.
+    """
+
+    contexts: tuple[int, ...] = option(
+        (4096, 16_384, 65_536, 131_072), "tokens in the cache", "N,...", parse=parse_counts
+    )
+    rules: tuple[str, ...] = option(
+        ("dense", "static_window", "flat", "ivf", "retrieval", "topn"),
+        "how generated tokens attend; settings follow a colon, as in topn:n=64; repeatable",
+        "RULE",
+        flag="--decode",
+        repeatable=True,
+    )
+    dtype: DType = option("float32", DTYPE)
+    kv: Literal["device", "host"] | None = option(
+        None, "where K and V are", unset="where each rule is meant to have them"
+    )
+    layers: int = option(4, "of the model", "N")
+    question_tokens: int = option(2048, "run, not reused", "N", parse=parse_count)
+    steps: int = option(16, "tokens timed, and counted", "N")
+    warm: int = option(3, "tokens before them", "N")
+    measure: bool = option(True, "leave recall and the share scanned out")
+    seed: int = option(0, DRAWN, "N")
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that cannot be measured, and rules that the model cannot run."""
+        check_positive(self, "layers", "question_tokens", "steps", "warm")
+        for context in self.contexts:
+            if context % CHUNK_TOKENS or context <= self.question_tokens:
+                raise RequestError(
+                    f"context {context}: expected a multiple of {CHUNK_TOKENS} above the "
+                    f"{self.question_tokens} question tokens"
+                )
+        for rule in self.rules:
+            chosen = rule_from(rule, "rules")
+            chosen.check(self.config())
+            if self.kv is not None:
+                chosen.check_placement(self.config(), KVPlacement(self.kv))
+
+    def config(self) -> ModelConfig:
+        """A small Llama: 8 query heads on 2 KV heads of 64 dimensions."""
+        longest = max(self.contexts) + self.steps + self.warm + 1
+        return llama(
+            vocab_size=2048, num_layers=self.layers, model_dim=512, mlp_dim=1024, num_heads=8,
+            num_kv_heads=2, head_dim=64, max_positions=max(longest, 4096), dtype=self.dtype,
+            eos_ids=(),
+        )  # fmt: skip
+
+
+def rules_of(text: str) -> tuple[str, ...]:
+    """Decode rules, split at semicolons, or at commas where no rule has settings."""
+    rules = tuple(filter(None, text.split(";" if ";" in text or ":" in text else ",")))
+    if not rules:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected names such as dense or topn:n=64")
+    return rules
 
 
 def run(options: DecodeOptions) -> dict[str, Any]:
@@ -259,3 +330,16 @@ def report(result: dict[str, Any]) -> Iterator[str]:
 
 def _share(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.1f}%"
+
+
+def _earlier_name(parser: argparse.ArgumentParser) -> None:
+    add_earlier_name(parser, "--rules", "rules", type=rules_of)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; returns the exit code."""
+    return run_script(__doc__, DecodeOptions, run, report, argv, more=More(_earlier_name))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,224 @@
+"""What every kind of key is answered on every route: a table that no route may be missing in.
+
+Its columns are KEYS; of what is named in a request, "own" is what tenant acme made, "served" a
+knowledge base of the server's.
+"""
+
+import hashlib
+import shutil
+import time
+
+import pytest
+
+from jaxrag.server.http.app import ROUTES
+
+KEYS = ("none", "unknown", "bare", "other", "chats", "reader", "writer", "admin")
+FILE = """
+[[keys]]  # of another tenant, for chats about nothing
+sha256 = "{bare}"
+tenant = "blue"
+documents = "none"
+
+[[keys]]  # of another tenant, which may write to what is served
+sha256 = "{other}"
+tenant = "blue"
+write = ["*"]
+
+[[keys]]
+sha256 = "{chats}"
+tenant = "acme"
+read = ["village"]
+documents = "none"
+
+[[keys]]  # of its tenant's own documents only
+sha256 = "{reader}"
+tenant = "acme"
+documents = "read"
+
+[[keys]]
+sha256 = "{writer}"
+tenant = "acme"
+read = ["village"]
+
+[[keys]]
+sha256 = "{admin}"
+tenant = "acme"
+read = ["village"]
+admin = true
+"""
+OPEN = {"": "200 200 200 200 200 200 200 200"}
+KNOWN = {"": "401 401 200 200 200 200 200 200"}
+ADMINS = {"": "401 401 403 403 403 403 403 200"}
+READ = {"own": "401 401 404 404 404 200 200 200", "served": "401 401 404 200 200 404 200 200"}
+CHANGE = {"own": "401 401 404 404 404 403 200 200", "served": "401 401 404 200 403 404 403 403"}
+OWN_ONLY = {**CHANGE, "served": "401 401 404 403 403 404 403 403"}
+STORE = "/v1/vector_stores/{store}"
+
+
+def past(rows):
+    """Rows of what is refused behind the question of rights, so that no model runs.
+
+    More tokens are asked for than the server gives; it has no embedder.
+    """
+    return {about: row.replace("200", "400") for about, row in rows.items()}
+
+
+RIGHTS = {
+    "GET /": OPEN,
+    "GET /favicon.svg": OPEN,
+    "GET /favicon.ico": OPEN,
+    "GET /health": OPEN,
+    "GET /ready": OPEN,
+    "GET /metrics": OPEN,
+    "GET /v1/engine": ADMINS,
+    "GET /tokenizer_info": KNOWN,
+    "GET /v1/models": KNOWN,
+    "GET /v1/models/{name:path}": READ,
+    "POST /v1/chat/completions": past(KNOWN | READ),
+    "POST /v1/completions": past(KNOWN | READ),
+    "POST /tokenize": KNOWN,
+    "POST /detokenize": KNOWN,
+    "GET /v1/files": {"": "401 401 403 200 403 200 200 200"},
+    "POST /v1/files": {"": "401 401 403 200 403 403 200 200"},
+    "GET /v1/files/{file}": {"own": "401 401 403 404 403 200 200 200"},
+    "GET /v1/files/{file}/content": {"own": "401 401 403 404 403 200 200 200"},
+    "DELETE /v1/files/{file}": {"own": "401 401 403 404 403 403 200 200"},
+    "GET /v1/vector_stores": KNOWN,
+    "POST /v1/vector_stores": {"": "401 401 403 200 403 403 200 200"},
+    f"GET {STORE}": READ,
+    f"POST {STORE}": OWN_ONLY,
+    f"DELETE {STORE}": OWN_ONLY,
+    f"POST {STORE}/search": READ,
+    f"GET {STORE}/files": READ,
+    # What is put in is acme's file, which others do not find.
+    f"POST {STORE}/files": {**CHANGE, "served": "401 401 404 404 403 404 403 403"},
+    f"GET {STORE}/files/{{file:path}}": READ,
+    f"GET {STORE}/files/{{file:path}}/content": READ,
+    f"POST {STORE}/files/{{file:path}}": {
+        **CHANGE, "served": "401 401 404 404 403 404 403 403"
+    },
+    f"DELETE {STORE}/files/{{file:path}}": CHANGE,
+    f"POST {STORE}/file_batches": {**CHANGE, "served": "401 401 404 404 403 404 403 403"},
+    f"GET {STORE}/file_batches/{{batch}}": {"own": READ["own"]},
+    f"GET {STORE}/file_batches/{{batch}}/files": {"own": READ["own"]},
+    f"POST {STORE}/file_batches/{{batch}}/cancel": {"own": CHANGE["own"]},
+    "POST /v1/embeddings": past(READ),
+    "POST /v1/prefetch": {**ADMINS, "own": ADMINS[""], "served": ADMINS[""]},
+}  # fmt: skip
+BODIES = {
+    "/v1/chat/completions": {
+        "messages": [{"role": "user", "content": "Giso?"}],
+        "max_tokens": 10**6,
+    },
+    "/v1/completions": {"prompt": "Giso?", "max_tokens": 10**6},
+    "/tokenize": {"prompt": "Giso"},
+    "/detokenize": {"tokens": [5]},
+    "/v1/vector_stores": {"name": "another"},
+    STORE: {"name": "renamed"},
+    f"{STORE}/search": {"query": "Giso"},
+    f"{STORE}/files": {"file_id": "{file}"},
+    f"{STORE}/files/{{file:path}}": {"attributes": {"year": 1}},
+    f"{STORE}/file_batches": {"file_ids": ["{file}"]},
+    "/v1/embeddings": {"input": "Giso"},
+    "/v1/prefetch": {"question": "Giso"},
+}
+ASKED = [
+    (method, route.path)
+    for route in ROUTES
+    for method in sorted(set(route.methods or ()) - {"HEAD"})
+]
+
+
+class Asking:
+    """Requests with every key, about what acme has."""
+
+    def __init__(self, client):
+        self.client = client
+        self.own = self.made()
+        self.served = {"store": "village", "file": "biro-sarin.txt"}
+
+    def send(self, key, method, path, **more):
+        headers = {} if key == "none" else {"authorization": f"Bearer sk-{key}"}
+        return self.client.request(method, path, headers=headers, **more)
+
+    def made(self):
+        """Ids of a store of acme, of a file in it, and of a batch of another."""
+
+        def answer(path, **more):
+            found = self.send("writer", "POST", path, **more)
+            assert found.status_code == 200, found.text
+            return found.json()["id"]
+
+        ids = {"store": answer("/v1/vector_stores", json={"name": "plans"})}
+        members = f"/v1/vector_stores/{ids['store']}"
+        for name in ("file", "batched"):
+            text = f"{name}: Giso Berow lives in Tondorf.\n".encode()
+            ids[name] = answer("/v1/files", files={"file": ("story.txt", text)})
+        answer(f"{members}/files", json={"file_id": ids["file"]})
+        ids["batch"] = answer(f"{members}/file_batches", json={"file_ids": [ids["batched"]]})
+        deadline = time.monotonic() + 60
+        while self.send("writer", "GET", members).json()["status"] != "completed":
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return ids
+
+    def __call__(self, key, method, path, about):
+        """The answer to a request about nothing, what is acme's own, or what is served."""
+        named = {"own": self.own, "served": self.served}.get(about, {})
+        if (method, path) == ("POST", "/v1/files"):
+            return self.send(key, method, path, files={"file": ("a.txt", b"amber")})
+        body = dict(BODIES.get(path, {})) if method == "POST" else None
+        if body is not None and "{" not in path and named:
+            body["knowledge_base"] = named["store"]
+        if body is not None and "{store}" in path:
+            texts = {"file_id": self.own["file"], "file_ids": [self.own["file"]]}
+            body = {name: texts.get(name, value) for name, value in body.items()}
+        filled = path.replace(":path", "")
+        if named:
+            filled = filled.format(name=f"synthetic@{named['store']}", **named)
+        return self.send(key, method, filled, json=body)
+
+
+@pytest.fixture(scope="module")
+def asking(running, served_model, village, tmp_path_factory):
+    """Requests to a server with all these keys, over a village of its own."""
+    folder = tmp_path_factory.mktemp("rights")
+    hashes = {name: hashlib.sha256(f"sk-{name}".encode()).hexdigest() for name in KEYS}
+    (folder / "keys.toml").write_text(FILE.format(**hashes), encoding="utf-8")
+    copied = shutil.copytree(village, folder / "village")
+    settings = {"keys": str(folder / "keys.toml"), "data": str(folder / "data")}
+    with running(served_model, {"village": copied}, **settings) as started:
+        yield Asking(started.client)
+
+
+@pytest.mark.parametrize(("method", "path"), ASKED)
+def test_every_route_answers_every_key_as_the_table_says(asking, method, path):
+    for about, row in RIGHTS[f"{method} {path}"].items():
+        for key, status in zip(KEYS, row.split(), strict=True):
+            found = asking(key, method, path, about)
+            assert found.status_code == int(status), (about, key, found.text)
+            if method == "DELETE" and status == "200" and about == "own":
+                asking.own = asking.made()
+
+
+def test_the_table_has_no_route_that_is_gone():
+    assert set(RIGHTS) == {f"{method} {path}" for method, path in ASKED}
+
+
+def test_lists_hold_what_a_key_may_read(asking):
+    def listed(key, path):
+        return {it["id"] for it in asking.send(key, "GET", path).json()["data"]}
+
+    own, village = asking.own["store"], "village"
+    for key, stores in {
+        "bare": set(), "chats": {village}, "reader": {own}, "admin": {own, village},
+    }.items():  # fmt: skip
+        found = listed(key, "/v1/vector_stores")
+        assert found & {own, village} == stores
+        models = {"synthetic", *(f"synthetic@{it}" for it in found)}
+        assert listed(key, "/v1/models") == models
+    shown = asking.send("reader", "GET", f"/v1/vector_stores/{own}").json()
+    assert shown["jaxrag"]["writable"] is False
+    assert not {own, asking.own["file"]} & (
+        listed("other", "/v1/vector_stores") | listed("other", "/v1/files")
+    )
