@@ -16,6 +16,7 @@ from jaxrag.server.state.state import ServerState, state_of
 from jaxrag.server.tenants import Access
 
 _HEADER = "x-knowledge-base"
+TENANT = "tenant"  # of a scope: who sends the request
 
 Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -96,6 +97,7 @@ async def enter(
     """
     state = state_of(request)
     access = state.access(request)
+    request.scope[TENANT] = access.tenant
     if ready:
         check_ready(state)
     posts = request.method == "POST"

@@ -20,6 +20,7 @@ from jaxrag.reuse.methods import METHODS, Method, method_named
 from jaxrag.serve.answers import Result
 from jaxrag.server.errors import not_found, unauthorized
 from jaxrag.server.settings import ServerSettings
+from jaxrag.server.state.bodies import Bodies
 from jaxrag.server.state.library import Library
 from jaxrag.server.state.limits import Limits
 from jaxrag.server.state.recipe import recipe_for, recipe_like
@@ -95,6 +96,7 @@ class ServerState:
       memory: KV of documents that come with requests, a store for each tenant.
       library: files and vector stores of the tenants.
       limits: how much is let in.
+      bodies: how much of what is sent is held.
       prepare: threads that retrieve and tokenise, by turns of the tenants.
       hand_over: threads that give prompts to the engine, which is not to wait for retrieval.
       phase: whether it takes requests.
@@ -103,6 +105,7 @@ class ServerState:
         they must not wait.
       asking: prompts on their way.
       requests: of HTTP that are being answered.
+      max_requests: most of these, as there are connections; None: any number.
       scoring: is held by who has texts scored, one at a time.
       metrics: what is counted.
     """
@@ -117,6 +120,7 @@ class ServerState:
     memory: TenantMemory
     library: Library
     limits: Limits
+    bodies: Bodies
     prepare: FairThreads
     hand_over: ThreadPoolExecutor
     phase: Phase = "starting"
@@ -124,6 +128,7 @@ class ServerState:
     observers: list[Callable[[Served], None]] = dataclasses.field(default_factory=list)
     asking: set[OnItsWay] = dataclasses.field(default_factory=set)
     requests: int = 0
+    max_requests: int | None = None
     scoring: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
     metrics: Any = None
 
@@ -209,6 +214,7 @@ def make_state(
         memory=TenantMemory(model, tenants, settings.memory_bytes),
         library=Library(settings, model, bases, recipe, tenants),
         limits=Limits(settings),
+        bodies=Bodies(settings.max_bodies_bytes, len(tenants.names)),
         prepare=_prepare_threads(settings),
         hand_over=ThreadPoolExecutor(_HANDS, "jaxrag-hand-over"),
     )
