@@ -90,7 +90,7 @@ ROUTES = (
     plain("/v1/models/{name:path}", models.get_model, ready=False),
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
-    plain("/markdown", markdown.markdown, "POST", counts=False, prepares=True),
+    plain("/markdown", markdown.markdown, "POST", prepares=True),
     plain("/tokenize", tokenize.tokenize, "POST", prepares=True),
     plain("/detokenize", tokenize.detokenize, "POST", prepares=True),
     plain("/v1/files", files.list_files),
