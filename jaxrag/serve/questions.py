@@ -1,6 +1,7 @@
 """A question made ready: the settings of a run, and one question with its chunks as token ids."""
 
 import dataclasses
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,7 +17,7 @@ from jaxrag.engine.request import Prompt, Request, check_length
 from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.kv.store import KVStore
 from jaxrag.library.knowledge_base import KnowledgeBase
-from jaxrag.library.knowledge_base.neighbours import each_other
+from jaxrag.library.knowledge_base.neighbours import Placed, each_other
 from jaxrag.library.retrieve.filters import Filter
 from jaxrag.models.model import Model, as_token_ids
 from jaxrag.models.text.prompts import PromptTemplate, QuestionIds, template_named
@@ -77,6 +78,9 @@ class ReadyQuestion:
       notes: what a result says about all that happened so far.
       retrieved: whether the chunks are those of the knowledge base.
       abstains: whether the model is not asked, as the filter or the least score left no chunk.
+      again: makes it ready anew, as what it was made from may have left the knowledge base.
+      chunk_ids: of its chunks that were retrieved.
+      content_ids: of the neighbours that these were encoded behind.
     """
 
     settings: Settings
@@ -86,6 +90,15 @@ class ReadyQuestion:
     notes: list[str]
     retrieved: bool = True
     abstains: bool = False
+    again: "Callable[[], ReadyQuestion] | None" = None
+    chunk_ids: tuple[int, ...] = ()
+    content_ids: tuple[str, ...] = ()
+
+    @property
+    def stands(self) -> bool:
+        """Whether all that it is made from is still in the knowledge base."""
+        kb = self.settings.kb
+        return kb is None or self.again is None or kb.holds(self.chunk_ids, self.content_ids)
 
 
 def resolve(
@@ -205,7 +218,8 @@ def prepare(
     notes += _unknown(settings, talk, documents, prompt)
     notes += _on_turns(settings, talk, keeps)
     check_length(settings.model, prompt, settings.ask.max_new_tokens)
-    prompt = dataclasses.replace(prompt, neighbours=_neighbours(settings, members, prompt))
+    neighbours, content_ids = _neighbours(settings, members, prompt)
+    prompt = dataclasses.replace(prompt, neighbours=neighbours)
     retrieved = documents is None and all(it.chunk_id is not None for it in members)
     request = Request(
         prompt,
@@ -225,7 +239,12 @@ def prepare(
     if not abstains:
         engine.prefetch([request])
     sources = [chunk.source for chunk in members]
-    return ReadyQuestion(settings, request, sources, retrieve_seconds, notes, retrieved, abstains)
+    return ReadyQuestion(
+        settings, request, sources, retrieve_seconds, notes, retrieved, abstains,
+        again=functools.partial(prepare, settings, question, documents, sampling),
+        chunk_ids=tuple(it.chunk_id for it in members if it.chunk_id is not None),
+        content_ids=content_ids,
+    )  # fmt: skip
 
 
 def _as_blocks(settings: Settings) -> bool:
@@ -455,28 +474,31 @@ def _some(words: Sequence[str]) -> str:
 
 def _neighbours(
     settings: Settings, members: Sequence[FoundChunk], prompt: Prompt
-) -> tuple[tuple[HostArray, ...], ...] | None:
+) -> tuple[tuple[tuple[HostArray, ...], ...] | None, tuple[str, ...]]:
     """What each chunk was, or is to be, encoded behind; None where the method's encoder sees none.
 
-    Neighbours in the knowledge base of chunks that were retrieved. Chunks that were given are each
-    other's, in their order, as many as there may be. Turns have none.
+    Neighbours in the knowledge base of chunks that were retrieved, whose content ids come second.
+    Chunks that were given are each other's, in their order, as many as there may be. Turns have
+    none.
     """
     names = (settings.method.encoder, settings.method.first_encoder)
     seeing = [name for name in names if name is not None and encoder_named(name).sees_neighbours]
     if not seeing:
-        return None
+        return None, ()
     stored = [chunk.chunk_id for chunk in members if chunk.chunk_id is not None]
     chunks = [ids for index, ids in enumerate(prompt.chunks) if index not in prompt.turns]
     of_given = [ids for it, ids in zip(members, chunks, strict=True) if it.chunk_id is None]
     room = settings.model.config.max_positions - len(prompt.prefix)
     others = iter(list(each_other(of_given, room)))
-    in_kb: Iterator[tuple[HostArray, ...]] = iter(())
+    placed: list[Placed] = []
     if settings.kb is not None and stored:
-        in_kb = iter(settings.kb.neighbours_of(stored, seeing[0], settings.template))
+        placed = settings.kb.placed(stored, seeing[0], settings.template)
+    in_kb = iter([one.neighbours for one in placed])
     of_members = iter([next(others if it.chunk_id is None else in_kb) for it in members])
-    return tuple(
+    all_of_them = tuple(
         () if index in prompt.turns else next(of_members) for index in range(len(prompt.chunks))
     )
+    return all_of_them, tuple(dict.fromkeys(it for one in placed for it in one.content_ids))
 
 
 def _given(what: str, document: Text | Passage, model: Model) -> FoundChunk:

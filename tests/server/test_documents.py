@@ -3,6 +3,8 @@
 import base64
 import functools
 import io
+import threading
+import time
 
 import httpx
 import numpy as np
@@ -124,6 +126,40 @@ def test_a_document_is_found_once_its_file_is_completed(client, kept):
     with pytest.raises(openai.NotFoundError):
         client.vector_stores.search(store.id, query="Giso Berow")
     assert kept.chat(knowledge_base=store.id).status_code == 404
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_answer_ends_with_a_document_that_was_removed_meanwhile(client, kept, held, stream):
+    store = client.vector_stores.create(name="leaving")
+    members = []
+    for data in (STORY, b"File 7: Rino Dirow lives in Kerdorf."):
+        file = upload(client, data=data)
+        members.append(file.id)
+        client.vector_stores.files.create_and_poll(
+            file.id, vector_store_id=store.id, poll_interval_ms=20
+        )
+    body = {"messages": [{"role": "user", "content": HOME}], "knowledge_base": store.id}
+    answers = []
+
+    def ask():
+        answer = kept.client.post("/v1/chat/completions", json=body | {"stream": stream})
+        answers.append((answer.status_code, answer.text))
+
+    asking = threading.Thread(target=ask)
+    with held(kept.state):
+        asking.start()
+        until = time.monotonic() + 30
+        while not any(it.prompt_tokens for it in list(kept.state.asking)):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        assert client.files.delete(members[0]).deleted
+    asking.join(60)
+    [(status, text)] = answers
+    assert "document_removed" in text and "was removed meanwhile; ask again" in text
+    assert status == (200 if stream else 503)
+    assert "[DONE]" not in text
+    again = kept.client.post("/v1/chat/completions", json=body)
+    assert again.status_code == 200 and "Tondorf" not in again.text
 
 
 def test_filters_choose_files_by_their_attributes(client):

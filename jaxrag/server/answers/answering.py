@@ -101,6 +101,7 @@ async def _whole(visit: Visit, inbox: Inbox) -> list[Result]:
     while len(found) < len(visit.askings):
         place, item = await inbox.next()
         if isinstance(item, Result):
+            await visit.askings[place].check_stands()
             found[place] = item
         else:
             visit.saw_tokens()
@@ -135,6 +136,7 @@ async def _events(
             continue
         first = None
         if isinstance(item, Result):
+            await visit.askings[place].check_stands()
             found[place] = item
             visit.results.append(item)
             if len(found) < count or fields.include_usage:

@@ -18,7 +18,7 @@ from jaxrag.serve.answers import Growing, News, Piece, Result, abstained
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.conversation import Conversation, Text
 from jaxrag.serve.questions import ReadyQuestion, prepare, resolve
-from jaxrag.server.errors import ClientLeft, Problem, invalid
+from jaxrag.server.errors import ClientLeft, Problem, invalid, unavailable
 from jaxrag.server.fields import Generation
 from jaxrag.server.state.state import ServerState
 from jaxrag.server.tenants import Access
@@ -219,6 +219,21 @@ class Asking:
             raise self._failed or ClientLeft
         if time.monotonic() > deadline:
             raise DeadlineExceeded(LATE)
+
+    async def check_stands(self) -> None:
+        """Problem 503 where a document that it is made from left meanwhile: it is to be sent again.
+
+        Called before its end is sent, so that what was acknowledged as removed is in no answer that
+        ends later.
+        """
+        if self._asked is None or self._asked.settings.kb is None:
+            return
+        if not await asyncio.to_thread(lambda: self._asked is None or self._asked.stands):
+            raise unavailable(
+                "a document that this answer was made from was removed meanwhile; ask again",
+                1.0,
+                "document_removed",
+            )
 
     def close(self) -> None:
         """Nothing more is wanted of it."""

@@ -115,6 +115,18 @@ class Upload:
             self.size = 0
 
 
+def upload_of(base: Path, document_id: str) -> Path | None:
+    """The upload from which a document of a tenant's vector store was made; None: there is none.
+
+    ``base`` is the folder of the store in the data folder. Works without a server.
+    """
+    files = base.parent.parent / FILES
+    if base.parent.parent.parent.name != TENANTS or not files.is_dir():
+        return None
+    found = [it for it in files.iterdir() if it.name == document_id[: len(it.name)]]
+    return next(iter(found), None)
+
+
 def plain_name(filename: str) -> str:
     """A name without folders and control characters; "" where nothing is left of it.
 
