@@ -1,8 +1,6 @@
 """What the GPU benchmark computes on: layers of a model, paged scenes and packed rows."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping
 from typing import Any
 
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-CONFIG = "configs/train/synthetic-6m.toml"
+CONFIG = "synthetic-6m"  # of configs/train
 QUESTIONS, ANSWERED = 4_000, 60  # as checkpoints/synthetic-0.8m is evaluated
 LEAVE = 60.0  # seconds of a stage for the last checkpoint
 EVALUATION = 90.0  # seconds that must be left to begin it
