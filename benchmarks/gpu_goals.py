@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gpu_scenes import Shape
-from gpu_serve import NEIGHBOURS, RULES
+from gpu_serve import ARMS, NEIGHBOURS, RATES, RULES, rules_context
 
 Stages = Mapping[str, Mapping[str, Any]]
 
@@ -87,14 +87,18 @@ def goals_of(shape: Shape) -> Iterator[Goal]:
         unit=rate,
     )  # fmt: skip
     yield Goal(
+        f"engine, {RATES[-1]:g} requests a second",
+        (("serve", f"{ARMS[0]} at {RATES[-1]:g}/s"),), "tokens_per_second", unit=rate,
+    )  # fmt: skip
+    yield Goal(
         f"ingest behind {NEIGHBOURS} neighbours",
         (("ingest", f"behind {NEIGHBOURS} neighbours, measured"),), "chunks_per_minute",
         unit="chunks/min",
     )  # fmt: skip
-    for name, rule in (("kcache", RULES[2]), ("retrieval", RULES[-1]), ("dense", RULES[0])):
+    for name, rule in (("kcache", RULES[2]), ("retrieval", RULES[-1])):
         yield Goal(
             f"decode rule {name}, K and V where its paper has them",
-            (("rules", f"{rule} behind 32768"),), "seconds", most=True, unit="ms",
+            (("rules", f"{rule} behind {rules_context(shape)}"),), "seconds", most=True, unit="ms",
         )  # fmt: skip
 
 

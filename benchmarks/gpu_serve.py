@@ -158,6 +158,11 @@ def from_the_disk(model: Any, shape: Shape, folder: Path, found: Found) -> None:
             }  # fmt: skip
 
 
+def rules_context(shape: Shape) -> int:
+    """Tokens that the rules decode behind."""
+    return max(shape.contexts[-1], 512)
+
+
 def stage_rules(shape: Shape, impl: str, found: Found) -> None:
     """Seconds a token by decode rule, K and V where the rule's paper has them; see decode_rules.py.
 
@@ -168,7 +173,7 @@ def stage_rules(shape: Shape, impl: str, found: Found) -> None:
     from jaxrag.reuse.decode import rule_from
 
     tiny = shape is TINY
-    context = 512 if tiny else 32_768
+    context = rules_context(shape)
     question = 8 if tiny else 512  # the queries that an index is trained on
     options = decode_rules.DecodeOptions(
         contexts=(context,), question_tokens=question, steps=2 if tiny else 16,
@@ -207,7 +212,7 @@ def stage_ingest(shape: Shape, impl: str, found: Found) -> None:
     tiny = shape is TINY
     options = ingest_throughput.IngestOptions(
         tokens=12 * shape.chunk if tiny else 48 * shape.chunk, chunk_tokens=shape.chunk,
-        encoder="neighbours", neighbours=2 if tiny else NEIGHBOURS, repeats=1,
+        encoder="neighbours", neighbours=NEIGHBOURS, repeats=1,
     )  # fmt: skip
     texts = ingest_throughput.invented_texts(np.random.default_rng(0), options.tokens)
     model = random_weights(MODEL, shape, impl, 4 * options.tokens)
@@ -220,7 +225,7 @@ def stage_ingest(shape: Shape, impl: str, found: Found) -> None:
         for turn in ("compiling", "measured"):
             one = ingest_throughput.encode_behind(model, documents, batches, options, folder / turn)
             report = one.refreshed
-            found[f"behind {options.neighbours} neighbours, {turn}"] = {
+            found[f"behind {NEIGHBOURS} neighbours, {turn}"] = {
                 "seconds": report.seconds, "chunks": report.encoded,
                 "chunks_per_minute": report.chunks_per_minute,
                 "flops_per_second": one.flops / report.seconds,

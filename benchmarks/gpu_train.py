@@ -1,8 +1,9 @@
 """Training on a GPU: `jaxrag train` of configs/train/synthetic-6m.toml in calls of minutes.
 
 A run is a folder under ``work``, one for each seed. It stops by SIGTERM before the stage is killed,
-with a checkpoint, and the next call goes on there; a call after the last step only evaluates. Then
-`jaxrag eval synthetic` measures the exported weights, as it did checkpoints/synthetic-0.8m.
+with a checkpoint, exports the weights it has, and the next call goes on there. When the last step
+is done, `jaxrag eval synthetic` measures the weights, as it did checkpoints/synthetic-0.8m; a call
+after that only evaluates.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from typing import Any
 
 CONFIG = "synthetic-6m"  # of configs/train
 QUESTIONS, ANSWERED = 4_000, 60  # as checkpoints/synthetic-0.8m is evaluated
-LEAVE = 60.0  # seconds of a stage for the last checkpoint
+LEAVE = 60.0  # seconds of a stage for the last checkpoint and the export
 EVALUATION = 90.0  # seconds that must be left to begin it
 # A toy: the same lessons and data, few steps.
 TOY = (
@@ -69,7 +70,7 @@ def terminated_after(seconds: float) -> Iterator[None]:
         timer.cancel()
 
 
-def stage_train(training: Training, tiny: bool, impl: str, found: MutableMapping[str, Any]) -> None:
+def stage_train(training: Training, tiny: bool, found: MutableMapping[str, Any]) -> None:
     """Train one seed until the last step or the time is over; then measure what is exported."""
     from jaxrag.train.config import load_config
     from jaxrag.train.loop import train
@@ -89,11 +90,12 @@ def stage_train(training: Training, tiny: bool, impl: str, found: MutableMapping
     }  # fmt: skip
     for name, value in held_out(training.folder).items():
         found[name] = value
-    if report.model is None:
+    if report.model is None:  # terminated: the checkpoint is there, its weights are not
+        train(config, training.folder, resume=True, stop_after=report.step, progress=False)
         return
     left = training.seconds - (time.perf_counter() - start)
     if report.stopped == "finished" and (tiny or left > EVALUATION):
-        evaluate(report.model, 8 if tiny else QUESTIONS, 2 if tiny else ANSWERED, impl, found)
+        evaluate(report.model, 8 if tiny else QUESTIONS, 2 if tiny else ANSWERED, found)
 
 
 def held_out(folder: Path) -> Mapping[str, dict[str, float]]:
@@ -108,9 +110,7 @@ def held_out(folder: Path) -> Mapping[str, dict[str, float]]:
     return found
 
 
-def evaluate(
-    model: str, questions: int, answered: int, impl: str, found: MutableMapping[str, Any]
-) -> None:
+def evaluate(model: str, questions: int, answered: int, found: MutableMapping[str, Any]) -> None:
     """Exact match of the exported weights, in three ways of reading, and where it was written."""
     from jaxrag.measure.evals.options import SyntheticOptions
     from jaxrag.measure.evals.synthetic import run
