@@ -47,7 +47,12 @@ LINKED = ("benchmarks", "checkpoints", "configs", "examples", "scripts")  # what
 KB = Path(".cache", "village")  # made by the README, read by other pages
 # What pages ask; a test gives them one on another port, started as docs/server.md says.
 SERVER = "http://127.0.0.1:8000"
-TAGS = {"jaxrag.json", "jaxrag.model", "jaxrag.variant"}  # of the storage format, not modules
+TAGS = {
+    "jaxrag.forgotten",
+    "jaxrag.json",
+    "jaxrag.model",
+    "jaxrag.variant",
+}  # of the storage format, not modules
 # 8.4 ms, 1.2 s, 340 tokens/s: they differ from run to run.
 TIME = re.compile(r"\b[\d.]+[kM]?(?= (?:m?s\b|chunks/(?:s|min)\b|tokens/s\b))")
 

@@ -1,10 +1,8 @@
 """`jaxrag demo`: the whole path with the model that comes along: ingest a village, ask about it.
 
-Encodes the documents of examples/village into a knowledge base and asks the questions beside them
-with full attention, which reads every found document anew, and with TurboRAG and Block-Attention,
-which reuse what was encoded. Last, the same questions go to the weights that were not fine-tuned
-for that. Exit code 1 when a document had to be encoded at question time, or the fine-tuned model
-gave a wrong answer.
+The questions are answered with full attention, with TurboRAG and with Block-Attention; last, by the
+weights that were not fine-tuned for reuse. Exit code 1 when a document had to be encoded at
+question time, or the fine-tuned model gave a wrong answer.
 """
 
 import argparse

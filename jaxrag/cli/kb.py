@@ -80,7 +80,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     verify = add_command(
         actions,
         "verify",
-        "check every row of the catalog and the KV of every chunk",
+        "check every row of the catalog and the KV of every chunk, or that a document is forgotten",
         "jaxrag kb verify kb --repair --rate 200MB",
     )
     _add_kb(verify)
@@ -98,6 +98,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         action="store_true",
         help="with --repair: take this secret, or none, in place of the one that it was sealed "
         "with; what that sealed is encoded again",
+    )
+    verify.add_argument(
+        "--forgotten",
+        metavar="ID",
+        help="instead: list what is left of this document, which was removed or replaced",
     )
     add_model(verify, use="for --repair")
     verify.set_defaults(run=run_verify)
@@ -180,7 +185,12 @@ def run_gc(args: argparse.Namespace) -> None:
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    """Exit code 0 when all rows and chunks are whole at the end and nothing is lost, 3 when not."""
+    """Exit code 0 when all rows and chunks are whole at the end and nothing is lost, 3 when not.
+
+    With --forgotten 0 when nothing is left of the document, 3 when something is.
+    """
+    if args.forgotten is not None:
+        return _run_forgotten(args)
     from jaxrag.library.knowledge_base.location import mend_catalog, mend_settings
     from jaxrag.library.knowledge_base.settings import find_folder
 
@@ -225,6 +235,29 @@ def run_verify(args: argparse.Namespace) -> int:
         print("".join(f"{printable(line)}\n" for line in _about_rows(report)), end="")
         print("".join(f"{printable(line)}\n" for line in named), end="")
     return 0 if report.whole and not (mended is not None and mended.is_loss) else 3
+
+
+def _run_forgotten(args: argparse.Namespace) -> int:
+    from jaxrag.library.knowledge_base.forgotten import look_in
+    from jaxrag.library.knowledge_base.settings import find_folder
+    from jaxrag.server.state.uploads import upload_of
+
+    if args.repair or args.reseal or args.rate is not None:
+        raise RequestError("--forgotten only looks; leave --repair, --reseal and --rate out")
+    folder = find_folder(args.kb)
+    report = look_in(folder, args.forgotten)
+    upload = upload_of(folder, args.forgotten)
+    if upload is not None:
+        report = report.with_more(f"the uploaded file {upload}", used=False)
+    if args.json:
+        print_json(dataclasses.asdict(report) | {"nothing": report.nothing})
+        return 0 if report.nothing else 3
+    for it in report.remains:
+        print(printable(f"{it.count} {it.what}{'' if it.used else ' (in no answer)'}"))
+    if report.nothing:
+        print(f"nothing is left of it here; removed {report.removed}")
+    print(f"not looked at: {'; '.join(report.elsewhere)}")
+    return 0 if report.nothing else 3
 
 
 def _of_salvage(found: "Salvage") -> list[str]:

@@ -1,11 +1,18 @@
 """What a request says of how its tokens are chosen."""
 
 import dataclasses
-import math
+import reprlib
+from typing import Any
 
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import option
 from jaxrag.base.tables import require_kind
+
+_COLDEST, _HOTTEST = 1e-6, 1e6  # of a temperature; far inside of float32, with its logits, too
+_LEAST_P = 1e-30  # the engine holds it as float32, where less may be 0, which keeps no token
+MOST_K = 2**31 - 1  # the engine holds it as int32
+MOST_SEED = 2**32 - 1
+_LONG = 128  # bits of an integer that is not shown: Python refuses to write some out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,9 +20,9 @@ class SamplingParams:
     """One request's settings. Raises RequestError for a value out of range.
 
     Attributes:
-      temperature: 0 is greedy.
-      top_k: keep the k most likely tokens; 0 keeps all.
-      top_p: then keep the fewest whose probability reaches p; 1 keeps all.
+      temperature: 0 is greedy; else 1e-6 to 1e6.
+      top_k: keep the k most likely tokens, at most 2**31 - 1; 0 keeps all.
+      top_p: then keep the fewest whose probability reaches p, at least 1e-30; 1 keeps all.
       seed: 0 to 2**32 - 1.
     """
 
@@ -27,15 +34,21 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p"):
             require_kind(name, getattr(self, name), (int, float), "a number", optional=False)
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise RequestError(
-                f"temperature={self.temperature}: expected a finite number, 0 (greedy) or more"
-            )
-        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
-            raise RequestError(f"top_k={self.top_k}: expected an integer, 0 (all tokens) or more")
-        if not 0 < self.top_p <= 1:
-            raise RequestError(f"top_p={self.top_p}: expected a number above 0, up to 1 (all)")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise RequestError(f"seed={self.seed!r}: expected an integer")
-        if not 0 <= self.seed < 2**32:
-            raise RequestError(f"seed={self.seed}: expected 0 to {2**32 - 1}")
+        if self.temperature != 0 and not _COLDEST <= self.temperature <= _HOTTEST:
+            expected = f"0 (greedy), or a number from {_COLDEST:g} to {_HOTTEST:g}"
+            raise _refused("temperature", self.temperature, expected)
+        if not _LEAST_P <= self.top_p <= 1:
+            raise _refused("top_p", self.top_p, f"a number from {_LEAST_P:g} to 1 (all)")
+        _check_integer("top_k", self.top_k, MOST_K)
+        _check_integer("seed", self.seed, MOST_SEED)
+
+
+def _check_integer(name: str, value: Any, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+        raise _refused(name, value, f"an integer from 0 to {most}")
+
+
+def _refused(name: str, value: Any, expected: str) -> RequestError:
+    long = isinstance(value, int) and value.bit_length() > _LONG
+    shown = f"a number of {value.bit_length()} bits" if long else reprlib.repr(value)
+    return RequestError(f"{name}={shown}: expected {expected}")

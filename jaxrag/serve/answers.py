@@ -4,10 +4,19 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import itertools
 import queue
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from typing import Any, Literal
 
+from jaxrag.base.errors import KnowledgeBaseError
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.progress import Outcome, Progress
 from jaxrag.engine.request import FinishReason
@@ -91,6 +100,15 @@ class Piece:
 News = Piece | Result | BaseException
 
 
+class DocumentLeft(KnowledgeBaseError):
+    """A document that an answer is made from was removed before its end."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a document that this answer was made from was removed meanwhile; ask again"
+        )
+
+
 class Growing:
     """One answer that grows with the engine's progress, on whichever thread brings that.
 
@@ -128,6 +146,7 @@ class Stream:
     """Iterates over the answer's text pieces; ``result`` is set once it is exhausted.
 
     Nothing is asked before the first piece is. Leaving the iteration early aborts the request.
+    Raises DocumentLeft at its end where a document of it left the knowledge base meanwhile.
     """
 
     def __init__(self, question: ReadyQuestion) -> None:
@@ -153,6 +172,7 @@ class Stream:
         return shown_prompt(self._question.settings.model, self._question.request.prompt)
 
     def _run(self) -> Iterator[str]:
+        self._question = _standing(self._question)
         if self._question.abstains:
             self.result = abstained(self._question)
             yield self.result.text
@@ -171,6 +191,8 @@ class Stream:
                 number = None
                 if isinstance(item, BaseException):
                     raise item
+                if not self._question.stands:
+                    raise DocumentLeft
                 self.result = item
         finally:
             if number is not None:
@@ -199,11 +221,17 @@ class AsyncStream:
 
 
 async def answer(question: ReadyQuestion) -> Result:
-    """Serve one question; cancelling the task aborts it."""
-    async with contextlib.aclosing(_answered(question)) as pieces:
-        *_, last = [piece async for piece in pieces]
-    assert isinstance(last, Result)
-    return last
+    """Serve one question; cancelling the task aborts it.
+
+    It is asked anew where a document of it left the knowledge base meanwhile.
+    """
+    while True:
+        question = await asyncio.to_thread(_standing, question)
+        with contextlib.suppress(DocumentLeft):
+            async with contextlib.aclosing(_answered(question)) as pieces:
+                *_, last = [piece async for piece in pieces]
+            assert isinstance(last, Result)
+            return last
 
 
 async def _answered(question: ReadyQuestion) -> AsyncGenerator[str | Result, None]:
@@ -231,6 +259,8 @@ async def _answered(question: ReadyQuestion) -> AsyncGenerator[str | Result, Non
             number = None
             if isinstance(item, BaseException):
                 raise item
+            if not await asyncio.to_thread(lambda: question.stands):
+                raise DocumentLeft
             yield item
     finally:
         if number is not None:
@@ -241,45 +271,66 @@ def serve(questions: Sequence[ReadyQuestion], batch_size: int) -> Iterator[dict[
     """Serve questions of one run: yields {index into ``questions``: Result} as they are answered.
 
     Up to ``batch_size`` of them decode together, in a program of as many rows; one that ends makes
-    room for the next. Closing the iterator aborts what is left. Raises what the first question
-    raises that fails.
+    room for the next. Closing the iterator aborts what is left. A question of which a document left
+    the knowledge base meanwhile is made ready anew, also where it was just answered. Raises what
+    the first question raises that fails.
     """
     check_count("batch_size", batch_size)
     if not questions:
         return
     engine = engine_of(questions[0].settings.model)
+    ready = list(questions)
     news: queue.SimpleQueue[tuple[int, Result | BaseException]] = queue.SimpleQueue()
     with_engine: dict[int, int] = {}  # by index the number there
-    waiting = (i for i, question in enumerate(questions) if not question.abstains)
-    silent = {i: abstained(it) for i, it in enumerate(questions) if it.abstains}
-    if silent:
-        yield silent
+    waiting = iter(range(len(ready)))
 
-    def ask(count: int) -> None:
-        """Hand the next questions over, at one moment."""
-        indices = [index for _, index in zip(range(count), waiting, strict=False)]
+    def ask(indices: Iterable[int]) -> dict[int, Result]:
+        """Hand questions over, at one moment; returns what the model is not asked."""
+        chosen = list(indices)
+        for i in chosen:
+            ready[i] = _standing(ready[i])
+        silent = {i: abstained(ready[i]) for i in chosen if ready[i].abstains}
         asked = [
             (
-                dataclasses.replace(questions[i].request, rows=batch_size),
-                Growing(questions[i], functools.partial(_whole, news, i)).sink,
+                dataclasses.replace(ready[i].request, rows=batch_size),
+                Growing(ready[i], functools.partial(_whole, news, i)).sink,
             )
-            for i in indices
+            for i in chosen
+            if i not in silent
         ]
         if asked:
-            with_engine.update(zip(indices, engine.add_all(asked), strict=True))
+            others = (i for i in chosen if i not in silent)
+            with_engine.update(zip(others, engine.add_all(asked), strict=True))
+        return silent
 
     try:
-        ask(len(questions) if engine.settings.lockstep else batch_size * _AHEAD)
-        while with_engine:
+        first = len(ready) if engine.settings.lockstep else batch_size * _AHEAD
+        silent = ask(itertools.islice(waiting, first))
+        while with_engine or silent:
+            if silent:
+                yield silent
+                silent = ask(itertools.islice(waiting, len(silent)))
+                continue
             index, item = news.get()
             del with_engine[index]
             if isinstance(item, BaseException):
                 raise item
-            ask(1)
-            yield {index: item}
+            stands = ready[index].stands or engine.settings.lockstep
+            silent = ask(itertools.islice(waiting, 1) if stands else [index])
+            if stands:
+                yield {index: item}
     finally:
         for number in with_engine.values():
             engine.abort(number)
+
+
+def _standing(question: ReadyQuestion) -> ReadyQuestion:
+    """The question, made ready anew where what it was made from has left."""
+    # Processes in lockstep ask the same: none may see a change that the others have not seen.
+    if engine_of(question.settings.model).settings.lockstep or question.stands:
+        return question
+    assert question.again is not None
+    return question.again()
 
 
 def _whole(

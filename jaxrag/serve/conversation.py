@@ -2,20 +2,22 @@
 
 import dataclasses
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxrag.base.errors import RequestError
+from jaxrag.base.errors import ContextExceeded, RequestError
 from jaxrag.base.types import HostArray
 from jaxrag.engine.request import Prompt
+from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import QuestionIds
 from jaxrag.serve.ask import EarlierTurns, is_ids, is_list
 
 Text = str | Sequence[int] | HostArray  # text, or token ids where a model has no tokenizer
 
 _ROLES = ("system", "user", "assistant")
+_CHARACTERS = 64  # that a position of a context may stand for; more where a token has more
 _NOTHING = np.zeros(0, np.int32)
 
 
@@ -52,6 +54,23 @@ class Conversation:
     query: str | None = None
 
 
+def check_size(model: Model, parts: Iterable[Text]) -> None:
+    """ContextExceeded for texts, or token ids, that are too long for a context; tokenises none."""
+    texts, ids = list[int](), list[int]()
+    for part in parts:
+        (texts if isinstance(part, str) else ids).append(len(part))
+    positions = model.config.max_positions
+    longest = 0 if model.tokenizer is None else model.tokenizer.longest_token
+    most = positions * max(_CHARACTERS, longest)
+    counted = ((sum(ids), positions, "token ids"), (sum(texts), most, "characters"))
+    for count, allowed, what in counted:
+        if count > allowed:
+            raise ContextExceeded(
+                f"the prompt has {count} {what}: the model's context is {positions} tokens, for "
+                f"which at most {allowed} are read; send less"
+            )
+
+
 def questions_of(question: Any) -> tuple[list[Text], bool]:
     """The questions, and whether it was a single one. Raises RequestError for what is none."""
     if isinstance(question, str) or is_ids(question):
@@ -77,16 +96,16 @@ def conversation_of(messages: Any, query: str | None = None, *, wire: bool = Fal
             f"messages={reprlib.repr(messages)}: expected a list of objects with role and content, "
             "the last one of the user"
         )
-    said: list[tuple[str, Text]] = []
+    turns: list[tuple[str, list[Text]]] = []
     for place, message in enumerate(messages):
         what = f"messages[{place}]"
         role, content = _message(what, message, wire)
-        if wire and said and said[-1][0] == role:
-            before = said.pop()[1]
-            if not isinstance(before, str) or not isinstance(content, str):
-                raise RequestError(f"{what}: two of the {role} in a row")
-            content = f"{before}\n\n{content}"
-        said.append((role, content))
+        if not (wire and turns and turns[-1][0] == role):
+            turns.append((role, []))
+        elif not isinstance(turns[-1][1][0], str) or not isinstance(content, str):
+            raise RequestError(f"{what}: two of the {role} in a row")
+        turns[-1][1].append(content)
+    said = [(role, _together(contents)) for role, contents in turns]
     count, system = len(said), ""
     if said[0][0] == "system":
         first = said.pop(0)[1]
@@ -111,6 +130,11 @@ def conversation_of(messages: Any, query: str | None = None, *, wire: bool = Fal
         raise RequestError("messages: expected all of system and user as text, or all as token ids")
     answers = tuple(content for _, content in said[1::2])
     return Conversation(questions, answers, system, keeps=True, query=query)
+
+
+def _together(contents: list[Any]) -> Text:
+    """One content, or texts of one role in a row as one."""
+    return contents[0] if len(contents) == 1 else "\n\n".join(contents)
 
 
 def _message(what: str, message: Any, wire: bool) -> tuple[str, Text]:

@@ -1,9 +1,10 @@
 """A question made ready: the settings of a run, and one question with its chunks as token ids."""
 
 import dataclasses
+import functools
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,20 +17,25 @@ from jaxrag.engine.request import Prompt, Request, check_length
 from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.kv.store import KVStore
 from jaxrag.library.knowledge_base import KnowledgeBase
-from jaxrag.library.knowledge_base.neighbours import each_other
+from jaxrag.library.knowledge_base.neighbours import Placed, each_other
 from jaxrag.library.retrieve.filters import Filter
 from jaxrag.models.model import Model, as_token_ids
 from jaxrag.models.text.prompts import PromptTemplate, QuestionIds, template_named
-from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.reuse.decode import rule_from
 from jaxrag.reuse.encode import encoder_named
 from jaxrag.reuse.methods import Method, method_named
 from jaxrag.serve.ask import Ask
-from jaxrag.serve.conversation import Conversation, FoundChunk, Passage, Source, Text, laid_out
+from jaxrag.serve.conversation import (
+    Conversation,
+    FoundChunk,
+    Passage,
+    Source,
+    Text,
+    check_size,
+    laid_out,
+)
 from jaxrag.serve.suits import gated, renamed, stored_otherwise, unplaced, untuned
-
-_SHOWN_WORDS = 5  # of those that a tokenizer lacks
-_SHOWN_CHARACTERS = 40  # of each
+from jaxrag.serve.words import check_text, check_words, some_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +46,7 @@ class Settings:
       kb: that is searched; None: none.
       store: where the KV of chunks is kept.
       method: with what ``ask`` and the gate of the knowledge base say of it.
+      go_on: asked between two texts; raises where nobody waits for the answer any more.
     """
 
     ask: Ask
@@ -49,6 +56,13 @@ class Settings:
     method: Method
     template: PromptTemplate
     notes: tuple[str, ...] = ()
+    go_on: Callable[[], None] = dataclasses.field(default=lambda: None, repr=False)
+
+    def one_by_one[It](self, texts: Iterable[It]) -> Iterator[It]:
+        """Texts that are worked on in turn, as long as somebody waits."""
+        for text in texts:
+            self.go_on()
+            yield text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +75,9 @@ class ReadyQuestion:
       notes: what a result says about all that happened so far.
       retrieved: whether the chunks are those of the knowledge base.
       abstains: whether the model is not asked, as the filter or the least score left no chunk.
+      again: makes it ready anew, as what it was made from may have left the knowledge base.
+      chunk_ids: of its chunks that were retrieved.
+      content_ids: of the neighbours that these were encoded behind.
     """
 
     settings: Settings
@@ -70,6 +87,15 @@ class ReadyQuestion:
     notes: list[str]
     retrieved: bool = True
     abstains: bool = False
+    again: "Callable[[], ReadyQuestion] | None" = None
+    chunk_ids: tuple[int, ...] = ()
+    content_ids: tuple[str, ...] = ()
+
+    @property
+    def stands(self) -> bool:
+        """Whether all that it is made from is still in the knowledge base."""
+        kb = self.settings.kb
+        return kb is None or self.again is None or kb.holds(self.chunk_ids, self.content_ids)
 
 
 def resolve(
@@ -189,7 +215,8 @@ def prepare(
     notes += _unknown(settings, talk, documents, prompt)
     notes += _on_turns(settings, talk, keeps)
     check_length(settings.model, prompt, settings.ask.max_new_tokens)
-    prompt = dataclasses.replace(prompt, neighbours=_neighbours(settings, members, prompt))
+    neighbours, content_ids = _neighbours(settings, members, prompt)
+    prompt = dataclasses.replace(prompt, neighbours=neighbours)
     retrieved = documents is None and all(it.chunk_id is not None for it in members)
     request = Request(
         prompt,
@@ -209,7 +236,12 @@ def prepare(
     if not abstains:
         engine.prefetch([request])
     sources = [chunk.source for chunk in members]
-    return ReadyQuestion(settings, request, sources, retrieve_seconds, notes, retrieved, abstains)
+    return ReadyQuestion(
+        settings, request, sources, retrieve_seconds, notes, retrieved, abstains,
+        again=functools.partial(prepare, settings, question, documents, sampling),
+        chunk_ids=tuple(it.chunk_id for it in members if it.chunk_id is not None),
+        content_ids=content_ids,
+    )  # fmt: skip
 
 
 def _as_blocks(settings: Settings) -> bool:
@@ -225,6 +257,11 @@ def _refused(
     """The question as a conversation; RequestError for one that cannot be read or answered."""
     talk = question if isinstance(question, Conversation) else Conversation((question,))
     model, method = settings.model, settings.method
+    given = () if documents is None else documents
+    titles = (it.title for it in given if isinstance(it, Passage))
+    texts = (it.text if isinstance(it, Passage) else it for it in given)
+    said = (talk.system, talk.query or "", *talk.questions, *talk.answers)
+    check_size(model, (*said, *settings.ask.blocks, *texts, *titles))
     if _as_blocks(settings) and method.encoder is None:
         raise RequestError(
             f"earlier_turns='blocks': method {method.name!r} computes the whole prompt "
@@ -238,9 +275,9 @@ def _refused(
         ("the question", last),
     ):
         if isinstance(text, str):
-            _check_text(what, text)
+            check_text(what, text)
     if isinstance(last, str):
-        _check_words(model.text_tokenizer(), last)
+        check_words(model.text_tokenizer(), last)
     alone = documents is None and settings.kb is None and not len(settings.ask.blocks)
     if alone and talk is not question:
         raise RequestError("no knowledge base and no documents to answer from; give one of them")
@@ -256,11 +293,12 @@ def _retrieved(
     """The chunks of every question: given, or of a search, each once; ``notes`` gets its notes."""
     found: list[list[FoundChunk]] = [[] for _ in talk.questions]
     if documents is not None:
-        given = enumerate(documents)
+        given = enumerate(settings.one_by_one(documents))
         found[0] = [_given(f"documents[{i}]", it, settings.model) for i, it in given]
     elif settings.kb is not None:
         seen: set[int | None] = set()
-        for place, asked in enumerate((*talk.questions[:-1], talk.query or talk.questions[-1])):
+        searches = (*talk.questions[:-1], talk.query or talk.questions[-1])
+        for place, asked in enumerate(settings.one_by_one(searches)):
             chunks, said = _searched(settings, settings.kb, asked)
             notes += (note for note in said if note not in notes)
             found[place] = [it for it in chunks if it.chunk_id not in seen]
@@ -317,7 +355,8 @@ def _laid_out(
 ) -> tuple[Prompt, list[FoundChunk]]:
     """The prompt as token ids, blocks before all chunks; and its chunks but for turns."""
     model, template = settings.model, settings.template
-    blocks = [_given(f"blocks[{i}]", it, model) for i, it in enumerate(settings.ask.blocks)]
+    own = enumerate(settings.one_by_one(settings.ask.blocks))
+    blocks = [_given(f"blocks[{i}]", it, model) for i, it in own]
     found = [[*(dataclasses.replace(it, bare=True) for it in blocks), *found[0]], *found[1:]]
     texts = [text for text in talk.questions if isinstance(text, str)]
     if texts:
@@ -327,7 +366,8 @@ def _laid_out(
         none = np.zeros(0, np.int32)
         ids = [_given("question", one, model).ids for one in talk.questions]
         asked = [QuestionIds(none, one, (0, len(one))) for one in ids]
-    answers = [_given("an answer", one, model).ids for one in talk.answers]
+    said = settings.one_by_one(talk.answers)
+    answers = [_given("an answer", one, model).ids for one in said]
 
     def wrap(chunk: FoundChunk) -> HostArray:
         if chunk.bare or not texts:
@@ -373,27 +413,6 @@ def _eos_ids(model: Model) -> frozenset[int]:
     return frozenset((*model.config.eos_ids, *(tokenizer.eos_ids if tokenizer else ())))
 
 
-def _check_text(what: str, text: str) -> None:
-    if not text.strip():
-        raise RequestError(f"{what} is empty; expected a text with words in it")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise RequestError(
-            f"{what} holds half of a surrogate pair at character {error.start}; repair the text"
-        ) from None
-
-
-def _check_words(tokenizer: Tokenizer, question: str) -> None:
-    """Refuse a question whose sense the tokenizer would lose."""
-    unknown = tokenizer.unknown_words(question)
-    if unknown and (tokenizer.is_word_level or not tokenizer.knows_a_word(question)):
-        raise RequestError(
-            f"the question holds {_some(unknown)}: not in this model's vocabulary of "
-            f"{tokenizer.vocab_size} entries; ask in words that it knows, or use another model"
-        )
-
-
 def _unknown(
     settings: Settings,
     talk: Conversation,
@@ -408,10 +427,11 @@ def _unknown(
     given = (it.text if isinstance(it, Passage) else it for it in documents or ())
     texts = (it for it in (*settings.ask.blocks, *given) if isinstance(it, str))
     asked = tokenizer.unknown_words(question)
-    lacking = dict.fromkeys(word for text in texts for word in tokenizer.unknown_words(text))
+    words_of = map(tokenizer.unknown_words, settings.one_by_one(texts))
+    lacking = dict.fromkeys(word for words in words_of for word in words)
     for what, words in (("question", asked), ("documents", list(lacking))):
         if words:
-            yield f"the model's vocabulary lacks words of the {what}: {_some(words)}"
+            yield f"the model's vocabulary lacks words of the {what}: {some_of(words)}"
     around = np.concatenate((prompt.prefix, prompt.final))
     lost = 0 if tokenizer.unk_id is None else int((around == tokenizer.unk_id).sum())
     if lost and not asked:
@@ -421,37 +441,33 @@ def _unknown(
         )
 
 
-def _some(words: Sequence[str]) -> str:
-    """Up to five of them, quoted, and how many more there are."""
-    shown = ", ".join(repr(word[:_SHOWN_CHARACTERS]) for word in words[:_SHOWN_WORDS])
-    more = len(words) - _SHOWN_WORDS
-    return shown + (f" and {more} more" if more > 0 else "")
-
-
 def _neighbours(
     settings: Settings, members: Sequence[FoundChunk], prompt: Prompt
-) -> tuple[tuple[HostArray, ...], ...] | None:
+) -> tuple[tuple[tuple[HostArray, ...], ...] | None, tuple[str, ...]]:
     """What each chunk was, or is to be, encoded behind; None where the method's encoder sees none.
 
-    Neighbours in the knowledge base of chunks that were retrieved. Chunks that were given are each
-    other's, in their order, as many as there may be. Turns have none.
+    Neighbours in the knowledge base of chunks that were retrieved, whose content ids come second.
+    Chunks that were given are each other's, in their order, as many as there may be. Turns have
+    none.
     """
     names = (settings.method.encoder, settings.method.first_encoder)
     seeing = [name for name in names if name is not None and encoder_named(name).sees_neighbours]
     if not seeing:
-        return None
+        return None, ()
     stored = [chunk.chunk_id for chunk in members if chunk.chunk_id is not None]
     chunks = [ids for index, ids in enumerate(prompt.chunks) if index not in prompt.turns]
     of_given = [ids for it, ids in zip(members, chunks, strict=True) if it.chunk_id is None]
     room = settings.model.config.max_positions - len(prompt.prefix)
     others = iter(list(each_other(of_given, room)))
-    in_kb: Iterator[tuple[HostArray, ...]] = iter(())
+    placed: list[Placed] = []
     if settings.kb is not None and stored:
-        in_kb = iter(settings.kb.neighbours_of(stored, seeing[0], settings.template))
+        placed = settings.kb.placed(stored, seeing[0], settings.template)
+    in_kb = iter([one.neighbours for one in placed])
     of_members = iter([next(others if it.chunk_id is None else in_kb) for it in members])
-    return tuple(
+    all_of_them = tuple(
         () if index in prompt.turns else next(of_members) for index in range(len(prompt.chunks))
     )
+    return all_of_them, tuple(dict.fromkeys(it for one in placed for it in one.content_ids))
 
 
 def _given(what: str, document: Text | Passage, model: Model) -> FoundChunk:
@@ -461,7 +477,7 @@ def _given(what: str, document: Text | Passage, model: Model) -> FoundChunk:
         source = dataclasses.replace(found.source, document_id=document.document_id or what)
         return dataclasses.replace(found, source=source, title=document.title)
     if isinstance(document, str):
-        _check_text(what, document)
+        check_text(what, document)
         ids, text = model.text_tokenizer().encode(document), document
     else:
         ids, text = as_token_ids(document, model.config, what), ""

@@ -114,6 +114,27 @@ def too_large(message: str) -> Problem:
     return Problem(413, message, code="request_too_large")
 
 
+def quota_exceeded(message: str) -> Problem:
+    """A tenant stores as much as it may: 413."""
+    return Problem(413, message, code="quota_exceeded")
+
+
+def head_too_large(most: int) -> Problem:
+    """A request line and headers beyond the limit: 431."""
+    what = f"the head of the request has more than {most} bytes; send fewer or shorter headers"
+    return Problem(431, what, code="head_too_large")
+
+
+def too_slow(what: str, seconds: float) -> Problem:
+    """Something did not come in time: 408, after which the connection is closed."""
+    return Problem(
+        408,
+        f"{what} did not come within {seconds:g} s; send it again, faster",
+        code="request_timeout",
+        headers={"connection": "close"},
+    )
+
+
 def busy(message: str, seconds: float, code: str = "overloaded") -> Problem:
     """Too much is asked at once; the same request may be sent again after some seconds: 429."""
     return Problem(429, message, type="rate_limit_error", code=code, headers=retry_after(seconds))

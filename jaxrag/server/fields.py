@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from jaxrag.base.options import choices_of, kind_of
-from jaxrag.engine.sampling_params import SamplingParams
+from jaxrag.engine.sampling_params import MOST_K, MOST_SEED, SamplingParams
 from jaxrag.serve.ask import Ask, is_ids
-from jaxrag.serve.conversation import Passage, Text
+from jaxrag.serve.conversation import Conversation, Passage, Text, conversation_of
 from jaxrag.server.errors import invalid
 
-_MOST = {"k": 1000, "stop": 16}
-_SEEDS = 2**32
+MOST_TEXTS = 4096  # messages, documents or blocks of a request
+_MOST = {"k": 1000, "stop": 16, "blocks": MOST_TEXTS}
+_MOST_INTEGER = 2**63 - 1  # where a field has no bound of its own
 # Of ``Ask``: not those that a body says in other words, and not what is the server's to say.
 _OTHERS = ("template", "max_new_tokens", "sampling", "batch_size")
 _FIELDS = {it.name: it for it in dataclasses.fields(Ask) if it.name not in _OTHERS}
@@ -83,16 +84,16 @@ class Body:
         """An object."""
         return self._of(name, dict, "an object")
 
-    def integer(self, name: str, least: int, most: int | None = None) -> int | None:
+    def integer(self, name: str, least: int, most: int = _MOST_INTEGER) -> int | None:
         """An integer from ``least`` to ``most``."""
         value = self.values.get(name)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if value is None:
             return None
-        beyond = most is not None and isinstance(value, int) and value > most
-        if isinstance(value, bool) or not isinstance(value, int) or value < least or beyond:
-            to = f" to {most}" if most is not None else " or more"
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            unbounded = most == _MOST_INTEGER and not (isinstance(value, int) and value > most)
+            to = " or more" if unbounded else f" to {most}"
             raise self.wrong(name, f"an integer, {least}{to}")
         return value
 
@@ -122,22 +123,22 @@ class Body:
         """A text or a list of them; () where it is absent."""
         value = self.values.get(name, [])
         found = [value] if isinstance(value, str) else value
+        if isinstance(found, list) and most is not None:
+            _check_count(name, found, most)
         if not isinstance(found, list) or not all(isinstance(it, str) and it for it in found):
             raise self.wrong(name, "a text that is not empty, or a list of these")
-        if most is not None and len(found) > most:
-            raise invalid(f"{name} has {len(found)} entries: expected at most {most}", name)
         return tuple(found)
 
     def field(self, name: str) -> Any:
         """A field of ``Ask``, by its type there."""
-        field, most = _FIELDS[name], _MOST.get(name)
+        field = _FIELDS[name]
         choices, kind = choices_of(field), kind_of(field)
         if choices is not None:
             return self.choice(name, choices)
         if kind is int:
-            return self.integer(name, 1, most)
+            return self.integer(name, 1, _MOST.get(name, _MOST_INTEGER))
         if name in ("blocks", "stop"):
-            return self.texts(name, most)
+            return self.texts(name, _MOST[name])
         readers: dict[Any, Callable[[str], Any]] = {
             str: self.text, bool: self.flag, float: self.number
         }  # fmt: skip
@@ -237,16 +238,16 @@ def _refuse_unsupported(body: Body) -> None:
 def _sampling(body: Body) -> SamplingParams:
     """Greedy where nothing is said; without a seed another draw every time."""
     temperature = body.number("temperature") or 0.0
-    top_k = body.integer("top_k", -1)
+    top_k = body.integer("top_k", -1, MOST_K)
     top_p = body.number("top_p")
-    seed = body.integer("seed", -(2**63), 2**63 - 1)
+    seed = body.integer("seed", -_MOST_INTEGER - 1)
     if seed is None:
-        seed = secrets.randbelow(_SEEDS) if temperature else 0
+        seed = secrets.randbelow(MOST_SEED + 1) if temperature else 0
     return SamplingParams(
         temperature=temperature,
         top_k=max(top_k or 0, 0),
         top_p=1.0 if top_p is None else top_p,
-        seed=seed % _SEEDS,
+        seed=seed % (MOST_SEED + 1),
     )
 
 
@@ -268,6 +269,19 @@ def _logprobs(body: Body) -> bool:
     return True
 
 
+def conversation(body: Body) -> Conversation:
+    """What the messages of a body say. Raises Problem 400 or RequestError."""
+    given = body.values.get("messages")
+    if isinstance(given, list):
+        _check_count("messages", given, MOST_TEXTS)
+    return conversation_of(given, body.text("query"), wire=True)
+
+
+def _check_count(name: str, given: Sequence[Any], most: int) -> None:
+    if len(given) > most:
+        raise invalid(f"{name} has {len(given)} entries: expected at most {most}", name)
+
+
 def _documents(body: Body) -> tuple[Passage, ...] | None:
     """Texts, lists of token ids, or objects with a text and perhaps a title and an id."""
     if "documents" not in body:
@@ -275,6 +289,7 @@ def _documents(body: Body) -> tuple[Passage, ...] | None:
     given = body.values["documents"]
     if not isinstance(given, list):
         raise body.wrong("documents", "a list of texts, or of objects with a text")
+    _check_count("documents", given, MOST_TEXTS)
     return tuple(_document(f"documents[{i}]", one) for i, one in enumerate(given))
 
 

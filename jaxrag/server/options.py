@@ -3,7 +3,7 @@
 import dataclasses
 
 from jaxrag.base.config import ModelOptions
-from jaxrag.base.options import option, parse_count
+from jaxrag.base.options import option, parse_bytes, parse_count
 from jaxrag.serve.ask import Ask
 
 
@@ -39,6 +39,14 @@ class ServerOptions:
       rows: answers that are decoded together.
       allow_history_dependent: requests may use what depends on what the pool held before:
         ``prefix_cache`` and ``misses = "in_place"``.
+      allowed_hosts: names, beside its own, by which clients may call the server; "*" is any.
+      max_connections: most that are open at once; fewer where the process may not open so many
+        files.
+      max_head_bytes: of the request line and headers of a request.
+      head_seconds: that these may take to come.
+      body_seconds: that a body may take, and a second more for every 64 KiB; a client that does
+        not read its answer is waited for as long.
+      max_bodies_bytes: most bytes of bodies that are held at once, all requests together.
       warm_up: compile what requests will need before the server is ready.
     """
 
@@ -60,5 +68,16 @@ class ServerOptions:
     rows: int = option(8, "answers decoded together", "N")
     allow_history_dependent: bool = option(
         False, "requests may use what depends on earlier ones: prefix_cache, misses in place"
+    )
+    allowed_hosts: tuple[str, ...] = option(
+        (), "a name by which the server may be called", "NAME", unset="its own",
+        flag="--allowed-host", repeatable=True,
+    )  # fmt: skip
+    max_connections: int = option(512, "open at once", "N")
+    max_head_bytes: int = option(1 << 15, "of a request's headers", "BYTES", parse=parse_bytes)
+    head_seconds: float = option(10.0, "in which they are to come", "S")
+    body_seconds: float = option(30.0, "for a body, and one more for each 64 KiB of it", "S")
+    max_bodies_bytes: int = option(
+        64 << 20, "of all bodies that are held", "BYTES", parse=parse_bytes
     )
     warm_up: bool = option(True, "compile when a request needs it, not before")

@@ -11,7 +11,11 @@ from jaxrag.server.options import ServerOptions
 _COUNTS = (
     "k", "max_new_tokens", "max_answer_tokens", "rows", "classes", "max_body_bytes",
     "max_upload_bytes", "max_waiting", "max_waiting_tokens", "prepare_threads", "stream_events",
-    "index_threads", "memory_bytes",
+    "index_threads", "memory_bytes", "max_head_bytes", "max_bodies_bytes", "max_connections",
+)  # fmt: skip
+_SECONDS = (
+    "max_seconds", "keepalive_seconds", "stall_seconds", "parse_seconds", "head_seconds",
+    "body_seconds",
 )  # fmt: skip
 _CLASSES = 3  # of priority: interactive, default, batch
 
@@ -40,7 +44,8 @@ class ServerSettings(ServerOptions):
       max_waiting_tokens: most prompt tokens of these; a request that finds none waiting is let in
         whatever its length.
       max_waiting_per_tenant: most requests of one tenant that wait; None: any number.
-      prepare_threads: that retrieve and tokenise.
+      prepare_threads: that retrieve and tokenise; a tenant has all but one of them at most, where
+        there are keys.
       hold_seconds: for so long the status of a stream is held back, so that what fails before the
         first token is an HTTP error.
       keepalive_seconds: between two comments in a stream that has nothing to say.
@@ -85,12 +90,17 @@ class ServerSettings(ServerOptions):
         for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected at least 1")
-        for name in ("max_seconds", "keepalive_seconds", "stall_seconds", "parse_seconds"):
+        for name in _SECONDS:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected seconds above 0")
         for name in ("hold_seconds", "drain_seconds", "grace_seconds"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected seconds, 0 or more")
+        if self.max_bodies_bytes < self.max_body_bytes:
+            raise ConfigError(
+                f"max_bodies_bytes={self.max_bodies_bytes}: expected no less than max_body_bytes, "
+                f"{self.max_body_bytes}"
+            )
         if self.watchdog_seconds is not None and self.watchdog_seconds < self.stall_seconds:
             raise ConfigError(
                 f"watchdog_seconds={self.watchdog_seconds}: expected no less than stall_seconds, "

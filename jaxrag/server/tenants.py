@@ -34,7 +34,7 @@ from jaxrag.base.tables import build, read_toml
 from jaxrag.kv.store import MemoryStore
 from jaxrag.kv.store.keys import derive, is_hex
 from jaxrag.models.model import Model
-from jaxrag.server.durable import PRIVATE, REGISTRY, make_folder, write_durably
+from jaxrag.server.durable import REGISTRY, make_folder, write_durably
 
 SECRET = "secret"  # file in the data folder
 EVERY = "*"  # in place of the name of a knowledge base
@@ -55,16 +55,18 @@ class Tenant:
       priority: the best class that it may ask for, 0 before 1 before 2.
       requests_per_minute: that are taken; None: any number.
       tokens_per_minute: of prompts and answers, that are taken; None: any number.
+      max_bytes: of its files and vector stores in the data folder; None: any number.
     """
 
     weight: float = 1.0
     priority: int = 0
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
+    max_bytes: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse what would never be served."""
-        for name in ("weight", "requests_per_minute", "tokens_per_minute"):
+        for name in ("weight", "requests_per_minute", "tokens_per_minute", "max_bytes"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"{name}={value}: expected a finite number above 0")
@@ -194,7 +196,7 @@ class Tenants:
     @property
     def weights(self) -> dict[str, float]:
         """Weights by tenant, for ``SchedulerSettings``."""
-        return {name: self._tenant(name).weight for name in self.names}
+        return {name: self.limits(name).weight for name in self.names}
 
     def access(self, key: str | None) -> Access | None:
         """What a key allows; None for one that is unknown, or missing where one is needed.
@@ -213,7 +215,7 @@ class Tenants:
             return None
         return Access(
             found.tenant,
-            self._tenant(found.tenant),
+            self.limits(found.tenant),
             self.salt(found.tenant),
             found.read,
             found.write,
@@ -231,7 +233,8 @@ class Tenants:
             return None
         return hmac.digest(self._secret, b"jaxrag.seal\0" + tenant.encode(), "sha256")
 
-    def _tenant(self, name: str) -> Tenant:
+    def limits(self, name: str) -> Tenant:
+        """What all keys of a tenant have in common."""
         tables = {} if self._file is None else self._file.tenants
         return tables.get(name, Tenant())
 
@@ -275,15 +278,16 @@ def folder_name(tenant: str) -> str:
 
 def check_host(host: str, has_keys: bool, open_to_all: bool) -> None:
     """ConfigError for a server that others can reach and that asks for no key, unless wanted."""
-    if not (has_keys or open_to_all or _is_loopback(host)):
+    if not (has_keys or open_to_all or is_loopback(host)):
         raise ConfigError(
             f"host {host}: others could reach the server, and without keys anybody may ask and "
             "remove; pass --keys FILE, or --open to have it so"
         )
 
 
-@functools.cache
-def _is_loopback(host: str) -> bool:
+@functools.lru_cache(256)
+def is_loopback(host: str) -> bool:
+    """Is it a name or an address of this machine that no other machine reaches?"""
     if host == "localhost":
         return True
     try:
@@ -305,8 +309,8 @@ def _secret(data: Path) -> bytes:
         )
     if not path.exists():
         with disk_errors(data):
-            make_folder(data, PRIVATE)
-        write_durably(path, secrets.token_bytes(_SECRET_BYTES), mode=0o600)
+            make_folder(data)
+        write_durably(path, secrets.token_bytes(_SECRET_BYTES))
     found = path.read_bytes()
     if len(found) != _SECRET_BYTES:
         raise ConfigError(

@@ -60,7 +60,7 @@ class FakePeer:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr("jaxrag.measure.rounds.SETTLE_SECONDS", 0)
+    monkeypatch.setattr("jaxrag.measure.machine.SETTLE_SECONDS", 0)
     monkeypatch.setattr(bandwidth, "BYTES", 1 << 20)
     monkeypatch.setitem(limits._MATMUL, "cpu", 16)
 

@@ -7,6 +7,7 @@ import pytest
 
 from jaxrag.base.errors import RequestError
 from jaxrag.base.types import EMPTY, FINAL
+from jaxrag.engine.decoding import SamplingRows
 from jaxrag.engine.sampling import SamplingParams, _most_likely, sample
 from jaxrag.models.model import random_model
 from jaxrag.serve.generate import generate
@@ -193,18 +194,40 @@ def test_an_all_greedy_batch_neither_sorts_nor_draws():
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"temperature": float("inf")}, "temperature=inf"),
         ({"top_k": -1}, "top_k=-1"),
+        ({"temperature": 1e308}, r"temperature=1e\+308: expected 0 .greedy., or a number from"),
+        ({"temperature": 10**400}, "temperature=a number of 1329 bits"),
+        ({"temperature": 1e-300}, "temperature=1e-300"),
         ({"top_k": 2.5}, "top_k=2.5"),
+        ({"top_k": True}, "top_k=True: expected an integer from 0 to 2147483647"),
+        ({"top_k": 2**31}, "top_k=2147483648"),
+        ({"top_k": 2**64}, "top_k=18446744073709551616"),
         ({"top_p": 0.0}, "top_p=0.0"),
         ({"top_p": 1.1}, "top_p=1.1"),
+        ({"top_p": 1e-300}, "top_p=1e-300: expected a number from 1e-30 to 1"),
         ({"top_p": float("nan")}, "top_p=nan"),
         ({"seed": -1}, "seed=-1"),
         ({"seed": 2**32}, "seed=4294967296"),
         ({"seed": True}, "seed=True"),
+        ({"seed": 10**5000}, "seed=a number of 16610 bits"),
     ],
 )
 def test_settings_out_of_range_are_refused(changes, word):
-    with pytest.raises(RequestError, match=word):
+    with pytest.raises(RequestError, match=word) as refused:
         SamplingParams(**changes)
+    assert len(str(refused.value)) < 120
+
+
+def test_the_bounds_are_what_the_engine_can_hold():
+    bounds = [SamplingParams(1e-6, 2**31 - 1, 1e-30, 2**32 - 1), SamplingParams(1e6)]
+    rows = SamplingRows.of(bounds)
+    assert rows.top_k.tolist() == [2**31 - 1, 0]
+    assert rows.seeds.tolist() == [2**32 - 1, 0]
+    assert np.isfinite(rows.temperature).all() and (rows.temperature > 0).all()
+    logits = jnp.asarray([[-40.0, 40.0, 39.0], [-40.0, 40.0, 39.0]])
+    for index in range(8):
+        settings = (rows.temperature, rows.top_k, rows.top_p, rows.seeds)
+        coldest, hottest = sample(logits, *settings, jnp.full(2, index, jnp.int32))
+        assert coldest == 1 and 0 <= hottest < 3
 
 
 def test_the_default_is_greedy():

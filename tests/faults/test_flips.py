@@ -12,7 +12,7 @@ import flips
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TRIALS = 60
+TRIALS = 24
 
 
 @pytest.fixture(scope="module")

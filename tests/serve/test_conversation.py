@@ -17,7 +17,13 @@ from jaxrag.models.segments import lay_out
 from jaxrag.models.text.prompts import QuestionIds
 from jaxrag.serve.answers import serve
 from jaxrag.serve.ask import Ask
-from jaxrag.serve.conversation import Conversation, FoundChunk, Source, laid_out
+from jaxrag.serve.conversation import (
+    Conversation,
+    FoundChunk,
+    Source,
+    conversation_of,
+    laid_out,
+)
 from jaxrag.serve.questions import prepare, resolve, shown_prompt
 
 DOCUMENTS = ["The salt wells of Yanjing are worked by hand.", "A bamboo bridge crosses the river."]
@@ -35,6 +41,22 @@ def user(content):
 
 def assistant(content):
     return {"role": "assistant", "content": content}
+
+
+class Once(str):
+    """A text that is not written into another one by and by."""
+
+    def __format__(self, spec):
+        raise AssertionError(self)
+
+
+def test_messages_of_one_role_are_joined_at_once():
+    said = [user(Once(name)) for name in "abc"]
+    found = conversation_of([*said, assistant("d"), *said], wire=True)
+    assert (found.questions, found.answers) == (("a\n\nb\n\nc", "a\n\nb\n\nc"), ("d",))
+    with pytest.raises(RequestError, match=r"messages\[1\]: two of the user in a row"):
+        conversation_of([user("a"), user([5])], wire=True)
+    assert conversation_of([user([5, 6])], wire=True).questions == ([5, 6],)
 
 
 def reused(result, kind):

@@ -2,17 +2,19 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from jaxrag import KnowledgeBase, generate
-from jaxrag.base.errors import RequestError, TokenizerError
+from jaxrag.base.errors import ContextExceeded, RequestError, TokenizerError
 from jaxrag.engine.sampling import SamplingParams
 from jaxrag.models.model import load_model, random_model
 from jaxrag.models.text.prompts import TEMPLATES, PromptTemplate
 from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.serve.ask import Ask
+from jaxrag.serve.conversation import Conversation, Passage, check_size
 from jaxrag.serve.questions import prepare, resolve
 
 DOCUMENTS = ["File 23: Kora Felell lives in Baldorf.", "File 41: She works as a weaver."]
@@ -78,6 +80,57 @@ def test_the_refusal_comes_before_any_work(word_model, tmp_path):
             generate("is there anybody?", kb=kb)
 
 
+def test_what_fits_no_context_is_refused_before_it_is_tokenised(word_model, monkeypatch):
+    words = "Kora keeps a falcon. " * 4000
+    most = 64 * word_model.config.max_positions
+    check_size(word_model, [words[:most]])
+    prepared(word_model, "Where does Kora live?")  # the template is tokenised once
+
+    def encode(self, text, special=False):
+        assert len(text) < 100
+        return np.zeros(1, np.int32)
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    for name in ("encode_with_offsets", "encode_batch"):
+        monkeypatch.setattr(Tokenizer, name, None)
+    talk = Conversation(("Who?", "Who?"), (words,))
+    documents = [words[: most // 2]] * 3
+    titled = [Passage("a", title=words)]
+    for question, given in (
+        (words, DOCUMENTS), (talk, DOCUMENTS), ("Who?", documents), ("Who?", titled),
+        ("Who?", [[2] * 600, [2] * 600]), (Conversation(("Who?",), (), words), DOCUMENTS),
+        (Conversation(("Who?",), query=words), DOCUMENTS),
+    ):  # fmt: skip
+        with pytest.raises(ContextExceeded, match="context is 1024 tokens, for which at most"):
+            prepared(word_model, question, given)
+
+
+def test_texts_of_long_tokens_may_have_more_characters(word_model, monkeypatch):
+    monkeypatch.setattr(word_model.tokenizer, "longest_token", 100)
+    check_size(word_model, ["x" * 100 * 1024])
+    with pytest.raises(ContextExceeded, match="102401 characters"):
+        check_size(word_model, ["x" * 100 * 1024, "x"])
+
+
+def test_a_question_is_given_up_between_two_texts(word_model, monkeypatch):
+    texts, real = [], Tokenizer.encode
+
+    def encode(self, text, special=False):
+        texts.append(text)
+        return real(self, text, special)
+
+    def go_on():
+        if "third" in texts:
+            raise TimeoutError
+
+    settings = resolve(Ask(method="turborag", max_new_tokens=1), model=word_model)
+    settings = dataclasses.replace(settings, go_on=go_on)
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    with pytest.raises(TimeoutError):
+        prepare(settings, "Where does Kora live?", ["first", "second", "third", "fourth"])
+    assert texts[-1] == "third"
+
+
 def test_a_sub_word_model_refuses_only_a_question_it_cannot_read_at_all(tiny_config):
     pieces = [
         ("<unk>", -9.0),
@@ -107,7 +160,8 @@ def test_unknown_words_of_documents_and_templates_are_notes(word_model):
 
 
 def test_token_ids_are_not_looked_at(word_model):
-    assert prepared(word_model, [2, 2], [[2]]).notes == []
+    for documents in ([[2]], np.full((2, 3), 2)):
+        assert prepared(word_model, [2, 2], documents).notes == []
 
 
 def test_a_recorded_template_with_split_markers_is_used_with_a_note(text_model, tmp_path):

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -121,6 +122,21 @@ def _idle(state: ServerState) -> None:
 
     state.engine.call(look)
     assert (state.limits.waiting, state.limits.waiting_tokens) == (0, 0)
+
+
+@pytest.fixture(scope="session")
+def restarts() -> Callable[[Running], float]:
+    """``restarts(server)``: how often its engine's pool was made anew; it serves on."""
+    return _restarts
+
+
+def _restarts(server: Running) -> float:
+    assert server.chat(max_tokens=1).status_code == 200
+    found = re.search(
+        r"^jaxrag_engine_restarts_total (.+)$", server.client.get("/metrics").text, re.M
+    )
+    assert found is not None
+    return float(found[1])
 
 
 @contextlib.contextmanager

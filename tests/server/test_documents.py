@@ -3,6 +3,8 @@
 import base64
 import functools
 import io
+import threading
+import time
 
 import httpx
 import numpy as np
@@ -44,6 +46,54 @@ def test_a_file_is_kept_as_it_was_sent(client):
             gone(made.id)
 
 
+@pytest.mark.parametrize(
+    "name", ['q"uote;x=.md', 'a"; filename="b.md', "two words; a=b.txt", "100%.md", "na\u00efve.md"]
+)
+def test_a_name_is_kept_whole(client, kept, name):
+    made = upload(client, name)
+    assert made.filename == name
+    head = kept.client.get(f"/v1/files/{made.id}/content").headers
+    assert set(head) <= {
+        "date", "server", "accept-ranges", "content-type", "content-length", "content-disposition",
+        "last-modified", "etag", "x-content-type-options", "x-request-id",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ('filename="q"uote;x=.md"', 'q"uote;x=.md'),
+        ('filename="q\\"uote.md"', 'q"uote.md'),
+        ('filename="q%22uote%0D%0Ax-evil: 1.md"', 'q"uotex-evil: 1.md'),
+        ('filename="50%25.md"', "50%25.md"),
+        ('filename="a.md"; size=3', "a.md"),
+        ('filename="TCP/IP.md"', "TCP_IP.md"),
+        ("filename=plain.md", "plain.md"),
+    ],
+)
+def test_names_as_clients_write_them(kept, written, name):
+    head = f'--b\r\ncontent-disposition: form-data; name="file"; {written}\r\n\r\n'
+    form = {"content-type": "multipart/form-data; boundary=b"}
+    body = f"{head}text\r\n--b--\r\n".encode()
+    answer = kept.client.post("/v1/files", content=body, headers=form)
+    assert answer.json().get("filename") == name, answer.text
+    told = kept.client.get(f"/v1/files/{answer.json()['id']}/content")
+    assert told.text == "text" and "x-evil" not in told.headers
+
+
+@pytest.mark.parametrize(
+    "limit",
+    ["0", "101", "00000000199999", "000000001" + "0" * 5000, "1" + "0" * 5000, "+1", "", "\u0661"],
+)
+def test_a_limit_of_a_list_is_an_integer(kept, limit):
+    answer = kept.client.get("/v1/vector_stores", params={"limit": limit})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "limit")
+
+
+def test_a_limit_may_have_noughts_in_front(kept):
+    assert kept.client.get("/v1/vector_stores", params={"limit": "001"}).status_code == 200
+
+
 def test_a_document_is_found_once_its_file_is_completed(client, kept):
     store = client.vector_stores.create(name="stories", metadata={"kind": "test"})
     assert (store.name, store.file_counts.total, store.metadata) == ("stories", 0, {"kind": "test"})
@@ -76,6 +126,40 @@ def test_a_document_is_found_once_its_file_is_completed(client, kept):
     with pytest.raises(openai.NotFoundError):
         client.vector_stores.search(store.id, query="Giso Berow")
     assert kept.chat(knowledge_base=store.id).status_code == 404
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_answer_ends_with_a_document_that_was_removed_meanwhile(client, kept, held, stream):
+    store = client.vector_stores.create(name="leaving")
+    members = []
+    for data in (STORY, b"File 7: Rino Dirow lives in Kerdorf."):
+        file = upload(client, data=data)
+        members.append(file.id)
+        client.vector_stores.files.create_and_poll(
+            file.id, vector_store_id=store.id, poll_interval_ms=20
+        )
+    body = {"messages": [{"role": "user", "content": HOME}], "knowledge_base": store.id}
+    answers = []
+
+    def ask():
+        answer = kept.client.post("/v1/chat/completions", json=body | {"stream": stream})
+        answers.append((answer.status_code, answer.text))
+
+    asking = threading.Thread(target=ask)
+    with held(kept.state):
+        asking.start()
+        until = time.monotonic() + 30
+        while not any(it.prompt_tokens for it in list(kept.state.asking)):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        assert client.files.delete(members[0]).deleted
+    asking.join(60)
+    [(status, text)] = answers
+    assert "document_removed" in text and "was removed meanwhile; ask again" in text
+    assert status == (200 if stream else 503)
+    assert "[DONE]" not in text
+    again = kept.client.post("/v1/chat/completions", json=body)
+    assert again.status_code == 200 and "Tondorf" not in again.text
 
 
 def test_filters_choose_files_by_their_attributes(client):
@@ -219,7 +303,17 @@ def test_a_vector_store_cuts_in_its_own_way(client):
             "content-type": "multipart/form-data; boundary=b"}), "file"),
         (lambda c: c.post("/v1/vector_stores", json={"name": 3}), "name"),
         (lambda c: c.post("/v1/vector_stores", json={"metadata": {"a": []}}), "metadata"),
+        (lambda c: c.post("/v1/vector_stores", json={"name": "x" * 257}), "name"),
+        (lambda c: c.post("/v1/vector_stores", json={"metadata": {"a": 10**400}}), "metadata"),
+        (lambda c: c.post("/v1/vector_stores", json={"metadata": {"a": 2**63}}), "metadata"),
+        (lambda c: c.post("/v1/vector_stores", json={"metadata": {"a": "x" * 513}}), "metadata"),
+        (lambda c: c.post("/v1/vector_stores", json={"metadata": {"x" * 65: 1}}), "metadata"),
+        (lambda c: c.post("/v1/vector_stores",
+                          json={"metadata": {str(i): i for i in range(17)}}), "metadata"),
         (lambda c: c.post("/v1/vector_stores/village/search", json={}), "query"),
+        (lambda c: c.post("/v1/vector_stores/village/search",
+                          json={"query": "x" * 65537}), "query"),
+        (lambda c: c.post("/v1/embeddings", json={"input": "x" * 65537}), "input"),
         (lambda c: c.post("/v1/vector_stores/village/search",
                           json={"query": "a", "max_num_results": 51}), "max_num_results"),
         (lambda c: c.post("/v1/vector_stores/village/search",

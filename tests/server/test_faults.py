@@ -223,7 +223,7 @@ def test_a_body_of_100_mb_is_413_before_it_is_sent(server):
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=60) as one:
         one.sendall(
-            f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {100 << 20}\r\n\r\n".encode()
+            f"POST {CHAT} HTTP/1.1\r\nHost: [::1]\r\nContent-Length: {100 << 20}\r\n\r\n".encode()
         )
         assert one.recv(1 << 12).startswith(b"HTTP/1.1 413 ")
 

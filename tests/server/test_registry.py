@@ -7,8 +7,10 @@ import pytest
 
 from jaxrag.base.errors import StoreError
 from jaxrag.server.durable import REGISTRY, UNFINISHED, write_durably
+from jaxrag.server.state.quota import Quota
 from jaxrag.server.state.registry import Registry
 from jaxrag.server.state.uploads import Uploads, plain_name
+from jaxrag.server.tenants import Tenants
 
 
 @pytest.fixture
@@ -19,7 +21,11 @@ def registry(tmp_path):
 
 @pytest.fixture
 def uploads(tmp_path, registry):
-    return Uploads(tmp_path, registry)
+    return uploads_of(tmp_path, registry)
+
+
+def uploads_of(folder, registry):
+    return Uploads(folder, registry, Quota(registry, Tenants.open(None, None), lambda _: folder))
 
 
 def kept(uploads, tenant="acme", data=b"text", name="a.txt"):
@@ -49,7 +55,7 @@ def test_what_was_not_acknowledged_is_swept(tmp_path, uploads, registry):
     (uploads.folder("acme") / "file-unknown").write_bytes(b"whole")
     registry.close()
     with contextlib.closing(Registry(tmp_path)) as again:
-        assert Uploads(tmp_path, again).sweep() == 3
+        assert uploads_of(tmp_path, again).sweep() == 3
         assert again.files() == [file]
     assert [path.name for path in (tmp_path / "tenants").rglob("files/*")] == [file.id]
 
@@ -111,6 +117,10 @@ def test_another_file_in_its_place_is_refused(tmp_path):
         ("a\n\x00b.txt", "ab.txt"),
         ("..", ""),
         ("a/", ""),
+        ("/etc/passwd", "passwd"),
+        ("TCP/IP.md", "TCP_IP.md"),
+        ('q"uote;x=.md', 'q"uote;x=.md'),
+        ("two\r\nlines.md", "twolines.md"),
         ("x" * 300 + ".html", "x" * 250 + ".html"),
         ("x" * 300, "x" * 255),
     ],

@@ -280,6 +280,26 @@ def test_documents_of_two_tenants_share_no_key(keyed, clients):
     assert stores[0].max_bytes == keyed.state.settings.memory_bytes // 3
 
 
+def test_only_admins_see_what_others_brought_near(clients):
+    """Where KV of a shared knowledge base was found; a tenant sees that of what it brings."""
+
+    def told(name, **body):
+        answer = clients[name].chat.completions.create(
+            model="synthetic", messages=[{"role": "user", "content": "Giso Berow"}], extra_body=body
+        )
+        rows = [row for row in answer.model_extra["jaxrag"]["reuse"] if row["how"] == "chunk hit"]
+        assert rows
+        return {row["where"] for row in rows}
+
+    assert told("acme", knowledge_base="village") <= {"pool", "host", "store"}
+    assert told("blue", knowledge_base="village") == {None}
+    own = {"documents": ["File 18: Mela Forow works as a judge."]}
+    clients["blue"].chat.completions.create(
+        model="synthetic", messages=[{"role": "user", "content": "Giso"}], extra_body=own
+    )
+    assert told("blue", **own) == {"pool"}
+
+
 def test_what_a_tenant_may_have_reaches_those_who_give_it(keyed, clients):
     assert keyed.state.engine.settings.scheduler.weights == {"acme": 2.0, "blue": 1.0, "slow": 1.0}
     for _ in range(3):

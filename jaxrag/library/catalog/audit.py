@@ -13,6 +13,7 @@ from jaxrag.base.errors import DamagedCatalogError
 from jaxrag.base.types import Connection
 from jaxrag.library.catalog.database import Database
 from jaxrag.library.catalog.digests import CHUNKS, DOCUMENTS, KEYS, DigestTable, Totals, contexts
+from jaxrag.library.catalog.forgotten import unlike_rows
 from jaxrag.library.catalog.rows import ChunkRow, DocumentRow
 from jaxrag.library.retrieve.base import searched_text
 from jaxrag.library.retrieve.bm25 import BM25Index
@@ -21,6 +22,7 @@ _INDEXED_AT_ONCE = 4096  # chunks whose words are held
 
 # What a fault is of, as it is counted for people.
 DOCUMENT, CHUNK, KEY, WORDS, TOTALS = "document", "chunk", "key", "word", "total"
+REMOVAL = "removal"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Fault:
     """Something that is not as it should be.
 
     Attributes:
-      kind: "document", "chunk", "key", "word" or "total".
+      kind: "document", "chunk", "key", "word", "total" or "removal".
       name: of the document, chunk or key, as people name it; "" of words and totals.
     """
 
@@ -206,6 +208,8 @@ class Audit:
             faults.append(Fault(KEY, "of no chunk", homeless))
         if count := index.count_unlike(_texts(connection)):
             faults.append(Fault(WORDS, count=count))
+        if count := len(unlike_rows(connection)):
+            faults.append(Fault(REMOVAL, count=count))
         if not self.database.checked:
             return faults, 0
         counted = Totals.counted(connection)
@@ -250,6 +254,8 @@ class Audit:
             "DELETE FROM contexts WHERE (chunk_id, encoder) NOT IN "
             "(SELECT chunk_id, encoder FROM chunk_keys)"
         )
+        unlike = [(name,) for name in unlike_rows(connection)]
+        connection.executemany("DELETE FROM forgotten WHERE name = ?", unlike)
         index = BM25Index(connection, path=self.database.path, checked=self.database.checked)
         index.clear()
         for some in itertools.batched(_texts(connection), _INDEXED_AT_ONCE):

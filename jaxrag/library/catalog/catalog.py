@@ -30,6 +30,13 @@ from jaxrag.library.catalog.digests import (
     unlike,
     upgrade,
 )
+from jaxrag.library.catalog.forgotten import (
+    CREATE_FORGOTTEN,
+    SECRET,
+    LeftChunk,
+    new_secret,
+    remember,
+)
 from jaxrag.library.catalog.reader import CatalogReader
 from jaxrag.library.catalog.rows import ChunkRow, DocumentRow, NewDocument
 from jaxrag.library.retrieve.base import searched_text
@@ -89,6 +96,7 @@ class Catalog(CatalogReader):
                         database.make_tables()
                         BM25Index(connection).create()
                         connection.execute(CREATE_TOTALS)
+                        connection.execute(CREATE_FORGOTTEN)
                         connection.executemany(
                             SETTINGS.insert(True),
                             [
@@ -105,7 +113,7 @@ class Catalog(CatalogReader):
         Safe against being killed. Returns whether it has them now: not where the file cannot be
         written, or anybody else has it open.
         """
-        return self.checked or (self.writable and self._database.upgrade(upgrade))
+        return self.checked or (self.writable and self._database.upgrade(_upgrade))
 
     def audit(self) -> Audit:
         """All rows as they are, to be checked and repaired."""
@@ -210,7 +218,8 @@ class Catalog(CatalogReader):
                     f"{self.path.parent}: another process changed the embedder; open it again"
                 )
             staying = {entry.document.id: entry for entry in entries}  # the last of each id
-            left, gone = self._remove(connection, staying)
+            gone = self._remove(connection, staying)
+            left = [chunk.id for chunk in gone]
             texts = {}
             for entry in entries:
                 if staying[entry.document.id] is not entry:
@@ -221,7 +230,7 @@ class Catalog(CatalogReader):
                 for chunk_id, chunk in zip(entry.chunk_ids, entry.chunks, strict=True):
                     texts[chunk_id] = searched_text(title, chunk.text)
             self._count(connection, self._index.add(texts), 1, texts, len(staying))
-            self._forget_contexts(connection, gone)
+            self._forget(connection, gone)
             if vectors != "null":
                 connection.executemany("INSERT INTO leaving VALUES (?)", [(i,) for i in left])
         return left
@@ -293,8 +302,9 @@ class Catalog(CatalogReader):
         An id that names no document is left out.
         """
         with self._database.transaction() as connection:
-            left, gone = self._remove(connection, document_ids)
-            self._forget_contexts(connection, gone)
+            gone = self._remove(connection, document_ids)
+            self._forget(connection, gone)
+            left = [chunk.id for chunk in gone]
             if self._setting(connection, "vectors") is not None:
                 connection.executemany("INSERT INTO leaving VALUES (?)", [(i,) for i in left])
         return left
@@ -334,26 +344,22 @@ class Catalog(CatalogReader):
             mask &= (chunk_ids < first) | (chunk_ids > last)
         return chunk_ids[mask]
 
-    def _remove(
-        self, connection: Connection, document_ids: Iterable[str]
-    ) -> tuple[list[int], list[str]]:
-        """Remove documents; returns the ids and the content ids of their chunks."""
-        left: list[int] = []
-        gone: list[str] = []
+    def _remove(self, connection: Connection, document_ids: Iterable[str]) -> list[LeftChunk]:
+        """Remove documents; returns their chunks."""
+        gone: list[LeftChunk] = []
         for some in itertools.batched(document_ids, _REMOVED_AT_ONCE):
             among, values = "IN (SELECT value FROM json_each(?))", (json.dumps(some),)
             texts = {}
             for row, document in self._chunks(connection, f"document_id {among}", values):
                 texts[row.id] = searched_text(document.title, row.text)
-                gone.append(row.content_id)
+                gone.append(LeftChunk(row.id, row.document_id, row.content_id))
             (documents,) = connection.execute(
                 f"SELECT COUNT(*) FROM documents WHERE id {among}", values
             ).fetchone()
             if documents:
                 connection.execute(f"DELETE FROM documents WHERE id {among}", values)
                 self._count(connection, self._index.remove(texts), -1, texts, documents)
-            left += texts
-        return left, gone
+        return gone
 
     def _count(
         self,
@@ -373,14 +379,24 @@ class Catalog(CatalogReader):
             )
             totals.with_words(connection).write(connection)
 
-    def _forget_contexts(self, connection: Connection, gone: list[str]) -> None:
-        """Forget the keys of KV that has seen a chunk whose content no chunk has any more."""
+    def _forget(self, connection: Connection, gone: Sequence[LeftChunk]) -> None:
+        """Forget the keys of KV that has seen a content which no chunk has any more.
+
+        What tells later that nothing is left of the documents is remembered of them.
+        """
+        if not gone:
+            return
         connection.execute(
             "DELETE FROM chunk_keys WHERE (chunk_id, encoder) IN (SELECT chunk_id, encoder "
             "FROM json_each(?) JOIN contexts ON content_id = value "
             "WHERE NOT EXISTS (SELECT 1 FROM chunks WHERE content_id = value))",
-            (json.dumps(sorted(dict.fromkeys(gone))),),
+            (json.dumps(sorted({chunk.content_id for chunk in gone})),),
         )
+        secret = self._setting(connection, SECRET)
+        if secret is None:
+            secret = new_secret()
+            self._set(connection, SECRET, secret)
+        remember(connection, self.path, bytes.fromhex(secret), gone)
 
     def _insert(self, connection: Connection, entry: NewDocument, now: str) -> None:
         document, chunks = entry.document, entry.chunks
@@ -418,3 +434,9 @@ class Catalog(CatalogReader):
                 f"catalog {self.path}: chunk id {chunk_id} is not reserved, or was for longer than "
                 "the grace of a gc; add the documents again"
             )
+
+
+def _upgrade(connection: Connection) -> None:
+    """Give a catalog of format 3 what it lacks, in the caller's transaction."""
+    upgrade(connection)
+    connection.execute(CREATE_FORGOTTEN)

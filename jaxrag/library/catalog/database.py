@@ -84,9 +84,11 @@ class Database:
         self.path = path
         self._inode = _inode(path)
         self.writable = os.access(path.parent, os.W_OK)
+        self._seen = _state(path)  # before it is read
         self.connection = _connect(path, self.writable)
         self._changes = 0  # of connections before this one
         self._lock = threading.RLock()
+        self._depth = 0  # of ``use`` within ``use``
         self.checked = True
         with _OPEN_LOCK:
             _OPEN.add(self)
@@ -105,7 +107,22 @@ class Database:
         Those that tell of damage leave as DamagedCatalogError.
         """
         with self._lock, _as_store_errors(self.path):
-            yield self.connection
+            if not self._depth and not self.writable:
+                self._look_again()
+            self._depth += 1
+            try:
+                yield self.connection
+            finally:
+                self._depth -= 1
+
+    def _look_again(self) -> None:
+        """Open a file anew that others changed: one that is taken as unchanging shows no change."""
+        state = _state(self.path)
+        if state != self._seen:
+            self._changes += self.connection.total_changes() + 1
+            self.connection.close()
+            self.connection = _connect(self.path, self.writable)
+            self._seen = state
 
     @contextlib.contextmanager
     def snapshot(self) -> Iterator[Connection]:
@@ -265,6 +282,19 @@ def _inode(path: Path) -> int | None:
         return path.stat().st_ino
     except FileNotFoundError:
         return None
+
+
+def _state(path: Path) -> tuple[tuple[int, int, int] | None, ...]:
+    """What changes with the file or its log: the number, size and time of each."""
+    found: list[tuple[int, int, int] | None] = []
+    for one in (path, path.with_name(path.name + "-wal")):
+        try:
+            stat = one.stat()
+        except FileNotFoundError:
+            found.append(None)
+        else:
+            found.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
+    return tuple(found)
 
 
 def mark(connection: Connection) -> None:

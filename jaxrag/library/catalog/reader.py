@@ -22,6 +22,7 @@ from jaxrag.library.catalog.digests import (
     check_settings,
     unlike,
 )
+from jaxrag.library.catalog.forgotten import SECRET, DerivedRows, Trace, recall, rows_of, trace_of
 from jaxrag.library.catalog.rows import (
     ChunkRow,
     ChunkTokens,
@@ -342,6 +343,41 @@ class CatalogReader:
                     "SELECT 1 FROM chunks WHERE content_id = ? LIMIT 1", (content_id,)
                 ).fetchone()
         return found is not None
+
+    def trace(self, document_id: str) -> tuple[Trace, DerivedRows]:
+        """By what one recognises what derives from a document, and which rows do.
+
+        The trace names no chunk where the catalog holds no such document and remembers no removal
+        or replacement of one.
+        """
+        secret = bytes.fromhex(self.settings().get(SECRET) or "")
+        with self._database.snapshot() as connection:
+            known = recall(connection, self.path, secret, document_id)
+            here = connection.execute(
+                "SELECT id, content_id FROM chunks WHERE document_id = ?", (document_id,)
+            ).fetchall()
+            held = connection.execute(
+                "SELECT DISTINCT content_id FROM chunks WHERE document_id != ?", (document_id,)
+            )
+            trace = trace_of(known, secret, here, (row[0] for row in held))
+            return trace, rows_of(connection, document_id, trace)
+
+    def holds(self, chunk_ids: Sequence[int], content_ids: Sequence[str]) -> bool:
+        """Whether all these chunks, and chunks with these contents, are there."""
+        with self._database.use() as connection:
+            (lacking,) = connection.execute(
+                "SELECT EXISTS (SELECT 1 FROM json_each(?) WHERE value NOT IN "
+                "(SELECT id FROM chunks WHERE id = value)) OR EXISTS (SELECT 1 FROM json_each(?) "
+                "WHERE value NOT IN (SELECT content_id FROM chunks WHERE content_id = value))",
+                (json.dumps([int(i) for i in chunk_ids]), json.dumps(list(content_ids))),
+            ).fetchone()
+        return not lacking
+
+    def has_key(self, key: str) -> bool:
+        """Whether a chunk has this store key."""
+        with self._database.use() as connection:
+            statement = "SELECT 1 FROM chunk_keys WHERE key = ? LIMIT 1"
+            return connection.execute(statement, (key,)).fetchone() is not None
 
     def check_whole(self) -> None:
         """Raise DamagedCatalogError where chunks, lengths or postings were lost or added.

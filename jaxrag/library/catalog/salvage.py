@@ -41,6 +41,7 @@ from jaxrag.library.catalog.digests import (
     DigestTable,
     Totals,
 )
+from jaxrag.library.catalog.forgotten import FORGOTTEN
 from jaxrag.library.catalog.pages import PAGE_BYTES, lost_pages, mend, rows_of, wrong_pages
 from jaxrag.library.catalog.rows import ChunkRow, DocumentRow
 from jaxrag.library.retrieve.base import searched_text
@@ -193,6 +194,7 @@ class _Found:
 
     Attributes:
       contexts: content ids by place, by chunk and encoder.
+      forgotten: what is remembered of removed documents, by name.
       last: the last chunk id that was ever seen.
       totals: None where they are lost.
     """
@@ -202,6 +204,7 @@ class _Found:
     chunks: dict[str, dict[int, tuple[Any, ...]]]
     keys: dict[int, list[tuple[Any, ...]]]
     contexts: dict[tuple[int, str], dict[int, str]]
+    forgotten: dict[str, tuple[Any, ...]]
     last: int
     totals: Totals | None
 
@@ -213,6 +216,7 @@ class _Found:
         chunks: dict[str, dict[int, tuple[Any, ...]]] = collections.defaultdict(dict)
         keys: dict[int, list[tuple[Any, ...]]] = collections.defaultdict(list)
         contexts: dict[tuple[int, str], dict[int, str]] = collections.defaultdict(dict)
+        forgotten: dict[str, tuple[Any, ...]] = {}
         last, totals = 0, None
         for row in rows_of(pages, wrong):
             if _is_of(SETTINGS, row):
@@ -222,6 +226,8 @@ class _Found:
             elif _is_of(CHUNKS, row):
                 chunks[row[1]][row[0]] = row
                 last = max(last, row[0])
+            elif _is_of(FORGOTTEN, row):
+                forgotten[row[0]] = row
             elif _is_of(TOTALS, row):
                 totals = Totals(*row[1:-1])
             elif _has_types(row, int, str, str, int):
@@ -230,7 +236,7 @@ class _Found:
                 contexts[row[0], row[1]][row[2]] = row[3]
             elif _has_types(row, int, int, float):
                 last = max(last, row[1])
-        return cls(settings, documents, chunks, keys, contexts, last, totals)
+        return cls(settings, documents, chunks, keys, contexts, forgotten, last, totals)
 
     def whole_documents(self) -> list[str]:
         """Ids of the documents of which every chunk is there, in order."""
@@ -249,6 +255,7 @@ class _Found:
             with database.transaction() as connection:
                 _insert(connection, SETTINGS, self.settings.values())
                 _insert(connection, DOCUMENTS, (self.documents[name] for name in whole))
+                _insert(connection, FORGOTTEN, self.forgotten.values())
                 index = BM25Index(connection, path=new)
                 chunks = ((name, row) for name in whole for row in self.chunks[name].values())
                 for some in itertools.batched(chunks, _INDEXED):

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from jaxrag.base.errors import KnowledgeBaseError, RequestError, TokenizerError
+from jaxrag.base.tables import require_kind
 from jaxrag.base.types import HostArray
 from jaxrag.kv.store import ChunkStore, ReadThrough
 from jaxrag.library.catalog import Catalog
 from jaxrag.library.catalog.audit import RowsReport
 from jaxrag.library.knowledge_base import upkeep
-from jaxrag.library.knowledge_base.neighbours import Neighbours, refresh
+from jaxrag.library.knowledge_base.forgotten import ForgottenReport, look_for
+from jaxrag.library.knowledge_base.neighbours import Neighbours, Placed, refresh
 from jaxrag.library.knowledge_base.parts import Parts
 from jaxrag.library.knowledge_base.reports import RefreshReport
 from jaxrag.library.knowledge_base.rows import Names, examine
@@ -72,6 +74,12 @@ class Maintained(Parts):
         Returns for every chunk the token ids of its neighbours, int32 [T] each, in order. Raises
         KnowledgeBaseError without a model, for a chunk that has left meanwhile, and as ``refresh``.
         """
+        return [placed.neighbours for placed in self.placed(chunk_ids, encoder, template)]
+
+    def placed(
+        self, chunk_ids: Sequence[int], encoder: str, template: PromptTemplate | None = None
+    ) -> list[Placed]:
+        """As ``neighbours_of``: every chunk with its neighbours and their content ids."""
         neighbours = self._neighbours(self._require_model("find neighbours as token ids"))
         if template is not None:
             neighbours = dataclasses.replace(neighbours, template=template)
@@ -83,7 +91,11 @@ class Maintained(Parts):
         gone = [i for i in chunk_ids if i not in placed]
         if gone:
             raise KnowledgeBaseError(f"{self.path} holds chunk {gone[0]} no more; search again")
-        return [placed[i].neighbours for i in chunk_ids]
+        return [placed[i] for i in chunk_ids]
+
+    def holds(self, chunk_ids: Sequence[int], content_ids: Sequence[str]) -> bool:
+        """Whether all these chunks, and chunks with these contents, are still there."""
+        return self._catalog.holds(chunk_ids, content_ids)
 
     def embed(self, *, progress: bool = False) -> int:
         """Make the vectors that chunks lack, after an embedder was added; returns how many.
@@ -184,6 +196,19 @@ class Maintained(Parts):
         if self._vectors is not None and self._settings["vectors_complete"]:
             lost = len(self._vectors.compared(self._catalog).lost)
         return dataclasses.replace(report, rows=rows, vectors_lost=lost)
+
+    def verify_forgotten(self, document: str) -> ForgottenReport:
+        """List all that derives from a document that was removed or replaced, or is still there.
+
+        Rows, words, vectors, KV of its chunks and KV that saw them, and what files may hold. Works
+        after its rows are gone, as a removal leaves keyed digests. Text that other documents have
+        as well is theirs, and not listed. Reads every record of the store.
+
+        Raises RequestError for what is no id, KnowledgeBaseError for one that neither names a
+        document nor named one that was removed.
+        """
+        require_kind("document", document, (str,), "a text, a document's id", optional=False)
+        return look_for(document, self._catalog, self.store, self._vectors)
 
     def _verify_rows(self, repair: bool) -> RowsReport:
         """Check every row of the catalog, with the tokenizer where it is at hand."""

@@ -187,15 +187,8 @@ def refresh(
 ) -> RefreshReport:
     """Encode every chunk whose neighbours, their order included, are not those of its KV.
 
-    Neighbours are searched of the chunks whose lists may have changed since the last complete
-    search. Found by an exact vector index, these are the new
-    chunks and those that a chunk which came or went is near to; found by BM25 or an approximate
-    index, all chunks as soon as any document changed: one question for every chunk, for BM25 to an
-    index that is read into memory once.
-
     KV that is stored already is not encoded again, so a run that was cut short is continued by the
-    next. Chunks of documents that leave meanwhile, and those that would have seen them, are passed
-    over.
+    next. Passed over are chunks of documents that leave meanwhile, and those that would see them.
 
     Args:
       encoders: those of its variants that see neighbours.

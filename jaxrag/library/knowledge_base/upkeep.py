@@ -29,7 +29,7 @@ from jaxrag.library.knowledge_base.writers import KeyWriter, Writers
 from jaxrag.models.text.progress import progress_bar
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.reuse.attention_index.document import Indexing, is_indexed
-from jaxrag.reuse.encode import ChunkEncoding, gets_indexes
+from jaxrag.reuse.encode import ENCODERS, ChunkEncoding, gets_indexes
 
 _REPAIR_BATCH = 256  # chunks that are encoded together
 _EMBED_BATCH = 1024  # texts between two commits of the index
@@ -82,18 +82,28 @@ class VerifyReport:
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """What one knowledge base needs of a repository."""
+    """What one knowledge base needs of a repository.
+
+    Attributes:
+      catalog: names the KV of its chunks.
+      encoders: those whose KV it needs only where the catalog names the very key. KV that saw
+        neighbours is one: which ones it saw is only known of what the catalog names.
+      prefix_content: content id of the template's prefix.
+      writers: at work on it.
+    """
 
     catalog: Catalog
     encoders: Sequence[str]
-    prefix_content: str | None  # content id of the template's prefix
+    prefix_content: str | None
     writers: Writers
 
     @classmethod
     def of(cls, catalog: Catalog, settings: Mapping[str, Any]) -> "Claim":
         """The claim of the knowledge base with this catalog."""
         writers = Writers(catalog.path.parent)
-        return cls(catalog, settings["encoders"], settings["prefix_content"], writers)
+        seeing = [name for name, it in ENCODERS.items() if it.sees_neighbours]
+        encoders = [*settings["encoders"], *seeing]
+        return cls(catalog, encoders, settings["prefix_content"], writers)
 
     def holds(self, record: Record) -> bool:
         """Whether the knowledge base needs this chunk."""
@@ -182,6 +192,7 @@ def sweep(
         strays = len(found)
         if not dry_run:
             vectors.remove(found)
+            vectors.index.collect(grace_seconds)
     return GcReport(report.chunks, report.damaged, report.attempts, report.nbytes, strays, dry_run)
 
 

@@ -21,6 +21,7 @@ import math
 import os
 import shutil
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -53,6 +54,7 @@ _INDEX_FROM = 20_000  # rows; below, comparing all of them is as fast
 _PROBES = 20  # partitions that a question is compared with
 _OPTIMIZE_EVERY = 20  # changes: small files are merged, new rows indexed, old versions removed
 _KEPT = datetime.timedelta(hours=1)  # versions this young may be in use by a reader
+_MOMENT = datetime.timedelta(milliseconds=1)  # the least that LanceDB takes without a warning
 _LISTED_IDS = 10_000  # most ids that are written into a query
 _SCORES = 1 << 24  # products of an exact search that are held at once
 
@@ -194,6 +196,31 @@ class VectorIndex:
         with self._changing():
             for start in range(0, len(ids), _LISTED_IDS):
                 self._table.delete(_among(ids[start : start + _LISTED_IDS]))
+
+    def collect(self, grace_seconds: float) -> None:
+        """Free the bytes of rows that left, and of versions of the table, longer ago than that.
+
+        A row that leaves is only marked. Where marks are older than the grace all rows are written
+        anew, in one commit.
+        """
+        if self._mode == "r" or self._in_memory:
+            return
+        younger = max(datetime.timedelta(seconds=grace_seconds), _MOMENT)
+        with self._lock, _errors(self._folder), _unless_in_conflict():
+            self._table.optimize(cleanup_older_than=younger)
+            if any(time.time() - path.stat().st_mtime >= grace_seconds for path in self._marks()):
+                self._table.update(where="true", values_sql={"id": "id"})
+                self._table.optimize(cleanup_older_than=younger)
+
+    def holds_rows_of(self, moment: float) -> bool:
+        """Whether files may hold rows that left after a moment, in seconds since 1970."""
+        with self._lock, _errors(self._folder):
+            versions = [it["timestamp"].timestamp() for it in self._table.list_versions()]
+            return any(self._marks()) or any(it <= moment for it in versions[:-1])
+
+    def _marks(self) -> list[Path]:
+        """Files that name rows which left, of all versions that are there."""
+        return list((self._path / "_deletions").glob("*"))
 
     def search(
         self, vectors: Vectors, k: int, allowed: Ids | None = None

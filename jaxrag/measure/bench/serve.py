@@ -1,18 +1,12 @@
 """Serving under load: the same arrivals for an engine under several settings, and for a peer.
 
-One client of an open loop (``serve_workload``) sends to one engine of this process. The arms differ
-in the engine's settings and in the method; they have the same weights, requests and moments, and
-chunk KV is read from one store, over a link of so many bytes a second. Every arm starts with an
-empty pool, after requests like those to come were served, so that nothing is compiled while it is
-timed. Times count from when a request was due.
+The arms differ in the engine's settings and in the method; they have the same weights, requests
+and moments, and read chunk KV from one store, over one link. Every arm starts with an empty pool
+and compiled programs. Times count from when a request was due.
 
-The peer serves the same weights over HTTP and gets the same prompts as token ids, with its prefix
-cache on: once as they come (``peer``), where a prompt has its documents in an order of its own and
-the cache can reuse what leading documents two prompts share; and once more all over
-(``peer_repeated``), its best case, where it has seen every prompt before.
-
-Our own server is measured likewise, beside an engine of this process that has the same: rows
-``in_process`` and ``http`` (``serve_http``).
+The peer serves the same weights over HTTP, with its prefix cache on: the prompts as they come
+(``peer``), and all of them once more (``peer_repeated``), its best case. Our own server
+(``serve_http``) has the rows ``http``, beside ``in_process`` of an engine that has the same.
 """
 
 import contextlib

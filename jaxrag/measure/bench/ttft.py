@@ -1,16 +1,9 @@
 """Time to first token: full prefill and reuse of cached chunks, beside a peer's full prefill.
 
-Every row is one context length. The measurements of a row alternate (full prefill, chunks from the
-disk, from the pool, the peer's full prefill), so that a slow moment of the machine falls on all of
-them; the first round is a warm-up that compiles. Of the others the medians are reported, and the
-best, which a busy machine disturbs least.
-
-A method that recomputes tokens has one more row for every recompute ratio: the same prompt from the
-pool and from the disk, the selector's own passes included, beside the FLOPs of both. Chunks that
-are encoded behind neighbours have the other chunks of the prompt for neighbours; how long that
-encoding took is not part of any row.
-
-Batches of requests that come at one moment have rows of their own (``bench.ttft_batch``).
+A row is one context length; its measurements alternate, and the first round, which compiles, does
+not count. A method that recomputes tokens has one more row for every recompute ratio, the
+selector's own passes included. Chunks encoded behind neighbours have the other chunks of the prompt
+for neighbours; the time of that encoding is part of no row. Batches: ``bench.ttft_batch``.
 """
 
 import contextlib

@@ -111,6 +111,11 @@ class Tokenizer:
         return max(self._text.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @functools.cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token, as the vocabulary writes it; added ones included."""
+        return max(map(len, self._text.get_vocab(with_added_tokens=True)), default=0)
+
+    @functools.cached_property
     def unk_id(self) -> int | None:
         """The id that stands for whatever the vocabulary lacks; None where nothing does.
 
@@ -136,9 +141,12 @@ class Tokenizer:
     def encode(self, text: str, special: bool = False) -> HostArray:
         """Ids of a text, int32 [T], without BOS or EOS.
 
-        ``special=True`` recognises added tokens spelled in the text, as a rendered chat needs.
-        Raises TokenizerError for a text that the tokenizer's own rules fail on.
+        ``special=True`` recognises added tokens spelled in the text, as a rendered chat needs; else
+        a long text is encoded in pieces, to the same ids. Raises TokenizerError for a text that the
+        tokenizer's own rules fail on, and as ``encode_with_offsets``.
         """
+        if len(text) > PIECE_CHARACTERS and not special:
+            return self.encode_with_offsets(text)[0]
         tokenizer = self._special if special else self._text
         with _panics():
             return np.asarray(tokenizer.encode(text, add_special_tokens=False).ids, np.int32)

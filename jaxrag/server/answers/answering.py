@@ -12,8 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from jaxrag.base.errors import DeadlineExceeded, Overloaded
 from jaxrag.serve.answers import Piece, Result
-from jaxrag.serve.questions import ReadyQuestion
-from jaxrag.server.answers.asking import LATE, Asking, Inbox, usage
+from jaxrag.server.answers.asking import LATE, Asking, Inbox, Make, usage
 from jaxrag.server.answers.forms import Form
 from jaxrag.server.answers.sse import EventStream, comment, event
 from jaxrag.server.answers.visit import Visit, unless_left
@@ -22,8 +21,6 @@ from jaxrag.server.fields import Generation
 from jaxrag.server.state.entry import Call, Endpoint, enter
 
 _TOGETHER = 64  # events that are sent at once, where so many are there
-
-Make = Callable[[], ReadyQuestion]
 
 
 def visited(asked: str) -> Callable[[Callable[[Visit], Coroutine[Any, Any, Response]]], Endpoint]:
@@ -91,7 +88,7 @@ async def _open(visit: Visit, fields: Generation, prompts: Sequence[Make]) -> No
     try:
         async with asyncio.timeout(deadline - time.monotonic()):
             for asking, make in zip(visit.askings, prompts, strict=True):
-                await asking.ready(make)
+                await asking.ready(make, visit.threads, deadline)
             visit.known(sum(asking.prompt_tokens for asking in visit.askings))
             for asking in visit.askings:
                 await asking.begin(deadline)
@@ -104,6 +101,7 @@ async def _whole(visit: Visit, inbox: Inbox) -> list[Result]:
     while len(found) < len(visit.askings):
         place, item = await inbox.next()
         if isinstance(item, Result):
+            await visit.askings[place].check_stands()
             found[place] = item
         else:
             visit.saw_tokens()
@@ -138,6 +136,7 @@ async def _events(
             continue
         first = None
         if isinstance(item, Result):
+            await visit.askings[place].check_stands()
             found[place] = item
             visit.results.append(item)
             if len(found) < count or fields.include_usage:
@@ -158,7 +157,7 @@ def _account(visit: Visit, fields: Generation, results: Sequence[Result]) -> dic
     """Usage and account of an answer; of several prompts a list of accounts."""
     lengths = [asking.prompt_tokens for asking in visit.askings]
     accounts = [
-        asking.account(result, fields.return_text)
+        asking.account(result, fields.return_text, visit.call.access)
         for asking, result in zip(visit.askings, results, strict=True)
     ]
     return {

@@ -2,10 +2,12 @@
 
 import asyncio
 import dataclasses
+import functools
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,12 @@ from jaxrag.serve.answers import Growing, News, Piece, Result, abstained
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.conversation import Conversation, Text
 from jaxrag.serve.questions import ReadyQuestion, prepare, resolve
-from jaxrag.server.errors import Problem, invalid
+from jaxrag.server.errors import ClientLeft, Problem, invalid, unavailable
 from jaxrag.server.fields import Generation
 from jaxrag.server.state.state import ServerState
 from jaxrag.server.tenants import Access
+
+Make = Callable[[Callable[[], None]], ReadyQuestion]  # from ``go_on`` of ``Settings``
 
 LATE = "time was over before the prompt was ready; allow more, or ask later"
 DEFAULT_CLASS = 1  # of priority, where there are several
@@ -39,8 +43,9 @@ def make_ready(
     fields: Generation,
     asked: Text | Conversation,
     knowledge_base: str | None,
+    go_on: Callable[[], None],
 ) -> ReadyQuestion:
-    """What the engine is to be asked; on a thread, as it retrieves.
+    """What the engine is to be asked; on a thread, as it retrieves. ``go_on`` is of ``Settings``.
 
     Raises Problem 404 for a knowledge base that is not there, 400 for what this server does not
     offer, and what ``resolve`` and ``prepare`` do.
@@ -66,6 +71,7 @@ def make_ready(
         model=state.model if base is None else None,
         store=state.memory.store(access.tenant) if base is None else None,
     )
+    settings = dataclasses.replace(settings, go_on=go_on)
     ready = prepare(settings, asked, fields.documents, fields.said["sampling"])
     request = ready.request
     room = state.model.config.max_positions - request.prompt.num_tokens
@@ -171,9 +177,13 @@ class Asking:
         self._over = False  # nothing more will come
         state.asking.add(self)
 
-    async def ready(self, make: Callable[[], ReadyQuestion]) -> None:
-        """Make the prompt ready on a thread. Raises what ``make`` raises."""
-        self._asked = await self._loop.run_in_executor(self._state.prepare, make)
+    async def ready(self, make: Make, threads: Executor, deadline: float) -> None:
+        """Make the prompt ready on a thread; given up once nobody wants it, or at the deadline.
+
+        Raises what ``make`` raises.
+        """
+        go_on = functools.partial(self._go_on, deadline)
+        self._asked = await self._loop.run_in_executor(threads, make, go_on)
         abstains, request = self._asked.abstains, self._asked.request
         self.prompt_tokens = 0 if abstains else request.prompt.num_tokens
         self._growing = Growing(self._asked, self._hear)
@@ -203,6 +213,28 @@ class Asking:
 
         await self._loop.run_in_executor(self._state.hand_over, add)
 
+    def _go_on(self, deadline: float) -> None:
+        """On the thread that makes it ready: raises where that is in vain."""
+        if self._closed:
+            raise self._failed or ClientLeft
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(LATE)
+
+    async def check_stands(self) -> None:
+        """Problem 503 where a document that it is made from left meanwhile: it is to be sent again.
+
+        Called before its end is sent, so that what was acknowledged as removed is in no answer that
+        ends later.
+        """
+        if self._asked is None or self._asked.settings.kb is None:
+            return
+        if not await asyncio.to_thread(lambda: self._asked is None or self._asked.stands):
+            raise unavailable(
+                "a document that this answer was made from was removed meanwhile; ask again",
+                1.0,
+                "document_removed",
+            )
+
     def close(self) -> None:
         """Nothing more is wanted of it."""
         with self._lock:
@@ -230,8 +262,11 @@ class Asking:
         of = f" {found.there}/{found.chunks}" if found.status == "loading" else ""
         return found.status + of
 
-    def account(self, result: Result, return_text: bool) -> dict[str, Any]:
-        """What a Result says beside the answer; folders of the server are not shown."""
+    def account(self, result: Result, return_text: bool, access: Access) -> dict[str, Any]:
+        """What a Result says beside the answer; folders of the server are not shown.
+
+        Where KV of a served knowledge base was found tells what others asked: only admins see it.
+        """
         shown = result.to_dict()
         for name in ("text", "token_ids", "finish_reason"):
             del shown[name]
@@ -240,6 +275,9 @@ class Asking:
             if not return_text:
                 del source["text"]
         base = None if self._asked is None else self._asked.settings.kb
+        if not access.admin and any(base is it for it in self._state.knowledge_bases.values()):
+            for row in shown["reuse"]:
+                row["where"] = None
         if base is not None:
             parent = f"{base.path.parent}/"
             shown["notes"] = [note.replace(parent, "") for note in shown["notes"]]

@@ -7,12 +7,11 @@ from typing import Any
 from starlette.responses import Response
 
 from jaxrag.serve.answers import Piece
-from jaxrag.serve.conversation import conversation_of
 from jaxrag.server.answers.answering import respond, visited
 from jaxrag.server.answers.asking import make_ready
 from jaxrag.server.answers.forms import Form, token_text
 from jaxrag.server.answers.visit import Visit
-from jaxrag.server.fields import generation_of
+from jaxrag.server.fields import conversation, generation_of
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
@@ -20,11 +19,9 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 @visited("messages")
 async def chat_completions(visit: Visit) -> Response:
     """Answer the last message."""
-    call = visit.call
-    fields = generation_of(call.body)
-    talk = conversation_of(call.body.values.get("messages"), call.body.text("query"), wire=True)
+    fields, talk = await visit.read(lambda body: (generation_of(body), conversation(body)))
     base = visit.choose_base(fields, default=True)
-    make = functools.partial(make_ready, visit.state, call.access, fields, talk, base)
+    make = functools.partial(make_ready, visit.state, visit.call.access, fields, talk, base)
     return await respond(visit, fields, [make], ChatForm(visit, fields.stream, fields.logprobs))
 
 

@@ -1,8 +1,7 @@
 """POST /v1/completions: prompts to go on from, with chunks before them or without any."""
 
-import asyncio
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,15 +11,16 @@ from jaxrag.base.types import HostArray
 from jaxrag.models.model import Model, as_token_ids
 from jaxrag.serve.answers import Piece
 from jaxrag.serve.ask import is_ids
-from jaxrag.serve.conversation import Conversation, Text
+from jaxrag.serve.conversation import Conversation, Text, check_size
+from jaxrag.serve.questions import ReadyQuestion
 from jaxrag.server.answers.answering import respond, visited
 from jaxrag.server.answers.asking import make_ready
 from jaxrag.server.answers.forms import Form, TokenTexts
-from jaxrag.server.answers.scoring import scored, scoring_of
+from jaxrag.server.answers.scoring import Scoring, scored, scoring_of
 from jaxrag.server.answers.tokenize import text_ids
 from jaxrag.server.answers.visit import Visit
 from jaxrag.server.errors import invalid
-from jaxrag.server.fields import Body, generation_of
+from jaxrag.server.fields import Body, Generation, generation_of
 
 _MOST_PROMPTS = 64
 
@@ -28,22 +28,32 @@ _MOST_PROMPTS = 64
 @visited("prompt")
 async def completions(visit: Visit) -> Response:
     """Go on from every prompt."""
-    state, body, access = visit.state, visit.call.body, visit.call.access
+    prompts, fields, scoring = await visit.read(_asked)
+    if scoring is not None:
+        jobs = [functools.partial(_ids, visit.state.model, it) for it in prompts]
+        return await scored(visit, jobs, scoring)
+    base = visit.choose_base(fields, default=False)
+    makes = [functools.partial(_make_ready, visit, fields, base, it) for it in prompts]
+    return await respond(visit, fields, makes, CompletionForm(visit, len(prompts), fields.logprobs))
+
+
+def _asked(body: Body) -> tuple[list[Text], Generation, Scoring | None]:
+    """The prompts of a body and its fields; what to tell of the prompts, where they are scored."""
     prompts = prompts_of(body)
     if body.flag("echo"):
-        scoring_of(body)
-        jobs = [functools.partial(_ids, state.model, it) for it in prompts]
-        return await scored(visit, await _together(visit, jobs))
-    fields = generation_of(Body({**body.values, "earlier_turns": None}))
-    base = visit.choose_base(fields, default=False)
-    alone = base is None and not fields.documents and not fields.said.get("blocks")
-    makes = []
-    for prompt in prompts:
-        asked: Text | Conversation = prompt
-        if alone:
-            asked = Conversation((_ids(state.model, prompt),))
-        makes.append(functools.partial(make_ready, state, access, fields, asked, base))
-    return await respond(visit, fields, makes, CompletionForm(visit, len(prompts), fields.logprobs))
+        scoring = scoring_of(body)
+        return prompts, scoring.fields, scoring
+    return prompts, generation_of(Body({**body.values, "earlier_turns": None})), None
+
+
+def _make_ready(
+    visit: Visit, fields: Generation, base: str | None, prompt: Text, go_on: Callable[[], None]
+) -> ReadyQuestion:
+    """One of the prompts as the engine is asked; on a thread."""
+    asked: Text | Conversation = prompt
+    if base is None and not fields.documents and not fields.said.get("blocks"):
+        asked = Conversation((_ids(visit.state.model, prompt),))
+    return make_ready(visit.state, visit.call.access, fields, asked, base, go_on)
 
 
 def prompts_of(body: Body) -> list[Text]:
@@ -62,14 +72,9 @@ def prompts_of(body: Body) -> list[Text]:
     return given
 
 
-async def _together(visit: Visit, jobs: Sequence[Callable[[], HostArray]]) -> list[HostArray]:
-    """What some jobs give, done on a thread."""
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(visit.state.prepare, lambda: [job() for job in jobs])
-
-
 def _ids(model: Model, prompt: Text) -> HostArray:
     """A prompt that stands alone as token ids; a text is led by what the model expects first."""
+    check_size(model, (prompt,))
     if not isinstance(prompt, str):
         return as_token_ids(prompt, model.config, "question")
     found = text_ids(model, prompt)

@@ -5,9 +5,10 @@ time between two steps of the engine, so that its log-probabilities depend on it
 """
 
 import asyncio
+import dataclasses
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,11 +29,23 @@ from jaxrag.server.state.entry import Call
 MOST = 5  # most likely tokens that are named
 
 
-def scoring_of(body: Body) -> tuple[Generation, int, int]:
-    """The common fields, how many of the most likely tokens to name, and how many to generate.
+@dataclasses.dataclass(frozen=True)
+class Scoring:
+    """What is told of prompts.
 
-    Raises Problem 400 for what a score cannot be had of.
+    Attributes:
+      fields: common ones.
+      count: of the most likely tokens that are named.
+      more: tokens to generate, 0 or 1.
     """
+
+    fields: Generation
+    count: int
+    more: int
+
+
+def scoring_of(body: Body) -> Scoring:
+    """How the prompts of a body are scored. Raises Problem 400 for what cannot be."""
     if body.values.get("logprobs") is True:
         raise body.wrong("logprobs", f"an integer, 0 to {MOST}")
     count = body.integer("logprobs", 0, MOST)
@@ -55,15 +68,19 @@ def scoring_of(body: Body) -> tuple[Generation, int, int]:
             f"temperature={temperature:g}: expected 0 with echo and logprobs",
             "temperature",
         )
-    return fields, count, more
+    return Scoring(fields, count, more)
 
 
-async def scored(visit: Visit, prompts: Sequence[HostArray]) -> JSONResponse:
-    """Log-probabilities of prompts [T] each, in the form of a completion."""
-    fields, count, more = scoring_of(visit.call.body)
+async def scored(
+    visit: Visit, jobs: Sequence[Callable[[], HostArray]], scoring: Scoring
+) -> JSONResponse:
+    """Log-probabilities of prompts as a completion; ``jobs`` give their ids [T] each."""
+    fields, count, more = scoring.fields, scoring.count, scoring.more
     _refuse_chunks(visit, fields)
     state, model = visit.state, visit.state.model
-    visit.enter(len(prompts))
+    visit.enter(len(jobs))
+    loop = asyncio.get_running_loop()
+    prompts = [await loop.run_in_executor(visit.threads, job) for job in jobs]
     length = sum(map(len, prompts))
     visit.known(length)
     for place, ids in enumerate(prompts):
@@ -78,8 +95,7 @@ async def scored(visit: Visit, prompts: Sequence[HostArray]) -> JSONResponse:
         async with asyncio.timeout(left), state.scoring:
             for place, ids in enumerate(prompts):
                 job = functools.partial(_score, ids=ids, count=max(count, 1))
-                loop = asyncio.get_running_loop()
-                found = await loop.run_in_executor(state.prepare, state.engine.call, job)
+                found = await loop.run_in_executor(visit.threads, state.engine.call, job)
                 choices.append(_choice(model, place, ids, found, count, more))
     except TimeoutError:
         raise DeadlineExceeded(LATE) from None

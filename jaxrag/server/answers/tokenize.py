@@ -7,12 +7,13 @@ import numpy as np
 from jaxrag.base.types import HostArray
 from jaxrag.models.model import Model, as_token_ids
 from jaxrag.serve.ask import Ask, is_ids
-from jaxrag.serve.conversation import conversation_of
 from jaxrag.serve.questions import prepare, resolve
 from jaxrag.server.errors import invalid
-from jaxrag.server.fields import Body
+from jaxrag.server.fields import Body, conversation
 from jaxrag.server.state.entry import Call
 from jaxrag.server.state.state import ServerState
+
+MOST = 1 << 19  # characters of a text, or token ids
 
 
 def tokenize(call: Call) -> dict[str, Any]:
@@ -22,13 +23,16 @@ def tokenize(call: Call) -> dict[str, Any]:
     answer = {"tokens": ids, "count": len(ids), "max_model_len": model.config.max_positions}
     if body.flag("return_token_strs"):
         tokenizer = model.text_tokenizer()
-        answer["token_strs"] = [tokenizer.decode([it], skip_special=False) for it in ids]
+        texts = {it: tokenizer.decode([it], skip_special=False) for it in set(ids)}
+        answer["token_strs"] = [texts[it] for it in ids]
     return answer
 
 
 def detokenize(call: Call) -> dict[str, Any]:
     """The text of token ids, special ones too."""
     given = call.body.values.get("tokens")
+    if isinstance(given, list) and len(given) > MOST:
+        raise invalid(f"tokens has {len(given)} entries: expected at most {MOST}", "tokens")
     if given != [] and not is_ids(given):
         raise call.body.wrong("tokens", "a list of token ids")
     model = call.state.model
@@ -42,13 +46,17 @@ def _ids(state: ServerState, body: Body) -> list[int]:
     if "messages" in body:
         method = next(iter(state.methods.values()))
         settings = resolve(Ask(method=method, max_new_tokens=1, prefix_cache=False), model=model)
-        talk = conversation_of(body.values["messages"], wire=True)
-        prompt = prepare(settings, talk).request.prompt
+        prompt = prepare(settings, conversation(body)).request.prompt
         return [int(it) for it in np.concatenate((prompt.prefix, *prompt.chunks, prompt.final))]
     text = body.text("prompt")
     text = body.text("content") if text is None else text
     if text is None:
         raise invalid("prompt: expected a text, or messages in its place", "prompt")
+    if len(text) > MOST:
+        raise invalid(
+            f"prompt has {len(text)} characters: expected at most {MOST}; send it in pieces",
+            "prompt",
+        )
     return [int(it) for it in text_ids(model, text, leading=body.flag("add_special_tokens", True))]
 
 

@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import Executor
 from typing import Any
 
 from starlette.requests import Request
@@ -12,11 +13,13 @@ from starlette.types import Receive
 from jaxrag.serve.answers import Result
 from jaxrag.server.answers.asking import Asking
 from jaxrag.server.errors import LEFT, ClientLeft, Problem, invalid, problem_of
-from jaxrag.server.fields import Generation
+from jaxrag.server.fields import Body, Generation
 from jaxrag.server.state.entry import Call
 from jaxrag.server.state.limits import Ticket
 from jaxrag.server.state.state import Ended, Served
 from jaxrag.server.tenants import Access
+
+_LONG_BODY = 256 << 10  # bytes; a longer one is not read on the event loop
 
 
 class Visit:
@@ -47,6 +50,19 @@ class Visit:
         self._last = self.arrived
         self._between: list[float] = []
         self._ended = False
+
+    @property
+    def threads(self) -> Executor:
+        """Those that prepare, for jobs of its tenant."""
+        return self.state.prepare.of(self.call.access.tenant)
+
+    async def read[T](self, read: Callable[[Body], T]) -> T:
+        """What ``read`` makes of the body; on a thread where that is long."""
+        call = self.call
+        if len(call.raw) <= _LONG_BODY:
+            return read(call.body)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.threads, lambda: read(call.body))
 
     def choose_base(self, fields: Generation, default: bool) -> str | None:
         """The knowledge base that is asked; with ``default`` one is, if nothing is named or given.

@@ -18,6 +18,7 @@ from jaxrag.server.tenants import Access
 _MOST_KEYS = 10_000
 _MOST_CHUNKS = 1000
 _MOST_TEXTS = 2048
+_TEXT_CHARACTERS = 1 << 16
 _KINDS = {"document": "passage", "passage": "passage", "query": "query"}
 
 
@@ -81,6 +82,8 @@ def _texts(body: Body) -> list[str]:
         raise body.wrong("input", "a text that is not empty, or a list of these")
     if not 0 < len(texts) <= _MOST_TEXTS:
         raise invalid(f"input has {len(texts)} texts: expected 1 to {_MOST_TEXTS}", "input")
+    if any(len(it) > _TEXT_CHARACTERS for it in texts):
+        raise invalid(f"input: expected texts of at most {_TEXT_CHARACTERS} characters", "input")
     return texts
 
 

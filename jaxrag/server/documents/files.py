@@ -1,6 +1,7 @@
 """/v1/files: uploads of a tenant, each a multipart form."""
 
 import asyncio
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,10 @@ _PURPOSE = "purpose"
 _BUFFER = 1 << 20  # bytes that are written at once
 _FIELD_BYTES = 4096  # of any other field
 _MOST_PARTS = 32
+_QUOTED = re.compile(  # up to the last quotation mark that ends it, other parameters behind it
+    rb'(?is);\s*filename="(.*?)"\s*(?:;\s*[\w*-]+=(?:"[^"]*"|[^";\s]*)\s*)*$'
+)
+_ESCAPED = re.compile(rb"(?i)%(22|0a|0d)")  # what browsers and OpenAI's client escape
 
 
 def list_files(call: Call) -> dict[str, Any]:
@@ -105,6 +110,18 @@ async def create_file(request: Request) -> JSONResponse:
         raise
 
 
+def _filename(disposition: bytes) -> bytes | None:
+    """The quoted name of a file, whole; None where it is written in another way.
+
+    Clients write a quotation mark in it as %22, with a backslash before it, or as it is.
+    """
+    found = _QUOTED.search(disposition)
+    if found is None:
+        return None
+    name = found[1].replace(b'\\"', b'"')
+    return _ESCAPED.sub(lambda it: bytes.fromhex(it[1].decode()), name)
+
+
 class _Form:
     """What the parser tells, part by part.
 
@@ -171,7 +188,8 @@ class _Form:
         if name != _FILE or self.filename is not None:
             raise invalid(f"the form has a file in the field {name!r}; send one, in 'file'", _FILE)
         self._name = None
-        self.filename = options[b"filename"].decode("utf-8", "replace")
+        raw = _filename(self._disposition)
+        self.filename = (options[b"filename"] if raw is None else raw).decode("utf-8", "replace")
 
     def _on_data(self, data: bytes, start: int, end: int) -> None:
         if self._name is None:

@@ -7,6 +7,7 @@ from jaxrag.server.errors import invalid
 from jaxrag.server.state.entry import Call
 
 _MOST = 100  # entries of a page
+_DIGITS = 9  # of a limit, those in front of it that are 0 among them
 
 
 def page_of[Row](
@@ -35,9 +36,10 @@ def page_of[Row](
     asked = call.query
     order = asked.get("order", order)
     if order not in ("asc", "desc"):
-        raise invalid(f"order={order!r}: expected asc or desc", "order")
+        raise invalid(f"order={order[:20]!r}: expected asc or desc", "order")
     text = asked.get("limit", str(default))
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= most:
+    digits = text.isascii() and text.isdigit() and len(text) <= _DIGITS
+    if not digits or not 1 <= int(text) <= most:
         raise invalid(f"limit={text[:20]!r}: expected an integer, 1 to {most}", "limit")
     limit = int(text)
     chosen = list(rows) if order == "asc" else list(rows)[::-1]

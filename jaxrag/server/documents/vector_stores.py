@@ -20,9 +20,12 @@ _FOUND = 10  # chunks of a search that does not say how many
 _MOST_FOUND = 50
 _MOST_FILES = 500  # of a batch
 _MOST_QUESTIONS = 16
+_QUESTION_CHARACTERS = 1 << 16
 _MOST_ATTRIBUTES = 16
 _KEY_CHARACTERS = 64
 _VALUE_CHARACTERS = 512
+_NAME_CHARACTERS = 256
+_INTEGERS = range(-(2**63), 2**63)  # of attributes; more than a filter compares with
 _LEAST_CHUNK, _MOST_CHUNK = 1, 4096  # tokens
 _OF_FILE = re.compile(r"file-[0-9a-f]{24}")
 
@@ -33,7 +36,7 @@ _OF_FILE = re.compile(r"file-[0-9a-f]{24}")
 def create_store(call: Call) -> dict[str, Any]:
     """Make one, with files or without."""
     library, access, body = call.library, call.access, call.body
-    name = body.text("name") or ""
+    name = _name(body) or ""
     metadata = _attributes(body, "metadata")
     size, overlap = _chunking(body)
     file_ids = body.texts("file_ids", most=_MOST_FILES)
@@ -58,7 +61,7 @@ def get_store(call: Call) -> dict[str, Any]:
 
 def change_store(call: Call) -> dict[str, Any]:
     """Rename one, or give it other metadata."""
-    name = call.body.text("name")
+    name = _name(call.body)
     metadata = _attributes(call.body, "metadata") if "metadata" in call.body else None
     shelf = call.library.change(call.access, call.path["store"], name, metadata)
     return _shown(call.library, shelf)
@@ -77,6 +80,10 @@ def search_store(call: Call) -> dict[str, Any]:
     if not questions:
         raise invalid("query: expected a text, or a list of them", "query")
     count = body.integer("max_num_results", 1, _MOST_FOUND) or _FOUND
+    if any(len(it) > _QUESTION_CHARACTERS for it in questions):
+        raise invalid(
+            f"query: expected texts of at most {_QUESTION_CHARACTERS} characters", "query"
+        )
     given = body.table("filters")
     hits = call.library.search(
         call.access,
@@ -328,17 +335,32 @@ def _attributes(body: Body, name: str) -> dict[str, Any]:
     if len(given) > _MOST_ATTRIBUTES:
         raise invalid(f"{name} has {len(given)} keys: expected at most {_MOST_ATTRIBUTES}", name)
     for key, value in given.items():
-        plain = isinstance(value, str | bool | int) or (
-            isinstance(value, float) and math.isfinite(value)
-        )
-        long = isinstance(value, str) and len(value) > _VALUE_CHARACTERS
-        if not key or len(key) > _KEY_CHARACTERS or key.startswith("$") or not plain or long:
+        if not 0 < len(key) <= _KEY_CHARACTERS or key.startswith("$") or not _is_plain(value):
             raise invalid(
                 f"{name}: {key[:80]!r}: expected a name of at most {_KEY_CHARACTERS} characters "
-                f"and a text of at most {_VALUE_CHARACTERS}, a number, true or false",
+                f"and a text of at most {_VALUE_CHARACTERS}, an integer of at most 64 bits, "
+                "another number, true or false",
                 name,
             )
     return dict(given)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, str):
+        return len(value) <= _VALUE_CHARACTERS
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and value in _INTEGERS
+
+
+def _name(body: Body) -> str | None:
+    """That of a vector store; None where the body has none."""
+    name = body.text("name")
+    if name is not None and len(name) > _NAME_CHARACTERS:
+        raise invalid(
+            f"name has {len(name)} characters: expected at most {_NAME_CHARACTERS}", "name"
+        )
+    return name
 
 
 def _chunking(body: Body) -> tuple[int | None, int | None]:

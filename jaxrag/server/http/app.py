@@ -1,4 +1,4 @@
-"""The table of routes, the page for people, and what lies around all answers."""
+"""The table of routes, and the page for people."""
 
 import functools
 import secrets
@@ -13,13 +13,13 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxrag.server.answers import models, scoring, tokenize
 from jaxrag.server.answers.chat import chat_completions
 from jaxrag.server.answers.completions import completions
 from jaxrag.server.documents import embeddings, files, vector_stores
-from jaxrag.server.errors import Problem, answer_error, forbidden, too_large
+from jaxrag.server.errors import answer_error
+from jaxrag.server.http.checks import Checks
 from jaxrag.server.http.engine_view import engine_state
 from jaxrag.server.http.health import health, ready
 from jaxrag.server.http.logs import AccessLog
@@ -28,7 +28,6 @@ from jaxrag.server.settings import ServerSettings
 from jaxrag.server.state.entry import Call, endpoint
 from jaxrag.server.state.state import ServerState
 
-_UPLOADS = "/v1/files"
 _STORE = "/v1/vector_stores/{store}"
 _MEMBER = f"{_STORE}/files/{{file:path}}"
 _BATCH = f"{_STORE}/file_batches/{{batch}}"
@@ -91,8 +90,8 @@ ROUTES = (
     plain("/v1/models/{name:path}", models.get_model, ready=False),
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
-    plain("/tokenize", tokenize.tokenize, "POST", counts=False, prepares=True),
-    plain("/detokenize", tokenize.detokenize, "POST", counts=False, prepares=True),
+    plain("/tokenize", tokenize.tokenize, "POST", prepares=True),
+    plain("/detokenize", tokenize.detokenize, "POST", prepares=True),
     plain("/v1/files", files.list_files),
     Route("/v1/files", files.create_file, methods=["POST"]),
     plain("/v1/files/{file}", files.get_file),
@@ -126,7 +125,7 @@ def make_app(state: ServerState) -> Starlette:
         middleware=[
             Middleware(AccessLog, state=state),
             *_cors(state.settings),
-            Middleware(Checks, settings=state.settings),
+            Middleware(Checks, state=state),
         ],
         exception_handlers={HTTPException: answer_error},
     )
@@ -144,65 +143,3 @@ def _cors(settings: ServerSettings) -> list[Middleware]:
             CORSMiddleware, allow_origins=settings.origins, allow_methods="*", allow_headers="*"
         )
     ]
-
-
-class Checks:
-    """Refuses what is not to come in, and answers with the error that a handler raised."""
-
-    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
-        self._app = app
-        self._settings = settings
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on; reading its body raises Problem 413 where it is too long."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        begun, seen = False, 0
-        settings = self._settings
-        uploads = scope["path"].startswith(_UPLOADS)
-        most = settings.max_upload_bytes if uploads else settings.max_body_bytes
-
-        async def watched(message: Message) -> None:
-            nonlocal begun
-            begun = begun or message["type"] == "http.response.start"
-            await send(message)
-
-        async def counted() -> Message:
-            nonlocal seen
-            message = await receive()
-            seen += len(message.get("body", b""))
-            if seen > most:
-                raise _beyond(most)
-            return message
-
-        try:
-            self._check_origin(scope)
-            length = dict(scope["headers"]).get(b"content-length", b"")
-            if length.isdigit() and int(length) > most:
-                raise _beyond(most)
-            await self._app(scope, counted, watched)
-        except Exception as error:
-            if begun:
-                raise
-            response = await answer_error(Request(scope), error)
-            await response(scope, receive, send)
-
-    def _check_origin(self, scope: Scope) -> None:
-        """Problem 403 for what a page of another origin sends: its user did not ask for it.
-
-        A browser sends a plain POST to any server, this machine's own included, and says whence.
-        """
-        if scope["method"] in ("GET", "HEAD", "OPTIONS"):
-            return
-        headers = dict(scope["headers"])
-        origin = headers.get(b"origin", b"").decode("latin-1")
-        host = headers.get(b"host", b"").decode("latin-1")
-        if origin and origin not in self._settings.origins and origin.partition("://")[2] != host:
-            raise forbidden(
-                f"pages of {origin[:100]} may not ask here; the server's `origins` lets them"
-            )
-
-
-def _beyond(most: int) -> Problem:
-    return too_large(f"the body has more than {most} bytes; send less")

@@ -23,7 +23,8 @@ from jaxrag.server.state.state import Served, ServerState
 
 _LOG = logging.getLogger("jaxrag.server")
 _FIELDS = "fields"  # of a record, beside its message
-_QUIET = ("/health", "/ready", "/metrics")  # asked every few seconds by machines
+PROBES = ("/health", "/ready", "/metrics")  # asked every few seconds by machines
+_LEVELS = {"jaxrag": logging.INFO, "uvicorn": logging.WARNING, "asyncio": logging.WARNING}
 _READY = "/ready"  # is 503 whenever a server starts or ends
 _NOWHERE = "(none)"
 _LEFT = 499  # where no answer was begun: its client had left
@@ -79,11 +80,10 @@ def logging_requests(state: ServerState, stream: TextIO | None = None) -> Iterat
     """Write what the package and its server log to ``stream``, standard error if None."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(Lines(state.settings.log_format))
-    ours, uvicorn = logging.getLogger("jaxrag"), logging.getLogger("uvicorn")
-    before = ours.level, ours.propagate, uvicorn.level, uvicorn.propagate
-    ours.setLevel(logging.INFO)
-    uvicorn.setLevel(logging.WARNING)
-    for logger in (ours, uvicorn):
+    loggers = [logging.getLogger(name) for name in _LEVELS]
+    before = [(logger.level, logger.propagate) for logger in loggers]
+    for logger, level in zip(loggers, _LEVELS.values(), strict=True):
+        logger.setLevel(level)
         logger.propagate = False
         logger.addHandler(handler)
     state.observers.append(observe)
@@ -91,9 +91,9 @@ def logging_requests(state: ServerState, stream: TextIO | None = None) -> Iterat
         yield
     finally:
         state.observers.remove(observe)
-        for logger in (ours, uvicorn):
+        for logger, (level, propagate) in zip(loggers, before, strict=True):
             logger.removeHandler(handler)
-        ours.level, ours.propagate, uvicorn.level, uvicorn.propagate = before
+            logger.level, logger.propagate = level, propagate
 
 
 def observe(served: Served) -> None:
@@ -158,7 +158,7 @@ class AccessLog:
             raise
         finally:
             self._state.requests -= 1
-            quiet = scope["path"] in _QUIET and (status < 500 or scope["path"] == _READY)
+            quiet = scope["path"] in PROBES and (status < 500 or scope["path"] == _READY)
             fields = {
                 "request_id": name,
                 "http_method": scope["method"],

@@ -15,6 +15,7 @@ from jaxrag.base.errors import ConfigError
 from jaxrag.serve.warm import requests_like
 from jaxrag.server.errors import unavailable
 from jaxrag.server.http.app import make_app
+from jaxrag.server.http.connections import ACCEPTS, BACKLOG, Connections
 from jaxrag.server.http.health import fail_stuck, watchdog
 from jaxrag.server.http.logs import logging_requests
 from jaxrag.server.settings import ServerSettings
@@ -25,6 +26,7 @@ _LOG = logging.getLogger("jaxrag.server")
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _TURN = 0.05  # seconds between two looks at what still runs
+_PROBES = 8  # one of so many connections is kept for /health and for refusals
 _GRACE = 2  # seconds for what was said last to reach its readers
 _SHOWN = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where everybody is listened to
 
@@ -72,6 +74,8 @@ class Server:
         self.state = state
         self._bound = bound
         self.app = make_app(state)
+        self._connections = Connections(state.settings)
+        state.max_requests = self._connections.limit - self._connections.limit // _PROBES
         config = uvicorn.Config(
             self.app,
             log_config=None,
@@ -79,6 +83,9 @@ class Server:
             lifespan="off",
             timeout_graceful_shutdown=_GRACE,
             server_header=False,
+            http=self._connections.protocol,  # type: ignore[arg-type]
+            ws="none",
+            backlog=ACCEPTS,
         )
         self._uvicorn = _Uvicorn(config)
         self._ends = 0  # how often its end was asked for
@@ -105,10 +112,15 @@ class Server:
                 loop.add_signal_handler(number, self.end)
         serving = asyncio.ensure_future(self._uvicorn.serve([self._bound]))
         warming: asyncio.Future[None] | None = None
-        watching = asyncio.ensure_future(fail_stuck(self.state))
+        watching = [
+            asyncio.ensure_future(it) for it in (fail_stuck(self.state), self._connections.watch())
+        ]
+        loop.set_exception_handler(self._connections.on_error)
         try:
             while not self._uvicorn.started and not serving.done():
                 await asyncio.sleep(_TURN)
+            if self._uvicorn.started:
+                self._bound.listen(BACKLOG)
             if self.state.settings.warm_up:
                 warming = self._warm()
                 await asyncio.wait((warming, serving), return_when=asyncio.FIRST_COMPLETED)
@@ -122,7 +134,8 @@ class Server:
         finally:
             self._uvicorn.should_exit = True
             await serving
-            watching.cancel()
+            for task in watching:
+                task.cancel()
             await self._close()
 
     async def _close(self) -> None:

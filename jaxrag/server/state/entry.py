@@ -16,6 +16,7 @@ from jaxrag.server.state.state import ServerState, state_of
 from jaxrag.server.tenants import Access
 
 _HEADER = "x-knowledge-base"
+TENANT = "tenant"  # of a scope: who sends the request
 
 Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -96,6 +97,7 @@ async def enter(
     """
     state = state_of(request)
     access = state.access(request)
+    request.scope[TENANT] = access.tenant
     if ready:
         check_ready(state)
     posts = request.method == "POST"
@@ -108,7 +110,6 @@ def endpoint(
     answer: Callable[[Call], Mapping[str, Any] | Response],
     *,
     ready: bool = True,
-    counts: bool = True,
     prepares: bool = False,
 ) -> Endpoint:
     """An endpoint of a plain function, which runs on a thread, as it may wait for the disk.
@@ -116,16 +117,19 @@ def endpoint(
     Args:
       answer: gives the JSON object that is answered, or another response.
       ready: as ``enter`` has it.
-      counts: as ``enter`` has it.
       prepares: it retrieves or tokenises, and takes one of the threads for that.
     """
 
+    def respond(call: Call) -> Response:
+        """The answer as bytes: to write a long one takes a while, too."""
+        found = answer(call)
+        return found if isinstance(found, Response) else JSONResponse(found)
+
     @functools.wraps(answer)
     async def handle(request: Request) -> Response:
-        call = await enter(request, ready=ready, counts=counts)
-        threads = call.state.prepare if prepares else None
-        found = await asyncio.get_running_loop().run_in_executor(threads, answer, call)
-        return found if isinstance(found, Response) else JSONResponse(found)
+        call = await enter(request, ready=ready)
+        threads = call.state.prepare.of(call.access.tenant) if prepares else None
+        return await asyncio.get_running_loop().run_in_executor(threads, respond, call)
 
     return handle
 

@@ -22,7 +22,9 @@ from jaxrag.library.documents.parser import ParseLimits, Parser
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.library.knowledge_base.reports import AddReport
 from jaxrag.models.model import Model
+from jaxrag.server.errors import Problem
 from jaxrag.server.settings import ServerSettings
+from jaxrag.server.state.quota import Quota
 from jaxrag.server.state.registry import Member, Registry
 from jaxrag.server.state.uploads import Uploads
 
@@ -51,6 +53,7 @@ class Indexer:
         self,
         registry: Registry,
         uploads: Uploads,
+        quota: Quota,
         model: Model,
         open_base: Open,
         settings: ServerSettings,
@@ -60,12 +63,13 @@ class Indexer:
         Args:
           registry: where members are.
           uploads: where their bytes are.
+          quota: what tenants may store.
           model: of the knowledge bases, which all have its tokenizer; its engine encodes, when
             those that it serves let it.
           open_base: gives the knowledge base of a tenant's store.
           settings: of the server.
         """
-        self._registry, self._uploads = registry, uploads
+        self._registry, self._uploads, self._quota = registry, uploads, quota
         self._model, self._open = model, open_base
         self._threads, self._parse_seconds = settings.index_threads, settings.parse_seconds
         self._changed = threading.Condition()
@@ -197,6 +201,7 @@ class Indexer:
             for left in reversed(range(_TRIES)):
                 if not wanted():
                     raise InterruptedError
+                self._check_quota(member.tenant)
                 try:
                     return engine_of(self._model).spare(piece)
                 except EngineError:  # of others: a piece can be encoded again
@@ -218,6 +223,13 @@ class Indexer:
                 yield dataclasses.replace(found.document, id=own, metadata=metadata)
 
         return base.add(documents(), cut=lambda it: cut.pop(it.id), turn=turn)
+
+    def _check_quota(self, tenant: str) -> None:
+        """Raises DocumentError where the tenant stores as much as it may."""
+        try:
+            self._quota.check(tenant)
+        except Problem as problem:
+            raise _Refused(problem.message) from None
 
     def _undo(self, member: Member, base: KnowledgeBase) -> None:
         """Nothing of the file is found any more."""

@@ -26,10 +26,11 @@ from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.library.knowledge_base.search import Hits, SearchMode
 from jaxrag.library.options import KnowledgeBaseOptions
 from jaxrag.models.model import Model
-from jaxrag.server.durable import PRIVATE, make_folder, sync_folder
+from jaxrag.server.durable import make_folder, make_private, sync_folder
 from jaxrag.server.errors import forbidden, invalid, not_found
 from jaxrag.server.settings import ServerSettings
 from jaxrag.server.state.indexing import Indexer
+from jaxrag.server.state.quota import Quota
 from jaxrag.server.state.recipe import warm_up
 from jaxrag.server.state.registry import FileRow, Member, Registry, StoreRow, new_id
 from jaxrag.server.state.uploads import TENANTS, Upload, Uploads
@@ -66,6 +67,7 @@ class Library:
       model: encodes documents.
       created: when it was opened, seconds since 1970.
       registry: what is known of files and vector stores.
+      quota: what tenants store, and may store.
       uploads: bytes of files.
       indexer: brings files into vector stores.
 
@@ -103,11 +105,15 @@ class Library:
         self._served, self._recipe, self._tenants = served, recipe, tenants
         self._grace = settings.grace_seconds
         with disk_errors(data):
-            make_folder(data, PRIVATE)
+            make_folder(data)
             self._lock_file = _lock(data)
+        make_private(data / TENANTS)
         self.registry = Registry(data)
-        self.uploads = Uploads(data, self.registry)
-        self.indexer = Indexer(self.registry, self.uploads, model, self._base_of, settings)
+        self.quota = Quota(self.registry, tenants, self._stores)
+        self.uploads = Uploads(data, self.registry, self.quota)
+        self.indexer = Indexer(
+            self.registry, self.uploads, self.quota, model, self._base_of, settings
+        )
         self._opening = threading.Lock()
         self._bases: dict[str, KnowledgeBase] = {}  # own ones that are open, by id
         self._changing: defaultdict[str, threading.RLock] = defaultdict(threading.RLock)
@@ -239,6 +245,7 @@ class Library:
     ) -> Shelf:
         """Make an empty vector store."""
         self.check_writes(access)
+        self.quota.check(access.tenant)
         recipe = self._recipe
         if chunk_tokens is not None:
             recipe = dataclasses.replace(recipe, chunk_tokens=chunk_tokens, overlap=overlap)
@@ -301,6 +308,7 @@ class Library:
         for file_id, _ in files:
             self.file(access, file_id)
         self.check_writes(access)
+        self.quota.check(access.tenant)
         if self.base(shelf).mode != "rw":
             raise forbidden(f"the knowledge base {name!r} is served for reading only")
         with self._changing[name]:
@@ -376,7 +384,10 @@ class Library:
         return Shelf(name, None, access.may_write(name))
 
     def _folder(self, tenant: str, store_id: str) -> Path:
-        return self.data / TENANTS / folder_name(tenant) / STORES / store_id
+        return self._stores(tenant) / store_id
+
+    def _stores(self, tenant: str) -> Path:
+        return self.data / TENANTS / folder_name(tenant) / STORES
 
     def _base_of(self, tenant: str, name: str) -> KnowledgeBase:
         """The knowledge base of a served name, or of a store of the tenant; opened once."""

@@ -7,6 +7,7 @@ client survives a power cut. Rows that name a tenant are given to no other.
 import contextlib
 import dataclasses
 import json
+import os
 import secrets
 import sqlite3
 import threading
@@ -15,9 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxrag.base.errors import StoreError
+from jaxrag.base.errors import StoreError, disk_errors
 from jaxrag.kv.store.wal import use_write_ahead_log
-from jaxrag.server.durable import REGISTRY
+from jaxrag.server.durable import PRIVATE_FILE, REGISTRY, make_private
 
 FORMAT = 1
 
@@ -25,6 +26,7 @@ Status = Literal["in_progress", "completed", "failed", "cancelled"]
 STATUSES: tuple[Status, ...] = ("in_progress", "completed", "failed", "cancelled")
 
 _BUSY_SECONDS = 60.0
+_FILES = ("", "-wal", "-shm")  # endings of SQLite's files
 _APPLICATION = 0x4A524153  # "JRAS", SQLite's application_id
 _ID_BYTES = 12
 
@@ -131,6 +133,10 @@ class Registry:
         Raises StoreError for a file that is something else or cannot be written.
         """
         self.path = folder / REGISTRY
+        with disk_errors(self.path):  # SQLite gives its other files the mode of this one
+            os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE))
+        for ending in _FILES:
+            make_private(folder / f"{REGISTRY}{ending}")
         self._lock, self._read_lock = threading.RLock(), threading.Lock()
         with self._errors():
             self._connection = _connect(self.path)
@@ -283,6 +289,13 @@ class Registry:
         found: dict[str, int] = dict.fromkeys(STATUSES, 0)
         found |= dict(rows)
         return {**found, "total": sum(found.values())}
+
+    def bytes_of_tenant(self, tenant: str) -> int:
+        """Bytes of the files of a tenant."""
+        rows = self._rows(
+            "SELECT TOTAL(bytes) FROM files WHERE tenant = :tenant", {"tenant": tenant}
+        )
+        return int(rows[0][0])
 
     def bytes_of(self, store: str) -> int:
         """Bytes of the files that are members of a store."""

@@ -20,9 +20,11 @@ from jaxrag.reuse.methods import METHODS, Method, method_named
 from jaxrag.serve.answers import Result
 from jaxrag.server.errors import not_found, unauthorized
 from jaxrag.server.settings import ServerSettings
+from jaxrag.server.state.bodies import Bodies
 from jaxrag.server.state.library import Library
 from jaxrag.server.state.limits import Limits
 from jaxrag.server.state.recipe import recipe_for, recipe_like
+from jaxrag.server.state.threads import FairThreads
 from jaxrag.server.tenants import Access, TenantMemory, Tenants, bearer
 
 _HANDS = 2  # threads that give prompts to the engine
@@ -94,7 +96,8 @@ class ServerState:
       memory: KV of documents that come with requests, a store for each tenant.
       library: files and vector stores of the tenants.
       limits: how much is let in.
-      prepare: threads that retrieve and tokenise.
+      bodies: how much of what is sent is held.
+      prepare: threads that retrieve and tokenise, by turns of the tenants.
       hand_over: threads that give prompts to the engine, which is not to wait for retrieval.
       phase: whether it takes requests.
       created: when it began, in seconds since 1970.
@@ -102,6 +105,7 @@ class ServerState:
         they must not wait.
       asking: prompts on their way.
       requests: of HTTP that are being answered.
+      max_requests: most of these, as there are connections; None: any number.
       scoring: is held by who has texts scored, one at a time.
       metrics: what is counted.
     """
@@ -116,13 +120,15 @@ class ServerState:
     memory: TenantMemory
     library: Library
     limits: Limits
-    prepare: ThreadPoolExecutor
+    bodies: Bodies
+    prepare: FairThreads
     hand_over: ThreadPoolExecutor
     phase: Phase = "starting"
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     observers: list[Callable[[Served], None]] = dataclasses.field(default_factory=list)
     asking: set[OnItsWay] = dataclasses.field(default_factory=set)
     requests: int = 0
+    max_requests: int | None = None
     scoring: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
     metrics: Any = None
 
@@ -167,8 +173,8 @@ class ServerState:
 
     def close(self) -> None:
         """Let go of everything but the model and the knowledge bases that it was given."""
-        for threads in (self.prepare, self.hand_over):
-            threads.shutdown(wait=False, cancel_futures=True)
+        self.prepare.shutdown()
+        self.hand_over.shutdown(wait=False, cancel_futures=True)
         self.library.close()
 
 
@@ -208,9 +214,16 @@ def make_state(
         memory=TenantMemory(model, tenants, settings.memory_bytes),
         library=Library(settings, model, bases, recipe, tenants),
         limits=Limits(settings),
-        prepare=ThreadPoolExecutor(settings.prepare_threads, "jaxrag-prepare"),
+        bodies=Bodies(settings.max_bodies_bytes, len(tenants.names)),
+        prepare=_prepare_threads(settings),
         hand_over=ThreadPoolExecutor(_HANDS, "jaxrag-hand-over"),
     )
+
+
+def _prepare_threads(settings: ServerSettings) -> FairThreads:
+    """Of which one tenant leaves a thread to the others, where there may be others."""
+    count = settings.prepare_threads
+    return FairThreads(count, "jaxrag-prepare", count - 1 if settings.keys else count)
 
 
 def offered_methods(settings: ServerSettings) -> dict[str, Method]:

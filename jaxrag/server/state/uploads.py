@@ -12,6 +12,7 @@ from pathlib import Path
 
 from jaxrag.base.errors import disk_errors
 from jaxrag.server.durable import UNFINISHED, make_folder, sync_folder
+from jaxrag.server.state.quota import Quota
 from jaxrag.server.state.registry import FileRow, Registry, new_id
 from jaxrag.server.tenants import folder_name
 
@@ -23,10 +24,10 @@ _NAME_CHARACTERS = 255
 class Uploads:
     """The files of all tenants."""
 
-    def __init__(self, data: Path, registry: Registry) -> None:
-        """Of a data folder and its registry."""
+    def __init__(self, data: Path, registry: Registry, quota: Quota) -> None:
+        """Of a data folder, its registry, and what tenants may store."""
         self._data = data
-        self._registry = registry
+        self._registry, self._quota = registry, quota
 
     def folder(self, tenant: str) -> Path:
         """Where a tenant's files lie."""
@@ -41,11 +42,12 @@ class Uploads:
         return text.replace(f"{self._data}/", "")
 
     def begin(self, tenant: str) -> "Upload":
-        """A new file, to be written. Raises StoreError."""
+        """A new file, to be written. Raises StoreError, and Problem 413 where no more may be."""
+        self._quota.check(tenant)
         folder = self.folder(tenant)
         with disk_errors(folder):
             make_folder(folder)
-            return Upload(self._registry, tenant, folder, new_id("file-"))
+            return Upload(self._registry, self._quota, tenant, folder, new_id("file-"))
 
     def remove(self, file: FileRow) -> None:
         """Forget a file and remove its bytes."""
@@ -71,6 +73,7 @@ class Upload:
     """A file that is being written. ``abort`` it where ``finish`` is not reached."""
 
     registry: Registry
+    quota: Quota
     tenant: str
     folder: Path
     id: str
@@ -84,10 +87,11 @@ class Upload:
         self._lock = threading.Lock()
 
     def write(self, data: bytes) -> None:
-        """Append bytes. Raises StoreError."""
+        """Append bytes. Raises StoreError, and Problem 413 beyond what the tenant may store."""
+        self.quota.write(self.tenant, len(data))
+        self.size += len(data)
         with self._lock, disk_errors(self._new):
             self._file.write(data)
-        self.size += len(data)
 
     def finish(self, filename: str, purpose: str) -> FileRow:
         """Make it durable and known; it is there for good when this returns."""
@@ -97,18 +101,40 @@ class Upload:
             self._file.close()
             os.replace(self._new, self.folder / self.id)
             sync_folder(self.folder)
-        return self.registry.add_file(self.id, self.tenant, filename, self.size, purpose)
+        made = self.registry.add_file(self.id, self.tenant, filename, self.size, purpose)
+        self.quota.written(self.tenant, self.size)
+        self.size = 0
+        return made
 
     def abort(self) -> None:
         """Leave nothing behind."""
         with self._lock:
             self._file.close()
             self._new.unlink(missing_ok=True)
+            self.quota.written(self.tenant, self.size)
+            self.size = 0
+
+
+def upload_of(base: Path, document_id: str) -> Path | None:
+    """The upload from which a document of a tenant's vector store was made; None: there is none.
+
+    ``base`` is the folder of the store in the data folder. Works without a server.
+    """
+    files = base.parent.parent / FILES
+    if base.parent.parent.parent.name != TENANTS or not files.is_dir():
+        return None
+    found = [it for it in files.iterdir() if it.name == document_id[: len(it.name)]]
+    return next(iter(found), None)
 
 
 def plain_name(filename: str) -> str:
-    """A file name without folders and control characters; "" where nothing is left of it."""
-    name = filename.replace("\\", "/").rsplit("/", 1)[-1]
+    """A name without folders and control characters; "" where nothing is left of it.
+
+    "TCP/IP.md" is TCP_IP.md. What can only be a path, as "C:/docs/a.md" or "../a.md", is a.md.
+    """
+    parts = filename.replace("\\", "/").split("/")
+    path = any(part in ("", ".", "..") or part.endswith(":") for part in parts)
+    name = parts[-1] if path else "_".join(parts)
     kept = "".join(it for it in name if it.isprintable()).strip()
     stem, dot, suffix = kept.rpartition(".")
     if len(kept) > _NAME_CHARACTERS and dot and len(suffix) < _NAME_CHARACTERS // 2:

@@ -1,5 +1,6 @@
 """The catalog file: transactions, other processes, and files that are not one."""
 
+import contextlib
 import dataclasses
 import os
 import sqlite3
@@ -14,6 +15,7 @@ import pytest
 from jaxrag.base.errors import KnowledgeBaseError, StoreError
 from jaxrag.library.catalog import Catalog, NewDocument, database
 from jaxrag.library.catalog.digests import Totals
+from jaxrag.library.catalog.forgotten import SECRET
 from jaxrag.library.documents import Document
 from jaxrag.library.documents.chunking import Chunk
 from jaxrag.library.retrieve.filters import Filter
@@ -411,9 +413,9 @@ def test_totals_are_those_of_the_tables_after_every_change(catalog):
     catalog.set("gate:x", 1)
     catalog.swap("gate:x", lambda value: [value])
     catalog.extend("gate:x", ["y"])
-    assert hold().settings == 4
-    catalog.forget(["gate:x"])
+    assert hold().settings == 5  # with the one that a replacement makes
     catalog.remove(["a", "b", "nobody"])
+    catalog.forget(["gate:x", SECRET])
     assert hold() == empty
 
 
@@ -423,3 +425,25 @@ def test_a_failed_change_leaves_the_totals(catalog):
     with pytest.raises(ZeroDivisionError):
         catalog.swap("n", lambda value: 1 // 0)
     assert catalog.totals() == before
+
+
+def test_who_may_only_read_the_folder_sees_what_others_remove(catalog, monkeypatch):
+    """Such a file is opened as unchanging, and SQLite itself would never look at it again."""
+    catalog.put([entry(catalog, "a", "lamp"), entry(catalog, "b", "lamp oil")])
+    catalog.checkpoint()
+    path = catalog.path
+    catalog.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda *_: False)
+        reader = Catalog.open(path)
+    assert not reader.writable
+    assert {hit.document_id for hit in reader.search("lamp", 5)} == {"a", "b"}
+    before = reader.version()
+    with contextlib.closing(Catalog.open(path)) as writer:
+        writer.remove(["a"])
+        writer.checkpoint()
+        assert [hit.document_id for hit in reader.search("lamp", 5)] == ["b"]
+    assert reader.version() != before
+    assert reader.document("a") is None
+    assert [hit.document_id for hit in reader.search("lamp", 5)] == ["b"]
+    reader.close()

@@ -71,6 +71,21 @@ def test_format_3_answers_and_takes_documents_as_before(path):
         assert [document.id for document in catalog.documents()] == ["d0", "d1"]
 
 
+def test_what_left_before_an_upgrade_is_remembered_after_it(path):
+    with contextlib.closing(Catalog.open(path)) as catalog:
+        before, rows = catalog.trace("d2")
+        assert before.removed is None and rows.chunks == 4
+        catalog.remove(["d2"])
+    for _ in range(2):
+        with contextlib.closing(Catalog.open(path)) as catalog:
+            trace, rows = catalog.trace("d2")
+            assert trace.removed is not None
+            assert trace.chunk_ids.tolist() == [9, 10, 11, 12]
+            assert (rows.documents, rows.chunks, rows.words, rows.contexts) == (0, 0, 0, ())
+            assert not len(catalog.trace("d3")[0].chunk_ids), "its removal left nothing"
+            catalog.upgrade()
+
+
 def test_an_upgrade_changes_nothing_that_is_told(path):
     before = told(path)
     catalog = Catalog.open(path)

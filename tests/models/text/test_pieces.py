@@ -155,6 +155,9 @@ def test_pieces_give_the_ids_and_offsets_of_the_whole(small, encoded, make):
         assert [tuple(pair) for pair in offsets.tolist()] == whole.offsets
         assert ids.dtype == offsets.dtype == np.int32
         assert len(text) > 5_000 and max(encoded) < 1_000
+        encoded.clear()
+        np.testing.assert_array_equal(tokenizer.encode(text), ids)
+        assert encoded and max(encoded) < 1_000
 
 
 @pytest.mark.parametrize("make", [of_phrases, unigram])

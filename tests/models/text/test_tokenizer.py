@@ -132,6 +132,13 @@ def test_batch_equals_one_by_one(tokenizer):
         np.testing.assert_array_equal(got, tokenizer.encode(text))
 
 
+def test_the_longest_token_is_added_or_of_the_vocabulary():
+    made = tokenizers.Tokenizer(models.WordLevel({"<unk>": 0, "falcon": 1}, unk_token="<unk>"))
+    assert Tokenizer(made.to_str().encode(), {}, {}).longest_token == len("falcon")
+    made.add_special_tokens(["<|a long mark|>"])
+    assert Tokenizer(made.to_str().encode(), {}, {}).longest_token == len("<|a long mark|>")
+
+
 def test_offsets_are_characters(tokenizer):
     text = "你好 naïve 🎉 <s> dogs"
     ids, offsets = tokenizer.encode_with_offsets(text)
