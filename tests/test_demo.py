@@ -23,12 +23,14 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def random_models(tmp_path_factory):
-    """Both sets of weights, random."""
+    """All sets of weights, random."""
     directory = tmp_path_factory.mktemp("models")
     path = ROOT / "configs" / "models" / "synthetic-0.8m.toml"
-    config = config_from_dict({**read_toml(path), "num_layers": 1}, str(path))
+    sizes = {**read_toml(path), "num_layers": 1}
     template = template_named(str(ROOT / "configs" / "templates" / "short.toml"))
-    for seed, name in enumerate(("full", "dual")):
+    contexts = {"full": 1024, "dual": 1024, "long-dual": 4352}
+    for seed, (name, context) in enumerate(contexts.items()):
+        config = config_from_dict({**sizes, "max_positions": context}, str(path))
         params = init_params(config, jax.random.key(seed))
         tokenizer = ROOT / "configs" / "tokenizers" / "synthetic"
         reading = Reading(("reordered",))
@@ -44,6 +46,9 @@ def test_it_counts_answers_and_fails_where_they_are_wrong(
     assert cli.main(["demo", *given]) == 1
     shown = json.loads(capsys.readouterr().out)
     assert (shown["passed"], shown["questions"], shown["encoded"]) == (False, 8, 0)
+    saved = shown["saved"]
+    assert saved["questions"] == 8 and saved["reused_tokens"] == saved["passage_tokens"] > 12_000
+    assert saved["times_sooner"] == saved["ttft"]["full_attention"] / saved["ttft"]["turborag"]
     assert {row["kind"] for row in shown["asked"]} == {"hop1", "cross", "latest", "hop2", "unknown"}
     for row in shown["asked"]:
         full, turbo, block = (row["results"][method] for method in demo.METHODS)
@@ -53,6 +58,7 @@ def test_it_counts_answers_and_fails_where_they_are_wrong(
     monkeypatch.setattr(demo, "NEEDED", 0)
     assert cli.main(["demo", *given[:-1]]) == 0
     out = capsys.readouterr().out
+    assert "passage tokens reused" in out.splitlines()[-1]
     assert "13 documents, 16 chunks" in out
     assert "encoded 0 chunk tokens at question time:\neverything came from" in out
     assert out.count(" of 8 ") >= 4
