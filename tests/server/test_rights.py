@@ -12,7 +12,7 @@ import pytest
 
 from jaxrag.server.http.app import ROUTES
 
-KEYS = ("none", "unknown", "bare", "other", "chats", "reader", "writer", "admin")
+KEYS = ("none", "unknown", "bare", "other", "chats", "reader", "grouped", "writer", "admin")
 FILE = """
 [[keys]]  # of another tenant, for chats about nothing
 sha256 = "{bare}"
@@ -34,6 +34,13 @@ documents = "none"
 sha256 = "{reader}"
 tenant = "acme"
 documents = "read"
+
+[[keys]]  # of its tenant's and of what is served what it may read, none of which has its groups
+sha256 = "{grouped}"
+tenant = "acme"
+read = ["village"]
+documents = "read"
+groups = ["sales"]
 
 [[keys]]
 sha256 = "{writer}"
