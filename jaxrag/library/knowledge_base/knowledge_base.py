@@ -374,7 +374,7 @@ class KnowledgeBase(Maintained):
         return Filter.parse(where).cannot_match(self._catalog.metadata_kinds())
 
     def documents(
-        self, where: Mapping[str, Any] | None = None, groups: Sequence[str] | None = None
+        self, where: Mapping[str, Any] | None = None, *, groups: Sequence[str] | None = None
     ) -> list[DocumentEntry]:
         """Every document, or those whose metadata matches, by id; ``groups`` as of ``search``."""
         where = limited(where, groups)
