@@ -1,6 +1,6 @@
 """What mkdocs.yml cannot say: pages outside docs/, links between them, the page of commands.
 
-The site's root is docs/ laid over the repository: README.md is its front page, and what a page
+The site's root is docs/ laid over the repository: README.md is its overview, and what a page
 links to outside of docs/ is a page or a file of the site at the same path. Where a page says
 ``<!-- commands -->`` every command of the program is described, from its own parser.
 """
@@ -18,34 +18,12 @@ from jaxrag.cli import make_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = "<!-- commands -->"
-LATER = {"security.md", "reliability.md"}  # in the navigation as soon as they are there
 _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 
 
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Leave pages out of the navigation that are not there yet."""
-    config.nav = [_without(item, Path(config.docs_dir)) for item in config.nav or []]
-    return config
-
-
-def _without(item: object, docs: Path) -> object:
-    if isinstance(item, dict):
-        return {title: _without(below, docs) for title, below in item.items()}
-    if isinstance(item, list):
-        here = [_without(one, docs) for one in item]
-        return [one for one in here if not _absent(one, docs)]
-    return item
-
-
-def _absent(item: object, docs: Path) -> bool:
-    names = list(item.values()) if isinstance(item, dict) else [item]
-    return all(name in LATER and not (docs / str(name)).exists() for name in names)
-
-
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the front page, and what pages link to outside of docs/."""
-    ahead = [("index.md", ROOT / "README.md")]
-    ahead += _outside(Path(str(file.abs_src_path)) for file in files)
+    """Add what pages link to outside of docs/."""
+    ahead = list(_outside(Path(str(file.abs_src_path)) for file in files))
     while ahead:
         name, path = ahead.pop()
         if files.get_file_from_path(name) is None:
@@ -68,7 +46,7 @@ def _outside(pages: Iterable[Path]) -> Iterator[tuple[str, Path]]:
 def _name(path: Path) -> str:
     """The place of a file of the repository in the site."""
     if path == ROOT / "README.md":
-        return "index.md"
+        return "overview.md"  # mkdocs takes a README.md for an index.md
     base = ROOT / "docs" if (ROOT / "docs") in path.parents else ROOT
     return path.relative_to(base).as_posix()
 

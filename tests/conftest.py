@@ -5,6 +5,7 @@ import gc
 import json
 import logging
 import os
+import shutil
 import signal
 import urllib.request
 import uuid
@@ -241,3 +242,22 @@ def interruptible():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="session")
+def chromium_driver() -> Iterator[Any]:
+    """Selenium's driver of one headless Chromium; a test without one is skipped."""
+    chromium = os.environ.get("CHROMIUM") or shutil.which("chromium")
+    chromium = chromium or shutil.which("google-chrome")
+    driver = os.environ.get("CHROMEDRIVER") or shutil.which("chromedriver")
+    if not (chromium and driver):
+        pytest.skip("no chromium and chromedriver on the path, nor in CHROMIUM and CHROMEDRIVER")
+    webdriver = pytest.importorskip("selenium.webdriver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for flag in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage"):
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    browser = webdriver.Chrome(options, webdriver.ChromeService(driver))
+    yield browser
+    browser.quit()

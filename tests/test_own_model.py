@@ -1,6 +1,9 @@
 """Somebody's own instruct model and documents, with paths and nothing else."""
 
 import json
+import re
+import shlex
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +11,7 @@ from jaxrag.cli import main
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.models.text.prompts import TEMPLATES
 
+ROOT = Path(__file__).parents[1]
 TEXTS = {
     "salt.txt": "The salt wells of Yanjing are worked by hand.",
     "bridge.md": "# The bridge\nA bamboo bridge crosses the river at the wells.",
@@ -128,3 +132,24 @@ def test_eval_takes_the_directory_that_ask_takes(jaxrag, chat_model_dir, command
     code, out, err = jaxrag("eval", name, "--model", chat_model_dir, *options, "--json")
     assert code == 0, err
     assert json.loads(out)["model"]["template"] == TEMPLATES["chat"].to_dict()
+
+
+@pytest.mark.slow
+def test_the_quickstart_runs(jaxrag, chat_model_dir, tmp_path, monkeypatch):
+    """Its commands from the check to the gate, with a random model of the same family."""
+    page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^jaxrag .*$", page, re.M)
+    assert [line.split()[1] for line in lines] == ["check", "ingest", "ask", "kb", "serve"]
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "qwen2.5-0.5b-instruct").symlink_to(chat_model_dir)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "questions.jsonl").write_text('{"question": "Who made the glass?"}\n')
+    monkeypatch.chdir(tmp_path)
+    said = []
+    for line in lines[:-1]:
+        code, out, told = jaxrag(*shlex.split(line)[1:])
+        assert code in ((0, 3) if "gate" in line else (0,)), told  # 3: no ratio will do
+        said.append(out + told)
+    assert "memory" in said[0] and "fits" in said[0]
+    assert "13 documents" in said[1]
+    assert re.search(r"cacheblend: \d+ of \d+ chunk tokens reused", said[2])

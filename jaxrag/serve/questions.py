@@ -21,7 +21,6 @@ from jaxrag.library.knowledge_base.neighbours import Placed, each_other
 from jaxrag.library.retrieve.filters import Filter
 from jaxrag.models.model import Model, as_token_ids
 from jaxrag.models.text.prompts import PromptTemplate, QuestionIds, template_named
-from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.reuse.decode import rule_from
 from jaxrag.reuse.encode import encoder_named
 from jaxrag.reuse.methods import Method, method_named
@@ -36,9 +35,7 @@ from jaxrag.serve.conversation import (
     laid_out,
 )
 from jaxrag.serve.suits import gated, renamed, stored_otherwise, unplaced, untuned
-
-_SHOWN_WORDS = 5  # of those that a tokenizer lacks
-_SHOWN_CHARACTERS = 40  # of each
+from jaxrag.serve.words import check_text, check_words, some_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,9 +275,9 @@ def _refused(
         ("the question", last),
     ):
         if isinstance(text, str):
-            _check_text(what, text)
+            check_text(what, text)
     if isinstance(last, str):
-        _check_words(model.text_tokenizer(), last)
+        check_words(model.text_tokenizer(), last)
     alone = documents is None and settings.kb is None and not len(settings.ask.blocks)
     if alone and talk is not question:
         raise RequestError("no knowledge base and no documents to answer from; give one of them")
@@ -420,27 +417,6 @@ def _eos_ids(model: Model) -> frozenset[int]:
     return frozenset((*model.config.eos_ids, *(tokenizer.eos_ids if tokenizer else ())))
 
 
-def _check_text(what: str, text: str) -> None:
-    if not text.strip():
-        raise RequestError(f"{what} is empty; expected a text with words in it")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise RequestError(
-            f"{what} holds half of a surrogate pair at character {error.start}; repair the text"
-        ) from None
-
-
-def _check_words(tokenizer: Tokenizer, question: str) -> None:
-    """Refuse a question whose sense the tokenizer would lose."""
-    unknown = tokenizer.unknown_words(question)
-    if unknown and (tokenizer.is_word_level or not tokenizer.knows_a_word(question)):
-        raise RequestError(
-            f"the question holds {_some(unknown)}: not in this model's vocabulary of "
-            f"{tokenizer.vocab_size} entries; ask in words that it knows, or use another model"
-        )
-
-
 def _unknown(
     settings: Settings,
     talk: Conversation,
@@ -459,7 +435,7 @@ def _unknown(
     lacking = dict.fromkeys(word for words in words_of for word in words)
     for what, words in (("question", asked), ("documents", list(lacking))):
         if words:
-            yield f"the model's vocabulary lacks words of the {what}: {_some(words)}"
+            yield f"the model's vocabulary lacks words of the {what}: {some_of(words)}"
     around = np.concatenate((prompt.prefix, prompt.final))
     lost = 0 if tokenizer.unk_id is None else int((around == tokenizer.unk_id).sum())
     if lost and not asked:
@@ -467,13 +443,6 @@ def _unknown(
             f"the model's vocabulary lacks {lost} tokens of the template "
             f"{settings.template.name!r}; use the one that it was trained with"
         )
-
-
-def _some(words: Sequence[str]) -> str:
-    """Up to five of them, quoted, and how many more there are."""
-    shown = ", ".join(repr(word[:_SHOWN_CHARACTERS]) for word in words[:_SHOWN_WORDS])
-    more = len(words) - _SHOWN_WORDS
-    return shown + (f" and {more} more" if more > 0 else "")
 
 
 def _neighbours(
@@ -512,7 +481,7 @@ def _given(what: str, document: Text | Passage, model: Model) -> FoundChunk:
         source = dataclasses.replace(found.source, document_id=document.document_id or what)
         return dataclasses.replace(found, source=source, title=document.title)
     if isinstance(document, str):
-        _check_text(what, document)
+        check_text(what, document)
         ids, text = model.text_tokenizer().encode(document), document
     else:
         ids, text = as_token_ids(document, model.config, what), ""

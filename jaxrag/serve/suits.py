@@ -121,6 +121,15 @@ def suiting(kb: KnowledgeBase, model: Model) -> tuple[str, ...]:
     return tuple(found.values())
 
 
+def suited(kb: KnowledgeBase) -> tuple[str, ...]:
+    """Of these presets, those that recompute, were trained for, or passed a gate."""
+    model = kb.model
+    if model is None:
+        return ()
+    found = suiting(kb, model)
+    return tuple(it for it in found if not untuned(model, kb, METHODS[it], kb.template))
+
+
 def renamed(method: Method, template: PromptTemplate) -> tuple[str, ...]:
     """A note where the prompt format makes a preset the same as another one.
 

@@ -332,7 +332,7 @@ def test_an_interrupt_of_the_caller_aborts_what_it_asked(shared_models, rng, at_
 def test_serving_compiles_nothing_that_was_compiled_before(engine_on, asked, serve, at_rest):
     """New requests of shapes that were served: nothing is even traced."""
     engine = engine_on(cache_tokens=512)
-    methods = ["turborag", "fusionrag", "full_attention"]
+    methods = ["turborag", "full_attention"]
     requests = [asked(engine, name, tokens=n, rows=4) for name in methods for n in (1, 9, 12)]
     serve(engine, requests)
     serve(engine, requests)

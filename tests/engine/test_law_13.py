@@ -179,9 +179,9 @@ def test_tokens_are_equal_across_rows(engine_on, asked, alone, rng, method):
     requests = [asked(engine, method, tokens=10) for _ in range(2)]
     one, *others = (
         [ids for ids, _ in alone(engine, [dataclasses.replace(r, rows=n) for r in requests])]
-        for n in (1, 2, 8)
+        for n in (1, 8)
     )
-    assert others == [one, one]
+    assert others == [one]
 
 
 def test_blocks_are_as_single_steps(engine_on, asked, alone):

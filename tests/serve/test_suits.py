@@ -13,7 +13,7 @@ from jaxrag.models.text.prompts import TEMPLATES
 from jaxrag.reuse.methods import METHODS
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.questions import resolve
-from jaxrag.serve.suits import gate_subject, stored_otherwise
+from jaxrag.serve.suits import gate_subject, stored_otherwise, suited
 
 DOCUMENTS = {
     "tea": "Tea grows on the hills of the village and is sold in blue boxes.",
@@ -139,6 +139,15 @@ def test_chunks_of_another_template_are_not_called_evicted(kb):
     out = generate(QUESTION, kb=kb, template=moved, method="full_reuse", max_new_tokens=1)
     assert out.counts["encoded"] > 0
     assert all("asked under 'moved'" in row.why for row in out.reuse[1:])
+
+
+def test_plain_reuse_suits_only_weights_that_were_trained_for_it(kb, monkeypatch):
+    found = suited(kb)
+    assert found[0] == "full_attention" and "epic" in found  # it recomputes
+    assert "turborag" not in found
+    assert "fusionrag" not in found  # its chunks are not there
+    monkeypatch.setattr(kb.model, "reading", Reading(block_positions=("reordered",)))
+    assert "turborag" in suited(kb)
 
 
 def test_a_chat_template_makes_other_kv_of_what_sees_the_prefix(kb):

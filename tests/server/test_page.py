@@ -2,9 +2,7 @@
 
 import hashlib
 import itertools
-import os
 import re
-import shutil
 import threading
 import time
 from importlib.resources import files
@@ -12,8 +10,9 @@ from importlib.resources import files
 import httpx
 import pytest
 
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
-DRIVER = os.environ.get("CHROMEDRIVER") or shutil.which("chromedriver")
+from jaxrag.library.documents import Document
+from jaxrag.library.knowledge_base import KnowledgeBase
+
 SECONDS = 60  # after which something that is waited for did not happen
 
 QUESTION = "Which animal does Kora Felell keep?"
@@ -59,6 +58,12 @@ return [...document.querySelectorAll("body *")].filter((it) => it.checkVisibilit
 """
 
 
+IN_SIGHT = """
+const box = arguments[0].getBoundingClientRect();
+return box.top >= 0 && box.bottom <= document.querySelector("#ask").getBoundingClientRect().top;
+"""
+
+
 def test_the_page_is_one_file_that_asks_nobody_else(server):
     first, second = httpx.get(server.url), httpx.get(server.url)
     policy = first.headers["content-security-policy"]
@@ -80,19 +85,9 @@ def test_the_page_writes_no_markup():
 
 
 @pytest.fixture(scope="module")
-def chromium():
-    """One browser of a width and a colour scheme that tests set."""
-    if not (CHROMIUM and DRIVER):
-        pytest.skip("no chromium and chromedriver on the path, nor in CHROMIUM and CHROMEDRIVER")
-    webdriver = pytest.importorskip("selenium.webdriver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for flag in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage"):
-        options.add_argument(f"--{flag}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    browser = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
-    yield Page(browser)
-    browser.quit()
+def chromium(chromium_driver):
+    """The page in a browser of a width and a colour scheme that tests set."""
+    return Page(chromium_driver)
 
 
 class Page:
@@ -149,6 +144,10 @@ class Page:
         self.until(lambda: len(self.all(".turn")) > before and self.one("#send").is_displayed())
         return self.all(".turn")[-1]
 
+    def unfold(self):
+        """Open the sources and accounts of all answers."""
+        self.script("for (const it of document.querySelectorAll('.card details')) it.open = true")
+
     def complaints(self):
         """What the console says since the page was opened, or since the last time."""
         return [it["message"] for it in self.browser.get_log("browser")]
@@ -170,6 +169,10 @@ def test_somebody_asks_by_keyboard_and_sees_where_the_answer_is_from(server, chr
     turn = chromium.ask(QUESTION)
     assert turn.find_element("css selector", ".answer").text == "falcon"
     assert chromium.browser.switch_to.active_element == chromium.one("#question")
+    assert not chromium.one(".sources").is_displayed()  # folded
+    saved = chromium.one(".saved").text
+    assert re.fullmatch(r"(\d+) of \1 passage tokens reused · first token [\d.]+ m?s", saved)
+    chromium.unfold()
     sources = chromium.texts(".sources li")
     assert any("kora-felell.md" in it and "score" in it and "falcon" in it for it in sources)
     numbers, widths = chromium.parts("tokens")
@@ -199,10 +202,16 @@ def test_an_answer_grows_and_a_conversation_goes_on(server, chromium):
     assert seen[-1] == "The documents do not say." and len(seen) > 1
     assert all(after.startswith(before) for before, after in itertools.pairwise(seen))
     turn = chromium.ask(QUESTION)
+    chromium.unfold()
     assert "turn" not in turn.text and "what was said before" in turn.text
+    assert "reused in 2 answers" in chromium.one("#sum").text
+    early = [it for it in chromium.texts(".turn:last-child .sources li") if "for an earlier" in it]
+    assert early and chromium.texts(".turn:last-child .sources li")[-len(early) :] == early
     chromium.one("#anew").click()
     assert chromium.all(".turn") == [] and chromium.one("#welcome").is_displayed()
+    assert not chromium.one("#sum").is_displayed()
     turn = chromium.ask(QUESTION)
+    chromium.unfold()
     assert "what was said before" not in turn.text
 
 
@@ -212,19 +221,23 @@ def test_full_attention_stands_beside_it(server, chromium):
     chromium.ask(QUESTION)
     chromium.one(".card > button").click()
     said = chromium.until(lambda: chromium.texts(".verdict"))[0]
+    chromium.unfold()
+    assert "full attention" in chromium.texts(".saved")[0]
+    assert chromium.texts(".saved")[1].startswith("0 of")
     assert chromium.texts(".card h3") == [
         "turborag\nvillage",
         "full_attention\nvillage",
     ]
     assert chromium.texts(".answer") == ["falcon", "falcon"]
     assert chromium.script(FAINT) == []
-    assert "Both answers are the same." in said and "first token" in said
+    assert "Both answers are the same." in said and "once before, unmeasured" in said
     ours, theirs = (chromium.parts("tokens", card)[0] for card in (0, 1))
     assert ours["sum"] == theirs["sum"] == ours["reused"] == theirs["recomputed"]
     left, right = (box.rect for box in chromium.all(".card"))
     assert left["y"] == right["y"] and left["x"] < right["x"]
     chromium.one(".verdict button").click()
     chromium.until(lambda: chromium.all(".verdict") and len(chromium.all(".card")) == 2)
+    chromium.unfold()
     assert chromium.parts("tokens", 1)[0]["recomputed"] == theirs["sum"]  # nothing was kept of it
     assert chromium.complaints() == []
 
@@ -240,10 +253,12 @@ def test_settings_are_asked_with(server, chromium):
         chromium.one(f'#{name} option[value="{value}"]').click()
     assert "full_reuse, 2 passages" in chromium.one("#settings summary").text
     turn = chromium.ask("What is the job of Vula Kinow?")
+    chromium.unfold()
     assert len(turn.find_elements("css selector", ".sources li")) == 2
     assert "full_reuse" in turn.text and "longest length" in turn.text
     chromium.one('#model option[value="synthetic"]').click()  # no documents
     turn = chromium.ask(QUESTION)
+    chromium.unfold()
     assert "without any passage" in turn.text
 
 
@@ -280,6 +295,7 @@ def test_an_error_is_told_as_the_server_says_it(server, chromium):
     turn = chromium.ask("Which gizmo?")
     (box,) = turn.find_elements("css selector", "[role=alert]")
     assert "'gizmo': not in this model's vocabulary" in box.text
+    assert chromium.script(IN_SIGHT, box)
     box.find_element("css selector", "button").click()
     assert chromium.one("#question").get_attribute("value") == "Which gizmo?"
     assert chromium.all(".turn") == []
@@ -306,6 +322,7 @@ def test_escape_stops_an_answer(server, chromium):
         let_go.set()
         holding.join()
     turn = chromium.ask(QUESTION)
+    chromium.unfold()
     assert "what was said before" not in turn.text
 
 
@@ -317,6 +334,7 @@ def test_it_can_be_read_at_any_width_and_in_the_dark(server, chromium, scheme):
         chromium.script("for (const it of document.querySelectorAll('details')) it.open = true")
         chromium.ask("What is the job of Vula Kinow?")
         chromium.ask("Which gizmo?")
+        chromium.unfold()
         wide = "return document.documentElement.scrollWidth"
         assert chromium.script(wide) <= width
         assert chromium.script(WIDER) == []
@@ -363,6 +381,7 @@ def test_a_document_is_uploaded_asked_about_found_and_removed(keeping, chromium,
 
     turn = chromium.ask("What is the home of Giso Berow?")
     assert turn.find_element("css selector", ".answer").text == "Tondorf"
+    chromium.unfold()
     assert turn.find_element("css selector", ".sources b").text == "tilo.txt"
     chromium.one("#query").send_keys("Giso Berow\n")
     found = chromium.until(lambda: chromium.texts("#found li"))[0]
@@ -385,6 +404,51 @@ def test_a_document_is_uploaded_asked_about_found_and_removed(keeping, chromium,
     assert chromium.complaints() == []
 
 
+HOSTILE = """# Kora Felell
+
+File 23: Kora Felell walks with a **falcon** every day.
+<script>window.hurt = 1</script><img src="/favicon.svg?tag" onerror="window.hurt = 2">
+![a](/favicon.svg?image) [b](javascript:window.hurt=3) [c](https://example.com/) <svg onload=x>
+"""
+
+
+@pytest.mark.slow
+def test_markdown_of_a_document_is_shown_and_runs_and_loads_nothing(
+    start, served_model, tmp_path, chromium
+):
+    with KnowledgeBase.open(tmp_path / "kb", model=served_model) as kb:
+        kb.add([Document("hostile.md", HOSTILE)])
+    with start(served_model, {"hostile": tmp_path / "kb"}) as running:
+        chromium.open(running.url)
+        assert "answers from 1 document in hostile" in chromium.one("#about").text
+        assert "--data" in chromium.one("#how-to-add").text
+        chromium.ask("Kora Felell")
+        chromium.one(".cites button").click()
+        chromium.until(lambda: chromium.texts(".passage.rendered strong"))
+        assert chromium.texts(".passage strong") == ["falcon"]
+        assert chromium.texts(".sources li.lit") == chromium.texts(".sources li")
+        addresses = [it.get_attribute("href") for it in chromium.all(".passage a")]
+        assert addresses == ["https://example.com/"]
+        assert "<script>" in chromium.one(".passage").text
+        made = "return document.querySelectorAll('.turn :is(script, img, svg, iframe)').length"
+        assert chromium.script(made) == 0 and chromium.script("return window.hurt") is None
+        asked = chromium.script(
+            "return performance.getEntriesByType('resource').map((e) => e.name)"
+        )
+        assert not [it for it in asked if "?" in it.replace("?limit", "") or "example" in it]
+        assert chromium.complaints() == []
+
+
+@pytest.mark.slow
+def test_methods_are_grouped_and_those_that_suit_are_marked(server, chromium):
+    chromium.open(server.url)
+    groups = "return [...document.querySelectorAll('#method optgroup')].map((it) => it.label)"
+    assert [it.split(":")[0] for it in chromium.script(groups)] == ["Balanced", "Quick", "Exact"]
+    marked = "return [...document.querySelectorAll('#method option')].map((it) => it.text)"
+    found = {it.split()[0] for it in chromium.script(marked) if "suits" in it}
+    assert {"turborag", "full_attention"} <= found and "fusionrag" not in found
+
+
 @pytest.mark.slow
 def test_a_key_is_asked_for_and_forgotten(running, served_model, village, chromium, tmp_path):
     keys = tmp_path / "keys.toml"
@@ -396,6 +460,9 @@ def test_a_key_is_asked_for_and_forgotten(running, served_model, village, chromi
             chromium.until(lambda: chromium.one("#key-form").is_displayed())
             assert chromium.all("#model option") == []
             chromium.one("#key").send_keys(key, "\n")
+            if key == "wrong":
+                chromium.until(lambda: chromium.one("#key-title").text == "This key is wrong.")
+                assert chromium.one("#state").text == "wrong key"
         chromium.until(lambda: chromium.all("#model option"))
         assert not chromium.one("#key-form").is_displayed()
         assert "falcon" in chromium.ask(QUESTION).text

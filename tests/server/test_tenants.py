@@ -109,7 +109,7 @@ def test_the_secret_that_seals_is_a_tenants_own_and_no_salt(keys, tmp_path):
 
 
 def test_the_example_of_the_page_is_a_file_of_keys(tmp_path):
-    page = (Path(__file__).parents[2] / "docs/server.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/server-reference.md").read_text(encoding="utf-8")
     [example] = re.findall(r"```text\n(\[tenants.*?)```", page, re.S)
     path = tmp_path / "keys.toml"
     path.write_text(example, encoding="utf-8")

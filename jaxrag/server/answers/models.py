@@ -22,6 +22,7 @@ def get_model(call: Call) -> dict[str, Any]:
 def _entries(call: Call) -> list[dict[str, Any]]:
     state = call.state
     first = state.default_base(call.access)
+    uploads = state.settings.data is not None and call.access.documents == "write"
     return [
         {
             "id": state.name + ("" if name is None else f"@{name}"),
@@ -35,6 +36,7 @@ def _entries(call: Call) -> list[dict[str, Any]]:
             "decode_rules": list(state.decode_rules),
             "k": state.settings.k,
             "max_tokens": state.settings.max_new_tokens,
+            "uploads": uploads,
             "questions": list(state.settings.questions) if name == first else [],
         }
         for name in (None, *state.readable(call.access))

@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxrag.base.groups import FIELD, MAX_GROUPS, wrong_groups
 from jaxrag.library.catalog import DocumentEntry, Hit
+from jaxrag.serve.suits import suited
 from jaxrag.server.documents.lists import page_of
 from jaxrag.server.documents.where import where_of
 from jaxrag.server.errors import invalid
@@ -246,6 +247,7 @@ def _shown(library: Library, shelf: Shelf) -> dict[str, Any]:
             "chunk_tokens": base.chunking.chunk_tokens,
             "encoders": list(base.encoders),
             "embeds": base.index is not None,
+            "suited": list(suited(base)),
         },
     }
 

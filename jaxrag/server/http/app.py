@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from jaxrag.server.answers import models, scoring, tokenize
+from jaxrag.server.answers import markdown, models, scoring, tokenize
 from jaxrag.server.answers.chat import chat_completions
 from jaxrag.server.answers.completions import completions
 from jaxrag.server.documents import embeddings, files, vector_stores
@@ -90,6 +90,7 @@ ROUTES = (
     plain("/v1/models/{name:path}", models.get_model, ready=False),
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
+    plain("/markdown", markdown.markdown, "POST", prepares=True),
     plain("/tokenize", tokenize.tokenize, "POST", prepares=True),
     plain("/detokenize", tokenize.detokenize, "POST", prepares=True),
     plain("/v1/files", files.list_files),

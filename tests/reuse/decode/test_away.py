@@ -54,6 +54,7 @@ RULES = {
     ),
 }
 EXACT = {name: rule for name, rule in RULES.items() if "," not in name}
+SLOW = ("dense", "snapkv", "infllm", "quest")
 
 
 @pytest.fixture(scope="module")
@@ -96,10 +97,7 @@ def _same(ours, expected):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in ("dense", "snapkv", "infllm") else ())
-        for name in EXACT
-    ],
+    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in EXACT],
 )
 def test_answers_are_those_of_the_device(pair, ids, rng, name):
     """Several rows of different length, chunks at several offsets, tokens leaving the window.
