@@ -229,9 +229,9 @@ def _how(
     neighbours: Neighbours, encoding: ChunkEncoding, encoders: Sequence[str]
 ) -> dict[str, Any]:
     """What decides the lists besides the chunks there are; JSON-able."""
-    return {
+    readers = {"groups": True} if neighbours.catalog.has_groups() else {}
+    return readers | {
         "by": neighbours.by,
-        "groups": True,  # since readers count
         "top_n": neighbours.top_n,
         "vectors": None if neighbours.vectors is None else dict(neighbours.vectors.settings),
         "encoders": sorted(encoders),
