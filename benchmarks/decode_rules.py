@@ -119,10 +119,10 @@ def run(options: DecodeOptions) -> dict[str, Any]:
         for context in options.contexts:
             tokens = context + options.steps + options.warm + 4 * PAGE
             model = random_model(config, options.seed, cache_tokens=tokens)
-            prompt = _prompt(model, options, context)
+            prompt = prompt_of(model, options, context)
             for rule in options.rules:
                 bar.set_postfix_str(f"{context} {rule}", refresh=False)
-                rows.append(_measure(model, options, prompt, rule))
+                rows.append(measure(model, options, prompt, rule))
                 bar.update()
     return {
         "benchmark": "decode",
@@ -138,7 +138,8 @@ def run(options: DecodeOptions) -> dict[str, Any]:
     }
 
 
-def _prompt(model: Model, options: DecodeOptions, context: int) -> Prompt:
+def prompt_of(model: Model, options: DecodeOptions, context: int) -> Prompt:
+    """Chunks of random ids, the last one shorter, and a question: ``context`` tokens."""
     rng = np.random.default_rng((options.seed, context))
 
     def ids(count: int) -> np.ndarray[Any, Any]:
@@ -149,7 +150,8 @@ def _prompt(model: Model, options: DecodeOptions, context: int) -> Prompt:
     return Prompt(np.zeros(0, np.int32), tuple(chunks), ids(options.question_tokens))
 
 
-def _measure(model: Model, options: DecodeOptions, prompt: Prompt, text: str) -> dict[str, Any]:
+def measure(model: Model, options: DecodeOptions, prompt: Prompt, text: str) -> dict[str, Any]:
+    """One row: a rule of ``--decode`` behind a prompt, K and V where the options have them."""
     rule, store = rule_from(text), engine_of(model).memory
     method = dataclasses.replace(METHODS["turborag"], decode=rule)
     placement = rule.placement if options.kv is None else KVPlacement(options.kv)

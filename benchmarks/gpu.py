@@ -10,33 +10,50 @@ three sets of queries, after a warm-up; rooflines are measured on the same devic
     law13        tokens of a request alone, in batches of two orders and beside others: equal
     machine      copy bandwidth and peak matrix product: the rooflines
     bodies       every body of every op on the same scenes: what the defaults are chosen by
-    llama        Llama-3-8B with random weights: first tokens and decoding, end to end
     sparse       15 % and the question's 50 rows over 32k, beside dense causal attention
-    decode       one new token a row over 32k, batch 1 and 8
+    decode       one new token a row over 32k, batch 1 and 8, beside other decode kernels
     topn         the 128 best keys of 32k, values on the device and in pinned host memory
-    engine       its engine: static, inline and asynchronous; links between host and device
     segment      packed attention of 8k tokens and its gradient, beside dense causal attention
-    mistral      Mistral-7B, as llama
+    llama        Llama-3-8B with random weights: first tokens and decoding, end to end
+    serve        its engine under load: law 13 and first tokens over tiers and slow links
+    rules        decode rules behind 32k, K and V in host memory where their papers have them
+    ingest       chunks a minute behind ten neighbours
+    engine       all requests at once: static, inline and asynchronous; links host to device
     mosaic       the sparse rows through the Mosaic body, its numbers first
+    mistral      Mistral-7B, as llama
     sweep        tilings of the sparse kernel
+    train        configs/train/synthetic-6m.toml, from where the last call stopped
 
-What is missing there is installed from wheels that were brought along (`--wheels FOLDER`). `--keep`
-writes what the stage `bodies` found for this device to pallas_kernels/measured.json, from which the
-package takes its defaults. A command is kept below ten minutes by naming stages: those up to
-`llama`, then the rest.
+Beside our bodies stand cuDNN, torch and JAX's own Pallas kernels where they take a scene; where one
+does not, its row says why (`gpu_peers.py`).
+
+A command is kept below ten minutes by naming stages: those up to `llama`, then those up to `sweep`,
+then `train` alone. `train` keeps its run in a folder of --work and goes on there when it is called
+again, stops itself before its limit, and trains several seeds side by side. Without --stage all but
+`train` run. With --out the trained weights lie beside the result, an archive for each seed.
+
+What is missing there is installed from wheels that were brought along (`--wheels FOLDER`;
+pallas_kernels/README.md says which). `--keep` writes what the stage `bodies` found for this device
+to pallas_kernels/measured.json, from which the package takes its defaults. `--goals` runs nothing:
+it puts results together and prints what was to be reached beside what was measured, which every
+report ends with, too.
 
 example: python benchmarks/gpu.py --out benchmarks/results/gpu-h200.json
          python benchmarks/gpu.py --dry-run
          python benchmarks/gpu.py --stage correctness --tiny --impl pallas_interpret
+         python benchmarks/gpu.py --stage train --seed 0 --seed 1 --seed 2 --out train.json
+         python benchmarks/gpu.py --goals first.json second.json train.json
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import functools
 import json
 import os
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Mapping, MutableMapping
@@ -45,7 +62,9 @@ from typing import Any
 
 from gpu_end_to_end import end_to_end
 from gpu_engine import stage_engine, stage_law13
+from gpu_goals import goal_lines, merged
 from gpu_scenes import TINY, Shape
+from gpu_serve import stage_ingest, stage_rules, stage_serve
 from gpu_stages import (
     stage_bodies,
     stage_correctness,
@@ -57,11 +76,16 @@ from gpu_stages import (
     stage_sweep,
     stage_topn,
 )
+from gpu_train import Training, stage_train
 
-SECONDS = {  # of each stage, compilation included; below 11 minutes together
-    "correctness": 80, "law13": 50, "machine": 20, "bodies": 60, "llama": 95, "sparse": 45,
-    "decode": 25, "topn": 25, "engine": 60, "segment": 30, "mistral": 95, "mosaic": 30, "sweep": 35,
+SECONDS = {  # of each stage, compilation included; below ten minutes up to `llama` and `sweep`
+    "correctness": 80, "law13": 50, "machine": 20, "bodies": 60, "sparse": 60, "decode": 45,
+    "topn": 25, "segment": 45, "llama": 105,
+    "serve": 120, "rules": 120, "ingest": 60, "engine": 50, "mosaic": 30, "mistral": 95,
+    "sweep": 35,
+    "train": 540,
 }  # fmt: skip
+TRAIN = "train"  # the stage with a command of its own
 MEASURED = Path(__file__).parents[1] / "pallas_kernels" / "measured.json"
 
 
@@ -79,35 +103,65 @@ class Kept(dict[str, Any]):
         os.replace(part, self._path)
 
 
-STAGES: dict[str, Callable[[Shape, str, MutableMapping[str, Any]], None]] = {
+Stage = Callable[[Shape, str, MutableMapping[str, Any]], None]
+STAGES: dict[str, Stage] = {  # all but `train`
     "correctness": stage_correctness,
     "law13": stage_law13,
     "machine": stage_machine,
     "bodies": stage_bodies,
-    "llama": functools.partial(end_to_end, "llama-3-8b"),
     "sparse": stage_sparse,
     "decode": stage_decode,
     "topn": stage_topn,
-    "engine": stage_engine,
     "segment": stage_segment,
-    "mistral": functools.partial(end_to_end, "mistral-7b"),
+    "llama": functools.partial(end_to_end, "llama-3-8b"),
+    "serve": stage_serve,
+    "rules": stage_rules,
+    "ingest": stage_ingest,
+    "engine": stage_engine,
     "mosaic": stage_mosaic,
+    "mistral": functools.partial(end_to_end, "mistral-7b"),
     "sweep": stage_sweep,
 }
 
 
 def run_stage(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Run one stage in a process of its own; where it fails or is killed, what it had found."""
+    """Run one stage in a process of its own; where it fails or is killed, what it had found.
+
+    `train` has a process for each seed, all at the same time.
+    """
+    if name != TRAIN:
+        return run_process(name, args, [])
+    seeds = args.seed or [0]
+    also: list[list[str]] = [["--seed", str(seed), "--work", args.work] for seed in seeds]
+    for more in also:
+        more += ["--steps", str(args.steps)] if args.steps else []
+        more += [word for setting in args.set for word in ("--set", setting)]
+    with concurrent.futures.ThreadPoolExecutor(len(seeds)) as pool:
+        found = list(pool.map(functools.partial(run_process, name, args), also))
+    named = {
+        f"seed {seed}, {row}": value
+        for seed, rows in zip(seeds, found, strict=True)
+        for row, value in rows.items()
+        if row != "failed"
+    }
+    failed = "; ".join(rows["failed"] for rows in found if "failed" in rows)
+    return named | ({"failed": failed} if failed else {})
+
+
+def run_process(name: str, args: argparse.Namespace, also: list[str]) -> dict[str, Any]:
+    """One process of a stage, with further arguments."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "stage.json"
-        command = [sys.executable, __file__, "--run", name, "--impl", args.impl, "--out", str(out)]
-        command += ["--tiny"] if args.tiny else []
         limit = args.seconds or SECONDS[name]
+        command = [sys.executable, __file__, "--run", name, "--impl", args.impl, "--out", str(out)]
+        command += ["--seconds", str(limit), *also, *(["--tiny"] if args.tiny else [])]
         start = time.perf_counter()
         failed = ""
         try:
             # Unfiltered, so that the last line of a failure is its message.
             env = {**os.environ, "JAX_TRACEBACK_FILTERING": "off"}
+            if name == TRAIN:  # several share the device
+                env["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
             done = subprocess.run(command, timeout=limit, capture_output=True, text=True, env=env)
             if done.returncode:
                 lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
@@ -118,6 +172,34 @@ def run_stage(name: str, args: argparse.Namespace) -> dict[str, Any]:
         if out.exists():
             result |= json.loads(out.read_text(encoding="utf-8"))
         return result | ({"failed": failed} if failed else {})
+
+
+def run_here(args: argparse.Namespace, shape: Shape) -> None:
+    """What such a process does."""
+    found = Kept(args.out)
+    if args.run != TRAIN:
+        STAGES[args.run](shape, args.impl, found)
+        return
+    training = Training(
+        Path(args.work), args.seed[0], args.steps, float(args.seconds), tuple(args.set)
+    )
+    stage_train(training, args.tiny, found)
+
+
+def keep_weights(args: argparse.Namespace) -> list[Path]:
+    """Archives of what was trained, beside the result: weights, log and evaluation of each seed."""
+    written = []
+    for seed in args.seed or [0]:
+        folder = Training(Path(args.work), seed).folder
+        path = Path(args.out).with_suffix(f".train-{seed}.tar.gz")
+        names = [name for name in ("model", "results.json", "metrics.jsonl", "run.json")
+                 if (folder / name).exists()]  # fmt: skip
+        if "model" in names:
+            with tarfile.open(path, "w:gz") as archive:
+                for name in names:
+                    archive.add(folder / name, f"train-{seed}/{name}")
+            written.append(path)
+    return written
 
 
 def with_fractions(results: dict[str, Any]) -> None:
@@ -162,19 +244,43 @@ def markdown(result: Mapping[str, Any]) -> str:
             if "refused" in row:
                 lines.append(f"| {stage} | {name}: {row['refused']} | | | |")
             elif "seconds" in row:
-                rate = next(
-                    (row[r] for r in ("flops_per_second", "bytes_per_second") if r in row), 0
-                )
                 share = f"{row['of_roofline']:.0%}" if "of_roofline" in row else ""
-                shown = f"{rate / 1e12:.3g} T/s" if rate else ""
                 said = "" if row.get("ok", True) else ": DIFFERS"
                 lines.append(
-                    f"| {stage} | {name}{said} | {row['seconds'] * 1e3:.3f} | {shown} | {share} |"
+                    f"| {stage} | {name}{said} | {row['seconds'] * 1e3:.3f} | {rate_of(row)} "
+                    f"| {share} |"
                 )
+            elif "share" in row:
+                lines.append(f"| {stage} | {name}: {row['share']:.1%} | | | |")
             elif "ok" in row:
                 verdict = "equal" if row["ok"] else "DIFFERS"
                 lines.append(f"| {stage} | {name}: {verdict}, out {row['out']:.1e} | | | |")
-    return "\n".join(lines) + "\n"
+    shape = Shape(**result["shape"])
+    return "\n".join([*lines, "", *goal_lines(shape, result["stages"])]) + "\n"
+
+
+def rate_of(row: Mapping[str, Any]) -> str:
+    """The rate of a row, "" where it has none."""
+    for rate in ("flops_per_second", "bytes_per_second", "host_bytes_per_second"):
+        if rate in row:
+            return f"{row[rate] / 1e12:.3g} T/s"
+    for rate, unit in (("tokens_per_second", "tokens/s"), ("chunks_per_minute", "chunks/min")):
+        if row.get(rate) is not None:
+            return f"{row[rate]:.4g} {unit}"
+    return ""
+
+
+def print_goals(paths: list[str]) -> int:
+    """Results put together, beside what was to be reached."""
+    results = [json.loads(Path(path).read_text(encoding="utf-8")) for path in paths]
+    try:
+        result = merged(results)
+    except ValueError as error:
+        print(f"--goals: {error}", file=sys.stderr)
+        return 2
+    with_fractions(result["stages"])
+    print(markdown(result), end="")
+    return 0
 
 
 def main() -> int:
@@ -182,7 +288,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--stage", action="append", choices=STAGES, help="repeatable (all)")
+    stages_of = [*STAGES, TRAIN]
+    parser.add_argument(
+        "--stage", action="append", choices=stages_of, help="repeatable (all but train)"
+    )
     parser.add_argument("--impl", default="pallas_triton", help="body (pallas_triton)")
     parser.add_argument("--seconds", type=int, metavar="S", help="limit of a stage (its own)")
     parser.add_argument("--tiny", action="store_true", help="toy shapes, to try the script")
@@ -190,11 +299,24 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="write pallas_kernels/measured.json")
     parser.add_argument("--wheels", metavar="FOLDER", help="install these first, without a network")
     parser.add_argument("--dry-run", action="store_true", help="say what would run")
-    parser.add_argument("--run", choices=STAGES, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--goals", nargs="+", metavar="FILE.json", help="print these results beside the goals"
+    )
+    parser.add_argument("--work", default="runs/gpu", metavar="DIR", help="of train (runs/gpu)")
+    parser.add_argument(
+        "--seed", type=int, action="append", metavar="N", help="of train; repeatable (0)"
+    )
+    parser.add_argument("--steps", type=int, metavar="N", help="of train: stop after step N")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of train"
+    )
+    parser.add_argument("--run", choices=stages_of, help=argparse.SUPPRESS)
     args = parser.parse_args()
     shape = TINY if args.tiny else Shape()
+    if args.goals:
+        return print_goals(args.goals)
     if args.run:
-        STAGES[args.run](shape, args.impl, Kept(args.out))
+        run_here(args, shape)
         return 0
     stages = args.stage or list(STAGES)
     if args.dry_run:
@@ -219,6 +341,8 @@ def main() -> int:
               "stages": results}  # fmt: skip
     if args.out:
         Path(args.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        if TRAIN in stages:
+            keep_weights(args)
         Path(args.out).with_suffix(".md").write_text(markdown(result), encoding="utf-8")
     if args.keep and "bodies" in results:
         import jax

@@ -34,7 +34,7 @@ def random_weights(name: str, shape: Shape, impl: str, cache_tokens: int) -> Any
     config = config_from_dict(read_toml(CONFIGS / f"{name}.toml"))
     if shape is TINY:
         config = dataclasses.replace(
-            config, vocab_size=128, num_layers=2, model_dim=64, mlp_dim=96, num_heads=shape.heads,
+            config, vocab_size=512, num_layers=2, model_dim=64, mlp_dim=96, num_heads=shape.heads,
             num_kv_heads=shape.kv_heads, head_dim=shape.dim, dtype="float32",
             rope=dataclasses.replace(config.rope, rotary_dim=shape.dim),
         )  # fmt: skip

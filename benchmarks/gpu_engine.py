@@ -27,7 +27,7 @@ def stage_law13(shape: Shape, impl: str, found: MutableMapping[str, Any]) -> Non
     from jaxrag.engine.request import Request
     from jaxrag.reuse.methods import METHODS
 
-    asked = _draw(_traffic(shape, requests=8, documents=8), shape, impl)
+    asked = _draw(traffic_of(shape, requests=8, documents=8), shape, impl)
     for name in ("turborag", "fusionrag"):
         answers: dict[str, dict[int, list[int]]] = {}
         for batch in BATCHES:
@@ -48,7 +48,7 @@ def stage_law13(shape: Shape, impl: str, found: MutableMapping[str, Any]) -> Non
             }[batch]
             answers[batch] = {}
             for turn in order:
-                for at, ids in zip(turn, _ids(engine, [request(at) for at in turn]), strict=True):
+                for at, ids in zip(turn, ids_of(engine, [request(at) for at in turn]), strict=True):
                     answers[batch][at] = ids
         first = answers["alone"]
         for batch in BATCHES[1:]:
@@ -65,7 +65,7 @@ def stage_engine(shape: Shape, impl: str, found: MutableMapping[str, Any]) -> No
     Chunk KV comes from a store on the disk, so that the arms differ in what waits for what.
     """
     _links(shape, found)
-    traffic = _traffic(shape, requests=24, documents=24)
+    traffic = traffic_of(shape, requests=24, documents=24)
     from jaxrag.measure.bench.options import ServeOptions
     from jaxrag.measure.bench.serve import Bench
 
@@ -137,7 +137,8 @@ class _Asked:
     requests: list[Any]
 
 
-def _traffic(shape: Shape, *, requests: int, documents: int) -> Any:
+def traffic_of(shape: Shape, *, requests: int, documents: int) -> Any:
+    """Requests for eight chunks each, or two where the shape is a toy."""
     from jaxrag.measure.bench.options import Traffic
 
     tiny = shape is TINY
@@ -157,7 +158,7 @@ def _draw(traffic: Any, shape: Shape, impl: str) -> _Asked:
     return _Asked(model, EngineSettings(), draw(traffic, model.config.vocab_size))
 
 
-def _ids(engine: Any, requests: Sequence[Any]) -> list[list[int]]:
+def ids_of(engine: Any, requests: Sequence[Any]) -> list[list[int]]:
     """The tokens of every request, which are given to the engine together."""
     told: list[list[int]] = [[] for _ in requests]
     for progress in engine.iterate(requests):

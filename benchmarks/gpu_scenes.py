@@ -1,8 +1,6 @@
 """What the GPU benchmark computes on: layers of a model, paged scenes and packed rows."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping
 from typing import Any
 
 
@@ -125,46 +123,3 @@ def packed(shape: Shape, length: int, seed: int) -> tuple[Any, ...]:
         for key, heads in zip(keys, (shape.heads, shape.kv_heads, shape.kv_heads), strict=True)
     )
     return q, k, v, Rows(jnp.asarray(layout.positions)[None], segments)
-
-
-def dense_bodies(longest: bool) -> Mapping[str, Callable[..., Any]]:
-    """Dense causal attention as others compute it; where it is long without XLA's T x T."""
-    import jax
-
-    def of_jax(implementation: str) -> Callable[..., Any]:
-        call = functools.partial(
-            jax.nn.dot_product_attention, is_causal=True, implementation=implementation
-        )
-        return jax.jit(call)
-
-    def torch_sdpa(q: Any, k: Any, v: Any) -> Any:
-        import torch
-
-        q, k, v = (torch.from_dlpack(x).transpose(1, 2) for x in (q, k, v))
-        torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        torch.cuda.synchronize()
-
-    @functools.lru_cache(maxsize=2)
-    def compiled_flex(length: int) -> Callable[..., Any]:
-        import torch
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-        def causal(b: Any, h: Any, i: Any, j: Any) -> Any:
-            return i >= j
-
-        mask = create_block_mask(causal, None, None, length, length)
-        return functools.partial(torch.compile(flex_attention), block_mask=mask, enable_gqa=True)
-
-    def torch_flex(q: Any, k: Any, v: Any) -> Any:
-        import torch
-
-        q, k, v = (torch.from_dlpack(x).transpose(1, 2) for x in (q, k, v))
-        compiled_flex(q.shape[2])(q, k, v)
-        torch.cuda.synchronize()
-
-    found = {
-        "dense cudnn": of_jax("cudnn"),
-        "dense torch sdpa": torch_sdpa,
-        "dense torch flex": torch_flex,
-    }
-    return found if longest else {**found, "dense xla": of_jax("xla")}

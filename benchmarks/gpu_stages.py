@@ -3,10 +3,11 @@
 import functools
 import statistics
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
-from gpu_scenes import TINY, Shape, decoding, dense_bodies, options, packed, paged
+from gpu_peers import Peer, decode_peers, dense_peers, segment_peers, sparse_peers
+from gpu_scenes import TINY, Shape, decoding, options, packed, paged
 
 Found = MutableMapping[str, Any]  # what a stage measured, by name
 
@@ -148,7 +149,7 @@ def stage_machine(shape: Shape, impl: str, found: Found) -> None:
 
 
 def stage_sparse(shape: Shape, impl: str, found: Found) -> None:
-    """Recomputed and question rows over the longest context, and dense causal attention."""
+    """Recomputed and question rows over the longest context; then peers, dense ones first."""
     import jax
     import jax.numpy as jnp
 
@@ -165,11 +166,13 @@ def stage_sparse(shape: Shape, impl: str, found: Found) -> None:
     q = jax.random.normal(key, (1, context, shape.heads, shape.dim), jnp.bfloat16)
     k = jax.random.normal(key, (1, context, shape.kv_heads, shape.dim), jnp.bfloat16)
     flops = 2.0 * context * (context + 1) * shape.heads * shape.dim
-    beside(found, dense_bodies(longest=True), [(q, k, k)], flops)
+    beside(found, dense_peers(shape, longest=True), [(q, k, k)], flops=flops)
     best = min((row["seconds"] for n, row in found.items() if n.startswith("dense")
                 and "seconds" in row), default=None)  # fmt: skip
     if best is not None:
         found["times_faster_than_best_dense"] = best / found["recomputed"]["seconds"]
+    scene = paged(shape, context, shape.share, shape.question, 1, seed=0)
+    beside(found, sparse_peers(), [scene.arguments], flops=scene.flops(shape))
 
 
 def refusal(error: Exception) -> dict[str, str]:
@@ -178,19 +181,23 @@ def refusal(error: Exception) -> dict[str, str]:
 
 
 def beside(
-    found: Found,
-    bodies: Mapping[str, Callable[..., Any]],
-    sets: list[tuple[Any, ...]],
-    flops: float,
+    found: Found, peers: Mapping[str, Peer], scenes: Sequence[tuple[Any, ...]], **work: float
 ) -> None:
-    """Time what others compute; a peer that is not there or refuses is left out, by name."""
-    for name, call in bodies.items():
+    """Time what others compute of a scene; one that is not there or does not take it says why.
+
+    ``work`` is what a call does, as flops or bytes.
+    """
+    for name, peer in peers.items():
+        if peer.call is None:
+            found[name] = {"refused": peer.refused}
+            continue
         try:
-            seconds = seconds_of(call, sets)
+            seconds = seconds_of(peer.call, [peer.prepare(*scene) for scene in scenes])
         except Exception as error:
             found[name] = refusal(error)
             continue
-        found[name] = {"seconds": seconds, "flops_per_second": flops / seconds}
+        rates = {f"{what}_per_second": much / seconds for what, much in work.items()}
+        found[name] = {"seconds": seconds, **rates}
 
 
 def stage_mosaic(shape: Shape, impl: str, found: Found) -> None:
@@ -217,7 +224,7 @@ def stage_mosaic(shape: Shape, impl: str, found: Found) -> None:
 
 
 def stage_decode(shape: Shape, impl: str, found: Found) -> None:
-    """Bytes per second of the KV that a decode step reads."""
+    """Bytes per second of the KV that a decode step reads; beside it peers over the same pages."""
     import jax
 
     from pallas_kernels import paged_decode_attention
@@ -229,6 +236,8 @@ def stage_decode(shape: Shape, impl: str, found: Found) -> None:
         seconds = seconds_of(op, [decoding(scene) for scene in scenes])
         read = 4.0 * batch * (context + 1) * shape.kv_heads * shape.dim
         found[f"b={batch}"] = {"seconds": seconds, "bytes_per_second": read / seconds}
+        peers = {f"b={batch}, {name}": peer for name, peer in decode_peers(shape).items()}
+        beside(found, peers, [decoding(scene) for scene in scenes], bytes=read)
 
 
 def stage_topn(shape: Shape, impl: str, found: Found) -> None:
@@ -274,7 +283,7 @@ def stage_topn(shape: Shape, impl: str, found: Found) -> None:
 
 
 def stage_segment(shape: Shape, impl: str, found: Found) -> None:
-    """Packed chunks, and one causal row beside cuDNN."""
+    """Packed chunks and one causal row, both beside peers; then the gradient."""
     import jax
     import jax.numpy as jnp
 
@@ -294,7 +303,8 @@ def stage_segment(shape: Shape, impl: str, found: Found) -> None:
     seconds = seconds_of(op, causal)
     flops = 2.0 * length * (length + 1) * shape.heads * shape.dim
     found["causal"] = {"seconds": seconds, "flops_per_second": flops / seconds}
-    beside(found, dense_bodies(longest=False), [one[:3] for one in sets], flops)
+    beside(found, dense_peers(shape, longest=False), [one[:3] for one in sets], flops=flops)
+    beside(found, segment_peers(), sets)
 
     def loss(q: Any, k: Any, v: Any, rows: Any) -> Any:
         out, _ = segment_attention(

@@ -106,7 +106,7 @@ def run(options: IngestOptions) -> dict[str, Any]:
         texts = invented_texts(rng, options.tokens)
         path = options.model or _written(work / "model", options, next(texts))
         model = load_model(path, dtype=options.dtype)
-        documents, batches = _corpus(model, texts, options)
+        documents, batches = corpus(model, texts, options)
         clocks: dict[str, list[Clock]] = {"plain": [], "ingest": []}
         behind: list[_Behind] = []
         peaks: list[float] = []
@@ -127,7 +127,7 @@ def run(options: IngestOptions) -> dict[str, Any]:
                 kb.add(documents)
             if encoder_named(options.encoder).sees_neighbours:
                 place = work / f"behind{round_}"
-                behind.append(_encode_behind(model, documents, batches, options, place))
+                behind.append(encode_behind(model, documents, batches, options, place))
         result = _result(options, model, batches, clocks, max(peaks))
         if behind:
             result["neighbours"] = _neighbours_result(options, result, behind[1:])
@@ -142,13 +142,14 @@ class _Behind:
     flops: int
 
 
-def _encode_behind(
+def encode_behind(
     model: Model,
     documents: Sequence[Document],
     batches: Sequence[Sequence[HostArray]],
     options: IngestOptions,
     path: Path,
 ) -> _Behind:
+    """Make a knowledge base at ``path`` and encode its chunks behind their neighbours."""
     with KnowledgeBase.open(
         path,
         model,
@@ -293,7 +294,7 @@ def _plain(model: Model, batches: Sequence[Sequence[HostArray]]) -> None:
         jax.block_until_ready(out)
 
 
-def _corpus(
+def corpus(
     model: Model, texts: Iterator[str], options: IngestOptions
 ) -> tuple[list[Document], list[list[HostArray]]]:
     """Documents of about that many tokens, and their chunks in the batches ingest makes of them."""

@@ -19,12 +19,14 @@ PARAMS = {
     "mistral-7b": 7_248_023_552,
     "qwen2-7b": 7_615_616_512,
     "synthetic-0.8m": 820352,
+    "synthetic-6m": 6_164_736,
 }
 KV_BYTES = {
     "llama-3-8b": 128 * 1024,
     "mistral-7b": 128 * 1024,
     "qwen2-7b": 56 * 1024,
     "synthetic-0.8m": 4096,
+    "synthetic-6m": 16 * 1024,
 }
 
 
