@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from jaxrag.base.errors import RequestError
+from jaxrag.base.groups import check_own
 from jaxrag.base.options import check_fields, names_in, option, parse_count
 from jaxrag.base.tables import require_kind
 from jaxrag.engine.sampling_params import SamplingParams
@@ -205,6 +206,14 @@ class Ask:
         "X",
         unset="none",
         group=RETRIEVAL,
+    )
+    groups: tuple[str, ...] | None = option(
+        None,
+        "what readers of these groups may read: of documents with groups, only theirs",
+        "A,B",
+        unset="everything",
+        group=RETRIEVAL,
+        check=check_own,
     )
     unanswerable: Unanswerable = option(
         "abstain",

@@ -48,6 +48,7 @@ class AskFields(TypedDict, total=False):
     where: Mapping[str, Any] | None
     search_mode: SearchMode | None
     min_score: float | None
+    groups: Sequence[str] | None
     unanswerable: Unanswerable
     max_new_tokens: int
     sampling: SamplingParams | Sequence[SamplingParams] | None
@@ -112,8 +113,10 @@ def generate(
         else of the model, else of the method, when None.
       search_mode: "bm25", "vector" or "hybrid"; as of ``KnowledgeBase.search``.
       min_score: least score of a chunk; what it means depends on the search, see there.
-      unanswerable: what to do where ``where`` or ``min_score`` leave no chunk: "abstain" does not
-        ask the model and says so, with the finish_reason "abstained"; "ask" asks it without any.
+      groups: that the caller belongs to, as of ``KnowledgeBase.search``; None is not limited.
+      unanswerable: what to do where ``where``, ``groups`` or ``min_score`` leave no chunk:
+        "abstain" does not ask the model and says so, with the finish_reason "abstained"; "ask" asks
+        it without any.
       max_new_tokens: upper bound of the answer.
       sampling: greedy when None; for a list of questions one for all of them, seed included, or a
         list with one for each.

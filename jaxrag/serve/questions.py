@@ -129,7 +129,7 @@ def resolve(
         Filter.parse(ask.where)
         if kb is None:
             raise RequestError("where= chooses documents of a knowledge base; pass kb= with it")
-    for name in ("search_mode", "min_score"):
+    for name in ("search_mode", "min_score", "groups"):
         if getattr(ask, name) is not None and kb is None:
             raise RequestError(f"{name}= is about a knowledge base; pass kb= with it")
     template, notes = _template(ask.template, kb, model, method)
@@ -314,8 +314,9 @@ def _searched(
         raise RequestError("retrieval needs the question as text; pass documents= with token ids")
     ask = settings.ask
     hits = kb.search(
-        question, ask.k, where=ask.where, mode=ask.search_mode, min_score=ask.min_score
-    )
+        question, ask.k, where=ask.where, mode=ask.search_mode, min_score=ask.min_score,
+        groups=ask.groups,
+    )  # fmt: skip
     return [
         FoundChunk(
             Source(h.document_id, h.chunk_index, h.file, h.score, h.text, h.page, h.start, h.end),
@@ -337,7 +338,8 @@ def _abstains(
     ask, kb = settings.ask, settings.kb
     if any(found) or (kb is None and documents is None):
         return False
-    chosen = documents is None and (ask.where is not None or ask.min_score is not None)
+    limits = (ask.where, ask.min_score, ask.groups)
+    chosen = documents is None and any(limit is not None for limit in limits)
     abstains = chosen and ask.unanswerable == "abstain"
     what = "was asked without any"
     if abstains:
@@ -345,7 +347,9 @@ def _abstains(
     notes.append(f"no chunk was found for the question; it {what}")
     if ask.min_score is not None:
         notes.append(f"only chunks with a score of {ask.min_score:g} or more count")
-    if ask.where is not None and kb is not None:
+    if ask.groups is not None:
+        notes.append("only documents count that the reader's groups may read")
+    elif ask.where is not None and kb is not None:
         notes += (f"where: {why}" for why in kb.why_nothing(ask.where))
     return abstains
 

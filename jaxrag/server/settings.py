@@ -1,6 +1,8 @@
 """The settings of a server: the keys of a TOML file, and flags in front of them."""
 
 import dataclasses
+import ipaddress
+import re
 from collections.abc import Mapping
 from typing import Literal
 
@@ -17,6 +19,7 @@ _SECONDS = (
     "max_seconds", "keepalive_seconds", "stall_seconds", "parse_seconds", "head_seconds",
     "body_seconds",
 )  # fmt: skip
+_HEADER = re.compile(r"[A-Za-z0-9-]{1,64}")
 _CLASSES = 3  # of priority: interactive, default, batch
 
 
@@ -28,6 +31,9 @@ class ServerSettings(ServerOptions):
       knowledge_bases: folders by the name that clients give; the first is asked where a chat names
         none.
       origins: of pages elsewhere that may ask from a browser, such as "https://chat.example".
+      groups_header: in which a proxy names the groups of who asks, such as "X-Groups: sales,legal";
+        only these documents are read then, and no more than the key allows. None: no header.
+      trusted_proxies: addresses and networks that are believed in this; others get 403.
       index_threads: uploaded files that are indexed at once.
       parse_seconds: that one document of an upload may take to parse.
       grace_seconds: longer than any request takes; bytes of what was removed stay so long.
@@ -60,6 +66,8 @@ class ServerSettings(ServerOptions):
 
     knowledge_bases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     origins: tuple[str, ...] = ()
+    groups_header: str | None = None
+    trusted_proxies: tuple[str, ...] = ()
     methods: tuple[str, ...] | None = None
     decode_rules: tuple[str, ...] | None = None
     max_answer_tokens: int = 4096
@@ -105,6 +113,23 @@ class ServerSettings(ServerOptions):
             raise ConfigError(
                 f"watchdog_seconds={self.watchdog_seconds}: expected no less than stall_seconds, "
                 f"{self.stall_seconds:g}"
+            )
+        for proxy in self.trusted_proxies:
+            try:
+                ipaddress.ip_network(proxy)
+            except ValueError as error:
+                raise ConfigError(
+                    f"trusted_proxies={proxy!r}: expected an address or network such as "
+                    f"10.0.0.0/8 ({error})"
+                ) from None
+        if (self.groups_header is None) != (not self.trusted_proxies):
+            raise ConfigError(
+                f"groups_header={self.groups_header!r}, trusted_proxies={self.trusted_proxies}: "
+                "set both, or none"
+            )
+        if self.groups_header is not None and not _HEADER.fullmatch(self.groups_header):
+            raise ConfigError(
+                f"groups_header={self.groups_header!r}: expected the name of a header, as X-Groups"
             )
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port={self.port}: expected 0 to 65535")

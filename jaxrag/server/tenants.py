@@ -25,11 +25,12 @@ import os
 import re
 import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 from jaxrag.base.errors import ConfigError, disk_errors
+from jaxrag.base.groups import MAX_OWN, wrong_groups
 from jaxrag.base.tables import build, read_toml
 from jaxrag.kv.store import MemoryStore
 from jaxrag.kv.store.keys import derive, is_hex
@@ -87,6 +88,8 @@ class Key:
       write: the same for adding and removing documents; what it may write it may read.
       documents: what it may do with the tenant's own files and vector stores.
       admin: it may look into the engine and prefetch.
+      groups: of documents that name groups, it may read those of one of these, and change nothing;
+        None: all.
     """
 
     sha256: str
@@ -95,9 +98,10 @@ class Key:
     write: tuple[str, ...] = ()
     documents: Rights = "write"
     admin: bool = False
+    groups: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what is no digest, and a tenant that could not be a folder."""
+        """Refuse what is no digest, no group, and a tenant that could not be a folder."""
         if not is_hex(self.sha256, 64):
             raise ConfigError(
                 f"sha256={self.sha256!r}: expected 64 lower-case hexadecimal digits, the sha256 of "
@@ -107,6 +111,16 @@ class Key:
             raise ConfigError(
                 f"tenant={self.tenant!r}: expected 1 to 64 letters, digits, '.', '_' or '-', the "
                 "first a letter or digit"
+            )
+        if self.groups is None:
+            return
+        wrong = wrong_groups(self.groups, 0, MAX_OWN)
+        if wrong is not None:
+            raise ConfigError(f"groups={wrong}")
+        if self.write or self.documents == "write":
+            raise ConfigError(
+                f"groups={list(self.groups)}: a key that is limited to groups changes nothing; set "
+                'documents = "read" or "none", and read in place of write'
             )
 
 
@@ -130,6 +144,7 @@ class Access:
       write: names of served knowledge bases.
       documents: rights on the tenant's own files and vector stores.
       admin: whether it may look into the engine and prefetch.
+      groups: whose documents it may read beside those without groups; None: all.
     """
 
     tenant: str = ""
@@ -139,6 +154,17 @@ class Access:
     write: tuple[str, ...] = ()
     documents: Rights = "none"
     admin: bool = False
+    groups: tuple[str, ...] | None = None
+
+    def limited(self, groups: Sequence[str]) -> "Access":
+        """The same for who is in these groups only: reads no more than before, changes nothing."""
+        return dataclasses.replace(
+            self,
+            read=(*self.read, *self.write),
+            write=(),
+            documents="none" if self.documents == "none" else "read",
+            groups=tuple(it for it in groups if self.groups is None or it in self.groups),
+        )
 
     def may_read(self, knowledge_base: str) -> bool:
         """Whether it may ask this served knowledge base."""
@@ -221,6 +247,7 @@ class Tenants:
             found.write,
             found.documents,
             found.admin,
+            found.groups,
         )
 
     def salt(self, tenant: str) -> str:

@@ -1,7 +1,7 @@
 """What every kind of key is answered on every route: a table that no route may be missing in.
 
 Its columns are KEYS; of what is named in a request, "own" is what tenant acme made, "served" a
-knowledge base of the server's.
+knowledge base of the server's. The documents that are named are for the group "legal".
 """
 
 import hashlib
@@ -10,9 +10,11 @@ import time
 
 import pytest
 
+from jaxrag.library.documents import Document
+from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.server.http.app import ROUTES
 
-KEYS = ("none", "unknown", "bare", "other", "chats", "reader", "writer", "admin")
+KEYS = ("none", "unknown", "bare", "other", "chats", "reader", "grouped", "writer", "admin")
 FILE = """
 [[keys]]  # of another tenant, for chats about nothing
 sha256 = "{bare}"
@@ -35,6 +37,13 @@ sha256 = "{reader}"
 tenant = "acme"
 documents = "read"
 
+[[keys]]  # of its tenant's and of what is served what it may read, none of which has its groups
+sha256 = "{grouped}"
+tenant = "acme"
+read = ["village"]
+documents = "read"
+groups = ["sales"]
+
 [[keys]]
 sha256 = "{writer}"
 tenant = "acme"
@@ -46,12 +55,22 @@ tenant = "acme"
 read = ["village"]
 admin = true
 """
-OPEN = {"": "200 200 200 200 200 200 200 200"}
-KNOWN = {"": "401 401 200 200 200 200 200 200"}
-ADMINS = {"": "401 401 403 403 403 403 403 200"}
-READ = {"own": "401 401 404 404 404 200 200 200", "served": "401 401 404 200 200 404 200 200"}
-CHANGE = {"own": "401 401 404 404 404 403 200 200", "served": "401 401 404 200 403 404 403 403"}
-OWN_ONLY = {**CHANGE, "served": "401 401 404 403 403 404 403 403"}
+OPEN = {"": "200 200 200 200 200 200 200 200 200"}
+KNOWN = {"": "401 401 200 200 200 200 200 200 200"}
+ADMINS = {"": "401 401 403 403 403 403 403 403 200"}
+READ = {
+    "own": "401 401 404 404 404 200 200 200 200",
+    "served": "401 401 404 200 200 404 200 200 200",
+}
+DOCUMENT = {
+    "own": "401 401 404 404 404 200 404 200 200",
+    "served": "401 401 404 200 200 404 404 200 200",
+}
+CHANGE = {
+    "own": "401 401 404 404 404 403 403 200 200",
+    "served": "401 401 404 200 403 404 403 403 403",
+}
+OWN_ONLY = {**CHANGE, "served": "401 401 404 403 403 404 403 403 403"}
 STORE = "/v1/vector_stores/{store}"
 
 
@@ -76,49 +95,55 @@ RIGHTS = {
     "GET /v1/models/{name:path}": READ,
     "POST /v1/chat/completions": past(KNOWN | READ),
     "POST /v1/completions": past(KNOWN | READ),
+    "POST /markdown": KNOWN,
     "POST /tokenize": KNOWN,
     "POST /detokenize": KNOWN,
-    "GET /v1/files": {"": "401 401 403 200 403 200 200 200"},
-    "POST /v1/files": {"": "401 401 403 200 403 403 200 200"},
-    "GET /v1/files/{file}": {"own": "401 401 403 404 403 200 200 200"},
-    "GET /v1/files/{file}/content": {"own": "401 401 403 404 403 200 200 200"},
-    "DELETE /v1/files/{file}": {"own": "401 401 403 404 403 403 200 200"},
+    "GET /v1/files": {"": "401 401 403 200 403 200 403 200 200"},
+    "POST /v1/files": {"": "401 401 403 200 403 403 403 200 200"},
+    "GET /v1/files/{file}": {"own": "401 401 403 404 403 200 403 200 200"},
+    "GET /v1/files/{file}/content": {"own": "401 401 403 404 403 200 403 200 200"},
+    "DELETE /v1/files/{file}": {"own": "401 401 403 404 403 403 403 200 200"},
     "GET /v1/vector_stores": KNOWN,
-    "POST /v1/vector_stores": {"": "401 401 403 200 403 403 200 200"},
+    "POST /v1/vector_stores": {"": "401 401 403 200 403 403 403 200 200"},
     f"GET {STORE}": READ,
     f"POST {STORE}": OWN_ONLY,
     f"DELETE {STORE}": OWN_ONLY,
     f"POST {STORE}/search": READ,
     f"GET {STORE}/files": READ,
     # What is put in is acme's file, which others do not find.
-    f"POST {STORE}/files": {**CHANGE, "served": "401 401 404 404 403 404 403 403"},
-    f"GET {STORE}/files/{{file:path}}": READ,
-    f"GET {STORE}/files/{{file:path}}/content": READ,
+    f"POST {STORE}/files": {**CHANGE, "served": "401 401 404 404 403 404 403 403 403"},
+    f"GET {STORE}/files/{{file:path}}": DOCUMENT,
+    f"GET {STORE}/files/{{file:path}}/content": DOCUMENT,
     f"POST {STORE}/files/{{file:path}}": {
-        **CHANGE, "served": "401 401 404 404 403 404 403 403"
+        "own": "401 401 404 404 404 403 404 200 200",
+        "served": "401 401 404 404 403 404 404 403 403",
     },
     f"DELETE {STORE}/files/{{file:path}}": CHANGE,
-    f"POST {STORE}/file_batches": {**CHANGE, "served": "401 401 404 404 403 404 403 403"},
-    f"GET {STORE}/file_batches/{{batch}}": {"own": READ["own"]},
-    f"GET {STORE}/file_batches/{{batch}}/files": {"own": READ["own"]},
-    f"POST {STORE}/file_batches/{{batch}}/cancel": {"own": CHANGE["own"]},
+    f"POST {STORE}/file_batches": {
+        **CHANGE, "served": "401 401 404 404 403 404 403 403 403"
+    },
+    f"GET {STORE}/file_batches/{{batch}}": {"own": DOCUMENT["own"]},
+    f"GET {STORE}/file_batches/{{batch}}/files": {"own": DOCUMENT["own"]},
+    f"POST {STORE}/file_batches/{{batch}}/cancel": {"own": "401 401 404 404 404 403 404 200 200"},
     "POST /v1/embeddings": past(READ),
     "POST /v1/prefetch": {**ADMINS, "own": ADMINS[""], "served": ADMINS[""]},
 }  # fmt: skip
+SECRET = Document("secret.md", "Giso Berow owns a falcon.", metadata={"groups": ["legal"]})
 BODIES = {
     "/v1/chat/completions": {
         "messages": [{"role": "user", "content": "Giso?"}],
         "max_tokens": 10**6,
     },
     "/v1/completions": {"prompt": "Giso?", "max_tokens": 10**6},
+    "/markdown": {"texts": ["Giso"]},
     "/tokenize": {"prompt": "Giso"},
     "/detokenize": {"tokens": [5]},
     "/v1/vector_stores": {"name": "another"},
     STORE: {"name": "renamed"},
     f"{STORE}/search": {"query": "Giso"},
-    f"{STORE}/files": {"file_id": "{file}"},
-    f"{STORE}/files/{{file:path}}": {"attributes": {"year": 1}},
-    f"{STORE}/file_batches": {"file_ids": ["{file}"]},
+    f"{STORE}/files": {"file_id": "{file}", "attributes": {"groups": ["legal"]}},
+    f"{STORE}/files/{{file:path}}": {"attributes": {"groups": ["legal"], "year": 1}},
+    f"{STORE}/file_batches": {"file_ids": ["{file}"], "attributes": {"groups": ["legal"]}},
     "/v1/embeddings": {"input": "Giso"},
     "/v1/prefetch": {"question": "Giso"},
 }
@@ -135,7 +160,7 @@ class Asking:
     def __init__(self, client):
         self.client = client
         self.own = self.made()
-        self.served = {"store": "village", "file": "biro-sarin.txt"}
+        self.served = {"store": "village", "file": SECRET.id}
 
     def send(self, key, method, path, **more):
         headers = {} if key == "none" else {"authorization": f"Bearer sk-{key}"}
@@ -154,8 +179,10 @@ class Asking:
         for name in ("file", "batched"):
             text = f"{name}: Giso Berow lives in Tondorf.\n".encode()
             ids[name] = answer("/v1/files", files={"file": ("story.txt", text)})
-        answer(f"{members}/files", json={"file_id": ids["file"]})
-        ids["batch"] = answer(f"{members}/file_batches", json={"file_ids": [ids["batched"]]})
+        groups = {"attributes": {"groups": ["legal"]}}
+        answer(f"{members}/files", json={"file_id": ids["file"], **groups})
+        batch = {"file_ids": [ids["batched"]], **groups}
+        ids["batch"] = answer(f"{members}/file_batches", json=batch)
         deadline = time.monotonic() + 60
         while self.send("writer", "GET", members).json()["status"] != "completed":
             assert time.monotonic() < deadline
@@ -186,6 +213,8 @@ def asking(running, served_model, village, tmp_path_factory):
     hashes = {name: hashlib.sha256(f"sk-{name}".encode()).hexdigest() for name in KEYS}
     (folder / "keys.toml").write_text(FILE.format(**hashes), encoding="utf-8")
     copied = shutil.copytree(village, folder / "village")
+    with KnowledgeBase.open(copied, model=served_model) as kb:
+        kb.add([SECRET])
     settings = {"keys": str(folder / "keys.toml"), "data": str(folder / "data")}
     with running(served_model, {"village": copied}, **settings) as started:
         yield Asking(started.client)
@@ -222,3 +251,27 @@ def test_lists_hold_what_a_key_may_read(asking):
     assert not {own, asking.own["file"]} & (
         listed("other", "/v1/vector_stores") | listed("other", "/v1/files")
     )
+
+
+def test_no_list_and_no_answer_has_what_groups_may_not_read(asking):
+    def found(key, place):
+        store = place["store"]
+        search = {"query": "Giso Berow falcon", "max_num_results": 50}
+        hits = asking.send(key, "POST", f"/v1/vector_stores/{store}/search", json=search)
+        listed = asking.send(key, "GET", f"/v1/vector_stores/{store}/files?limit=100")
+        ask = {"prompt": "Giso Berow falcon", "max_tokens": 1, "knowledge_base": store, "k": 50}
+        answer = asking.send(key, "POST", "/v1/completions", json=ask)
+        sources = answer.json()["jaxrag"]["sources"]
+        return (
+            place["file"] in {it["file_id"] for it in hits.json()["data"]},
+            place["file"] in {it["id"] for it in listed.json()["data"]},
+            any(it["document_id"].startswith(place["file"]) for it in sources),
+        )
+
+    asking.own = asking.made()  # nothing of it is indexed anew just now
+    for place in (asking.own, asking.served):
+        assert found("grouped", place) == (False, False, False)
+    assert found("writer", asking.own) == (True, True, True)
+    said = {"prompt": "Giso", "knowledge_base": "village", "groups": ["legal"]}
+    refused = asking.send("grouped", "POST", "/v1/completions", json=said)
+    assert refused.status_code == 400 and "groups" in refused.json()["error"]["message"]

@@ -12,6 +12,9 @@ import pytest
 
 from jaxrag.base.errors import ChunkMissing, ConfigError
 from jaxrag.kv.store import ChunkStore
+from jaxrag.library.documents import Document
+from jaxrag.library.knowledge_base import KnowledgeBase
+from jaxrag.server.settings import ServerSettings
 from jaxrag.server.tenants import Tenants, bearer, check_host, folder_name
 
 KEYS = """
@@ -321,3 +324,91 @@ def test_one_store_a_tenant_though_many_ask_at_once(keyed):
     for thread in threads:
         thread.join()
     assert len(set(map(id, found))) == 1
+
+
+GROUPED = """
+[[keys]]
+sha256 = "{acme}"
+tenant = "acme"
+read = ["village"]
+write = ["own"]
+
+[[keys]]
+sha256 = "{blue}"
+tenant = "blue"
+read = ["village"]
+documents = "read"
+groups = ["sales", "legal"]
+"""
+
+
+def test_a_key_with_groups_only_reads(tmp_path):
+    path = tmp_path / "keys.toml"
+    hashes = {name: hashlib.sha256(key_of(name).encode()).hexdigest() for name in NAMES}
+    path.write_text(GROUPED.format(**hashes), encoding="utf-8")
+    tenants = Tenants.open(path, None)
+    acme, blue = tenants.access(key_of("acme")), tenants.access(key_of("blue"))
+    assert (acme.groups, blue.groups) == (None, ("sales", "legal"))
+    # Fewer groups than before, never more, and nothing to change.
+    assert blue.limited(["legal", "board"]).groups == ("legal",)
+    assert blue.limited([]).groups == ()
+    narrow = acme.limited(["board"])
+    assert narrow.groups == ("board",) and narrow.documents == "read"
+    assert narrow.may_read("own") and narrow.may_read("village") and not narrow.may_write("own")
+    for change, message in (
+        ('documents = "read"\n', "a key that is limited to groups changes nothing"),
+        ('groups = ["sales", "legal"]', "groups=.*expected a list of 0 to 256 names"),
+    ):
+        instead = "" if change.startswith("doc") else 'groups = ["a b"]'
+        path.write_text(GROUPED.format(**hashes).replace(change, instead), encoding="utf-8")
+        with pytest.raises(ConfigError, match=message):
+            Tenants.open(path, None)
+
+
+def test_a_header_of_a_trusted_proxy_takes_groups_away(running, served_model, tmp_path):
+    with KnowledgeBase.open(tmp_path / "kb", model=served_model) as kb:
+        kb.add(
+            Document(name, f"Giso {name}", metadata={"groups": [name]}) for name in ("sales", "hr")
+        )
+        kb.add([Document("all", "Giso all")])
+    bases, ask = {"kb": tmp_path / "kb"}, ("/v1/vector_stores/kb/search", {"query": "Giso"})
+    given = {"groups_header": "X-Groups", "data": str(tmp_path / "data")}
+    with running(served_model, bases, trusted_proxies=("127.0.0.0/8",), **given) as server:
+
+        def found(*values):
+            headers = [("x-groups", value) for value in values]
+            answer = server.client.post(ask[0], json=ask[1], headers=headers)
+            return {it["file_id"] for it in answer.json()["data"]}
+
+        assert found() == {"all", "sales", "hr"}
+        assert found("sales") == found("sales , board") == {"all", "sales"}
+        assert found("sales", "hr") == {"all", "sales", "hr"}
+        assert found("") == {"all"}
+        refused = server.client.post(ask[0], json=ask[1], headers={"x-groups": "a b"})
+        assert refused.status_code == 400 and "X-Groups=['a b']" in refused.text
+        path = "/v1/vector_stores/kb/files/hr"
+        there = server.client.delete(path, headers={"x-groups": "hr"})
+        assert there.status_code == 403
+        missing = server.client.get(path, headers={"x-groups": "sales"})
+        never = server.client.get(path.replace("hr", "no"), headers={"x-groups": "sales"})
+        assert missing.status_code == never.status_code == 404
+        assert missing.text.replace("'hr'", "'no'") == never.text
+    with running(served_model, bases, trusted_proxies=("192.0.2.1",), **given) as server:
+        for forged in ({}, {"x-forwarded-for": "192.0.2.1"}):
+            headers = {"x-groups": "sales", **forged}
+            answer = server.client.post(ask[0], json=ask[1], headers=headers)
+            assert answer.status_code == 403 and "X-Groups from 127.0.0.1" in answer.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"groups_header": "X-Groups"}, "set both, or none"),
+        ({"trusted_proxies": ("10.0.0.1",)}, "set both, or none"),
+        ({"groups_header": "X-Groups", "trusted_proxies": ("proxy",)}, "expected an address"),
+        ({"groups_header": "a b", "trusted_proxies": ("10.0.0.1",)}, "the name of a header"),
+    ],
+)
+def test_settings_of_a_proxy_that_cannot_be_meant(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        ServerSettings(**settings)

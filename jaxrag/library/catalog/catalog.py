@@ -38,6 +38,7 @@ from jaxrag.library.catalog.forgotten import (
     remember,
 )
 from jaxrag.library.catalog.reader import CatalogReader
+from jaxrag.library.catalog.readers import MAY_PRECEDE
 from jaxrag.library.catalog.rows import ChunkRow, DocumentRow, NewDocument
 from jaxrag.library.retrieve.base import searched_text
 from jaxrag.library.retrieve.bm25 import BM25Index
@@ -270,15 +271,15 @@ class Catalog(CatalogReader):
             what is recorded of these chunks.
 
         Returns the chunk ids that were recorded: one that has left, or that has seen a chunk which
-        has left, is passed over.
+        has left, or which not all of its readers may read by now, is passed over.
         """
         recorded = []
         with self._database.transaction() as connection:
             for chunk_id, key, content_ids in rows:
                 (whole,) = connection.execute(
-                    "SELECT EXISTS (SELECT 1 FROM chunks WHERE id = ?) AND NOT EXISTS "
-                    "(SELECT 1 FROM json_each(?) WHERE value NOT IN (SELECT content_id FROM chunks "
-                    "WHERE content_id = value))",
+                    "SELECT EXISTS (SELECT 1 FROM chunks JOIN documents AS reader "
+                    "ON reader.id = chunks.document_id WHERE chunks.id = ? AND NOT EXISTS "
+                    f"(SELECT 1 FROM json_each(?) WHERE NOT {MAY_PRECEDE}))",
                     (chunk_id, json.dumps(content_ids)),
                 ).fetchone()
                 if not whole:
@@ -380,7 +381,7 @@ class Catalog(CatalogReader):
             totals.with_words(connection).write(connection)
 
     def _forget(self, connection: Connection, gone: Sequence[LeftChunk]) -> None:
-        """Forget the keys of KV that has seen a content which no chunk has any more.
+        """Forget the keys of KV that has seen a content which no chunk has for its readers now.
 
         What tells later that nothing is left of the documents is remembered of them.
         """
@@ -388,8 +389,9 @@ class Catalog(CatalogReader):
             return
         connection.execute(
             "DELETE FROM chunk_keys WHERE (chunk_id, encoder) IN (SELECT chunk_id, encoder "
-            "FROM json_each(?) JOIN contexts ON content_id = value "
-            "WHERE NOT EXISTS (SELECT 1 FROM chunks WHERE content_id = value))",
+            "FROM json_each(?) JOIN contexts ON contexts.content_id = value "
+            "JOIN chunks ON chunks.id = chunk_id JOIN documents AS reader "
+            f"ON reader.id = chunks.document_id WHERE NOT {MAY_PRECEDE})",
             (json.dumps(sorted({chunk.content_id for chunk in gone})),),
         )
         secret = self._setting(connection, SECRET)

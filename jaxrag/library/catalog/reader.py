@@ -93,6 +93,14 @@ class CatalogReader:
                 self._check_documents(connection, len(found))
         return [row.entry() for row in found]
 
+    def has_groups(self) -> bool:
+        """Whether any document may name groups of readers: what it says of one is seen later."""
+        with self._database.use() as connection:
+            (found,) = connection.execute(
+                "SELECT EXISTS (SELECT 1 FROM documents WHERE instr(metadata, '\"groups\"'))"
+            ).fetchone()
+        return bool(found)
+
     def ids_beginning(self, prefix: str) -> list[str]:
         """Ids of the documents that begin with a text, which is not empty, in order."""
         with self._database.use() as connection:

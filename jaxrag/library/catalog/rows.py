@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxrag.base.groups import readers_of
 from jaxrag.base.types import HostArray
 from jaxrag.library.documents import Document
 from jaxrag.library.documents.chunking import Chunk
@@ -84,6 +85,7 @@ class ChunkTokens:
     content_id: str
     title: str  # of its document
     ids: HostArray  # [T] int32, without the prompt template's markers
+    readers: frozenset[str] | None = None  # groups of its document; None: everybody
 
 
 class DocumentRow(NamedTuple):
@@ -127,7 +129,8 @@ class ChunkRow(NamedTuple):
 
     def tokens(self, document: DocumentRow) -> ChunkTokens:
         """Its tokens and what they are called."""
-        return ChunkTokens(self.content_id, document.title, from_blob(self.ids))
+        readers = readers_of(json.loads(document.metadata))
+        return ChunkTokens(self.content_id, document.title, from_blob(self.ids), readers)
 
     def hit(self, document: DocumentRow, score: float) -> Hit:
         """The chunk as it was found."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrag.base.errors import DocumentError
+from jaxrag.base.groups import FIELD, MAX_GROUPS, wrong_groups
 
 MAX_TITLE_CHARACTERS = 2_000
 _SHOWN = 60  # characters of a text, where it is shown among other things
@@ -17,9 +18,9 @@ _SHOWN = 60  # characters of a text, where it is shown among other things
 class Document:
     """One text under a stable name. Raises DocumentError when it cannot be ingested.
 
-    ``metadata`` must survive JSON unchanged; ``file`` is the absolute path the text came from;
-    ``pages`` holds the first character of every page, the first of them 0, or nothing where there
-    are no pages.
+    ``metadata`` must survive JSON unchanged, and its ``groups``, if any, be a list of names;
+    ``file`` is the absolute path the text came from; ``pages`` holds the first character of every
+    page, the first of them 0, or nothing where there are no pages.
     """
 
     id: str
@@ -52,6 +53,10 @@ class Document:
         if not same or not isinstance(self.metadata, dict):
             raise DocumentError("metadata is not JSON; use a dict with string keys, lists, numbers")
         _check_characters("metadata", json.dumps(self.metadata, ensure_ascii=False))
+        if FIELD in self.metadata:
+            wrong = wrong_groups(self.metadata[FIELD], 1, MAX_GROUPS)
+            if wrong is not None:
+                raise DocumentError(f"metadata {FIELD}={wrong}; leave it out for all readers")
         ordered = all(a <= b for a, b in itertools.pairwise((*self.pages, len(self.text))))
         if self.pages and (self.pages[0] != 0 or not ordered):
             raise DocumentError(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args, overload
 
 from jaxrag.base.errors import KnowledgeBaseError, RequestError
+from jaxrag.base.groups import limited
 from jaxrag.base.tables import require_kind
 from jaxrag.kv.store.chunk_store import Mode
 from jaxrag.kv.store.prefetch import Tier
@@ -301,14 +302,14 @@ class KnowledgeBase(Maintained):
     def search(
         self, question: str, k: int = 5, *,
         where: Mapping[str, Any] | None = None, mode: SearchMode | None = None,
-        min_score: float | None = None,
+        min_score: float | None = None, groups: Sequence[str] | None = None,
     ) -> Hits: ...  # fmt: skip
 
     @overload
     def search(
         self, question: list[str] | tuple[str, ...], k: int = 5, *,
         where: Mapping[str, Any] | None = None, mode: SearchMode | None = None,
-        min_score: float | None = None,
+        min_score: float | None = None, groups: Sequence[str] | None = None,
     ) -> list[Hits]: ...  # fmt: skip
 
     def search(
@@ -319,6 +320,7 @@ class KnowledgeBase(Maintained):
         where: Mapping[str, Any] | None = None,
         mode: SearchMode | None = None,
         min_score: float | None = None,
+        groups: Sequence[str] | None = None,
     ) -> Hits | list[Hits]:
         """The up to ``k`` best chunks for a question, best first; a list of them for a list.
 
@@ -337,9 +339,11 @@ class KnowledgeBase(Maintained):
             that grows with their number and rarity and has no upper end; by "vector" the inner
             product of the embedder's vectors, where these have length 1 the cosine, up to 1; of a
             reranker or a retriever of yours, its own. "hybrid" without a reranker has only ranks.
+          groups: that the caller belongs to: of documents whose metadata names ``groups`` only
+            those with one of them. None finds all, [] only documents without groups.
 
-        Raises RequestError for an empty question, k < 1, a bad filter, a mode without vectors, or
-        a least score in "hybrid" without a reranker.
+        Raises RequestError for an empty question, k < 1, a bad filter or group, a mode without
+        vectors, or a least score in "hybrid" without a reranker.
         """
         questions = [question] if isinstance(question, str) else question
         if not isinstance(questions, list | tuple):
@@ -354,7 +358,7 @@ class KnowledgeBase(Maintained):
         given = self.retriever
         retriever = None if given is None else adopted(given, self.chunks)
         search = Search(self._catalog, self._vectors, complete, retriever, self.reranker)
-        found = search.run(questions, k, where, mode, min_score)
+        found = search.run(questions, k, limited(where, groups), mode, min_score)
         return found[0] if isinstance(question, str) else found
 
     def chunk_of(self, key: str) -> str:
@@ -369,8 +373,11 @@ class KnowledgeBase(Maintained):
         """Why no document at all can match a filter: a field or a type of value that none has."""
         return Filter.parse(where).cannot_match(self._catalog.metadata_kinds())
 
-    def documents(self, where: Mapping[str, Any] | None = None) -> list[DocumentEntry]:
-        """Every document, or those whose metadata matches, by id."""
+    def documents(
+        self, where: Mapping[str, Any] | None = None, *, groups: Sequence[str] | None = None
+    ) -> list[DocumentEntry]:
+        """Every document, or those whose metadata matches, by id; ``groups`` as of ``search``."""
+        where = limited(where, groups)
         return self._catalog.documents(None if where is None else Filter.parse(where))
 
     def counts(self) -> dict[str, Any]:
@@ -382,7 +389,12 @@ class KnowledgeBase(Maintained):
         return self._catalog.ids_beginning(prefix)
 
     def prefetch(
-        self, what: str | Sequence[str], *, k: int = 5, tier: Tier = "page"
+        self,
+        what: str | Sequence[str],
+        *,
+        k: int = 5,
+        tier: Tier = "page",
+        groups: Sequence[str] | None = None,
     ) -> "concurrent.futures.Future[int]":
         """Bring chunk KV closer before it is asked for.
 
@@ -391,17 +403,20 @@ class KnowledgeBase(Maintained):
             list of store keys.
           k: how many chunks of a question.
           tier: "page" asks the system to read the files, "host" keeps them in memory.
+          groups: of a question, as of ``search``.
 
-        Returns a Future of the bytes that are there now. Raises RequestError for another tier or
-        a question that cannot be searched.
+        Returns a Future of the bytes that are there now. Raises RequestError for another tier, a
+        question that cannot be searched, or keys with groups.
         """
         if tier not in get_args(Tier):
             raise RequestError(f"tier={tier!r}: expected one of {', '.join(get_args(Tier))}")
         require_kind("what", what, (Sequence,), "a question or a list of keys", optional=False)
         if isinstance(what, str):
-            ids = [hit.chunk_id for hit in self.search(what, k)]
+            ids = [hit.chunk_id for hit in self.search(what, k, groups=groups)]
             found = [self._catalog.keys_of(ids, encoder) for encoder in self.encoders]
             keys = [key for by_id in found for key in by_id.values()]
+        elif groups is not None:
+            raise RequestError("groups= limits a question; keys say nothing of readers: ask one")
         else:
             keys = list(what)
         return self.store.prefetch(keys, tier=tier)

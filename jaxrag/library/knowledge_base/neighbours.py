@@ -2,8 +2,9 @@
 
 The neighbours of a chunk are the ``top_n`` other chunks of the knowledge base most similar to it,
 the most similar first. The chunk itself is none of them and takes none of the places; nor does one
-with the same tokens as the chunk or as a nearer neighbour. The list ends before the first that does
-not fit the model's context behind the prefix and in front of the chunk.
+with the same tokens as the chunk or as a nearer neighbour, nor one that not all of the chunk's
+readers may read (``base.groups``). The list ends before the first that does not fit the model's
+context behind the prefix and in front of the chunk.
 
 A complete search is remembered in the catalog: of which chunks it was, and how they were searched.
 Where nothing came or went since, all lists are as they were. Where an exact vector index ranks
@@ -28,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from jaxrag.base.errors import StoreError
+from jaxrag.base.groups import all_read
 from jaxrag.base.types import HostArray
 from jaxrag.library.catalog import Catalog, ChunkTokens
 from jaxrag.library.knowledge_base.reports import RefreshReport
@@ -102,9 +104,9 @@ class Neighbours:
             for chunk_id, ranking in rankings.items():
                 others: dict[str, ChunkTokens] = {}
                 for other in ranking:
-                    if other in tokens and tokens[other].content_id != own[chunk_id].content_id:
+                    if other in tokens and _may_precede(tokens[other], own[chunk_id]):
                         others.setdefault(tokens[other].content_id, tokens[other])
-                if len(others) < self.top_n and len(ranking) >= depth:  # equal chunks took places
+                if len(others) < self.top_n and len(ranking) >= depth:  # others took places
                     waiting.append(chunk_id)
                 else:
                     found[chunk_id] = list(others.values())[: self.top_n]
@@ -156,6 +158,10 @@ class Neighbours:
 
     def _prompt_ids(self, chunk: ChunkTokens) -> HostArray:
         return self.template.chunk_ids(self.model.text_tokenizer(), chunk.ids, chunk.title)
+
+
+def _may_precede(other: ChunkTokens, own: ChunkTokens) -> bool:
+    return other.content_id != own.content_id and all_read(own.readers, other.readers)
 
 
 def each_other(
@@ -223,7 +229,8 @@ def _how(
     neighbours: Neighbours, encoding: ChunkEncoding, encoders: Sequence[str]
 ) -> dict[str, Any]:
     """What decides the lists besides the chunks there are; JSON-able."""
-    return {
+    readers = {"groups": True} if neighbours.catalog.has_groups() else {}
+    return readers | {
         "by": neighbours.by,
         "top_n": neighbours.top_n,
         "vectors": None if neighbours.vectors is None else dict(neighbours.vectors.settings),

@@ -65,8 +65,9 @@ def make_ready(
         "batch_size": server.rows,
     }
     named = {"method": name if METHODS.get(name) is method else method}
+    limits = {} if base is None else {"groups": access.groups}
     settings = resolve(
-        Ask(**usual | dict(fields.said) | named),
+        Ask(**usual | dict(fields.said) | named | limits),
         kb=base,
         model=state.model if base is None else None,
         store=state.memory.store(access.tenant) if base is None else None,

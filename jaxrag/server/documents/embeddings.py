@@ -66,7 +66,8 @@ def prefetch(call: Call) -> dict[str, Any]:
         raise invalid("there is no knowledge base; name one", "knowledge_base")
     base = state.knowledge_base(call.access, name)
     what = list(keys) if question is None else question
-    nbytes = base.prefetch(what, k=k, tier=tier).result()  # type: ignore[arg-type]
+    loading = base.prefetch(what, k=k, tier=tier, groups=call.access.groups)  # type: ignore[arg-type]
+    nbytes = loading.result()
     return {"object": "prefetch", "knowledge_base": name, "tier": tier, "bytes": nbytes}
 
 

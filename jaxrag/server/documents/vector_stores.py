@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
+from jaxrag.base.groups import FIELD, MAX_GROUPS, wrong_groups
 from jaxrag.library.catalog import DocumentEntry, Hit
 from jaxrag.serve.suits import suited
 from jaxrag.server.documents.lists import page_of
@@ -130,11 +131,10 @@ def list_members(call: Call) -> dict[str, Any]:
     if status is not None and status not in STATUSES:
         raise invalid(f"filter={status[:80]!r}: expected one of {', '.join(STATUSES)}", "filter")
     shelf = library.shelf(call.access, call.path["store"])
-    rows = [
-        _shown_member(library, it) for it in library.registry.members(shelf.name, status=status)
-    ]
+    members = library.members(call.access, shelf.name, status=status)
+    rows = [_shown_member(library, it) for it in members]
     if shelf.row is None and status in (None, "completed"):
-        rows = [*_ingested(library, shelf), *rows]
+        rows = [*_ingested(call, shelf), *rows]
     return page_of(call, rows, lambda row: str(row["id"]), dict)
 
 
@@ -142,11 +142,11 @@ def get_member(call: Call) -> dict[str, Any]:
     """One of them."""
     library, name, file_id = call.library, call.path["store"], call.path["file"]
     shelf = library.shelf(call.access, name)
-    member = library.registry.member(name, file_id)
+    member = library.member(call.access, name, file_id)
     if member is not None:
         return _shown_member(library, member)
     if shelf.row is None:
-        for entry in library.base(shelf).documents():
+        for entry in library.documents(call.access, shelf):
             if entry.id == file_id:
                 return _shown_document(library, shelf, entry)
     raise no_member(name, file_id)
@@ -207,7 +207,7 @@ def cancel_batch(call: Call) -> dict[str, Any]:
 def list_batch(call: Call) -> dict[str, Any]:
     """The files of a batch, newest first."""
     get_batch(call)
-    rows = call.library.registry.members(call.path["store"], batch=call.path["batch"])
+    rows = call.library.members(call.access, call.path["store"], batch=call.path["batch"])
     return page_of(call, rows, lambda it: it.file, functools.partial(_shown_member, call.library))
 
 
@@ -273,10 +273,10 @@ def _file_of(member: Member, nbytes: int, filename: str | None) -> dict[str, Any
     }
 
 
-def _ingested(library: Library, shelf: Shelf) -> list[dict[str, Any]]:
+def _ingested(call: Call, shelf: Shelf) -> list[dict[str, Any]]:
     """Documents of a served knowledge base that no upload brought."""
-    found = library.base(shelf).documents()
-    return [_shown_document(library, shelf, it) for it in found if not _OF_FILE.match(it.id)]
+    found = call.library.documents(call.access, shelf)
+    return [_shown_document(call.library, shelf, it) for it in found if not _OF_FILE.match(it.id)]
 
 
 def _shown_document(library: Library, shelf: Shelf, entry: DocumentEntry) -> dict[str, Any]:
@@ -291,7 +291,7 @@ def _shown_document(library: Library, shelf: Shelf, entry: DocumentEntry) -> dic
 def _shown_batch(call: Call, batch: str) -> dict[str, Any]:
     library, name = call.library, call.path["store"]
     shelf = library.shelf(call.access, name)
-    members = library.registry.members(shelf.name, batch=batch)
+    members = library.members(call.access, shelf.name, batch=batch)
     if not members:
         raise no_member(name, batch)
     counts = library.registry.counts(shelf.name, batch)
@@ -337,7 +337,11 @@ def _attributes(body: Body, name: str) -> dict[str, Any]:
     if len(given) > _MOST_ATTRIBUTES:
         raise invalid(f"{name} has {len(given)} keys: expected at most {_MOST_ATTRIBUTES}", name)
     for key, value in given.items():
-        if not 0 < len(key) <= _KEY_CHARACTERS or key.startswith("$") or not _is_plain(value):
+        if name == "attributes" and key == FIELD:
+            wrong = wrong_groups(value, 1, MAX_GROUPS)
+            if wrong is not None:
+                raise invalid(f"{name}: {key}={wrong}", name)
+        elif not 0 < len(key) <= _KEY_CHARACTERS or key.startswith("$") or not _is_plain(value):
             raise invalid(
                 f"{name}: {key[:80]!r}: expected a name of at most {_KEY_CHARACTERS} characters "
                 f"and a text of at most {_VALUE_CHARACTERS}, an integer of at most 64 bits, "

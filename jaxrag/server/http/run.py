@@ -85,6 +85,7 @@ class Server:
             server_header=False,
             http=self._connections.protocol,  # type: ignore[arg-type]
             ws="none",
+            proxy_headers=False,  # no header says from which address a request comes
             backlog=ACCEPTS,
         )
         self._uvicorn = _Uvicorn(config)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrag.base.errors import ConfigError, JaxragError, disk_errors
-from jaxrag.library.catalog import Hit
+from jaxrag.library.catalog import DocumentEntry, Hit
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.library.knowledge_base.search import Hits, SearchMode
 from jaxrag.library.options import KnowledgeBaseOptions
@@ -349,7 +349,9 @@ class Library:
         places: dict[int, tuple[int, Hit]] = {}
         notes: dict[str, None] = {}
         asked = list(questions)
-        for hits in base.search(asked, k, where=where, mode=mode, min_score=min_score):
+        for hits in base.search(
+            asked, k, where=where, mode=mode, min_score=min_score, groups=access.groups
+        ):
             notes |= dict.fromkeys(hits.notes)
             for place, hit in enumerate(hits):
                 before = places.get(hit.chunk_id)
@@ -361,16 +363,47 @@ class Library:
     def texts(self, access: Access, name: str, file_id: str) -> list[str]:
         """The chunks of a file in a vector store as texts, in order."""
         shelf = self.shelf(access, name)
-        base, chunks = self.base(shelf), self.base(shelf).chunks
-        if self.registry.member(name, file_id) is not None:
-            documents = base.ids_beginning(file_id)
+        chunks, member = self.base(shelf).chunks, self.member(access, name, file_id)
+        if member is not None:
+            own = self.base(shelf).ids_beginning(file_id)
         else:
-            documents = [file_id] if shelf.row is None else []
-        ids = [it for document in documents for it in chunks.of_document(document)]
-        if not ids and self.registry.member(name, file_id) is None:
+            own = [file_id] if shelf.row is None else []
+        if access.groups is not None:
+            readable = {entry.id for entry in self.documents(access, shelf)}
+            own = [it for it in own if it in readable]
+        ids = [it for document in own for it in chunks.of_document(document)]
+        if not ids and member is None:
             raise no_member(name, file_id)
         found = chunks.texts(ids)
         return [found[it] for it in ids if it in found]
+
+    # What a key may read of them
+
+    def documents(self, access: Access, shelf: Shelf) -> list[DocumentEntry]:
+        """The documents of a vector store, by id."""
+        return self.base(shelf).documents(groups=access.groups)
+
+    def members(
+        self,
+        access: Access,
+        name: str,
+        *,
+        file: str | None = None,
+        batch: str | None = None,
+        status: str | None = None,
+    ) -> list[Member]:
+        """The files of a vector store; for a key with groups those of which it may read a text."""
+        shelf = self.shelf(access, name)
+        found = self.registry.members(name, file=file, batch=batch, status=status)
+        if access.groups is None or not found:
+            return found
+        width = len(found[0].file)  # of every file's id, with which those of its documents begin
+        readable = {entry.id[:width] for entry in self.documents(access, shelf)}
+        return [it for it in found if it.file in readable]
+
+    def member(self, access: Access, name: str, file_id: str) -> Member | None:
+        """A file of a vector store; None for one that is not there for this key."""
+        return next(iter(self.members(access, name, file=file_id)), None)
 
     def _take_out(self, member: Member) -> None:
         """The store's lock is held. Documents go first, as what the registry has is known still."""
@@ -447,6 +480,11 @@ class Library:
 def _check_reads(access: Access) -> None:
     if access.documents == "none":
         raise forbidden("this key may not see files; ask for one that may")
+    if access.groups is not None:  # which of them may read a file is known of its documents only
+        raise forbidden(
+            "whoever is limited to groups may not see files as they were uploaded; "
+            "ask the vector stores"
+        )
 
 
 def no_member(store: str, file_id: str) -> Exception:

@@ -19,6 +19,7 @@ from jaxrag.reuse.decode import DECODE_RULES
 from jaxrag.reuse.methods import METHODS, Method, method_named
 from jaxrag.serve.answers import Result
 from jaxrag.server.errors import not_found, unauthorized
+from jaxrag.server.proxies import limited_by_proxy
 from jaxrag.server.settings import ServerSettings
 from jaxrag.server.state.bodies import Bodies
 from jaxrag.server.state.library import Library
@@ -138,11 +139,14 @@ class ServerState:
         return self.settings.model.name or Path(self.model.path or "model").name
 
     def access(self, request: Request) -> Access:
-        """What the sender of a request may do. Raises Problem 401 for one without a known key."""
+        """What the sender of a request may do, and whom a proxy says it asks for.
+
+        Raises Problem 401 for one without a known key, and what ``limited_by_proxy`` does.
+        """
         found = self.tenants.access(bearer(request.headers.get("authorization")))
         if found is None:
             raise unauthorized("no key that this server knows; send Authorization: Bearer KEY")
-        return found
+        return limited_by_proxy(found, request, self.settings)
 
     def knowledge_base(self, access: Access, name: str) -> KnowledgeBase:
         """A knowledge base that the sender may read, or a vector store of its tenant.

@@ -170,3 +170,20 @@ def test_a_page_gives_only_so_many_names(tmp_path, read):
     [page] = read(tmp_path)[0]
     assert len(page.metadata) == 64
     assert json.dumps(page.metadata)
+
+
+@pytest.mark.parametrize(
+    "groups", [None, "sales", [], ["a b"], [""], ["é"], [1], ["x" * 65], ["a"] * 33, {"a": 1}]
+)
+def test_groups_are_a_list_of_names(groups):
+    with pytest.raises(DocumentError, match=r"^metadata groups=.*expected a list of 1 to 32 names"):
+        Document("a", "amber", metadata={"groups": groups})
+
+
+def test_groups_of_files(tmp_path, read):
+    (tmp_path / "a.md").write_text("---\ngroups: [sales, legal.eu]\n---\namber", encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text('{"text": "birch", "groups": ["sales"]}', encoding="utf-8")
+    (tmp_path / "c.md").write_text("---\ngroups: sales\n---\ncedar", encoding="utf-8")
+    good, (bad,) = read(tmp_path)
+    assert [it.metadata["groups"] for it in good] == [["sales", "legal.eu"], ["sales"]]
+    assert "groups='sales': expected a list" in bad.reason
