@@ -79,10 +79,10 @@ def test_something_encoded_at_question_time_is_a_failure(
     monkeypatch.setattr(demo, "NEEDED", 0)
     ask = demo._ask
 
-    def lose_the_store(kb, rows, k):
+    def lose_the_store(kb, rows, k, *methods):
         kb.store.delete([key for d in kb.documents() for key in kb._catalog.keys(d.id)["isolated"]])
         engine_of(kb.model).forget()
-        return ask(kb, rows, k)
+        return ask(kb, rows, k, *methods)
 
     monkeypatch.setattr(demo, "_ask", lose_the_store)
     assert (

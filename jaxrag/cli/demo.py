@@ -266,8 +266,8 @@ def _print_answers(asked: Sequence[DemoQuestion]) -> None:
         "hop1: said of the person by name;\n"
         "   cross: said of 'she' or 'he', whose name is in the chunk before; latest: a later\n"
         "   chunk corrects it; hop2: through a second document. A chunk is read from disk\n"
-        "   when it is first needed, then it is in the pool. Prompts this short are prefilled\n"
-        "   in no time: 5 has longer ones."
+        "   when it is first needed, then it is in the pool. Prompts this short are\n"
+        "   prefilled in no time: 5 has longer ones."
     )
 
 
@@ -287,7 +287,7 @@ def _print_saved(saved: dict[str, Any], asked: Sequence[DemoQuestion]) -> None:
         "   500 tokens each, with synthetic-0.8m/long-dual, after a round of the same.\n"
     )
     cells = [
-        [one.question, shorten(one.results[turbo].text, 20), *(
+        [one.question, shorten(one.results[turbo].text, 14), *(
             f"{1000 * one.results[name].timings['ttft']:.0f} ms" for name in (full, turbo)
         )]
         for one in asked
