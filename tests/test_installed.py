@@ -116,7 +116,7 @@ def test_a_wheel_holds_what_it_needs(wheel):
     assert {"jaxrag/py.typed", "jaxrag/server/http/page.html"} <= held.keys()
     tops = {name.split("/")[0] for name in held}
     assert tops == {"jaxrag", "pallas_kernels", "jaxrag-0.2.0.dist-info"}
-    assert wheel.stat().st_size < 10_000_000
+    assert wheel.stat().st_size < 12_000_000
     assert "Requires-Python: >=3.12" in metadata
 
 

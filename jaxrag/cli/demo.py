@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
             f"1. The model: synthetic-0.8m/{weights}, "
             f"{human_count(num_params(model.config))} parameters, {WEIGHTS['full']},\n"
             f"   {WEIGHTS[weights]}. Its vocabulary: {model.text_tokenizer().vocab_size} words "
-            "of a small invented\n   language."
+            "of a small\n   invented language."
         )
         with _ingest(model, args.work / f"kb-{weights}", say) as kb:
             if weights == "dual":
@@ -264,10 +264,10 @@ def _print_answers(asked: Sequence[DemoQuestion]) -> None:
     print(
         f"\n   turborag reused {reused} of {total} chunk tokens. "
         "hop1: said of the person by name;\n"
-        "   cross: said of 'she' or 'he', whose name is in the chunk before; latest: a later\n"
-        "   chunk corrects it; hop2: through a second document. A chunk is read from disk\n"
-        "   when it is first needed, then it is in the pool. Prompts this short are\n"
-        "   prefilled in no time: 5 has longer ones."
+        "   cross: said of 'she' or 'he', whose name is in the chunk before; latest: a\n"
+        "   later chunk corrects it; hop2: through a second document. A chunk is read\n"
+        "   from disk when it is first needed, then it is in the pool. Prompts this short\n"
+        "   are prefilled in no time: 5 has longer ones."
     )
 
 
