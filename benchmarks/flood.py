@@ -10,19 +10,28 @@ seconds of when they were due, at a client that shares the machine; ``within_by_
 share by the server's own metrics, from when it had read the request (``first`` is to be a bound of
 their buckets). ``told`` is the share of the refused whose 429 named 1 to 120 seconds.
 
+With ``--hostile 0.1`` one in ten requests besides is made to do harm: numbers that no engine holds,
+prompts, messages and documents beyond all limits, headers without end, half a request, a foreign
+host. What became of these is counted by status; ``restarts`` is how often the engine began anew.
+
 example: python benchmarks/flood.py --seconds 60 --out benchmarks/results/flood.json
 """
 
 import argparse
 import contextlib
 import dataclasses
+import itertools
+import json
 import math
 import sys
 import tempfile
+import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import RequestError
@@ -56,6 +65,7 @@ class Options:
       chunk_tokens: of a document.
       config: of the model.
       patience: seconds after the last was due in which all must be answered.
+      hostile: requests that are made to do harm, for each of the others.
     """
 
     factor: float = 10.0
@@ -67,6 +77,7 @@ class Options:
     chunk_tokens: int = 256
     config: ModelConfig = SMALL_LLAMA
     patience: float = 60.0
+    hostile: float = 0.0
 
 
 def run(options: Options) -> dict[str, Any]:
@@ -91,9 +102,11 @@ def run(options: Options) -> dict[str, Any]:
             _ask(server, [it], math.inf, options)
         before = server.peak_bytes()
         first = _first_tokens(server, options)
-        served = _ask(server, draw(many, model.config.vocab_size), rate, options)
+        with _attacked(server, rate * options.hostile) as harm:
+            served = _ask(server, draw(many, model.config.vocab_size), rate, options)
         all_of, within = (b - a for a, b in zip(first, _first_tokens(server, options), strict=True))
         grown = server.peak_bytes() - before
+        restarts = _counter(server, "jaxrag_engine_restarts_total")
         after = [one for it in asked[:4] for one in _ask(server, [it], math.inf, options)]
     return {
         "benchmark": "flood",
@@ -104,6 +117,8 @@ def run(options: Options) -> dict[str, Any]:
         **_outcome(served, options),
         "within_by_server": within / all_of if all_of else None,
         "grown_bytes": grown,
+        "hostile": dict(harm),
+        "restarts": restarts,
         "served_afterwards": sum(it.complete for it in after) / len(after),
         "machine": describe(),
     }
@@ -125,6 +140,68 @@ def _ask(
     server: OwnServer, asked: Sequence[AskedRequest], rate: float, options: Options
 ) -> list[ServedRequest]:
     return offer_http(server.url, asked, rate, lambda it: server.body(it, ""), options.patience)
+
+
+@contextlib.contextmanager
+def _attacked(server: OwnServer, rate: float) -> Iterator[Counter[str]]:
+    """While the block runs, hostile requests are sent; counts them by status."""
+    count: Counter[str] = Counter()
+    over = threading.Event()
+
+    def send() -> None:
+        with httpx.Client(base_url=server.url, timeout=60.0) as client:
+            for number in itertools.count():
+                if over.wait(1 / rate):
+                    return
+                name, ask = _HARM[number % len(_HARM)]
+                try:
+                    status = str(client.send(ask(client)).status_code)
+                except httpx.HTTPError as error:
+                    status = type(error).__name__
+                count[f"{name}: {status}"] += 1
+
+    thread = threading.Thread(target=send)
+    if rate:
+        thread.start()
+    try:
+        yield count
+    finally:
+        over.set()
+        if rate:
+            thread.join()
+
+
+def _chat(**body: Any) -> Callable[[httpx.Client], httpx.Request]:
+    given = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1} | body
+    data = json.dumps(given)
+
+    def make(client: httpx.Client) -> httpx.Request:
+        headers = {"content-type": "application/json"}
+        return client.build_request("POST", "/v1/chat/completions", content=data, headers=headers)
+
+    return make
+
+
+def _get(**headers: str) -> Callable[[httpx.Client], httpx.Request]:
+    return lambda client: client.build_request("GET", "/v1/models", headers=headers)
+
+
+_HARM: tuple[tuple[str, Callable[[httpx.Client], httpx.Request]], ...] = (
+    ("number", _chat(top_k=1 << 40)),
+    ("messages", _chat(messages=[{"role": "user", "content": "a" * 30}] * 20_000)),
+    ("question", _chat(messages=[{"role": "user", "content": "a b " * 500_000}])),
+    ("documents", _chat(documents=["a"] * 100_000)),
+    ("head", _get(x="a" * (1 << 20))),
+    ("host", _get(host="evil.example")),
+    ("temperature", _chat(temperature=1e308)),
+)
+
+
+def _counter(server: OwnServer, name: str) -> int:
+    for line in server.read("/metrics").decode().splitlines():
+        if line.startswith(f"{name} "):
+            return int(float(line.split()[1]))
+    return 0
 
 
 def _first_tokens(server: OwnServer, options: Options) -> tuple[float, float]:
@@ -176,6 +253,9 @@ def report(result: dict[str, Any]) -> Iterator[str]:
         )
     if result["told"] is not None:
         yield f"refused with a time to come back: {100 * result['told']:.0f} %"
+    if result["hostile"]:
+        answered = ", ".join(f"{count} {name}" for name, count in sorted(result["hostile"].items()))
+        yield f"hostile: {answered}; the engine began anew {result['restarts']} times"
     yield (
         f"memory of the server: {result['grown_bytes'] / 1e6:+.0f} MB; answered after it: "
         f"{100 * result['served_afterwards']:.0f} %"

@@ -31,6 +31,7 @@ def test_a_flood_refuses_what_it_cannot_take_and_serves_the_rest(tiny_config):
         answer=16,
         chunk_tokens=64,
         config=tiny_config(eos_ids=(), vocab_size=512),
+        hostile=0.1,
     )
     result = run(options)
     assert result["admitted"] + result["refused"] == result["requests"] and not result["others"]
@@ -38,4 +39,6 @@ def test_a_flood_refuses_what_it_cannot_take_and_serves_the_rest(tiny_config):
     assert result["told"] == 1.0
     assert result["served_afterwards"] == 1.0
     assert result["grown_bytes"] < 200 << 20
-    assert sum(1 for _ in report(result)) == 5
+    refused = {name.split(": ")[1] for name in result["hostile"]}
+    assert refused and refused <= {"400", "403", "413", "429", "431"} and result["restarts"] == 0
+    assert sum(1 for _ in report(result)) == 6
