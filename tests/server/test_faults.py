@@ -276,7 +276,7 @@ def test_a_flood_is_refused_with_a_time_to_come_back(start, served_model, villag
 def test_what_is_removed_and_swept_while_it_is_asked_about(
     start, served_model, village, held, idle, tmp_path
 ):
-    """Who had found it gets the answer, computed anew; nobody finds it again."""
+    """Who had found it is to ask again (law 18); nobody finds it again."""
     folder = shutil.copytree(village, tmp_path / "village")
     with start(served_model, {"village": folder}) as server:
         base = server.state.knowledge_bases["village"]
@@ -293,8 +293,8 @@ def test_what_is_removed_and_swept_while_it_is_asked_about(
                 # Both chunks, and variants of them that other tests' questions had encoded.
                 assert swept >= 2 and base.store.head(keys) == [None, None]
             answer = asked.result()
-        assert text_of(answer) == "falcon"
-        assert answer.json()["jaxrag"]["counts"]["encoded"] > 0
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+        assert answer.json()["error"]["code"] == "document_removed"
         sources = server.chat().json()["jaxrag"]["sources"]
         assert sources and not any(it["document_id"] == "kora-felell.md" for it in sources)
         idle(server.state)
