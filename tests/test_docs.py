@@ -9,6 +9,7 @@ import ast
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import importlib
 import io
 import itertools
@@ -19,6 +20,7 @@ import shutil
 import sys
 import threading
 import urllib.parse
+import warnings
 from pathlib import Path
 
 import pytest
@@ -357,6 +359,7 @@ def run_page(page, folder):
     found = list(blocks(page))
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         patch.chdir(folder)
+        stack.callback(drop, namespace)
         if any(SERVER in block.text for block in found if block.tag == "python"):
             url = stack.enter_context(serving(folder))
             found = [dataclasses.replace(it, text=it.text.replace(SERVER, url)) for it in found]
@@ -374,6 +377,14 @@ def run_page(page, folder):
                         assert code == 0, f"{where}: {shlex.join(words)}: {out.getvalue()}"
             if block.prints is not None:
                 assert_prints(out.getvalue(), block.prints, where)
+
+
+def drop(namespace):
+    """Free what a page made. It leaves its clients open, as a short program may."""
+    namespace.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 def run(words):

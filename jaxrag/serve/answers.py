@@ -172,7 +172,7 @@ class Stream:
         return shown_prompt(self._question.settings.model, self._question.request.prompt)
 
     def _run(self) -> Iterator[str]:
-        self._question = _standing(self._question)
+        self._question = _current(self._question)
         if self._question.abstains:
             self.result = abstained(self._question)
             yield self.result.text
@@ -191,7 +191,7 @@ class Stream:
                 number = None
                 if isinstance(item, BaseException):
                     raise item
-                if not self._question.stands:
+                if not self._question.is_current:
                     raise DocumentLeft
                 self.result = item
         finally:
@@ -226,7 +226,7 @@ async def answer(question: ReadyQuestion) -> Result:
     It is asked anew where a document of it left the knowledge base meanwhile.
     """
     while True:
-        question = await asyncio.to_thread(_standing, question)
+        question = await asyncio.to_thread(_current, question)
         with contextlib.suppress(DocumentLeft):
             async with contextlib.aclosing(_answered(question)) as pieces:
                 *_, last = [piece async for piece in pieces]
@@ -259,7 +259,7 @@ async def _answered(question: ReadyQuestion) -> AsyncGenerator[str | Result, Non
             number = None
             if isinstance(item, BaseException):
                 raise item
-            if not await asyncio.to_thread(lambda: question.stands):
+            if not await asyncio.to_thread(lambda: question.is_current):
                 raise DocumentLeft
             yield item
     finally:
@@ -288,7 +288,7 @@ def serve(questions: Sequence[ReadyQuestion], batch_size: int) -> Iterator[dict[
         """Hand questions over, at one moment; returns what the model is not asked."""
         chosen = list(indices)
         for i in chosen:
-            ready[i] = _standing(ready[i])
+            ready[i] = _current(ready[i])
         silent = {i: abstained(ready[i]) for i in chosen if ready[i].abstains}
         asked = [
             (
@@ -315,19 +315,19 @@ def serve(questions: Sequence[ReadyQuestion], batch_size: int) -> Iterator[dict[
             del with_engine[index]
             if isinstance(item, BaseException):
                 raise item
-            stands = ready[index].stands or engine.settings.lockstep
-            silent = ask(itertools.islice(waiting, 1) if stands else [index])
-            if stands:
+            current = ready[index].is_current or engine.settings.lockstep
+            silent = ask(itertools.islice(waiting, 1) if current else [index])
+            if current:
                 yield {index: item}
     finally:
         for number in with_engine.values():
             engine.abort(number)
 
 
-def _standing(question: ReadyQuestion) -> ReadyQuestion:
+def _current(question: ReadyQuestion) -> ReadyQuestion:
     """The question, made ready anew where what it was made from has left."""
     # Processes in lockstep ask the same: none may see a change that the others have not seen.
-    if engine_of(question.settings.model).settings.lockstep or question.stands:
+    if engine_of(question.settings.model).settings.lockstep or question.is_current:
         return question
     assert question.again is not None
     return question.again()

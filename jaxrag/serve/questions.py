@@ -46,7 +46,7 @@ class Settings:
       kb: that is searched; None: none.
       store: where the KV of chunks is kept.
       method: with what ``ask`` and the gate of the knowledge base say of it.
-      go_on: asked between two texts; raises where nobody waits for the answer any more.
+      check_cancelled: asked between two texts; raises where nobody waits for the answer any more.
     """
 
     ask: Ask
@@ -56,12 +56,12 @@ class Settings:
     method: Method
     template: PromptTemplate
     notes: tuple[str, ...] = ()
-    go_on: Callable[[], None] = dataclasses.field(default=lambda: None, repr=False)
+    check_cancelled: Callable[[], None] = dataclasses.field(default=lambda: None, repr=False)
 
     def one_by_one[It](self, texts: Iterable[It]) -> Iterator[It]:
         """Texts that are worked on in turn, as long as somebody waits."""
         for text in texts:
-            self.go_on()
+            self.check_cancelled()
             yield text
 
 
@@ -92,7 +92,7 @@ class ReadyQuestion:
     content_ids: tuple[str, ...] = ()
 
     @property
-    def stands(self) -> bool:
+    def is_current(self) -> bool:
         """Whether all that it is made from is still in the knowledge base."""
         kb = self.settings.kb
         return kb is None or self.again is None or kb.holds(self.chunk_ids, self.content_ids)

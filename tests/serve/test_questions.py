@@ -119,12 +119,12 @@ def test_a_question_is_given_up_between_two_texts(word_model, monkeypatch):
         texts.append(text)
         return real(self, text, special)
 
-    def go_on():
+    def check_cancelled():
         if "third" in texts:
             raise TimeoutError
 
     settings = resolve(Ask(method="turborag", max_new_tokens=1), model=word_model)
-    settings = dataclasses.replace(settings, go_on=go_on)
+    settings = dataclasses.replace(settings, check_cancelled=check_cancelled)
     monkeypatch.setattr(Tokenizer, "encode", encode)
     with pytest.raises(TimeoutError):
         prepare(settings, "Where does Kora live?", ["first", "second", "third", "fourth"])

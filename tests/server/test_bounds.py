@@ -177,11 +177,11 @@ def told_to_end(asking):
 def test_a_prompt_is_given_up_once_nobody_wants_it(server, end):
     began, raised = threading.Event(), []
 
-    def make(go_on):
+    def make(check_cancelled):
         began.set()
         try:
             while True:
-                go_on()
+                check_cancelled()
         except Exception as error:
             raised.append(type(error))
             raise

@@ -101,7 +101,7 @@ async def _whole(visit: Visit, inbox: Inbox) -> list[Result]:
     while len(found) < len(visit.askings):
         place, item = await inbox.next()
         if isinstance(item, Result):
-            await visit.askings[place].check_stands()
+            await visit.askings[place].check_current()
             found[place] = item
         else:
             visit.saw_tokens()
@@ -136,7 +136,7 @@ async def _events(
             continue
         first = None
         if isinstance(item, Result):
-            await visit.askings[place].check_stands()
+            await visit.askings[place].check_current()
             found[place] = item
             visit.results.append(item)
             if len(found) < count or fields.include_usage:

@@ -23,7 +23,7 @@ from jaxrag.server.fields import Generation
 from jaxrag.server.state.state import ServerState
 from jaxrag.server.tenants import Access
 
-Make = Callable[[Callable[[], None]], ReadyQuestion]  # from ``go_on`` of ``Settings``
+Make = Callable[[Callable[[], None]], ReadyQuestion]  # from ``check_cancelled`` of ``Settings``
 
 LATE = "time was over before the prompt was ready; allow more, or ask later"
 DEFAULT_CLASS = 1  # of priority, where there are several
@@ -43,10 +43,11 @@ def make_ready(
     fields: Generation,
     asked: Text | Conversation,
     knowledge_base: str | None,
-    go_on: Callable[[], None],
+    check_cancelled: Callable[[], None],
 ) -> ReadyQuestion:
-    """What the engine is to be asked; on a thread, as it retrieves. ``go_on`` is of ``Settings``.
+    """What the engine is to be asked; on a thread, as it retrieves.
 
+    ``check_cancelled`` is that of ``Settings``.
     Raises Problem 404 for a knowledge base that is not there, 400 for what this server does not
     offer, and what ``resolve`` and ``prepare`` do.
     """
@@ -72,7 +73,7 @@ def make_ready(
         model=state.model if base is None else None,
         store=state.memory.store(access.tenant) if base is None else None,
     )
-    settings = dataclasses.replace(settings, go_on=go_on)
+    settings = dataclasses.replace(settings, check_cancelled=check_cancelled)
     ready = prepare(settings, asked, fields.documents, fields.said["sampling"])
     request = ready.request
     room = state.model.config.max_positions - request.prompt.num_tokens
@@ -183,8 +184,8 @@ class Asking:
 
         Raises what ``make`` raises.
         """
-        go_on = functools.partial(self._go_on, deadline)
-        self._asked = await self._loop.run_in_executor(threads, make, go_on)
+        check_cancelled = functools.partial(self._check_cancelled, deadline)
+        self._asked = await self._loop.run_in_executor(threads, make, check_cancelled)
         abstains, request = self._asked.abstains, self._asked.request
         self.prompt_tokens = 0 if abstains else request.prompt.num_tokens
         self._growing = Growing(self._asked, self._hear)
@@ -214,14 +215,14 @@ class Asking:
 
         await self._loop.run_in_executor(self._state.hand_over, add)
 
-    def _go_on(self, deadline: float) -> None:
+    def _check_cancelled(self, deadline: float) -> None:
         """On the thread that makes it ready: raises where that is in vain."""
         if self._closed:
             raise self._failed or ClientLeft
         if time.monotonic() > deadline:
             raise DeadlineExceeded(LATE)
 
-    async def check_stands(self) -> None:
+    async def check_current(self) -> None:
         """Problem 503 where a document that it is made from left meanwhile: it is to be sent again.
 
         Called before its end is sent, so that what was acknowledged as removed is in no answer that
@@ -229,7 +230,7 @@ class Asking:
         """
         if self._asked is None or self._asked.settings.kb is None:
             return
-        if not await asyncio.to_thread(lambda: self._asked is None or self._asked.stands):
+        if not await asyncio.to_thread(lambda: self._asked is None or self._asked.is_current):
             raise unavailable(
                 "a document that this answer was made from was removed meanwhile; ask again",
                 1.0,

@@ -47,13 +47,17 @@ def _asked(body: Body) -> tuple[list[Text], Generation, Scoring | None]:
 
 
 def _make_ready(
-    visit: Visit, fields: Generation, base: str | None, prompt: Text, go_on: Callable[[], None]
+    visit: Visit,
+    fields: Generation,
+    base: str | None,
+    prompt: Text,
+    check_cancelled: Callable[[], None],
 ) -> ReadyQuestion:
     """One of the prompts as the engine is asked; on a thread."""
     asked: Text | Conversation = prompt
     if base is None and not fields.documents and not fields.said.get("blocks"):
         asked = Conversation((_ids(visit.state.model, prompt),))
-    return make_ready(visit.state, visit.call.access, fields, asked, base, go_on)
+    return make_ready(visit.state, visit.call.access, fields, asked, base, check_cancelled)
 
 
 def prompts_of(body: Body) -> list[Text]:
