@@ -176,7 +176,11 @@ def _part(what: str, part: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A chunk of the prompt, in prompt order."""
+    """A chunk of the prompt, in prompt order.
+
+    Attributes:
+      number: by which it is cited: 1 is the best, wherever it stands in the prompt.
+    """
 
     document_id: str
     chunk_index: int
@@ -186,6 +190,7 @@ class Source:
     page: int | None = None  # 1-based, of documents that have pages
     start: int = 0  # first character in the document's text
     end: int = 0  # one past the last character
+    number: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
