@@ -72,7 +72,7 @@ def explained(result: "Result", encoding: str | None) -> Iterator[str]:
     spent = [name for name in result.timings if name not in ("ttft", "per_token")]
     spent = [name for name in spent if name != "compile" or result.timings[name]]
     parts = "  ".join(f"{name} {_ms(result.timings[name])}" for name in spent)
-    yield _labelled("time", parts)
+    yield from _wrapped("time", parts)
     after = f", then {_ms(result.timings['per_token'])} a token" * bool(result.timings["per_token"])
     yield _labelled("", f"= {_ms(result.timings['ttft'])} to the first token{after}")
     yield _labelled("work", f"{human_count(result.flops)}FLOP to the first token")

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import statistics
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,12 +15,15 @@ from jaxrag.cli.fields import from_fields
 from jaxrag.cli.opening import asked_of, few_collections, load, method_of, open_kb
 from jaxrag.cli.options import add_command, add_generation, add_json, add_model, add_secret
 from jaxrag.cli.output import note, print_json
-from jaxrag.cli.waiting import compilation_told
+from jaxrag.cli.waiting import untold
 from jaxrag.models.text.printable import printable
 
 if TYPE_CHECKING:
     from jaxrag.library.documents import Document
     from jaxrag.serve.answers import Result
+
+
+_TIMED = 3  # rounds of the comparison, after one that compiles
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -91,12 +95,11 @@ def _ask(args: argparse.Namespace) -> int:
                 text = printable(part["text"], keep="\n\t")
                 _tell(f"--- {printable(part['part'])}, {part['tokens']} tokens\n{text}")
             _tell("--- answer")
-        for piece in answer:
-            compilation_told()
-            sys.stdout.write(printable(piece, keep="\n\t"))
-            sys.stdout.flush()
+        _write(next(answer, ""))
+        with untold():
+            for piece in answer:
+                _write(piece)
         print(flush=True)
-        compilation_told()
         assert isinstance(answer.result, Result)
         _account(args, _named(answer.result, documents))
         if args.explain and answer.result.counts["reused"]:
@@ -143,18 +146,24 @@ def _account(args: argparse.Namespace, result: "Result") -> None:
 
 
 def _compare(question: str, options: dict[str, Any]) -> None:
-    """How much sooner the first token came than with full attention, where both are warm."""
+    """How much sooner the first token comes than with full attention, both asked before."""
     from jaxrag.serve.generate import generate
 
     reading = ("method", "recompute_ratio", "misses", "prefix_cache", "decode")
     plain = {name: value for name, value in options.items() if name not in reading}
     ways = (options, plain | {"method": "full_attention"})
     with contextlib.suppress(ConfigError, RequestError):  # full attention may be refused
-        warm = [
-            [generate(question, **way | {"max_new_tokens": 1}) for _ in range(2)][1] for way in ways
+        asked = [
+            [generate(question, **way | {"max_new_tokens": 1}) for _ in range(1 + _TIMED)]
+            for way in ways
         ]
-        compilation_told()
-        _tell(times_sooner(*(one.timings["ttft"] for one in warm)))
+        warm = [statistics.median(it.timings["ttft"] for it in rest) for _, *rest in asked]
+        _tell(times_sooner(*warm))
+
+
+def _write(piece: str) -> None:
+    sys.stdout.write(printable(piece, keep="\n\t"))
+    sys.stdout.flush()
 
 
 def _tell(text: str) -> None:

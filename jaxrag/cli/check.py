@@ -10,7 +10,7 @@ from jaxrag.cli.fields import add_fields
 from jaxrag.cli.opening import mesh_of
 from jaxrag.cli.options import add_command, add_json
 from jaxrag.cli.output import human_count, print_json, shorten
-from jaxrag.cli.waiting import compilation_told, loading, tell_compilation
+from jaxrag.cli.waiting import loading, tell_programs
 from jaxrag.models.text.printable import printable
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         _show(_understood(found))
     checked = None
     if not args.quick:
-        tell_compilation()
+        tell_programs()
         with loading(found.path):
             checked = check_model(
                 found,
@@ -68,7 +68,6 @@ def run(args: argparse.Namespace) -> int:
                 mesh=mesh,
                 peer_python=args.peer_python,
             )
-        compilation_told()
     if args.json:
         values = found.to_dict() | {"methods": [_choice_values(one) for one in suited]}
         print_json(values | {"checked": None if checked is None else checked.to_dict()})

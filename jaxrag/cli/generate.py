@@ -22,7 +22,6 @@ from jaxrag.cli.options import (
     join,
 )
 from jaxrag.cli.output import print_json
-from jaxrag.cli.waiting import compilation_told
 from jaxrag.models.text.printable import printable
 
 _ABOUT = (
@@ -135,7 +134,6 @@ def _answer(args: argparse.Namespace, first: bool) -> int:
     finally:
         if kb is not None:
             kb.close()
-    compilation_told()
     if not first:
         return 0 if report.complete else 3
     for bad in report.refused:

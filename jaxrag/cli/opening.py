@@ -15,7 +15,7 @@ from jaxrag.base.config import ModelOptions
 from jaxrag.base.errors import ConfigError, KnowledgeBaseError, RequestError
 from jaxrag.cli.fields import from_fields
 from jaxrag.cli.options import SECRET_VARIABLE
-from jaxrag.cli.waiting import loading, tell_compilation
+from jaxrag.cli.waiting import loading, tell_programs
 from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.serve.ask import Ask
 
@@ -101,7 +101,7 @@ def load(path: str, options: ModelOptions, method: "Method | None" = None) -> "M
     from jaxrag.models.model import load_model
     from jaxrag.serve.suits import placed
 
-    tell_compilation()
+    tell_programs()
     with loading(path):
         model = load_model(
             path,

@@ -14,7 +14,6 @@ from jaxrag.base.installed import installs
 from jaxrag.cli.fields import add_fields, given_fields
 from jaxrag.cli.opening import load, secret_of
 from jaxrag.cli.options import add_command, add_model, add_secret
-from jaxrag.cli.waiting import compilation_told
 from jaxrag.server.options import ServerOptions
 
 if TYPE_CHECKING:
@@ -70,12 +69,7 @@ def run(args: argparse.Namespace) -> int:
             server = Server(make_state(settings, model, bases), bound)
             question = question_for(settings, model, bases)
             shown = banner(url_of(bound), server.state.name, list(bases), question)
-
-            def ready() -> None:
-                compilation_told()
-                print(shown, flush=True)
-
-            server.run(ready)
+            server.run(lambda: print(shown, flush=True))
         finally:
             for base in bases.values():
                 base.close()

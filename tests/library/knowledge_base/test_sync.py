@@ -7,7 +7,7 @@ import pytest
 
 from jaxrag.base.errors import DocumentError, KnowledgeBaseError
 from jaxrag.cli import main
-from jaxrag.library.documents import read_paths
+from jaxrag.library.documents import Document, read_paths
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.library.knowledge_base.upkeep import Gone, compare
 
