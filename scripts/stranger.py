@@ -57,7 +57,8 @@ for layer in range(layers):
     of = f"model.layers.{layer}."
     shapes |= {
         of + "input_layernorm.weight": (width,), of + "post_attention_layernorm.weight": (width,),
-        of + "self_attn.q_proj.weight": (width, width), of + "self_attn.o_proj.weight": (width, width),
+        of + "self_attn.q_proj.weight": (width, width),
+        of + "self_attn.o_proj.weight": (width, width),
         of + "self_attn.k_proj.weight": (width // 2, width),
         of + "self_attn.v_proj.weight": (width // 2, width),
         of + "mlp.gate_proj.weight": (inner, width), of + "mlp.up_proj.weight": (inner, width),

@@ -51,7 +51,7 @@ def summary(result: "Result", max_new_tokens: int) -> str:
         line += f", encoded {result.counts['encoded']} (--explain tells why)"
     line += f", first token in {_ms(result.timings['ttft'])}"
     if compiling := result.timings["compile"]:
-        line += f", {_ms(compiling)} of it to compile, once"
+        line += f", of it {_ms(compiling)} for programs"
     if result.finish_reason == "length":
         line += f", cut off at {max_new_tokens} tokens"
     return textwrap.fill(line, COLUMNS)
