@@ -10,6 +10,7 @@ as one JSON object; exit code 1 where a step fails, or the demo saves less than 
 import argparse
 import contextlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -108,7 +109,9 @@ def steps(work: Path) -> Iterator[tuple[str, Callable[[], object]]]:
     python, jaxrag = str(bin_folder / "python"), str(bin_folder / "jaxrag")
 
     def run(*words: str) -> str:
-        done = subprocess.run(words, cwd=work, check=True, capture_output=True, text=True)
+        done = subprocess.run(
+            words, cwd=work, check=True, capture_output=True, text=True, env=environment()
+        )
         return done.stdout
 
     def install() -> None:
@@ -150,11 +153,20 @@ def steps(work: Path) -> Iterator[tuple[str, Callable[[], object]]]:
         yield "page", lambda: page(served[0])
 
 
+def environment() -> dict[str, str]:
+    """Ours, without what leads to this checkout or to programs that it compiled."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name != "PYTHONPATH" and not name.startswith("JAX_")
+    } | {"JAX_PLATFORMS": "cpu"}
+
+
 @contextlib.contextmanager
 def serving(work: Path, jaxrag: str) -> Iterator[str]:
     """A server of the folder; yields its address once it says so."""
     words = [jaxrag, "serve", "--kb", "kb", "--port", "0"]
-    server = subprocess.Popen(words, cwd=work, stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen(words, cwd=work, stdout=subprocess.PIPE, text=True, env=environment())
     try:
         assert server.stdout is not None
         found = re.search(r"http://[\w.:]+", server.stdout.readline())
