@@ -50,11 +50,11 @@ def summary(result: "Result", max_new_tokens: int) -> str:
     if result.counts["encoded"]:
         line += f", encoded {result.counts['encoded']} (--explain tells why)"
     line += f", first token in {_ms(result.timings['ttft'])}"
-    if compiling := result.timings["compile"]:
-        line += f", of it {_ms(compiling)} for programs"
     if result.finish_reason == "length":
         line += f", cut off at {max_new_tokens} tokens"
-    return textwrap.fill(line, COLUMNS)
+    compiling = result.timings["compile"]
+    programs = f"\n({_ms(compiling)} of it to make programs ready)" * bool(compiling)
+    return textwrap.fill(line, COLUMNS) + programs
 
 
 def explained(result: "Result", encoding: str | None) -> Iterator[str]:
@@ -69,10 +69,11 @@ def explained(result: "Result", encoding: str | None) -> Iterator[str]:
     if result.indexes:
         found = "  ".join(f"{name} {count}" for name, count in result.indexes.items())
         yield from _wrapped("indexes", found)
-    spent = [name for name in result.timings if name not in ("ttft", "per_token")]
-    spent = [name for name in spent if name != "compile" or result.timings[name]]
+    spent = [name for name in result.timings if name not in ("compile", "ttft", "per_token")]
     parts = "  ".join(f"{name} {_ms(result.timings[name])}" for name in spent)
     yield from _wrapped("time", parts)
+    if result.timings["compile"]:
+        yield _labelled("", f"compile {_ms(result.timings['compile'])}, once")
     after = f", then {_ms(result.timings['per_token'])} a token" * bool(result.timings["per_token"])
     yield _labelled("", f"= {_ms(result.timings['ttft'])} to the first token{after}")
     yield _labelled("work", f"{human_count(result.flops)}FLOP to the first token")

@@ -211,6 +211,14 @@ class FoundChunk:
     bare: bool = False
 
 
+def numbered(members: Sequence[FoundChunk], newest: Sequence[FoundChunk]) -> list[Source]:
+    """The sources of a prompt in its order, numbered best first, the newest question's before."""
+    new = set(map(id, newest))
+    best = sorted(members, key=lambda it: (id(it) not in new, it.source.number))
+    numbers = {id(it): number for number, it in enumerate(best, 1)}
+    return [dataclasses.replace(it.source, number=numbers[id(it)]) for it in members]
+
+
 def laid_out(
     asked: Sequence[QuestionIds],
     answers: Sequence[HostArray],

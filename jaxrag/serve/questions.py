@@ -33,6 +33,7 @@ from jaxrag.serve.conversation import (
     Text,
     check_size,
     laid_out,
+    numbered,
 )
 from jaxrag.serve.suits import default_method, gated, renamed, stored_otherwise, unplaced, untuned
 from jaxrag.serve.words import check_text, check_words, some_of
@@ -236,7 +237,7 @@ def prepare(
     engine.check_fits(request)
     if not abstains:
         engine.prefetch([request])
-    sources = _numbered(members, found[-1])
+    sources = numbered(members, found[-1])
     return ReadyQuestion(
         settings, request, sources, retrieve_seconds, notes, retrieved, abstains,
         again=functools.partial(prepare, settings, question, documents, sampling),
@@ -338,14 +339,6 @@ def _searched(
         )
         for h in settings.template.arrange(hits)
     ], hits.notes
-
-
-def _numbered(members: Sequence[FoundChunk], newest: Sequence[FoundChunk]) -> list[Source]:
-    """The sources of a prompt in its order, numbered best first, the newest question's before."""
-    new = set(map(id, newest))
-    best = sorted(members, key=lambda it: (id(it) not in new, it.source.number))
-    numbers = {id(it): number for number, it in enumerate(best, 1)}
-    return [dataclasses.replace(it.source, number=numbers[id(it)]) for it in members]
 
 
 def _abstains(
