@@ -132,8 +132,11 @@ def test_what_became_of_the_chunks_is_drawn(encoding, sign):
             "chunk 1", 4, "encoded", None, 0, "not in kb/kv; it was there once: evicted " * 3
         ),
     ]
-    times = {"retrieve": 0.001, "load": 0.02, "ttft": 0.021, "per_token": 0.5}
-    result = types.SimpleNamespace(counts=counts, reuse=rows, timings=times, flops=5000, indexes={})
+    times = {"retrieve": 0.001, "load": 0.02, "compile": 0.0, "ttft": 0.021, "per_token": 0.5}
+    found = [types.SimpleNamespace(number=number) for number in (1, 2)]
+    result = types.SimpleNamespace(
+        counts=counts, reuse=rows, timings=times, flops=5000, indexes={}, sources=found
+    )
     drawn, legend, *lines = explained(result, encoding)
     assert drawn.count(sign) == 69 and len(drawn) == 80  # and one column of what was encoded
     assert "reused 996" in legend and "encoded 4" in legend
@@ -243,12 +246,12 @@ def test_kb_stats_and_list(jaxrag, kb, model_dir, documents):
     code, out, _ = jaxrag("kb", "list", kb, "--json")
     assert code == 0
     listed = json.loads(out)["documents"]
-    assert [d["id"] for d in listed] == ["bridge.md", "salt.txt", "tea"]
+    assert [d["id"] for d in listed] == ["bridge.md", "salt.txt", "tea.jsonl/tea"]
     assert listed[0]["title"] == "The bridge"
     code, out, _ = jaxrag("kb", "list", kb)
     assert code == 0
     assert [line.split()[:2] for line in out.splitlines()[1:]] == [
-        ["bridge.md", "1"], ["salt.txt", "1"], ["tea", "1"],
+        ["bridge.md", "1"], ["salt.txt", "1"], ["tea.jsonl/tea", "1"],
     ]  # fmt: skip
     assert listed[1]["file"] == str(documents / "salt.txt")
     for action in ("list", "stats"):
@@ -263,7 +266,7 @@ def own_kb(kb, tmp_path):
 
 
 def test_kb_remove_then_gc(jaxrag, own_kb):
-    code, out, err = jaxrag("kb", "remove", own_kb, "tea", "coffee")
+    code, out, err = jaxrag("kb", "remove", own_kb, "tea.jsonl/tea", "coffee")
     assert (code, err) == (3, "")
     assert "removed 1 document, 1 chunk\nno document 'coffee'" in out
     assert jaxrag("kb", "gc", own_kb)[1].startswith("freed 0 chunks")
@@ -318,7 +321,7 @@ def test_kb_verify_tells_and_repairs_rows_and_settings(jaxrag, own_kb, refused):
         "1 document that nothing proves: tea",
     ]
     rows = json.loads(jaxrag("kb", "verify", own_kb, "--json")[1])["rows"]
-    assert rows["lost"] == ["tea"]
+    assert rows["lost"] == ["tea.jsonl/tea"]
     assert {fault["kind"] for fault in rows["faults"]} == {"chunk", "document", "word", "total"}
     refused("ask", "Salt?", "--kb", own_kb, *POOL, words="run `jaxrag kb verify --repair")
     code, out, _ = jaxrag("kb", "verify", own_kb, "--repair", *POOL)
@@ -377,7 +380,7 @@ def test_where_filters_documents(jaxrag, refused, model_dir, tmp_path):
     assert jaxrag("ingest", tmp_path / "salt.jsonl", *made)[0] == 0
     asked = ("ask", "Which salt?", "--kb", kb, "--max-new-tokens", 2, "--json", *POOL)
     answer = json.loads(jaxrag(*asked, "--where", '{"year": {"$gte": 2020}}')[1])
-    assert [source["document_id"] for source in answer["sources"]] == ["2020"]
+    assert [source["document_id"] for source in answer["sources"]] == ["salt.jsonl/2020"]
     assert "2019" not in jaxrag("kb", "list", kb, "--where", '{"year": 2020}')[1]
     refused(*asked, "--where", "year=2020", words="--where 'year=2020' is not JSON")
     refused(*asked, "--where", "[1]", words="expected an object")
