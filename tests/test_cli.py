@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from tokenizers import models, pre_tokenizers
 from jaxrag import KnowledgeBase
 from jaxrag.base.options import parse_bytes, parse_count, parse_counts, parse_seconds
 from jaxrag.cli import COMMANDS, main
-from jaxrag.cli.account import explained, sources
+from jaxrag.cli.account import explained, sources, summary, times_sooner
 from jaxrag.cli.output import columns, shorten, table, titled
 from jaxrag.engine.reuse import PartReuse
 from jaxrag.measure.table import Table
@@ -177,7 +178,7 @@ def test_ask_json_is_one_object_with_the_public_names(jaxrag, kb, documents):
     assert list(answer["timings"]) == phases.split()
     assert list(answer["counts"]) == ["reused", "recomputed", "encoded"]
     source = answer["sources"][0]
-    names = "document_id chunk_index file score text page start end"
+    names = "document_id chunk_index file score text page start end number"
     assert list(source) == names.split()
     assert (source["page"], source["start"], source["end"]) == (None, 0, len(source["text"]))
     assert source["file"] == str(documents / "salt.txt")
@@ -311,14 +312,14 @@ def test_kb_verify_tells_and_repairs_rows_and_settings(jaxrag, own_kb, refused):
     with KnowledgeBase.open(own_kb, mode="rw") as kb:
         connection = kb._catalog._database.connection
         connection.execute("UPDATE chunks SET ids = x'00' WHERE document_id = 'salt.txt'")
-        connection.execute("UPDATE documents SET title = 'x' WHERE id = 'tea'")
+        connection.execute("UPDATE documents SET title = 'x' WHERE id = 'tea.jsonl/tea'")
         connection.execute("DELETE FROM lengths")
     code, out, _ = jaxrag("kb", "verify", own_kb)
     assert code == 3
     assert out.splitlines()[2:] == [
         "not as written: chunk salt.txt #0",
-        "not as written: document tea",
-        "1 document that nothing proves: tea",
+        "not as written: document tea.jsonl/tea",
+        "1 document that nothing proves: tea.jsonl/tea",
     ]
     rows = json.loads(jaxrag("kb", "verify", own_kb, "--json")[1])["rows"]
     assert rows["lost"] == ["tea.jsonl/tea"]
@@ -326,7 +327,7 @@ def test_kb_verify_tells_and_repairs_rows_and_settings(jaxrag, own_kb, refused):
     refused("ask", "Salt?", "--kb", own_kb, *POOL, words="run `jaxrag kb verify --repair")
     code, out, _ = jaxrag("kb", "verify", own_kb, "--repair", *POOL)
     assert code == 3
-    assert "1 document lost, add again: tea" in out.splitlines()
+    assert "1 document lost, add again: tea.jsonl/tea" in out.splitlines()
     with KnowledgeBase.open(own_kb, mode="rw") as kb:
         change = "UPDATE settings SET value = '1' WHERE name = 'max_bytes'"
         kb._catalog._database.connection.execute(change)
@@ -370,6 +371,24 @@ def test_a_secret_is_named_by_its_file_and_asked_for_from_then_on(
     code, out, _ = jaxrag("kb", "verify", own_kb, "--repair", "--reseal", *other, *POOL)
     assert code == 0 and out.startswith("chunks: 0 whole, 6 repaired, 0 damaged\n")
     refused("kb", "stats", own_kb, words=asks)
+
+
+def test_compile_time_is_said():
+    found = types.SimpleNamespace(
+        method="turborag", finish_reason="stop", counts={"reused": 3, "encoded": 0},
+        timings={"compile": 1.25, "ttft": 1.5},
+    )  # fmt: skip
+    *_, last = summary(found, 4).splitlines()
+    assert last == "(1250.0 ms of it to make programs ready)"
+    found.timings["compile"] = 0.0
+    assert "programs" not in summary(found, 4)
+
+
+def test_warm_is_compared_with_warm(jaxrag, kb):
+    _, _, err = jaxrag("ask", QUESTION, "--kb", kb, "--max-new-tokens", 1, "--explain", *POOL)
+    assert re.search(r"sooner: asked again, the first token comes after [\d.]+ ms, with full", err)
+    assert times_sooner(0.01, 0.05).startswith("5.0x sooner: ")
+    assert times_sooner(0.05, 0.01).startswith("not sooner: ")
 
 
 def test_where_filters_documents(jaxrag, refused, model_dir, tmp_path):

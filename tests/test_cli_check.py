@@ -245,7 +245,7 @@ def test_a_model_at_work(model_dir, monkeypatch):
     monkeypatch.setattr(model_check, "_SAMPLES", 1)
     monkeypatch.setattr(model_check, "_LONGEST", 64)
     monkeypatch.setattr(model_check, "choices", lambda *given: choices(*given)[:1])
-    choices = sys.modules["jaxrag.serve.choice"].choices
+    choices = sys.modules["jaxrag.reuse.methods"].choices
     checked = model_check.check_model(overview(model_dir), peer_python=None)
     assert checked.speed.prompt_tokens == 64
     assert checked.speed.prefill > 0 < checked.speed.decode
