@@ -34,6 +34,7 @@ from jaxrag.serve.conversation import (
     check_size,
     laid_out,
 )
+from jaxrag.serve.plain import plain_prompt, rules_for
 from jaxrag.serve.suits import gated, renamed, stored_otherwise, unplaced, untuned
 from jaxrag.serve.words import check_text, check_words, some_of
 
@@ -210,10 +211,20 @@ def prepare(
     found = _retrieved(settings, talk, documents, notes)
     retrieve_seconds = time.perf_counter() - start
     abstains = _abstains(settings, documents, found, notes)
-    prompt, members = _laid_out(settings, talk, found)
-    keeps = talk.keeps and settings.ask.prefix_cache is not False and not _as_blocks(settings)
+    verbatim = _is_verbatim(settings, talk, documents)
+    if verbatim:
+        rules = None
+        if settings.ask.plain == "passages":
+            rules = rules_for(settings.ask.passage_rules, method)
+        prompt, members = plain_prompt(settings.model.text_tokenizer(), talk.messages, rules)
+    else:
+        prompt, members = _laid_out(settings, talk, found)
+    kept = settings.ask.prefix_cache
+    if verbatim and settings.ask.plain == "passages" and kept is None:
+        kept = False  # bit for bit the same whatever was asked before
+    keeps = talk.keeps and kept is not False and not _as_blocks(settings)
     notes += _unknown(settings, talk, documents, prompt)
-    notes += _on_turns(settings, talk, keeps)
+    notes += _on_turns(settings, talk, keeps, verbatim)
     check_length(settings.model, prompt, settings.ask.max_new_tokens)
     neighbours, content_ids = _neighbours(settings, members, prompt)
     prompt = dataclasses.replace(prompt, neighbours=neighbours)
@@ -242,6 +253,25 @@ def prepare(
         chunk_ids=tuple(it.chunk_id for it in members if it.chunk_id is not None),
         content_ids=content_ids,
     )  # fmt: skip
+
+
+def _is_verbatim(
+    settings: Settings, talk: Conversation, documents: Sequence[Text | Passage] | None
+) -> bool:
+    """Whether messages are put as the model's chat template writes them: nothing else is asked for.
+
+    Raises RequestError where passages are to be found in what is not.
+    """
+    ask, tokenizer = settings.ask, settings.model.tokenizer
+    own = documents is None and settings.kb is None and not len(ask.blocks)
+    chat = tokenizer is not None and tokenizer.has_chat_template and ask.template is None
+    verbatim = bool(talk.messages) and own and chat and not _as_blocks(settings)
+    if ask.plain == "passages" and talk.messages and own and not verbatim:
+        raise RequestError(
+            "plain='passages' needs a model with a chat template, messages of text, and neither "
+            "template= nor earlier_turns='blocks'; use plain='off'"
+        )
+    return verbatim
 
 
 def _as_blocks(settings: Settings) -> bool:
@@ -384,10 +414,10 @@ def _laid_out(
     return laid_out(asked, answers, found, wrap, settings.ask.earlier_turns, shown)
 
 
-def _on_turns(settings: Settings, talk: Conversation, keeps: bool) -> Iterator[str]:
+def _on_turns(settings: Settings, talk: Conversation, keeps: bool, verbatim: bool) -> Iterator[str]:
     """Notes on what a method makes of a conversation."""
     method = settings.method
-    if talk.system:
+    if talk.system and not verbatim:
         yield (
             "the system message stands behind the chunks of the first question: before them it "
             "would be part of what they are stored under"

@@ -18,6 +18,7 @@ from jaxrag.models.model import Model
 from jaxrag.reuse.decode import DECODE_RULES
 from jaxrag.reuse.methods import METHODS, Method, method_named
 from jaxrag.serve.answers import Result
+from jaxrag.serve.plain import rules_for
 from jaxrag.server.errors import not_found, unauthorized
 from jaxrag.server.proxies import limited_by_proxy
 from jaxrag.server.settings import ServerSettings
@@ -205,6 +206,7 @@ def make_state(
     model.engine = Engine(model, dataclasses.replace(settings.engine, scheduler=scheduler))
     rules = tuple(DECODE_RULES) if settings.decode_rules is None else settings.decode_rules
     methods = offered_methods(settings)
+    _check_plain(settings, model, next(iter(methods.values())))
     bases = dict(knowledge_bases or {})
     recipe = recipe_like(next(iter(bases.values()))) if bases else recipe_for(methods)
     return ServerState(
@@ -222,6 +224,24 @@ def make_state(
         prepare=_prepare_threads(settings),
         hand_over=ThreadPoolExecutor(_HANDS, "jaxrag-hand-over"),
     )
+
+
+def _check_plain(settings: ServerSettings, model: Model, method: Method) -> None:
+    """Refuse plain prompts that cannot be read, or that nothing speaks for: ConfigError."""
+    if settings.plain == "off":
+        return
+    if model.tokenizer is None or not model.tokenizer.has_chat_template:
+        raise ConfigError(
+            f"plain={settings.plain!r}: the model has no chat template; add chat_template.jinja to "
+            "its directory"
+        )
+    if rules_for(settings.passage_rules, method) is None or settings.plain_ungated:
+        return
+    if method.positions not in model.reading.block_positions:
+        raise ConfigError(
+            f"plain={settings.plain!r}: nothing says that this model was trained to read blocks as "
+            f"{method.name} does; train it, or pass --plain-ungated to have it so all the same"
+        )
 
 
 def _prepare_threads(settings: ServerSettings) -> FairThreads:
