@@ -16,12 +16,14 @@ import numpy as np
 from jaxrag.base.errors import RequestError
 from jaxrag.base.types import HostArray
 from jaxrag.engine.request import Prompt
-from jaxrag.models.text.passages import PassageRules, Piece, cut, passage_rules
+from jaxrag.models.model import Model
+from jaxrag.models.text.passages import PassageRules, TextPiece, cut, passage_rules
 from jaxrag.models.text.tokenizer import Tokenizer
-from jaxrag.models.text.verbatim import Part, framed
+from jaxrag.models.text.verbatim import MessagePart, framed
 from jaxrag.reuse.encode import encoder_named
 from jaxrag.reuse.methods import Method
-from jaxrag.serve.conversation import FoundChunk, Source
+from jaxrag.serve.ask import Ask
+from jaxrag.serve.conversation import Conversation, FoundChunk, Source
 
 _rules = functools.lru_cache(maxsize=16)(passage_rules)
 
@@ -43,13 +45,30 @@ class _Said:
     asks: bool = False
 
 
-def rules_for(name: str, method: Method) -> PassageRules | None:
-    """The rules by name, as ``passage_rules``; None for a method that reads no blocks.
+def is_verbatim(ask: Ask, model: Model, talk: Conversation) -> bool:
+    """Whether messages are put as the model's chat template writes them: nothing else is asked for.
+
+    Raises RequestError where passages are to be found in what is not.
+    """
+    chat = model.tokenizer is not None and model.tokenizer.has_chat_template
+    own = ask.template is not None or ask.earlier_turns == "blocks"
+    if talk.messages and chat and not own:
+        return True
+    if ask.plain == "passages" and talk.messages:
+        raise RequestError(
+            "plain='passages' needs a model with a chat template, and neither template= nor "
+            "earlier_turns='blocks'; use plain='off'"
+        )
+    return False
+
+
+def rules_for(ask: Ask, method: Method) -> PassageRules | None:
+    """How passages are found; None where none is, by ``ask`` or for a method that reads no blocks.
 
     Raises RequestError for a method whose chunks see their neighbours, as nobody knows a pasted
     passage's, or that computes misses in place, as answers would depend on what is stored.
     """
-    if method.encoder is None:
+    if ask.plain == "off" or method.encoder is None:
         return None
     encoders = (method.encoder, method.first_encoder)
     if any(name is not None and encoder_named(name).sees_neighbours for name in encoders):
@@ -62,7 +81,7 @@ def rules_for(name: str, method: Method) -> PassageRules | None:
             f"misses={method.misses!r}: what is read as a block would depend on what is stored; "
             "plain prompts take misses='encode'"
         )
-    return _rules(name)
+    return _rules(ask.passage_rules)
 
 
 def plain_prompt(
@@ -130,17 +149,17 @@ def _pieces(
                 yield _Said(tokenizer.encode(text), source, asks=last)
 
 
-def _cut(text: str, rules: PassageRules | None, asks: bool) -> list[Piece]:
+def _cut(text: str, rules: PassageRules | None, asks: bool) -> list[TextPiece]:
     """The pieces of a content; the last of the last question is computed, whatever it is."""
     if rules is None:
-        return [Piece(0, len(text), block=False)]
+        return [TextPiece(0, len(text), block=False)]
     pieces = cut(text, rules)
     if asks and pieces and pieces[-1].block:
         pieces[-1] = dataclasses.replace(pieces[-1], block=False)
     return pieces
 
 
-def _source(part: Part, piece: Piece) -> Source:
+def _source(part: MessagePart, piece: TextPiece) -> Source:
     text = part.text[piece.start : piece.end]
     name = f"messages[{part.message}]"
     return Source(name, 0, None, None, text, start=piece.start, end=piece.end)

@@ -34,7 +34,7 @@ from jaxrag.serve.conversation import (
     check_size,
     laid_out,
 )
-from jaxrag.serve.plain import plain_prompt, rules_for
+from jaxrag.serve.plain import is_verbatim, plain_prompt, rules_for
 from jaxrag.serve.suits import gated, renamed, stored_otherwise, unplaced, untuned
 from jaxrag.serve.words import check_text, check_words, some_of
 
@@ -211,11 +211,10 @@ def prepare(
     found = _retrieved(settings, talk, documents, notes)
     retrieve_seconds = time.perf_counter() - start
     abstains = _abstains(settings, documents, found, notes)
-    verbatim = _is_verbatim(settings, talk, documents)
+    alone = documents is None and kb is None and not len(settings.ask.blocks)
+    verbatim = alone and is_verbatim(settings.ask, settings.model, talk)
     if verbatim:
-        rules = None
-        if settings.ask.plain == "passages":
-            rules = rules_for(settings.ask.passage_rules, method)
+        rules = rules_for(settings.ask, method)
         prompt, members = plain_prompt(settings.model.text_tokenizer(), talk.messages, rules)
     else:
         prompt, members = _laid_out(settings, talk, found)
@@ -253,25 +252,6 @@ def prepare(
         chunk_ids=tuple(it.chunk_id for it in members if it.chunk_id is not None),
         content_ids=content_ids,
     )  # fmt: skip
-
-
-def _is_verbatim(
-    settings: Settings, talk: Conversation, documents: Sequence[Text | Passage] | None
-) -> bool:
-    """Whether messages are put as the model's chat template writes them: nothing else is asked for.
-
-    Raises RequestError where passages are to be found in what is not.
-    """
-    ask, tokenizer = settings.ask, settings.model.tokenizer
-    own = documents is None and settings.kb is None and not len(ask.blocks)
-    chat = tokenizer is not None and tokenizer.has_chat_template and ask.template is None
-    verbatim = bool(talk.messages) and own and chat and not _as_blocks(settings)
-    if ask.plain == "passages" and talk.messages and own and not verbatim:
-        raise RequestError(
-            "plain='passages' needs a model with a chat template, messages of text, and neither "
-            "template= nor earlier_turns='blocks'; use plain='off'"
-        )
-    return verbatim
 
 
 def _as_blocks(settings: Settings) -> bool:

@@ -142,7 +142,7 @@ def test_what_cannot_be_meant_is_one_line(model, options, why):
 
 
 def test_a_method_without_blocks_computes_all():
-    assert rules_for("common", METHODS["full_attention"]) is None
+    assert rules_for(Ask(plain="passages"), METHODS["full_attention"]) is None
 
 
 def test_a_model_without_a_chat_template_is_refused(text_model, word_model_dir):

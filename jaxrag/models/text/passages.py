@@ -39,7 +39,7 @@ _WORD_ENDS = np.isin(np.arange(256), list(b" \t\r\n"))
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """A part of a text: characters from ``start`` to before ``end``, read as a block or not."""
 
     start: int
@@ -92,7 +92,7 @@ def passage_rules(name: str) -> PassageRules:
     return build(PassageRules, read_toml(path), name)
 
 
-def cut(text: str, rules: PassageRules) -> list[Piece]:
+def cut(text: str, rules: PassageRules) -> list[TextPiece]:
     """The pieces of a text, in order; together they are all of it.
 
     A text beyond ``MOST_CHARACTERS`` or ``MOST_WALLS`` is one piece and no block.
@@ -261,13 +261,13 @@ def _sliding_least(values: HostArray, reach: int) -> HostArray:
     return np.minimum(behind[first], ahead[first + width - 1])
 
 
-def _pieces(blocks: Iterable[Span], length: int) -> Iterator[Piece]:
+def _pieces(blocks: Iterable[Span], length: int) -> Iterator[TextPiece]:
     """Blocks, with what is computed around them."""
     at = 0
     for start, end in blocks:
         if start > at:
-            yield Piece(at, start, block=False)
-        yield Piece(start, end, block=True)
+            yield TextPiece(at, start, block=False)
+        yield TextPiece(start, end, block=True)
         at = end
     if length > at:
-        yield Piece(at, length, block=False)
+        yield TextPiece(at, length, block=False)

@@ -30,7 +30,7 @@ _CHANGES: tuple[Callable[[str], str], ...] = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class MessagePart:
     """A part of a rendered conversation.
 
     Attributes:
@@ -42,7 +42,7 @@ class Part:
     message: int | None = None
 
 
-def framed(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> list[Part]:
+def framed(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> list[MessagePart]:
     """The parts of a conversation, with the template's opening of the answer last.
 
     It is rendered twice: with a mark in place of every content, which shows the frame, and as it
@@ -72,7 +72,7 @@ def framed(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> list[
     return list(_parts(between, contents, whole))
 
 
-def _parts(between: Sequence[str], contents: Sequence[str], whole: str) -> Iterator[Part]:
+def _parts(between: Sequence[str], contents: Sequence[str], whole: str) -> Iterator[MessagePart]:
     """The frame's texts with contents between them, changed as the template changes them."""
     at = 0
     for place, content in enumerate(contents):
@@ -84,12 +84,12 @@ def _parts(between: Sequence[str], contents: Sequence[str], whole: str) -> Itera
                 break
         else:
             raise _not_repeated(place)
-        yield Part(before)
-        yield Part(text, place)
+        yield MessagePart(before)
+        yield MessagePart(text, place)
         at = start + len(text)
     if whole[at:] != between[-1]:
         raise _not_repeated(len(contents) - 1)
-    yield Part(between[-1])
+    yield MessagePart(between[-1])
 
 
 def _has_mark(content: str) -> bool:

@@ -18,6 +18,7 @@ from jaxrag.models.model import Model
 from jaxrag.reuse.decode import DECODE_RULES
 from jaxrag.reuse.methods import METHODS, Method, method_named
 from jaxrag.serve.answers import Result
+from jaxrag.serve.ask import Ask
 from jaxrag.serve.plain import rules_for
 from jaxrag.server.errors import not_found, unauthorized
 from jaxrag.server.proxies import limited_by_proxy
@@ -235,7 +236,8 @@ def _check_plain(settings: ServerSettings, model: Model, method: Method) -> None
             f"plain={settings.plain!r}: the model has no chat template; add chat_template.jinja to "
             "its directory"
         )
-    if rules_for(settings.passage_rules, method) is None or settings.plain_ungated:
+    ask = Ask(plain=settings.plain, passage_rules=settings.passage_rules)
+    if rules_for(ask, method) is None or settings.plain_ungated:
         return
     if method.positions not in model.reading.block_positions:
         raise ConfigError(

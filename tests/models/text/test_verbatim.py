@@ -4,7 +4,7 @@ import pytest
 
 from jaxrag.base.errors import TokenizerError
 from jaxrag.models.text.chat import render_template
-from jaxrag.models.text.verbatim import Part, framed
+from jaxrag.models.text.verbatim import MessagePart, framed
 
 LLAMA = (
     "{{ bos_token }}{% for m in messages %}<|h|>{{ m.role }}<|/h|>\n\n{{ m.content | trim }}<|e|>"
@@ -54,7 +54,7 @@ def test_parts_are_what_the_template_writes(source, contents, as_read):
     found = [part.text for part in parts if part.message is not None]
     expected = [c.strip() for c in contents] if source is LLAMA else contents
     assert found == (as_read or expected)
-    assert parts[-1] == Part(parts[-1].text)
+    assert parts[-1] == MessagePart(parts[-1].text)
 
 
 @pytest.mark.parametrize("source", [ODD, TWICE])
