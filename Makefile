@@ -39,9 +39,9 @@ demo: $(VENV)/.installed-test ## Answer questions over the example documents, en
 	$(CACHE) JAX_PLATFORMS=cpu $(BIN)/jaxrag demo --work .cache/demo
 
 serve: $(VENV)/.installed-test ## Serve the shipped model over the example documents, on the CPU
-	$(CACHE) JAX_PLATFORMS=cpu $(BIN)/jaxrag ingest examples/village --kb .cache/village \
-		--model checkpoints/synthetic-0.8m/dual --chunk-by sentence --chunk-tokens 20 --overlap 0
-	$(CACHE) JAX_PLATFORMS=cpu $(BIN)/jaxrag serve --config configs/serve/village.toml $(SERVE_FLAGS)
+	$(CACHE) JAX_PLATFORMS=cpu $(BIN)/jaxrag ingest examples/valley --kb .cache/valley \
+		--model checkpoints/synthetic-0.8m/long-dual --chunk-tokens 512 --overlap 0
+	$(CACHE) JAX_PLATFORMS=cpu $(BIN)/jaxrag serve --config configs/serve/valley.toml $(SERVE_FLAGS)
 
 test: $(VENV)/.installed-test ## Run the tests (CPU; minutes)
 	$(CACHE) JAX_PLATFORMS=cpu $(BIN)/python -m pytest $(SPREAD) $(TEST_FLAGS)

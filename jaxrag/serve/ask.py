@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 EarlierTurns = Literal["exact", "blocks"]
 Plain = Literal["off", "passages"]  # what is read as blocks in messages that bring no documents
-Unanswerable = Literal["abstain", "ask"]  # what to do where a filter or least score leaves nothing
+Unanswerable = Literal["abstain", "ask"]  # what to do where nothing is found
 
 READING = "how chunks are reused and read"
 RETRIEVAL = "what is retrieved"
@@ -91,8 +91,7 @@ def _check_optional_count(name: str, value: Any) -> None:
 def _check_method(name: str, value: Any) -> None:
     from jaxrag.reuse.methods import Method
 
-    expected = "a preset's name, a .toml file or a Method"
-    require_kind(name, value, (str, Method), expected, optional=False)
+    require_kind(name, value, (str, Method), "a preset's name, a .toml file or a Method")
 
 
 def _check_template(name: str, value: Any) -> None:
@@ -143,11 +142,12 @@ class Ask:
     blocks: "Sequence[str | Sequence[int] | HostArray]" = option((), check=check_texts, shown=False)
     earlier_turns: EarlierTurns = option("exact", check=_check_choice, shown=False)
     plain: Plain = option("off", check=_check_choice, shown=False)
-    passage_rules: str = option("common", shown=False)
-    method: "str | Method" = option(
-        "turborag",
+    method: "str | Method | None" = option(
+        None,
         f"{', '.join(names_in('jaxrag.reuse.methods', 'METHODS'))}, or a .toml file",
         "NAME",
+        unset="turborag for a model that was trained to read chunks apart, else cacheblend or "
+        "fusionrag where --kb has KV for them",
         group=READING,
         check=_check_method,
     )
@@ -222,7 +222,7 @@ class Ask:
     )
     unanswerable: Unanswerable = option(
         "abstain",
-        "where --where or --min-score leave no chunk: say so, or ask without any",
+        "where no chunk is found: say so, or ask without any",
         group=RETRIEVAL,
         check=_check_choice,
     )

@@ -182,7 +182,11 @@ def _part(what: str, part: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A chunk of the prompt, in prompt order."""
+    """A chunk of the prompt, in prompt order.
+
+    Attributes:
+      number: by which it is cited: 1 is the best, wherever it stands in the prompt.
+    """
 
     document_id: str
     chunk_index: int
@@ -192,6 +196,7 @@ class Source:
     page: int | None = None  # 1-based, of documents that have pages
     start: int = 0  # first character in the document's text
     end: int = 0  # one past the last character
+    number: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,6 +215,14 @@ class FoundChunk:
     ids: HostArray
     chunk_id: int | None = None
     bare: bool = False
+
+
+def numbered(members: Sequence[FoundChunk], newest: Sequence[FoundChunk]) -> list[Source]:
+    """The sources of a prompt in its order, numbered best first, the newest question's before."""
+    new = set(map(id, newest))
+    best = sorted(members, key=lambda it: (id(it) not in new, it.source.number))
+    numbers = {id(it): number for number, it in enumerate(best, 1)}
+    return [dataclasses.replace(it.source, number=numbers[id(it)]) for it in members]
 
 
 def laid_out(

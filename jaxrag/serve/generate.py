@@ -40,7 +40,7 @@ class AskFields(TypedDict, total=False):
     plain: Plain
     passage_rules: str
     model: Model | None
-    method: str | Method
+    method: str | Method | None
     recompute_ratio: float | None
     misses: Misses | None
     prefix_cache: bool | None
@@ -105,7 +105,9 @@ def generate(
         were pasted into them are read as blocks are; needs a model with a chat template.
       passage_rules: how these are found: a name of configs/passages, or a TOML file.
       model: needed without ``kb``.
-      method: a preset of methods.METHODS or a Method.
+      method: a preset of methods.METHODS or a Method. None: turborag for a model that was trained
+        to read chunks apart, and for a knowledge base that keeps no other KV; else one that
+        computes a part of the chunks again, as the knowledge base keeps KV for it.
       recompute_ratio: share of the chunk tokens that are computed again, 0..1, for methods with a
         selector. None: for a method that is named, what the gate of the knowledge base found
         (`jaxrag kb gate`), else the method's own.
@@ -119,9 +121,8 @@ def generate(
       search_mode: "bm25", "vector" or "hybrid"; as of ``KnowledgeBase.search``.
       min_score: least score of a chunk; what it means depends on the search, see there.
       groups: that the caller belongs to, as of ``KnowledgeBase.search``; None is not limited.
-      unanswerable: what to do where ``where``, ``groups`` or ``min_score`` leave no chunk:
-        "abstain" does not ask the model and says so, with the finish_reason "abstained"; "ask" asks
-        it without any.
+      unanswerable: what to do where no chunk is found: "abstain" does not ask the model and says
+        so, with the finish_reason "abstained"; "ask" asks it without any.
       max_new_tokens: upper bound of the answer.
       sampling: greedy when None; for a list of questions one for all of them, seed included, or a
         list with one for each.

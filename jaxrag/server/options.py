@@ -32,7 +32,8 @@ class ServerOptions:
       keys: TOML file of the keys that are let in; None: anybody is.
       secret_file: file of the secret that seals the KV of the knowledge bases; None: of none.
       open_to_all: listen on an address that others can reach without asking for keys.
-      method: a preset's name or a TOML file, where a request names none.
+      method: a preset's name or a TOML file, where a request names none; None: by model and
+        knowledge base, as ``generate`` chooses.
       decode: how generated tokens attend, where a request names no rule; None: the method's own.
       k: chunks that are retrieved where a request does not say how many.
       plain: "passages": in chats that name no knowledge base and bring no documents, passages that
@@ -65,7 +66,9 @@ class ServerOptions:
         "listen on an address that others can reach though no key is asked for",
         flag="--open",
     )
-    method: str = option(Ask.method, "where a request names none", "NAME")
+    method: str | None = option(
+        None, "where a request names none", "NAME", unset="as of `jaxrag ask`"
+    )
     decode: str | None = option(None, "likewise", "RULE", unset="the method's own")
     k: int = option(Ask.k, "chunks to retrieve", "N")
     plain: Plain = option(

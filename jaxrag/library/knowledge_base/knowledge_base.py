@@ -13,7 +13,15 @@ from jaxrag.base.tables import require_kind
 from jaxrag.kv.store.chunk_store import Mode
 from jaxrag.kv.store.prefetch import Tier
 from jaxrag.library.catalog import DocumentEntry
-from jaxrag.library.documents import DocumentFiles, DocumentSource, Intake, Shard, read_paths
+from jaxrag.library.documents import (
+    Document,
+    DocumentFiles,
+    DocumentSource,
+    Intake,
+    Shard,
+    read_paths,
+)
+from jaxrag.library.documents.records import earlier_id
 from jaxrag.library.export import (
     ChunkSelector,
     ExportedChunk,
@@ -89,9 +97,10 @@ class KnowledgeBase(Maintained):
             model brings, else "turborag").
           chunk_tokens: largest chunk (512).
           overlap: tokens that consecutive chunks share (a fiftieth of chunk_tokens).
-          chunk_by: "tokens", "sentence" or "markdown" ("tokens").
-          encoders: names of the KV variants to keep of every chunk ("isolated"). A variant that an
-            existing knowledge base lacks is kept from now on; adding a document again makes it.
+          chunk_by: "sentence", "markdown" or "tokens" ("sentence").
+          encoders: names of the KV variants to keep of every chunk ("isolated" for a model that was
+            trained to read chunks apart, else "after_prefix"). A variant that an existing
+            knowledge base lacks is kept from now on; adding a document again makes it.
           neighbours: how many similar chunks a chunk is encoded behind, by encoders that see them
             (10).
           similar_by: "vectors", or "bm25" with the chunk's text as the question ("vectors" where
@@ -211,7 +220,7 @@ class KnowledgeBase(Maintained):
         preparer = Preparer(
             self._encoding(model), self.template, self.chunking, alone, self._catalog, cut
         )
-        intake = Intake(documents, part)
+        intake = Intake(documents, part, self._as_known)
         with self._acknowledged():
             report = Ingest(preparer, self._vectors, turn).run(intake, progress)
             report = self._without_gone(report, intake, removes)
@@ -246,13 +255,21 @@ class KnowledgeBase(Maintained):
 
     def gone(self, paths: Iterable[str | Path] | DocumentFiles, *, empty: bool = False) -> Gone:
         """What ``sync`` would remove; reads the files and changes nothing."""
-        intake = Intake(_files_of(paths, empty), Shard())
+        intake = Intake(_files_of(paths, empty), Shard(), self._as_known)
         for _ in intake:
             pass
         found = compare(self._catalog.documents(), intake.paths, intake.seen, intake.whole)
         if not empty:
             return found
         return Gone((*found.ids, *found.doubtful), (), found.kept)
+
+    def _as_known(self, document: Document) -> Document:
+        """A row under the id that it was given when ids were without their file."""
+        earlier = earlier_id(document)
+        known = None if earlier is None else self._catalog.document(earlier)
+        if earlier is None or known is None or known.file != document.file:
+            return document
+        return dataclasses.replace(document, id=earlier)
 
     def _without_gone(self, report: AddReport, intake: Intake, removes: _Removes) -> AddReport:
         """Remove what has left the files that were read, or report it."""

@@ -57,8 +57,8 @@ def make_ready(
     if wanted is not None and wanted > most:
         raise invalid(f"max_tokens={wanted}: this server gives at most {most}", "max_tokens")
     _check_offered(state, fields.said)
-    name = fields.said.get("method") or next(iter(state.methods))
-    method = state.methods[name]
+    name = fields.said.get("method")
+    method = state.default_method(base) if name is None else state.methods[name]
     usual = {
         "k": server.k,
         "decode": None if "method" in fields.said else server.decode,
@@ -67,7 +67,7 @@ def make_ready(
         "plain": server.plain,
         "passage_rules": server.passage_rules,
     }
-    named = {"method": name if METHODS.get(name) is method else method}
+    named = {"method": method.name if METHODS.get(method.name) is method else method}
     limits = {} if base is None else {"groups": access.groups}
     settings = resolve(
         Ask(**usual | dict(fields.said) | named | limits),

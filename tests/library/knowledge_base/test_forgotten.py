@@ -441,7 +441,10 @@ def check_forgotten(kb, asked, gone, rng):
     """
     asked.forget()
     method = (BEHIND, CACHED)[int(rng.integers(2))]
-    generate(" ".join(rng.choice(WORDS, 3)), kb=kb, method=method, k=5, max_new_tokens=1)
+    generate(
+        " ".join(rng.choice(WORDS, 3)), kb=kb, method=method, k=5, max_new_tokens=1,
+        unanswerable="ask",
+    )  # fmt: skip
     words = {word for words in gone.values() for word in words}
     named = {word for text in (*asked.texts, *asked.saw.values()) for word in text.split()}
     assert named
