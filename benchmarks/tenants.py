@@ -35,6 +35,7 @@ import httpx
 from scipy.stats import mannwhitneyu
 from script import Result, run_script
 
+from jaxrag.base.options import option
 from jaxrag.measure.bench.serve_peer import end, until_ready
 from jaxrag.measure.machine import describe
 
@@ -51,21 +52,13 @@ _WORDS = [
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The questions.
+    """The questions."""
 
-    Attributes:
-      rounds: of three timed questions each.
-      documents: of a question.
-      words: of a document.
-      model: a directory.
-      seed: of words and order.
-    """
-
-    rounds: int = 200
-    documents: int = 6
-    words: int = 40
-    model: str = str(ROOT / "checkpoints/synthetic-0.8m/dual")
-    seed: int = 0
+    rounds: int = option(200, "of three timed questions each", "N")
+    documents: int = option(6, "of a question", "N")
+    words: int = option(40, "of a document", "N")
+    model: str = option(str(ROOT / "checkpoints/synthetic-0.8m/dual"), "its directory", "DIR")
+    seed: int = option(0, "of words and order", "N")
 
 
 def run(options: Options) -> Result:
