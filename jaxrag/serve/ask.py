@@ -142,6 +142,7 @@ class Ask:
     blocks: "Sequence[str | Sequence[int] | HostArray]" = option((), check=check_texts, shown=False)
     earlier_turns: EarlierTurns = option("exact", check=_check_choice, shown=False)
     plain: Plain = option("off", check=_check_choice, shown=False)
+    passage_rules: str = option("common", shown=False)
     method: "str | Method | None" = option(
         None,
         f"{', '.join(names_in('jaxrag.reuse.methods', 'METHODS'))}, or a .toml file",
