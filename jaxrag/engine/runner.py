@@ -33,7 +33,8 @@ class ModelRunner:
         """Allocates nothing yet; ``half_life`` is of the pool's chunks, in requests."""
         self.model = model
         self._half_life = half_life
-        self.host_search = HostSearch()
+        heads = model.head_share.heads(model.config.num_kv_heads)
+        self.host_search = HostSearch(mesh=model.mesh, heads=heads)
         self._cache: PagedCache | None = None
         self._making = threading.Lock()
         weakref.finalize(self, self.host_search.close)
@@ -50,6 +51,8 @@ class ModelRunner:
                     self._sharding(),
                     model.placement,
                     self._half_life,
+                    model.mesh,
+                    model.head_share.heads(model.config.num_kv_heads),
                 )
             return self._cache
 

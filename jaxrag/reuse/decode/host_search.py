@@ -2,7 +2,8 @@
 
 A compiled step asks through callbacks, one or two a layer. It knows requests by a number, so that
 nothing of a request is part of a compiled program. Compiled programs name a ``HostSearch`` and
-outlive the model; it holds nothing of one.
+outlive the model; it holds nothing of one. On a mesh every device asks the search of its process,
+for its rows and its KV heads.
 
 Where K and V are on the device, ``find`` tells which keys to read. Where they are in host memory,
 ``start`` begins the host's part of attention and ``wait`` returns it (RetrievalAttention section
@@ -16,13 +17,16 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
+from jax.sharding import Mesh
 
 from jaxrag.base.config import RopeConfig
+from jaxrag.base.sharding import by_device, device_axes
 from jaxrag.base.types import Array, HostArray
 from jaxrag.reuse.attention_index import (
     AttentionIndex,
@@ -92,11 +96,15 @@ class HostSearch:
       measure: count the keys that are scanned and compare what was found with an exact search:
         slower; where keys are on the device also with one more copy of those indexed then.
       documents: indexes that chunks were stored with.
+      mesh: the devices that ask; None: one.
+      heads: the KV heads that are searched here, from the first up to the second; None: all.
     """
 
     threads: int | None = None
     measure: bool = False
     documents: StoredIndexes = dataclasses.field(default_factory=StoredIndexes)
+    mesh: Mesh | None = None
+    heads: tuple[int, int] | None = None
     _requests: dict[int, _Request] = dataclasses.field(default_factory=dict)
     _numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
     _begun: dict[int, _Begun] = dataclasses.field(default_factory=dict)
@@ -319,20 +327,32 @@ class HostSearch:
         -1 where there are fewer. ``numbers`` [B] are the requests', ``position`` [B] the queries'.
         Runs inside a compiled program; search is on the host.
         """
-        shape = jax.ShapeDtypeStruct((*q.shape[:3], k), jnp.int32)
 
-        def search(
-            numbers: HostArray, layer: HostArray, q: HostArray, position: HostArray
-        ) -> HostArray:
+        def search(share: Any, numbers: Any, layer: Any, q: Any, position: Any) -> HostArray:
             q, position = np.asarray(q), np.asarray(position)
-            return self._search(int(layer), np.asarray(numbers), q, position, k, rope)
+            first = self.first_head(int(share), q.shape[1])
+            return self._search(int(layer), first, np.asarray(numbers), q, position, k, rope)
 
-        found: Array = io_callback(search, shape, numbers, layer, q, position, ordered=False)
-        return found
+        def on_device(share: Array | int, *arrays: Array) -> Array:
+            shape = jax.ShapeDtypeStruct((*arrays[2].shape[:3], k), jnp.int32)
+            found: Array = io_callback(search, shape, share, *arrays, ordered=False)
+            return found
+
+        rows, heads = device_axes("batch"), device_axes("batch", "kv_heads")
+        split = (rows, device_axes(), heads, rows)
+        return by_device(self.mesh, on_device, split, heads)(numbers, layer, q, position)
+
+    def first_head(self, share: int, count: int) -> int:
+        """Where a device's ``count`` heads begin among those that are searched here.
+
+        ``share`` is the number of its run of KV heads.
+        """
+        return share * count - (0 if self.heads is None else self.heads[0])
 
     def _search(
         self,
         layer: int,
+        first: int,
         numbers: HostArray,
         q: HostArray,
         position: HostArray,
@@ -352,34 +372,37 @@ class HostSearch:
             ]
             for at in np.ndindex(q.shape[1:3]) if parts else ():
                 found = (out[row][at], int(number), counted)
-                todo.append(functools.partial(self._search_one, parts, asked, at, *found))
+                todo.append(functools.partial(self._search_one, parts, asked, first, at, *found))
         ticket = HostWork()
         ticket.submit(todo, self.crew, self._workers)
         ticket.wait()
-        for number, account in counted:
-            self._requests[number].account += account
+        with self._lock:  # devices ask at the same time
+            for number, account in counted:
+                self._requests[number].account += account
         return out
 
     def _search_one(
         self,
         parts: Sequence[Part],
         asked: Sequence[HostArray],
+        first: int,
         at: tuple[int, ...],
         out: HostArray,
         number: int,
         counted: list[tuple[int, Account]],
     ) -> None:
         """Fill ``out`` [k] with what all parts find for one query head of a request, best first."""
-        ids, scanned = self._best(parts, asked, at, len(out), exact=False)
+        ids, scanned = self._best(parts, asked, first, at, len(out), exact=False)
         out[: len(ids)] = ids
         if self.measure and all(part.exact for part in parts):
-            wanted, _ = self._best(parts, asked, at, len(out), exact=True)
+            wanted, _ = self._best(parts, asked, first, at, len(out), exact=True)
             counted.append((number, recall_of(ids, wanted, scanned)))
 
     def _best(
         self,
         parts: Sequence[Part],
         asked: Sequence[HostArray],
+        first: int,
         at: tuple[int, ...],
         k: int,
         *,
@@ -387,7 +410,7 @@ class HostSearch:
     ) -> tuple[HostArray, int]:
         count = self.measure and not exact
         each = [
-            part.best(at[0], at[1], q[at], k, count=count, exact=exact)
+            part.best(first + at[0], at[1], q[at], k, count=count, exact=exact)
             for part, q in zip(parts, asked, strict=True)
         ]
         scores = np.concatenate([found.scores for found in each])

@@ -16,7 +16,7 @@ from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import RequestError
 from jaxrag.base.types import Array, Partial
 from jaxrag.kv.cache import PagePool
-from jaxrag.kv.placement import ON_DEVICE, KVPlacement
+from jaxrag.kv.placement import ON_DEVICE, KVPlacement, check_owners
 from jaxrag.models.rope import RopeTable
 from jaxrag.reuse.attention_index import Spec
 from jaxrag.reuse.decode.far import FarLayer, HostPrompt
@@ -166,13 +166,10 @@ class DecodeRule(abc.ABC):
         """
         raise NotImplementedError(f"decode rule {self.name!r} has no host support")
 
-    def check_mesh(self, mesh: Mesh | None) -> None:
-        """Refuse a model on several devices where an index is searched (RequestError)."""
-        if self.searches is not None and mesh is not None and mesh.size > 1:
-            raise RequestError(
-                f"an index is searched on the host for one device, and the model is on "
-                f"{mesh.size}; load it without a mesh, or use decode='dense'"
-            )
+    def check_mesh(self, config: ModelConfig, mesh: Mesh | None) -> None:
+        """Refuse a mesh on which a KV head that is searched has no owner (RequestError)."""
+        if self.searches is not None:
+            check_owners(f"decode rule {self.name!r}", config, mesh)
 
     @abc.abstractmethod
     def tokens(self) -> dict[str, int]:
