@@ -16,6 +16,7 @@ from jaxrag.models.memory import free_bytes
 from jaxrag.models.model import Model
 from jaxrag.models.spec import num_params
 from jaxrag.reuse.decode import DecodeRule, HostSearch
+from jaxrag.reuse.decode.stored import StoredIndexes
 
 BLOCK_TOKENS = 256  # of a chunk that are written to the pool at once
 
@@ -33,8 +34,9 @@ class ModelRunner:
         """Allocates nothing yet; ``half_life`` is of the pool's chunks, in requests."""
         self.model = model
         self._half_life = half_life
-        heads = model.head_share.heads(model.config.num_kv_heads)
-        self.host_search = HostSearch(mesh=model.mesh, heads=heads)
+        share = model.head_share
+        documents = StoredIndexes(share=share)
+        self.host_search = HostSearch(documents=documents, mesh=model.mesh, share=share)
         self._cache: PagedCache | None = None
         self._making = threading.Lock()
         weakref.finalize(self, self.host_search.close)

@@ -283,6 +283,16 @@ class Model:
         """
         return to_device(kv) if self.mesh is None else put_share(self.mesh, self.head_share, kv)
 
+    def put_heads(self, x: HostArray, axis: int) -> Array:
+        """The same of an array whose dimension ``axis`` is this process's KV heads."""
+        if self.mesh is None:
+            return to_device(x)
+        return put_share(self.mesh, self.head_share, x, axis)
+
+    def own_heads(self, x: Array, axis: int) -> HostArray:
+        """What this process has of an array, by its dimension of KV or query heads."""
+        return own_heads(self.mesh, self.head_share, x, axis)
+
     def by_heads(self, *rows: Array) -> tuple[Array, ...]:
         """K and V [L, B, T, K, H] placed so that ``sharding.host_part`` is this process's heads."""
         return by_heads(self.mesh, self.head_share, rows)
