@@ -144,7 +144,7 @@ class Lane:
         """An empty lane. Raises RequestError for a rule that cannot serve this model."""
         model = runner.model
         key.rule.check_placement(model.config, model.placement)
-        key.rule.check_mesh(model.config, model.mesh)
+        key.rule.check_mesh(model.config, model.mesh, model.placement)
         self.key = key
         self.compiled = False
         self._runner = runner

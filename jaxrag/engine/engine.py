@@ -295,7 +295,7 @@ class Engine:
         placement = model.placement
         request = request.over(model.batch_ways)
         if request.room:
-            rule.check_mesh(model.config, model.mesh)
+            rule.check_mesh(model.config, model.mesh, placement)
         if request.room or placement.away:
             check = request.method.check_placement
             check(model.config, placement, generates=bool(request.room))

@@ -36,7 +36,7 @@ from jaxrag.models.reading import Reading, read_reading
 from jaxrag.models.record import read_record
 from jaxrag.models.rope import RopeFactors, RopeTable, rope_factors, rope_table
 from jaxrag.models.segments import positions_follow_order
-from jaxrag.models.shares import as_held, by_heads, head_share, put_share
+from jaxrag.models.shares import as_held, by_heads, head_share, own_heads, put_share
 from jaxrag.models.spec import Params, init_params, num_params, param_shardings
 from jaxrag.models.text.prompts import (
     DEFAULT_TEMPLATE,

@@ -99,7 +99,8 @@ class StoredIndexes:
             return known
         spec = stored_spec(chunk.store, chunk.key)
         tables = indexes_nbytes(record) // self._share.ways
-        keys = config.num_layers * record.tokens * config.num_kv_heads * config.head_dim
+        heads = chunk.store.layout.num_kv_heads  # of the share
+        keys = config.num_layers * record.tokens * heads * config.head_dim
         nbytes = keys * STORAGE_BYTES[spec.storage] + tables
         known = Known(record, nbytes, tables if isinstance(spec, IN_PLACE) else nbytes)
         with self._lock:
