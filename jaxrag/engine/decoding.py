@@ -163,7 +163,7 @@ class Lane:
             SamplingRows.of([SamplingParams()] * rows),
         )
         placed = jax.tree.map(lambda x: model.put_batch(x, rows), empty)
-        self._rows: LaneRows = jax.device_put(placed)
+        self._rows: LaneRows = jax.device_put(placed) if model.mesh is None else placed
         self._decoding: Decoding | None = None
 
     def join(

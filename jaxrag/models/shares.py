@@ -68,7 +68,11 @@ def own_heads(mesh: Mesh | None, share: HeadShare, x: Array, axis: int) -> HostA
     if mesh is None or len(processes_of(mesh)) == 1:
         return np.asarray(x)
     over = None if share.ways == 1 else Rules().kv_heads
-    return host_part(placed(x, NamedSharding(mesh, PartitionSpec(*[None] * axis, over))))
+    part = host_part(placed(x, NamedSharding(mesh, PartitionSpec(*[None] * axis, over))))
+    if part.shape[axis] == x.shape[axis]:  # whole: the array is empty, or not split at all
+        first, end = share.heads(x.shape[axis])
+        part = part[(slice(None),) * axis + (slice(first, end),)]
+    return part
 
 
 def with_heads(config: ModelConfig, ways: int) -> ModelConfig:
