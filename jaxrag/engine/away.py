@@ -101,8 +101,8 @@ def start_away(
     pattern = pattern_of(model.config, window, layers, position, number)
     if model.mesh is not None:
         pattern = pattern.replace(
-            numbers=model.put(pattern.numbers),
-            k=model.put_heads(pattern.k, 3),
-            v=model.put_heads(pattern.v, 3),
+            numbers=model.put(np.asarray(pattern.numbers)),
+            k=model.put_heads(np.asarray(pattern.k), 3),
+            v=model.put_heads(np.asarray(pattern.v), 3),
         )
     return Decoding(order=None, state=pattern)

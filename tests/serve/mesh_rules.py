@@ -1,4 +1,4 @@
-"""One of several processes that hold one model: answers by several decode rules, writes what it got.
+"""One of several processes that hold one model: answers by several decode rules, and writes that.
 
 python mesh_rules.py RANK COORDINATOR WORK.json
 """

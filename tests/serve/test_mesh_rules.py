@@ -22,7 +22,7 @@ DOCUMENTS = [
     "The river is crossed on a raft, and the raft is pulled by a rope.",
     "Tea comes over the pass on mules, two bags a mule.",
 ]
-THINGS = "salt wool tea river raft pass snow rope mule well".split()
+THINGS = ["salt", "wool", "tea", "river", "raft", "pass", "snow", "rope", "mule", "well"]
 QUESTIONS = [f"{word} {thing}?" for word in ("Who has the", "What is") for thing in THINGS]
 WINDOW = "sink=4,recent=8"
 # By name: the rule, and how the model is loaded.

@@ -219,7 +219,9 @@ def load_layer(
 ) -> LayerIndexes:
     """The indexes of one layer of a stored document, over keys at their places inside it.
 
-    Of a share of the KV heads, of which ``store`` gives the keys. ``in_place``: those that can be searched over keys elsewhere (``IN_PLACE``) come without keys.
+    Of a share of the KV heads, of which ``store`` gives the keys.
+
+    ``in_place``: those that can be searched over keys elsewhere (``IN_PLACE``) come without keys.
 
     Raises:
         ChunkMissing: as ``KVStore.get``.
