@@ -121,7 +121,7 @@ def device_axes(*axes: str | None) -> PartitionSpec:
 def by_device[T](
     mesh: Mesh | None,
     function: Callable[..., T],
-    operands: Sequence[PartitionSpec],
+    operands: Sequence[Any],
     results: PartitionSpec | tuple[PartitionSpec, ...],
 ) -> Callable[..., T]:
     """A function of arrays that every device of a mesh runs for itself, on its part of them.
@@ -129,8 +129,8 @@ def by_device[T](
     Args:
         function: takes which run of the KV heads the device has, [] int32 (0 without a mesh), and
             the arrays. It may call the host: the device's own process answers.
-        operands: of every array how it is split, by ``device_axes``; a part is as large on every
-            device.
+        operands: of every array, or tuple of them, how it is split, by ``device_axes``; a part is
+            as large on every device.
         results: the same of what the function returns.
     """
     if mesh is None:

@@ -89,30 +89,32 @@ class AwayAttend:
         asked = scale_rotary(q[:, 0], config.rope).astype(jnp.float32)
         rows, heads = device_axes("batch"), device_axes("batch", "kv_heads")
         new, pattern = device_axes("batch", None, "kv_heads"), PATTERN
-        operands = (device_axes(), pattern.numbers, heads, new, new, new, rows, *pattern[1:])
+        where = (device_axes(), pattern.numbers, rows)
+        operands = (where, (heads, new, new, new), pattern[1:])
         attend = by_device(self.host.mesh, self._attend, operands, (new, *pattern[1:]))
-        here = (asked, placed, k, v, tokens.positions[:, 0])
-        out, *kept = attend(layer, cache.numbers, *here, cache.k, cache.v)
+        here = (layer, cache.numbers, tokens.positions[:, 0])
+        out, *kept = attend(here, (asked, placed, k, v), (cache.k, cache.v))
         return out.astype(q.dtype), cache.replace(k=kept[0], v=kept[1]), None
 
     def _attend(
         self,
         share: Array | int,
-        layer: Array,
-        numbers: Array,
-        asked: Array,
-        placed: Array,
-        k: Array,
-        v: Array,
-        position: Array,
-        pattern_k: Array,
-        pattern_v: Array,
+        here: tuple[Array, Array, Array],
+        new: tuple[Array, Array, Array, Array],
+        pattern: tuple[Array, Array],
     ) -> tuple[Array, Array, Array]:
         """``__call__`` of one device, on its rows and heads: its part of the output and pattern.
 
-        ``asked`` [B, N, H] is what the host is asked with, ``placed`` [B, 1, N, H] the same query
-        at its position.
+        Args:
+            share: number of its run of KV heads.
+            here: the layer [], the requests' numbers [L, B] and the positions [B].
+            new: the query as the host is asked [B, N, H], and at its position [B, 1, N, H]; K and V
+                [B, 1, K, H].
+            pattern: its K and V.
         """
+        layer, numbers, position = here
+        asked, placed, k, v = new
+        pattern_k, pattern_v = pattern
         ticket, kv_heads = None, k.shape[2]
         if self.far:
             heads = asked.reshape(-1, kv_heads, self.config.group_size, self.config.head_dim)
