@@ -142,7 +142,7 @@ def resolve(
     notes += unplaced(model, method)
     method.check(model.config)
     method.check_placement(model.config, model.placement, generates=ask.max_new_tokens > 1)
-    method.decode.check_mesh(model.mesh)
+    method.decode.check_mesh(model.config, model.mesh, model.placement)
     kept = kb.store if kb is not None else store or engine_of(model).memory
     return Settings(ask, model, kb, kept, method, template, notes)
 
