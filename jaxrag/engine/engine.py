@@ -295,8 +295,9 @@ class Engine:
     def _entered(self, request: Request, sink: Sink) -> tuple[RunningRequest, Entry]:
         model, rule = self.runner.model, request.method.decode
         placement = model.placement
+        request = request.over(model.batch_ways)
         if request.room:
-            rule.check_mesh(model.mesh)
+            rule.check_mesh(model.config, model.mesh, placement)
         if request.room or placement.away:
             check = request.method.check_placement
             check(model.config, placement, generates=bool(request.room))

@@ -55,6 +55,7 @@ class KnowledgeBaseOptions:
     salt: str | None = option(None, "of a tenant; other salts share no KV", "TEXT")
     secret: bytes | None = dataclasses.field(default=None, repr=False)
     reseal: bool = False
+    accept_older: bool = False
     store: Any = option(
         None, "repository of the KV: s3://, gs:// or a folder", "URL", unset="in --kb", parse=str
     )

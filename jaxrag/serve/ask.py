@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from jaxrag.reuse.methods import Method, Misses
 
 EarlierTurns = Literal["exact", "blocks"]
+Plain = Literal["off", "passages"]  # what is read as blocks in messages that bring no documents
 Unanswerable = Literal["abstain", "ask"]  # what to do where nothing is found
 
 READING = "how chunks are reused and read"
@@ -107,7 +108,9 @@ def _check_ratio(name: str, value: Any) -> None:
 
 
 def _check_choice(name: str, value: Any) -> None:
-    choices = get_args({"earlier_turns": EarlierTurns, "unanswerable": Unanswerable}[name])
+    choices = get_args(
+        {"earlier_turns": EarlierTurns, "unanswerable": Unanswerable, "plain": Plain}[name]
+    )
     if value not in choices:
         shown = reprlib.repr(value)
         raise RequestError(f"{name}={shown}: expected one of {', '.join(choices)}")
@@ -138,6 +141,8 @@ class Ask:
 
     blocks: "Sequence[str | Sequence[int] | HostArray]" = option((), check=check_texts, shown=False)
     earlier_turns: EarlierTurns = option("exact", check=_check_choice, shown=False)
+    plain: Plain = option("off", check=_check_choice, shown=False)
+    passage_rules: str = option("common", shown=False)
     method: "str | Method | None" = option(
         None,
         f"{', '.join(names_in('jaxrag.reuse.methods', 'METHODS'))}, or a .toml file",

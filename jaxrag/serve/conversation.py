@@ -45,6 +45,7 @@ class Conversation:
       system: what is to be said before all of it; "" for nothing.
       keeps: turns may be looked for in the pool, and this one left there.
       query: what is retrieved for the last question, where that is not the question itself.
+      messages: as they were given, roles and texts; () where they are not all texts.
     """
 
     questions: tuple[Text, ...]
@@ -52,6 +53,7 @@ class Conversation:
     system: str = ""
     keeps: bool = False
     query: str | None = None
+    messages: tuple[Mapping[str, str], ...] = ()
 
 
 def check_size(model: Model, parts: Iterable[Text]) -> None:
@@ -97,9 +99,11 @@ def conversation_of(messages: Any, query: str | None = None, *, wire: bool = Fal
             "the last one of the user"
         )
     turns: list[tuple[str, list[Text]]] = []
+    given: list[tuple[str, Text]] = []
     for place, message in enumerate(messages):
         what = f"messages[{place}]"
         role, content = _message(what, message, wire)
+        given.append((role, content))
         if not (wire and turns and turns[-1][0] == role):
             turns.append((role, []))
         elif not isinstance(turns[-1][1][0], str) or not isinstance(content, str):
@@ -129,7 +133,9 @@ def conversation_of(messages: Any, query: str | None = None, *, wire: bool = Fal
     ):
         raise RequestError("messages: expected all of system and user as text, or all as token ids")
     answers = tuple(content for _, content in said[1::2])
-    return Conversation(questions, answers, system, keeps=True, query=query)
+    texts = tuple({"role": role, "content": it} for role, it in given if isinstance(it, str))
+    verbatim = texts if len(texts) == len(given) else ()
+    return Conversation(questions, answers, system, True, query, verbatim)
 
 
 def _together(contents: list[Any]) -> Text:

@@ -16,7 +16,7 @@ from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.reuse.decode import DecodeRule
 from jaxrag.reuse.methods import Method, Misses
 from jaxrag.serve.answers import AsyncStream, Result, Stream, answer, serve
-from jaxrag.serve.ask import Ask, EarlierTurns, Unanswerable, check_flag, check_texts
+from jaxrag.serve.ask import Ask, EarlierTurns, Plain, Unanswerable, check_flag, check_texts
 from jaxrag.serve.conversation import Conversation, Text, conversation_of, questions_of
 from jaxrag.serve.questions import ReadyQuestion, prepare, resolve
 
@@ -37,6 +37,8 @@ class AskFields(TypedDict, total=False):
     documents: Sequence[Text] | None
     blocks: Sequence[Text]
     earlier_turns: EarlierTurns
+    plain: Plain
+    passage_rules: str
     model: Model | None
     method: str | Method | None
     recompute_ratio: float | None
@@ -99,6 +101,9 @@ def generate(
         (Block-Attention section 2.2).
       earlier_turns: how answered turns of ``messages`` are read: "exact", over all that precedes
         them; or "blocks", as chunks, each for itself, which is approximate.
+      plain: "passages": of ``messages`` without ``kb``, ``documents`` and ``blocks``, texts that
+        were pasted into them are read as blocks are; needs a model with a chat template.
+      passage_rules: how these are found: a name of configs/passages, or a TOML file.
       model: needed without ``kb``.
       method: a preset of methods.METHODS or a Method. None: turborag for a model that was trained
         to read chunks apart, and for a knowledge base that keeps no other KV; else one that

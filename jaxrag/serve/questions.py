@@ -35,6 +35,7 @@ from jaxrag.serve.conversation import (
     laid_out,
     numbered,
 )
+from jaxrag.serve.plain import is_verbatim, plain_prompt, rules_for
 from jaxrag.serve.suits import default_method, gated, renamed, stored_otherwise, unplaced, untuned
 from jaxrag.serve.words import check_text, check_words, some_of
 
@@ -141,7 +142,7 @@ def resolve(
     notes += unplaced(model, method)
     method.check(model.config)
     method.check_placement(model.config, model.placement, generates=ask.max_new_tokens > 1)
-    method.decode.check_mesh(model.mesh)
+    method.decode.check_mesh(model.config, model.mesh, model.placement)
     kept = kb.store if kb is not None else store or engine_of(model).memory
     return Settings(ask, model, kb, kept, method, template, notes)
 
@@ -212,10 +213,19 @@ def prepare(
     found = _retrieved(settings, talk, documents, notes)
     retrieve_seconds = time.perf_counter() - start
     abstains = _abstains(settings, documents, found, notes)
-    prompt, members = _laid_out(settings, talk, found)
-    keeps = talk.keeps and settings.ask.prefix_cache is not False and not _as_blocks(settings)
+    alone = documents is None and kb is None and not len(settings.ask.blocks)
+    verbatim = alone and is_verbatim(settings.ask, settings.model, talk)
+    if verbatim:
+        rules = rules_for(settings.ask, method)
+        prompt, members = plain_prompt(settings.model.text_tokenizer(), talk.messages, rules)
+    else:
+        prompt, members = _laid_out(settings, talk, found)
+    kept = settings.ask.prefix_cache
+    if verbatim and settings.ask.plain == "passages" and kept is None:
+        kept = False  # bit for bit the same whatever was asked before
+    keeps = talk.keeps and kept is not False and not _as_blocks(settings)
     notes += _unknown(settings, talk, documents, prompt)
-    notes += _on_turns(settings, talk, keeps)
+    notes += _on_turns(settings, talk, keeps, verbatim)
     check_length(settings.model, prompt, settings.ask.max_new_tokens)
     neighbours, content_ids = _neighbours(settings, members, prompt)
     prompt = dataclasses.replace(prompt, neighbours=neighbours)
@@ -395,10 +405,10 @@ def _laid_out(
     return laid_out(asked, answers, found, wrap, settings.ask.earlier_turns, shown)
 
 
-def _on_turns(settings: Settings, talk: Conversation, keeps: bool) -> Iterator[str]:
+def _on_turns(settings: Settings, talk: Conversation, keeps: bool, verbatim: bool) -> Iterator[str]:
     """Notes on what a method makes of a conversation."""
     method = settings.method
-    if talk.system:
+    if talk.system and not verbatim:
         yield (
             "the system message stands behind the chunks of the first question: before them it "
             "would be part of what they are stored under"

@@ -78,6 +78,7 @@ class KnowledgeBase(Maintained):
         salt: str | None = None,
         secret: bytes | None = None,
         reseal: bool = False,
+        accept_older: bool = False,
         store: str | os.PathLike[str] | None = None,
         max_bytes: int | None = None,
         embedder: GivenEmbedder | None = None,
@@ -111,6 +112,8 @@ class KnowledgeBase(Maintained):
             whoever put it, and is encoded again. An existing knowledge base may get one at any
             time, and asks for it from then on.
           reseal: take this secret, or none, in place of the one that it was sealed with.
+          accept_older: take a catalog that its store knows for an older copy as it is from now on.
+            Documents that were added since are missing, and removed ones are back.
           store: URL (s3://, gs://) or folder of the chunk repository; the folder itself when None.
             Chunks of a URL are kept in the folder too once they were read.
           max_bytes: limit of the chunk KV kept on local disk, 0 for none; the coldest is dropped,
@@ -133,7 +136,8 @@ class KnowledgeBase(Maintained):
 
         Raises:
           KnowledgeBaseError: no knowledge base and no model to make one with; a model, tokenizer,
-            embedder, secret or setting other than the remembered one; a path that cannot hold one.
+            embedder, secret or setting other than the remembered one; a catalog that is an older
+            copy, restored from a backup; a path that cannot hold one.
           ConfigError: an unknown template, sizes that make no chunks, an embedder that is none.
           RequestError: an argument of another kind, or an unknown encoder.
           RetrievalError: an unknown index.
@@ -148,8 +152,9 @@ class KnowledgeBase(Maintained):
         wanted = WantedSettings(
             template=template, chunk_tokens=chunk_tokens, overlap=overlap, chunk_by=chunk_by,
             encoders=encoders, neighbours=neighbours, similar_by=similar_by, stored=stored,
-            salt=salt, secret=secret, reseal=reseal, store=store, max_bytes=max_bytes,
-            embedder=embedder, index=index, attention_index=attention_index,
+            salt=salt, secret=secret, reseal=reseal, accept_older=accept_older,
+            store=store, max_bytes=max_bytes, embedder=embedder, index=index,
+            attention_index=attention_index,
         )  # fmt: skip
         catalog, mode = open_catalog(folder, model, wanted, mode)
         try:

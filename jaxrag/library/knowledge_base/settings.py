@@ -30,6 +30,7 @@ NEEDED = (
     "chunking", "encoders", "fingerprint", "id", "layout", "max_bytes", "model", "neighbours",
     "prefix_content", "salt", "store", "template", "tokenizer", "vectors", "vectors_complete",
 )  # fmt: skip
+CHANGES = "changes"  # how many were acknowledged; one that has none yet lacks the setting
 # What takes the place of one that is lost: no answer depends on it.
 REPLACED: Mapping[str, Any] = {"max_bytes": None, "last_gc": None, "vectors_complete": False}
 DEFAULT_CHUNK_TOKENS = 512

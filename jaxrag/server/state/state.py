@@ -18,6 +18,8 @@ from jaxrag.models.model import Model
 from jaxrag.reuse.decode import DECODE_RULES
 from jaxrag.reuse.methods import METHODS, Method, method_named
 from jaxrag.serve.answers import Result
+from jaxrag.serve.ask import Ask
+from jaxrag.serve.plain import rules_for
 from jaxrag.serve.suits import default_method
 from jaxrag.server.errors import not_found, unauthorized
 from jaxrag.server.proxies import limited_by_proxy
@@ -215,6 +217,7 @@ def make_state(
     rules = tuple(DECODE_RULES) if settings.decode_rules is None else settings.decode_rules
     bases = dict(knowledge_bases or {})
     methods = offered_methods(settings, model, next(iter(bases.values()), None))
+    _check_plain(settings, model, next(iter(methods.values())))
     recipe = recipe_like(next(iter(bases.values()))) if bases else recipe_for(methods)
     return ServerState(
         settings=settings,
@@ -231,6 +234,25 @@ def make_state(
         prepare=_prepare_threads(settings),
         hand_over=ThreadPoolExecutor(_HANDS, "jaxrag-hand-over"),
     )
+
+
+def _check_plain(settings: ServerSettings, model: Model, method: Method) -> None:
+    """Refuse plain prompts that cannot be read, or that nothing speaks for: ConfigError."""
+    if settings.plain == "off":
+        return
+    if model.tokenizer is None or not model.tokenizer.has_chat_template:
+        raise ConfigError(
+            f"plain={settings.plain!r}: the model has no chat template; add chat_template.jinja to "
+            "its directory"
+        )
+    ask = Ask(plain=settings.plain, passage_rules=settings.passage_rules)
+    if rules_for(ask, method) is None or settings.plain_ungated:
+        return
+    if method.positions not in model.reading.block_positions:
+        raise ConfigError(
+            f"plain={settings.plain!r}: nothing says that this model was trained to read blocks as "
+            f"{method.name} does; train it, or pass --plain-ungated to have it so all the same"
+        )
 
 
 def _prepare_threads(settings: ServerSettings) -> FairThreads:
