@@ -117,7 +117,13 @@ def one_turn(args: argparse.Namespace) -> int:
     with (
         tempfile.TemporaryDirectory() as name,
         KnowledgeBase.open(
-            Path(name) / "kb", model, template="plain", chunk_tokens=CHUNK_TOKENS, overlap=0
+            Path(name) / "kb",
+            model,
+            template="plain",
+            chunk_tokens=CHUNK_TOKENS,
+            overlap=0,
+            chunk_by="tokens",
+            encoders=["isolated"],
         ) as kb,
     ):
         kb.add(documents[:4])  # programs are compiled

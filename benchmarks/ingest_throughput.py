@@ -121,6 +121,8 @@ def run(options: IngestOptions) -> dict[str, Any]:
                     template=TEMPLATE,
                     chunk_tokens=options.chunk_tokens,
                     overlap=0,
+                    chunk_by="tokens",
+                    encoders=["isolated"],
                 ) as kb,
                 _clock(clocks["ingest"]),
             ):
@@ -156,6 +158,7 @@ def encode_behind(
         template=TEMPLATE,
         chunk_tokens=options.chunk_tokens,
         overlap=0,
+        chunk_by="tokens",
         encoders=("after_prefix", options.encoder),
         neighbours=options.neighbours,
     ) as kb:

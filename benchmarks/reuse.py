@@ -186,8 +186,9 @@ def open_kb(path: Path, model: Model, work: Workload) -> KnowledgeBase:
     """A knowledge base in which every passage is one chunk."""
     longest = int(work.tokens.max())
     return KnowledgeBase.open(
-        path, model, template=TEMPLATE, chunk_tokens=longest, overlap=0, encoders=["after_prefix"]
-    )
+        path, model, template=TEMPLATE, chunk_tokens=longest, overlap=0, encoders=["after_prefix"],
+        chunk_by="tokens",
+    )  # fmt: skip
 
 
 def fill(kb: KnowledgeBase, work: Workload, texts: Sequence[str]) -> None:

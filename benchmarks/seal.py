@@ -204,6 +204,8 @@ def _open(folder: str, model: Model, stored: Stored, secret: bytes | None) -> Kn
         template="plain",
         chunk_tokens=CHUNK_TOKENS,
         overlap=0,
+        chunk_by="tokens",
+        encoders=["isolated"],
         stored=stored,
         secret=secret,
     )

@@ -135,7 +135,10 @@ def ask(kb: KnowledgeBase, question: str) -> Result:
 
 def open_kb(folder: Path, model: Model) -> KnowledgeBase:
     """A knowledge base of small chunks without overlap."""
-    return KnowledgeBase.open(folder, model, template="plain", chunk_tokens=CHUNK_TOKENS, overlap=0)
+    return KnowledgeBase.open(
+        folder, model, template="plain", chunk_tokens=CHUNK_TOKENS, overlap=0,
+        chunk_by="tokens", encoders=["isolated"],
+    )  # fmt: skip
 
 
 def du(folder: Path) -> int:

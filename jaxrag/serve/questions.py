@@ -36,7 +36,15 @@ from jaxrag.serve.conversation import (
     numbered,
 )
 from jaxrag.serve.plain import is_verbatim, plain_prompt, rules_for
-from jaxrag.serve.suits import default_method, gated, renamed, stored_otherwise, unplaced, untuned
+from jaxrag.serve.suits import (
+    default_method,
+    for_no_chunks,
+    gated,
+    renamed,
+    stored_otherwise,
+    unplaced,
+    untuned,
+)
 from jaxrag.serve.words import check_text, check_words, some_of
 
 
@@ -206,13 +214,15 @@ def prepare(
         knowledge base.
       TokenizerError: text for a model without a tokenizer.
     """
-    method, kb = settings.method, settings.kb
     start = time.perf_counter()
     talk = _refused(settings, question, documents)
     notes = list(settings.notes)
     found = _retrieved(settings, talk, documents, notes)
     retrieve_seconds = time.perf_counter() - start
     abstains = _abstains(settings, documents, found, notes)
+    if settings.ask.method is None and not any(found) and not settings.ask.blocks:
+        settings = dataclasses.replace(settings, method=for_no_chunks(settings.method))
+    method, kb = settings.method, settings.kb
     alone = documents is None and kb is None and not len(settings.ask.blocks)
     verbatim = alone and is_verbatim(settings.ask, settings.model, talk)
     if verbatim:

@@ -69,6 +69,13 @@ def default_method(model: Model, kb: KnowledgeBase | None) -> Method:
     return next((METHODS[name] for name in _RECOMPUTING if name in found), plain)
 
 
+def for_no_chunks(method: Method) -> Method:
+    """A default method where a prompt has none: nothing is chosen by the question, turns stay."""
+    plain = METHODS["turborag"]
+    said = {name: getattr(method, name) for name in ("misses", "prefix_cache", "decode")}
+    return dataclasses.replace(plain, **said)
+
+
 def untuned(
     model: Model, kb: KnowledgeBase | None, method: Method, template: PromptTemplate
 ) -> tuple[str, ...]:

@@ -205,6 +205,7 @@ def open_pool(
             template=written.template,
             chunk_tokens=max(len(chunk) for ids in written.ids for chunk in ids.chunks),
             overlap=0,
+            chunk_by="tokens",
             encoders=list(encoders),
             neighbours=options.neighbours if sees else None,
             similar_by="bm25" if sees else None,

@@ -231,7 +231,7 @@ def test_a_full_disk_loses_nothing_that_was_acknowledged(tmp_path, model_dir):
     body = """
 ballast = folder / "ballast"
 ballast.write_bytes(bytes(200_000))
-kb = opened(template="plain", chunk_tokens=64)
+kb = opened(template="plain", chunk_tokens=64, chunk_by="tokens")
 added, error = [], None
 while error is None and len(added) < 2000:
     try:
