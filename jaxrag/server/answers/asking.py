@@ -67,11 +67,11 @@ def make_ready(
         "plain": server.plain,
         "passage_rules": server.passage_rules,
     }
-    named: dict[str, Any] = {
-        "method": method.name if METHODS.get(method.name) is method else method
-    }
-    if name is server.method is server.methods is None:
-        named["method"] = None  # of model, knowledge base and prompt
+    named: dict[str, Any] = {"method": method}
+    if METHODS.get(method.name) is method:
+        named["method"] = method.name
+    if name is None and server.method is None and server.methods is None:
+        named["method"] = None  # that of model, knowledge base and prompt
     limits = {} if base is None else {"groups": access.groups}
     settings = resolve(
         Ask(**usual | dict(fields.said) | named | limits),
