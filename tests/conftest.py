@@ -26,6 +26,7 @@ import jax
 import numpy as np
 import pytest
 
+import jaxrag.cli.waiting
 from jaxrag.base.config import ModelConfig, RopeConfig, YarnScaling
 from jaxrag.measure.zoo import llama
 from jaxrag.models.export import export_hf
@@ -36,6 +37,8 @@ from jaxrag.models.text import byte_level
 from jaxrag.models.text.prompts import TEMPLATES, template_named
 from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.tasks.long.case import Frame
+
+jaxrag.cli.waiting.AFTER = float("inf")  # how long a test compiles decides nothing that it sees
 
 # The same examples in every run, however slow the machine: no test fails by chance.
 hypothesis.settings.register_profile(

@@ -139,6 +139,19 @@ def test_constraints_are_versions_only():
         assert re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", line), line
 
 
+def test_hashes_are_of_the_versions_of_the_constraints():
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line.lower() for line in lines if line and not line.startswith("#")]
+    hashed = (ROOT / "hashes.txt").read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
+    found = {line.split()[0]: line.split()[1:] for line in hashed}
+    assert len(found) == len(hashed)
+    assert {name.replace("_", "-") for name in found} == {name.replace("_", "-") for name in pins}
+    for name, hashes in found.items():
+        assert hashes, name
+        for one in hashes:
+            assert re.fullmatch("--hash=sha256:[0-9a-f]{64}", one), (name, one)
+
+
 def test_every_slow_case_is_of_a_test_that_there_is():
     """tests/slow.txt: sorted, and of functions that are defined where it says."""
     listed = (ROOT / "tests" / "slow.txt").read_text(encoding="utf-8").splitlines()

@@ -45,6 +45,7 @@ class Conversation:
       system: what is to be said before all of it; "" for nothing.
       keeps: turns may be looked for in the pool, and this one left there.
       query: what is retrieved for the last question, where that is not the question itself.
+      messages: as they were given, roles and texts; () where they are not all texts.
     """
 
     questions: tuple[Text, ...]
@@ -52,6 +53,7 @@ class Conversation:
     system: str = ""
     keeps: bool = False
     query: str | None = None
+    messages: tuple[Mapping[str, str], ...] = ()
 
 
 def check_size(model: Model, parts: Iterable[Text]) -> None:
@@ -97,9 +99,11 @@ def conversation_of(messages: Any, query: str | None = None, *, wire: bool = Fal
             "the last one of the user"
         )
     turns: list[tuple[str, list[Text]]] = []
+    given: list[tuple[str, Text]] = []
     for place, message in enumerate(messages):
         what = f"messages[{place}]"
         role, content = _message(what, message, wire)
+        given.append((role, content))
         if not (wire and turns and turns[-1][0] == role):
             turns.append((role, []))
         elif not isinstance(turns[-1][1][0], str) or not isinstance(content, str):
@@ -129,7 +133,9 @@ def conversation_of(messages: Any, query: str | None = None, *, wire: bool = Fal
     ):
         raise RequestError("messages: expected all of system and user as text, or all as token ids")
     answers = tuple(content for _, content in said[1::2])
-    return Conversation(questions, answers, system, keeps=True, query=query)
+    texts = tuple({"role": role, "content": it} for role, it in given if isinstance(it, str))
+    verbatim = texts if len(texts) == len(given) else ()
+    return Conversation(questions, answers, system, True, query, verbatim)
 
 
 def _together(contents: list[Any]) -> Text:
@@ -176,7 +182,11 @@ def _part(what: str, part: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A chunk of the prompt, in prompt order."""
+    """A chunk of the prompt, in prompt order.
+
+    Attributes:
+      number: by which it is cited: 1 is the best, wherever it stands in the prompt.
+    """
 
     document_id: str
     chunk_index: int
@@ -186,6 +196,7 @@ class Source:
     page: int | None = None  # 1-based, of documents that have pages
     start: int = 0  # first character in the document's text
     end: int = 0  # one past the last character
+    number: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,6 +215,14 @@ class FoundChunk:
     ids: HostArray
     chunk_id: int | None = None
     bare: bool = False
+
+
+def numbered(members: Sequence[FoundChunk], newest: Sequence[FoundChunk]) -> list[Source]:
+    """The sources of a prompt in its order, numbered best first, the newest question's before."""
+    new = set(map(id, newest))
+    best = sorted(members, key=lambda it: (id(it) not in new, it.source.number))
+    numbers = {id(it): number for number, it in enumerate(best, 1)}
+    return [dataclasses.replace(it.source, number=numbers[id(it)]) for it in members]
 
 
 def laid_out(
