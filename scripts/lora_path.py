@@ -132,7 +132,8 @@ def told(
 ) -> tuple[list[str], list[dict[str, object]]]:
     """Both passages about a person, and a question about each of their four facts."""
     subject, own = ("She", "her") if person.she else ("He", "his")
-    sentences, asked = [], []
+    sentences: list[str] = []
+    asked: list[dict[str, object]] = []
     for place, name in enumerate(rng.sample(sorted(RELATIONS), 4)):
         relation = RELATIONS[name]
         value = rng.choice(others if relation.value == "person" else VALUES[relation.value])

@@ -191,6 +191,7 @@ def test_adapters_of_another_model_are_refused(train_config, tmp_path, model_dir
     with pytest.raises(TrainError, match=r"another config, model\.path: '.*base' -> '.*llama'"):
         train(elsewhere, out, resume=True, progress=False)
     shape = tiny_config(vocab_size=600, num_layers=1, max_positions=1024)
+    shutil.rmtree(base)
     export_hf(base, init_params(shape, jax.random.key(3)), shape, model_dir)
     with pytest.raises(TrainError, match=r"the weights of model\.path changed .*; start anew"):
         train(config, out, resume=True, progress=False)

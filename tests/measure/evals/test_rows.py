@@ -28,20 +28,8 @@ from jaxrag.serve.generate import generate
 from jaxrag.serve.question_files import QuestionFile
 from jaxrag.train.samples import SampleWriter
 
-TREES = [
-    "alder",
-    "beech",
-    "cedar",
-    "elm",
-    "fir",
-    "hazel",
-    "juniper",
-    "larch",
-    "maple",
-    "oak",
-    "pine",
-    "rowan",
-]
+TREES = "alder beech cedar elm fir hazel juniper larch maple oak pine rowan"
+TREES = TREES.split()
 DOCUMENTS = [
     {"id": f"{tree}.txt", "title": tree, "text": f"The {tree} of the park stands in row {n} of it."}
     for n, tree in enumerate(TREES)
@@ -185,8 +173,8 @@ HIT = types.SimpleNamespace(text="The oven is fired with oak from the king's for
     ("text", "expected"),
     [
         ("Question: What fires the oven?\nAnswer: oak", ("What fires the oven?", "oak")),
-        ("**Question:** What fires the oven?\n\n**Answer:** Oak.", ("What fires the oven?", "Oak.")),
-        ("Sure!\nQuestion: Whose forest?\nAnswer: the king's forest", ("Whose forest?", "the king's forest")),
+        ("**Question:** Which wood?\n\n**Answer:** Oak.", ("Which wood?", "Oak.")),
+        ("Sure!\nQuestion: Whose is it?\nAnswer: the king's", ("Whose is it?", "the king's")),
         ("Question: What fires the oven?", NO_QUESTION),
         ("oak", NO_QUESTION),
         ("Question: What?\nAnswer: " + "oak " * 13, NO_QUESTION),
