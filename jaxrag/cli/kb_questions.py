@@ -13,7 +13,7 @@ from jaxrag.measure.evals.options import RowsOptions
 from jaxrag.serve.ask import Ask
 
 if TYPE_CHECKING:
-    from jaxrag.measure.evals.rows import RowsReport
+    from jaxrag.measure.evals.rows import MadeRows
 
 
 def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> None:
         _print_report(report, args)
 
 
-def _print_report(report: "RowsReport", args: argparse.Namespace) -> None:
+def _print_report(report: "MadeRows", args: argparse.Namespace) -> None:
     print(f"{args.out}: {counted(report.rows, 'row')} of {counted(report.documents, 'document')}")
     print(f"{args.held_out}: {counted(report.held_out, 'question')} on other documents")
     for why, count in report.dropped.items():

@@ -460,10 +460,9 @@ class RowsOptions:
     passages: int | None = option(
         None, "passages to ask about", "N", flag=_NUMBER, unset="every one, or every line of FILE"
     )
-    answers: Literal["given", "model"] = option(
-        "given", "of the rows: as they were made or given; or what the model answers to the row "
-        "with full attention, which teaches blocks to say the same",
-    )  # fmt: skip
+    own_answers: bool = option(
+        False, "train on what the model itself answers to a row with full attention"
+    )
     k: int = 5
     temperature: float = option(0.7, "of the questions that the model writes; 0 is greedy", "T")
     max_new_tokens: int = option(

@@ -87,7 +87,7 @@ class Made:
 
 
 @dataclasses.dataclass(frozen=True)
-class RowsReport:
+class MadeRows:
     """What a run wrote, and how many questions it left out by reason.
 
     ``documents`` are those that the rows ask about.
@@ -178,7 +178,7 @@ def make_rows(
     given: QuestionFile | None = None,
     *,
     progress: bool = False,
-) -> RowsReport:
+) -> MadeRows:
     """Write rows and held-out questions over a knowledge base that was opened with its model.
 
     Args:
@@ -271,7 +271,7 @@ class _Maker:
             self.rows += 1
             self.asked.update(one.sources)
 
-    def report(self) -> RowsReport:
+    def report(self) -> MadeRows:
         dropped = {reason: self.dropped[reason] for reason in REASONS}
         if not (self.rows or self.held_out or self.files.done):
             told = "; ".join(f"{count}: {why}" for why, count in dropped.items() if count)
@@ -279,7 +279,7 @@ class _Maker:
                 f"{self.kb.path}: no question could be used ({told or 'no passages'}); pass "
                 "--questions FILE, or take a larger instruct model"
             )
-        return RowsReport(self.rows, len(self.asked), self.held_out, dropped)
+        return MadeRows(self.rows, len(self.asked), self.held_out, dropped)
 
     def _settings(self, template: PromptTemplate | None) -> Settings:
         ask = Ask(method=_FULL, template=template, max_new_tokens=self.options.max_new_tokens)
@@ -333,7 +333,7 @@ class _Maker:
 
     def _answered(self, kept: list[tuple[Made, list[Hit]]]) -> Iterator[tuple[Made, list[Hit]]]:
         """Rows with the answers that they are trained on."""
-        if self.options.answers == "given" or not kept:
+        if not self.options.own_answers or not kept:
             yield from kept
             return
         settings = self._settings(None)

@@ -147,7 +147,7 @@ def test_questions_that_cannot_be_used_are_counted(kb, tmp_path):
 
 
 def test_answers_of_the_model_are_full_attentions_over_the_row(kb, asked, tmp_path):
-    options = RowsOptions(held_out_share=0.5, k=3, answers="model", max_new_tokens=6)
+    options = RowsOptions(held_out_share=0.5, k=3, own_answers=True, max_new_tokens=6)
     report, found, _ = made(kb, tmp_path, options, asked)
     assert report.rows + report.dropped[NO_ANSWER] + report.held_out == len(TREES)
     (tmp_path / "given").mkdir()
