@@ -17,7 +17,7 @@ CACHE := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.cache/jax \
 	JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-all test-oracle check-kernels lint docs format goldens bench-ttft clean
+.PHONY: help demo serve test test-all test-oracle check-kernels lint docs format goldens hashes bench-ttft clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,9 +39,9 @@ demo: $(VENV)/.installed-test ## Answer questions over the example documents, en
 	$(CACHE) JAX_PLATFORMS=cpu $(BIN)/jaxrag demo --work .cache/demo
 
 serve: $(VENV)/.installed-test ## Serve the shipped model over the example documents, on the CPU
-	$(CACHE) JAX_PLATFORMS=cpu $(BIN)/jaxrag ingest examples/village --kb .cache/village \
-		--model checkpoints/synthetic-0.8m/dual --chunk-by sentence --chunk-tokens 20 --overlap 0
-	$(CACHE) JAX_PLATFORMS=cpu $(BIN)/jaxrag serve --config configs/serve/village.toml $(SERVE_FLAGS)
+	$(CACHE) JAX_PLATFORMS=cpu $(BIN)/jaxrag ingest examples/valley --kb .cache/valley \
+		--model checkpoints/synthetic-0.8m/long-dual --chunk-tokens 512 --overlap 0
+	$(CACHE) JAX_PLATFORMS=cpu $(BIN)/jaxrag serve --config configs/serve/valley.toml $(SERVE_FLAGS)
 
 test: $(VENV)/.installed-test ## Run the tests (CPU; minutes)
 	$(CACHE) JAX_PLATFORMS=cpu $(BIN)/python -m pytest $(SPREAD) $(TEST_FLAGS)
@@ -82,6 +82,12 @@ goldens: ## Rebuild tests/goldens with PEER_PYTHON=a python that has torch and t
 		"transformers, as in 'make goldens PEER_PYTHON=.../bin/python'" >&2; exit 1; }
 	$(PEER_PYTHON) scripts/make_goldens.py
 	$(PEER_PYTHON) scripts/make_embedder_goldens.py
+
+# All files of a version, of every platform; the versions are those of constraints.txt.
+hashes: $(BIN)/python ## Write hashes.txt anew, for pip install --require-hashes
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	$(BIN)/uv pip compile --quiet --no-config --no-deps --no-annotate --no-header \
+		--no-emit-index-url --generate-hashes --python-version 3.12 constraints.txt -o hashes.txt
 
 bench-ttft: $(VENV)/.installed-test ## Time to first token; beside transformers if PEER_PYTHON is set
 	$(BIN)/jaxrag bench ttft $(if $(PEER_PYTHON),--peer transformers --peer-python $(PEER_PYTHON)) \

@@ -26,6 +26,7 @@ import jax
 import numpy as np
 import pytest
 
+import jaxrag.cli.waiting
 from jaxrag.base.config import ModelConfig, RopeConfig, YarnScaling
 from jaxrag.measure.zoo import llama
 from jaxrag.models.export import export_hf
@@ -36,6 +37,8 @@ from jaxrag.models.text import byte_level
 from jaxrag.models.text.prompts import TEMPLATES, template_named
 from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.tasks.long.case import Frame
+
+jaxrag.cli.waiting.AFTER = float("inf")  # how long a test compiles decides nothing that it sees
 
 # The same examples in every run, however slow the machine: no test fails by chance.
 hypothesis.settings.register_profile(
@@ -55,8 +58,18 @@ jax.config.update("jax_default_matmul_precision", "highest")
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 BLOCKWISE = Reading(("reordered", "composite"))  # it goes without a note
+SLOW = Path(__file__).with_name("slow.txt")
 MAPS = Path("/proc/self/maps")  # Linux
 MOST_MAPS = 20_000  # of the 65,530 that Linux lets a process have
+
+
+@pytest.hookimpl(tryfirst=True)  # before ``-m`` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what tests/slow.txt names."""
+    slow = set(SLOW.read_text(encoding="utf-8").splitlines())
+    for item in items:
+        if item.nodeid in slow:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -41,7 +41,7 @@ def test_names_of_installed_files_in_an_empty_folder(tmp_path, monkeypatch):
     assert template_named("short") == template_named("configs/templates/short.toml")
     assert method_named("fusionrag_final").template == "turborag"
     assert method_named("configs/methods/fusionrag_final.toml").name == "fusionrag_final"
-    assert _read("village") == _read("configs/serve/village.toml")
+    assert _read("valley") == _read("configs/serve/valley.toml")
     train = load_config("turborag-qwen2-7b")
     assert train == load_config("configs/train/turborag-qwen2-7b.toml")
     assert model_config(train, planned=True).num_layers == 28

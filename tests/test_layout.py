@@ -137,3 +137,30 @@ def test_constraints_are_versions_only():
     assert "jax==0.11.2" in pins
     for line in pins:
         assert re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", line), line
+
+
+def test_hashes_are_of_the_versions_of_the_constraints():
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line.lower() for line in lines if line and not line.startswith("#")]
+    hashed = (ROOT / "hashes.txt").read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
+    found = {line.split()[0]: line.split()[1:] for line in hashed}
+    assert len(found) == len(hashed)
+    assert {name.replace("_", "-") for name in found} == {name.replace("_", "-") for name in pins}
+    for name, hashes in found.items():
+        assert hashes, name
+        for one in hashes:
+            assert re.fullmatch("--hash=sha256:[0-9a-f]{64}", one), (name, one)
+
+
+def test_every_slow_case_is_of_a_test_that_there_is():
+    """tests/slow.txt: sorted, and of functions that are defined where it says."""
+    listed = (ROOT / "tests" / "slow.txt").read_text(encoding="utf-8").splitlines()
+    cases = [line for line in listed if not line.startswith("#")]
+    assert cases == sorted(set(cases))
+    gone = {
+        case
+        for case in cases
+        for file, name in [case.partition("[")[0].split("::")]
+        if not re.search(rf"^def {name}\(", (ROOT / file).read_text(encoding="utf-8"), re.M)
+    }
+    assert not gone

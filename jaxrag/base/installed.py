@@ -4,6 +4,8 @@ The files lie in ``jaxrag/data`` as in a checkout, where that folder holds links
 wheel holds copies. What a user has in the working folder is always meant first.
 """
 
+import importlib.metadata
+import re
 import shutil
 from pathlib import Path
 
@@ -31,7 +33,7 @@ def config_path(name: str, kind: str) -> Path | None:
 
     Args:
       name: a path, as ``located`` takes it where it ends in .toml, or the name of an installed file
-        of that kind without its ending, such as "village".
+        of that kind without its ending, such as "valley".
       kind: a folder of configs/: "methods", "serve", "templates", "train", "models".
     """
     if name.endswith(".toml") or Path(name).is_file():
@@ -43,6 +45,14 @@ def config_path(name: str, kind: str) -> Path | None:
 def config_names(kind: str) -> list[str]:
     """The names of the installed files of a folder of configs/, sorted."""
     return sorted(path.stem for path in (DATA / "configs" / kind).glob("*.toml"))
+
+
+def installs(extra: str) -> str:
+    """A command that installs the packages of an extra, wherever jaxrag itself came from."""
+    wanted = importlib.metadata.requires("jaxrag") or ()
+    of = re.compile(rf";.*extra == ['\"]{extra}['\"]")
+    names = (re.split(r"[\s;<>=!~\[]", line)[0] for line in wanted if of.search(line))
+    return f"`pip install {' '.join(sorted(set(names)))}`"
 
 
 def unpack(folder: Path) -> list[Path]:

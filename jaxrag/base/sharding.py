@@ -11,7 +11,7 @@ import functools
 import logging
 import math
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -111,6 +111,39 @@ def attention_axes(
     if heads is not None and kv_heads % mesh.shape[heads]:
         heads = None
     return (rules.batch if batch % ways == 0 else None), heads
+
+
+def device_axes(*axes: str | None) -> PartitionSpec:
+    """How the devices of a mesh split an array whose dimensions carry these logical axes."""
+    return PartitionSpec(*(None if axis is None else getattr(Rules(), axis) for axis in axes))
+
+
+def by_device[T](
+    mesh: Mesh | None,
+    function: Callable[..., T],
+    operands: Sequence[Any],
+    results: PartitionSpec | tuple[PartitionSpec, ...],
+) -> Callable[..., T]:
+    """A function of arrays that every device of a mesh runs for itself, on its part of them.
+
+    Args:
+        function: takes which run of the KV heads the device has, [] int32 (0 without a mesh), and
+            the arrays. It may call the host: the device's own process answers.
+        operands: of every array, or tuple of them, how it is split, by ``device_axes``; a part is
+            as large on every device.
+        results: the same of what the function returns.
+    """
+    if mesh is None:
+        return functools.partial(function, 0)
+    heads = Rules().kv_heads
+    assert heads is not None
+
+    def on_device(*arrays: Array) -> T:
+        return function(jax.lax.axis_index(heads), *arrays)
+
+    return jax.shard_map(
+        on_device, mesh=mesh, in_specs=tuple(operands), out_specs=results, check_vma=False
+    )
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

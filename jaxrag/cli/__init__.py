@@ -9,10 +9,25 @@ from collections.abc import Callable, Sequence
 
 from jaxrag.base.errors import JaxragError
 from jaxrag.base.installed import __version__
-from jaxrag.cli import ask, bench, check, convert, demo, eval, ingest, kb, serve, train
+from jaxrag.cli import (
+    ask,
+    bench,
+    check,
+    convert,
+    demo,
+    eval,
+    generate,
+    ingest,
+    kb,
+    plain,
+    serve,
+    train,
+)
 from jaxrag.models.text.printable import printable
 
-COMMANDS = (demo, ingest, ask, serve, kb, check, convert, train, eval, bench)
+COMMANDS = (
+    demo, ingest, ask, generate, serve, plain, kb, check, convert, train, eval, bench,
+)  # fmt: skip
 
 
 def make_parser() -> argparse.ArgumentParser:

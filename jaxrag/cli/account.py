@@ -21,14 +21,15 @@ _ASCII = {"reused": "#", "recomputed": "+", "encoded": "."}
 
 
 def sources(result: "Result", given: bool) -> Iterator[str]:
-    """One line a source, numbered from [1]; ``given``: by the names of their files."""
+    """One line a source, the best as [1]; ``given``: by the names of their files."""
     rows = []
-    for number, source in enumerate(result.sources, 1):
+    best = sorted(result.sources, key=lambda source: source.number)
+    for source in best:
         score = "" if source.score is None else f"{source.score:.2f}"
-        rows.append([f"[{number}]", _named(source, given), score])
+        rows.append([f"[{source.number}]", _named(source, given), score])
     if rows:
         room = COLUMNS - 2 - max(map(columns, table(rows, right=(2,)).split("\n")))
-        for row, source in zip(rows, result.sources, strict=True):
+        for row, source in zip(rows, best, strict=True):
             row.append(shorten(printable(source.text, keep="\n\t"), room))
         yield from table(rows, right=(2,)).split("\n")
 
@@ -51,7 +52,9 @@ def summary(result: "Result", max_new_tokens: int) -> str:
     line += f", first token in {_ms(result.timings['ttft'])}"
     if result.finish_reason == "length":
         line += f", cut off at {max_new_tokens} tokens"
-    return textwrap.fill(line, COLUMNS)
+    compiling = result.timings["compile"]
+    programs = f"\n({_ms(compiling)} of it to make programs ready)" * bool(compiling)
+    return textwrap.fill(line, COLUMNS) + programs
 
 
 def explained(result: "Result", encoding: str | None) -> Iterator[str]:
@@ -62,16 +65,27 @@ def explained(result: "Result", encoding: str | None) -> Iterator[str]:
         shown = (f"{signs[name]} {name} {count}" for name, count in result.counts.items())
         yield _labelled("", "  ".join(shown))
     for row in result.reuse:
-        yield from _wrapped(_part(row.part), _became(row))
+        yield from _wrapped(_part(row.part, result.sources), _became(row))
     if result.indexes:
         found = "  ".join(f"{name} {count}" for name, count in result.indexes.items())
         yield from _wrapped("indexes", found)
-    spent = [name for name in result.timings if name not in ("ttft", "per_token")]
+    spent = [name for name in result.timings if name not in ("compile", "ttft", "per_token")]
     parts = "  ".join(f"{name} {_ms(result.timings[name])}" for name in spent)
-    yield _labelled("time", parts)
+    yield from _wrapped("time", parts)
+    if result.timings["compile"]:
+        yield _labelled("", f"compile {_ms(result.timings['compile'])}, once")
     after = f", then {_ms(result.timings['per_token'])} a token" * bool(result.timings["per_token"])
     yield _labelled("", f"= {_ms(result.timings['ttft'])} to the first token{after}")
     yield _labelled("work", f"{human_count(result.flops)}FLOP to the first token")
+
+
+def times_sooner(ours: float, full: float) -> str:
+    """First tokens of a question that was asked before, in seconds."""
+    times = f"{full / ours:.1f}x sooner" if full > ours else "not sooner"
+    return (
+        f"{times}: asked again, the first token comes after {_ms(ours)}, with full\n"
+        f"attention after {_ms(full)}"
+    )
 
 
 def bar(counts: Mapping[str, int], width: int, signs: Mapping[str, str]) -> str:
@@ -90,10 +104,10 @@ def _signs(encoding: str | None) -> Mapping[str, str]:
     return _BLOCKS
 
 
-def _part(name: str) -> str:
-    """chunk 0 is the source [1]."""
-    kind, _, number = name.partition(" ")
-    return f"[{int(number) + 1}]" if kind == "chunk" else name
+def _part(name: str, sources: "Sequence[Source]") -> str:
+    """A chunk by the number of its source."""
+    kind, _, place = name.partition(" ")
+    return f"[{sources[int(place)].number}]" if kind == "chunk" else name
 
 
 def _became(row: "PartReuse") -> str:

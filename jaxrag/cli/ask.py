@@ -1,23 +1,29 @@
 """`jaxrag ask`: a question to a knowledge base, or to documents given on the spot."""
 
 import argparse
+import contextlib
 import dataclasses
+import statistics
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxrag.base.config import ModelOptions
-from jaxrag.base.errors import DocumentError, RequestError
-from jaxrag.cli.account import explained, sources, summary
+from jaxrag.base.errors import ConfigError, DocumentError, RequestError
+from jaxrag.cli.account import explained, sources, summary, times_sooner
 from jaxrag.cli.fields import from_fields
 from jaxrag.cli.opening import asked_of, few_collections, load, method_of, open_kb
 from jaxrag.cli.options import add_command, add_generation, add_json, add_model, add_secret
 from jaxrag.cli.output import note, print_json
+from jaxrag.cli.waiting import untold
 from jaxrag.models.text.printable import printable
 
 if TYPE_CHECKING:
     from jaxrag.library.documents import Document
     from jaxrag.serve.answers import Result
+
+
+_TIMED = 3  # rounds of the comparison, after one that compiles
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -89,12 +95,15 @@ def _ask(args: argparse.Namespace) -> int:
                 text = printable(part["text"], keep="\n\t")
                 _tell(f"--- {printable(part['part'])}, {part['tokens']} tokens\n{text}")
             _tell("--- answer")
-        for piece in answer:
-            sys.stdout.write(printable(piece, keep="\n\t"))
-            sys.stdout.flush()
+        _write(next(answer, ""))
+        with untold():
+            for piece in answer:
+                _write(piece)
         print(flush=True)
         assert isinstance(answer.result, Result)
         _account(args, _named(answer.result, documents))
+        if args.explain and answer.result.counts["reused"]:
+            _compare(args.question, options)
     finally:
         if "kb" in options:
             options["kb"].close()
@@ -134,6 +143,27 @@ def _account(args: argparse.Namespace, result: "Result") -> None:
         _tell(line)
     for remark in result.notes:
         note(remark)
+
+
+def _compare(question: str, options: dict[str, Any]) -> None:
+    """How much sooner the first token comes than with full attention, both asked before."""
+    from jaxrag.serve.generate import generate
+
+    reading = ("method", "recompute_ratio", "misses", "prefix_cache", "decode")
+    plain = {name: value for name, value in options.items() if name not in reading}
+    ways = (options, plain | {"method": "full_attention"})
+    with contextlib.suppress(ConfigError, RequestError):  # full attention may be refused
+        asked = [
+            [generate(question, **way | {"max_new_tokens": 1}) for _ in range(1 + _TIMED)]
+            for way in ways
+        ]
+        warm = [statistics.median(it.timings["ttft"] for it in rest) for _, *rest in asked]
+        _tell(times_sooner(*warm))
+
+
+def _write(piece: str) -> None:
+    sys.stdout.write(printable(piece, keep="\n\t"))
+    sys.stdout.flush()
 
 
 def _tell(text: str) -> None:

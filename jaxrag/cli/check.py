@@ -10,13 +10,14 @@ from jaxrag.cli.fields import add_fields
 from jaxrag.cli.opening import mesh_of
 from jaxrag.cli.options import add_command, add_json
 from jaxrag.cli.output import human_count, print_json, shorten
+from jaxrag.cli.waiting import loading, tell_programs
 from jaxrag.models.text.printable import printable
 
 if TYPE_CHECKING:
     from jaxrag.measure.bench.model_check import Checked, Parity
     from jaxrag.models.memory import Memory
     from jaxrag.models.overview import Overview
-    from jaxrag.serve.choice import Choice
+    from jaxrag.reuse.methods import Choice
 
 _WIDTH = 80
 _LABEL = 14
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     """Exit code 0; 1 for what cannot be served; 3 where transformers gives other logits."""
     from jaxrag.measure.bench.model_check import Parity, check_model
     from jaxrag.models.overview import overview
-    from jaxrag.serve.choice import choices
+    from jaxrag.reuse.methods import choices
 
     mesh = mesh_of(args.mesh)
     found = overview(args.model, dtype=args.dtype, cache_tokens=args.cache_tokens, mesh=mesh)
@@ -58,13 +59,15 @@ def run(args: argparse.Namespace) -> int:
         _show(_understood(found))
     checked = None
     if not args.quick:
-        checked = check_model(
-            found,
-            dtype=args.dtype,
-            cache_tokens=args.cache_tokens,
-            mesh=mesh,
-            peer_python=args.peer_python,
-        )
+        tell_programs()
+        with loading(found.path):
+            checked = check_model(
+                found,
+                dtype=args.dtype,
+                cache_tokens=args.cache_tokens,
+                mesh=mesh,
+                peer_python=args.peer_python,
+            )
     if args.json:
         values = found.to_dict() | {"methods": [_choice_values(one) for one in suited]}
         print_json(values | {"checked": None if checked is None else checked.to_dict()})
@@ -238,14 +241,15 @@ def _next(
         return rows
     names = ", ".join(f"{one.method.name} ({' and '.join(one.encoders)} KV)" for one in served)
     first = served[0]
-    method = () if first.method.name == "turborag" else (f"--method {first.method.name}",)
+    method = (f"--method {first.method.name}",)
+    asked = () if first.default else method
     ingest = ("jaxrag ingest DOCUMENTS --kb kb", f"--model {found.path}", *first.flags)
     return [
         *rows,
         ("methods", f"{names}; full_attention always"),
         ("", "next"),
         ("", _command(ingest)),
-        ("", _command(('jaxrag ask "QUESTION" --kb kb', *method))),
+        ("", _command(('jaxrag ask "QUESTION" --kb kb', *asked))),
         ("", _command(("jaxrag kb gate kb --questions PROBES.jsonl", *method))),
     ]
 

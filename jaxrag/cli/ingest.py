@@ -140,13 +140,30 @@ def _dry_run(args: argparse.Namespace, files: "DocumentFiles") -> int:
 
 def model_for(args: argparse.Namespace) -> "Model":
     """The model of --model, else the one that an existing knowledge base remembers."""
-    from jaxrag.library.knowledge_base.location import CATALOG
-
     if args.model is not None:
         return load(args.model, from_fields(ModelOptions, args))
-    if not (Path(args.kb) / CATALOG).is_file():
+    if not _is_kb(args.kb):
         raise KnowledgeBaseError(f"{args.kb} is no knowledge base yet; pass --model DIR to make it")
     return model_of_kb(args)
+
+
+def _is_kb(folder: str) -> bool:
+    from jaxrag.library.knowledge_base.location import CATALOG
+
+    return (Path(folder) / CATALOG).is_file()
+
+
+def _tell_default(model: "Model") -> None:
+    """Which KV a new knowledge base gets and what asks it, where that follows from the model."""
+    from jaxrag.reuse.methods import default_choice
+
+    chosen = default_choice(model.config, model.reading)
+    if chosen.method.recomputes:
+        print(
+            "note: nothing says that this model was trained to read chunks apart, so they\n"
+            f"get {' and '.join(chosen.encoders)} KV, and `jaxrag ask` takes {chosen.method.name}",
+            file=sys.stderr,
+        )
 
 
 def files_of(args: argparse.Namespace) -> "DocumentFiles":
@@ -182,6 +199,8 @@ def ingest(
             f"--sync needs all documents, and part {shard} has some; run it once without parts"
         )
     options = given_fields(KnowledgeBaseOptions, args)
+    if progress and "encoders" not in options and not _is_kb(args.kb):
+        _tell_default(model)
     secret = secret_of(args.secret_file)
     with KnowledgeBase.open(args.kb, model=model, secret=secret, **options) as kb:
         if args.sync:

@@ -100,6 +100,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "with; what that sealed is encoded again",
     )
     verify.add_argument(
+        "--accept-older",
+        action="store_true",
+        help="take a catalog that its store knows for an older copy, as from a backup, as it is "
+        "from now on",
+    )
+    verify.add_argument(
         "--forgotten",
         metavar="ID",
         help="instead: list what is left of this document, which was removed or replaced",
@@ -204,6 +210,8 @@ def run_verify(args: argparse.Namespace) -> int:
     settings = mend_settings(find_folder(args.kb)) if args.repair else ()
     if settings and not args.json:
         print(printable(f"settings repaired: {', '.join(name or 'totals' for name in settings)}"))
+    if args.accept_older:
+        _opened(args, mode="rw", accept_older=True).close()
     if args.reseal:
         _opened(args, mode="rw", reseal=True).close()
     kb = open_kb(args) if args.repair else _opened(args)
@@ -243,8 +251,8 @@ def _run_forgotten(args: argparse.Namespace) -> int:
     from jaxrag.library.knowledge_base.settings import find_folder
     from jaxrag.server.state.uploads import upload_of
 
-    if args.repair or args.reseal or args.rate is not None:
-        raise RequestError("--forgotten only looks; leave --repair, --reseal and --rate out")
+    if args.repair or args.reseal or args.accept_older or args.rate is not None:
+        raise RequestError("--forgotten only looks; leave all other options out")
     folder = find_folder(args.kb)
     report = look_in(folder, args.forgotten)
     upload = upload_of(folder, args.forgotten)

@@ -15,6 +15,7 @@ from jaxrag.base.config import ModelOptions
 from jaxrag.base.errors import ConfigError, KnowledgeBaseError, RequestError
 from jaxrag.cli.fields import from_fields
 from jaxrag.cli.options import SECRET_VARIABLE
+from jaxrag.cli.waiting import loading, tell_programs
 from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.serve.ask import Ask
 
@@ -79,12 +80,12 @@ def asked_of(args: argparse.Namespace) -> Ask:
 
 
 def method_of(args: argparse.Namespace) -> "Method":
-    """The method of --method, --recompute-ratio and --decode."""
+    """The method of --method, --recompute-ratio and --decode, as far as it is known unopened."""
     from jaxrag.reuse.decode import rule_from
     from jaxrag.reuse.methods import method_named
 
-    method = method_named(args.method)
-    if args.recompute_ratio is not None:
+    method = method_named(args.method or "turborag")  # placed where any default is
+    if args.method and args.recompute_ratio is not None:
         method = method.with_ratio(args.recompute_ratio)
     if args.decode is not None:
         method = dataclasses.replace(method, decode=rule_from(args.decode, "--decode"))
@@ -100,16 +101,18 @@ def load(path: str, options: ModelOptions, method: "Method | None" = None) -> "M
     from jaxrag.models.model import load_model
     from jaxrag.serve.suits import placed
 
-    model = load_model(
-        path,
-        mesh=mesh_of(options.mesh),
-        dtype=options.dtype,
-        cache_tokens=options.cache_tokens,
-        value_layers=options.value_layers,
-        max_host_bytes=options.max_host_bytes,
-        kernels=options.kernels,
-        kv=options.kv or "device",
-    )
+    tell_programs()
+    with loading(path):
+        model = load_model(
+            path,
+            mesh=mesh_of(options.mesh),
+            dtype=options.dtype,
+            cache_tokens=options.cache_tokens,
+            value_layers=options.value_layers,
+            max_host_bytes=options.max_host_bytes,
+            kernels=options.kernels,
+            kv=options.kv or "device",
+        )
     if method is None or options.kv is not None:
         return model
     with contextlib.suppress(ConfigError, RequestError):

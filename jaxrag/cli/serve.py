@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrag.base.config import ModelOptions
 from jaxrag.base.errors import ConfigError, KnowledgeBaseError
+from jaxrag.base.installed import installs
 from jaxrag.cli.fields import add_fields, given_fields
 from jaxrag.cli.opening import load, secret_of
 from jaxrag.cli.options import add_command, add_model, add_secret
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from jaxrag.models.model import Model
     from jaxrag.server.settings import ServerSettings
 
+_COMMON = "the of and is in a to"  # finds some passage of most English documents
+_WORDS = 8
 _NAMED = re.compile(r"([\w.-]+)=(.+)")
 
 
@@ -34,7 +37,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help="TOML with the keys of ServerSettings, or the name of an installed one: village",
+        help="TOML with the keys of ServerSettings, or the name of an installed one: valley",
     )
     parser.add_argument(
         "--kb",
@@ -57,16 +60,14 @@ def run(args: argparse.Namespace) -> int:
         from jaxrag.server.http.run import Server, bind, url_of
         from jaxrag.server.state.state import make_state
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{error.name} is not installed; pip install 'jaxrag[serve]' does it"
-        ) from None
+        raise ConfigError(f"{error.name} is not installed; {installs('serve')} does it") from None
     settings = settings_of(args)
     with bind(settings) as bound:
         model = _model(settings)
         bases = open_bases(settings, model)
         try:
             server = Server(make_state(settings, model, bases), bound)
-            question = next(iter(settings.questions), "Who are you?")
+            question = question_for(settings, model, bases)
             shown = banner(url_of(bound), server.state.name, list(bases), question)
             server.run(lambda: print(shown, flush=True))
         finally:
@@ -120,7 +121,7 @@ def _model(settings: "ServerSettings") -> "Model":
     from jaxrag.library.knowledge_base import KnowledgeBase
     from jaxrag.reuse.methods import method_named
 
-    method = method_named(settings.method)
+    method = method_named(settings.method or "turborag")  # placed where any default is
     given = settings.model
     path, dtype = given.path, given.dtype
     for folder in list(settings.knowledge_bases.values())[:1]:
@@ -156,13 +157,32 @@ def open_bases(settings: "ServerSettings", model: "Model") -> "dict[str, Knowled
     return opened
 
 
-def banner(url: str, name: str, bases: "Sequence[str]", question: str) -> str:
+def question_for(
+    settings: "ServerSettings", model: "Model", bases: "dict[str, KnowledgeBase]"
+) -> str | None:
+    """A question that works: of the settings, or the first words of a passage; None: none does."""
+    if settings.questions:
+        return settings.questions[0]
+    found = [hit.text for base in list(bases.values())[:1] for hit in base.search(_COMMON, 1)]
+    said = [" ".join(text.split()[:_WORDS]).rstrip(" .:;,") + "?" for text in found]
+    readable = (it for it in (*said, "Who are you?") if not _unknown(model, it))
+    return next(readable, None)
+
+
+def _unknown(model: "Model", text: str) -> list[str]:
+    return [""] if model.tokenizer is None else list(model.tokenizer.unknown_words(text))
+
+
+def banner(url: str, name: str, bases: "Sequence[str]", question: str | None) -> str:
     """What is served where, and a command to try it."""
     shown = ", ".join(f"{name}@{base}" for base in bases) or "none"
     model = f"{name}@{bases[0]}" if bases else name
+    served = f"jaxrag serves {name} at {url} (with knowledge bases: {shown}); its page: {url}/"
+    if question is None:
+        return f"{served}; try\n  curl {url}/v1/models"
     asked = {"model": model, "messages": [{"role": "user", "content": question}]}
     body = json.dumps(asked, ensure_ascii=False).replace("'", "\\u0027")
     return (
-        f"jaxrag serves {name} at {url} (with knowledge bases: {shown}); try\n"
+        f"{served}; try\n"
         f"  curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"
     )

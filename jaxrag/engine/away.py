@@ -12,6 +12,7 @@ from jaxrag.engine.mapping import RequestState, carried_chunks
 from jaxrag.engine.request import Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.kv.cache.host_pool import rows_of
+from jaxrag.models.shares import with_heads
 from jaxrag.reuse.decode import DecodeRule, Decoding, PromptQueries
 from jaxrag.reuse.decode.away import host_layers, pattern_of
 from jaxrag.reuse.decode.far import HostPrompt
@@ -52,7 +53,7 @@ def start_away(
       bank: the queries that the rule asked prefill for, on the host.
       number: of the request in ``runner.host_search``.
     """
-    config, host, window = runner.model.config, runner.cache.host, rule.static_pattern
+    model, host, window = runner.model, runner.cache.host, rule.static_pattern
     assert host is not None and window is not None
     pages, offsets, slot_position = request.table.rows(len(request.table.pages))
     slot_position[request.slots] = request.positions
@@ -67,25 +68,41 @@ def start_away(
         dataclasses.replace(it, slots=rows[it.slots].astype(np.int32))
         for it in carried_chunks(request)
     ]
+    parts = search.parts
+    config = with_heads(model.config, parts * search.share.ways)
     # Those that attend for other requests are not taken.
     with ThreadPoolExecutor(os.cpu_count(), "index") as builders:
-        far = [
-            rule.far(
-                HostPrompt(
-                    config=config,
-                    layer=layer,
-                    index=index,
-                    position=position,
-                    room=room,
-                    queries=np.asarray(bank.queries[index, 0][there], np.float32),
-                    positions=positions[there],
-                    threads=builders,
-                    carried=carried,
-                    documents=search.documents,
-                )
+        for part in range(parts):
+            held, asked = (
+                slice(part * heads, (part + 1) * heads)
+                for heads in (config.num_kv_heads, config.num_heads)
             )
-            for index, layer in enumerate(layers)
-        ]
-    search.begin(number, far, layers)
-    pattern = pattern_of(config, window, layers, position, number)
+            mine = [dataclasses.replace(it, k=it.k[held], v=it.v[held]) for it in layers]
+            far = [
+                rule.far(
+                    HostPrompt(
+                        config=config,
+                        layer=layer,
+                        index=index,
+                        position=position,
+                        room=room,
+                        queries=np.asarray(bank.queries[index, 0][there, asked], np.float32),
+                        positions=positions[there],
+                        threads=builders,
+                        carried=carried,
+                        documents=search.documents,
+                        part=part,
+                        parts=parts,
+                    )
+                )
+                for index, layer in enumerate(mine)
+            ]
+            search.begin(number, far, mine, part)
+    pattern = pattern_of(model.config, window, layers, position, number)
+    if model.mesh is not None:
+        pattern = pattern.replace(
+            numbers=model.put(np.asarray(pattern.numbers)),
+            k=model.put_heads(np.asarray(pattern.k), 3),
+            v=model.put_heads(np.asarray(pattern.v), 3),
+        )
     return Decoding(order=None, state=pattern)

@@ -29,6 +29,7 @@ from jaxrag.engine.thread import result_of
 from jaxrag.engine.transfers import Transfers
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.cache.host import arrived
+from jaxrag.models.compiled import CompileTimes
 
 _LOG = logging.getLogger("jaxrag")
 
@@ -48,6 +49,7 @@ class Core:
         settings: EngineSettings,
         post: Post,
         clock: Callable[[], float],
+        compile_times: CompileTimes,
     ) -> None:
         self.state = State(
             runner=runner,
@@ -55,6 +57,7 @@ class Core:
             scheduler=Scheduler(runner.cache.allocator, settings.scheduler),
             post=post,
             clock=clock,
+            compile_times=compile_times,
             arena=HostArena(_arena_bytes(runner, settings), runner.has, settings.half_life),
             links=Links(clock, settings.load_threads, settings.max_loading_bytes),
             events=deque(maxlen=settings.keep_events),
@@ -303,10 +306,9 @@ class Core:
             running.request,
             running.state,
             searched,
-            wait=admitted - running.added,
-            load=ready - admitted,
-            prefill=running.first - ready,
-            per_token=(now - running.first) / (running.read - 1) if running.read > 1 else 0.0,
+            moments=(running.added, admitted, ready, running.first, now),
+            compiling=self.state.compile_times.between,
+            tokens=running.read,
         )
 
     def _end(self, running: RunningRequest, why: Ending) -> None:

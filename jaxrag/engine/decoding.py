@@ -144,7 +144,7 @@ class Lane:
         """An empty lane. Raises RequestError for a rule that cannot serve this model."""
         model = runner.model
         key.rule.check_placement(model.config, model.placement)
-        key.rule.check_mesh(model.mesh)
+        key.rule.check_mesh(model.config, model.mesh, model.placement)
         self.key = key
         self.compiled = False
         self._runner = runner
@@ -163,7 +163,7 @@ class Lane:
             SamplingRows.of([SamplingParams()] * rows),
         )
         placed = jax.tree.map(lambda x: model.put_batch(x, rows), empty)
-        self._rows: LaneRows = jax.device_put(placed)
+        self._rows: LaneRows = jax.device_put(placed) if model.mesh is None else placed
         self._decoding: Decoding | None = None
 
     def join(

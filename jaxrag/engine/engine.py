@@ -30,7 +30,7 @@ from jaxrag.engine.thread import Mailbox, ask
 from jaxrag.engine.warmup import compile_for
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.store import MemoryStore
-from jaxrag.models.compiled import counting
+from jaxrag.models.compiled import CompileTimes, counting
 from jaxrag.models.model import Model
 
 _LOG = logging.getLogger("jaxrag")
@@ -58,6 +58,7 @@ class Engine:
     Attributes:
       runner: the model on its device, with the page pool; only for ``call``.
       compiled: how many programs its thread compiled, or read from the disk, by function.
+      compile_times: when it did.
       turns: how often its thread went round and found something to do.
     """
 
@@ -71,6 +72,7 @@ class Engine:
         self.settings = settings or EngineSettings(lockstep=several)
         self.runner = ModelRunner(model, self.settings.half_life)
         self.compiled = Counter[str]()
+        self.compile_times = CompileTimes()
         self.turns = 0
         self._clock = clock
         self._numbers = itertools.count()
@@ -293,8 +295,9 @@ class Engine:
     def _entered(self, request: Request, sink: Sink) -> tuple[RunningRequest, Entry]:
         model, rule = self.runner.model, request.method.decode
         placement = model.placement
+        request = request.over(model.batch_ways)
         if request.room:
-            rule.check_mesh(model.mesh)
+            rule.check_mesh(model.config, model.mesh, placement)
         if request.room or placement.away:
             check = request.method.check_placement
             check(model.config, placement, generates=bool(request.room))
@@ -323,12 +326,14 @@ class Engine:
     def _at_work(self) -> Core:
         """What serves; for the engine's thread."""
         if self._core is None:
-            self._core = Core(self.runner, self.settings, self._mail.post, self._clock)
+            self._core = Core(
+                self.runner, self.settings, self._mail.post, self._clock, self.compile_times
+            )
         return self._core
 
     def _work(self, events: list[Posted]) -> None:
         """Serve until nothing is left to do; on the engine's thread."""
-        with counting(self.compiled):
+        with counting(self.compiled, self.compile_times):
             self._loop(events)
 
     def _loop(self, events: Iterable[Posted]) -> None:

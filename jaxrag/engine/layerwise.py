@@ -23,7 +23,6 @@ from jaxrag.engine.mapping import RequestState, batch_tables
 from jaxrag.engine.prefill import PREFILL_TOKENS, Prefill, Prefilled, observed_tokens
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.kv.cache import PAGE, PagePool, PageTable
-from jaxrag.kv.cache.host import to_device
 from jaxrag.kv.cache.host_pool import rows_of
 from jaxrag.models.attention import Pages, attend_placed, merge
 from jaxrag.models.decoder import (
@@ -92,7 +91,7 @@ class LayerPrefill:
     Attributes:
       left: (tokens, width) of what has not been run: every piece of every layer.
       prefilled: what there is so far; of all requests once nothing is left. Kept queries are on
-        the host.
+        the host, those of the KV heads that this process has.
     """
 
     def __init__(
@@ -106,7 +105,8 @@ class LayerPrefill:
         self._runner, config = runner, runner.model.config
         rows = rows or bucket(len(requests), 1)
         self._observed, positions = observed_tokens(requests, observe, rows)
-        shape = (config.num_layers, rows, positions.shape[1], config.num_heads, config.head_dim)
+        heads = config.num_heads // runner.model.head_share.ways
+        shape = (config.num_layers, rows, positions.shape[1], heads, config.head_dim)
         self._queries = np.zeros(shape, jnp.dtype(config.dtype))
         bank = on_host(PromptQueries, self._queries, positions)
         logits = runner.model.zeros((rows, config.vocab_size), "float32")
@@ -160,7 +160,7 @@ class LayerPrefill:
                 x = _finish(here, x, part, (k, v), np.int32(start), width, model.config)
                 if start == starts[-1]:
                     self._push(layer, rows, k, v)
-                    self._queries[layer, row] = np.asarray(queries)
+                    self._queries[layer, row] = model.own_heads(queries, 1)
                     if layer == model.config.num_layers - 1:
                         last = np.int32(len(request.ids) - 1)
                         logits = _logits(model.params, model.config, x, last)
@@ -199,7 +199,8 @@ class LayerPrefill:
             if x is not None:
                 x.copy_to_host_async()
         n = len(rows)
-        k_, v_ = (None if x is None else np.asarray(x)[:n] for x in here)
+        own = self._runner.model.own_heads
+        k_, v_ = (None if x is None else own(x, 1)[:n] for x in here)
         host.write(layer, rows, k_, v_)
 
     def _bring_in(self, layer: int, block: _Block) -> tuple[Array, Array, PageTable]:
@@ -210,7 +211,8 @@ class LayerPrefill:
         rows = rows_of(block.pages)
         values = host.values(layer)
         memory = (None if host.k is None else host.k[layer], values)
-        here = [None if x is None else to_device(np.take(x, rows, axis=1)) for x in memory]
+        put = self._runner.model.put_heads
+        here = [None if x is None else put(np.take(x, rows, axis=1), 0) for x in memory]
         host.count(brought=sum(x.nbytes for x in here if x is not None))
         k, v = _as_pages(cache.pool, config, np.int32(layer), block.pages, *here)
         where = (block.pages[None], block.offsets[None], block.slot_position[None])

@@ -1,7 +1,8 @@
 """What one request took, once it is done: what of its prompt was reused, and why not the rest."""
 
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Literal
 
 import numpy as np
@@ -26,19 +27,28 @@ def outcome_of(
     state: RequestState,
     searched: Account | None,
     *,
-    wait: float,
-    load: float,
-    prefill: float,
-    per_token: float,
+    moments: tuple[float, float, float, float, float],
+    compiling: Callable[[float, float], float],
+    tokens: int,
 ) -> Outcome:
-    """The account of a request that is done; seconds as in ``Outcome``."""
+    """The account of a request that is done.
+
+    Args:
+      moments: when it was added, admitted, ready, had its first token, and its last.
+      compiling: seconds between two moments in which the engine compiled.
+      tokens: of its answer.
+    """
+    wait, load, prefill, decode = (
+        end - start - compiling(start, end) for start, end in itertools.pairwise(moments)
+    )
     rule = request.method.decode
     searched = searched or Account()  # the first token needs no index
     return Outcome(
         wait_seconds=wait,
         load_seconds=load,
         prefill_seconds=prefill,
-        per_token=per_token,
+        per_token=decode / (tokens - 1) if tokens > 1 else 0.0,
+        compile_seconds=compiling(moments[0], moments[3]),
         computed=len(state.ids),
         flops=_flops(model, request, state),
         reuse=account(request.method, state, request.encoders),

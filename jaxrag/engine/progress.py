@@ -16,6 +16,8 @@ class Outcome:
       load_seconds: from there until its chunks' KV was in the pool: storage and encoding.
       prefill_seconds: from there until the first token was on the host; waiting for a row is part
         of it.
+      compile_seconds: in which the engine compiled before the first token, whatever it compiled;
+        no part of the others.
       per_token: mean seconds of the other tokens; 0 where there are none.
       computed: tokens of the prompt that were run: what was not found, and what was chosen to be
         computed again.
@@ -31,6 +33,7 @@ class Outcome:
     wait_seconds: float
     load_seconds: float
     prefill_seconds: float
+    compile_seconds: float
     per_token: float
     computed: int
     flops: int

@@ -84,6 +84,11 @@ class Request:
     tenant: str = ""
     timeout: float | None = None
 
+    def over(self, ways: int) -> "Request":
+        """With rows in as many equal parts, which is as many as the devices need at least."""
+        rows = -(-self.rows // ways) * ways
+        return self if rows == self.rows else dataclasses.replace(self, rows=rows)
+
     def __post_init__(self) -> None:
         """RequestError for turns where positions do not say what precedes them."""
         if self.prompt.turns and self.method.positions == "composite":

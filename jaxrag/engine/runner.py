@@ -16,6 +16,7 @@ from jaxrag.models.memory import free_bytes
 from jaxrag.models.model import Model
 from jaxrag.models.spec import num_params
 from jaxrag.reuse.decode import DecodeRule, HostSearch
+from jaxrag.reuse.decode.stored import StoredIndexes
 
 BLOCK_TOKENS = 256  # of a chunk that are written to the pool at once
 
@@ -33,7 +34,9 @@ class ModelRunner:
         """Allocates nothing yet; ``half_life`` is of the pool's chunks, in requests."""
         self.model = model
         self._half_life = half_life
-        self.host_search = HostSearch()
+        share = model.head_share
+        documents = StoredIndexes(share=share)
+        self.host_search = HostSearch(documents=documents, mesh=model.mesh, share=share)
         self._cache: PagedCache | None = None
         self._making = threading.Lock()
         weakref.finalize(self, self.host_search.close)
@@ -50,6 +53,8 @@ class ModelRunner:
                     self._sharding(),
                     model.placement,
                     self._half_life,
+                    model.mesh,
+                    model.head_share.heads(model.config.num_kv_heads),
                 )
             return self._cache
 

@@ -22,6 +22,7 @@ from jaxrag.engine.scheduler import Ending, Scheduler
 from jaxrag.engine.staging import ChunkOrigin
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.cache.heat import HALF_LIFE
+from jaxrag.models.compiled import CompileTimes
 from jaxrag.reuse.decode import Decoding
 
 SlowLoad = Literal["wait", "compute"]
@@ -225,6 +226,7 @@ class State:
       scheduler: who is where, and who holds which pages.
       post: has a function called on the engine's thread, from any.
       clock: seconds.
+      compile_times: when its thread compiled.
       arena: chunk KV in host memory.
       links: from the stores, and from the arena.
       live: requests whose clients wait, by number.
@@ -239,6 +241,7 @@ class State:
     scheduler: Scheduler
     post: Post
     clock: Callable[[], float]
+    compile_times: CompileTimes
     arena: HostArena
     links: Links
     events: deque[ChunkEvent]

@@ -33,7 +33,7 @@ def compile_for(runner: ModelRunner, settings: EngineSettings, requests: Iterabl
     if runner.cache.host is not None:
         return 0
     lowered: dict[Hashable, Lowered] = {}
-    for request in requests:
+    for request in (it.over(runner.model.batch_ways) for it in requests):
         plan = plan_request(runner.model, request, request.room)
         need = plan.need(lambda key: False)
         nowhere = {key: CachedChunk((0,) * pages, 0) for key, pages in need.chunks.items()}

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import ConfigError, RequestError
+from jaxrag.base.sharding import Rules
 
 KVHome = Literal["device", "host"]
 
@@ -91,15 +92,33 @@ class KVPlacement:
                 f"kernels={config.kernels!r} read K and V on the device, and {self} keeps "
                 "them in host memory; choose 'xla', or leave it out"
             )
-        if mesh is not None and mesh.size > 1:
-            raise RequestError(
-                f"{self}: host memory serves one device, and the model is on {mesh.size}; "
-                "load it without a mesh"
-            )
+        check_owners(str(self), config, mesh)
 
 
 ON_DEVICE = KVPlacement()
 AWAY = KVPlacement("host")
+
+
+def check_owners(what: str, config: ModelConfig, mesh: Mesh | None) -> None:
+    """Refuse a mesh on which a KV head has no owner, or several processes (RequestError).
+
+    ``what`` reads KV in host memory, that of the process which has the head's device.
+    """
+    if mesh is None:
+        return
+    heads = Rules().kv_heads
+    ways = 1 if heads is None else mesh.shape[heads]
+    if config.num_kv_heads % ways:
+        raise RequestError(
+            f"{what}: the {config.num_kv_heads} KV heads of the model do not divide over {ways} "
+            f"devices of the axis {heads!r}, and each needs an owner; choose another mesh"
+        )
+    owners = mesh.devices.reshape(-1, mesh.devices.shape[-1])  # by rows, and by KV heads
+    if len({tuple(device.process_index for device in row) for row in owners}) > 1:
+        raise RequestError(
+            f"{what}: a KV head has devices in several processes, and is to be in the memory of "
+            f"one; split the axis {heads!r} over the processes, and no other"
+        )
 
 
 def check_size(name: str, count: int | None, least: int) -> None:

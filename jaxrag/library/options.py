@@ -24,7 +24,8 @@ class KnowledgeBaseOptions:
 
     encoders: Sequence[str] | None = option(
         None, "isolated, after_prefix, neighbours or neighbours_joint; may be repeated", "NAME",
-        unset="isolated", flag="--encoder", repeatable=True, parse=str,
+        unset="isolated for a model that was trained to read chunks apart, else after_prefix",
+        flag="--encoder", repeatable=True, parse=str,
     )  # fmt: skip
     neighbours: int | None = option(
         None, "similar chunks that --encoder neighbours encodes a chunk behind", "N", unset="10"
@@ -44,8 +45,8 @@ class KnowledgeBaseOptions:
         None, "tokens two chunks share", "N", unset="a fiftieth of a chunk", parse=parse_count
     )
     chunk_by: Any = option(
-        None, "tokens, sentence (whole sentences) or markdown (sections under headings)", "HOW",
-        unset="tokens", parse=str,
+        None, "sentence (whole sentences), markdown (and sections under headings) or tokens", "HOW",
+        unset="sentence", parse=str,
     )  # fmt: skip
     stored: str | None = option(
         None, "how KV is stored: in the model's dtype, or int8 in half the bytes or less",
@@ -54,6 +55,7 @@ class KnowledgeBaseOptions:
     salt: str | None = option(None, "of a tenant; other salts share no KV", "TEXT")
     secret: bytes | None = dataclasses.field(default=None, repr=False)
     reseal: bool = False
+    accept_older: bool = False
     store: Any = option(
         None, "repository of the KV: s3://, gs:// or a folder", "URL", unset="in --kb", parse=str
     )

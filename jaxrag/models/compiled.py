@@ -3,7 +3,8 @@
 import contextlib
 import os
 import threading
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import jax
 
 from jaxrag.models.digest import cache_directory
 
-_COMPILED = "/jax/core/compile/backend_compile_duration"
+_COMPILING = "/jax/core/compile/"  # tracing, lowering, compiling
+_COMPILED = f"{_COMPILING}backend_compile_duration"
+_SPANS = 4096
 
 
 def keep_compiled() -> None:
@@ -34,13 +37,35 @@ def _programs() -> Path:
     return cache_directory() / "xla" / f"{processors}-processors"
 
 
+class CompileTimes:
+    """When a thread traced, lowered and compiled, or read programs from the disk."""
+
+    def __init__(self) -> None:
+        self._spans: deque[tuple[float, float]] = deque(maxlen=_SPANS)  # ascending, disjoint
+
+    def add(self, start: float, end: float) -> None:
+        """A span that ends now; those within it, of functions that it calls, are part of it."""
+        while self._spans and self._spans[-1][0] >= start:
+            self._spans.pop()
+        self._spans.append((start, end))
+
+    def between(self, start: float, end: float) -> float:
+        """Seconds of it between two moments of ``time.monotonic``."""
+        spans = list(self._spans)
+        return sum(max(0.0, min(end, last) - max(start, first)) for first, last in spans)
+
+
 @contextlib.contextmanager
-def counting(compiled: Counter[str]) -> Iterator[None]:
+def counting(compiled: Counter[str], times: CompileTimes) -> Iterator[None]:
     """Count the programs that this thread compiles, or reads from the disk, by function."""
     here = threading.get_ident()
 
     def count(event: str, duration_secs: float, **about: str | int) -> None:
-        if event == _COMPILED and threading.get_ident() == here:
+        if not event.startswith(_COMPILING) or threading.get_ident() != here:
+            return
+        now = time.monotonic()
+        times.add(now - duration_secs, now)
+        if event == _COMPILED:
             compiled[str(about.get("fun_name"))] += 1
 
     jax.monitoring.register_event_duration_secs_listener(count)

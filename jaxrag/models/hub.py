@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxrag.base.errors import ModelError
+from jaxrag.base.installed import installs
 from jaxrag.models.tensor_files import INDEX_FILE
 from jaxrag.models.text.tokenizer import TEMPLATE_DIRECTORY, TOKENIZER_FILES
 
@@ -51,7 +52,7 @@ def fetched(name: str, look: Callable[[Path], None] | None = None) -> Path:
     if importlib.util.find_spec("huggingface_hub") is None:
         raise ModelError(
             f"{name}: no such model directory, and huggingface_hub, which fetches models by name, "
-            f"is not installed; `pip install 'jaxrag[hub]'`, or {then}"
+            f"is not installed; {installs('hub')}, or {then}"
         )
     import huggingface_hub
     from huggingface_hub import errors

@@ -36,7 +36,7 @@ from jaxrag.models.reading import Reading, read_reading
 from jaxrag.models.record import read_record
 from jaxrag.models.rope import RopeFactors, RopeTable, rope_factors, rope_table
 from jaxrag.models.segments import positions_follow_order
-from jaxrag.models.shares import as_held, by_heads, head_share, put_share
+from jaxrag.models.shares import as_held, by_heads, head_share, own_heads, put_share
 from jaxrag.models.spec import Params, init_params, num_params, param_shardings
 from jaxrag.models.text.prompts import (
     DEFAULT_TEMPLATE,
@@ -282,6 +282,16 @@ class Model:
         ``kv`` may be read in place: leave it as it is until what reads it is ready.
         """
         return to_device(kv) if self.mesh is None else put_share(self.mesh, self.head_share, kv)
+
+    def put_heads(self, x: HostArray, axis: int) -> Array:
+        """The same of an array whose dimension ``axis`` is this process's KV heads."""
+        if self.mesh is None:
+            return to_device(x)
+        return put_share(self.mesh, self.head_share, x, axis)
+
+    def own_heads(self, x: Array, axis: int) -> HostArray:
+        """What this process has of an array, by its dimension of KV or query heads."""
+        return own_heads(self.mesh, self.head_share, x, axis)
 
     def by_heads(self, *rows: Array) -> tuple[Array, ...]:
         """K and V [L, B, T, K, H] placed so that ``sharding.host_part`` is this process's heads."""

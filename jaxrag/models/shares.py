@@ -3,12 +3,22 @@
 Everything here is the identity where one process has all devices of the mesh.
 """
 
+import dataclasses
 import functools
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrag.base.sharding import attention_axes, exchange, placed, processes_of
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.sharding import (
+    Rules,
+    attention_axes,
+    exchange,
+    host_part,
+    placed,
+    processes_of,
+)
 from jaxrag.base.types import Array, HostArray
 from jaxrag.kv.store.base import KVStore
 from jaxrag.kv.store.layout import HeadShare
@@ -53,21 +63,41 @@ def by_heads(mesh: Mesh | None, share: HeadShare, rows: tuple[Array, ...]) -> tu
     return moved
 
 
-def put_share(mesh: Mesh, share: HeadShare, kv: HostArray) -> Array:
+def own_heads(mesh: Mesh | None, share: HeadShare, x: Array, axis: int) -> HostArray:
+    """What this process has of an array whose dimension ``axis`` is the KV or query heads."""
+    if mesh is None or len(processes_of(mesh)) == 1:
+        return np.asarray(x)
+    over = None if share.ways == 1 else Rules().kv_heads
+    part = host_part(placed(x, NamedSharding(mesh, PartitionSpec(*[None] * axis, over))))
+    if part.shape[axis] == x.shape[axis]:  # whole: the array is empty, or not split at all
+        first, end = share.heads(x.shape[axis])
+        part = part[(slice(None),) * axis + (slice(first, end),)]
+    return part
+
+
+def with_heads(config: ModelConfig, ways: int) -> ModelConfig:
+    """The config of one of so many equal runs of the heads."""
+    return dataclasses.replace(
+        config, num_heads=config.num_heads // ways, num_kv_heads=config.num_kv_heads // ways
+    )
+
+
+def put_share(mesh: Mesh, share: HeadShare, kv: HostArray, head_axis: int = HEAD_AXIS) -> Array:
     """KV [L, 2, T, K / ways, H] of this process's share as [L, 2, T, K, H] on the mesh, by heads.
 
-    Every process puts its own share, all of them tokens of the same chunks.
+    Every process puts its own share, all of them tokens of the same chunks. ``head_axis`` is that
+    of another shape.
     """
-    heads = kv.shape[HEAD_AXIS] * share.ways
+    heads = kv.shape[head_axis] * share.ways
     axis = attention_axes(mesh, 1, heads)[1]
-    place = NamedSharding(mesh, PartitionSpec(*[None] * HEAD_AXIS, axis))
-    shape = (*kv.shape[:HEAD_AXIS], heads, kv.shape[-1])
+    place = NamedSharding(mesh, PartitionSpec(*[None] * head_axis, axis))
+    shape = (*kv.shape[:head_axis], heads, *kv.shape[head_axis + 1 :])
     before = share.heads(heads)[0]
 
     def part(index: tuple[slice, ...] | None) -> HostArray:
         assert index is not None
-        first, end, _ = index[HEAD_AXIS].indices(heads)
-        return kv[:, :, :, first - before : end - before]
+        first, end, _ = index[head_axis].indices(heads)
+        return kv[(slice(None),) * head_axis + (slice(first - before, end - before),)]
 
     return jax.make_array_from_callback(shape, place, part)
 

@@ -23,6 +23,7 @@ from jaxrag.base.errors import RequestError
 from jaxrag.base.installed import config_names, config_path
 from jaxrag.base.tables import build, read_toml
 from jaxrag.kv.placement import KVPlacement
+from jaxrag.models.reading import Reading
 from jaxrag.models.segments import POSITION_SCHEMES, PositionScheme
 from jaxrag.reuse.decode import DecodeRule, Dense, Retrieval, TopN, rule_from
 from jaxrag.reuse.select import (
@@ -211,6 +212,63 @@ METHODS: dict[str, Method] = {
     "retrieval_attention": Method("retrieval_attention", encoder=None, decode=Retrieval()),
     "kcache": Method("kcache", encoder=None, decode=TopN()),
 }
+
+
+_TUNED = ("turborag", "turborag_composite")
+_UNTUNED = ("cacheblend", "fusionrag", "epic")
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One method for a model.
+
+    Attributes:
+      encoders: the variants that a knowledge base has to keep for it.
+      refused: why this model cannot have it; None where it can.
+      default: whether a new knowledge base keeps these, and is asked by it, where none is named.
+    """
+
+    method: Method
+    encoders: tuple[str, ...]
+    refused: str | None
+    default: bool = False
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The options of `jaxrag ingest` that it needs; none where the default will do."""
+        return () if self.default else tuple(f"--encoder {name}" for name in self.encoders)
+
+
+def choices(config: ModelConfig, reading: Reading) -> tuple[Choice, ...]:
+    """The presets that suit, the one to begin with first.
+
+    Plain reuse where the weights were trained to read chunks block-wise; else methods that compute
+    a part of the chunks again. ``block_attention`` is turborag under another template.
+    """
+    tuned = [name for name in _TUNED if METHODS[name].positions in reading.block_positions]
+    found = [_choice(METHODS[name], config) for name in tuned or _UNTUNED]
+    first = next((one for one in found if one.refused is None), None)
+    return tuple(dataclasses.replace(one, default=one is first) for one in found)
+
+
+def default_choice(config: ModelConfig, reading: Reading) -> Choice:
+    """What a new knowledge base keeps and is asked by, where no encoder and no method is named.
+
+    turborag where no method that suits can serve the model.
+    """
+    found = (one for one in choices(config, reading) if one.default)
+    return next(found, _choice(METHODS["turborag"], config))
+
+
+def _choice(method: Method, config: ModelConfig) -> Choice:
+    """A method and what it needs of a knowledge base."""
+    refused = None
+    try:
+        method.check(config)
+    except RequestError as error:
+        refused = str(error)
+    wanted = dict.fromkeys(filter(None, (method.first_encoder, method.encoder)))
+    return Choice(method, tuple(wanted), refused)
 
 
 def method_named(method: str | Method) -> Method:

@@ -23,9 +23,9 @@ from jaxrag.engine.request import FinishReason
 from jaxrag.engine.reuse import PartReuse, token_counts
 from jaxrag.library.documents.document import begun
 from jaxrag.serve.ask import check_count
-from jaxrag.serve.conversation import Source
+from jaxrag.serve.conversation import Source, shown_prompt
 from jaxrag.serve.output import Answer
-from jaxrag.serve.questions import ReadyQuestion, shown_prompt
+from jaxrag.serve.questions import ReadyQuestion
 from jaxrag.serve.suits import explained
 
 NOTHING_FOUND = "Nothing was found to answer this from."
@@ -39,11 +39,11 @@ class Result:
 
     Attributes:
       text: the answer, or NOTHING_FOUND.
-      finish_reason: "stop", "length" (cut off), or "abstained": the filter or the least score left
-        no chunk, and the model was not asked.
+      finish_reason: "stop", "length" (cut off), or "abstained": no chunk was found, and the
+        model was not asked.
       timings: seconds: retrieve, wait (until the pool had room), load (storage and encoding to
-        pool), prefill (and waiting for a row), ttft (all of them up to the first token on the
-        host), per_token (mean of the others).
+        pool), compile (programs that the engine did not have yet, once), prefill (and waiting for a
+        row), ttft (all of them up to the first token on the host), per_token (mean of the others).
       counts: tokens of chunks and earlier turns: reused + recomputed + encoded; encoded were not
         in the store (whether they were recomputed after that or not, and encoded for it or computed
         in place).
@@ -168,7 +168,7 @@ class Stream:
 
     @property
     def prompt(self) -> list[dict[str, Any]]:
-        """What is asked, part by part: "part", "tokens" and "text" (questions.shown_prompt)."""
+        """What is asked, part by part: "part", "tokens" and "text" (conversation.shown_prompt)."""
         return shown_prompt(self._question.settings.model, self._question.request.prompt)
 
     def _run(self) -> Iterator[str]:
@@ -342,7 +342,8 @@ def _whole(
 
 def abstained(question: ReadyQuestion) -> Result:
     """What a question comes to that the model is not asked."""
-    spent = {"retrieve": question.retrieve_seconds, "wait": 0.0, "load": 0.0, "prefill": 0.0}
+    spent = dict.fromkeys(("retrieve", "wait", "load", "compile", "prefill"), 0.0)
+    spent["retrieve"] = question.retrieve_seconds
     return Result(
         text=NOTHING_FOUND,
         token_ids=[],
@@ -368,6 +369,7 @@ def result_of(question: ReadyQuestion, answer: Answer, outcome: Outcome) -> Resu
         "retrieve": question.retrieve_seconds,
         "wait": outcome.wait_seconds,
         "load": outcome.load_seconds,
+        "compile": outcome.compile_seconds,
         "prefill": outcome.prefill_seconds,
     }
     return Result(

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from jaxrag.reuse.methods import Method, Misses
 
 EarlierTurns = Literal["exact", "blocks"]
-Unanswerable = Literal["abstain", "ask"]  # what to do where a filter or least score leaves nothing
+Plain = Literal["off", "passages"]  # what is read as blocks in messages that bring no documents
+Unanswerable = Literal["abstain", "ask"]  # what to do where nothing is found
 
 READING = "how chunks are reused and read"
 RETRIEVAL = "what is retrieved"
@@ -90,8 +91,7 @@ def _check_optional_count(name: str, value: Any) -> None:
 def _check_method(name: str, value: Any) -> None:
     from jaxrag.reuse.methods import Method
 
-    expected = "a preset's name, a .toml file or a Method"
-    require_kind(name, value, (str, Method), expected, optional=False)
+    require_kind(name, value, (str, Method), "a preset's name, a .toml file or a Method")
 
 
 def _check_template(name: str, value: Any) -> None:
@@ -108,7 +108,9 @@ def _check_ratio(name: str, value: Any) -> None:
 
 
 def _check_choice(name: str, value: Any) -> None:
-    choices = get_args({"earlier_turns": EarlierTurns, "unanswerable": Unanswerable}[name])
+    choices = get_args(
+        {"earlier_turns": EarlierTurns, "unanswerable": Unanswerable, "plain": Plain}[name]
+    )
     if value not in choices:
         shown = reprlib.repr(value)
         raise RequestError(f"{name}={shown}: expected one of {', '.join(choices)}")
@@ -139,10 +141,14 @@ class Ask:
 
     blocks: "Sequence[str | Sequence[int] | HostArray]" = option((), check=check_texts, shown=False)
     earlier_turns: EarlierTurns = option("exact", check=_check_choice, shown=False)
-    method: "str | Method" = option(
-        "turborag",
+    plain: Plain = option("off", check=_check_choice, shown=False)
+    passage_rules: str = option("common", shown=False)
+    method: "str | Method | None" = option(
+        None,
         f"{', '.join(names_in('jaxrag.reuse.methods', 'METHODS'))}, or a .toml file",
         "NAME",
+        unset="turborag for a model that was trained to read chunks apart, else cacheblend or "
+        "fusionrag where --kb has KV for them",
         group=READING,
         check=_check_method,
     )
@@ -217,7 +223,7 @@ class Ask:
     )
     unanswerable: Unanswerable = option(
         "abstain",
-        "where --where or --min-score leave no chunk: say so, or ask without any",
+        "where no chunk is found: say so, or ask without any",
         group=RETRIEVAL,
         check=_check_choice,
     )

@@ -1,6 +1,7 @@
 """What is asked: a question, or the messages of a conversation, laid out as one prompt."""
 
 import dataclasses
+import itertools
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -45,6 +46,7 @@ class Conversation:
       system: what is to be said before all of it; "" for nothing.
       keeps: turns may be looked for in the pool, and this one left there.
       query: what is retrieved for the last question, where that is not the question itself.
+      messages: as they were given, roles and texts; () where they are not all texts.
     """
 
     questions: tuple[Text, ...]
@@ -52,6 +54,7 @@ class Conversation:
     system: str = ""
     keeps: bool = False
     query: str | None = None
+    messages: tuple[Mapping[str, str], ...] = ()
 
 
 def check_size(model: Model, parts: Iterable[Text]) -> None:
@@ -97,9 +100,11 @@ def conversation_of(messages: Any, query: str | None = None, *, wire: bool = Fal
             "the last one of the user"
         )
     turns: list[tuple[str, list[Text]]] = []
+    given: list[tuple[str, Text]] = []
     for place, message in enumerate(messages):
         what = f"messages[{place}]"
         role, content = _message(what, message, wire)
+        given.append((role, content))
         if not (wire and turns and turns[-1][0] == role):
             turns.append((role, []))
         elif not isinstance(turns[-1][1][0], str) or not isinstance(content, str):
@@ -129,7 +134,9 @@ def conversation_of(messages: Any, query: str | None = None, *, wire: bool = Fal
     ):
         raise RequestError("messages: expected all of system and user as text, or all as token ids")
     answers = tuple(content for _, content in said[1::2])
-    return Conversation(questions, answers, system, keeps=True, query=query)
+    texts = tuple({"role": role, "content": it} for role, it in given if isinstance(it, str))
+    verbatim = texts if len(texts) == len(given) else ()
+    return Conversation(questions, answers, system, True, query, verbatim)
 
 
 def _together(contents: list[Any]) -> Text:
@@ -176,7 +183,11 @@ def _part(what: str, part: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A chunk of the prompt, in prompt order."""
+    """A chunk of the prompt, in prompt order.
+
+    Attributes:
+      number: by which it is cited: 1 is the best, wherever it stands in the prompt.
+    """
 
     document_id: str
     chunk_index: int
@@ -186,6 +197,7 @@ class Source:
     page: int | None = None  # 1-based, of documents that have pages
     start: int = 0  # first character in the document's text
     end: int = 0  # one past the last character
+    number: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,6 +216,14 @@ class FoundChunk:
     ids: HostArray
     chunk_id: int | None = None
     bare: bool = False
+
+
+def numbered(members: Sequence[FoundChunk], newest: Sequence[FoundChunk]) -> list[Source]:
+    """The sources of a prompt in its order, numbered best first, the newest question's before."""
+    new = set(map(id, newest))
+    best = sorted(members, key=lambda it: (id(it) not in new, it.source.number))
+    numbers = {id(it): number for number, it in enumerate(best, 1)}
+    return [dataclasses.replace(it.source, number=numbers[id(it)]) for it in members]
 
 
 def laid_out(
@@ -264,3 +284,25 @@ def laid_out(
 
 def _joined(*parts: HostArray) -> HostArray:
     return np.concatenate(parts).astype(np.int32)
+
+
+def shown_prompt(model: Model, prompt: Prompt) -> list[dict[str, Any]]:
+    """The parts of a prompt as the model reads them: name, tokens, and text with special tokens.
+
+    Named as in ``Result.reuse``, and "final block" at last; text is "" without a tokenizer. Parts
+    without a token are left out.
+    """
+    counts = {"chunk": itertools.count(), "turn": itertools.count()}
+    kinds = ["turn" if i in prompt.turns else "chunk" for i in range(len(prompt.chunks))]
+    names = ["prefix", *(f"{kind} {next(counts[kind])}" for kind in kinds), "final block"]
+    parts = zip(names, (prompt.prefix, *prompt.chunks, prompt.final), strict=True)
+    tokenizer = model.tokenizer
+    return [
+        {
+            "part": name,
+            "tokens": len(ids),
+            "text": "" if tokenizer is None else tokenizer.decode(ids, skip_special=False),
+        }
+        for name, ids in parts
+        if len(ids)
+    ]

@@ -16,7 +16,7 @@ from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.reuse.decode import DecodeRule
 from jaxrag.reuse.methods import Method, Misses
 from jaxrag.serve.answers import AsyncStream, Result, Stream, answer, serve
-from jaxrag.serve.ask import Ask, EarlierTurns, Unanswerable, check_flag, check_texts
+from jaxrag.serve.ask import Ask, EarlierTurns, Plain, Unanswerable, check_flag, check_texts
 from jaxrag.serve.conversation import Conversation, Text, conversation_of, questions_of
 from jaxrag.serve.questions import ReadyQuestion, prepare, resolve
 
@@ -37,8 +37,10 @@ class AskFields(TypedDict, total=False):
     documents: Sequence[Text] | None
     blocks: Sequence[Text]
     earlier_turns: EarlierTurns
+    plain: Plain
+    passage_rules: str
     model: Model | None
-    method: str | Method
+    method: str | Method | None
     recompute_ratio: float | None
     misses: Misses | None
     prefix_cache: bool | None
@@ -99,8 +101,13 @@ def generate(
         (Block-Attention section 2.2).
       earlier_turns: how answered turns of ``messages`` are read: "exact", over all that precedes
         them; or "blocks", as chunks, each for itself, which is approximate.
+      plain: "passages": of ``messages`` without ``kb``, ``documents`` and ``blocks``, texts that
+        were pasted into them are read as blocks are; needs a model with a chat template.
+      passage_rules: how these are found: a name of configs/passages, or a TOML file.
       model: needed without ``kb``.
-      method: a preset of methods.METHODS or a Method.
+      method: a preset of methods.METHODS or a Method. None: turborag for a model that was trained
+        to read chunks apart, and for a knowledge base that keeps no other KV; else one that
+        computes a part of the chunks again, as the knowledge base keeps KV for it.
       recompute_ratio: share of the chunk tokens that are computed again, 0..1, for methods with a
         selector. None: for a method that is named, what the gate of the knowledge base found
         (`jaxrag kb gate`), else the method's own.
@@ -114,9 +121,8 @@ def generate(
       search_mode: "bm25", "vector" or "hybrid"; as of ``KnowledgeBase.search``.
       min_score: least score of a chunk; what it means depends on the search, see there.
       groups: that the caller belongs to, as of ``KnowledgeBase.search``; None is not limited.
-      unanswerable: what to do where ``where``, ``groups`` or ``min_score`` leave no chunk:
-        "abstain" does not ask the model and says so, with the finish_reason "abstained"; "ask" asks
-        it without any.
+      unanswerable: what to do where no chunk is found: "abstain" does not ask the model and says
+        so, with the finish_reason "abstained"; "ask" asks it without any.
       max_new_tokens: upper bound of the answer.
       sampling: greedy when None; for a list of questions one for all of them, seed included, or a
         list with one for each.

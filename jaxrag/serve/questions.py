@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -33,8 +32,10 @@ from jaxrag.serve.conversation import (
     Text,
     check_size,
     laid_out,
+    numbered,
 )
-from jaxrag.serve.suits import gated, renamed, stored_otherwise, unplaced, untuned
+from jaxrag.serve.plain import is_verbatim, plain_prompt, rules_for
+from jaxrag.serve.suits import default_method, gated, renamed, stored_otherwise, unplaced, untuned
 from jaxrag.serve.words import check_text, check_words, some_of
 
 
@@ -117,12 +118,12 @@ def resolve(
     opened = "a KnowledgeBase, as KnowledgeBase.open(DIR, model=...) gives it"
     require_kind("kb", kb, (KnowledgeBase,), opened)
     require_kind("model", model, (Model,), "a Model, as load_model(DIR) gives it")
-    method = _method(ask)
     if kb is not None and model is not None and kb.model is not model:
         raise RequestError("model= differs from the knowledge base's model; pass only kb=")
     model = model if kb is None else kb.model
     if model is None:
         raise RequestError("no model: pass model=, or open the knowledge base with one")
+    method = _method(ask, model, kb)
     if ask.stop:
         model.text_tokenizer()
     if ask.where is not None:
@@ -133,21 +134,22 @@ def resolve(
         if getattr(ask, name) is not None and kb is None:
             raise RequestError(f"{name}= is about a knowledge base; pass kb= with it")
     template, notes = _template(ask.template, kb, model, method)
-    if kb is not None and isinstance(ask.method, str) and ask.recompute_ratio is None:
+    if kb is not None and not isinstance(ask.method, Method) and ask.recompute_ratio is None:
         method, gate = gated(kb, method, template)
         notes += gate
     notes += (*renamed(method, template), *untuned(model, kb, method, template))
     notes += unplaced(model, method)
     method.check(model.config)
     method.check_placement(model.config, model.placement, generates=ask.max_new_tokens > 1)
-    method.decode.check_mesh(model.mesh)
+    method.decode.check_mesh(model.config, model.mesh, model.placement)
     kept = kb.store if kb is not None else store or engine_of(model).memory
     return Settings(ask, model, kb, kept, method, template, notes)
 
 
-def _method(ask: Ask) -> Method:
-    """The method that is named, with what is said of it beside."""
-    method = method_named(ask.method)
+def _method(ask: Ask, model: Model, kb: KnowledgeBase | None) -> Method:
+    """The method that is named, or the default, with what is said of it beside."""
+    named = ask.method
+    method = default_method(model, kb) if named is None else method_named(named)
     if ask.recompute_ratio is not None:
         method = method.with_ratio(ask.recompute_ratio)
     said: dict[str, Any] = {
@@ -210,10 +212,19 @@ def prepare(
     found = _retrieved(settings, talk, documents, notes)
     retrieve_seconds = time.perf_counter() - start
     abstains = _abstains(settings, documents, found, notes)
-    prompt, members = _laid_out(settings, talk, found)
-    keeps = talk.keeps and settings.ask.prefix_cache is not False and not _as_blocks(settings)
+    alone = documents is None and kb is None and not len(settings.ask.blocks)
+    verbatim = alone and is_verbatim(settings.ask, settings.model, talk)
+    if verbatim:
+        rules = rules_for(settings.ask, method)
+        prompt, members = plain_prompt(settings.model.text_tokenizer(), talk.messages, rules)
+    else:
+        prompt, members = _laid_out(settings, talk, found)
+    kept = settings.ask.prefix_cache
+    if verbatim and settings.ask.plain == "passages" and kept is None:
+        kept = False  # bit for bit the same whatever was asked before
+    keeps = talk.keeps and kept is not False and not _as_blocks(settings)
     notes += _unknown(settings, talk, documents, prompt)
-    notes += _on_turns(settings, talk, keeps)
+    notes += _on_turns(settings, talk, keeps, verbatim)
     check_length(settings.model, prompt, settings.ask.max_new_tokens)
     neighbours, content_ids = _neighbours(settings, members, prompt)
     prompt = dataclasses.replace(prompt, neighbours=neighbours)
@@ -235,7 +246,7 @@ def prepare(
     engine.check_fits(request)
     if not abstains:
         engine.prefetch([request])
-    sources = [chunk.source for chunk in members]
+    sources = numbered(members, found[-1])
     return ReadyQuestion(
         settings, request, sources, retrieve_seconds, notes, retrieved, abstains,
         again=functools.partial(prepare, settings, question, documents, sampling),
@@ -317,9 +328,20 @@ def _searched(
         question, ask.k, where=ask.where, mode=ask.search_mode, min_score=ask.min_score,
         groups=ask.groups,
     )  # fmt: skip
+    numbers = {h.chunk_id: number for number, h in enumerate(hits, 1)}
     return [
         FoundChunk(
-            Source(h.document_id, h.chunk_index, h.file, h.score, h.text, h.page, h.start, h.end),
+            Source(
+                h.document_id,
+                h.chunk_index,
+                h.file,
+                h.score,
+                h.text,
+                h.page,
+                h.start,
+                h.end,
+                number=numbers[h.chunk_id],
+            ),
             h.title,
             h.ids,
             h.chunk_id,
@@ -338,9 +360,7 @@ def _abstains(
     ask, kb = settings.ask, settings.kb
     if any(found) or (kb is None and documents is None):
         return False
-    limits = (ask.where, ask.min_score, ask.groups)
-    chosen = documents is None and any(limit is not None for limit in limits)
-    abstains = chosen and ask.unanswerable == "abstain"
+    abstains = documents is None and ask.unanswerable == "abstain"
     what = "was asked without any"
     if abstains:
         what = "was not asked; unanswerable='ask' (--unanswerable ask) asks it without any"
@@ -384,10 +404,10 @@ def _laid_out(
     return laid_out(asked, answers, found, wrap, settings.ask.earlier_turns, shown)
 
 
-def _on_turns(settings: Settings, talk: Conversation, keeps: bool) -> Iterator[str]:
+def _on_turns(settings: Settings, talk: Conversation, keeps: bool, verbatim: bool) -> Iterator[str]:
     """Notes on what a method makes of a conversation."""
     method = settings.method
-    if talk.system:
+    if talk.system and not verbatim:
         yield (
             "the system message stands behind the chunks of the first question: before them it "
             "would be part of what they are stored under"
@@ -486,25 +506,3 @@ def _given(what: str, document: Text | Passage, model: Model) -> FoundChunk:
     else:
         ids, text = as_token_ids(document, model.config, what), ""
     return FoundChunk(Source(what, 0, None, None, text, end=len(text)), "", ids)
-
-
-def shown_prompt(model: Model, prompt: Prompt) -> list[dict[str, Any]]:
-    """The parts of a prompt as the model reads them: name, tokens, and text with special tokens.
-
-    Named as in ``Result.reuse``, and "final block" at last; text is "" without a tokenizer. Parts
-    without a token are left out.
-    """
-    counts = {"chunk": itertools.count(), "turn": itertools.count()}
-    kinds = ["turn" if i in prompt.turns else "chunk" for i in range(len(prompt.chunks))]
-    names = ["prefix", *(f"{kind} {next(counts[kind])}" for kind in kinds), "final block"]
-    parts = zip(names, (prompt.prefix, *prompt.chunks, prompt.final), strict=True)
-    tokenizer = model.tokenizer
-    return [
-        {
-            "part": name,
-            "tokens": len(ids),
-            "text": "" if tokenizer is None else tokenizer.decode(ids, skip_special=False),
-        }
-        for name, ids in parts
-        if len(ids)
-    ]

@@ -12,7 +12,9 @@ from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.reuse.encode import encoder_named
-from jaxrag.reuse.methods import METHODS, Method
+from jaxrag.reuse.methods import METHODS, Method, default_choice
+
+_RECOMPUTING = ("fusionrag", "cacheblend")  # by what they keep of the prefix, the most first
 
 
 def gate_subject(method: Method, template: PromptTemplate) -> dict[str, Any]:
@@ -51,6 +53,22 @@ def gated(
     )
 
 
+def default_method(model: Model, kb: KnowledgeBase | None) -> Method:
+    """The method of a question that names none.
+
+    Of a model that nothing says was trained to read chunks apart, one that computes a part of them
+    again, over KV that has seen the prefix; but plain reuse where the knowledge base keeps no such
+    KV, so that nothing is encoded anew unasked, and where it passed the gate of that.
+    """
+    plain = METHODS["turborag"]
+    if kb is None:
+        return default_choice(model.config, model.reading).method
+    if plain.encoder in kb.encoders and not untuned(model, kb, plain, kb.template):
+        return plain
+    found = suiting(kb, model)
+    return next((METHODS[name] for name in _RECOMPUTING if name in found), plain)
+
+
 def untuned(
     model: Model, kb: KnowledgeBase | None, method: Method, template: PromptTemplate
 ) -> tuple[str, ...]:
@@ -63,10 +81,8 @@ def untuned(
     if gate is not None and gate["subject"] == gate_subject(method, template) and not gate["ratio"]:
         return ()
     return (
-        f"nothing says that this model was trained to read chunks block-wise, as {method.name} "
-        "does, and no gate was passed: answers may be worse than full attention's; recompute a "
-        "part (--method fusionrag, or cacheblend with --recompute-ratio), use --method "
-        "full_attention, measure with `jaxrag kb gate`, or fine-tune with `jaxrag train`",
+        f"{method.name} reads chunks apart, which this model was not trained for, as far as is "
+        "known; better: --encoder after_prefix, then --method cacheblend",
     )
 
 

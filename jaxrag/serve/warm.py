@@ -47,7 +47,7 @@ def warm_up(
     *,
     kb: KnowledgeBase | None = None,
     model: Model | None = None,
-    method: str | Method = "turborag",
+    method: str | Method | None = None,
     recompute_ratio: float | None = None,
     decode: str | DecodeRule | None = None,
     template: str | PromptTemplate | None = None,

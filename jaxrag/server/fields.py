@@ -18,7 +18,7 @@ MOST_TEXTS = 4096  # messages, documents or blocks of a request
 _MOST = {"k": 1000, "stop": 16, "blocks": MOST_TEXTS}
 _MOST_INTEGER = 2**63 - 1  # where a field has no bound of its own
 # Of ``Ask``: not those that a body says in other words, and not what is the server's to say.
-_OTHERS = ("template", "max_new_tokens", "sampling", "batch_size", "groups")
+_OTHERS = ("template", "max_new_tokens", "sampling", "batch_size", "groups", "passage_rules")
 _FIELDS = {it.name: it for it in dataclasses.fields(Ask) if it.name not in _OTHERS}
 _UNSUPPORTED = {  # field: what it may be all the same
     "groups": (),  # the key and the proxy say these

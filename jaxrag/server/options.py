@@ -3,8 +3,8 @@
 import dataclasses
 
 from jaxrag.base.config import ModelOptions
-from jaxrag.base.options import option, parse_bytes, parse_count
-from jaxrag.serve.ask import Ask
+from jaxrag.base.options import names_in, option, parse_bytes, parse_count
+from jaxrag.serve.ask import Ask, Plain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +32,14 @@ class ServerOptions:
       keys: TOML file of the keys that are let in; None: anybody is.
       secret_file: file of the secret that seals the KV of the knowledge bases; None: of none.
       open_to_all: listen on an address that others can reach without asking for keys.
-      method: a preset's name or a TOML file, where a request names none.
+      method: a preset's name or a TOML file, where a request names none; None: by model and
+        knowledge base, as ``generate`` chooses.
       decode: how generated tokens attend, where a request names no rule; None: the method's own.
       k: chunks that are retrieved where a request does not say how many.
+      plain: "passages": in chats that name no knowledge base and bring no documents, passages that
+        were pasted into messages are read as blocks; their KV is kept.
+      plain_ungated: have it so with weights that nothing says were trained for blocks.
+      passage_rules: how passages are found; a name of configs/passages, or a TOML file.
       max_new_tokens: bound of an answer whose request names none, or less where the context ends.
       rows: answers that are decoded together.
       allow_history_dependent: requests may use what depends on what the pool held before:
@@ -61,9 +66,19 @@ class ServerOptions:
         "listen on an address that others can reach though no key is asked for",
         flag="--open",
     )
-    method: str = option(Ask.method, "where a request names none", "NAME")
+    method: str | None = option(
+        None, "where a request names none", "NAME", unset="as of `jaxrag ask`"
+    )
     decode: str | None = option(None, "likewise", "RULE", unset="the method's own")
     k: int = option(Ask.k, "chunks to retrieve", "N")
+    plain: Plain = option(
+        Ask.plain, "what is read as blocks in messages that bring no documents",
+        choices=names_in("jaxrag.serve.ask", "Plain"),
+    )  # fmt: skip
+    plain_ungated: bool = option(False, "--plain with weights not trained for blocks")
+    passage_rules: str = option(
+        Ask.passage_rules, "how passages are found, or a .toml file", "NAME"
+    )
     max_new_tokens: int = option(256, "of an answer", "N", parse=parse_count)
     rows: int = option(8, "answers decoded together", "N")
     allow_history_dependent: bool = option(

@@ -23,8 +23,9 @@ from jaxrag.serve.conversation import (
     Source,
     conversation_of,
     laid_out,
+    shown_prompt,
 )
-from jaxrag.serve.questions import prepare, resolve, shown_prompt
+from jaxrag.serve.questions import prepare, resolve
 
 DOCUMENTS = ["The salt wells of Yanjing are worked by hand.", "A bamboo bridge crosses the river."]
 QUESTIONS = ["Who works the salt wells?", "What crosses the river?", "Which river is it?"]

@@ -61,14 +61,14 @@ def test_where_methods_are_meant_to_have_keys_and_values():
         (("--method", "kcache", "--kv", "device"), "device", None),
         (("--method", "cacheblend", "--decode", "topn"), "device", None),  # reads V on the device
         (("--method", "cacheblend", "--decode", "topn", "--recompute-ratio", "0"), "device", 1),
-        (("--method", "kcache", "--mesh", "1,1,2"), "device", None),
+        (("--method", "kcache", "--mesh", "1,1,2"), "device", 1),
         (("--method", "retrieval_attention"), "host", None),
         (("--decode", "ivf"), "host", None),
         (("--decode", "flat"), "device", None),
         (("--method", "retrieval_attention", "--kv", "device"), "device", None),
         (("--method", "full_attention", "--kv", "host"), "host", None),
         (("--method", "fusionrag", "--decode", "retrieval"), "device", None),  # reads cached K
-        (("--method", "retrieval_attention", "--mesh", "1,1,2"), "device", None),
+        (("--method", "retrieval_attention", "--mesh", "1,1,2"), "host", None),
     ],
     ids=str,
 )
@@ -133,13 +133,13 @@ def test_what_cannot_be_placed_is_told_with_the_reason(text_model, tiny_config):
     by_kernels = dataclasses.replace(text_model.config, kernels="pallas_interpret")
     model = dataclasses.replace(text_model, config=by_kernels)
     assert "kernels='pallas_interpret' read " in refusal(model, kcache)
-    sharded = random_model(tiny_config(), mesh=make_mesh(1, 1, 2), cache_tokens=1024)
-    assert "is on 2; load it without a mesh" in refusal(sharded, kcache)
+    sharded = random_model(tiny_config(), mesh=make_mesh(1, 1, 4), cache_tokens=1024)
+    assert "2 KV heads of the model do not divide" in refusal(sharded, kcache)
     blend = dataclasses.replace(METHODS["cacheblend"], decode=TopN())
     assert "selector 'kv_deviation' reads V" in refusal(text_model, blend)
     searched = dataclasses.replace(METHODS["fusionrag"], decode=Retrieval())
     assert "selector 'query_guided' reads cached KV" in refusal(text_model, searched)
-    assert "load it without a mesh" in refusal(sharded, METHODS["retrieval_attention"])
+    assert "do not divide over 4" in refusal(sharded, METHODS["retrieval_attention"])
     layers = text_model.config.num_layers
     every = dataclasses.replace(kcache, decode=TopN(device_layers=layers))
     assert f"the model has {layers} layers; choose fewer" in refusal(text_model, every)

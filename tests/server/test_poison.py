@@ -13,7 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from jaxrag.models.model import load_model
+
 ROOT = Path(__file__).parents[2]
+SHIPPED = ROOT / "checkpoints/synthetic-0.8m/dual"
+TOKENS_A_TRY = 600  # of the pool, in whole pages
 QUESTIONS = [
     json.loads(line)["question"]
     for line in (ROOT / "examples/village-questions.jsonl").read_text(encoding="utf-8").splitlines()
@@ -126,16 +130,21 @@ def answers_of(running, model, village, keys, data, tries, attacked):
             answer = server.client.post("/v1/chat/completions", json=body, headers=header("honest"))
             found.append(seen(answer))
         files = server.client.get("/v1/files", headers=header("honest")).json()["data"]
-        restarts = server.state.engine.status().restarts
-    assert (files, restarts) == ([], 0)
+        status = server.state.engine.status()
+    # What the load of others drives out of memory is computed again, and told: not meant here.
+    assert (files, status.restarts, status.evicted) == ([], 0, 0)
     return found
 
 
 @pytest.mark.parametrize("tries", [30, pytest.param(1000, marks=pytest.mark.slow)])
-def test_a_hostile_tenant_changes_nothing(running, served_model, village, keys, tmp_path, tries):
+def test_a_hostile_tenant_changes_nothing(running, village, keys, tmp_path, tries):
     alone, beside = (
-        answers_of(running, served_model, village, keys, tmp_path / str(attacked), tries, attacked)
+        answers_of(
+            running,
+            load_model(SHIPPED, cache_tokens=TOKENS_A_TRY * tries),  # a pool of its own, for all
+            village, keys, tmp_path / str(attacked), tries, attacked,
+        )
         for attacked in (False, True)
-    )
+    )  # fmt: skip
     assert {status for status, _ in alone} == {200, 400}
     assert beside == alone

@@ -4,6 +4,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from jax.sharding import Mesh
+
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import RequestError
 from jaxrag.kv.cache.heat import HALF_LIFE
@@ -32,12 +34,13 @@ class PagedCache:
         num_pages: int,
         host: HostPool | None = None,
         half_life: float = HALF_LIFE,
+        mesh: Mesh | None = None,
     ) -> None:
         self.allocator = PageAllocator(num_pages, half_life)
         self.host = host
         self.values = None
         if host is not None and host.k is None:
-            self.values = HostValues(host.first_layer, host.v)
+            self.values = HostValues(host.first_layer, host.v, mesh, host.first_head)
         self._pool = pool
 
     @property
@@ -73,15 +76,19 @@ class PagedCache:
         sharding: Any = None,
         placement: KVPlacement = ON_DEVICE,
         half_life: float = HALF_LIFE,
+        mesh: Mesh | None = None,
+        heads: tuple[int, int] | None = None,
     ) -> "PagedCache":
         """A pool that holds this many tokens, rounded up to whole pages.
 
+        ``heads`` are the KV heads of which this process has host memory, from the first up to the
+        second (None: all), for the devices of ``mesh``.
         Uses of its chunks halve with every ``half_life`` requests; the coldest chunk leaves first.
         Raises RequestError, before anything is allocated, where host memory is to hold more than
         ``max_host_bytes`` or than there is, and for a pool that the device has no room for.
         """
         num_pages = pages_for(tokens)
-        host = None if placement.on_device else HostPool(config, num_pages, placement)
+        host = None if placement.on_device else HostPool(config, num_pages, placement, heads)
         try:
             on_device = 0 if placement.away else num_pages
             pool = empty_pool(config, on_device, sharding, placement.layers_on_device(config))
@@ -93,4 +100,4 @@ class PagedCache:
                 f"the pool of {num_pages * PAGE} tokens takes {need / 2**30:,.1f} GiB, more than "
                 "there is free on the device; lower cache_tokens"
             ) from None
-        return cls(pool, num_pages, host, half_life)
+        return cls(pool, num_pages, host, half_life, mesh)

@@ -25,7 +25,9 @@ from typing import Any, Literal
 import jax
 import numpy as np
 from jax.experimental import io_callback
+from jax.sharding import Mesh
 
+from jaxrag.base.sharding import by_device, device_axes
 from jaxrag.base.types import Array, HostArray
 from jaxrag.kv.cache.pool import PAGE
 
@@ -215,19 +217,23 @@ class HostValues:
 
     Compiled programs name this object, and outlive the memory: whoever made that holds it, and a
     program that still runs when it is gone fails. Within a program a layer writes and reads in one
-    callback, so that its own tokens are among what it reads.
+    callback, so that its own tokens are among what it reads. On a mesh every device asks the memory
+    of its process, for its rows and its KV heads.
 
     Attributes:
       first_layer: the first whose V lies here.
       mapped: what the kernel of a decode step needs to read and write here in place of ``rows``;
-        None where there is no such kernel. It counts nothing.
+        None where there is no such kernel, and on a mesh. It counts nothing.
       measure: count the distinct rows of ``moved`` too; it costs half as much again as fetching.
     """
 
-    def __init__(self, first_layer: int, memory: HostArray) -> None:
-        """Over ``memory`` [L - first_layer, K, R, H]."""
+    def __init__(
+        self, first_layer: int, memory: HostArray, mesh: Mesh | None = None, first_head: int = 0
+    ) -> None:
+        """Over ``memory`` [L - first_layer, K, R, H], of the KV heads from ``first_head`` on."""
         self.first_layer = first_layer
-        self.mapped = mapped(memory)
+        self.mapped = mapped(memory) if mesh is None else None
+        self._mesh, self._first_head = mesh, first_head
         self.measure = False
         self._memory = weakref.ref(memory)
         self._moved = Moved()
@@ -245,11 +251,24 @@ class HostValues:
         are of one KV head each. Returns [B, K, G, n, H], with anything in a row of the batch whose
         own slot is beyond the pages.
         """
+        rows, heads = device_axes("batch"), device_axes("batch", "kv_heads")
+        new = device_axes("batch", None, "kv_heads")
+        exchange = by_device(
+            self._mesh, self._exchange, (device_axes(), rows, rows, new, heads), heads
+        )
+        return exchange(layer, pages, slots, v, wanted)
+
+    def _exchange(
+        self, share: Array | int, layer: Array, pages: Array, slots: Array, v: Array, wanted: Array
+    ) -> Array:
+        """``rows`` of one device."""
         shape = jax.ShapeDtypeStruct((*wanted.shape, v.shape[-1]), v.dtype)
 
-        def exchange(layer: Any, *arrays: Any) -> HostArray:
+        def exchange(share: Any, layer: Any, *arrays: Any) -> HostArray:
             pages, slots, v, wanted = map(np.asarray, arrays)
+            first = int(share) * v.shape[2] - self._first_head
             mine: HostArray = self._array()[int(layer) - self.first_layer]
+            mine = mine[first : first + v.shape[2]]
             out = np.empty(shape.shape, mine.dtype)
             live = np.flatnonzero(slots[:, 0] < pages.shape[1] * PAGE)
             everyone = len(live) == len(out)
@@ -268,7 +287,8 @@ class HostValues:
             self._count(Moved(v.nbytes, brought, lines.size, distinct, calls=1))
             return out
 
-        found: Array = io_callback(exchange, shape, layer, pages, slots, v, wanted, ordered=False)
+        asked = (share, layer, pages, slots, v, wanted)
+        found: Array = io_callback(exchange, shape, *asked, ordered=False)
         return found
 
     def _count(self, moved: Moved) -> None:

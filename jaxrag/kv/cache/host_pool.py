@@ -20,16 +20,30 @@ from jaxrag.kv.placement import KVPlacement
 class HostPool:
     """Rows of K and V in host memory; slot s of page p is row p * PAGE + s.
 
+    K are the KV heads that this process holds: all of them, unless several hold the model.
+
     Attributes:
+      first_head: the first of them.
       k: [L, K, R, H] of all layers; None where K is on the device.
       v: [L', K, R, H] of the last L' layers.
     """
 
-    def __init__(self, config: ModelConfig, num_pages: int, placement: KVPlacement) -> None:
-        """Zeros. Raises RequestError beyond the ceiling, and where there is no such memory."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_pages: int,
+        placement: KVPlacement,
+        heads: tuple[int, int] | None = None,
+    ) -> None:
+        """Zeros, of the KV heads from the first of ``heads`` up to the second; None: of all.
+
+        Raises RequestError beyond the ceiling, and where there is no such memory.
+        """
         layers, dtype = config.num_layers, jnp.dtype(config.dtype)
-        shape = (config.num_kv_heads, num_pages * PAGE, config.head_dim)
-        need = placement.host_bytes(config, num_pages * PAGE)
+        self.first_head, end = heads or (0, config.num_kv_heads)
+        held = end - self.first_head
+        shape = (held, num_pages * PAGE, config.head_dim)
+        need = placement.host_bytes(config, num_pages * PAGE) * held // config.num_kv_heads
         takes = f"{placement.on_host(config)} of {num_pages * PAGE} tokens takes {need} bytes"
         most, free = placement.max_host_bytes, available_bytes()
         if most is not None and need > most:

@@ -1,14 +1,19 @@
-"""Who uses a repository: one small file for every knowledge base whose chunks lie in it.
+"""Who uses a repository: one small folder for every knowledge base whose chunks lie in it.
 
 A collection that sweeps what one knowledge base does not need must ask all the others first.
-``owners/<16 digits of fingerprint>/<id>/owner.json`` names the host and folder of each.
+``owners/<16 digits of fingerprint>/<id>/owner.json`` names the host and folder of each. Beside it
+``changes.json`` counts the changes that it acknowledged, so that an older copy of its catalog is
+known for one.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
 import socket
 from pathlib import Path
+
+import xxhash
 
 from jaxrag.base.errors import StoreError
 from jaxrag.kv.store.backend import Backend
@@ -17,6 +22,7 @@ from jaxrag.kv.store.record import MAX_RECORD_BYTES, parse_object
 
 OWNER_DIGITS = 32
 _FILE = "owner.json"
+_CHANGES = "changes.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +65,37 @@ class Owners:
         found = [self._read(owner_id) for owner_id in ids if is_hex(owner_id, OWNER_DIGITS)]
         return [owner for owner in found if owner is not None]
 
+    def changes(self, owner_id: str) -> int:
+        """How many changes an owner acknowledged; 0 where nothing is written down.
+
+        Raises StoreError when the file is damaged.
+        """
+        path = self._folder(owner_id) + _CHANGES
+        data = self._backend.read_many([path], MAX_RECORD_BYTES)[0]
+        if data is None:
+            return 0
+        with contextlib.suppress(StoreError):
+            count = parse_object(data).get("changes")
+            if type(count) is int and data == _counted(owner_id, count):
+                return count
+        raise StoreError(
+            f"{self._backend.location}: {path} is damaged; remove it if no catalog was restored "
+            "from a backup"
+        )
+
+    def acknowledge(self, owner_id: str, changes: int) -> None:
+        """Write down that an owner acknowledged so many changes, unless it is more by now.
+
+        To be called once they are committed: what is written here never leads the catalog.
+        """
+        path = self._folder(owner_id) + _CHANGES
+        while True:
+            generation = self._backend.generation(path)
+            if self.changes(owner_id) >= changes:
+                return
+            if self._backend.write_if(path, _counted(owner_id, changes), generation) is not None:
+                return
+
     def _folder(self, owner_id: str) -> str:
         return f"{self._prefix}{owner_id}/"
 
@@ -75,6 +112,12 @@ class Owners:
                 f"{self._backend.location}: {path} is damaged; remove it, and open the knowledge "
                 "base it names once for writing"
             ) from None
+
+
+def _counted(owner_id: str, changes: int) -> bytes:
+    """The file of a count, with a digest that tells damage."""
+    digest = xxhash.xxh3_64_hexdigest(f"{owner_id} {changes}".encode())
+    return json.dumps({"changes": changes, "xxh3": digest}).encode()
 
 
 _FIELDS = dataclasses.fields(Owner)

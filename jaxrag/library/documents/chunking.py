@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import get_args
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy as np
 from jaxrag.base.errors import ConfigError, DocumentError, TokenizerError
 from jaxrag.base.types import HostArray
 from jaxrag.library.options import ChunkBy
-from jaxrag.models.text.pieces import sentence_starts
+from jaxrag.models.text.pieces import clause_starts, sentence_starts, within_word
 from jaxrag.models.text.tokenizer import Tokenizer
 
 _LINE_END = re.compile(r"\r\n?|\n")
@@ -32,7 +32,7 @@ class Chunking:
     ``by`` says what a chunk is made of: "tokens", windows that share ``overlap`` tokens with the
     one before; "sentence", whole sentences that share as many whole sentences as fit into
     ``overlap`` tokens; "markdown", the same within every section under a heading. A sentence that
-    is longer than a chunk is cut into windows of tokens.
+    is longer than a chunk is cut between words; a word or number that is longer, anywhere.
 
     Raises ConfigError unless ``0 <= overlap < chunk_tokens`` and ``by`` is one of these.
     """
@@ -99,13 +99,13 @@ def split(
     for section, (first_cut, last_cut) in zip(
         sections, itertools.pairwise((0, *edges, len(ids))), strict=True
     ):
-        inside = cuts[bisect_left(cuts, first_cut) : bisect_right(cuts, last_cut)]
+        inside = _inside(cuts, (first_cut, last_cut))
         if len(inside) < 2:
             continue  # no token begins in this section
         if chunking.by == "tokens":
             windows = _windows(inside, chunking)
         else:
-            windows = _pack(_sentences(text, inside, ends), inside, chunking)
+            windows = _pack(text, ends, inside, chunking)
         for first, last in windows:
             start, end = ends[first], ends[last]
             window = np.ascontiguousarray(ids[first:last], dtype=np.int32)
@@ -184,16 +184,21 @@ def _windows(cuts: Sequence[int], chunking: Chunking) -> list[tuple[int, int]]:
 
 
 def _pack(
-    sentences: Iterable[tuple[int, int]], cuts: Sequence[int], chunking: Chunking
+    text: str, ends: Sequence[int], cuts: Sequence[int], chunking: Chunking
 ) -> list[tuple[int, int]]:
     """Half-open token windows of whole sentences; each ends later than the one before."""
+    most = chunking.chunk_tokens
     units: list[tuple[int, int]] = []
-    for first, last in sentences:
-        if last - first <= chunking.chunk_tokens:
-            units.append((first, last))
-        else:
-            inside = cuts[bisect_left(cuts, first) : bisect_right(cuts, last)]
-            units += _windows(inside, chunking)
+    for sentence in _parts(text, cuts, ends, sentence_starts):
+        if sentence[1] - sentence[0] <= most:
+            units.append(sentence)
+            continue
+        for clause in _parts(text, _inside(cuts, sentence), ends, clause_starts):
+            inside = _inside(cuts, clause)
+            if clause[1] - clause[0] > most:
+                units += _windows(_between_words(text, ends, inside, most), chunking)
+            else:
+                units.append(clause)
     windows: list[tuple[int, int]] = []
     first = 0
     for index, (_, end) in enumerate(units):
@@ -213,11 +218,32 @@ def _pack(
     return windows
 
 
-def _sentences(text: str, cuts: Sequence[int], ends: Sequence[int]) -> list[tuple[int, int]]:
-    """Half-open token windows of the sentences between the first and the last of ``cuts``."""
+def _between_words(text: str, ends: Sequence[int], cuts: Sequence[int], most: int) -> Sequence[int]:
+    """Those of ``cuts`` that stand in no word or number, and all in one of more than ``most``."""
+    kept = [cuts[0]]
+    start = 0
+    for index in range(1, len(cuts)):
+        if index + 1 < len(cuts) and within_word(text, ends[cuts[index]]):
+            continue
+        if cuts[index] - cuts[start] > most:
+            kept += cuts[start + 1 : index]
+        kept.append(cuts[index])
+        start = index
+    return kept
+
+
+def _parts(
+    text: str, cuts: Sequence[int], ends: Sequence[int], starts: Callable[[str], list[int]]
+) -> list[tuple[int, int]]:
+    """Half-open token windows of the parts that begin at ``starts`` of the text of ``cuts``."""
     first, last = ends[cuts[0]], ends[cuts[-1]]
-    edges = _boundaries(cuts, ends, [first + at for at in sentence_starts(text[first:last])])
+    edges = _boundaries(cuts, ends, [first + at for at in starts(text[first:last])])
     return [(a, b) for a, b in itertools.pairwise((cuts[0], *edges, cuts[-1])) if a < b]
+
+
+def _inside(cuts: Sequence[int], window: tuple[int, int]) -> Sequence[int]:
+    """Those of ``cuts`` from the first to the last token of a window."""
+    return cuts[bisect_left(cuts, window[0]) : bisect_right(cuts, window[1])]
 
 
 def _boundaries(cuts: Sequence[int], ends: Sequence[int], starts: Sequence[int]) -> list[int]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from jaxrag.base.errors import DocumentError
+from jaxrag.base.installed import installs
 from jaxrag.library.documents.document import BadDocument, Document
 from jaxrag.library.documents.files import File, FileReader, ReadOptions
 from jaxrag.library.documents.html import read_epub, read_html, read_mail
@@ -112,7 +113,7 @@ def read_open(
         return
     needed = _NEEDS.get(file.suffix)
     if needed is not None and importlib.util.find_spec(needed) is None:
-        yield file.bad(f"{needed} is not installed; pip install 'jaxrag[documents]' does it")
+        yield file.bad(f"{needed} is not installed; {installs('documents')} does it")
         return
     try:
         yield from reader(stream, file)

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import io
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from jaxrag.base.errors import DocumentError
@@ -26,7 +27,7 @@ _UNDECODED = {chr(0xDC00 + byte) for byte in range(0x80, 0x100)}  # of surrogate
 
 
 def read_json_lines(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
-    """One JSON object a line; its id is ``"id"``, or else ``name:line``."""
+    """One JSON object a line; its id is ``name/"id"``, or else ``name:line``."""
     encoding = file.options.encoding
     start = stream.read(4)
     stream.seek(0)
@@ -55,7 +56,7 @@ def read_json_lines(stream: BinaryIO, file: File) -> Iterator[Document | BadDocu
 
 
 def read_json(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
-    """One object, a list of them, or ``{"documents": [...]}``; ids are ``"id"`` or ``name[0]``."""
+    """One object, a list of them, or ``{"documents": [...]}``; ids ``name/"id"``, ``name[0]``."""
     text_field = file.options.text_field or "text"
     value = parse_json(decode(read_bytes(stream), file.options.encoding), "objects with a text")
     if isinstance(value, dict) and "documents" in value and text_field not in value:
@@ -81,8 +82,8 @@ def read_table(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]
     Columns ``id`` and ``title`` are what they say, one holds the text, the others are metadata. A
     column whose cells all spell integers, numbers or true and false has that type, and an empty
     cell of it is no value; any other is text, so that 007 stays what it is. A .csv whose names are
-    separated by semicolons is read with them. A row's id is ``name:line`` where there is no id
-    column.
+    separated by semicolons is read with them. A row's id is ``name/id``, or ``name:line``
+    where there is no id column.
     """
     start = stream.read(4)
     stream.seek(0)
@@ -224,14 +225,30 @@ def _document(row: _Row, columns: Mapping[str, Column], file: File, coded: str) 
     for name in values.keys() - {text_column, "id", "title"}:
         values[name] = columns[name].value(values[name])
     values = {name: value for name, value in values.items() if value is not None}
-    return document_from_mapping(values, file.name + row.where, file.reported, text_column)
+    found = document_from_mapping(values, file.name + row.where, file.reported, text_column)
+    return _named(found, values, file)
 
 
 def _record(value: Any, file: File, where: str) -> Document:
     text_field = file.options.text_field or "text"
     if not isinstance(value, dict):
         raise DocumentError(f'holds a {type(value).__name__}; expected {{"{text_field}": "..."}}')
-    return document_from_mapping(value, file.name + where, file.reported, text_field)
+    found = document_from_mapping(value, file.name + where, file.reported, text_field)
+    return _named(found, value, file)
+
+
+def _named(document: Document, values: Mapping[str, Any], file: File) -> Document:
+    """With the name of its file before an id that was given: every export numbers from 1."""
+    if "id" not in values:
+        return document
+    return dataclasses.replace(document, id=f"{file.name}/{document.id}")
+
+
+def earlier_id(document: Document) -> str | None:
+    """The id that a row had when ids were without their file; None for what has none."""
+    if document.file is None:
+        return None
+    return document.id.partition(f"{Path(document.file).name}/")[2] or None
 
 
 def _skip_line(stream: BinaryIO) -> None:

@@ -13,7 +13,15 @@ from jaxrag.base.tables import require_kind
 from jaxrag.kv.store.chunk_store import Mode
 from jaxrag.kv.store.prefetch import Tier
 from jaxrag.library.catalog import DocumentEntry
-from jaxrag.library.documents import DocumentFiles, DocumentSource, Intake, Shard, read_paths
+from jaxrag.library.documents import (
+    Document,
+    DocumentFiles,
+    DocumentSource,
+    Intake,
+    Shard,
+    read_paths,
+)
+from jaxrag.library.documents.records import earlier_id
 from jaxrag.library.export import (
     ChunkSelector,
     ExportedChunk,
@@ -70,6 +78,7 @@ class KnowledgeBase(Maintained):
         salt: str | None = None,
         secret: bytes | None = None,
         reseal: bool = False,
+        accept_older: bool = False,
         store: str | os.PathLike[str] | None = None,
         max_bytes: int | None = None,
         embedder: GivenEmbedder | None = None,
@@ -89,9 +98,10 @@ class KnowledgeBase(Maintained):
             model brings, else "turborag").
           chunk_tokens: largest chunk (512).
           overlap: tokens that consecutive chunks share (a fiftieth of chunk_tokens).
-          chunk_by: "tokens", "sentence" or "markdown" ("tokens").
-          encoders: names of the KV variants to keep of every chunk ("isolated"). A variant that an
-            existing knowledge base lacks is kept from now on; adding a document again makes it.
+          chunk_by: "sentence", "markdown" or "tokens" ("sentence").
+          encoders: names of the KV variants to keep of every chunk ("isolated" for a model that was
+            trained to read chunks apart, else "after_prefix"). A variant that an existing
+            knowledge base lacks is kept from now on; adding a document again makes it.
           neighbours: how many similar chunks a chunk is encoded behind, by encoders that see them
             (10).
           similar_by: "vectors", or "bm25" with the chunk's text as the question ("vectors" where
@@ -102,6 +112,8 @@ class KnowledgeBase(Maintained):
             whoever put it, and is encoded again. An existing knowledge base may get one at any
             time, and asks for it from then on.
           reseal: take this secret, or none, in place of the one that it was sealed with.
+          accept_older: take a catalog that its store knows for an older copy as it is from now on.
+            Documents that were added since are missing, and removed ones are back.
           store: URL (s3://, gs://) or folder of the chunk repository; the folder itself when None.
             Chunks of a URL are kept in the folder too once they were read.
           max_bytes: limit of the chunk KV kept on local disk, 0 for none; the coldest is dropped,
@@ -124,7 +136,8 @@ class KnowledgeBase(Maintained):
 
         Raises:
           KnowledgeBaseError: no knowledge base and no model to make one with; a model, tokenizer,
-            embedder, secret or setting other than the remembered one; a path that cannot hold one.
+            embedder, secret or setting other than the remembered one; a catalog that is an older
+            copy, restored from a backup; a path that cannot hold one.
           ConfigError: an unknown template, sizes that make no chunks, an embedder that is none.
           RequestError: an argument of another kind, or an unknown encoder.
           RetrievalError: an unknown index.
@@ -139,8 +152,9 @@ class KnowledgeBase(Maintained):
         wanted = WantedSettings(
             template=template, chunk_tokens=chunk_tokens, overlap=overlap, chunk_by=chunk_by,
             encoders=encoders, neighbours=neighbours, similar_by=similar_by, stored=stored,
-            salt=salt, secret=secret, reseal=reseal, store=store, max_bytes=max_bytes,
-            embedder=embedder, index=index, attention_index=attention_index,
+            salt=salt, secret=secret, reseal=reseal, accept_older=accept_older,
+            store=store, max_bytes=max_bytes, embedder=embedder, index=index,
+            attention_index=attention_index,
         )  # fmt: skip
         catalog, mode = open_catalog(folder, model, wanted, mode)
         try:
@@ -211,7 +225,7 @@ class KnowledgeBase(Maintained):
         preparer = Preparer(
             self._encoding(model), self.template, self.chunking, alone, self._catalog, cut
         )
-        intake = Intake(documents, part)
+        intake = Intake(documents, part, self._as_known)
         with self._acknowledged():
             report = Ingest(preparer, self._vectors, turn).run(intake, progress)
             report = self._without_gone(report, intake, removes)
@@ -246,13 +260,21 @@ class KnowledgeBase(Maintained):
 
     def gone(self, paths: Iterable[str | Path] | DocumentFiles, *, empty: bool = False) -> Gone:
         """What ``sync`` would remove; reads the files and changes nothing."""
-        intake = Intake(_files_of(paths, empty), Shard())
+        intake = Intake(_files_of(paths, empty), Shard(), self._as_known)
         for _ in intake:
             pass
         found = compare(self._catalog.documents(), intake.paths, intake.seen, intake.whole)
         if not empty:
             return found
         return Gone((*found.ids, *found.doubtful), (), found.kept)
+
+    def _as_known(self, document: Document) -> Document:
+        """A row under the id that it was given when ids were without their file."""
+        earlier = earlier_id(document)
+        known = None if earlier is None else self._catalog.document(earlier)
+        if earlier is None or known is None or known.file != document.file:
+            return document
+        return dataclasses.replace(document, id=earlier)
 
     def _without_gone(self, report: AddReport, intake: Intake, removes: _Removes) -> AddReport:
         """Remove what has left the files that were read, or report it."""

@@ -11,9 +11,11 @@ from jaxrag.base.errors import KnowledgeBaseError
 from jaxrag.kv.store import ChunkStore, KVLayout, ReadThrough
 from jaxrag.kv.store.chunk_store import Mode
 from jaxrag.kv.store.keys import derive
+from jaxrag.kv.store.owners import Owners
 from jaxrag.library.catalog import Catalog, salvage
 from jaxrag.library.catalog.database import damaged
 from jaxrag.library.knowledge_base.settings import (
+    CHANGES,
     NEEDED,
     REPLACED,
     WantedSettings,
@@ -31,6 +33,7 @@ from jaxrag.reuse.encode import ENCODERS
 
 CATALOG = "catalog.sqlite"
 TIER = "tier"  # folder of the local copies of a repository that lies elsewhere
+_MOST_TRIED = 1 << 20  # counts that a lost one is looked for among
 
 
 def mend_catalog(folder: Path) -> salvage.Salvage | None:
@@ -62,6 +65,8 @@ def _may_have_been(name: str, settings: Mapping[str, Any]) -> Iterator[Any]:
     if name == "encoders":
         for count in range(1, len(ENCODERS) + 1):
             yield from map(list, itertools.permutations(ENCODERS, count))
+    if name == CHANGES:
+        yield from range(_MOST_TRIED)
     if name == "fingerprint" and {"model", "layout", "salt"} <= settings.keys():
         model, layout, salt = (settings[it] for it in ("model", "layout", "salt"))
         yield derive(model["fingerprint"], stored=layout["stored"], salt=salt)
@@ -98,11 +103,44 @@ def open_catalog(
             if name not in settings:
                 raise damaged(path, f"the setting {name!r} is missing")
         check_settings(folder, settings, model, wanted)
+        _check_age(folder, catalog, mode, wanted.accept_older)
         _extend(folder, catalog, model, wanted, mode)
     except BaseException:
         catalog.close()
         raise
     return catalog, mode
+
+
+def owners_of(folder: Path, settings: Mapping[str, Any]) -> Owners:
+    """The knowledge bases with chunks of this one's fingerprint in its repository."""
+    return Owners(settings["store"] or folder, settings["fingerprint"])
+
+
+def _check_age(folder: Path, catalog: Catalog, mode: Mode, accept_older: bool) -> None:
+    """Refuse a catalog that acknowledged fewer changes than its repository has written down.
+
+    It would answer from documents that were removed since. One that is accepted counts on from
+    what is written down, so that it is the newest from now on.
+    """
+    settings = catalog.settings()
+    owners = owners_of(folder, settings)
+    # The repository first: it never leads a catalog that is read after it.
+    known = owners.changes(settings["id"])
+    own = catalog.settings().get(CHANGES, 0)
+    if own >= known:
+        return
+    if not accept_older:
+        raise KnowledgeBaseError(
+            f"{folder / CATALOG} is older than its store, of change {own} where {known} were "
+            "acknowledged: documents added since are missing and removed ones are back; restore a "
+            f"newer copy, or run `jaxrag kb verify --accept-older {folder}` and add and remove "
+            "again what changed"
+        )
+    if mode != "rw":
+        raise KnowledgeBaseError(f"{folder}: open it for writing to accept an older catalog")
+    catalog.set(CHANGES, known + 1)
+    catalog.checkpoint()
+    owners.acknowledge(settings["id"], known + 1)
 
 
 def _is_new(path: Path) -> bool:

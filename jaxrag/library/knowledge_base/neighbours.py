@@ -40,7 +40,7 @@ from jaxrag.library.retrieve.base import NOTHING
 from jaxrag.library.retrieve.bm25 import BM25Snapshot
 from jaxrag.library.retrieve.lance import VectorIndex
 from jaxrag.models.model import Model
-from jaxrag.models.text.progress import progress_bar
+from jaxrag.models.text.progress import progress_bar, told
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.reuse.encode import ChunkEncoding, ChunkInContext
 
@@ -208,6 +208,13 @@ def refresh(
         neighbours = dataclasses.replace(neighbours, words=neighbours.catalog.words())
     left_alone = (len(search.chunk_ids) - len(outdated)) * len(encoders)
     count.update(chunks=left_alone, unchanged=left_alone)
+    known = np.setdiff1d(outdated, _lacking(neighbours.catalog, search.chunk_ids, encoders))
+    if len(known):
+        told(
+            f"neighbours: {len(known)} of {len(search.chunk_ids)} chunks may have others now, and "
+            "are encoded again if so",
+            shown=progress,
+        )
     with (
         KeyWriter.at_work(neighbours.catalog.path.parent) as at_work,
         progress_bar(

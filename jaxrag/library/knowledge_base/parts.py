@@ -1,9 +1,12 @@
 """The parts of an open knowledge base: what its operations work on."""
 
 import contextlib
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
+
+import numpy as np
 
 from jaxrag.base.config import ModelConfig, config_from_dict
 from jaxrag.base.errors import KnowledgeBaseError
@@ -13,8 +16,8 @@ from jaxrag.kv.store.owners import Owners, this_owner
 from jaxrag.library.catalog import Catalog
 from jaxrag.library.documents.chunking import Chunking
 from jaxrag.library.embed import Embedder
-from jaxrag.library.knowledge_base.location import open_repository
-from jaxrag.library.knowledge_base.settings import WantedSettings
+from jaxrag.library.knowledge_base.location import open_repository, owners_of
+from jaxrag.library.knowledge_base.settings import CHANGES, WantedSettings
 from jaxrag.library.knowledge_base.vectors import ChunkVectors
 from jaxrag.library.retrieve.adapters import CatalogChunks, retriever_plugin
 from jaxrag.library.retrieve.base import Chunks, Reranker, Retriever
@@ -24,8 +27,14 @@ from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.reuse.attention_index.document import Indexing, indexing_from
 from jaxrag.reuse.encode import ChunkEncoding
 
+_LOG = logging.getLogger("jaxrag")
 UNCHECKED_ROWS = (
     "catalog of format 3: rows are not checked; `jaxrag kb verify --repair` adds digests"
+)
+
+REPLACED = (
+    "{folder}: its catalog is new, and the store has chunks of an earlier one; restore that from a "
+    "backup, or add the documents again and free the rest with `jaxrag kb gc {folder} --gone {id}`"
 )
 
 
@@ -82,7 +91,7 @@ class Parts:
             self._vectors = ChunkVectors(path, settings["vectors"], wanted.embedder, mode)
         self.store = open_repository(path, settings, mode, wanted.secret)
         if mode == "rw":
-            self._owners().register(this_owner(self.id, path))
+            self._own(settings, wanted)
             self._finish_removals()
 
     @property
@@ -147,7 +156,25 @@ class Parts:
         return given
 
     def _owners(self) -> Owners:
-        return Owners(self._settings["store"] or self.path, self.store.fingerprint)
+        return owners_of(self.path, self._settings)
+
+    def _own(self, settings: Mapping[str, Any], wanted: WantedSettings) -> None:
+        """Write down whose the repository's chunks are; say where another catalog had them."""
+        owners, own = self._owners(), this_owner(self.id, self.path)
+        owners.register(own)
+        if not self._catalog.counts()["documents"]:
+            local = settings["store"] is None
+            for one in owners.all():
+                if (
+                    one.id != own.id
+                    and one.folder == own.folder
+                    and (local or one.host == own.host)
+                ):
+                    _LOG.warning(REPLACED.format(folder=self.path, id=one.id))
+        if wanted.accept_older and self._vectors is not None:
+            # Their ids are free again in an older catalog, and must not name other chunks.
+            ids = self._vectors.index.ids()
+            self._vectors.remove(np.setdiff1d(ids, self._catalog.chunk_ids()))
 
     def _finish_removals(self) -> None:
         """Drop the vectors of chunks that have left, also those of a run that was cut short."""
@@ -165,9 +192,18 @@ class Parts:
 
     @contextlib.contextmanager
     def _acknowledged(self) -> Iterator[None]:
-        """A change of the catalog that is safe from damage to its log when this is left."""
+        """A change that is safe when this is left: from damage to the catalog's log, and counted.
+
+        The repository is told the count last. Who is killed before leaves it behind the catalog,
+        never in front.
+        """
+        before = self._catalog.version()
         yield
+        changed = self._catalog.version() != before
+        count = _next(self._catalog.swap(CHANGES, _next)) if changed else 0
         self._catalog.checkpoint()
+        if changed:
+            self._owners().acknowledge(self.id, count)
 
     def _encoding(self, model: Model) -> ChunkEncoding:
         """How its chunks are encoded.
@@ -195,3 +231,8 @@ class Parts:
             raise KnowledgeBaseError(
                 f"{self.path} was opened for reading; open it with mode 'rw' to {purpose}"
             )
+
+
+def _next(changes: int | None) -> int:
+    """The count after one more change; None where none was counted yet."""
+    return (changes or 0) + 1

@@ -23,16 +23,17 @@ from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import PromptTemplate, template_named
 from jaxrag.reuse.attention_index.document import indexing_from
 from jaxrag.reuse.encode import encoder_named, prefix_provenance
+from jaxrag.reuse.methods import default_choice
 
 # The settings of every knowledge base, without which it cannot be opened.
 NEEDED = (
     "chunking", "encoders", "fingerprint", "id", "layout", "max_bytes", "model", "neighbours",
     "prefix_content", "salt", "store", "template", "tokenizer", "vectors", "vectors_complete",
 )  # fmt: skip
+CHANGES = "changes"  # how many were acknowledged; one that has none yet lacks the setting
 # What takes the place of one that is lost: no answer depends on it.
 REPLACED: Mapping[str, Any] = {"max_bytes": None, "last_gc": None, "vectors_complete": False}
 DEFAULT_CHUNK_TOKENS = 512
-DEFAULT_ENCODERS = ("isolated",)
 DEFAULT_INDEX = "lance"
 _SHOWN = 16  # digits of a digest in a message
 _OVERLAP_SHARE = 50  # the default overlap is a fiftieth of a chunk: 10 tokens of 512
@@ -129,7 +130,7 @@ def new_settings(model: Model, wanted: WantedSettings) -> dict[str, Any]:
         template.check_markers(tokenizer)
     size = DEFAULT_CHUNK_TOKENS if wanted.chunk_tokens is None else wanted.chunk_tokens
     overlap = size // _OVERLAP_SHARE if wanted.overlap is None else wanted.overlap
-    chunking = Chunking(size, overlap, wanted.chunk_by or "tokens")
+    chunking = Chunking(size, overlap, wanted.chunk_by or "sentence")
     prefix = template.prefix_ids(tokenizer)
     markers = len(template.chunk_ids(tokenizer, np.zeros(0, np.int32)))
     needed = len(prefix) + markers + chunking.chunk_tokens
@@ -159,13 +160,18 @@ def new_settings(model: Model, wanted: WantedSettings) -> dict[str, Any]:
             prefix_provenance(tokenizer.digest, prefix).content_id if len(prefix) else None
         ),
         "chunking": dataclasses.asdict(chunking),
-        "encoders": list(dict.fromkeys(wanted.encoders or DEFAULT_ENCODERS)),
+        "encoders": list(dict.fromkeys(wanted.encoders or default_encoders(model))),
         "neighbours": neighbour_settings(wanted, wanted.embedder is not None),
         "attention_index": wanted.indexing_table,
         "vectors": None,  # added once its index is there
         "vectors_complete": False,
         "last_gc": None,
     }
+
+
+def default_encoders(model: Model) -> tuple[str, ...]:
+    """The KV variants of a new knowledge base that names none: those that its model reads well."""
+    return default_choice(model.config, model.reading).encoders
 
 
 def neighbour_settings(wanted: WantedSettings, embedded: bool) -> dict[str, Any] | None:

@@ -25,9 +25,8 @@ from jaxrag.models.memory import gib
 from jaxrag.models.model import Model, load_model
 from jaxrag.models.overview import Overview
 from jaxrag.models.record import is_checkpoint
-from jaxrag.reuse.methods import METHODS
+from jaxrag.reuse.methods import METHODS, Choice, choices
 from jaxrag.serve.ask import Ask
-from jaxrag.serve.choice import Choice, choices
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 from jaxrag.tasks.synthetic import SyntheticTask, sample
 

@@ -9,6 +9,7 @@ given, as Llama 2's does, gets pieces without the space that they begin with.
 
 import itertools
 import re
+import unicodedata
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -35,6 +36,12 @@ _ENDS = re.compile(
     rf"|(?P<narrow>(?<![.!?\u2026\u061f\u0964])[.!?\u2026\u061f\u0964]++[{_CLOSERS}]*+)(?=\s)"
     # An empty line, and a line that begins a heading, a list item, a table row or a fence.
     r"|(?P<block>\n(?=[^\S\n]*+(?:\n|#{1,6}[ \t]|[-*+\u2022][ \t]|\d{1,9}[.)][ \t]|\||```)))"
+)
+_CLAUSE = re.compile(r"\n+|[,;:](?=\s)|[\uff0c\uff1b\uff1a\u3001]")
+# Han, kana and their marks, Thai, Lao, Burmese, Khmer.
+_UNSPACED = re.compile(
+    r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3000-\u30ff\u3400-\u9fff\uf900-\ufaff"
+    r"\uff01-\uff0f\uff1a-\uff1f\U00020000-\U0003ffff]"
 )
 _WORD = re.compile(rf"[^\s{_OPENERS}]*\Z")
 _LOOK_BACK = 32  # characters in which the last word of a sentence is looked for
@@ -160,6 +167,27 @@ def sentence_starts(text: str) -> list[int]:
         starts.append(start)
         search_from = start
     return starts
+
+
+def clause_starts(text: str) -> list[int]:
+    """The first character behind every line end, comma, colon and semicolon, ascending."""
+    starts = (_skip_space(text, match.end()) for match in _CLAUSE.finditer(text))
+    return [start for start in starts if start < len(text)]
+
+
+def within_word(text: str, at: int) -> bool:
+    """Whether a cut before the character ``at`` would part a word or a number.
+
+    What no space parts is one, but for scripts that put none between words, as Chinese: they may
+    be cut before any letter.
+    """
+    if not 0 < at < len(text):
+        return False
+    before, behind = text[at - 1], text[at]
+    if before.isspace() or behind.isspace():
+        return False
+    unspaced = _UNSPACED.fullmatch(before) or _UNSPACED.fullmatch(behind)
+    return not (unspaced and behind.isalnum() and unicodedata.category(before) not in ("Ps", "Pi"))
 
 
 def _goes_on(text: str, mark: int, end: int, start: int) -> bool:

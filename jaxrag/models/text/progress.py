@@ -62,6 +62,12 @@ def followed[T](items: Sequence[T], name: str, unit: str, *, shown: bool = True)
             bar.update()
 
 
+def told(text: str, *, shown: bool = True) -> None:
+    """A line of what comes next, before it."""
+    if shown and sys.stderr is not None:
+        print(text, file=sys.stderr, flush=True)
+
+
 def _in_notebook() -> bool:
     """Whether a kernel runs this that can show widgets."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()

@@ -21,6 +21,7 @@ from jaxrag.base.tables import build as build_from_table
 from jaxrag.base.tables import table_from
 from jaxrag.base.types import HostArray
 from jaxrag.kv.store.base import KVStore
+from jaxrag.kv.store.layout import WHOLE, HeadShare
 from jaxrag.kv.store.record import Record
 from jaxrag.reuse.attention_index.bank import QueryBank, rotated
 from jaxrag.reuse.attention_index.build import build
@@ -208,9 +209,17 @@ def stored_spec(store: KVStore, key: str) -> Spec:
 
 
 def load_layer(
-    store: KVStore, key: str, layer: int, rope: RopeConfig, *, in_place: bool = False
+    store: KVStore,
+    key: str,
+    layer: int,
+    rope: RopeConfig,
+    *,
+    in_place: bool = False,
+    share: HeadShare = WHOLE,
 ) -> LayerIndexes:
     """The indexes of one layer of a stored document, over keys at their places inside it.
+
+    Of a share of the KV heads, of which ``store`` gives the keys.
 
     ``in_place``: those that can be searched over keys elsewhere (``IN_PLACE``) come without keys.
 
@@ -225,7 +234,8 @@ def load_layer(
     for name, array in named.items():
         head, _, own = name.partition(".")
         heads.setdefault(head, {})[own] = array
-    numbers = sorted(map(int, heads))
+    first, end = share.heads(len(heads))
+    numbers = sorted(map(int, heads))[first:end]
     if in_place:
         bare = [AttentionIndex.from_tables(heads[str(number)], None) for number in numbers]
         if all(isinstance(index.spec, IN_PLACE) for index in bare):
@@ -237,7 +247,7 @@ def load_layer(
     placed = rotated(keys.astype(np.float32).swapaxes(0, 1), np.arange(len(keys)), rope)
     return tuple(
         AttentionIndex.from_tables(heads.get(str(number), {}), head)
-        for number, head in enumerate(placed)
+        for number, head in enumerate(placed, first)
     )
 
 

@@ -6,16 +6,18 @@ the host attends to what the rule chooses of the rest, and merges the two (equat
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import io_callback
+from jax.sharding import PartitionSpec
 
 from jaxrag.base import struct
 from jaxrag.base.config import ModelConfig
+from jaxrag.base.sharding import by_device, device_axes
 from jaxrag.base.types import HIDDEN, Array, HostArray, Partial, Tokens, on_host
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.cache.host_pool import HostPool, rows_of
@@ -40,6 +42,17 @@ class Pattern(struct.PyTreeNode):
     numbers: Array
     k: Array
     v: Array
+
+
+class PatternAxes(NamedTuple):
+    """How the devices of a mesh split a Pattern: rows, and KV heads."""
+
+    numbers: PartitionSpec = device_axes(None, "batch")
+    k: PartitionSpec = device_axes(None, "batch", None, "kv_heads")
+    v: PartitionSpec = device_axes(None, "batch", None, "kv_heads")
+
+
+PATTERN = PatternAxes()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,38 +82,63 @@ class AwayAttend:
         cache: Pattern,
     ) -> tuple[Array, Pattern, None]:
         """Write, then attend; shapes as Attend, T = 1."""
-        config, position = self.config, tokens.positions[:, 0]
-        at = jnp.maximum(tokens.positions, 0)
+        config, at = self.config, jnp.maximum(tokens.positions, 0)
         k, v = place(k, at, self.rope, config.rope), v.astype(config.dtype)
         k = k.astype(config.dtype)
-        ticket = None
+        placed = place(q, at, self.rope, config.rope)
+        asked = scale_rotary(q[:, 0], config.rope).astype(jnp.float32)
+        rows, heads = device_axes("batch"), device_axes("batch", "kv_heads")
+        new, pattern = device_axes("batch", None, "kv_heads"), PATTERN
+        where = (device_axes(), pattern.numbers, rows)
+        operands = (where, (heads, new, new, new), pattern[1:])
+        attend = by_device(self.host.mesh, self._attend, operands, (new, *pattern[1:]))
+        here = (layer, cache.numbers, tokens.positions[:, 0])
+        out, *kept = attend(here, (asked, placed, k, v), (cache.k, cache.v))
+        return out.astype(q.dtype), cache.replace(k=kept[0], v=kept[1]), None
+
+    def _attend(
+        self,
+        share: Array | int,
+        here: tuple[Array, Array, Array],
+        new: tuple[Array, Array, Array, Array],
+        pattern: tuple[Array, Array],
+    ) -> tuple[Array, Array, Array]:
+        """``__call__`` of one device, on its rows and heads: its part of the output and pattern.
+
+        Args:
+            share: number of its run of KV heads.
+            here: the layer [], the requests' numbers [L, B] and the positions [B].
+            new: the query as the host is asked [B, N, H], and at its position [B, 1, N, H]; K and V
+                [B, 1, K, H].
+            pattern: its K and V.
+        """
+        layer, numbers, position = here
+        asked, placed, k, v = new
+        pattern_k, pattern_v = pattern
+        ticket, kv_heads = None, k.shape[2]
         if self.far:
-            heads = scale_rotary(q[:, 0], config.rope).astype(jnp.float32)
-            heads = heads.reshape(-1, config.num_kv_heads, config.group_size, config.head_dim)
-            numbers = cache.numbers[layer]
-            ticket = self._start(layer, numbers, heads, k[:, 0], v[:, 0], position)
+            heads = asked.reshape(-1, kv_heads, self.config.group_size, self.config.head_dim)
+            ticket = self._start(share, layer, numbers[layer], heads, k[:, 0], v[:, 0], position)
             # The pattern's turn comes when the host has begun.
-            q, ticket = lax.optimization_barrier((q, ticket))
-        index = jnp.where(position >= 0, _index(position, *self.window), cache.k.shape[2])
+            placed, ticket = lax.optimization_barrier((placed, ticket))
+        index = jnp.where(position >= 0, _index(position, *self.window), pattern_k.shape[2])
         rows = jnp.arange(len(position))
-        cache = cache.replace(
-            k=cache.k.at[layer, rows, index].set(k[:, 0], mode="drop"),
-            v=cache.v.at[layer, rows, index].set(v[:, 0], mode="drop"),
-        )
-        placed = place(q, at, self.rope, config.rope)[:, 0]
-        part = _attend(placed, cache.k[layer], cache.v[layer], position, self.window)
+        pattern_k = pattern_k.at[layer, rows, index].set(k[:, 0], mode="drop")
+        pattern_v = pattern_v.at[layer, rows, index].set(v[:, 0], mode="drop")
+        kept = (pattern_k[layer], pattern_v[layer])
+        part = _attend(placed[:, 0], *kept, position, self.window)
         if ticket is not None:
             part = merge([part, self._wait(ticket, part)])
-        out = part.out.reshape(q.shape).astype(q.dtype)
-        return out, cache, None
+        return part.out.reshape(placed.shape), pattern_k, pattern_v
 
-    def _start(self, *arrays: Array) -> Array:
+    def _start(self, *arrays: Array | int) -> Array:
         """Hand q [B, K, G, H], k and v [B, K, H] of a layer to the host, which goes on alone."""
 
         def start(*arrays: Any) -> HostArray:
-            layer, numbers, q, k, v, position = (np.asarray(x) for x in arrays)
-            self.host.write(int(layer), numbers, k, v, position)
-            return np.asarray(self.host.start(int(layer), numbers, q, position), np.int32)
+            share, layer, numbers, q, k, v, position = (np.asarray(x) for x in arrays)
+            at, part = int(layer), self.host.part(int(share))
+            self.host.write(at, numbers, k, v, position, part)
+            return np.asarray(self.host.start(at, numbers, q, position, part), np.int32)
 
         ticket: Array = io_callback(start, jax.ShapeDtypeStruct((), jnp.int32), *arrays)
         return ticket
@@ -123,12 +161,15 @@ def pattern_of(
     position: int,
     number: int,
 ) -> Pattern:
-    """The pattern of one request whose prompt ends at ``position``, on the host: B = 1."""
+    """The pattern of one request whose prompt ends at ``position``, on the host: B = 1.
+
+    Of the KV heads that ``layers`` have.
+    """
     sink, recent = window
     first = np.arange(min(sink, position + 1))
     last = np.arange(max(sink, position + 1 - recent), position + 1)
     positions = np.concatenate((first, last)).astype(np.int64)
-    shape = (len(layers), 1, sink + recent, config.num_kv_heads, config.head_dim)
+    shape = (len(layers), 1, sink + recent, len(layers[0].k), config.head_dim)
     k, v = (np.zeros(shape, jnp.dtype(config.dtype)) for _ in range(2))
     index = np.where(positions < sink, positions, sink + (positions - sink) % recent)
     for at, layer in enumerate(layers):

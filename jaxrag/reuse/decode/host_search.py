@@ -2,7 +2,8 @@
 
 A compiled step asks through callbacks, one or two a layer. It knows requests by a number, so that
 nothing of a request is part of a compiled program. Compiled programs name a ``HostSearch`` and
-outlive the model; it holds nothing of one.
+outlive the model; it holds nothing of one. On a mesh every device asks the search of its process,
+for its rows and its KV heads.
 
 Where K and V are on the device, ``find`` tells which keys to read. Where they are in host memory,
 ``start`` begins the host's part of attention and ``wait`` returns it (RetrievalAttention section
@@ -16,14 +17,18 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
+from jax.sharding import Mesh
 
 from jaxrag.base.config import RopeConfig
+from jaxrag.base.sharding import by_device, device_axes
 from jaxrag.base.types import Array, HostArray
+from jaxrag.kv.store.layout import WHOLE, HeadShare
 from jaxrag.reuse.attention_index import (
     AttentionIndex,
     Exact,
@@ -67,8 +72,8 @@ class _Request:
     """What is held of a request in decode: of every layer so far, and its account."""
 
     layers: list[Sequence[Part]] = dataclasses.field(default_factory=list)
-    memory: Sequence[HostLayer] = ()
-    far: Sequence[FarLayer | None] = ()
+    memory: dict[int, Sequence[HostLayer]] = dataclasses.field(default_factory=dict)  # by part
+    far: dict[int, Sequence[FarLayer | None]] = dataclasses.field(default_factory=dict)
     account: Account = dataclasses.field(default_factory=Account)
 
 
@@ -92,11 +97,15 @@ class HostSearch:
       measure: count the keys that are scanned and compare what was found with an exact search:
         slower; where keys are on the device also with one more copy of those indexed then.
       documents: indexes that chunks were stored with.
+      mesh: the devices that ask; None: one.
+      share: of the KV heads, that is searched here.
     """
 
     threads: int | None = None
     measure: bool = False
     documents: StoredIndexes = dataclasses.field(default_factory=StoredIndexes)
+    mesh: Mesh | None = None
+    share: HeadShare = WHOLE
     _requests: dict[int, _Request] = dataclasses.field(default_factory=dict)
     _numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
     _begun: dict[int, _Begun] = dataclasses.field(default_factory=dict)
@@ -164,13 +173,14 @@ class HostSearch:
         number: int,
         layers: Sequence[FarLayer | None],
         memory: Sequence[HostLayer] = (),
+        part: int = 0,
     ) -> None:
         """The request attends on the host from now on, with what its rule made of every layer.
 
-        New tokens are written to ``memory``.
+        New tokens are written to ``memory``. Both are of one part of the KV heads (``parts``).
         """
         request = self._requests[number]
-        request.far, request.memory = layers, memory
+        request.far[part], request.memory[part] = layers, memory
         request.account = sum((each.account for each in layers if each), request.account)
 
     def attend(self, number: int, layer: int, q: HostArray, position: int) -> Attention:
@@ -179,7 +189,13 @@ class HostSearch:
         return out[0], lse[0]
 
     def write(
-        self, layer: int, numbers: HostArray, k: HostArray, v: HostArray, position: HostArray
+        self,
+        layer: int,
+        numbers: HostArray,
+        k: HostArray,
+        v: HostArray,
+        position: HostArray,
+        part: int = 0,
     ) -> None:
         """Put K, at its position, and V [B, K, H] of the newest token of every row into memory.
 
@@ -188,11 +204,18 @@ class HostSearch:
         for row, number in enumerate(numbers):
             if number == NO_REQUEST or position[row] < 0:
                 continue
-            memory = self._requests[int(number)].memory[layer]
+            memory = self._requests[int(number)].memory[part][layer]
             at = memory.rows[position[row]]
             memory.k[:, at], memory.v[:, at] = k[row], v[row]
 
-    def start(self, layer: int, numbers: HostArray, q: HostArray, position: HostArray) -> int:
+    def start(
+        self,
+        layer: int,
+        numbers: HostArray,
+        q: HostArray,
+        position: HostArray,
+        part: int = 0,
+    ) -> int:
         """Begin attention to what is outside the static pattern, of the newest token of every row.
 
         Does not block, and does not fail: ``wait`` raises what went wrong. Little work is done at
@@ -202,6 +225,7 @@ class HostSearch:
             numbers: [B] of the requests; NO_REQUEST is a padding row.
             q: [B, K, G, H] float32 before rotation, with YaRN's factor.
             position: [B] of the tokens; a row with a negative one is done, and gets nothing.
+            part: of the KV heads, whose q this is.
 
         Returns:
             A ticket for ``wait``.
@@ -210,7 +234,7 @@ class HostSearch:
         out, lse = np.zeros_like(q), np.full(q.shape[:-1], -np.inf, np.float32)
         begun = _Begun(set(), HostWork(), out, lse)
         try:
-            self._begin_rows(begun, layer, np.asarray(numbers), q, np.asarray(position))
+            self._begin_rows(begun, layer, np.asarray(numbers), q, np.asarray(position), part)
         except Exception as error:
             begun.ticket.fail(error)
         with self._lock:
@@ -219,13 +243,19 @@ class HostSearch:
         return ticket
 
     def _begin_rows(
-        self, begun: _Begun, layer: int, numbers: HostArray, q: HostArray, position: HostArray
+        self,
+        begun: _Begun,
+        layer: int,
+        numbers: HostArray,
+        q: HostArray,
+        position: HostArray,
+        part: int,
     ) -> None:
         rows = [
             (row, int(number), far)
             for row, number in enumerate(numbers)
             if number != NO_REQUEST and position[row] >= 0
-            for far in [self._far(int(number), layer)]
+            for far in [self._far(int(number), layer, part)]
             if far is not None
         ]
         begun.numbers |= {number for _, number, _ in rows}
@@ -241,11 +271,11 @@ class HostSearch:
         else:
             begun.ticket.submit(todo, self.crew, self._workers)
 
-    def _far(self, number: int, layer: int) -> FarLayer | None:
+    def _far(self, number: int, layer: int, part: int) -> FarLayer | None:
         request = self._requests.get(number)
-        if request is None or layer >= len(request.far):
+        if request is None or layer >= len(request.far.get(part, ())):
             raise RuntimeError(f"request {number} has no layer {layer} on the host")
-        return request.far[layer]
+        return request.far[part][layer]
 
     def wait(self, ticket: int) -> Attention:
         """What ``start`` began: out [B, K, G, H] and lse [B, K, G], float32.
@@ -261,10 +291,11 @@ class HostSearch:
             begun.ticket.wait()
         finally:
             self._add_seconds(begun)
-        for number, answer in begun.answers:
-            request = self._requests.get(number)
-            if answer.counted and request is not None:
-                request.account = sum(answer.counted, request.account)
+        with self._lock:  # devices ask at the same time
+            for number, answer in begun.answers:
+                request = self._requests.get(number)
+                if answer.counted and request is not None:
+                    request.account = sum(answer.counted, request.account)
         return begun.out, begun.lse
 
     def _add_seconds(self, begun: _Begun) -> None:
@@ -319,20 +350,41 @@ class HostSearch:
         -1 where there are fewer. ``numbers`` [B] are the requests', ``position`` [B] the queries'.
         Runs inside a compiled program; search is on the host.
         """
-        shape = jax.ShapeDtypeStruct((*q.shape[:3], k), jnp.int32)
 
-        def search(
-            numbers: HostArray, layer: HostArray, q: HostArray, position: HostArray
-        ) -> HostArray:
+        def search(share: Any, numbers: Any, layer: Any, q: Any, position: Any) -> HostArray:
             q, position = np.asarray(q), np.asarray(position)
-            return self._search(int(layer), np.asarray(numbers), q, position, k, rope)
+            first = self.first_head(int(share), q.shape[1])
+            return self._search(int(layer), first, np.asarray(numbers), q, position, k, rope)
 
-        found: Array = io_callback(search, shape, numbers, layer, q, position, ordered=False)
-        return found
+        def on_device(share: Array | int, *arrays: Array) -> Array:
+            shape = jax.ShapeDtypeStruct((*arrays[2].shape[:3], k), jnp.int32)
+            found: Array = io_callback(search, shape, share, *arrays, ordered=False)
+            return found
+
+        rows, heads = device_axes("batch"), device_axes("batch", "kv_heads")
+        split = (rows, device_axes(), heads, rows)
+        return by_device(self.mesh, on_device, split, heads)(numbers, layer, q, position)
+
+    def first_head(self, share: int, count: int) -> int:
+        """Where a device's ``count`` heads begin among those that are searched here.
+
+        ``share`` is the number of its run of KV heads.
+        """
+        return self.part(share) * count
+
+    @property
+    def parts(self) -> int:
+        """How many runs of KV heads are searched here, each for devices of its own."""
+        return 1 if self.mesh is None else self.mesh.devices.shape[-1] // self.share.ways
+
+    def part(self, share: int) -> int:
+        """Which of them a device's is; ``share`` is the number of its run among all."""
+        return share - self.share.rank * self.parts
 
     def _search(
         self,
         layer: int,
+        first: int,
         numbers: HostArray,
         q: HostArray,
         position: HostArray,
@@ -352,34 +404,37 @@ class HostSearch:
             ]
             for at in np.ndindex(q.shape[1:3]) if parts else ():
                 found = (out[row][at], int(number), counted)
-                todo.append(functools.partial(self._search_one, parts, asked, at, *found))
+                todo.append(functools.partial(self._search_one, parts, asked, first, at, *found))
         ticket = HostWork()
         ticket.submit(todo, self.crew, self._workers)
         ticket.wait()
-        for number, account in counted:
-            self._requests[number].account += account
+        with self._lock:  # devices ask at the same time
+            for number, account in counted:
+                self._requests[number].account += account
         return out
 
     def _search_one(
         self,
         parts: Sequence[Part],
         asked: Sequence[HostArray],
+        first: int,
         at: tuple[int, ...],
         out: HostArray,
         number: int,
         counted: list[tuple[int, Account]],
     ) -> None:
         """Fill ``out`` [k] with what all parts find for one query head of a request, best first."""
-        ids, scanned = self._best(parts, asked, at, len(out), exact=False)
+        ids, scanned = self._best(parts, asked, first, at, len(out), exact=False)
         out[: len(ids)] = ids
         if self.measure and all(part.exact for part in parts):
-            wanted, _ = self._best(parts, asked, at, len(out), exact=True)
+            wanted, _ = self._best(parts, asked, first, at, len(out), exact=True)
             counted.append((number, recall_of(ids, wanted, scanned)))
 
     def _best(
         self,
         parts: Sequence[Part],
         asked: Sequence[HostArray],
+        first: int,
         at: tuple[int, ...],
         k: int,
         *,
@@ -387,7 +442,7 @@ class HostSearch:
     ) -> tuple[HostArray, int]:
         count = self.measure and not exact
         each = [
-            part.best(at[0], at[1], q[at], k, count=count, exact=exact)
+            part.best(first + at[0], at[1], q[at], k, count=count, exact=exact)
             for part, q in zip(parts, asked, strict=True)
         ]
         scores = np.concatenate([found.scores for found in each])

@@ -6,7 +6,7 @@ InfLLM: Training-Free Long-Context Extrapolation for LLMs with an Efficient Cont
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, override
+from typing import Any, ClassVar, override
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +64,7 @@ class InfLLM(DecodeRule):
     observed: int = 512
     positions: Positions = "original"
     name: str = dataclasses.field(default="infllm", init=False)
+    by_kv_head: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         require_zero_or_more(self.name, sink=self.sink)

@@ -22,6 +22,7 @@ from jaxrag.kv.cache import PagePool
 from jaxrag.kv.placement import AWAY, KVPlacement
 from jaxrag.models.attention import merge
 from jaxrag.models.rope import RopeTable
+from jaxrag.models.shares import own_heads, with_heads
 from jaxrag.reuse.attention_index import (
     AttentionIndex,
     Exact,
@@ -176,9 +177,10 @@ class Retrieval(DecodeRule):
         """
         config, documents = prompt.config, prompt.documents or StoredIndexes()
         memory, layer, notes = HostMemory(config, prompt.layer), prompt.index, list[str]()
+        heads = slice(prompt.part * config.num_kv_heads, (prompt.part + 1) * config.num_kv_heads)
         at = (prompt.layer.rows, prompt.position, prompt.room, prompt.carried)
         spans = [_Span.of(self, config, documents, notes.append, *at)]
-        _check_bytes(spans, in_place=True)
+        _check_bytes(spans, in_place=True, parts=prompt.parts)
         opened, [span] = _open(
             spans, lambda it: documents.open_layer(it.chunk, it.known, layer, config)
         )
@@ -186,7 +188,7 @@ class Retrieval(DecodeRule):
         account = Account(index_bytes=memory.nbytes, notes=tuple(notes))
         for it in span.stored:
             places = (it.positions, it.chunk.position)
-            for head, index in enumerate(opened[it.chunk.key]):
+            for head, index in enumerate(opened[it.chunk.key][heads]):
                 finder, cost = finder_of(memory, head, index, *places, stored=True)
                 finders[head].append(finder)
                 account += cost
@@ -209,9 +211,10 @@ class Retrieval(DecodeRule):
 
         Raises RequestError where that takes more than the rule's ceiling of host memory.
         """
-        host, config = prompts.host, prompts.config
-        order, position = (np.asarray(it) for it in (prompts.slots.order, prompts.slots.position))
+        host = prompts.host
         assert host is not None
+        config = with_heads(prompts.config, host.share.ways)  # of the heads that are searched here
+        order, position = (np.asarray(it) for it in (prompts.slots.order, prompts.slots.position))
         bank_positions = np.asarray(prompts.bank.positions)
         spans = []
         for row, (number, carried) in enumerate(zip(prompts.numbers, prompts.carried, strict=True)):
@@ -374,8 +377,11 @@ class _Span:
         return run(make, range(self.config.num_kv_heads))
 
 
-def _check_bytes(spans: Sequence[_Span], *, in_place: bool) -> None:
-    """Refuse indexes that may take more host memory than their rule allows."""
+def _check_bytes(spans: Sequence[_Span], *, in_place: bool, parts: int = 1) -> None:
+    """Refuse indexes that may take more host memory than their rule allows.
+
+    ``parts`` as large as these are made of the KV heads.
+    """
     rule = spans[0].rule
     if rule.max_host_bytes is None:
         return
@@ -384,7 +390,7 @@ def _check_bytes(spans: Sequence[_Span], *, in_place: bool) -> None:
         for span in spans
         for it in span.stored
     }
-    need = sum(held.values()) + sum(
+    need = sum(held.values()) + parts * sum(
         index_bytes(span.spec, span.config, len(span.rest), in_place=in_place) for span in spans
     )
     if need > rule.max_host_bytes:
@@ -418,8 +424,12 @@ def _open[T](
 
 
 def _read(prompts: Prompts, spans: Sequence[_Span]) -> Iterator[tuple[int, HostArray, HostArray]]:
-    """Every layer with the keys at the rest of each row [B, n, K, H], and the bank's queries."""
-    config, bank, slots = prompts.config, prompts.bank, prompts.slots
+    """Every layer with the keys at the rest of each row [B, n, K, H], and the bank's queries.
+
+    Of the heads that are searched here.
+    """
+    config, bank, slots, host = prompts.config, prompts.bank, prompts.slots, prompts.host
+    assert host is not None
     longest = max(len(span.rest) for span in spans)
     if not longest:
         nothing = np.zeros(0, np.float32)
@@ -432,7 +442,8 @@ def _read(prompts: Prompts, spans: Sequence[_Span]) -> Iterator[tuple[int, HostA
     def read(layer: int, pool: PagePool) -> tuple[HostArray, HostArray]:
         at = (rest, bank.queries, np.int32(layer))
         keys, queries = _keys(config, prompts.rope, pool, slots, *at)
-        return np.asarray(keys), np.asarray(queries)
+        mine = functools.partial(own_heads, host.mesh, host.share, axis=2)
+        return mine(keys), mine(queries)
 
     for layer in range(config.num_layers):
         yield layer, *prompts.on_pool(functools.partial(read, layer))

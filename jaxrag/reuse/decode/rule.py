@@ -16,7 +16,7 @@ from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import RequestError
 from jaxrag.base.types import Array, Partial
 from jaxrag.kv.cache import PagePool
-from jaxrag.kv.placement import ON_DEVICE, KVPlacement
+from jaxrag.kv.placement import ON_DEVICE, KVPlacement, check_owners
 from jaxrag.models.rope import RopeTable
 from jaxrag.reuse.attention_index import Spec
 from jaxrag.reuse.decode.far import FarLayer, HostPrompt
@@ -91,6 +91,8 @@ class DecodeRule(abc.ABC):
       by_position: does it choose by position? Then it is refused where positions overlap.
       reads_far: does a token read anything outside the static pattern?
       scores_every_key: does a token compare its query with every key?
+      by_kv_head: does a KV head choose for itself? Else all of them are to be in one place where
+        the host chooses.
     """
 
     name: str = dataclasses.field(init=False)
@@ -98,6 +100,7 @@ class DecodeRule(abc.ABC):
     by_position: ClassVar[bool] = True
     reads_far: ClassVar[bool] = True
     scores_every_key: ClassVar[bool] = False
+    by_kv_head: ClassVar[bool] = True
 
     @property
     def observe(self) -> Observe | None:
@@ -166,12 +169,17 @@ class DecodeRule(abc.ABC):
         """
         raise NotImplementedError(f"decode rule {self.name!r} has no host support")
 
-    def check_mesh(self, mesh: Mesh | None) -> None:
-        """Refuse a model on several devices where an index is searched (RequestError)."""
-        if self.searches is not None and mesh is not None and mesh.size > 1:
+    def check_mesh(
+        self, config: ModelConfig, mesh: Mesh | None, placement: KVPlacement = ON_DEVICE
+    ) -> None:
+        """Refuse a mesh on which no one can choose for a KV head (RequestError)."""
+        if self.searches is not None:
+            check_owners(f"decode rule {self.name!r}", config, mesh)
+        if mesh is not None and placement.away and not self.by_kv_head and mesh.shape["tensor"] > 1:
             raise RequestError(
-                f"an index is searched on the host for one device, and the model is on "
-                f"{mesh.size}; load it without a mesh, or use decode='dense'"
+                f"decode rule {self.name!r} chooses for all KV heads at once, and {placement} has "
+                f"them in {mesh.shape['tensor']} parts; split rows instead of heads, with a mesh "
+                "whose axis 'tensor' is 1, or use decode='retrieval'"
             )
 
     @abc.abstractmethod

@@ -11,6 +11,7 @@ from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, RetrievalError
 from jaxrag.base.types import HostArray
 from jaxrag.kv.store.base import KVStore
+from jaxrag.kv.store.layout import WHOLE, HeadShare
 from jaxrag.kv.store.record import Record
 from jaxrag.reuse.attention_index import AttentionIndex, Searcher, open_index
 from jaxrag.reuse.attention_index.document import (
@@ -70,7 +71,9 @@ class StoredIndexes:
     Indexes larger than the bound are not kept. Safe to share between threads.
     """
 
-    def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
+    def __init__(self, kept_bytes: int = KEPT_BYTES, share: HeadShare = WHOLE) -> None:
+        """Those of a share of the KV heads; configs that are passed are of so many."""
+        self._share = share
         # Of a chunk all layers with their keys (-1), and single layers without.
         self._open: cachetools.LRUCache[tuple[str, int], _Opened] = cachetools.LRUCache(
             kept_bytes, lambda opened: opened.nbytes
@@ -94,8 +97,10 @@ class StoredIndexes:
             known = self._known.get(chunk.key)
         if known is not None and known.record.attempt == record.attempt:
             return known
-        spec, tables = stored_spec(chunk.store, chunk.key), indexes_nbytes(record)
-        keys = config.num_layers * record.tokens * config.num_kv_heads * config.head_dim
+        spec = stored_spec(chunk.store, chunk.key)
+        tables = indexes_nbytes(record) // self._share.ways
+        heads = chunk.store.layout.num_kv_heads  # of the share
+        keys = config.num_layers * record.tokens * heads * config.head_dim
         nbytes = keys * STORAGE_BYTES[spec.storage] + tables
         known = Known(record, nbytes, tables if isinstance(spec, IN_PLACE) else nbytes)
         with self._lock:
@@ -110,7 +115,12 @@ class StoredIndexes:
 
         def load() -> tuple[Layers, int]:
             layers = [
-                [open_index(it) for it in load_layer(chunk.store, chunk.key, layer, config.rope)]
+                [
+                    open_index(it)
+                    for it in load_layer(
+                        chunk.store, chunk.key, layer, config.rope, share=self._share
+                    )
+                ]
                 for layer in range(config.num_layers)
             ]
             return layers, sum(searcher.nbytes for layer in layers for searcher in layer)
@@ -126,7 +136,9 @@ class StoredIndexes:
         """
 
         def load() -> tuple[list[list[AttentionIndex | Searcher]], int]:
-            made = load_layer(chunk.store, chunk.key, layer, config.rope, in_place=True)
+            made = load_layer(
+                chunk.store, chunk.key, layer, config.rope, in_place=True, share=self._share
+            )
             heads = [it if not len(it) else open_index(it) for it in made]
             return [heads], sum(head.nbytes for head in heads)
 

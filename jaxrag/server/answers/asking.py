@@ -57,15 +57,17 @@ def make_ready(
     if wanted is not None and wanted > most:
         raise invalid(f"max_tokens={wanted}: this server gives at most {most}", "max_tokens")
     _check_offered(state, fields.said)
-    name = fields.said.get("method") or next(iter(state.methods))
-    method = state.methods[name]
+    name = fields.said.get("method")
+    method = state.default_method(base) if name is None else state.methods[name]
     usual = {
         "k": server.k,
         "decode": None if "method" in fields.said else server.decode,
         "max_new_tokens": 1,
         "batch_size": server.rows,
+        "plain": server.plain,
+        "passage_rules": server.passage_rules,
     }
-    named = {"method": name if METHODS.get(name) is method else method}
+    named = {"method": method.name if METHODS.get(method.name) is method else method}
     limits = {} if base is None else {"groups": access.groups}
     settings = resolve(
         Ask(**usual | dict(fields.said) | named | limits),
@@ -101,6 +103,8 @@ def _check_offered(state: ServerState, said: Mapping[str, Any]) -> None:
     for name, offered in (("method", state.methods), ("decode", state.decode_rules)):
         if name in said and said[name] not in offered:
             raise invalid(f"{name}={said[name]!r}: this server offers {', '.join(offered)}", name)
+    if said.get("plain") == "passages" and state.settings.plain != "passages":
+        raise invalid("plain='passages': this server was started without --plain", "plain")
     if state.settings.allow_history_dependent:
         return
     for name, asked in (

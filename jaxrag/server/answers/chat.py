@@ -20,7 +20,8 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 async def chat_completions(visit: Visit) -> Response:
     """Answer the last message."""
     fields, talk = await visit.read(lambda body: (generation_of(body), conversation(body)))
-    base = visit.choose_base(fields, default=True)
+    plain = visit.state.settings.plain == "passages"
+    base = visit.choose_base(fields, default=not plain)
     make = functools.partial(make_ready, visit.state, visit.call.access, fields, talk, base)
     return await respond(visit, fields, [make], ChatForm(visit, fields.stream, fields.logprobs))
 

@@ -32,7 +32,7 @@ def _entries(call: Call) -> list[dict[str, Any]]:
             "max_model_len": state.model.config.max_positions,
             "knowledge_base": name,
             "methods": list(state.methods),
-            "method": next(iter(state.methods)),
+            "method": state.default_method(state.knowledge_bases.get(name or "")).name,
             "decode_rules": list(state.decode_rules),
             "k": state.settings.k,
             "max_tokens": state.settings.max_new_tokens,

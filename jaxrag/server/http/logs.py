@@ -116,7 +116,7 @@ def observe(served: Served) -> None:
     if results:
         fields["method"] = results[0].method
         fields["tokens_from"] = tokens_by_source(rows, served.prompt_tokens)
-        names = ("retrieve", "wait", "load", "prefill")
+        names = ("retrieve", "wait", "load", "compile", "prefill")
         fields["phases"] = {
             name: round(sum(result.timings[name] for result in results), 6) for name in names
         }

@@ -106,7 +106,7 @@ class Metrics:
             self._whole.observe(served.seconds)
         for result in served.results:
             spent, tokens = result.timings, len(result.token_ids)
-            for phase in ("retrieve", "wait", "load", "prefill"):
+            for phase in ("retrieve", "wait", "load", "compile", "prefill"):
                 name = "prepare" if phase == "retrieve" else phase
                 self._phase.labels(name).observe(spent[phase])
             self._phase.labels("decode").observe(spent["per_token"] * max(tokens - 1, 0))

@@ -10,7 +10,7 @@ from jaxrag.base.errors import KnowledgeBaseError
 from jaxrag.base.shapes import row_length
 from jaxrag.engine.engine import engine_of
 from jaxrag.library.knowledge_base import KnowledgeBase
-from jaxrag.library.knowledge_base.settings import DEFAULT_CHUNK_TOKENS, DEFAULT_ENCODERS
+from jaxrag.library.knowledge_base.settings import DEFAULT_CHUNK_TOKENS, default_encoders
 from jaxrag.library.options import KnowledgeBaseOptions
 from jaxrag.models.model import Model
 from jaxrag.reuse.encode import encode_chunks, encoder_named
@@ -58,7 +58,7 @@ def warm_up(recipe: KnowledgeBaseOptions, model: Model) -> int:
         row_length(len(prefix) + count * size): count
         for count in range(1, max(2, ROW_TOKENS // size))
     }
-    for encoder in recipe.encoders or DEFAULT_ENCODERS:
+    for encoder in recipe.encoders or default_encoders(model):
         if encoder_named(encoder).sees_neighbours:
             continue
         for count in counts.values():

@@ -18,6 +18,9 @@ from jaxrag.models.model import Model
 from jaxrag.reuse.decode import DECODE_RULES
 from jaxrag.reuse.methods import METHODS, Method, method_named
 from jaxrag.serve.answers import Result
+from jaxrag.serve.ask import Ask
+from jaxrag.serve.plain import rules_for
+from jaxrag.serve.suits import default_method
 from jaxrag.server.errors import not_found, unauthorized
 from jaxrag.server.proxies import limited_by_proxy
 from jaxrag.server.settings import ServerSettings
@@ -175,6 +178,14 @@ class ServerState:
         """The one that a chat is about that names none: the first that is served."""
         return next((name for name in self.knowledge_bases if access.may_read(name)), None)
 
+    def default_method(self, base: KnowledgeBase | None) -> Method:
+        """Of a request about a knowledge base, or about none, that names no method."""
+        if self.settings.method is None:
+            found = default_method(self.model, base)
+            if found.name in self.methods:
+                return found
+        return next(iter(self.methods.values()))
+
     def close(self) -> None:
         """Let go of everything but the model and the knowledge bases that it was given."""
         self.prepare.shutdown()
@@ -204,8 +215,9 @@ def make_state(
     )
     model.engine = Engine(model, dataclasses.replace(settings.engine, scheduler=scheduler))
     rules = tuple(DECODE_RULES) if settings.decode_rules is None else settings.decode_rules
-    methods = offered_methods(settings)
     bases = dict(knowledge_bases or {})
+    methods = offered_methods(settings, model, next(iter(bases.values()), None))
+    _check_plain(settings, model, next(iter(methods.values())))
     recipe = recipe_like(next(iter(bases.values()))) if bases else recipe_for(methods)
     return ServerState(
         settings=settings,
@@ -224,18 +236,40 @@ def make_state(
     )
 
 
+def _check_plain(settings: ServerSettings, model: Model, method: Method) -> None:
+    """Refuse plain prompts that cannot be read, or that nothing speaks for: ConfigError."""
+    if settings.plain == "off":
+        return
+    if model.tokenizer is None or not model.tokenizer.has_chat_template:
+        raise ConfigError(
+            f"plain={settings.plain!r}: the model has no chat template; add chat_template.jinja to "
+            "its directory"
+        )
+    ask = Ask(plain=settings.plain, passage_rules=settings.passage_rules)
+    if rules_for(ask, method) is None or settings.plain_ungated:
+        return
+    if method.positions not in model.reading.block_positions:
+        raise ConfigError(
+            f"plain={settings.plain!r}: nothing says that this model was trained to read blocks as "
+            f"{method.name} does; train it, or pass --plain-ungated to have it so all the same"
+        )
+
+
 def _prepare_threads(settings: ServerSettings) -> FairThreads:
     """Of which one tenant leaves a thread to the others, where there may be others."""
     count = settings.prepare_threads
     return FairThreads(count, "jaxrag-prepare", count - 1 if settings.keys else count)
 
 
-def offered_methods(settings: ServerSettings) -> dict[str, Method]:
+def offered_methods(
+    settings: ServerSettings, model: Model, base: KnowledgeBase | None
+) -> dict[str, Method]:
     """Methods by the names that requests may give, the default first."""
     names = tuple(METHODS) if settings.methods is None else settings.methods
     if unknown := [name for name in names if name not in METHODS]:
         raise ConfigError(f"methods: {unknown[0]!r}: expected some of {', '.join(METHODS)}")
-    default = method_named(settings.method)
+    named = settings.method
+    default = default_method(model, base) if named is None else method_named(named)
     if not settings.allow_history_dependent and (
         default.prefix_cache or default.misses == "in_place"
     ):

@@ -42,3 +42,27 @@ def test_a_damaged_owner_is_never_taken_for_none(tmp_path):
         file.write_bytes(damage)
         with pytest.raises(StoreError, match="damaged"):
             owners.all()
+
+
+def test_changes_are_counted_and_never_count_back(tmp_path):
+    owners = Owners(tmp_path, MODEL)
+    owners.register(ONE)
+    assert owners.changes(ONE.id) == 0
+    for count in (1, 3, 2):
+        owners.acknowledge(ONE.id, count)
+    assert Owners(tmp_path, MODEL).changes(ONE.id) == 3
+    assert (owners.changes(TWO.id), owners.all()) == (0, [ONE])
+    owners.forget(ONE.id)
+    assert owners.changes(ONE.id) == 0
+
+
+def test_a_damaged_count_is_never_taken_for_another(tmp_path):
+    owners = Owners(tmp_path, MODEL)
+    owners.acknowledge(ONE.id, 42)
+    (file,) = tmp_path.rglob("changes.json")
+    whole = file.read_bytes()
+    flips = [bytes([*whole[:n], whole[n] ^ 1, *whole[n + 1 :]]) for n in range(len(whole))]
+    for damage in (*flips, b"", b"{}", whole[:-1]):
+        file.write_bytes(damage)
+        with pytest.raises(StoreError, match="damaged"):
+            owners.changes(ONE.id)

@@ -29,10 +29,12 @@ def test_a_column_is_typed_as_a_whole(tmp_path, read):
     assert [recent.matches(d.metadata) for d in good] == [False, True]
 
 
-def test_ids_and_titles_of_tables_stay_what_they_are(tmp_path, read):
+def test_ids_of_tables_have_their_file_in_front(tmp_path, read):
     (tmp_path / "a.tsv").write_text("id\ttitle\ttext\n1\t2\t3\n")
-    [document] = read(tmp_path)[0]
-    assert (document.id, document.title, document.text, document.metadata) == ("1", "2", "3", {})
+    (tmp_path / "b.tsv").write_text("id\ttitle\ttext\n1\t2\t3\n")
+    first, second = read(tmp_path)[0]
+    for found, name in ((first, "a.tsv/1"), (second, "b.tsv/1")):
+        assert (found.id, found.title, found.text, found.metadata) == (name, "2", "3", {})
 
 
 def test_a_row_that_is_left_out_does_not_decide_a_type(tmp_path, read):

@@ -66,7 +66,7 @@ def test_a_document_comes_with_the_chunks_that_would_be_cut_here(parsed, tokeniz
 def test_every_record_is_a_document_of_the_file(parsed):
     lines = b'{"text": "Giso", "id": "a", "year": 1}\nnot json\n{"text": "Berow"}\n'
     first, bad, last = parsed(lines, "rows.jsonl")
-    assert (first.document.id, first.document.metadata) == ("a", {"year": 1})
+    assert (first.document.id, first.document.metadata) == (f"{NAME}/a", {"year": 1})
     assert isinstance(bad, BadDocument) and bad.source == "rows.jsonl:2"
     assert last.document.id == f"{NAME}:3"
 

@@ -51,9 +51,9 @@ def test_json_lines_one_document_per_line_and_bad_lines_named(tmp_path):
     path.write_text("\n".join(lines))
     good, bad = read(path)
     assert [(d.id, d.text) for d in good] == [
-        ("first", "one"),
+        ("docs.jsonl/first", "one"),
         ("docs.jsonl:4", "two"),
-        ("7", "three"),
+        ("docs.jsonl/7", "three"),
     ]
     assert good[0].title == "T"
     assert good[0].metadata == {"year": 1901}

@@ -16,7 +16,7 @@ def test_json_holds_a_list_an_object_or_documents(tmp_path, read):
     good, bad = read(tmp_path)
     assert bad == []
     assert [(d.id, d.text) for d in good] == [
-        ("first", "one"),
+        ("a.json/first", "one"),
         ("a.json[1]", "two"),
         ("b.json", "three"),
         ("c.json[0]", "four"),
@@ -68,8 +68,8 @@ def test_rows_become_documents_with_the_other_columns_as_metadata(tmp_path, read
     good, bad = read(path)
     assert bad == []
     assert [(d.id, d.title, d.text) for d in good] == [
-        ("w", "Wells", 'Salt, and "more".\nSecond line'),
-        ("b", "", "Bridge"),
+        ("a.csv/w", "Wells", 'Salt, and "more".\nSecond line'),
+        ("a.csv/b", "", "Bridge"),
     ]
     assert good[0].metadata == {"year": 1901}
     assert good[0].file == str(path)

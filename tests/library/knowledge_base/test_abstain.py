@@ -1,4 +1,4 @@
-"""Where a filter or a least score leaves nothing, the model is not asked, and that is said."""
+"""Where a filter or a question leaves nothing, the model is not asked, and that is said."""
 
 import asyncio
 import json
@@ -71,8 +71,12 @@ def test_it_is_asked_where_that_is_wanted(kb):
     result = generate("amber?", kb=kb, where=NONE, unanswerable="ask", max_new_tokens=2)
     assert (len(result.token_ids), result.finish_reason) == (2, "length")
     assert "it was asked without any" in result.notes[0]
-    unfiltered = generate("heath?", kb=kb, max_new_tokens=2)
-    assert unfiltered.finish_reason == "length"
+
+
+def test_a_question_without_a_common_word_asks_nobody(kb, unasked):
+    result = generate("heath?", kb=kb)
+    assert (result.text, result.finish_reason) == (NOTHING_FOUND, "abstained")
+    assert "unanswerable='ask'" in result.notes[0]
 
 
 def test_a_least_score_leaves_out_what_scores_less(kb):

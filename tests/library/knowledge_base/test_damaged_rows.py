@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from jaxrag.base.errors import DamagedCatalogError, StoreError
+from jaxrag.base.errors import DamagedCatalogError, KnowledgeBaseError, StoreError
 from jaxrag.library.documents import Document
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.library.knowledge_base.location import mend_settings
@@ -207,7 +207,7 @@ def test_ids_in_use_are_never_given_again(kb):
     assert min(kb._catalog.reserve(1)) > last  # by their lengths
 
 
-def test_the_catalog_of_yesterday_answers_as_yesterday(kb, whole, tmp_path):
+def test_an_accepted_catalog_of_yesterday_answers_as_yesterday(kb, whole, tmp_path):
     kb._catalog.checkpoint()
     yesterday = (kb.path / "catalog.sqlite").read_bytes()
     kb.add([Document("d", "amber basalt of today")])
@@ -215,7 +215,9 @@ def test_the_catalog_of_yesterday_answers_as_yesterday(kb, whole, tmp_path):
     kb.gc(grace_seconds=0)
     kb.close()
     (kb.path / "catalog.sqlite").write_bytes(yesterday)
-    with KnowledgeBase.open(kb.path, kb.model) as back:
+    with pytest.raises(KnowledgeBaseError, match="older than its store"):
+        KnowledgeBase.open(kb.path, kb.model)
+    with KnowledgeBase.open(kb.path, kb.model, accept_older=True) as back:
         assert found(back) == whole[1]
         assert ask(back).token_ids == whole[2]
         report = back.verify()

@@ -308,13 +308,13 @@ def test_a_model_that_cannot_be(model_of, placement, error, message):
         dataclasses.replace(model_of(), placement=placement)
 
 
-def test_kernels_and_meshes_are_refused(model_of, tiny_config):
+def test_kernels_and_heads_without_an_owner_are_refused(model_of, tiny_config):
     model = model_of()
     config = dataclasses.replace(model.config, kernels="pallas_interpret")
     with pytest.raises(ConfigError, match="read K and V on the device, and kv='host'"):
         dataclasses.replace(model, config=config, placement=AWAY)
-    spread = random_model(tiny_config(), mesh=make_mesh(1, 1, 2), cache_tokens=1024)
-    with pytest.raises(RequestError, match="is on 2; load it without a mesh"):
+    spread = random_model(tiny_config(), mesh=make_mesh(1, 1, 4), cache_tokens=1024)
+    with pytest.raises(RequestError, match="2 KV heads of the model do not divide over 4"):
         dataclasses.replace(spread, placement=AWAY)
 
 

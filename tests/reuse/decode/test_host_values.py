@@ -243,9 +243,9 @@ def test_kernels_that_read_values_on_the_device_are_refused(model_of):
     dataclasses.replace(model, config=config)  # each alone is taken
 
 
-def test_host_memory_serves_one_device(tiny_config):
-    model = random_model(tiny_config(), mesh=make_mesh(1, 1, 2), cache_tokens=1024)
-    with pytest.raises(RequestError, match="is on 2; load it without a mesh"):
+def test_a_kv_head_in_host_memory_has_one_owner(tiny_config):
+    model = random_model(tiny_config(), mesh=make_mesh(1, 1, 4), cache_tokens=1024)
+    with pytest.raises(RequestError, match="2 KV heads of the model do not divide over 4"):
         dataclasses.replace(model, placement=KVPlacement(value_layers=1))
 
 

@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 
 from jaxrag.base.errors import ConfigError, EngineError, RequestError
-from jaxrag.base.sharding import make_mesh
 from jaxrag.engine import prefill
 from jaxrag.engine.engine import engine_of
-from jaxrag.models.model import random_model
 from jaxrag.reuse.attention_index import Exact, ProjectedGraph, QueryLists, build
 from jaxrag.reuse.decode import (
     DECODE_RULES,
@@ -153,14 +151,6 @@ def test_an_index_that_scans_everything_is_named(model_of, ids):
     for out in generate(questions, decode=rule, max_new_tokens=5, **options):
         note = next(note for note in out.notes if "decode rule" in note)
         assert "'retrieval'" in note and "32768" in note
-
-
-@pytest.mark.slow
-def test_an_index_is_searched_for_one_device(tiny_config, ids):
-    model = random_model(tiny_config(), mesh=make_mesh(1, 1, 2), cache_tokens=1024)
-    options = {"documents": list(ids(30)), "model": model, "method": "turborag"}
-    with pytest.raises(RequestError, match="the model is on 2; load it without a mesh"):
-        generate(ids(5)[0], decode=Retrieval(k=6, sink=4, recent=8), **options)
 
 
 @pytest.mark.slow

@@ -107,7 +107,7 @@ class Asker:
         for row, (request, state) in enumerate(zip(requests, mapped, strict=True)):
             outcome = outcome_of(
                 runner.model, request, state, accounts[row] if accounts else None,
-                wait=0.0, load=0.0, prefill=0.0, per_token=0.0,
+                moments=(0.0,) * 5, compiling=lambda start, end: 0.0, tokens=0,
             )  # fmt: skip
             own = ids[row, : request.max_new_tokens].tolist()
             end = next((at for at, token in enumerate(own) if token in request.eos_ids), None)

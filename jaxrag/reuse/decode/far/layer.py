@@ -55,6 +55,8 @@ class HostPrompt:
       carried: chunks of the request that may have been stored with indexes; their ``slots`` are
         rows.
       documents: indexes that chunks were stored with; None where there are none.
+      part: which of the ``parts`` this is in which the host has the KV heads, one for each run of
+        heads that devices have; all else is of this part, but for the documents'.
     """
 
     config: ModelConfig
@@ -67,6 +69,8 @@ class HostPrompt:
     threads: ThreadPoolExecutor
     carried: Sequence[Carried] = ()
     documents: StoredIndexes | None = None
+    part: int = 0
+    parts: int = 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

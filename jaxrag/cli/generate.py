@@ -1,13 +1,4 @@
-"""Answer a file of questions: one JSON line in, one JSON line out, for clusters.
-
-A question is {"question": "...", "id": ..., "documents": ["...", ...]}; the last two may be left
-out. A killed run goes on where it stopped when it is started again. Exit code 0: everything is
-answered; 3: some questions were refused, their lines say why; 1: nothing more could be done.
-
-On several machines or devices, start one process for each with its own --shard and --out. A model
-that is too large for one machine lies on the devices of all processes with --distributed: then all
-of them take the same arguments and files, and the first one writes --out and prints.
-"""
+"""`jaxrag generate`: a file of questions, one JSON line in, one JSON line out, for clusters."""
 
 import argparse
 import contextlib
@@ -15,14 +6,14 @@ import dataclasses
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from jaxrag.base.config import ModelOptions
 from jaxrag.base.errors import JaxragError, RequestError
-from jaxrag.cli import run_command
 from jaxrag.cli.fields import from_fields
 from jaxrag.cli.opening import asked_of, load, method_of, open_kb
 from jaxrag.cli.options import (
+    add_command,
     add_distributed,
     add_generation,
     add_json,
@@ -33,15 +24,27 @@ from jaxrag.cli.options import (
 from jaxrag.cli.output import print_json
 from jaxrag.models.text.printable import printable
 
+_ABOUT = (
+    'A question is {"question": "...", "id": ..., "documents": ["...", ...]}; the last two may be '
+    "left out. A killed run goes on where it stopped when it is started again. Exit code 0: "
+    "everything is answered; 3: some questions were refused, their lines say why; 1: nothing more "
+    "could be done. On several machines or devices, start one process for each with its own "
+    "--shard and --out. A model that is too large for one machine lies on the devices of all "
+    "processes with --distributed: then all of them take the same arguments and files, and the "
+    "first one writes --out and prints."
+)
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse the arguments and run; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example: python scripts/generate.py --questions nq.jsonl --kb kb "
-        "--out answers.$SLURM_PROCID.jsonl --shard $SLURM_PROCID/$SLURM_NTASKS",
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Register the command."""
+    parser = add_command(
+        commands,
+        "generate",
+        "answer a file of questions: one JSON line in, one JSON line out",
+        "jaxrag generate --questions nq.jsonl --kb kb --out answers.$SLURM_PROCID.jsonl "
+        "--shard $SLURM_PROCID/$SLURM_NTASKS",
     )
+    parser.description = f"{parser.description} {_ABOUT}"
     parser.add_argument("--questions", required=True, metavar="FILE", help="JSON lines")
     parser.add_argument("--out", required=True, metavar="FILE", help="made, or continued")
     parser.add_argument("--kb", metavar="DIR", help="knowledge base to retrieve from")
@@ -56,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add_distributed(parser, "one model on the devices of all processes (--mesh 1,1,N of N devices)")
     add_json(parser)
-    return run_command(run, parser.parse_args(argv))
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -99,10 +102,9 @@ def _ending_all() -> Iterator[None]:
 
 
 def _answer(args: argparse.Namespace, first: bool) -> int:
-    from batch import answer_file
-    from batch_files import written_once
-
     from jaxrag.library.documents import Shard
+    from jaxrag.serve.answer_files import written_once
+    from jaxrag.serve.batch import answer_file
     from jaxrag.serve.question_files import QuestionFile
     from jaxrag.serve.questions import resolve
 
@@ -148,7 +150,3 @@ def _answer(args: argparse.Namespace, first: bool) -> int:
             f"{rates['reused_tokens_per_second']:.3g} reused chunk tokens/s"
         )
     return 0 if report.complete else 3
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,12 +7,12 @@ import time
 from typing import Any
 
 import xxhash
-from batch_files import AnswerFile
 
 from jaxrag.base.errors import RequestError
 from jaxrag.kv.store import MemoryStore
 from jaxrag.library.documents import Shard
 from jaxrag.models.text.progress import progress_bar
+from jaxrag.serve.answer_files import AnswerFile
 from jaxrag.serve.answers import Result, serve
 from jaxrag.serve.ask import check_count
 from jaxrag.serve.question_files import BadQuestion, FileQuestion, Id, QuestionFile

@@ -3,27 +3,23 @@
 import dataclasses
 import fcntl
 import json
-import runpy
-import subprocess
-import sys
-from pathlib import Path
 
-import batch
 import pytest
-from batch import answer_file, question_seed
-from batch_files import AnswerFile, settings_path
 
 from jaxrag import KnowledgeBase, generate
 from jaxrag.base.errors import ConfigError, RequestError, StoreError, TokenizerError
+from jaxrag.cli import main
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.sampling import SamplingParams
 from jaxrag.library.documents import Document, Shard
 from jaxrag.models.text.prompts import PromptTemplate
+from jaxrag.serve import batch
+from jaxrag.serve.answer_files import AnswerFile, settings_path
 from jaxrag.serve.ask import Ask
+from jaxrag.serve.batch import answer_file, question_seed
 from jaxrag.serve.question_files import BadQuestion, FileQuestion, QuestionFile
 from jaxrag.serve.questions import resolve
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "generate.py"
 WARM = SamplingParams(temperature=1.0, seed=5)
 LINES = [
     {"id": "salt", "question": "Who works the salt wells?", "answers": ["hands"]},
@@ -352,14 +348,13 @@ def test_bad_shards(text):
 
 @pytest.fixture
 def script(kb_dir, tmp_path, capsys):
-    """Run scripts/generate.py in this process: exit code, stdout, stderr."""
-    main = runpy.run_path(str(SCRIPT))["main"]
+    """Run `jaxrag generate` in this process: exit code, stdout, stderr."""
 
     def call(*arguments, kb=kb_dir):
         given = () if kb is None else ("--kb", kb)
         out = ("--out", tmp_path / "answers.jsonl", "--cache-tokens", 8192, "--max-new-tokens", 3)
         capsys.readouterr()
-        code = main([str(a) for a in (*out, *given, *arguments)])
+        code = main(["generate", *(str(a) for a in (*out, *given, *arguments))])
         return code, *capsys.readouterr()
 
     return call
@@ -401,9 +396,3 @@ def test_script_refuses_before_the_model_is_read(script, tmp_path):
     _, _, err = script("--questions", questions, "--shard", "2/2", kb=tmp_path / "none")
     assert "shard '2/2'" in err
     assert not (tmp_path / "answers.jsonl").exists()
-
-
-def test_script_starts_by_path():
-    done = subprocess.run([sys.executable, SCRIPT, "--help"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "example: python scripts/generate.py" in done.stdout

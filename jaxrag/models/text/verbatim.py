@@ -1,0 +1,103 @@
+"""A conversation as the model's chat template writes it, contents kept apart from the frame.
+
+The template's own text may hold special tokens; contents never do, whatever is spelled in them.
+"""
+
+import dataclasses
+import datetime
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from jaxrag.base.errors import TokenizerError
+from jaxrag.models.text.tokenizer import Tokenizer
+
+_FIRST_MARK = 0xE000  # of the private-use area: 6,400 characters that no script has
+_MARKS = 6400
+
+
+def _answer_alone(content: str) -> str:
+    return content.rpartition("</think>")[2].lstrip("\n")
+
+
+# What templates do to a content: Llama 3 strips it, Qwen 3 leaves the thoughts of answers out.
+_CHANGES: tuple[Callable[[str], str], ...] = (
+    lambda content: content,
+    str.strip,
+    str.rstrip,
+    str.lstrip,
+    _answer_alone,
+    lambda content: _answer_alone(content).strip(),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class MessagePart:
+    """A part of a rendered conversation.
+
+    Attributes:
+      text: the parts' texts together are what the template renders.
+      message: whose content it is, as the template has it; None: the template's own text.
+    """
+
+    text: str
+    message: int | None = None
+
+
+def framed(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> list[MessagePart]:
+    """The parts of a conversation, with the template's opening of the answer last.
+
+    It is rendered twice: with a mark in place of every content, which shows the frame, and as it
+    is, which shows what the template does to contents.
+
+    Raises TokenizerError for a tokenizer without a chat template, a template that refuses the
+    messages, and one that does to a content what is not known here.
+    """
+    now = datetime.datetime.combine(datetime.date.today(), datetime.time())
+    marks = [chr(_FIRST_MARK + place) for place in range(len(messages))]
+    contents = [message["content"] for message in messages]
+    if len(messages) > _MARKS or any(_has_mark(content) for content in contents):
+        raise TokenizerError(
+            "messages hold characters of the private-use area U+E000 to U+F8FF, or are more than "
+            f"{_MARKS}; leave these out"
+        )
+    marked = [{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)]
+    frame = tokenizer.render_chat(marked, now=now)
+    whole = tokenizer.render_chat(messages, now=now)
+    between, rest = list[str](), frame
+    for place, mark in enumerate(marks):
+        before, found, rest = rest.partition(mark)
+        if not found or mark in rest:
+            raise _not_repeated(place)
+        between.append(before)
+    between.append(rest)
+    return list(_parts(between, contents, whole))
+
+
+def _parts(between: Sequence[str], contents: Sequence[str], whole: str) -> Iterator[MessagePart]:
+    """The frame's texts with contents between them, changed as the template changes them."""
+    at = 0
+    for place, content in enumerate(contents):
+        before, behind = between[place], between[place + 1]
+        start = at + len(before)
+        for change in _CHANGES:
+            text = change(content)
+            if whole.startswith(text + behind, start):
+                break
+        else:
+            raise _not_repeated(place)
+        yield MessagePart(before)
+        yield MessagePart(text, place)
+        at = start + len(text)
+    if whole[at:] != between[-1]:
+        raise _not_repeated(len(contents) - 1)
+    yield MessagePart(between[-1])
+
+
+def _has_mark(content: str) -> bool:
+    return any(_FIRST_MARK <= ord(it) < _FIRST_MARK + _MARKS for it in content)
+
+
+def _not_repeated(place: int) -> TokenizerError:
+    return TokenizerError(
+        f"the model's chat template does not repeat messages[{place}] once, in order; ask with a "
+        "prompt template, such as --template plain"
+    )

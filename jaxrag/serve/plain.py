@@ -1,0 +1,178 @@
+"""Plain prompts: messages as the model's chat template writes them, with pasted passages as blocks.
+
+What is read as a block is a function of the messages and the rules (`models.text.passages`). All
+else is computed in place, over everything that precedes it:
+
+    prefix | turn: frame, system, words before | block | turn: words between | block | final
+    BOS      exact, kept in the pool             KV     exact                  KV      question
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from jaxrag.base.errors import RequestError
+from jaxrag.base.types import HostArray
+from jaxrag.engine.request import Prompt
+from jaxrag.models.model import Model
+from jaxrag.models.text.passages import PassageRules, TextPiece, cut, passage_rules
+from jaxrag.models.text.tokenizer import Tokenizer
+from jaxrag.models.text.verbatim import MessagePart, framed
+from jaxrag.reuse.encode import encoder_named
+from jaxrag.reuse.methods import Method
+from jaxrag.serve.ask import Ask
+from jaxrag.serve.conversation import Conversation, FoundChunk, Source
+
+_rules = functools.lru_cache(maxsize=16)(passage_rules)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Said:
+    """Token ids of a piece, and what they are: a block, or computed.
+
+    Attributes:
+      ids: int32 [T].
+      source: of a block.
+      ends_answer: the answer of the assistant ends here.
+      asks: it is of the last message of the user.
+    """
+
+    ids: HostArray
+    source: Source | None = None
+    ends_answer: bool = False
+    asks: bool = False
+
+
+def is_verbatim(ask: Ask, model: Model, talk: Conversation) -> bool:
+    """Whether messages are put as the model's chat template writes them: nothing else is asked for.
+
+    Raises RequestError where passages are to be found in what is not.
+    """
+    chat = model.tokenizer is not None and model.tokenizer.has_chat_template
+    own = ask.template is not None or ask.earlier_turns == "blocks"
+    if talk.messages and chat and not own:
+        return True
+    if ask.plain == "passages" and talk.messages:
+        raise RequestError(
+            "plain='passages' needs a model with a chat template, and neither template= nor "
+            "earlier_turns='blocks'; use plain='off'"
+        )
+    return False
+
+
+def rules_for(ask: Ask, method: Method) -> PassageRules | None:
+    """How passages are found; None where none is, by ``ask`` or for a method that reads no blocks.
+
+    Raises RequestError for a method whose chunks see their neighbours, as nobody knows a pasted
+    passage's, or that computes misses in place, as answers would depend on what is stored.
+    """
+    if ask.plain == "off" or method.encoder is None:
+        return None
+    encoders = (method.encoder, method.first_encoder)
+    if any(name is not None and encoder_named(name).sees_neighbours for name in encoders):
+        raise RequestError(
+            f"method {method.name!r} reads KV that has seen neighbours; pasted passages have none: "
+            "choose turborag, block_attention, cacheblend or epic"
+        )
+    if method.misses != "encode":
+        raise RequestError(
+            f"misses={method.misses!r}: what is read as a block would depend on what is stored; "
+            "plain prompts take misses='encode'"
+        )
+    return _rules(ask.passage_rules)
+
+
+def plain_prompt(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], rules: PassageRules | None
+) -> tuple[Prompt, list[FoundChunk]]:
+    """The prompt of a conversation, and its blocks in order.
+
+    A source names its message as its document, and where it stands in the message's content.
+
+    Args:
+      messages: roles and contents, texts.
+      rules: how passages are found; None: none is.
+
+    Raises TokenizerError as ``framed`` does.
+    """
+    said = list(_pieces(tokenizer, messages, rules))
+    if rules is not None and sum(len(it.ids) for it in said if it.source) < rules.worth:
+        said = [dataclasses.replace(it, source=None) for it in said]
+    chunks, turns, members = list[HostArray](), list[int](), list[FoundChunk]()
+    now, question = list[HostArray](), None
+
+    def size() -> int:
+        return sum(map(len, now))
+
+    def turn(ids: HostArray) -> None:
+        if len(ids):
+            turns.append(len(chunks))
+            chunks.append(ids)
+
+    for one in said:
+        if one.source is not None:
+            turn(_joined(now))
+            now = []
+            chunks.append(one.ids)
+            members.append(FoundChunk(one.source, "", one.ids, bare=True))
+            continue
+        if one.asks:
+            question = size(), size() + len(one.ids)
+        now.append(one.ids)
+        if one.ends_answer:  # its last token was never run when it was generated
+            ids = _joined(now)
+            turn(ids[:-1])
+            now, question = [ids[-1:]], None
+    leading = tokenizer.leading_ids
+    prompt = Prompt(leading, tuple(chunks), _joined(now), question=question, turns=tuple(turns))
+    return prompt, members
+
+
+def _pieces(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], rules: PassageRules | None
+) -> Iterator[_Said]:
+    """Everything behind the leading tokens, piece by piece."""
+    asking = max((i for i, it in enumerate(messages) if it["role"] == "user"), default=-1)
+    for number, part in enumerate(framed(tokenizer, messages)):
+        if part.message is None:
+            yield _Said(_frame_ids(tokenizer, part.text, first=number == 0))
+        elif messages[part.message]["role"] == "assistant":
+            yield _Said(tokenizer.encode(part.text), ends_answer=True)
+        else:
+            asks = part.message == asking
+            for piece in _cut(part.text, rules, asks):
+                text = part.text[piece.start : piece.end]
+                source = _source(part, piece) if piece.block else None
+                last = asks and piece.end == len(part.text)
+                yield _Said(tokenizer.encode(text), source, asks=last)
+
+
+def _cut(text: str, rules: PassageRules | None, asks: bool) -> list[TextPiece]:
+    """The pieces of a content; the last of the last question is computed, whatever it is."""
+    if rules is None:
+        return [TextPiece(0, len(text), block=False)]
+    pieces = cut(text, rules)
+    if asks and pieces and pieces[-1].block:
+        pieces[-1] = dataclasses.replace(pieces[-1], block=False)
+    return pieces
+
+
+def _source(part: MessagePart, piece: TextPiece) -> Source:
+    text = part.text[piece.start : piece.end]
+    name = f"messages[{part.message}]"
+    return Source(name, 0, None, None, text, start=piece.start, end=piece.end)
+
+
+def _frame_ids(tokenizer: Tokenizer, text: str, first: bool) -> HostArray:
+    """Ids of the template's own text; the prefix has what leads a prompt."""
+    ids = tokenizer.encode(text, special=True)
+    leading = tokenizer.leading_ids
+    if first and len(leading) and np.array_equal(ids[: len(leading)], leading):
+        ids = ids[len(leading) :]
+    return ids
+
+
+def _joined(parts: Sequence[HostArray]) -> HostArray:
+    return np.concatenate([np.zeros(0, np.int32), *parts]).astype(np.int32)

@@ -1,0 +1,160 @@
+"""Where passages lie in pasted text: it is found again in any order."""
+
+import random
+
+import pytest
+
+from jaxrag.base.errors import ConfigError
+from jaxrag.models.text.passages import MOST_CHARACTERS, PassageRules, cut, passage_rules
+
+RULES = passage_rules("common")
+WORDS = ["otters", "bees", "rivers", "stones", "bread", "lamps", "salt", "clay", "winter", "songs"]
+ASKED = "What do the papers say about it?"
+
+
+def passages(count, seed=0, sentences=8, join=" "):
+    """Texts of a few hundred characters, no two alike."""
+    draw = random.Random(seed)
+
+    def sentence():
+        words = draw.choices(WORDS, k=draw.randrange(6, 12))
+        return " ".join(words).capitalize() + "."
+
+    return [join.join(sentence() for _ in range(sentences)) for _ in range(count)]
+
+
+# As stacks write them: function of the passages -> the whole message.
+FORMS = {
+    "empty lines": lambda ps: "Read these.\n\n" + "\n\n".join(ps) + f"\n\n{ASKED}",
+    "question first": lambda ps: f"Question: {ASKED} \nContext: " + "\n\n".join(ps) + " \nAnswer:",
+    "metadata": lambda ps: (
+        "Context information is below.\n---------------------\n"
+        + "\n\n".join(f"file_path: docs/{i}.md\n\n{p}" for i, p in enumerate(ps))
+        + f"\n---------------------\nQuery: {ASKED}\nAnswer: "
+    ),
+    "indented loop": lambda ps: (
+        "\nContext:\n" + "".join(f"\n    {p}\n" for p in ps) + f"\n\nQuestion: {ASKED}\nAnswer:"
+    ),
+    "tags": lambda ps: (
+        "<context>\n"
+        + "\n".join(f'<source id="{i}">{p}</source>' for i, p in enumerate(ps, 1))
+        + f"\n</context>\n\n{ASKED}"
+    ),
+    "tree": lambda ps: (
+        "Here is what we know:\n\n------\n"
+        + "\n\n------\n\n".join(
+            f"\nID: {i}\n├── Title: t{i}\n└── Content:\n{p}" for i, p in enumerate(ps)
+        )
+        + "\n      The above is what we know."
+    ),
+    "brackets": lambda ps: (
+        "Context:\n"
+        + "".join(f"[CONTEXT {i}]:\n{p}\n[END CONTEXT {i}]\n\n" for i, p in enumerate(ps))
+        + ASKED
+    ),
+    "json": lambda ps: (
+        "Answer from these:\n["
+        + ", ".join(f'{{"title": "t{i}", "text": "{p}"}}' for i, p in enumerate(ps))
+        + f"]\n\nQuestion: {ASKED}"
+    ),
+    "counted": lambda ps: "\n".join(f"[{i}] {p}" for i, p in enumerate(ps)) + f"\n\nQ: {ASKED}",
+    "letters": lambda ps: (
+        "Use these.\n\n"
+        + "\n".join(f"Passage {chr(65 + i)}: {p}" for i, p in enumerate(ps))
+        + f"\n\n{ASKED}"
+    ),
+    "unknown tags": lambda ps: (
+        "\n".join(f"<d{i}>{p}</d{i}>" for i, p in enumerate(ps)) + f"\n{ASKED}"
+    ),
+    "ruled": lambda ps: "Use these.\n\n" + "\n=====\n".join(ps) + f"\n\nQuestion: {ASKED}",
+}
+
+
+def blocks(text):
+    return [text[p.start : p.end] for p in cut(text, RULES) if p.block]
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_passages_are_found_whole_in_any_order(form):
+    found = passages(5)
+    text = form(found)
+    pieces = cut(text, RULES)
+    assert "".join(text[p.start : p.end] for p in pieces) == text
+    assert set(found) <= set(blocks(text))
+    assert set(found) <= set(blocks(form(found[::-1])))
+    assert not any(ASKED in block for block in blocks(text))
+
+
+@pytest.mark.parametrize("form", [FORMS["tags"], FORMS["metadata"]], ids=["tags", "metadata"])
+def test_a_passage_of_several_paragraphs_is_one_block(form):
+    found = passages(3, join="\n\n")
+    assert set(found) <= set(blocks(form(found)))
+
+
+def test_what_is_short_is_computed():
+    assert blocks("A question of one line?") == []
+    assert blocks("<source>too short</source>") == []
+
+
+def test_blocks_are_without_white_space_at_their_edges():
+    [found] = passages(1)
+    assert blocks(f"<source>\n\n  {found}\n \n</source>") == [found]
+
+
+def test_long_texts_that_overlap_are_cut_alike_where_they_do():
+    [text] = passages(1, sentences=600)
+    whole, part = set(blocks(f"<doc>{text}</doc>")), blocks(f"<doc>{text[9_000:]}</doc>")
+    assert len(whole) > 10
+    assert len(whole & set(part)) >= len(part) - 1
+    assert max(len(block.encode()) for block in whole) <= RULES.whole
+    chinese = "盐井由人手经营而竹桥横跨河流" * 40 + "".join(chr(0x4E00 + i) for i in range(3000))
+    pieces = blocks(f"<doc>{chinese}</doc>")
+    assert len(pieces) > 5
+    assert "".join(pieces) == chinese
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<source>" * 100_000,
+        "\n" * 500_000,
+        '"text": "\\' * 50_000,
+        "[1] " * 200_000,
+        ("\n" + " " * 500) * 2_000,
+        "---\n" * 200_000,
+        "title:" * 100_000,
+        "\ue000\u2028<" * 100_000,
+        "",
+    ],
+    ids=range(9),
+)
+def test_hostile_texts_are_cut_into_themselves(text):
+    pieces = cut(text, RULES)
+    assert "".join(text[p.start : p.end] for p in pieces) == text
+    assert all(p.start < p.end for p in pieces)
+
+
+def test_a_text_beyond_the_bound_is_no_block():
+    text = "<source>" + "word " * (MOST_CHARACTERS // 5 + 1) + "</source>"
+    [piece] = cut(text, RULES)
+    assert (piece.start, piece.end, piece.block) == (0, len(text), False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"walls": {"a": "("}}, r"wall 'a': '\(' is no pattern"),
+        ({"least": 0}, "least=0"),
+        ({"reach": 5000}, "reach=5000"),
+        ({"worth": 0}, "worth=0"),
+    ],
+)
+def test_rules_that_cut_nothing_are_refused(changes, why):
+    values = {"certain": {}, "walls": {}, "least": 64, "whole": 4800, "reach": 512} | changes
+    with pytest.raises(ConfigError, match=why):
+        PassageRules(**{"apart": 200, "worth": 1024} | values)
+
+
+def test_unknown_rules_are_named():
+    with pytest.raises(ConfigError, match="passage rules 'none'.*common"):
+        passage_rules("none")

@@ -1,0 +1,167 @@
+"""Laws 11 to 13 of decode rules that search and fetch on the host, over meshes and processes."""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxrag import generate
+from jaxrag.base.errors import RequestError
+from jaxrag.base.sharding import make_mesh
+from jaxrag.engine.engine import engine_of
+from jaxrag.models.export import export_hf
+from jaxrag.models.model import load_model
+from jaxrag.models.reading import Reading
+from jaxrag.models.spec import init_params
+
+PROGRAM = Path(__file__).with_name("mesh_rules.py")
+DOCUMENTS = [
+    "Salt is worked at the wells by hands that ask for wool.",
+    "The river is crossed on a raft, and the raft is pulled by a rope.",
+    "Tea comes over the pass on mules, two bags a mule.",
+]
+THINGS = ["salt", "wool", "tea", "river", "raft", "pass", "snow", "rope", "mule", "well"]
+QUESTIONS = [f"{word} {thing}?" for word in ("Who has the", "What is") for thing in THINGS]
+WINDOW = "sink=4,recent=8"
+# By name: the rule, and how the model is loaded.
+CASES = {
+    "values": ("topn:n=8", {"value_layers": 1}),
+    "retrieval": (f"retrieval:k=6,{WINDOW}", {}),
+    "away": (f"retrieval:k=6,{WINDOW}", {"kv": "host"}),
+    "topn": ("topn:n=8", {}),
+    "ivf": (f"ivf:k=6,{WINDOW}", {}),
+    "ivf away": (f"ivf:k=6,{WINDOW}", {"kv": "host"}),
+    "dense away": ("dense", {"kv": "host"}),
+    "static_window away": (f"static_window:{WINDOW}", {"kv": "host"}),
+    "snapkv away": ("snapkv:keep=12,window=4", {"kv": "host"}),
+    "quest away": ("quest:pages=3,dense_layers=0", {"kv": "host"}),
+    "flat away": (f"flat:k=6,{WINDOW}", {"kv": "host"}),
+    "static_window": (f"static_window:{WINDOW}", {}),
+    "snapkv": ("snapkv:keep=12,window=4", {}),
+    "infllm": ("infllm:block=4,blocks=2,sink=4,recent=8", {}),
+    "quest": ("quest:pages=3,dense_layers=0", {}),
+    "flat": (f"flat:k=6,{WINDOW}", {}),
+}
+FIRST = ("values", "retrieval", "away")  # of them in every run
+
+
+@pytest.fixture(scope="module")
+def wide_model_dir(tmp_path_factory, tiny_config, tokenizer_dir):
+    """Four KV heads, so that four devices can split them."""
+    config = tiny_config(
+        vocab_size=600, num_layers=2, num_heads=8, num_kv_heads=4, max_positions=512
+    )
+    folder = tmp_path_factory.mktemp("wide") / "llama"
+    params = init_params(config, jax.random.key(5))
+    export_hf(folder, params, config, tokenizer_dir, reading=Reading(("reordered",)))
+    return folder
+
+
+def answers(folder, case, questions, mesh=None, batch=1, method="turborag"):
+    """Token ids of each, and the host memory of K and V."""
+    rule, placed = CASES[case]
+    model = load_model(folder, mesh=mesh, cache_tokens=1024, **placed)
+    given = {"documents": DOCUMENTS, "decode": rule, "method": method, "max_new_tokens": 4}
+    results = generate(questions, model=model, batch_size=batch, **given)
+    host = engine_of(model).runner.cache.host
+    return [one.token_ids for one in results], host.nbytes if host else 0
+
+
+@pytest.mark.parametrize("case", FIRST)
+def test_rows_and_heads_on_four_devices(wide_model_dir, case):
+    """A batch on tensor 2 x data 2 is answered as each question alone on one device."""
+    mesh = make_mesh(2, 1, 2)
+    found = answers(wide_model_dir, case, QUESTIONS[:3], mesh, batch=3)
+    assert found == answers(wide_model_dir, case, QUESTIONS[:3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["turborag", "fusionrag"])
+@pytest.mark.parametrize("case", CASES)
+def test_twenty_questions_on_meshes(wide_model_dir, case, method):
+    if method == "fusionrag" and CASES[case][1].get("kv") == "host":
+        pytest.skip("its selector reads KV on the device")
+    wanted = answers(wide_model_dir, case, QUESTIONS, method=method)
+    for sizes in [(1, 1, 1), (1, 1, 2), (1, 1, 4), (2, 1, 2)]:
+        found = answers(wide_model_dir, case, QUESTIONS, make_mesh(*sizes), 3, method)
+        assert found == wanted, sizes
+
+
+def processes_answer(run_processes, tmp_path, folder, cases, questions, processes, mesh):
+    """What every process writes, which is the same."""
+    work = {
+        "processes": processes,
+        "mesh": mesh,
+        "model": str(folder),
+        "method": "turborag",
+        "cases": {case: CASES[case] for case in cases},
+        "questions": questions,
+        "documents": DOCUMENTS,
+        "tokens": 4,
+        "batch": 3,
+    }
+    path = tmp_path / "work.json"
+    path.write_text(json.dumps(work))
+    run_processes(
+        lambda rank, coordinator: [sys.executable, PROGRAM, str(rank), coordinator, path],
+        tmp_path,
+        count=processes,
+        devices=mesh[0] * mesh[1] * mesh[2] // processes,
+    )
+    found = [json.loads(path.with_suffix(f".{it}.json").read_text()) for it in range(processes)]
+    assert all(one == found[0] for one in found)
+    return found[0]
+
+
+def check_processes(found, folder, cases, questions, processes):
+    for case in cases:
+        wanted, nbytes = answers(folder, case, questions)
+        assert found[case] == [wanted, nbytes // processes], case
+
+
+def test_two_processes_have_half_of_the_heads_each(wide_model_dir, run_processes, tmp_path):
+    """A process searches and fetches what it holds, and has half of the host memory."""
+    asked = (("values", "away"), QUESTIONS[:3], 2)
+    found = processes_answer(run_processes, tmp_path, wide_model_dir, *asked, (1, 1, 2))
+    check_processes(found, wide_model_dir, *asked)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "mesh"), [(2, (1, 1, 4)), (4, (1, 1, 4))], ids=["two", "four"]
+)
+def test_every_rule_over_processes(wide_model_dir, run_processes, tmp_path, processes, mesh):
+    asked = (tuple(CASES), QUESTIONS, processes)
+    found = processes_answer(run_processes, tmp_path, wide_model_dir, *asked, mesh)
+    check_processes(found, wide_model_dir, *asked)
+
+
+@pytest.mark.slow
+def test_rows_over_processes_are_refused_where_memory_has_owners(
+    wide_model_dir, run_processes, tmp_path
+):
+    mesh = (2, 1, 1)
+    found = processes_answer(
+        run_processes, tmp_path, wide_model_dir, ["away"], QUESTIONS[:2], 2, mesh
+    )
+    assert "a KV head has devices in several processes" in found["away"]
+    assert "\n" not in found["away"]
+
+
+def test_heads_without_an_owner_are_refused(wide_model_dir):
+    mesh = make_mesh(1, 1, 8)
+    for placed in ({"value_layers": 1}, {"kv": "host"}):
+        with pytest.raises(RequestError, match="4 KV heads .* do not divide over 8 devices") as no:
+            load_model(wide_model_dir, mesh=mesh, cache_tokens=1024, **placed)
+        assert "\n" not in str(no.value)
+    with pytest.raises(RequestError, match="decode rule 'retrieval': the 4 KV heads"):
+        answers(wide_model_dir, "retrieval", QUESTIONS[:1], mesh)
+
+
+def test_blocks_of_all_heads_are_not_chosen_in_parts(wide_model_dir):
+    model = load_model(wide_model_dir, mesh=make_mesh(1, 1, 2), cache_tokens=1024, kv="host")
+    with pytest.raises(RequestError, match="'infllm' chooses for all KV heads at once") as no:
+        generate(QUESTIONS[0], model=model, documents=DOCUMENTS, decode=CASES["infllm"][0])
+    assert "\n" not in str(no.value)

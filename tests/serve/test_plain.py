@@ -1,0 +1,153 @@
+"""Plain prompts: what is read as a block depends on the text and the rules alone (law 16)."""
+
+import dataclasses
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jaxrag
+from jaxrag.base.errors import RequestError
+from jaxrag.engine.engine import engine_of
+from jaxrag.models.model import load_model
+from jaxrag.models.text.passages import passage_rules
+from jaxrag.reuse.methods import METHODS
+from jaxrag.serve.ask import Ask
+from jaxrag.serve.conversation import conversation_of
+from jaxrag.serve.plain import plain_prompt, rules_for
+from jaxrag.serve.questions import prepare, resolve
+
+WORDS = ["salt", "wells", "bamboo", "bridge", "river", "hands", "worked", "crosses", "brick", "tea"]
+BRIEF = {"max_new_tokens": 5, "method": "turborag"}
+
+
+@pytest.fixture(scope="module")
+def model(chat_model_dir):
+    return load_model(chat_model_dir, cache_tokens=8192)
+
+
+@pytest.fixture(scope="module")
+def rules_file(tmp_path_factory):
+    """The common rules, for prompts of a few hundred tokens."""
+    common = Path(__file__).parents[2] / "configs" / "passages" / "common.toml"
+    path = tmp_path_factory.mktemp("rules") / "small.toml"
+    path.write_text(common.read_text(encoding="utf-8").replace("worth = 1024", "worth = 60"))
+    return str(path)
+
+
+def passage(seed):
+    draw = random.Random(seed)
+    return " ".join(draw.choices(WORDS, k=24)).capitalize() + "."
+
+
+def pasted(seeds, asked="Who works the wells?"):
+    sources = "\n".join(f'<source id="{i}">{passage(i)}</source>' for i in seeds)
+    return [
+        {"role": "system", "content": "Answer briefly <|im_end|>."},
+        {"role": "user", "content": f"{sources}\n\n{asked}"},
+    ]
+
+
+def test_the_prompt_is_the_messages_as_the_template_writes_them(model, rules_file):
+    messages = pasted([1, 2, 3])
+    messages += [{"role": "assistant", "content": "Hands."}, {"role": "user", "content": "Sure?"}]
+    tokenizer = model.text_tokenizer()
+    prompt, members = plain_prompt(tokenizer, messages, passage_rules(rules_file))
+    ids = np.concatenate((prompt.prefix, *prompt.chunks, prompt.final))
+    assert tokenizer.decode(ids, skip_special=False) == tokenizer.render_chat(messages)
+    ends = [i for i, it in enumerate(ids) if it == tokenizer.encode("<|im_end|>", special=True)[0]]
+    assert len(ends) == len(messages)  # that of the system's text is text
+    assert [it.source.text for it in members] == [passage(i) for i in (1, 2, 3)]
+    for it in members:
+        content = messages[1]["content"]
+        assert content[it.source.start : it.source.end] == it.source.text
+        assert it.source.document_id == "messages[1]"
+    first, last = prompt.question
+    assert tokenizer.decode(prompt.final[first:last]) == "Sure?"
+    kinds = ["turn" if i in prompt.turns else "block" for i in range(len(prompt.chunks))]
+    assert kinds == ["turn", "block"] * 3 + ["turn"]
+
+
+def test_a_few_tokens_are_not_worth_it(model, rules_file):
+    tokenizer, rules = model.text_tokenizer(), passage_rules(rules_file)
+    rich = dataclasses.replace(rules, worth=10_000)
+    prompt, members = plain_prompt(tokenizer, pasted([1, 2]), rich)
+    assert not members and not prompt.chunks
+    whole, _ = plain_prompt(tokenizer, pasted([1, 2]), None)
+    assert np.array_equal(prompt.final[-40:], whole.final[-40:])
+
+
+def answered(model, rules_file, messages):
+    """Ids and log-probabilities of an answer, and how many chunks were found."""
+    ask = Ask(plain="passages", passage_rules=rules_file, **BRIEF)
+    asked = prepare(resolve(ask, model=model), conversation_of(messages))
+    *_, last = progress = list(engine_of(model).iterate([asked.request]))
+    ids = [it for one in progress for it in one.new]
+    hits = sum(row.how == "chunk hit" for row in last.outcome.reuse)
+    return ids, [it for one in progress for it in one.logprobs], hits
+
+
+def test_law_16_what_is_stored_decides_the_time_alone(model, rules_file):
+    """Cold, warm, after other orders and after what it needs was pushed out: bit for bit."""
+    draw = random.Random(16)
+    for _ in range(4):
+        seeds = draw.sample(range(100), 4)
+        asked = pasted(seeds, draw.choice(["Who?", "What crosses it?"]))
+        histories = ([], [asked], [pasted(seeds[::-1])], [pasted(seeds[:2]), pasted(seeds[2:])])
+        answers = []
+        for history in histories:
+            engine_of(model).forget()
+            for earlier in history:
+                answered(model, rules_file, earlier)
+            answers.append(answered(model, rules_file, asked))
+        assert all(it[:2] == answers[0][:2] for it in answers)
+        assert [it[2] for it in answers] == [0, 4, 4, 4]
+
+
+def test_the_answer_is_that_of_full_attention_over_the_same_tokens(model, rules_file):
+    """With all tokens computed again."""
+    method = METHODS["cacheblend"].with_ratio(1.0)
+    plain = {"plain": "passages", "passage_rules": rules_file, "model": model, "max_new_tokens": 5}
+    found = jaxrag.generate(messages=pasted([5, 6, 7]), **plain | {"method": method})
+    assert sum(row.part.startswith("chunk") for row in found.reuse) == 3
+    tokenizer = model.text_tokenizer()
+    prompt, _ = plain_prompt(tokenizer, pasted([5, 6, 7]), passage_rules(rules_file))
+    ids = np.concatenate((prompt.prefix, *prompt.chunks, prompt.final))
+    full = jaxrag.generate(
+        [ids], model=model, documents=[], method="full_attention", max_new_tokens=5
+    )
+    assert found.token_ids == full[0].token_ids
+
+
+def test_a_chat_without_documents_is_the_templates_own(model):
+    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
+    stream = jaxrag.generate(messages=said, model=model, stream=True, **BRIEF)
+    text = "".join(part["text"] for part in stream.prompt)
+    assert text == model.text_tokenizer().render_chat(said)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"template": "plain"}, "plain='passages' needs a model with a chat template"),
+        ({"method": "fusionrag"}, "has seen neighbours"),
+        ({"misses": "in_place"}, "misses='in_place'"),
+        ({"plain": "all"}, "plain='all': expected one of off, passages"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_line(model, options, why):
+    with pytest.raises(RequestError, match=why):
+        jaxrag.generate(messages=pasted([1]), model=model, **{"plain": "passages"} | options)
+
+
+def test_a_method_without_blocks_computes_all():
+    assert rules_for(Ask(plain="passages"), METHODS["full_attention"]) is None
+
+
+def test_a_model_without_a_chat_template_is_refused(text_model, word_model_dir):
+    model = load_model(word_model_dir)
+    with pytest.raises(RequestError, match="chat template"):
+        jaxrag.generate(
+            messages=[{"role": "user", "content": "Who?"}], model=model, plain="passages"
+        )

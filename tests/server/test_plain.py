@@ -1,0 +1,108 @@
+"""Passages pasted into a chat, over HTTP: `base_url` is all that a client changes."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from jaxrag.base.errors import ConfigError
+from jaxrag.cli import main
+from jaxrag.models.model import load_model
+from jaxrag.models.reading import Reading, write_reading
+from jaxrag.server.settings import ServerSettings
+from jaxrag.server.state.state import make_state
+
+PASSAGES = ["Otters eat fish and sleep at day. " * 4, "Bees fly high over fields. " * 5]
+PLAIN = {"plain": "passages", "warm_up": False}
+
+
+@pytest.fixture(scope="module")
+def rules_file(tmp_path_factory):
+    common = Path(__file__).parents[2] / "configs" / "passages" / "common.toml"
+    path = tmp_path_factory.mktemp("rules") / "small.toml"
+    path.write_text(common.read_text(encoding="utf-8").replace("worth = 1024", "worth = 60"))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def trained_dir(chat_model_dir, tmp_path_factory):
+    """The chat model, said to be trained for blocks."""
+    folder = tmp_path_factory.mktemp("trained") / "qwen"
+    shutil.copytree(chat_model_dir, folder)
+    write_reading(folder, Reading(("reordered", "composite")))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def serving(start, trained_dir, rules_file):
+    model = load_model(trained_dir, cache_tokens=8192)
+    with start(model, {}, passage_rules=rules_file, **PLAIN) as running:
+        yield running
+
+
+def messages(passages):
+    pasted = "\n".join(f'<source id="{i}">{it}</source>' for i, it in enumerate(passages))
+    return [{"role": "user", "content": f"{pasted}\n\nWho sleeps?"}]
+
+
+def ask(serving, passages, **body):
+    body |= {"messages": messages(passages), "max_tokens": 4}
+    return serving.post("/v1/chat/completions", **body).raise_for_status().json()
+
+
+def cached(answer):
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_passages_are_read_from_kv_in_another_order(serving):
+    first = ask(serving, PASSAGES)
+    again = ask(serving, PASSAGES[::-1])
+    assert cached(first) == 0
+    assert cached(again) > 0.5 * again["usage"]["prompt_tokens"]
+    rows = [row["how"] for row in again["jaxrag"]["reuse"] if row["part"].startswith("chunk")]
+    assert rows == ["chunk hit"] * 2
+    places = [source["document_id"] for source in again["jaxrag"]["sources"]]
+    assert places == ["messages[0]"] * 2
+    assert ask(serving, PASSAGES)["choices"] == first["choices"]
+
+
+def test_a_request_may_do_without(serving):
+    ask(serving, PASSAGES)
+    answer = ask(serving, PASSAGES, plain="off")
+    assert answer["jaxrag"]["sources"] == []
+
+
+def test_a_server_without_it_says_so(start, trained_dir):
+    model = load_model(trained_dir, cache_tokens=2048)
+    with start(model, {}, **PLAIN | {"plain": "off"}) as running:
+        body = {"messages": messages(PASSAGES), "plain": "passages"}
+        answer = running.post("/v1/chat/completions", **body)
+        assert answer.status_code == 400
+        assert "started without --plain" in answer.json()["error"]["message"]
+
+
+def test_weights_that_nothing_speaks_for_are_refused(chat_model_dir, served_model):
+    model = load_model(chat_model_dir, cache_tokens=2048)
+    with pytest.raises(ConfigError, match="--plain-ungated"):
+        make_state(ServerSettings(**PLAIN), model)
+    make_state(ServerSettings(plain_ungated=True, **PLAIN), model).close()
+    with pytest.raises(ConfigError, match="no chat template"):
+        make_state(ServerSettings(**PLAIN), served_model)
+
+
+def test_a_request_is_shown_as_it_would_be_read(trained_dir, rules_file, tmp_path, capsys):
+    request = tmp_path / "request.json"
+    request.write_text(json.dumps({"messages": messages(PASSAGES)}))
+    words = ["plain", str(request), "--model", str(trained_dir), "--passage-rules", rules_file]
+    assert main([*words, "--json"]) == 0
+    parts = json.loads(capsys.readouterr().out)["parts"]
+    blocks = [part["text"] for part in parts if part["kind"] == "block"]
+    assert blocks == [it.strip() for it in PASSAGES]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "tokens are read from KV at second sight" in shown
+    assert "Who sleeps?" in shown
+    request.write_text("[")
+    assert main(words) == 1
+    assert "expected JSON with messages" in capsys.readouterr().err
