@@ -23,9 +23,9 @@ from jaxrag.engine.request import FinishReason
 from jaxrag.engine.reuse import PartReuse, token_counts
 from jaxrag.library.documents.document import begun
 from jaxrag.serve.ask import check_count
-from jaxrag.serve.conversation import Source
+from jaxrag.serve.conversation import Source, shown_prompt
 from jaxrag.serve.output import Answer
-from jaxrag.serve.questions import ReadyQuestion, shown_prompt
+from jaxrag.serve.questions import ReadyQuestion
 from jaxrag.serve.suits import explained
 
 NOTHING_FOUND = "Nothing was found to answer this from."
@@ -168,7 +168,7 @@ class Stream:
 
     @property
     def prompt(self) -> list[dict[str, Any]]:
-        """What is asked, part by part: "part", "tokens" and "text" (questions.shown_prompt)."""
+        """What is asked, part by part: "part", "tokens" and "text" (conversation.shown_prompt)."""
         return shown_prompt(self._question.settings.model, self._question.request.prompt)
 
     def _run(self) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """What is asked: a question, or the messages of a conversation, laid out as one prompt."""
 
 import dataclasses
+import itertools
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -283,3 +284,25 @@ def laid_out(
 
 def _joined(*parts: HostArray) -> HostArray:
     return np.concatenate(parts).astype(np.int32)
+
+
+def shown_prompt(model: Model, prompt: Prompt) -> list[dict[str, Any]]:
+    """The parts of a prompt as the model reads them: name, tokens, and text with special tokens.
+
+    Named as in ``Result.reuse``, and "final block" at last; text is "" without a tokenizer. Parts
+    without a token are left out.
+    """
+    counts = {"chunk": itertools.count(), "turn": itertools.count()}
+    kinds = ["turn" if i in prompt.turns else "chunk" for i in range(len(prompt.chunks))]
+    names = ["prefix", *(f"{kind} {next(counts[kind])}" for kind in kinds), "final block"]
+    parts = zip(names, (prompt.prefix, *prompt.chunks, prompt.final), strict=True)
+    tokenizer = model.tokenizer
+    return [
+        {
+            "part": name,
+            "tokens": len(ids),
+            "text": "" if tokenizer is None else tokenizer.decode(ids, skip_special=False),
+        }
+        for name, ids in parts
+        if len(ids)
+    ]

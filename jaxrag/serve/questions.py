@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -517,25 +516,3 @@ def _given(what: str, document: Text | Passage, model: Model) -> FoundChunk:
     else:
         ids, text = as_token_ids(document, model.config, what), ""
     return FoundChunk(Source(what, 0, None, None, text, end=len(text)), "", ids)
-
-
-def shown_prompt(model: Model, prompt: Prompt) -> list[dict[str, Any]]:
-    """The parts of a prompt as the model reads them: name, tokens, and text with special tokens.
-
-    Named as in ``Result.reuse``, and "final block" at last; text is "" without a tokenizer. Parts
-    without a token are left out.
-    """
-    counts = {"chunk": itertools.count(), "turn": itertools.count()}
-    kinds = ["turn" if i in prompt.turns else "chunk" for i in range(len(prompt.chunks))]
-    names = ["prefix", *(f"{kind} {next(counts[kind])}" for kind in kinds), "final block"]
-    parts = zip(names, (prompt.prefix, *prompt.chunks, prompt.final), strict=True)
-    tokenizer = model.tokenizer
-    return [
-        {
-            "part": name,
-            "tokens": len(ids),
-            "text": "" if tokenizer is None else tokenizer.decode(ids, skip_special=False),
-        }
-        for name, ids in parts
-        if len(ids)
-    ]

@@ -5,6 +5,7 @@ appears under its step number when it is complete, so a run that is killed while
 from the one before.
 """
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -41,6 +42,7 @@ class Checkpoints:
             policies.append(
                 BestN(get_metric_fn=self._score, n=1, keep_checkpoints_without_metrics=False)
             )
+        logging.getLogger("absl").addFilter(_is_news)
         self._best = best
         self._folder = folder
         self._manager = ocp.CheckpointManager(
@@ -126,6 +128,11 @@ class Checkpoints:
     def wait(self) -> None:
         """Until everything is on the disk."""
         self._manager.wait_until_finished()
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """False of tracebacks: Orbax's threads log what the next call on the manager raises."""
+    return not record.exc_info and "_SignalingThread" not in record.getMessage()
 
 
 def abstract_state(make: Any, shardings: TrainState) -> TrainState:

@@ -16,6 +16,9 @@ from jaxrag.train.config import LoraPart, TrainConfig
 from jaxrag.train.lora import adapter_specs
 
 H100_PEAK = 989e12  # dense bfloat16 FLOP/s of one H100 SXM, from its data sheet
+# Of a step in forward passes: gradients of activations and of weights cost one each. Adapters are
+# merged into the weights, so theirs come from the weights' and cost no less.
+PASSES = 3
 UTILISATION = 0.4  # model FLOPs over peak that a well-tuned run of this size reaches
 
 
@@ -47,11 +50,6 @@ class Cost:
         return self.flops / (H100_PEAK * UTILISATION) / 3600
 
 
-def passes(config: TrainConfig) -> int:
-    """A step's arithmetic in forward passes: gradients of activations, and of weights, cost one."""
-    return 3 if config.lora is None else 2
-
-
 def estimate(config: TrainConfig, model: ModelConfig) -> Cost:
     """The cost of a run.
 
@@ -64,7 +62,7 @@ def estimate(config: TrainConfig, model: ModelConfig) -> Cost:
     weight_ways = c.fsdp * c.tensor
     tokens = data.rows * data.row_tokens
     per_row = forward_flops(model, [(data.row_tokens, 0)], data.row_tokens)
-    per_step = passes(config) * per_row * data.rows
+    per_step = PASSES * per_row * data.rows
     frozen = 0 if config.lora is None else params
     part_tokens = tokens // (c.accumulate * c.data * c.fsdp)
     logits = min(config.loss.logits_tokens, tokens // c.accumulate)

@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import errno
 import json
 import math
+import os
 import shutil
 import signal
 import threading
@@ -22,7 +24,7 @@ from jaxrag.models.spec import Params
 from jaxrag.models.text.prompts import template_named
 from jaxrag.train.checkpoints import Checkpoints
 from jaxrag.train.config import TrainConfig, changed_field, to_dict
-from jaxrag.train.cost import passes
+from jaxrag.train.cost import PASSES
 from jaxrag.train.evaluation import HeldOut, held_out
 from jaxrag.train.log import Log, measured_peak
 from jaxrag.train.packing import NOTHING
@@ -77,16 +79,33 @@ def train(
 
     Raises:
       TrainError: ``out`` holds a run and ``resume`` is off; the config differs from that of the
-        run; a sample cannot be used; loss or gradient are not finite (the last checkpoint stays).
+        run; a sample cannot be used; loss or gradient are not finite, or the disk is full (the last
+        checkpoint stays).
       ConfigError, ModelError, TokenizerError: as ``set_up``.
     """
     setup = set_up(config)
     out = Path(out)
     stream = SampleStream(config.data, setup.tokenizer, setup.end_id, setup.model.max_positions)
-    _claim(out, setup, stream, resume)
-    with Checkpoints(out / "checkpoints", config.run.keep, config.run.best) as checkpoints:
-        run = _Run(setup, stream, checkpoints, out, evaluate, progress)
-        return run.go(min(stop_after or config.optimizer.steps, config.optimizer.steps))
+    with _room_for(out):
+        _claim(out, setup, stream, resume)
+        with Checkpoints(out / "checkpoints", config.run.keep, config.run.best) as checkpoints:
+            run = _Run(setup, stream, checkpoints, out, evaluate, progress)
+            return run.go(min(stop_after or config.optimizer.steps, config.optimizer.steps))
+
+
+@contextlib.contextmanager
+def _room_for(out: Path) -> Iterator[None]:
+    """A disk that is full leaves as TrainError; Orbax says it in errors of its own."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        full = (os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT))
+        why = next((it for it in full if it in str(error)), None)
+        if why is None:
+            raise
+        raise TrainError(
+            f"{out}: {why}; what was saved before is whole: make room, and --resume goes on from it"
+        ) from None
 
 
 def _claim(out: Path, setup: Setup, stream: SampleStream, resume: bool) -> None:
@@ -155,7 +174,6 @@ class _Run:
         self.step = make_step(config, setup.program, setup.shardings)
         self.losses = make_evaluation(setup.program)
         self.peak = measured_peak(config.compute.dtype) * jax.process_count()
-        self.passes = passes(config)
         self.eval_rows = config.data.rows // config.compute.accumulate
         self.held_out: list[HeldOut] = [
             held_out(part, config.data, self.eval_rows, setup.tokenizer, setup.end_id,
@@ -256,7 +274,7 @@ class _Run:
                 step=step.position.step,
                 metrics=metrics,
                 tokens=tokens,
-                flops=self.passes * forward_flops(self.setup.model, spans, predicted),
+                flops=PASSES * forward_flops(self.setup.model, spans, predicted),
                 efficiency=step.efficiency,
             )
         )

@@ -1,8 +1,10 @@
 """Whole runs of a tiny model: they learn, stop, resume bit for bit, and refuse what they must."""
 
 import dataclasses
+import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,9 +19,12 @@ import pytest
 from jaxrag.base.config import config_to_dict
 from jaxrag.base.errors import ConfigError, ModelError, TokenizerError, TrainError
 from jaxrag.base.sharding import make_mesh
+from jaxrag.models.export import export_hf
 from jaxrag.models.model import load_model
 from jaxrag.models.reading import Reading, read_reading
+from jaxrag.models.spec import init_params
 from jaxrag.models.text.prompts import read_prompt, template_named
+from jaxrag.train.checkpoints import Checkpoints
 from jaxrag.train.log import read_metrics
 from jaxrag.train.loop import train
 from jaxrag.train.start import model_config, set_up
@@ -90,8 +95,12 @@ def test_a_run_learns_and_exports(train_config, tmp_path, model_dir):
         assert read_reading(directory) == Reading(("reordered",))
 
 
-def test_paused_and_resumed_equals_uninterrupted(train_config, tmp_path):
-    config = train_config()
+LORA = {"lora": {"rank": 4, "alpha": 8.0, "targets": ["q", "v", "down"]}}
+
+
+@pytest.mark.parametrize("changes", [{}, {**LORA, "data.mode": "both"}], ids=["all", "lora"])
+def test_paused_and_resumed_equals_uninterrupted(train_config, tmp_path, changes):
+    config = train_config(**changes)
     whole = train(config, tmp_path / "whole", progress=False)
     part = train(config, tmp_path / "parts", stop_after=3, progress=False)
     assert (part.stopped, part.step) == ("paused", 3)
@@ -107,9 +116,10 @@ def test_paused_and_resumed_equals_uninterrupted(train_config, tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_run_resumes_bit_for_bit(train_values, tmp_path):
+@pytest.mark.parametrize("changes", [{}, LORA], ids=["all", "lora"])
+def test_killed_run_resumes_bit_for_bit(train_values, tmp_path, changes):
     """kill -9 in the middle, --resume: the weights of a run that nobody touched."""
-    values = train_values(**{"optimizer.steps": 200, "run.save_every": 3})
+    values = train_values(**{"optimizer.steps": 200, "run.save_every": 3, **changes})
     path = tmp_path / "run.toml"
     path.write_text(as_toml(values), encoding="utf-8")
     out = tmp_path / "killed"
@@ -171,12 +181,69 @@ def test_resume_refuses_another_config(train_config, tmp_path):
     assert train(often, out, resume=True, stop_after=2, progress=False).step == 2
 
 
+def test_adapters_of_another_model_are_refused(train_config, tmp_path, model_dir, tiny_config):
+    """Of another directory, and of other weights or another shape that stand in the same one."""
+    base, out = tmp_path / "base", tmp_path / "run"
+    shutil.copytree(model_dir, base)
+    config = train_config(**LORA, **{"model.path": str(base)})
+    train(config, out, stop_after=1, progress=False)
+    elsewhere = train_config(**LORA)
+    with pytest.raises(TrainError, match=r"another config, model\.path: '.*base' -> '.*llama'"):
+        train(elsewhere, out, resume=True, progress=False)
+    shape = tiny_config(vocab_size=600, num_layers=1, max_positions=1024)
+    shutil.rmtree(base)
+    export_hf(base, init_params(shape, jax.random.key(3)), shape, model_dir)
+    with pytest.raises(TrainError, match=r"the weights of model\.path changed .*; start anew"):
+        train(config, out, resume=True, progress=False)
+
+
+def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(train_config, tmp_path, monkeypatch):
+    """In Orbax's words, and in the system's; what was saved goes on to the weights of any run."""
+    config = train_config(**LORA)
+    whole = train(config, tmp_path / "whole", progress=False)
+    save = Checkpoints.save
+    for number, full in enumerate((
+        ValueError("RESOURCE_EXHAUSTED: Error writing x: No space left on device [os_error 28]"),
+        OSError(errno.ENOSPC, "No space left on device"),
+    )):  # fmt: skip
+        out = tmp_path / f"run-{number}"
+
+        def refuse(self, state, position, metrics=None, full=full):
+            if position.step == 4:
+                raise full
+            save(self, state, position, metrics)
+
+        monkeypatch.setattr(Checkpoints, "save", refuse)
+        with pytest.raises(TrainError) as told:
+            train(config, out, progress=False)
+        assert "No space left on device; what was saved before is whole" in str(told.value)
+        assert "\n" not in str(told.value) and complete(out) == [2]
+        monkeypatch.setattr(Checkpoints, "save", save)
+        assert_same_weights(train(config, out, resume=True, progress=False).model, whole.model)
+
+
+def test_another_error_of_a_file_is_not_taken_for_a_full_disk(train_config, tmp_path, monkeypatch):
+    def refuse(self, *_):
+        raise ValueError("something else")
+
+    monkeypatch.setattr(Checkpoints, "save", refuse)
+    with pytest.raises(ValueError, match="something else"):
+        train(train_config(), tmp_path / "run", progress=False)
+
+
+def test_questions_that_are_no_rows_are_refused_by_line(train_config, tmp_path, write_rows):
+    """What `jaxrag kb questions` holds out, given as rows."""
+    held = write_rows([{"id": 1, "question": "Who?", "answers": ["I"]}], "held-out.jsonl")
+    config = train_config(**LORA, **{"data.sources": [{"name": "own", "paths": [held]}]})
+    with pytest.raises(
+        TrainError, match=r"held-out\.jsonl:1: keys answers, id, question: expected"
+    ):
+        train(config, tmp_path / "run", progress=False)
+
+
 @pytest.mark.slow
 def test_lora_trains_adapters_and_exports_the_merged_model(train_config, tmp_path, model_dir):
-    config = train_config(**{
-        "lora": {"rank": 4, "alpha": 8.0, "targets": ["q", "v", "down"]},
-        "optimizer.steps": 10,
-    })  # fmt: skip
+    config = train_config(**LORA, **{"optimizer.steps": 10})
     report = train(config, tmp_path / "run", progress=False)
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert lines[-1]["loss"] < lines[0]["loss"]

@@ -12,7 +12,7 @@ from jaxrag.base.errors import KnowledgeBaseError, RequestError, TokenizerError
 from jaxrag.base.tables import require_kind
 from jaxrag.base.types import HostArray
 from jaxrag.kv.store import ChunkStore, ReadThrough
-from jaxrag.library.catalog import Catalog
+from jaxrag.library.catalog import Catalog, Hit
 from jaxrag.library.catalog.audit import RowsReport
 from jaxrag.library.knowledge_base import upkeep
 from jaxrag.library.knowledge_base.forgotten import ForgottenReport, look_for
@@ -92,6 +92,15 @@ class Maintained(Parts):
         if gone:
             raise KnowledgeBaseError(f"{self.path} holds chunk {gone[0]} no more; search again")
         return [placed[i] for i in chunk_ids]
+
+    def chunks_of(self, document_id: str, numbers: Sequence[int] | None = None) -> list[Hit]:
+        """Chunks of a document in order, with score 0: all, or those with these places in it.
+
+        None of a document that is not there, or has fewer chunks.
+        """
+        ids = self._catalog.ids_of_document(document_id)
+        wanted = range(len(ids)) if numbers is None else (it for it in numbers if it < len(ids))
+        return self._catalog.hits([(ids[number], 0.0) for number in wanted])
 
     def holds(self, chunk_ids: Sequence[int], content_ids: Sequence[str]) -> bool:
         """Whether all these chunks, and chunks with these contents, are still there."""

@@ -448,3 +448,32 @@ class GateOptions:
         if self.ratios is not None and not self.ratios:
             raise RequestError("no ratio to try; name some, such as --recompute-ratios 0,0.15,0.3")
         _positive(self, "batch_size")
+
+
+@dataclasses.dataclass(frozen=True)
+class RowsOptions:
+    """Of `jaxrag kb questions`."""
+
+    held_out_share: float = option(
+        0.1, "of the documents, whose questions are kept from the rows", "SHARE"
+    )
+    passages: int | None = option(
+        None, "passages to ask about", "N", flag=_NUMBER, unset="every one, or every line of FILE"
+    )
+    own_answers: bool = option(
+        False, "train on what the model itself answers to a row with full attention"
+    )
+    k: int = 5
+    temperature: float = option(0.7, "of the questions that the model writes; 0 is greedy", "T")
+    max_new_tokens: int = option(
+        96, "of a question with its answer, and of an answer", "N", parse=parse_count
+    )
+    batch_size: int = option(8, "passages that are read together", "N")
+    seed: int = option(0, "of passages, questions, distractors and the share", "N")
+
+    def __post_init__(self) -> None:
+        _positive(self, "passages", "k", "max_new_tokens", "batch_size")
+        if not 0 <= self.held_out_share < 1:
+            raise RequestError(
+                f"--held-out-share {self.held_out_share}: expected a share from 0 to below 1"
+            )
