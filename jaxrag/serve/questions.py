@@ -40,7 +40,6 @@ from jaxrag.serve.suits import (
     for_no_chunks,
     gated,
     renamed,
-    stored_otherwise,
     unplaced,
     untuned,
 )
@@ -219,8 +218,10 @@ def prepare(
     found = _retrieved(settings, talk, documents, notes)
     retrieve_seconds = time.perf_counter() - start
     abstains = _abstains(settings, documents, found, notes)
-    if settings.ask.method is None and not any(found) and not settings.ask.blocks:
-        settings = dataclasses.replace(settings, method=for_no_chunks(settings.method))
+    if not any(found):
+        settings = dataclasses.replace(
+            settings, method=for_no_chunks(settings.method, settings.ask)
+        )
     method, kb = settings.method, settings.kb
     alone = documents is None and kb is None and not len(settings.ask.blocks)
     verbatim = alone and is_verbatim(settings.ask, settings.model, talk)
@@ -248,7 +249,7 @@ def prepare(
         sampling=sampling or SamplingParams(),
         eos_ids=_eos_ids(settings.model),
         indexing=None if kb is None else kb.indexing,
-        encoders=_kept(settings) if retrieved else None,
+        encoders=kept(kb, method, settings.template) if retrieved else None,
         rows=settings.ask.batch_size or 1,
         keeps=keeps,
     )
@@ -432,14 +433,6 @@ def _on_turns(settings: Settings, talk: Conversation, keeps: bool, verbatim: boo
     elif keeps and (method.recomputes or method.misses == "in_place"):
         what = "chooses tokens by the question" if method.recomputes else "computes gaps in place"
         yield f"earlier turns were computed again with this question: {method.name} {what}"
-
-
-def _kept(settings: Settings) -> tuple[str, ...] | None:
-    """The encoders under which the knowledge base keeps what is retrieved, as the prompt has it."""
-    kb = settings.kb
-    if kb is None or stored_otherwise(kb, settings.method, settings.template):
-        return None
-    return tuple(kb.encoders)
 
 
 def _eos_ids(model: Model) -> frozenset[int]:

@@ -13,6 +13,7 @@ from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.reuse.encode import encoder_named
 from jaxrag.reuse.methods import METHODS, Method, default_choice
+from jaxrag.serve.ask import Ask
 
 _RECOMPUTING = ("fusionrag", "cacheblend")  # by what they keep of the prefix, the most first
 
@@ -69,11 +70,12 @@ def default_method(model: Model, kb: KnowledgeBase | None) -> Method:
     return next((METHODS[name] for name in _RECOMPUTING if name in found), plain)
 
 
-def for_no_chunks(method: Method) -> Method:
-    """A default method where a prompt has none: nothing is chosen by the question, turns stay."""
-    plain = METHODS["turborag"]
+def for_no_chunks(method: Method, ask: Ask) -> Method:
+    """A default method where a prompt has no chunks: none is chosen by the question, turns stay."""
+    if ask.method is not None or len(ask.blocks):
+        return method
     said = {name: getattr(method, name) for name in ("misses", "prefix_cache", "decode")}
-    return dataclasses.replace(plain, **said)
+    return dataclasses.replace(METHODS["turborag"], **said)
 
 
 def untuned(
@@ -213,3 +215,12 @@ def stored_otherwise(kb: KnowledgeBase, method: Method, template: PromptTemplate
     if not any(encoder_named(name).sees_prefix for name in encoders):
         return False
     return (template.prefix, template.chat) != (kb.template.prefix, kb.template.chat)
+
+
+def kept(
+    kb: KnowledgeBase | None, method: Method, template: PromptTemplate
+) -> tuple[str, ...] | None:
+    """The encoders under which the knowledge base keeps what is retrieved, as the prompt has it."""
+    if kb is None or stored_otherwise(kb, method, template):
+        return None
+    return tuple(kb.encoders)

@@ -180,3 +180,14 @@ def test_what_a_knowledge_base_keeps_decides_how_it_is_asked(tmp_path, kb, stock
         made.set_gate("turborag", {"subject": subject, "ratio": 0.0, "questions": 9})
         assert default_method(stock, made).name == "turborag"
     assert resolve(Ask(recompute_ratio=0.3), model=stock).method.recompute_ratio == 0.3
+
+
+def test_turns_stay_where_a_chat_has_no_chunks(stock):
+    talk = [("user", "Who?"), ("assistant", "Clay."), ("user", "Why?")]
+    messages = [{"role": role, "content": text} for role, text in talk]
+    out = generate(messages=messages, model=stock, template="plain", max_new_tokens=1)
+    assert out.method == "turborag" and not any("computed again" in note for note in out.notes)
+    named = generate(
+        messages=messages, model=stock, template="plain", method="cacheblend", max_new_tokens=1
+    )
+    assert named.method == "cacheblend"
