@@ -249,7 +249,7 @@ def prepare(
         sampling=sampling or SamplingParams(),
         eos_ids=_eos_ids(settings.model),
         indexing=None if kb is None else kb.indexing,
-        encoders=kept(kb, method, settings.template) if retrieved else None,
+        encoders=kept_encoders(kb, method, settings.template) if retrieved else None,
         rows=settings.ask.batch_size or 1,
         keeps=keeps,
     )

@@ -217,7 +217,7 @@ def stored_otherwise(kb: KnowledgeBase, method: Method, template: PromptTemplate
     return (template.prefix, template.chat) != (kb.template.prefix, kb.template.chat)
 
 
-def kept(
+def kept_encoders(
     kb: KnowledgeBase | None, method: Method, template: PromptTemplate
 ) -> tuple[str, ...] | None:
     """The encoders under which the knowledge base keeps what is retrieved, as the prompt has it."""
