@@ -1,6 +1,6 @@
 """Bytes of K and V on a device and on the host, by decode rule and mesh, counted from live arrays.
 
-    python benchmarks/mesh_bytes.py --out benchmarks/results/mesh_bytes.json
+    python benchmarks/mesh_bytes.py --out benchmarks/results/mesh-bytes.json
 
 A random model of four KV heads answers a batch of questions over the same documents. Then
 counted: the pool on the device that has most of it, and K and V in host memory of the process.

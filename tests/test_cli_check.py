@@ -116,7 +116,7 @@ def test_the_shipped_model(check):
         assert words in out
     assert max(map(len, out.replace(str(SHIPPED), "").splitlines())) <= 80
     found = json.loads(check(SHIPPED / "full", "--quick", "--json")[1])
-    assert [one["method"] for one in found["methods"]] == ["fusionrag", "cacheblend", "epic"]
+    assert [one["method"] for one in found["methods"]] == ["cacheblend", "fusionrag", "epic"]
     assert found["methods"][0]["encoders"] == ["after_prefix", "neighbours"]
     assert found["checked"] is None
 
@@ -245,7 +245,7 @@ def test_a_model_at_work(model_dir, monkeypatch):
     monkeypatch.setattr(model_check, "_SAMPLES", 1)
     monkeypatch.setattr(model_check, "_LONGEST", 64)
     monkeypatch.setattr(model_check, "choices", lambda *given: choices(*given)[:1])
-    choices = sys.modules["jaxrag.serve.choice"].choices
+    choices = sys.modules["jaxrag.reuse.methods"].choices
     checked = model_check.check_model(overview(model_dir), peer_python=None)
     assert checked.speed.prompt_tokens == 64
     assert checked.speed.prefill > 0 < checked.speed.decode

@@ -41,7 +41,7 @@ def test_how_files_are_read_and_cut_can_be_said(ingest, tmp_path):
     assert report["chunks_per_second"] > 0
     with KnowledgeBase.open(tmp_path / "kb") as kb:
         assert kb.chunking.by == "markdown"
-        assert kb.search("盐井", k=1)[0].document_id == "a"
+        assert kb.search("盐井", k=1)[0].document_id == "a.csv/a"
         assert kb.search("更多", k=1)[0].section == "Two"
 
 

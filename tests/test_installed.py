@@ -65,8 +65,8 @@ def test_what_is_nowhere_is_named_as_it_was_given(tmp_path, monkeypatch):
         template_named("shrt")
     with pytest.raises(RequestError, match=r"method 'fusion': .*fusionrag_final"):
         method_named("fusion")
-    with pytest.raises(ConfigError, match=r"--config vilage: .* one of village"):
-        _read("vilage")
+    with pytest.raises(ConfigError, match=r"--config vally: .* one of valley"):
+        _read("vally")
     with pytest.raises(ConfigError, match=r"nothing: expected the path .* shipped, "):
         load_config("nothing")
     assert config_names("nothing") == []

@@ -173,7 +173,12 @@ def _ingest(model: Any, folder: Path, say: Callable[[str], None]) -> Any:
 
     shutil.rmtree(folder, ignore_errors=True)
     kb = KnowledgeBase.open(
-        folder, model=model, chunk_by="sentence", chunk_tokens=CHUNK_TOKENS, overlap=0
+        folder,
+        model=model,
+        chunk_by="sentence",
+        chunk_tokens=CHUNK_TOKENS,
+        overlap=0,
+        encoders=["isolated"],  # also for the weights that were not trained to read it
     )
     report = kb.add(read_paths([DATA / "examples" / "village"]))
     say(

@@ -81,8 +81,8 @@ def untuned(
     if gate is not None and gate["subject"] == gate_subject(method, template) and not gate["ratio"]:
         return ()
     return (
-        f"{method.name} reads chunks apart, which this model was not trained for, as far as is "
-        "known; better: --encoder after_prefix, then --method cacheblend",
+        f"nothing says that this model was trained to read chunks apart, as {method.name} does; "
+        "better: --encoder after_prefix, then --method cacheblend",
     )
 
 

@@ -162,6 +162,9 @@ def told_of_hits(hits: Any) -> list[list[Any]]:
     ]  # fmt: skip
 
 
+GIVEN: dict[str, Any] = {"k": 2, "max_new_tokens": 6, "unanswerable": "ask"}
+
+
 def asked(kb: KnowledgeBase, kind: Kind) -> dict[str, Any]:
     """All that is seen of a knowledge base from its documents to its answers."""
     modes = ("bm25", "vector", "hybrid") if "embedder" in kind.options else ("bm25",)
@@ -174,7 +177,7 @@ def asked(kb: KnowledgeBase, kind: Kind) -> dict[str, Any]:
             for mode in modes
         },
         "answers": [
-            told(generate(question, kb=kb, k=2, method=method, decode=decode, max_new_tokens=6))
+            told(generate(question, kb=kb, method=method, decode=decode, **GIVEN))
             for question in QUESTIONS
             for method, decode in kind.asked
         ],

@@ -67,7 +67,7 @@ def test_lists_in_help_are_those_of_the_tables():
         ({"unanswerable": ["ask"]}, r"unanswerable=\['ask'\]: expected one of abstain, ask"),
         ({"blocks": "a text"}, "blocks='a text' is one text"),
         ({"batch_size": 0}, "batch_size=0: expected a positive integer"),
-        ({"method": None}, "method=None: expected a preset's name"),
+        ({"method": 3}, "method=3: expected a preset's name"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(said, words):

@@ -133,7 +133,7 @@ def test_one_message_is_a_question(text_model):
 def test_nothing_to_read_is_a_conversation_as_well(chat_model, alone):
     messages = [user("Who?"), assistant("Clay."), user("Why?")]
     result = generate(messages=messages, model=chat_model, **BRIEF)
-    assert result.sources == [] and [row.part for row in result.reuse] == ["prefix", "turn 0"]
+    assert result.sources == [] and [row.part for row in result.reuse] == ["turn 0"]
     assert not any("no chunk was found" in note for note in result.notes)
     assert result.token_ids == alone(chat_model, messages=messages, **BRIEF).token_ids
 

@@ -13,7 +13,7 @@ from jaxrag.models.text.prompts import TEMPLATES
 from jaxrag.reuse.methods import METHODS
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.questions import resolve
-from jaxrag.serve.suits import gate_subject, stored_otherwise, suited
+from jaxrag.serve.suits import default_method, gate_subject, stored_otherwise, suited
 
 DOCUMENTS = {
     "tea": "Tea grows on the hills of the village and is sold in blue boxes.",
@@ -31,7 +31,7 @@ def stock(text_model):
 
 @pytest.fixture
 def kb(tmp_path, stock):
-    with KnowledgeBase.open(tmp_path / "kb", stock) as kb:
+    with KnowledgeBase.open(tmp_path / "kb", stock, encoders=["isolated"]) as kb:
         kb.add([{"id": name, "text": text} for name, text in DOCUMENTS.items()])
         yield kb
 
@@ -50,8 +50,8 @@ def untuned(*arguments, **options):
 
 def test_plain_reuse_by_a_model_that_was_not_trained_for_it_is_told(kb, stock):
     (note,) = notes(kb)
-    assert note.startswith("nothing says that this model was trained to read chunks block-wise")
-    for advice in ("fusionrag", "--recompute-ratio", "full_attention", "jaxrag kb gate", "train"):
+    assert len(note) < 2 * 80 - len("note: ")
+    for advice in ("--encoder after_prefix", "--method cacheblend"):
         assert advice in note
     assert untuned(model=stock)
     plain = [name for name, one in METHODS.items() if one.encoder and not one.recomputes]
@@ -129,12 +129,12 @@ def test_encoders_that_the_knowledge_base_lacks_are_named_with_what_they_cost(kb
 
 def test_chunks_of_another_template_are_not_called_evicted(kb):
     marked = dataclasses.replace(TEMPLATES["plain"], name="mine", chunk="({text})")
-    out = generate(QUESTION, kb=kb, template=marked, max_new_tokens=1)
+    out = generate(QUESTION, kb=kb, template=marked, method="turborag", max_new_tokens=1)
     whys = {row.why for row in out.reuse if row.part != "prefix"}
     assert whys == {"not in the store; stored under the template 'turborag', asked under 'mine'"}
     # The same chunks behind another prefix: only what sees the prefix is another.
     moved = dataclasses.replace(kb.template, prefix="Read:\n", name="moved")
-    out = generate(QUESTION, kb=kb, template=moved, max_new_tokens=1)
+    out = generate(QUESTION, kb=kb, template=moved, method="turborag", max_new_tokens=1)
     assert out.counts["encoded"] == 0
     out = generate(QUESTION, kb=kb, template=moved, method="full_reuse", max_new_tokens=1)
     assert out.counts["encoded"] > 0
@@ -155,3 +155,28 @@ def test_a_chat_template_makes_other_kv_of_what_sees_the_prefix(kb):
     assert stored_otherwise(kb, METHODS["full_reuse"], other)
     assert not stored_otherwise(kb, METHODS["turborag"], other)
     assert not stored_otherwise(kb, METHODS["full_reuse"], kb.template)
+
+
+def test_a_new_knowledge_base_keeps_what_its_model_reads_well(tmp_path, stock, text_model):
+    for model, encoder, method in (
+        (stock, "after_prefix", "cacheblend"),
+        (text_model, "isolated", "turborag"),
+    ):
+        with KnowledgeBase.open(tmp_path / encoder, model) as made:
+            made.add([{"id": name, "text": text} for name, text in DOCUMENTS.items()])
+            assert made.encoders == (encoder,)
+            out = generate(QUESTION, kb=made, k=2, max_new_tokens=1)
+            assert (out.method, out.counts["encoded"], out.notes) == (method, 0, [])
+        assert default_method(model, None).name == method
+
+
+def test_what_a_knowledge_base_keeps_decides_how_it_is_asked(tmp_path, kb, stock):
+    assert default_method(stock, kb).name == "turborag"  # nothing is encoded anew unasked
+    assert untuned(kb, method=None)
+    both = ["isolated", "after_prefix", "neighbours"]
+    with KnowledgeBase.open(tmp_path / "both", stock, encoders=both) as made:
+        assert default_method(stock, made).name == "fusionrag"
+        subject = gate_subject(METHODS["turborag"], made.template)
+        made.set_gate("turborag", {"subject": subject, "ratio": 0.0, "questions": 9})
+        assert default_method(stock, made).name == "turborag"
+    assert resolve(Ask(recompute_ratio=0.3), model=stock).method.recompute_ratio == 0.3

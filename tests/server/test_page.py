@@ -181,7 +181,8 @@ def test_somebody_asks_by_keyboard_and_sees_where_the_answer_is_from(server, chr
     assert counts[0] == int(numbers["sum"])  # the knowledge base was ingested
     assert len(widths) == sum(count > 0 for count in counts)
     numbers, _ = chromium.parts("times")
-    assert list(numbers) == ["retrieve", "wait", "load", "prefill", "sum"]
+    shown = [name for name in numbers if name != "compile"]  # where something was compiled
+    assert shown == ["retrieve", "wait", "load", "prefill", "sum"]
     assert "falcon" in chromium.one("#announce").get_attribute("textContent")
     assert chromium.script(UNNAMED) == chromium.script(SAME_IDS) == []
     assert chromium.complaints() == []

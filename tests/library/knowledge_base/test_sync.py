@@ -71,7 +71,7 @@ def test_rows_that_were_taken_out_leave(kb, tmp_path):
     assert (report.removed, report.kept, len(report.skipped)) == ((), 2, 1)
     table.write_text("\n".join((lines[0], lines[2])))
     assert kb.sync([table]).removed == ("rows.jsonl/b",)
-    assert ids(kb) == {"a", "c"}
+    assert ids(kb) == {"rows.jsonl/a", "rows.jsonl/c"}
 
 
 @pytest.mark.parametrize("empty", [False, True])
