@@ -9,7 +9,6 @@ again with the same line. The training takes most of the time (configs/train/lor
 """
 
 import argparse
-import itertools
 import json
 import random
 import shlex
@@ -31,7 +30,7 @@ from jaxrag.tasks.world import (
 
 BASE = Path("checkpoints/synthetic-0.8m/full")
 CONFIG = Path("configs/train/lora-dual-small.toml")
-CHUNKS = ("--chunk-by", "sentence", "--chunk-tokens", "20", "--overlap", "0")
+CHUNKS = ("--chunk-by", "sentence", "--chunk-tokens", "32", "--overlap", "0")
 K = ("--k", "6")
 GATE = (*K, "--method", "turborag", "--answer-tokens", "4")
 
@@ -55,7 +54,7 @@ def main() -> None:
         share = "--held-out-share", "0.3"
         asked = "--questions", out / "questions.jsonl"
         jaxrag("kb", "questions", out / "kb-before", *asked, *files, *share, *K)
-    gate(out / "kb-before", out, out / "gate-before.json")
+    gate(out / "kb-before", out, out / "gate-before.json", codes=(0, 3))
     if not tuned.is_dir():
         some = () if args.steps is None else ("--steps", args.steps)
         rows = "--set", f'data.sources.1.paths=["{out / "rows.jsonl"}"]'
@@ -76,12 +75,12 @@ def main() -> None:
         jaxrag("eval", "synthetic", *models, *asked, *pairs, "--out", synthetic)
 
 
-def gate(kb: Path, out: Path, result: Path) -> None:
+def gate(kb: Path, out: Path, result: Path, codes: tuple[int, ...] = (0,)) -> None:
     """Hold turborag at ratio 0 against full attention on the held-out questions."""
     if result.is_file():
         return
     held = ("--questions", out / "held-out.jsonl")
-    printed = jaxrag("kb", "gate", kb, *held, *GATE, "--json", codes=(0, 3))
+    printed = jaxrag("kb", "gate", kb, *held, *GATE, "--json", codes=codes)
     result.write_text(printed, encoding="utf-8")
     print(printed, end="")
 
@@ -101,14 +100,14 @@ def jaxrag(*command: object, codes: tuple[int, ...] = (0,)) -> str:
 
 
 def write_documents(out: Path, rng: random.Random) -> None:
-    """A document for each of so many people: two passages, the second of which says she or he."""
+    """A document for each of so many people: one passage, two facts."""
     lines, questions = [], []
     folk = people(rng)
     for number, person in zip(FILES, folk, strict=False):
         others = [other.name for other in folk if other != person]
-        texts, asked = told(rng, number, person, others)
-        lines.append({"id": person.name, "text": "\n\n".join(texts)})
-        questions += [{**one, "sources": [person.name]} for one in asked]
+        text, asked = told(rng, number, person, others)
+        lines.append({"id": person.name, "text": text})
+        questions += [{**one, "sources": [f"people.jsonl/{person.name}"]} for one in asked]
     for name, rows in (("people", lines), ("questions", questions)):
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (out / f"{name}.jsonl").write_text(text, encoding="utf-8")
@@ -129,19 +128,19 @@ def people(rng: random.Random) -> list[Person]:
 
 def told(
     rng: random.Random, number: str, person: Person, others: list[str]
-) -> tuple[list[str], list[dict[str, object]]]:
-    """Both passages about a person, and a question about each of their four facts."""
+) -> tuple[str, list[dict[str, object]]]:
+    """A passage on a person, and a question about each of its two facts."""
     subject, own = ("She", "her") if person.she else ("He", "his")
     sentences: list[str] = []
     asked: list[dict[str, object]] = []
-    for place, name in enumerate(rng.sample(sorted(RELATIONS), 4)):
+    for place, name in enumerate(rng.sample(sorted(RELATIONS), 2)):
         relation = RELATIONS[name]
         value = rng.choice(others if relation.value == "person" else VALUES[relation.value])
         who = (person.name, "") if place == 0 else (subject, own)
         sentences.append(relation.said(rng.randrange(relation.wordings), *who, value))
         question = rng.choice(relation.questions).format(X=person.name)
         asked.append({"question": question, "answers": [value]})
-    return [f"File {number}: {' '.join(part)}" for part in itertools.batched(sentences, 2)], asked
+    return f"File {number}: {' '.join(sentences)}", asked
 
 
 if __name__ == "__main__":
