@@ -39,6 +39,7 @@ from jaxrag.serve.suits import (
     default_method,
     for_no_chunks,
     gated,
+    kept_encoders,
     renamed,
     unplaced,
     untuned,
