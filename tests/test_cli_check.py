@@ -117,7 +117,7 @@ def test_the_shipped_model(check):
     assert max(map(len, out.replace(str(SHIPPED), "").splitlines())) <= 80
     found = json.loads(check(SHIPPED / "full", "--quick", "--json")[1])
     assert [one["method"] for one in found["methods"]] == ["cacheblend", "fusionrag", "epic"]
-    assert found["methods"][0]["encoders"] == ["after_prefix", "neighbours"]
+    assert found["methods"][0]["encoders"] == ["after_prefix"]
     assert found["checked"] is None
 
 

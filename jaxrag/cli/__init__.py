@@ -23,6 +23,7 @@ from jaxrag.cli import (
     serve,
     train,
 )
+from jaxrag.cli.waiting import stop_telling
 from jaxrag.models.text.printable import printable
 
 COMMANDS = (
@@ -68,3 +69,5 @@ def run_command(run: Callable[[argparse.Namespace], int | None], args: argparse.
     except BrokenPipeError:  # the reader of our output went away, as in `jaxrag ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    finally:
+        stop_telling()

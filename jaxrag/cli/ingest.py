@@ -159,10 +159,9 @@ def _tell_default(model: "Model") -> None:
 
     chosen = default_choice(model.config, model.reading)
     if chosen.method.recomputes:
-        print(
-            "note: nothing says that this model was trained to read chunks apart, so they\n"
-            f"get {' and '.join(chosen.encoders)} KV, and `jaxrag ask` takes {chosen.method.name}",
-            file=sys.stderr,
+        note(
+            "nothing says that this model was trained to read chunks apart, so they get "
+            f"{' and '.join(chosen.encoders)} KV, and `jaxrag ask` takes {chosen.method.name}"
         )
 
 
@@ -199,10 +198,11 @@ def ingest(
             f"--sync needs all documents, and part {shard} has some; run it once without parts"
         )
     options = given_fields(KnowledgeBaseOptions, args)
-    if progress and "encoders" not in options and not _is_kb(args.kb):
-        _tell_default(model)
+    default = progress and "encoders" not in options and not _is_kb(args.kb)
     secret = secret_of(args.secret_file)
     with KnowledgeBase.open(args.kb, model=model, secret=secret, **options) as kb:
+        if default:
+            _tell_default(model)
         if args.sync:
             report = kb.sync(files, empty=args.sync_empty, progress=progress)
         else:

@@ -45,6 +45,7 @@ class Programs:
         self._told = self._watched = False
         self._began = self._last = 0.0
         self._programs = self._lowered = self._found = 0
+        self._stopped = threading.Event()
 
     def took(self, event: str, duration_secs: float, **about: str | int) -> None:
         """A listener: something was traced, lowered or compiled, on any thread."""
@@ -63,8 +64,7 @@ class Programs:
         self._found += event == _FOUND
 
     def _watch(self) -> None:
-        while True:
-            time.sleep(_TURN)
+        while not self._stopped.wait(_TURN):
             with self._lock:
                 now = time.monotonic()
                 silent = now - self._last
@@ -86,29 +86,50 @@ class Programs:
         self._told = self._watched = False
         self._programs = self._lowered = self._found = 0
 
+    def stop(self) -> None:
+        """Say nothing more."""
+        self._stopped.set()
 
-_PROGRAMS = Programs()
+
+_PROGRAMS: Programs | None = None  # that are told now
 
 
 def tell_programs() -> None:
-    """From now on, say where programs take long; once a process is enough."""
+    """Say where programs take long, until ``stop_telling``."""
+    global _PROGRAMS
     import jax
 
-    with contextlib.suppress(AssertionError, ValueError):  # it was not registered yet
-        jax.monitoring.unregister_event_duration_listener(_PROGRAMS.took)
-        jax.monitoring.unregister_event_listener(_PROGRAMS.found)
+    stop_telling()
+    _PROGRAMS = Programs()
     jax.monitoring.register_event_duration_secs_listener(_PROGRAMS.took)
     jax.monitoring.register_event_listener(_PROGRAMS.found)
+
+
+def stop_telling() -> None:
+    """Say nothing more of programs."""
+    global _PROGRAMS
+    if _PROGRAMS is None:
+        return
+    import jax
+
+    _PROGRAMS.stop()
+    with contextlib.suppress(AssertionError, ValueError):  # all listeners were cleared
+        jax.monitoring.unregister_event_duration_listener(_PROGRAMS.took)
+        jax.monitoring.unregister_event_listener(_PROGRAMS.found)
+    _PROGRAMS = None
 
 
 @contextlib.contextmanager
 def untold() -> Iterator[None]:
     """Say nothing of programs while an answer is printed."""
-    _PROGRAMS.muted = True
+    programs = _PROGRAMS
+    if programs is not None:
+        programs.muted = True
     try:
         yield
     finally:
-        _PROGRAMS.muted = False
+        if programs is not None:
+            programs.muted = False
 
 
 def _say(text: str) -> None:

@@ -183,7 +183,7 @@ def test_without_the_package_the_error_has_both_commands(monkeypatch):
     with pytest.raises(ModelError) as refused:
         load_model("Qwen/Qwen2.5-7B-Instruct@v2")
     said = str(refused.value)
-    assert "pip install 'jaxrag[hub]'" in said and "\n" not in said
+    assert "`pip install huggingface_hub`" in said and "\n" not in said
     fetch = "hf download Qwen/Qwen2.5-7B-Instruct --local-dir Qwen2.5-7B-Instruct --revision v2"
     assert f"`{fetch}`" in said
 

@@ -1,12 +1,12 @@
 """Verification of everything stored, and putting over what it refused."""
 
-import time
+import types
 
 import numpy as np
 import pytest
 
 from jaxrag.base.errors import StoreError
-from jaxrag.kv.store import ScrubReport
+from jaxrag.kv.store import ScrubReport, scrub
 
 
 def put(store, *chunks, replace=False):
@@ -90,8 +90,8 @@ def test_the_rate_is_kept(any_store, chunk, monkeypatch):
     chunks = [chunk(number) for number in range(3)]
     put(store, *chunks)
     slept = []
-    monkeypatch.setattr(time, "monotonic", lambda: 100.0 + sum(slept))
-    monkeypatch.setattr(time, "sleep", slept.append)
+    clock = types.SimpleNamespace(monotonic=lambda: 100.0 + sum(slept), sleep=slept.append)
+    monkeypatch.setattr(scrub, "time", clock)
     nbytes = store.head([chunks[0].key])[0].nbytes
     assert store.verify(max_bytes_per_second=nbytes / 2).ok == 3
     assert slept == [2.0, 2.0, 2.0]

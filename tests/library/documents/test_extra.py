@@ -12,6 +12,7 @@ from jaxrag.library.documents import BadDocument, Document, read_paths
 from jaxrag.library.documents.readers import _NEEDS
 
 ROOT = Path(__file__).parents[3]
+INSTALL = "`pip install docutils openpyxl orgparse pypdf python-docx python-pptx`"
 
 
 def _without_extra(tmp_path_factory):
@@ -37,9 +38,7 @@ def test_a_file_without_its_reader_is_refused_alone(tmp_path, tmp_path_factory, 
     (tmp_path / "d.org").write_text("* Wells")
     monkeypatch.setattr(sys, "path", [*map(_without_extra(tmp_path_factory), sys.path)])
     pdf, notebook, text, org = read_paths([tmp_path])
-    assert pdf == BadDocument(
-        str(tmp_path / "a.pdf"), "pypdf is not installed; pip install 'jaxrag[documents]' does it"
-    )
+    assert pdf == BadDocument(str(tmp_path / "a.pdf"), f"pypdf is not installed; {INSTALL} does it")
     assert isinstance(notebook, Document) and isinstance(text, Document)
     assert org.reason.startswith("orgparse is not installed; ")
 
@@ -51,9 +50,7 @@ def test_the_refusal_names_package_and_extra(suffix, read, tmp_path, monkeypatch
     path.write_bytes(b"any")
     good, [bad] = read(path)
     assert not good
-    assert bad.reason == (
-        f"{_NEEDS[suffix]} is not installed; pip install 'jaxrag[documents]' does it"
-    )
+    assert bad.reason == f"{_NEEDS[suffix]} is not installed; {INSTALL} does it"
 
 
 def test_the_extra_is_what_the_readers_need():

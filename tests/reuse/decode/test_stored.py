@@ -162,9 +162,9 @@ def test_open_indexes_are_kept_and_leave_with_their_chunk(
     host, read = engine_of(model).runner.host_search, []
     load = stored.load_layer
 
-    def counted(store, key, layer, rope):
+    def counted(store, key, layer, rope, share):
         read.append(key)
-        return load(store, key, layer, rope)
+        return load(store, key, layer, rope, share=share)
 
     monkeypatch.setattr(stored, "load_layer", counted)
 
