@@ -9,7 +9,7 @@ else is computed in place, over everything that precedes it:
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from jaxrag.reuse.encode import encoder_named
 from jaxrag.reuse.methods import Method
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.conversation import Conversation, FoundChunk, Source
+
+Encode = Callable[[str], HostArray]  # ids of a text, int32 [T]
 
 _rules = functools.lru_cache(maxsize=16)(passage_rules)
 
@@ -85,7 +87,10 @@ def rules_for(ask: Ask, method: Method) -> PassageRules | None:
 
 
 def plain_prompt(
-    tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], rules: PassageRules | None
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, str]],
+    rules: PassageRules | None,
+    encode: Encode | None = None,
 ) -> tuple[Prompt, list[FoundChunk]]:
     """The prompt of a conversation, and its blocks in order.
 
@@ -94,10 +99,11 @@ def plain_prompt(
     Args:
       messages: roles and contents, texts.
       rules: how passages are found; None: none is.
+      encode: gives the ids of contents and their pieces; None: the tokenizer does.
 
     Raises TokenizerError as ``framed`` does.
     """
-    said = list(_pieces(tokenizer, messages, rules))
+    said = list(_pieces(tokenizer, messages, rules, encode or tokenizer.encode))
     if rules is not None and sum(len(it.ids) for it in said if it.source) < rules.worth:
         said = [dataclasses.replace(it, source=None) for it in said]
     chunks, turns, members = list[HostArray](), list[int](), list[FoundChunk]()
@@ -131,7 +137,10 @@ def plain_prompt(
 
 
 def _pieces(
-    tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], rules: PassageRules | None
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, str]],
+    rules: PassageRules | None,
+    encode: Encode,
 ) -> Iterator[_Said]:
     """Everything behind the leading tokens, piece by piece."""
     asking = max((i for i, it in enumerate(messages) if it["role"] == "user"), default=-1)
@@ -139,14 +148,15 @@ def _pieces(
         if part.message is None:
             yield _Said(_frame_ids(tokenizer, part.text, first=number == 0))
         elif messages[part.message]["role"] == "assistant":
-            yield _Said(tokenizer.encode(part.text), ends_answer=True)
+            yield _Said(encode(part.text), ends_answer=True)
         else:
             asks = part.message == asking
+            before = messages[part.message]["content"].index(part.text)  # that a template strips
             for piece in _cut(part.text, rules, asks):
                 text = part.text[piece.start : piece.end]
-                source = _source(part, piece) if piece.block else None
+                source = _source(part, piece, before) if piece.block else None
                 last = asks and piece.end == len(part.text)
-                yield _Said(tokenizer.encode(text), source, asks=last)
+                yield _Said(encode(text), source, asks=last)
 
 
 def _cut(text: str, rules: PassageRules | None, asks: bool) -> list[TextPiece]:
@@ -159,10 +169,10 @@ def _cut(text: str, rules: PassageRules | None, asks: bool) -> list[TextPiece]:
     return pieces
 
 
-def _source(part: MessagePart, piece: TextPiece) -> Source:
+def _source(part: MessagePart, piece: TextPiece, before: int) -> Source:
     text = part.text[piece.start : piece.end]
     name = f"messages[{part.message}]"
-    return Source(name, 0, None, None, text, start=piece.start, end=piece.end)
+    return Source(name, 0, None, None, text, start=before + piece.start, end=before + piece.end)
 
 
 def _frame_ids(tokenizer: Tokenizer, text: str, first: bool) -> HostArray:

@@ -34,7 +34,7 @@ from jaxrag.serve.conversation import (
     laid_out,
     numbered,
 )
-from jaxrag.serve.plain import is_verbatim, plain_prompt, rules_for
+from jaxrag.serve.plain import Encode, is_verbatim, plain_prompt, rules_for
 from jaxrag.serve.suits import (
     default_method,
     for_no_chunks,
@@ -55,6 +55,7 @@ class Settings:
       kb: that is searched; None: none.
       store: where the KV of chunks is kept.
       method: with what ``ask`` and the gate of the knowledge base say of it.
+      encode: gives the ids of what messages hold; None: the tokenizer does.
       check_cancelled: asked between two texts; raises where nobody waits for the answer any more.
     """
 
@@ -65,6 +66,7 @@ class Settings:
     method: Method
     template: PromptTemplate
     notes: tuple[str, ...] = ()
+    encode: Encode | None = dataclasses.field(default=None, repr=False)
     check_cancelled: Callable[[], None] = dataclasses.field(default=lambda: None, repr=False)
 
     def one_by_one[It](self, texts: Iterable[It]) -> Iterator[It]:
@@ -219,18 +221,18 @@ def prepare(
     found = _retrieved(settings, talk, documents, notes)
     retrieve_seconds = time.perf_counter() - start
     abstains = _abstains(settings, documents, found, notes)
-    if not any(found):
+    alone = documents is None and settings.kb is None and not len(settings.ask.blocks)
+    verbatim = alone and is_verbatim(settings.ask, settings.model, talk)
+    if verbatim:
+        rules, tokenizer = rules_for(settings.ask, settings.method), settings.model.text_tokenizer()
+        prompt, members = plain_prompt(tokenizer, talk.messages, rules, settings.encode)
+    else:
+        prompt, members = _laid_out(settings, talk, found)
+    if not any(found) and not (verbatim and members):
         settings = dataclasses.replace(
             settings, method=for_no_chunks(settings.method, settings.ask)
         )
     method, kb = settings.method, settings.kb
-    alone = documents is None and kb is None and not len(settings.ask.blocks)
-    verbatim = alone and is_verbatim(settings.ask, settings.model, talk)
-    if verbatim:
-        rules = rules_for(settings.ask, method)
-        prompt, members = plain_prompt(settings.model.text_tokenizer(), talk.messages, rules)
-    else:
-        prompt, members = _laid_out(settings, talk, found)
     kept = settings.ask.prefix_cache
     if verbatim and settings.ask.plain == "passages" and kept is None:
         kept = False  # bit for bit the same whatever was asked before

@@ -1,6 +1,7 @@
 """Plain prompts: what is read as a block depends on the text and the rules alone (law 16)."""
 
 import dataclasses
+import functools
 import random
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from jaxrag.serve.ask import Ask
 from jaxrag.serve.conversation import conversation_of
 from jaxrag.serve.plain import plain_prompt, rules_for
 from jaxrag.serve.questions import prepare, resolve
+from jaxrag.serve.seen import SeenTexts
 
 WORDS = ["salt", "wells", "bamboo", "bridge", "river", "hands", "worked", "crosses", "brick", "tea"]
 BRIEF = {"max_new_tokens": 5, "method": "turborag"}
@@ -151,3 +153,54 @@ def test_a_model_without_a_chat_template_is_refused(text_model, word_model_dir):
         jaxrag.generate(
             messages=[{"role": "user", "content": "Who?"}], model=model, plain="passages"
         )
+
+
+def test_a_place_counts_what_the_template_strips(model, rules_file):
+    """Llama 3 strips contents."""
+    tokenizer = model.text_tokenizer()
+    messages = pasted([1, 2, 3])
+    messages[1]["content"] = "\n  " + messages[1]["content"] + "\n"
+    stripping = Stripping(tokenizer)
+    _, members = plain_prompt(stripping, messages, passage_rules(rules_file))
+    content = messages[1]["content"]
+    found = [content[it.source.start : it.source.end] for it in members]
+    assert found == [passage(i) for i in (1, 2, 3)]
+
+
+class Stripping:
+    """A tokenizer whose chat template strips contents."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+    def render_chat(self, messages, **how):
+        stripped = [it | {"content": it["content"].strip()} for it in messages]
+        return self._tokenizer.render_chat(stripped, **how)
+
+
+def test_ids_come_from_where_they_are_said_to(model, rules_file):
+    tokenizer, rules = model.text_tokenizer(), passage_rules(rules_file)
+    seen = SeenTexts()
+    encode = functools.partial(seen.ids, "", encode=tokenizer.encode)
+    messages = pasted([1, 2, 3])
+    first, _ = plain_prompt(tokenizer, messages, rules, encode)
+    hits = seen.hits
+    again, _ = plain_prompt(tokenizer, messages, rules, encode)
+    assert seen.hits - hits == seen.misses + hits > 3
+    plain, _ = plain_prompt(tokenizer, messages, rules)
+    for prompt in (first, again):
+        parts = zip((*prompt.chunks, prompt.final), (*plain.chunks, plain.final), strict=True)
+        assert all(np.array_equal(one, other) for one, other in parts)
+
+
+def test_a_method_by_default_is_that_of_chunks(model, rules_file):
+    """Weights that nothing says were trained for blocks get a part of them computed again."""
+    ask = Ask(plain="passages", passage_rules=rules_file)
+    settings = resolve(ask, model=model)
+    assert settings.method.recomputes
+    asked = prepare(settings, conversation_of(pasted([1, 2, 3])))
+    assert asked.settings.method == settings.method
+    assert not prepare(settings, conversation_of(pasted([]))).settings.method.recomputes

@@ -79,7 +79,10 @@ def make_ready(
         model=state.model if base is None else None,
         store=state.memory.store(access.tenant) if base is None else None,
     )
-    settings = dataclasses.replace(settings, check_cancelled=check_cancelled)
+    encode = None
+    if (tokenizer := state.model.tokenizer) is not None:
+        encode = functools.partial(state.seen.ids, access.tenant, encode=tokenizer.encode)
+    settings = dataclasses.replace(settings, encode=encode, check_cancelled=check_cancelled)
     ready = prepare(settings, asked, fields.documents, fields.said["sampling"])
     request = ready.request
     room = state.model.config.max_positions - request.prompt.num_tokens

@@ -20,6 +20,7 @@ from jaxrag.reuse.methods import METHODS, Method, method_named
 from jaxrag.serve.answers import Result
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.plain import rules_for
+from jaxrag.serve.seen import SeenTexts
 from jaxrag.serve.suits import default_method
 from jaxrag.server.errors import not_found, unauthorized
 from jaxrag.server.proxies import limited_by_proxy
@@ -98,6 +99,7 @@ class ServerState:
       decode_rules: that requests may name.
       tenants: who is let in.
       memory: KV of documents that come with requests, a store for each tenant.
+      seen: token ids of what messages hold, of all tenants, each for itself.
       library: files and vector stores of the tenants.
       limits: how much is let in.
       bodies: how much of what is sent is held.
@@ -122,6 +124,7 @@ class ServerState:
     decode_rules: tuple[str, ...]
     tenants: Tenants
     memory: TenantMemory
+    seen: SeenTexts
     library: Library
     limits: Limits
     bodies: Bodies
@@ -228,6 +231,7 @@ def make_state(
         decode_rules=rules,
         tenants=tenants,
         memory=TenantMemory(model, tenants, settings.memory_bytes),
+        seen=SeenTexts(),
         library=Library(settings, model, bases, recipe, tenants),
         limits=Limits(settings),
         bodies=Bodies(settings.max_bodies_bytes, len(tenants.names)),
