@@ -8,14 +8,20 @@ else is computed in place, over everything that precedes it:
 """
 
 import dataclasses
+import datetime
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 
 from jaxrag.base.errors import RequestError
+from jaxrag.base.installed import __version__
 from jaxrag.base.types import HostArray
 from jaxrag.engine.request import Prompt
+from jaxrag.engine.reuse import KVTier, PartReuse
+from jaxrag.kv.store.keys import fingerprint
 from jaxrag.models.model import Model
 from jaxrag.models.text.passages import PassageRules, TextPiece, cut, passage_rules
 from jaxrag.models.text.tokenizer import Tokenizer
@@ -25,8 +31,11 @@ from jaxrag.reuse.methods import Method
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.conversation import Conversation, FoundChunk, Source
 
-Encode = Callable[[str], HostArray]  # ids of a text, int32 [T]
+TextIds = Callable[[str], HostArray]  # ids of a text, int32 [T]
 
+SeenAt = Literal["first sight", KVTier]
+
+_MESSAGE = "messages["  # what sources call a message, with its place behind
 _rules = functools.lru_cache(maxsize=16)(passage_rules)
 
 
@@ -86,11 +95,69 @@ def rules_for(ask: Ask, method: Method) -> PassageRules | None:
     return _rules(ask.passage_rules)
 
 
+@dataclasses.dataclass(frozen=True)
+class PlainSpan:
+    """A passage of a message that was read as a block.
+
+    Attributes:
+      message: its place among the messages.
+      start: first character in the message's content.
+      end: one past the last character.
+      tokens: of it.
+      how: where its KV was found: "pool", "host" or "store"; "first sight": it was encoded.
+    """
+
+    message: int
+    start: int
+    end: int
+    tokens: int
+    how: SeenAt
+
+
+def spans(sources: Sequence[Source], reuse: Iterable[PartReuse]) -> list[PlainSpan]:
+    """What became of the passages of a plain prompt, by the account of its answer."""
+    rows = [row for row in reuse if row.part.startswith("chunk")]
+    return [
+        PlainSpan(
+            int(source.document_id[len(_MESSAGE) : -1]),
+            source.start,
+            source.end,
+            row.tokens,
+            row.where or "first sight",
+        )
+        for source, row in zip(sources, rows, strict=True)
+    ]
+
+
+def answer_fingerprint(
+    model: Model, ask: Ask, method: Method, sizes: Mapping[str, int | float]
+) -> str:
+    """Identity of all that a plain prompt's answer depends on but the request, 16 hex digits.
+
+    Args:
+      model: weights, tokenizer and chat template; with the day where the template may print it.
+      ask: the rules by which passages are found.
+      method: how they are read.
+      sizes: of the engine's programs, by name, and what a request has that says nothing.
+    """
+    rules = rules_for(ask, method)
+    said = {
+        "version": __version__,
+        "model": model.fingerprint,
+        "tokenizer": model.text_tokenizer().digest,
+        "chat": model.text_tokenizer().chat_identity(datetime.date.today()),
+        "rules": None if rules is None else dataclasses.asdict(rules),
+        "method": dataclasses.asdict(method),
+        "sizes": dict(sizes),
+    }
+    return fingerprint(json.loads(json.dumps(said)))[:16]
+
+
 def plain_prompt(
     tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, str]],
     rules: PassageRules | None,
-    encode: Encode | None = None,
+    encode: TextIds | None = None,
 ) -> tuple[Prompt, list[FoundChunk]]:
     """The prompt of a conversation, and its blocks in order.
 
@@ -140,7 +207,7 @@ def _pieces(
     tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, str]],
     rules: PassageRules | None,
-    encode: Encode,
+    encode: TextIds,
 ) -> Iterator[_Said]:
     """Everything behind the leading tokens, piece by piece."""
     asking = max((i for i, it in enumerate(messages) if it["role"] == "user"), default=-1)
@@ -171,7 +238,7 @@ def _cut(text: str, rules: PassageRules | None, asks: bool) -> list[TextPiece]:
 
 def _source(part: MessagePart, piece: TextPiece, before: int) -> Source:
     text = part.text[piece.start : piece.end]
-    name = f"messages[{part.message}]"
+    name = f"{_MESSAGE}{part.message}]"
     return Source(name, 0, None, None, text, start=before + piece.start, end=before + piece.end)
 
 

@@ -19,7 +19,7 @@ from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.library.knowledge_base.neighbours import Placed, each_other
 from jaxrag.library.retrieve.filters import Filter
 from jaxrag.models.model import Model, as_token_ids
-from jaxrag.models.text.prompts import PromptTemplate, QuestionIds, template_named
+from jaxrag.models.text.prompts import PromptTemplate, QuestionIds
 from jaxrag.reuse.decode import rule_from
 from jaxrag.reuse.encode import encoder_named
 from jaxrag.reuse.methods import Method, method_named
@@ -34,8 +34,9 @@ from jaxrag.serve.conversation import (
     laid_out,
     numbered,
 )
-from jaxrag.serve.plain import Encode, is_verbatim, plain_prompt, rules_for
+from jaxrag.serve.plain import TextIds, is_verbatim, plain_prompt, rules_for
 from jaxrag.serve.suits import (
+    chosen_template,
     default_method,
     for_no_chunks,
     gated,
@@ -66,7 +67,7 @@ class Settings:
     method: Method
     template: PromptTemplate
     notes: tuple[str, ...] = ()
-    encode: Encode | None = dataclasses.field(default=None, repr=False)
+    encode: TextIds | None = dataclasses.field(default=None, repr=False)
     check_cancelled: Callable[[], None] = dataclasses.field(default=lambda: None, repr=False)
 
     def one_by_one[It](self, texts: Iterable[It]) -> Iterator[It]:
@@ -89,6 +90,7 @@ class ReadyQuestion:
       again: makes it ready anew, as what it was made from may have left the knowledge base.
       chunk_ids: of its chunks that were retrieved.
       content_ids: of the neighbours that these were encoded behind.
+      plain: its chunks are passages that were found in its messages.
     """
 
     settings: Settings
@@ -101,6 +103,7 @@ class ReadyQuestion:
     again: "Callable[[], ReadyQuestion] | None" = None
     chunk_ids: tuple[int, ...] = ()
     content_ids: tuple[str, ...] = ()
+    plain: bool = False
 
     @property
     def is_current(self) -> bool:
@@ -143,7 +146,7 @@ def resolve(
     for name in ("search_mode", "min_score", "groups"):
         if getattr(ask, name) is not None and kb is None:
             raise RequestError(f"{name}= is about a knowledge base; pass kb= with it")
-    template, notes = _template(ask.template, kb, model, method)
+    template, notes = chosen_template(ask.template, kb, model, method)
     if kb is not None and not isinstance(ask.method, Method) and ask.recompute_ratio is None:
         method, gate = gated(kb, method, template)
         notes += gate
@@ -169,30 +172,6 @@ def _method(ask: Ask, model: Model, kb: KnowledgeBase | None) -> Method:
     }
     said = {name: value for name, value in said.items() if value is not None}
     return dataclasses.replace(method, **said)
-
-
-def _template(
-    given: str | PromptTemplate | None, kb: KnowledgeBase | None, model: Model, method: Method
-) -> tuple[PromptTemplate, tuple[str, ...]]:
-    """The caller's prompt format, else the knowledge base's, else the model's; and notes on it.
-
-    Raises TokenizerError where the caller names one with markers that the model's tokenizer cuts
-    into pieces. A recorded one is used all the same, as its chunks are stored in it.
-    """
-    if given is not None:
-        chosen = template_named(given) if isinstance(given, str) else given
-        if model.tokenizer is not None:
-            chosen.check_markers(model.tokenizer)
-        return chosen, ()
-    chosen = kb.template if kb else model.prompt_format(method.template)
-    wrong = None if model.tokenizer is None else chosen.split_marker(model.tokenizer)
-    if wrong is None:
-        return chosen, ()
-    of = "knowledge base" if kb else "model"
-    return chosen, (
-        f"{wrong}; the {of} was made with it, so it is used all the same: a new knowledge base "
-        "with another --template spares these tokens",
-    )
 
 
 def prepare(
@@ -234,7 +213,8 @@ def prepare(
         )
     method, kb = settings.method, settings.kb
     kept = settings.ask.prefix_cache
-    if verbatim and settings.ask.plain == "passages" and kept is None:
+    plain = verbatim and settings.ask.plain == "passages"
+    if plain and kept is None:
         kept = False  # bit for bit the same whatever was asked before
     keeps = talk.keeps and kept is not False and not _as_blocks(settings)
     notes += _unknown(settings, talk, documents, prompt)
@@ -266,6 +246,7 @@ def prepare(
         again=functools.partial(prepare, settings, question, documents, sampling),
         chunk_ids=tuple(it.chunk_id for it in members if it.chunk_id is not None),
         content_ids=content_ids,
+        plain=plain,
     )  # fmt: skip
 
 

@@ -10,12 +10,36 @@ from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.engine.reuse import PartReuse
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.models.model import Model
-from jaxrag.models.text.prompts import PromptTemplate
+from jaxrag.models.text.prompts import PromptTemplate, template_named
 from jaxrag.reuse.encode import encoder_named
 from jaxrag.reuse.methods import METHODS, Method, default_choice
 from jaxrag.serve.ask import Ask
 
 _RECOMPUTING = ("fusionrag", "cacheblend")  # by what they keep of the prefix, the most first
+
+
+def chosen_template(
+    given: str | PromptTemplate | None, kb: KnowledgeBase | None, model: Model, method: Method
+) -> tuple[PromptTemplate, tuple[str, ...]]:
+    """The caller's prompt format, else the knowledge base's, else the model's; and notes on it.
+
+    Raises TokenizerError where the caller names one with markers that the model's tokenizer cuts
+    into pieces. A recorded one is used all the same, as its chunks are stored in it.
+    """
+    if given is not None:
+        chosen = template_named(given) if isinstance(given, str) else given
+        if model.tokenizer is not None:
+            chosen.check_markers(model.tokenizer)
+        return chosen, ()
+    chosen = kb.template if kb else model.prompt_format(method.template)
+    wrong = None if model.tokenizer is None else chosen.split_marker(model.tokenizer)
+    if wrong is None:
+        return chosen, ()
+    of = "knowledge base" if kb else "model"
+    return chosen, (
+        f"{wrong}; the {of} was made with it, so it is used all the same: a new knowledge base "
+        "with another --template spares these tokens",
+    )
 
 
 def gate_subject(method: Method, template: PromptTemplate) -> dict[str, Any]:

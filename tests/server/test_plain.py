@@ -106,3 +106,61 @@ def test_a_request_is_shown_as_it_would_be_read(trained_dir, rules_file, tmp_pat
     request.write_text("[")
     assert main(words) == 1
     assert "expected JSON with messages" in capsys.readouterr().err
+
+
+def test_an_answer_says_what_was_read_as_blocks_and_from_where(start, trained_dir, rules_file):
+    model = load_model(trained_dir, cache_tokens=8192)
+    with start(model, {}, passage_rules=rules_file, **PLAIN) as running:
+        first, again = ask(running, PASSAGES), ask(running, PASSAGES[::-1])
+        content = messages(PASSAGES[::-1])[0]["content"]
+        spans = again["jaxrag"]["plain"]
+        assert [content[it["start"] : it["end"]] for it in spans] == [
+            text.strip() for text in PASSAGES[::-1]
+        ]
+        assert [it["message"] for it in spans] == [0, 0]
+        assert {it["how"] for it in first["jaxrag"]["plain"]} == {"first sight"}
+        assert {it["how"] for it in spans} <= {"pool", "host", "store"}
+        of_passages = sum(it["tokens"] for it in spans)
+        prefix = [it["tokens"] for it in again["jaxrag"]["reuse"] if it["how"] == "prefix hit"]
+        assert cached(again) == of_passages + sum(prefix)
+        written = first["usage"]["prompt_tokens_details"]["cache_write_tokens"]
+        assert written == of_passages
+        page = running.client.get("/metrics").text
+        counted = {
+            line.partition('"')[2].partition('"')[0]: float(line.split()[1])
+            for line in page.splitlines()
+            if line.startswith("jaxrag_passage_tokens_total{")
+        }
+        assert counted.pop("first_sight") == sum(counted.values()) == of_passages
+        assert 'jaxrag_known_texts_total{result="hit"} 0.0' not in page
+
+
+def test_a_fingerprint_is_of_what_an_answer_depends_on(serving):
+    first = ask(serving, PASSAGES)["system_fingerprint"]
+    assert ask(serving, PASSAGES[::-1])["system_fingerprint"] == first
+    ratio = ask(serving, PASSAGES, method="cacheblend")["system_fingerprint"]
+    other = ask(serving, PASSAGES, method="cacheblend", recompute_ratio=0.5)["system_fingerprint"]
+    assert len({first, ratio, other}) == 3
+    body = {"messages": messages(PASSAGES), "max_tokens": 4, "stream": True}
+    for options in ({}, {"include_usage": True}):
+        events = serving.post("/v1/chat/completions", stream_options=options, **body).text
+        last = json.loads(events.split("data: ")[-2])
+        assert last["system_fingerprint"] == first
+        assert len(last["jaxrag"]["plain"]) == 2
+        assert ("usage" in last) == bool(options)
+
+
+def test_a_header_does_without_too(serving):
+    off = {"X-Jaxrag-Plain": "off"}
+    body = {"messages": messages(PASSAGES), "max_tokens": 4}
+
+    def post(headers, **more):
+        return serving.client.post("/v1/chat/completions", json=body | more, headers=headers)
+
+    answer = post(off).json()
+    assert answer["jaxrag"]["sources"] == []
+    assert "plain" not in answer["jaxrag"] and "system_fingerprint" not in answer
+    assert "send one" in post(off, plain="passages").json()["error"]["message"]
+    wrong = post({"X-Jaxrag-Plain": "no"})
+    assert wrong.status_code == 400
+    assert "expected one of off, passages" in wrong.json()["error"]["message"]

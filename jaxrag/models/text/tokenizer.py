@@ -246,6 +246,11 @@ class Tokenizer:
             now=now,
         )
 
+    def chat_identity(self, now: datetime.date) -> dict[str, str]:
+        """What renders chats, JSON-able; with the day where a template may print it."""
+        dated = any("strftime_now" in text for text in self._templates.values())
+        return self._templates | ({"now": now.isoformat()} if dated else {})
+
     def is_byte(self, token_id: int) -> bool:
         """Whether an id is one byte of byte fallback, ``<0xE4>``."""
         return _BYTE_TOKEN.fullmatch(self._text.id_to_token(token_id) or "") is not None

@@ -149,7 +149,8 @@ async def _events(
     if fields.include_usage:
         out.append(event(form.closing() | account))
     else:
-        out.append(event(form.finish(place, found[place]) | {"jaxrag": account["jaxrag"]}))
+        del account["usage"]
+        out.append(event(form.finish(place, found[place]) | account))
     yield b"".join(out)
 
 
@@ -160,7 +161,9 @@ def _account(visit: Visit, fields: Generation, results: Sequence[Result]) -> dic
         asking.account(result, fields.return_text, visit.call.access)
         for asking, result in zip(visit.askings, results, strict=True)
     ]
-    return {
+    found = {
         "usage": usage(list(zip(lengths, results, strict=True))),
         "jaxrag": accounts[0] if len(accounts) == 1 else accounts,
     }
+    fingerprint = visit.askings[0].fingerprint
+    return found if fingerprint is None else found | {"system_fingerprint": fingerprint}

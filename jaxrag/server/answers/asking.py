@@ -17,6 +17,7 @@ from jaxrag.reuse.methods import METHODS
 from jaxrag.serve.answers import Growing, News, Piece, Result, abstained
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.conversation import Conversation, Text
+from jaxrag.serve.plain import PlainSpan, answer_fingerprint, spans
 from jaxrag.serve.questions import ReadyQuestion, prepare, resolve
 from jaxrag.server.errors import ClientLeft, Problem, invalid, unavailable
 from jaxrag.server.fields import Generation
@@ -173,12 +174,14 @@ class Asking:
     Attributes:
       prompt_tokens: length of the prompt, once it is ready.
       logprobs: of all tokens of the answer so far.
+      spans: passages that were found in its messages, once it has an answer.
     """
 
     def __init__(self, state: ServerState, inbox: Inbox, place: int = 0) -> None:
         """Its news go to the inbox, under its place."""
         self.prompt_tokens = 0
         self.logprobs: list[float] = []
+        self.spans: list[PlainSpan] = []
         self._state, self._inbox, self._place = state, inbox, place
         self._loop = asyncio.get_running_loop()
         self._asked: ReadyQuestion | None = None
@@ -265,6 +268,24 @@ class Asking:
             self._inbox.put(self._place, error)
 
     @property
+    def _is_plain(self) -> bool:
+        return self._asked is not None and self._asked.plain
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Of what its answer depends on beside the request; None where that is not known."""
+        if self._asked is None or not self._asked.plain:
+            return None
+        settings, server = self._asked.settings, self._state.settings
+        sizes = {
+            "rows": server.rows,
+            "prefill_tokens": server.engine.prefill_tokens,
+            "together_flops": server.engine.together_flops,
+            "max_new_tokens": server.max_new_tokens,
+        }
+        return answer_fingerprint(settings.model, settings.ask, settings.method, sizes)
+
+    @property
     def where(self) -> str:
         """What it waits for, or does, in words."""
         if self._number is None:
@@ -287,6 +308,8 @@ class Asking:
             source["file"] = source["file"] and Path(source["file"]).name
             if not return_text:
                 del source["text"]
+        if self._is_plain:
+            shown["plain"] = [dataclasses.asdict(span) for span in self.spans]
         base = None if self._asked is None else self._asked.settings.kb
         if not access.admin and any(base is it for it in self._state.knowledge_bases.values()):
             for row in shown["reuse"]:
@@ -320,6 +343,8 @@ class Asking:
             self._end(item)
 
     def _end(self, item: Result | BaseException) -> None:
+        if self._is_plain and isinstance(item, Result):
+            self.spans = spans(item.sources, item.reuse)
         self._over = True
         self._state.asking.discard(self)
         self._inbox.put(self._place, item)

@@ -20,6 +20,7 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 async def chat_completions(visit: Visit) -> Response:
     """Answer the last message."""
     fields, talk = await visit.read(lambda body: (generation_of(body), conversation(body)))
+    fields = visit.with_header(fields)
     plain = visit.state.settings.plain == "passages"
     base = visit.choose_base(fields, default=not plain)
     make = functools.partial(make_ready, visit.state, visit.call.access, fields, talk, base)

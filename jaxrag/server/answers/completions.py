@@ -32,6 +32,7 @@ async def completions(visit: Visit) -> Response:
     if scoring is not None:
         jobs = [functools.partial(_ids, visit.state.model, it) for it in prompts]
         return await scored(visit, jobs, scoring)
+    fields = visit.with_header(fields)
     base = visit.choose_base(fields, default=False)
     makes = [functools.partial(_make_ready, visit, fields, base, it) for it in prompts]
     return await respond(visit, fields, makes, CompletionForm(visit, len(prompts), fields.logprobs))

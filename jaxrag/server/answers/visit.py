@@ -2,15 +2,17 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Executor
-from typing import Any
+from typing import Any, get_args
 
 from starlette.requests import Request
 from starlette.types import Receive
 
 from jaxrag.serve.answers import Result
+from jaxrag.serve.ask import Plain
 from jaxrag.server.answers.asking import Asking
 from jaxrag.server.errors import LEFT, ClientLeft, Problem, invalid, problem_of
 from jaxrag.server.fields import Body, Generation
@@ -19,6 +21,7 @@ from jaxrag.server.state.limits import Ticket
 from jaxrag.server.state.state import Ended, Served
 from jaxrag.server.tenants import Access
 
+PLAIN_HEADER = "X-Jaxrag-Plain"
 _LONG_BODY = 256 << 10  # bytes; a longer one is not read on the event loop
 
 
@@ -85,6 +88,22 @@ class Visit:
         self.knowledge_base = name
         return name
 
+    def with_header(self, fields: Generation) -> Generation:
+        """The fields with what a header says of plain prompts, for clients that send no fields.
+
+        Raises Problem 400 for a header that says nothing known, or other than the field does.
+        """
+        header = self.call.request.headers.get(PLAIN_HEADER)
+        if header is None:
+            return fields
+        if header not in get_args(Plain):
+            known = ", ".join(get_args(Plain))
+            raise invalid(f"{PLAIN_HEADER}: {header!r}: expected one of {known}", "plain")
+        if fields.said.get("plain", header) != header:
+            said = fields.said["plain"]
+            raise invalid(f"plain={said!r} and {PLAIN_HEADER}: {header}; send one", "plain")
+        return dataclasses.replace(fields, said={**fields.said, "plain": header})
+
     def enter(self, prompts: int) -> None:
         """Let it in, to wait for its first token. Raises Problem 429."""
         self.ticket = self.state.limits.enter(self.call.access, prompts)
@@ -141,6 +160,7 @@ class Visit:
             between=tuple(self._between),
             prompt_tokens=0 if self.ticket is None else self.ticket.tokens,
             results=tuple(self.results),
+            passages=tuple(span for asking in self.askings for span in asking.spans),
         )
         for observe in self.state.observers:
             observe(served)

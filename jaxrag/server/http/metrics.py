@@ -8,6 +8,7 @@ client made up: links are called by the knowledge bases that are served, and ten
 import time
 from collections import Counter as Tally
 from collections.abc import Iterable, Iterator, Mapping
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
@@ -19,6 +20,7 @@ from starlette.responses import Response
 from jaxrag.engine.links import LinkState
 from jaxrag.engine.reuse import tokens_by_source
 from jaxrag.engine.status import Ages, EngineStatus, Tiers
+from jaxrag.serve.plain import SeenAt
 from jaxrag.server.state.state import Served, ServerState
 
 PREFIX = "jaxrag_"
@@ -48,6 +50,13 @@ class Metrics:
         self._prompt = counter(
             "prompt_tokens", "Of prompts that were answered, by where their KV came from.", "source"
         )
+        self._passages = counter(
+            "passage_tokens",
+            "Of passages found in messages, by where their KV was: first_sight, pool, host, store.",
+            "source",
+        )
+        for source in get_args(SeenAt):
+            self._passages.labels(_label(source))
         self._completion = counter("completion_tokens", "Of answers that were given.")
         self._requests = counter("requests", "Requests to the model, by how they ended.", "outcome")
         self._refused = counter("refused", "Requests that were refused, by the code.", "reason")
@@ -115,6 +124,8 @@ class Metrics:
             rows = [row for result in served.results for row in result.reuse]
             for source, count in tokens_by_source(rows, served.prompt_tokens).items():
                 self._prompt.labels(source).inc(count)
+            for span in served.passages:
+                self._passages.labels(_label(span.how)).inc(span.tokens)
         if served.stream and served.first_seconds is not None:
             self._first.observe(served.first_seconds)
         elif not served.stream:
@@ -164,6 +175,8 @@ class _Now(Collector):
         yield _counter("compilations", "Programs that the engine's thread compiled, or read from "
                        "disk, until the server was ready and since.", "phase",
                        compiled)  # fmt: skip
+        yield _counter("known_texts", "Pieces of messages, by whether their token ids were known.",
+                       "result", {"hit": state.seen.hits, "miss": state.seen.misses})  # fmt: skip
         standing, tiers = engine.status(), engine.tiers()
         if standing is not None:
             yield from _of_standing(standing, metrics)
@@ -197,7 +210,7 @@ def _of_standing(standing: EngineStatus, metrics: Metrics) -> Iterator[Metric]:
 
 
 def _of_tiers(tiers: Tiers, names: dict[str, str]) -> Iterator[Metric]:
-    hits = {name.replace(" ", "_"): n for name, n in tiers.hits.items()}
+    hits = {_label(name): n for name, n in tiers.hits.items()}
     yield _counter("chunks", "That admitted requests were given, by where their KV came from.",
                    "source", hits)  # fmt: skip
     yield _gauges("host_bytes", "Of the arena in host memory.", "of",
@@ -240,6 +253,10 @@ def link_name(link: LinkState, names: dict[str, str]) -> str:
     location = link.name.removesuffix(_WRITES)
     name = location if location in ("host", "memory") else names.get(location, "other")
     return name if location == link.name else f"{name}_writes"
+
+
+def _label(name: str) -> str:
+    return name.replace(" ", "_")
 
 
 def _ages(ages: Ages) -> dict[str, float]:

@@ -19,7 +19,7 @@ from jaxrag.reuse.decode import DECODE_RULES
 from jaxrag.reuse.methods import METHODS, Method, method_named
 from jaxrag.serve.answers import Result
 from jaxrag.serve.ask import Ask
-from jaxrag.serve.plain import rules_for
+from jaxrag.serve.plain import PlainSpan, rules_for
 from jaxrag.serve.seen import SeenTexts
 from jaxrag.serve.suits import default_method
 from jaxrag.server.errors import not_found, unauthorized
@@ -69,6 +69,7 @@ class Served:
       between: seconds between every two deliveries of tokens.
       prompt_tokens: length of its prompt; 0 where it was not known yet.
       results: of its prompts that have an answer.
+      passages: that were found in its messages, of prompts that have an answer.
     """
 
     endpoint: str
@@ -84,6 +85,7 @@ class Served:
     between: tuple[float, ...] = ()
     prompt_tokens: int = 0
     results: tuple[Result, ...] = ()
+    passages: tuple[PlainSpan, ...] = ()
 
 
 @dataclasses.dataclass(eq=False)
