@@ -1,7 +1,9 @@
 """What is asked: a question, or the messages of a conversation, laid out as one prompt."""
 
+import contextlib
 import dataclasses
 import itertools
+import json
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -18,6 +20,7 @@ from jaxrag.serve.ask import EarlierTurns, is_ids, is_list
 Text = str | Sequence[int] | HostArray  # text, or token ids where a model has no tokenizer
 
 _ROLES = ("system", "user", "assistant")
+_TURNS = {"tool": "user"}  # what a tool says is said to the model, as the user's words are
 _CHARACTERS = 64  # that a position of a context may stand for; more where a token has more
 _NOTHING = np.zeros(0, np.int32)
 
@@ -46,7 +49,9 @@ class Conversation:
       system: what is to be said before all of it; "" for nothing.
       keeps: turns may be looked for in the pool, and this one left there.
       query: what is retrieved for the last question, where that is not the question itself.
-      messages: as they were given, roles and texts; () where they are not all texts.
+      messages: as they were given, roles and texts, and tool_calls of some; () where they are not
+        all texts.
+      prompt: the whole prompt as a text, which no template wraps; None: there is none such.
     """
 
     questions: tuple[Text, ...]
@@ -54,7 +59,13 @@ class Conversation:
     system: str = ""
     keeps: bool = False
     query: str | None = None
-    messages: tuple[Mapping[str, str], ...] = ()
+    messages: tuple[Mapping[str, Any], ...] = ()
+    prompt: str | None = None
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether tools are called in it, or say something."""
+        return any(it["role"] == "tool" or "tool_calls" in it for it in self.messages)
 
 
 def check_size(model: Model, parts: Iterable[Text]) -> None:
@@ -92,7 +103,8 @@ def conversation_of(messages: Any, query: str | None = None, *, wire: bool = Fal
       messages: objects with role and content: of the user and the assistant in turns, a message of
         the system before them if there is one.
       wire: they are written as OpenAI's clients do: a developer is the system, content may be in
-        parts, other keys are ignored, and neighbours of one role are joined.
+        parts, an assistant may have called tools, which answer in turn, other keys are ignored, and
+        neighbours of one role are joined.
     """
     if not is_list(messages) or not len(messages):
         raise RequestError(
@@ -100,11 +112,13 @@ def conversation_of(messages: Any, query: str | None = None, *, wire: bool = Fal
             "the last one of the user"
         )
     turns: list[tuple[str, list[Text]]] = []
-    given: list[tuple[str, Text]] = []
+    given: list[dict[str, Any]] = []
     for place, message in enumerate(messages):
         what = f"messages[{place}]"
         role, content = _message(what, message, wire)
-        given.append((role, content))
+        calls = _tool_calls(what, message) if wire and role == "assistant" else []
+        given.append({"role": role, "content": content} | ({"tool_calls": calls} if calls else {}))
+        role, content = _TURNS.get(role, role), content or json.dumps(calls)
         if not (wire and turns and turns[-1][0] == role):
             turns.append((role, []))
         elif not isinstance(turns[-1][1][0], str) or not isinstance(content, str):
@@ -134,8 +148,7 @@ def conversation_of(messages: Any, query: str | None = None, *, wire: bool = Fal
     ):
         raise RequestError("messages: expected all of system and user as text, or all as token ids")
     answers = tuple(content for _, content in said[1::2])
-    texts = tuple({"role": role, "content": it} for role, it in given if isinstance(it, str))
-    verbatim = texts if len(texts) == len(given) else ()
+    verbatim = tuple(given) if all(isinstance(it["content"], str) for it in given) else ()
     return Conversation(questions, answers, system, True, query, verbatim)
 
 
@@ -154,12 +167,12 @@ def _message(what: str, message: Any, wire: bool) -> tuple[str, Text]:
     content: Any = message.get("content")
     if wire and role == "developer":
         role = "system"
-    if role not in _ROLES:
+    if role not in _ROLES and not (wire and role in _TURNS):
         raise RequestError(
             f"{what} has role={reprlib.repr(role)}: expected one of {', '.join(_ROLES)}"
         )
-    if wire and (message.get("tool_calls") or message.get("function_call")):
-        raise RequestError(f"{what} calls a tool: this server has none")
+    if wire and role == "assistant" and message.get("tool_calls") and not content:
+        return role, ""
     if wire and isinstance(content, list) and not is_ids(content):
         content = "".join(_part(f"{what}.content[{i}]", part) for i, part in enumerate(content))
     if not (isinstance(content, str) and content.strip()) and not is_ids(content):
@@ -168,6 +181,26 @@ def _message(what: str, message: Any, wire: bool) -> tuple[str, Text]:
             f"words in it, or {'a list of text parts' if wire else 'token ids'}"
         )
     return role, content
+
+
+def _tool_calls(what: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The calls of tools in a message, arguments as objects. Raises RequestError."""
+    calls: Any = message.get("tool_calls") or []
+    found: list[dict[str, Any]] = []
+    for call in calls if isinstance(calls, list) else [calls]:
+        function: Any = call.get("function") if isinstance(call, dict) else None
+        arguments: Any = function.get("arguments") if isinstance(function, dict) else None
+        if isinstance(arguments, str):  # as OpenAI writes them; templates take objects
+            with contextlib.suppress(ValueError):
+                arguments = json.loads(arguments)
+        if not isinstance(arguments, dict) or not isinstance(function.get("name"), str):
+            raise RequestError(
+                f"{what}.tool_calls={reprlib.repr(calls)}: expected a list of objects with a "
+                "function, its name and its arguments as JSON"
+            )
+        named = {"name": function["name"], "arguments": arguments}
+        found.append({"id": str(call.get("id", "")), "type": "function", "function": named})
+    return found
 
 
 def _part(what: str, part: Any) -> str:

@@ -12,7 +12,7 @@ import datetime
 import functools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from jaxrag.kv.store.keys import fingerprint
 from jaxrag.models.model import Model
 from jaxrag.models.text.passages import PassageRules, TextPiece, cut, passage_rules
 from jaxrag.models.text.tokenizer import Tokenizer
-from jaxrag.models.text.verbatim import MessagePart, framed
+from jaxrag.models.text.verbatim import framed
 from jaxrag.reuse.encode import encoder_named
 from jaxrag.reuse.methods import Method
 from jaxrag.serve.ask import Ask
@@ -36,6 +36,7 @@ TextIds = Callable[[str], HostArray]  # ids of a text, int32 [T]
 SeenAt = Literal["first sight", KVTier]
 
 _MESSAGE = "messages["  # what sources call a message, with its place behind
+_PROMPT = "prompt"  # and a prompt without messages
 _rules = functools.lru_cache(maxsize=16)(passage_rules)
 
 
@@ -63,7 +64,7 @@ def is_verbatim(ask: Ask, model: Model, talk: Conversation) -> bool:
     """
     chat = model.tokenizer is not None and model.tokenizer.has_chat_template
     own = ask.template is not None or ask.earlier_turns == "blocks"
-    if talk.messages and chat and not own:
+    if talk.prompt is not None or (talk.messages and chat and not own):
         return True
     if ask.plain == "passages" and talk.messages:
         raise RequestError(
@@ -100,7 +101,7 @@ class PlainSpan:
     """A passage of a message that was read as a block.
 
     Attributes:
-      message: its place among the messages.
+      message: its place among the messages; 0 in a prompt that has none.
       start: first character in the message's content.
       end: one past the last character.
       tokens: of it.
@@ -119,7 +120,9 @@ def spans(sources: Sequence[Source], reuse: Iterable[PartReuse]) -> list[PlainSp
     rows = [row for row in reuse if row.part.startswith("chunk")]
     return [
         PlainSpan(
-            int(source.document_id[len(_MESSAGE) : -1]),
+            int(source.document_id.removeprefix(_MESSAGE)[:-1])
+            if source.document_id != _PROMPT
+            else 0,
             source.start,
             source.end,
             row.tokens,
@@ -153,9 +156,38 @@ def answer_fingerprint(
     return fingerprint(json.loads(json.dumps(said)))[:16]
 
 
+def verbatim_prompt(
+    ask: Ask, model: Model, method: Method, talk: Conversation, encode: TextIds | None
+) -> tuple[Prompt, list[FoundChunk]]:
+    """The prompt of what is put as it is, and its blocks; ``encode`` as ``plain_prompt`` has it."""
+    rules, tokenizer = rules_for(ask, method), model.text_tokenizer()
+    if talk.prompt is not None:
+        return continued_prompt(tokenizer, talk.prompt, rules)
+    return plain_prompt(tokenizer, talk.messages, rules, encode)
+
+
+def continued_prompt(
+    tokenizer: Tokenizer, text: str, rules: PassageRules | None
+) -> tuple[Prompt, list[FoundChunk]]:
+    """The prompt that is a text and nothing else, and its blocks in order.
+
+    Special tokens count where they are spelled: who sends a whole prompt writes its frame.
+    """
+    pieces = (
+        _Said(
+            tokenizer.encode(text[it.start : it.end], special=True),
+            _source(_PROMPT, text, it, 0) if it.block else None,
+        )
+        for it in _cut(text, rules, asks=True)
+    )
+    first = next(pieces, _Said(np.zeros(0, np.int32)))
+    ids = _without_leading(tokenizer, first.ids) if first.source is None else first.ids
+    return _laid_out(tokenizer, [dataclasses.replace(first, ids=ids), *pieces], rules)
+
+
 def plain_prompt(
     tokenizer: Tokenizer,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     rules: PassageRules | None,
     encode: TextIds | None = None,
 ) -> tuple[Prompt, list[FoundChunk]]:
@@ -171,6 +203,13 @@ def plain_prompt(
     Raises TokenizerError as ``framed`` does.
     """
     said = list(_pieces(tokenizer, messages, rules, encode or tokenizer.encode))
+    return _laid_out(tokenizer, said, rules)
+
+
+def _laid_out(
+    tokenizer: Tokenizer, said: list[_Said], rules: PassageRules | None
+) -> tuple[Prompt, list[FoundChunk]]:
+    """Pieces as a prompt: computed ones between blocks are turns, those behind all are its end."""
     if rules is not None and sum(len(it.ids) for it in said if it.source) < rules.worth:
         said = [dataclasses.replace(it, source=None) for it in said]
     chunks, turns, members = list[HostArray](), list[int](), list[FoundChunk]()
@@ -187,7 +226,7 @@ def plain_prompt(
     for one in said:
         if one.source is not None:
             turn(_joined(now))
-            now = []
+            now, question = [], None
             chunks.append(one.ids)
             members.append(FoundChunk(one.source, "", one.ids, bare=True))
             continue
@@ -205,7 +244,7 @@ def plain_prompt(
 
 def _pieces(
     tokenizer: Tokenizer,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     rules: PassageRules | None,
     encode: TextIds,
 ) -> Iterator[_Said]:
@@ -221,7 +260,8 @@ def _pieces(
             before = messages[part.message]["content"].index(part.text)  # that a template strips
             for piece in _cut(part.text, rules, asks):
                 text = part.text[piece.start : piece.end]
-                source = _source(part, piece, before) if piece.block else None
+                name = f"{_MESSAGE}{part.message}]"
+                source = _source(name, part.text, piece, before) if piece.block else None
                 last = asks and piece.end == len(part.text)
                 yield _Said(encode(text), source, asks=last)
 
@@ -236,19 +276,22 @@ def _cut(text: str, rules: PassageRules | None, asks: bool) -> list[TextPiece]:
     return pieces
 
 
-def _source(part: MessagePart, piece: TextPiece, before: int) -> Source:
-    text = part.text[piece.start : piece.end]
-    name = f"{_MESSAGE}{part.message}]"
-    return Source(name, 0, None, None, text, start=before + piece.start, end=before + piece.end)
+def _source(name: str, text: str, piece: TextPiece, before: int) -> Source:
+    """A block of a text; ``before``: characters that are left out before the text."""
+    start, end = piece.start, piece.end
+    return Source(name, 0, None, None, text[start:end], start=before + start, end=before + end)
 
 
 def _frame_ids(tokenizer: Tokenizer, text: str, first: bool) -> HostArray:
     """Ids of the template's own text; the prefix has what leads a prompt."""
     ids = tokenizer.encode(text, special=True)
+    return _without_leading(tokenizer, ids) if first else ids
+
+
+def _without_leading(tokenizer: Tokenizer, ids: HostArray) -> HostArray:
+    """The first ids of a prompt, without those that lead it, which are its prefix."""
     leading = tokenizer.leading_ids
-    if first and len(leading) and np.array_equal(ids[: len(leading)], leading):
-        ids = ids[len(leading) :]
-    return ids
+    return ids[len(leading) :] if np.array_equal(ids[: len(leading)], leading) else ids
 
 
 def _joined(parts: Sequence[HostArray]) -> HostArray:

@@ -34,7 +34,7 @@ from jaxrag.serve.conversation import (
     laid_out,
     numbered,
 )
-from jaxrag.serve.plain import TextIds, is_verbatim, plain_prompt, rules_for
+from jaxrag.serve.plain import TextIds, is_verbatim, verbatim_prompt
 from jaxrag.serve.suits import (
     chosen_template,
     default_method,
@@ -203,8 +203,9 @@ def prepare(
     alone = documents is None and settings.kb is None and not len(settings.ask.blocks)
     verbatim = alone and is_verbatim(settings.ask, settings.model, talk)
     if verbatim:
-        rules, tokenizer = rules_for(settings.ask, settings.method), settings.model.text_tokenizer()
-        prompt, members = plain_prompt(tokenizer, talk.messages, rules, settings.encode)
+        prompt, members = verbatim_prompt(
+            settings.ask, settings.model, settings.method, talk, settings.encode
+        )
     else:
         prompt, members = _laid_out(settings, talk, found)
     if not any(found) and not (verbatim and members):
@@ -373,6 +374,11 @@ def _laid_out(
     settings: Settings, talk: Conversation, found: list[list[FoundChunk]]
 ) -> tuple[Prompt, list[FoundChunk]]:
     """The prompt as token ids, blocks before all chunks; and its chunks but for turns."""
+    if talk.has_tools:
+        raise RequestError(
+            "messages hold calls of tools or what tools say, which the model's own chat template "
+            "writes: send them without a knowledge base, documents and template"
+        )
     model, template = settings.model, settings.template
     own = enumerate(settings.one_by_one(settings.ask.blocks))
     blocks = [_given(f"blocks[{i}]", it, model) for i, it in own]

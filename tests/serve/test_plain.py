@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import random
 from pathlib import Path
 
@@ -9,14 +10,14 @@ import numpy as np
 import pytest
 
 import jaxrag
-from jaxrag.base.errors import RequestError
+from jaxrag.base.errors import RequestError, TokenizerError
 from jaxrag.engine.engine import engine_of
 from jaxrag.models.model import load_model
 from jaxrag.models.text.passages import passage_rules
 from jaxrag.reuse.methods import METHODS
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.conversation import conversation_of
-from jaxrag.serve.plain import plain_prompt, rules_for
+from jaxrag.serve.plain import continued_prompt, plain_prompt, rules_for
 from jaxrag.serve.questions import prepare, resolve
 from jaxrag.serve.seen import SeenTexts
 
@@ -204,3 +205,66 @@ def test_a_method_by_default_is_that_of_chunks(model, rules_file):
     asked = prepare(settings, conversation_of(pasted([1, 2, 3])))
     assert asked.settings.method == settings.method
     assert not prepare(settings, conversation_of(pasted([]))).settings.method.recomputes
+
+
+class Calling(Stripping):
+    """A tokenizer whose chat template prints tool calls, and a content only where there is one."""
+
+    def render_chat(self, messages, **how):
+        text = "".join(
+            f"<|im_start|>{it['role']}\n{it['content']}"
+            + "".join(json.dumps(call["function"]) for call in it.get("tool_calls", []))
+            + "<|im_end|>\n"
+            for it in messages
+        )
+        return text + "<|im_start|>assistant\n"
+
+
+def agent_talk(arguments='{"path": "wells.md"}'):
+    call = {"id": "1", "function": {"name": "read", "arguments": arguments}}
+    return [
+        {"role": "user", "content": "Who works the wells?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": passage(1) + " " + passage(2)},
+        {"role": "tool", "tool_call_id": "2", "content": passage(3) + " " + passage(4)},
+    ]
+
+
+def test_what_tools_say_is_passages(model, rules_file):
+    talk = conversation_of(agent_talk(), wire=True)
+    assert talk.has_tools
+    tokenizer = Calling(model.text_tokenizer())
+    prompt, members = plain_prompt(tokenizer, talk.messages, passage_rules(rules_file))
+    assert [it.source.text for it in members] == [it["content"] for it in talk.messages[2:]]
+    assert [it.source.document_id for it in members] == ["messages[2]", "messages[3]"]
+    ids = np.concatenate((prompt.prefix, *prompt.chunks, prompt.final))
+    assert tokenizer.decode(ids, skip_special=False) == tokenizer.render_chat(talk.messages)
+    assert prompt.question is None  # the user's words are in a turn
+
+
+def test_calls_of_tools_hold_no_control_tokens(model):
+    talk = conversation_of(agent_talk('{"path": "<|im_end|>"}'), wire=True)
+    with pytest.raises(TokenizerError, match=r"messages\[1\].tool_calls spell a special token"):
+        plain_prompt(Calling(model.text_tokenizer()), talk.messages, None)
+    with pytest.raises(RequestError, match=r"messages\[1\].tool_calls=.*expected a list"):
+        conversation_of(agent_talk("wells.md"), wire=True)
+
+
+def test_tools_are_for_chats_alone(model):
+    settings = resolve(Ask(method="turborag"), model=model)
+    talk = conversation_of(agent_talk(), wire=True)
+    with pytest.raises(RequestError, match="send them without a knowledge base"):
+        prepare(settings, talk, ["Salt wells."])
+
+
+def test_a_prompt_of_its_own_is_cut_as_messages_are(model, rules_file):
+    tokenizer, rules = model.text_tokenizer(), passage_rules(rules_file)
+    text = f"Use these.\n{pasted([1, 2, 3])[1]['content']} Hands <|im_end|>"
+    prompt, members = continued_prompt(tokenizer, text, rules)
+    assert [it.source.text for it in members] == [passage(i) for i in (1, 2, 3)]
+    assert all(text[it.source.start : it.source.end] == it.source.text for it in members)
+    ids = np.concatenate((prompt.prefix, *prompt.chunks, prompt.final))
+    assert tokenizer.decode(ids, skip_special=False) == text
+    assert ids[-1] == tokenizer.encode("<|im_end|>", special=True)[0]
+    chunks = plain_prompt(tokenizer, pasted([3, 1, 2]), rules)[1]
+    assert {bytes(it.ids) for it in members} == {bytes(it.ids) for it in chunks}

@@ -164,3 +164,16 @@ def test_a_header_does_without_too(serving):
     wrong = post({"X-Jaxrag-Plain": "no"})
     assert wrong.status_code == 400
     assert "expected one of off, passages" in wrong.json()["error"]["message"]
+
+
+def test_a_completion_is_cut_too(serving):
+    prompt = messages(PASSAGES)[0]["content"]
+    ask(serving, PASSAGES)
+    body = {"prompt": prompt, "max_tokens": 4}
+    found = serving.post("/v1/completions", **body).raise_for_status().json()
+    spans = found["jaxrag"]["plain"]
+    assert [prompt[it["start"] : it["end"]] for it in spans] == [it.strip() for it in PASSAGES]
+    assert all(it["how"] != "first sight" for it in spans)
+    alone = serving.post("/v1/completions", plain="off", **body).json()
+    assert "plain" not in alone["jaxrag"] and cached(alone) == 0
+    assert alone["usage"]["prompt_tokens"] == found["usage"]["prompt_tokens"]

@@ -5,7 +5,11 @@ The template's own text may hold special tokens; contents never do, whatever is 
 
 import dataclasses
 import datetime
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
 
 from jaxrag.base.errors import TokenizerError
 from jaxrag.models.text.tokenizer import Tokenizer
@@ -42,14 +46,17 @@ class MessagePart:
     message: int | None = None
 
 
-def framed(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> list[MessagePart]:
+def framed(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> list[MessagePart]:
     """The parts of a conversation, with the template's opening of the answer last.
+
+    Tool calls of a message are part of the template's own text.
 
     It is rendered twice: with a mark in place of every content, which shows the frame, and as it
     is, which shows what the template does to contents.
 
     Raises TokenizerError for a tokenizer without a chat template, a template that refuses the
-    messages, and one that does to a content what is not known here.
+    messages, one that does to a content what is not known here, and tool calls that spell special
+    tokens.
     """
     now = datetime.datetime.combine(datetime.date.today(), datetime.time())
     marks = [chr(_FIRST_MARK + place) for place in range(len(messages))]
@@ -59,11 +66,19 @@ def framed(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> list[
             "messages hold characters of the private-use area U+E000 to U+F8FF, or are more than "
             f"{_MARKS}; leave these out"
         )
+    for place, message in enumerate(messages):
+        if "tool_calls" in message:
+            _check_calls(tokenizer, place, message["tool_calls"])
+    # One without content, as of a message that calls tools, is left so: templates look for that.
+    marks = [mark if content else "" for mark, content in zip(marks, contents, strict=True)]
     marked = [{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)]
     frame = tokenizer.render_chat(marked, now=now)
     whole = tokenizer.render_chat(messages, now=now)
     between, rest = list[str](), frame
     for place, mark in enumerate(marks):
+        if not mark:
+            between.append("")
+            continue
         before, found, rest = rest.partition(mark)
         if not found or mark in rest:
             raise _not_repeated(place)
@@ -90,6 +105,14 @@ def _parts(between: Sequence[str], contents: Sequence[str], whole: str) -> Itera
     if whole[at:] != between[-1]:
         raise _not_repeated(len(contents) - 1)
     yield MessagePart(between[-1])
+
+
+def _check_calls(tokenizer: Tokenizer, place: int, calls: Any) -> None:
+    text = json.dumps(calls, ensure_ascii=False)
+    if not np.array_equal(tokenizer.encode(text), tokenizer.encode(text, special=True)):
+        raise TokenizerError(
+            f"messages[{place}].tool_calls spell a special token of the model: leave it out"
+        )
 
 
 def _has_mark(content: str) -> bool:

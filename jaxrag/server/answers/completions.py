@@ -57,7 +57,9 @@ def _make_ready(
     """One of the prompts as the engine is asked; on a thread."""
     asked: Text | Conversation = prompt
     if base is None and not fields.documents and not fields.said.get("blocks"):
-        asked = Conversation((_ids(visit.state.model, prompt),))
+        plain = fields.said.get("plain", visit.state.settings.plain) == "passages"
+        text = prompt if plain and isinstance(prompt, str) else None
+        asked = Conversation((_ids(visit.state.model, prompt),), prompt=text)
     return make_ready(visit.state, visit.call.access, fields, asked, base, check_cancelled)
 
 
