@@ -20,6 +20,7 @@ from jaxrag.cli import (
     ingest,
     kb,
     plain,
+    plain_gate,
     serve,
     train,
 )
@@ -27,7 +28,7 @@ from jaxrag.cli.waiting import stop_telling
 from jaxrag.models.text.printable import printable
 
 COMMANDS = (
-    demo, ingest, ask, generate, serve, plain, kb, check, convert, train, eval, bench,
+    demo, ingest, ask, generate, serve, plain, plain_gate, kb, check, convert, train, eval, bench,
 )  # fmt: skip
 
 

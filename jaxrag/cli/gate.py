@@ -65,17 +65,23 @@ def run(args: argparse.Namespace) -> int:
         _print_report(report)
     if report.ratio is not None:
         return 0
-    tried = ", ".join(f"{one.ratio:g}" for one in report.measured)
-    print(
-        f"jaxrag: refused: {args.method} reaches agreement {target.agreement:g}, KL "
-        f"{target.max_kl:g} and answers {target.answers:g} at none of the ratios {tried}; nothing "
-        "was stored: try higher --recompute-ratios, another method or a lower target",
-        file=sys.stderr,
-    )
+    print(refusal(report), file=sys.stderr)
     return 3
 
 
-def _print_report(report: "GateReport") -> None:
+def refusal(report: "GateReport") -> str:
+    """What is said where no ratio meets the target."""
+    tried = ", ".join(f"{one.ratio:g}" for one in report.measured)
+    target = report.target
+    return (
+        f"jaxrag: refused: {report.method} reaches agreement {target.agreement:g}, KL "
+        f"{target.max_kl:g} and answers {target.answers:g} at none of the ratios {tried}; nothing "
+        "was stored: try higher --recompute-ratios, another method or a lower target"
+    )
+
+
+def print_gate(report: "GateReport") -> None:
+    """Print how the ratios that were tried agree with full attention."""
     from jaxrag.measure.table import percent
 
     rows = [["ratio", "recomputed", "agreement", "KL", "answers", "meets"]]
@@ -89,6 +95,10 @@ def _print_report(report: "GateReport") -> None:
         f"{report.answer_tokens} answer tokens; shares in % with 95 % intervals"
     )
     print(table(rows, range(len(rows[0]) - 1)))
+
+
+def _print_report(report: "GateReport") -> None:
+    print_gate(report)
     if report.ratio == 1:
         print(
             f"remembered: {report.method} recomputes every chunk token where no ratio is named, "

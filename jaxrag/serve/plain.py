@@ -36,6 +36,7 @@ TextIds = Callable[[str], HostArray]  # ids of a text, int32 [T]
 SeenAt = Literal["first sight", KVTier]
 
 _MESSAGE = "messages["  # what sources call a message, with its place behind
+LEAST_REQUESTS = 50  # with passages, over which a gate of plain prompts says something
 _PROMPT = "prompt"  # and a prompt without messages
 _rules = functools.lru_cache(maxsize=16)(passage_rules)
 
@@ -132,6 +133,25 @@ def spans(sources: Sequence[Source], reuse: Iterable[PartReuse]) -> list[PlainSp
     ]
 
 
+def plain_subject(model: Model, ask: Ask, method: Method) -> dict[str, Any]:
+    """What decides how well plain prompts are read, JSON-able: the day that a chat prints is none.
+
+    What becomes of leading parts and how answers attend is left out: there KV is exact.
+    """
+    values = dataclasses.asdict(method)
+    for other in ("prefix_cache", "decode"):
+        del values[other]
+    rules, tokenizer = rules_for(ask, method), model.text_tokenizer()
+    said = {
+        "model": model.fingerprint,
+        "tokenizer": tokenizer.digest,
+        "chat": tokenizer.chat_templates,
+        "rules": None if rules is None else dataclasses.asdict(rules),
+        "method": values,
+    }
+    return dict(json.loads(json.dumps(said)))
+
+
 def answer_fingerprint(
     model: Model, ask: Ask, method: Method, sizes: Mapping[str, int | float]
 ) -> str:
@@ -143,14 +163,13 @@ def answer_fingerprint(
       method: how they are read.
       sizes: of the engine's programs, by name, and what a request has that says nothing.
     """
-    rules = rules_for(ask, method)
+    tokenizer = model.text_tokenizer()
+    dated = any("strftime_now" in text for text in tokenizer.chat_templates.values())
     said = {
         "version": __version__,
-        "model": model.fingerprint,
-        "tokenizer": model.text_tokenizer().digest,
-        "chat": model.text_tokenizer().chat_identity(datetime.date.today()),
-        "rules": None if rules is None else dataclasses.asdict(rules),
+        "subject": plain_subject(model, ask, method),
         "method": dataclasses.asdict(method),
+        "day": datetime.date.today().isoformat() if dated else None,
         "sizes": dict(sizes),
     }
     return fingerprint(json.loads(json.dumps(said)))[:16]

@@ -38,7 +38,9 @@ class ServerOptions:
       k: chunks that are retrieved where a request does not say how many.
       plain: "passages": in chats that name no knowledge base and bring no documents, passages that
         were pasted into messages are read as blocks; their KV is kept.
-      plain_ungated: have it so with weights that nothing says were trained for blocks.
+      plain_ungated: have it so with weights that neither training nor a gate speaks for.
+      plain_gate: file of a gate over recorded requests that was passed; ``method``, where none is
+        named, is the gate's at the gate's ratio.
       passage_rules: how passages are found; a name of configs/passages, or a TOML file.
       max_new_tokens: bound of an answer whose request names none, or less where the context ends.
       rows: answers that are decoded together.
@@ -75,7 +77,13 @@ class ServerOptions:
         Ask.plain, "what is read as blocks in messages that bring no documents",
         choices=names_in("jaxrag.serve.ask", "Plain"),
     )  # fmt: skip
-    plain_ungated: bool = option(False, "--plain with weights not trained for blocks")
+    plain_ungated: bool = option(
+        False, "--plain with weights that neither training nor a gate speaks for"
+    )
+    plain_gate: str | None = option(
+        None, "what `jaxrag gate` wrote for these weights; its method and ratio read the passages",
+        "FILE", unset="none",
+    )  # fmt: skip
     passage_rules: str = option(
         Ask.passage_rules, "how passages are found, or a .toml file", "NAME"
     )

@@ -152,8 +152,7 @@ def compare(
     tallies = [_Tally() for _ in settings[1:]]
     total = len(prepared[0]) * len(settings)
     with progress_bar(total, "gate", "question", shown=progress) as bar:
-        requests = [question.request for question in prepared[0]]
-        for batch in itertools.batched(range(len(requests)), batch_size):
+        for batch in itertools.batched(range(len(prepared[0])), batch_size):
             here = [prepared[0][i] for i in batch]
             answers = _answers(settings[0], here, batch_size)
             full, _ = forced_logits(settings[0], here, answers)
@@ -162,7 +161,12 @@ def compare(
                 here = [ready[i] for i in batch]
                 tally.add(batch, full, *forced_logits(one, here, answers))
                 bar.update(len(batch))
-    chunk_tokens = sum(len(chunk) for one in requests for chunk in one.prompt.chunks)
+    chunk_tokens = sum(
+        len(chunk)
+        for ready in prepared[-1]
+        for place, chunk in enumerate(ready.request.prompt.chunks)
+        if place not in ready.request.prompt.turns
+    )
     measured = tuple(
         tally.measured(one.method.recompute_ratio or 0.0, chunk_tokens, target)
         for one, tally in zip(settings[1:], tallies, strict=True)

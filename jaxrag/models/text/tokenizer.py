@@ -134,6 +134,11 @@ class Tokenizer:
         return isinstance(self._text.model, models.WordLevel)
 
     @property
+    def chat_templates(self) -> dict[str, str]:
+        """The sources of the templates that render chats, by name."""
+        return dict(self._templates)
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether ``render_chat`` has a template to render."""
         return bool(self._templates)
@@ -245,11 +250,6 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             now=now,
         )
-
-    def chat_identity(self, now: datetime.date) -> dict[str, str]:
-        """What renders chats, JSON-able; with the day where a template may print it."""
-        dated = any("strftime_now" in text for text in self._templates.values())
-        return self._templates | ({"now": now.isoformat()} if dated else {})
 
     def is_byte(self, token_id: int) -> bool:
         """Whether an id is one byte of byte fallback, ``<0xE4>``."""

@@ -71,7 +71,7 @@ def make_ready(
     named: dict[str, Any] = {"method": method}
     if METHODS.get(method.name) is method:
         named["method"] = method.name
-    if name is None and server.method is None and server.methods is None:
+    if name is None and state.chooses(base) and server.methods is None:
         named["method"] = None  # that of model, knowledge base and prompt
     limits = {} if base is None else {"groups": access.groups}
     settings = resolve(

@@ -18,8 +18,7 @@ from jaxrag.models.model import Model
 from jaxrag.reuse.decode import DECODE_RULES
 from jaxrag.reuse.methods import METHODS, Method, method_named
 from jaxrag.serve.answers import Result
-from jaxrag.serve.ask import Ask
-from jaxrag.serve.plain import PlainSpan, rules_for
+from jaxrag.serve.plain import PlainSpan
 from jaxrag.serve.seen import SeenTexts
 from jaxrag.serve.suits import default_method
 from jaxrag.server.errors import not_found, unauthorized
@@ -28,6 +27,7 @@ from jaxrag.server.settings import ServerSettings
 from jaxrag.server.state.bodies import Bodies
 from jaxrag.server.state.library import Library
 from jaxrag.server.state.limits import Limits
+from jaxrag.server.state.plain import plain_methods
 from jaxrag.server.state.recipe import recipe_for, recipe_like
 from jaxrag.server.state.threads import FairThreads
 from jaxrag.server.tenants import Access, TenantMemory, Tenants, bearer
@@ -183,9 +183,14 @@ class ServerState:
         """The one that a chat is about that names none: the first that is served."""
         return next((name for name in self.knowledge_bases if access.may_read(name)), None)
 
+    def chooses(self, base: KnowledgeBase | None) -> bool:
+        """Whether model and prompt choose the method of a request, and neither setting nor gate."""
+        gated = base is None and self.settings.plain_gate is not None
+        return self.settings.method is None and not gated
+
     def default_method(self, base: KnowledgeBase | None) -> Method:
         """Of a request about a knowledge base, or about none, that names no method."""
-        if self.settings.method is None:
+        if self.chooses(base):
             found = default_method(self.model, base)
             if found.name in self.methods:
                 return found
@@ -222,7 +227,7 @@ def make_state(
     rules = tuple(DECODE_RULES) if settings.decode_rules is None else settings.decode_rules
     bases = dict(knowledge_bases or {})
     methods = offered_methods(settings, model, next(iter(bases.values()), None))
-    _check_plain(settings, model, next(iter(methods.values())))
+    methods = plain_methods(settings, model, methods)
     recipe = recipe_like(next(iter(bases.values()))) if bases else recipe_for(methods)
     return ServerState(
         settings=settings,
@@ -240,25 +245,6 @@ def make_state(
         prepare=_prepare_threads(settings),
         hand_over=ThreadPoolExecutor(_HANDS, "jaxrag-hand-over"),
     )
-
-
-def _check_plain(settings: ServerSettings, model: Model, method: Method) -> None:
-    """Refuse plain prompts that cannot be read, or that nothing speaks for: ConfigError."""
-    if settings.plain == "off":
-        return
-    if model.tokenizer is None or not model.tokenizer.has_chat_template:
-        raise ConfigError(
-            f"plain={settings.plain!r}: the model has no chat template; add chat_template.jinja to "
-            "its directory"
-        )
-    ask = Ask(plain=settings.plain, passage_rules=settings.passage_rules)
-    if rules_for(ask, method) is None or settings.plain_ungated:
-        return
-    if method.positions not in model.reading.block_positions:
-        raise ConfigError(
-            f"plain={settings.plain!r}: nothing says that this model was trained to read blocks as "
-            f"{method.name} does; train it, or pass --plain-ungated to have it so all the same"
-        )
 
 
 def _prepare_threads(settings: ServerSettings) -> FairThreads:

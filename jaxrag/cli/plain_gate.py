@@ -1,0 +1,70 @@
+"""`jaxrag gate`: whether a method may read the passages of recorded requests as blocks."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from jaxrag.base.config import ModelOptions
+from jaxrag.cli.fields import add_fields, from_fields
+from jaxrag.cli.gate import print_gate, refusal
+from jaxrag.cli.opening import load
+from jaxrag.cli.options import add_command, add_json, add_model
+from jaxrag.cli.output import print_json
+from jaxrag.measure.evals.options import GateOptions, Target
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Register the command."""
+    from jaxrag.server.options import ServerOptions
+
+    parser = add_command(
+        commands,
+        "gate",
+        "compare a method with full attention on recorded requests, passages read as blocks",
+        "jaxrag gate --requests requests.jsonl --model models/qwen --out gate.json && "
+        "jaxrag serve --model models/qwen --plain passages --plain-gate gate.json",
+    )
+    parser.add_argument(
+        "--requests",
+        required=True,
+        metavar="FILE",
+        help="JSON lines: a list of messages, or an object with messages",
+    )
+    parser.add_argument(
+        "--out", required=True, metavar="FILE", help="for `jaxrag serve --plain-gate`"
+    )
+    add_fields(parser, GateOptions, only=("method", "ratios", "answer_tokens", "batch_size"))
+    add_fields(parser, Target)
+    add_fields(parser, ServerOptions, only=("passage_rules",))
+    add_model(parser, required=True)
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 0 when a ratio was found and written, 3 when none reaches the target."""
+    from jaxrag.measure.evals.plain_gate import gate_requests, read_requests
+    from jaxrag.reuse.methods import method_named
+
+    method = method_named(args.method)  # refused before a model is read
+    requests, target = read_requests(args.requests), from_fields(Target, args)
+    options = from_fields(GateOptions, args, target=target, k=1, where=None, template=None)
+    report, gate = gate_requests(
+        load(args.model, from_fields(ModelOptions, args), method),
+        requests,
+        options,
+        args.passage_rules,
+        progress=not args.json,
+    )
+    if args.json:
+        print_json(report.to_dict())
+    else:
+        print_gate(report)
+    if report.ratio is None:
+        print(refusal(report), file=sys.stderr)
+        return 3
+    Path(args.out).write_text(json.dumps(gate, indent=1) + "\n", encoding="utf-8")
+    if not args.json:
+        print(f"written: {args.out}, for {report.method} at recompute ratio {report.ratio:g}")
+    return 0
