@@ -96,6 +96,11 @@ class Engine:
         ask(self._mail.post, lambda: self._at_work.tiers())  # the pool is made by all at once
 
     @property
+    def leads(self) -> bool:
+        """Do other processes make its turns, too?"""
+        return self._leader is not None
+
+    @property
     def lost(self) -> EngineError | None:
         """Why it serves no more: another process of the model is lost."""
         return None if self._leader is None else self._leader.lost

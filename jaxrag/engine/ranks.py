@@ -35,6 +35,7 @@ from jaxrag.models.model import Model
 JOIN_SECONDS = 60.0  # in which all processes come to the leader, once all have their models
 STALL_SECONDS = 15.0  # of silence after which a process counts as dead
 BEAT_SECONDS = 1.0
+_END_SECONDS = 10.0
 _MEET_SECONDS = 5.0  # for who comes to prove what it knows
 
 _SECRET = 32  # bytes
@@ -116,10 +117,14 @@ class Leader:
         self._lock = threading.Lock()
         self._number = 0
         self._over = threading.Event()
-        for rank, link in self._links.items():
+        self._listeners = [
             threading.Thread(
                 target=self._listen, args=(rank, link), name=f"jaxrag-rank-{rank}", daemon=True
-            ).start()
+            )
+            for rank, link in self._links.items()
+        ]
+        for thread in self._listeners:
+            thread.start()
         threading.Thread(target=self._beat, name="jaxrag-beat", daemon=True).start()
 
     def on_lost(self, call: Callable[[RankLost], None]) -> None:
@@ -170,22 +175,23 @@ class Leader:
         return self._lose(why)
 
     def close(self) -> None:
-        """Let all others end."""
+        """Let all others end, and wait a while until they have heard it."""
         self._over.set()
         for link in self._links.values():
             with contextlib.suppress(OSError):
                 link.send(b"x")
+        for thread in self._listeners:
+            thread.join(_END_SECONDS)
 
     def _listen(self, rank: int, link: _Link) -> None:
-        while not self._over.is_set():
+        while True:
             try:
                 kind, data = link.receive()
             except TimeoutError:
                 self._lose(f"rank {rank} has been silent for {STALL_SECONDS:g} s")
                 return
             except (OSError, EOFError, EngineError):
-                if not self._over.is_set():
-                    self._lose(f"rank {rank} ended")
+                self._lose(f"rank {rank} ended")
                 return
             if kind == b"e":
                 self._lose(f"rank {rank}: {data.decode('utf-8', 'replace')}")
@@ -204,6 +210,8 @@ class Leader:
             self._lose(f"rank {rank} made another turn {turn} than the others")
 
     def _lose(self, why: str) -> RankLost:
+        if self._over.is_set() and self.lost is None:  # all end
+            return RankLost(why)
         with self._lock:
             first = self.lost is None
             if self.lost is None:
@@ -242,6 +250,7 @@ class Follower:
         """The leader's turns, until it ends. Raises EngineError for what is none."""
         while (data := self._turns.get()) is not None:
             yield turn_of(data, self._stores)
+        self._link.close()
 
     def done(self, turn: int, digest: int) -> None:
         """This process made a turn."""

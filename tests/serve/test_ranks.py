@@ -18,7 +18,8 @@ DOCUMENTS = [
     "Salt is worked at the wells by hands that ask for wool.",
     "The river is crossed on a raft, and the raft is pulled by a rope.",
 ]
-QUESTIONS = ["Who has the salt?", "What is the raft?", "Who has the rope?"]
+TOKENS = 24
+QUESTIONS = ["Who has the salt?", "What is the raft?", "Who has the rope?", "What is wool?"]
 
 
 @pytest.fixture(scope="module")
@@ -32,18 +33,46 @@ def model_dir(tmp_path_factory, tiny_config, tokenizer_dir):
     return folder
 
 
-def test_two(model_dir, run_processes, tmp_path):
-    work = {
-        "processes": 2, "mesh": (1, 1, 2), "model": str(model_dir), "pool": 1024,
-        "method": "turborag", "tokens": 6, "documents": DOCUMENTS, "questions": QUESTIONS,
-    }
-    path = tmp_path / "work.json"
-    path.write_text(json.dumps(work))
-    run_processes(
-        lambda rank, coordinator: [sys.executable, PROGRAM, str(rank), coordinator, path],
-        tmp_path, count=2, devices=1,
-    )
-    found = json.loads(path.with_suffix(".json.out").read_text())
+@pytest.fixture
+def led(model_dir, run_processes, tmp_path):
+    """``led(processes, devices, method)``: what the clients of the leader got."""
+
+    def call(processes, devices, method="turborag"):
+        work = {
+            "processes": processes,
+            "mesh": (1, 1, processes * devices),
+            "model": str(model_dir),
+            "pool": 256,
+            "method": method,
+            "tokens": TOKENS,
+            "documents": DOCUMENTS,
+            "questions": QUESTIONS,
+        }
+        path = tmp_path / "work.json"
+        path.write_text(json.dumps(work))
+        run_processes(
+            lambda rank, coordinator: [sys.executable, PROGRAM, str(rank), coordinator, path],
+            tmp_path,
+            count=processes,
+            devices=devices,
+        )
+        return json.loads(path.with_suffix(".out").read_text())
+
+    return call
+
+
+def test_two_processes_answer_as_one_device(led, model_dir):
+    """With cancellations, early leavers, a deadline and preemption, which the leader orders."""
+    found = led(2, 1)
     model = load_model(model_dir, cache_tokens=1024)
-    wanted = generate(QUESTIONS, model=model, documents=DOCUMENTS, method="turborag", max_new_tokens=6)
-    assert found["plain"] == [it.token_ids for it in wanted]
+    given = {"documents": DOCUMENTS, "method": "turborag", "max_new_tokens": TOKENS}
+    wanted = [it.token_ids for it in generate(QUESTIONS, model=model, **given)]
+    assert found["plain"] == [wanted, ["length"] * len(QUESTIONS)]
+    tokens, how = found["mixed"]
+    few, left = len(QUESTIONS), {1: "stop", 3: "Cancelled", 8: "DeadlineExceeded"}
+    assert how == [left.get(place, "length") for place in range(2 * few + 1)]
+    for place, answer in enumerate(tokens[:-1]):
+        full = wanted[place % few]
+        assert answer == (full[: len(answer)] if place in left else full)
+    assert 2 <= len(tokens[1]) < TOKENS and 2 <= len(tokens[3]) < TOKENS and not tokens[-1]
+    assert found["preempted"] >= 1
