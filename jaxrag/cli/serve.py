@@ -119,6 +119,7 @@ def led(state: "ServerState", address: tuple[str, int]) -> Iterator[None]:
         print(f"jaxrag: error: {printable(why)}", file=sys.stderr, flush=True)
         os._exit(1)
 
+    state.tenants.share(state.model.exchange)
     stores: dict[str, KVStore] = {
         f"kb:{name}": base.store for name, base in state.knowledge_bases.items()
     }
