@@ -182,22 +182,25 @@ class Leader:
                 link.send(b"x")
         for thread in self._listeners:
             thread.join(_END_SECONDS)
+        for link in self._links.values():
+            link.close()
 
     def _listen(self, rank: int, link: _Link) -> None:
-        while True:
+        why = ""
+        while not why:
             try:
                 kind, data = link.receive()
             except TimeoutError:
-                self._lose(f"rank {rank} has been silent for {STALL_SECONDS:g} s")
-                return
+                why = f"rank {rank} has been silent for {STALL_SECONDS:g} s"
             except (OSError, EOFError, EngineError):
-                self._lose(f"rank {rank} ended")
-                return
-            if kind == b"e":
-                self._lose(f"rank {rank}: {data.decode('utf-8', 'replace')}")
-                return
-            if kind == b"d" and len(data) == _DONE.size:
-                self._check(rank, *_DONE.unpack(data))
+                why = f"rank {rank} ended"
+            else:
+                if kind == b"e":
+                    why = f"rank {rank}: {data.decode('utf-8', 'replace')}"
+                elif kind == b"d" and len(data) == _DONE.size:
+                    self._check(rank, *_DONE.unpack(data))
+        self._lose(why)
+        link.close()
 
     def _check(self, rank: int, turn: int, digest: int) -> None:
         with self._lock:
@@ -250,7 +253,6 @@ class Follower:
         """The leader's turns, until it ends. Raises EngineError for what is none."""
         while (data := self._turns.get()) is not None:
             yield turn_of(data, self._stores)
-        self._link.close()
 
     def done(self, turn: int, digest: int) -> None:
         """This process made a turn."""
@@ -263,23 +265,26 @@ class Follower:
             self._link.send(b"e", why.encode()[:_SAID])
 
     def _listen(self) -> None:
-        while True:
+        why = ""
+        while not why:
             try:
                 kind, data = self._link.receive()
             except TimeoutError:
-                self._lost(f"the leader has been silent for {STALL_SECONDS:g} s")
-                return
+                why = f"the leader has been silent for {STALL_SECONDS:g} s"
             except (OSError, EOFError, EngineError):
-                self._lost("the leader ended")
-                return
-            if kind == b"e":
-                self._lost(data.decode("utf-8", "replace"))
-                return
-            if kind == b"x":
-                self._over.set()
-                self._turns.put(None)
-                return
-            self._turns.put(data)
+                why = "the leader ended"
+            else:
+                if kind == b"x":
+                    break
+                if kind == b"e":
+                    why = data.decode("utf-8", "replace")
+                else:
+                    self._turns.put(data)
+        self._over.set()
+        self._link.close()
+        if why:
+            self._lost(why)
+        self._turns.put(None)
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT_SECONDS):
@@ -359,6 +364,8 @@ def lead(
             try:
                 sock, _ = server.accept()
             except TimeoutError:
+                for link in links.values():
+                    link.close()
                 raise ConfigError(
                     f"{processes - 1 - len(links)} of {processes} processes did not come within "
                     f"{JOIN_SECONDS:g} s; start all of them"
@@ -373,6 +380,7 @@ def lead(
                 for one in (link, *links.values()):
                     with contextlib.suppress(OSError):
                         one.send(b"e", wrong.encode())
+                    one.close()
                 raise ConfigError(wrong)
             links[int(said["rank"])] = link
     for link in links.values():
@@ -390,21 +398,25 @@ def follow(
     lost: Callable[[str], None],
 ) -> Follower:
     """Join the leader at an address. Raises ConfigError where it refuses, or is not there."""
+    link: _Link | None = None
     try:
         link = _Link(socket.create_connection(address, JOIN_SECONDS), JOIN_SECONDS, MAX_BYTES)
         theirs, mine = link.exactly(_SECRET), secrets.token_bytes(_SECRET)
         link.say(mine + _proof(secret, b"rank", theirs, mine))
         if not hmac.compare_digest(link.exactly(32), _proof(secret, b"leader", mine, theirs)):
-            raise ConfigError(f"who listens at {address[0]}:{address[1]} does not know the secret")
+            raise EOFError("who listens there does not know the secret")
         link.send(b"h", json.dumps({**about, "rank": str(rank)}).encode())
         kind, data = link.receive()
     except (OSError, EOFError) as error:
+        if link is not None:
+            link.close()
         raise ConfigError(
             f"rank {rank} cannot join the leader at {address[0]}:{address[1]} "
             f"({' '.join(str(error).split()) or 'it is gone'}); name an address that all machines "
             "reach with --plan HOST:PORT"
         ) from None
     if kind == b"e":
+        link.close()
         raise ConfigError(data.decode("utf-8", "replace"))
     link.seconds(STALL_SECONDS)
     return Follower(stores, link, lost)

@@ -174,7 +174,7 @@ def test_what_several_processes_cannot_do_is_refused_before_work(village, tmp_pa
     for more, why in (
         (["--data", tmp_path / "data"], "uploads are encoded by a server of one"),
         (["--plan", "192.0.2.1:1"], "plan address 192.0.2.1:1 cannot be had"),
-        (["--mesh", "1,1,3"], "mesh data=1 fsdp=1 tensor=3 takes 3 of 2 devices"),
+        (["--mesh", "1,1,3"], "tensor=3 needs 3 devices, there are 2"),
     ):
         with pytest.raises(AssertionError, match=why), started(village, tmp_path, *more):
             pass
