@@ -29,7 +29,7 @@ from jaxrag.engine.status import EngineStatus, Tiers
 from jaxrag.engine.thread import Event as Posted
 from jaxrag.engine.thread import Mailbox, ask
 from jaxrag.engine.warmup import compile_for
-from jaxrag.engine.wire import Abort, Forget, Order, Stop, Submit
+from jaxrag.engine.wire import Abort, Command, Forget, Stop, Submit
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.store import MemoryStore
 from jaxrag.models.compiled import CompileTimes, counting
@@ -152,7 +152,7 @@ class Engine:
                 except Exception as error:
                     running.sink(Progress(running.number, error=error))
 
-        self._post(event, [self._order(running) for running, _ in made])
+        self._post(event, [self._command(running) for running, _ in made])
         return [running.number for running, _ in made]
 
     def abort(self, number: int) -> None:
@@ -329,24 +329,24 @@ class Engine:
             core = self._at_work
             for turn in follower.turns():
                 core.state.now = turn.now
-                for order in turn.orders:
-                    self._carry_out(core, order)
+                for command in turn.commands:
+                    self._carry_out(core, command)
                 if turn.rests:
                     core.rest()
                     continue
                 self.turns += core.run_once()
                 follower.done(turn.number, core.digest())
 
-    def _carry_out(self, core: Core, order: Order) -> None:
+    def _carry_out(self, core: Core, command: Command) -> None:
         """What the leader's client asked for; the leader alone answers."""
-        if isinstance(order, Submit):
-            made = self._entered(order.request, _unheard, order.number, order.added)
+        if isinstance(command, Submit):
+            made = self._entered(command.request, _unheard, command.number, command.added)
             core.handle(lambda: core.submit(*made))
-        elif isinstance(order, Forget):
+        elif isinstance(command, Forget):
             core.handle(core.forget)
         else:
-            end = core.abort if isinstance(order, Abort) else core.stop
-            core.handle(lambda: end(order.number))
+            end = core.abort if isinstance(command, Abort) else core.stop
+            core.handle(lambda: end(command.number))
 
     def _check_alone(self) -> None:
         """RequestError where other processes would have to do the same, and are not asked to."""
@@ -357,19 +357,19 @@ class Engine:
             )
 
     def _heard(self, sink: Sink) -> Sink:
-        """What a client answers is the leader's alone: it becomes an order to all."""
+        """What a client answers is the leader's alone: it becomes a command to all."""
         return sink if self._leader is None else _LedSink(self, sink)
 
-    def _order(self, running: RunningRequest) -> Submit | None:
+    def _command(self, running: RunningRequest) -> Submit | None:
         if self._leader is None:
             return None
         store = self._leader.name_of(running.request.store)
         return Submit(running.number, running.added, store, running.request)
 
-    def _post(self, event: Posted, orders: Sequence[Order | None]) -> None:
+    def _post(self, event: Posted, commands: Sequence[Command | None]) -> None:
         """Have the engine's thread do something, and every other process with it."""
-        given = () if self._leader is None else tuple(it for it in orders if it is not None)
-        self._mail.post(_Ordered(event, given) if given else event)
+        given = () if self._leader is None else tuple(it for it in commands if it is not None)
+        self._mail.post(_Commanded(event, given) if given else event)
 
     def _abandon(self, error: EngineError) -> None:
         """Another process is lost, on any thread: everybody is told, and nothing is begun."""
@@ -464,9 +464,11 @@ class Engine:
         """Send the others what is done now, by the same clock; the number of the turn."""
         if self._leader is None:
             return None
-        orders = [it for event in events if isinstance(event, _Ordered) for it in event.orders]
+        commands = [
+            it for event in events if isinstance(event, _Commanded) for it in event.commands
+        ]
         core.state.now = self._clock()
-        return self._leader.send(core.state.now, orders)
+        return self._leader.send(core.state.now, commands)
 
     def _rescue(self, core: Core, error: Exception) -> None:
         """The loop itself failed: everybody is told, and what comes next finds it anew."""
@@ -487,18 +489,18 @@ class Engine:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Ordered:
+class _Commanded:
     """An event that every process carries out."""
 
     event: Posted
-    orders: tuple[Order, ...]
+    commands: tuple[Command, ...]
 
     def __call__(self) -> None:
         self.event()
 
 
 class _LedSink:
-    """A client's sink, whose answer goes to all processes as an order."""
+    """A client's sink, whose answer goes to all processes as a command."""
 
     def __init__(self, engine: Engine, sink: Sink) -> None:
         self._engine, self._sink, self._enough = engine, sink, False

@@ -6,7 +6,7 @@ nothing but the leader looks at a clock or at a client.
     leader  --- hello, nonce ------------>  follower      both prove that they know the secret
             <-- proof, who it is ---------
             --- proof ------------------->
-            --- turn 7: now, orders ----->                then each makes the turn
+            --- turn 7: now, commands ----->                then each makes the turn
             <-- turn 7 done, digest ------                the digests must be equal
             --- beat --------- and back --                every second, so that silence means death
 """
@@ -28,7 +28,7 @@ import jax
 
 from jaxrag.base.errors import ConfigError, EngineError, RequestError
 from jaxrag.base.sharding import processes_of
-from jaxrag.engine.wire import MAX_BYTES, Order, Turn, turn_bytes, turn_of
+from jaxrag.engine.wire import MAX_BYTES, Command, EngineTurn, turn_bytes, turn_of
 from jaxrag.kv.store import KVStore
 from jaxrag.models.model import Model
 
@@ -43,7 +43,7 @@ _SAID = 1 << 16  # bytes that a follower says at once, at most
 _HEAD = struct.Struct(">cQ")
 _DONE = struct.Struct(">QI")
 
-Kind = Literal[b"h", b"t", b"d", b"b", b"e", b"x"]  # hello, turn, done, beat, error, end
+Letter = Literal[b"h", b"t", b"d", b"b", b"e", b"x"]  # hello, turn, done, beat, error, end
 
 
 class RankLost(EngineError):
@@ -59,7 +59,7 @@ class _Link:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock, self._most, self._lock = sock, most, threading.Lock()
 
-    def send(self, kind: Kind, data: bytes = b"") -> None:
+    def send(self, kind: Letter, data: bytes = b"") -> None:
         with self._lock:
             self._sock.sendall(_HEAD.pack(kind, len(data)) + data)
 
@@ -145,18 +145,18 @@ class Leader:
             "server was started with"
         )
 
-    def send(self, now: float, orders: Sequence[Order]) -> int:
+    def send(self, now: float, commands: Sequence[Command]) -> int:
         """Have all others make a turn; its number. Raises RankLost."""
         self._number += 1
-        self._send(Turn(self._number, now, tuple(orders)))
+        self._send(EngineTurn(self._number, now, tuple(commands)))
         return self._number
 
     def rest(self) -> None:
         """There is nothing to do. Raises RankLost."""
         self._number += 1
-        self._send(Turn(self._number, 0.0, rests=True))
+        self._send(EngineTurn(self._number, 0.0, rests=True))
 
-    def _send(self, turn: Turn) -> None:
+    def _send(self, turn: EngineTurn) -> None:
         if self.lost is not None:
             raise self.lost
         data = turn_bytes(turn)
@@ -249,7 +249,7 @@ class Follower:
         for work in (self._listen, self._beat):
             threading.Thread(target=work, name="jaxrag-leader", daemon=True).start()
 
-    def turns(self) -> Iterator[Turn]:
+    def turns(self) -> Iterator[EngineTurn]:
         """The leader's turns, until it ends. Raises EngineError for what is none."""
         while (data := self._turns.get()) is not None:
             yield turn_of(data, self._stores)

@@ -72,65 +72,65 @@ class Forget:
     """The pool is made anew."""
 
 
-Order = Submit | Abort | Stop | Forget
-_ORDERS: dict[str, type[Any]] = {"abort": Abort, "stop": Stop, "forget": Forget}
+Command = Submit | Abort | Stop | Forget
+_COMMANDS: dict[str, type[Any]] = {"abort": Abort, "stop": Stop, "forget": Forget}
 
 
 @dataclasses.dataclass(frozen=True)
-class Turn:
+class EngineTurn:
     """What every process does next: one turn of the engine's loop.
 
     Attributes:
       number: counts the turns.
       now: its time, by the leader's clock.
-      orders: that are carried out before it.
+      commands: that are carried out before it.
       rests: there is nothing to do; the lanes' memory goes.
     """
 
     number: int
     now: float
-    orders: tuple[Order, ...] = ()
+    commands: tuple[Command, ...] = ()
     rests: bool = False
 
 
-def turn_bytes(turn: Turn) -> bytes:
+def turn_bytes(turn: EngineTurn) -> bytes:
     """A turn as it is sent. Raises EngineError for one above MAX_BYTES."""
-    orders = [_order_table(it) for it in turn.orders]
-    table = {"turn": turn.number, "now": turn.now, "rests": turn.rests, "orders": orders}
+    commands = [_command_table(it) for it in turn.commands]
+    table = {"turn": turn.number, "now": turn.now, "rests": turn.rests, "commands": commands}
     data = json.dumps(table, separators=(",", ":")).encode()
     if len(data) > MAX_BYTES:
         raise EngineError(f"a turn of {len(data)} bytes: at most {MAX_BYTES} are sent")
     return data
 
 
-def turn_of(data: bytes, stores: Mapping[str, KVStore]) -> Turn:
+def turn_of(data: bytes, stores: Mapping[str, KVStore]) -> EngineTurn:
     """A turn as it was sent; ``stores``: by name. Raises EngineError for anything else."""
     try:
         table = json.loads(data)
-        orders = tuple(_order(it, stores) for it in table["orders"])
-        return Turn(int(table["turn"]), float(table["now"]), orders, bool(table["rests"]))
+        commands = tuple(_command(it, stores) for it in table["commands"])
+        return EngineTurn(int(table["turn"]), float(table["now"]), commands, bool(table["rests"]))
     except (ValueError, KeyError, TypeError, RecursionError, JaxragError) as error:
         raise EngineError(f"the leader sent no turn: {' '.join(str(error).split())}") from None
 
 
-def _order_table(order: Order) -> dict[str, Any]:
-    if not isinstance(order, Submit):
-        [name] = (name for name, it in _ORDERS.items() if isinstance(order, it))
-        return {"order": name, **dataclasses.asdict(order)}
-    request = {name: _plain(getattr(order.request, name)) for name in sorted(_FIELDS)}
+def _command_table(command: Command) -> dict[str, Any]:
+    if not isinstance(command, Submit):
+        [name] = (name for name, it in _COMMANDS.items() if isinstance(command, it))
+        return {"command": name, **dataclasses.asdict(command)}
+    request = {name: _plain(getattr(command.request, name)) for name in sorted(_FIELDS)}
     return {
-        "order": "submit",
-        "number": order.number,
-        "added": order.added,
-        "store": order.store,
+        "command": "submit",
+        "number": command.number,
+        "added": command.added,
+        "store": command.store,
         "request": request,
     }
 
 
-def _order(table: dict[str, Any], stores: Mapping[str, KVStore]) -> Order:
-    kind = table.pop("order")
+def _command(table: dict[str, Any], stores: Mapping[str, KVStore]) -> Command:
+    kind = table.pop("command")
     if kind != "submit":
-        made: Order = _ORDERS[kind](**{name: int(value) for name, value in table.items()})
+        made: Command = _COMMANDS[kind](**{name: int(value) for name, value in table.items()})
         return made
     fields = {name: _value(table["request"][name]) for name in _FIELDS}
     fields["eos_ids"] = frozenset(fields["eos_ids"])

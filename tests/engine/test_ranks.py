@@ -19,6 +19,7 @@ from jaxrag.reuse.methods import METHODS
 
 SECRET = bytes(32)
 ABOUT = {"weights": "a", "version": "1"}
+OTHERS = (wire.Abort(3), wire.Stop(2), wire.Forget())
 STORES = {"kb:a": object(), "tenant:": object()}
 
 
@@ -107,28 +108,38 @@ def same(one, other):
 def test_requests_arrive_as_they_were(method):
     for rule in DECODE_RULES:
         request = asked(method, rule)
-        orders = (wire.Submit(4, 1.25, "kb:a", request), wire.Abort(3), wire.Stop(2), wire.Forget())
-        turn = wire.turn_of(wire.turn_bytes(wire.Turn(9, 1.5, orders)), STORES)
-        assert (turn.number, turn.now, turn.rests, turn.orders[1:]) == (9, 1.5, False, orders[1:])
-        assert (turn.orders[0].number, turn.orders[0].added) == (4, 1.25)
-        assert same(turn.orders[0].request, request)
+        commands = (
+            wire.Submit(4, 1.25, "kb:a", request),
+            wire.Abort(3),
+            wire.Stop(2),
+            wire.Forget(),
+        )
+        turn = wire.turn_of(wire.turn_bytes(wire.EngineTurn(9, 1.5, commands)), STORES)
+        assert (turn.number, turn.now, turn.rests, turn.commands[1:]) == (
+            9,
+            1.5,
+            False,
+            commands[1:],
+        )
+        assert (turn.commands[0].number, turn.commands[0].added) == (4, 1.25)
+        assert same(turn.commands[0].request, request)
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda it: it["orders"][0].update(order="run"),
-        lambda it: it["orders"][0].update(store="kb:other"),
-        lambda it: it["orders"][0]["request"].pop("prompt"),
-        lambda it: it["orders"][0]["request"]["method"].update({"is": "Popen"}),
-        lambda it: it["orders"][0]["request"]["method"].update(encoder="x", positions="y"),
-        lambda it: it["orders"][0]["request"]["prompt"].update(prefix={"int32": "!"}),
-        lambda it: it["orders"][0]["request"]["sampling"].update(top_k=2**40),
+        lambda it: it["commands"][0].update(command="run"),
+        lambda it: it["commands"][0].update(store="kb:other"),
+        lambda it: it["commands"][0]["request"].pop("prompt"),
+        lambda it: it["commands"][0]["request"]["method"].update({"is": "Popen"}),
+        lambda it: it["commands"][0]["request"]["method"].update(encoder="x", positions="y"),
+        lambda it: it["commands"][0]["request"]["prompt"].update(prefix={"int32": "!"}),
+        lambda it: it["commands"][0]["request"]["sampling"].update(top_k=2**40),
         lambda it: it.pop("now"),
     ],
 )
 def test_what_is_no_turn_is_refused(change):
-    turn = wire.Turn(9, 1.5, (wire.Submit(4, 1.25, "kb:a", asked(METHODS["turborag"])),))
+    turn = wire.EngineTurn(9, 1.5, (wire.Submit(4, 1.25, "kb:a", asked(METHODS["turborag"])),))
     table = json.loads(wire.turn_bytes(turn))
     change(table)
     with pytest.raises(EngineError, match="the leader sent no turn"):
@@ -140,7 +151,7 @@ def test_turns_are_sent_and_digests_compared(gathered):
     turns = [it.turns() for it in (one, two)]
     assert leader.send(1.5, [wire.Stop(3)]) == 1
     for it in turns:
-        assert next(it) == wire.Turn(1, 1.5, (wire.Stop(3),))
+        assert next(it) == wire.EngineTurn(1, 1.5, (wire.Stop(3),))
     lost = []
     leader.on_lost(lost.append)
     for done in (leader.done, one.done, two.done):
