@@ -61,11 +61,20 @@ def led(model_dir, run_processes, tmp_path):
     return call
 
 
-def test_two_processes_answer_as_one_device(led, model_dir):
+@pytest.mark.parametrize(
+    ("processes", "method"),
+    [
+        (2, "turborag"),
+        pytest.param(4, "turborag", marks=pytest.mark.slow),
+        pytest.param(2, "fusionrag", marks=pytest.mark.slow),
+        pytest.param(2, "full_attention", marks=pytest.mark.slow),
+    ],
+)
+def test_processes_answer_as_one_device(led, model_dir, processes, method):
     """With cancellations, early leavers, a deadline and preemption, which the leader orders."""
-    found = led(2, 1)
+    found = led(processes, 1, method)
     model = load_model(model_dir, cache_tokens=1024)
-    given = {"documents": DOCUMENTS, "method": "turborag", "max_new_tokens": TOKENS}
+    given = {"documents": DOCUMENTS, "method": method, "max_new_tokens": TOKENS}
     wanted = [it.token_ids for it in generate(QUESTIONS, model=model, **given)]
     assert found["plain"] == [wanted, ["length"] * len(QUESTIONS)]
     tokens, how = found["mixed"]
