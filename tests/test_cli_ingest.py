@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -95,6 +96,8 @@ def test_words_that_the_model_cannot_read_are_a_warning(word_model_dir, tmp_path
         "warning: the model's vocabulary lacks 9 of 19 tokens, such as 'Hamburg', ',', 'town', "
         "';', 'b'; it reads them all as one unknown word\n"
     )
+    assert main(command) == 0
+    assert re.search(r"(?m)encoded 0 chunks, reused 1; [\d.]+ s$", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(

@@ -264,7 +264,7 @@ def test_bad_search_is_refused(kb, question, k):
 
 def test_closed_knowledge_base_says_so(kb):
     kb.close()
-    with pytest.raises(StoreError, match="open it again"):
+    with pytest.raises(StoreError, match=r"catalog\.sqlite was closed; open it again$"):
         kb.search("basalt")
 
 
