@@ -56,8 +56,9 @@ def test_chunks_are_encoded_behind_their_neighbours(ingest, tmp_path, capsys, mo
     assert (report["neighbours"]["chunks"], report["neighbours"]["encoded"]) == (4, 4)
     kb = ["--kb", str(tmp_path / "kb")]
     assert main(["ingest", str(paths[4]), *kb, "--model", str(model_dir)]) == 0  # remembered
-    shown = capsys.readouterr().out
+    shown, told = capsys.readouterr()
     assert "behind their neighbours: searched those of " in shown
+    assert "neighbours: 4 of 5 chunks may have others now, and are encoded again if so" in told
     assert main(["ask", "Which salt well?", *kb, "--method", "fusionrag", "--k", "3",
                  "--max-new-tokens", "2", "--recompute-ratio", "0.2", "--json"]) == 0  # fmt: skip
     answer = json.loads(capsys.readouterr().out)
