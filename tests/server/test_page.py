@@ -470,6 +470,7 @@ def test_a_key_is_asked_for_and_forgotten(running, served_model, village, chromi
         for key in ("wrong", "open sesame"):
             chromium.until(lambda: chromium.one("#key-form").is_displayed())
             assert chromium.all("#model option") == [] and not chromium.one("#ask").is_displayed()
+            assert chromium.browser.switch_to.active_element == chromium.one("#key")
             chromium.one("#key").send_keys(key, "\n")
             if key == "wrong":
                 chromium.until(lambda: chromium.one("#key-title").text == "This key is wrong.")
