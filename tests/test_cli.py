@@ -244,6 +244,10 @@ def test_kb_stats_and_list(jaxrag, kb, model_dir, documents):
     code, out, _ = jaxrag("kb", "stats", kb)
     assert code == 0
     assert "isolated 3, after_prefix 3" in out
+    shown = dict(re.split(r"  +", line, maxsplit=1) for line in out.splitlines())
+    assert shown["stored sealed"] == "no" and shown["last gc"] == "none"
+    assert int(shown["text tokens"]) == stats["tokens"] < stats["stored"]["tokens"]
+    assert "_" not in "".join(shown) and not {"None", "False", "True"} & set(shown.values())
     code, out, _ = jaxrag("kb", "list", kb, "--json")
     assert code == 0
     listed = json.loads(out)["documents"]
@@ -257,7 +261,7 @@ def test_kb_stats_and_list(jaxrag, kb, model_dir, documents):
     assert listed[1]["file"] == str(documents / "salt.txt")
     for action in ("list", "stats"):
         words = jaxrag("kb", action, kb)[1].splitlines()
-        assert all(columns(line) <= 80 or len(line.split()) <= 2 for line in words)
+        assert all(columns(line) <= 80 or " " not in re.split("  +", line)[-1] for line in words)
 
 
 @pytest.fixture
@@ -644,7 +648,11 @@ def test_numbers_must_be_numbers(jaxrag, kb):
 
 
 def test_knowledge_base_that_is_none(refused, model_dir, documents, tmp_path):
-    refused("ask", QUESTION, "--kb", tmp_path / "none", words=["none", "holds no knowledge base"])
+    none = tmp_path / "none"
+    makes = (
+        f"holds no knowledge base; make one with `jaxrag ingest PATH... --kb {none} --model DIR`"
+    )
+    refused("ask", QUESTION, "--kb", none, words=makes)
     refused("kb", "stats", tmp_path / "none", words="holds no knowledge base")
     refused("kb", "list", tmp_path / "none", words="holds no knowledge base")
     assert not (tmp_path / "none").exists()

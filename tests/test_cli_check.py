@@ -255,6 +255,20 @@ def test_a_model_at_work(model_dir, monkeypatch):
     assert checked.answer_tokens >= model_check._ASKED
 
 
+@pytest.mark.parametrize("met", [("fusionrag",), ()])
+def test_what_missed_the_target_is_not_suggested(check, monkeypatch, met):
+    def measured(found, **_):
+        tried = sys.modules["jaxrag.reuse.methods"].choices(found.config, found.reading)
+        agreement = tuple(model_check.Agreed(it, 0.9, 0.1, it.method.name in met) for it in tried)
+        return model_check.Checked(0.1, "left out", model_check.Speed(64, 1.0, 1.0), agreement, 64)
+
+    monkeypatch.setattr(model_check, "check_model", measured)
+    lines = check(SHIPPED / "full")[1].splitlines()
+    said = {name: words.strip() for name, _, words in (it.strip().partition(" ") for it in lines)}
+    assert said["methods"].startswith("fusionrag (" if met else "none met the target; full")
+    assert "cacheblend" in said["missed"] and ("fusionrag" in said["missed"]) == (not met)
+
+
 def test_weights_that_give_no_numbers_are_refused(tmp_path, tiny_config):
     config = tiny_config(num_layers=1, dtype="float16")
     params = init_params(config, jax.random.key(0))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -55,8 +56,9 @@ def test_chunks_are_encoded_behind_their_neighbours(ingest, tmp_path, capsys, mo
     assert (report["neighbours"]["chunks"], report["neighbours"]["encoded"]) == (4, 4)
     kb = ["--kb", str(tmp_path / "kb")]
     assert main(["ingest", str(paths[4]), *kb, "--model", str(model_dir)]) == 0  # remembered
-    shown = capsys.readouterr().out
+    shown, told = capsys.readouterr()
     assert "behind their neighbours: searched those of " in shown
+    assert "neighbours: 4 of 5 chunks may have others now, and are encoded again if so" in told
     assert main(["ask", "Which salt well?", *kb, "--method", "fusionrag", "--k", "3",
                  "--max-new-tokens", "2", "--recompute-ratio", "0.2", "--json"]) == 0  # fmt: skip
     answer = json.loads(capsys.readouterr().out)
@@ -95,6 +97,8 @@ def test_words_that_the_model_cannot_read_are_a_warning(word_model_dir, tmp_path
         "warning: the model's vocabulary lacks 9 of 19 tokens, such as 'Hamburg', ',', 'town', "
         "';', 'b'; it reads them all as one unknown word\n"
     )
+    assert main(command) == 0
+    assert re.search(r"(?m)encoded 0 chunks, reused 1; [\d.]+ s$", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(

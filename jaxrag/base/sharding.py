@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxrag.base.errors import ConfigError
+from jaxrag.base.errors import ConfigError, EngineError
 from jaxrag.base.tables import require_kind
 from jaxrag.base.types import Array, HostArray
 
@@ -203,6 +203,17 @@ def processes_of(mesh: Mesh | None) -> tuple[int, ...]:
     return tuple(sorted({device.process_index for device in mesh.devices.flat}))
 
 
+_MAY: list[Callable[[], bool]] = []
+
+
+def collectives_by(mine: Callable[[], bool]) -> None:
+    """From now on only threads of which this says so call ``exchange``; no argument: all may.
+
+    Processes must make their collectives in one order, so one thread of each makes them.
+    """
+    _MAY[:] = [mine]
+
+
 def exchange(mesh: Mesh | None, value: Any) -> list[Any]:
     """What every process of a mesh passes, by ``processes_of``. All of them call it, in one order.
 
@@ -210,6 +221,10 @@ def exchange(mesh: Mesh | None, value: Any) -> list[Any]:
     """
     if len(processes_of(mesh)) == 1:
         return [value]
+    if not all(may() for may in _MAY):
+        raise EngineError(
+            "several processes hold this model: what they do together is the engine's alone to do"
+        )
     assert mesh is not None
     data = pickle.dumps(value)
     length = len(data).to_bytes(_LENGTH, "little")

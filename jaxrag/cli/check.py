@@ -231,27 +231,33 @@ def _choice_values(choice: "Choice") -> dict[str, object]:
 def _next(
     found: "Overview", suited: "tuple[Choice, ...]", checked: "Checked | None"
 ) -> list[tuple[str, str]]:
-    """Which methods suit, those first that met the target, and what to type."""
+    """Which methods suit, which of them missed the target, and what to type."""
     rows = [("refused", one.refused) for one in suited if one.refused is not None]
     served = [one for one in suited if one.refused is None]
+    missed: list[Choice] = []
     if checked is not None and not isinstance(checked.agreement, str):
         misses = {one.choice.method.name: not one.meets for one in checked.agreement}
-        served.sort(key=lambda one: misses[one.method.name])
+        missed = [one for one in served if misses[one.method.name]]
+        served.sort(key=lambda one: one in missed)
     if not served or found.memory.missing:
         return rows
-    names = ", ".join(f"{one.method.name} ({' and '.join(one.encoders)} KV)" for one in served)
-    first = served[0]
+    first, suits = served[0], [*map(_kept, (it for it in served if it not in missed))]
     method = (f"--method {first.method.name}",)
     asked = () if first.default else method
     ingest = ("jaxrag ingest DOCUMENTS --kb kb", f"--model {found.path}", *first.flags)
     return [
         *rows,
-        ("methods", f"{names}; full_attention always"),
+        ("methods", f"{', '.join(suits) or 'none met the target'}; full_attention always"),
+        *([("  missed", ", ".join(map(_kept, missed)))] if missed else []),
         ("", "next"),
         ("", _command(ingest)),
         ("", _command(('jaxrag ask "QUESTION" --kb kb', *asked))),
         ("", _command(("jaxrag kb gate kb --questions PROBES.jsonl", *method))),
     ]
+
+
+def _kept(choice: "Choice") -> str:
+    return f"{choice.method.name} ({' and '.join(choice.encoders)} KV)"
 
 
 def _command(words: Sequence[str]) -> str:

@@ -1,15 +1,11 @@
 """`jaxrag generate`: a file of questions, one JSON line in, one JSON line out, for clusters."""
 
 import argparse
-import contextlib
 import dataclasses
-import os
 import sys
-import traceback
-from collections.abc import Iterator
 
 from jaxrag.base.config import ModelOptions
-from jaxrag.base.errors import JaxragError, RequestError
+from jaxrag.base.errors import RequestError
 from jaxrag.cli.fields import from_fields
 from jaxrag.cli.opening import asked_of, load, method_of, open_kb
 from jaxrag.cli.options import (
@@ -19,10 +15,9 @@ from jaxrag.cli.options import (
     add_json,
     add_model,
     add_secret,
-    join,
 )
 from jaxrag.cli.output import print_json
-from jaxrag.models.text.printable import printable
+from jaxrag.cli.processes import joined
 
 _ABOUT = (
     'A question is {"question": "...", "id": ..., "documents": ["...", ...]}; the last two may be '
@@ -64,41 +59,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     """Answer, and print the throughput."""
-    with _joined(args) as first:
+    with joined(args) as first:
         return _answer(args, first)
-
-
-@contextlib.contextmanager
-def _joined(args: argparse.Namespace) -> Iterator[bool]:
-    """Join the other processes, if there are any; yields whether this is the first."""
-    if not join(args):
-        yield True
-        return
-    import jax
-
-    with _ending_all():
-        if args.mesh is None:
-            args.mesh = f"1,1,{jax.device_count()}"
-        yield jax.process_index() == 0
-
-
-@contextlib.contextmanager
-def _ending_all() -> Iterator[None]:
-    """Within, a process of several that run one program ends at once when it fails: exit code 1.
-
-    It would wait at its end for the others, and they for its part of the next step. Without it
-    jax.distributed ends them, within two minutes.
-    """
-    try:
-        yield
-    except BaseException as error:
-        if isinstance(error, JaxragError):
-            print(f"jaxrag: error: {printable(str(error))}", file=sys.stderr)
-        else:
-            traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
 
 
 def _answer(args: argparse.Namespace, first: bool) -> int:

@@ -231,12 +231,12 @@ def print_report(report: "AddReport", as_json: bool, sync: bool = False) -> None
         print_json({**dataclasses.asdict(report), **rates})
         return
     encoded = counted(report.encoded, "chunk")
+    rate, tokens_rate = map(human_count, (report.chunks_per_second, report.tokens_per_second))
+    speed = f", {rate} chunks/s, {tokens_rate} tokens/s" if report.encoded else ""
     print(
         f"{counted(report.documents, 'document')} ({report.unchanged} unchanged, {report.replaced} "
         f"replaced), {counted(report.chunks, 'chunk')}, {human_count(report.tokens)} tokens\n"
-        f"encoded {encoded}, reused {report.reused}; {report.seconds:.1f} s, "
-        f"{human_count(report.chunks_per_second)} chunks/s, "
-        f"{human_count(report.tokens_per_second)} tokens/s"
+        f"encoded {encoded}, reused {report.reused}; {report.seconds:.1f} s{speed}"
     )
     if report.unsealed:
         chunks = counted(report.unsealed, "chunk")

@@ -120,6 +120,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 _TITLE = 30  # columns of it, so that an id of forty has place beside it in 80
 _GROUPS = ("stored", "attention_index", "vectors", "last_gc", "gates")  # a line for each number
+_SHOWN = {"tokens": "text tokens"}  # those stored count the template's, too
 
 
 def run_stats(args: argparse.Namespace) -> None:
@@ -135,9 +136,12 @@ def run_stats(args: argparse.Namespace) -> None:
     for name, value in stats.items():
         if name in _GROUPS and value is not None:
             prefix = name.replace("_", " ")
-            rows += [[f"{prefix} {part}", _plain(number)] for part, number in value.items()]
+            rows += [
+                [f"{prefix} {part.replace('_', ' ')}", _plain(number)]
+                for part, number in value.items()
+            ]
         else:
-            rows.append([name, _plain(value)])
+            rows.append([_SHOWN.get(name, name.replace("_", " ")), _plain(value)])
     room = 80 - 2 - max(len(name) for name, _ in rows)
     wrapped = []
     for name, value in rows:
@@ -331,4 +335,6 @@ def _add_kb(action: argparse.ArgumentParser) -> None:
 def _plain(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {count}" for name, count in value.items())
+    if value is None or isinstance(value, bool):
+        return "yes" if value else "no" if value is False else "none"
     return human_count(value) if isinstance(value, int) and value >= 10_000 else str(value)

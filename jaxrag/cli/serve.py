@@ -1,25 +1,35 @@
 """`jaxrag serve`: a model and its knowledge bases over HTTP."""
 
 import argparse
+import contextlib
 import dataclasses
+import hashlib
 import json
+import os
 import re
-from collections.abc import Sequence
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxrag.base.config import ModelOptions
 from jaxrag.base.errors import ConfigError, KnowledgeBaseError
-from jaxrag.base.installed import installs
+from jaxrag.base.installed import __version__, installs
 from jaxrag.cli.fields import add_fields, given_fields
 from jaxrag.cli.opening import load, secret_of
-from jaxrag.cli.options import add_command, add_model, add_secret
+from jaxrag.cli.options import add_command, add_distributed, add_model, add_secret
+from jaxrag.cli.processes import joined
+from jaxrag.models.text.printable import printable
 from jaxrag.server.options import ServerOptions
 
 if TYPE_CHECKING:
+    from jaxrag.kv.store import KVStore
     from jaxrag.library.knowledge_base import KnowledgeBase
     from jaxrag.models.model import Model
     from jaxrag.server.settings import ServerSettings
+    from jaxrag.server.state.state import ServerState
 
 _COMMON = "the of and is in a to"  # finds some passage of most English documents
 _WORDS = 8
@@ -51,6 +61,17 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add_secret(parser)
     add_fields(parser, ServerOptions, defaults=False)
     add_model(parser, "the one that the first knowledge base remembers", kv=True, defaults=False)
+    add_distributed(
+        parser,
+        "one model on the devices of all processes (--mesh 1,1,N of N devices); the first answers "
+        "HTTP and plans, the others take the same arguments",
+    )
+    parser.add_argument(
+        "--plan",
+        metavar="HOST[:PORT]",
+        help="with --distributed: where the first process listens for the others (the "
+        "coordinator's host, any port)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -61,19 +82,79 @@ def run(args: argparse.Namespace) -> int:
         from jaxrag.server.state.state import make_state
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed; {installs('serve')} does it") from None
-    settings = settings_of(args)
-    with bind(settings) as bound:
-        model = _model(settings)
-        bases = open_bases(settings, model)
-        try:
-            server = Server(make_state(settings, model, bases), bound)
-            question = question_for(settings, model, bases)
-            shown = banner(url_of(bound), server.state.name, list(bases), question)
-            server.run(lambda: print(shown, flush=True))
-        finally:
-            for base in bases.values():
-                base.close()
+    address = plan_address(args.plan, args.coordinator)
+    if args.plan is not None and not args.distributed:
+        raise ConfigError(f"--plan {args.plan} needs --distributed")
+    with joined(args) as first:
+        settings = settings_of(args)
+        with bind(settings) if first else contextlib.nullcontext() as bound:
+            model = _model(settings)
+            bases = open_bases(settings, model)
+            try:
+                state = make_state(settings, model, bases)
+                with led(state, address) if args.distributed else contextlib.nullcontext():
+                    if bound is None:  # it has followed until now
+                        return 0
+                    server = Server(state, bound)
+                    question = question_for(settings, model, bases)
+                    shown = banner(url_of(bound), state.name, list(bases), question)
+                    server.run(lambda: print(shown, flush=True))
+            finally:
+                for base in bases.values():
+                    base.close()
     return 0
+
+
+@contextlib.contextmanager
+def led(state: "ServerState", address: tuple[str, int]) -> Iterator[None]:
+    """Lead the other processes within; one that is led follows before, until the leader ends.
+
+    Raises RankLost where another process died, and ConfigError where they are not alike.
+    """
+    import jax
+
+    from jaxrag.engine.ranks import Leader, meet
+
+    def lost(why: str) -> None:
+        print(f"jaxrag: error: {printable(why)}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    state.tenants.share(state.model.exchange)
+    stores: dict[str, KVStore] = {
+        f"kb:{name}": base.store for name, base in state.knowledge_bases.items()
+    }
+    stores |= {f"tenant:{name}": state.memory.store(name) for name in state.tenants.names}
+    about = {
+        "version": f"{__version__} with jax {jax.__version__}",
+        "weights": state.model.fingerprint,
+        "engine": hashlib.sha256(repr(state.engine.settings).encode()).hexdigest()[:16],
+        **{f"store {name}": store.fingerprint for name, store in stores.items()},
+    }
+    met = meet(state.model, address, about, stores, lost)
+    if isinstance(met, Leader):
+        state.engine.lead(met)
+        yield
+        if met.lost is not None:
+            raise met.lost
+        met.close()
+        return
+    for number in (signal.SIGTERM, signal.SIGINT):  # the leader drains, and says when it ends
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        state.engine.follow(met)
+    except BaseException as error:
+        met.fail(f"{type(error).__name__}: {error}")
+        raise
+    yield
+
+
+def plan_address(plan: str | None, coordinator: str | None) -> tuple[str, int]:
+    """Host and port of --plan; else the coordinator's host, or this machine's name, and port 0."""
+    host, _, port = (plan or "").rpartition(":") if ":" in (plan or "") else (plan or "", "", "0")
+    if not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"--plan {plan}: expected HOST or HOST:PORT")
+    host = host or (coordinator or "").rpartition(":")[0] or socket.gethostname()
+    return host, int(port)
 
 
 def settings_of(args: argparse.Namespace) -> "ServerSettings":

@@ -1,6 +1,7 @@
 """The engine's loop: admit, load, encode, prefill, step, deliver; and how requests end."""
 
 import logging
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -77,7 +78,7 @@ class Core:
         """Queue a request; its client is notified where the queue is full."""
         self.state.live[running.number] = running
         try:
-            self.state.scheduler.submit(entry, self.state.clock())
+            self.state.scheduler.submit(entry, self.state.moment())
             self._new.append(running)
         except JaxragError as error:
             self._fail(running, error)
@@ -149,7 +150,7 @@ class Core:
     def _turn(self) -> bool:
         state, was = self.state, self._lanes.busy
         self._lanes.deliver_blocks()
-        now = state.clock()
+        now = state.moment()
         state.pace.work(now, state.scheduler.given - self._given)
         self._given = state.scheduler.given
         for number in state.scheduler.expired(now):
@@ -182,6 +183,12 @@ class Core:
         self._lanes.turn()
         moved = bool(was or admitted or placed or encoded or prefilled or self._lanes.busy)
         return self._run_spare(moved) or moved
+
+    def digest(self) -> int:
+        """Of who is served and how far: equal where processes made equal turns."""
+        live = [(it.number, len(it.tokens), it.tokens[-1:]) for it in self.state.live.values()]
+        free = self.state.runner.cache.allocator.num_free
+        return zlib.crc32(repr((live, free)).encode())
 
     def patience(self) -> float | None:
         """Seconds until something is due without an event; None: nothing is."""
@@ -361,6 +368,8 @@ class Core:
             for running in suspects:
                 self._fail(running, error)
             return
+        if self.state.now is not None:  # other processes may not have failed
+            raise error
         _LOG.error("a step of the engine failed, its pool is made anew", exc_info=error)
         self.state.restarts += 1
         for running in suspects:

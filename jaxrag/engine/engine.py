@@ -14,20 +14,22 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 
-from jaxrag.base.errors import ContextExceeded, EngineError
-from jaxrag.base.sharding import processes_of
+from jaxrag.base.errors import ContextExceeded, EngineError, RequestError
+from jaxrag.base.sharding import collectives_by, processes_of
 from jaxrag.engine.admission import Entry
 from jaxrag.engine.core import Core
 from jaxrag.engine.decoding import lane_of
 from jaxrag.engine.mapping import most_pages, plan_request
 from jaxrag.engine.progress import Progress, Sink, Where
-from jaxrag.engine.request import Request
+from jaxrag.engine.ranks import Follower, Leader
+from jaxrag.engine.request import FinishReason, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.state import ChunkEvent, EngineSettings, RunningRequest
 from jaxrag.engine.status import EngineStatus, Tiers
 from jaxrag.engine.thread import Event as Posted
 from jaxrag.engine.thread import Mailbox, ask
 from jaxrag.engine.warmup import compile_for
+from jaxrag.engine.wire import Abort, Command, Forget, Stop, Submit
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.store import MemoryStore
 from jaxrag.models.compiled import CompileTimes, counting
@@ -70,6 +72,8 @@ class Engine:
     ) -> None:
         several = len(processes_of(model.mesh)) > 1
         self.settings = settings or EngineSettings(lockstep=several)
+        if several:
+            self.settings = dataclasses.replace(self.settings, lockstep=True)
         self.runner = ModelRunner(model, self.settings.half_life)
         self.compiled = Counter[str]()
         self.compile_times = CompileTimes()
@@ -82,6 +86,24 @@ class Engine:
         self._lost = 0  # pools, of cores that are gone
         served = functools.partial(_serve, weakref.ref(self))
         self._mail = Mailbox("jaxrag-engine", served, clock)
+        self._leader: Leader | None = None
+
+    def lead(self, leader: Leader) -> None:
+        """Send every turn from now on to the other processes of the model, which ``follow``."""
+        self._leader = leader
+        collectives_by(self._mail.mine)
+        leader.on_lost(self._abandon)
+        ask(self._mail.post, lambda: self._at_work.tiers())  # the pool is made by all at once
+
+    @property
+    def leads(self) -> bool:
+        """Do other processes make its turns, too?"""
+        return self._leader is not None
+
+    @property
+    def lost(self) -> EngineError | None:
+        """Why it serves no more: another process of the model is lost."""
+        return None if self._leader is None else self._leader.lost
 
     @property
     def memory(self) -> MemoryStore:
@@ -117,8 +139,11 @@ class Engine:
 
     def add_all(self, asked: Sequence[tuple[Request, Sink]]) -> list[int]:
         """As ``add``, for requests that come at one moment."""
-        made = [self._entered(request, sink) for request, sink in asked]
-        _ = self.runner.cache  # the first request is refused where there is no room for the pool
+        if self.lost is not None:
+            raise self.lost
+        made = [self._entered(request, self._heard(sink)) for request, sink in asked]
+        if self._leader is None:
+            _ = self.runner.cache  # the first request is refused where the pool has no room
 
         def event() -> None:
             for running, entry in made:
@@ -127,25 +152,26 @@ class Engine:
                 except Exception as error:
                     running.sink(Progress(running.number, error=error))
 
-        self._mail.post(event)
+        self._post(event, [self._command(running) for running, _ in made])
         return [running.number for running, _ in made]
 
     def abort(self, number: int) -> None:
         """Nothing more is wanted of a request; its client gets ``Cancelled`` if it still runs."""
         with contextlib.suppress(RuntimeError):  # closed: there is nothing to abort
-            self._mail.post(lambda: self._at_work.abort(number))
+            self._post(lambda: self._at_work.abort(number), [Abort(number)])
 
     def stop(self, number: int) -> None:
         """No more tokens are wanted of a request; its outcome comes as if it had ended.
 
         Before its first token, and while it begins again, that is to abort it.
         """
-        self._mail.post(lambda: self._at_work.stop(number))
+        self._post(lambda: self._at_work.stop(number), [Stop(number)])
 
     def call[Result](self, job: Callable[[ModelRunner], Result]) -> Result:
         """Run a job that has the pool to itself, between two steps, and wait for its result."""
         if self._mail.mine():
             return job(self.runner)
+        self._check_alone()
         _ = self.runner.cache
         future: Future[Result] = Future()
         return self._queued(lambda: self._at_work.queue(job, future), future)
@@ -158,6 +184,7 @@ class Engine:
         """
         if self._mail.mine():
             return job()
+        self._check_alone()
         future: Future[Result] = Future()
         return self._queued(lambda: self._at_work.queue_spare(job, future), future)
 
@@ -176,7 +203,7 @@ class Engine:
 
     def forget(self) -> None:
         """Make the pool anew, and the arena: chunks are read when they are next asked for."""
-        ask(self._mail.post, lambda: self._at_work.forget())
+        ask(lambda event: self._post(event, [Forget()]), lambda: self._at_work.forget())
 
     def prefetch(self, requests: Iterable[Request]) -> None:
         """Read into host memory what these requests will ask for and is not near yet.
@@ -243,8 +270,9 @@ class Engine:
         Only shapes count: ids may be any, chunks of any kind and length that will be asked for. On
         disk, programs are kept for the next process (``models.compiled.keep_compiled``).
         """
-        before = sum(self.compiled.values())
-        programs = self.call(lambda runner: compile_for(runner, self.settings, requests))
+        before, programs = sum(self.compiled.values()), 0
+        if self._leader is None:
+            programs = self.call(lambda runner: compile_for(runner, self.settings, requests))
         for progress in self.iterate(requests):
             if progress.error is not None:
                 raise progress.error
@@ -292,7 +320,67 @@ class Engine:
             if not ended:
                 self.abort(number)
 
-    def _entered(self, request: Request, sink: Sink) -> tuple[RunningRequest, Entry]:
+    def follow(self, follower: Follower) -> None:
+        """Make the leader's turns, until it ends; on this thread, which calls what is compiled.
+
+        Raises what a turn raises: this process can make no other then.
+        """
+        with counting(self.compiled, self.compile_times):
+            core = self._at_work
+            for turn in follower.turns():
+                core.state.now = turn.now
+                for command in turn.commands:
+                    self._carry_out(core, command)
+                if turn.rests:
+                    core.rest()
+                    continue
+                self.turns += core.run_once()
+                follower.done(turn.number, core.digest())
+
+    def _carry_out(self, core: Core, command: Command) -> None:
+        """What the leader's client asked for; the leader alone answers."""
+        if isinstance(command, Submit):
+            made = self._entered(command.request, _unheard, command.number, command.added)
+            core.handle(lambda: core.submit(*made))
+        elif isinstance(command, Forget):
+            core.handle(core.forget)
+        else:
+            end = core.abort if isinstance(command, Abort) else core.stop
+            core.handle(lambda: end(command.number))
+
+    def _check_alone(self) -> None:
+        """RequestError where other processes would have to do the same, and are not asked to."""
+        if self._leader is not None:
+            raise RequestError(
+                "this is not done where several processes hold the model; ask a server of one "
+                "process, or use `jaxrag generate --distributed`"
+            )
+
+    def _heard(self, sink: Sink) -> Sink:
+        """What a client answers is the leader's alone: it becomes a command to all."""
+        return sink if self._leader is None else _LedSink(self, sink)
+
+    def _command(self, running: RunningRequest) -> Submit | None:
+        if self._leader is None:
+            return None
+        store = self._leader.name_of(running.request.store)
+        return Submit(running.number, running.added, store, running.request)
+
+    def _post(self, event: Posted, commands: Sequence[Command | None]) -> None:
+        """Have the engine's thread do something, and every other process with it."""
+        given = () if self._leader is None else tuple(it for it in commands if it is not None)
+        self._mail.post(_Commanded(event, given) if given else event)
+
+    def _abandon(self, error: EngineError) -> None:
+        """Another process is lost, on any thread: everybody is told, and nothing is begun."""
+        self._mail.closed = True
+        core = self._core
+        if core is not None:
+            core.abandon(error)
+
+    def _entered(
+        self, request: Request, sink: Sink, number: int | None = None, now: float | None = None
+    ) -> tuple[RunningRequest, Entry]:
         model, rule = self.runner.model, request.method.decode
         placement = model.placement
         request = request.over(model.batch_ways)
@@ -305,7 +393,8 @@ class Engine:
         plan = plan_request(model, request, request.room)
         need = plan.need(lambda key: False)
         lane = lane_of(request, need.pages, placement)
-        number, now = next(self._numbers), self._clock()
+        number = next(self._numbers) if number is None else number
+        now = self._clock() if now is None else now
         prompt = request.prompt
         reused = sum(len(it.ids) for it in plan.parts if it.load is not None or it.turn)
         entry = Entry(
@@ -338,7 +427,7 @@ class Engine:
 
     def _loop(self, events: Iterable[Posted]) -> None:
         mail, left = self._mail, deque(events)
-        while True:
+        while self.lost is None:
             try:
                 core = self._at_work
             except Exception:
@@ -348,10 +437,13 @@ class Engine:
                         left.popleft()()
                 return
             try:
+                turn = self._lead(core, left)
                 while left:
                     core.handle(left.popleft())
                 moved = core.run_once()
                 self.turns += moved
+                if turn is not None:
+                    self._leader.done(turn, core.digest())  # type: ignore[union-attr]
             except Exception as error:
                 self._rescue(core, error)
                 continue
@@ -363,11 +455,26 @@ class Engine:
             elif events := mail.next():
                 left.extend(events)
             else:
+                if self._leader is not None:
+                    self._leader.rest()
                 core.rest()
                 return
 
+    def _lead(self, core: Core, events: Iterable[Posted]) -> int | None:
+        """Send the others what is done now, by the same clock; the number of the turn."""
+        if self._leader is None:
+            return None
+        commands = [
+            it for event in events if isinstance(event, _Commanded) for it in event.commands
+        ]
+        core.state.now = self._clock()
+        return self._leader.send(core.state.now, commands)
+
     def _rescue(self, core: Core, error: Exception) -> None:
         """The loop itself failed: everybody is told, and what comes next finds it anew."""
+        if self._leader is not None:
+            self._leader.lose(f"the leader failed with {type(error).__name__}: {error}")
+            return
         _LOG.exception("the engine failed; everything that it served is told")
         told = EngineError(f"the engine failed with {type(error).__name__}: {error}; ask again")
         core.state.restarts += 1
@@ -379,6 +486,46 @@ class Engine:
             self._lost += core.state.restarts
             self._core = None
             self.runner.forget_cache()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Commanded:
+    """An event that every process carries out."""
+
+    event: Posted
+    commands: tuple[Command, ...]
+
+    def __call__(self) -> None:
+        self.event()
+
+
+class _LedSink:
+    """A client's sink, whose answer goes to all processes as a command."""
+
+    def __init__(self, engine: Engine, sink: Sink) -> None:
+        self._engine, self._sink, self._enough = engine, sink, False
+
+    def __call__(self, progress: Progress) -> bool:
+        if self._enough:  # it wants nothing more but the outcome
+            if not progress.last:
+                return False
+            ended: FinishReason | None = None if progress.error is not None else "stop"
+            progress = dataclasses.replace(progress, new=[], logprobs=[], finish_reason=ended)
+        try:
+            enough = self._sink(progress)
+        except Exception as error:
+            _LOG.warning("the client of request %d failed: %s", progress.number, error)
+            if not progress.last:
+                self._engine.abort(progress.number)
+            return False
+        if enough and not (self._enough or progress.last):
+            self._enough = True
+            self._engine.stop(progress.number)
+        return False
+
+
+def _unheard(progress: Progress) -> None:
+    """A sink of a process that answers nobody."""
 
 
 def _serve(engine: "weakref.ref[Engine]", mail: Mailbox) -> None:

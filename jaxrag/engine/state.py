@@ -226,6 +226,7 @@ class State:
       scheduler: who is where, and who holds which pages.
       post: has a function called on the engine's thread, from any.
       clock: seconds.
+      now: of this turn by the leader's clock, by which all processes decide; None: ``clock`` does.
       compile_times: when its thread compiled.
       arena: chunk KV in host memory.
       links: from the stores, and from the arena.
@@ -250,6 +251,11 @@ class State:
     epoch: int = 0
     restarts: int = 0
     pace: WorkRate = dataclasses.field(default_factory=WorkRate)
+    now: float | None = None
+
+    def moment(self) -> float:
+        """The time that decides: on several processes the same."""
+        return self.clock() if self.now is None else self.now
 
     def note(self, what: Happening, key: str) -> None:
         """Something happened to a chunk; on any thread."""

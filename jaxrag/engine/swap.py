@@ -11,18 +11,20 @@ from jaxrag.base.types import Array, HostArray, on_host
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.kv.cache import PagePool
 
+_HEADS = 3  # the axis of [L, n, page, K, H]
 _PAGES = 16  # that are copied at once, whatever a request has
 
 
 def swap_out(runner: ModelRunner, pages: Sequence[int]) -> tuple[HostArray, HostArray]:
-    """K and V of pages, [L, n, page, K, H] each, on the host."""
+    """K and V of pages, [L, n, page, K / ways, H] each: this process's heads, on the host."""
+    own = functools.partial(runner.model.own_heads, axis=_HEADS)
     k, v = [], []
     for start in range(0, len(pages), _PAGES):
         here = np.asarray(pages[start : start + _PAGES], np.int32)
         padded = np.pad(here, (0, _PAGES - len(here)))
         part = _gather(runner.cache.pool, padded, num_layers=runner.model.config.num_layers)
-        k.append(np.asarray(part.k)[:, : len(here)])
-        v.append(np.asarray(part.v)[:, : len(here)])
+        k.append(own(part.k)[:, : len(here)])
+        v.append(own(part.v)[:, : len(here)])
     return np.concatenate(k, axis=1), np.concatenate(v, axis=1)
 
 
@@ -35,13 +37,14 @@ def swap_in(
         here = np.asarray(pages[start : start + _PAGES], np.int32)
         fill = _PAGES - len(here)
         padded = np.pad(here, (0, fill), constant_values=nowhere)
-        part = on_host(
-            PagePool,
-            *(
-                np.pad(x[:, start : start + _PAGES], ((0, 0), (0, fill), (0, 0), (0, 0), (0, 0)))
-                for x in content
-            ),
+        rows = (
+            np.pad(x[:, start : start + _PAGES], ((0, 0), (0, fill), (0, 0), (0, 0), (0, 0)))
+            for x in content
         )
+        if runner.model.mesh is None:
+            part = on_host(PagePool, *rows)
+        else:
+            part = PagePool(*(runner.model.put_heads(x, _HEADS) for x in rows))
         runner.cache.run(_scatter, padded, part)
 
 

@@ -353,7 +353,7 @@ def load_model(
 
     Args:
       path: the directory; or ORG/NAME, or ORG/NAME@REVISION, of a model on the Hugging Face hub,
-        which is fetched where huggingface_hub is installed (`pip install 'jaxrag[hub]'`).
+        which is fetched where huggingface_hub is installed.
       mesh: where to put it (sharding.make_mesh); None = the default device.
       dtype: "float32", "bfloat16" or "float16" for parameters, activations and KV; None = as the
         model's config says.

@@ -11,7 +11,7 @@ from jaxrag.base.types import HostArray
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.prefill import PREFILL_TOKENS
 from jaxrag.engine.request import Prompt, Request
-from jaxrag.kv.store import MemoryStore
+from jaxrag.kv.store import KVStore, MemoryStore
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import PromptTemplate
@@ -115,11 +115,13 @@ def requests_like(
     rows: int,
     *,
     watched: bool,
+    store: KVStore | None = None,
 ) -> Iterator[Request]:
     """Requests of random ids in the shapes of questions that are to come.
 
     Final blocks of usual lengths over ``k`` chunks of each of these sizes (of 512 tokens where none
-    is given), or as many as the context holds, and prompts without chunks in all widths.
+    is given), or as many as the context holds, and prompts without chunks in all widths. Their KV
+    is kept in ``store``; None: in one that goes with them.
     """
     most = model.config.max_positions
     draw = np.random.default_rng(0)
@@ -127,7 +129,9 @@ def requests_like(
     def ids(length: int) -> HostArray:
         return draw.integers(0, model.config.vocab_size, length, dtype=np.int32)
 
-    store = MemoryStore(model.fingerprint, model.kv_layout, max_tokens=most, max_bytes=_BYTES)
+    if store is None:
+        layout = model.kv_layout
+        store = MemoryStore(model.fingerprint, layout, max_tokens=most, max_bytes=_BYTES)
     prompts = []
     for size in set(chunk_tokens) or {_CHUNK_TOKENS}:
         room = most - _FINAL_TOKENS[-1] - max_new_tokens

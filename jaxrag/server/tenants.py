@@ -25,9 +25,9 @@ import os
 import re
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from jaxrag.base.errors import ConfigError, disk_errors
 from jaxrag.base.groups import MAX_OWN, wrong_groups
@@ -249,6 +249,10 @@ class Tenants:
             found.admin,
             found.groups,
         )
+
+    def share(self, exchange: Callable[[Any], list[Any]]) -> None:
+        """Take the secret of the first of several processes; ``exchange`` as ``Model`` has it."""
+        self._secret = exchange(self._secret)[0]
 
     def salt(self, tenant: str) -> str:
         """The salt of a tenant's KV: 64 hex digits of its name and the secret."""

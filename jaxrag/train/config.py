@@ -31,10 +31,12 @@ class ModelPart:
     ``seed``, in the sizes of ``config``, a TOML file as in configs/models. Beside ``path`` that
     file says the sizes before the directory is there, which is all that a dry run needs.
     ``tokenizer`` is a directory, by default ``path``. ``max_positions`` is the context that the
-    model is trained to have, instead of the one it has.
+    model is trained to have, instead of the one it has. ``made_by`` is what makes ``path``, named
+    where it is missing.
     """
 
     path: str | None = None
+    made_by: str | None = None
     config: str | None = None
     tokenizer: str | None = None
     max_positions: int | None = None

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrag.base.errors import ConfigError
+from jaxrag.base.installed import installs
 from jaxrag.models.text.progress import progress_bar
 
 METRICS_FILE = "metrics.jsonl"
@@ -110,6 +111,7 @@ def _board(folder: Path, done: int) -> Any:
         from tensorboardX import SummaryWriter
     except ImportError:
         raise ConfigError(
-            "run.tensorboard = true needs tensorboardX: pip install 'jaxrag[tensorboard]'"
+            "run.tensorboard = true: tensorboardX is not installed; "
+            f"{installs('tensorboard')} does it"
         ) from None
     return SummaryWriter(str(folder), purge_step=done + 1)

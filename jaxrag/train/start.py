@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrag.base.config import ModelConfig, config_from_dict
-from jaxrag.base.errors import ConfigError
+from jaxrag.base.errors import ConfigError, TrainError
 from jaxrag.base.installed import located
 from jaxrag.base.sharding import Rules, make_mesh, replicated
 from jaxrag.base.tables import read_toml
@@ -184,6 +184,8 @@ def _stored_config(config: TrainConfig, planned: bool) -> ModelConfig:
     if stated is not None and (part.path is None or (planned and not Path(part.path).exists())):
         return stated
     path = Path(part.path or "")
+    if part.made_by is not None and not path.exists():
+        raise TrainError(f"{path}: no such model directory; it is made by `{part.made_by}`")
     found = read_record(path).config if is_checkpoint(path) else load_config(path)
     for name in _SIZES if stated is not None else ():
         if getattr(found, name) != getattr(stated, name):

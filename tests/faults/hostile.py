@@ -214,9 +214,12 @@ class Trials:
             here.close()
 
 
+_BESIDE = re.compile(r"note:|warning:|loading |making programs ready|\d+ programs? in ")
+
+
 def judge(case: Case, code: int, lines: Sequence[str], folder: Path) -> tuple[str, str]:
     """The verdict on how a command ended, and the first line that it printed."""
-    shown = [line for line in lines if not line.startswith(("note:", "warning:"))]
+    shown = [line for line in lines if not _BESIDE.match(line)]
     if case.panics:
         shown = [line for line in shown if line.startswith(("skipped", "jaxrag"))]
     first = shown[0] if shown else ""

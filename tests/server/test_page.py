@@ -58,6 +58,7 @@ return [...document.querySelectorAll("body *")].filter((it) => it.checkVisibilit
 """
 
 
+BELOW = "return innerHeight - document.querySelector('#ask').getBoundingClientRect().bottom"
 IN_SIGHT = """
 const box = arguments[0].getBoundingClientRect();
 return box.top >= 0 && box.bottom <= document.querySelector("#ask").getBoundingClientRect().top;
@@ -171,7 +172,12 @@ def test_somebody_asks_by_keyboard_and_sees_where_the_answer_is_from(server, chr
     assert chromium.browser.switch_to.active_element == chromium.one("#question")
     assert not chromium.one(".sources").is_displayed()  # folded
     saved = chromium.one(".saved").text
-    assert re.fullmatch(r"(\d+) of \1 passage tokens reused · first token [\d.]+ m?s", saved)
+    compiling = r"( \([\d.]+ m?s of it to make programs ready, once\))?"
+    words = r"(\d+) of \1 passage tokens reused · first token [\d.]+ m?s"
+    assert re.fullmatch(words + compiling, saved)
+    given = {"timings": {"ttft": 3, "compile": 2.5}}
+    told = chromium.script("return savedLine({}, arguments[0]).textContent", given)
+    assert told == "first token 3.00 s (2.50 s of it to make programs ready, once)"
     chromium.unfold()
     sources = chromium.texts(".sources li")
     assert any("kora-felell.md" in it and "score" in it and "falcon" in it for it in sources)
@@ -258,6 +264,8 @@ def test_settings_are_asked_with(server, chromium):
     assert len(turn.find_elements("css selector", ".sources li")) == 2
     assert "full_reuse" in turn.text and "longest length" in turn.text
     chromium.one('#model option[value="synthetic"]').click()  # no documents
+    title = chromium.one("#welcome-title").get_attribute("textContent")
+    assert title == "Ask the model"
     turn = chromium.ask(QUESTION)
     chromium.unfold()
     assert "without any passage" in turn.text
@@ -332,6 +340,7 @@ def test_escape_stops_an_answer(server, chromium):
 def test_it_can_be_read_at_any_width_and_in_the_dark(server, chromium, scheme):
     for width in (320, 1280):
         chromium.open(server.url, width, scheme)
+        assert chromium.script(BELOW) < 2
         chromium.script("for (const it of document.querySelectorAll('details')) it.open = true")
         chromium.ask("What is the job of Vula Kinow?")
         chromium.ask("Which gizmo?")
@@ -339,6 +348,7 @@ def test_it_can_be_read_at_any_width_and_in_the_dark(server, chromium, scheme):
         wide = "return document.documentElement.scrollWidth"
         assert chromium.script(wide) <= width
         assert chromium.script(WIDER) == []
+        assert chromium.script(BELOW) < 2
         assert chromium.script(FAINT) == []
         assert chromium.script(UNNAMED) == []
     ground = chromium.script("return getComputedStyle(document.body).backgroundColor")
@@ -459,13 +469,15 @@ def test_a_key_is_asked_for_and_forgotten(running, served_model, village, chromi
         chromium.browser.get(keyed.url)
         for key in ("wrong", "open sesame"):
             chromium.until(lambda: chromium.one("#key-form").is_displayed())
-            assert chromium.all("#model option") == []
+            assert chromium.all("#model option") == [] and not chromium.one("#ask").is_displayed()
+            assert chromium.browser.switch_to.active_element == chromium.one("#key")
             chromium.one("#key").send_keys(key, "\n")
             if key == "wrong":
                 chromium.until(lambda: chromium.one("#key-title").text == "This key is wrong.")
                 assert chromium.one("#state").text == "wrong key"
-        chromium.until(lambda: chromium.all("#model option"))
+        chromium.until(lambda: chromium.one("#ask").is_displayed())
         assert not chromium.one("#key-form").is_displayed()
+        assert chromium.browser.switch_to.active_element == chromium.one("#question")
         assert "falcon" in chromium.ask(QUESTION).text
         chromium.one("#documents summary").click()
         chromium.until(lambda: chromium.one("#read-only").is_displayed())

@@ -1,7 +1,9 @@
 """A server from its start to its end: warm-up, drain, signals, and what keeps it from starting."""
 
+import dataclasses
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,6 +16,7 @@ import httpx
 import pytest
 
 from jaxrag.cli import main
+from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.server.http.run import bind, warm_up
 from jaxrag.server.settings import ServerSettings
 
@@ -214,6 +217,20 @@ def arguments(*words):
     parser = argparse.ArgumentParser()
     serve.add_parser(parser.add_subparsers())
     return parser.parse_args(["serve", *words])
+
+
+def test_what_the_program_prints_works(server, served_model, village):
+    """The question of its command is answered, and its page is there."""
+    from jaxrag.cli.serve import banner, question_for
+
+    settings = dataclasses.replace(server.state.settings, questions=())
+    with KnowledgeBase.open(village) as kb:
+        question = question_for(settings, served_model, {"village": kb})
+    shown = banner(server.url, server.state.name, ["village"], question)
+    said = re.search(r"curl (\S+) -H '(\S+): (\S+)' -d '(.*)'$", shown)
+    answer = httpx.post(said[1], content=said[4], headers={said[2]: said[3]}, timeout=60)
+    assert answer.status_code == 200 and answer.json()["choices"][0]["message"]["content"]
+    assert httpx.get(re.search(r"its page: (\S+);", shown)[1]).status_code == 200
 
 
 @pytest.mark.slow

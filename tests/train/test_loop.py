@@ -25,6 +25,7 @@ from jaxrag.models.reading import Reading, read_reading
 from jaxrag.models.spec import init_params
 from jaxrag.models.text.prompts import read_prompt, template_named
 from jaxrag.train.checkpoints import Checkpoints
+from jaxrag.train.config import load_config
 from jaxrag.train.log import read_metrics
 from jaxrag.train.loop import train
 from jaxrag.train.start import model_config, set_up
@@ -265,6 +266,12 @@ def test_lora_trains_adapters_and_exports_the_merged_model(train_config, tmp_pat
 def test_mesh_and_model_are_checked_first(train_config, setting, value, match):
     with pytest.raises(ConfigError, match=match):
         set_up(train_config(**{setting: value}))
+
+
+def test_a_missing_model_says_what_makes_it(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TrainError, match="no such model directory; it is made by `jaxrag train sh"):
+        set_up(load_config("shipped-long"))
 
 
 def test_a_template_with_markers_that_the_tokenizer_lacks_is_refused(train_config, chat_model_dir):

@@ -408,10 +408,10 @@ def _as_store_errors(path: Path) -> Iterator[None]:
     except (apsw.Error, UnicodeDecodeError) as error:
         if _tells_damage(error):
             raise damaged(path, str(error)) from error
+        if isinstance(error, apsw.ConnectionClosedError):
+            raise StoreError(f"catalog {path} was closed; open it again") from error
         if isinstance(error, apsw.BusyError | apsw.LockedError):
             fix = f"another process held it for {BUSY_SECONDS:.0f} s; try again when it is done"
-        elif isinstance(error, apsw.ConnectionClosedError):
-            fix = "it was closed; open it again"
         else:
             fix = "check the disk, its free space and your permissions, or restore a copy"
         raise StoreError(f"catalog {path}: {error}; {fix}") from error

@@ -375,7 +375,8 @@ def _title(reader: Any) -> str:
         title = reader.metadata.title if reader.metadata else None
     except Exception:
         return ""
-    return " ".join(_clean(title).split()) if isinstance(title, str) else ""
+    found = " ".join(_clean(title).split()) if isinstance(title, str) else ""
+    return "" if found.lower() == "untitled" else found  # what programs write for none
 
 
 def _clean(text: str) -> str:

@@ -86,8 +86,8 @@ def open_catalog(
         catalog = Catalog.open(path)
     elif model is None or mode == "r":
         raise KnowledgeBaseError(
-            f"{folder} holds no knowledge base; ingest documents, or open it for writing with "
-            "a model to make one"
+            f"{folder} holds no knowledge base; make one with `jaxrag ingest PATH... --kb {folder} "
+            "--model DIR`"
         )
     else:
         catalog = _create(folder, new_settings(model, wanted))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrag.base.errors import ConfigError, RequestError, TrainError
+from jaxrag.base.installed import installs
 from jaxrag.train.log import METRICS_FILE, read_metrics
 
 FORMATS = (".png", ".svg", ".pdf")
@@ -97,7 +98,5 @@ def figure_class() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError(
-            "drawing needs matplotlib, which is not installed: pip install 'jaxrag[plots]'"
-        ) from None
+        raise ConfigError(f"matplotlib is not installed; {installs('plots')} does it") from None
     return Figure

@@ -26,6 +26,7 @@ _LOG = logging.getLogger("jaxrag.server")
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _TURN = 0.05  # seconds between two looks at what still runs
+_LOOK = 0.2  # seconds between two looks at the other processes of the model
 _PROBES = 8  # one of so many connections is kept for /health and for refusals
 _GRACE = 2  # seconds for what was said last to reach its readers
 _SHOWN = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where everybody is listened to
@@ -114,7 +115,8 @@ class Server:
         serving = asyncio.ensure_future(self._uvicorn.serve([self._bound]))
         warming: asyncio.Future[None] | None = None
         watching = [
-            asyncio.ensure_future(it) for it in (fail_stuck(self.state), self._connections.watch())
+            asyncio.ensure_future(it)
+            for it in (fail_stuck(self.state), self._connections.watch(), self._end_when_lost())
         ]
         loop.set_exception_handler(self._connections.on_error)
         try:
@@ -139,11 +141,21 @@ class Server:
                 task.cancel()
             await self._close()
 
+    async def _end_when_lost(self) -> None:
+        """Another process of the model died: whoever waits is told, and nothing more is served."""
+        while (lost := self.state.engine.lost) is None:
+            await asyncio.sleep(_LOOK)
+        _LOG.critical("%s", lost)
+        self.state.phase = "draining"
+        for asking in list(self.state.asking):
+            asking.fail(lost)
+        self._uvicorn.should_exit = True
+
     async def _close(self) -> None:
         """Let go of the state; what is being indexed is waited for, unless asked to end twice."""
         closing = threading.Thread(target=self.state.close, name="jaxrag-close", daemon=True)
         closing.start()
-        while closing.is_alive() and self._ends < 2:
+        while closing.is_alive() and self._ends < 2 and self.state.engine.lost is None:
             await asyncio.sleep(_TURN)
 
     def end(self) -> None:
@@ -217,6 +229,7 @@ def warm_up(state: ServerState) -> int:
         settings.max_new_tokens,
         settings.rows,
         watched=True,
+        store=state.memory.store(state.tenants.names[0]) if state.engine.leads else None,
     )
     programs = state.engine.warm_up(list(requests))
     state.library.warm_up()

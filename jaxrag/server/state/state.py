@@ -212,10 +212,10 @@ def make_state(
 
     Raises ConfigError or RequestError for a method or rule that is unknown or does not serve.
     """
-    if len(processes_of(model.mesh)) > 1:
+    if len(processes_of(model.mesh)) > 1 and settings.data is not None:
         raise ConfigError(
-            f"mesh {model.mesh}: several processes hold the model, and a server is one; name a "
-            "mesh of this process's devices"
+            f"data={settings.data!r}: several processes hold the model, and uploads are encoded by "
+            "a server of one; leave data out, or run jaxrag ingest"
         )
     data = None if settings.data is None else Path(settings.data)
     tenants = Tenants.open(settings.keys, data)

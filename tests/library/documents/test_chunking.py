@@ -179,6 +179,15 @@ def test_sentence_longer_than_a_chunk_falls_back_to_windows(tokenizer):
     assert chunks[-1].text.endswith("z. End.")
 
 
+@pytest.mark.parametrize("by", ["sentence", "markdown"])
+def test_a_long_sentence_is_cut_between_words_and_numbers(tokenizer, by):
+    text = "so " + " and ".join(f"pump {n} moved {n}.{n + 3} million litres" for n in range(20))
+    chunks = split(text, tokenizer, Chunking(48, 0, by))
+    assert len(chunks) > 4 and "".join(texts(chunks)) == text
+    for before, after in itertools.pairwise(texts(chunks)):
+        assert before[-1] == " " or after[0] == " ", (before, after)
+
+
 def test_chinese_sentences(tokenizer):
     chunks = split("天黑了。“点灯！”他说。走吧？", tokenizer, Chunking(16, 0, "sentence"))
     assert texts(chunks) == ["天黑了。", "“点灯！”", "他说。", "走吧？"]

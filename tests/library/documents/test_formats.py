@@ -140,8 +140,9 @@ def test_pdf_keeps_its_pages(tmp_path, read, make_pdf):
     assert empty == third, "a page without text begins where the next one does"
 
 
-def test_pdf_without_title_takes_the_name(tmp_path, read, make_pdf):
-    (tmp_path / "wells.pdf").write_bytes(make_pdf(["text"]))
+@pytest.mark.parametrize("title", ["", "untitled", "Untitled"])  # as some programs write for none
+def test_pdf_without_title_takes_the_name(tmp_path, read, make_pdf, title):
+    (tmp_path / "wells.pdf").write_bytes(make_pdf(["text"], title=title))
     assert only(read(tmp_path)).title == "wells"
 
 

@@ -75,6 +75,14 @@ def test_rows_become_documents_with_the_other_columns_as_metadata(tmp_path, read
     assert good[0].file == str(path)
 
 
+def test_tables_of_one_folder_may_number_their_rows_alike(tmp_path, read):
+    for name in ("a.csv", "b.csv"):
+        (tmp_path / name).write_text(f"id,text\n1,One of {name}\n2,Two of {name}\n")
+    good, bad = read(tmp_path)
+    assert bad == []
+    assert [d.id for d in good] == ["a.csv/1", "a.csv/2", "b.csv/1", "b.csv/2"]
+
+
 def test_rows_without_id_are_named_by_the_line_they_begin_on(tmp_path, read):
     (tmp_path / "a.csv").write_text('text\n"two\nlines"\nx\n')
     assert [d.id for d in read(tmp_path)[0]] == ["a.csv:2", "a.csv:4"]

@@ -62,7 +62,7 @@ def found_by_sql(connection, where, metadata):
     return len(rows) == 1
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data(), metadata=METADATA)
 def test_python_and_sql_agree(connection, data, metadata):
     # Fields and operands that occur in the metadata make matches likely.

@@ -1,0 +1,174 @@
+"""Requests and turns as bytes, for the processes of one model: JSON, with arrays as base64.
+
+Nothing is called or imported by name: only what TYPES lists can come out.
+"""
+
+import base64
+import binascii
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxrag.base.errors import EngineError, JaxragError
+from jaxrag.engine.request import Prompt, Request
+from jaxrag.engine.sampling_params import SamplingParams
+from jaxrag.kv.store import KVStore
+from jaxrag.reuse.attention_index import INDEXES
+from jaxrag.reuse.attention_index.document import Indexing
+from jaxrag.reuse.decode import DECODE_RULES
+from jaxrag.reuse.methods import Method
+from jaxrag.reuse.select import SELECTORS
+
+MAX_BYTES = 256 << 20  # of one turn
+TYPES: dict[str, type[Any]] = {
+    it.__name__: it
+    for it in (
+        Prompt,
+        Method,
+        SamplingParams,
+        Indexing,
+        *SELECTORS.values(),
+        *DECODE_RULES.values(),
+        *INDEXES.values(),
+    )
+}
+_FIELDS = {it.name for it in dataclasses.fields(Request)} - {"store"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Submit:
+    """A request begins.
+
+    Attributes:
+      added: when, by the leader's clock.
+      store: its name among those that every process has.
+    """
+
+    number: int
+    added: float
+    store: str
+    request: Request
+
+
+@dataclasses.dataclass(frozen=True)
+class Abort:
+    """Nothing more is wanted of a request."""
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Stop:
+    """No more tokens are wanted of a request."""
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Forget:
+    """The pool is made anew."""
+
+
+Command = Submit | Abort | Stop | Forget
+_COMMANDS: dict[str, type[Any]] = {"abort": Abort, "stop": Stop, "forget": Forget}
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineTurn:
+    """What every process does next: one turn of the engine's loop.
+
+    Attributes:
+      number: counts the turns.
+      now: its time, by the leader's clock.
+      commands: that are carried out before it.
+      rests: there is nothing to do; the lanes' memory goes.
+    """
+
+    number: int
+    now: float
+    commands: tuple[Command, ...] = ()
+    rests: bool = False
+
+
+def turn_bytes(turn: EngineTurn) -> bytes:
+    """A turn as it is sent. Raises EngineError for one above MAX_BYTES."""
+    commands = [_command_table(it) for it in turn.commands]
+    table = {"turn": turn.number, "now": turn.now, "rests": turn.rests, "commands": commands}
+    data = json.dumps(table, separators=(",", ":")).encode()
+    if len(data) > MAX_BYTES:
+        raise EngineError(f"a turn of {len(data)} bytes: at most {MAX_BYTES} are sent")
+    return data
+
+
+def turn_of(data: bytes, stores: Mapping[str, KVStore]) -> EngineTurn:
+    """A turn as it was sent; ``stores``: by name. Raises EngineError for anything else."""
+    try:
+        table = json.loads(data)
+        commands = tuple(_command(it, stores) for it in table["commands"])
+        return EngineTurn(int(table["turn"]), float(table["now"]), commands, bool(table["rests"]))
+    except (ValueError, KeyError, TypeError, RecursionError, JaxragError) as error:
+        raise EngineError(f"the leader sent no turn: {' '.join(str(error).split())}") from None
+
+
+def _command_table(command: Command) -> dict[str, Any]:
+    if not isinstance(command, Submit):
+        [name] = (name for name, it in _COMMANDS.items() if isinstance(command, it))
+        return {"command": name, **dataclasses.asdict(command)}
+    request = {name: _plain(getattr(command.request, name)) for name in sorted(_FIELDS)}
+    return {
+        "command": "submit",
+        "number": command.number,
+        "added": command.added,
+        "store": command.store,
+        "request": request,
+    }
+
+
+def _command(table: dict[str, Any], stores: Mapping[str, KVStore]) -> Command:
+    kind = table.pop("command")
+    if kind != "submit":
+        made: Command = _COMMANDS[kind](**{name: int(value) for name, value in table.items()})
+        return made
+    fields = {name: _value(table["request"][name]) for name in _FIELDS}
+    fields["eos_ids"] = frozenset(fields["eos_ids"])
+    name = table["store"]
+    request = Request(store=stores[name], **fields)
+    return Submit(int(table["number"]), float(table["added"]), name, request)
+
+
+def _plain(value: Any) -> Any:
+    """A value of a request for JSON. Raises TypeError for what no request holds."""
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, np.ndarray):
+        if value.dtype != np.int32 or value.ndim != 1:
+            raise TypeError(f"an array of {value.dtype} {value.shape} in a request")
+        return {"int32": base64.b64encode(value.tobytes()).decode()}
+    if isinstance(value, tuple | list):
+        return [_plain(it) for it in value]
+    if isinstance(value, frozenset):
+        return sorted(value)
+    if TYPES.get(type(value).__name__) is not type(value):
+        raise TypeError(f"a {type(value).__name__} in a request")
+    fields = {
+        it.name: _plain(getattr(value, it.name)) for it in dataclasses.fields(value) if it.init
+    }
+    return {"is": type(value).__name__, **fields}
+
+
+def _value(plain: Any) -> Any:
+    """What ``_plain`` was given, with every sequence a tuple."""
+    if isinstance(plain, list):
+        return tuple(_value(it) for it in plain)
+    if not isinstance(plain, dict):
+        return plain
+    if "int32" in plain:
+        try:
+            return np.frombuffer(base64.b64decode(plain["int32"], validate=True), np.int32)
+        except binascii.Error as error:
+            raise ValueError(str(error)) from None
+    fields = {name: _value(it) for name, it in plain.items() if name != "is"}
+    return TYPES[plain["is"]](**fields)

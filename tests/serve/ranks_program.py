@@ -1,0 +1,118 @@
+"""One of several processes that hold one model, led by the first; its clients answer in JSON.
+
+python ranks_program.py RANK COORDINATOR WORK.json
+"""
+
+import dataclasses
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+import jax
+
+rank, coordinator, path = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+work = json.loads(path.read_text())
+jax.distributed.initialize(coordinator, work["processes"], rank)
+
+from jaxrag.base.errors import JaxragError  # noqa: E402
+from jaxrag.base.sharding import make_mesh  # noqa: E402
+from jaxrag.engine.admission import SchedulerSettings  # noqa: E402
+from jaxrag.engine.engine import Engine  # noqa: E402
+from jaxrag.engine.ranks import Leader, meet  # noqa: E402
+from jaxrag.engine.state import EngineSettings  # noqa: E402
+from jaxrag.models.model import load_model  # noqa: E402
+from jaxrag.serve.ask import Ask  # noqa: E402
+from jaxrag.serve.questions import prepare, resolve  # noqa: E402
+
+
+def lost(why):
+    print(why, file=sys.stderr, flush=True)
+    os._exit(9)
+
+
+model = load_model(work["model"], mesh=make_mesh(*work["mesh"]), cache_tokens=work["pool"])
+settings = EngineSettings(scheduler=SchedulerSettings(classes=3))
+model.engine = engine = Engine(model, settings)
+stores = {"memory": engine.memory}
+about = {"weights": model.fingerprint, **work.get("about", {}).get(str(rank), {})}
+try:
+    met = meet(model, ("127.0.0.1", 0), about, stores, lost)
+except JaxragError as error:
+    print(error, file=sys.stderr, flush=True)
+    os._exit(3)
+if not isinstance(met, Leader):
+    engine.follow(met)
+    jax.distributed.shutdown()
+    os._exit(0)
+
+engine.lead(met)
+served = resolve(Ask(method=work["method"], max_new_tokens=work["tokens"]), model=model)
+asked = [
+    dataclasses.replace(prepare(served, it, work["documents"]).request, rows=4)
+    for it in work["questions"]
+]
+
+
+class Clients:
+    """Take what comes; each ends as it was told to.
+
+    ``ends`` holds for a request's place "stop" or "abort" after two tokens.
+    """
+
+    def __init__(self, count, ends):
+        self.tokens = [[] for _ in range(count)]
+        self.how = [None] * count
+        self.left = threading.Semaphore(0)
+        self.ends = ends
+        self.numbers = []
+
+    def sink(self, place):
+        def take(news):
+            self.tokens[place] += news.new
+            if news.last:
+                error = news.error
+                self.how[place] = news.finish_reason if error is None else type(error).__name__
+                self.left.release()
+                return False
+            end = self.ends.get(place) if len(self.tokens[place]) >= 2 else None
+            if end == "abort":
+                engine.abort(self.numbers[place])
+            return end == "stop"
+
+        return take
+
+    def run(self, *groups):
+        """Submit groups of requests, each when the one before has shown its first token."""
+        place = 0
+        for group in groups:
+            sinks = [self.sink(place + at) for at in range(len(group))]
+            self.numbers += engine.add_all(list(zip(group, sinks, strict=True)))
+            place += len(group)
+            while not any(self.tokens) and len(groups) > 1:
+                time.sleep(0.001)
+        for _ in range(place):
+            assert self.left.acquire(timeout=120)
+
+
+try:
+    plain = Clients(len(asked), {})
+    plain.run(asked)
+    found = {"plain": [plain.tokens, plain.how]}
+    watched = [dataclasses.replace(it, watched=True, priority=2) for it in asked]
+    better = [dataclasses.replace(it, priority=at % 2) for at, it in enumerate(asked)]
+    mixed = Clients(2 * len(asked) + 1, {1: "stop", 3: "abort"})
+    late = dataclasses.replace(asked[0], timeout=0.0)
+    mixed.run(watched, [*better, late])
+    found["mixed"] = [mixed.tokens, mixed.how]
+    found["preempted"] = engine.status().preempted
+    path.with_suffix(".out").write_text(json.dumps(found))
+except BaseException:
+    traceback.print_exc()
+    os._exit(1)
+met.close()
+jax.distributed.shutdown()
+os._exit(0)

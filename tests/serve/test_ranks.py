@@ -1,0 +1,87 @@
+"""The engine of a model that several processes hold, led by one of them."""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxrag import generate
+from jaxrag.models.export import export_hf
+from jaxrag.models.model import load_model
+from jaxrag.models.reading import Reading
+from jaxrag.models.spec import init_params
+
+PROGRAM = Path(__file__).with_name("ranks_program.py")
+DOCUMENTS = [
+    "Salt is worked at the wells by hands that ask for wool.",
+    "The river is crossed on a raft, and the raft is pulled by a rope.",
+]
+TOKENS = 24
+QUESTIONS = ["Who has the salt?", "What is the raft?", "Who has the rope?", "What is wool?"]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory, tiny_config, tokenizer_dir):
+    config = tiny_config(
+        vocab_size=600, num_layers=2, num_heads=8, num_kv_heads=4, max_positions=512
+    )
+    folder = tmp_path_factory.mktemp("wide") / "llama"
+    params = init_params(config, jax.random.key(5))
+    export_hf(folder, params, config, tokenizer_dir, reading=Reading(("reordered",)))
+    return folder
+
+
+@pytest.fixture
+def led(model_dir, run_processes, tmp_path):
+    """``led(processes, devices, method)``: what the clients of the leader got."""
+
+    def call(processes, devices, method="turborag"):
+        work = {
+            "processes": processes,
+            "mesh": (1, 1, processes * devices),
+            "model": str(model_dir),
+            "pool": 256,
+            "method": method,
+            "tokens": TOKENS,
+            "documents": DOCUMENTS,
+            "questions": QUESTIONS,
+        }
+        path = tmp_path / "work.json"
+        path.write_text(json.dumps(work))
+        run_processes(
+            lambda rank, coordinator: [sys.executable, PROGRAM, str(rank), coordinator, path],
+            tmp_path,
+            count=processes,
+            devices=devices,
+        )
+        return json.loads(path.with_suffix(".out").read_text())
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("processes", "method"),
+    [
+        (2, "turborag"),
+        pytest.param(4, "turborag", marks=pytest.mark.slow),
+        pytest.param(2, "fusionrag", marks=pytest.mark.slow),
+        pytest.param(2, "full_attention", marks=pytest.mark.slow),
+    ],
+)
+def test_processes_answer_as_one_device(led, model_dir, processes, method):
+    """With cancellations, early leavers, a deadline and preemption, which the leader orders."""
+    found = led(processes, 1, method)
+    model = load_model(model_dir, cache_tokens=1024)
+    given = {"documents": DOCUMENTS, "method": method, "max_new_tokens": TOKENS}
+    wanted = [it.token_ids for it in generate(QUESTIONS, model=model, **given)]
+    assert found["plain"] == [wanted, ["length"] * len(QUESTIONS)]
+    tokens, how = found["mixed"]
+    few, left = len(QUESTIONS), {1: "stop", 3: "Cancelled", 8: "DeadlineExceeded"}
+    assert how == [left.get(place, "length") for place in range(2 * few + 1)]
+    for place, answer in enumerate(tokens[:-1]):
+        full = wanted[place % few]
+        assert answer == (full[: len(answer)] if place in left else full)
+    assert 2 <= len(tokens[1]) < TOKENS and 2 <= len(tokens[3]) < TOKENS and not tokens[-1]
+    assert found["preempted"] >= 1

@@ -1,0 +1,181 @@
+"""A server whose model lies in two processes: `jaxrag serve --distributed`."""
+
+import contextlib
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from jaxrag import KnowledgeBase, generate
+
+ROOT = Path(__file__).parents[2]
+LONG = 300.0
+NAMES = ["Kora Felell", "Dovia Bavin", "Bada Fivin", "Liva Bimer", "Rino Dirow"]
+QUESTIONS = [
+    form.format(name)
+    for name in NAMES
+    for form in ("Which animal does {} keep?", "Where does {} live?", "Who was taught by {}?")
+]
+CONFIG = "classes = 2\nrows = 4\n[model]\ncache_tokens = 512\n"
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+@contextlib.contextmanager
+def started(village, folder, *more):
+    """Both processes, and a client of the first."""
+    (folder / "serve.toml").write_text(CONFIG, encoding="utf-8")
+    coordinator = f"127.0.0.1:{free_port()}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "1"}
+    ranks = []
+    try:
+        for rank in range(2):
+            command = [
+                *(sys.executable, "-m", "jaxrag", "serve", "--kb", f"village={village}"),
+                *("--port", "0", "--name", "synthetic", "--no-warm-up"),
+                *("--config", folder / "serve.toml", "--distributed", "--processes", "2"),
+                *("--coordinator", coordinator, "--process-id", str(rank), *more),
+            ]
+            with (folder / f"err-{rank}").open("wb") as err:
+                ranks.append(
+                    subprocess.Popen(
+                        command, stdout=subprocess.PIPE, stderr=err, cwd=ROOT, env=environment
+                    )
+                )
+        banner = ranks[0].stdout.readline().decode()
+        while banner and "http://" not in banner:  # what the collectives' library prints
+            banner = ranks[0].stdout.readline().decode()
+        urls = [word for word in banner.split() if word.startswith("http://")]
+        assert urls, [(folder / f"err-{rank}").read_text()[-2000:] for rank in range(2)]
+        with httpx.Client(base_url=urls[0], timeout=LONG) as client:
+            yield ranks, client
+    finally:
+        for one in ranks:
+            one.kill()
+            one.wait()
+            one.stdout.close()
+
+
+def body(question, **more):
+    return {
+        "model": "synthetic@village",
+        "messages": [{"role": "user", "content": question}],
+        "k": 3,
+        "max_tokens": 8,
+        **more,
+    }
+
+
+@pytest.fixture
+def wanted(served_model, village):
+    with KnowledgeBase.open(village, model=served_model) as kb:
+        answers = generate(QUESTIONS, kb=kb, k=3, max_new_tokens=8)
+    return dict(zip(QUESTIONS, [it.text for it in answers], strict=True))
+
+
+def left(client, question):
+    """Somebody who goes away after the first piece."""
+    asked = body(question, stream=True, max_tokens=300, ignore_eos=True, priority=1)
+    with client.stream("POST", "/v1/chat/completions", json=asked) as answer:
+        assert answer.status_code == 200
+        next(answer.iter_lines())
+
+
+@pytest.mark.slow
+def test_two_hundred_requests(village, wanted, tmp_path):
+    """Each is answered as one process does, among others that leave and are set aside."""
+    with started(village, tmp_path) as (ranks, client):
+        wrong, draw = [], random.Random(0)
+        work = [(draw.choice(QUESTIONS), draw.random()) for _ in range(200)]
+        lock = threading.Lock()
+
+        def ask():
+            while True:
+                with lock:
+                    if not work:
+                        return
+                    question, kind = work.pop()
+                if kind < 0.2:
+                    left(client, question)
+                    continue
+                asked = body(question, priority=int(kind < 0.6))
+                answer = client.post("/v1/chat/completions", json=asked)
+                said = answer.json()
+                if answer.status_code != 200:
+                    wrong.append(said)
+                elif said["choices"][0]["message"]["content"] != wanted[question]:
+                    wrong.append((question, said))
+
+        threads = [threading.Thread(target=ask) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+        metrics = client.get("/metrics").text
+        [preempted] = [
+            float(line.split()[-1])
+            for line in metrics.splitlines()
+            if line.startswith("jaxrag_preemptions_total")
+        ]
+        assert preempted >= 1
+        assert client.post("/v1/files", files={"file": ("a.txt", b"a")}).status_code >= 400
+        ranks[0].terminate()
+        assert [one.wait(60) for one in ranks] == [0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_rank_that_is_killed_ends_all_with_one_line(village, tmp_path, rank, seed):
+    with started(village, tmp_path) as (ranks, client):
+        over, answers = threading.Event(), []
+
+        def ask():
+            draw = random.Random(seed)
+            while not over.is_set():
+                with contextlib.suppress(httpx.TransportError):
+                    asked = body(draw.choice(QUESTIONS), max_tokens=64, ignore_eos=True)
+                    answers.append(client.post("/v1/chat/completions", json=asked))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        time.sleep(1 + 4 * random.Random(seed).random())
+        ranks[rank].kill()
+        killed = time.monotonic()
+        assert ranks[1 - rank].wait(20) != 0
+        seconds = time.monotonic() - killed
+        over.set()
+        asking.join()
+        assert seconds < 10
+        err = (tmp_path / f"err-{1 - rank}").read_text().splitlines()
+        said = [line for line in err if line.startswith("jaxrag: error: ")]
+        assert len(said) == 1
+        if rank == 1:
+            failed = [it.json()["error"] for it in answers if it.status_code != 200]
+            known = ("rank 1 ended", "the server is ending")  # for who was served, and who came
+            assert [it for it in failed if not it["message"].startswith(known)] == []
+    with KnowledgeBase.open(village) as kb:
+        assert kb.verify().ok
+
+
+@pytest.mark.slow
+def test_what_several_processes_cannot_do_is_refused_before_work(village, tmp_path):
+    (tmp_path / "serve.toml").write_text("")
+    for more, why in (
+        (["--data", tmp_path / "data"], "uploads are encoded by a server of one"),
+        (["--plan", "192.0.2.1:1"], "plan address 192.0.2.1:1 cannot be had"),
+        (["--mesh", "1,1,3"], "tensor=3 needs 3 devices, there are 2"),
+    ):
+        with pytest.raises(AssertionError, match=why), started(village, tmp_path, *more):
+            pass
