@@ -494,7 +494,7 @@ def test_one_bad_document_costs_only_itself(jaxrag, model_dir, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "command", [(c.__name__.split(".")[-1],) for c in COMMANDS]
+    "command", [(c.__name__.split(".")[-1].removeprefix("plain_"),) for c in COMMANDS]
     + [("kb", name) for name in ("stats", "list", "remove", "gc", "verify")]
     + [("bench", name) for name in ("ttft", "serve")],
     ids=" ".join,

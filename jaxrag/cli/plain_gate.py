@@ -10,7 +10,7 @@ from jaxrag.cli.fields import add_fields, from_fields
 from jaxrag.cli.gate import print_gate, refusal
 from jaxrag.cli.opening import load
 from jaxrag.cli.options import add_command, add_json, add_model
-from jaxrag.cli.output import print_json
+from jaxrag.cli.output import print_json, require_folder
 from jaxrag.measure.evals.options import GateOptions, Target
 
 
@@ -47,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from jaxrag.measure.evals.plain_gate import gate_requests, read_requests
     from jaxrag.reuse.methods import method_named
 
+    require_folder(args.out)
     method = method_named(args.method)  # refused before a model is read
     requests, target = read_requests(args.requests), from_fields(Target, args)
     options = from_fields(GateOptions, args, target=target, k=1, where=None, template=None)

@@ -102,6 +102,8 @@ def test_the_command_writes_what_passed_alone(chat_model_dir, rules_file, tmp_pa
     words = ["gate", "--requests", requests, "--model", str(chat_model_dir), "--out", str(out)]
     words += ["--passage-rules", rules_file, "--method", "turborag", "--answer-tokens", "1"]
     words += ["--cache-tokens", "4096"]
+    assert main([*words, "--out", str(tmp_path / "none" / "gate.json")]) != 0
+    assert "its folder does not exist" in capsys.readouterr().err
     assert main([*words, "--max-kl", "0"]) == 3
     assert "refused: turborag" in capsys.readouterr().err and not out.exists()
     assert main([*words, "--max-kl", "1000", "--target-agreement", "0"]) == 0
