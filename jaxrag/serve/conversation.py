@@ -167,9 +167,10 @@ def _message(what: str, message: Any, wire: bool) -> tuple[str, Text]:
     content: Any = message.get("content")
     if wire and role == "developer":
         role = "system"
-    if role not in _ROLES and not (wire and role in _TURNS):
+    roles = (*_ROLES, *_TURNS) if wire else _ROLES
+    if role not in roles:
         raise RequestError(
-            f"{what} has role={reprlib.repr(role)}: expected one of {', '.join(_ROLES)}"
+            f"{what} has role={reprlib.repr(role)}: expected one of {', '.join(roles)}"
         )
     if wire and role == "assistant" and message.get("tool_calls") and not content:
         return role, ""

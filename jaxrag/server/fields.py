@@ -14,6 +14,7 @@ from jaxrag.serve.ask import Ask, is_ids
 from jaxrag.serve.conversation import Conversation, Passage, Text, conversation_of
 from jaxrag.server.errors import invalid
 
+LONG_BODY = 256 << 10  # bytes; a longer one makes no other thread wait while it is read
 MOST_TEXTS = 4096  # messages, documents or blocks of a request
 _MOST = {"k": 1000, "stop": 16, "blocks": MOST_TEXTS}
 _MOST_INTEGER = 2**63 - 1  # where a field has no bound of its own
@@ -46,7 +47,7 @@ _UNSUPPORTED = {  # field: what it may be all the same
 def body_of(raw: bytes) -> "Body":
     """The JSON object that a request carries. Raises Problem 400."""
     try:
-        values = json.loads(raw, parse_constant=_refuse_constant)
+        values = json.loads(raw, parse_constant=_refuse_constant, **_hooks(len(raw)))
         if b"\\u" in raw:  # half of a surrogate pair can be written so
             json.dumps(values, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -57,6 +58,17 @@ def body_of(raw: bytes) -> "Body":
     if not isinstance(values, dict):
         raise invalid(f"the body is {reprlib.repr(values)}; send one JSON object")
     return Body(values)
+
+
+def _hooks(size: int) -> dict[str, Any]:
+    # json in C lets no other thread run: half a second for 14 MB. A hook in Python gives way.
+    if size <= LONG_BODY:
+        return {}
+    return {
+        "object_hook": lambda it: it,
+        "parse_int": lambda it: int(it),
+        "parse_float": lambda it: float(it),
+    }
 
 
 def _refuse_constant(name: str) -> Any:

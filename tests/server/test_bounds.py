@@ -11,7 +11,7 @@ from jaxrag.base.errors import DeadlineExceeded, EngineError
 from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.server.answers import tokenize
 from jaxrag.server.answers.asking import Asking, Inbox
-from jaxrag.server.errors import ClientLeft
+from jaxrag.server.errors import ClientLeft, Problem
 from jaxrag.server.fields import MOST_TEXTS
 from jaxrag.server.state import entry
 
@@ -122,6 +122,17 @@ def test_a_long_body_is_not_read_on_the_event_loop(server, threads_of, path, tex
     seen.clear()
     assert server.post(path, **body, user="x" * (300 << 10)).status_code == 200
     assert prepared(seen) and len(seen) == 1
+
+
+def test_a_long_body_is_read_as_a_short_one_is():
+    values = {"a": [{"b": {}, "c": [1, -2, 2**70, 1.5, 1e300]}], "d": None, "e": "ü"}
+    padded = json.dumps(values | {"pad": "x" * (300 << 10)}).encode()
+    read = dict(entry.body_of(padded).values)
+    assert len(read.pop("pad")) == 300 << 10
+    assert read == entry.body_of(json.dumps(values).encode()).values == {"a": values["a"], "e": "ü"}
+    for wrong in (b"NaN", b"9" * 5000):
+        with pytest.raises(Problem, match="JSON"):
+            entry.body_of(b'{"a": %b, "pad": "%b"}' % (wrong, b"x" * (300 << 10)))
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def wait_until(there):
     [
         ({"messages": []}, "messages", "list of objects"),
         ({"messages": "hello"}, "messages", "list of objects"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "one of system, user"),
+        ({"messages": [{"role": "narrator", "content": "x"}]}, "messages", "one of system, user"),
         ({"messages": [{"role": "user", "content": ""}]}, "messages", "words in it"),
         ({"messages": [{"role": "user", "content": None}]}, "messages", "words in it"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "messages", "expected one of the"),

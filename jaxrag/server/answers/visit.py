@@ -15,14 +15,13 @@ from jaxrag.serve.answers import Result
 from jaxrag.serve.ask import Plain
 from jaxrag.server.answers.asking import Asking
 from jaxrag.server.errors import LEFT, ClientLeft, Problem, invalid, problem_of
-from jaxrag.server.fields import Body, Generation
+from jaxrag.server.fields import LONG_BODY, Body, Generation
 from jaxrag.server.state.entry import Call
 from jaxrag.server.state.limits import Ticket
 from jaxrag.server.state.state import Ended, Served
 from jaxrag.server.tenants import Access
 
 PLAIN_HEADER = "X-Jaxrag-Plain"
-_LONG_BODY = 256 << 10  # bytes; a longer one is not read on the event loop
 
 
 class Visit:
@@ -62,7 +61,7 @@ class Visit:
     async def read[T](self, read: Callable[[Body], T]) -> T:
         """What ``read`` makes of the body; on a thread where that is long."""
         call = self.call
-        if len(call.raw) <= _LONG_BODY:
+        if len(call.raw) <= LONG_BODY:
             return read(call.body)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.threads, lambda: read(call.body))
