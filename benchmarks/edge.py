@@ -54,7 +54,7 @@ _WORD = "the "  # which the model knows
 class Options:
     """The server."""
 
-    model: str = option(str(ROOT / "checkpoints/synthetic-0.8m/dual"), "its directory", "DIR")
+    model: str = option("checkpoints/synthetic-0.8m/dual", "its directory", "DIR")
     descriptors: int = option(256, "open files that the server may have", "N")
     only: str = option("", "kinds by pattern (all)", "PATTERN")
 

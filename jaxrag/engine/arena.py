@@ -109,6 +109,14 @@ class HostArena:
             self._nbytes += kv.nbytes
             return True
 
+    def drop(self, keys: Iterable[str]) -> None:
+        """Let these go, of those that are here."""
+        with self._lock:
+            for key in keys:
+                kv = self._kv.pop(key, None)
+                self._ahead.discard(key)
+                self._nbytes -= 0 if kv is None else kv.nbytes
+
     def clear(self) -> None:
         """Let everything go."""
         with self._lock:

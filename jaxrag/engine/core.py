@@ -112,6 +112,12 @@ class Core:
         self._rebuild()
         self.state.arena.clear()
 
+    def drop(self, keys: Sequence[str]) -> None:
+        """Let chunks leave the pool, if no request maps them, and the arena."""
+        for key in keys:
+            self.state.runner.cache.allocator.evict(key)
+        self.state.arena.drop(keys)
+
     def prefetch(self, loads: Iterable[ChunkLoad]) -> None:
         """Read chunks into the arena, for a request that is going to ask for them."""
         self._transfers.prefetch(loads)

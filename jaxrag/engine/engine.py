@@ -205,6 +205,15 @@ class Engine:
         """Make the pool anew, and the arena: chunks are read when they are next asked for."""
         ask(lambda event: self._post(event, [Forget()]), lambda: self._at_work.forget())
 
+    def drop(self, keys: Sequence[str]) -> None:
+        """Let the KV of chunks leave the pool and the arena, where no request reads it now.
+
+        Raises RequestError where several processes hold the model.
+        """
+        self._check_alone()
+        if self._core is not None:
+            ask(self._mail.post, lambda: self._at_work.drop(keys))
+
     def prefetch(self, requests: Iterable[Request]) -> None:
         """Read into host memory what these requests will ask for and is not near yet.
 

@@ -25,7 +25,7 @@ class SeenTexts:
         """``max_bytes``: beyond which the ids that were asked for longest ago are dropped."""
         self.hits = self.misses = self.nbytes = 0
         self._max_bytes = max_bytes
-        self._ids: OrderedDict[bytes, HostArray] = OrderedDict()
+        self._ids: OrderedDict[tuple[str, bytes], HostArray] = OrderedDict()
         self._lock = threading.Lock()
 
     def ids(self, owner: str, text: str, encode: Callable[[str], HostArray]) -> HostArray:
@@ -33,7 +33,7 @@ class SeenTexts:
 
         ``encode`` has to be the same at every call.
         """
-        key = _digest(owner, text)
+        key = (owner, _digest(owner, text))
         with self._lock:
             found = self._ids.get(key)
             if found is not None:
@@ -51,6 +51,12 @@ class SeenTexts:
                     _, left = self._ids.popitem(last=False)
                     self.nbytes -= left.nbytes + _ENTRY_BYTES
         return made
+
+    def forget(self, owner: str) -> None:
+        """Drop what is kept of the texts of one owner."""
+        with self._lock:
+            for key in [key for key in self._ids if key[0] == owner]:
+                self.nbytes -= self._ids.pop(key).nbytes + _ENTRY_BYTES
 
 
 def _digest(owner: str, text: str) -> bytes:

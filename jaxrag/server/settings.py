@@ -104,6 +104,11 @@ class ServerSettings(ServerOptions):
         for name in ("hold_seconds", "drain_seconds", "grace_seconds"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected seconds, 0 or more")
+        if self.plain_store_bytes and (self.plain == "off" or self.data is None):
+            raise ConfigError(
+                f"plain_store_bytes={self.plain_store_bytes}: KV of pasted passages is kept in the "
+                "data folder; pass --plain passages and --data DIR too"
+            )
         if self.max_bodies_bytes < self.max_body_bytes:
             raise ConfigError(
                 f"max_bodies_bytes={self.max_bodies_bytes}: expected no less than max_body_bytes, "

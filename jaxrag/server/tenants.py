@@ -24,7 +24,6 @@ import ipaddress
 import os
 import re
 import secrets
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -32,9 +31,7 @@ from typing import Any, Literal
 from jaxrag.base.errors import ConfigError, disk_errors
 from jaxrag.base.groups import MAX_OWN, wrong_groups
 from jaxrag.base.tables import build, read_toml
-from jaxrag.kv.store import MemoryStore
-from jaxrag.kv.store.keys import derive, is_hex
-from jaxrag.models.model import Model
+from jaxrag.kv.store.keys import is_hex
 from jaxrag.server.durable import REGISTRY, make_folder, write_durably
 
 SECRET = "secret"  # file in the data folder
@@ -268,32 +265,6 @@ class Tenants:
         """What all keys of a tenant have in common."""
         tables = {} if self._file is None else self._file.tenants
         return tables.get(name, Tenant())
-
-
-class TenantMemory:
-    """A store in memory for each tenant: KV of documents that come without a knowledge base.
-
-    One tenant's documents neither are found under the keys of another's, nor push them out.
-    """
-
-    def __init__(self, model: Model, tenants: Tenants, max_bytes: int) -> None:
-        """``max_bytes`` is for all tenants together; each gets an equal part."""
-        self._model, self._tenants = model, tenants
-        self._max_bytes = max(1, max_bytes // len(tenants.names))
-        self._stores: dict[str, MemoryStore] = {}
-        self._lock = threading.Lock()
-
-    def store(self, tenant: str) -> MemoryStore:
-        """The store of a tenant."""
-        with self._lock:
-            if tenant not in self._stores:
-                self._stores[tenant] = MemoryStore(
-                    derive(self._model.fingerprint, salt=self._tenants.salt(tenant)),
-                    self._model.kv_layout,
-                    max_tokens=self._model.config.max_positions,
-                    max_bytes=self._max_bytes,
-                )
-            return self._stores[tenant]
 
 
 def bearer(header: str | None) -> str | None:

@@ -24,6 +24,7 @@ from jaxrag.engine.admission import SchedulerSettings  # noqa: E402
 from jaxrag.engine.engine import Engine  # noqa: E402
 from jaxrag.engine.ranks import Leader, meet  # noqa: E402
 from jaxrag.engine.state import EngineSettings  # noqa: E402
+from jaxrag.library.knowledge_base import KnowledgeBase  # noqa: E402
 from jaxrag.models.model import load_model  # noqa: E402
 from jaxrag.serve.ask import Ask  # noqa: E402
 from jaxrag.serve.questions import prepare, resolve  # noqa: E402
@@ -34,10 +35,14 @@ def lost(why):
     os._exit(9)
 
 
-model = load_model(work["model"], mesh=make_mesh(*work["mesh"]), cache_tokens=work["pool"])
+mesh = make_mesh(*work["mesh"])
+model = load_model(work["model"], mesh=mesh, cache_tokens=work["pool"], **work.get("placed", {}))
 settings = EngineSettings(scheduler=SchedulerSettings(classes=3))
 model.engine = engine = Engine(model, settings)
-stores = {"memory": engine.memory}
+stores, kb = {"memory": engine.memory}, None
+if "kb" in work:
+    kb = KnowledgeBase.open(work["kb"], model=model)
+    stores["kb"] = kb.store
 about = {"weights": model.fingerprint, **work.get("about", {}).get(str(rank), {})}
 try:
     met = meet(model, ("127.0.0.1", 0), about, stores, lost)
@@ -50,10 +55,13 @@ if not isinstance(met, Leader):
     os._exit(0)
 
 engine.lead(met)
-served = resolve(Ask(method=work["method"], max_new_tokens=work["tokens"]), model=model)
+given = {"method": work["method"], "max_new_tokens": work["tokens"]}
+if "decode" in work:
+    given["decode"] = work["decode"]
+served = resolve(Ask(**given), model=None if kb else model, kb=kb)
+documents = None if kb else work["documents"]
 asked = [
-    dataclasses.replace(prepare(served, it, work["documents"]).request, rows=4)
-    for it in work["questions"]
+    dataclasses.replace(prepare(served, it, documents).request, rows=4) for it in work["questions"]
 ]
 
 

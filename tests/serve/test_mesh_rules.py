@@ -35,13 +35,13 @@ CASES = {
     "ivf away": (f"ivf:k=6,{WINDOW}", {"kv": "host"}),
     "dense away": ("dense", {"kv": "host"}),
     "static_window away": (f"static_window:{WINDOW}", {"kv": "host"}),
-    "snapkv away": ("snapkv:keep=12,window=4", {"kv": "host"}),
-    "quest away": ("quest:pages=3,dense_layers=0", {"kv": "host"}),
+    "snapkv away": ("snapkv:capacity=12,window=4", {"kv": "host"}),
+    "quest away": ("quest:budget=48,dense_layers=0", {"kv": "host"}),
     "flat away": (f"flat:k=6,{WINDOW}", {"kv": "host"}),
     "static_window": (f"static_window:{WINDOW}", {}),
-    "snapkv": ("snapkv:keep=12,window=4", {}),
+    "snapkv": ("snapkv:capacity=12,window=4", {}),
     "infllm": ("infllm:block=4,blocks=2,sink=4,recent=8", {}),
-    "quest": ("quest:pages=3,dense_layers=0", {}),
+    "quest": ("quest:budget=48,dense_layers=0", {}),
     "flat": (f"flat:k=6,{WINDOW}", {}),
 }
 FIRST = ("values", "retrieval", "away")  # of them in every run

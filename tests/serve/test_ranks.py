@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxrag import generate
+from jaxrag import Document, KnowledgeBase, generate
 from jaxrag.models.export import export_hf
 from jaxrag.models.model import load_model
 from jaxrag.models.reading import Reading
@@ -19,6 +19,20 @@ DOCUMENTS = [
     "The river is crossed on a raft, and the raft is pulled by a rope.",
 ]
 TOKENS = 24
+WINDOW = "sink=4,recent=8"
+# By name: the rule, and how the model is loaded.
+RULES = {
+    "values": ("topn:n=8", {"value_layers": 1}),
+    "topn": ("topn:n=8", {}),
+    "retrieval": (f"retrieval:k=6,{WINDOW}", {}),
+    "away": (f"retrieval:k=6,{WINDOW}", {"kv": "host"}),
+    "ivf": (f"ivf:k=6,{WINDOW}", {}),
+    "flat": (f"flat:k=6,{WINDOW}", {}),
+    "static_window": (f"static_window:{WINDOW}", {}),
+    "snapkv": ("snapkv:capacity=12,window=4", {}),
+    "infllm": ("infllm:block=4,blocks=2,sink=4,recent=8", {}),
+    "quest": ("quest:budget=48,dense_layers=0", {}),
+}
 QUESTIONS = ["Who has the salt?", "What is the raft?", "Who has the rope?", "What is wool?"]
 
 
@@ -35,9 +49,9 @@ def model_dir(tmp_path_factory, tiny_config, tokenizer_dir):
 
 @pytest.fixture
 def led(model_dir, run_processes, tmp_path):
-    """``led(processes, devices, method)``: what the clients of the leader got."""
+    """``led(processes, devices, method, **work)``: what the clients of the leader got."""
 
-    def call(processes, devices, method="turborag"):
+    def call(processes, devices, method="turborag", **more):
         work = {
             "processes": processes,
             "mesh": (1, 1, processes * devices),
@@ -47,6 +61,7 @@ def led(model_dir, run_processes, tmp_path):
             "tokens": TOKENS,
             "documents": DOCUMENTS,
             "questions": QUESTIONS,
+            **more,
         }
         path = tmp_path / "work.json"
         path.write_text(json.dumps(work))
@@ -61,6 +76,19 @@ def led(model_dir, run_processes, tmp_path):
     return call
 
 
+def served_as(found, wanted, preempts=True):
+    """Everybody got these tokens, but for those who left, were stopped or came too late."""
+    assert found["plain"] == [wanted, ["length"] * len(QUESTIONS)]
+    tokens, how = found["mixed"]
+    few, left = len(QUESTIONS), {1: "stop", 3: "Cancelled", 8: "DeadlineExceeded"}
+    assert how == [left.get(place, "length") for place in range(2 * few + 1)]
+    for place, answer in enumerate(tokens[:-1]):
+        full = wanted[place % few]
+        assert answer == (full[: len(answer)] if place in left else full)
+    assert 2 <= len(tokens[1]) < TOKENS and 2 <= len(tokens[3]) < TOKENS and not tokens[-1]
+    assert found["preempted"] >= preempts
+
+
 @pytest.mark.parametrize(
     ("processes", "method"),
     [
@@ -72,16 +100,32 @@ def led(model_dir, run_processes, tmp_path):
 )
 def test_processes_answer_as_one_device(led, model_dir, processes, method):
     """With cancellations, early leavers, a deadline and preemption, which the leader orders."""
-    found = led(processes, 1, method)
     model = load_model(model_dir, cache_tokens=1024)
     given = {"documents": DOCUMENTS, "method": method, "max_new_tokens": TOKENS}
     wanted = [it.token_ids for it in generate(QUESTIONS, model=model, **given)]
-    assert found["plain"] == [wanted, ["length"] * len(QUESTIONS)]
-    tokens, how = found["mixed"]
-    few, left = len(QUESTIONS), {1: "stop", 3: "Cancelled", 8: "DeadlineExceeded"}
-    assert how == [left.get(place, "length") for place in range(2 * few + 1)]
-    for place, answer in enumerate(tokens[:-1]):
-        full = wanted[place % few]
-        assert answer == (full[: len(answer)] if place in left else full)
-    assert 2 <= len(tokens[1]) < TOKENS and 2 <= len(tokens[3]) < TOKENS and not tokens[-1]
-    assert found["preempted"] >= 1
+    served_as(led(processes, 1, method), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stored", ["native", "int8"])
+@pytest.mark.parametrize("method", ["turborag", "fusionrag", "cacheblend", "epic"])
+def test_processes_read_a_knowledge_base_as_one_device(led, model_dir, tmp_path, method, stored):
+    model = load_model(model_dir, cache_tokens=1024)
+    encoders = ["isolated", "after_prefix", "neighbours"]
+    cut = {"chunk_tokens": 64, "overlap": 0, "encoders": encoders, "stored": stored}
+    with KnowledgeBase.open(tmp_path / "kb", model, **cut) as kb:
+        kb.add([Document(id=str(at), text=text) for at, text in enumerate(DOCUMENTS)])
+        asked = {"method": method, "max_new_tokens": TOKENS}
+        wanted = [it.token_ids for it in generate(QUESTIONS, kb=kb, **asked)]
+    found = led(2, 1, method, kb=str(tmp_path / "kb"), pool=512)
+    served_as(found, wanted, preempts=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", RULES)
+def test_processes_decode_by_every_rule_as_one_device(led, model_dir, case):
+    rule, placed = RULES[case]
+    model = load_model(model_dir, cache_tokens=1024, **placed)
+    given = {"documents": DOCUMENTS, "decode": rule, "max_new_tokens": TOKENS}
+    wanted = [it.token_ids for it in generate(QUESTIONS, model=model, method="turborag", **given)]
+    served_as(led(2, 1, decode=rule, placed=placed), wanted, preempts=not placed)

@@ -98,6 +98,7 @@ RIGHTS = {
     "POST /markdown": KNOWN,
     "POST /tokenize": KNOWN,
     "POST /detokenize": KNOWN,
+    "DELETE /v1/plain": {"": "401 401 403 200 403 403 403 200 200"},
     "GET /v1/files": {"": "401 401 403 200 403 200 403 200 200"},
     "POST /v1/files": {"": "401 401 403 200 403 403 403 200 200"},
     "GET /v1/files/{file}": {"own": "401 401 403 404 403 200 403 200 200"},

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrag.base.errors import DeadlineExceeded
+from jaxrag.engine.mapping import plan_request
 from jaxrag.engine.progress import Progress
 from jaxrag.reuse.methods import METHODS
 from jaxrag.serve.answers import Growing, News, Piece, Result, abstained
@@ -86,6 +87,9 @@ def make_ready(
     settings = dataclasses.replace(settings, encode=encode, check_cancelled=check_cancelled)
     ready = prepare(settings, asked, fields.documents, fields.said["sampling"])
     request = ready.request
+    if base is None and server.plain_store_bytes:
+        loads = plan_request(state.model, request, 0).loads.values()
+        state.memory.sighted(access.tenant, [load.key for load in loads])
     room = state.model.config.max_positions - request.prompt.num_tokens
     request = dataclasses.replace(
         request,

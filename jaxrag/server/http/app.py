@@ -17,7 +17,7 @@ from starlette.routing import Route
 from jaxrag.server.answers import markdown, models, scoring, tokenize
 from jaxrag.server.answers.chat import chat_completions
 from jaxrag.server.answers.completions import completions
-from jaxrag.server.documents import embeddings, files, vector_stores
+from jaxrag.server.documents import embeddings, files, passages, vector_stores
 from jaxrag.server.errors import answer_error
 from jaxrag.server.http.checks import Checks
 from jaxrag.server.http.engine_view import engine_state
@@ -93,6 +93,7 @@ ROUTES = (
     plain("/markdown", markdown.markdown, "POST", prepares=True),
     plain("/tokenize", tokenize.tokenize, "POST", prepares=True),
     plain("/detokenize", tokenize.detokenize, "POST", prepares=True),
+    plain("/v1/plain", passages.forget_passages, "DELETE"),
     plain("/v1/files", files.list_files),
     Route("/v1/files", files.create_file, methods=["POST"]),
     plain("/v1/files/{file}", files.get_file),

@@ -27,10 +27,11 @@ from jaxrag.server.settings import ServerSettings
 from jaxrag.server.state.bodies import Bodies
 from jaxrag.server.state.library import Library
 from jaxrag.server.state.limits import Limits
+from jaxrag.server.state.memory import PLAIN, TenantMemory
 from jaxrag.server.state.plain import plain_methods
 from jaxrag.server.state.recipe import recipe_for, recipe_like
 from jaxrag.server.state.threads import FairThreads
-from jaxrag.server.tenants import Access, TenantMemory, Tenants, bearer
+from jaxrag.server.tenants import Access, Tenants, bearer
 
 _HANDS = 2  # threads that give prompts to the engine
 
@@ -200,6 +201,7 @@ class ServerState:
         """Let go of everything but the model and the knowledge bases that it was given."""
         self.prepare.shutdown()
         self.hand_over.shutdown(wait=False, cancel_futures=True)
+        self.memory.close()
         self.library.close()
 
 
@@ -237,7 +239,13 @@ def make_state(
         methods=methods,
         decode_rules=rules,
         tenants=tenants,
-        memory=TenantMemory(model, tenants, settings.memory_bytes),
+        memory=TenantMemory(
+            model,
+            tenants,
+            settings.memory_bytes,
+            data / PLAIN if data is not None and settings.plain_store_bytes else None,
+            settings.plain_store_bytes,
+        ),
         seen=SeenTexts(),
         library=Library(settings, model, bases, recipe, tenants),
         limits=Limits(settings),
