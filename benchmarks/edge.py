@@ -43,7 +43,6 @@ from jaxrag.base.options import option
 from jaxrag.measure.bench.serve_peer import end, until_ready
 from jaxrag.measure.machine import describe
 
-ROOT = Path(__file__).resolve().parents[1]
 _HOSTILE, _HONEST = "hostile", "honest"
 _CHAT = "/v1/chat/completions"
 _MB = 1_000_000
