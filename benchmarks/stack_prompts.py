@@ -1,9 +1,8 @@
 """What stacks write around the passages that they paste, in words of our own.
 
 ``STACKS`` are those that the rules of configs/passages were made for. ``HELD_OUT`` are modelled on
-prompts of ten public projects that no rule was made with; they were written down before their share
-was measured, and the rules were not changed for them. Each takes passages [(name, text)] and a question, and gives
-the messages of a chat.
+prompts of ten public projects that no rule was made with, and were written down before their share
+was measured. Each takes passages [(name, text)] and a question, and gives the messages of a chat.
 """
 
 import json
@@ -173,7 +172,7 @@ HELD_OUT: dict[str, Stack] = {
 
 
 def by_characters(text: str, size: int = 1000, overlap: int = 200) -> list[str]:
-    """Paragraphs, lines or words joined up to so many characters; the end of one begins the next."""
+    """Paragraphs, lines or words joined up to so many characters; neighbours share some."""
     chunks, now = list[str](), ""
     for part in _parts(text, size):
         if now and len(now) + len(part) > size:

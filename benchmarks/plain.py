@@ -1,0 +1,400 @@
+"""Passages pasted by common stacks: how much is read from KV, and how soon the first token comes.
+
+A random model of the given size answers over a server's path (`generate(messages=...)`); the texts
+are the Markdown files below ``documents``, cut as splitters do.
+
+- *second sight*: the share of the passages' characters that lie in blocks known from an earlier
+  prompt, which had the same passages in another order and another question; of the prompts of six
+  stacks, and of ten public projects that no rule was made with;
+- *stream*: questions whose passages are drawn by Zipf's law, and talks of six turns: the share of
+  the prompts' tokens whose KV was found, beside what a prefix cache of blocks of 16 tokens would
+  find in the very same token ids, without bound; and seconds to the first token, from text, beside
+  full attention asked in turn with it;
+- *coding*: a replayed task of ``turns`` turns. Each shows the files worked on last, those changed
+  last in front; files are read again, functions move, and a file is edited.
+
+example: python benchmarks/plain.py --out benchmarks/results/plain.json
+"""
+
+import dataclasses
+import hashlib
+import itertools
+import random
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from script import Result, run_script
+from stack_prompts import HELD_OUT, HELD_OUT_SPLITTERS, SPLITTERS, STACKS, Messages, Stack
+from tqdm import tqdm
+
+import jaxrag
+from jaxrag.base.errors import RequestError
+from jaxrag.base.options import option
+from jaxrag.engine.engine import engine_of
+from jaxrag.measure.machine import describe
+from jaxrag.measure.zoo import SMALL_LLAMA
+from jaxrag.models.model import Model, random_model
+from jaxrag.models.spec import num_params
+from jaxrag.models.text import byte_level
+from jaxrag.models.text.passages import PassageRules, passage_rules
+from jaxrag.models.text.tokenizer import Tokenizer
+from jaxrag.serve.plain import plain_prompt
+
+_PAGE = 16  # tokens of a block of a prefix cache
+_CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_ASKED = ("What is said of the store?", "How is a chunk read?", "Which setting bounds this?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is asked, and of what."""
+
+    documents: str = option("docs", "folder of .md files", "DIR")
+    code: str = option("jaxrag", "folder of .py files, for the coding task", "DIR")
+    questions: int = option(40, "of a stack's stream", "N")
+    talks: int = option(4, "of six turns, for each stack", "N")
+    passages: int = option(8, "of a prompt", "N")
+    turns: int = option(40, "of the coding task", "N")
+    layers: int = option(4, "of the model", "N")
+    width: int = option(256, "of the model", "N")
+    vocabulary: int = option(4096, "of the tokenizer", "N")
+    method: str = option("turborag", "of reuse", "NAME")
+    seed: int = option(0, "of every draw", "N")
+
+
+def run(options: Options) -> Result:
+    """All tables."""
+    texts = _texts(Path(options.documents), "*.md")
+    rules = passage_rules("common")
+    model = _model(options, list(texts.values()))
+    tokenizer = model.text_tokenizer()
+    chunks = [(name, it) for name, text in texts.items() for it in _split(text)]
+    streams = {
+        name: _streamed(options, model, stack, chunks)
+        for name, stack in tqdm(STACKS.items(), "stacks", file=sys.stderr)
+    }
+    return {
+        "options": dataclasses.asdict(options),
+        "second_sight": _second_sights(options, tokenizer, rules, texts),
+        "streams": streams,
+        "coding": _coding(options, tokenizer, rules),
+        "parameters": num_params(model.config),
+        "machine": describe(),
+    }
+
+
+def _second_sights(
+    options: Options, tokenizer: Tokenizer, rules: PassageRules, texts: Mapping[str, str]
+) -> Result:
+    kinds = {"stacks": STACKS, "held_out": HELD_OUT}
+    splitters = {"stacks": SPLITTERS, "held_out": HELD_OUT_SPLITTERS}
+    return {
+        kind: {
+            f"{name}, {split}": _second_sight(options, tokenizer, rules, stack, texts, cut)
+            for name, stack in stacks.items()
+            for split, cut in {**splitters[kind], **({} if kind == "stacks" else SPLITTERS)}.items()
+        }
+        for kind, stacks in kinds.items()
+    }
+
+
+def _second_sight(
+    options: Options,
+    tokenizer: Tokenizer,
+    rules: PassageRules,
+    stack: Stack,
+    texts: Mapping[str, str],
+    split: Any,
+) -> float:
+    """The mean share over ten pairs of prompts."""
+    draw = random.Random(options.seed)
+    chunks = [(name, it) for name, text in texts.items() for it in split(text) if len(it) >= 200]
+    shares = []
+    for _ in range(10):
+        passages = draw.sample(chunks, options.passages)
+        first, second = draw.sample(_ASKED, 2)
+        _, known = plain_prompt(tokenizer, stack(passages, first), rules)
+        again = stack(draw.sample(passages, len(passages)), second)
+        _, found = plain_prompt(tokenizer, again, rules)
+        texts_known = {it.source.text for it in known}
+        spans = [
+            (it.source.document_id, it.source.start, it.source.end)
+            for it in found
+            if it.source.text in texts_known
+        ]
+        covered = sum(_covered(again, text, spans) for _, text in passages)
+        shares.append(covered / sum(len(text) for _, text in passages))
+    return round(float(np.mean(shares)), 4)
+
+
+def _covered(messages: Messages, text: str, spans: Sequence[tuple[str, int, int]]) -> int:
+    """Characters of a passage that lie in known blocks."""
+    for number, message in enumerate(messages):
+        at = message["content"].find(text)
+        if at >= 0:
+            return sum(
+                max(0, min(end, at + len(text)) - max(start, at))
+                for name, start, end in spans
+                if name == f"messages[{number}]"
+            )
+    raise RequestError(f"a passage is not in its prompt: {text[:60]!r}")
+
+
+def _streamed(
+    options: Options, model: Model, stack: Stack, chunks: Sequence[tuple[str, str]]
+) -> Result:
+    """Questions and talks of one stack, each with reuse and with full attention, in turn."""
+    draw = random.Random(options.seed)
+    order = draw.sample(chunks, len(chunks))
+    asked = {
+        "questions": list(_questions(options, draw, stack, order)),
+        "talks": list(_talks(options, draw, stack, order)),
+    }
+    engine = engine_of(model)
+    engine.memory.delete(list(engine.memory.keys()))
+    engine.forget()
+    told: Result = {}
+    for kind, prompts in asked.items():
+        reuse, prefix = _Found(model, options), _PrefixCache(model.text_tokenizer())
+        for at, messages in enumerate(prompts):
+            reuse.ask(messages, first=at % 2 == 0)
+            prefix.ask(messages)
+        told[kind] = reuse.told() | {"prefix_cache": prefix.share()}
+    return told
+
+
+def _questions(
+    options: Options, draw: random.Random, stack: Stack, chunks: Sequence[tuple[str, str]]
+) -> Iterator[Messages]:
+    weights = [1 / rank for rank in range(1, len(chunks) + 1)]
+    for _ in range(options.questions):
+        yield stack(_drawn(draw, chunks, weights, options.passages), draw.choice(_ASKED))
+
+
+def _talks(
+    options: Options, draw: random.Random, stack: Stack, chunks: Sequence[tuple[str, str]]
+) -> Iterator[Messages]:
+    """Talks whose passages are drawn anew at each turn, half of them from the turn before.
+
+    Stacks paste into the message of the system or into the last one; those before are plain.
+    """
+    weights = [1 / rank for rank in range(1, len(chunks) + 1)]
+    for _ in range(options.talks):
+        said: Messages = []
+        passages = _drawn(draw, chunks, weights, options.passages)
+        for _ in range(6):
+            kept = draw.sample(passages, options.passages // 2)
+            new = _drawn(draw, chunks, weights, 2 * options.passages)
+            passages = [
+                *[it for it in new if it not in kept][: options.passages - len(kept)],
+                *kept,
+            ]
+            question = draw.choice(_ASKED)
+            *first, last = stack(passages, question)
+            yield [*first[:1], *said, *first[1:], last]
+            said += [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": "It is as the passages say."},
+            ]
+
+
+def _drawn(
+    draw: random.Random, chunks: Sequence[Any], weights: Sequence[float], count: int
+) -> list[Any]:
+    """So many different ones, by weight."""
+    keys = [draw.random() ** (1 / weight) for weight in weights]
+    best = sorted(range(len(chunks)), key=keys.__getitem__, reverse=True)[:count]
+    draw.shuffle(best)
+    return [chunks[it] for it in best]
+
+
+class _Found:
+    """Answers with reuse and without: tokens from KV, and seconds to the first token."""
+
+    def __init__(self, model: Model, options: Options) -> None:
+        self._model, self._method = model, options.method
+        self._tokens = self._from_kv = self._of_passages = 0
+        self._reuse, self._full = list[float](), list[float]()
+
+    def ask(self, messages: Messages, first: bool) -> None:
+        """Both ways, with reuse first or last."""
+        for reuse in (first, not first):
+            (self._ask if reuse else self._ask_plainly)(messages)
+
+    def _ask(self, messages: Messages) -> None:
+        result, seconds = self._timed(messages, method=self._method, plain="passages")
+        rows = [it for it in result.reuse if it.part.startswith("chunk")]
+        found = sum(it.tokens for it in rows if it.how == "chunk hit")
+        self._of_passages += sum(it.tokens for it in rows)
+        self._from_kv += found
+        self._tokens += len(_ids(self._model.text_tokenizer(), messages))
+        self._reuse.append(seconds)
+
+    def _ask_plainly(self, messages: Messages) -> None:
+        self._full.append(self._timed(messages, method="full_attention")[1])
+
+    def told(self) -> Result:
+        spent = {"reuse": self._reuse, "full_attention": self._full}
+        seconds = {
+            name: {f"p{at}": round(float(np.percentile(it, at)), 4) for at in (50, 95)}
+            for name, it in spent.items()
+        }
+        ratio = float(np.median(np.array(self._full) / np.array(self._reuse)))
+        return {
+            "prompts": len(self._reuse),
+            "prompt_tokens": round(self._tokens / len(self._reuse)),
+            "of_prompts": round(self._from_kv / self._tokens, 4),
+            "of_passages": round(self._from_kv / max(self._of_passages, 1), 4),
+            "seconds": seconds,
+            "sooner": round(ratio, 2),
+        }
+
+    def _timed(self, messages: Messages, **how: Any) -> tuple[Any, float]:
+        begun = time.perf_counter()
+        given: Any = {"messages": messages, "max_new_tokens": 1} | how
+        result = jaxrag.generate(model=self._model, **given)
+        return result, time.perf_counter() - begun
+
+
+class _PrefixCache:
+    """What a prefix cache without bound finds: whole blocks of tokens behind equal ones."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self._seen = tokenizer, set[bytes]()
+        self._found = self._tokens = 0
+
+    def ask(self, messages: Messages) -> None:
+        ids = _ids(self._tokenizer, messages)
+        name, matches = b"", True
+        for at in range(0, len(ids) - _PAGE + 1, _PAGE):
+            name = hashlib.blake2b(name + ids[at : at + _PAGE].tobytes()).digest()
+            matches = matches and name in self._seen
+            self._found += _PAGE * matches
+            self._seen.add(name)
+        self._tokens += len(ids)
+
+    def share(self) -> float:
+        return round(self._found / self._tokens, 4)
+
+
+def _coding(options: Options, tokenizer: Tokenizer, rules: PassageRules) -> Result:
+    """Shares of the prompts' tokens; no model runs, as the cut alone decides."""
+    draw = random.Random(options.seed)
+    texts = _texts(Path(options.code), "*.py")
+    files = {name: texts[name] for name in draw.sample(sorted(texts), min(12, len(texts)))}
+    open_files = list(files)[:6]
+    known, prefix = set[bytes](), _PrefixCache(tokenizer)
+    total = found = 0
+    for turn in range(options.turns):
+        if turn and draw.random() < 0.5:  # another file is read, or one of before again
+            name = draw.choice(sorted(files))
+            open_files = [name, *[it for it in open_files if it != name]][:6]
+        if turn and draw.random() < 0.2:
+            files[open_files[0]] = _moved(draw, files[open_files[0]])
+        if turn == options.turns // 2:
+            edited = files[open_files[0]].replace("return ", "return not ", 1)
+            files[open_files[0]] = edited
+        shown = "\n".join(f'<file path="{it}">\n{files[it]}\n</file>' for it in open_files)
+        messages = [
+            {"role": "system", "content": "You change code. Say which lines you change, and why."},
+            {"role": "user", "content": f"{shown}\n\nStep {turn}: go on with the task."},
+        ]
+        _, blocks = plain_prompt(tokenizer, messages, rules)
+        for it in blocks:
+            digest = hashlib.blake2b(it.ids.tobytes()).digest()
+            found += len(it.ids) * (digest in known)
+            known.add(digest)
+        total += len(_ids(tokenizer, messages))
+        prefix.ask(messages)
+    return {
+        "turns": options.turns,
+        "prompt_tokens": round(total / options.turns),
+        "of_prompts": round(found / total, 4),
+        "prefix_cache": prefix.share(),
+    }
+
+
+def _moved(draw: random.Random, text: str) -> str:
+    """A function of the file stands elsewhere."""
+    parts = re.split(r"(?m)^(?=def |class )", text)
+    if len(parts) < 3:
+        return text
+    at, to = draw.randrange(1, len(parts)), draw.randrange(1, len(parts))
+    parts.insert(to, parts.pop(at))
+    return "".join(parts)
+
+
+def _ids(tokenizer: Tokenizer, messages: Messages) -> Any:
+    prompt, _ = plain_prompt(tokenizer, messages, None)
+    return np.concatenate([prompt.prefix, *prompt.chunks, prompt.final])
+
+
+def _texts(folder: Path, pattern: str) -> dict[str, str]:
+    """Files of some length, by name. Raises RequestError where there are none."""
+    found = {
+        str(it.relative_to(folder)): it.read_text(encoding="utf-8")
+        for it in sorted(folder.rglob(pattern))
+        if it.stat().st_size > 1000
+    }
+    if not found:
+        raise RequestError(f"{folder}: no {pattern} of 1,000 bytes and more")
+    return found
+
+
+def _split(text: str) -> list[str]:
+    return [it for it in next(iter(SPLITTERS.values()))(text) if len(it) >= 200]
+
+
+def _model(options: Options, texts: Sequence[str]) -> Model:
+    """A random Llama with a byte-level tokenizer of the texts, and ChatML."""
+    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    made = byte_level.train(texts, options.vocabulary, specials)
+    settings = {"eos_token": "<|im_end|>", "add_bos_token": False}
+    tokenizer = Tokenizer(made.to_str().encode(), settings, {"default": _CHATML})
+    config = dataclasses.replace(
+        SMALL_LLAMA,
+        vocab_size=options.vocabulary,
+        num_layers=options.layers,
+        model_dim=options.width,
+        mlp_dim=3 * options.width,
+        num_heads=options.width // 64,
+        num_kv_heads=options.width // 64,
+        head_dim=64,
+        max_positions=16384,
+        eos_ids=(2,),
+    )
+    return random_model(config, options.seed, cache_tokens=32768, tokenizer=tokenizer)
+
+
+def report(result: Result) -> Iterator[str]:
+    """The tables as text."""
+    yield f"{'second sight, another order':50} share"
+    for shares in result["second_sight"].values():
+        yield from (f"{name:50} {share:.3f}" for name, share in shares.items())
+        yield f"{'mean':50} {np.mean(list(shares.values())):.3f}"
+    yield f"{'stack':26} {'':10} passages  prompt  prefix cache  p50 s  full  sooner"
+    for (name, told), kind in itertools.product(result["streams"].items(), ("questions", "talks")):
+        one = told[kind]
+        spent = one["seconds"]
+        yield (
+            f"{name:26} {kind:10} {one['of_passages']:8.3f} {one['of_prompts']:7.3f} "
+            f"{one['prefix_cache']:13.3f} {spent['reuse']['p50']:6.3f} "
+            f"{spent['full_attention']['p50']:5.3f} {one['sooner']:7.2f}"
+        )
+    coding = result["coding"]
+    yield (
+        f"coding, {coding['turns']} turns of {coding['prompt_tokens']} tokens: "
+        f"{coding['of_prompts']:.3f} from KV, a prefix cache {coding['prefix_cache']:.3f}"
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_script(__doc__, Options, run, report))
