@@ -212,13 +212,17 @@ def _stripped_blocks(text: str, gap: Span, rules: PassageRules) -> Iterator[Span
     start = gap[0] + inner.index(body)
     if size <= rules.whole:
         yield start, start + len(body)
-        return
-    for first, last in itertools.pairwise((0, *_anchors(body, rules), len(body))):
-        part = body[first:last]
-        inside = part.strip()
-        if len(inside.encode()) >= rules.least:
-            at = start + first + part.index(inside)
-            yield at, at + len(inside)
+    elif breaks := sorted(_breaks(body)):
+        for first, last in _gaps(breaks, len(body)):
+            yield from _stripped_blocks(text, (start + first, start + last), rules)
+    else:
+        anchors = (0, *_anchors(body, rules), len(body))
+        for first, last in itertools.pairwise(anchors):
+            part = body[first:last]
+            inside = part.strip()
+            if len(inside.encode()) >= rules.least:
+                at = start + first + part.index(inside)
+                yield at, at + len(inside)
 
 
 def _anchors(body: str, rules: PassageRules) -> list[int]:
