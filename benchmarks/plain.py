@@ -32,7 +32,6 @@ from script import Result, run_script
 from stack_prompts import HELD_OUT, HELD_OUT_SPLITTERS, SPLITTERS, STACKS, Messages, Stack
 from tqdm import tqdm
 
-import jaxrag
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import option
 from jaxrag.engine.engine import engine_of
@@ -43,6 +42,7 @@ from jaxrag.models.spec import num_params
 from jaxrag.models.text import byte_level
 from jaxrag.models.text.passages import PassageRules, passage_rules
 from jaxrag.models.text.tokenizer import Tokenizer
+from jaxrag.serve.generate import generate
 from jaxrag.serve.plain import plain_prompt
 
 _PAGE = 16  # tokens of a block of a prefix cache
@@ -260,7 +260,7 @@ class _Found:
     def _timed(self, messages: Messages, **how: Any) -> tuple[Any, float]:
         begun = time.perf_counter()
         given: Any = {"messages": messages, "max_new_tokens": 1} | how
-        result = jaxrag.generate(model=self._model, **given)
+        result = generate(model=self._model, **given)
         return result, time.perf_counter() - begun
 
 

@@ -89,6 +89,8 @@ def any_store(request, open_store, tmp_path, threads):
             )
             return ReadThrough(open_store(layout=layout, **options), near)
         if request.param == "second sight":
+            if layout.stored != "native":
+                pytest.skip("it keeps KV as it is: test_codes_are_refused")
             memory = MemoryStore(FINGERPRINT, layout, **options)
             return SecondSight(memory, open_store(layout=layout, **options), threads)
         io_mode = "default" if "default" in request.param else "memmap"
