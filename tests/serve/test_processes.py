@@ -1,7 +1,6 @@
 """One model on a mesh that spans several processes answers as it does in one."""
 
 import json
-import runpy
 import shutil
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ import jax
 import pytest
 
 from jaxrag import KnowledgeBase, generate
+from jaxrag.cli import main
 from jaxrag.models.digest import params_digest
 from jaxrag.models.export import export_hf
 from jaxrag.models.model import load_model
@@ -17,7 +17,12 @@ from jaxrag.models.reading import Reading
 from jaxrag.models.spec import init_params
 
 PROGRAM = Path(__file__).with_name("one_model.py")
-SCRIPT = Path(__file__).parents[2] / "scripts" / "generate.py"
+GENERATE = [
+    sys.executable,
+    "-c",
+    "from jaxrag.cli import main; raise SystemExit(main())",
+    "generate",
+]
 METHODS = ["turborag", "fusionrag"]
 ENCODERS = ["isolated", "after_prefix", "neighbours"]
 TEXTS = [
@@ -134,7 +139,7 @@ def test_two_processes_answer_as_one(
 
 
 @pytest.mark.slow
-def test_the_script_goes_on_with_a_file_over_two_processes(alone, run_processes, tmp_path, capsys):
+def test_the_command_goes_on_with_a_file_over_two_processes(alone, run_processes, tmp_path, capsys):
     """The first writes what is not answered yet; the file is that of one process."""
     _, kb, _ = alone
     lines = [{"id": f"q{i}", "question": text} for i, text in enumerate(QUESTIONS[:6])]
@@ -144,8 +149,7 @@ def test_the_script_goes_on_with_a_file_over_two_processes(alone, run_processes,
     questions.write_text("".join(json.dumps(line) + "\n" for line in lines))
     shared = ["--questions", str(questions), "--kb", str(kb), "--k", "2", "--max-new-tokens", "6"]
     shared += ["--batch-size", "4", "--json"]
-    main = runpy.run_path(str(SCRIPT))["main"]
-    assert main([*shared, "--out", str(tmp_path / "one.jsonl")]) == 3
+    assert main(["generate", *shared, "--out", str(tmp_path / "one.jsonl")]) == 3
     capsys.readouterr()
     wanted = (tmp_path / "one.jsonl").read_text().splitlines()
     settings = (tmp_path / "one.jsonl.settings.json").read_text()
@@ -155,7 +159,7 @@ def test_the_script_goes_on_with_a_file_over_two_processes(alone, run_processes,
     def command(rank, coordinator):
         joined = ["--distributed", "--coordinator", coordinator, "--processes", "2"]
         own = ["--process-id", str(rank), "--out", str(tmp_path / "two.jsonl")]
-        return [sys.executable, str(SCRIPT), *shared, *joined, *own]
+        return [*GENERATE, *shared, *joined, *own]
 
     printed = run_processes(command, tmp_path, code=3)
     assert json.loads(printed[0].splitlines()[-1])["earlier"] == 2
