@@ -72,10 +72,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def few_programs() -> Iterator[None]:
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Forget compiled programs before they use up the memory maps, where compiling would crash."""
-    yield
+    if nextitem is not None and nextitem.path == item.path and not item.get_closest_marker("slow"):
+        return
     if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
         jax.clear_caches()
 
