@@ -32,6 +32,15 @@ RULES = {
     "topn, value_layers=1": ("topn:n=32", KVPlacement(value_layers=1)),
     "retrieval": (f"retrieval:k=32,{WINDOW}", KVPlacement()),
     "retrieval, kv=host": (f"retrieval:k=32,{WINDOW}", KVPlacement("host")),
+    "topn": ("topn:n=32", KVPlacement()),
+    "ivf": (f"ivf:k=32,{WINDOW}", KVPlacement()),
+    "ivf, kv=host": (f"ivf:k=32,{WINDOW}", KVPlacement("host")),
+    "flat": (f"flat:k=32,{WINDOW}", KVPlacement()),
+    "flat, kv=host": (f"flat:k=32,{WINDOW}", KVPlacement("host")),
+    "quest": ("quest:budget=64,dense_layers=0", KVPlacement()),
+    "infllm": (f"infllm:block=16,blocks=2,{WINDOW}", KVPlacement()),
+    "snapkv": ("snapkv:capacity=64,window=16", KVPlacement()),
+    "static_window": (f"static_window:{WINDOW}", KVPlacement()),
 }
 MESHES = ((1, 1, 1), (1, 1, 2), (2, 1, 2))
 

@@ -109,6 +109,7 @@ def processes_answer(run_processes, tmp_path, folder, cases, questions, processe
         tmp_path,
         count=processes,
         devices=mesh[0] * mesh[1] * mesh[2] // processes,
+        timeout=1200,  # all rules compile in each
     )
     found = [json.loads(path.with_suffix(f".{it}.json").read_text()) for it in range(processes)]
     assert all(one == found[0] for one in found)
