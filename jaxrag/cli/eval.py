@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import parse_names
-from jaxrag.cli import eval_long, eval_own
+from jaxrag.cli import eval_dataset, eval_long, eval_own
 from jaxrag.cli.fields import add_fields, from_fields
 from jaxrag.cli.options import (
     add_command,
@@ -31,6 +31,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     kinds = parser.add_subparsers(title="evaluations", metavar="NAME", required=True)
     eval_own.add_parser(kinds)
+    eval_dataset.add_parser(kinds)
     synthetic = add_command(
         kinds,
         "synthetic",

@@ -35,6 +35,8 @@ class ServerOptions:
       method: a preset's name or a TOML file, where a request names none; None: by model and
         knowledge base, as ``generate`` chooses.
       decode: how generated tokens attend, where a request names no rule; None: the method's own.
+      template: a prompt format's name or TOML file, of requests about no knowledge base; None: the
+        model's own.
       k: chunks that are retrieved where a request does not say how many.
       plain: "passages": in chats that name no knowledge base and bring no documents, passages that
         were pasted into messages are read as blocks; their KV is kept.
@@ -74,6 +76,10 @@ class ServerOptions:
         None, "where a request names none", "NAME", unset="as of `jaxrag ask`"
     )
     decode: str | None = option(None, "likewise", "RULE", unset="the method's own")
+    template: str | None = option(
+        None, "prompt format of requests about no knowledge base, or a .toml file", "NAME",
+        unset="the model's own",
+    )  # fmt: skip
     k: int = option(Ask.k, "chunks to retrieve", "N")
     plain: Plain = option(
         Ask.plain, "what is read as blocks in messages that bring no documents",

@@ -75,19 +75,35 @@ def own_server(
       RequestError: it ended before it answered.
     """
     write_model(model, folder / _NAME)
+    settings = (
+        f"method = {json.dumps(method)}\nrows = {rows}\nwarm_up = false\n"
+        f"max_waiting = {requests}\nmax_waiting_tokens = {1 << 40}\n"
+        f"[model]\npath = {json.dumps(str(folder / _NAME))}\ncache_tokens = {cache_tokens}\n"
+        f"dtype = {json.dumps(model.config.dtype)}\n"
+    )
+    with serving(settings, folder) as (url, pid):
+        server = OwnServer(url, {"name": "jaxrag serve, in a process of its own"})
+        server.pid = pid
+        yield server
+
+
+@contextlib.contextmanager
+def serving(settings: str, folder: Path) -> Iterator[tuple[str, int]]:
+    """`jaxrag serve` with the text of a settings file, until the block ends: its URL and process.
+
+    Args:
+      settings: TOML without a port.
+      folder: an empty one, for the settings and the server's messages.
+
+    Raises:
+      RequestError: it ended before it answered.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    settings = folder / "serve.toml"
-    settings.write_text(
-        f"port = {port}\nmethod = {json.dumps(method)}\nrows = {rows}\nwarm_up = false\n"
-        f'max_waiting = {requests}\nmax_waiting_tokens = {1 << 40}\nlog_format = "json"\n'
-        f"[model]\npath = {json.dumps(str(folder / _NAME))}\ncache_tokens = {cache_tokens}\n"
-        f"dtype = {json.dumps(model.config.dtype)}\n",
-        encoding="utf-8",
-    )
-    log = folder / "messages.txt"
-    command = [sys.executable, "-m", "jaxrag", "serve", "--config", str(settings)]
+    file, log = folder / "serve.toml", folder / "messages.txt"
+    file.write_text(f'port = {port}\nlog_format = "json"\n{settings}', encoding="utf-8")
+    command = [sys.executable, "-m", "jaxrag", "serve", "--config", str(file)]
     with open(log, "wb") as messages:
         process = subprocess.Popen(
             command, stdout=messages, stderr=subprocess.STDOUT, start_new_session=True,
@@ -96,8 +112,6 @@ def own_server(
     try:
         url = f"http://127.0.0.1:{port}"
         until_ready(process, url, log, "/ready")
-        server = OwnServer(url, {"name": "jaxrag serve, in a process of its own"})
-        server.pid = process.pid
-        yield server
+        yield url, process.pid
     finally:
         end(process)

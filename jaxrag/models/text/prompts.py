@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
+import xxhash
 
 from jaxrag.base.errors import ConfigError, TokenizerError
 from jaxrag.base.installed import config_names, config_path
@@ -201,6 +202,20 @@ class PromptTemplate:
     def to_dict(self) -> dict[str, Any]:
         """Plain form; ``template_from_dict`` is its inverse."""
         return dataclasses.asdict(self)
+
+    def toml(self) -> str:
+        """The text of a file that ``template_named`` reads; its name is the file's."""
+        values = {name: value for name, value in self.to_dict().items() if name != "name"}
+        # A string of JSON is one of TOML; so are its true and false.
+        lines = (
+            f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items()
+        )
+        return "".join(lines)
+
+    @property
+    def digest(self) -> str:
+        """Of what it does to a prompt; its name does not count."""
+        return xxhash.xxh3_64_hexdigest(self.toml().encode())
 
     def _around_chunks(self, tokenizer: Tokenizer, questions: int = 1) -> list[tuple[str, str]]:
         """Of every question the text before its chunks, and the text from there to its answer."""

@@ -68,6 +68,7 @@ def make_ready(
         "batch_size": server.rows,
         "plain": server.plain,
         "passage_rules": server.passage_rules,
+        "template": state.template if base is None else None,
     }
     named: dict[str, Any] = {"method": method}
     if METHODS.get(method.name) is method:

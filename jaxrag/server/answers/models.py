@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.server.state.entry import Call, no_model
 
 
@@ -31,6 +32,7 @@ def _entries(call: Call) -> list[dict[str, Any]]:
             "owned_by": "jaxrag",
             "max_model_len": state.model.config.max_positions,
             "knowledge_base": name,
+            "template": None if name else _named(state.prompt_format),
             "methods": list(state.methods),
             "method": state.default_method(state.knowledge_bases.get(name or "")).name,
             "decode_rules": list(state.decode_rules),
@@ -41,3 +43,8 @@ def _entries(call: Call) -> list[dict[str, Any]]:
         }
         for name in (None, *state.readable(call.access))
     ]
+
+
+def _named(template: PromptTemplate) -> dict[str, str]:
+    """A prompt format's name and digest; what it says is the operator's."""
+    return {"name": template.name, "digest": template.digest}

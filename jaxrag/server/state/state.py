@@ -15,6 +15,7 @@ from jaxrag.base.sharding import processes_of
 from jaxrag.engine.engine import Engine
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.models.model import Model
+from jaxrag.models.text.prompts import PromptTemplate, template_named
 from jaxrag.reuse.decode import DECODE_RULES
 from jaxrag.reuse.methods import METHODS, Method, method_named
 from jaxrag.serve.answers import Result
@@ -100,6 +101,7 @@ class ServerState:
       knowledge_bases: those of the settings, by name.
       methods: that requests may name, by name.
       decode_rules: that requests may name.
+      template: of requests about no knowledge base; None: the model's own.
       tenants: who is let in.
       memory: KV of documents that come with requests, a store for each tenant.
       seen: token ids of what messages hold, of all tenants, each for itself.
@@ -125,6 +127,7 @@ class ServerState:
     knowledge_bases: dict[str, KnowledgeBase]
     methods: Mapping[str, Method]
     decode_rules: tuple[str, ...]
+    template: PromptTemplate | None
     tenants: Tenants
     memory: TenantMemory
     seen: SeenTexts
@@ -197,6 +200,11 @@ class ServerState:
                 return found
         return next(iter(self.methods.values()))
 
+    @property
+    def prompt_format(self) -> PromptTemplate:
+        """Of a request about no knowledge base that names no method."""
+        return self.template or self.model.prompt_format(self.default_method(None).template)
+
     def close(self) -> None:
         """Let go of everything but the model and the knowledge bases that it was given."""
         self.prepare.shutdown()
@@ -238,6 +246,7 @@ def make_state(
         knowledge_bases=bases,
         methods=methods,
         decode_rules=rules,
+        template=_template(settings, model),
         tenants=tenants,
         memory=TenantMemory(
             model,
@@ -253,6 +262,16 @@ def make_state(
         prepare=_prepare_threads(settings),
         hand_over=ThreadPoolExecutor(_HANDS, "jaxrag-hand-over"),
     )
+
+
+def _template(settings: ServerSettings, model: Model) -> PromptTemplate | None:
+    """That of the settings. Raises ConfigError, and TokenizerError where its markers are cut."""
+    if settings.template is None:
+        return None
+    found = template_named(settings.template)
+    if model.tokenizer is not None:
+        found.check_markers(model.tokenizer)
+    return found
 
 
 def _prepare_threads(settings: ServerSettings) -> FairThreads:

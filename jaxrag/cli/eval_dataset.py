@@ -1,0 +1,54 @@
+"""`jaxrag eval dataset`: a published data set put to a model, method by method."""
+
+import argparse
+from pathlib import Path
+
+from jaxrag.base.options import names_in
+from jaxrag.cli.fields import add_fields, from_fields
+from jaxrag.cli.options import add_command, add_result
+from jaxrag.cli.output import give_out_tables, measured, note, require_folders
+from jaxrag.measure.evals.datasets.options import DatasetOptions
+
+
+def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Register the evaluation."""
+    names = names_in("jaxrag.measure.evals.datasets.table", "DATASETS")
+    parser = add_command(
+        kinds,
+        "dataset",
+        "a published data set in its authors' form: scores by method, time and reuse",
+        "jaxrag eval dataset rgb_zh --data rgb/zh_refine.json --model MODEL --method full_attention "
+        "--method turborag --num 50 --out rgb.json",
+    )
+    parser.add_argument("name", metavar="NAME", help=", ".join(names))
+    parser.add_argument("--model", metavar="DIR", help="a directory, or ORG/NAME of the hub")
+    parser.add_argument("--kb", metavar="DIR", help="keep the KV of documents in this one")
+    add_fields(parser, DatasetOptions)
+    parser.add_argument(
+        "--write-template",
+        metavar="FILE",
+        help="write the data set's prompt there, for `jaxrag serve --template FILE`, and end",
+    )
+    add_result(parser, markdown=True)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the tables, or one JSON object."""
+    from jaxrag.measure.evals.datasets.report import notes, tables
+    from jaxrag.measure.evals.datasets.run import run
+    from jaxrag.measure.evals.datasets.table import dataset_named
+
+    require_folders(args, "out", "markdown", "write_template")
+    spec = dataset_named(args.name)
+    if args.write_template:
+        Path(args.write_template).write_text(spec.template.toml(), encoding="utf-8")
+        return
+    options = from_fields(
+        DatasetOptions, args, name=args.name, model=args.model, kb=args.kb, out=args.out
+    )
+    result = measured(args, run, options)
+    give_out_tables(args, result, tables)
+    if not args.json:
+        for text in notes(result):
+            note(text)

@@ -1,0 +1,97 @@
+"""MuSiQue (Trivedi et al. 2022) in its authors' form, and the part of it that CacheBlend uses."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from jaxrag.measure.evals.datasets.records import Record
+from jaxrag.measure.evals.datasets.spec import DatasetItem, DatasetSpec, Reading
+from jaxrag.models.text.prompts import TEMPLATES, PromptTemplate
+
+_CACHEBLEND = PromptTemplate(
+    name="cacheblend_musique",
+    prefix=(
+        "You will be asked a question after reading several passages. Please directly answer the "
+        "question based on the given passages. Do NOT repeat the question. The answer should be "
+        "within 5 words..\nPassages:\n"
+    ),
+    chunk="{text}",
+    final=(
+        "\n\nAnswer the question directly based on the given passages. Do NOT repeat the question. "
+        "The answer should be within 5 words. \nQuestion:{question}\nAnswer:"
+    ),
+    chunk_order="document",
+)
+
+
+def _items(records: list[Record], reading: Reading) -> Iterator[DatasetItem]:
+    del reading
+    for record in records:
+        values = record.values
+        yield DatasetItem(
+            id=values["id"],
+            sample=values["id"],
+            question=values["question"],
+            documents=tuple(_paragraph(record, one) for one in values["paragraphs"]),
+            answers=((values["answer"], *values.get("answer_aliases", ())),),
+            group=values["id"].partition("_")[0],  # 2hop, 3hop1, ...
+        )
+
+
+def _paragraph(record: Record, one: Any) -> tuple[str, str]:
+    wanted = ("title", "paragraph_text")
+    if not isinstance(one, dict) or not all(isinstance(one.get(name), str) for name in wanted):
+        raise record.wrong("paragraphs", "a list of objects with a title and a paragraph_text")
+    return one["title"], one["paragraph_text"]
+
+
+def _cacheblend_items(records: list[Record], reading: Reading) -> Iterator[DatasetItem]:
+    del reading
+    for number, record in enumerate(records):
+        values = record.values
+        if not values["answers"]:
+            raise record.wrong("answers", "at least one")
+        yield DatasetItem(
+            id=str(number),
+            sample=str(number),
+            question=_as_a_question(values["question"]),
+            documents=tuple(("", _passage(record, one)) for one in values["ctxs"]),
+            answers=(tuple(values["answers"]),),
+        )
+
+
+def _passage(record: Record, one: Any) -> str:
+    if not isinstance(one, dict) or not all(
+        isinstance(one.get(it), str) for it in ("title", "text")
+    ):
+        raise record.wrong("ctxs", "a list of objects with a title and a text")
+    return f"{one['title']}\n\n{one['text']}\n\n"
+
+
+def _as_a_question(text: str) -> str:
+    """As CacheBlend writes it: a mark at its end, and a small letter first."""
+    text = text if text.endswith("?") else f"{text}?"
+    return text[0].lower() + text[1:]
+
+
+MUSIQUE = DatasetSpec(
+    title="MuSiQue",
+    source="github.com/StonyBrookNLP/musique: musique_ans_v1.0_dev.jsonl",
+    checked="real file",
+    fields={"id": (str,), "question": (str,), "paragraphs": (list,), "answer": (str,)},
+    items=_items,
+    template=TEMPLATES["block_attention"],
+    metrics=("f1_musique", "exact_match", "subspan"),
+    max_new_tokens=32,
+    note="checked on 100 questions of the training part; the prompt is Block-Attention's",
+)
+CACHEBLEND_MUSIQUE = DatasetSpec(
+    title="MuSiQue as CacheBlend asks it",
+    source="github.com/YaoJiayi/CacheBlend: inputs/musique_s.json",
+    checked="real file",
+    fields={"question": (str,), "answers": (list,), "ctxs": (list,)},
+    items=_cacheblend_items,
+    template=_CACHEBLEND,
+    metrics=("f1", "exact_match", "subspan"),
+    max_new_tokens=32,
+    note="F1 of words; CacheBlend counts the token ids of its model instead",
+)

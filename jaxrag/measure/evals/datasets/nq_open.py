@@ -1,0 +1,107 @@
+"""NQ-open of Lost in the Middle (Liu et al., arXiv:2307.03172): one gold passage among others.
+
+Files with several passages to a question are asked as they stand. The oracle file has the gold
+passage alone; ``Reading.documents`` adds gold passages of other questions, none of which holds a
+right answer. Those were drawn at random and not retrieved, so such prompts are easier than the
+paper's.
+"""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from jaxrag.base.errors import RequestError
+from jaxrag.measure.evals.datasets.records import Record
+from jaxrag.measure.evals.datasets.spec import DatasetItem, DatasetSpec, Reading
+from jaxrag.measure.evals.metrics import first_line, subspan
+from jaxrag.models.text.prompts import PromptTemplate
+
+Titled = tuple[str, str]
+
+_TEMPLATE = PromptTemplate(
+    name="nq_open",
+    prefix=(
+        "Write a high-quality answer for the given question using only the provided search results "
+        "(some of which might be irrelevant).\n"
+    ),
+    chunk="\n{text}",
+    final="\n\nQuestion: {question}\nAnswer:",
+    chunk_order="document",
+)
+
+
+def _items(records: list[Record], reading: Reading) -> Iterator[DatasetItem]:
+    passages = [_passages(record) for record in records]
+    for number, (record, own) in enumerate(zip(records, passages, strict=True)):
+        answers = record.values["answers"]
+        gold = next((i for i, it in enumerate(record.values["ctxs"]) if it.get("isgold")), None)
+        if reading.documents is not None:
+            own, gold = _among_others(record, passages, number, reading)
+        yield DatasetItem(
+            id=str(number),
+            sample=str(number),
+            question=record.values["question"],
+            documents=tuple(
+                ("", f"Document [{place}](Title: {title}) {text}")
+                for place, (title, text) in enumerate(own, 1)
+            ),
+            answers=(tuple(answers),),
+            group="" if gold is None else f"gold at {gold + 1} of {len(own)}",
+        )
+
+
+def _passages(record: Record) -> list[Titled]:
+    for name in ("answers", "ctxs"):
+        if not record.values[name]:
+            raise record.wrong(name, "at least one")
+    return [_titled(record, one) for one in record.values["ctxs"]]
+
+
+def _titled(record: Record, one: Any) -> Titled:
+    if not isinstance(one, dict) or not all(
+        isinstance(one.get(it), str) for it in ("title", "text")
+    ):
+        raise record.wrong("ctxs", "a list of objects with a title and a text")
+    return one["title"], one["text"]
+
+
+def _among_others(
+    record: Record, passages: list[list[Titled]], number: int, reading: Reading
+) -> tuple[list[Titled], int]:
+    """The gold passage at a drawn place among those of other questions, and that place."""
+    assert reading.documents is not None
+    drawn = random.Random(f"{reading.seed} {number}")
+    answers, [gold, *more] = record.values["answers"], passages[number]
+    if more:
+        raise RequestError(
+            f"{record.where}: {len(more) + 1} passages; --documents is for the oracle file, which "
+            "has one: leave it out"
+        )
+    others: list[Titled] = []
+    for place in drawn.sample(range(len(passages)), len(passages)):
+        if len(others) == reading.documents - 1:
+            break
+        other = passages[place][0]
+        if other != gold and other not in others and not subspan(other[1], answers):
+            others.append(other)
+    if len(others) < reading.documents - 1:
+        raise RequestError(
+            f"--documents {reading.documents}: the file has {len(others) + 1} passages that suit "
+            f"{record.where}; name fewer"
+        )
+    at = drawn.randrange(reading.documents)
+    return [*others[:at], gold, *others[at:]], at
+
+
+NQ_OPEN = DatasetSpec(
+    title="NQ-open, Lost in the Middle",
+    source="github.com/nelson-liu/lost-in-the-middle: qa_data/",
+    checked="real file",
+    fields={"question": (str,), "answers": (list,), "ctxs": (list,)},
+    items=_items,
+    template=_TEMPLATE,
+    metrics=("subspan", "exact_match", "f1"),
+    max_new_tokens=100,
+    cleaned=first_line,
+    note="checked on the oracle file; others of it are random gold passages, not retrieved ones",
+)

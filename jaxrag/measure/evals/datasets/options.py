@@ -1,0 +1,85 @@
+"""What `jaxrag eval dataset` asks: its settings, which the command line fills, and their checks."""
+
+import dataclasses
+
+from jaxrag.base.errors import RequestError
+from jaxrag.base.options import option, parse_count, parse_ratios
+
+_FILL = "give one of --model DIR, --kb DIR and --server URL"
+
+
+@dataclasses.dataclass(frozen=True)
+class DatasetOptions:
+    """Of `jaxrag eval dataset`.
+
+    Attributes:
+      name: of the data set.
+      model: a directory, or a name of the hub; with ``kb`` what the knowledge base remembers.
+      out: where the result is to go; finished items are kept beside it.
+    """
+
+    name: str
+    data: tuple[str, ...] = option(
+        (), "the data set's own file; repeatable", "FILE", repeatable=True
+    )
+    methods: tuple[str, ...] = option(
+        ("full_attention", "turborag"),
+        "a preset or .toml file; all answer the same prompts, and are compared with the first; "
+        "repeatable",
+        "NAME",
+        flag="--method",
+        repeatable=True,
+    )
+    server: str | None = option(
+        None, "ask a server of jaxrag that runs with --template of this data set", "URL",
+        unset="a model in this process",
+    )  # fmt: skip
+    number: int | None = option(
+        None, "first questions of the file", "N", flag="--num", unset="all of them"
+    )
+    shard: str = option("0/1", "part i of n of the questions, from 0", "I/N")
+    finished: tuple[str, ...] = option(
+        (), "questions that were finished elsewhere, such as a shard's; repeatable", "FILE",
+        repeatable=True,
+    )  # fmt: skip
+    metrics: tuple[str, ...] = option(
+        (), "score answers by this; repeatable", "NAME", unset="the data set's own",
+        flag="--metric", repeatable=True,
+    )  # fmt: skip
+    noise: tuple[float, ...] = option(
+        (), "of RGB: shares of documents without the answer", "R,...", parse=parse_ratios,
+        unset="0,0.2,0.4,0.6,0.8,1",
+    )  # fmt: skip
+    documents: int | None = option(
+        None, "of NQ-open's oracle file: so many to a question, others' gold passages", "N",
+        unset="those of the file",
+    )  # fmt: skip
+    seed: int = option(7, "of these", "N")
+    max_new_tokens: int | None = option(
+        None, "of an answer", "N", parse=parse_count, unset="the benchmark's"
+    )
+    chat: bool = option(False, "put the prompt into one user message of the model's chat template")
+    scores: bool = option(True, "report time and reuse alone, as of random weights")
+    model: str | None = None
+    kb: str | None = None
+    out: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            raise RequestError(f"{self.name}: no file; name it with --data FILE")
+        if not self.methods or len(set(self.methods)) < len(self.methods):
+            raise RequestError(
+                f"--method {', '.join(self.methods)}: name at least one, and each once"
+            )
+        for flag, value in (
+            ("--num", self.number),
+            ("--documents", self.documents),
+            ("--max-new-tokens", self.max_new_tokens),
+        ):
+            if value is not None and value < 1:
+                raise RequestError(f"{flag} {value}: expected a positive integer")
+        given = [it for it in (self.model, self.kb, self.server) if it is not None]
+        if not given:
+            raise RequestError(f"nothing to ask: {_FILL}")
+        if self.server is not None and len(given) > 1:
+            raise RequestError(f"--server {self.server} has a model of its own: {_FILL}")

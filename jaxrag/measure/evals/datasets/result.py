@@ -1,0 +1,108 @@
+"""What finished questions say of the methods: scores, times, reuse, and what was left out."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrag.base.types import HostArray
+from jaxrag.measure.evals.datasets.options import DatasetOptions
+from jaxrag.measure.evals.datasets.spec import DatasetItem, DatasetSpec
+from jaxrag.measure.evals.statistics import LEVEL, by_group, difference, median, plain, share
+
+Answered = tuple[DatasetItem, Mapping[str, Any]]  # a question and its finished line
+
+ALL = "all"
+
+
+def result_of(
+    options: DatasetOptions, spec: DatasetSpec, lines: Sequence[Answered]
+) -> dict[str, Any]:
+    """JSON-able; shares as fractions of 1, times in seconds, each with its interval."""
+    skipped = Counter(line["skipped"] for _, line in lines if "skipped" in line)
+    answered = [(item, line) for item, line in lines if "skipped" not in line]
+    left_out = [line["left_out"] for _, line in answered]
+    metrics = (options.metrics or spec.metrics) if options.scores else ()
+    groups, samples = _groups([item for item, _ in answered])
+    scores = {
+        metric: {
+            method: np.array(
+                [
+                    spec.score(metric, line["methods"][method]["text"], item)
+                    for item, line in answered
+                ],
+                np.float64,
+            )
+            for method in options.methods
+        }
+        for metric in metrics
+    }
+    return {
+        "dataset": options.name,
+        **spec.described(),
+        "questions": len(answered),
+        "skipped": dict(skipped),
+        "documents": sum(line["documents"] for _, line in answered),
+        "left_out": sum(left_out),
+        "questions_cut": sum(map(bool, left_out)),
+        "groups": {name: int(rows.sum()) for name, rows in groups.items()},
+        "max_new_tokens": options.max_new_tokens or spec.max_new_tokens,
+        "metrics": list(metrics),
+        "interval": f"{LEVEL:.0%} (jaxrag/measure/evals/statistics.py)",
+        "methods": [
+            {
+                "method": name,
+                "scores": {
+                    metric: by_group(groups, samples, share, of[name])
+                    for metric, of in scores.items()
+                },
+                "minus_first": {
+                    metric: by_group(groups, samples, difference, of[name], of[options.methods[0]])
+                    for metric, of in scores.items()
+                },
+                **_costs(options.methods[0], name, [line for _, line in answered]),
+            }
+            for name in options.methods
+        ],
+    }
+
+
+def _groups(items: Sequence[DatasetItem]) -> tuple[dict[str, HostArray], HostArray]:
+    """Questions by group, bool [Q], all of them first; and the number of each one's sample."""
+    of = np.array([item.group for item in items])
+    names = dict.fromkeys(item.group for item in items if item.group)
+    groups = {ALL: np.ones(len(items), np.bool_)}
+    if len(names) > 1:
+        groups |= {name: of == name for name in names}
+    _, samples = np.unique([item.sample for item in items], return_inverse=True)
+    return groups, samples
+
+
+def _costs(first: str, method: str, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of a method: times to first token, its part of the chunk tokens that were reused, FLOPs."""
+    own = [line["methods"][method] for line in lines]
+    other = [line["methods"][first] for line in lines]
+    times = [it["ttft"] for it in own if it["ttft"] is not None]
+    over = [
+        b["ttft"] / a["ttft"]
+        for a, b in zip(own, other, strict=True)
+        if a["ttft"] is not None and b["ttft"] is not None
+    ]
+    tokens = {
+        name: float(np.mean([it["counts"][name] for it in own])) if own else 0.0
+        for name in ("reused", "recomputed", "encoded")
+    }
+    total = sum(tokens.values())
+    return {
+        "ttft": plain(median(np.array(times))),
+        "first_ttft": plain(median(np.array([it["first"] for it in own]))),
+        "first_over_own": plain(median(np.array(over))),
+        "without_time": len(own) - len(times),
+        "tokens": tokens,
+        "reuse": tokens["reused"] / total if total else 0.0,
+        "prompt_tokens": plain(median(np.array([float(it["prompt_tokens"]) for it in own]))),
+        "flops": float(np.mean([it["flops"] for it in own])) if own else 0.0,
+        "cut_off": sum(it["finish_reason"] == "length" for it in own),
+        "notes": sorted({note for it in own for note in it["notes"]}),
+    }
