@@ -1,9 +1,9 @@
 """Time to first token from text, over HTTP, on the prompts of data sets.
 
-A random Llama with a byte-level tokenizer that is trained on the texts of the data sets is served by
-`jaxrag serve` in a process of its own, once for each data set, with that set's prompt format. Every
-question is put to every method as text; times are the client's. The weights are random, so no answer
-is scored.
+A random Llama with a byte-level tokenizer that is trained on the texts of the data sets is served
+by `jaxrag serve` in a process of its own, once for each data set, with that set's prompt format.
+Every question is put to every method as text; times are the client's. The weights are random, so no
+answer is scored.
 
 The data folder has RGB's ``zh_refine.json`` and CacheBlend's ``musique_s.json``, anywhere below it.
 
@@ -37,7 +37,7 @@ SETS = {"rgb_zh": "zh_refine.json", "cacheblend_musique": "musique_s.json"}
 NOISE = 0.4  # of RGB: two of five documents
 VOCABULARY = 8192
 MODEL = llama(
-    num_layers=6, model_dim=256, mlp_dim=688, num_heads=8, num_kv_heads=4, head_dim=32,
+    num_layers=4, model_dim=128, mlp_dim=344, num_heads=4, num_kv_heads=2, head_dim=32,
     vocab_size=VOCABULARY, eos_ids=(2,), max_positions=32_768,
 )  # fmt: skip
 _TEXTS = 3000  # documents that the tokenizer is trained on

@@ -63,6 +63,12 @@ MAPS = Path("/proc/self/maps")  # Linux
 MOST_MAPS = 20_000  # of the 65,530 that Linux lets a process have
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """--data-dir, for tests that read the data sets' own files."""
+    said = "folder with the data sets' own files, which are not in the repository"
+    parser.addoption("--data-dir", type=Path, metavar="DIR", help=said)
+
+
 @pytest.hookimpl(tryfirst=True)  # before ``-m`` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what tests/slow.txt names."""

@@ -17,8 +17,8 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
         kinds,
         "dataset",
         "a published data set in its authors' form: scores by method, time and reuse",
-        "jaxrag eval dataset rgb_zh --data rgb/zh_refine.json --model MODEL --method full_attention "
-        "--method turborag --num 50 --out rgb.json",
+        "jaxrag eval dataset rgb_zh --data rgb/zh_refine.json --model MODEL --num 50 "
+        "--method full_attention --method turborag --out rgb.json",
     )
     parser.add_argument("name", metavar="NAME", help=", ".join(names))
     parser.add_argument("--model", metavar="DIR", help="a directory, or ORG/NAME of the hub")

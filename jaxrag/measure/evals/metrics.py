@@ -35,9 +35,9 @@ _WIDE = "\u3001\u3002\uff0c\uff01\uff1f\uff1b\uff1a\uff08\uff09\u300a-\u300f\u30
 _WIDE_MARKS = re.compile(f"[{_WIDE}]")
 _ASCII_MARKS = re.compile(f"[{re.escape(string.punctuation)}]")
 _WORDS = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\s\u3040-\u30ff\u3400-\u9fff]+")
-_REFUSALS = ("\u4fe1\u606f\u4e0d\u8db3", "insufficient information")  # RGB's, as it looks for them
+_REFUSALS = ("\u4fe1\u606f\u4e0d\u8db3", "insufficient information")  # as RGB looks for them
 _YES_OR_NO = ("yes", "no", "noanswer")
-# LongBench's Chinese marks, one by one as it has them: it leaves \u300a, \u3008 and \u3009 standing.
+# LongBench's Chinese marks, one by one as it has them: not among them are U+300A, U+3008, U+3009.
 _CHINESE_MARKS = re.compile(
     "[\uff01\uff02-\uff0d\uff0f\uff1a-\uff20\uff3b-\uff40\uff5b-\uff64\u3001-\u3003\u300b-\u3011"
     "\u3014-\u301f\u3030\u303e\u303f\u2013\u2014\u2018\u2019\u201b-\u201f\u2026\u2027\ufe4f"

@@ -207,10 +207,8 @@ class PromptTemplate:
         """The text of a file that ``template_named`` reads; its name is the file's."""
         values = {name: value for name, value in self.to_dict().items() if name != "name"}
         # A string of JSON is one of TOML; so are its true and false.
-        lines = (
-            f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items()
-        )
-        return "".join(lines)
+        texts = {name: json.dumps(value, ensure_ascii=False) for name, value in values.items()}
+        return "".join(f"{name} = {text}\n" for name, text in texts.items())
 
     @property
     def digest(self) -> str:

@@ -5,6 +5,7 @@ context again, and the prompt is LongBench's. A task on one text has one chunk. 
 middle out of prompts that are too long; here whole passages are left out instead.
 """
 
+import itertools
 import re
 from collections.abc import Iterator
 
@@ -25,7 +26,7 @@ _ONE_TEXT = r"(?!)"  # begins nowhere
 def longbench_documents(context: str, begins: str) -> tuple[str, ...]:
     """A context cut in front of every place where the pattern matches; joined it is itself."""
     places = [0, *(found.start() for found in re.finditer(begins, context)), len(context)]
-    cut = zip(places, places[1:], strict=False)
+    cut = itertools.pairwise(places)
     return tuple(context[start:end] for start, end in cut if end > start)
 
 
@@ -87,9 +88,9 @@ def _spec(
 
 
 _PASSAGES = (
-    "Answer the question based on the given passages. Only give me the answer and do not output any "
-    "other words.\n\nThe following are given passages.\n{context}\n\nAnswer the question based on "
-    "the given passages. Only give me the answer and do not output any other words.\n\nQuestion: "
+    "Answer the question based on the given passages. Only give me the answer and do not output "
+    "any other words.\n\nThe following are given passages.\n{context}\n\nAnswer the question based "
+    "on the given passages. Only give me the answer and do not output any other words.\n\nQuestion: "
     "{input}\nAnswer:"
 )
 _PASSAGE = r"(?m)^Passage \d+:\n"
@@ -119,9 +120,9 @@ QASPER = _spec(
 )
 MULTIFIELDQA_EN = _spec(
     "multifieldqa_en",
-    "Read the following text and answer briefly.\n\n{context}\n\nNow, answer the following question "
-    "based on the above text, only give me the answer and do not output any other words.\n\n"
-    "Question: {input}\nAnswer:",
+    "Read the following text and answer briefly.\n\n{context}\n\nNow, answer the following "
+    "question based on the above text, only give me the answer and do not output any other words."
+    "\n\nQuestion: {input}\nAnswer:",
     "f1",
     64,
 )
@@ -137,15 +138,15 @@ LONGBENCH_2WIKIMQA = _spec("2wikimqa", _PASSAGES, "f1", 32, _PASSAGE)
 LONGBENCH_MUSIQUE = _spec("musique", _PASSAGES, "f1", 32, _PASSAGE)
 PASSAGE_COUNT = _spec(
     "passage_count",
-    "There are some paragraphs below sourced from Wikipedia. Some of them may be duplicates. Please "
-    "carefully read these paragraphs and determine how many unique paragraphs there are after "
-    "removing duplicates. In other words, how many non-repeating paragraphs are there in total?\n\n"
-    "{context}\n\n{input}",
+    "There are some paragraphs below sourced from Wikipedia. Some of them may be duplicates. "
+    "Please carefully read these paragraphs and determine how many unique paragraphs there are "
+    "after removing duplicates. In other words, how many non-repeating paragraphs are there in "
+    "total?\n\n{context}\n\n{input}",
     "numbers",
     32,
     r"(?m)^Paragraph \d+: ",
-    "Please enter the final count of unique paragraphs after removing duplicates. The output format "
-    "should only contain the number, such as 1, 2, 3, and so on.\n\nThe final answer is: ",
+    "Please enter the final count of unique paragraphs after removing duplicates. The output "
+    "format should only contain the number, such as 1, 2, 3, and so on.\n\nThe final answer is: ",
 )
 PASSAGE_RETRIEVAL_EN = _spec(
     "passage_retrieval_en",

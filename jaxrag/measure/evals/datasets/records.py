@@ -76,20 +76,19 @@ def _of_text(source: str, text: str) -> Iterator[Record]:
             if line.strip():
                 yield _record(f"{source}:{number}", line)
         return
-    decoder, at, line = json.JSONDecoder(), text.index("[") + 1, 1
-    counted = 0
+    decoder, at, counted, number = json.JSONDecoder(), text.index("[") + 1, 0, 1
     while True:
         while at < len(text) and text[at] in ", \t\r\n":
             at += 1
-        line += text.count("\n", counted, at)
+        number += text.count("\n", counted, at)
         counted = at
         if at == len(text) or text[at] == "]":
             return
         try:
             value, at = decoder.raw_decode(text, at)
         except ValueError as error:
-            raise RequestError(f"{source}:{line}: no JSON ({error}); mend the file") from None
-        yield _checked(f"{source}:{line}", value)
+            raise RequestError(f"{source}:{number}: no JSON ({error}); mend the file") from None
+        yield _checked(f"{source}:{number}", value)
 
 
 def _record(where: str, line: str) -> Record:

@@ -59,7 +59,7 @@ def tables(result: Mapping[str, Any]) -> Iterator[Table]:
                 "again",
                 "reused, %",
                 "GFLOP",
-            ],  # fmt: skip
+            ],
             *(_cost(row) for row in rows),
         ],
     )

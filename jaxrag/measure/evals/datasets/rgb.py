@@ -48,7 +48,7 @@ _WORDS = {"en": ("Document", "Question", ":"), "zh": ("文档", "问题", "：")
 
 
 def rgb_template(language: str) -> PromptTemplate:
-    """Documents joined by line ends; the system's text in front, as the prompt's first paragraph."""
+    """Documents joined by line ends; the system's text is the first paragraph."""
     document, question, colon = _WORDS[language]
     return PromptTemplate(
         name=f"rgb_{language}",

@@ -1,4 +1,4 @@
-"""The data sets by the names that `jaxrag eval dataset` takes; LongBench-E's files are LongBench's."""
+"""The data sets by name; files of LongBench-E are read as those of LongBench."""
 
 from jaxrag.base.errors import RequestError
 from jaxrag.measure.evals.datasets import longbench

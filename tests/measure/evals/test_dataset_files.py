@@ -1,0 +1,417 @@
+"""Files of data sets: every one is read, its prompt is the authors', and a bad one is told so."""
+
+import gzip
+import json
+import math
+import random
+import re
+
+import datasets
+import pytest
+from dataset_fixtures import CACHEBLEND, FIXTURES, HOTPOTQA, NQ, REAL, RGB, write
+
+from jaxrag.base.errors import RequestError
+from jaxrag.base.options import names_in
+from jaxrag.measure.evals.datasets.options import DatasetOptions
+from jaxrag.measure.evals.datasets.records import records_of
+from jaxrag.measure.evals.datasets.run import items_of
+from jaxrag.measure.evals.datasets.table import DATASETS, dataset_named
+from jaxrag.measure.evals.metrics import METRICS, squad_normalised
+from jaxrag.models.text.prompts import template_named
+from jaxrag.models.text.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_dir):
+    return Tokenizer.load(tokenizer_dir)
+
+
+@pytest.fixture
+def data_dir(request):
+    """The folder of the data sets' own files: --data-dir."""
+    found = request.config.getoption("--data-dir")
+    if found is None:
+        pytest.skip("no --data-dir: name a folder with the data sets' own files")
+    return found
+
+
+def items(name, path, **options):
+    return items_of(DatasetOptions(name, (str(path),), model="none", **options))
+
+
+def prompt_of(name, item, tokenizer):
+    """The text of the prompt, from the token ids that the engine gets."""
+    template = DATASETS[name].template
+    parts = [template.prefix_ids(tokenizer)]
+    parts += [
+        template.chunk_ids(tokenizer, tokenizer.encode(text), title)
+        for title, text in item.documents
+    ]
+    parts.append(template.final_ids(tokenizer, item.question))
+    return tokenizer.decode([int(i) for part in parts for i in part])
+
+
+# The prompts once more, as whole texts and from the authors' records.
+
+EN_SYSTEM = (
+    "You are an accurate and reliable AI assistant that can answer questions with the help of "
+    "external documents."
+)
+ZH_SYSTEM = "你是一个准确和可靠的人工智能助手"
+
+
+def rgb_text(record, noise, system, words):
+    """As its ``processdata`` and ``predict`` do."""
+    neg = math.ceil(5 * noise)
+    pos = 5 - neg
+    if noise == 1:
+        neg, pos = 5, 0
+    elif neg > len(record["negative"]):
+        neg = len(record["negative"])
+        pos = 5 - neg
+    elif pos > len(record["positive"]):
+        pos = len(record["positive"])
+        neg = 5 - pos
+    docs = record["positive"][:pos] + record["negative"][:neg]
+    random.seed(2333)
+    random.shuffle(docs)
+    document, question = words
+    joined = "\n".join(docs)
+    return system + f"\n\n{document}\n{joined} \n\n{question}\n{record['query']}"
+
+
+def nq_text(question, passages):
+    shown = "\n".join(
+        f"Document [{n + 1}](Title: {title}) {text}" for n, (title, text) in enumerate(passages)
+    )
+    return (
+        "Write a high-quality answer for the given question using only the provided search results "
+        f"(some of which might be irrelevant).\n\n{shown}\n\nQuestion: {question}\nAnswer:"
+    )
+
+
+def cacheblend_text(record):
+    question = record["question"]
+    question = question if question[-1] == "?" else question + "?"
+    question = question[0].lower() + question[1:]
+    texts = "".join(f"{one['title']}\n\n{one['text']}\n\n" for one in record["ctxs"])
+    return (
+        "You will be asked a question after reading several passages. Please directly answer the "
+        "question based on the given passages. Do NOT repeat the question. The answer should be "
+        f"within 5 words..\nPassages:\n{texts}\n\nAnswer the question directly based on the given "
+        "passages. Do NOT repeat the question. The answer should be within 5 words. \n"
+        f"Question:{question}\nAnswer:"
+    )
+
+
+def block_attention_text(passages, question):
+    shown = "".join(f"- Title: {title}\n{text}\n" for title, text in passages)
+    return (
+        "You are an intelligent AI assistant. Please answer questions based on the user's "
+        "instructions. Below are some reference documents that may help you in answering the "
+        f"user's question.\n{shown}\n\nPlease write a high-quality answer for the given question "
+        "using only the provided search documents (some of which might be irrelevant).\n"
+        f"Question: {question}\n"
+    )
+
+
+def longbench_text(name, record):
+    both = (
+        "Answer the question based on the given passages. Only give me the answer and do not "
+        "output any other words."
+    )
+    short = (
+        "as concisely as you can, using a single phrase if possible. Do not provide any "
+        "explanation."
+    )
+    article = (
+        "as concisely as you can, using a single phrase or sentence if possible. If the question "
+        'cannot be answered based on the information in the article, write "unanswerable". If the '
+        'question is a yes/no question, answer "yes", "no", or "unanswerable". Do not provide any '
+        "explanation."
+    )
+    passages = f"{both}\n\nThe following are given passages.\nCONTEXT\n\n{both}\n\nQuestion: INPUT\nAnswer:"
+    prompts = {
+        "narrativeqa": "You are given a story, which can be either a novel or a movie script, and "
+        f"a question. Answer the question {short}\n\nStory: CONTEXT\n\nNow, answer the question "
+        f"based on the story {short}\n\nQuestion: INPUT\n\nAnswer:",
+        "qasper": f"You are given a scientific article and a question. Answer the question {article}"
+        f"\n\nArticle: CONTEXT\n\n Answer the question based on the above article {article}\n\n"
+        "Question: INPUT\n\nAnswer:",
+        "multifieldqa_en": "Read the following text and answer briefly.\n\nCONTEXT\n\nNow, answer "
+        "the following question based on the above text, only give me the answer and do not output "
+        "any other words.\n\nQuestion: INPUT\nAnswer:",
+        "multifieldqa_zh": "阅读以下文字并用中文简短回答：\n\nCONTEXT\n\n现在请基于上面的文章回答下面的问题，"
+        "只告诉我答案，不要输出任何其他字词。\n\n问题：INPUT\n回答：",
+        "hotpotqa": passages,
+        "2wikimqa": passages,
+        "musique": passages,
+        "passage_count": "There are some paragraphs below sourced from Wikipedia. Some of them may "
+        "be duplicates. Please carefully read these paragraphs and determine how many unique "
+        "paragraphs there are after removing duplicates. In other words, how many non-repeating "
+        "paragraphs are there in total?\n\nCONTEXT\n\nPlease enter the final count of unique "
+        "paragraphs after removing duplicates. The output format should only contain the number, "
+        "such as 1, 2, 3, and so on.\n\nThe final answer is: ",
+        "passage_retrieval_en": "Here are 30 paragraphs from Wikipedia, along with an abstract. "
+        "Please determine which paragraph the abstract is from.\n\nCONTEXT\n\nThe following is an "
+        "abstract.\n\nINPUT\n\nPlease enter the number of the paragraph that the abstract is from. "
+        'The answer format must be like "Paragraph 1", "Paragraph 2", etc.\n\nThe answer is: ',
+        "passage_retrieval_zh": "以下是若干段落文字，以及其中一个段落的摘要。请确定给定的摘要出自哪一段。\n\n"
+        'CONTEXT\n\n下面是一个摘要\n\nINPUT\n\n请输入摘要所属段落的编号。答案格式必须是"段落1"，"段落2"'
+        "等格式\n\n答案是：",
+    }
+    text = prompts[name.removeprefix("longbench_")]
+    return text.replace("CONTEXT", record["context"]).replace("INPUT", record["input"])
+
+
+def check_rgb(name, records, found, tokenizer):
+    """The first paragraph is the system's, whose beginning is enough to know it by."""
+    language = name[-2:]
+    system = {"en": EN_SYSTEM, "zh": ZH_SYSTEM}[language]
+    words = {"en": ("Document:", "Question:"), "zh": ("文档：", "问题：")}[language]
+    for item in found:
+        number, _, noise = item.id.partition("@")
+        text = prompt_of(name, item, tokenizer)
+        opening, _, _ = text.partition("\n\n")
+        assert opening.startswith(system)
+        assert text == rgb_text(records[int(number)], float(noise), opening, words)
+
+
+@pytest.mark.parametrize("name", ["rgb_en", "rgb_zh"])
+def test_rgb_prompts(name, tmp_path, tokenizer):
+    found = items(name, write(name, tmp_path), noise=(0.0, 0.4, 0.8, 1.0))
+    assert len(found) == 4 * len(RGB)
+    assert found[0].answers == (("hills",), ("blue box", "box"))
+    assert found[1].answers == (("mules",),)
+    assert {len(item.documents) for item in found} == {5, 1}  # the last has one negative
+    check_rgb(name, RGB, found, tokenizer)
+
+
+def test_nq_open_prompts(tmp_path, tokenizer):
+    path = write("nq_open", tmp_path)
+    for item, record in zip(items("nq_open", path), NQ, strict=True):
+        passages = [(one["title"], one["text"]) for one in record["ctxs"]]
+        assert prompt_of("nq_open", item, tokenizer) == nq_text(record["question"], passages)
+
+
+def test_nq_open_among_others(tmp_path, tokenizer):
+    path = write("nq_open", tmp_path)
+    found = items("nq_open", path, documents=4)
+    assert found == items("nq_open", path, documents=4)
+    places = set()
+    for number, item in enumerate(found):
+        place = int(re.fullmatch(r"gold at (\d) of 4", item.group)[1])
+        places.add(place)
+        gold = f"Document [{place}](Title: Animal {number}) It is kept by Keeper {number}."
+        texts = [text for _, text in item.documents]
+        assert texts[place - 1] == gold and len(set(texts)) == 4
+        holders = [
+            it for it in texts if squad_normalised(f"Keeper {number}") in squad_normalised(it)
+        ]
+        assert holders == [gold]
+    assert len(places) > 1
+    with pytest.raises(RequestError, match="--documents 9: the file has 8 passages"):
+        items("nq_open", path, documents=9)
+
+
+def test_cacheblend_prompts(tmp_path, tokenizer):
+    found = items("cacheblend_musique", write("cacheblend_musique", tmp_path))
+    for item, record in zip(found, CACHEBLEND, strict=True):
+        assert prompt_of("cacheblend_musique", item, tokenizer) == cacheblend_text(record)
+
+
+@pytest.mark.parametrize("name", ["hotpotqa", "2wikimultihopqa", "musique"])
+def test_paragraph_prompts(name, tmp_path, tokenizer):
+    found = items(name, write(name, tmp_path))
+    for item, record in zip(found, FIXTURES[name], strict=True):
+        if name == "musique":
+            passages = [(it["title"], it["paragraph_text"]) for it in record["paragraphs"]]
+            assert item.answers == (("Kora Felell", "Kora"),)
+        else:
+            passages = [(title, "".join(parts)) for title, parts in record["context"]]
+        text = block_attention_text(passages, record["question"])
+        assert prompt_of(name, item, tokenizer) == text
+    groups = [item.group for item in found]
+    assert groups == (["2hop", "3hop1"] if name == "musique" else ["bridge", "comparison"])
+
+
+@pytest.mark.parametrize("name", [name for name in DATASETS if name.startswith("longbench")])
+def test_longbench_prompts(name, tmp_path, tokenizer):
+    found = items(name, write(name, tmp_path))
+    for item, record in zip(found, FIXTURES[name], strict=True):
+        assert prompt_of(name, item, tokenizer) == longbench_text(name, record)
+    chunks = {"hotpotqa": 2, "2wikimqa": 2, "musique": 2, "passage_count": 3}
+    chunks |= {"passage_retrieval_en": 3, "passage_retrieval_zh": 2}
+    assert len(found[0].documents) == chunks.get(name.removeprefix("longbench_"), 1)
+
+
+def test_longbench_e_has_steps(tmp_path):
+    steps = [
+        items(f"longbench_{name}", write(f"longbench_{name}", tmp_path))[0].group
+        for name in ("hotpotqa", "2wikimqa", "musique")
+    ]
+    assert steps == ["0-4k words", "4-8k words", "8k+ words"]
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_the_authors_own_file(name, data_dir, tokenizer):
+    """Every record is read, and prompts are the authors' there too."""
+    place, count = REAL[name]
+    path = data_dir / place
+    if not path.is_file():
+        pytest.skip(f"--data-dir has no {place}")
+    found = items(name, path)
+    records = [record.values for record in records_of(str(path), {})]
+    assert len(records) == count
+    some = list(zip(found, records, strict=False))[:20]
+    if name == "rgb_zh":
+        assert len(found) == 6 * count
+        check_rgb(name, records, found[:: count // 10], tokenizer)
+        return
+    assert len(found) == count
+    for item, record in some:
+        text = prompt_of(name, item, tokenizer)
+        if name == "nq_open":
+            passages = [(one["title"], one["text"]) for one in record["ctxs"]]
+            assert text == nq_text(record["question"], passages)
+        elif name == "cacheblend_musique":
+            assert text == cacheblend_text(record)
+        else:
+            passages = [(title, text) for title, text in item.documents]
+            assert text == block_attention_text(passages, record["question"])
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_what_a_data_set_says_of_itself(name):
+    spec = DATASETS[name]
+    assert (spec.checked == "real file") == (name in REAL)
+    assert set(spec.metrics) | set(spec.group_metrics.values()) <= METRICS.keys()
+    assert spec.source and spec.title
+
+
+def test_the_help_knows_every_name():
+    assert names_in("jaxrag.measure.evals.datasets.table", "DATASETS") == tuple(DATASETS)
+    with pytest.raises(RequestError, match=r"data set 'rgb': expected one of rgb_en, rgb_zh"):
+        dataset_named("rgb")
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_a_template_survives_its_file(name, tmp_path):
+    path = tmp_path / f"{DATASETS[name].template.name}.toml"
+    path.write_text(DATASETS[name].template.toml(), encoding="utf-8")
+    assert template_named(str(path)) == DATASETS[name].template
+    assert template_named(str(path)).digest == DATASETS[name].template.digest
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_a_missing_field_is_named_with_its_line(name, tmp_path):
+    spec = dataset_named(name)
+    records = json.loads(json.dumps(FIXTURES[name]))
+    field = list(spec.fields)[1]
+    del records[1][field]
+    path = tmp_path / "bad.jsonl"
+    path.write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
+    with pytest.raises(RequestError, match=rf'bad.jsonl:2: no field "{field}"; expected'):
+        items(name, path)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        (
+            "rgb_en",
+            {"positive": [["x"]]},
+            r'bad.jsonl:1: "positive" is \[\["x"\]\]; expected a list',
+        ),
+        ("rgb_en", {"answer": []}, r'"answer" is \[\]; expected a text, or a list of texts'),
+        ("rgb_en", {"query": 3}, r'bad.jsonl:1: "query" is 3; expected str'),
+        ("nq_open", {"ctxs": []}, r'"ctxs" is \[\]; expected at least one'),
+        ("nq_open", {"ctxs": ["x"]}, r'"ctxs" is \["x"\]; expected a list of objects'),
+        ("musique", {"paragraphs": [{}]}, r"expected a list of objects with a title and a para"),
+        ("cacheblend_musique", {"answers": []}, r'"answers" is \[\]; expected at least one'),
+        ("cacheblend_musique", {"ctxs": [{"title": ""}]}, r"expected a list of objects with a ti"),
+        ("hotpotqa", {"context": [["x"]]}, r"expected a list of pairs of a title and its sent"),
+        ("longbench_qasper", {"answers": [1]}, r"expected a list of texts, at least one"),
+    ],
+)
+def test_a_field_of_another_form(name, change, said, tmp_path):
+    record = {**json.loads(json.dumps(FIXTURES[name][0])), **change}
+    path = tmp_path / "bad.jsonl"
+    path.write_text(json.dumps(record), encoding="utf-8")
+    with pytest.raises(RequestError, match=said):
+        items(name, path)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"a": 1}\n{"a"', r"x.json:2: no JSON \(.*expected one object a line"),
+        ('[\n{"a": 1},\n\n{"a" 2}]', r"x.json:4: no JSON"),
+        ('[{"a": 1},\n 5]', r"x.json:2: 5; expected a JSON object"),
+        ("", r"x.json: no records"),
+        ("[]", r"x.json: no records"),
+    ],
+)
+def test_a_file_that_is_none(text, said, tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(RequestError, match=said):
+        records_of(str(path), {})
+
+
+def test_lines_of_a_list_are_counted(tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps([{"a": 1}, {"a": [2, 3]}, {"a": 4}], indent=1), encoding="utf-8")
+    assert [record.where for record in records_of(str(path), {})] == [
+        f"{path}:{n}" for n in (2, 5, 11)
+    ]
+
+
+def test_other_kinds_of_files(tmp_path):
+    path = tmp_path / "x.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"a": 1}\n'))
+    assert records_of(str(path), {"a": (int,)})[0].values == {"a": 1}
+    table = tmp_path / "x.parquet"
+    datasets.Dataset.from_list(HOTPOTQA).select_columns(["_id", "question", "answer"]).to_parquet(
+        table
+    )
+    fields = {"_id": (str,), "question": (str,)}
+    assert [record.values["_id"] for record in records_of(str(table), fields)] == ["5a0", "5a1"]
+    (tmp_path / "bad.jsonl.gz").write_bytes(b"no gzip")
+    (tmp_path / "bad.jsonl").write_bytes(b"\xff{}")
+    (tmp_path / "bad.parquet").write_bytes(b"no parquet")
+    for name, said in (("bad.jsonl.gz", "cannot be read"), ("bad.jsonl", "no UTF-8"),
+                       ("bad.parquet", "cannot be read"), ("none.json", "no such file")):  # fmt: skip
+        with pytest.raises(RequestError, match=f"{name}: {said}"):
+            records_of(str(tmp_path / name), {})
+
+
+def test_a_name_of_the_hub(monkeypatch):
+    asked = []
+
+    def load(path, **options):
+        asked.append((path, options))
+        return [{"a": 1}]
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert records_of("hub:org/name:dev:validation", {"a": (int,)})[0].values == {"a": 1}
+    records_of("hub:org/name", {})
+    assert asked == [
+        ("org/name", {"name": "dev", "split": "validation"}),
+        ("org/name", {"name": None, "split": "test"}),
+    ]
+    with pytest.raises(RequestError, match="expected hub:ORG/NAME"):
+        records_of("hub:a:b:c:d", {})
+
+
+def test_without_a_network_the_hub_is_one_line():
+    with pytest.raises(RequestError, match=r"hub:nobody/nothing: cannot be read \(.*\)") as found:
+        records_of("hub:nobody/nothing", {})
+    assert "\n" not in str(found.value)
+
+
+def test_two_questions_with_one_id(tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps([HOTPOTQA[0], HOTPOTQA[0]]), encoding="utf-8")
+    with pytest.raises(RequestError, match="two questions have the id '5a0'"):
+        items("hotpotqa", path)
