@@ -18,13 +18,14 @@ example: python benchmarks/retrieval.py --data DIR --embedder MODEL_DIR --out re
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import json
 import math
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -243,29 +244,61 @@ def measure(
     return result
 
 
-def run_set(data: Set, embedder: Path | None, index: str, work: Path) -> list[dict[str, Any]]:
+@dataclasses.dataclass(frozen=True)
+class Indexed:
+    """A set in a fresh catalog, with the retrievers of a knowledge base over it.
+
+    Attributes:
+      documents: by chunk id the passage that it is of.
+      texts: by chunk id what is searched of it.
+      by_vector: the vectors' retriever, called ``embedder``.
+    """
+
+    documents: dict[int, str]
+    texts: dict[int, str]
+    by_words: Retriever
+    by_vector: Retriever
+    embedder: str
+
+
+@contextlib.contextmanager
+def indexed(data: Set, embedder: Path | None, index: str) -> Iterator[Indexed]:
+    """Cut and index the passages of a set, until the block ends."""
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        tokenizer = train_tokenizer([passage.text for passage in data.passages], work)
+        catalog = Catalog.create(work / "catalog.sqlite", {})
+        fill(catalog, data.passages, tokenizer)
+        documents: dict[int, str] = {}
+        passages: dict[int, str] = {}
+        for passage in data.passages:
+            chunk_ids = catalog.ids_of_document(passage.id)
+            for chunk_id, text in catalog.texts(chunk_ids).items():
+                documents[chunk_id] = passage.id
+                passages[chunk_id] = searched_text(passage.title, text)
+        embed: Any
+        if embedder is None:
+            embed, name = lsa(list(passages.values())), f"lsa-{LSA_DIM}"
+        else:
+            embed, name = load_embedder(embedder), embedder.name
+        dim = embed(["dimension"], "query").shape[1]
+        vectors = VectorIndex.open(work / "vectors", dim, index)
+        by_vector = VectorRetriever(embed, vectors, catalog.chunk_ids)
+        vectors.add(np.array(list(passages), np.int64), embed(list(passages.values()), "passage"))
+        yield Indexed(documents, passages, BM25Retriever(catalog.search), by_vector, name)
+        vectors.close()
+        catalog.close()
+
+
+def run_set(data: Set, embedder: Path | None, index: str) -> list[dict[str, Any]]:
     """One row per retriever."""
-    tokenizer = train_tokenizer([passage.text for passage in data.passages], work)
-    catalog = Catalog.create(work / "catalog.sqlite", {})
-    fill(catalog, data.passages, tokenizer)
-    documents: dict[int, str] = {}
-    passages: dict[int, str] = {}
-    for passage in data.passages:
-        chunk_ids = catalog.ids_of_document(passage.id)
-        for chunk_id, text in catalog.texts(chunk_ids).items():
-            documents[chunk_id] = passage.id
-            passages[chunk_id] = searched_text(passage.title, text)
-    embed: Any
-    if embedder is None:
-        embed, name = lsa(list(passages.values())), f"lsa-{LSA_DIM}"
-    else:
-        embed, name = load_embedder(embedder), embedder.name
-    dim = embed(["dimension"], "query").shape[1]
-    vectors = VectorIndex.open(work / "vectors", dim, index)
-    by_vector = VectorRetriever(embed, vectors, catalog.chunk_ids)
-    vectors.add(np.array(list(passages), np.int64), embed(list(passages.values()), "passage"))
-    by_words = BM25Retriever(catalog.search)
-    rows = [
+    with indexed(data, embedder, index) as found:
+        return _rows(data, found)
+
+
+def _rows(data: Set, found: Indexed) -> list[dict[str, Any]]:
+    name, by_words, by_vector = found.embedder, found.by_words, found.by_vector
+    return [
         {
             "set": data.name,
             "passages": len(data.passages),
@@ -274,7 +307,7 @@ def run_set(data: Set, embedder: Path | None, index: str, work: Path) -> list[di
                 float(np.mean([len(question.gold) for question in data.questions])), 2
             ),
             "retriever": label,
-            **measure(retriever, data.questions, documents),
+            **measure(retriever, data.questions, found.documents),
             **{
                 f"ceiling@{k}": round(
                     float(np.mean([min(1, k / len(q.gold)) for q in data.questions])), 4
@@ -288,9 +321,6 @@ def run_set(data: Set, embedder: Path | None, index: str, work: Path) -> list[di
             (f"bm25 + {name}", HybridRetriever([by_words, by_vector])),
         )
     ]
-    vectors.close()
-    catalog.close()
-    return rows
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -331,8 +361,7 @@ def run(args: argparse.Namespace) -> int:
         return 1
     rows: list[dict[str, Any]] = []
     for data in sets:
-        with tempfile.TemporaryDirectory() as work:
-            rows += run_set(data, args.embedder, args.index, Path(work))
+        rows += run_set(data, args.embedder, args.index)
     report = table(rows)
     result = {
         "benchmark": "retrieval",

@@ -39,7 +39,7 @@ def test_sets_and_recall(tmp_path):
     assert [len(question.gold) for question in hotpot.questions] == [2, 2, 2]
     assert (chinese.name, len(chinese.passages)) == ("RGB zh_refine", 3)
     (tmp_path / "work").mkdir()
-    rows = retrieval.run_set(hotpot, None, "exact", tmp_path / "work")
+    rows = retrieval.run_set(hotpot, None, "exact")
     assert [row["retriever"] for row in rows] == ["bm25", "lsa-256", "bm25 + lsa-256"]
     assert all(row["recall@5"] == 1 and row["ceiling@5"] == 1 for row in rows)
     assert retrieval.table(rows).count("\n") == 5

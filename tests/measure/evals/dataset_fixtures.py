@@ -33,7 +33,8 @@ MUSIQUE = [
         "id": f"{hops}__1_{hops}", "question": f"Who lives there, {hops}?", "answer": "Kora Felell",
         "answer_aliases": ["Kora"], "answerable": True, "question_decomposition": [],
         "paragraphs": [
-            {"idx": n, "title": f"Title {n}", "paragraph_text": f"Text {n}.", "is_supporting": n < 2}
+            {"idx": n, "title": f"Title {n}", "paragraph_text": f"Text {n}.",
+             "is_supporting": n < 2}
             for n in range(4)
         ],
     }

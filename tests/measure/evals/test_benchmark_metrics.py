@@ -1,4 +1,4 @@
-"""Metrics of published benchmarks, on answers whose score is known from the benchmarks' own code."""
+"""Metrics of published benchmarks, on answers whose score their own code gave."""
 
 import pytest
 

@@ -130,19 +130,22 @@ def longbench_text(name, record):
         'question is a yes/no question, answer "yes", "no", or "unanswerable". Do not provide any '
         "explanation."
     )
-    passages = f"{both}\n\nThe following are given passages.\nCONTEXT\n\n{both}\n\nQuestion: INPUT\nAnswer:"
+    passages = (
+        f"{both}\n\nThe following are given passages.\nCONTEXT\n\n{both}\n\n"
+        "Question: INPUT\nAnswer:"
+    )
     prompts = {
         "narrativeqa": "You are given a story, which can be either a novel or a movie script, and "
         f"a question. Answer the question {short}\n\nStory: CONTEXT\n\nNow, answer the question "
         f"based on the story {short}\n\nQuestion: INPUT\n\nAnswer:",
-        "qasper": f"You are given a scientific article and a question. Answer the question {article}"
-        f"\n\nArticle: CONTEXT\n\n Answer the question based on the above article {article}\n\n"
-        "Question: INPUT\n\nAnswer:",
+        "qasper": "You are given a scientific article and a question. Answer the question "
+        f"{article}\n\nArticle: CONTEXT\n\n Answer the question based on the above article "
+        f"{article}\n\nQuestion: INPUT\n\nAnswer:",
         "multifieldqa_en": "Read the following text and answer briefly.\n\nCONTEXT\n\nNow, answer "
         "the following question based on the above text, only give me the answer and do not output "
         "any other words.\n\nQuestion: INPUT\nAnswer:",
-        "multifieldqa_zh": "阅读以下文字并用中文简短回答：\n\nCONTEXT\n\n现在请基于上面的文章回答下面的问题，"
-        "只告诉我答案，不要输出任何其他字词。\n\n问题：INPUT\n回答：",
+        "multifieldqa_zh": "阅读以下文字并用中文简短回答：\n\nCONTEXT\n\n现在请基于上面的文章"
+        "回答下面的问题，只告诉我答案，不要输出任何其他字词。\n\n问题：INPUT\n回答：",
         "hotpotqa": passages,
         "2wikimqa": passages,
         "musique": passages,
@@ -156,9 +159,9 @@ def longbench_text(name, record):
         "Please determine which paragraph the abstract is from.\n\nCONTEXT\n\nThe following is an "
         "abstract.\n\nINPUT\n\nPlease enter the number of the paragraph that the abstract is from. "
         'The answer format must be like "Paragraph 1", "Paragraph 2", etc.\n\nThe answer is: ',
-        "passage_retrieval_zh": "以下是若干段落文字，以及其中一个段落的摘要。请确定给定的摘要出自哪一段。\n\n"
-        'CONTEXT\n\n下面是一个摘要\n\nINPUT\n\n请输入摘要所属段落的编号。答案格式必须是"段落1"，"段落2"'
-        "等格式\n\n答案是：",
+        "passage_retrieval_zh": "以下是若干段落文字，以及其中一个段落的摘要。请确定给定的摘要"
+        '出自哪一段。\n\nCONTEXT\n\n下面是一个摘要\n\nINPUT\n\n请输入摘要所属段落的编号。答案格式必须是"段落1"，'
+        '"段落2"等格式\n\n答案是：',
     }
     text = prompts[name.removeprefix("longbench_")]
     return text.replace("CONTEXT", record["context"]).replace("INPUT", record["input"])
@@ -372,16 +375,20 @@ def test_other_kinds_of_files(tmp_path):
     path.write_bytes(gzip.compress(b'{"a": 1}\n'))
     assert records_of(str(path), {"a": (int,)})[0].values == {"a": 1}
     table = tmp_path / "x.parquet"
-    datasets.Dataset.from_list(HOTPOTQA).select_columns(["_id", "question", "answer"]).to_parquet(
-        table
-    )
+    flat = [{name: record[name] for name in ("_id", "question")} for record in HOTPOTQA]
+    datasets.Dataset.from_list(flat).to_parquet(table)
     fields = {"_id": (str,), "question": (str,)}
     assert [record.values["_id"] for record in records_of(str(table), fields)] == ["5a0", "5a1"]
     (tmp_path / "bad.jsonl.gz").write_bytes(b"no gzip")
     (tmp_path / "bad.jsonl").write_bytes(b"\xff{}")
     (tmp_path / "bad.parquet").write_bytes(b"no parquet")
-    for name, said in (("bad.jsonl.gz", "cannot be read"), ("bad.jsonl", "no UTF-8"),
-                       ("bad.parquet", "cannot be read"), ("none.json", "no such file")):  # fmt: skip
+    bad = {
+        "bad.jsonl.gz": "cannot be read",
+        "bad.jsonl": "no UTF-8",
+        "bad.parquet": "cannot be read",
+        "none.json": "no such file",
+    }
+    for name, said in bad.items():
         with pytest.raises(RequestError, match=f"{name}: {said}"):
             records_of(str(tmp_path / name), {})
 

@@ -90,8 +90,8 @@ def _spec(
 _PASSAGES = (
     "Answer the question based on the given passages. Only give me the answer and do not output "
     "any other words.\n\nThe following are given passages.\n{context}\n\nAnswer the question based "
-    "on the given passages. Only give me the answer and do not output any other words.\n\nQuestion: "
-    "{input}\nAnswer:"
+    "on the given passages. Only give me the answer and do not output any other words.\n\n"
+    "Question: {input}\nAnswer:"
 )
 _PASSAGE = r"(?m)^Passage \d+:\n"
 NARRATIVEQA = _spec(

@@ -82,15 +82,16 @@ def run(options: DatasetOptions, progress: bool = True) -> dict[str, Any]:
         with AnswerFile(kept, settings) as answers:
             own = [it for at, it in enumerate(items) if shard.holds_line(at)]
             waiting = [it for it in own if it.id not in answers.done and it.id not in found]
-            done = len(own) - len(waiting)
-            with progress_bar(len(own), "eval", "question", shown=progress, done=done) as bar:
-                for item in waiting:
+            kept_before = len(own) - len(waiting)
+            bar = progress_bar(len(own), "eval", "question", shown=progress, done=kept_before)
+            with bar:
+                for number, item in enumerate(waiting, kept_before):
                     try:
                         answers.write([_asked(answerer, options.methods, item)])
                     except ServerGone as error:
                         raise RequestError(
-                            f"{error}; {len(own) - len(waiting) + bar.n - done} questions are kept"
-                            f" in {kept}: start it and run this again"
+                            f"{error}; {number} questions are kept in {kept}: start it and run "
+                            "this again"
                         ) from None
                     bar.update()
         found |= {line["id"]: line for line in _read(kept)}

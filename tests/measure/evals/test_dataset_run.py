@@ -1,0 +1,245 @@
+"""Data sets put to a model: scores, resuming, shards, and documents that do not fit."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from dataset_fixtures import CACHEBLEND, NQ, RGB, write
+
+from jaxrag.base.errors import ConfigError, RequestError
+from jaxrag.cli import main
+from jaxrag.library.knowledge_base import KnowledgeBase
+from jaxrag.measure.evals.datasets import run as running
+from jaxrag.measure.evals.datasets.asking import InProcess
+from jaxrag.measure.evals.datasets.options import DatasetOptions
+from jaxrag.measure.evals.datasets.report import heading, notes, tables
+from jaxrag.measure.evals.datasets.run import ITEMS, run
+from jaxrag.measure.evals.metrics import METRICS
+
+METHODS = ("full_attention", "turborag")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("sets")
+
+
+@pytest.fixture(scope="module")
+def options(folder, model_dir):
+    """NQ-open's fixture, three documents to a question."""
+    return DatasetOptions(
+        "nq_open", (str(write("nq_open", folder)),), methods=METHODS, documents=3,
+        max_new_tokens=3, model=str(model_dir), out=str(folder / "nq.json"),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def result(options):
+    return run(options, progress=False)
+
+
+def lines_of(options):
+    with open(options.out + ITEMS, encoding="utf-8") as file:
+        return {line["id"]: line for line in map(json.loads, file)}
+
+
+def test_every_method_answers_the_same_prompt(result, options):
+    for line in lines_of(options).values():
+        answers = line["methods"]
+        assert list(answers) == list(METHODS)
+        assert len({answers[name]["prompt_tokens"] for name in METHODS}) == 1
+        total = {sum(answers[name]["counts"].values()) for name in METHODS}
+        assert len(total) == 1 and answers["turborag"]["counts"]["reused"] == total.pop()
+        assert all(answers[name]["ttft"] <= 600 for name in METHODS)
+    assert [row["method"] for row in result["methods"]] == list(METHODS)
+
+
+def test_scores_are_those_of_the_answers(result, options):
+    items = {item.id: item for item in running.items_of(options)}
+    assert result["metrics"] == ["subspan", "exact_match", "f1"]
+    for row in result["methods"]:
+        for name in result["metrics"]:
+            each = [
+                METRICS[name](line["methods"][row["method"]]["text"].split("\n")[0].strip(),
+                              items[key].answers)
+                for key, line in lines_of(options).items()
+            ]  # fmt: skip
+            assert row["scores"][name]["all"]["value"] == pytest.approx(np.mean(each))
+            assert row["scores"][name]["all"]["n"] == len(NQ)
+
+
+def test_what_is_reported(result):
+    assert result["questions"] == len(NQ) and result["checked"] == "real file"
+    assert heading(result) == (
+        "NQ-open, Lost in the Middle (real file): 8 questions, 0 skipped, 0 of them cut: 0 of 24 "
+        "documents left out"
+    )
+    full, turbo = result["methods"]
+    assert full["reuse"] == 0 and turbo["reuse"] == 1 and turbo["flops"] < full["flops"]
+    assert full["minus_first"]["f1"]["all"]["value"] == 0
+    titles = [table.title for table in tables(result)]
+    assert "f1 minus that of full_attention on the same questions, in points" in titles
+    assert sum(len(table.rows) == 1 + len(METHODS) for table in tables(result)) == 4
+    said = list(notes(result))
+    assert said[0] == "8 questions are few: intervals are too narrow below some 30"
+    assert any("random gold passages" in note for note in said)
+
+
+def test_random_weights_are_not_scored(options):
+    found = run(dataclasses.replace(options, scores=False), progress=False)
+    assert found["metrics"] == [] and not found["methods"][0]["scores"]
+    assert [table.rows[0][0] for table in tables(found)] == ["method"]
+
+
+def test_a_killed_run_goes_on(options, result, folder, monkeypatch):
+    """What is finished is not asked again, whatever follows it in the file."""
+    path = folder / "nq.json"
+    whole = (folder / f"nq.json{ITEMS}").read_bytes()
+    kept = whole.splitlines(keepends=True)
+    other = dataclasses.replace(options, out=str(folder / "again.json"))
+    settings = f"{path}{ITEMS}.settings.json"
+    (folder / f"again.json{ITEMS}").write_bytes(b"".join(kept[:3]) + kept[3][:20])
+    with open(settings, "rb") as file:
+        (folder / f"again.json{ITEMS}.settings.json").write_bytes(file.read())
+    asked = []
+    answer = InProcess.answer
+
+    def counted(self, method, item):
+        asked.append(item.id)
+        return answer(self, method, item)
+
+    monkeypatch.setattr(InProcess, "answer", counted)
+    found = run(other, progress=False)
+    assert sorted(set(asked)) == [json.loads(line)["id"] for line in kept[3:]]
+    for name in ("scores", "minus_first", "reuse", "tokens", "flops"):
+        assert [row[name] for row in found["methods"]] == [row[name] for row in result["methods"]]
+
+
+def test_other_settings_do_not_go_on(options, result):
+    with pytest.raises(ConfigError, match="was begun with"):
+        run(dataclasses.replace(options, methods=("turborag",)), progress=False)
+
+
+def test_shards_are_the_whole(options, result, folder):
+    parts = [str(folder / f"part{n}.json") for n in range(2)]
+    for n, path in enumerate(parts):
+        one = run(dataclasses.replace(options, shard=f"{n}/2", out=path), progress=False)
+        assert one["questions"] == len(NQ) / 2
+    whole = dataclasses.replace(
+        options, finished=tuple(path + ITEMS for path in parts), out=str(folder / "whole.json")
+    )
+    found = run(whole, progress=False)
+    assert found["questions"] == len(NQ)
+    for name in ("scores", "minus_first", "tokens"):
+        assert [row[name] for row in found["methods"]] == [row[name] for row in result["methods"]]
+    with pytest.raises(ConfigError, match="--finished nowhere: no such file"):
+        run(dataclasses.replace(whole, finished=("nowhere",)), progress=False)
+
+
+def test_documents_that_do_not_fit_are_left_out_whole(folder, model_dir):
+    record = dict(CACHEBLEND[0])
+    long, short = "tea " * 300, "salt " * 40
+    texts = [short, short, long, short]
+    record["ctxs"] = [{"title": "", "text": text} for text in texts]
+    hopeless = {**record, "ctxs": [{"title": "", "text": "tea " * 3000}]}
+    path = folder / "long.json"
+    path.write_text(json.dumps([record, hopeless]), encoding="utf-8")
+    options = DatasetOptions(
+        "cacheblend_musique", (str(path),), methods=METHODS[:2], max_new_tokens=2,
+        model=str(model_dir), out=str(folder / "long-result.json"),
+    )  # fmt: skip
+    found = run(options, progress=False)
+    kept, left = lines_of(options).values()
+    assert 0 < kept["left_out"] < 4
+    assert left == {"id": "1", "skipped": "no document fits into the model's context"}
+    assert (found["questions"], found["questions_cut"], found["left_out"]) == (
+        1, 1, kept["left_out"],
+    )  # fmt: skip
+    assert found["skipped"] == {"no document fits into the model's context": 1}
+    assert any("1 questions were skipped" in note for note in notes(found))
+
+
+def test_groups_are_scored_apart_and_refusals_count_at_noise_one(folder, model_dir, monkeypatch):
+    texts = {"0@0": "hills and a box", "0@1": "of the insufficient information"}
+    options = DatasetOptions(
+        "rgb_en", (str(write("rgb_en", folder)),), methods=("full_attention",), noise=(0.0, 1.0),
+        max_new_tokens=2, model=str(model_dir),
+    )  # fmt: skip
+    answer = InProcess.answer
+
+    def said(self, method, item):
+        found = answer(self, method, item)
+        return dataclasses.replace(found, text=texts.get(item.id, "nothing"))
+
+    monkeypatch.setattr(InProcess, "answer", said)
+    found = run(options, progress=False)
+    [row] = found["methods"]
+    values = {name: it["value"] for name, it in row["scores"]["rgb"].items()}
+    assert values == pytest.approx({"all": 1 / 3, "noise 0": 1 / 3, "noise 1": 1 / 3})
+    refused = {name: it["value"] for name, it in row["scores"]["refuses"].items()}
+    assert refused == pytest.approx({"all": 1 / 6, "noise 0": 0, "noise 1": 1 / 3})
+    assert len(RGB) == 3
+
+
+def test_a_knowledge_base_keeps_the_kv_of_documents(options, result, folder, text_model):
+    KnowledgeBase.open(folder / "kb", text_model, template="plain").close()
+    found = run(
+        dataclasses.replace(
+            options, kb=str(folder / "kb"), out=str(folder / "kb.json"), number=3, documents=2
+        ),
+        progress=False,
+    )
+    again = run(
+        dataclasses.replace(
+            options, kb=str(folder / "kb"), out=str(folder / "kb2.json"), number=3, documents=2
+        ),
+        progress=False,
+    )
+    turbo = [it["methods"][1] for it in (found, again)]
+    assert turbo[0]["scores"] == turbo[1]["scores"]
+    lines = lines_of(dataclasses.replace(options, out=str(folder / "kb2.json")))
+    assert all(line["methods"]["turborag"]["counts"]["encoded"] == 0 for line in lines.values())
+
+
+def test_bad_options():
+    for change, said in (
+        ({"data": ()}, "no file; name it with --data FILE"),
+        ({"methods": ("a", "a")}, "--method a, a: name at least one, and each once"),
+        ({"number": 0}, "--num 0: expected a positive integer"),
+        ({"model": None}, "nothing to ask: give one of --model"),
+        ({"server": "http://x"}, "--server http://x has a model of its own"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            DatasetOptions(**{"name": "rgb_en", "data": ("x",), "model": "m", **change})
+
+
+def test_unknown_names_are_refused_before_anything_is_read(options):
+    metric = dataclasses.replace(options, metrics=("bleu",), model="nowhere")
+    with pytest.raises(RequestError, match="--metric bleu: expected one of exact_match, f1"):
+        run(metric, progress=False)
+    method = dataclasses.replace(options, methods=("magic",), model="nowhere")
+    with pytest.raises(RequestError, match="method 'magic': expected one of full_attention"):
+        run(method, progress=False)
+
+
+def test_the_command(options, folder, capsys):
+    out, page = folder / "c.json", folder / "c.md"
+    command = [
+        "eval", "dataset", "nq_open", "--data", options.data[0], "--model", options.model,
+        "--method", "turborag", "--num", "2", "--max-new-tokens", "2", "--out", str(out),
+        "--markdown", str(page), "--metric", "subspan",
+    ]  # fmt: skip
+    assert main(command) == 0
+    printed = capsys.readouterr()
+    assert "NQ-open, Lost in the Middle (real file): 2 questions" in printed.out
+    assert "note: 2 questions are few" in printed.err
+    assert json.loads(out.read_text())["machine"]["versions"]
+    assert "| turborag |" in page.read_text()
+    bad = [*command[:-1], "bleu"]
+    assert main(bad) == 1
+    assert capsys.readouterr().err.startswith("jaxrag: error: --metric bleu: expected one of")
+    assert main(["eval", "dataset", "nq", "--data", "x", "--model", "y"]) == 1
+    assert "data set 'nq': expected one of rgb_en" in capsys.readouterr().err
+    assert main(["eval", "dataset", "rgb_zh", "--write-template", str(folder / "t.toml")]) == 0
+    assert "文档" in (folder / "t.toml").read_text(encoding="utf-8")
