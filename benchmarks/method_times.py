@@ -1,9 +1,9 @@
 """Time to first token from text, FLOPs and stored bytes by method, on the shipped models.
 
 Every question is put to every method in turn, in one process, so that times are of the same
-moments; chunks are read from where they are kept, in memory. Prompts are those of the synthetic task
-(six short documents) and needles in a haystack that is cut into chunks. Stored bytes are those of
-the variants of a chunk that a knowledge base keeps for the method.
+moments; chunks are read from where they are kept, in memory. Prompts are those of the synthetic
+task (six short documents) and needles in a haystack that is cut into chunks. Stored bytes are those
+of the variants of a chunk that a knowledge base keeps for the method.
 
 example: python benchmarks/method_times.py --out results.json
 """

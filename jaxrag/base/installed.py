@@ -7,12 +7,16 @@ wheel holds copies. What a user has in the working folder is always meant first.
 import importlib.metadata
 import re
 import shutil
+import subprocess
 from pathlib import Path
 
 from jaxrag.base.errors import ConfigError
 
 __version__ = "0.2.0"
 DATA = Path(__file__).parents[1] / "data"
+TREE = Path(__file__).parents[2]  # of a checkout
+RESULTS = "benchmarks/results"  # in it
+CHANGED = "+changes"  # behind a commit
 
 
 def located(name: str | Path) -> Path:
@@ -53,6 +57,24 @@ def installs(extra: str) -> str:
     of = re.compile(rf";.*extra == ['\"]{extra}['\"]")
     names = (re.split(r"[\s;<>=!~\[]", line)[0] for line in wanted if of.search(line))
     return f"`pip install {' '.join(sorted(set(names)))}`"
+
+
+def commit(tree: Path = TREE) -> str:
+    """The commit of a source tree, with CHANGED where it differs; "unknown" outside git.
+
+    Results of benchmarks are no difference: a second one may be measured before the first is
+    committed.
+    """
+    git = ["git", "-C", str(tree)]
+    status = ["status", "--porcelain", "--untracked-files=no", "--", ".", f":(exclude){RESULTS}"]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
+        changes = subprocess.run([*git, *status], capture_output=True, text=True)
+    except OSError:
+        return "unknown"
+    if head.returncode:
+        return "unknown"
+    return head.stdout.strip() + (CHANGED if changes.stdout.strip() else "")
 
 
 def unpack(folder: Path) -> list[Path]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxrag.base.errors import RequestError
+from jaxrag.base.installed import CHANGED, RESULTS, TREE, commit
 from jaxrag.models.text.printable import printable
 
 if TYPE_CHECKING:
@@ -87,6 +88,20 @@ def require_folder(out: str | None, option: str = "--out") -> None:
     """Refuse a file to write, given by an option, whose folder is not there; before the work."""
     if out and not Path(out).absolute().parent.is_dir():
         raise RequestError(f"{option} {out}: its folder does not exist; make it first")
+    if out:
+        _require_commit(Path(out), option, TREE)
+
+
+def _require_commit(out: Path, option: str, tree: Path) -> None:
+    """Refuse a result among those of the repository from a tree that no commit stands for."""
+    results = tree / RESULTS
+    if out.absolute().parent.resolve() != results.resolve() or not results.is_dir():
+        return
+    if commit(tree).endswith(CHANGED):
+        raise RequestError(
+            f"{option} {out}: results of the repository are of a commit, and the working tree has "
+            "changes; commit or stash them, or write elsewhere"
+        )
 
 
 def give_out(

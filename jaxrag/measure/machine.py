@@ -4,12 +4,13 @@ import datetime
 import importlib.metadata
 import os
 import platform
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import jax
+
+from jaxrag.base.installed import commit
 
 PACKAGES = ("jaxrag", "jax", "jaxlib", "numpy", "tensorstore")
 SETTLE_SECONDS = 1.0  # idle worker threads of one process spin for a while and slow the other's
@@ -26,7 +27,7 @@ def describe() -> dict[str, Any]:
         "device": f"{device.platform}: {device.device_kind}",
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
-        "commit": _commit(),
+        "commit": commit(),
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
@@ -38,22 +39,6 @@ def _cpu_name() -> str:
         return platform.processor()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
-
-
-def _commit() -> str:
-    """The commit of the source tree, with "+changes" where it differs; "unknown" outside git."""
-    tree = Path(__file__).parents[2]
-    git = ["git", "-C", str(tree)]
-    try:
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
-        changes = subprocess.run(
-            [*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True
-        )
-    except OSError:
-        return "unknown"
-    if head.returncode:
-        return "unknown"
-    return head.stdout.strip() + ("+changes" if changes.stdout.strip() else "")
 
 
 def settle() -> None:
