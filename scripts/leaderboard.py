@@ -32,8 +32,8 @@ _HEAD = """\
 # Leaderboard
 
 Methods side by side on the shipped models, and what the papers claim. `python
-scripts/leaderboard.py` writes this page from the [committed results]({files}/): every figure is read from
-there, and the verdicts are ours. [Results](results.md) has the commands and the details.
+scripts/leaderboard.py` writes this page from the [committed results]({files}/): every figure is
+read from there, and the verdicts are ours. [Results](results.md) has commands and details.
 
 ## Methods
 
@@ -59,8 +59,8 @@ _CLAIMS = """
 ## Claims
 
 *held*: as the paper says, at the sizes here. *held in kind*: the same direction, for another model
-or machine. *held in part*: in some of the cases. *not held*: measured here, and different. Models of
-0.8M and 2.3M parameters cannot speak for large ones: *not held* means that a claim did not carry
+or machine. *held in part*: in some of the cases. *not held*: measured here, and different. Models
+of 0.8M and 2.3M parameters cannot speak for large ones: *not held* means that a claim did not carry
 over, not that it is wrong.
 """
 

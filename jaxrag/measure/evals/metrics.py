@@ -29,7 +29,7 @@ from jaxrag.base.errors import RequestError
 from jaxrag.base.installed import installs
 
 Golds = Sequence[str]
-Parts = Sequence[Golds]  # what an answer must hold all of, each with what it may be called
+AnswerParts = Sequence[Golds]  # what an answer must hold all of, each with what it may be called
 
 _WIDE = "\u3001\u3002\uff0c\uff01\uff1f\uff1b\uff1a\uff08\uff09\u300a-\u300f\u3010\u3011\u30fb"
 _WIDE_MARKS = re.compile(f"[{_WIDE}]")
@@ -116,7 +116,7 @@ def string_match_part(answer: str, golds: Golds) -> float:
     return float(any(gold.lower() in said for gold in golds))
 
 
-def rgb_labels(answer: str, parts: Parts) -> list[int]:
+def rgb_labels(answer: str, parts: AnswerParts) -> list[int]:
     """RGB's: [-1] for a refusal, else for every part 1 where one of its names is in the answer.
 
     Letters of any case; nothing else is normalised.
@@ -127,19 +127,19 @@ def rgb_labels(answer: str, parts: Parts) -> list[int]:
     return [int(any(name.lower() in said for name in names)) for names in parts]
 
 
-def rgb_accuracy(answer: str, parts: Parts) -> float:
+def rgb_accuracy(answer: str, parts: AnswerParts) -> float:
     """RGB's where there is something to find: no part is missing, and it is no refusal."""
     labels = rgb_labels(answer, parts)
     return float(0 not in labels and 1 in labels)
 
 
-def refuses(answer: str, parts: Parts) -> float:
+def refuses(answer: str, parts: AnswerParts) -> float:
     """RGB's: whether the answer says that the documents are not enough."""
     del parts  # whatever is right
     return float(any(refusal in answer for refusal in _REFUSALS))
 
 
-def rgb_accuracy_at_noise(answer: str, parts: Parts) -> float:
+def rgb_accuracy_at_noise(answer: str, parts: AnswerParts) -> float:
     """RGB's where all documents are noise: a refusal counts as right, beside a right answer."""
     return max(refuses(answer, parts), rgb_accuracy(answer, parts))
 
@@ -149,13 +149,13 @@ def first_line(answer: str) -> str:
     return answer.split("\n")[0].strip()
 
 
-def of_any_part(metric: Callable[[str, Golds], float]) -> Callable[[str, Parts], float]:
+def of_any_part(metric: Callable[[str, Golds], float]) -> Callable[[str, AnswerParts], float]:
     """A metric of right answers as one of parts, of which there is one."""
     return lambda answer, parts: metric(answer, parts[0])
 
 
 # By the name that results give it.
-METRICS: dict[str, Callable[[str, Parts], float]] = {
+METRICS: dict[str, Callable[[str, AnswerParts], float]] = {
     "exact_match": of_any_part(squad_exact_match),
     "f1": of_any_part(qa_f1),
     "f1_hotpotqa": of_any_part(hotpotqa_f1),

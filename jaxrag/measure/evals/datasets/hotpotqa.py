@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
-from jaxrag.measure.evals.datasets.records import Record
-from jaxrag.measure.evals.datasets.spec import DatasetItem, DatasetSpec, Reading
+from jaxrag.measure.evals.datasets.records import DataRecord
+from jaxrag.measure.evals.datasets.spec import DatasetItem, DatasetReading, DatasetSpec
 from jaxrag.models.text.prompts import TEMPLATES
 
 FIELDS: dict[str, tuple[type, ...]] = {
@@ -15,7 +15,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
 }
 
 
-def paragraph_items(records: list[Record], reading: Reading) -> Iterator[DatasetItem]:
+def paragraph_items(records: list[DataRecord], reading: DatasetReading) -> Iterator[DatasetItem]:
     """Questions over paragraphs of a title and its sentences, by the type of the question."""
     del reading
     for record in records:
@@ -30,7 +30,7 @@ def paragraph_items(records: list[Record], reading: Reading) -> Iterator[Dataset
         )
 
 
-def _paragraph(record: Record, one: Any) -> tuple[str, str]:
+def _paragraph(record: DataRecord, one: Any) -> tuple[str, str]:
     match one:
         case [str(title), [*sentences]] if all(isinstance(it, str) for it in sentences):
             return title, "".join(sentences)

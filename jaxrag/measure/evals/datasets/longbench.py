@@ -9,8 +9,8 @@ import itertools
 import re
 from collections.abc import Iterator
 
-from jaxrag.measure.evals.datasets.records import Record
-from jaxrag.measure.evals.datasets.spec import DatasetItem, DatasetSpec, Reading
+from jaxrag.measure.evals.datasets.records import DataRecord
+from jaxrag.measure.evals.datasets.spec import DatasetItem, DatasetReading, DatasetSpec
 from jaxrag.models.text.prompts import PromptTemplate
 
 _FIELDS: dict[str, tuple[type, ...]] = {
@@ -30,7 +30,7 @@ def longbench_documents(context: str, begins: str) -> tuple[str, ...]:
     return tuple(context[start:end] for start, end in cut if end > start)
 
 
-def _items(records: list[Record], begins: str, question: str) -> Iterator[DatasetItem]:
+def _items(records: list[DataRecord], begins: str, question: str) -> Iterator[DatasetItem]:
     for number, record in enumerate(records):
         values = record.values
         answers = values["answers"]
@@ -64,7 +64,7 @@ def _spec(
     """``prompt`` has {context} and {input}; ``question`` is every record's, where it has none."""
     prefix, final = prompt.split("{context}")
 
-    def items(records: list[Record], reading: Reading) -> Iterator[DatasetItem]:
+    def items(records: list[DataRecord], reading: DatasetReading) -> Iterator[DatasetItem]:
         del reading
         return _items(records, begins, question)
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
-from jaxrag.measure.evals.datasets.records import Record
-from jaxrag.measure.evals.datasets.spec import DatasetItem, DatasetSpec, Reading
+from jaxrag.measure.evals.datasets.records import DataRecord
+from jaxrag.measure.evals.datasets.spec import DatasetItem, DatasetReading, DatasetSpec
 from jaxrag.models.text.prompts import TEMPLATES, PromptTemplate
 
 _CACHEBLEND = PromptTemplate(
@@ -23,7 +23,7 @@ _CACHEBLEND = PromptTemplate(
 )
 
 
-def _items(records: list[Record], reading: Reading) -> Iterator[DatasetItem]:
+def _items(records: list[DataRecord], reading: DatasetReading) -> Iterator[DatasetItem]:
     del reading
     for record in records:
         values = record.values
@@ -37,14 +37,14 @@ def _items(records: list[Record], reading: Reading) -> Iterator[DatasetItem]:
         )
 
 
-def _paragraph(record: Record, one: Any) -> tuple[str, str]:
+def _paragraph(record: DataRecord, one: Any) -> tuple[str, str]:
     wanted = ("title", "paragraph_text")
     if not isinstance(one, dict) or not all(isinstance(one.get(name), str) for name in wanted):
         raise record.wrong("paragraphs", "a list of objects with a title and a paragraph_text")
     return one["title"], one["paragraph_text"]
 
 
-def _cacheblend_items(records: list[Record], reading: Reading) -> Iterator[DatasetItem]:
+def _cacheblend_items(records: list[DataRecord], reading: DatasetReading) -> Iterator[DatasetItem]:
     del reading
     for number, record in enumerate(records):
         values = record.values
@@ -59,7 +59,7 @@ def _cacheblend_items(records: list[Record], reading: Reading) -> Iterator[Datas
         )
 
 
-def _passage(record: Record, one: Any) -> str:
+def _passage(record: DataRecord, one: Any) -> str:
     if not isinstance(one, dict) or not all(
         isinstance(one.get(it), str) for it in ("title", "text")
     ):

@@ -1,9 +1,9 @@
 """NQ-open of Lost in the Middle (Liu et al., arXiv:2307.03172): one gold passage among others.
 
 Files with several passages to a question are asked as they stand. The oracle file has the gold
-passage alone; ``Reading.documents`` adds gold passages of other questions, none of which holds a
-right answer. Those were drawn at random and not retrieved, so such prompts are easier than the
-paper's.
+passage alone; ``DatasetReading.documents`` adds gold passages of other questions, none of which
+holds a right answer. Those were drawn at random and not retrieved, so such prompts are easier than
+the paper's.
 """
 
 import random
@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxrag.base.errors import RequestError
-from jaxrag.measure.evals.datasets.records import Record
-from jaxrag.measure.evals.datasets.spec import DatasetItem, DatasetSpec, Reading
+from jaxrag.measure.evals.datasets.records import DataRecord
+from jaxrag.measure.evals.datasets.spec import DatasetItem, DatasetReading, DatasetSpec
 from jaxrag.measure.evals.metrics import first_line, subspan
 from jaxrag.models.text.prompts import PromptTemplate
 
@@ -30,7 +30,7 @@ _TEMPLATE = PromptTemplate(
 )
 
 
-def _items(records: list[Record], reading: Reading) -> Iterator[DatasetItem]:
+def _items(records: list[DataRecord], reading: DatasetReading) -> Iterator[DatasetItem]:
     passages = [_passages(record) for record in records]
     for number, (record, own) in enumerate(zip(records, passages, strict=True)):
         answers = record.values["answers"]
@@ -50,14 +50,14 @@ def _items(records: list[Record], reading: Reading) -> Iterator[DatasetItem]:
         )
 
 
-def _passages(record: Record) -> list[Titled]:
+def _passages(record: DataRecord) -> list[Titled]:
     for name in ("answers", "ctxs"):
         if not record.values[name]:
             raise record.wrong(name, "at least one")
     return [_titled(record, one) for one in record.values["ctxs"]]
 
 
-def _titled(record: Record, one: Any) -> Titled:
+def _titled(record: DataRecord, one: Any) -> Titled:
     if not isinstance(one, dict) or not all(
         isinstance(one.get(it), str) for it in ("title", "text")
     ):
@@ -66,7 +66,7 @@ def _titled(record: Record, one: Any) -> Titled:
 
 
 def _among_others(
-    record: Record, passages: list[list[Titled]], number: int, reading: Reading
+    record: DataRecord, passages: list[list[Titled]], number: int, reading: DatasetReading
 ) -> tuple[list[Titled], int]:
     """The gold passage at a drawn place among those of other questions, and that place."""
     assert reading.documents is not None

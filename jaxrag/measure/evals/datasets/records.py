@@ -18,7 +18,7 @@ HUB = "hub:"
 
 
 @dataclasses.dataclass(frozen=True)
-class Record:
+class DataRecord:
     """One record; ``where`` is "FILE:LINE"."""
 
     where: str
@@ -32,7 +32,7 @@ class Record:
         return RequestError(f'{self.where}: "{field}" is {shown:.60}; expected {expected}')
 
 
-def records_of(source: str, fields: Mapping[str, tuple[type, ...]]) -> list[Record]:
+def records_of(source: str, fields: Mapping[str, tuple[type, ...]]) -> list[DataRecord]:
     """All records of a file, each with these fields.
 
     Args:
@@ -69,7 +69,7 @@ def _text(path: Path) -> str:
         raise RequestError(f"{path}: no UTF-8 ({error.reason}); convert it") from None
 
 
-def _of_text(source: str, text: str) -> Iterator[Record]:
+def _of_text(source: str, text: str) -> Iterator[DataRecord]:
     """Of a list of objects, or of one object a line."""
     if not text.lstrip().startswith("["):
         for number, line in enumerate(text.split("\n"), 1):
@@ -91,17 +91,17 @@ def _of_text(source: str, text: str) -> Iterator[Record]:
         yield _checked(f"{source}:{number}", value)
 
 
-def _record(where: str, line: str) -> Record:
+def _record(where: str, line: str) -> DataRecord:
     try:
         return _checked(where, json.loads(line))
     except ValueError as error:
         raise RequestError(f"{where}: no JSON ({error}); expected one object a line") from None
 
 
-def _checked(where: str, value: Any) -> Record:
+def _checked(where: str, value: Any) -> DataRecord:
     if not isinstance(value, dict):
         raise RequestError(f"{where}: {json.dumps(value):.60}; expected a JSON object")
-    return Record(where, value)
+    return DataRecord(where, value)
 
 
 def _from_hub(source: str) -> Any:
@@ -127,5 +127,5 @@ def _table(source: str, path: str, **options: Any) -> Any:
             datasets.enable_progress_bars()
 
 
-def _of_table(source: str, rows: Any) -> list[Record]:
-    return [Record(f"{source}:{number}", row) for number, row in enumerate(rows, 1)]
+def _of_table(source: str, rows: Any) -> list[DataRecord]:
+    return [DataRecord(f"{source}:{number}", row) for number, row in enumerate(rows, 1)]

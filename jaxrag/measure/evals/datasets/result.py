@@ -11,13 +11,13 @@ from jaxrag.measure.evals.datasets.options import DatasetOptions
 from jaxrag.measure.evals.datasets.spec import DatasetItem, DatasetSpec
 from jaxrag.measure.evals.statistics import LEVEL, by_group, difference, median, plain, share
 
-Answered = tuple[DatasetItem, Mapping[str, Any]]  # a question and its finished line
+FinishedItem = tuple[DatasetItem, Mapping[str, Any]]  # a question and its finished line
 
 ALL = "all"
 
 
 def result_of(
-    options: DatasetOptions, spec: DatasetSpec, lines: Sequence[Answered]
+    options: DatasetOptions, spec: DatasetSpec, lines: Sequence[FinishedItem]
 ) -> dict[str, Any]:
     """JSON-able; shares as fractions of 1, times in seconds, each with its interval."""
     skipped = Counter(line["skipped"] for _, line in lines if "skipped" in line)

@@ -11,9 +11,9 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from jaxrag.measure.evals.datasets.records import Record
-from jaxrag.measure.evals.datasets.spec import DatasetItem, DatasetSpec, Reading
-from jaxrag.measure.evals.metrics import Parts
+from jaxrag.measure.evals.datasets.records import DataRecord
+from jaxrag.measure.evals.datasets.spec import DatasetItem, DatasetReading, DatasetSpec
+from jaxrag.measure.evals.metrics import AnswerParts
 from jaxrag.models.text.prompts import PromptTemplate
 
 DOCUMENTS = 5
@@ -76,7 +76,7 @@ def rgb_documents(positive: list[str], negative: list[str], noise: float) -> lis
     return found
 
 
-def _items(records: list[Record], reading: Reading) -> Iterator[DatasetItem]:
+def _items(records: list[DataRecord], reading: DatasetReading) -> Iterator[DatasetItem]:
     for noise in reading.noise or NOISE:
         for number, record in enumerate(records):
             values = record.values
@@ -91,7 +91,7 @@ def _items(records: list[Record], reading: Reading) -> Iterator[DatasetItem]:
             )
 
 
-def _texts(record: Record, name: str) -> list[str]:
+def _texts(record: DataRecord, name: str) -> list[str]:
     found: Any = record.values[name]
     if not all(isinstance(text, str) for text in found):
         raise record.wrong(
@@ -100,7 +100,7 @@ def _texts(record: Record, name: str) -> list[str]:
     return list(found)
 
 
-def _parts(record: Record) -> Parts:
+def _parts(record: DataRecord) -> AnswerParts:
     """A text, or a list: every entry is needed; a list in it is what the entry may be called."""
     given = record.values["answer"]
     parts = [one if isinstance(one, list) else [one] for one in _listed(given)]

@@ -18,7 +18,7 @@ from jaxrag.measure.evals.datasets.http import OverHttp, ServerGone
 from jaxrag.measure.evals.datasets.options import DatasetOptions
 from jaxrag.measure.evals.datasets.records import HUB, records_of
 from jaxrag.measure.evals.datasets.result import result_of
-from jaxrag.measure.evals.datasets.spec import DatasetItem, DatasetSpec, Reading
+from jaxrag.measure.evals.datasets.spec import DatasetItem, DatasetReading, DatasetSpec
 from jaxrag.measure.evals.datasets.table import dataset_named
 from jaxrag.measure.evals.metrics import METRICS
 from jaxrag.models.model import load_model
@@ -44,7 +44,7 @@ def items_of(options: DatasetOptions) -> list[DatasetItem]:
     Raises RequestError, with file, line and field, for a record that is none.
     """
     spec = dataset_named(options.name)
-    reading = Reading(options.noise, options.documents, options.seed)
+    reading = DatasetReading(options.noise, options.documents, options.seed)
     found: list[DatasetItem] = []
     for source in options.data:
         records = records_of(source, spec.fields)[: options.number]

@@ -4,15 +4,15 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-from jaxrag.measure.evals.datasets.records import Record
-from jaxrag.measure.evals.metrics import METRICS, Parts
+from jaxrag.measure.evals.datasets.records import DataRecord
+from jaxrag.measure.evals.metrics import METRICS, AnswerParts
 from jaxrag.models.text.prompts import PromptTemplate
 
-Checked = Literal["real file", "fixture only"]
+CheckedOn = Literal["real file", "fixture only"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
+class DatasetReading:
     """What a person chooses of how records become questions; a data set reads what it has.
 
     Attributes:
@@ -43,7 +43,7 @@ class DatasetItem:
     sample: str
     question: str
     documents: tuple[tuple[str, str], ...]
-    answers: Parts
+    answers: AnswerParts
     group: str = ""
 
 
@@ -67,9 +67,9 @@ class DatasetSpec:
 
     title: str
     source: str
-    checked: Checked
+    checked: CheckedOn
     fields: dict[str, tuple[type, ...]]
-    items: Callable[[list[Record], Reading], Iterator[DatasetItem]]
+    items: Callable[[list[DataRecord], DatasetReading], Iterator[DatasetItem]]
     template: PromptTemplate
     metrics: tuple[str, ...]
     max_new_tokens: int
