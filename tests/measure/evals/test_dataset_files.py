@@ -121,8 +121,7 @@ def longbench_text(name, record):
         "output any other words."
     )
     short = (
-        "as concisely as you can, using a single phrase if possible. Do not provide any "
-        "explanation."
+        "asconcisely as you can, using a single phrase if possible. Do not provide any explanation."
     )
     article = (
         "as concisely as you can, using a single phrase or sentence if possible. If the question "

@@ -94,11 +94,11 @@ _PASSAGES = (
     "Question: {input}\nAnswer:"
 )
 _PASSAGE = r"(?m)^Passage \d+:\n"
-NARRATIVEQA = _spec(
+NARRATIVEQA = _spec(  # "asconcisely" is LongBench's
     "narrativeqa",
     "You are given a story, which can be either a novel or a movie script, and a question. Answer "
-    "the question as concisely as you can, using a single phrase if possible. Do not provide any "
-    "explanation.\n\nStory: {context}\n\nNow, answer the question based on the story as concisely "
+    "the question asconcisely as you can, using a single phrase if possible. Do not provide any "
+    "explanation.\n\nStory: {context}\n\nNow, answer the question based on the story asconcisely "
     "as you can, using a single phrase if possible. Do not provide any explanation.\n\nQuestion: "
     "{input}\n\nAnswer:",
     "f1",
