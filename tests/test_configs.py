@@ -15,6 +15,7 @@ from jaxrag.server.settings import ServerSettings
 CONFIGS = Path(__file__).parents[1] / "configs"
 MODELS = CONFIGS / "models"
 PARAMS = {
+    "llama-3-70b": 70_553_706_496,
     "llama-3-8b": 8_030_261_248,
     "mistral-7b": 7_248_023_552,
     "qwen2-7b": 7_615_616_512,
@@ -23,6 +24,7 @@ PARAMS = {
     "synthetic-6m": 6_164_736,
 }
 KV_BYTES = {
+    "llama-3-70b": 320 * 1024,
     "llama-3-8b": 128 * 1024,
     "mistral-7b": 128 * 1024,
     "qwen2-7b": 56 * 1024,

@@ -31,7 +31,7 @@ FLOORS = (
 # one another.
 ROOMS = {
     "server": (("http",), ("answers", "documents"), ("state",), ("",)),
-    "measure": (("bench",), ("evals",), ("",)),
+    "measure": (("bench", "plan"), ("evals",), ("",)),
     "library": (
         ("knowledge_base",),
         ("export",),

@@ -21,6 +21,7 @@ from jaxrag.cli import (
     kb,
     plain,
     plain_gate,
+    plan,
     serve,
     train,
 )
@@ -28,7 +29,8 @@ from jaxrag.cli.waiting import stop_telling
 from jaxrag.models.text.printable import printable
 
 COMMANDS = (
-    demo, ingest, ask, generate, serve, plain, plain_gate, kb, check, convert, train, eval, bench,
+    demo, ingest, ask, generate, serve, plain, plain_gate, kb, check, plan, convert, train, eval,
+    bench,
 )  # fmt: skip
 
 

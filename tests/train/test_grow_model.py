@@ -13,7 +13,7 @@ from jaxrag.models.model import load_model
 from jaxrag.models.reading import Reading
 from jaxrag.models.spec import init_params
 
-DEEP = Path(__file__).parents[2] / "checkpoints" / "synthetic-2.3m" / "deep-dual"
+DEEP = Path(__file__).parents[2] / "checkpoints" / "synthetic-2.3m"
 DOCUMENTS = ["Kora Felell lives in Tondorf. Kora Felell keeps a goat."]
 
 
@@ -49,10 +49,14 @@ def test_layers_that_are_no_multiple_are_refused(small, tmp_path, monkeypatch, c
     assert not (tmp_path / "deep").exists()
 
 
-def test_the_deep_weights_answer_block_wise():
-    model = load_model(DEEP, cache_tokens=2048)
+@pytest.mark.parametrize(
+    ("weights", "method"), [("deep-dual", "turborag"), ("deep-full", "full_attention")]
+)
+def test_the_deep_weights_answer(weights, method):
+    model = load_model(DEEP / weights, cache_tokens=2048)
     assert (model.config.num_layers, model.config.max_positions) == (12, 4352)
+    assert model.reading.block_positions == (("reordered",) if method == "turborag" else ())
     answer = generate(
-        "Which animal does Kora Felell keep?", model=model, documents=DOCUMENTS, method="turborag"
+        "Which animal does Kora Felell keep?", model=model, documents=DOCUMENTS, method=method
     )
     assert answer.text.strip() == "goat"

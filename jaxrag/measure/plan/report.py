@@ -1,0 +1,132 @@
+"""A plan as JSON and as tables."""
+
+import dataclasses
+import math
+from typing import Any
+
+from jaxrag.base.config import ModelConfig
+from jaxrag.measure.plan.formulas import (
+    decode_rows,
+    kv_token_bytes,
+    plan_method,
+    pool_tokens,
+    prompt_tokens,
+    weight_bytes,
+)
+from jaxrag.measure.plan.settings import PlanSettings
+from jaxrag.measure.table import Table
+from jaxrag.models.spec import num_params
+
+_BYTES = ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+def plan_record(settings: PlanSettings, config: ModelConfig) -> dict[str, Any]:
+    """All sums as plain values: seconds, bytes, dollars; null for what there is not."""
+    return {
+        "settings": dataclasses.asdict(settings),
+        "model": {
+            "parameters": num_params(config),
+            "weight_bytes": weight_bytes(config),
+            "stored_bytes_per_token": kv_token_bytes(config, settings.stored),
+        },
+        "prompt_tokens": prompt_tokens(settings),
+        "pool_tokens": pool_tokens(settings, config),
+        "decode_rows": decode_rows(settings, config),
+        "methods": [
+            _finite(dataclasses.asdict(plan_method(name, settings, config)))
+            for name in settings.methods
+        ],
+    }
+
+
+def _finite(values: Any) -> Any:
+    """JSON has no infinity: null."""
+    if isinstance(values, dict):
+        return {name: _finite(value) for name, value in values.items()}
+    if isinstance(values, (list, tuple)):
+        return [_finite(value) for value in values]
+    return None if isinstance(values, float) and math.isinf(values) else values
+
+
+def plan_tables(record: dict[str, Any]) -> list[Table]:
+    """What is stored, the time to the first token by tier, and what serving costs."""
+    methods = record["methods"]
+    return [_stored(record), _times(methods), _found(methods), _serving(methods)]
+
+
+def _stored(record: dict[str, Any]) -> Table:
+    corpus, model = record["settings"]["corpus"], record["model"]
+    rows = [["method", "stored", "after a year", "worth storing", "from finds a month"]]
+    for one in record["methods"]:
+        if not one["corpus_bytes"]:
+            continue
+        rows.append([
+            one["method"],
+            _sized(one["corpus_bytes"]),
+            _sized(one["grown_bytes"]),
+            f"{100 * one['worth_storing']:.3g} %",
+            "never" if one["break_even"] is None else f"{one['break_even']:.3g}",
+        ])  # fmt: skip
+    title = (
+        f"stored KV of {corpus['chunks']:,} chunks of {corpus['chunk_tokens']} tokens, "
+        f"{_sized(model['stored_bytes_per_token'])} a token ({record['settings']['stored']})"
+    )
+    return Table(title, rows)
+
+
+def _times(methods: list[dict[str, Any]]) -> Table:
+    names = list(dict.fromkeys(
+        tier["name"] for one in methods for tier in one["tiers"] if tier["name"] != _FULL
+    ))  # fmt: skip
+    rows = [["method", *names, "expected"]]
+    for one in methods:
+        by_name = {tier["name"]: tier["first_token"] for tier in one["tiers"]}
+        cells = [_seconds(by_name[name]) if name in by_name else "" for name in names]
+        rows.append([one["method"], *cells, _seconds(one["first_token"])])
+    return Table("time to first token, by where a question's chunks are found", rows)
+
+
+def _found(methods: list[dict[str, Any]]) -> Table:
+    first = next((one for one in methods if one["corpus_bytes"]), None)
+    rows = [["found in", "chunks held", "of all finds"]]
+    for tier in [] if first is None else first["tiers"]:
+        if tier["name"] != "computed":
+            rows.append([tier["name"], f"{tier['chunks']:,.0f}", f"{100 * tier['share']:.1f} %"])
+    title = "where chunks are found" + ("" if first is None else f" by {first['method']}")
+    return Table(title, rows)
+
+
+def _serving(methods: list[dict[str, Any]]) -> Table:
+    rows = [["method", "TFLOP", "a token", "engines", "all stored", "popular stored"]]
+    for one in methods:
+        none = one["engines"] is None
+        rows.append([
+            one["method"],
+            f"{one['flops'] / 1e12:.3g}",
+            _seconds(one["token"]),
+            "no prompt fits" if none else f"{one['engines']:,}",
+            *(
+                "" if one[name] is None else f"{one[name]:,.2f}"
+                for name in ("dollars_per_hour", "popular_dollars_per_hour")
+            ),
+        ])  # fmt: skip
+    title = (
+        "work to the first token, time of a further one, engines for the busiest hour, and dollars "
+        "an hour"
+    )
+    return Table(title, rows)
+
+
+_FULL = "full attention"
+
+
+def _sized(number: float) -> str:
+    """1.2e9 -> 1.2 GB, of decimal bytes as disks are sold."""
+    for size, unit in _BYTES:
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.3g} B"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"

@@ -1,0 +1,55 @@
+"""`jaxrag plan` as a program."""
+
+import json
+
+import pytest
+
+from jaxrag.cli import main
+
+PLAN = "llama-3-8b-on-one-h200"
+
+
+def test_tables_and_a_picture(tmp_path, capsys):
+    out, picture = tmp_path / "plan.json", tmp_path / "plan.svg"
+    assert main(["plan", PLAN, "--out", str(out), "--plot", str(picture)]) == 0
+    printed = capsys.readouterr().out
+    for words in (
+        "stored KV of 10,000,000 chunks",
+        "time to first token",
+        "engines",
+        "docs/scale.md",
+    ):
+        assert words in printed
+    assert picture.read_text().startswith("<?xml")
+    record = json.loads(out.read_text())
+    assert [one["method"] for one in record["methods"]] == record["settings"]["methods"]
+
+
+def test_json_has_no_infinity(capsys):
+    dear = "tiers=[{name='store', bandwidth=1e9, dollars_per_read=1.0}]"
+    assert main(["plan", PLAN, "--set", dear, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert record["methods"][0]["break_even"] is None
+
+
+def test_half_the_bytes_in_int8(capsys):
+    sizes = []
+    for stored in ("native", "int8"):
+        assert main(["plan", PLAN, "--set", f"stored={stored}", "--json"]) == 0
+        sizes.append(json.loads(capsys.readouterr().out)["methods"][0]["corpus_bytes"])
+    assert sizes[1] / sizes[0] == pytest.approx((128 + 4) / 256)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["nowhere"], "no such plan"),
+        ([PLAN, "--set", "queries.rate=0"], "queries.rate=0"),
+        ([PLAN, "--plot", "plan.txt"], "ends in .png"),
+        ([PLAN, "--out", "nowhere/plan.json"], "its folder does not exist"),
+    ],
+)
+def test_bad_input_is_one_line(given, words, capsys):
+    assert main(["plan", *given]) == 1
+    said = capsys.readouterr()
+    assert words in said.err and said.err.count("\n") == 1 and not said.out

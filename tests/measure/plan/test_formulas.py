@@ -1,0 +1,190 @@
+"""The sums of a plan: against slow sums, against each other, and against what was measured."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from jaxrag.base.config import config_from_dict
+from jaxrag.base.errors import ConfigError
+from jaxrag.base.tables import read_toml
+from jaxrag.measure.plan import formulas
+from jaxrag.measure.plan.settings import (
+    CorpusSize,
+    EngineHardware,
+    PlanSettings,
+    QueryLoad,
+    StorageTier,
+    load_plan,
+)
+from jaxrag.measure.zoo import LLAMA_100M
+from jaxrag.reuse.methods import METHODS
+
+ROOT = Path(__file__).parents[3]
+RESULTS = ROOT / "benchmarks" / "results"
+PLANS = sorted(path.stem for path in (ROOT / "configs" / "plans").glob("*.toml"))
+
+
+def settings(**changes):
+    """A plan for a small model on one device; ``changes`` of its parts by name."""
+    parts = {
+        "model": "configs/models/synthetic-6m.toml",
+        "corpus": CorpusSize(chunks=10_000, chunk_tokens=256),
+        "queries": QueryLoad(rate=2.0, k=4, question_tokens=32, answer_tokens=64),
+        "engine": EngineHardware(
+            flops=1e12, utilisation=0.5, memory=1e9, bandwidth=1e11, dollars_per_hour=2.0
+        ),
+        "tiers": (
+            StorageTier("host", bandwidth=1e10, bytes=1e10),
+            StorageTier("store", bandwidth=1e9, latency=0.01, dollars_per_gb_month=0.02),
+        ),
+    }
+    return PlanSettings(**(parts | changes))
+
+
+@pytest.fixture(scope="module")
+def small():
+    return config_from_dict(read_toml(ROOT / "configs" / "models" / "synthetic-6m.toml"))
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.6, 1.0, 1.3])
+@pytest.mark.parametrize("n", [1, 999, 1000, 1001, 50_000])
+def test_harmonic_is_the_sum(n, exponent):
+    slow = math.fsum(r**-exponent for r in range(1, n + 1))
+    assert formulas.harmonic(n, exponent) == pytest.approx(slow, rel=1e-7)
+
+
+def test_popular_shares_grow_from_nothing_to_all():
+    shares = [formulas.popular_share(held, 10_000, 1.0) for held in (0, 1, 100, 5000, 10_000, 1e9)]
+    assert shares == sorted(shares) and shares[0] == 0.0 and shares[-1] == shares[-2] == 1.0
+    assert formulas.popular_share(2500, 10_000, 0.0) == pytest.approx(0.25)
+
+
+def test_bytes_are_those_of_the_store(small):
+    assert formulas.kv_token_bytes(small, "native") == small.kv_bytes_per_token
+    heads = 2 * small.num_layers * small.num_kv_heads
+    assert formulas.kv_token_bytes(small, "int8") == heads * (small.head_dim + 4)
+    forms = [formulas.variants(METHODS[it]) for it in ("full_attention", "epic", "fusionrag")]
+    assert forms == [0, 1, 2]
+
+
+def test_a_method_that_computes_more_takes_longer(small):
+    flops = [
+        formulas.prefill_flops(METHODS[name], settings(), small)
+        for name in ("turborag", "epic", "cacheblend", "full_attention")
+    ]
+    assert flops == sorted(flops) and len(set(flops)) == 4
+    everything = METHODS["epic"].with_ratio(1.0)
+    assert formulas.prefill_flops(everything, settings(), small) > 0.9 * flops[-1]
+
+
+def test_tiers_hold_all_finds_and_slow_down(small):
+    found = formulas.plan_method("turborag", settings(), small)
+    assert [tier.name for tier in found.tiers] == ["pool", "host", "store", "computed"]
+    assert sum(tier.share for tier in found.tiers) == pytest.approx(1.0)
+    stored = [tier.first_token for tier in found.tiers[:3]]
+    assert stored == sorted(stored) and stored[0] < found.first_token < stored[-1]
+    assert found.tiers[1].chunks == pytest.approx(1e10 / (256 * small.kv_bytes_per_token))
+
+
+def test_storing_pays_for_what_is_asked_for(small):
+    asked = formulas.plan_method("turborag", settings(), small)
+    assert 0 < asked.break_even < math.inf and 0 < asked.worth_storing <= 1
+    assert asked.popular_dollars_per_hour <= asked.dollars_per_hour
+    dear = dataclasses.replace(settings().tiers[-1], dollars_per_gb_month=2.0)
+    rare = formulas.plan_method("turborag", settings(tiers=(dear,)), small)
+    assert rare.break_even == pytest.approx(100 * asked.break_even)
+    assert rare.worth_storing < asked.worth_storing
+    free = dataclasses.replace(dear, dollars_per_gb_month=0.0)
+    assert formulas.plan_method("turborag", settings(tiers=(free,)), small).worth_storing == 1.0
+    read = dataclasses.replace(dear, dollars_per_read=1.0)
+    never = formulas.plan_method("turborag", settings(tiers=(read,)), small)
+    assert never.break_even == math.inf and never.worth_storing == 0.0
+    assert formulas.plan_method("full_attention", settings(), small).break_even is None
+
+
+def test_engines_follow_the_rate_and_the_pool(small):
+    busy = dataclasses.replace(settings().queries, rate=2000.0)
+    few, many = (
+        formulas.plan_method("turborag", settings(queries=it), small).engines
+        for it in (settings().queries, busy)
+    )
+    assert few == 1 < many
+    tight = dataclasses.replace(settings().engine, memory=3e7)
+    none = formulas.plan_method("turborag", settings(engine=tight), small)
+    assert none.engines is None and none.dollars_per_hour is None
+
+
+def on_cpu(question, context):
+    """The machine of benchmarks/results, for a prompt of theirs."""
+    settings, _ = load_plan("qwen2.5-0.5b-on-two-cores")
+    return dataclasses.replace(
+        settings,
+        corpus=CorpusSize(chunks=10_000, chunk_tokens=512),
+        queries=QueryLoad(
+            rate=0.1,
+            k=context // 512,
+            question_tokens=question,
+            answer_tokens=1,
+            prefix_tokens=0,
+        ),
+    )
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_first_tokens_are_those_that_were_measured(number):
+    measured = json.loads((RESULTS / "ttft-cpu-float32.json").read_text())
+    row = measured["rows"][number]
+    plan = on_cpu(measured["question_tokens"], row["context"])
+    reuse = formulas.plan_method("turborag", plan, LLAMA_100M)
+    full = formulas.plan_method("full_attention", plan, LLAMA_100M)
+    for sums, seconds in (
+        (full.first_token, row["seconds"]["full"]),
+        (reuse.tiers[0].first_token, row["seconds"]["pool"]),
+        (reuse.tiers[1].first_token, row["seconds"]["disk"]),
+    ):
+        assert 1 / 1.5 < sums / seconds < 1.5
+
+
+def test_encoding_is_as_fast_as_measured():
+    measured = json.loads((RESULTS / "ingest.json").read_text())
+    plan = on_cpu(50, 512)
+    seconds = formulas.compute_seconds(formulas.encode_flops(plan, LLAMA_100M), plan)
+    each = measured["ingest"]["seconds"] / measured["chunks"]
+    assert 1 / 1.5 < seconds / each < 1.5
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_plans_that_come_along(name):
+    settings, config = load_plan(name)
+    for method in settings.methods:
+        found = formulas.plan_method(method, settings, config)
+        assert found.engines >= 1 and found.first_token > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("corpus.chunks=0", r"corpus.chunks=0: expected a number above 0"),
+        ("queries.k=99999999999", "expected at most corpus.chunks"),
+        ("queries.rate=-1", "queries.rate=-1"),
+        ("engine.utilisation=1.5", "at most 1"),
+        ("engine.flops=inf", "engine.flops=inf"),
+        ("stored='int3'", "expected one of native, int8"),
+        ("methods=['turbo']", "methods: 'turbo': expected one of"),
+        ("methods=[]", "at least one"),
+        ("tiers=[{name='disk', bandwidth=1e9, bytes=1e9}]", "leave out its 'bytes'"),
+        ("corpus.chunk=3", "unknown key 'chunk'"),
+        ("model='configs/models/none.toml'", "no such configuration file"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(change, words):
+    with pytest.raises(ConfigError, match=words):
+        load_plan("qwen2.5-0.5b-on-two-cores", [change])
+
+
+def test_a_plan_that_is_none_is_refused():
+    with pytest.raises(ConfigError, match="no such plan"):
+        load_plan("nowhere")
