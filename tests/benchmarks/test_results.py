@@ -1,7 +1,11 @@
 """The results of the repository: each is of a commit, but for those from before that was asked."""
 
 import json
+import shutil
+import subprocess
 from pathlib import Path
+
+import pytest
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 # Measured before `--out` refused a tree with changes. Measure one again, and take it out of here.
@@ -13,11 +17,29 @@ OF_CHANGED_TREES = {
 }  # fmt: skip
 
 
+def commit_of(path):
+    """The commit that a result is of; None where it says none."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return found.get("machine", {}).get("commit") if isinstance(found, dict) else None
+
+
 def test_results_are_of_commits():
-    changed = set()
-    for path in RESULTS.glob("*.json"):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        machine = found.get("machine", {}) if isinstance(found, dict) else {}
-        if "+changes" in str(machine.get("commit")):
-            changed.add(path.stem)
+    changed = {path.stem for path in RESULTS.glob("*.json") if "+changes" in str(commit_of(path))}
     assert changed == OF_CHANGED_TREES, "of a tree with changes, or measured again: see above"
+
+
+def test_the_commits_of_results_are_of_this_history():
+    """A commit that was rewritten away cannot be looked at; merge a branch with results."""
+    git = ["git", "-C", str(RESULTS)]
+    if shutil.which("git") is None or subprocess.run([*git, "rev-parse", "-q"]).returncode:
+        pytest.skip("not a git checkout")
+    shallow = subprocess.run([*git, "rev-parse", "--is-shallow-repository"], capture_output=True)
+    if shallow.stdout.strip() == b"true":
+        pytest.skip("a shallow clone has no history")
+    log = subprocess.run([*git, "rev-list", "HEAD"], capture_output=True, text=True, check=True)
+    history, lost = set(log.stdout.split()), []
+    for path in RESULTS.glob("*.json"):
+        commit = commit_of(path)
+        if commit is not None and commit.removesuffix("+changes") not in history:
+            lost.append(path.stem)
+    assert not lost

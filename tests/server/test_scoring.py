@@ -146,6 +146,19 @@ doc_to_target: label
 """
 
 
+SAYS = """
+task: says
+dataset_path: json
+dataset_kwargs: {data_files: {test: FILE}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{text}}"
+doc_to_target: "falcon"
+generation_kwargs: {until: ["."], max_gen_toks: 4, do_sample: false}
+metric_list: [{metric: exact_match}]
+"""
+
+
 @pytest.mark.slow
 def test_a_harness_scores_through_the_server(server, served_model, tmp_path):
     """lm-evaluation-harness, where LM_EVAL_PYTHON names an interpreter that has it."""
@@ -155,19 +168,26 @@ def test_a_harness_scores_through_the_server(server, served_model, tmp_path):
     texts = ["Kora Felell keeps a", "Giso Berow lives in", "Mela Forow works as a"]
     lines = [{"text": text, "label": at % 2} for at, text in enumerate(texts)]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
-    (tmp_path / "answers.yaml").write_text(TASK.replace("FILE", str(tmp_path / "data.jsonl")))
+    for name, task in (("answers", TASK), ("says", SAYS)):
+        text = task.replace("FILE", str(tmp_path / "data.jsonl"))
+        (tmp_path / f"{name}.yaml").write_text(text, encoding="utf-8")
     where = f"base_url={server.url}/v1/completions,model=synthetic,tokenizer_backend=remote"
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(
         [python, "-m", "lm_eval", "run", "--model", "local-completions", "--model_args", where,
-         "--tasks", "answers", "--include_path", str(tmp_path), "--batch_size", "2",
+         "--tasks", "answers,says", "--include_path", str(tmp_path), "--batch_size", "2",
          "--log_samples", "--output_path", str(tmp_path / "out")],
         env={**environment, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1",
              "HF_HOME": str(tmp_path / "home")},
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    [samples] = (tmp_path / "out").rglob("samples_*.jsonl")
+    [said] = (tmp_path / "out").rglob("samples_says_*.jsonl")
+    for sample in map(json.loads, said.read_text(encoding="utf-8").splitlines()):
+        ids = served_model.tokenizer.encode(lines[sample["doc_id"]]["text"]).tolist()
+        told = server.post("/v1/completions", prompt=ids, max_tokens=4, stop=["."]).json()
+        assert sample["resps"] == [[told["choices"][0]["text"]]]
+    [samples] = (tmp_path / "out").rglob("samples_answers_*.jsonl")
     found = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
     assert len(found) == len(texts)
     for sample in found:

@@ -212,7 +212,7 @@ def test_nq_open_among_others(tmp_path, tokenizer):
         ]
         assert holders == [gold]
     assert len(places) > 1
-    with pytest.raises(RequestError, match="--documents 9: the file has 8 passages"):
+    with pytest.raises(RequestError, match="--passages 9: the file has 8 passages"):
         items("nq_open", path, documents=9)
 
 

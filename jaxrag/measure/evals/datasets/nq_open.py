@@ -74,7 +74,7 @@ def _among_others(
     answers, [gold, *more] = record.values["answers"], passages[number]
     if more:
         raise RequestError(
-            f"{record.where}: {len(more) + 1} passages; --documents is for the oracle file, which "
+            f"{record.where}: {len(more) + 1} passages; --passages is for the oracle file, which "
             "has one: leave it out"
         )
     others: list[Titled] = []
@@ -86,7 +86,7 @@ def _among_others(
             others.append(other)
     if len(others) < reading.documents - 1:
         raise RequestError(
-            f"--documents {reading.documents}: the file has {len(others) + 1} passages that suit "
+            f"--passages {reading.documents}: the file has {len(others) + 1} passages that suit "
             f"{record.where}; name fewer"
         )
     at = drawn.randrange(reading.documents)

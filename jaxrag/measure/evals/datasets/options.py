@@ -52,7 +52,7 @@ class DatasetOptions:
     )  # fmt: skip
     documents: int | None = option(
         None, "of NQ-open's oracle file: so many to a question, others' gold passages", "N",
-        unset="those of the file",
+        unset="those of the file", flag="--passages",
     )  # fmt: skip
     seed: int = option(7, "of these", "N")
     max_new_tokens: int | None = option(
@@ -73,7 +73,7 @@ class DatasetOptions:
             )
         for flag, value in (
             ("--num", self.number),
-            ("--documents", self.documents),
+            ("--passages", self.documents),
             ("--max-new-tokens", self.max_new_tokens),
         ):
             if value is not None and value < 1:
