@@ -2,9 +2,9 @@
 
 ``STACKS`` are those that the rules of configs/passages were made for. ``HELD_OUT`` are modelled on
 prompts of ten public projects that no rule was made with, and were written down before their share
-was measured. ``HELD_OUT_LATER`` are five more, written down before the rules were changed for what
-the first ten had shown. Each takes passages [(name, text)] and a question, and gives the messages of
-a chat.
+was measured; ``HELD_OUT_LATER`` are five more, written down before the rules were changed for what
+the first ten had shown. Each takes passages [(name, text)] and a question, and gives the messages
+of a chat.
 """
 
 import json
