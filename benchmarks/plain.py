@@ -40,7 +40,7 @@ from jaxrag.measure.zoo import SMALL_LLAMA
 from jaxrag.models.model import Model, random_model
 from jaxrag.models.spec import num_params
 from jaxrag.models.text import byte_level
-from jaxrag.models.text.passages import PassageRules, passage_rules
+from jaxrag.models.text.passage_rules import PassageRules, passage_rules
 from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.serve.generate import generate
 from jaxrag.serve.plain import plain_prompt

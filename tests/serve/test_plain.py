@@ -13,7 +13,7 @@ import jaxrag
 from jaxrag.base.errors import RequestError, TokenizerError
 from jaxrag.engine.engine import engine_of
 from jaxrag.models.model import load_model
-from jaxrag.models.text.passages import passage_rules
+from jaxrag.models.text.passage_rules import passage_rules
 from jaxrag.reuse.methods import METHODS
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.conversation import conversation_of
