@@ -3,8 +3,8 @@
 ``STACKS`` are those that the rules of configs/passages were made for. ``HELD_OUT`` are modelled on
 prompts of ten public projects that no rule was made with, and were written down before their share
 was measured; ``HELD_OUT_LATER`` are five more, written down before the rules were changed for what
-the first ten had shown. Each takes passages [(name, text)] and a question, and gives the messages
-of a chat.
+the first ten had shown; ``HELD_OUT_LAST`` are four, written down after the rules were last changed.
+Each takes passages [(name, text)] and a question, and gives the messages of a chat.
 """
 
 import json
@@ -214,6 +214,42 @@ HELD_OUT_LATER: dict[str, Stack] = {
     "Kotaemon": _kotaemon,
     "LightRAG": _lightrag,
     "Continue": _continue,
+}
+
+
+def _fastgpt(passages: Passages, question: str) -> Messages:
+    found = "\n------\n".join(
+        json.dumps(
+            {"id": f"{number:024x}", "sourceName": name, "content": text}, ensure_ascii=False
+        )
+        for number, (name, text) in enumerate(passages, 1)
+    )
+    return _chat(question, f"{_TOLD}\n\n<Cites>\n{found}\n</Cites>\n")
+
+
+def _h2ogpt(passages: Passages, question: str) -> Messages:
+    found = "\n\n".join(text for _, text in passages)
+    return _chat(f'{_TOLD}\n"""\n{found}\n"""\nAccording to only what is above,\n{question}')
+
+
+def _txtai(passages: Passages, question: str) -> Messages:
+    found = "\n".join(text for _, text in passages)
+    return _chat(f"{_TOLD}\n\nquestion: {question}\ncontext: {found}")
+
+
+def _kilo(passages: Passages, question: str) -> Messages:
+    found = "\n\n".join(
+        f"[[ {name} | part {number} of {len(passages)} ]]\n{text}"
+        for number, (name, text) in enumerate(passages, 1)
+    )
+    return _chat(f"{found}\n\n{question}", _TOLD)
+
+
+HELD_OUT_LAST: dict[str, Stack] = {
+    "FastGPT": _fastgpt,
+    "h2oGPT": _h2ogpt,
+    "txtai": _txtai,
+    "of our own, double brackets": _kilo,
 }
 
 
