@@ -79,6 +79,23 @@ def cut(text: str, rules: PassageRules) -> list[TextPiece]:
     return list(_pieces(blocks, len(text)))
 
 
+def passage_blocks(text: str, rules: PassageRules, parted: bool) -> list[Span]:
+    """The blocks of one passage, as ``cut`` finds them in a prompt that holds it among others.
+
+    Args:
+      text: the passage alone.
+      rules: those of ``cut``.
+      parted: walls part the passages of that prompt, and not empty lines.
+    """
+    certain, walls = named_walls(text, rules.certain), named_walls(text, rules.walls)
+    known = sorted({*itertools.chain(*certain.values(), *walls.values())})
+    found: Iterable[Span] = gaps(known, len(text))
+    if not parted:
+        found = (it for gap in found for it in _between_breaks(text, gap))
+        rules = closer(rules)
+    return [span for gap in found for span in _stripped_blocks(text, gap, rules)]
+
+
 def _without_head(text: str, gap: Span) -> Span:
     """The first gap behind its first empty line, and behind lines there that announce what follows.
 
