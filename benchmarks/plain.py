@@ -11,8 +11,8 @@ are the files of Markdown or text below ``documents``, cut as splitters do.
   the prompts' tokens whose KV was found, beside what a prefix cache of blocks of 16 tokens would
   find in the very same token ids, without bound; and seconds to the first token, from text, beside
   full attention asked in turn with it;
-- *cut*: milliseconds to find the passages of a prompt of 40,000 characters, and seconds for 10 MB of
-  walls, labels and brackets, and for the longest such text that is cut;
+- *cut*: milliseconds to find the passages of a prompt of 40,000 characters; seconds for 10 MB of
+  walls, labels and brackets, and with it the longest such text that is cut;
 - *coding*: a replayed task of ``turns`` turns. Each shows the files worked on last, those changed
   last in front; files are read again, functions move, and a file is edited.
 
@@ -65,8 +65,8 @@ _CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _HOSTILE = (
-    "<source>", "[1] ", "---\n", "\n", "|\n", "title: x\n", "Label: x\n", "(a b", "a.\nB", " ", "\n```",
-    "1. x\n2. y\n", "<a>x</b>",
+    "<source>", "[1] ", "---\n", "\n", "|\n", "title: x\n", "Label: x\n", "(a b", "a.\nB", " ",
+    "\n```", "1. x\n2. y\n", "<a>x</b>",
 )  # fmt: skip
 _ASKED = ("What is said of the store?", "How is a chunk read?", "Which setting bounds this?")
 
