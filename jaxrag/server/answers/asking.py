@@ -90,7 +90,8 @@ def make_ready(
     request = ready.request
     if base is None and server.plain == "passages":
         loads = list(plan_request(state.model, request, 0).loads.values())
-        bring_ingested(state, access, loads)
+        bases = [it for name, it in state.knowledge_bases.items() if access.may_read(name)]
+        bring_ingested(state.model, state.memory.store(access.tenant), bases, loads)
         state.memory.sighted(access.tenant, [load.key for load in loads])
     room = state.model.config.max_positions - request.prompt.num_tokens
     request = dataclasses.replace(
