@@ -76,7 +76,7 @@ class Options:
     """What is asked, and of what."""
 
     documents: str = option("docs", "folder of .md and .txt files", "DIR")
-    stacks: str = option("", "whose streams are measured, by commas; empty: all six", "NAMES")
+    stacks: str = option("", "whose streams are measured, by ';'; none, or empty for all six", "NAMES")
     code: str = option("jaxrag", "folder of .py files, for the coding task", "DIR")
     questions: int = option(40, "of a stack's stream", "N")
     talks: int = option(4, "of six turns, for each stack", "N")
@@ -99,7 +99,7 @@ def run(options: Options) -> Result:
     streams = {
         name: _streamed(options, model, stack, chunks)
         for name, stack in tqdm(STACKS.items(), "stacks", file=sys.stderr)
-        if not options.stacks or name in options.stacks.split(",")
+        if not options.stacks or name in options.stacks.split(";")
     }
     return {
         "options": dataclasses.asdict(options),
