@@ -27,14 +27,14 @@ from jaxrag.models.text.walls import (
 
 MOST_CHARACTERS = 2 << 20  # of a prompt that is cut; a context of half a million tokens
 _EMPTY_LINES = re.compile(r"\n[ \t]*\n\s*")
-_BREAKS = (  # of a line, where a passage may end
-    re.compile(  # behind a sentence, before another or an item of a list
-        r"(?<=[.!?:;\u2026\u3002\uff01\uff1f\uff1b\"')\]\u201d\u2019\u300d])[ \t]*\n"
-        r"(?=[ \t]*(?:[-*] |\d+\. |[^\W\d_a-z]))"
-    ),
-    re.compile(r"\n(?=#{1,6} )|\n(?=```\w)|(?<=\n```)\n(?!\n)"),  # headings and fences
-    re.compile(r"(?<=\|)[ \t]*\n(?=[^|\s])|(?<=[^|\s\n])[ \t]*\n(?=\|)"),  # edges of tables
-    re.compile(r"(?<=[^\n]{160})\n(?=[^\n]{160})"),  # between two long lines
+_ENDS = r".!?:;\u2026\u3002\uff01\uff1f\uff1b\"')\]\u201d\u2019\u300d"  # of sentences
+_BREAKS = re.compile(  # of a line, where a passage may end
+    r"\n(?:"
+    # behind a sentence, before another or an item of a list
+    rf"(?:(?<=[{_ENDS}]\n)|(?<=[{_ENDS}][ \t]\n))(?=[ \t]*(?:[-*] |\d+\. |[^\W\d_a-z]))"
+    r"|(?=#{1,6} )|(?=```\w)|(?<=\n```\n)(?!\n)"  # headings and fences
+    r"|(?<=\|\n)(?=[^|\s])|(?<=[^|\s]\n)(?=\|)"  # edges of tables
+    r"|(?=[^\n]{160})(?<=[^\n]{160}\n))"  # between two long lines
 )
 _ANNOUNCED = re.compile(r"(?:(?:#{1,6} [^\n]{1,80}\n\s*)?[^\n]{1,80}:[ \t]*\n\s*){1,3}")
 
@@ -134,7 +134,7 @@ def _breaks(text: str) -> list[Span]:
         for match in _EMPTY_LINES.finditer(text)
         if not text.startswith("#", text.rfind("\n", 0, match.start()) + 1)
     ]
-    found += [match.span() for pattern in _BREAKS for match in pattern.finditer(text)]
+    found += [match.span() for match in _BREAKS.finditer(text)]
     return sorted(found)
 
 
