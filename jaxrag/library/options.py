@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from jaxrag.base.options import option, parse_bytes, parse_count
 
-ChunkBy = Literal["tokens", "sentence", "markdown"]
+ChunkBy = Literal["tokens", "sentence", "markdown", "passages"]
 SimilarBy = Literal["vectors", "bm25"]
 DEFAULT_TOP_N = 10  # neighbours of a chunk: FusionRAG section 5.3.2
 
@@ -45,7 +45,8 @@ class KnowledgeBaseOptions:
         None, "tokens two chunks share", "N", unset="a fiftieth of a chunk", parse=parse_count
     )
     chunk_by: Any = option(
-        None, "sentence (whole sentences), markdown (and sections under headings) or tokens", "HOW",
+        None, "sentence (whole sentences), markdown (and sections under headings), tokens, or "
+        "passages (blocks of prompts that files are pasted into)", "HOW",
         unset="sentence", parse=str,
     )  # fmt: skip
     stored: str | None = option(

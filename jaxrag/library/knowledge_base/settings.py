@@ -30,6 +30,7 @@ NEEDED = (
     "chunking", "encoders", "fingerprint", "id", "layout", "max_bytes", "model", "neighbours",
     "prefix_content", "salt", "store", "template", "tokenizer", "vectors", "vectors_complete",
 )  # fmt: skip
+BARE = "bare"  # the template of chunks that are pasted into prompts of others
 CHANGES = "changes"  # how many were acknowledged; one that has none yet lacks the setting
 # What takes the place of one that is lost: no answer depends on it.
 REPLACED: Mapping[str, Any] = {"max_bytes": None, "last_gc": None, "vectors_complete": False}
@@ -125,12 +126,16 @@ def new_settings(model: Model, wanted: WantedSettings) -> dict[str, Any]:
     sizes that make no chunks, TokenizerError for a model without a tokenizer.
     """
     tokenizer, config = model.text_tokenizer(), model.config
-    template = wanted.template or model.prompt_format()
+    by = wanted.chunk_by or "sentence"
+    if Chunking(1, 0, by).pasted:
+        template = _bare_template(wanted)
+    else:
+        template = wanted.template or model.prompt_format()
     if wanted.template is not None:
         template.check_markers(tokenizer)
     size = DEFAULT_CHUNK_TOKENS if wanted.chunk_tokens is None else wanted.chunk_tokens
     overlap = size // _OVERLAP_SHARE if wanted.overlap is None else wanted.overlap
-    chunking = Chunking(size, overlap, wanted.chunk_by or "sentence")
+    chunking = Chunking(size, overlap, by)
     prefix = template.prefix_ids(tokenizer)
     markers = len(template.chunk_ids(tokenizer, np.zeros(0, np.int32)))
     needed = len(prefix) + markers + chunking.chunk_tokens
@@ -167,6 +172,26 @@ def new_settings(model: Model, wanted: WantedSettings) -> dict[str, Any]:
         "vectors_complete": False,
         "last_gc": None,
     }
+
+
+def _bare_template(wanted: WantedSettings) -> PromptTemplate:
+    """Nothing stands around chunks that are pasted into prompts of others.
+
+    Raises KnowledgeBaseError for settings that such chunks have not.
+    """
+    bare = template_named(BARE)
+    for name, value in (("chunk_tokens", wanted.chunk_tokens), ("overlap", wanted.overlap)):
+        if value is not None:
+            raise KnowledgeBaseError(
+                f"{name}={value} with chunk_by={wanted.chunk_by!r}: its chunks have sizes of their "
+                "own; leave it out"
+            )
+    if wanted.template not in (None, bare):
+        raise KnowledgeBaseError(
+            f"template {wanted.template.name!r} with chunk_by={wanted.chunk_by!r}: its chunks are "
+            f"kept as they are pasted; leave the template out, or name {BARE}"
+        )
+    return bare
 
 
 def default_encoders(model: Model) -> tuple[str, ...]:

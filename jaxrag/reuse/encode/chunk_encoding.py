@@ -91,12 +91,15 @@ class ChunkEncoding:
       store: where their KV is looked for and put.
       prefix: token ids of the prompt's prefix [P] int32, for encoders that see it.
       indexing: what indexes long chunks are stored with; None where they get none.
+      apart: each chunk is run by itself, as the engine runs one that no store gives, so that its KV
+        is the same to the bit; else many in a row.
     """
 
     model: Model
     store: KVStore
     prefix: HostArray
     indexing: Indexing | None = None
+    apart: bool = False
 
     @property
     def held(self) -> KVStore:
@@ -138,6 +141,10 @@ class ChunkEncoding:
 
         Raises what ``encode_chunks`` raises.
         """
+        if self.apart and len(wanted) > 1:
+            for key, chunk in wanted.items():
+                yield from self.encode(encoder, {key: chunk}, own_kv)
+            return
         keys, chunks = list(wanted), list(wanted.values())
         made = encode_for_store(
             self.model,
