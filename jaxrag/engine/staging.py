@@ -21,7 +21,7 @@ from jaxrag.base.types import Array, HostArray
 from jaxrag.engine.runner import BLOCK_TOKENS, ModelRunner
 from jaxrag.kv.cache import PAGE, PagedCache, PagePool
 from jaxrag.kv.cache.host import arrived
-from jaxrag.kv.store import Refused, as_stored
+from jaxrag.kv.store import Assembled, OwnRead, Refused, SharedStore, as_stored
 from jaxrag.models.model import Model
 from jaxrag.models.rope import RopeTable
 from jaxrag.models.rope import place as at_position
@@ -156,9 +156,37 @@ def fetch(runner: ModelRunner, group: Sequence[ChunkLoad]) -> Fetched:
     """
     block = _block_for(runner, group)
     keys = [load.key for load in group]
-    answer = group[0].encoding.store.get_many(keys, out=block, on_missing="skip")
+    return _as_fetched(group[0].encoding.store.get_many(keys, out=block, on_missing="skip"), block)
+
+
+def _as_fetched(answer: Assembled, block: HostArray | None) -> Fetched:
     at = {key: first for key, (first, _) in answer.offsets.items()}
     return Fetched(dict.fromkeys(at, ChunkOrigin("store")), answer.kv, at, block, answer.refused)
+
+
+def read_own(runner: ModelRunner, group: Sequence[ChunkLoad]) -> tuple[OwnRead, HostArray | None]:
+    """Read what this process holds of a group, and the staging block of it; on any thread.
+
+    ``agreed`` makes of it what ``fetch`` returns. A failure is a part of it.
+    """
+    store, block = group[0].encoding.store, _block_for(runner, group)
+    assert isinstance(store, SharedStore)
+    return store.read_own([load.key for load in group], block), block
+
+
+def agreed(
+    group: Sequence[ChunkLoad], own: tuple[OwnRead, HostArray | None] | BaseException
+) -> Fetched:
+    """As ``fetch``, of a group that every process has read by now; all of them call it together.
+
+    ``own``: of ``read_own``, or why it ended without. Raises StoreError where any storage fails.
+    """
+    store = group[0].encoding.store
+    assert isinstance(store, SharedStore)
+    if isinstance(own, BaseException):
+        own = (OwnRead(None, f"{type(own).__name__}: {own}"), None)
+    read, block = own
+    return _as_fetched(store.agreed([load.key for load in group], read), block)
 
 
 def fetch_held(

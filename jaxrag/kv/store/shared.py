@@ -7,6 +7,7 @@ same calls in the same order, from one thread each.
 """
 
 import concurrent.futures
+import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -27,6 +28,19 @@ from jaxrag.kv.store.writer import ChunkWriter, PutResult
 
 # What every process passes, by its number: (value) -> values.
 Exchange = Callable[[Any], list[Any]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OwnRead:
+    """What one process read of its share, before it is known what the others read.
+
+    Attributes:
+      read: its heads; None where the storage failed.
+      failed: how.
+    """
+
+    read: Assembled | None
+    failed: str | None
 
 
 class SharedStore(StoreWrapper):
@@ -76,17 +90,38 @@ class SharedStore(StoreWrapper):
         """
         if share != WHOLE:
             raise StoreError(f"share={share}: this store is read by the share of {self.share}")
+        own = self.read_own(keys, out, layers=layers, verify=verify)
+        read = self.agreed(keys, own)
+        if read.refused and on_missing == "raise":
+            raise next(iter(read.refused.values()))
+        return read
+
+    def read_own(
+        self,
+        keys: Sequence[str],
+        out: NDArray[Any] | None = None,
+        *,
+        layers: tuple[int, int] | None = None,
+        verify: Verify = "always",
+    ) -> OwnRead:
+        """The first half of ``get_many``: read this process's heads; on any thread, at any time."""
         mine = WHOLE if self.inner.private else self.share
         read, failed = _attempt(
             lambda: self.inner.get_many(
                 keys, out, layers=layers, on_missing="skip", verify=verify, share=mine
             )
         )
-        refused = self._agree(keys, {} if read is None else read.refused, failed)
-        assert read is not None
-        if refused and on_missing == "raise":
-            raise next(iter(refused.values()))
-        return _without(read, refused)
+        return OwnRead(read, failed)
+
+    def agreed(self, keys: Sequence[str], own: OwnRead) -> Assembled:
+        """The second half: what all processes read of these keys; all of them call it in one order.
+
+        Raises:
+            StoreError: as ``get_many``.
+        """
+        refused = self._agree(keys, {} if own.read is None else own.read.refused, own.failed)
+        assert own.read is not None
+        return _without(own.read, refused)
 
     def _put(
         self,
