@@ -50,6 +50,8 @@ from jaxrag.reuse.decode.stored import DAMAGED, Carried, Known, StoredIndexes
 from jaxrag.reuse.decode.view import PromptSlots, View
 
 _FEWEST = 1024  # positions whose keys are read at once; more in powers of two
+_NEWEST = 32  # tokens of the prompt's end whose queries have a say of their own in the effort
+_PLACES = 4  # of the answer at which each of them asks
 
 
 TrainedAt = Literal["answer", "own"]
@@ -82,6 +84,7 @@ class Retrieval(DecodeRule):
       recent: newest tokens of the window, the newest one included.
       index: kind of the index that is built for a question.
       queries: tokens of the prompt whose queries train it, and choose how much a search scans.
+        The newest ones only choose: a question asks otherwise than the text before it.
       trained_at: "answer" spreads the training queries over the positions that the answer may take;
         "own" leaves them where they were in the prompt, as the paper does, and more keys have to
         be scanned.
@@ -117,7 +120,7 @@ class Retrieval(DecodeRule):
     def observe(self) -> Observe | None:
         opened = not isinstance(self.index, Exact) and effort_of(self.index) is None
         learns = isinstance(self.index, Trained) or opened
-        return Observe("strided", self.queries) if learns else None
+        return Observe("strided", self.queries, _NEWEST) if learns else None
 
     @property
     @override
@@ -162,12 +165,16 @@ class Retrieval(DecodeRule):
             spec: another kind than the rule's.
         """
         spec, end = spec or self.index, start + room
-        queries = asked = None
-        if bank is not None and isinstance(spec, Trained):
-            queries, asked = bank.lessons(rope, start, end, own=self.trained_at == "own")
-        elif bank is not None:
-            asked = bank.over(rope, start, end)
-        return build(keys, queries, spec, asked=asked, k=self.k)
+        queries = asked = last = None
+        if bank is not None:
+            rest, newest = bank.apart(_NEWEST)
+            if newest is not None:
+                last = newest.repeated(_PLACES).over(rope, start, end)
+            if isinstance(spec, Trained):
+                queries, asked = rest.lessons(rope, start, end, own=self.trained_at == "own")
+            else:
+                asked = rest.over(rope, start, end)
+        return build(keys, queries, spec, asked=asked, last=last, k=self.k)
 
     @override
     def far(self, prompt: HostPrompt) -> Searched:
