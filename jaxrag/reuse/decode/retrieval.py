@@ -33,9 +33,10 @@ from jaxrag.reuse.attention_index import (
     build,
 )
 from jaxrag.reuse.attention_index.spec import Trained, effort_of
+from jaxrag.reuse.decode.checks import Checks
 from jaxrag.reuse.decode.far import HostPrompt
 from jaxrag.reuse.decode.far.memory import HostMemory
-from jaxrag.reuse.decode.far.search import Finder, Searched, finder_of
+from jaxrag.reuse.decode.far.search import Finder, Scanned, Searched, finder_of
 from jaxrag.reuse.decode.footprint import Account, Bytes, index_bytes
 from jaxrag.reuse.decode.host_search import NO_REQUEST
 from jaxrag.reuse.decode.rule import (
@@ -206,7 +207,9 @@ class Retrieval(DecodeRule):
                 finder, cost = finder_of(memory, head, index, span.rest)
                 finders[head].append(finder)
                 account += cost
-        return Searched(memory, finders, account, self.static_pattern, span.end, self.k)
+        some = any(not isinstance(each, Scanned) for one in finders for each in one)
+        checks = span.checks if some else None
+        return Searched(memory, finders, account, self.static_pattern, span.end, self.k, checks)
 
     @override
     def begin(self, prompts: Prompts) -> Indexed:
@@ -241,7 +244,8 @@ class Retrieval(DecodeRule):
                     banks = _banks(queries[row], bank_positions[row], config)
                     made = list(span.indexes(here.__getitem__, banks))
                     parts.append(host.open(number, made, here, span.rest))
-                host.add_layer(number, parts)
+                misses = any(part.misses for part in parts)
+                host.add_layer(number, parts, span.checks if misses else None)
         end = np.maximum(position + 2 - self.recent, self.sink)
         rows, room = len(position), prompts.room
         tail = np.where(position[:, None] >= 0, end[:, None] + np.arange(room), -1)
@@ -368,6 +372,12 @@ class _Span:
         index = self.rule.index
         few = len(self.rest) < getattr(index, "exact_below", 0)
         return Exact(index.storage) if self.stored and few else index
+
+    @property
+    def checks(self) -> Checks | None:
+        """Of the searches of one layer, while the answer grows."""
+        heads = self.config.num_kv_heads, self.config.group_size
+        return Checks.of(self.rule.index, self.start, heads)
 
     def indexes(
         self,
