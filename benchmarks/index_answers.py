@@ -98,7 +98,7 @@ def read(heads: AnswerHeads, rule: DecodeRule) -> dict[str, HostArray]:
     room = heads.total - heads.prompt
     found, stats = None, {}
     if isinstance(rule, Retrieval):
-        found, stats = _searched(heads, rule, placed)
+        found, stats = searched(heads, rule, placed)
         end = max(heads.prompt + 1 - rule.recent, rule.sink)
         tail = jnp.arange(end, end + room, dtype=jnp.int32)[None, None, None]
         state: Any = Indexed(jnp.zeros(1, jnp.int32), tail)
@@ -212,7 +212,7 @@ def _attended(
     return rule.attend(view, jnp.int32(_LAYER), state)
 
 
-def _searched(
+def searched(
     heads: AnswerHeads, rule: Retrieval, placed: HostArray
 ) -> tuple[HostArray, dict[str, HostArray]]:
     """Positions that indexes find [steps, K, G, k], checked as decoding checks them; and stats."""
@@ -296,7 +296,13 @@ def sparse_heads(
     scale = 1.0
     while True:
         heads = AnswerHeads(
-            "generated", spec.rope, queries * np.float32(scale), drawn.keys[:, None], values, prompt
+            "generated",
+            np.zeros(0, np.int32),
+            spec.rope,
+            queries * np.float32(scale),
+            drawn.keys[:, None],
+            values,
+            prompt,
         )
         if read(heads, TopN(n=kept, device_layers=0, renormalise=True))["mse"].mean() < most:
             return [heads], scale

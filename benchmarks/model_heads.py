@@ -85,11 +85,13 @@ class AnswerHeads:
 
     Attributes:
       name: of the question.
+      ids: [T] int32 of prompt and answer; none where they are generated.
       queries: [T, N, H] float32 before rotation; keys, values: [T, K, H], likewise.
       prompt: tokens of the prompt; the answer is behind it.
     """
 
     name: str
+    ids: HostArray
     rope: RopeConfig
     queries: HostArray
     keys: HostArray
@@ -124,7 +126,7 @@ def _answered(model: Model, name: str, ids: HostArray, prompt: int) -> Iterator[
     padded = np.pad(ids, (0, -len(ids) % 128))  # one program for answers of any length
     for q, k, v in zip(*queries_keys_values(model, padded), strict=True):
         parts = (each[: len(ids)] for each in (q, k, v))
-        yield AnswerHeads(name, model.config.rope, *parts, prompt)
+        yield AnswerHeads(name, ids, model.config.rope, *parts, prompt)
 
 
 def queries_and_keys(model: Model, ids: HostArray) -> tuple[HostArray, HostArray]:
