@@ -123,6 +123,7 @@ def put_without_kv(kb: KnowledgeBase, texts: Texts, first: int, last: int) -> No
                 content_ids=names, chunk_ids=catalog.reserve(len(chunks)),
             )
         )  # fmt: skip
+    assert kb._vectors is not None
     kb._vectors.add([i for entry in entries for i in entry.chunk_ids], searched)
     catalog.put(entries)
 

@@ -331,6 +331,14 @@ class CatalogReader:
             yield from (row[0] for row in rows if is_hex(row[0], ID_DIGITS))
             last = rows[-1][0]
 
+    def keys_beginning(self, prefix: str) -> set[str]:
+        """Every store key that begins with hex digits."""
+        with self._database.use() as connection:
+            rows = connection.execute(
+                "SELECT key FROM chunk_keys WHERE key >= ? AND key < ? || 'g'", (prefix, prefix)
+            )
+            return {row[0] for row in rows}
+
     def keys_of(self, chunk_ids: Iterable[int], encoder: str) -> dict[int, str]:
         """The store keys of chunks under one encoder, by chunk id."""
         with self._database.use() as connection:

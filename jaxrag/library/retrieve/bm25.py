@@ -326,7 +326,7 @@ class BM25Index:
         best: list[tuple[float, int]] = []
         if rows:
             value, chunk_ids, counts, lengths = np.array(rows, np.float64).T
-            weights = scoring.weights(value, counts, lengths)  # type: ignore[arg-type]
+            weights = scoring.weights(value, counts, lengths)
             own, inverse = np.unique(chunk_ids.astype(np.int64), return_inverse=True)
             scores = np.bincount(inverse, weights)
             if allowed is not None:

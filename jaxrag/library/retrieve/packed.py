@@ -419,13 +419,13 @@ class Packed:
                     places, times = places[stay], times[stay]
                 if not len(places):
                     continue
-                now = scores[head.block][places]
+                now: NDArray[np.float64] = scores[head.block][places]
                 now += scoring.weights(idf[term], times, block.lengths[places])
                 scores[head.block][places] = now
                 touched.append(now)
             if touched:
                 least = max(least, _kth(np.concatenate(touched), k))
-        found = []
+        found: list[tuple[float, int]] = []
         for number, own in scores.items():
             places = np.flatnonzero(own) if chosen is None else chosen[number]
             places = places[(own[places] >= least) & (own[places] > 0)]
