@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-_ENDS = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])")
+_ENDS = re.compile("(?<=[.!?])\\s+|(?<=[\u3002\uff01\uff1f])")
 _CJK = re.compile(r"[\u4e00-\u9fff]")
 _SENTENCES = 4  # of a chunk
 _EXCHANGED = 0.1  # of the words of an English sentence

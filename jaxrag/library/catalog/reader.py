@@ -99,6 +99,12 @@ class CatalogReader:
                 self._check_documents(connection, len(found))
         return [row.entry() for row in found]
 
+    def has_documents(self) -> bool:
+        """Whether there is any document."""
+        with self._database.use() as connection:
+            found = connection.execute("SELECT EXISTS (SELECT 1 FROM documents)").fetchone()
+        return bool(found[0])
+
     def has_groups(self) -> bool:
         """Whether any document may name groups of readers: what it says of one is seen later."""
         with self._database.use() as connection:

@@ -419,17 +419,17 @@ class Packed:
                     places, times = places[stay], times[stay]
                 if not len(places):
                     continue
-                now: NDArray[np.float64] = scores[head.block][places]
-                now += scoring.weights(idf[term], times, block.lengths[places])
+                more = scoring.weights(idf[term], times, block.lengths[places])
+                now: NDArray[np.float64] = scores[head.block][places] + more
                 scores[head.block][places] = now
                 touched.append(now)
             if touched:
                 least = max(least, _kth(np.concatenate(touched), k))
         found: list[tuple[float, int]] = []
-        for number, own in scores.items():
-            places = np.flatnonzero(own) if chosen is None else chosen[number]
-            places = places[(own[places] >= least) & (own[places] > 0)]
-            found += zip(own[places].tolist(), blocks[number].ids[places].tolist(), strict=True)
+        for number, all_scores in scores.items():
+            best = chosen[number] if chosen is not None else np.flatnonzero(all_scores)
+            best = best[(all_scores[best] >= least) & (all_scores[best] > 0)]
+            found += zip(all_scores[best].tolist(), blocks[number].ids[best].tolist(), strict=True)
         return found
 
 

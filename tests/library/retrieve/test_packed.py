@@ -1,4 +1,4 @@
-"""Packed postings: exactly the answers of those that are not, whatever is added, left or damaged."""
+"""Packed postings: the very answers of those that are not, whatever is added, left or damaged."""
 
 import contextlib
 
