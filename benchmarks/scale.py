@@ -36,7 +36,7 @@ from jaxrag.library.documents.chunking import Chunk
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.library.knowledge_base.search import SearchMode
 from jaxrag.library.retrieve.base import searched_text
-from jaxrag.library.retrieve.bm25 import terms
+from jaxrag.library.retrieve.terms import terms
 from jaxrag.measure.machine import describe
 from jaxrag.measure.zoo import llama
 from jaxrag.models.model import Model, random_model

@@ -25,7 +25,8 @@ from scale_texts import Texts
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
-from jaxrag.library.retrieve.bm25 import BM25Index, terms
+from jaxrag.library.retrieve.bm25 import BM25Index
+from jaxrag.library.retrieve.terms import terms
 from jaxrag.measure.machine import describe
 
 BATCH = 4096  # chunks that are added at once

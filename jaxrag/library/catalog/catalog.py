@@ -41,7 +41,7 @@ from jaxrag.library.catalog.reader import CatalogReader
 from jaxrag.library.catalog.readers import MAY_PRECEDE
 from jaxrag.library.catalog.rows import ChunkRow, DocumentRow, NewDocument
 from jaxrag.library.retrieve.base import searched_text
-from jaxrag.library.retrieve.bm25 import BM25Index, Indexed
+from jaxrag.library.retrieve.bm25 import BM25Index, IndexChange
 
 _REMOVED_AT_ONCE = 256  # documents whose texts are held
 
@@ -376,7 +376,7 @@ class Catalog(CatalogReader):
     def _count(
         self,
         connection: Connection,
-        indexed: Indexed,
+        indexed: IndexChange,
         sign: int,
         chunk_ids: Collection[int],
         documents: int,

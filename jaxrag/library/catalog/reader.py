@@ -17,10 +17,10 @@ from jaxrag.library.catalog.database import Database, damaged
 from jaxrag.library.catalog.digests import (
     CHUNKS,
     DOCUMENTS,
-    IDS,
     KEYS,
     SETTINGS,
     Totals,
+    check_rows,
     check_settings,
     unlike,
 )
@@ -450,22 +450,7 @@ class CatalogReader:
         if totals.chunks >= _MANY_CHUNKS and start - at < _SHARE * taken:
             self._whole = version, totals
             return totals
-        chunks = connection.execute(f"SELECT {IDS.format('id')} FROM chunks").fetchone()
-        *lengths, terms = connection.execute(
-            f"SELECT {IDS.format('chunk_id')}, COALESCE(SUM(num_terms), 0) FROM lengths"
-        ).fetchone()
-        (words,) = connection.execute("SELECT COUNT(*) FROM terms").fetchone()
-        for what, found, known in (
-            ("its chunks are", chunks, (totals.chunks, totals.chunk_ids)),
-            (
-                "the lengths of its chunks are",
-                (*lengths, terms),
-                (totals.chunks, totals.chunk_ids, totals.terms),
-            ),
-            ("the words of its chunks are", words, totals.words),
-        ):
-            if found != known:
-                raise unlike(self.path, what)
+        check_rows(connection, self.path, totals)
         self._whole = version, totals
         end = time.monotonic()
         self._counted = end, end - start

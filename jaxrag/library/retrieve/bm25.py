@@ -16,8 +16,6 @@ import functools
 import itertools
 import json
 import math
-import re
-import unicodedata
 from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -29,15 +27,9 @@ from jaxrag.base.errors import DamagedCatalogError
 from jaxrag.base.types import Connection
 from jaxrag.library.retrieve.base import Found
 from jaxrag.library.retrieve.filters import Filter, Scalar
-from jaxrag.library.retrieve.packed import Head, Packed, Scoring, damaged
+from jaxrag.library.retrieve.packed import BM25Weights, Head, Packed, damaged
+from jaxrag.library.retrieve.terms import terms
 
-# Han, Kana and Hangul: scripts searched by single characters and pairs of neighbours.
-_CJK = (
-    r"\u3005-\u3007\u3041-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
-    r"\uac00-\ud7a3\uf900-\ufaff\U00020000-\U0003ffff"
-)
-_WORD = re.compile(rf"[{_CJK}]+|[^\W_{_CJK}]+")
-_CJK_FIRST = re.compile(rf"[{_CJK}]")
 _MANY_CHUNKS = 10_000  # from here on, words that most chunks hold are not looked at
 _LOOSE = 512  # chunks beside the packed ones before they are packed as well
 _UNIT = 2.0**32  # what a word adds is a whole number of 1 / _UNIT: sums are exact in any order
@@ -56,25 +48,6 @@ _FILTERS_SEEN = 16  # whose chunks are remembered
 _MATCHING = (
     "SELECT chunks.id FROM chunks JOIN documents ON documents.id = chunks.document_id WHERE {}"
 )
-_LATIN_MARKS = re.compile(r"[\u0300-\u036f]")
-
-
-def terms(text: str) -> list[str]:
-    """The index terms of a text, in order, repeats kept.
-
-    Compatibility forms are unified, case and Latin accents dropped. A run of Chinese, Japanese or
-    Korean characters gives each character and each pair of neighbours; other text gives its words.
-    """
-    folded = unicodedata.normalize("NFKD", unicodedata.normalize("NFKC", text).casefold())
-    plain = unicodedata.normalize("NFC", _LATIN_MARKS.sub("", folded))
-    found: list[str] = []
-    for run in _WORD.findall(plain):
-        if _CJK_FIRST.match(run):
-            found.extend(run)
-            found.extend(left + right for left, right in itertools.pairwise(run))
-        else:
-            found.append(run)
-    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +58,7 @@ class Sizes:
     terms: int  # repeats counted
 
 
-class Indexed(NamedTuple):
+class IndexChange(NamedTuple):
     """What a change added, or removed."""
 
     terms: int  # repeats counted
@@ -158,7 +131,7 @@ class BM25Index:
         for table in ("postings", "lengths", "terms")[: 2 + self.checked]:
             self.connection.execute(f"DELETE FROM {table}")
 
-    def add(self, texts: Mapping[int, str]) -> Indexed:
+    def add(self, texts: Mapping[int, str]) -> IndexChange:
         """Index chunks that are not in the index, texts by id."""
         by_term, lengths = _gathered(texts)
         self.connection.executemany(
@@ -174,7 +147,7 @@ class BM25Index:
                 "holders = holders + excluded.holders, weight = weight + excluded.weight",
                 [(term, len(found), _weight(found)) for term, found in by_term],
             )
-        return Indexed(sum(length for _, length in lengths), words)
+        return IndexChange(sum(length for _, length in lengths), words)
 
     def _count_known(self, terms: list[str]) -> int:
         """How many of distinct terms the index has."""
@@ -184,7 +157,7 @@ class BM25Index:
         ).fetchone()
         return int(known)
 
-    def remove(self, texts: Mapping[int, str]) -> Indexed:
+    def remove(self, texts: Mapping[int, str]) -> IndexChange:
         """Forget chunks, given the texts they were added with by id."""
         by_term, lengths = _gathered(texts)
         if self.packed.is_there():
@@ -211,7 +184,7 @@ class BM25Index:
                 "DELETE FROM terms WHERE term = ? AND holders = 0", [row[:1] for row in by_term]
             )
             words = known - self._count_known([term for term, _ in by_term])
-        return Indexed(sum(length for _, length in lengths), words)
+        return IndexChange(sum(length for _, length in lengths), words)
 
     def holders(self, term: str) -> int:
         """How many chunks hold a term. Raises DamagedCatalogError where postings were lost."""
@@ -273,7 +246,7 @@ class BM25Index:
         mean_terms = found.terms / found.chunks
         base, per_term = self.k1 * (1 - self.b), self.k1 * self.b / mean_terms
         if self.checked and self.packed.blocks():
-            scoring = Scoring(self.k1, base, per_term, _UNIT)
+            scoring = BM25Weights(self.k1, base, per_term, _UNIT)
             return self._search_packed(telling, k, where, scoring, version)
         restriction = ""
         operands: list[Scalar] = []
@@ -306,7 +279,7 @@ class BM25Index:
         idf: Mapping[str, float],
         k: int,
         where: Filter | None,
-        scoring: Scoring,
+        scoring: BM25Weights,
         version: Hashable,
     ) -> list[Found]:
         """``search``, of what is packed and what is not yet."""

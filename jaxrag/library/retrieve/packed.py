@@ -39,7 +39,7 @@ _SCHEMA = (
 )
 _INSERT = "INSERT INTO packed VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
-Places = NDArray[np.int64]
+PostingPlaces = NDArray[np.int64]
 _Row = tuple[str, NDArray[np.int64], NDArray[np.int64]]  # term, places, counts
 
 
@@ -52,7 +52,7 @@ def damaged(path: Path, what: str) -> DamagedCatalogError:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Block:
+class PostingBlock:
     """The chunks of a block by place.
 
     Attributes:
@@ -93,7 +93,7 @@ class Head:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scoring:
+class BM25Weights:
     """The numbers of BM25 for one state of the index; ``unit`` makes weights whole numbers."""
 
     k1: float
@@ -120,14 +120,14 @@ class Packed:
 
     connection: Connection
     path: Path  # of the catalog, as errors name it
-    _blocks: dict[int, Block] = dataclasses.field(default_factory=dict, repr=False)
+    _blocks: dict[int, PostingBlock] = dataclasses.field(default_factory=dict, repr=False)
 
     def is_there(self) -> bool:
         """Whether the catalog may have blocks."""
         (version,) = self.connection.execute("PRAGMA user_version").fetchone()
         return bool(version == PACKED)
 
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[PostingBlock]:
         """All blocks, ascending; those that did not change are not read again."""
         if not self.is_there():
             return []
@@ -140,13 +140,13 @@ class Packed:
                 self._blocks[number] = self._block(number)
         return [self._blocks[number] for number, _ in known]
 
-    def _block(self, number: int) -> Block:
+    def _block(self, number: int) -> PostingBlock:
         chunks, xxh3, ids, lengths = self.connection.execute(
             "SELECT chunks, xxh3, ids, lengths FROM blocks WHERE block = ?", (number,)
         ).fetchone()
         if _digest(ids + lengths) != xxh3 or len(ids) != 8 * chunks or len(lengths) != 4 * chunks:
             raise damaged(self.path, "the chunks of packed words")
-        return Block(
+        return PostingBlock(
             number,
             xxh3,
             np.frombuffer(ids, "<i8"),
@@ -222,7 +222,7 @@ class Packed:
         """Make one of the small blocks where they are as many chunks as a larger one."""
         for size in _TIERS:
             small = [block for block in self.blocks() if len(block.ids) < size]
-            chosen: list[Block] = []
+            chosen: list[PostingBlock] = []
             for block in small:
                 if sum(len(it.ids) for it in (*chosen, block)) <= MOST_CHUNKS:
                     chosen.append(block)
@@ -230,14 +230,14 @@ class Packed:
             if len(chosen) > 1 and (total >= size * 3 // 4 or len(chosen) < len(small)):
                 self._merge(chosen)
 
-    def _merge(self, blocks: Sequence[Block]) -> None:
+    def _merge(self, blocks: Sequence[PostingBlock]) -> None:
         ids = np.concatenate([block.ids for block in blocks])
         lengths = np.concatenate([block.lengths for block in blocks]).astype(np.int64)
         stays = ids > 0
         places = np.cumsum(stays) - 1  # of those that stay
         starts = np.cumsum([0, *(len(block.ids) for block in blocks)])
 
-        def rows_of(block: Block, start: int) -> Iterator[_Row]:
+        def rows_of(block: PostingBlock, start: int) -> Iterator[_Row]:
             for term, own, counts in self._checked(block):
                 yield term, places[own + start], counts
 
@@ -334,7 +334,7 @@ class Packed:
             found.append(head)
         return found
 
-    def postings(self, head: Head) -> tuple[Places, NDArray[np.int64]]:
+    def postings(self, head: Head) -> tuple[PostingPlaces, NDArray[np.int64]]:
         """Places and counts of a row, held against their digest. Raises DamagedCatalogError."""
         row = self.connection.execute(
             "SELECT postings FROM packed WHERE block = ? AND term = ?", (head.block, head.term)
@@ -345,7 +345,7 @@ class Packed:
 
     def _unpacked(
         self, term: str, postings: bytes, holders: int
-    ) -> tuple[Places, NDArray[np.int64]]:
+    ) -> tuple[PostingPlaces, NDArray[np.int64]]:
         try:
             return unpack(postings, holders)
         except ValueError:
@@ -357,7 +357,7 @@ class Packed:
             for term, places, counts in self._checked(block):
                 yield term, block.ids[places], counts
 
-    def _checked(self, block: Block) -> Iterator[_Row]:
+    def _checked(self, block: PostingBlock) -> Iterator[_Row]:
         """Every row of a block, by term, held against its digests. Raises DamagedCatalogError."""
         for row in self._pages(
             "SELECT term, block, holders, weight, most, least, content, xxh3, postings FROM packed "
@@ -375,7 +375,7 @@ class Packed:
         idf: Mapping[str, float],
         heads: Mapping[str, Sequence[Head]],
         k: int,
-        scoring: Scoring,
+        scoring: BM25Weights,
         allowed: NDArray[np.bool_] | None,
         least: float,
     ) -> list[tuple[float, int]]:
@@ -397,7 +397,7 @@ class Packed:
         order = sorted((term for term in idf if heads[term]), key=lambda term: -bounds[term])
         left = np.cumsum([bounds[term] for term in reversed(order)])[::-1].tolist()
         scores = {number: np.zeros(len(block.ids)) for number, block in blocks.items()}
-        chosen: dict[int, Places] | None = None  # places that may win; None: all may still
+        chosen: dict[int, PostingPlaces] | None = None  # places that may win; None: all may still
         for place, term in enumerate(order):
             if chosen is None and least > left[place]:
                 chosen = {it: np.flatnonzero(own) for it, own in scores.items()}
@@ -456,7 +456,7 @@ def _row(
     return (*dataclasses.astuple(head), head.xxh3, postings)
 
 
-def unpack(postings: bytes, holders: int) -> tuple[Places, NDArray[np.int64]]:
+def unpack(postings: bytes, holders: int) -> tuple[PostingPlaces, NDArray[np.int64]]:
     """Places and counts of a row, int64 [holders] each. Raises ValueError."""
     width, rest = divmod(len(postings) - 2 * holders, max(1, holders))
     if width not in (1, 2, 4) or rest:

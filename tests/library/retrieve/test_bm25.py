@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from jaxrag.base.errors import DamagedCatalogError
-from jaxrag.library.retrieve.bm25 import BM25Index, terms
+from jaxrag.library.retrieve.bm25 import BM25Index
 from jaxrag.library.retrieve.filters import Filter
+from jaxrag.library.retrieve.terms import terms
 
 
 class Index(BM25Index):
