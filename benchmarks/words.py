@@ -112,6 +112,7 @@ def catalog(path: Path, texts: Texts, count: int) -> tuple[Search, Search, dict[
 def lance(folder: Path, texts: Texts, count: int) -> tuple[Search, dict[str, Any]]:
     """LanceDB's full-text index of terms that blanks part."""
     import lancedb
+    import lancedb.index
     import pyarrow
 
     taken = 0.0
@@ -123,10 +124,11 @@ def lance(folder: Path, texts: Texts, count: int) -> tuple[Search, dict[str, Any
         table.add(pyarrow.table({"id": list(batch), "terms": joined}))
         taken += time.process_time() - start
     start = time.process_time()
-    table.create_fts_index(
-        "terms", base_tokenizer="whitespace", stem=False, remove_stop_words=False,
+    config = lancedb.index.FTS(
+        base_tokenizer="whitespace", stem=False, remove_stop_words=False,
         ascii_folding=False, lower_case=False, with_position=False,
     )  # fmt: skip
+    table.create_index("terms", config=config)
     taken += time.process_time() - start
 
     def search(question: str) -> list[int]:
