@@ -164,7 +164,7 @@ class Parts:
         """Write down whose the repository's chunks are; say where another catalog had them."""
         owners, own = self._owners(), this_owner(self.id, self.path)
         owners.register(own)
-        if not self._catalog.counts()["documents"]:
+        if not self._catalog.has_documents():
             local = settings["store"] is None
             for one in owners.all():
                 if (
@@ -186,11 +186,14 @@ class Parts:
             self._vectors.remove(left)
             self._catalog.settle(left)
 
-    def _all_embedded(self) -> bool:
-        """Whether every chunk has a vector; compared, as a damaged index may have lost some."""
+    def _all_embedded(self, lately: bool = False) -> bool:
+        """Whether every chunk has a vector; compared, as a damaged index may have lost some.
+
+        ``lately`` as of ``ChunkVectors.compared``.
+        """
         if self._vectors is None or not self._settings["vectors_complete"]:
             return False
-        return not len(self._vectors.compared(self._catalog).lost)
+        return not len(self._vectors.compared(self._catalog, lately).lost)
 
     @contextlib.contextmanager
     def _acknowledged(self) -> Iterator[None]:
