@@ -159,7 +159,7 @@ def _pack_values(v: HostArray) -> list[HostArray]:
     extreme = np.take_along_axis(grouped, largest, axis=3)[..., 0]
     if not np.isfinite(extreme).all():
         raise StoreError("kv holds NaN or infinity, which int4 cannot: store it as native")
-    step = _to_bfloat16(extreme / np.float32(-_ZERO), up=None)
+    step = _to_bfloat16(extreme / np.float32(-_ZERO) + np.float32(0), up=None)  # no -0
     divisor = np.where(step != 0, step, np.float32(np.inf))
     codes = np.rint(grouped / divisor[..., None]) + _ZERO
     codes = np.clip(codes, 0, _COARSE, out=codes).astype(np.uint8)
