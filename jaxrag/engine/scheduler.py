@@ -172,7 +172,7 @@ class Scheduler:
         return list(self._outgrown)
 
     def staged(self, key: str, tokens: int, dropped: HostArray | None = None) -> list[int]:
-        """The KV of a chunk lies in its pages, but for dropped tokens; the requests that are ready."""
+        """A chunk lies in its pages, but for tokens ``dropped``; the requests that became ready."""
         if not self._loading(key):
             return []
         self._allocator.complete(key, tokens, dropped)

@@ -21,7 +21,7 @@ class CachedChunk:
 
     Attributes:
       tokens: how many it has; 0 while it is loading.
-      dropped: those of them that its store left out, which nobody may see; None where there are none.
+      dropped: which of them its store left out, so that nobody may see them; None: none of them.
       ref_count: requests in flight that map it or wait for it; never evicted while positive.
       ready: whether its KV lies in its pages; False while it is loading.
     """
@@ -107,11 +107,13 @@ class PageAllocator:
         """Return pages that a request owned."""
         self._free.extend(reversed(pages))
 
-    def insert(self, key: str, pages: tuple[int, ...], tokens: int) -> CachedChunk:
+    def insert(
+        self, key: str, pages: tuple[int, ...], tokens: int, dropped: HostArray | None = None
+    ) -> CachedChunk:
         """Record a chunk whose KV was written to these pages; it starts with one user."""
         assert key not in self._chunks, f"chunk {key} is in the pool already"
         self._heat.use(key)
-        self._chunks[key] = CachedChunk(pages, tokens, ref_count=1)
+        self._chunks[key] = CachedChunk(pages, tokens, ref_count=1, dropped=dropped)
         return self._chunks[key]
 
     def acquire(self, key: str) -> CachedChunk | None:

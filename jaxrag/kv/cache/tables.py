@@ -43,7 +43,9 @@ class TableBuilder:
         return len(self.pages) * PAGE
 
     def map_chunk(self, chunk: CachedChunk, offset: int, turned: bool = False) -> int:
-        """Map a shared chunk at a position: its slots are visible from there on, dropped ones never.
+        """Map a shared chunk at a position: its slots are visible from there on.
+
+        Those of dropped tokens are hidden.
 
         ``turned`` says that its keys were rotated to that very position when they were computed.
         Returns the first of its slots.

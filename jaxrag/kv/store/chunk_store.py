@@ -240,8 +240,8 @@ class ChunkStore(KVStore):
             raise StoreError(f"ways={ways!r}: expected a divisor of {self.layout.num_kv_heads}")
         if ways > 1 and self.layout.drops:
             raise StoreError(
-                f"ways={ways}: stored={self.layout.stored!r} chooses tokens by all KV heads, and no "
-                "writer has them; expected 1"
+                f"ways={ways}: stored={self.layout.stored!r} chooses tokens by all KV heads, "
+                "which no writer has then; expected 1"
             )
         # The generation is read before the record: whoever commits in between makes ours stale.
         generation = self._backend.generation(self._space.commit(key))

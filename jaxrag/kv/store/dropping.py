@@ -9,12 +9,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+ENDS = 4  # tokens at both ends of a chunk that are always kept
+_PLAIN = 4  # one of so many that are kept is of the keys most like all others
+
 
 def kept_tokens(kv: NDArray[Any], count: int) -> NDArray[np.int64]:
     """The ``count`` tokens of ``kv`` [L, 2, T, K, H] to keep, ascending.
 
-    Those whose keys are least like the mean key of their layer and head, by the cosine, summed over
-    layers and heads (KeyDiff): a key like all the others tells no token from another.
+    A key that is like all others tells no token from another (KeyDiff): tokens are ranked by the
+    cosine of their keys and the mean key, summed over layers and heads, and the least alike are
+    kept. Attention that has nothing to look for goes to the others, and must find some: a quarter
+    of what is kept are the most alike. The first and the last tokens are kept too, at which
+    attention collects (StreamingLLM).
     """
     tokens = kv.shape[2]
     if count >= tokens:
@@ -22,12 +28,12 @@ def kept_tokens(kv: NDArray[Any], count: int) -> NDArray[np.int64]:
     alike = np.zeros(tokens)
     for layer in kv:
         keys = layer[0].astype(np.float64)
-        keys /= np.maximum(np.sqrt(np.square(keys).sum(-1, keepdims=True)), 1e-300)
-        mean = keys.mean(0)
-        mean /= np.maximum(np.sqrt(np.square(mean).sum(-1, keepdims=True)), 1e-300)
-        alike += np.einsum("tkh,kh->t", keys, mean)
-    order = np.argsort(alike, kind="stable")[:count]
-    return np.sort(order)
+        mean = _unit(_unit(keys).mean(0))
+        alike += np.einsum("tkh,kh->t", _unit(keys), mean)
+    alike[:ENDS] = alike[tokens - ENDS :] = -np.inf
+    order = np.argsort(alike, kind="stable")
+    plain = count // _PLAIN
+    return np.sort(np.concatenate((order[: count - plain], order[tokens - plain :])))
 
 
 def dropped_tokens(kv: NDArray[Any]) -> NDArray[np.int64]:
@@ -50,3 +56,10 @@ def from_bits(bits: str, tokens: int) -> NDArray[np.int64]:
     if to_bits(kept[kept < tokens], tokens) != bits:
         raise ValueError(bits)
     return kept
+
+
+def _unit(keys: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Each of length 1; zeros stay."""
+    length = np.sqrt(np.square(keys).sum(-1, keepdims=True))
+    unit: NDArray[np.float64] = keys / np.where(length > 0, length, 1.0)
+    return unit

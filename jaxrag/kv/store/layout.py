@@ -64,7 +64,7 @@ class KVLayout:
 
     Axis 1 holds K before RoPE (0) and V (1). ``dtype`` is what a caller puts and gets; ``stored``
     says whether the same elements are kept, or int8 with scales (``jaxrag.kv.store.quantise``), or
-    codes of 4 bits (``jaxrag.kv.store.int4``), of all tokens or some (``jaxrag.kv.store.dropping``).
+    codes of 4 bits (``jaxrag.kv.store.int4``), of all tokens or of some (``dropping``).
     """
 
     num_layers: int  # L

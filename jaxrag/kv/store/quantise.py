@@ -1,5 +1,7 @@
-"""KV as it is stored: as it is; as int8, symmetric, with one float32 scale per layer, K or V, token
-and head; or packed (``jaxrag.kv.store.int4``), of all tokens or some.
+"""KV as a store keeps it: as it is, as int8, or packed.
+
+int8 is symmetric, with one float32 scale per layer, K or V, token and head; ``int4`` packs
+all tokens of a chunk, or some (``jaxrag.kv.store.dropping``).
 """
 
 from typing import Any, NamedTuple

@@ -160,7 +160,8 @@ def settle(
     Args:
         layer: which one ``parts`` is.
         parts: [ranks, 2, T, K / ways, H] in the stored dtype, packed [ranks, 2, 1, K / ways, M],
-            one entry for each file of ``wanted.ranks``; the view of ``out`` itself where ``wanted.direct``.
+            one entry for each file of ``wanted.ranks``; the view of ``out`` itself where
+            ``wanted.direct``.
         scale: float32 [L, 2, T, K], of an int8 chunk.
         sealer: checks the seals; None checks xxh3.
 

@@ -45,8 +45,8 @@ class SharedStore(StoreWrapper):
         """
         if store.layout.drops:
             raise StoreError(
-                f"stored={store.layout.stored!r} chooses tokens by all KV heads of a chunk: expected "
-                "one process; open it without a mesh over several, or use another format"
+                f"stored={store.layout.stored!r} chooses tokens by all KV heads of a chunk: "
+                "expected one process; open it without a mesh over several, or in another format"
             )
         layout = store.layout if store.private else store.layout.of_share(share)
         super().__init__(store, layout)

@@ -96,7 +96,7 @@ def find_records(store: KVStore, bundle: Bundle) -> list[Record]:
     """
     if store.layout.drops:
         raise StoreError(
-            f"stored={store.layout.stored!r} leaves tokens out, and no exported format can say which: "
+            f"stored={store.layout.stored!r} leaves tokens out, which no exported format can say: "
             "expected native, int8 or int4; ingest the documents in one of these to export them"
         )
     records = []

@@ -99,11 +99,13 @@ class WantedSettings(KnowledgeBaseOptions):
                 f"similar_by={by!r}: expected one of {', '.join(get_args(SimilarBy))}"
             )
         if self.stored is not None and self.stored not in FORMATS:
-            raise KnowledgeBaseError(f"stored={self.stored!r}: expected one of {', '.join(FORMATS)}")
+            raise KnowledgeBaseError(
+                f"stored={self.stored!r}: expected one of {', '.join(FORMATS)}"
+            )
         if self.stored in KEPT and self.attention_index is not None:
             raise KnowledgeBaseError(
-                f"attention_index with stored={self.stored!r}: indexes are over all keys of a chunk, "
-                "and it leaves some out; choose native, int8 or int4"
+                f"attention_index with stored={self.stored!r}: indexes are over all keys of a "
+                "chunk, and it leaves some out; choose native, int8 or int4"
             )
         if self.salt is not None and not isinstance(self.salt, str):
             raise KnowledgeBaseError(f"salt={self.salt!r}: expected a text")

@@ -1,4 +1,4 @@
-"""KV in 4 bits an element: how far an element may be, and what comes back on every kind of store."""
+"""KV in 4 bits an element: how near it is, and what comes back on every kind of store."""
 
 import dataclasses
 
@@ -44,7 +44,9 @@ def test_the_formats_that_options_name_are_those_of_the_store():
 
 
 @settings(deadline=None, max_examples=100)
-@given(hnp.arrays(np.float32, st.tuples(*[st.integers(1, 5)] * 2, st.integers(1, 9)), elements=FLOATS))
+@given(
+    hnp.arrays(np.float32, st.tuples(*[st.integers(1, 5)] * 2, st.integers(1, 9)), elements=FLOATS)
+)
 def test_an_element_is_as_near_as_its_step(thk):
     kv = np.stack([thk, thk[::-1]])[None]
     out = restored(kv).astype(np.float64)
@@ -197,5 +199,7 @@ def test_numbers_without_a_code_leave_nothing(any_store, chunk, small):
 
 def test_a_store_of_one_format_is_none_of_another(open_store, layout, small):
     open_store(layout=layout)
-    with pytest.raises(StoreError, match=f"'stored': 'native'.* expected .*'stored': '{small.stored}'"):
+    with pytest.raises(
+        StoreError, match=f"'stored': 'native'.* expected .*'stored': '{small.stored}'"
+    ):
         open_store(layout=small)
