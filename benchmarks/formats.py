@@ -136,11 +136,11 @@ def _needles(options: Options, path: str, model: Model) -> list[Prompt]:
 TASKS = {"documents": _documents, "needles": _needles}
 
 
-def _store(model: Model, form: str) -> MemoryStore:
+def _store(model: Model, form: str, salt: str = "") -> MemoryStore:
     stored: Any = form
     layout = dataclasses.replace(model.kv_layout, stored=stored)
     limit = model.config.max_positions
-    return MemoryStore(derive(model.fingerprint, form), layout, max_tokens=limit)
+    return MemoryStore(derive(model.fingerprint, form, salt), layout, max_tokens=limit)
 
 
 def _settings(options: Options, model: Model, store: KVStore, tokens: int) -> Settings:
@@ -223,7 +223,7 @@ def _first_token(options: Options, path: str, model: Model) -> dict[str, Any]:
         list(serve([_ready(plain_settings, prompt)], 1))
     links = {}
     for form in options.formats:
-        inner = _store(model, form)
+        inner = _store(model, form, "timed")  # no key of it is in the pool
         _fill(native, inner)
         links[form] = _settings(options, model, Throttled(inner, SlowLink(options.rate)), 1)
     for number, prompt in enumerate(asked):
