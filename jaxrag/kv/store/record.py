@@ -433,7 +433,7 @@ def _require_scale(record: Record) -> None:
     scale = record.aux.get(SCALE)
     if record.stored != "int8":
         if scale is not None:
-            raise StoreError(f"aux.scale: a chunk stored as {record.stored} has none")
+            raise StoreError(f"aux.scale: {record.stored} chunks have none")
         return
     if scale is None:
         raise StoreError("aux.scale is missing")

@@ -91,14 +91,8 @@ def find_records(store: KVStore, bundle: Bundle) -> list[Record]:
     """The commit record of each piece.
 
     Raises ChunkMissing or ChunkCorrupt when a chunk is not committed or its record is damaged, and
-    ChunkCorrupt when it does not hold the tokens that its piece names. StoreError for a store that
-    drops tokens.
+    ChunkCorrupt when it does not hold the tokens that its piece names.
     """
-    if store.layout.drops:
-        raise StoreError(
-            f"stored={store.layout.stored!r} leaves tokens out, which no exported format can say: "
-            "expected native, int8 or int4; ingest the documents in one of these to export them"
-        )
     records = []
     for piece, record in zip(bundle.pieces, store.head(bundle.keys), strict=True):
         if record is None:

@@ -207,7 +207,10 @@ def test_from_json_refuses_what_no_writer_wrote(record, change, said):
         Record.from_json(signed(values))
 
 
-@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Record)])
+@pytest.mark.parametrize(
+    "name",
+    [field.name for field in dataclasses.fields(Record) if field.name != "kept"],  # test_dropping
+)
 def test_from_json_refuses_a_missing_field(sealed, name):
     values = json.loads(sealed.to_json())
     del values[name]
