@@ -22,6 +22,7 @@ from jaxrag.engine.runner import BLOCK_TOKENS, ModelRunner
 from jaxrag.kv.cache import PAGE, PagedCache, PagePool
 from jaxrag.kv.cache.host import arrived
 from jaxrag.kv.store import Assembled, OwnRead, Refused, SharedStore, as_stored
+from jaxrag.kv.store.dropping import dropped_tokens
 from jaxrag.models.model import Model
 from jaxrag.models.rope import RopeTable
 from jaxrag.models.rope import place as at_position
@@ -130,10 +131,12 @@ class Staged:
       chunks: each chunk, where it came from, and the first of its tokens in the blocks.
       blocks: host memory and the device's copy of every BLOCK_TOKENS tokens,
         [L, 2, BLOCK_TOKENS, K, H].
+      dropped: by key the tokens that a store left out, of a store that does.
     """
 
     chunks: list[tuple[ChunkLoad, ChunkOrigin, int]]
     blocks: list[tuple[HostArray, Array]]
+    dropped: Mapping[str, HostArray]
 
 
 def groups(loads: Iterable[ChunkLoad]) -> Iterator[list[ChunkLoad]]:
@@ -310,6 +313,11 @@ def stage(
     have another one by now.
     """
     chunks = [(load, fetched.found[load.key], fetched.at[load.key]) for load in loads]
+    dropped = {
+        load.key: dropped_tokens(fetched.kv[:, :, first : first + load.tokens])
+        for load, _, first in chunks
+        if load.encoding.store.layout.drops
+    }
     blocks = _cut(runner, fetched.kv) if fetched.block is None else [fetched.block]
     host = cache.host
     if host is not None:
@@ -326,9 +334,9 @@ def stage(
     if runner.model.placement.away:
         for block in blocks:
             runner.staging.give(block)
-        return Staged(chunks, [])
+        return Staged(chunks, [], dropped)
     on_device = [(block, runner.model.put_kv(block)) for block in blocks]
-    return Staged(chunks, [(block, arrived(kv)) for block, kv in on_device])
+    return Staged(chunks, [(block, arrived(kv)) for block, kv in on_device], dropped)
 
 
 def _cut(runner: ModelRunner, kv: HostArray) -> list[HostArray]:

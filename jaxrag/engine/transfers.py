@@ -192,7 +192,9 @@ class Transfers:
             self._pending.pop(load.key).owner.found[load.key] = found
             self.hits[found.counted] += 1
             state.note("placed", load.key)
-            for number in state.scheduler.staged(load.key, load.tokens):
+            for number in state.scheduler.staged(
+                load.key, load.tokens, staged.dropped.get(load.key)
+            ):
                 state.live[number].ready = state.clock()
 
     def clear(self) -> None:

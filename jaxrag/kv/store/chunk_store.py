@@ -270,6 +270,11 @@ class ChunkStore(KVStore):
         self._require_tokens(key, tokens)
         if type(ways) is not int or ways < 1 or self.layout.num_kv_heads % ways:
             raise StoreError(f"ways={ways!r}: expected a divisor of {self.layout.num_kv_heads}")
+        if ways > 1 and self.layout.drops:
+            raise StoreError(
+                f"ways={ways}: stored={self.layout.stored!r} chooses tokens by all KV heads, "
+                "which no writer has then; expected 1"
+            )
         # The generation is read before the record: whoever commits in between makes ours stale.
         generation = self._backend.generation(self._space.commit(key))
         if not replace and isinstance(self._find([key])[key], Record):

@@ -54,8 +54,14 @@ class SharedStore(StoreWrapper):
         """Share ``store``; the shares of all who exchange are every one of ``share.ways``.
 
         Raises:
-            StoreError: a store that is neither private nor written by several processes.
+            StoreError: a store that is neither private nor written by several processes, or whose
+                format drops tokens.
         """
+        if store.layout.drops:
+            raise StoreError(
+                f"stored={store.layout.stored!r} chooses tokens by all KV heads of a chunk: "
+                "expected one process; open it without a mesh over several, or in another format"
+            )
         layout = store.layout if store.private else store.layout.of_share(share)
         super().__init__(store, layout)
         if not store.private and not isinstance(store, ChunkStore | ReadThrough):

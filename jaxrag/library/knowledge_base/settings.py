@@ -14,10 +14,11 @@ from jaxrag.base.config import config_to_dict
 from jaxrag.base.errors import KnowledgeBaseError, RequestError
 from jaxrag.base.tables import require_kind
 from jaxrag.kv.store.keys import derive
+from jaxrag.kv.store.layout import KEPT
 from jaxrag.kv.store.seal import Sealer
 from jaxrag.library.documents.chunking import Chunking
 from jaxrag.library.knowledge_base.vectors import choose_embedder
-from jaxrag.library.options import DEFAULT_TOP_N, KnowledgeBaseOptions, SimilarBy
+from jaxrag.library.options import DEFAULT_TOP_N, FORMATS, KnowledgeBaseOptions, SimilarBy
 from jaxrag.library.retrieve.lance import kind_named
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import PromptTemplate, template_named
@@ -98,8 +99,15 @@ class WantedSettings(KnowledgeBaseOptions):
             raise KnowledgeBaseError(
                 f"similar_by={by!r}: expected one of {', '.join(get_args(SimilarBy))}"
             )
-        if self.stored not in (None, "native", "int8"):
-            raise KnowledgeBaseError(f"stored={self.stored!r}: expected 'native' or 'int8'")
+        if self.stored is not None and self.stored not in FORMATS:
+            raise KnowledgeBaseError(
+                f"stored={self.stored!r}: expected one of {', '.join(FORMATS)}"
+            )
+        if self.stored in KEPT and self.attention_index is not None:
+            raise KnowledgeBaseError(
+                f"attention_index with stored={self.stored!r}: indexes are over all keys of a "
+                "chunk, and it leaves some out; choose native, int8 or int4"
+            )
         if self.salt is not None and not isinstance(self.salt, str):
             raise KnowledgeBaseError(f"salt={self.salt!r}: expected a text")
         limit = self.max_bytes
