@@ -66,7 +66,8 @@ def sweep(
             attempt = rest.partition("/")[0]
             if is_hex(attempt, ATTEMPT_DIGITS):
                 attempts[key].add(attempt)
-        for keys in itertools.batched(sorted(attempts.keys() | committed), _RECORDS_AT_ONCE):
+        left = iter(sorted(attempts.keys() | committed))
+        while keys := tuple(itertools.islice(left, _RECORDS_AT_ONCE)):
             found = space.find([key for key in keys if key in committed])
             for key in keys:
                 if busy(key):  # asked after the listing: its writer had announced what is listed
