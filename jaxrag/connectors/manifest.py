@@ -240,7 +240,7 @@ def weights_of(directory: Path, memo: Path) -> dict[str, str]:
 
 
 def _digest(parts: NDArray[np.uint64]) -> str:
-    return str(blake3(np.ascontiguousarray(parts).data).hexdigest(20))
+    return str(blake3(np.ascontiguousarray(parts).view(np.uint8)).hexdigest(20))
 
 
 def _replace(path: Path, write_to: Callable[[Path], object]) -> None:
