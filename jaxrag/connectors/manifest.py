@@ -58,6 +58,7 @@ class Engine:
       tokenizer: its digest, part of every key.
       weights: blake3 of each file of weights that the engine loads, by name.
       encoder: the variant of the chunks that is read.
+      sealed: name of the secret that the chunks are sealed with; None without one.
     """
 
     store: str
@@ -67,6 +68,7 @@ class Engine:
     tokenizer: str
     weights: Mapping[str, str]
     encoder: str
+    sealed: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

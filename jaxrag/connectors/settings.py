@@ -5,6 +5,7 @@ from pathlib import Path
 
 from jaxrag.base.errors import ConfigError
 from jaxrag.connectors.manifest import Gate, Manifest
+from jaxrag.kv.store.seal import read_secret
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +20,7 @@ class Settings:
       threads: that read parts.
       deadline: seconds that reading the parts of a request may take.
       host_bytes: the most that lies in memory of parts on their way, and after until needed.
+      secret_file: of the secret that the chunks are sealed with.
       untested_devices: start on others than CPUs.
     """
 
@@ -29,6 +31,7 @@ class Settings:
     threads: int = 2
     deadline: float = 2.0
     host_bytes: int = 2 << 30
+    secret_file: str | None = None
     untested_devices: bool = False
 
     def __post_init__(self) -> None:
@@ -37,6 +40,12 @@ class Settings:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected at least {least}")
         if not 0 < self.deadline < float("inf"):
             raise ConfigError(f"deadline={self.deadline}: expected seconds")
+
+    def secret(self, sealed: str | None) -> bytes | None:
+        """The secret. Raises ConfigError where there is none for chunks that are sealed."""
+        if sealed is not None and self.secret_file is None:
+            raise ConfigError(f"the chunks are sealed with secret {sealed}: set secret_file")
+        return None if self.secret_file is None else read_secret(self.secret_file)
 
     @property
     def memo(self) -> Path:

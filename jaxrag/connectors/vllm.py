@@ -55,14 +55,14 @@ class Load:
 
 
 @dataclasses.dataclass
-class Loads(KVConnectorMetadata):  # type: ignore[misc]
+class Loads(KVConnectorMetadata):
     """Those of one step."""
 
     loads: list[Load]
 
 
 @dataclasses.dataclass
-class Written(KVConnectorWorkerMetadata):  # type: ignore[misc]
+class Written(KVConnectorWorkerMetadata):
     """How many workers have written what they were to, by request."""
 
     counts: "collections.Counter[str]"
@@ -81,7 +81,7 @@ class Asked:
     own_salt: str | None
 
 
-class JaxragConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class JaxragConnector(KVConnectorBase_V1):
     """See the module."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -99,7 +99,10 @@ class JaxragConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._share = HeadShare(parallel.rank % self._ways * ways // self._ways, ways)
             self._written: collections.Counter[str] = collections.Counter()
             return
-        self._store = ChunkStore.open(engine.store, engine.fingerprint, engine.layout)
+        secret = self._settings.secret(engine.sealed)
+        self._store = ChunkStore.open(
+            engine.store, engine.fingerprint, engine.layout, secret=secret
+        )
         self._fetches = Fetches(
             self._store,
             engine.rope,
