@@ -1,7 +1,7 @@
 """What an engine must know to read stored chunks: one folder, written by `jaxrag kb connector`.
 
 ``connector.json`` names the repository, the model and the parts of prompts that are stored;
-``parts-<digest>.npy`` is the table by which a prompt's tokens find them. Both are replaced as
+``parts-<digest>.bin`` is the table by which a prompt's tokens find them. Both are replaced as
 whole files, the JSON last, so that a reader has one state or the next.
 """
 
@@ -128,9 +128,10 @@ def write(folder: Path, manifest: Manifest) -> None:
     """Write or replace the files of a folder. Raises StoreError where it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        table = folder / f"parts-{_digest(manifest.parts)}.npy"
+        content = np.ascontiguousarray(manifest.parts).tobytes()
+        table = folder / f"parts-{_digest(content)}.bin"
         if not table.exists():
-            _replace(table, lambda path: np.save(path, manifest.parts))
+            _replace(table, lambda path: path.write_bytes(content))
         fields = {
             "program": "jaxrag connector",
             "version": VERSION,
@@ -142,9 +143,9 @@ def write(folder: Path, manifest: Manifest) -> None:
             "gates": [dataclasses.asdict(gate) for gate in manifest.gates],
             "parts": table.name,
         }
-        text = json.dumps(fields, indent=1)
+        text = json.dumps(fields | {"digest": _digest_of(fields)}, indent=1)
         _replace(folder / FILE, lambda path: path.write_text(text, encoding="utf-8"))
-        for old in folder.glob("parts-*.npy"):
+        for old in folder.glob("parts-*.bin"):
             if old != table:
                 old.unlink(missing_ok=True)
     except OSError as error:
@@ -159,13 +160,16 @@ def read(folder: Path) -> Manifest:
         if (fields["program"], fields["version"]) != ("jaxrag connector", VERSION):
             raise StoreError(f"{path} is of {fields['program']!r}, version {fields['version']}: "
                              f"expected jaxrag connector, version {VERSION}")  # fmt: skip
+        if fields.pop("digest") != _digest_of(fields):
+            raise StoreError(f"{path} is not as it was written: run `jaxrag kb connector` again")
         engine = dict(fields["engine"])
         engine["rope"] = rope_from_dict(engine["rope"], f"{path}: rope")
         engine["layout"] = KVLayout(**engine["layout"])
         gates = tuple(build(Gate, gate, f"{path}: gate") for gate in fields["gates"])
-        parts = np.load(folder / fields["parts"], mmap_mode="r")
-        if fields["parts"] != f"parts-{_digest(parts)}.npy" or len(parts) != 5:
+        content = (folder / fields["parts"]).read_bytes()
+        if fields["parts"] != f"parts-{_digest(content)}.bin":
             raise StoreError(f"{folder / fields['parts']} is not what was written")
+        parts = np.frombuffer(content, np.uint64).reshape(5, -1)
         header = np.array(fields["header"], np.int32)
         return Manifest(Engine(**engine), header, gates, parts)
     except FileNotFoundError as error:
@@ -241,8 +245,12 @@ def weights_of(directory: Path, memo: Path) -> dict[str, str]:
     return found
 
 
-def _digest(parts: NDArray[np.uint64]) -> str:
-    return str(blake3(np.ascontiguousarray(parts).view(np.uint8)).hexdigest(20))
+def _digest(content: bytes) -> str:
+    return str(blake3(content).hexdigest(20))
+
+
+def _digest_of(fields: Mapping[str, Any]) -> str:
+    return _digest(json.dumps(fields, sort_keys=True).encode())
 
 
 def _replace(path: Path, write_to: Callable[[Path], object]) -> None:

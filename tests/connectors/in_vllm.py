@@ -1,6 +1,6 @@
 """vLLM's side of the tests: python in_vllm.py JOB, run by its interpreter; prints one JSON line.
 
-A job is a JSON file: {"folder": as cases.make left it, "engine": options of LLM, "extra": of the
+A job is a JSON file: {"folder": as random_cases.make left it, "engine": options of LLM, "extra": of the
 connector, "salted": false for the class without salts, "steps": [...]}. A step is {"ask": numbers
 of cases or null, "how": "spans", "recognised" or "exact", "reset": first, "batch": all at once}.
 """
@@ -75,8 +75,8 @@ def main():
         llm = llm_of(job)
     except Exception as error:
         cause = error
-        while cause.__cause__ or cause.__context__:
-            cause = cause.__cause__ or cause.__context__
+        while under := cause.__cause__ or (not cause.__suppress_context__ and cause.__context__):
+            cause = under
         print("RESULT" + json.dumps({"refused": str(cause)}), flush=True)
         return
     steps = []

@@ -13,6 +13,7 @@ from fake_vllm import Engine, config_of, exact
 from stored_chunks import LAYOUT, ROPE, drawn
 
 from jaxrag.base.errors import ConfigError, StoreError
+from jaxrag.connectors import manifest
 from jaxrag.connectors.turn import place, rope_table
 from jaxrag.kv.store import ChunkStore
 
@@ -30,6 +31,10 @@ def wanted(stored, numbers, ids):
         found[:, :, at : at + kv.shape[2]] = kv
         at += kv.shape[2]
     return found
+
+
+def write(path, fields):
+    path.write_text(json.dumps(fields | {"digest": manifest._digest_of(fields)}))
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -237,14 +242,15 @@ def test_other_weights_are_refused(connector, stored, monkeypatch, tmp_path):
 def test_what_no_gate_passed_is_refused(connector, stored):
     path = stored.out / "connector.json"
     fields = json.loads(path.read_text())
-    path.write_text(json.dumps({**fields, "gates": []}))
+    del fields["digest"]
+    write(path, {**fields, "gates": []})
     with pytest.raises(ConfigError, match="jaxrag serve"):
         connector.JaxragConnector(*Engine._split(config_of(stored)))
     insists = {"require_gate": False}
     connector.JaxragConnector(*Engine._split(config_of(stored, extra=insists))).shutdown()
     # One that was passed with the last chunk computed says nothing of none.
     gate = {"method": "turborag", "compute_last": 1, "questions": 50}
-    path.write_text(json.dumps({**fields, "gates": [gate]}))
+    write(path, {**fields, "gates": [gate]})
     with pytest.raises(ConfigError, match="jaxrag serve"):
         connector.JaxragConnector(*Engine._split(config_of(stored)))
     last = {"compute_last": 1}
