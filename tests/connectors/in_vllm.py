@@ -1,8 +1,9 @@
 """vLLM's side of the tests: python in_vllm.py JOB, run by its interpreter; prints one JSON line.
 
-A job is a JSON file: {"folder": as random_cases.make left it, "engine": options of LLM, "extra": of the
-connector, "salted": false for the class without salts, "steps": [...]}. A step is {"ask": numbers
-of cases or null, "how": "spans", "recognised" or "exact", "reset": first, "batch": all at once}.
+A job is a JSON file: {"folder": as random_cases.make left it, "engine": options of LLM, "extra": of
+the connector, "salted": false for the class without salts, "steps": [...]}. A step is {"ask":
+numbers of cases or null, "how": "spans", "recognised" or "exact", "reset": first, "batch": all at
+once}.
 """
 
 import json
