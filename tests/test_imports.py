@@ -49,7 +49,7 @@ FLOOR = {name: number for number, row in enumerate(reversed(FLOORS), 1) for name
 STORE_MAY_IMPORT = {"kv.store", "base.errors", "base.config", "base.types"}  # bytes, not models
 KERNEL_RULES = {"pallas_kernels.visibility", "pallas_kernels.rotation"}  # data and pure rules
 BANNED = {"torch", "transformers"}
-IN_VLLM = {"jaxrag.connectors.vllm"}  # imported by vLLM's process alone
+IN_VLLM = {"jaxrag.connectors.counts", "jaxrag.connectors.vllm"}  # by its process alone
 # Imported when its body is chosen: JAX's Mosaic tells its compiler in the environment where its
 # runtime lies; Triton is in no test's environment.
 CHOSEN = {"pallas_kernels.mosaic.paged", "pallas_kernels.jax_triton.topn"}

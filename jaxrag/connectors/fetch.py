@@ -59,6 +59,7 @@ class Fetch:
 
     start: int  # the first token
     nbytes: int
+    wanted: float = dataclasses.field(default_factory=time.monotonic)
     begun: float | None = None  # when a thread took it up
     done: "Future[NDArray[Any]] | None" = None
     file: int | None = None  # descriptor, where other processes map it
@@ -136,6 +137,10 @@ class Fetches:
         whole = self._store.layout.shape(kv.shape[2] + one.skip)
         path = f"/proc/{os.getpid()}/fd/{one.file}"
         return SharedArray(path, whole, str(kv.dtype), one.skip + skip)
+
+    def seconds(self, name: str) -> float:
+        """Since the parts of a request were first wanted."""
+        return time.monotonic() - self._held[name].wanted
 
     def loaded(self, name: str) -> None:
         """The engine has written what it took: it may be let go when room is needed."""

@@ -31,6 +31,7 @@ from vllm.v1.request import Request
 
 from jaxrag.base.errors import ConfigError, JaxragError
 from jaxrag.base.tables import build
+from jaxrag.connectors.counts import Counts, Metrics
 from jaxrag.connectors.fetch import Fetches, SharedArray, reason_of
 from jaxrag.connectors.manifest import Manifest, Watched, weights_of
 from jaxrag.connectors.plan import Plan, Planner, spans_of
@@ -115,6 +116,7 @@ class JaxragConnector(KVConnectorBase_V1):
         self._planned = self._watched.manifest
         self._asked: dict[str, Asked] = {}
         self._loads: list[Load] = []
+        self._counts = Counts()
         self._told: dict[str, dict[str, Any]] = {}  # what a request that asked is answered
         if not verdict(self._planned, self._settings.compute_last):
             _LOG.warning(
@@ -167,6 +169,10 @@ class JaxragConnector(KVConnectorBase_V1):
             name = request.request_id
             start = self._asked[name].plan.end - num_external_tokens
             kv = self._fetches.take(name, start)
+            self._counts.add("requests")
+            self._counts.add("tokens", num_external_tokens)
+            self._counts.add("bytes", self._store.layout.nbytes(num_external_tokens))
+            self._counts.add("seconds", self._fetches.seconds(name))
             self._loads.append(Load(name, kv, start, list(blocks.get_block_ids()[0])))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
@@ -187,6 +193,25 @@ class JaxragConnector(KVConnectorBase_V1):
         self._fetches.end(request.request_id)
         told = self._told.pop(request.request_id, None)
         return False, None if told is None else {"jaxrag": told}
+
+    def get_kv_connector_stats(self) -> Counts | None:
+        """What was counted since the last call."""
+        if self._role == KVConnectorRole.WORKER or self._counts.is_empty():
+            return None
+        counts, self._counts = self._counts, Counts()
+        return counts
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Counts:
+        """What came from another process."""
+        return Counts(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> Metrics:
+        """The counters of vLLM's /metrics."""
+        return Metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # In a worker's process.
 
@@ -248,6 +273,7 @@ class JaxragConnector(KVConnectorBase_V1):
         self._tell(name, reason)
 
     def _tell(self, name: str, reason: str) -> None:
+        self._counts.add(f"computed:{reason}")
         if name in self._told:
             self._told[name] = {"stored": 0, "computed": reason}
 

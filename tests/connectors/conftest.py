@@ -17,7 +17,9 @@ def stored(tmp_path):
 def connector(monkeypatch):
     """The connector's module, with stand-ins for vLLM and torch."""
     fake_vllm.install(monkeypatch)
-    monkeypatch.delitem(sys.modules, "jaxrag.connectors.vllm", raising=False)
+    for name in ("counts", "vllm"):
+        monkeypatch.delitem(sys.modules, f"jaxrag.connectors.{name}", raising=False)
     module = importlib.import_module("jaxrag.connectors.vllm")
     yield module
-    sys.modules.pop("jaxrag.connectors.vllm", None)
+    for name in ("counts", "vllm"):
+        sys.modules.pop(f"jaxrag.connectors.{name}", None)

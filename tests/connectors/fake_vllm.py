@@ -58,6 +58,16 @@ class Base:
         pass
 
 
+@dataclasses.dataclass
+class Stats:
+    data: dict = dataclasses.field(default_factory=dict)
+
+
+class PromMetrics:
+    def __init__(self, config, types, labels, values):
+        self._counter_cls, self.per_engine_labelvalues = types["counter"], values
+
+
 @dataclasses.dataclass(frozen=True)
 class FullAttentionSpec:
     head_size: int
@@ -103,6 +113,10 @@ def install(monkeypatch):
             "KVConnectorMetadata": object,
             "KVConnectorRole": roles,
             "KVConnectorWorkerMetadata": object,
+        },
+        "vllm.distributed.kv_transfer.kv_connector.v1.metrics": {
+            "KVConnectorPromMetrics": PromMetrics,
+            "KVConnectorStats": Stats,
         },
         "vllm.model_executor.layers.rotary_embedding": {"get_rope": get_rope},
         "vllm.model_executor.models.utils": {

@@ -289,3 +289,28 @@ def test_int8_chunks(connector, tmp_path):
     assert loaded == len(ids) - 5
     np.testing.assert_allclose(seen, wanted(stored, (0, 2), ids), atol=0.05)
     engine.close()
+
+
+def test_it_counts_in_the_engine_s_metrics(connector, stored):
+    from prometheus_client import CollectorRegistry, Counter
+
+    engine = Engine(connector, stored)
+    ids = stored.prompt(0, 1)
+    engine.run(engine.add(ids))
+    engine.run(engine.add(ids, {"off": True}))
+    engine.run(engine.add(ids[::-1]))
+    counts = engine.scheduler.get_kv_connector_stats()
+    assert engine.scheduler.get_kv_connector_stats() is None
+    assert counts.data.pop("seconds") > 0
+    loaded = len(ids) - 5
+    told = {"requests": 1, "tokens": loaded, "bytes": LAYOUT.nbytes(loaded)}
+    assert counts.data == told | {"computed:off": 1, "computed:unknown": 1}
+    kind, registry = connector.JaxragConnector, CollectorRegistry()
+    types = {"counter": lambda **options: Counter(**options, registry=registry)}
+    metrics = kind.build_prom_metrics(None, types, ["engine"], {0: ["0"]})
+    metrics.observe(kind.build_kv_connector_stats(dict(counts.data)).aggregate(counts).data)
+    found = registry.get_sample_value
+    assert found("vllm:jaxrag_tokens_total", {"engine": "0"}) == 2 * loaded
+    of = {"engine": "0", "reason": "unknown"}
+    assert found("vllm:jaxrag_computed_total", of) == 2
+    engine.close()
