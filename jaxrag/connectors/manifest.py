@@ -77,14 +77,14 @@ class Manifest:
 
     Attributes:
       engine: what the engine was held against.
-      header: token ids of the prompts' common beginning, int32 [P]; may be empty.
+      prefix: token ids of the prompts' common beginning, int32 [P]; may be empty.
       gates: what was judged.
       parts: the table, uint64 [5, N]: hash of the first tokens, ascending; hash of all; content id
         (20 bytes) and number of tokens (4) in three.
     """
 
     engine: Engine
-    header: NDArray[np.int32]
+    prefix: NDArray[np.int32]
     gates: tuple[Gate, ...]
     parts: NDArray[np.uint64]
 
@@ -139,7 +139,7 @@ def write(folder: Path, manifest: Manifest) -> None:
                 **dataclasses.asdict(manifest.engine),
                 "rope": rope_to_dict(manifest.engine.rope),
             },
-            "header": manifest.header.tolist(),
+            "prefix": manifest.prefix.tolist(),
             "gates": [dataclasses.asdict(gate) for gate in manifest.gates],
             "parts": table.name,
         }
@@ -170,8 +170,8 @@ def read(folder: Path) -> Manifest:
         if fields["parts"] != f"parts-{_digest(content)}.bin":
             raise StoreError(f"{folder / fields['parts']} is not what was written")
         parts = np.frombuffer(content, np.uint64).reshape(5, -1)
-        header = np.array(fields["header"], np.int32)
-        return Manifest(Engine(**engine), header, gates, parts)
+        prefix = np.array(fields["prefix"], np.int32)
+        return Manifest(Engine(**engine), prefix, gates, parts)
     except FileNotFoundError as error:
         raise StoreError(
             f"{error.filename}: no such file; write the folder with `jaxrag kb connector KB OUT`"

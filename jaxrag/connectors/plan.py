@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from jaxrag.connectors.manifest import FIRST, Manifest, running, span_hash
 from jaxrag.kv.store.keys import chunk_key, content_id, context_id
 
-ISOLATED = "isolated"  # the encoder of what sees nothing but itself, as every header
+ISOLATED = "isolated"  # the encoder of what sees nothing but itself, as every prefix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,48 +55,49 @@ class Planner:
         Args:
           prompt: its token ids, int32 [T]. Keys are made from these, so that nobody can name KV of
             other tokens.
-          spans: tokens of each part, the header first; None: parts are recognised.
-          compute_last: parts at the end that the engine computes, never the header.
+          spans: tokens of each part, the prefix first; None: parts are recognised.
+          compute_last: parts at the end that the engine computes, never the prefix.
 
         Reasons: "unknown" (nothing is recognised), "spans" (which do not fit the prompt), "missing"
         (a part of the spans is not in the manifest), "computed" (compute_last leaves nothing).
         """
-        sums, header = running(prompt), len(self._manifest.header)
-        headed = bool(header) and np.array_equal(prompt[:header], self._manifest.header)
-        if header and not headed and self._manifest.engine.encoder != ISOLATED:
-            return None, "unknown"  # its chunks have seen the header
+        sums, prefix = running(prompt), len(self._manifest.prefix)
+        led = bool(prefix) and (spans is None or list(spans[:1]) == [prefix])
+        led = led and np.array_equal(prompt[:prefix], self._manifest.prefix)
+        if prefix and not led and self._manifest.engine.encoder != ISOLATED:
+            return None, "unknown"  # its chunks have seen the prefix
         found: list[tuple[str, int]] = []
         if spans is None:
-            found += self._recognised(prompt, sums, header if headed else 0)
+            found += self._recognised(prompt, sums, prefix if led else 0)
         else:
             at = 0
             for length in spans:
                 if type(length) is not int or length < 1 or at + length >= len(prompt):
                     return None, "spans"
-                if not at and headed and length == header:
-                    content: str | None = self._header_id(prompt)
+                if not at and led and length == prefix:
+                    content: str | None = self._prefix_id(prompt)
                 else:
                     content = self._find(prompt, sums, at, length)
                 if content is None:
                     return None, "missing"
                 found.append((content, length))
                 at += length
-        chunks = len(found) - headed
+        chunks = len(found) - led
         if not chunks:
-            return None, "unknown"  # a header alone is exact, and the engine keeps it itself
+            return None, "unknown"  # a prefix alone is exact, and the engine keeps it itself
         if chunks <= compute_last:
             return None, "computed"
         found = found[: len(found) - compute_last]
-        return Plan(tuple(self._keyed(prompt, found, headed))), ""
+        return Plan(tuple(self._keyed(prompt, found, led))), ""
 
     def _recognised(
-        self, prompt: NDArray[np.int32], sums: NDArray[np.uint64], header: int
+        self, prompt: NDArray[np.int32], sums: NDArray[np.uint64], prefix: int
     ) -> Iterator[tuple[str, int]]:
         """Content ids and tokens of the parts, up to the first place that none begins at."""
         at = 0
-        if 0 < header < len(prompt):
-            yield self._header_id(prompt), header
-            at = header
+        if 0 < prefix < len(prompt):
+            yield self._prefix_id(prompt), prefix
+            at = prefix
         while (one := self._longest(prompt, sums, at)) is not None:
             yield one
             at += one[1]
@@ -139,19 +140,19 @@ class Planner:
         return np.arange(start, end)
 
     def _keyed(
-        self, prompt: NDArray[np.int32], found: Sequence[tuple[str, int]], headed: bool
+        self, prompt: NDArray[np.int32], found: Sequence[tuple[str, int]], led: bool
     ) -> Iterator[tuple[str, int]]:
         engine, nothing = self._manifest.engine, prompt[:0]
-        seen = nothing if engine.encoder == ISOLATED else self._manifest.header
+        seen = nothing if engine.encoder == ISOLATED else self._manifest.prefix
         for number, (content, length) in enumerate(found):
-            is_header = headed and not number
+            is_prefix = led and not number
             context = context_id(
-                ISOLATED if is_header else engine.encoder, nothing if is_header else seen
+                ISOLATED if is_prefix else engine.encoder, nothing if is_prefix else seen
             )
             yield chunk_key(engine.fingerprint, content, context), length
 
-    def _header_id(self, prompt: NDArray[np.int32]) -> str:
-        return content_id(self._tokenizer, prompt[: len(self._manifest.header)])
+    def _prefix_id(self, prompt: NDArray[np.int32]) -> str:
+        return content_id(self._tokenizer, prompt[: len(self._manifest.prefix)])
 
     @property
     def _tokenizer(self) -> str:

@@ -81,8 +81,8 @@ def write_connector(
     chosen = _encoder(kb, encoder)
     folder = _served(model, serve)
     tokenizer = model.text_tokenizer()
-    header = kb.template.prefix_ids(tokenizer)
-    ChunkEncoding(model, kb.store, header).keep_prefix()
+    prefix = kb.template.prefix_ids(tokenizer)
+    ChunkEncoding(model, kb.store, prefix).keep_prefix()
     parts = dict(_parts(kb, groups))
     store = kb.store.inner if isinstance(kb.store, ReadThrough) else kb.store  # what lies elsewhere
     assert isinstance(store, ChunkStore)
@@ -99,11 +99,11 @@ def write_connector(
     gates = tuple(_gates(kb, model, METHOD_OF[chosen]))
     table = manifest.parts_table(parts.items())
     path = Path(out).absolute()
-    manifest.write(path, Manifest(engine, header, gates, table))
-    encoding = ChunkEncoding(model, kb.store, header)
+    manifest.write(path, Manifest(engine, prefix, gates, table))
+    encoding = ChunkEncoding(model, kb.store, prefix)
     keys = [encoding.key(chosen, ids) for ids in parts.values()]
-    if len(header):
-        keys.append(prefix_key(kb.store.fingerprint, tokenizer.digest, header))
+    if len(prefix):
+        keys.append(prefix_key(kb.store.fingerprint, tokenizer.digest, prefix))
     missing = sum(record is None for record in kb.store.head(keys, on_corrupt="skip"))
     return ConnectorReport(
         path=str(path),

@@ -48,7 +48,7 @@ def ask(llm, data, numbers, how, count):
     prompts, sampling = [], []
     for number in numbers:
         case = data["cases"][number]
-        parts = [data["header"], *(data["chunks"][at] for at in case["chunks"])]
+        parts = [data["prefix"], *(data["chunks"][at] for at in case["chunks"])]
         ids = [token for part in (*parts, case["final"]) for token in part]
         params = {"spans": {"spans": [len(it) for it in parts]}, "exact": {"off": True}}.get(how)
         extra = None if params is None else {"kv_transfer_params": {"jaxrag": params}}

@@ -15,7 +15,7 @@ from jaxrag.models.model import load_model, random_model
 from jaxrag.reuse.methods import METHODS
 
 COUNT = 16  # tokens of an answer
-HEADER = 37
+PREFIX = 37
 METHOD = {"isolated": "turborag", "after_prefix": "full_reuse"}
 
 
@@ -31,7 +31,7 @@ def make(folder, config, *, encoder="isolated", stored="native", questions=25, l
     def ids(count):
         return draw.integers(3, config.vocab_size, count).astype(np.int32)
 
-    header = ids(HEADER)
+    prefix = ids(PREFIX)
     chunks = [ids(int(draw.integers(*lengths))) for _ in range(library)]
     cases = []
     for _ in range(questions):
@@ -41,7 +41,7 @@ def make(folder, config, *, encoder="isolated", stored="native", questions=25, l
     layout = dataclasses.replace(model.whole_kv_layout, stored=stored)
     store = ChunkStore.open(folder / "store", fingerprint, layout, mode="rw")
     answers = {
-        name: answered(model, store, name, header, chunks, cases)
+        name: answered(model, store, name, prefix, chunks, cases)
         for name in (METHOD[encoder], "full_attention")
     }
     store.close()
@@ -57,9 +57,9 @@ def make(folder, config, *, encoder="isolated", stored="native", questions=25, l
     )
     parts = manifest.parts_table((content_id(digest, it), it) for it in chunks)
     gate = manifest.Gate(METHOD[encoder], 0, 0)
-    manifest.write(folder / "manifest", manifest.Manifest(engine, header, (gate,), parts))
+    manifest.write(folder / "manifest", manifest.Manifest(engine, prefix, (gate,), parts))
     data = {
-        "header": header.tolist(),
+        "prefix": prefix.tolist(),
         "chunks": [it.tolist() for it in chunks],
         "cases": cases,
         "stored": answers[METHOD[encoder]],
@@ -69,12 +69,12 @@ def make(folder, config, *, encoder="isolated", stored="native", questions=25, l
     return data
 
 
-def answered(model, store, method, header, chunks, cases):
+def answered(model, store, method, prefix, chunks, cases):
     """Our answers, one request at a time; what the method reuses is stored on the way."""
     engine, answers = engine_of(model), []
     for case in cases:
         parts = tuple(chunks[at] for at in case["chunks"])
-        prompt = Prompt(header, parts, np.array(case["final"], np.int32))
+        prompt = Prompt(prefix, parts, np.array(case["final"], np.int32))
         tokens = []
         for progress in engine.iterate([Request(prompt, store, METHODS[method], COUNT)]):
             if progress.error is not None:

@@ -20,7 +20,7 @@ class Stored:
     """A folder with a store and a manifest, and what is in them."""
 
     folder: Path
-    header: np.ndarray
+    prefix: np.ndarray
     chunks: list[np.ndarray]
     encoder: str = "isolated"
     layout: KVLayout = LAYOUT
@@ -32,20 +32,20 @@ class Stored:
 
     def key(self, ids, encoder=None):
         encoder = encoder or self.encoder
-        seen = NOTHING if encoder == "isolated" else self.header
+        seen = NOTHING if encoder == "isolated" else self.prefix
         return chunk_key(FINGERPRINT, content_id("t", ids), context_id(encoder, seen))
 
     @property
-    def header_key(self):
-        return self.key(self.header, "isolated")
+    def prefix_key(self):
+        return self.key(self.prefix, "isolated")
 
     def fill(self):
         draw = np.random.default_rng(7)
         store = ChunkStore.open(self.folder / "store", FINGERPRINT, self.layout, mode="rw")
-        for ids in (self.header, *self.chunks):
-            encoder = "isolated" if ids is self.header else self.encoder
+        for ids in (self.prefix, *self.chunks):
+            encoder = "isolated" if ids is self.prefix else self.encoder
             key = self.key(ids, encoder)
-            seen = NOTHING if encoder == "isolated" else self.header
+            seen = NOTHING if encoder == "isolated" else self.prefix
             record = Provenance(encoder, content_id("t", ids), context_id(encoder, seen))
             kv = draw.standard_normal(self.layout.shape(len(ids))).astype(self.layout.numpy_dtype)
             store.put(key, kv, record=record)
@@ -71,14 +71,14 @@ class Stored:
         engine = dataclasses.replace(engine, **changes)
         table = manifest.parts_table((content_id("t", ids), ids) for ids in chunks)
         gates = (manifest.Gate("turborag", 0, 50),)
-        manifest.write(self.out, manifest.Manifest(engine, self.header, gates, table))
+        manifest.write(self.out, manifest.Manifest(engine, self.prefix, gates, table))
 
     def prompt(self, *numbers, final=5):
-        parts = [self.header, *(self.chunks[at] for at in numbers)]
+        parts = [self.prefix, *(self.chunks[at] for at in numbers)]
         return np.concatenate([*parts, np.arange(9000, 9000 + final, dtype=np.int32)])
 
     def spans(self, *numbers):
-        return [len(self.header), *(len(self.chunks[at]) for at in numbers)]
+        return [len(self.prefix), *(len(self.chunks[at]) for at in numbers)]
 
 
 def drawn(folder, encoder="isolated", layout=LAYOUT):

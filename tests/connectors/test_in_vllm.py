@@ -184,7 +184,7 @@ def test_a_knowledge_base_through_the_command_s_folder(tmp_path):
     report = write_connector(kb, tmp_path / "manifest", serve=tmp_path / "model")
     assert report.missing == 0
     questions = ["Which animal does Kora Felell keep?", "Where does Kora Felell live?"]
-    data = {"header": kb.template.prefix_ids(model.tokenizer).tolist(), "chunks": [], "cases": []}
+    data = {"prefix": kb.template.prefix_ids(model.tokenizer).tolist(), "chunks": [], "cases": []}
     right = []
     for question in questions:
         answer = jaxrag.generate(question, kb=kb, method="turborag", k=3, max_new_tokens=8)

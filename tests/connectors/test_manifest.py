@@ -28,7 +28,7 @@ def test_it_comes_back(stored):
     again = manifest.read(stored.folder / "again")
     assert again.engine == found.engine
     assert again.gates == found.gates
-    np.testing.assert_array_equal(again.header, stored.header)
+    np.testing.assert_array_equal(again.prefix, stored.prefix)
     np.testing.assert_array_equal(again.parts, found.parts)
 
 
@@ -48,7 +48,7 @@ def test_a_flipped_bit_anywhere_is_refused_or_says_the_same(stored):
                 assert path.suffix == ".json"  # in a space between its words
                 assert found.engine == whole.engine
                 assert found.gates == whole.gates
-                assert found.header.tolist() == whole.header.tolist()
+                assert found.prefix.tolist() == whole.prefix.tolist()
         path.write_bytes(good)
 
 

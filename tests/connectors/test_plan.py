@@ -16,7 +16,7 @@ def planner(stored):
 
 
 def keys(stored, *numbers):
-    return (stored.header_key, *(stored.key(stored.chunks[at]) for at in numbers))
+    return (stored.prefix_key, *(stored.key(stored.chunks[at]) for at in numbers))
 
 
 @pytest.mark.parametrize("numbers", [(0,), (1, 0, 2), (2, 2), (3, 0, 3), (4, 3, 2, 1, 0)])
@@ -31,7 +31,7 @@ def test_parts_in_any_order(stored, numbers, named):
 
 def test_a_gap_ends_them(stored):
     ids = stored.prompt(0, 1)
-    cut = len(stored.header) + len(stored.chunks[0])
+    cut = len(stored.prefix) + len(stored.chunks[0])
     ids = np.concatenate((ids[:cut], [7], ids[cut:])).astype(np.int32)
     plan, _ = planner(stored).plan(ids, None, 0)
     assert plan.end == cut
@@ -47,13 +47,13 @@ def test_one_token_is_left(stored):
 def test_a_changed_token_is_another_part(stored):
     for at in (0, 20, 39):
         ids = stored.prompt(0, 1)
-        ids[len(stored.header) + at] += 1
+        ids[len(stored.prefix) + at] += 1
         assert planner(stored).plan(ids, None, 0) == (None, "unknown")
         assert planner(stored).plan(ids, stored.spans(0, 1), 0) == (None, "missing")
 
 
 def test_without_the_header(stored, tmp_path):
-    ids = stored.prompt(0, 1)[len(stored.header) :]
+    ids = stored.prompt(0, 1)[len(stored.prefix) :]
     plan, _ = planner(stored).plan(ids, None, 0)
     assert tuple(key for key, _ in plan.parts) == keys(stored, 0, 1)[1:]
     (tmp_path / "other").mkdir()
@@ -79,9 +79,9 @@ def test_the_last_parts_may_be_left_out(stored, last, end):
 def test_the_longest_of_parts_that_begin_alike(stored):
     longer = np.concatenate((stored.chunks[0], stored.chunks[1][:10]))
     stored.write([*stored.chunks, longer])
-    ids = np.concatenate((stored.header, longer, [1, 2, 3])).astype(np.int32)
+    ids = np.concatenate((stored.prefix, longer, [1, 2, 3])).astype(np.int32)
     plan, _ = planner(stored).plan(ids, None, 0)
-    assert plan.end == len(stored.header) + len(longer)
+    assert plan.end == len(stored.prefix) + len(longer)
 
 
 def test_equal_hashes_are_not_enough(stored, monkeypatch):
@@ -89,7 +89,7 @@ def test_equal_hashes_are_not_enough(stored, monkeypatch):
     known = manifest.read(stored.out)
     table = np.array(known.parts)
     table[2:, :] ^= np.uint64(1)
-    manifest.write(stored.out, manifest.Manifest(known.engine, known.header, known.gates, table))
+    manifest.write(stored.out, manifest.Manifest(known.engine, known.prefix, known.gates, table))
     assert planner(stored).plan(stored.prompt(0), None, 0) == (None, "unknown")
 
 
@@ -114,11 +114,11 @@ def test_a_million_parts(tmp_path):
     parts = draw.integers(0, 30000, (1_000_000, 20)).astype(np.int32)
     engine = manifest.Engine("x", FINGERPRINT, LAYOUT, ROPE, "t", {}, "isolated")
     table = manifest.parts_table((content_id("t", ids), ids) for ids in parts)
-    header = np.arange(8, dtype=np.int32)
-    known = manifest.Manifest(engine, header, (), table)
+    prefix = np.arange(8, dtype=np.int32)
+    known = manifest.Manifest(engine, prefix, (), table)
     found = Planner(known)
     chosen = draw.integers(0, len(parts), 200)
-    ids = np.concatenate((header, parts[chosen].ravel(), [1])).astype(np.int32)
+    ids = np.concatenate((prefix, parts[chosen].ravel(), [1])).astype(np.int32)
     begun = time.perf_counter()
     plan, _ = found.plan(ids, None, 0)
     print(

@@ -23,7 +23,7 @@ def wanted(stored, numbers, ids):
     found = np.array(exact(ids, stored.layout))
     at = 0
     for number in (None, *numbers):
-        key = stored.header_key if number is None else stored.key(stored.chunks[number])
+        key = stored.prefix_key if number is None else stored.key(stored.chunks[number])
         kv = np.array(stored.kv[key])
         table = rope_table(ROPE, at, at + kv.shape[2])
         for layer in kv:
@@ -88,7 +88,7 @@ def test_the_same_parts_again_are_the_engine_s_own_pages(connector, stored):
     assert own + loaded in (own, len(ids) - 5)
     np.testing.assert_array_equal(seen, wanted(stored, (0, 2), ids))
     seen, (own, _) = engine.run(engine.add(stored.prompt(2, 0)))
-    assert own == 0  # the header too: the salt names the whole plan
+    assert own == 0  # the prefix too: the salt names the whole plan
     engine.close()
 
 
