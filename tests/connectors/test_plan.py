@@ -52,7 +52,7 @@ def test_a_changed_token_is_another_part(stored):
         assert planner(stored).plan(ids, stored.spans(0, 1), 0) == (None, "missing")
 
 
-def test_without_the_header(stored, tmp_path):
+def test_without_the_prefix(stored, tmp_path):
     ids = stored.prompt(0, 1)[len(stored.prefix) :]
     plan, _ = planner(stored).plan(ids, None, 0)
     assert tuple(key for key, _ in plan.parts) == keys(stored, 0, 1)[1:]
@@ -63,7 +63,17 @@ def test_without_the_header(stored, tmp_path):
     assert tuple(key for key, _ in plan.parts) == keys(seen, 0, 1)
 
 
-def test_a_header_alone_is_the_engine_s_own(stored):
+def test_spans_that_cut_the_prefix_otherwise(tmp_path):
+    """A chunk that begins as the prompt does is no prefix, and what has seen one is not taken."""
+    other = drawn(tmp_path, encoder="after_prefix")
+    longer = np.concatenate((other.prefix, other.chunks[0]))
+    other.write([*other.chunks, longer])
+    assert planner(other).plan(other.prompt(0), [len(longer)], 0) == (None, "unknown")
+    plan, _ = planner(other).plan(other.prompt(0), other.spans(0), 0)
+    assert tuple(key for key, _ in plan.parts) == keys(other, 0)
+
+
+def test_a_prefix_alone_is_the_engine_s_own(stored):
     assert planner(stored).plan(stored.prompt(), None, 0) == (None, "unknown")
 
 
