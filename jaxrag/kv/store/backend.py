@@ -8,7 +8,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import tensorstore as ts
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from jaxrag.kv.store.layout import KVLayout
 IOMode = Literal["memmap", "default"]
 
 ReadFuture = ts.WriteFutures  # of a write into memory
-WriteFuture = ts.Future[Any]  # of a path that becomes durable
+WriteFuture: TypeAlias = "ts.Future[Any]"  # of a path that becomes durable
 
 LOCK_SUFFIX = ".__lock"  # of the files that TensorStore locks while it writes to a directory
 

@@ -10,7 +10,7 @@ import concurrent.futures
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ from jaxrag.kv.store.record import AuxArray, Provenance, Record
 from jaxrag.kv.store.wrapper import StoreWrapper
 from jaxrag.kv.store.writer import ChunkWriter, PutResult
 
+T = TypeVar("T")
 # What every process passes, by its number: (value) -> values.
 Exchange = Callable[[Any], list[Any]]
 
@@ -226,7 +227,7 @@ class _DirectWriter(ChunkWriter):
         self._threads.shutdown()
 
 
-def _attempt[T](step: Callable[[], T]) -> tuple[T | None, str | None]:
+def _attempt(step: Callable[[], T]) -> tuple[T | None, str | None]:
     """The result of a step, or the text of its StoreError, to be sent to the others."""
     try:
         return step(), None

@@ -70,7 +70,8 @@ def sweep(
             attempt = rest.partition("/")[0]
             if is_hex(attempt, ATTEMPT_DIGITS):
                 attempts[key].add(attempt)
-        for keys in itertools.batched(sorted(attempts.keys() | committed), _RECORDS_AT_ONCE):
+        left = iter(sorted(attempts.keys() | committed))
+        while keys := tuple(itertools.islice(left, _RECORDS_AT_ONCE)):
             found = space.find([key for key in keys if key in committed])
             records |= {key: it for key, it in found.items() if isinstance(it, Record)}
             for key in keys:

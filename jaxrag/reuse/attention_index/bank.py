@@ -11,8 +11,8 @@ import numpy as np
 
 from jaxrag.base.config import RopeConfig
 from jaxrag.base.errors import RequestError, RetrievalError
+from jaxrag.base.rotary import attention_factor, frequencies
 from jaxrag.base.types import HostArray
-from jaxrag.models.rope import attention_factor, frequencies
 
 _RUNS = 8  # of queries that are held out
 
