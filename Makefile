@@ -17,7 +17,7 @@ CACHE := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.cache/jax \
 	JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-all test-oracle check-kernels lint docs format goldens hashes bench-ttft clean
+.PHONY: help demo serve test test-all test-oracle test-vllm check-kernels lint docs format goldens hashes bench-ttft clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,12 +49,17 @@ test: $(VENV)/.installed-test ## Run the tests (CPU; minutes)
 # These compile as users do; the tests alone leave LLVM's optimisations out (tests/conftest.py).
 test-all: $(VENV)/.installed-test ## Run the tests and the slow ones
 	$(CACHE) JAX_PLATFORMS=cpu XLA_FLAGS=--xla_backend_optimization_level=3 \
-		$(BIN)/python -m pytest $(SPREAD) -m "not oracle and not gpu" $(TEST_FLAGS)
+		$(BIN)/python -m pytest $(SPREAD) -m "not oracle and not gpu and not vllm" $(TEST_FLAGS)
 
 test-oracle: $(VENV)/.installed-test ## Run the tests that compare with transformers, with PEER_PYTHON=...
 	@test -n "$(PEER_PYTHON)" || { echo "PEER_PYTHON is not set: name a python that imports torch and" \
 		"transformers, as in 'make test-oracle PEER_PYTHON=.../bin/python'" >&2; exit 1; }
 	$(CACHE) JAX_PLATFORMS=cpu PEER_PYTHON=$(PEER_PYTHON) $(BIN)/python -m pytest -m oracle $(TEST_FLAGS)
+
+test-vllm: $(VENV)/.installed-test ## Run the tests of the connector in vLLM, with VLLM_PYTHON=...
+	@test -n "$(VLLM_PYTHON)" || { echo "VLLM_PYTHON is not set: name a python that imports vLLM for" \
+		"CPUs and what docs/vllm.md installs beside it, as in 'make test-vllm VLLM_PYTHON=.../bin/python'" >&2; exit 1; }
+	$(CACHE) JAX_PLATFORMS=cpu VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python -m pytest -m vllm $(TEST_FLAGS) tests/connectors
 
 # The plug-in compiles for a described H200, and no device is needed or opened.
 check-kernels: $(VENV)/.installed-check-kernels ## Compile the GPU kernels without a GPU, within budget

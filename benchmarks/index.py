@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import index_answers
 import index_distance
 import index_measure
 import index_report
@@ -22,6 +23,7 @@ from jaxrag.cli.output import give_out, require_folder
 from jaxrag.models.model import load_model
 from jaxrag.reuse.attention_index.document import Indexing
 from jaxrag.reuse.decode import Retrieval
+from jaxrag.tasks.long.tasks import SUITES
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,6 +77,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="N,...",
         help="instead: indexes built with a document, asked from so many tokens behind it",
     )
+    parser.add_argument(
+        "--answers",
+        metavar="TASK,...",
+        help="instead: every decode rule at the answers to tasks of RULER (village), with --model",
+    )
+    parser.add_argument(
+        "--window", choices=("short", "default"), default="short", help="with --answers (short)"
+    )
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="after a warm-up (3)")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
     parser.add_argument("--out", metavar="FILE", help="also write the JSON result there")
@@ -85,6 +95,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> None:
     """Print tables, or one JSON object."""
     require_folder(args.out)
+    if args.answers is not None:
+        _answers(args)
+        return
     learned = Retrieval().queries if args.distances is None else Indexing().queries
     options = Options(
         contexts=_integers("--contexts", args.contexts),
@@ -112,6 +125,20 @@ def run(args: argparse.Namespace) -> None:
         del result["options"]["heads"]  # of those that are generated
         result["options"] |= {"model": args.model, "text": Path(args.text).name}
     give_out(args, result, lines)
+
+
+def _answers(args: argparse.Namespace) -> None:
+    """The rules of --answers, at contexts of the first of --contexts."""
+    if args.model is None:
+        raise RequestError("--answers needs --model, a model of the synthetic language")
+    tasks, known = args.answers.split(","), SUITES["ruler", "village"]
+    if odd := [task for task in tasks if task not in known]:
+        raise RequestError(f"--answers {odd[0]!r}: expected some of {', '.join(known)}")
+    length = _integers("--contexts", args.contexts)[0]
+    model = load_model(args.model, dtype="float32")
+    result = index_answers.run(model, tasks, length, args.window, args.seed)
+    result["model"] = args.model
+    give_out(args, result, index_answers.report(result))
 
 
 def _model_heads(args: argparse.Namespace, options: Options) -> Iterator[tuple[str, Heads]] | None:

@@ -1,6 +1,8 @@
 """Queries and keys of a model's own heads over a text, for the index benchmarks."""
 
+import dataclasses
 import functools
+import random
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -9,9 +11,10 @@ import numpy as np
 from attention_heads import Heads
 from index_measure import Options
 
-from jaxrag.base.config import ModelConfig
+from jaxrag.base.config import ModelConfig, RopeConfig
 from jaxrag.base.errors import RequestError
 from jaxrag.base.types import FINAL, Array, HostArray, Tokens
+from jaxrag.measure.subject import format_of
 from jaxrag.models.attention import PackedAttend
 from jaxrag.models.decoder import forward
 from jaxrag.models.model import Model, as_token_ids
@@ -19,6 +22,8 @@ from jaxrag.models.rope import RopeTable
 from jaxrag.models.spec import Params
 from jaxrag.models.taps import Tap
 from jaxrag.reuse.attention_index import QueryBank
+from jaxrag.tasks.long.case import Frame
+from jaxrag.tasks.long.tasks import SUITES, Draw
 
 
 def model_heads(
@@ -74,22 +79,79 @@ def _heads(
                 )
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class AnswerHeads:
+    """One layer over a prompt and its answer.
+
+    Attributes:
+      name: of the question.
+      ids: [T] int32 of prompt and answer; none where they are generated.
+      queries: [T, N, H] float32 before rotation; keys, values: [T, K, H], likewise.
+      prompt: tokens of the prompt; the answer is behind it.
+    """
+
+    name: str
+    ids: HostArray
+    rope: RopeConfig
+    queries: HostArray
+    keys: HostArray
+    values: HostArray
+    prompt: int
+
+    @property
+    def total(self) -> int:
+        """Tokens of prompt and answer."""
+        return len(self.keys)
+
+
+def answer_heads(model: Model, tasks: Sequence[str], length: int, seed: int) -> list[AnswerHeads]:
+    """Every layer of a model over questions of RULER's village flavour and the right answers.
+
+    The answer is forced on the model, so its queries are those of decoding exactly that.
+    """
+    tokenizer, template = model.text_tokenizer(), format_of(model, None)
+    frame, made = Frame(tokenizer, template), list[AnswerHeads]()
+    for name in tasks:
+        case = SUITES["ruler", "village"][name].make(Draw(random.Random(f"{seed} {name}"), 0.5))
+        fitted = frame.fit(case, length)
+        chunks = [template.chunk_ids(tokenizer, chunk) for chunk in fitted.chunks]
+        final = template.final_ids(tokenizer, case.question), fitted.lead
+        answer = tokenizer.encode(" " + case.between.join(case.expected))
+        ids = np.concatenate([template.prefix_ids(tokenizer), *chunks, *final, np.asarray(answer)])
+        made += _answered(model, name, ids.astype(np.int32), length)
+    return made
+
+
+def _answered(model: Model, name: str, ids: HostArray, prompt: int) -> Iterator[AnswerHeads]:
+    padded = np.pad(ids, (0, -len(ids) % 128))  # one program for answers of any length
+    for q, k, v in zip(*queries_keys_values(model, padded), strict=True):
+        parts = (each[: len(ids)] for each in (q, k, v))
+        yield AnswerHeads(name, ids, model.config.rope, *parts, prompt)
+
+
 def queries_and_keys(model: Model, ids: HostArray) -> tuple[HostArray, HostArray]:
     """Q [L, T, N, H] and K [L, T, K, H] float32 before rotation, of tokens [T] run together."""
+    queries, keys, _ = queries_keys_values(model, ids)
+    return queries, keys
+
+
+def queries_keys_values(model: Model, ids: HostArray) -> tuple[HostArray, HostArray, HostArray]:
+    """As ``queries_and_keys``, and V [L, T, K, H]."""
     tokens = Tokens(
         ids=jnp.asarray(ids)[None],
         positions=jnp.arange(len(ids), dtype=jnp.int32)[None],
         segments=jnp.full((1, len(ids)), FINAL, jnp.int32),
     )
-    queries, keys = _run(model.params, model.config, tokens, model.rope(len(ids)))
-    return np.asarray(queries, np.float32), np.asarray(keys, np.float32)
+    made = _run(model.params, model.config, tokens, model.rope(len(ids)))
+    queries, keys, values = (np.asarray(each, np.float32) for each in made)
+    return queries, keys, values
 
 
 @functools.partial(jax.jit, static_argnames="config")
 def _run(
     params: Params, config: ModelConfig, tokens: Tokens, table: RopeTable
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array, Array]:
     packed = PackedAttend(config, table, prefix_visible=False)
-    attend = Tap(packed, lambda q, k, v: (q[0], k[0]))
-    collected: tuple[Array, Array] = forward(params, config, tokens, None, attend)[2]
+    attend = Tap(packed, lambda q, k, v: (q[0], k[0], v[0]))
+    collected: tuple[Array, Array, Array] = forward(params, config, tokens, None, attend)[2]
     return collected

@@ -1,15 +1,18 @@
 """Passages pasted by common stacks: how much is read from KV, and how soon the first token comes.
 
 A random model of the given size answers over a server's path (`generate(messages=...)`); the texts
-are the Markdown files below ``documents``, cut as splitters do.
+are the files of Markdown or text below ``documents``, cut as splitters do.
 
 - *second sight*: the share of the passages' characters that lie in blocks known from an earlier
   prompt, which had the same passages in another order and another question; of the prompts of six
-  stacks, and of ten public projects that no rule was made with;
+  stacks, of ten public projects and five more that no rule was made with, and of four written after
+  the rules (benchmarks/stack_prompts.py);
 - *stream*: questions whose passages are drawn by Zipf's law, and talks of six turns: the share of
   the prompts' tokens whose KV was found, beside what a prefix cache of blocks of 16 tokens would
   find in the very same token ids, without bound; and seconds to the first token, from text, beside
   full attention asked in turn with it;
+- *cut*: of one processor, milliseconds to find the passages of a prompt of 40,000 characters;
+  seconds for 10 MB of walls, labels and brackets, and with it the longest such text that is cut;
 - *coding*: a replayed task of ``turns`` turns. Each shows the files worked on last, those changed
   last in front; files are read again, functions move, and a file is edited.
 
@@ -19,6 +22,7 @@ example: python benchmarks/plain.py --out benchmarks/results/plain.json
 import dataclasses
 import hashlib
 import itertools
+import json
 import random
 import re
 import sys
@@ -29,7 +33,16 @@ from typing import Any
 
 import numpy as np
 from script import Result, run_script
-from stack_prompts import HELD_OUT, HELD_OUT_SPLITTERS, SPLITTERS, STACKS, Messages, Stack
+from stack_prompts import (
+    HELD_OUT,
+    HELD_OUT_LAST,
+    HELD_OUT_LATER,
+    HELD_OUT_SPLITTERS,
+    SPLITTERS,
+    STACKS,
+    Messages,
+    Stack,
+)
 from tqdm import tqdm
 
 from jaxrag.base.errors import RequestError
@@ -40,7 +53,8 @@ from jaxrag.measure.zoo import SMALL_LLAMA
 from jaxrag.models.model import Model, random_model
 from jaxrag.models.spec import num_params
 from jaxrag.models.text import byte_level
-from jaxrag.models.text.passages import PassageRules, passage_rules
+from jaxrag.models.text.passage_rules import PassageRules, passage_rules
+from jaxrag.models.text.passages import MOST_CHARACTERS, cut
 from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.serve.generate import generate
 from jaxrag.serve.plain import plain_prompt
@@ -50,6 +64,10 @@ _CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+_HOSTILE = (
+    "<source>", "[1] ", "---\n", "\n", "|\n", "title: x\n", "Label: x\n", "(a b", "a.\nB", " ",
+    "\n```", "1. x\n2. y\n", "<a>x</b>",
+)  # fmt: skip
 _ASKED = ("What is said of the store?", "How is a chunk read?", "Which setting bounds this?")
 
 
@@ -57,7 +75,8 @@ _ASKED = ("What is said of the store?", "How is a chunk read?", "Which setting b
 class Options:
     """What is asked, and of what."""
 
-    documents: str = option("docs", "folder of .md files", "DIR")
+    documents: str = option("docs", "folder of .md and .txt files", "DIR")
+    stacks: str = option("", "with streams, by ';'; none, or empty for all six", "NAMES")
     code: str = option("jaxrag", "folder of .py files, for the coding task", "DIR")
     questions: int = option(40, "of a stack's stream", "N")
     talks: int = option(4, "of six turns, for each stack", "N")
@@ -72,7 +91,7 @@ class Options:
 
 def run(options: Options) -> Result:
     """All tables."""
-    texts = _texts(Path(options.documents), "*.md")
+    texts = _texts(Path(options.documents), "*.md", "*.txt")
     rules = passage_rules("common")
     model = _model(options, list(texts.values()))
     tokenizer = model.text_tokenizer()
@@ -80,11 +99,13 @@ def run(options: Options) -> Result:
     streams = {
         name: _streamed(options, model, stack, chunks)
         for name, stack in tqdm(STACKS.items(), "stacks", file=sys.stderr)
+        if not options.stacks or name in options.stacks.split(";")
     }
     return {
         "options": dataclasses.asdict(options),
         "second_sight": _second_sights(options, tokenizer, rules, texts),
         "streams": streams,
+        "cut": _cut_seconds(options, rules, chunks),
         "coding": _coding(options, tokenizer, rules),
         "parameters": num_params(model.config),
         "machine": describe(),
@@ -94,15 +115,20 @@ def run(options: Options) -> Result:
 def _second_sights(
     options: Options, tokenizer: Tokenizer, rules: PassageRules, texts: Mapping[str, str]
 ) -> Result:
-    kinds = {"stacks": STACKS, "held_out": HELD_OUT}
-    splitters = {"stacks": SPLITTERS, "held_out": HELD_OUT_SPLITTERS}
+    kinds = {
+        "stacks": STACKS,
+        "held_out": HELD_OUT,
+        "held_out_later": HELD_OUT_LATER,
+        "held_out_last": HELD_OUT_LAST,
+    }
+    others = {**HELD_OUT_SPLITTERS, **SPLITTERS}
     return {
         kind: {
-            f"{name}, {split}": _second_sight(options, tokenizer, rules, stack, texts, cut)
+            f"{name}, {split}": _second_sight(options, tokenizer, rules, stack, texts, by)
             for name, stack in stacks.items()
-            for split, cut in {**splitters[kind], **({} if kind == "stacks" else SPLITTERS)}.items()
+            for split, by in (SPLITTERS if kind == "stacks" else others).items()
         }
-        for kind, stacks in kinds.items()
+        for kind, stacks in tqdm(kinds.items(), "second sight", file=sys.stderr)
     }
 
 
@@ -135,16 +161,18 @@ def _second_sight(
     return round(float(np.mean(shares)), 4)
 
 
-def _covered(messages: Messages, text: str, spans: Sequence[tuple[str, int, int]]) -> int:
-    """Characters of a passage that lie in known blocks."""
+def _covered(messages: Messages, text: str, spans: Sequence[tuple[str, int, int]]) -> float:
+    """Characters of a passage, written as it is or as JSON, that lie in known blocks."""
     for number, message in enumerate(messages):
-        at = message["content"].find(text)
-        if at >= 0:
-            return sum(
-                max(0, min(end, at + len(text)) - max(start, at))
-                for name, start, end in spans
-                if name == f"messages[{number}]"
-            )
+        for form in (text, json.dumps(text, ensure_ascii=False)[1:-1]):
+            at = message["content"].find(form)
+            if at >= 0:
+                covered = sum(
+                    max(0, min(end, at + len(form)) - max(start, at))
+                    for name, start, end in spans
+                    if name == f"messages[{number}]"
+                )
+                return covered * len(text) / len(form)
     raise RequestError(f"a passage is not in its prompt: {text[:60]!r}")
 
 
@@ -285,6 +313,30 @@ class _PrefixCache:
         return round(self._found / self._tokens, 4)
 
 
+def _cut_seconds(
+    options: Options, rules: PassageRules, chunks: Sequence[tuple[str, str]]
+) -> Result:
+    draw = random.Random(options.seed)
+    spent: Result = {}
+    for name, stack in STACKS.items():
+        times = []
+        for _ in range(9):
+            texts = [it["content"] for it in stack(draw.sample(chunks, 44), _ASKED[0])]
+            begun = time.thread_time()
+            for text in texts:
+                cut(text, rules)
+            times.append(time.thread_time() - begun)
+        spent[name] = round(1000 * float(np.median(times)), 2)
+    worst = {}
+    for line in _HOSTILE:
+        text = (line * (10_000_000 // len(line)))[:10_000_000]
+        begun = time.thread_time()
+        cut(text[:MOST_CHARACTERS], rules)
+        cut(text, rules)
+        worst[line] = round(time.thread_time() - begun, 2)
+    return {"milliseconds": spent, "hostile_seconds": worst}
+
+
 def _coding(options: Options, tokenizer: Tokenizer, rules: PassageRules) -> Result:
     """Shares of the prompts' tokens; no model runs, as the cut alone decides."""
     draw = random.Random(options.seed)
@@ -337,15 +389,16 @@ def _ids(tokenizer: Tokenizer, messages: Messages) -> Any:
     return np.concatenate([prompt.prefix, *prompt.chunks, prompt.final])
 
 
-def _texts(folder: Path, pattern: str) -> dict[str, str]:
+def _texts(folder: Path, *patterns: str) -> dict[str, str]:
     """Files of some length, by name. Raises RequestError where there are none."""
     found = {
-        str(it.relative_to(folder)): it.read_text(encoding="utf-8")
+        str(it.relative_to(folder)): it.read_text(encoding="utf-8", errors="replace")
+        for pattern in patterns
         for it in sorted(folder.rglob(pattern))
         if it.stat().st_size > 1000
     }
     if not found:
-        raise RequestError(f"{folder}: no {pattern} of 1,000 bytes and more")
+        raise RequestError(f"{folder}: no {' or '.join(patterns)} of 1,000 bytes and more")
     return found
 
 
@@ -389,6 +442,11 @@ def report(result: Result) -> Iterator[str]:
             f"{one['prefix_cache']:13.3f} {spent['reuse']['p50']:6.3f} "
             f"{spent['full_attention']['p50']:5.3f} {one['sooner']:7.2f}"
         )
+    took = result["cut"]
+    yield (
+        f"cut: {max(took['milliseconds'].values()):.1f} ms for 40,000 characters; "
+        f"{max(took['hostile_seconds'].values()):.2f} s for 10 MB at worst"
+    )
     coding = result["coding"]
     yield (
         f"coding, {coding['turns']} turns of {coding['prompt_tokens']} tokens: "

@@ -40,9 +40,9 @@ from jaxrag.library.documents import Document
 from jaxrag.library.documents.chunking import Chunking, split
 from jaxrag.library.embed import load_embedder
 from jaxrag.library.retrieve.base import Found, Retriever, Vectors, searched_text
-from jaxrag.library.retrieve.bm25 import terms
 from jaxrag.library.retrieve.lance import KINDS, VectorIndex
 from jaxrag.library.retrieve.retrievers import BM25Retriever, HybridRetriever, VectorRetriever
+from jaxrag.library.retrieve.terms import terms
 from jaxrag.measure.machine import describe
 from jaxrag.models.text import byte_level
 from jaxrag.models.text.tokenizer import Tokenizer

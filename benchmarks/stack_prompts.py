@@ -2,7 +2,9 @@
 
 ``STACKS`` are those that the rules of configs/passages were made for. ``HELD_OUT`` are modelled on
 prompts of ten public projects that no rule was made with, and were written down before their share
-was measured. Each takes passages [(name, text)] and a question, and gives the messages of a chat.
+was measured; ``HELD_OUT_LATER`` are five more, written down before the rules were changed for what
+the first ten had shown; ``HELD_OUT_LAST`` are four, written down after the rules were last changed.
+Each takes passages [(name, text)] and a question, and gives the messages of a chat.
 """
 
 import json
@@ -168,6 +170,86 @@ HELD_OUT: dict[str, Stack] = {
     "Cheshire Cat": _cheshire_cat,
     "R2R": _r2r,
     "GPT4All": _gpt4all,
+}
+
+
+def _quivr(passages: Passages, question: str) -> Messages:
+    found = "\n\n".join(
+        f"Filename: {name}\nSource: {number} \n {text}"
+        for number, (name, text) in enumerate(passages)
+    )
+    return _chat(f"Original task: {question}\n", f"{_TOLD}\n- Context:\n{found}\n")
+
+
+def _perplexica(passages: Passages, question: str) -> Messages:
+    found = "\n".join(f"{number}. {name} {text}" for number, (name, text) in enumerate(passages, 1))
+    return _chat(
+        question, f"{_TOLD}\n\n    <context>\n    {found}\n    </context>\n\n    Be brief."
+    )
+
+
+def _kotaemon(passages: Passages, question: str) -> Messages:
+    found = "".join(f"<br><b>Content from {name}: </b> {text} \n<br>\n" for name, text in passages)
+    return _chat(f"{_TOLD}\n\nContext:\n{found}\nQuestion: {question}\nHelpful Answer:")
+
+
+def _lightrag(passages: Passages, question: str) -> Messages:
+    found = "\n".join(
+        json.dumps({"reference_id": str(number), "content": text}, ensure_ascii=False)
+        for number, (_, text) in enumerate(passages, 1)
+    )
+    return _chat(
+        question, f"---Role---\n\n{_TOLD}\n\n---Context---\n\nChunks:\n\n```json\n{found}\n```\n"
+    )
+
+
+def _continue(passages: Passages, question: str) -> Messages:
+    found = "\n\n".join(f"```{name} (1-40)\n{text}\n```" for name, text in passages)
+    return _chat(f"Use the above code to answer.\n\n{found}\n\n{question}", _TOLD)
+
+
+HELD_OUT_LATER: dict[str, Stack] = {
+    "Quivr": _quivr,
+    "Perplexica": _perplexica,
+    "Kotaemon": _kotaemon,
+    "LightRAG": _lightrag,
+    "Continue": _continue,
+}
+
+
+def _fastgpt(passages: Passages, question: str) -> Messages:
+    found = "\n------\n".join(
+        json.dumps(
+            {"id": f"{number:024x}", "sourceName": name, "content": text}, ensure_ascii=False
+        )
+        for number, (name, text) in enumerate(passages, 1)
+    )
+    return _chat(question, f"{_TOLD}\n\n<Cites>\n{found}\n</Cites>\n")
+
+
+def _h2ogpt(passages: Passages, question: str) -> Messages:
+    found = "\n\n".join(text for _, text in passages)
+    return _chat(f'{_TOLD}\n"""\n{found}\n"""\nAccording to only what is above,\n{question}')
+
+
+def _txtai(passages: Passages, question: str) -> Messages:
+    found = "\n".join(text for _, text in passages)
+    return _chat(f"{_TOLD}\n\nquestion: {question}\ncontext: {found}")
+
+
+def _kilo(passages: Passages, question: str) -> Messages:
+    found = "\n\n".join(
+        f"[[ {name} | part {number} of {len(passages)} ]]\n{text}"
+        for number, (name, text) in enumerate(passages, 1)
+    )
+    return _chat(f"{found}\n\n{question}", _TOLD)
+
+
+HELD_OUT_LAST: dict[str, Stack] = {
+    "FastGPT": _fastgpt,
+    "h2oGPT": _h2ogpt,
+    "txtai": _txtai,
+    "of our own, double brackets": _kilo,
 }
 
 

@@ -230,10 +230,7 @@ def config_to_dict(config: ModelConfig) -> dict[str, Any]:
     """Plain JSON-able form of a config, without its kernels; inverse of ``config_from_dict``."""
     values = dataclasses.asdict(dataclasses.replace(config, kernel_mesh=None))
     del values["kernels"], values["kernel_mesh"]
-    scaling = config.rope.scaling
-    if scaling is not None:
-        kind = next(name for name, cls in _SCALINGS.items() if isinstance(scaling, cls))
-        values["rope"]["scaling"] = {"type": kind, **dataclasses.asdict(scaling)}
+    values["rope"] = rope_to_dict(config.rope)
     return values
 
 
@@ -247,9 +244,24 @@ def config_from_dict(values: Mapping[str, Any], where: str = "model config") -> 
             raise ConfigError(
                 f"{where}: unknown key {name!r}; kernels are chosen where a model is loaded"
             )
-    rope = values.get("rope")
-    if isinstance(rope, Mapping) and isinstance(rope.get("scaling"), Mapping):
-        given = rope["scaling"]
-        scaling = build_named(_SCALINGS, given, f"{where}.rope.scaling", "type", keep_ints=True)
-        values = {**values, "rope": {**rope, "scaling": scaling}}
+    if isinstance(values.get("rope"), Mapping):
+        values = {**values, "rope": rope_from_dict(values["rope"], f"{where}.rope")}
     return build(ModelConfig, values, where, keep_ints=True)
+
+
+def rope_to_dict(rope: RopeConfig) -> dict[str, Any]:
+    """Plain JSON-able form; ``rope_from_dict`` is its inverse."""
+    values = dataclasses.asdict(rope)
+    if rope.scaling is not None:
+        kind = next(name for name, cls in _SCALINGS.items() if isinstance(rope.scaling, cls))
+        values["scaling"] = {"type": kind, **dataclasses.asdict(rope.scaling)}
+    return values
+
+
+def rope_from_dict(values: Mapping[str, Any], where: str) -> RopeConfig:
+    """Inverse of ``rope_to_dict``. Raises ConfigError for unknown and missing keys."""
+    if isinstance(values.get("scaling"), Mapping):
+        given = values["scaling"]
+        scaling = build_named(_SCALINGS, given, f"{where}.scaling", "type", keep_ints=True)
+        values = {**values, "scaling": scaling}
+    return build(RopeConfig, values, where, keep_ints=True)

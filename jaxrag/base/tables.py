@@ -9,7 +9,6 @@ word for it; in place of the table of a dataclass may stand an instance.
 import dataclasses
 import re
 import reprlib
-import tomllib
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -19,11 +18,14 @@ from typing import Any
 from jaxrag.base.errors import ConfigError, RequestError
 
 _WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
+T = typing.TypeVar("T")
 _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
 
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Parse a TOML file. Raises ConfigError naming the file when missing or malformed."""
+    import tomllib  # of Python 3.11, and an engine that only reads a store may run 3.10
+
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -80,7 +82,7 @@ def _scalar(text: str) -> bool | int | float | str:
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
-def build[T](cls: type[T], values: Any, where: str, *, keep_ints: bool = False) -> T:
+def build(cls: type[T], values: Any, where: str, *, keep_ints: bool = False) -> T:
     """An instance of a dataclass from plain values.
 
     Args:
@@ -111,7 +113,7 @@ def build[T](cls: type[T], values: Any, where: str, *, keep_ints: bool = False) 
     return cls(**read)
 
 
-def build_named[T](
+def build_named(
     kinds: Mapping[str, type[T]],
     values: Mapping[str, Any],
     where: str,
@@ -211,6 +213,8 @@ def override(values: Mapping[str, Any], assignment: str) -> dict[str, Any]:
     path, found, text = assignment.partition("=")
     if not found or not path.strip():
         raise ConfigError(f"--set {assignment!r}: expected KEY.KEY=VALUE")
+    import tomllib
+
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

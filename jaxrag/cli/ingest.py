@@ -49,6 +49,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kb", required=True, metavar="DIR", help="made when missing")
     add_model(parser, "the one that --kb remembers")
     add_fields(parser, KnowledgeBaseOptions)
+    parser.add_argument(
+        "--like",
+        dest="chunk_by",
+        default=argparse.SUPPRESS,
+        metavar="STACK",
+        help="cut as a stack does that pastes passages into chats, and keep KV as such chats have "
+        "it, for a server with --plain: langchain:1000:200 (size and overlap), open-webui, "
+        "anythingllm, haystack, llamaindex",
+    )
     add_earlier_name(parser, "--kv", "stored")
     add_secret(parser)
     parser.add_argument(

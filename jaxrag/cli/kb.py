@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import parse_bytes, parse_seconds
-from jaxrag.cli import export, gate, kb_questions
+from jaxrag.cli import connector, export, gate, kb_questions
 from jaxrag.cli.opening import open_kb, secret_of, where_of
 from jaxrag.cli.options import add_command, add_json, add_model, add_secret, add_where
 from jaxrag.cli.output import counted, human_count, note, print_json, shorten, table
@@ -116,6 +116,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     gate.add_parser(actions)
     kb_questions.add_parser(actions)
     export.add_parser(actions)
+    connector.add_parser(actions)
 
 
 _TITLE = 30  # columns of it, so that an id of forty has place beside it in 80

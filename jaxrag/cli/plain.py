@@ -38,7 +38,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0; 1 for a file that holds no messages, and for what the template refuses."""
-    from jaxrag.models.text.passages import passage_rules
+    from jaxrag.models.text.passage_rules import passage_rules
     from jaxrag.models.text.tokenizer import Tokenizer
     from jaxrag.serve.conversation import conversation_of
     from jaxrag.serve.plain import plain_prompt

@@ -112,6 +112,10 @@ class Core:
         self._rebuild()
         self.state.arena.clear()
 
+    def loaded(self, number: int) -> None:
+        """Every process has read its part of a batch of chunks."""
+        self._transfers.loaded(number)
+
     def drop(self, keys: Sequence[str]) -> None:
         """Let chunks leave the pool, if no request maps them, and the arena."""
         for key in keys:

@@ -137,7 +137,7 @@ def _bring_in(
     except BaseException:
         allocator.free(pages)
         raise
-    return allocator.insert(load.key, pages, load.tokens)
+    return allocator.insert(load.key, pages, load.tokens, staged.dropped.get(load.key))
 
 
 def _let_go(runner: ModelRunner, held: dict[str, CachedChunk], own: tuple[int, ...]) -> None:

@@ -29,7 +29,7 @@ from jaxrag.engine.status import EngineStatus, Tiers
 from jaxrag.engine.thread import Event as Posted
 from jaxrag.engine.thread import Mailbox, ask
 from jaxrag.engine.warmup import compile_for
-from jaxrag.engine.wire import Abort, Command, Forget, Stop, Submit
+from jaxrag.engine.wire import Abort, Command, Forget, Loaded, Stop, Submit
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.store import MemoryStore
 from jaxrag.models.compiled import CompileTimes, counting
@@ -93,7 +93,12 @@ class Engine:
         self._leader = leader
         collectives_by(self._mail.mine)
         leader.on_lost(self._abandon)
-        ask(self._mail.post, lambda: self._at_work.tiers())  # the pool is made by all at once
+        leader.on_loaded(self._all_loaded)
+
+        def begin() -> None:  # the pool is made by all at once
+            self._at_work.state.report = leader.loaded
+
+        ask(self._mail.post, begin)
 
     @property
     def leads(self) -> bool:
@@ -336,6 +341,7 @@ class Engine:
         """
         with counting(self.compiled, self.compile_times):
             core = self._at_work
+            core.state.report = follower.loaded
             for turn in follower.turns():
                 core.state.now = turn.now
                 for command in turn.commands:
@@ -353,6 +359,8 @@ class Engine:
             core.handle(lambda: core.submit(*made))
         elif isinstance(command, Forget):
             core.handle(core.forget)
+        elif isinstance(command, Loaded):
+            core.handle(lambda: core.loaded(command.number))
         else:
             end = core.abort if isinstance(command, Abort) else core.stop
             core.handle(lambda: end(command.number))
@@ -379,6 +387,11 @@ class Engine:
         """Have the engine's thread do something, and every other process with it."""
         given = () if self._leader is None else tuple(it for it in commands if it is not None)
         self._mail.post(_Commanded(event, given) if given else event)
+
+    def _all_loaded(self, number: int) -> None:
+        """Every process has read its part of a batch, on any thread: all go on with it."""
+        with contextlib.suppress(RuntimeError):  # closed: nobody waits for it
+            self._post(lambda: self._at_work.loaded(number), [Loaded(number)])
 
     def _abandon(self, error: EngineError) -> None:
         """Another process is lost, on any thread: everybody is told, and nothing is begun."""

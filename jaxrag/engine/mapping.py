@@ -227,6 +227,9 @@ def plan_request(model: Model, request: Request, reserve: int) -> RequestPlan:
                 position += len(piece)
         else:
             if chunk < 0 and alone is not None:  # its own context: nothing precedes it
+                if alone.store.layout.drops:  # it is computed here: nothing computes it again
+                    parts.append(part)
+                    continue
                 part.load = _load(alone, PREFIX_ENCODER, ids, None, "encode")
             elif encoding is not None and not part.turn:
                 part.load = _chunk_load(request, encoding, chunk)
@@ -371,7 +374,7 @@ def _to_keep(method: Method, store: KVStore, parts: Sequence[PromptPart]) -> dic
 
 def _stored_exact(method: Method, parts: Sequence[PromptPart], part: PromptPart) -> bool:
     """Is the stored KV of a part what full attention computes, with what precedes it here?"""
-    if part.load is None:
+    if part.load is None or part.load.encoding.store.layout.drops:
         return False
     if part.chunk < 0:
         return True  # the prefix has nothing before it

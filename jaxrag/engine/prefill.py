@@ -53,13 +53,11 @@ def observed_tokens(
     observed = np.full((rows, width), -1, np.int64)
     positions = np.full((rows, width), -1, np.int32)
     for row, request in enumerate(requests):
-        count = min(width, len(request.ids))
-        if observe is None or not count:
+        if observe is None:
             continue
-        first = len(request.ids) - count if observe.which == "last" else 0
-        chosen = np.linspace(first, len(request.ids) - 1, count).round().astype(np.int64)
-        observed[row, :count] = chosen
-        positions[row, :count] = request.positions[chosen]
+        chosen = observe.chosen(len(request.ids))
+        observed[row, : len(chosen)] = chosen
+        positions[row, : len(chosen)] = request.positions[chosen]
     return observed, positions
 
 

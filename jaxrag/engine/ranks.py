@@ -8,6 +8,7 @@ nothing but the leader looks at a clock or at a client.
             --- proof ------------------->
             --- turn 7: now, commands ----->                then each makes the turn
             <-- turn 7 done, digest ------                the digests must be equal
+            <-- batch 3 loaded -----------                a part of chunks was read beside turns
             --- beat --------- and back --                every second, so that silence means death
 """
 
@@ -43,7 +44,10 @@ _SAID = 1 << 16  # bytes that a follower says at once, at most
 _HEAD = struct.Struct(">cQ")
 _DONE = struct.Struct(">QI")
 
-Letter = Literal[b"h", b"t", b"d", b"b", b"e", b"x"]  # hello, turn, done, beat, error, end
+_LOADED = struct.Struct(">Q")
+
+# hello, turn, done, loaded, beat, error, end
+Letter = Literal[b"h", b"t", b"d", b"l", b"b", b"e", b"x"]
 
 
 class RankLost(EngineError):
@@ -114,6 +118,8 @@ class Leader:
         self.lost: RankLost | None = None
         self._on_lost: list[Callable[[RankLost], None]] = []
         self._seen: dict[int, dict[int, int]] = {}  # digests, by turn and rank
+        self._loaded: dict[int, set[int]] = {}  # who has read its part, by batch
+        self._on_loaded: Callable[[int], None] | None = None
         self._lock = threading.Lock()
         self._number = 0
         self._over = threading.Event()
@@ -134,6 +140,24 @@ class Leader:
             lost = self.lost
         if lost is not None:
             call(lost)
+
+    def on_loaded(self, call: Callable[[int], None]) -> None:
+        """Have it called, on any thread, once every process has read its part of a batch."""
+        self._on_loaded = call
+
+    def loaded(self, number: int) -> None:
+        """The leader has read its own part of a batch."""
+        self._part_loaded(0, number)
+
+    def _part_loaded(self, rank: int, number: int) -> None:
+        with self._lock:
+            ranks = self._loaded.setdefault(number, set())
+            ranks.add(rank)
+            all_there = len(ranks) > len(self._links)
+            if all_there:
+                del self._loaded[number]
+        if all_there and self._on_loaded is not None:
+            self._on_loaded(number)
 
     def name_of(self, store: KVStore) -> str:
         """The name of a store. Raises RequestError for one that other processes do not have."""
@@ -199,6 +223,8 @@ class Leader:
                     why = f"rank {rank}: {data.decode('utf-8', 'replace')}"
                 elif kind == b"d" and len(data) == _DONE.size:
                     self._check(rank, *_DONE.unpack(data))
+                elif kind == b"l" and len(data) == _LOADED.size:
+                    self._part_loaded(rank, *_LOADED.unpack(data))
         self._lose(why)
         link.close()
 
@@ -258,6 +284,11 @@ class Follower:
         """This process made a turn."""
         with contextlib.suppress(OSError):  # who listens finds it gone
             self._link.send(b"d", _DONE.pack(turn, digest))
+
+    def loaded(self, number: int) -> None:
+        """This process has read its part of a batch of chunks; on any thread."""
+        with contextlib.suppress(OSError):
+            self._link.send(b"l", _LOADED.pack(number))
 
     def fail(self, why: str) -> None:
         """Tell the leader why this process ends."""

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from jaxrag.base.errors import RequestError
+from jaxrag.base.types import HostArray
 from jaxrag.engine.admission import (
     HUNGRY,
     QUEUED,
@@ -170,11 +171,11 @@ class Scheduler:
         """
         return list(self._outgrown)
 
-    def staged(self, key: str, tokens: int) -> list[int]:
-        """The KV of a chunk lies in its pages; the requests that became ready."""
+    def staged(self, key: str, tokens: int, dropped: HostArray | None = None) -> list[int]:
+        """A chunk lies in its pages, but for tokens ``dropped``; the requests that became ready."""
         if not self._loading(key):
             return []
-        self._allocator.complete(key, tokens)
+        self._allocator.complete(key, tokens, dropped)
         ready = []
         for entry in sorted(self._subscribers.pop(key, {}).values(), key=admission):
             entry.missing.remove(key)

@@ -21,7 +21,8 @@ from jaxrag.base.types import Array, HostArray
 from jaxrag.engine.runner import BLOCK_TOKENS, ModelRunner
 from jaxrag.kv.cache import PAGE, PagedCache, PagePool
 from jaxrag.kv.cache.host import arrived
-from jaxrag.kv.store import Refused, as_stored
+from jaxrag.kv.store import Assembled, OwnRead, Refused, SharedStore, as_stored
+from jaxrag.kv.store.dropping import dropped_tokens
 from jaxrag.models.model import Model
 from jaxrag.models.rope import RopeTable
 from jaxrag.models.rope import place as at_position
@@ -130,10 +131,12 @@ class Staged:
       chunks: each chunk, where it came from, and the first of its tokens in the blocks.
       blocks: host memory and the device's copy of every BLOCK_TOKENS tokens,
         [L, 2, BLOCK_TOKENS, K, H].
+      dropped: by key the tokens that a store left out, of a store that does.
     """
 
     chunks: list[tuple[ChunkLoad, ChunkOrigin, int]]
     blocks: list[tuple[HostArray, Array]]
+    dropped: Mapping[str, HostArray]
 
 
 def groups(loads: Iterable[ChunkLoad]) -> Iterator[list[ChunkLoad]]:
@@ -156,9 +159,37 @@ def fetch(runner: ModelRunner, group: Sequence[ChunkLoad]) -> Fetched:
     """
     block = _block_for(runner, group)
     keys = [load.key for load in group]
-    answer = group[0].encoding.store.get_many(keys, out=block, on_missing="skip")
+    return _as_fetched(group[0].encoding.store.get_many(keys, out=block, on_missing="skip"), block)
+
+
+def _as_fetched(answer: Assembled, block: HostArray | None) -> Fetched:
     at = {key: first for key, (first, _) in answer.offsets.items()}
     return Fetched(dict.fromkeys(at, ChunkOrigin("store")), answer.kv, at, block, answer.refused)
+
+
+def read_own(runner: ModelRunner, group: Sequence[ChunkLoad]) -> tuple[OwnRead, HostArray | None]:
+    """Read what this process holds of a group, and the staging block of it; on any thread.
+
+    ``agreed`` makes of it what ``fetch`` returns. A failure is a part of it.
+    """
+    store, block = group[0].encoding.store, _block_for(runner, group)
+    assert isinstance(store, SharedStore)
+    return store.read_own([load.key for load in group], block), block
+
+
+def agreed(
+    group: Sequence[ChunkLoad], own: tuple[OwnRead, HostArray | None] | BaseException
+) -> Fetched:
+    """As ``fetch``, of a group that every process has read by now; all of them call it together.
+
+    ``own``: of ``read_own``, or why it ended without. Raises StoreError where any storage fails.
+    """
+    store = group[0].encoding.store
+    assert isinstance(store, SharedStore)
+    if isinstance(own, BaseException):
+        own = (OwnRead(None, f"{type(own).__name__}: {own}"), None)
+    read, block = own
+    return _as_fetched(store.agreed([load.key for load in group], read), block)
 
 
 def fetch_held(
@@ -282,6 +313,11 @@ def stage(
     have another one by now.
     """
     chunks = [(load, fetched.found[load.key], fetched.at[load.key]) for load in loads]
+    dropped = {
+        load.key: dropped_tokens(fetched.kv[:, :, first : first + load.tokens])
+        for load, _, first in chunks
+        if load.encoding.store.layout.drops
+    }
     blocks = _cut(runner, fetched.kv) if fetched.block is None else [fetched.block]
     host = cache.host
     if host is not None:
@@ -298,9 +334,9 @@ def stage(
     if runner.model.placement.away:
         for block in blocks:
             runner.staging.give(block)
-        return Staged(chunks, [])
+        return Staged(chunks, [], dropped)
     on_device = [(block, runner.model.put_kv(block)) for block in blocks]
-    return Staged(chunks, [(block, arrived(kv)) for block, kv in on_device])
+    return Staged(chunks, [(block, arrived(kv)) for block, kv in on_device], dropped)
 
 
 def _cut(runner: ModelRunner, kv: HostArray) -> list[HostArray]:

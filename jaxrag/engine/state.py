@@ -54,7 +54,8 @@ class EngineSettings:
         long as the one before it took.
       keep_events: how many events of chunks ``Engine.events`` gives.
       lockstep: nothing depends on time: loads and indexes are waited for where they are asked for.
-        What several processes need that run one model together.
+        What several processes need that run one model together; where one of them leads, chunks
+        are read beside the computing, and count as there in the turn that the leader says.
     """
 
     scheduler: SchedulerSettings = dataclasses.field(default_factory=SchedulerSettings)
@@ -235,6 +236,8 @@ class State:
       epoch: counts the pools; what was begun for an earlier one is void.
       restarts: pools that were lost in a step that failed.
       pace: at which requests are served.
+      report: of several processes that are led: tells the leader that this one has read its part
+        of a batch of chunks, by its number; on any thread.
     """
 
     runner: ModelRunner
@@ -252,6 +255,7 @@ class State:
     restarts: int = 0
     pace: WorkRate = dataclasses.field(default_factory=WorkRate)
     now: float | None = None
+    report: Callable[[int], None] | None = None
 
     def moment(self) -> float:
         """The time that decides: on several processes the same."""

@@ -20,6 +20,7 @@ from jaxrag.engine.staging import (
     Fetched,
     HitKind,
     Staged,
+    agreed,
     drop,
     encode,
     fetch,
@@ -27,14 +28,17 @@ from jaxrag.engine.staging import (
     groups,
     keep,
     place,
+    read_own,
     stage,
     why_refused,
 )
 from jaxrag.engine.state import Broken, RunningRequest, State
 from jaxrag.engine.thread import result_of
 from jaxrag.kv.cache import PagedCache
-from jaxrag.kv.store import KVStore
+from jaxrag.kv.store import KVStore, OwnRead, SharedStore
 from jaxrag.reuse.encode import Encoded
+
+_FIRST_COME: Order = (0, 0, 0)
 
 
 @dataclasses.dataclass(eq=False)
@@ -91,6 +95,14 @@ class _Batch:
     placed: int = 0
 
 
+@dataclasses.dataclass(eq=False)
+class _Flight:
+    """A batch that every process reads its part of; ``own``: of this one, once it is read."""
+
+    batch: _Batch
+    own: tuple[OwnRead, HostArray | None] | BaseException | None = None
+
+
 class Transfers:
     """Brings chunks into the pool, or encodes them; for the engine's thread.
 
@@ -107,6 +119,7 @@ class Transfers:
         self._reading: dict[str, _Batch] = {}  # chunks that are read from a store
         self._lock = threading.Lock()  # of what is read, and the requests that wait for it
         self._numbers = itertools.count()
+        self._flying: dict[int, _Flight] = {}  # reads of several processes, by their number
         self.hits = Counter[HitKind]()
 
     @property
@@ -179,7 +192,9 @@ class Transfers:
             self._pending.pop(load.key).owner.found[load.key] = found
             self.hits[found.counted] += 1
             state.note("placed", load.key)
-            for number in state.scheduler.staged(load.key, load.tokens):
+            for number in state.scheduler.staged(
+                load.key, load.tokens, staged.dropped.get(load.key)
+            ):
                 state.live[number].ready = state.clock()
 
     def clear(self) -> None:
@@ -352,13 +367,45 @@ class Transfers:
         state, layout = self._state, batch.loads[0].encoding.store.layout
         for chunk in batch.waiting.values():
             chunk.batch = batch
-        if state.settings.lockstep:
-            self._fetched(batch, result_of(job))
-            return
         nbytes = sum(layout.nbytes(load.tokens) for load in batch.loads)
+        if state.settings.lockstep:
+            if state.report is None:
+                self._fetched(batch, result_of(job))
+            else:
+                self._fly(batch, link, nbytes, state.report)
+            return
         then = functools.partial(self._fetched, batch)
         with self._lock:  # ``_fetched`` sees the batch with its read
             batch.read = state.links.submit(link, order, nbytes, job, then)
+
+    def _fly(self, batch: _Batch, link: Link, nbytes: int, report: Callable[[int], None]) -> None:
+        """Read this process's part on a thread of the link, and report that it is there.
+
+        All processes begin the same reads in the same order, so that none waits for one that
+        another cannot begin.
+        """
+        number, flight = next(self._numbers), _Flight(batch)
+        self._flying[number] = flight
+
+        def then(own: tuple[OwnRead, HostArray | None] | BaseException) -> bool:
+            flight.own = own
+            report(number)
+            return True
+
+        def job() -> tuple[OwnRead, HostArray | None]:
+            for load in batch.loads:
+                self._state.note("read", load.key)
+            return read_own(self._state.runner, batch.loads)
+
+        batch.read = self._state.links.submit(link, _FIRST_COME, nbytes, job, then)
+
+    def loaded(self, number: int) -> None:
+        """Every process has read its part of a batch; all are told in the same turn."""
+        flight = self._flying.pop(number)
+        batch, own = flight.batch, flight.own
+        assert own is not None
+        if not self._fetched(batch, result_of(functools.partial(agreed, batch.loads, own))):
+            self._done(batch)
 
     def _fetched(self, batch: _Batch, answer: Fetched | BaseException) -> bool:
         """Keep what was fetched, and stage what is waited for; True where its bytes are held."""
@@ -486,7 +533,8 @@ class Transfers:
     def _link(self, store: KVStore, what: str = "") -> Link:
         """The link of a store; ``what`` names another than that of its reads."""
         named = str(getattr(store, "location", "memory" if store.private else "store"))
-        return self._state.links.of(store, named + what)
+        tier = store.inner if isinstance(store, SharedStore) else store
+        return self._state.links.of(tier, named + what)
 
     @property
     def _arena_link(self) -> Link:

@@ -72,8 +72,20 @@ class Forget:
     """The pool is made anew."""
 
 
-Command = Submit | Abort | Stop | Forget
-_COMMANDS: dict[str, type[Any]] = {"abort": Abort, "stop": Stop, "forget": Forget}
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """Every process has read its part of a batch of chunks."""
+
+    number: int
+
+
+Command = Submit | Abort | Stop | Forget | Loaded
+_COMMANDS: dict[str, type[Any]] = {
+    "abort": Abort,
+    "stop": Stop,
+    "forget": Forget,
+    "loaded": Loaded,
+}
 
 
 @dataclasses.dataclass(frozen=True)

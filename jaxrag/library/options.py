@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from jaxrag.base.options import option, parse_bytes, parse_count
 
-ChunkBy = Literal["tokens", "sentence", "markdown"]
+ChunkBy = Literal["tokens", "sentence", "markdown", "passages"]
 SimilarBy = Literal["vectors", "bm25"]
+FORMATS = ("native", "int8", "int4", "int4-half", "int4-third")  # of stored KV: kv.store's STORED
 DEFAULT_TOP_N = 10  # neighbours of a chunk: FusionRAG section 5.3.2
 
 
@@ -45,12 +46,15 @@ class KnowledgeBaseOptions:
         None, "tokens two chunks share", "N", unset="a fiftieth of a chunk", parse=parse_count
     )
     chunk_by: Any = option(
-        None, "sentence (whole sentences), markdown (and sections under headings) or tokens", "HOW",
+        None, "sentence (whole sentences), markdown (and sections under headings), tokens, or "
+        "passages (blocks of prompts that files are pasted into)", "HOW",
         unset="sentence", parse=str,
     )  # fmt: skip
     stored: str | None = option(
-        None, "how KV is stored: in the model's dtype, or int8 in half the bytes or less",
-        unset="native", choices=("native", "int8"),
+        None,
+        "how KV is stored: in the model's dtype, int8 in half the bytes or less, int4 in three "
+        "tenths of bfloat16's, or int4 of half or a third of a chunk's tokens",
+        unset="native", choices=FORMATS,
     )  # fmt: skip
     salt: str | None = option(None, "of a tenant; other salts share no KV", "TEXT")
     secret: bytes | None = dataclasses.field(default=None, repr=False)

@@ -1,18 +1,17 @@
-"""Rotary position embedding: frequencies of every supported scaling, tables, and rotation.
+"""Rotary position embedding: tables of cosines and sines, and rotation.
 
 Angles are computed in float64 and stored as float32 cosine and sine tables. Rotation itself is pure
 and composes: ``rotate`` by a then by b is ``rotate`` by a + b. A YaRN attention factor is no
 rotation; ``place`` multiplies it in once, when a query or key first receives its position.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxrag.base import struct
-from jaxrag.base.config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+from jaxrag.base.config import RopeConfig
+from jaxrag.base.rotary import attention_factor, frequencies
 from jaxrag.base.types import Array, HostArray
 from pallas_kernels.rotation import rotate
 
@@ -20,8 +19,6 @@ __all__ = [
     "Rope",
     "RopeFactors",
     "RopeTable",
-    "attention_factor",
-    "frequencies",
     "place",
     "rope_factors",
     "rope_table",
@@ -58,50 +55,6 @@ class RopeFactors(struct.PyTreeNode):
 
 
 Rope = RopeTable | RopeFactors
-
-
-def frequencies(rope: RopeConfig) -> HostArray:
-    """Radians per position of each rotated pair: [R/2] float64."""
-    dim = rope.rotary_dim
-    plain = rope.theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim)
-    match rope.scaling:
-        case None:
-            return plain
-        case LinearScaling(factor):
-            return plain / factor
-        case Llama3Scaling():
-            return _llama3(plain, rope.scaling)
-        case YarnScaling():
-            return _yarn(plain, rope, rope.scaling)
-
-
-def attention_factor(rope: RopeConfig) -> float:
-    """What multiplies the rotary dims of q and k once each; 1 for everything but YaRN."""
-    return rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling) else 1.0
-
-
-def _llama3(plain: HostArray, scaling: Llama3Scaling) -> HostArray:
-    """Long wavelengths divided by the factor, short ones kept, a linear blend between."""
-    turns = scaling.original_max_positions * plain / (2 * math.pi)  # over the original context
-    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    blend = np.clip(blend, 0.0, 1.0)
-    return blend * plain + (1 - blend) * plain / scaling.factor
-
-
-def _yarn(plain: HostArray, rope: RopeConfig, scaling: YarnScaling) -> HostArray:
-    """NTK by parts: a ramp over the pair index between beta_fast and beta_slow turns."""
-
-    def pair_of(turns: float) -> float:
-        wavelength = scaling.original_max_positions / (turns * 2 * math.pi)
-        return rope.rotary_dim * math.log(wavelength) / (2 * math.log(rope.theta))
-
-    low, high = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
-    if scaling.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
-    width = high - low if high != low else 0.001
-    ramp = np.clip((np.arange(rope.rotary_dim // 2) - low) / width, 0.0, 1.0)
-    return plain / scaling.factor * ramp + plain * (1 - ramp)
 
 
 def rope_table(rope: RopeConfig, num_positions: int) -> RopeTable:

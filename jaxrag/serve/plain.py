@@ -23,7 +23,8 @@ from jaxrag.engine.request import Prompt
 from jaxrag.engine.reuse import KVTier, PartReuse
 from jaxrag.kv.store.keys import fingerprint
 from jaxrag.models.model import Model
-from jaxrag.models.text.passages import PassageRules, TextPiece, cut, passage_rules
+from jaxrag.models.text.passage_rules import PassageRules, passage_rules
+from jaxrag.models.text.passages import MOST_CHARACTERS, TextPiece, cut
 from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.models.text.verbatim import framed
 from jaxrag.reuse.encode import encoder_named
@@ -216,11 +217,13 @@ def plain_prompt(
 
     Args:
       messages: roles and contents, texts.
-      rules: how passages are found; None: none is.
+      rules: how passages are found; None: none is, as in more than ``MOST_CHARACTERS``.
       encode: gives the ids of contents and their pieces; None: the tokenizer does.
 
     Raises TokenizerError as ``framed`` does.
     """
+    if sum(len(it["content"]) for it in messages) > MOST_CHARACTERS:
+        rules = None
     said = list(_pieces(tokenizer, messages, rules, encode or tokenizer.encode))
     return _laid_out(tokenizer, said, rules)
 

@@ -19,7 +19,7 @@ from jaxrag.reuse.methods import METHODS
 
 SECRET = bytes(32)
 ABOUT = {"weights": "a", "version": "1"}
-OTHERS = (wire.Abort(3), wire.Stop(2), wire.Forget())
+OTHERS = (wire.Abort(3), wire.Stop(2), wire.Forget(), wire.Loaded(8))
 STORES = {"kb:a": object(), "tenant:": object()}
 
 
@@ -108,12 +108,7 @@ def same(one, other):
 def test_requests_arrive_as_they_were(method):
     for rule in DECODE_RULES:
         request = asked(method, rule)
-        commands = (
-            wire.Submit(4, 1.25, "kb:a", request),
-            wire.Abort(3),
-            wire.Stop(2),
-            wire.Forget(),
-        )
+        commands = (wire.Submit(4, 1.25, "kb:a", request), *OTHERS)
         turn = wire.turn_of(wire.turn_bytes(wire.EngineTurn(9, 1.5, commands)), STORES)
         assert (turn.number, turn.now, turn.rests, turn.commands[1:]) == (
             9,
@@ -167,6 +162,22 @@ def test_turns_are_sent_and_digests_compared(gathered):
     assert one.heard == [str(leader.lost)]
     with pytest.raises(ranks.RankLost):
         leader.send(2.0, [])
+
+
+def test_a_batch_is_loaded_once_every_process_has_read_its_part(gathered):
+    leader, one, two = gathered((1, ABOUT, SECRET), (2, ABOUT, SECRET))
+    loaded = []
+    leader.on_loaded(loaded.append)
+    for it in (leader, one):
+        it.loaded(0)
+    one.loaded(1)
+    two.loaded(1)
+    until(lambda: leader._loaded == {0: {0, 1}, 1: {1, 2}})
+    assert not loaded
+    leader.loaded(1)
+    two.loaded(0)
+    until(lambda: len(loaded) == 2)
+    assert loaded == [1, 0] and not leader._loaded
 
 
 def test_the_end_is_heard_by_all(gathered):

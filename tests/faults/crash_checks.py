@@ -20,12 +20,16 @@ from crash_log import Change, WrongError, replay, require
 from crash_work import KINDS, Job, where
 
 from jaxrag.base.errors import StoreError
+from jaxrag.kv.store.dropping import dropped_tokens
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.library.knowledge_base.neighbours import recorded_chunks
 from jaxrag.models.model import Model
 
 TOLERANCE = 1e-4  # of fp32 KV, between a packed and a single encoding
-TOLERANCE_INT8 = 0.02  # of the largest element
+ROUNDED = {  # formats, and how far an element may be, as a share of the largest one
+    "int8": 0.02,
+    **dict.fromkeys(("int4", "int4-half", "int4-third"), 0.13),
+}
 FIRST = 8  # documents that stand before the first round
 QUESTIONS = 2
 NEWEST = "SELECT first, last FROM reservations ORDER BY first DESC LIMIT 1"
@@ -246,9 +250,17 @@ class Experiment:
                 raise WrongError(f"{type(error).__name__}: {error}") from error
             require(kv.shape == fresh.shape, f"chunk {key}: shape {kv.shape}, not {fresh.shape}")
             limit = TOLERANCE
-            if self.name == "int8":
-                limit = TOLERANCE_INT8 * float(np.abs(fresh).max())
-            error = float(np.abs(kv - fresh).max())
+            if self.name in ROUNDED:
+                limit = ROUNDED[self.name] * float(np.abs(fresh).max())
+            kept = np.ones(kv.shape[2], bool)
+            if kb.store.layout.drops:
+                kept[dropped_tokens(kv)] = False
+                expected_tokens = kb.store.layout.kept_tokens(len(kept))
+                require(
+                    int(kept.sum()) == expected_tokens,
+                    f"chunk {key}: {int(kept.sum())} tokens, not {expected_tokens}",
+                )
+            error = float(np.abs(kv - fresh)[:, :, kept].max())
             require(error <= limit, f"chunk {key}: differs from a fresh encoding by {error}")
             counts["chunks"] += 1
         self._fresh = {key: self._fresh[key] for key in keys}
@@ -282,7 +294,7 @@ class Experiment:
             if sources[0] != sources[1]:
                 require(not distinct, f"{question!r}: found {sources[0]}, not {sources[1]}")
                 counts["answers over equal scores"] += 1
-            elif one.token_ids != other.token_ids and self.name == "int8":
+            elif one.token_ids != other.token_ids and self.name in ROUNDED:
                 counts["answers of another rounding"] += 1
             else:
                 same = one.token_ids == other.token_ids

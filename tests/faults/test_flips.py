@@ -12,7 +12,8 @@ import flips
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TRIALS = 24
+TRIALS = 40
+KINDS = ("native", "int8", "int4", "int4-half", "log")
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,7 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("flips")
     bases.make_model(folder / "model")
     model = bases.load(folder / "model")
-    return {name: flips.Made(name, folder, model) for name in ("native", "int8", "log")}
+    return {name: flips.Made(name, folder, model) for name in KINDS}
 
 
 def test_nothing_damaged_is_believed(made):

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from jaxrag.base.config import RopeConfig, YarnScaling
+from jaxrag.base.rotary import attention_factor
 from jaxrag.base.types import HIDDEN, Partial
 from jaxrag.models.attention import merge
-from jaxrag.models.rope import attention_factor, place, rope_table
+from jaxrag.models.rope import place, rope_table
 from pallas_kernels import Pages, Pool, Rotary, paged_attention, paged_attention_by_row
 from pallas_kernels.rotation import rotate
 

@@ -20,6 +20,7 @@ jax.distributed.initialize(coordinator, work["processes"], rank)
 
 from jaxrag.base.errors import JaxragError  # noqa: E402
 from jaxrag.base.sharding import make_mesh  # noqa: E402
+from jaxrag.engine import transfers  # noqa: E402
 from jaxrag.engine.admission import SchedulerSettings  # noqa: E402
 from jaxrag.engine.engine import Engine  # noqa: E402
 from jaxrag.engine.ranks import Leader, meet  # noqa: E402
@@ -28,6 +29,20 @@ from jaxrag.library.knowledge_base import KnowledgeBase  # noqa: E402
 from jaxrag.models.model import load_model  # noqa: E402
 from jaxrag.serve.ask import Ask  # noqa: E402
 from jaxrag.serve.questions import prepare, resolve  # noqa: E402
+
+closed, waits = path.with_name("closed"), path.with_name("waits")
+
+
+def read_when_open(*group, read=transfers.read_own):
+    """A store that does not answer while there is a file ``closed``."""
+    while closed.exists():
+        waits.touch()
+        time.sleep(0.01)
+    return read(*group)
+
+
+if rank == work.get("slow"):
+    transfers.read_own = read_when_open
 
 
 def lost(why):
@@ -63,6 +78,11 @@ documents = None if kb else work["documents"]
 asked = [
     dataclasses.replace(prepare(served, it, documents).request, rows=4) for it in work["questions"]
 ]
+if "slow" in work:  # each has a document of its own
+    asked = [
+        dataclasses.replace(prepare(served, it, [document]).request, rows=4)
+        for it, document in zip(work["questions"], documents, strict=True)
+    ]
 
 
 class Clients:
@@ -106,7 +126,41 @@ class Clients:
             assert self.left.acquire(timeout=120)
 
 
+def beside_a_slow_store():
+    """Who needs no chunk is served while others wait for theirs; they may leave, or be late."""
+    first = Clients(len(asked), {})
+    first.run(asked)
+    engine.forget()
+    Clients(1, {}).run(asked[:1])
+    closed.touch()
+    clients = Clients(len(asked), {})
+    late = dataclasses.replace(asked[2], timeout=1.0)
+    waiting = [asked[1], late, asked[3]]
+    for place, request in enumerate(waiting, 1):
+        clients.numbers.append(engine.add(request, clients.sink(place)))
+    while not waits.exists():
+        time.sleep(0.01)
+    engine.add(asked[0], clients.sink(0))
+    engine.abort(clients.numbers[2])
+    for _ in range(3):  # all but the one that still waits
+        assert clients.left.acquire(timeout=120)
+    meanwhile = [list(it) for it in clients.tokens]
+    closed.unlink()
+    assert clients.left.acquire(timeout=120)
+    return {
+        "first": first.tokens,
+        "meanwhile": meanwhile,
+        "tokens": clients.tokens,
+        "how": clients.how,
+    }
+
+
 try:
+    if "slow" in work:
+        path.with_suffix(".out").write_text(json.dumps(beside_a_slow_store()))
+        met.close()
+        jax.distributed.shutdown()
+        os._exit(0)
     plain = Clients(len(asked), {})
     plain.run(asked)
     found = {"plain": [plain.tokens, plain.how]}

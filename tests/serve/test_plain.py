@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 import jaxrag
+import jaxrag.serve.plain
 from jaxrag.base.errors import RequestError, TokenizerError
 from jaxrag.engine.engine import engine_of
 from jaxrag.models.model import load_model
-from jaxrag.models.text.passages import passage_rules
+from jaxrag.models.text.passage_rules import passage_rules
 from jaxrag.reuse.methods import METHODS
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.conversation import conversation_of
@@ -89,6 +90,16 @@ def answered(model, rules_file, messages):
     ids = [it for one in progress for it in one.new]
     hits = sum(row.how == "chunk hit" for row in last.outcome.reuse)
     return ids, [it for one in progress for it in one.logprobs], hits
+
+
+def test_a_prompt_beyond_the_bound_is_not_cut(model, rules_file, monkeypatch):
+    """All messages count together, so that many long ones cost no more than one."""
+    monkeypatch.setattr(jaxrag.serve.plain, "MOST_CHARACTERS", 600)
+    tokenizer, rules = model.text_tokenizer(), passage_rules(rules_file)
+    [one] = [it for it in pasted([1, 2, 3]) if it["role"] == "user"]
+    assert 300 < len(one["content"]) < 600
+    assert len(plain_prompt(tokenizer, [one], rules)[1]) == 3
+    assert plain_prompt(tokenizer, [one, one], rules)[1] == []
 
 
 def test_law_16_what_is_stored_decides_the_time_alone(model, rules_file):

@@ -106,6 +106,23 @@ def test_processes_answer_as_one_device(led, model_dir, processes, method):
     served_as(led(processes, 1, method), wanted)
 
 
+@pytest.mark.parametrize("slow", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_chunks_are_read_while_others_are_served(led, model_dir, slow):
+    """A process's store does not answer until somebody else has been served, and two have left."""
+    documents = [*DOCUMENTS, "Tea comes over the pass on mules.", "Wool is washed in the river."]
+    model = load_model(model_dir, cache_tokens=1024)
+    given = {"method": "turborag", "max_new_tokens": TOKENS}
+    wanted = [
+        generate(question, model=model, documents=[document], **given).token_ids
+        for question, document in zip(QUESTIONS, documents, strict=True)
+    ]
+    found = led(2, 1, documents=documents, slow=slow, pool=1024)
+    assert found["first"] == wanted
+    assert found["how"] == ["length", "length", "DeadlineExceeded", "Cancelled"]
+    assert found["meanwhile"] == [wanted[0], [], [], []]
+    assert found["tokens"] == [*wanted[:2], [], []]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stored", ["native", "int8"])
 @pytest.mark.parametrize("method", ["turborag", "fusionrag", "cacheblend", "epic"])

@@ -1,5 +1,6 @@
 """Passages pasted into a chat, over HTTP: `base_url` is all that a client changes."""
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ from jaxrag.base.errors import ConfigError
 from jaxrag.cli import main
 from jaxrag.models.model import load_model
 from jaxrag.models.reading import Reading, write_reading
+from jaxrag.models.text import passages
 from jaxrag.server.settings import ServerSettings
 from jaxrag.server.state.state import make_state
 
@@ -177,3 +179,22 @@ def test_a_completion_is_cut_too(serving):
     alone = serving.post("/v1/completions", plain="off", **body).json()
     assert "plain" not in alone["jaxrag"] and cached(alone) == 0
     assert alone["usage"]["prompt_tokens"] == found["usage"]["prompt_tokens"]
+
+
+def test_hostile_text_is_cut_off_the_event_loop_and_within_bounds(serving, monkeypatch):
+    """A thread cuts it; what no context holds is refused before it is cut."""
+    in_loop, lengths = [], []
+
+    def cut(text, rules):
+        in_loop.append(asyncio._get_running_loop() is not None)
+        lengths.append(len(text))
+        return passages.cut(text, rules)
+
+    monkeypatch.setattr("jaxrag.serve.plain.cut", cut)
+    hostile = '<source>[1] Label: (a b)\n---\n"text": "'
+    for size in (8_000, 300_000, passages.MOST_CHARACTERS + 1):
+        text = (hostile * (size // len(hostile) + 1))[:size]
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+        answer = serving.post("/v1/chat/completions", **body)
+        assert answer.status_code == 400, answer.text  # longer than the model's context
+    assert (lengths, in_loop) == ([8_000], [False])

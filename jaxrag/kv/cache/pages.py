@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from types import MappingProxyType
 
 from jaxrag.base.errors import RequestError
+from jaxrag.base.types import HostArray
 from jaxrag.kv.cache.heat import HALF_LIFE, Coldest, DecayedHeat
 from jaxrag.kv.cache.pool import PAGE
 
@@ -20,6 +21,7 @@ class CachedChunk:
 
     Attributes:
       tokens: how many it has; 0 while it is loading.
+      dropped: which of them its store left out, so that nobody may see them; None: none of them.
       ref_count: requests in flight that map it or wait for it; never evicted while positive.
       ready: whether its KV lies in its pages; False while it is loading.
     """
@@ -28,6 +30,7 @@ class CachedChunk:
     tokens: int
     ref_count: int = 0
     ready: bool = True
+    dropped: HostArray | None = None
 
 
 class PageAllocator:
@@ -104,11 +107,13 @@ class PageAllocator:
         """Return pages that a request owned."""
         self._free.extend(reversed(pages))
 
-    def insert(self, key: str, pages: tuple[int, ...], tokens: int) -> CachedChunk:
+    def insert(
+        self, key: str, pages: tuple[int, ...], tokens: int, dropped: HostArray | None = None
+    ) -> CachedChunk:
         """Record a chunk whose KV was written to these pages; it starts with one user."""
         assert key not in self._chunks, f"chunk {key} is in the pool already"
         self._heat.use(key)
-        self._chunks[key] = CachedChunk(pages, tokens, ref_count=1)
+        self._chunks[key] = CachedChunk(pages, tokens, ref_count=1, dropped=dropped)
         return self._chunks[key]
 
     def acquire(self, key: str) -> CachedChunk | None:
@@ -151,11 +156,11 @@ class PageAllocator:
         self._heat.use(key)
         return self._chunks[key]
 
-    def complete(self, key: str, tokens: int) -> None:
-        """The KV of a loading chunk lies in its pages."""
+    def complete(self, key: str, tokens: int, dropped: HostArray | None = None) -> None:
+        """The KV of a loading chunk lies in its pages, but for the tokens that were ``dropped``."""
         found = self._chunks[key]
         assert not found.ready, f"chunk {key} is not loading"
-        found.tokens, found.ready = tokens, True
+        found.tokens, found.ready, found.dropped = tokens, True, dropped
         self._unpin(key, found)
 
     def abandon(self, key: str) -> None:

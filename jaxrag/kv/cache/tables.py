@@ -45,12 +45,16 @@ class TableBuilder:
     def map_chunk(self, chunk: CachedChunk, offset: int, turned: bool = False) -> int:
         """Map a shared chunk at a position: its slots are visible from there on.
 
+        Those of dropped tokens are hidden.
+
         ``turned`` says that its keys were rotated to that very position when they were computed.
         Returns the first of its slots.
         """
         first = self.num_slots
         positions = np.full(len(chunk.pages) * PAGE, HIDDEN, np.int32)
         positions[: chunk.tokens] = np.arange(chunk.tokens) + offset
+        if chunk.dropped is not None:
+            positions[chunk.dropped] = HIDDEN
         self.pages += chunk.pages
         self._offsets += [0 if turned else offset] * len(chunk.pages)
         self._positions.append(positions)
@@ -69,6 +73,11 @@ class TableBuilder:
         positions = np.concatenate(self._positions)
         positions[slots] = HIDDEN
         self._positions = [positions]
+
+    def hidden(self, slots: HostArray) -> HostArray:
+        """Whether nobody sees each of these slots, bool [slots]."""
+        hidden: HostArray = np.concatenate(self._positions)[slots] == HIDDEN
+        return hidden
 
     def replace(self, first: int, pages: Sequence[int]) -> None:
         """Other pages from page ``first`` of the table on, at the same positions."""

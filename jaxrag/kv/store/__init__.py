@@ -11,7 +11,7 @@ from jaxrag.kv.store.read_through import ReadThrough
 from jaxrag.kv.store.reading import Assembled, Refused
 from jaxrag.kv.store.record import AuxArray, Provenance, Record
 from jaxrag.kv.store.scrub import ScrubReport
-from jaxrag.kv.store.shared import SharedStore
+from jaxrag.kv.store.shared import OwnRead, SharedStore
 from jaxrag.kv.store.sweep import SweepReport
 from jaxrag.kv.store.writer import ChunkWriter, PutResult
 
@@ -25,6 +25,7 @@ __all__ = [
     "KVLayout",
     "KVStore",
     "MemoryStore",
+    "OwnRead",
     "Provenance",
     "PutResult",
     "ReadThrough",

@@ -12,7 +12,7 @@ from jaxrag.base.errors import StoreError
 from jaxrag.kv.store.backend import WriteFuture
 from jaxrag.kv.store.grid import KV_AXES, aux_grid, kv_grid
 from jaxrag.kv.store.namespace import Namespace, aux_path
-from jaxrag.kv.store.quantise import quantise
+from jaxrag.kv.store.quantise import to_stored
 from jaxrag.kv.store.record import (
     SCALE,
     AuxArray,
@@ -46,6 +46,7 @@ class WrittenShard:
     scale: str | None  # digest of the scales of an int8 chunk
     seals: tuple[str, ...] = ()  # [L]; none where the store has no secret
     scale_seal: str | None = None
+    kept: str = ""  # the tokens that are stored; "" where all are
 
 
 def start_shard(
@@ -55,12 +56,12 @@ def start_shard(
     layout, backend, sealer = space.layout, space.backend, space.sealer
     base = space.attempt(attempt.key, attempt.attempt)
     writes = []
-    elements, scale, scale_seal = kv, None, None
-    if layout.stored == "int8":
-        try:
-            elements, scales = quantise(kv)
-        except StoreError as error:
-            raise StoreError(f"chunk {attempt.key}: {error}") from None
+    scale, scale_seal = None, None
+    try:
+        elements, scales, kept = to_stored(kv, layout)
+    except StoreError as error:
+        raise StoreError(f"chunk {attempt.key}: {error}") from None
+    if scales is not None:
         grid = aux_grid(layout.shape(attempt.tokens)[:-1], scales.dtype.name, attempt.ways)
         writes.append(backend.start_part(aux_path(base, SCALE), grid, rank, scales))
         scale = digest(scales)
@@ -69,7 +70,8 @@ def start_shard(
     writes.append(backend.start_part(base, grid, rank, elements))
     seals = () if sealer is None else sealer.of_layers(elements)
     digests = layer_digests(elements)
-    return WrittenShard(attempt.attempt, rank, digests, scale, seals, scale_seal), writes
+    shard = WrittenShard(attempt.attempt, rank, digests, scale, seals, scale_seal, kept)
+    return shard, writes
 
 
 def start_record(
@@ -150,6 +152,7 @@ def _describe(
         attempt.ways,
         _by_layer(shard.seals for shard in ordered),
         sealer,
+        ordered[0].kept,
     )
 
 

@@ -6,9 +6,9 @@ import json
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import tensorstore as ts
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from jaxrag.kv.store.layout import KVLayout
 IOMode = Literal["memmap", "default"]
 
 ReadFuture = ts.WriteFutures  # of a write into memory
-WriteFuture = ts.Future[Any]  # of a path that becomes durable
+WriteFuture: TypeAlias = "ts.Future[Any]"  # of a path that becomes durable
 
 LOCK_SUFFIX = ".__lock"  # of the files that TensorStore locks while it writes to a directory
 
@@ -203,13 +203,18 @@ class Backend:
         return total
 
     def remove_stale(
-        self, prefix: str, seconds: float, dry_run: bool, busy: Callable[[str], bool]
+        self,
+        prefix: str,
+        seconds: float,
+        dry_run: bool,
+        busy: Callable[[str], bool],
+        passed: Set[str] = frozenset(),
     ) -> tuple[int, int]:
         """Remove lock files and empty folders under ``prefix`` that are older; how many of each.
 
         Only directories have them: writers that died leave them behind. A folder that is empty but
         for such lock files and folders is empty. Folders in ``prefix`` that are ``busy`` by their
-        names stay as they are.
+        names, or ``passed`` over, stay as they are.
         """
         if self.directory is None:
             return 0, 0
@@ -217,7 +222,9 @@ class Backend:
         found = []  # parents first, and before anything goes: a removal makes its parent young
         for folder, folders, names in os.walk(root):
             with contextlib.suppress(OSError):  # others remove and write here too
-                found.append((folder, os.stat(folder).st_mtime <= before, folders, names))
+                found.append((folder, os.stat(folder).st_mtime <= before, list(folders), names))
+            if passed and os.path.samefile(folder, root):
+                folders[:] = [name for name in folders if name not in passed]
         locks = 0
         empty: set[str] = set()
         for folder, old, folders, names in reversed(found):

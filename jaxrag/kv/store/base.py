@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 from numpy.typing import NDArray
 
@@ -41,7 +41,7 @@ class Stats:
     unsealed: int = 0  # that the store's secret did not seal; not counted above
 
     @classmethod
-    def of(cls, found: Iterable[Lookup]) -> Self:
+    def of(cls, found: Iterable[Lookup]) -> "Stats":
         """Count records and refusals."""
         chunks = tokens = nbytes = corrupt = unsealed = 0
         for one in found:

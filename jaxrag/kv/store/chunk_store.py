@@ -26,6 +26,7 @@ from jaxrag.kv.store.base import (
     Stats,
     describe_arrays,
 )
+from jaxrag.kv.store.census import PARTS, Census, Seen
 from jaxrag.kv.store.layout import KVLayout
 from jaxrag.kv.store.loading import Loader
 from jaxrag.kv.store.namespace import Namespace
@@ -151,6 +152,33 @@ class ChunkStore(KVStore):
         """Every record that can be read and is believed, by ascending key, however long."""
         yield from (found for found in self._everything.find_all() if isinstance(found, Record))
 
+    def seen(self) -> Iterator[tuple[str, Seen | Lookup]]:
+        """Per key what counts of its record, or why it is refused, by ascending key.
+
+        In a directory only records are read that were not there, or not so, the last time.
+        """
+        space = self._everything
+        census = self._census(space)
+        if census is None:
+            for found in space.find_all():
+                if isinstance(found, Record):
+                    yield found.key, Seen.of(found)
+                else:
+                    yield "", found
+            return
+        for part in PARTS:
+            times = census.times(part)
+            found_now: dict[str, Seen | Lookup] = dict(census.known(part, times))
+            read = space.find([key for key in times if key not in found_now])
+            records = {key: it for key, it in read.items() if isinstance(it, Record)}
+            census.learn(part, times, records)
+            found_now |= read | {key: Seen.of(record) for key, record in records.items()}
+            yield from ((key, found_now[key]) for key in times)
+
+    def _census(self, space: Namespace) -> Census | None:
+        """What is known of the folders of chunks; None where there are no folders."""
+        return None if self.directory is None else Census(space, self.directory)
+
     def stats(self) -> Stats:
         """What is committed under the fingerprint; reads every commit record of it."""
         return Stats.of(self._everything.find_all())
@@ -167,6 +195,7 @@ class ChunkStore(KVStore):
         grace_seconds: float = 3600.0,
         dry_run: bool = False,
         busy: Callable[[str], bool] = lambda key: False,
+        named: Callable[[str], bool] = lambda key: False,
     ) -> SweepReport:
         """Remove what no one needs of this fingerprint; safe beside readers and writers.
 
@@ -183,6 +212,8 @@ class ChunkStore(KVStore):
             busy: whether a writer at work has announced a key; nothing under it is touched then,
                 at any grace. A writer that announces its keys before it looks for them loses
                 nothing between put and reference if it is done only when ``live`` knows of it.
+            named: whether a key is needed, whatever its record says. In a directory such chunks are
+                not looked at again as long as their folders do not change.
 
         Raises:
             StoreError: the store is open for reading only, or the storage failed.
@@ -190,7 +221,8 @@ class ChunkStore(KVStore):
         if not dry_run:
             self._require_writable()
         anyones = dataclasses.replace(self._everything, sealer=None)
-        report = sweep(anyones, live, grace_seconds, dry_run, busy)
+        census = self._census(anyones)
+        report = sweep(anyones, live, grace_seconds, dry_run, busy, named, census)
         if self._limit is not None:
             self._limit.recount(self.keys)
         return report
@@ -238,6 +270,11 @@ class ChunkStore(KVStore):
         self._require_tokens(key, tokens)
         if type(ways) is not int or ways < 1 or self.layout.num_kv_heads % ways:
             raise StoreError(f"ways={ways!r}: expected a divisor of {self.layout.num_kv_heads}")
+        if ways > 1 and self.layout.drops:
+            raise StoreError(
+                f"ways={ways}: stored={self.layout.stored!r} chooses tokens by all KV heads, "
+                "which no writer has then; expected 1"
+            )
         # The generation is read before the record: whoever commits in between makes ours stale.
         generation = self._backend.generation(self._space.commit(key))
         if not replace and isinstance(self._find([key])[key], Record):

@@ -95,7 +95,7 @@ class Grid:
 
 def kv_grid(layout: KVLayout, tokens: int, ways: int = 1) -> Grid:
     """The grid of a chunk's KV as stored."""
-    return Grid(layout.shape(tokens), layout.bits_dtype.name, ways, layered=True)
+    return Grid(layout.stored_shape(tokens), layout.bits_dtype.name, ways, layered=True)
 
 
 def aux_grid(shape: tuple[int, ...], dtype: str, ways: int = 1) -> Grid:

@@ -2,6 +2,9 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
+from fractions import Fraction
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import ml_dtypes
@@ -10,9 +13,15 @@ from numpy.typing import NDArray
 
 from jaxrag.base.config import DTYPES, DType
 from jaxrag.base.errors import StoreError
+from jaxrag.kv.store.int4 import head_nbytes
 
-Stored = Literal["native", "int8"]
+Stored = Literal["native", "int8", "int4", "int4-half", "int4-third"]
 STORED: tuple[str, ...] = get_args(Stored)
+
+KEPT: Mapping[str, Fraction] = MappingProxyType(
+    {"int4-half": Fraction(1, 2), "int4-third": Fraction(1, 3)}
+)  # of the tokens of a chunk, where not all are
+MIN_KEPT = 32  # tokens of a chunk that no format drops
 
 _NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
@@ -54,7 +63,8 @@ class KVLayout:
     """Sizes and dtype of every chunk in a store; a chunk of T tokens is [L, 2, T, K, H].
 
     Axis 1 holds K before RoPE (0) and V (1). ``dtype`` is what a caller puts and gets; ``stored``
-    says whether the same elements are kept, or int8 with scales (``jaxrag.kv.store.quantise``).
+    says whether the same elements are kept, or int8 with scales (``jaxrag.kv.store.quantise``), or
+    codes of 4 bits (``jaxrag.kv.store.int4``), of all tokens or of some (``dropping``).
     """
 
     num_layers: int  # L
@@ -81,7 +91,19 @@ class KVLayout:
     @property
     def stored_dtype(self) -> np.dtype[Any]:
         """The element type of KV arrays as they are stored."""
+        if self.packed:
+            return np.dtype(np.uint8)
         return np.dtype(np.int8) if self.stored == "int8" else self.numpy_dtype
+
+    @property
+    def packed(self) -> bool:
+        """Whether the bytes of a head are no array of its elements (``jaxrag.kv.store.int4``)."""
+        return self.stored not in ("native", "int8")
+
+    @property
+    def drops(self) -> bool:
+        """Whether tokens of a chunk are left out; they come back as zeros."""
+        return self.stored in KEPT
 
     @property
     def bits_dtype(self) -> np.dtype[Any]:
@@ -101,16 +123,27 @@ class KVLayout:
         """[L, 2, tokens, K, H]."""
         return (self.num_layers, 2, tokens, self.num_kv_heads, self.head_dim)
 
+    def kept_tokens(self, tokens: int) -> int:
+        """How many tokens of a chunk of so many are stored."""
+        kept = KEPT.get(self.stored, Fraction(1))
+        return min(tokens, max(MIN_KEPT, math.ceil(tokens * kept)))
+
+    def stored_shape(self, tokens: int) -> tuple[int, int, int, int, int]:
+        """Of the array that a chunk is stored as: [L, 2, T, K, H], or [L, 2, 1, K, bytes]."""
+        if not self.packed:
+            return self.shape(tokens)
+        nbytes = head_nbytes(self.kept_tokens(tokens), self.head_dim)
+        return (self.num_layers, 2, 1, self.num_kv_heads, nbytes // 2)
+
     def nbytes(self, tokens: int) -> int:
         """Bytes of K and V of that many tokens over all layers, in memory."""
         return math.prod(self.shape(tokens)) * self.numpy_dtype.itemsize
 
     def stored_nbytes(self, tokens: int) -> int:
         """Bytes of K and V of that many tokens over all layers as stored, scales included."""
-        if self.stored == "native":
-            return self.nbytes(tokens)
-        rows = math.prod(self.shape(tokens)[:-1])
-        return rows * (self.head_dim + _SCALE_BYTES)
+        elements = math.prod(self.stored_shape(tokens)) * self.stored_dtype.itemsize
+        scales = math.prod(self.shape(tokens)[:-1]) if self.stored == "int8" else 0
+        return elements + scales * _SCALE_BYTES
 
     def require(self, kv: NDArray[Any], name: str, *, layers: int = 0, ways: int = 1) -> None:
         """Raise StoreError unless ``kv`` is [L, 2, any, K, H] of this layout's dtype.

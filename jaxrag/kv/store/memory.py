@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, StoreError
 from jaxrag.kv.store.base import DEFAULT_MAX_TOKENS, Aux, KVStore, Stats
 from jaxrag.kv.store.layout import KVLayout
-from jaxrag.kv.store.quantise import quantise
+from jaxrag.kv.store.quantise import to_stored
 from jaxrag.kv.store.reading import Lookup, ReadRequest, Refused, settle
 from jaxrag.kv.store.record import (
     SCALE,
@@ -96,18 +96,19 @@ class MemoryStore(KVStore):
                 return PutResult(won=False, attempt=None)
         entries = dict(described)
         arrays = {name: array.copy() for name, array in aux.items()}
-        if self.layout.stored == "int8":
-            try:
-                arrays[_KV], arrays[SCALE] = quantise(kv)
-            except StoreError as error:
-                raise StoreError(f"chunk {key}: {error}") from None
-            scale = arrays[SCALE]
+        try:
+            elements, scale, kept = to_stored(kv, self.layout)
+        except StoreError as error:
+            raise StoreError(f"chunk {key}: {error}") from None
+        arrays[_KV] = kv.copy() if elements is kv else elements
+        if scale is not None:
+            arrays[SCALE] = scale
             entries[SCALE] = AuxArray(scale.shape, scale.dtype.name, (digest(scale),))
-        else:
-            arrays[_KV] = kv.copy()
         attempt = new_attempt()
         digests = layer_digests(arrays[_KV])
-        new = new_record(key, attempt, kv.shape[2], self.layout, record, digests, entries)
+        new = new_record(
+            key, attempt, kv.shape[2], self.layout, record, digests, entries, kept=kept
+        )
         with self._lock:
             if key in self._chunks and not replace:
                 return PutResult(won=False, attempt=None)

@@ -115,7 +115,8 @@ class Namespace:
 
     def find_all(self) -> Iterator[Lookup]:
         """What ``find`` tells of every key with a record, streamed."""
-        for batch in itertools.batched(self.keys(), _RECORDS_AT_ONCE):
+        keys = self.keys()
+        while batch := tuple(itertools.islice(keys, _RECORDS_AT_ONCE)):
             yield from self.find(batch).values()
 
     def complete(self, record: Record) -> bool:

@@ -1,11 +1,17 @@
-"""KV as int8: symmetric, one float32 scale per layer, K or V, token and head."""
+"""KV as a store keeps it: as it is, as int8, or packed.
 
-from typing import Any
+int8 is symmetric, with one float32 scale per layer, K or V, token and head; ``int4`` packs
+all tokens of a chunk, or some (``jaxrag.kv.store.dropping``).
+"""
+
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxrag.base.errors import StoreError
+from jaxrag.kv.store import int4
+from jaxrag.kv.store.dropping import from_bits, kept_tokens, to_bits
 from jaxrag.kv.store.layout import KVLayout
 
 _LEVELS = 127  # of each sign, so that the range is symmetric
@@ -54,17 +60,63 @@ def dequantise(elements: NDArray[np.int8], scale: NDArray[np.float32], out: NDAr
             out[block] = elements[block] * scale[block][..., None]
 
 
+class StoredElements(NamedTuple):
+    """KV as a store of some layout holds it.
+
+    Attributes:
+      elements: of the layout's ``stored_shape`` (or a share of its heads) and ``stored_dtype``.
+      scale: float32 [L, 2, T, K] of int8; None of others.
+      kept: the tokens that are stored, as a record names them; "" where all are.
+    """
+
+    elements: NDArray[Any]
+    scale: NDArray[np.float32] | None = None
+    kept: str = ""
+
+
+def to_stored(kv: NDArray[Any], layout: KVLayout) -> StoredElements:
+    """What a store of this layout holds for ``kv`` [L, 2, T, K, H].
+
+    Raises:
+        StoreError: as ``quantise`` and ``int4.pack``.
+    """
+    if layout.stored == "native":
+        return StoredElements(kv)
+    if layout.stored == "int8":
+        return StoredElements(*quantise(kv))
+    if not layout.drops:
+        return StoredElements(int4.pack(kv))
+    tokens = kv.shape[2]
+    kept = kept_tokens(kv, layout.kept_tokens(tokens))
+    return StoredElements(int4.pack(kv[:, :, kept]), None, to_bits(kept, tokens))
+
+
+def unpack(packed: NDArray[np.uint8], kept: str, out: NDArray[Any]) -> None:
+    """Write a packed layer [2, 1, K, M] to ``out`` [2, T, K, H]; dropped tokens become zeros."""
+    tokens, dim = out.shape[1], out.shape[3]
+    if not kept:
+        out[0], out[1] = int4.unpack(packed, tokens, dim)
+        return
+    at = from_bits(kept, tokens)
+    out[...] = 0
+    out[0, at], out[1, at] = int4.unpack(packed, len(at), dim)
+
+
 def as_stored(kv: NDArray[Any], layout: KVLayout) -> NDArray[Any]:
     """What a store of this layout gives back for ``kv`` [L, 2, T, K, H]: itself, where exact.
 
     Raises:
-        StoreError: as ``quantise``.
+        StoreError: as ``to_stored``.
     """
     if layout.stored == "native":
         return kv
+    elements, scale, kept = to_stored(kv, layout)
     rounded = np.empty_like(kv)
-    for layer, out in zip(kv, rounded, strict=True):
-        dequantise(*quantise(layer), out)
+    for layer, out in enumerate(rounded):
+        if scale is None:
+            unpack(elements[layer], kept, out)
+        else:
+            dequantise(elements[layer], scale[layer], out)
     return rounded
 
 

@@ -1,7 +1,7 @@
 """A local copy of what was read from far away, so that it comes from the disk the next time."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from jaxrag.base.errors import StoreError
 from jaxrag.kv.store.attempts import Attempt, WrittenShard
 from jaxrag.kv.store.base import Aux
+from jaxrag.kv.store.census import Seen
 from jaxrag.kv.store.chunk_store import ChunkStore
 from jaxrag.kv.store.prefetch import Tier
 from jaxrag.kv.store.reading import Lookup, ReadRequest, Refused
@@ -91,6 +92,10 @@ class ReadThrough(StoreWrapper):
             keys, max_bytes_per_second=max_bytes_per_second, told=told, finite=finite
         )
 
+    def seen(self) -> Iterator[tuple[str, Seen | Lookup]]:
+        """``ChunkStore.seen`` of the remote store."""
+        return self.remote.seen()
+
     def gc(
         self,
         live: Callable[[Record], bool],
@@ -98,11 +103,14 @@ class ReadThrough(StoreWrapper):
         grace_seconds: float = 3600.0,
         dry_run: bool = False,
         busy: Callable[[str], bool] = lambda key: False,
+        named: Callable[[str], bool] = lambda key: False,
     ) -> SweepReport:
         """``ChunkStore.gc`` of both stores; reports the remote one's."""
-        report = self.remote.gc(live, grace_seconds=grace_seconds, dry_run=dry_run, busy=busy)
-        self.local.gc(live, grace_seconds=grace_seconds, dry_run=dry_run, busy=busy)
-        return report
+        reports = [
+            store.gc(live, grace_seconds=grace_seconds, dry_run=dry_run, busy=busy, named=named)
+            for store in (self.remote, self.local)
+        ]
+        return reports[0]
 
     def prefetch(self, keys: Sequence[str], tier: Tier = "page") -> "Future[int]":
         """Copy chunks here in the background, then ``ChunkStore.prefetch`` them."""

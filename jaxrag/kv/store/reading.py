@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, ChunkNotSealed, StoreError
 from jaxrag.kv.store.grid import HEAD_AXIS, Grid, kv_grid
 from jaxrag.kv.store.layout import WHOLE, HeadShare, KVLayout
-from jaxrag.kv.store.quantise import dequantise
+from jaxrag.kv.store.quantise import dequantise, unpack
 from jaxrag.kv.store.record import Record, layer_digest
 from jaxrag.kv.store.seal import Sealer, same_seal
 
@@ -159,8 +159,9 @@ def settle(
 
     Args:
         layer: which one ``parts`` is.
-        parts: [ranks, 2, T, K / ways, H] in the stored dtype, one entry for each file of
-            ``wanted.ranks``; the view of ``out`` itself where ``wanted.direct``.
+        parts: [ranks, 2, T, K / ways, H] in the stored dtype, packed [ranks, 2, 1, K / ways, M],
+            one entry for each file of ``wanted.ranks``; the view of ``out`` itself where
+            ``wanted.direct``.
         scale: float32 [L, 2, T, K], of an int8 chunk.
         sealer: checks the seals; None checks xxh3.
 
@@ -180,7 +181,9 @@ def settle(
         first, end = max(heads.start, rank * size), min(heads.stop, (rank + 1) * size)
         mine = part[:, :, first - rank * size : end - rank * size]
         target = out[:, :, first - heads.start : end - heads.start]
-        if scale is None:
+        if wanted.record.layout.packed:
+            unpack(mine, wanted.record.kept, target)
+        elif scale is None:
             target[...] = mine
         else:
             dequantise(mine, scale[layer, :, :, first:end], target)

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from jaxrag.base.config import DTYPES, DType
 from jaxrag.base.errors import ChunkCorrupt, ChunkNotSealed, StoreError
+from jaxrag.kv.store.dropping import from_bits
 from jaxrag.kv.store.keys import ID_DIGITS, chunk_key, is_hex, require_hex
-from jaxrag.kv.store.layout import STORED, KVLayout, Stored
+from jaxrag.kv.store.layout import KEPT, STORED, KVLayout, Stored
 from jaxrag.kv.store.seal import SEAL_DIGITS, Sealer, same_seal
 
 FORMAT = 2  # of the directory layout and of records without seals; another number is refused
@@ -89,6 +90,7 @@ class Record:
     content_id: str
     context_id: str
     created: str  # UTC, e.g. 2026-01-31T12:00:00Z
+    kept: str = ""  # of a format that drops tokens: a bit for each of T, set where it is stored
     seals: tuple[str, ...] = ()  # [L * ways] of the same bytes as ``xxh3``
     seal: str = ""  # of all other fields; "" where nothing is sealed
 
@@ -106,7 +108,8 @@ class Record:
     @property
     def nbytes(self) -> int:
         """Bytes as stored, of K, V and every auxiliary array."""
-        elements = math.prod(self.shape) * self.layout.stored_dtype.itemsize
+        layout = self.layout
+        elements = math.prod(layout.stored_shape(self.tokens)) * layout.stored_dtype.itemsize
         return elements + sum(array.nbytes for array in self.aux.values())
 
     @property
@@ -144,6 +147,8 @@ class Record:
         """The fields that a checksum and a seal are over, with the format number."""
         body = dataclasses.asdict(self)
         del body["seal"]
+        if self.stored not in KEPT:
+            del body["kept"]
         if not self.seals:
             del body["seals"]
             for entry in body["aux"].values():
@@ -165,6 +170,8 @@ class Record:
         names = {field.name for field in dataclasses.fields(cls)}
         if not sealed:
             names -= {"seals", "seal"}
+        if values.get("stored") not in (*KEPT,):
+            names -= {"kept"}
         odd = names.symmetric_difference(values.keys() - {"format", "check"})
         if odd:
             raise StoreError(f"field {min(odd)!r} is missing or unknown")
@@ -193,6 +200,7 @@ class Record:
             raise StoreError(f"encoder is {values['encoder']!r}, expected a string")
         _require_time(values["created"])
         record = cls(**values)
+        _require_kept(record)
         _ = record.provenance  # checks the encoder's name
         _require_scale(record)
         return record
@@ -234,6 +242,7 @@ def new_record(
     ways: int = 1,
     seals: Iterable[str] = (),
     sealer: Sealer | None = None,
+    kept: str = "",
 ) -> Record:
     """Describe the chunk written under ``attempt`` at this moment.
 
@@ -255,13 +264,14 @@ def new_record(
         content_id=provenance.content_id,
         context_id=provenance.context_id,
         created=time.strftime(_TIME_FORMAT, time.gmtime(time.time())),
+        kept=kept,
         seals=tuple(seals),
     ).sealed(sealer)
     length, most = len(record.to_json()), MAX_SEALED_BYTES if sealer else MAX_RECORD_BYTES
     if length > most:
         raise StoreError(
             f"chunk {key}: its record takes {length} bytes, expected at most {most}: "
-            "use fewer ways or auxiliary arrays"
+            "use fewer ways or auxiliary arrays, or shorter chunks where tokens are dropped"
         )
     return record
 
@@ -421,15 +431,27 @@ def _aux(value: object, sealed: bool) -> dict[str, AuxArray]:
 
 def _require_scale(record: Record) -> None:
     scale = record.aux.get(SCALE)
-    if record.stored == "native":
+    if record.stored != "int8":
         if scale is not None:
-            raise StoreError("aux.scale: a native chunk has none")
+            raise StoreError(f"aux.scale: {record.stored} chunks have none")
         return
     if scale is None:
         raise StoreError("aux.scale is missing")
     found = (scale.shape, scale.dtype, len(scale.xxh3))
     if found != (record.shape[:-1], "float32", record.ways):
         raise StoreError(f"aux.scale is {scale}: expected the shape and ways of the chunk")
+
+
+def _require_kept(record: Record) -> None:
+    if record.stored not in KEPT:
+        return
+    try:
+        found = len(from_bits(record.kept, record.tokens))
+    except (TypeError, ValueError):
+        raise StoreError(f"kept is not a bit for each of {record.tokens} tokens") from None
+    expected = record.layout.kept_tokens(record.tokens)
+    if found != expected:
+        raise StoreError(f"kept names {found} tokens, expected {expected}")
 
 
 def _parse_time(text: str) -> float:

@@ -59,7 +59,8 @@ def scrub(
     buffer = np.empty(0, store.layout.numpy_dtype)
     ok = 0
     corrupt, missing, unsealed = [], [], []
-    for batch in itertools.batched(keys, _RECORDS_AT_ONCE):
+    left = iter(keys)
+    while batch := tuple(itertools.islice(left, _RECORDS_AT_ONCE)):
         for key, found in store.find(batch).items():
             refused: Refused | None = None
             if isinstance(found, Record):

@@ -7,9 +7,10 @@ same calls in the same order, from one thread each.
 """
 
 import concurrent.futures
+import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +26,22 @@ from jaxrag.kv.store.record import AuxArray, Provenance, Record
 from jaxrag.kv.store.wrapper import StoreWrapper
 from jaxrag.kv.store.writer import ChunkWriter, PutResult
 
+T = TypeVar("T")
 # What every process passes, by its number: (value) -> values.
 Exchange = Callable[[Any], list[Any]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OwnRead:
+    """What one process read of its share, before it is known what the others read.
+
+    Attributes:
+      read: its heads; None where the storage failed.
+      failed: how.
+    """
+
+    read: Assembled | None
+    failed: str | None
 
 
 class SharedStore(StoreWrapper):
@@ -40,8 +55,14 @@ class SharedStore(StoreWrapper):
         """Share ``store``; the shares of all who exchange are every one of ``share.ways``.
 
         Raises:
-            StoreError: a store that is neither private nor written by several processes.
+            StoreError: a store that is neither private nor written by several processes, or whose
+                format drops tokens.
         """
+        if store.layout.drops:
+            raise StoreError(
+                f"stored={store.layout.stored!r} chooses tokens by all KV heads of a chunk: "
+                "expected one process; open it without a mesh over several, or in another format"
+            )
         layout = store.layout if store.private else store.layout.of_share(share)
         super().__init__(store, layout)
         if not store.private and not isinstance(store, ChunkStore | ReadThrough):
@@ -76,17 +97,38 @@ class SharedStore(StoreWrapper):
         """
         if share != WHOLE:
             raise StoreError(f"share={share}: this store is read by the share of {self.share}")
+        own = self.read_own(keys, out, layers=layers, verify=verify)
+        read = self.agreed(keys, own)
+        if read.refused and on_missing == "raise":
+            raise next(iter(read.refused.values()))
+        return read
+
+    def read_own(
+        self,
+        keys: Sequence[str],
+        out: NDArray[Any] | None = None,
+        *,
+        layers: tuple[int, int] | None = None,
+        verify: Verify = "always",
+    ) -> OwnRead:
+        """The first half of ``get_many``: read this process's heads; on any thread, at any time."""
         mine = WHOLE if self.inner.private else self.share
         read, failed = _attempt(
             lambda: self.inner.get_many(
                 keys, out, layers=layers, on_missing="skip", verify=verify, share=mine
             )
         )
-        refused = self._agree(keys, {} if read is None else read.refused, failed)
-        assert read is not None
-        if refused and on_missing == "raise":
-            raise next(iter(refused.values()))
-        return _without(read, refused)
+        return OwnRead(read, failed)
+
+    def agreed(self, keys: Sequence[str], own: OwnRead) -> Assembled:
+        """The second half: what all processes read of these keys; all of them call it in one order.
+
+        Raises:
+            StoreError: as ``get_many``.
+        """
+        refused = self._agree(keys, {} if own.read is None else own.read.refused, own.failed)
+        assert own.read is not None
+        return _without(own.read, refused)
 
     def _put(
         self,
@@ -185,7 +227,7 @@ class _DirectWriter(ChunkWriter):
         self._threads.shutdown()
 
 
-def _attempt[T](step: Callable[[], T]) -> tuple[T | None, str | None]:
+def _attempt(step: Callable[[], T]) -> tuple[T | None, str | None]:
     """The result of a step, or the text of its StoreError, to be sent to the others."""
     try:
         return step(), None

@@ -18,10 +18,11 @@ a moment ago and are not referenced yet, and writers of other programs.
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from jaxrag.base.errors import ChunkMissing, StoreError
-from jaxrag.kv.store.keys import is_hex
+from jaxrag.kv.store.census import PARTS, Census
+from jaxrag.kv.store.keys import ID_DIGITS, is_hex
 from jaxrag.kv.store.namespace import COMMIT, SWEPT, Namespace
 from jaxrag.kv.store.reading import Lookup
 from jaxrag.kv.store.record import ATTEMPT_DIGITS, Record, attempt_age, new_attempt
@@ -52,30 +53,69 @@ def sweep(
     grace_seconds: float,
     dry_run: bool,
     busy: Callable[[str], bool],
+    named: Callable[[str], bool] = lambda key: False,
+    census: Census | None = None,
 ) -> SweepReport:
-    """``ChunkStore.gc`` says what this does."""
+    """``ChunkStore.gc`` says what this does; without a census every chunk is looked at."""
     if not grace_seconds >= 0:
         raise StoreError(f"grace_seconds={grace_seconds!r}: expected a number of at least 0")
     report = SweepReport()
-    for prefix, paths in space.listings():
+    for prefix, passed, paths in _listings(space, named, census):
         attempts: dict[str, set[str]] = defaultdict(set)
         committed = set()
+        records: dict[str, Record] = {}
         for key, rest in paths:
             if rest == COMMIT:
                 committed.add(key)
             attempt = rest.partition("/")[0]
             if is_hex(attempt, ATTEMPT_DIGITS):
                 attempts[key].add(attempt)
-        for keys in itertools.batched(sorted(attempts.keys() | committed), _RECORDS_AT_ONCE):
+        left = iter(sorted(attempts.keys() | committed))
+        while keys := tuple(itertools.islice(left, _RECORDS_AT_ONCE)):
             found = space.find([key for key in keys if key in committed])
+            records |= {key: it for key, it in found.items() if isinstance(it, Record)}
             for key in keys:
                 if busy(key):  # asked after the listing: its writer had announced what is listed
                     continue
                 collect = _Collect(space, key, grace_seconds, dry_run)
                 report += collect.run(found.get(key), sorted(attempts[key]), live)
-        locks, folders = space.backend.remove_stale(prefix, grace_seconds, dry_run, busy)
+        locks, folders = space.backend.remove_stale(prefix, grace_seconds, dry_run, busy, passed)
         report += SweepReport(locks=locks, folders=folders)
+        if census is not None:
+            part = prefix.removeprefix(space.prefix).rstrip("/")
+            census.learn(part, census.times(part), records)
     return report + SweepReport(locks=space.backend.remove_stale_locks(grace_seconds, dry_run))
+
+
+def _listings(
+    space: Namespace, named: Callable[[str], bool], census: Census | None
+) -> Iterator[tuple[str, set[str], list[tuple[str, str]]]]:
+    """As ``Namespace.listings``, but of the keys in the middle, which are passed over.
+
+    These are keys that are needed and whose folders are as they were when they were clean.
+    """
+    if census is None:
+        for prefix, paths in space.listings():
+            yield prefix, set(), paths
+        return
+    for part in PARTS:
+        prefix = f"{space.prefix}{part}/"
+        times = census.times(part)
+        passed = {key for key in census.known(part, times) if named(key)}
+        some = times.keys() - passed
+        if 4 * len(some) < len(times):
+            paths = [
+                (key, path)
+                for key in sorted(some)
+                for path in space.backend.paths(space.chunk(key))
+            ]
+        else:
+            paths = [
+                (key, rest)
+                for key, _, rest in (path.partition("/") for path in space.backend.paths(prefix))
+                if rest and is_hex(key, ID_DIGITS) and key not in passed
+            ]
+        yield prefix, passed, paths
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,7 +41,7 @@ from jaxrag.library.catalog.reader import CatalogReader
 from jaxrag.library.catalog.readers import MAY_PRECEDE
 from jaxrag.library.catalog.rows import ChunkRow, DocumentRow, NewDocument
 from jaxrag.library.retrieve.base import searched_text
-from jaxrag.library.retrieve.bm25 import BM25Index
+from jaxrag.library.retrieve.bm25 import BM25Index, IndexChange
 
 _REMOVED_AT_ONCE = 256  # documents whose texts are held
 
@@ -234,7 +234,18 @@ class Catalog(CatalogReader):
             self._forget(connection, gone)
             if vectors != "null":
                 connection.executemany("INSERT INTO leaving VALUES (?)", [(i,) for i in left])
+        self._pack()
         return left
+
+    def _pack(self) -> None:
+        """Pack postings where enough have come, in a transaction of their own."""
+        if not self.checked:
+            return
+        with self._database.snapshot() as connection:
+            due = self._index.is_due(Totals.read(connection, self.path).chunks)
+        if due:
+            with self._database.transaction():
+                self._index.packed.pack()
 
     def put_keys(self, keys: Iterable[tuple[str, str, Mapping[str, Sequence[str]]]]) -> None:
         """Record store keys of further encoder variants; the chunks stay as they are.
@@ -365,7 +376,7 @@ class Catalog(CatalogReader):
     def _count(
         self,
         connection: Connection,
-        terms: int,
+        indexed: IndexChange,
         sign: int,
         chunk_ids: Collection[int],
         documents: int,
@@ -376,9 +387,10 @@ class Catalog(CatalogReader):
                 documents=sign * documents,
                 chunks=sign * len(chunk_ids),
                 chunk_ids=sign * sum_of_ids(chunk_ids),
-                terms=sign * terms,
+                terms=sign * indexed.terms,
+                words=sign * indexed.words,
             )
-            totals.with_words(connection).write(connection)
+            totals.write(connection)
 
     def _forget(self, connection: Connection, gone: Sequence[LeftChunk]) -> None:
         """Forget the keys of KV that has seen a content which no chunk has for its readers now.

@@ -25,8 +25,9 @@ from jaxrag.base.errors import DamagedCatalogError, KnowledgeBaseError, StoreErr
 from jaxrag.base.types import Connection
 from jaxrag.kv.store.wal import use_write_ahead_log
 from jaxrag.library.catalog.pages import CHECKSUM_BYTES, PAGE_BYTES
+from jaxrag.library.retrieve.packed import PACKED
 
-FORMAT = 4
+FORMAT = 4  # of one whose postings are not packed; PACKED is that of others
 UNCHECKED = 3  # neither pages nor rows have digests; it is read as it is
 BUSY_SECONDS = 60.0
 _CHECKPOINT_SECONDS = 1.0  # that a checkpoint waits for readers of an older state
@@ -235,18 +236,19 @@ class Database:
             raise KnowledgeBaseError(
                 f"{self.path} is not a knowledge base catalog; name another folder"
             )
-        if found not in (FORMAT, UNCHECKED):
+        if found not in (PACKED, FORMAT, UNCHECKED):
             raise KnowledgeBaseError(
-                f"{self.path} has format {found}, this version reads format {FORMAT}; "
+                f"{self.path} has format {found}, this version reads format "
+                f"{FORMAT} and {PACKED}; "
                 "use the version that wrote it or ingest again"
             )
         # Without the reserved bytes no page is checked, not even the one that says so.
-        if found == FORMAT and self._reserved() != CHECKSUM_BYTES:
+        if found != UNCHECKED and self._reserved() != CHECKSUM_BYTES:
             self.checkpoint()  # of an upgrade that was killed behind its commit
             if self._reserved() != CHECKSUM_BYTES:
                 raise damaged(self.path, f"byte 20 is {self._reserved()}, not {CHECKSUM_BYTES}")
         self._check_size()
-        self.checked = found == FORMAT
+        self.checked = found != UNCHECKED
         if self.checked and self.writable:  # that this was read says that no upgrade is under way
             remove_files(_copy(self.path))
 

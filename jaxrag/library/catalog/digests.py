@@ -186,6 +186,26 @@ def check_settings(path: Path, rows: Sequence[Sequence[Any]], totals: Totals) ->
         raise unlike(path, "its settings are")
 
 
+def check_rows(connection: Connection, path: Path, totals: Totals) -> None:
+    """Count chunks, lengths and words. Raises DamagedCatalogError for other numbers."""
+    chunks = connection.execute(f"SELECT {IDS.format('id')} FROM chunks").fetchone()
+    *lengths, terms = connection.execute(
+        f"SELECT {IDS.format('chunk_id')}, COALESCE(SUM(num_terms), 0) FROM lengths"
+    ).fetchone()
+    (words,) = connection.execute("SELECT COUNT(*) FROM terms").fetchone()
+    for what, found, known in (
+        ("its chunks are", chunks, (totals.chunks, totals.chunk_ids)),
+        (
+            "the lengths of its chunks are",
+            (*lengths, terms),
+            (totals.chunks, totals.chunk_ids, totals.terms),
+        ),
+        ("the words of its chunks are", words, totals.words),
+    ):
+        if found != known:
+            raise unlike(path, what)
+
+
 def upgrade(connection: Connection) -> None:
     """Give a catalog of format 3 its digests and totals, in the caller's transaction.
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxrag.base.types import Connection, HostArray
 from jaxrag.library.catalog.digests import DigestTable, unlike
+from jaxrag.library.retrieve.packed import Packed
 
 SECRET = "forgotten_by"  # the setting that holds the key of the digests, 64 hex digits
 FORGOTTEN = DigestTable("forgotten", ("name", "removed", "contents", "chunk_ids"))
@@ -164,7 +165,7 @@ class DerivedRows:
     contexts: tuple[tuple[str, int, str], ...]
 
 
-def rows_of(connection: Connection, document_id: str, trace: Trace) -> DerivedRows:
+def rows_of(connection: Connection, path: Path, document_id: str, trace: Trace) -> DerivedRows:
     """Look through all tables."""
     (documents,) = connection.execute(
         "SELECT COUNT(*) FROM documents WHERE id = ?", (document_id,)
@@ -178,6 +179,8 @@ def rows_of(connection: Connection, document_id: str, trace: Trace) -> DerivedRo
         ]
         for table in ("postings", "lengths")
     )
+    blocks = Packed(connection, path).blocks()
+    words += sum(int(np.isin(block.ids, trace.chunk_ids).sum()) for block in blocks)
     seen = [
         content_id
         for (content_id,) in connection.execute("SELECT DISTINCT content_id FROM contexts")

@@ -17,7 +17,9 @@ import numpy as np
 
 from jaxrag.base.errors import ConfigError, DocumentError, TokenizerError
 from jaxrag.base.types import HostArray
+from jaxrag.library.documents.stacks import STACKS, stack_blocks, stack_named
 from jaxrag.library.options import ChunkBy
+from jaxrag.models.text.passage_rules import passage_rules
 from jaxrag.models.text.pieces import clause_starts, sentence_starts, within_word
 from jaxrag.models.text.tokenizer import Tokenizer
 
@@ -33,13 +35,15 @@ class Chunking:
     one before; "sentence", whole sentences that share as many whole sentences as fit into
     ``overlap`` tokens; "markdown", the same within every section under a heading. A sentence that
     is longer than a chunk is cut between words; a word or number that is longer, anywhere.
+    "passages" and a stack of ``documents.stacks``, such as "langchain:1000:200", have the blocks
+    that prompts with passages of the document have; both sizes say nothing then.
 
     Raises ConfigError unless ``0 <= overlap < chunk_tokens`` and ``by`` is one of these.
     """
 
     chunk_tokens: int
     overlap: int
-    by: ChunkBy = "tokens"
+    by: ChunkBy | str = "tokens"
 
     def __post_init__(self) -> None:
         if self.chunk_tokens < 1:
@@ -50,9 +54,17 @@ class Chunking:
                 f"less than chunk_tokens={self.chunk_tokens}"
             )
         if self.by not in get_args(ChunkBy):
-            raise ConfigError(
-                f"chunk by {self.by!r}: expected one of {', '.join(get_args(ChunkBy))}"
-            )
+            if self.by.split(":")[0] not in STACKS:
+                raise ConfigError(
+                    f"chunk by {self.by!r}: expected one of {', '.join(get_args(ChunkBy))}, or "
+                    f"a stack: {', '.join(STACKS)}"
+                )
+            stack_named(self.by)
+
+    @property
+    def pasted(self) -> bool:
+        """Whether its chunks are blocks of prompts that others write, tokenised alone."""
+        return self.by == "passages" or self.by not in get_args(ChunkBy)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,6 +98,8 @@ def split(
     ``pages`` holds the first character of every page. Raises DocumentError when the text encodes to
     no tokens, or is too long for its tokenizer.
     """
+    if chunking.pasted:
+        return _pasted(text, tokenizer, chunking, pages)
     try:
         ids, offsets = tokenizer.encode_with_offsets(text)
     except TokenizerError as error:
@@ -115,6 +129,27 @@ def split(
                 Chunk(len(chunks), start, end, window, piece, page, _UNDER.join(section.path))
             )
     return chunks
+
+
+def _pasted(
+    text: str, tokenizer: Tokenizer, chunking: Chunking, pages: Sequence[int]
+) -> list[Chunk]:
+    """The blocks of prompts that this text is pasted into, each tokenised alone."""
+    stack = None if chunking.by == "passages" else stack_named(chunking.by)
+    spans = stack_blocks(text, stack, passage_rules("common"))
+    if not spans:
+        raise DocumentError(
+            "no passage of the text is long enough to be read from KV; leave it out"
+        )
+    found = list[Chunk]()
+    for start, end in spans:
+        piece = text[start:end]
+        try:
+            ids = tokenizer.encode(piece)
+        except TokenizerError as error:
+            raise DocumentError(str(error)) from None
+        found.append(Chunk(len(found), start, end, ids, piece, _page(pages, start)))
+    return found
 
 
 class Spans:

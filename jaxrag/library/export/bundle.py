@@ -8,12 +8,12 @@ import numpy as np
 
 from jaxrag.base.config import ModelConfig, config_to_dict
 from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, KnowledgeBaseError, StoreError
+from jaxrag.base.rotary import attention_factor
 from jaxrag.base.types import HostArray
 from jaxrag.kv.store import KVStore, Record, content_id
 from jaxrag.library.catalog import Catalog, DocumentEntry, Hit
 from jaxrag.library.documents.chunking import Chunk
 from jaxrag.library.retrieve.filters import Filter
-from jaxrag.models.rope import attention_factor
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.models.text.tokenizer import Tokenizer
 

@@ -103,7 +103,7 @@ def export_bundles(
     in the report and in the manifest, and does not stop the others.
 
     Args:
-        store: where the chunks are; what it holds as int8 is exported dequantised, but for "zarr".
+        store: where the chunks are; what it holds as int8 or int4 is exported dequantised.
         bundles: the files to make; names are distinct.
         placement: whether and where keys are rotated.
         out: a new or empty folder, or that of an earlier export with the same settings.
@@ -112,12 +112,12 @@ def export_bundles(
         progress: show how far it is, on stderr.
 
     Raises:
-        StoreError: an unknown format or a placement it cannot have, a folder that holds something
-            else or that another export is writing to, tokens behind the model's last position, or
-            a disk that cannot be written.
+        StoreError: an unknown format or a placement it cannot have, a store that drops tokens, a
+            folder that holds something else or that another export is writing to, tokens behind
+            the model's last position, or a disk that cannot be written.
     """
     start = time.perf_counter()
-    write = _checked(format, placement).write
+    write = _checked(store, format, placement).write
     folder = Path(out)
     settings = _settings(store, format, placement)
     files: list[dict[str, Any]] = []
@@ -157,7 +157,12 @@ def export_bundles(
     )
 
 
-def _checked(name: str, placement: KeyPlacement) -> Format:
+def _checked(store: KVStore, name: str, placement: KeyPlacement) -> Format:
+    if store.layout.drops:
+        raise StoreError(
+            f"stored={store.layout.stored!r} leaves tokens out, which no exported format can say: "
+            "expected native, int8 or int4; ingest the documents in one of these to export them"
+        )
     if name not in FORMATS:
         raise StoreError(f"format={name!r}: expected one of {', '.join(FORMATS)}")
     rotated = placement.first_position is not None

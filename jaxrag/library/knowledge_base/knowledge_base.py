@@ -219,7 +219,7 @@ class KnowledgeBase(Maintained):
         self._catalog.upgrade()
         if self._vectors is not None:
             _ = self._vectors.embedder  # refused before any work
-            if not self._all_embedded():
+            if not self._all_embedded(lately=True):
                 self.embed(progress=progress)
         alone = tuple(name for name in self.encoders if name not in self._behind_others)
         preparer = Preparer(

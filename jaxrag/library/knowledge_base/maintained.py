@@ -8,10 +8,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrag.base.errors import KnowledgeBaseError, RequestError, TokenizerError
+from jaxrag.base.errors import (
+    ChunkCorrupt,
+    ChunkNotSealed,
+    KnowledgeBaseError,
+    RequestError,
+    TokenizerError,
+)
 from jaxrag.base.tables import require_kind
 from jaxrag.base.types import HostArray
-from jaxrag.kv.store import ChunkStore, ReadThrough
+from jaxrag.kv.store import ChunkStore, ReadThrough, Record
+from jaxrag.kv.store.census import Seen
 from jaxrag.library.catalog import Catalog, Hit
 from jaxrag.library.catalog.audit import RowsReport
 from jaxrag.library.knowledge_base import upkeep
@@ -37,7 +44,7 @@ GATE = "gate:"  # settings of this prefix, one a method, so that two gates do no
 class Maintained(Parts):
     """What is done with the documents that are there."""
 
-    def refresh(self, *, progress: bool = False) -> RefreshReport:
+    def refresh(self, *, progress: bool = False, exact: bool = False) -> RefreshReport:
         """Encode every chunk whose neighbours are not those that its KV was encoded behind.
 
         Of the encoder variants that see neighbours; ``add``, ``update`` and ``remove`` do it by
@@ -46,8 +53,13 @@ class Maintained(Parts):
 
         Where nothing changed since the last refresh, nothing is searched; where neighbours are
         found by vectors in an "exact" index, only chunks that the change can reach are. By words or
-        in another index any change may reorder every list: each chunk is then a question to all,
-        and the time grows with the square of their number.
+        in another index any change may reorder every list. Of fewer than 10,000 chunks each is then
+        a question to all; of more, those are that a new chunk is among the most similar to, and the
+        others keep their neighbours.
+
+        Args:
+          progress: show how far it is, on stderr.
+          exact: search all again: the time grows with the square of the number of chunks.
 
         Raises KnowledgeBaseError when opened without a model or for reading, or when neighbours
         are found by vectors and chunks lack theirs.
@@ -57,7 +69,8 @@ class Maintained(Parts):
         neighbours = self._neighbours(model)
         self._check_vectors(neighbours.by)
         with self._acknowledged():
-            return refresh(neighbours, self._encoding(model), self._behind_others, progress)
+            encoding = self._encoding(model)
+            return refresh(neighbours, encoding, self._behind_others, progress, exact)
 
     def neighbours_of(
         self, chunk_ids: Sequence[int], encoder: str, template: PromptTemplate | None = None
@@ -263,7 +276,8 @@ class Maintained(Parts):
         """Counts and settings, JSON-able.
 
         ``stored`` is what the chunk store holds under this knowledge base's fingerprint, the KV of
-        the template's prefix among it. Reads every commit record of the store.
+        the template's prefix among it. Of a store in a directory, commit records are read that
+        are new since the last time, of another all.
         """
         return collect_stats(
             self.path, self._catalog, self._catalog.settings(), self.store, self._vectors
@@ -300,21 +314,27 @@ def collect_stats(
     store: ChunkStore | ReadThrough,
     vectors: ChunkVectors | None,
 ) -> dict[str, Any]:
-    """Counts and settings, JSON-able; reads every commit record of the store."""
+    """Counts and settings, JSON-able; reads what is new in the store."""
     counts = catalog.counts()
     claim = Claim.of(catalog, settings)
     variants: collections.Counter[str] = collections.Counter()
     orphans: collections.Counter[str] = collections.Counter()
     indexed: collections.Counter[str] = collections.Counter()
-    for record in store.records():
-        variants[record.encoder] += 1
-        if nbytes := indexes_nbytes(record):
-            indexed["chunks"] += 1
-            indexed["bytes"] += nbytes
-        if not claim.holds(record):
-            orphans["chunks"] += 1
-            orphans["bytes"] += store.layout.nbytes(record.tokens)
-    stored = store.stats()
+    refused: collections.Counter[type] = collections.Counter()
+    stored: collections.Counter[str] = collections.Counter()
+    named = upkeep.NamedKeys([catalog])
+    for key, seen in store.seen():
+        if not isinstance(seen, Seen):
+            refused[type(seen)] += 1
+            continue
+        variants[seen.encoder] += 1
+        stored.update(chunks=1, tokens=seen.tokens, bytes=seen.nbytes)
+        if nbytes := indexes_nbytes(seen.aux):
+            indexed.update(chunks=1, bytes=nbytes)
+        if key not in named:
+            record = store.find([key])[key]
+            if isinstance(record, Record) and not claim.holds(record):
+                orphans.update(chunks=1, bytes=store.layout.nbytes(record.tokens))
     known = settings["vectors"]
     indexing = settings.get("attention_index")
     return {
@@ -337,11 +357,11 @@ def collect_stats(
             "salted": bool(settings["salt"]),
             "sealed": settings.get("sealed") is not None,
             "max_bytes": settings["max_bytes"],
-            "chunks": stored.chunks,
-            "tokens": stored.tokens,
-            "bytes": stored.nbytes,
-            "corrupt": stored.corrupt,
-            "unsealed": stored.unsealed,
+            "chunks": stored["chunks"],
+            "tokens": stored["tokens"],
+            "bytes": stored["bytes"],
+            "corrupt": refused[ChunkCorrupt],
+            "unsealed": refused[ChunkNotSealed],
             "variants": dict(sorted(variants.items())),
             "orphans": orphans["chunks"],
             "orphan_bytes": orphans["bytes"],

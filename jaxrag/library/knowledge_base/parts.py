@@ -1,8 +1,9 @@
 """The parts of an open knowledge base: what its operations work on."""
 
 import contextlib
+import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -11,6 +12,7 @@ import numpy as np
 from jaxrag.base.config import ModelConfig, config_from_dict
 from jaxrag.base.errors import KnowledgeBaseError
 from jaxrag.base.sharding import processes_of
+from jaxrag.base.types import HostArray
 from jaxrag.kv.store.chunk_store import Mode
 from jaxrag.kv.store.owners import Owners, this_owner
 from jaxrag.library.catalog import Catalog
@@ -162,7 +164,7 @@ class Parts:
         """Write down whose the repository's chunks are; say where another catalog had them."""
         owners, own = self._owners(), this_owner(self.id, self.path)
         owners.register(own)
-        if not self._catalog.counts()["documents"]:
+        if not self._catalog.has_documents():
             local = settings["store"] is None
             for one in owners.all():
                 if (
@@ -184,11 +186,14 @@ class Parts:
             self._vectors.remove(left)
             self._catalog.settle(left)
 
-    def _all_embedded(self) -> bool:
-        """Whether every chunk has a vector; compared, as a damaged index may have lost some."""
+    def _all_embedded(self, lately: bool = False) -> bool:
+        """Whether every chunk has a vector; compared, as a damaged index may have lost some.
+
+        ``lately`` as of ``ChunkVectors.compared``.
+        """
         if self._vectors is None or not self._settings["vectors_complete"]:
             return False
-        return not len(self._vectors.compared(self._catalog).lost)
+        return not len(self._vectors.compared(self._catalog, lately).lost)
 
     @contextlib.contextmanager
     def _acknowledged(self) -> Iterator[None]:
@@ -217,7 +222,36 @@ class Parts:
                 "this one; load it onto the devices of one process"
             )
         prefix = self.template.prefix_ids(model.text_tokenizer())
-        return ChunkEncoding(model, self.store, prefix, self.indexing)
+        return ChunkEncoding(model, self.store, prefix, self.indexing, self.chunking.pasted)
+
+    def blocks_held(
+        self, model: Model, encoder: str, prefix: HostArray, chunks: Sequence[HostArray]
+    ) -> Iterator[tuple[int, HostArray]]:
+        """KV of blocks of a chat that were ingested here as they are pasted.
+
+        Nothing where chunks are cut in another way, stored in another form, or where documents name
+        who may read them.
+
+        Args:
+          model: that reads the chat.
+          encoder: whose KV it reads.
+          prefix: token ids that begin its prompt, [P] int32.
+          chunks: token ids of the blocks, [T] int32 each.
+
+        Yields (index into chunks, kv [L, 2, T, K, H]) of each that a document holds now.
+        """
+        same = self.store.layout == model.kv_layout and self._settings["model"]["fingerprint"]
+        if not self.chunking.pasted or same != model.fingerprint or self._catalog.has_groups():
+            return
+        encoding = dataclasses.replace(self._encoding(model), prefix=prefix)
+        wanted: dict[str, list[int]] = {}
+        for index, ids in enumerate(chunks):
+            wanted.setdefault(encoding.key(encoder, ids), []).append(index)
+        listed = [key for key in wanted if self._catalog.has_key(key)]
+        read = self.store.get_many(listed, on_missing="skip")
+        for key, (start, length) in read.offsets.items():
+            for index in wanted[key]:
+                yield index, read.kv[:, :, start : start + length]
 
     def _require_model(self, purpose: str) -> Model:
         if self.model is None:

@@ -200,7 +200,7 @@ class _Document:
             return False
         if not self._is_whole or self._spans is None:  # a text next to it may be wrong
             return True
-        windows = self._spans.between(row.start, row.end)
+        windows = self._windows(row)
         return any(window.tobytes() == ids.tobytes() for window in windows)
 
     @property
@@ -214,13 +214,20 @@ class _Document:
             return None
         return Spans(self._text, self.names.tokenizer)
 
+    def _windows(self, row: ChunkRow) -> list[HostArray]:
+        """Ids that a chunk of these characters may have: a part of the whole text's, or its own."""
+        if self.names is None or self._text is None or self._spans is None:
+            return []
+        alone = self.names.tokenizer.encode(self._text[row.start : row.end])
+        return [*self._spans.between(row.start, row.end), alone]
+
     def _mended_chunk(
         self, names: Names, raw: Raw[ChunkRow], title: str, proven: bool
     ) -> ChunkRow | None:
         row = raw.row
         if raw.whole and self._agrees(row):
             return row
-        windows = [] if self._spans is None else self._spans.between(row.start, row.end)
+        windows = self._windows(row)
         of_text = [row._replace(ids=window.astype("<i4").tobytes()) for window in windows]
         as_it_is = [row] if len(row.ids) % 4 == 0 and row.ids else []
         candidates = [*as_it_is, *of_text]

@@ -98,7 +98,7 @@ class Search:
                 f"mode={mode!r}: {self.catalog.path.parent} {why}; open it with embedder= and "
                 "call embed(), or search with mode='bm25'"
             )
-        compared = self.vectors.compared(self.catalog)
+        compared = self.vectors.compared(self.catalog, lately=True)
         notes: tuple[str, ...] = ()
         if lost := len(compared.lost):
             notes = (

@@ -14,10 +14,11 @@ from jaxrag.base.config import config_to_dict
 from jaxrag.base.errors import KnowledgeBaseError, RequestError
 from jaxrag.base.tables import require_kind
 from jaxrag.kv.store.keys import derive
+from jaxrag.kv.store.layout import KEPT
 from jaxrag.kv.store.seal import Sealer
 from jaxrag.library.documents.chunking import Chunking
 from jaxrag.library.knowledge_base.vectors import choose_embedder
-from jaxrag.library.options import DEFAULT_TOP_N, KnowledgeBaseOptions, SimilarBy
+from jaxrag.library.options import DEFAULT_TOP_N, FORMATS, KnowledgeBaseOptions, SimilarBy
 from jaxrag.library.retrieve.lance import kind_named
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import PromptTemplate, template_named
@@ -30,6 +31,7 @@ NEEDED = (
     "chunking", "encoders", "fingerprint", "id", "layout", "max_bytes", "model", "neighbours",
     "prefix_content", "salt", "store", "template", "tokenizer", "vectors", "vectors_complete",
 )  # fmt: skip
+BARE = "bare"  # the template of chunks that are pasted into prompts of others
 CHANGES = "changes"  # how many were acknowledged; one that has none yet lacks the setting
 # What takes the place of one that is lost: no answer depends on it.
 REPLACED: Mapping[str, Any] = {"max_bytes": None, "last_gc": None, "vectors_complete": False}
@@ -97,8 +99,15 @@ class WantedSettings(KnowledgeBaseOptions):
             raise KnowledgeBaseError(
                 f"similar_by={by!r}: expected one of {', '.join(get_args(SimilarBy))}"
             )
-        if self.stored not in (None, "native", "int8"):
-            raise KnowledgeBaseError(f"stored={self.stored!r}: expected 'native' or 'int8'")
+        if self.stored is not None and self.stored not in FORMATS:
+            raise KnowledgeBaseError(
+                f"stored={self.stored!r}: expected one of {', '.join(FORMATS)}"
+            )
+        if self.stored in KEPT and self.attention_index is not None:
+            raise KnowledgeBaseError(
+                f"attention_index with stored={self.stored!r}: indexes are over all keys of a "
+                "chunk, and it leaves some out; choose native, int8 or int4"
+            )
         if self.salt is not None and not isinstance(self.salt, str):
             raise KnowledgeBaseError(f"salt={self.salt!r}: expected a text")
         limit = self.max_bytes
@@ -125,12 +134,16 @@ def new_settings(model: Model, wanted: WantedSettings) -> dict[str, Any]:
     sizes that make no chunks, TokenizerError for a model without a tokenizer.
     """
     tokenizer, config = model.text_tokenizer(), model.config
-    template = wanted.template or model.prompt_format()
+    by = wanted.chunk_by or "sentence"
+    if Chunking(1, 0, by).pasted:
+        template = _bare_template(wanted)
+    else:
+        template = wanted.template or model.prompt_format()
     if wanted.template is not None:
         template.check_markers(tokenizer)
     size = DEFAULT_CHUNK_TOKENS if wanted.chunk_tokens is None else wanted.chunk_tokens
     overlap = size // _OVERLAP_SHARE if wanted.overlap is None else wanted.overlap
-    chunking = Chunking(size, overlap, wanted.chunk_by or "sentence")
+    chunking = Chunking(size, overlap, by)
     prefix = template.prefix_ids(tokenizer)
     markers = len(template.chunk_ids(tokenizer, np.zeros(0, np.int32)))
     needed = len(prefix) + markers + chunking.chunk_tokens
@@ -167,6 +180,26 @@ def new_settings(model: Model, wanted: WantedSettings) -> dict[str, Any]:
         "vectors_complete": False,
         "last_gc": None,
     }
+
+
+def _bare_template(wanted: WantedSettings) -> PromptTemplate:
+    """Nothing stands around chunks that are pasted into prompts of others.
+
+    Raises KnowledgeBaseError for settings that such chunks have not.
+    """
+    bare = template_named(BARE)
+    for name, value in (("chunk_tokens", wanted.chunk_tokens), ("overlap", wanted.overlap)):
+        if value is not None:
+            raise KnowledgeBaseError(
+                f"{name}={value} with chunk_by={wanted.chunk_by!r}: its chunks have sizes of their "
+                "own; leave it out"
+            )
+    if wanted.template not in (None, bare):
+        raise KnowledgeBaseError(
+            f"template {wanted.template.name!r} with chunk_by={wanted.chunk_by!r}: its chunks are "
+            f"kept as they are pasted; leave the template out, or name {BARE}"
+        )
+    return bare
 
 
 def default_encoders(model: Model) -> tuple[str, ...]:

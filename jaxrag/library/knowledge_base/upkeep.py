@@ -115,6 +115,24 @@ class Claim:
         )
 
 
+class NamedKeys:
+    """Which keys some catalogs name, as they were when the first of their part was asked for."""
+
+    def __init__(self, catalogs: Sequence[Catalog]) -> None:
+        self._catalogs = catalogs
+        self._part = ""
+        self._keys: frozenset[str] = frozenset()
+
+    def __contains__(self, key: object) -> bool:
+        assert isinstance(key, str)
+        if key[:2] != self._part:
+            self._part = key[:2]
+            self._keys = frozenset().union(
+                *(catalog.keys_beginning(self._part) for catalog in self._catalogs)
+            )
+        return key in self._keys
+
+
 @contextlib.contextmanager
 def all_claims(
     own: Claim, own_id: str, owners: Owners, others: Sequence[Path], gone: Sequence[str]
@@ -183,6 +201,7 @@ def sweep(
         grace_seconds=grace_seconds,
         dry_run=dry_run,
         busy=lambda key: any(claim.writers.need(key) for claim in claims),
+        named=NamedKeys([claim.catalog for claim in claims]).__contains__,
     )
     strays = 0
     if vectors is not None:

@@ -1,8 +1,10 @@
 """The vectors of a knowledge base's chunks: an embedder and the index that it fills."""
 
 import dataclasses
+import math
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from jaxrag.library.catalog import Catalog
 from jaxrag.library.embed import Embedder, as_embedder, load_embedder
 from jaxrag.library.retrieve.lance import VectorIndex
 
+_MANY = 10_000  # vectors; comparing fewer takes no time
+_SHARE = 100.0
 VECTORS = "vectors"  # folder of the index, in that of the knowledge base
 
 
@@ -63,6 +67,7 @@ class ChunkVectors:
         self._given = embedder
         self._mode: Mode = mode
         self._compared: tuple[object, Compared] | None = None  # the last comparison
+        self._compared_at = (-math.inf, 0.0)  # when that was, and how long it took
         self._index: VectorIndex | None = None
         self._opening = threading.Lock()  # two threads that ask first get one index
 
@@ -113,25 +118,39 @@ class ChunkVectors:
         if len(chunk_ids):
             self.index.remove(np.asarray(chunk_ids, np.int64))
 
-    def compared(self, catalog: Catalog) -> "Compared":
+    def compared(self, catalog: Catalog, lately: bool = False) -> "Compared":
         """The ids of the index beside those of the catalog; done again only after a change.
+
+        ``lately`` is content with an earlier comparison of many ids, so that comparing takes at
+        most a hundredth of the time.
 
         A chunk's vector is durable before the catalog names the chunk and goes after it, so while
         every chunk was embedded only damage leaves one without. The ids are compared one by one:
         vectors of chunks that are gone must not stand for others.
         """
         version = (catalog.version(), len(self.index))
+        start = time.monotonic()
+        at, taken = self._compared_at
+        recent = start - at < _SHARE * taken and version[1] >= _MANY
+        if lately and recent and self._compared is not None:
+            return self._compared[1]
         if self._compared is None or self._compared[0] != version:
-            totals, held = catalog.totals(), self.index.ids()
-            if totals is not None and totals.has_ids(held):
-                self._compared = version, Compared(held[:0], held[:0])
-                return self._compared[1]
-            named = catalog.chunk_ids()
-            lost = np.setdiff1d(named, held)
-            if len(lost):  # a chunk that left the catalog meanwhile left the index, too
-                lost = np.intersect1d(lost, catalog.chunk_ids())
-            self._compared = version, Compared(lost, np.setdiff1d(held, named))
+            self._compare(version, catalog)
+            end = time.monotonic()
+            self._compared_at = end, end - start
+        assert self._compared is not None
         return self._compared[1]
+
+    def _compare(self, version: object, catalog: Catalog) -> None:
+        totals, held = catalog.totals(), self.index.ids()
+        if totals is not None and totals.has_ids(held):
+            self._compared = version, Compared(held[:0], held[:0])
+            return
+        named = catalog.chunk_ids()
+        lost = np.setdiff1d(named, held)
+        if len(lost):  # a chunk that left the catalog meanwhile left the index, too
+            lost = np.intersect1d(lost, catalog.chunk_ids())
+        self._compared = version, Compared(lost, np.setdiff1d(held, named))
 
     def close(self) -> None:
         """Close the index if it was opened."""

@@ -354,7 +354,8 @@ class VectorIndex:
             limit = min(4 * limit, count)
             found = []
             for named, score in self._ask(queries, limit, None, every=limit == count):
-                keep = np.isin(named, allowed)
+                place = np.minimum(np.searchsorted(allowed, named), len(allowed) - 1)
+                keep = allowed[place] == named
                 found.append((named[keep], score[keep]))
             if limit == count or all(len(named) >= k for named, _ in found):
                 return found

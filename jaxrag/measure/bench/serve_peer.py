@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -103,18 +103,22 @@ def write_model(model: Model, directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def vllm(python: str, model: Model, folder: Path, max_tokens: int) -> Iterator[HttpPeer]:
+def vllm(
+    python: str, model: Model, folder: Path, max_tokens: int, more: Sequence[str] = ()
+) -> Iterator[HttpPeer]:
     """vLLM's OpenAI server on a copy of the model, until the block ends.
 
     Args:
       python: the interpreter of an environment that has vLLM.
-      folder: an empty one, for the copy and the server's messages.
+      folder: for the copy, unless it holds it as "model", and the server's messages.
       max_tokens: of a prompt and its answer.
+      more: further arguments of its command.
 
     Raises:
       RequestError: it cannot be run, or ended before it answered.
     """
-    write_model(model, folder / "model")
+    if not (folder / "model").exists():
+        write_model(model, folder / "model")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -122,6 +126,7 @@ def vllm(python: str, model: Model, folder: Path, max_tokens: int) -> Iterator[H
         python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "model"),
         "--served-model-name", "model", "--host", "127.0.0.1", "--port", str(port),
         "--dtype", model.config.dtype, "--max-model-len", str(max_tokens), *FLAGS,
+        *more,
     ]  # fmt: skip
     cores = str(len(os.sched_getaffinity(0)))
     # All cores, as ours has them: its own choice would leave one of them to its scheduler.

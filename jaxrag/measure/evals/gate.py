@@ -112,7 +112,7 @@ def gate(
         )
         for one in (METHODS["full_attention"], *map(method.with_ratio, sorted(set(ratios))))
     ]
-    prepared = [_prepare(one, questions) for one in settings]
+    prepared = [_prepare(one, questions, options.compute_last) for one in settings]
     measured, tokens = compare(
         settings, prepared, options.target, options.batch_size, progress=progress
     )
@@ -126,8 +126,11 @@ def gate(
     )
     if report.ratio is not None:
         subject = gate_subject(method, settings[0].template)
-        asked = {"subject": subject, "k": options.k, "where": options.where}
-        kb.set_gate(method.name, report.to_dict() | asked | {"probes": questions.digest})
+        last = options.compute_last
+        name = f"{method.name}, {last} computed" if last else method.name
+        asked = {"subject": subject, "k": options.k, "where": options.where, "compute_last": last}
+        # Of its own name: the method of that name computes no chunk of itself.
+        kb.set_gate(name, report.to_dict() | asked | {"probes": questions.digest})
     return report
 
 
@@ -174,7 +177,8 @@ def compare(
     return measured, sum(map(len, tallies[0].agree)) if tallies else 0
 
 
-def _prepare(settings: Settings, questions: QuestionFile) -> list[ReadyQuestion]:
+def _prepare(settings: Settings, questions: QuestionFile, compute_last: int) -> list[ReadyQuestion]:
+    """The questions; the last chunks of each are computed behind the others, as turns are."""
     ready = []
     for question in questions.entries(Shard()):
         where = f"{questions.path}: question {question.id!r}"
@@ -186,6 +190,12 @@ def _prepare(settings: Settings, questions: QuestionFile) -> list[ReadyQuestion]
             raise RequestError(f"{where}: {error}") from None
         if not one.request.prompt.chunks:
             raise RequestError(f"{where} finds no chunk and can test no reuse; leave it out")
+        prompt = one.request.prompt
+        count = len(prompt.chunks)
+        last = range(max(0, count - compute_last), count)
+        if last:
+            prompt = dataclasses.replace(prompt, turns=tuple({*prompt.turns, *last}))
+            one = dataclasses.replace(one, request=dataclasses.replace(one.request, prompt=prompt))
         ready.append(one)
     return ready
 

@@ -437,6 +437,9 @@ class GateOptions:
     )
     target: Target = dataclasses.field(default_factory=Target)
     answer_tokens: int = option(8, "first tokens of an answer to compare", "N", parse=parse_count)
+    compute_last: int = option(
+        0, "the last N chunks of each prompt are computed, as `jaxrag kb connector` allows", "N"
+    )
     template: "str | PromptTemplate | None" = option(
         None, "a template's name or .toml file", "NAME", parse=str, unset="that of DIR"
     )
@@ -445,6 +448,8 @@ class GateOptions:
     batch_size: int = option(8, "questions that run together", "N")
 
     def __post_init__(self) -> None:
+        if self.compute_last < 0:
+            raise RequestError(f"compute_last={self.compute_last}: expected at least 0 chunks")
         if self.ratios is not None and not self.ratios:
             raise RequestError("no ratio to try; name some, such as --recompute-ratios 0,0.15,0.3")
         _positive(self, "batch_size")

@@ -11,8 +11,8 @@ import numpy as np
 
 from jaxrag.base.config import RopeConfig
 from jaxrag.base.errors import RequestError, RetrievalError
+from jaxrag.base.rotary import attention_factor, frequencies
 from jaxrag.base.types import HostArray
-from jaxrag.models.rope import attention_factor, frequencies
 
 _RUNS = 8  # of queries that are held out
 
@@ -72,6 +72,20 @@ class QueryBank:
         trained[first[:, None] + np.arange(length)] = False
         parts = (QueryBank(self.queries[:, at], self.positions[at]) for at in (trained, ~trained))
         return next(parts), next(parts)
+
+    def apart(self, newest: int) -> "tuple[QueryBank, QueryBank | None]":
+        """All but the ``newest`` ones, and these; where there are no more than that, None."""
+        at = len(self.positions) - newest
+        if newest < 1 or at < 1:
+            return self, None
+        older, newer = slice(at), slice(at, None)
+        parts = (QueryBank(self.queries[:, it], self.positions[it]) for it in (older, newer))
+        return next(parts), next(parts)
+
+    def repeated(self, times: int) -> "QueryBank":
+        """The same queries so many times over, to be asked from several places."""
+        positions = np.tile(self.positions, times)
+        return QueryBank(np.tile(self.queries, (1, times, 1)), positions)
 
     def lessons(
         self,

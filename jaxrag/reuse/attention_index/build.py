@@ -32,6 +32,7 @@ def build(
     spec: Spec,
     *,
     asked: HostArray | None = None,
+    last: HostArray | None = None,
     k: int = 100,
     knn: Knn | None = None,
 ) -> AttentionIndex:
@@ -46,6 +47,8 @@ def build(
         asked: [G, n, H] float32, queries of the same heads that nothing is trained on, rotated
             to where questions will come from. Where the spec leaves the effort open, it is chosen
             by them.
+        last: [G, e, H] float32, likewise, of the prompt's end; where they are given, the effort is
+            to be enough for these as well, taken by themselves.
         k: keys that a search will want; the effort is chosen for so many.
         knn: finds the keys that queries want; None: on the accelerator where JAX has one, else on
             the host.
@@ -62,7 +65,7 @@ def build(
         raise RetrievalError(f"keys of shape {list(keys.shape)}: expected [S, H], not empty")
     if knn is None:
         knn = nearest if jax.default_backend() == "cpu" else nearest_on_device
-    note = _why_exact(len(keys), queries, asked, spec)
+    note = _why_exact(len(keys), queries, asked, last, spec)
     if note or isinstance(spec, Exact):
         return _exact(keys, spec, note)
     if isinstance(spec, Ivf | Hnsw):
@@ -72,8 +75,10 @@ def build(
         made = _trained(np.asarray(keys, np.float32), np.asarray(queries, np.float32), spec, knn)
     if effort_of(spec) is not None:
         return made
-    _check_queries(asked, keys, "held-out")
-    chosen = choose(made, np.asarray(keys, np.float32), np.asarray(asked, np.float32), k, knn)
+    held = [np.asarray(some, np.float32) for some in (asked, last) if some is not None]
+    for some in held:
+        _check_queries(some, keys, "held-out")
+    chosen = choose(made, np.asarray(keys, np.float32), held, k, knn)
     return _exact(keys, spec, chosen) if isinstance(chosen, str) else chosen
 
 
@@ -100,16 +105,22 @@ def _of_keys(keys: HostArray, spec: Ivf | Hnsw) -> AttentionIndex:
     return AttentionIndex(spec, "", stored, _NOBODY, {"faiss": faiss_objects.to_bytes(made)})
 
 
-def _why_exact(count: int, queries: HostArray | None, asked: HostArray | None, spec: Spec) -> str:
+def _why_exact(
+    count: int,
+    queries: HostArray | None,
+    asked: HostArray | None,
+    last: HostArray | None,
+    spec: Spec,
+) -> str:
     if isinstance(spec, Exact):
         return ""
     if count < spec.exact_below:
         return f"exact: {count} keys, fewer than exact_below={spec.exact_below}"
     if isinstance(spec, Trained):
-        given = sum(0 if some is None else some.shape[1] for some in (queries, asked))
+        given = sum(0 if some is None else some.shape[1] for some in (queries, asked, last))
         if given < spec.min_queries:
             return f"exact: {given} training queries, fewer than min_queries={spec.min_queries}"
-    if asked is None and effort_of(spec) is None:
+    if asked is None and last is None and effort_of(spec) is None:
         return "exact: no queries to choose the effort of a search by; say ef or probes"
     return ""
 

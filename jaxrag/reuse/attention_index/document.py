@@ -190,10 +190,9 @@ def is_indexed(record: Record | None) -> bool:
     return record is not None and _name(0) in record.aux
 
 
-def indexes_nbytes(record: Record) -> int:
-    """Bytes of the indexes that a chunk was stored with; 0 without any."""
-    ours = (array.nbytes for name, array in record.aux.items() if name.startswith(_NAME))
-    return sum(ours)
+def indexes_nbytes(aux: Mapping[str, int]) -> int:
+    """Bytes of the indexes among auxiliary arrays, bytes by name; 0 without any."""
+    return sum(nbytes for name, nbytes in aux.items() if name.startswith(_NAME))
 
 
 def stored_spec(store: KVStore, key: str) -> Spec:

@@ -1,8 +1,9 @@
 """The effort of a search, chosen for every query head when its index is built.
 
 Heads differ in how much they have to scan, and no number serves all of them. Queries that nothing
-was trained on, placed where questions will come from, say what each needs. RetrievalAttention
-(arXiv:2409.10516) leaves open how much its search scans.
+was trained on, placed where questions will come from, say what each needs. A question and its
+answer ask otherwise than the documents before them, so the queries of the prompt's end have a say
+of their own. RetrievalAttention (arXiv:2409.10516) leaves open how much its search scans.
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ _LEAP = 4  # rungs, a factor of two, between two efforts that are tried first
 
 
 def choose(
-    index: AttentionIndex, keys: HostArray, asked: HostArray, k: int, knn: Knn
+    index: AttentionIndex, keys: HostArray, asked: Sequence[HostArray], k: int, knn: Knn
 ) -> AttentionIndex | str:
     """The index with the least effort a head that reaches its spec's ``target_recall``.
 
@@ -39,16 +40,17 @@ def choose(
     Args:
         index: of a kind that has an effort.
         keys: [S, H] float32 in the caller's rows.
-        asked: [G, n, H] float32, not trained on.
+        asked: [G, n, H] float32 each, not trained on; every one of them is to reach the target.
         knn: finds exactly what ``asked`` wants.
     """
     assert not isinstance(index.spec, Exact)
     k = min(k, len(index))
     spec, searcher = index.spec, open_index(index)
-    asked = asked[:, :: max(1, asked.shape[1] // _QUERIES)]
+    asked = [some[:, :: max(1, some.shape[1] // _QUERIES)] for some in asked]
     efforts = []
-    for head, queries in enumerate(asked):
-        effort = _least(searcher, head, queries, knn(queries, keys, k).ids, spec)
+    for head in range(len(asked[0])):
+        here = [some[head] for some in asked]
+        effort = _least(searcher, head, [(q, knn(q, keys, k).ids) for q in here], spec)
         if effort is None:
             return (
                 f"exact: no search of most_scanned={spec.most_scanned} of the {len(index)} keys "
@@ -59,24 +61,28 @@ def choose(
 
 
 def _least(
-    searcher: Searcher, head: int, queries: HostArray, wanted: HostArray, spec: _Open
+    searcher: Searcher, head: int, asked: Sequence[tuple[HostArray, HostArray]], spec: _Open
 ) -> int | None:
-    """The least effort whose mean recall of the ``wanted`` keys [n, k] reaches the spec's target.
+    """The least effort whose mean recall of the wanted keys reaches the spec's target.
 
-    None where that scans too many. Recall grows with the effort, so it is tried in leaps, and then
-    rung by rung behind the last leap that fell short.
+    For each of ``asked``, queries [n, H] and what they want [n, k]. None where some of them scan
+    too many. Recall grows with the effort, so it is tried in leaps, and then rung by rung behind
+    the last leap that fell short.
     """
-    k, most = wanted.shape[1], spec.most_scanned * len(searcher)
+    k, most = asked[0][1].shape[1], spec.most_scanned * len(searcher)
     ladder = _ladder(searcher, k, int(most))
 
-    def reaches(effort: int) -> bool:
+    def recall(queries: HostArray, wanted: HostArray, effort: int) -> float:
         found = searcher.search_head(head, queries, k, effort=effort).ids
-        return float((wanted[:, :, None] == found[:, None, :]).any(-1).mean()) >= spec.target_recall
+        return float((wanted[:, :, None] == found[:, None, :]).any(-1).mean())
+
+    def reaches(effort: int) -> bool:
+        return all(recall(*some, effort) >= spec.target_recall for some in asked)
 
     def affordable(effort: int) -> bool:
-        few = queries[:: max(1, len(queries) // _COUNTED)]
-        scanned = searcher.search_head(head, few, k, effort=effort, count=True).scanned
-        return float(scanned.mean()) <= most
+        few = (q[:: max(1, len(q) // _COUNTED)] for q, _ in asked)
+        each = (searcher.search_head(head, q, k, effort=effort, count=True).scanned for q in few)
+        return all(float(scanned.mean()) <= most for scanned in each)
 
     behind = 0
     for at in (*range(0, len(ladder) - 1, _LEAP), len(ladder) - 1):

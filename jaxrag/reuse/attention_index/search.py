@@ -15,6 +15,8 @@ from jaxrag.reuse.attention_index.index import AttentionIndex
 from jaxrag.reuse.attention_index.keys import Keys
 from jaxrag.reuse.attention_index.spec import Exact, Hnsw, Ivf, QueryLists, Spec, effort_of
 
+_SCANNED = 16384  # keys that are decoded at a time
+
 
 class _Turns:
     """FAISS counts for the whole process: who counts searches alone, all others together."""
@@ -133,6 +135,18 @@ class Searcher:
         effort = self._effort_of(head) if effort is None else effort
         ids, scores, scanned = self._of_head(head, queries, k, effort, count)
         return FoundKeys(*_best(ids, scores, k), scanned)
+
+    def scan(self, query: HostArray, k: int) -> FoundKeys:
+        """The best ``k`` keys for one query [H] of any head, whatever the kind: none is missed."""
+        if isinstance(self.index.spec, Ivf | Hnsw):
+            scores = np.einsum("sh,h->s", self.all_keys(), query)
+        else:
+            keys, rows = self.index.keys, range(0, len(self), _SCANNED)
+            blocks = (keys.decode(slice(at, at + _SCANNED)) for at in rows)
+            scores = np.concatenate([np.einsum("sh,h->s", some, query) for some in blocks])
+        best = np.argsort(-scores, kind="stable")[:k]
+        ids = best if self._rows is None else self._rows[best]
+        return FoundKeys(ids.astype(np.int32), scores[best], np.array(len(self)))
 
     @property
     def most_probes(self) -> int | None:

@@ -32,11 +32,13 @@ from jaxrag.kv.store.layout import WHOLE, HeadShare
 from jaxrag.reuse.attention_index import (
     AttentionIndex,
     Exact,
+    FoundKeys,
     Searcher,
     build,
     open_index,
     rotated,
 )
+from jaxrag.reuse.decode.checks import Checks
 from jaxrag.reuse.decode.far.layer import FarAnswer, FarLayer, HostLayer, HostTask
 from jaxrag.reuse.decode.far.tickets import HostWork, crew
 from jaxrag.reuse.decode.footprint import Account, recall_of
@@ -71,7 +73,7 @@ class Seconds:
 class _Request:
     """What is held of a request in decode: of every layer so far, and its account."""
 
-    layers: list[Sequence[Part]] = dataclasses.field(default_factory=list)
+    layers: list[tuple[Sequence[Part], Checks | None]] = dataclasses.field(default_factory=list)
     memory: dict[int, Sequence[HostLayer]] = dataclasses.field(default_factory=dict)  # by part
     far: dict[int, Sequence[FarLayer | None]] = dataclasses.field(default_factory=dict)
     account: Account = dataclasses.field(default_factory=Account)
@@ -294,8 +296,9 @@ class HostSearch:
         with self._lock:  # devices ask at the same time
             for number, answer in begun.answers:
                 request = self._requests.get(number)
-                if answer.counted and request is not None:
-                    request.account = sum(answer.counted, request.account)
+                if request is not None:
+                    counted = [*(answer.counted or ()), Account(notes=tuple(answer.notes))]
+                    request.account = sum(counted, request.account)
         return begun.out, begun.lse
 
     def _add_seconds(self, begun: _Begun) -> None:
@@ -338,9 +341,12 @@ class HostSearch:
         """Why an index of a request was not used."""
         self._requests[number].account += Account(notes=(text,))
 
-    def add_layer(self, number: int, parts: Sequence[Part]) -> None:
-        """The next layer of a request: its parts, which have no position in common."""
-        self._requests[number].layers.append(parts)
+    def add_layer(self, number: int, parts: Sequence[Part], checks: Checks | None = None) -> None:
+        """The next layer of a request: its parts, which have no position in common.
+
+        ``checks`` of their searches while the answer grows; None: there are none.
+        """
+        self._requests[number].layers.append((parts, checks))
 
     def find(
         self, numbers: Array, layer: Array, q: Array, position: Array, k: int, rope: RopeConfig
@@ -397,14 +403,17 @@ class HostSearch:
         for row, number in enumerate(numbers):
             if number == NO_REQUEST or position[row] < 0:  # a padding row, or one that is done
                 continue
-            parts = self._requests[int(number)].layers[layer]
+            parts, checks = self._requests[int(number)].layers[layer]
+            check = None if checks is None else (checks, checks.due(int(position[row])))
             asked = [
                 rotated(q[row], np.full(q.shape[2], position[row] - part.offset), rope)
                 for part in parts
             ]
             for at in np.ndindex(q.shape[1:3]) if parts else ():
+                where = (first + at[0], at[1])
+                mine = [one[at] for one in asked]
                 found = (out[row][at], int(number), counted)
-                todo.append(functools.partial(self._search_one, parts, asked, first, at, *found))
+                todo.append(functools.partial(self._search_one, parts, mine, where, check, *found))
         ticket = HostWork()
         ticket.submit(todo, self.crew, self._workers)
         ticket.wait()
@@ -417,35 +426,56 @@ class HostSearch:
         self,
         parts: Sequence[Part],
         asked: Sequence[HostArray],
-        first: int,
-        at: tuple[int, ...],
+        at: tuple[int, int],
+        check: tuple[Checks, bool] | None,
         out: HostArray,
         number: int,
         counted: list[tuple[int, Account]],
     ) -> None:
-        """Fill ``out`` [k] with what all parts find for one query head of a request, best first."""
-        ids, scanned = self._best(parts, asked, first, at, len(out), exact=False)
+        """Fill ``out`` [k] with what all parts find for one query head of a request, best first.
+
+        Args:
+            asked: [H] for each part.
+            at: KV head, and the query head of its group.
+            check: those of the layer, and whether this token is one of them.
+        """
+        k = len(out)
+        if check is not None and check[0].failed(*at):
+            ids, scanned = self._scan(parts, asked, at, k)
+        else:
+            ids, scanned = self._best(parts, asked, at, k, exact=False)
+            if check is not None and check[1]:
+                wanted, also = self._scan(parts, asked, at, k)
+                note = check[0].judge(*at, ids, wanted)
+                counted.append((number, Account(notes=(note,) if note else ())))
+                ids, scanned = wanted, scanned + also
         out[: len(ids)] = ids
         if self.measure and all(part.exact for part in parts):
-            wanted, _ = self._best(parts, asked, first, at, len(out), exact=True)
+            wanted, _ = self._best(parts, asked, at, k, exact=True)
             counted.append((number, recall_of(ids, wanted, scanned)))
 
     def _best(
         self,
         parts: Sequence[Part],
         asked: Sequence[HostArray],
-        first: int,
-        at: tuple[int, ...],
+        at: tuple[int, int],
         k: int,
         *,
         exact: bool,
     ) -> tuple[HostArray, int]:
         count = self.measure and not exact
-        each = [
-            part.best(first + at[0], at[1], q[at], k, count=count, exact=exact)
-            for part, q in zip(parts, asked, strict=True)
-        ]
-        scores = np.concatenate([found.scores for found in each])
-        ids = np.concatenate([found.ids for found in each])
-        best = ids[np.argsort(-scores, kind="stable")[:k]]
-        return best, sum(int(found.scanned) for found in each)
+        both = zip(parts, asked, strict=True)
+        return _joined([part.best(*at, q, k, count=count, exact=exact) for part, q in both], k)
+
+    def _scan(
+        self, parts: Sequence[Part], asked: Sequence[HostArray], at: tuple[int, int], k: int
+    ) -> tuple[HostArray, int]:
+        return _joined([part.scan(at[0], q, k) for part, q in zip(parts, asked, strict=True)], k)
+
+
+def _joined(each: Sequence[FoundKeys], k: int) -> tuple[HostArray, int]:
+    """The best k positions of what parts found, best first, and how many keys they scanned."""
+    scores = np.concatenate([found.scores for found in each])
+    ids = np.concatenate([found.ids for found in each])
+    best = ids[np.argsort(-scores, kind="stable")[:k]]
+    return best, sum(int(found.scanned) for found in each)

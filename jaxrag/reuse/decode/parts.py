@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxrag.base.types import HostArray
 from jaxrag.reuse.attention_index import FoundKeys, Searcher
-from jaxrag.reuse.attention_index.spec import Trained
+from jaxrag.reuse.attention_index.spec import Exact, Trained
 from jaxrag.reuse.decode.footprint import Account
 
 
@@ -32,6 +32,11 @@ class Part:
         """How many keys are not to be found."""
         return int((self.positions < 0).sum())
 
+    @property
+    def misses(self) -> bool:
+        """Whether any of its indexes may miss a key."""
+        return any(not isinstance(each.index.spec, Exact) for each in self.searchers)
+
     def account(self, *, stored: bool = False) -> Account:
         """Keys and bytes; ``stored`` says that the indexes were there already."""
         indexes = [each.index for each in self.searchers]
@@ -43,6 +48,14 @@ class Part:
             trained=0 if stored else sum(isinstance(it.spec, Trained) for it in indexes),
             notes=tuple(dict.fromkeys(it.note for it in indexes if it.note)),
         )
+
+    def scan(self, kv_head: int, q: HostArray, k: int) -> FoundKeys:
+        """``best`` by a scan of every key."""
+        searcher = self.searchers[kv_head]
+        found = searcher.scan(q, min(len(searcher), k + self.hidden))
+        where = self.positions[found.ids]
+        scores = np.where(where >= 0, found.scores, np.float32(-np.inf))
+        return FoundKeys(where, scores, found.scanned)
 
     def best(
         self,

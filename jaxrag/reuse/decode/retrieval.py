@@ -33,9 +33,10 @@ from jaxrag.reuse.attention_index import (
     build,
 )
 from jaxrag.reuse.attention_index.spec import Trained, effort_of
+from jaxrag.reuse.decode.checks import Checks
 from jaxrag.reuse.decode.far import HostPrompt
 from jaxrag.reuse.decode.far.memory import HostMemory
-from jaxrag.reuse.decode.far.search import Finder, Searched, finder_of
+from jaxrag.reuse.decode.far.search import Finder, Scanned, Searched, finder_of
 from jaxrag.reuse.decode.footprint import Account, Bytes, index_bytes
 from jaxrag.reuse.decode.host_search import NO_REQUEST
 from jaxrag.reuse.decode.rule import (
@@ -50,6 +51,8 @@ from jaxrag.reuse.decode.stored import DAMAGED, Carried, Known, StoredIndexes
 from jaxrag.reuse.decode.view import PromptSlots, View
 
 _FEWEST = 1024  # positions whose keys are read at once; more in powers of two
+_NEWEST = 32  # tokens of the prompt's end whose queries have a say of their own in the effort
+_PLACES = 4  # of the answer at which each of them asks
 
 
 TrainedAt = Literal["answer", "own"]
@@ -82,6 +85,7 @@ class Retrieval(DecodeRule):
       recent: newest tokens of the window, the newest one included.
       index: kind of the index that is built for a question.
       queries: tokens of the prompt whose queries train it, and choose how much a search scans.
+        The newest ones only choose: a question asks otherwise than the text before it.
       trained_at: "answer" spreads the training queries over the positions that the answer may take;
         "own" leaves them where they were in the prompt, as the paper does, and more keys have to
         be scanned.
@@ -117,7 +121,7 @@ class Retrieval(DecodeRule):
     def observe(self) -> Observe | None:
         opened = not isinstance(self.index, Exact) and effort_of(self.index) is None
         learns = isinstance(self.index, Trained) or opened
-        return Observe("strided", self.queries) if learns else None
+        return Observe("strided", self.queries, _NEWEST) if learns else None
 
     @property
     @override
@@ -162,12 +166,16 @@ class Retrieval(DecodeRule):
             spec: another kind than the rule's.
         """
         spec, end = spec or self.index, start + room
-        queries = asked = None
-        if bank is not None and isinstance(spec, Trained):
-            queries, asked = bank.lessons(rope, start, end, own=self.trained_at == "own")
-        elif bank is not None:
-            asked = bank.over(rope, start, end)
-        return build(keys, queries, spec, asked=asked, k=self.k)
+        queries = asked = last = None
+        if bank is not None:
+            rest, newest = bank.apart(_NEWEST)
+            if newest is not None:
+                last = newest.repeated(_PLACES).over(rope, start, end)
+            if isinstance(spec, Trained):
+                queries, asked = rest.lessons(rope, start, end, own=self.trained_at == "own")
+            else:
+                asked = rest.over(rope, start, end)
+        return build(keys, queries, spec, asked=asked, last=last, k=self.k)
 
     @override
     def far(self, prompt: HostPrompt) -> Searched:
@@ -199,7 +207,9 @@ class Retrieval(DecodeRule):
                 finder, cost = finder_of(memory, head, index, span.rest)
                 finders[head].append(finder)
                 account += cost
-        return Searched(memory, finders, account, self.static_pattern, span.end, self.k)
+        some = any(not isinstance(each, Scanned) for one in finders for each in one)
+        checks = span.checks if some else None
+        return Searched(memory, finders, account, self.static_pattern, span.end, self.k, checks)
 
     @override
     def begin(self, prompts: Prompts) -> Indexed:
@@ -234,7 +244,8 @@ class Retrieval(DecodeRule):
                     banks = _banks(queries[row], bank_positions[row], config)
                     made = list(span.indexes(here.__getitem__, banks))
                     parts.append(host.open(number, made, here, span.rest))
-                host.add_layer(number, parts)
+                misses = any(part.misses for part in parts)
+                host.add_layer(number, parts, span.checks if misses else None)
         end = np.maximum(position + 2 - self.recent, self.sink)
         rows, room = len(position), prompts.room
         tail = np.where(position[:, None] >= 0, end[:, None] + np.arange(room), -1)
@@ -361,6 +372,12 @@ class _Span:
         index = self.rule.index
         few = len(self.rest) < getattr(index, "exact_below", 0)
         return Exact(index.storage) if self.stored and few else index
+
+    @property
+    def checks(self) -> Checks | None:
+        """Of the searches of one layer, while the answer grows."""
+        heads = self.config.num_kv_heads, self.config.group_size
+        return Checks.of(self.rule.index, self.start, heads)
 
     def indexes(
         self,

@@ -8,13 +8,14 @@ from typing import Any, ClassVar, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
 from jaxrag.base import struct
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import RequestError
-from jaxrag.base.types import Array, Partial
+from jaxrag.base.types import Array, HostArray, Partial
 from jaxrag.kv.cache import PagePool
 from jaxrag.kv.placement import ON_DEVICE, KVPlacement, check_owners
 from jaxrag.models.rope import RopeTable
@@ -35,10 +36,19 @@ class Observe:
     Attributes:
       which: the newest ones, or evenly spread ones.
       count: how many; all where fewer were run.
+      newest: of evenly spread ones so many are the newest, without a gap.
     """
 
     which: Literal["last", "strided"]
     count: int
+    newest: int = 0
+
+    def chosen(self, tokens: int) -> HostArray:
+        """Which of so many tokens that were run: ascending int64, ``count`` or all of them."""
+        count = min(self.count, tokens)
+        newest = count if self.which == "last" else min(self.newest, count)
+        spread = np.linspace(0, tokens - newest - 1, count - newest).round().astype(np.int64)
+        return np.concatenate([spread, np.arange(tokens - newest, tokens)])
 
 
 class PromptQueries(struct.PyTreeNode):

@@ -91,12 +91,15 @@ class ChunkEncoding:
       store: where their KV is looked for and put.
       prefix: token ids of the prompt's prefix [P] int32, for encoders that see it.
       indexing: what indexes long chunks are stored with; None where they get none.
+      apart: each chunk is run by itself, as the engine runs one that no store gives, so that its KV
+        is the same to the bit; else many in a row.
     """
 
     model: Model
     store: KVStore
     prefix: HostArray
     indexing: Indexing | None = None
+    apart: bool = False
 
     @property
     def held(self) -> KVStore:
@@ -138,6 +141,10 @@ class ChunkEncoding:
 
         Raises what ``encode_chunks`` raises.
         """
+        if self.apart and len(wanted) > 1:
+            for key, chunk in wanted.items():
+                yield from self.encode(encoder, {key: chunk}, own_kv)
+            return
         keys, chunks = list(wanted), list(wanted.values())
         made = encode_for_store(
             self.model,
@@ -169,7 +176,7 @@ class ChunkEncoding:
 
     def keep_prefix(self) -> None:
         """Make the KV of the prefix durable, if there is one: every prompt begins with it."""
-        if not len(self.prefix):
+        if not len(self.prefix) or self.store.layout.drops:  # then it is computed in every prompt
             return
         alone = dataclasses.replace(self, prefix=self.prefix[:0], indexing=None)
         key = alone.key(PREFIX_ENCODER, self.prefix)
@@ -205,7 +212,8 @@ def _is_finite(kv: HostArray) -> bool:
 class StoredNeighbours:
     """Gives the KV that chunks have directly behind the prefix, an ``OwnKV``.
 
-    It is read from the store where it is there, else computed and kept where the store takes it.
+    It is read from the store where it is there, else computed and kept where the store takes it. A
+    store that drops tokens is not asked: it has no more than a part of it.
 
     Attributes:
       encoding: of the chunks that see them.
@@ -219,13 +227,14 @@ class StoredNeighbours:
         """The KV [L, 2, T, K, H] of distinct chunks, int32 [T] each."""
         plain = dataclasses.replace(self.encoding, indexing=None)
         wanted = {plain.key(NEIGHBOUR_ENCODER, ids): ChunkInContext(ids) for ids in chunks}
-        read = plain.held.get_many(list(wanted), on_missing="skip")
+        whole = not plain.store.layout.drops
+        read = plain.held.get_many(list(wanted) if whole else [], on_missing="skip")
         found = {
             key: read.kv[:, :, start : start + length]
             for key, (start, length) in read.offsets.items()
         }
         missing = {key: chunk for key, chunk in wanted.items() if key not in found}
-        keeps = plain.store.writable
+        keeps = plain.store.writable and whole
         for made in plain.encode(NEIGHBOUR_ENCODER, missing):
             found[made.key] = made.kv
             self.computed.append(len(made.chunk.ids))

@@ -101,7 +101,8 @@ class QueryGuided(Selector):
         seen = np.full(table.slot_position.shape, HIDDEN, np.int32)
         for row, scene in enumerate(scenes):
             cached = np.repeat(np.logical_not(scene.in_place), scene.lengths)
-            seen[row, scene.chunk_slots[cached]] = 0
+            slots = scene.chunk_slots[cached]
+            seen[row, slots[~scene.table.hidden(slots)]] = 0
             for chunk, length in enumerate(scene.lengths):
                 first = scene.first_page(chunk)
                 pages = slice(first, first + pages_for(length))

@@ -22,6 +22,7 @@ from jaxrag.serve.plain import PlainSpan, answer_fingerprint, spans
 from jaxrag.serve.questions import ReadyQuestion, prepare, resolve
 from jaxrag.server.errors import ClientLeft, Problem, invalid, unavailable
 from jaxrag.server.fields import Generation
+from jaxrag.server.state.ingested import bring_ingested
 from jaxrag.server.state.state import ServerState
 from jaxrag.server.tenants import Access
 
@@ -88,8 +89,10 @@ def make_ready(
     settings = dataclasses.replace(settings, encode=encode, check_cancelled=check_cancelled)
     ready = prepare(settings, asked, fields.documents, fields.said["sampling"])
     request = ready.request
-    if base is None and server.plain_store_bytes:
-        loads = plan_request(state.model, request, 0).loads.values()
+    if base is None and server.plain == "passages":
+        loads = list(plan_request(state.model, request, 0).loads.values())
+        bases = [it for name, it in state.knowledge_bases.items() if access.may_read(name)]
+        bring_ingested(state.model, state.memory.store(access.tenant), bases, loads)
         state.memory.sighted(access.tenant, [load.key for load in loads])
     room = state.model.config.max_positions - request.prompt.num_tokens
     request = dataclasses.replace(

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, StoreError
-from jaxrag.kv.store import HeadShare, KVLayout, PutResult
+from jaxrag.kv.store import HeadShare, KVLayout, PutResult, as_stored
 from jaxrag.kv.store.quantise import quantise
 
 WIDE = KVLayout(num_layers=3, num_kv_heads=4, head_dim=5, dtype="float16")
 WIDE8 = KVLayout(num_layers=3, num_kv_heads=4, head_dim=5, dtype="float16", stored="int8")
+WIDE4 = KVLayout(num_layers=3, num_kv_heads=4, head_dim=5, dtype="float16", stored="int4")
 
 
 def normal(c):
@@ -31,7 +32,7 @@ def put_shards(store, c, ways, **options):
 
 
 @pytest.mark.parametrize("io_mode", ["memmap", "default"])
-@pytest.mark.parametrize("layout", [WIDE, WIDE8], ids=["native", "int8"])
+@pytest.mark.parametrize("layout", [WIDE, WIDE8, WIDE4], ids=["native", "int8", "int4"])
 @pytest.mark.parametrize("ways", [1, 2, 4])
 def test_any_reader_reads_the_whole(open_store, chunk, tmp_path, ways, layout, io_mode):
     store = open_store(layout=layout, io_mode=io_mode)
@@ -49,6 +50,8 @@ def test_any_reader_reads_the_whole(open_store, chunk, tmp_path, ways, layout, i
         elements, scale = quantise(c.kv)
         assert reader.aux(c.key, "scale").tobytes() == scale.tobytes()
         wanted = (elements * scale[..., None]).astype(np.float16)
+    elif layout.stored == "int4":
+        wanted = as_stored(c.kv, layout)
     assert reader.get(c.key).tobytes() == wanted.tobytes()
     got = reader.get_many([other.key, c.key])
     assert got.kv[:, :, 3:].tobytes() == wanted.tobytes()
@@ -156,7 +159,7 @@ def test_a_commit_needs_every_rank_once(open_store, chunk):
 
 
 @pytest.mark.parametrize("io_mode", ["memmap", "default"])
-@pytest.mark.parametrize("layout", [WIDE, WIDE8], ids=["native", "int8"])
+@pytest.mark.parametrize("layout", [WIDE, WIDE8, WIDE4], ids=["native", "int8", "int4"])
 @pytest.mark.parametrize("written", [1, 2, 4])
 @pytest.mark.parametrize("read", [1, 2, 4])
 def test_a_share_is_read_of_any_chunk(open_store, chunk, written, read, layout, io_mode):

@@ -12,6 +12,7 @@ from jaxrag.kv.store import HeadShare, KVLayout, MemoryStore, PutResult, ReadThr
 
 WIDE = KVLayout(num_layers=3, num_kv_heads=4, head_dim=5, dtype="float16")
 WIDE8 = KVLayout(num_layers=3, num_kv_heads=4, head_dim=5, dtype="float16", stored="int8")
+WIDE4 = KVLayout(num_layers=3, num_kv_heads=4, head_dim=5, dtype="float16", stored="int4")
 REPLICATED = [HeadShare(), HeadShare(writes=False, leads=False)]
 HALVES = [HeadShare(0, 2), HeadShare(1, 2, leads=False)]
 TWICE = [
@@ -69,7 +70,7 @@ def get(*chunks, **options):
     return lambda store, share: store.get_many([c.key for c in chunks], **options)
 
 
-@pytest.mark.parametrize("layout", [WIDE, WIDE8], ids=["native", "int8"])
+@pytest.mark.parametrize("layout", [WIDE, WIDE8, WIDE4], ids=["native", "int8", "int4"])
 @pytest.mark.parametrize("shares", [REPLICATED, HALVES, TWICE], ids=["whole", "halves", "twice"])
 def test_every_process_writes_and_reads_its_heads(open_store, chunk, shares, layout):
     c, alone = chunk(1, 6, layout), chunk(2, 3, layout)

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxrag.base.rotary import attention_factor, frequencies
 from jaxrag.kv.store import ChunkStore, KVLayout, Provenance, chunk_key, content_id, context_id
 from jaxrag.library.export import Bundle, ExportedChunk
-from jaxrag.models.rope import attention_factor, frequencies
 
 FINGERPRINT = "5e" * 32
 LENGTHS = (7, 12, 5)

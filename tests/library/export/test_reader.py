@@ -11,7 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxrag.kv.store import content_id
+from jaxrag.kv.store import (
+    ChunkStore,
+    KVLayout,
+    Provenance,
+    chunk_key,
+    content_id,
+    context_id,
+    fingerprint,
+)
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "format.md"
 ALLOWED = {"hashlib", "json", "math", "numpy", "pathlib", "sys", "xxhash"}
@@ -58,6 +66,25 @@ def test_it_reads_int8_chunks(fill, reader, tmp_path):
             tmp_path / "store-float32-int8", chunks.store.fingerprint, bundle.name
         )
         np.testing.assert_array_equal(found, chunks.store.get(bundle.name))
+
+
+@pytest.mark.parametrize("ways", [1, 2])
+@pytest.mark.parametrize("stored", ["int4", "int4-half", "int4-third"])
+def test_it_reads_packed_chunks(reader, tmp_path, rng, stored, ways):
+    if ways > 1 and stored != "int4":
+        pytest.skip("no two ranks choose the same tokens: test_dropping.py")
+    layout, model = KVLayout(2, 2, 40, "float32", stored), fingerprint({"weights": "a model"})
+    store = ChunkStore.open(tmp_path / "store", model, layout, mode="rw")
+    ids = np.arange(150, dtype=np.int32)
+    record = Provenance("isolated", content_id("tok", ids), context_id("isolated", ids[:0]))
+    key = chunk_key(model, record.content_id, record.context_id)
+    attempt = store.begin(key, 150, record, ways=ways)
+    kv = rng.normal(size=layout.shape(150)).astype(np.float32)
+    parts = [np.ascontiguousarray(part) for part in np.split(kv, ways, axis=3)]
+    store.commit(attempt, [store.put_shard(attempt, i, part) for i, part in enumerate(parts)])
+    found, record = reader.read_chunk(tmp_path / "store", model, key)
+    assert record["stored"] == stored
+    np.testing.assert_array_equal(found, store.get(key))
 
 
 def test_it_reads_what_several_ranks_wrote(fill, reader, tmp_path):

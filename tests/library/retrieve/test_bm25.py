@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from jaxrag.base.errors import DamagedCatalogError
-from jaxrag.library.retrieve.bm25 import BM25Index, terms
+from jaxrag.library.retrieve.bm25 import BM25Index
 from jaxrag.library.retrieve.filters import Filter
+from jaxrag.library.retrieve.terms import terms
 
 
 class Index(BM25Index):
@@ -173,7 +174,7 @@ def test_terms_tell_of_their_postings_after_every_change(index):
     texts: dict[int, str] = {}
     for round_number in range(30):
         new = {10 * round_number + n: " ".join(rng.choice(words, 6)) for n in range(3)}
-        assert index.add(new) == sum(len(terms(text)) for text in new.values())
+        assert index.add(new).terms == sum(len(terms(text)) for text in new.values())
         texts |= new
         gone = {int(i): texts.pop(int(i)) for i in rng.choice(list(texts), 2, replace=False)}
         index.remove(gone)

@@ -5,7 +5,8 @@ import random
 import pytest
 
 from jaxrag.base.errors import ConfigError
-from jaxrag.models.text.passages import MOST_CHARACTERS, PassageRules, cut, passage_rules
+from jaxrag.models.text.passage_rules import PassageRules, passage_rules
+from jaxrag.models.text.passages import MOST_CHARACTERS, cut
 
 RULES = passage_rules("common")
 WORDS = ["otters", "bees", "rivers", "stones", "bread", "lamps", "salt", "clay", "winter", "songs"]
@@ -66,6 +67,26 @@ FORMS = {
     "unknown tags": lambda ps: (
         "\n".join(f"<d{i}>{p}</d{i}>" for i, p in enumerate(ps)) + f"\n{ASKED}"
     ),
+    "labels no rule knows": lambda ps: (
+        "Answer from these.\n\n"
+        + "".join(f"Collection: c\nPath: p{i}.md\nExcerpt: {p}\n\n" for i, p in enumerate(ps))
+        + ASKED
+    ),
+    "lines above": lambda ps: (
+        "### Query:\nWhat?\n\n### Context:\n"
+        + "\n".join(f"Source ID [{i:07x}]:\nText: {p}\n" for i, p in enumerate(ps, 0xB0))
+        + f"\n\n{ASKED}"
+    ),
+    "brackets behind": lambda ps: (
+        "Use these.\n\n## Context of documents: \n"
+        + "".join(f"{p} (extracted from p{i}.md)\n" for i, p in enumerate(ps))
+        + f"\n{ASKED}"
+    ),
+    "one group, counted": lambda ps: (
+        "Use these.\n\n<context>\n"
+        + "\n".join(f"{i}. name{i} {p}" for i, p in enumerate(ps, 1))
+        + f"\n</context>\n\n{ASKED}"
+    ),
     "ruled": lambda ps: "Use these.\n\n" + "\n=====\n".join(ps) + f"\n\nQuestion: {ASKED}",
 }
 
@@ -80,8 +101,10 @@ def test_passages_are_found_whole_in_any_order(form):
     text = form(found)
     pieces = cut(text, RULES)
     assert "".join(text[p.start : p.end] for p in pieces) == text
-    assert set(found) <= set(blocks(text))
-    assert set(found) <= set(blocks(form(found[::-1])))
+    assert all(any(it.endswith(passage) for it in blocks(text)) for passage in found)
+    if "name1" not in text:  # there a name stands in the line of its passage
+        assert set(found) <= set(blocks(text))
+        assert set(found) <= set(blocks(form(found[::-1])))
     assert not any(ASKED in block for block in blocks(text))
 
 
@@ -89,6 +112,37 @@ def test_passages_are_found_whole_in_any_order(form):
 def test_a_passage_of_several_paragraphs_is_one_block(form):
     found = passages(3, join="\n\n")
     assert set(found) <= set(blocks(form(found)))
+
+
+FOUND_AGAIN = {  # forms that part passages by nothing but breaks: share of their characters
+    "paragraphs": (lambda ps: "Use these.\n\n" + "\n\n".join(ps) + f"\n\n{ASKED}", 0.97),
+    "lines": (lambda ps: "Use these.\n\n" + "\n".join(ps) + f"\n\n{ASKED}", 0.9),
+    "ruled off": (lambda ps: "Use these.\n\n---\n" + "\n\n".join(ps) + f"\n---\n{ASKED}", 0.97),
+    "in one tag": (lambda ps: f"<context>\n{chr(10).join(ps)}\n</context>\n\n{ASKED}", 0.9),
+}
+
+
+@pytest.mark.parametrize(("form", "share"), FOUND_AGAIN.values(), ids=FOUND_AGAIN)
+def test_paragraphs_are_found_again_beside_other_passages(form, share):
+    """Passages of headings, paragraphs, a list and a note too short to be a block, among others."""
+
+    def of(seed):
+        one, two, three = passages(3, seed)
+        return f"## On {one[:12]}\n\n{one}\n\n- {two}\n- {three}\n\n[1] A note on it, at length."
+
+    asked = [of(100 + i) for i in range(5)]
+    seen = set(blocks(form([*asked[:2], *(of(i) for i in range(3))])))
+    seen |= set(blocks(form([*(of(10 + i) for i in range(2)), *asked[2:]])))
+    found = [it for it in blocks(form(asked[::-1])) if it in seen]
+    assert sum(map(len, found)) >= share * sum(map(len, asked))
+
+
+def test_a_wall_inside_one_passage_leaves_the_others_apart():
+    """What code in one passage spells as a template does is no template."""
+    inner = 'Say "content": "yes" to it. ' + passages(1, 7)[0]
+    pasted = [*passages(7), inner]
+    found = blocks("Use these.\n\n" + "\n\n".join(pasted) + f"\n\n{ASKED}")
+    assert set(pasted[:7]) <= set(found)
 
 
 def test_what_is_short_is_computed():
@@ -124,9 +178,12 @@ def test_long_texts_that_overlap_are_cut_alike_where_they_do():
         "---\n" * 200_000,
         "title:" * 100_000,
         "\ue000\u2028<" * 100_000,
+        "Label: x\n" * 100_000,
+        "(taken from" * 50_000,
+        "|\n" * 200_000,
         "",
     ],
-    ids=range(9),
+    ids=range(12),
 )
 def test_hostile_texts_are_cut_into_themselves(text):
     pieces = cut(text, RULES)

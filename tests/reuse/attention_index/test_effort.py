@@ -197,3 +197,16 @@ def test_lessons_stand_where_questions_will(logarithmic):
 def test_a_share_out_of_range_is_named(field, value):
     with pytest.raises(ConfigError, match=f"{field}={value!r}: expected a share above 0, up to 1"):
         QueryLists(**{field: value})
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_the_last_queries_have_a_say_of_their_own(head, name):
+    """Few of them do not drown in many others."""
+    spec = dataclasses.replace(OPEN[name], target_recall=0.9)
+    asked = np.repeat(head.test[:, :1], 32, axis=1)  # one query is soon content
+    alone = build(head.keys, head.train, spec, asked=asked, k=K)
+    both = build(head.keys, head.train, spec, asked=asked, last=head.test, k=K)
+    only = build(head.keys, head.train, spec, last=head.test, k=K)
+    assert min(recalls(head, open_index(both), both.efforts)) >= 0.9
+    pairs = zip(both.efforts, alone.efforts, only.efforts, strict=True)
+    assert all(one == max(few, many) for one, few, many in pairs)

@@ -60,6 +60,16 @@ def test_scores_are_those_of_the_ids_and_fall(searcher, head):
             assert 10 <= found.scanned[part] <= len(head.keys) + 16
 
 
+def test_a_scan_misses_nothing_whatever_the_kind(searcher, head):
+    for queries in head.test[:, :3]:
+        for query in queries:
+            found = searcher.scan(query, 10)
+            scores = searcher.all_keys() @ query
+            assert found.ids.dtype == np.int32 and found.scanned == len(head.keys)
+            np.testing.assert_allclose(found.scores, np.sort(scores)[::-1][:10], rtol=1e-4)
+            np.testing.assert_allclose(scores[found.ids], found.scores, rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("name", "least"),
     [("exact", 0.99), ("graph", 0.9), ("group graph", 0.9), ("lists", 0.75), ("hnsw", 0.9)],

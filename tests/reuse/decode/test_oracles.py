@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from jaxrag.base.config import RopeConfig, YarnScaling
+from jaxrag.base.rotary import attention_factor, frequencies
 from jaxrag.base.types import HIDDEN, Partial
 from jaxrag.kv.cache import PAGE, PagePool
 from jaxrag.models.attention import merge
-from jaxrag.models.rope import attention_factor, frequencies, rope_table
+from jaxrag.models.rope import rope_table
 from jaxrag.reuse.attention_index import Exact, build
 from jaxrag.reuse.decode import (
     Dense,

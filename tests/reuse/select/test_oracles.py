@@ -6,9 +6,9 @@ import itertools
 import numpy as np
 import pytest
 
+from jaxrag.base.rotary import attention_factor, frequencies
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt
-from jaxrag.models.rope import attention_factor, frequencies
 from jaxrag.reuse.select import (
     CacheCraft,
     FirstK,

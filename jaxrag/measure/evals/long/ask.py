@@ -170,10 +170,8 @@ def own_queries(
         chosen = np.zeros(0, np.int64)
     else:
         there = int((np.asarray(held) >= 0).sum())
-        count = min(observe.count, there)
-        first = there - count if observe.which == "last" else 0
-        chosen = np.linspace(first, there - 1, count).round().astype(np.int64)
-        assert there in (len(state.ids), count)
+        chosen = observe.chosen(there)
+        assert there in (len(state.ids), len(chosen))
     return _chosen(bank, np.int32(row), chosen)
 
 

@@ -82,12 +82,14 @@ class FarAnswer:
       lse: [K, G] float32, -inf before.
       spent: seconds of search and of attention, in pairs.
       counted: what was scanned and found, where that is measured; None where it is not.
+      notes: on heads that are scanned from here on.
     """
 
     out: HostArray
     lse: HostArray
     spent: list[tuple[float, float]]
     counted: list[Account] | None = None
+    notes: list[str] = dataclasses.field(default_factory=list)
 
     @contextlib.contextmanager
     def searching(self) -> Iterator[None]:

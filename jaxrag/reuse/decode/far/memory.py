@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from jaxrag.base.config import ModelConfig
+from jaxrag.base.rotary import frequencies
 from jaxrag.base.types import HostArray
-from jaxrag.models.rope import frequencies
 from jaxrag.reuse.attention_index import turned
 from jaxrag.reuse.attention_index.faiss_objects import faiss_module, halves
 from jaxrag.reuse.decode.far.layer import HostLayer

@@ -15,11 +15,14 @@ from jaxrag.reuse.attention_index import Exact, FoundKeys, QueryLists, Searcher,
 from jaxrag.reuse.attention_index.index import AttentionIndex
 from jaxrag.reuse.attention_index.lists import distinct, nearest_lists
 from jaxrag.reuse.attention_index.spec import Trained, effort_of
+from jaxrag.reuse.decode.checks import Checks
 from jaxrag.reuse.decode.far.layer import FarAnswer, FarLayer, HostTask, gathered
 from jaxrag.reuse.decode.far.memory import HostMemory, highest
 from jaxrag.reuse.decode.far.scan import Pair, best_of
 from jaxrag.reuse.decode.footprint import Account, recall_of
 from jaxrag.reuse.decode.parts import Part
+
+_NOTHING = FoundKeys(np.zeros(0, np.int32), np.zeros(0, np.float32), np.array(0))
 
 
 class Finder(abc.ABC):
@@ -223,9 +226,10 @@ class Searched(FarLayer):
         window: tuple[int, int],
         end: int,
         k: int,
+        checks: Checks | None = None,
     ) -> None:
         """``finders`` of every KV head, over keys from the window's sink to ``end``."""
-        self.memory, self.finders, self.account = memory, finders, account
+        self.memory, self.finders, self.account, self.checks = memory, finders, account, checks
         (self.sink, self.recent), self.end, self.k = window, end, k
         offsets = {each.offset for one in finders for each in one if each.offset is not None}
         self._offsets = sorted(offsets)
@@ -254,7 +258,8 @@ class Searched(FarLayer):
                     functools.partial(self._find, each, asked, kv_head, heads, answer)
                     for each in finders
                 ]
-                end = functools.partial(self._end, asked, kv_head, heads, tail, answer)
+                due = self.checks is not None and self.checks.due(position)
+                end = functools.partial(self._end, asked, kv_head, heads, (tail, due), answer)
                 todo += gathered(parts, end) if parts else [functools.partial(end, [])]
         return todo
 
@@ -263,6 +268,8 @@ class Searched(FarLayer):
     ) -> list[FoundKeys]:
         known = len(self.memory.offsets)
         own = 0 if finder.offset is None else known + self._offsets.index(finder.offset)
+        if all(self._failed(kv_head, int(head)) for head in heads):
+            return [_NOTHING] * len(heads)
         mine, count = asked[:, kv_head, heads], answer.counted is not None
         with answer.searching():
             return finder.find(mine[:known], mine[own], heads.tolist(), self.k, count=count)
@@ -272,18 +279,23 @@ class Searched(FarLayer):
         asked: HostArray,
         kv_head: int,
         heads: HostArray,
-        tail: HostArray,
+        at_position: tuple[HostArray, bool],
         answer: FarAnswer,
         parts: Sequence[list[FoundKeys]],
     ) -> None:
-        memory, k = self.memory, self.k
+        memory, k, (tail, due) = self.memory, self.k, at_position
         with answer.searching():
             mine = asked[: len(memory.offsets), kv_head, heads]
             found = [
                 [(each[at].scores, each[at].ids) for each in parts] for at in range(len(heads))
             ]
+            scans = np.zeros(len(heads), bool)
+            for at, head in enumerate(heads.tolist() if self.checks is not None and parts else ()):
+                if due or self._failed(kv_head, head):
+                    scans[at] = True
+                    found[at] = [self._checked(kv_head, head, mine[:, at], found[at], answer)]
             if answer.counted is not None and parts:
-                answer.counted.append(self._recall(kv_head, mine, found, parts))
+                answer.counted.append(self._recall(kv_head, mine, found, parts, scans))
             for at, each in enumerate(found if len(tail) else ()):
                 each.append((memory.scores(kv_head, mine[:, at], tail), tail))
             scores = np.full((len(heads), k), -np.inf, np.float32)
@@ -296,19 +308,44 @@ class Searched(FarLayer):
                 kv_head, scores, positions
             )
 
+    def _failed(self, kv_head: int, head: int) -> bool:
+        return self.checks is not None and self.checks.failed(kv_head, head)
+
+    def _checked(
+        self,
+        kv_head: int,
+        head: int,
+        asked: HostArray,
+        found: Sequence[Pair],
+        answer: FarAnswer,
+    ) -> Pair:
+        """What an exact search finds for one query head, which judges what was ``found``."""
+        assert self.checks is not None
+        stretches = self.memory.stretches(self.sink, self.end)
+        scores, wanted = best_of(self.memory, kv_head, asked[:, None], stretches, self.k)
+        if not self._failed(kv_head, head):
+            note = self.checks.judge(kv_head, head, _joined(found, self.k)[1], wanted[0])
+            answer.notes.extend([note] if note else [])
+        return scores[0], wanted[0]
+
     def _recall(
         self,
         kv_head: int,
         asked: HostArray,
         found: Sequence[Sequence[Pair]],
         parts: Sequence[Sequence[FoundKeys]],
+        scans: HostArray,
     ) -> Account:
-        """What finders found for some query heads, beside an exact search of the same keys."""
+        """What was found for some query heads, beside an exact search of the same keys.
+
+        ``scans`` [g]: which of them were scanned beside what finders did.
+        """
         stretches = self.memory.stretches(self.sink, self.end)
         _, wanted = best_of(self.memory, kv_head, asked, stretches, self.k)
         counts = Account()
         for at, each in enumerate(found):
             scanned = sum(int(part[at].scanned) for part in parts)
+            scanned += int(scans[at]) * (self.end - self.sink)
             counts += recall_of(_joined(each, self.k)[1], wanted[at], scanned)
         return counts
 

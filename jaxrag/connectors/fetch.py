@@ -1,0 +1,260 @@
+"""Stored parts read, verified and placed before they are promised to an engine.
+
+An engine is told of a part when its bytes lie in memory, checked and turned to their places. So
+what is damaged, missing or late never fails behind a promise: the prompt is computed instead.
+"""
+
+import contextlib
+import dataclasses
+import mmap
+import os
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxrag.base.config import RopeConfig
+from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, JaxragError, StoreError
+from jaxrag.connectors.plan import Plan
+from jaxrag.connectors.turn import place, rope_table
+from jaxrag.kv.store.base import KVStore
+
+
+class NotReadyError(JaxragError):
+    """Parts that will not be there in time; ``reason`` is one word for counters."""
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedArray:
+    """KV in memory that other processes of this machine map.
+
+    Attributes:
+      path: of its file, below /proc: it has no name on a disk, and ends with its process.
+      shape: of the array.
+      dtype: its name.
+      skip: tokens in front that are not wanted.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    skip: int
+
+    def open(self) -> NDArray[Any]:
+        """The array, mapped; [L, 2, T, K, H]."""
+        with open(self.path, "rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        return np.frombuffer(mapped, self.dtype).reshape(self.shape)[:, :, self.skip :]
+
+
+@dataclasses.dataclass
+class Fetch:
+    """The parts of one request, on their way or in memory."""
+
+    start: int  # the first token
+    nbytes: int
+    wanted: float = dataclasses.field(default_factory=time.monotonic)
+    begun: float | None = None  # when a thread took it up
+    done: "Future[NDArray[Any]] | None" = None
+    file: int | None = None  # descriptor, where other processes map it
+    skip: int = 0
+    taken: bool = False  # by the engine, which needs it again only after a preemption
+    loading: bool = False  # taken, and not yet said to be written
+    ended: bool = False  # its request is over
+
+
+class Fetches:
+    """Reads the parts of requests in threads, within a time and an amount of memory."""
+
+    def __init__(
+        self,
+        store: KVStore,
+        rope: RopeConfig,
+        *,
+        threads: int,
+        deadline: float,
+        host_bytes: int,
+        shared: bool,
+    ) -> None:
+        """Use ``ready`` from one thread.
+
+        Args:
+          store: of the parts.
+          rope: of the model.
+          threads: that read.
+          deadline: seconds that a read may take.
+          host_bytes: the most that lies in memory.
+          shared: whether other processes map what was read.
+        """
+        self._store, self._rope = store, rope
+        self._count, self._deadline = threads, deadline
+        self._host_bytes, self._shared = host_bytes, shared
+        self._threads = ThreadPoolExecutor(threads, "jaxrag-fetch")
+        self._held: dict[str, Fetch] = {}  # by request, the oldest first
+        self._abandoned: list[Fetch] = []  # not waited for; their threads still read
+
+    def ready(self, name: str, plan: Plan, start: int) -> bool:
+        """Whether the tokens start .. plan.end - 1 of a request lie in memory; begins it if not.
+
+        Raises:
+          NotReadyError: too late, too large, or no thread answers any more.
+          ChunkMissing, ChunkCorrupt, StoreError: as the store does.
+        """
+        one = self._held.get(name)
+        if one is not None and one.start > start:  # the engine has let go of pages since
+            self.drop(name)
+            one = None
+        if one is None:
+            one = self._begin(name, plan, start)
+            if one is None:
+                return False
+        assert one.done is not None
+        if one.done.done():
+            one.done.result()
+            return True
+        if one.begun is None:
+            if self._stuck:
+                raise NotReadyError("late", "the store does not answer")
+        elif time.monotonic() - one.begun > self._deadline:
+            raise NotReadyError("late", f"the store took more than {self._deadline:g} s")
+        return False
+
+    def take(self, name: str, start: int) -> "NDArray[Any] | SharedArray":
+        """What was read, [L, 2, tokens from start on, K, H]; kept until ``loaded``."""
+        one = self._held[name]
+        assert one.done is not None
+        one.taken = one.loading = True
+        skip = start - one.start
+        kv = one.done.result()
+        if one.file is None:
+            return kv[:, :, skip:]
+        whole = self._store.layout.shape(kv.shape[2] + one.skip)
+        path = f"/proc/{os.getpid()}/fd/{one.file}"
+        return SharedArray(path, whole, str(kv.dtype), one.skip + skip)
+
+    def seconds(self, name: str) -> float:
+        """Since the parts of a request were first wanted."""
+        return time.monotonic() - self._held[name].wanted
+
+    def loaded(self, name: str) -> None:
+        """The engine has written what it took: it may be let go when room is needed."""
+        one = self._held.get(name)
+        if one is not None:
+            one.loading = False
+            if one.ended:
+                self.drop(name)
+
+    def end(self, name: str) -> None:
+        """The request is over; what it is writing is kept until it has."""
+        one = self._held.get(name)
+        if one is not None:
+            one.ended = True
+            if not one.loading:
+                self.drop(name)
+
+    def drop(self, name: str) -> None:
+        """Let go of a request's parts, or of the wish for them."""
+        one = self._held.pop(name, None)
+        if one is None or one.done is None:
+            return
+        if one.done.done() or one.done.cancel():
+            _close(one)
+        else:
+            self._abandoned.append(one)
+
+    def close(self) -> None:
+        """Let go of everything; reads that hang are not waited for."""
+        for name in list(self._held):
+            self.drop(name)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def _stuck(self) -> bool:
+        """Whether every thread is at a read that nobody waits for any more."""
+        for one in [it for it in self._abandoned if it.done is not None and it.done.done()]:
+            self._abandoned.remove(one)
+            _close(one)
+        return len(self._abandoned) >= self._count
+
+    def _begin(self, name: str, plan: Plan, start: int) -> Fetch | None:
+        """Begin to read; None where there is no room at present."""
+        layout = self._store.layout
+        first = _parts_from(plan, start)[0]
+        need = layout.nbytes(plan.end - first)
+        if need > self._host_bytes:
+            raise NotReadyError("size", f"{need} bytes of parts: host_bytes={self._host_bytes}")
+        if self._stuck:
+            raise NotReadyError("late", "the store does not answer")
+        held = [*self._held.values(), *self._abandoned]
+        over = sum(one.nbytes for one in held) + need - self._host_bytes
+        for other, it in list(self._held.items()):
+            if over > 0 and it.taken and not it.loading:
+                over -= it.nbytes
+                self.drop(other)
+        if over > 0:
+            return None
+        one = self._held[name] = Fetch(start, need)
+        one.done = self._threads.submit(self._read, one, plan, start)
+        return one
+
+    def _read(self, one: Fetch, plan: Plan, start: int) -> NDArray[Any]:
+        one.begun = time.monotonic()
+        first, parts = _parts_from(plan, start)
+        one.skip = start - first
+        layout = self._store.layout
+        out = self._room(one, layout.shape(plan.end - first))
+        keys = [key for key, _ in parts]
+        repeats = len(set(keys)) < len(keys)  # a part that stands twice is read once
+        read = self._store.get_many(keys, None if repeats else out)
+        at = 0
+        for key, tokens in parts:
+            begin, size = read.offsets[key]
+            if size != tokens:
+                raise ChunkCorrupt(f"chunk {key}: holds {size} tokens, expected {tokens}")
+            if repeats:
+                out[:, :, at : at + size] = read.kv[:, :, begin : begin + size]
+            at += tokens
+        table = rope_table(self._rope, first, plan.end)
+        for layer in out:
+            place(layer[0], table, self._rope)
+        return out[:, :, one.skip :]
+
+    def _room(self, one: Fetch, shape: tuple[int, ...]) -> NDArray[Any]:
+        dtype = self._store.layout.numpy_dtype
+        if not self._shared:
+            return np.empty(shape, dtype)
+        one.file = os.memfd_create("jaxrag")
+        os.ftruncate(one.file, one.nbytes)
+        return np.frombuffer(mmap.mmap(one.file, one.nbytes), dtype).reshape(shape)
+
+
+def reason_of(error: JaxragError) -> str:
+    """One word for counters."""
+    if isinstance(error, NotReadyError):
+        return error.reason
+    if isinstance(error, ChunkMissing):
+        return "missing"
+    return "damaged" if isinstance(error, ChunkCorrupt) else "store"
+
+
+def _parts_from(plan: Plan, start: int) -> tuple[int, list[tuple[str, int]]]:
+    """Where the part with the token ``start`` begins, and the parts from it on."""
+    at = 0
+    for number, (_, tokens) in enumerate(plan.parts):
+        if at + tokens > start:
+            return at, list(plan.parts[number:])
+        at += tokens
+    raise StoreError(f"token {start} is behind the parts, which end at {plan.end}")
+
+
+def _close(one: Fetch) -> None:
+    if one.file is not None:
+        with contextlib.suppress(OSError):
+            os.close(one.file)
+        one.file = None

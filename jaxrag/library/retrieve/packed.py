@@ -1,0 +1,471 @@
+"""Postings of many chunks in few rows, and the search of them that leaves out what cannot win.
+
+A block holds up to 65,536 chunks, by place. Of every term that they hold it has one row: the places
+of the holders, ascending, and how often each holds it. The row's head bounds what the term can add
+to a score, so that common words are only looked up for chunks that rarer words brought near the
+top (MaxScore: Turtle and Flood, "Query evaluation: strategies and optimizations", Information
+Processing and Management 31, 1995). What is found is exactly what adding everything up finds.
+
+Postings come into a block from the table ``postings``, and blocks are made of smaller ones, in
+transactions of the catalog. A chunk that leaves is taken out of its block's rows at once.
+"""
+
+import dataclasses
+import heapq
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from jaxrag.base.errors import DamagedCatalogError
+from jaxrag.base.types import Connection
+
+PACKED = 5  # the format of a catalog that may have blocks
+MOST_CHUNKS = 1 << 16  # of a block: places are 16 bits
+_TIERS = (1 << 12, 1 << 16)  # blocks below a size become one when they have so many chunks together
+_ROWS = 2048  # that are read or written at once
+_LOW = 0xFFFFFFFF
+_SCHEMA = (
+    "CREATE TABLE IF NOT EXISTS blocks (block INTEGER PRIMARY KEY, chunks INTEGER NOT NULL, "
+    "xxh3 INTEGER NOT NULL, ids BLOB NOT NULL, lengths BLOB NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS packed (block INTEGER, term TEXT, holders INTEGER NOT NULL, "
+    "weight INTEGER NOT NULL, most INTEGER NOT NULL, least INTEGER NOT NULL, "
+    "content INTEGER NOT NULL, xxh3 INTEGER NOT NULL, postings BLOB NOT NULL, "
+    "PRIMARY KEY (block, term)) WITHOUT ROWID",
+)
+_INSERT = "INSERT INTO packed VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+
+PostingPlaces = NDArray[np.int64]
+_Row = tuple[str, NDArray[np.int64], NDArray[np.int64]]  # term, places, counts
+
+
+def damaged(path: Path, what: str) -> DamagedCatalogError:
+    """The error for postings that are not as they were written."""
+    return DamagedCatalogError(
+        f"catalog {path} is damaged: {what} are not as written; run "
+        f"`jaxrag kb verify --repair {path.parent}`, or restore a copy"
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PostingBlock:
+    """The chunks of a block by place.
+
+    Attributes:
+      ids: [N] int64, 0 where a chunk has left.
+      lengths: [N] float64, terms of each chunk, repeats counted.
+    """
+
+    number: int
+    xxh3: int
+    ids: NDArray[np.int64]
+    lengths: NDArray[np.float64]
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """What a term's row of a block says of its postings.
+
+    Attributes:
+      holders: how many chunks hold the term.
+      weight: the sum of ``bm25`` over them.
+      most: a bound of how often one holds it.
+      least: a bound of the number of terms of the shortest.
+      content: the digest of the postings.
+    """
+
+    block: int
+    term: str
+    holders: int
+    weight: int
+    most: int
+    least: int
+    content: int
+
+    @property
+    def xxh3(self) -> int:
+        """The digest of the head."""
+        return _digest(repr(dataclasses.astuple(self)).encode())
+
+
+@dataclasses.dataclass(frozen=True)
+class BM25Weights:
+    """The numbers of BM25 for one state of the index; ``unit`` makes weights whole numbers."""
+
+    k1: float
+    base: float
+    per_term: float
+    unit: float
+
+    def weights(
+        self, idf: float, times: NDArray[np.int64], lengths: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """What a term adds to chunks that hold it so many times, in the order of SQL's search."""
+        found = idf * times * (self.k1 + 1) / (times + self.base + self.per_term * lengths)
+        made: NDArray[np.float64] = np.floor(found * self.unit + 0.5)
+        return made
+
+    def bound(self, idf: float, most: int, least: int) -> float:
+        """The most that a term adds."""
+        return float(self.weights(idf, np.array([most]), np.array([float(least)]))[0])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Packed:
+    """The blocks of one catalog; nothing here commits."""
+
+    connection: Connection
+    path: Path  # of the catalog, as errors name it
+    _blocks: dict[int, PostingBlock] = dataclasses.field(default_factory=dict, repr=False)
+
+    def is_there(self) -> bool:
+        """Whether the catalog may have blocks."""
+        (version,) = self.connection.execute("PRAGMA user_version").fetchone()
+        return bool(version == PACKED)
+
+    def blocks(self) -> list[PostingBlock]:
+        """All blocks, ascending; those that did not change are not read again."""
+        if not self.is_there():
+            return []
+        known = self.connection.execute("SELECT block, xxh3 FROM blocks ORDER BY block").fetchall()
+        for number in self._blocks.keys() - {number for number, _ in known}:
+            del self._blocks[number]
+        for number, xxh3 in known:
+            held = self._blocks.get(number)
+            if held is None or held.xxh3 != xxh3:
+                self._blocks[number] = self._block(number)
+        return [self._blocks[number] for number, _ in known]
+
+    def _block(self, number: int) -> PostingBlock:
+        chunks, xxh3, ids, lengths = self.connection.execute(
+            "SELECT chunks, xxh3, ids, lengths FROM blocks WHERE block = ?", (number,)
+        ).fetchone()
+        if _digest(ids + lengths) != xxh3 or len(ids) != 8 * chunks or len(lengths) != 4 * chunks:
+            raise damaged(self.path, "the chunks of packed words")
+        return PostingBlock(
+            number,
+            xxh3,
+            np.frombuffer(ids, "<i8"),
+            np.frombuffer(lengths, "<u4").astype(np.float64),
+        )
+
+    def _damaged(self, term: str) -> DamagedCatalogError:
+        return damaged(self.path, f"the postings of {term!r}")
+
+    # Changes
+
+    def pack(self) -> None:
+        """Make blocks of all postings in the table ``postings``, and few of many blocks."""
+        for statement in _SCHEMA:
+            self.connection.execute(statement)
+        self.connection.execute(f"PRAGMA user_version = {PACKED}")
+        packed = [block.ids[block.ids > 0] for block in self.blocks()]
+        rows = np.array(
+            self.connection.execute("SELECT chunk_id, num_terms FROM lengths").fetchall(), np.int64
+        ).reshape(-1, 2)
+        rows = rows[~np.isin(rows[:, 0], np.concatenate([np.zeros(0, np.int64), *packed]))]
+        rows = rows[np.argsort(rows[:, 0])]
+        for start in range(0, len(rows), MOST_CHUNKS):
+            some = rows[start : start + MOST_CHUNKS]
+            self._write(some[:, 0], some[:, 1], self._loose(some[:, 0]))
+        self.connection.execute("DELETE FROM postings")
+        self._join()
+
+    def _loose(self, ids: NDArray[np.int64]) -> Iterator[_Row]:
+        """The postings of some chunks in the table ``postings``, by term, by place."""
+        found = self._pages(
+            "SELECT term, chunk_id, count FROM postings WHERE (term, chunk_id) > (?, ?) "
+            "ORDER BY term, chunk_id LIMIT ?",
+            ("", 0),
+        )
+        for term, group in itertools.groupby(found, key=lambda row: row[0]):
+            pairs = np.array([row[1:3] for row in group], np.int64)
+            places = np.searchsorted(ids, pairs[:, 0])
+            own = (places < len(ids)) & (ids[np.minimum(places, len(ids) - 1)] == pairs[:, 0])
+            if own.any():
+                yield str(term), places[own], pairs[own, 1]
+
+    def _pages(self, statement: str, after: tuple[object, ...]) -> Iterator[tuple[object, ...]]:
+        """Rows in pages: writing goes on between them. The first columns are those of ``after``."""
+        while True:
+            rows = self.connection.execute(statement, (*after, _ROWS)).fetchall()
+            yield from rows
+            if len(rows) < _ROWS:
+                return
+            after = rows[-1][: len(after)]
+
+    def _write(
+        self, ids: NDArray[np.int64], lengths: NDArray[np.int64], rows: Iterable[_Row]
+    ) -> None:
+        """A new block of chunks, and its rows."""
+        (number,) = self.connection.execute(
+            "SELECT MAX(COALESCE((SELECT MAX(block) FROM blocks), 0), "
+            "COALESCE((SELECT MAX(block) FROM packed), 0)) + 1"
+        ).fetchone()
+        self._put_chunks(number, ids, lengths)
+        made = (_row(number, term, ids, lengths, *pairs) for term, *pairs in rows)
+        for some in itertools.batched(made, _ROWS):
+            self.connection.executemany(_INSERT, some)
+
+    def _put_chunks(self, number: int, ids: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
+        parts = ids.astype("<i8").tobytes(), lengths.astype("<u4").tobytes()
+        self.connection.execute(
+            "INSERT OR REPLACE INTO blocks VALUES (?, ?, ?, ?, ?)",
+            (number, len(ids), _digest(b"".join(parts)), *parts),
+        )
+
+    def _join(self) -> None:
+        """Make one of the small blocks where they are as many chunks as a larger one."""
+        for size in _TIERS:
+            small = [block for block in self.blocks() if len(block.ids) < size]
+            chosen: list[PostingBlock] = []
+            for block in small:
+                if sum(len(it.ids) for it in (*chosen, block)) <= MOST_CHUNKS:
+                    chosen.append(block)
+            total = sum(len(it.ids) for it in chosen)
+            if len(chosen) > 1 and (total >= size * 3 // 4 or len(chosen) < len(small)):
+                self._merge(chosen)
+
+    def _merge(self, blocks: Sequence[PostingBlock]) -> None:
+        ids = np.concatenate([block.ids for block in blocks])
+        lengths = np.concatenate([block.lengths for block in blocks]).astype(np.int64)
+        stays = ids > 0
+        places = np.cumsum(stays) - 1  # of those that stay
+        starts = np.cumsum([0, *(len(block.ids) for block in blocks)])
+
+        def rows_of(block: PostingBlock, start: int) -> Iterator[_Row]:
+            for term, own, counts in self._checked(block):
+                yield term, places[own + start], counts
+
+        merged = heapq.merge(
+            *(rows_of(it, int(start)) for it, start in zip(blocks, starts, strict=False)),
+            key=lambda row: row[0],
+        )
+
+        def joined() -> Iterator[_Row]:
+            for term, group in itertools.groupby(merged, key=lambda row: row[0]):
+                parts = list(group)
+                yield (
+                    term,
+                    np.concatenate([part[1] for part in parts]),
+                    np.concatenate([part[2] for part in parts]),
+                )
+
+        self._write(ids[stays], lengths[stays], joined())
+        for block in blocks:
+            self._drop(block.number)
+
+    def _drop(self, number: int) -> None:
+        self.connection.execute("DELETE FROM packed WHERE block = ?", (number,))
+        self.connection.execute("DELETE FROM blocks WHERE block = ?", (number,))
+        self._blocks.pop(number, None)
+
+    def clear(self) -> None:
+        """Forget all blocks."""
+        if self.is_there():
+            self.connection.execute("DELETE FROM packed")
+            self.connection.execute("DELETE FROM blocks")
+            self._blocks.clear()
+
+    def remove(self, terms_of: Mapping[int, Iterable[str]]) -> None:
+        """Take chunks out of their blocks, given their distinct terms by id."""
+        asked = np.fromiter(terms_of, np.int64)
+        for block in self.blocks():
+            places = np.flatnonzero(np.isin(block.ids, asked))
+            if not len(places):
+                continue
+            leaving: dict[str, list[int]] = {}
+            for place in places.tolist():
+                for term in terms_of[int(block.ids[place])]:
+                    leaving.setdefault(term, []).append(place)
+            ids, lengths = block.ids.copy(), block.lengths.astype(np.int64)
+            for some in itertools.batched(sorted(leaving), _ROWS):
+                written, empty = [], []
+                for term, holders, postings in self._rows(block.number, some):
+                    own, counts = self._unpacked(term, postings, holders)
+                    stay = ~np.isin(own, leaving[term])
+                    if stay.any():
+                        written.append(
+                            _row(block.number, term, ids, lengths, own[stay], counts[stay])
+                        )
+                    else:
+                        empty.append((block.number, term))
+                self.connection.executemany(
+                    _INSERT.replace("INSERT", "INSERT OR REPLACE", 1), written
+                )
+                self.connection.executemany(
+                    "DELETE FROM packed WHERE block = ? AND term = ?", empty
+                )
+            ids[places] = lengths[places] = 0
+            if ids.any():
+                self._put_chunks(block.number, ids, lengths)
+            else:
+                self._drop(block.number)
+
+    def _rows(self, number: int, terms: Sequence[str]) -> list[tuple[str, int, bytes]]:
+        """Terms, holders and postings of a block's rows."""
+        return self.connection.execute(
+            "SELECT term, holders, postings FROM json_each(?) CROSS JOIN packed "
+            "ON block = ? AND term = json_each.value",
+            (json.dumps(terms), number),
+        ).fetchall()
+
+    # Reading
+
+    def heads(self, term: str) -> list[Head]:
+        """The heads of a term's rows. Raises DamagedCatalogError."""
+        blocks = self.blocks()
+        if not blocks:
+            return []
+        rows = self.connection.execute(
+            "SELECT packed.block, term, holders, weight, most, least, content, packed.xxh3 "
+            "FROM json_each(?) CROSS JOIN packed ON packed.block = json_each.value AND term = ?",
+            (json.dumps([block.number for block in blocks]), term),
+        ).fetchall()
+        found = []
+        for *values, xxh3 in rows:
+            head = Head(*values)
+            if head.xxh3 != xxh3:
+                raise self._damaged(term)
+            found.append(head)
+        return found
+
+    def postings(self, head: Head) -> tuple[PostingPlaces, NDArray[np.int64]]:
+        """Places and counts of a row, held against their digest. Raises DamagedCatalogError."""
+        row = self.connection.execute(
+            "SELECT postings FROM packed WHERE block = ? AND term = ?", (head.block, head.term)
+        ).fetchone()
+        if row is None or _digest(row[0]) != head.content:
+            raise self._damaged(head.term)
+        return self._unpacked(head.term, row[0], head.holders)
+
+    def _unpacked(
+        self, term: str, postings: bytes, holders: int
+    ) -> tuple[PostingPlaces, NDArray[np.int64]]:
+        try:
+            return unpack(postings, holders)
+        except ValueError:
+            raise self._damaged(term) from None
+
+    def all_postings(self) -> Iterator[tuple[str, NDArray[np.int64], NDArray[np.int64]]]:
+        """Term, chunk ids and counts of every row of every block, in no order of terms."""
+        for block in self.blocks():
+            for term, places, counts in self._checked(block):
+                yield term, block.ids[places], counts
+
+    def _checked(self, block: PostingBlock) -> Iterator[_Row]:
+        """Every row of a block, by term, held against its digests. Raises DamagedCatalogError."""
+        for row in self._pages(
+            "SELECT term, block, holders, weight, most, least, content, xxh3, postings FROM packed "
+            f"WHERE block = {block.number} AND term > ? ORDER BY term LIMIT ?",
+            ("",),
+        ):
+            term, number, *values, xxh3, postings = row
+            head = Head(number, term, *values)  # type: ignore[arg-type]
+            if head.xxh3 != xxh3 or _digest(postings) != head.content:  # type: ignore[arg-type]
+                raise self._damaged(head.term)
+            yield head.term, *self._unpacked(head.term, postings, head.holders)  # type: ignore[arg-type]
+
+    def search(
+        self,
+        idf: Mapping[str, float],
+        heads: Mapping[str, Sequence[Head]],
+        k: int,
+        scoring: BM25Weights,
+        allowed: NDArray[np.bool_] | None,
+        least: float,
+    ) -> list[tuple[float, int]]:
+        """Chunks among which are the ``k`` best of the blocks: (score in units, chunk id).
+
+        Args:
+          idf: of the terms that are searched by.
+          heads: of each of them.
+          allowed: by chunk id, whether it may be found; None: all may.
+          least: a score that at least k chunks elsewhere have.
+        """
+        blocks = {block.number: block for block in self.blocks()}
+        bounds = {
+            term: max(
+                (scoring.bound(value, head.most, head.least) for head in heads[term]), default=0.0
+            )
+            for term, value in idf.items()
+        }
+        order = sorted((term for term in idf if heads[term]), key=lambda term: -bounds[term])
+        left = np.cumsum([bounds[term] for term in reversed(order)])[::-1].tolist()
+        scores = {number: np.zeros(len(block.ids)) for number, block in blocks.items()}
+        chosen: dict[int, PostingPlaces] | None = None  # places that may win; None: all may still
+        for place, term in enumerate(order):
+            if chosen is None and least > left[place]:
+                chosen = {it: np.flatnonzero(own) for it, own in scores.items()}
+            if chosen is not None:
+                for number, places in chosen.items():
+                    chosen[number] = places[scores[number][places] + left[place] >= least]
+            touched = []
+            for head in heads[term]:
+                if chosen is not None and not len(chosen[head.block]):
+                    continue
+                places, times = self.postings(head)
+                if chosen is not None:
+                    own = np.searchsorted(places, chosen[head.block])
+                    own = own[places[np.minimum(own, len(places) - 1)] == chosen[head.block]]
+                    places, times = places[own], times[own]
+                block = blocks[head.block]
+                if allowed is not None and chosen is None:
+                    stay = allowed[block.ids[places]]
+                    places, times = places[stay], times[stay]
+                if not len(places):
+                    continue
+                more = scoring.weights(idf[term], times, block.lengths[places])
+                now: NDArray[np.float64] = scores[head.block][places] + more
+                scores[head.block][places] = now
+                touched.append(now)
+            if touched:
+                least = max(least, _kth(np.concatenate(touched), k))
+        found: list[tuple[float, int]] = []
+        for number, all_scores in scores.items():
+            best = chosen[number] if chosen is not None else np.flatnonzero(all_scores)
+            best = best[(all_scores[best] >= least) & (all_scores[best] > 0)]
+            found += zip(all_scores[best].tolist(), blocks[number].ids[best].tolist(), strict=True)
+        return found
+
+
+def _kth(scores: NDArray[np.float64], k: int) -> float:
+    """The k-th largest; 0 where there are fewer."""
+    return float(np.partition(scores, -k)[-k]) if len(scores) >= k else 0.0
+
+
+def _row(
+    number: int,
+    term: str,
+    ids: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    places: NDArray[np.int64],
+    counts: NDArray[np.int64],
+) -> tuple[object, ...]:
+    """The row of a term."""
+    most = int(counts.max())
+    width = 1 if most < 1 << 8 else 2 if most < 1 << 16 else 4
+    postings = places.astype("<u2").tobytes() + counts.astype(f"<u{width}").tobytes()
+    weight = int(((ids[places] * (2 * counts + 1)) & _LOW).sum())
+    shortest = int(lengths[places].min())
+    head = Head(number, term, len(places), weight, most, shortest, _digest(postings))
+    return (*dataclasses.astuple(head), head.xxh3, postings)
+
+
+def unpack(postings: bytes, holders: int) -> tuple[PostingPlaces, NDArray[np.int64]]:
+    """Places and counts of a row, int64 [holders] each. Raises ValueError."""
+    width, rest = divmod(len(postings) - 2 * holders, max(1, holders))
+    if width not in (1, 2, 4) or rest:
+        raise ValueError(f"{len(postings)} bytes for {holders} postings")
+    places = np.frombuffer(postings, "<u2", holders).astype(np.int64)
+    counts = np.frombuffer(postings, f"<u{width}", holders, 2 * holders).astype(np.int64)
+    return places, counts
+
+
+def _digest(data: bytes) -> int:
+    found = xxhash.xxh3_64_intdigest(data)
+    return found - (1 << 64) if found >> 63 else found

@@ -1,0 +1,213 @@
+"""What parts passages: walls that rules name, and those that a text itself repeats."""
+
+import bisect
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from jaxrag.models.text.passage_rules import FLAGS, PassageRules
+
+Span = tuple[int, int]  # characters: the first, and one past the last
+
+MOST_WALLS = 20_000
+_NUMBERED = re.compile(  # `[1] `, `Passage A:`, `(1) `, `1. `, `<d1>`, `### 2`
+    r"^[ \t]{0,8}(?P<open>[^\w\s]{0,3})[ \t]?(?P<word>[^\W\d_]{0,20})[ \t#:\[(-]{0,3}"
+    r"(?P<number>\d{1,4}|[A-Z](?![^\W_]))[ \t]?(?P<close>[^\w\s]{1,3})[ \t]*",
+    re.MULTILINE,
+)
+_LABEL = re.compile(  # `Excerpt: `, `# File: `, `**Text**: `
+    r"^[ \t#*>-]{0,8}(?P<words>[^\W\d_][\w ]{0,24})(?:\*\*)?:(?:\*\*)?[ \t]*", re.MULTILINE
+)
+_TAG = re.compile(r"<(?P<end>/?)(?P<name>[A-Za-z][\w.-]{0,30}?)\d{0,4}(?:[ \t][^<>\n]{0,300})?/?>")
+_BEHIND = re.compile(  # what ends lines: `(taken from a.md, page 3)`
+    r"[(\[](?P<words>[^\W\d_]+[ \t]\w+)[^()\[\]\n]{0,200}[)\]][ \t]*$", re.MULTILINE
+)
+_TO_COLON = re.compile(r"[^\n:=]{1,60}[:=]")
+_NUMBER = re.compile(r"\b(?=[0-9a-f-]*\d)[0-9a-f-]+\b", re.IGNORECASE)  # and hexadecimal ids
+_LARGEST = 0.8  # of the bytes that walls open: more in one passage, and others are left together
+_OPENED = 0.4  # of all bytes, that walls have to open
+_LINES_ABOVE = 4  # that may belong to a wall
+_LONGEST_LINE = 400  # characters of such a line
+_AT_ONCE = 1 << 18  # characters that a pattern runs over while other threads wait
+
+
+def named_walls(text: str, patterns: Mapping[str, str]) -> dict[str, list[Span]]:
+    """The walls of each kind; the groups of a match are not in them."""
+    found: dict[str, list[Span]] = {}
+    for name, pattern in patterns.items():
+        spans = found[name] = []
+        for match in _scan(re.compile(pattern, FLAGS), text):
+            start = match.start()
+            for group in range(1, match.re.groups + 1):
+                if match.start(group) >= 0:
+                    spans.append((start, match.start(group)))
+                    start = match.end(group)
+            spans.append((start, match.end()))
+    return found
+
+
+def _scan(pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
+    """Matches, as many as walls may be; a very long text by runs of whole lines."""
+    return itertools.islice(_matches(pattern, text), MOST_WALLS + 1)
+
+
+def _matches(pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
+    at = 0
+    while at < len(text):
+        end = min(at + _AT_ONCE, len(text))
+        if end < len(text):
+            end = text.find("\n", end, end + _AT_ONCE) + 1 or end
+        yield from pattern.finditer(text, at, end)
+        at = end
+
+
+def part(
+    text: str, walls: Sequence[Span], own: Iterable[Span], rules: PassageRules, least: int
+) -> bool:
+    """Whether ``own`` part the passages of the text: they open ``least``, and leave no large rest.
+
+    What stands in one passage or around all of them opens one or two, and leaves others together.
+
+    Args:
+      walls: all, in order.
+      own: those in question.
+      rules: sizes.
+      least: passages that they open.
+    """
+    starts = [start for start, _ in walls]
+    opened = list[int]()
+    for _, end in own:
+        after = bisect.bisect_left(starts, end)
+        size = _size(text, (end, starts[after] if after < len(starts) else len(text)))
+        if size >= rules.least:
+            opened.append(size)
+    if len(opened) < least:
+        return False
+    sizes = [_size(text, gap) for gap in gaps(walls, len(text))]
+    together = max(sizes) > _LARGEST * sum(opened)
+    if together if len(opened) > 1 else max(sizes) > rules.whole:
+        return False
+    return sum(opened) >= _OPENED * sum(sizes)
+
+
+def _size(text: str, span: Span) -> int:
+    return len(text[span[0] : span[1]].strip().encode())
+
+
+def gaps(walls: Iterable[Span], length: int) -> Iterator[Span]:
+    """What lies between walls, which may overlap."""
+    at = 0
+    for start, end in walls:
+        if start > at:
+            yield at, start
+        at = max(at, end)
+    if length > at:
+        yield at, length
+
+
+def with_lines_above(text: str, walls: Sequence[Span], rules: PassageRules) -> list[Span]:
+    """The walls, and the lines right above those that open passages, where these are alike.
+
+    So a name that no rule knows belongs to the wall: `Source ID [17]:` above `Text: `.
+    """
+    found = list(walls)
+    for _ in range(_LINES_ABOVE):
+        runs = [run for run in _runs(text, found) if _size(text, (run[1], run[2])) >= rules.least]
+        lines = [_line_above(text, start) for start, _, _ in runs]
+        shapes = [_shape(text[start:end]) for start, end in lines]
+        alike = {it for it, count in Counter(shapes).items() if it and 2 * count > len(shapes) > 2}
+        more = {line for line, shape in zip(lines, shapes, strict=True) if shape in alike}
+        if not more:
+            break
+        found = sorted({*found, *more})
+    return found
+
+
+def _runs(text: str, walls: Sequence[Span]) -> Iterator[tuple[int, int, int]]:
+    """Walls with nothing but white space between them: first character, end, start of the next."""
+    now: Span | None = None
+    for start, end in walls:
+        if now is not None and (start <= now[1] or text[now[1] : start].isspace()):
+            now = now[0], max(now[1], end)
+            continue
+        if now is not None:
+            yield *now, start
+        now = start, end
+    if now is not None:
+        yield *now, len(text)
+
+
+def _line_above(text: str, at: int) -> Span:
+    """The last line with words in it before the line of ``at``; empty where there is none."""
+    first = max(0, at - _LONGEST_LINE)
+    before = text[first:at].rstrip()
+    end = first + len(before)
+    if "\n" not in text[end:at]:
+        return at, at
+    return first + before.rfind("\n") + 1, end
+
+
+def _shape(line: str) -> str:
+    """What lines of one kind share: what stands before a colon, with all numbers alike."""
+    found = _TO_COLON.match(line)
+    return _NUMBER.sub("0", found[0].strip().lower()) if found else ""
+
+
+def repeated_walls(text: str, rules: PassageRules) -> set[Span]:
+    """What the text repeats in front of its passages or behind them, where it parts three or more.
+
+    Labels that count up, labels that come again, tags, and brackets at the ends of lines; each far
+    enough apart to hold a passage.
+    """
+    kinds = itertools.chain(
+        _counted(text, rules.apart),
+        (spans for spans in _by_words(_LABEL, text) if _distant(spans, rules.apart)),
+        _tags(text, rules.apart),
+        (spans for spans in _by_words(_BEHIND, text) if _distant(spans, rules.apart)),
+    )
+    found = set[Span]()
+    for spans in kinds:
+        if part(text, sorted(spans), spans, rules, 3):
+            found.update(spans)
+    return found
+
+
+def _counted(text: str, apart: int) -> Iterator[set[Span]]:
+    """Labels of one kind that count up from 0, 1 or A."""
+    labels: dict[tuple[str, str, str], list[tuple[int, Span]]] = {}
+    for match in _scan(_NUMBERED, text):
+        number = match["number"]
+        order = int(number) if number.isdigit() else ord(number) - ord("A") + 1
+        kind = match["open"], match["word"].lower(), match["close"]
+        labels.setdefault(kind, []).append((order, match.span()))
+    for counted in labels.values():
+        spans, first_number = set[Span](), 2
+        for (low, first), (high, second) in itertools.pairwise(counted):
+            if high == low + 1 and second[0] - first[1] >= apart:
+                spans |= {first, second}
+                first_number = min(first_number, low)
+        if first_number < 2:
+            yield spans
+
+
+def _tags(text: str, apart: int) -> Iterator[list[Span]]:
+    """Tags of one name, and those that end it."""
+    tags: dict[str, list[Span]] = {}
+    ends: dict[str, list[Span]] = {}
+    for match in _scan(_TAG, text):
+        (ends if match["end"] else tags).setdefault(match["name"], []).append(match.span())
+    for name, spans in tags.items():
+        if any(second[0] - first[1] >= apart for first, second in itertools.pairwise(spans)):
+            yield [*spans, *ends.get(name, ())]
+
+
+def _by_words(pattern: re.Pattern[str], text: str) -> Iterable[list[Span]]:
+    found: dict[str, list[Span]] = {}
+    for match in _scan(pattern, text):
+        found.setdefault(match["words"].lower(), []).append(match.span())
+    return found.values()
+
+
+def _distant(spans: Sequence[Span], apart: int) -> bool:
+    return all(second[0] - first[1] >= apart for first, second in itertools.pairwise(spans))

@@ -1,0 +1,181 @@
+"""What another engine needs to read a knowledge base's chunks: `jaxrag kb connector`."""
+
+import dataclasses
+import json
+import os
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxrag.base.errors import KnowledgeBaseError, RequestError
+from jaxrag.base.types import HostArray
+from jaxrag.connectors import manifest
+from jaxrag.connectors.manifest import Engine, Gate, Manifest
+from jaxrag.kv.store import ChunkStore, ReadThrough
+from jaxrag.kv.store.keys import content_id
+from jaxrag.library.knowledge_base import KnowledgeBase
+from jaxrag.models.digest import cache_directory, params_digest, weights_digest
+from jaxrag.models.hf import is_hf_directory, load_config, load_params
+from jaxrag.models.model import Model
+from jaxrag.reuse.encode import ChunkEncoding, encoder_named, prefix_key
+from jaxrag.reuse.methods import METHODS
+from jaxrag.serve.suits import gate_subject
+
+# By the encoder of stored chunks: the method that reuses them as they are, and computes nothing.
+METHOD_OF = {"isolated": "turborag", "after_prefix": "full_reuse"}
+
+
+@dataclasses.dataclass(frozen=True)
+class ConnectorReport:
+    """What was written.
+
+    Attributes:
+      path: of the folder.
+      encoder: of the chunks.
+      parts: chunks that prompts may hold, each content once.
+      missing: of these, without KV in the store: prompts that hold them are computed.
+      gates: what speaks for answers from stored chunks alone.
+      command: starts vLLM.
+    """
+
+    path: str
+    encoder: str
+    parts: int
+    missing: int
+    gates: tuple[Gate, ...]
+    command: str
+
+
+def write_connector(
+    kb: KnowledgeBase,
+    out: str | os.PathLike[str],
+    *,
+    encoder: str | None = None,
+    serve: str | os.PathLike[str] | None = None,
+    groups: Sequence[str] = (),
+) -> ConnectorReport:
+    """Write or refresh the folder by which another engine reads the chunks.
+
+    The template's prefix is encoded where it is not stored. Documents that were removed are no
+    part of it any more, and an engine that runs reads it again within seconds.
+
+    Args:
+      kb: opened with its model, for writing.
+      out: the folder.
+      encoder: of the chunks; None: the first that the knowledge base keeps of those that can be.
+      serve: the Hugging Face directory that the engine loads; None: the model's own.
+      groups: of documents that name groups in their metadata those with one of these.
+
+    Raises:
+      KnowledgeBaseError: no model, or opened for reading.
+      RequestError: an encoder whose chunks have seen each other or that is not kept; a directory
+        that is none, or of other weights.
+      StoreError: a folder that cannot be written.
+    """
+    model = kb.model
+    if model is None or kb.mode != "rw":
+        raise KnowledgeBaseError(
+            f"{kb.path} was opened for reading; open it with its model and mode 'rw'"
+        )
+    chosen = _encoder(kb, encoder)
+    folder = _served(model, serve)
+    tokenizer = model.text_tokenizer()
+    prefix = kb.template.prefix_ids(tokenizer)
+    ChunkEncoding(model, kb.store, prefix).keep_prefix()
+    parts = dict(_parts(kb, groups))
+    store = kb.store.inner if isinstance(kb.store, ReadThrough) else kb.store  # what lies elsewhere
+    assert isinstance(store, ChunkStore)
+    engine = Engine(
+        store=store.location,
+        fingerprint=kb.store.fingerprint,
+        layout=kb.store.layout,
+        rope=model.config.rope,
+        tokenizer=tokenizer.digest,
+        weights=manifest.weights_of(folder, cache_directory() / "engine-weights.json"),
+        encoder=chosen,
+        sealed=store.sealed_by,
+    )
+    gates = tuple(_gates(kb, model, METHOD_OF[chosen]))
+    table = manifest.parts_table(parts.items())
+    path = Path(out).absolute()
+    manifest.write(path, Manifest(engine, prefix, gates, table))
+    encoding = ChunkEncoding(model, kb.store, prefix)
+    keys = [encoding.key(chosen, ids) for ids in parts.values()]
+    if len(prefix):
+        keys.append(prefix_key(kb.store.fingerprint, tokenizer.digest, prefix))
+    missing = sum(record is None for record in kb.store.head(keys, on_corrupt="skip"))
+    return ConnectorReport(
+        path=str(path),
+        encoder=chosen,
+        parts=len(parts),
+        missing=missing,
+        gates=gates,
+        command=command_of(path, folder, model.config.dtype),
+    )
+
+
+def command_of(out: Path, folder: Path, dtype: str) -> str:
+    """The line that starts vLLM with the connector."""
+    config: dict[str, Any] = {
+        "kv_connector": "JaxragConnector",
+        "kv_connector_module_path": "jaxrag.connectors.vllm",
+        "kv_role": "kv_consumer",
+        "kv_connector_extra_config": {"manifest": str(out)},
+    }
+    words = ["vllm", "serve", str(folder), "--dtype", dtype, "--kv-transfer-config"]
+    return shlex.join([*words, json.dumps(config)])
+
+
+def _encoder(kb: KnowledgeBase, wanted: str | None) -> str:
+    kept = [name for name in kb.encoders if name in METHOD_OF]
+    if wanted is not None:
+        encoder_named(wanted)
+        if wanted not in METHOD_OF:
+            raise RequestError(
+                f"encoder {wanted!r}: its chunks have seen others, which a prompt's tokens do not "
+                f"tell; expected one of {', '.join(METHOD_OF)}"
+            )
+        kept = [name for name in kept if name == wanted]
+    if not kept:
+        raise RequestError(
+            f"{kb.path} keeps {', '.join(kb.encoders)}: ingest with --encoder "
+            f"{wanted or 'isolated'} first"
+        )
+    return kept[0]
+
+
+def _served(model: Model, serve: str | os.PathLike[str] | None) -> Path:
+    """The directory that the engine loads, of the same weights."""
+    given = serve or model.path
+    if given is None or not is_hf_directory(Path(given)):
+        raise RequestError(
+            f"{given or 'the model'} is no Hugging Face directory, which the engine needs: make "
+            "one with `jaxrag convert MODEL DIR --to huggingface`, and name it as --serve DIR"
+        )
+    folder = Path(given).resolve()
+    if weights_digest(folder) == model.digest:
+        return folder
+    if params_digest(load_params(folder, load_config(folder))) != model.digest:
+        raise RequestError(f"--serve {given}: holds other weights than the model of the chunks")
+    return folder
+
+
+def _parts(kb: KnowledgeBase, groups: Sequence[str]) -> Iterator[tuple[str, HostArray]]:
+    """Content id and token ids of every chunk as it stands in a prompt."""
+    assert kb.model is not None
+    tokenizer = kb.model.text_tokenizer()
+    for document in kb.documents(groups=list(groups)):
+        for chunk in kb.chunks_of(document.id):
+            ids = kb.template.chunk_ids(tokenizer, chunk.ids, chunk.title)
+            yield content_id(tokenizer.digest, ids), ids
+
+
+def _gates(kb: KnowledgeBase, model: Model, name: str) -> Iterator[Gate]:
+    """What speaks for answers from stored chunks, nothing recomputed."""
+    method = METHODS[name]
+    if method.positions in model.reading.block_positions and method.encoder == "isolated":
+        yield Gate(name, 0, 0)
+    for gate in kb.gates.values():
+        if gate["subject"] == gate_subject(method, kb.template) and gate["ratio"] == 0:
+            yield Gate(name, int(gate.get("compute_last", 0)), int(gate["questions"]))

@@ -1,0 +1,207 @@
+"""vLLM itself over stored chunks: `make test-vllm VLLM_PYTHON=...`.
+
+VLLM_PYTHON is the interpreter of an environment with vLLM's CPU build and what the store needs.
+JAXRAG_VLLM_QUESTIONS sets the questions of a comparison (25).
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import random_cases
+
+import jaxrag
+from jaxrag.base.config import Llama3Scaling, YarnScaling
+from jaxrag.connectors import manifest
+from jaxrag.kv.store import chunk_key, content_id, context_id
+from jaxrag.measure.zoo import SMALL_LLAMA
+from jaxrag.models.export import convert
+from jaxrag.serve.connector import write_connector
+
+pytestmark = pytest.mark.vllm
+
+ROOT = Path(__file__).parents[2]
+COUNT = int(os.environ.get("JAXRAG_VLLM_QUESTIONS", "25"))
+CONFIG = dataclasses.replace(
+    SMALL_LLAMA, num_layers=4, vocab_size=512, mlp_dim=512, max_positions=4096
+)
+SCALED = {
+    "llama3": Llama3Scaling(8.0, 1.0, 4.0, 256),
+    "yarn": YarnScaling(4.0, 1024, 32.0, 1.0, 1.1386294361119891, True),
+}
+
+
+def scaled(name):
+    return dataclasses.replace(CONFIG, rope=dataclasses.replace(CONFIG.rope, scaling=SCALED[name]))
+
+
+def run(folder, steps, **job):
+    """What vLLM says to the steps of a job, by its interpreter."""
+    if "VLLM_PYTHON" not in os.environ:
+        pytest.skip("set VLLM_PYTHON to a python with vLLM for CPUs")
+    path = Path(folder) / "job.json"
+    path.write_text(json.dumps({"folder": str(folder), "steps": steps, **job}))
+    done = subprocess.run(
+        [os.environ["VLLM_PYTHON"], Path(__file__).with_name("in_vllm.py"), path],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT")] or [
+        pytest.fail(done.stderr[-3000:])
+    ]
+    return json.loads(line.removeprefix("RESULT"))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    data = random_cases.make(folder, CONFIG, questions=COUNT, lengths=(20, 160))
+    same = sum(a == b for a, b in zip(data["stored"], data["full"], strict=True))
+    assert same <= COUNT // 10, "answers tell nothing if both ways give them"
+    return folder, data
+
+
+def test_parity_salts_and_processes(made):
+    folder, data = made
+    how = ["exact", "spans", "recognised"]
+    steps = [{"how": it, "reset": True} for it in how]
+    steps += [{"how": it, "reset": True, "batch": True} for it in how]
+    steps += [{"how": it, "batch": True} for it in ("exact", "spans", "exact", "spans")]
+    found = run(folder, steps)
+    for step, said in zip(steps, found["steps"], strict=True):
+        assert said["tokens"] == data["full" if step["how"] == "exact" else "stored"], step
+    lengths = [37 + sum(len(data["chunks"][at]) for at in it["chunks"]) for it in data["cases"]]
+    assert found["steps"][1]["cached"] == lengths  # all that is stored, and nothing more
+    assert not found["jax"]
+    assert not found["catalog"]
+
+
+@pytest.mark.parametrize("order", [["exact", "spans"], ["spans", "exact"]])
+def test_without_salts_each_reads_the_others_pages(made, order):
+    folder, data = made
+    found = run(folder, [{"how": how, "batch": True} for how in order], salted=False)
+    first, second = (said["tokens"] for said in found["steps"])
+    right = [data["full" if how == "exact" else "stored"] for how in order]
+    assert first == right[0]
+    wrong = sum(a != b for a, b in zip(second, right[1], strict=True))
+    assert wrong >= COUNT // 2, "the salts are needed for nothing"
+
+
+def test_damaged_and_missing_chunks_make_exact_answers(made, tmp_path):
+    folder, data = made
+    shutil.copytree(folder / "store", tmp_path / "store")
+    known = manifest.read(folder / "manifest")
+    engine = dataclasses.replace(known.engine, store=str(tmp_path / "store"))
+    manifest.write(tmp_path / "manifest", dataclasses.replace(known, engine=engine))
+
+    def folder_of(number):
+        ids = np.array(data["chunks"][number], np.int32)
+        context = context_id("isolated", ids[:0])
+        key = chunk_key(engine.fingerprint, content_id(engine.tokenizer, ids), context)
+        return next((tmp_path / "store").rglob(key))
+
+    hurt = data["cases"][0]["chunks"][0]
+    gone = next(c for it in data["cases"] for c in it["chunks"] if c != hurt)
+    [file] = folder_of(hurt).glob("*/c/0/0/0/0/0")
+    bits = bytearray(file.read_bytes())
+    bits[len(bits) // 3] ^= 4
+    file.write_bytes(bits)
+    (folder_of(gone) / "commit.json").unlink()
+    touched = [bool({hurt, gone} & set(it["chunks"])) for it in data["cases"]]
+    assert 0 < sum(touched) < COUNT
+    right = [
+        full if one else block
+        for one, full, block in zip(touched, data["full"], data["stored"], strict=True)
+    ]
+    steps = [{"how": "spans", "reset": True}, {"how": "recognised", "reset": True, "batch": True}]
+    found = run(folder, steps, manifest=str(tmp_path / "manifest"))
+    assert [said["tokens"] for said in found["steps"]] == [right, right]
+
+
+def test_preempted_requests(made):
+    folder, data = made
+    engine = {"num_gpu_blocks_override": 48, "max_model_len": 1504}
+    found = run(folder, [{"how": "spans", "batch": True}], engine=engine)
+    assert found["preemptions"] >= 1
+    assert found["steps"][0]["tokens"] == data["stored"]
+
+
+def test_two_workers(made):
+    folder, data = made
+    steps = [{"how": how, "batch": True} for how in ("spans", "exact")]
+    found = run(folder, steps, engine={"tensor_parallel_size": 2})
+    assert [said["tokens"] for said in found["steps"]] == [data["stored"], data["full"]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"engine": {"dtype": "bfloat16"}}, "dtype='bfloat16'"),
+        ({"engine": {"hf_overrides": {"rope_theta": 5e4, "rope_parameters": {
+            "rope_type": "default", "rope_theta": 5e4}}}}, "other angles"),
+        ({"engine": {"hf_overrides": {"sliding_window": 64, "model_type": "mistral",
+            "architectures": ["MistralForCausalLM"]}}}, "full attention"),
+    ],
+)  # fmt: skip
+def test_refused_before_serving(made, changes, said):
+    folder, _ = made
+    found = run(folder, [], **changes)
+    assert said in found["refused"]
+    assert "\n" not in found["refused"]
+
+
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        (CONFIG, {"encoder": "after_prefix"}),
+        (CONFIG, {"stored": "int8"}),
+        (scaled("llama3"), {}),
+        (scaled("yarn"), {}),
+        (dataclasses.replace(CONFIG, family="qwen3"), {}),
+    ],
+    ids=["after_prefix", "int8", "llama3", "yarn", "qwen3"],
+)
+def test_parity_of(tmp_path, config, options):
+    data = random_cases.make(tmp_path, config, questions=COUNT, lengths=(20, 120), **options)
+    found = run(tmp_path, [{"how": "spans", "batch": True}, {"how": "exact", "batch": True}])
+    assert [said["tokens"] for said in found["steps"]] == [data["stored"], data["full"]]
+
+
+def test_a_knowledge_base_through_the_command_s_folder(tmp_path):
+    """A converted checkpoint, served by vLLM, answers as `generate` does over the same chunks."""
+    source = ROOT / "checkpoints" / "synthetic-0.8m" / "dual"
+    convert(source, tmp_path / "orbax", "jaxrag")
+    convert(tmp_path / "orbax", tmp_path / "model", "huggingface")
+    model = jaxrag.load_model(tmp_path / "orbax")
+    kb = jaxrag.KnowledgeBase.open(tmp_path / "kb", model=model)
+    kb.add([path for path in sorted((ROOT / "examples" / "village").glob("*.md"))])
+    report = write_connector(kb, tmp_path / "manifest", serve=tmp_path / "model")
+    assert report.missing == 0
+    questions = ["Which animal does Kora Felell keep?", "Where does Kora Felell live?"]
+    data = {"prefix": kb.template.prefix_ids(model.tokenizer).tolist(), "chunks": [], "cases": []}
+    right = []
+    for question in questions:
+        answer = jaxrag.generate(question, kb=kb, method="turborag", k=3, max_new_tokens=8)
+        right.append(list(answer.token_ids))
+        hits = kb.template.arrange(kb.search(question, k=3))
+        first = len(data["chunks"])
+        data["chunks"] += [
+            kb.template.chunk_ids(model.tokenizer, hit.ids, hit.title).tolist() for hit in hits
+        ]
+        final = kb.template.final_ids(model.tokenizer, question).tolist()
+        data["cases"].append({"chunks": list(range(first, len(data["chunks"]))), "final": final})
+    kb.close()
+    (tmp_path / "cases.json").write_text(json.dumps(data))
+    steps = [{"how": "recognised", "count": 8}]
+    found = run(tmp_path, steps, engine={"max_model_len": 512})
+    for said, ids, cached in zip(
+        found["steps"][0]["tokens"], right, found["steps"][0]["cached"], strict=True
+    ):
+        assert cached > 0
+        assert said[: len(ids)] == ids

@@ -1,0 +1,185 @@
+"""Packed postings in a catalog: other processes, kills at any moment, and catalogs of before."""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import apsw
+import numpy as np
+import pytest
+
+from jaxrag.base.errors import DamagedCatalogError
+from jaxrag.library.catalog import Catalog, NewDocument
+from jaxrag.library.catalog.audit import Examined
+from jaxrag.library.documents import Document
+from jaxrag.library.documents.chunking import Chunk
+from jaxrag.library.retrieve import bm25, packed
+from jaxrag.library.retrieve.bm25 import BM25Index
+from jaxrag.library.retrieve.packed import PACKED
+
+WORDS = [f"w{n}" for n in range(80)]
+
+
+def pack_early():
+    """Few chunks are many, so that postings are packed and blocks joined all the time."""
+    bm25._MANY_CHUNKS, bm25._LOOSE = 30, 6
+    packed._TIERS, packed._ROWS = (16, 64), 7
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    for module, name in ((bm25, "_MANY_CHUNKS"), (bm25, "_LOOSE"), (packed, "_TIERS"),
+                         (packed, "_ROWS")):  # fmt: skip
+        monkeypatch.setattr(module, name, getattr(module, name))
+    pack_early()
+
+
+def entry(catalog, name, rng, version=0):
+    texts = [" ".join(rng.choices(WORDS, k=9)) + f" {name} v{version}" for _ in range(3)]
+    chunks = [
+        Chunk(index, 0, len(text), np.arange(5, dtype=np.int32), text)
+        for index, text in enumerate(texts)
+    ]
+    return NewDocument(
+        document=Document(name, " ".join(texts)),
+        digest=f"{name} {version}",
+        chunks=chunks,
+        keys={"isolated": [f"{name}-{version}-{chunk.index}" for chunk in chunks]},
+        content_ids=[f"content of {text}" for text in texts],
+        chunk_ids=catalog.reserve(len(chunks)),
+    )
+
+
+def work(path, seed):
+    """Add, replace and remove documents for ever; a line for each change that was acknowledged."""
+    pack_early()
+    rng = random.Random(seed)
+    with contextlib.closing(Catalog.open(path)) as catalog:
+        for step in range(10**6):
+            name = f"d{rng.randrange(40)}"
+            if rng.random() < 0.3:
+                catalog.remove([name])
+                print(f"{name} -", flush=True)
+            else:
+                version = 1000 * seed + step
+                catalog.put([entry(catalog, name, rng, version)])
+                print(f"{name} {version}", flush=True)
+
+
+def check(catalog):
+    """Words, totals and answers are those of the chunks that there are."""
+    report = catalog.audit().check(lambda stored: Examined())
+    assert report.whole, report.faults
+    texts = catalog.texts(catalog.chunk_ids())
+    with contextlib.closing(apsw.Connection(":memory:")) as connection:
+        plain = BM25Index(connection)
+        plain.create()
+        plain.add(texts)
+        rng = random.Random(1)
+        for _ in range(10):
+            question = " ".join(rng.choices(WORDS, k=4))
+            found = [(hit.chunk_id, hit.score) for hit in catalog.search(question, 5)]
+            assert found == [tuple(it) for it in plain.search(question, 5)]
+
+
+def kill_often(path, kills):
+    rng = random.Random(kills)
+    known: dict[str, str] = {}
+    blocks = 0
+    for seed in range(kills):
+        code = (
+            f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); "
+            f"import test_packed_catalog as t; from pathlib import Path; "
+            f"t.work(Path({str(path)!r}), {seed})"
+        )
+        command = [sys.executable, "-c", code]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
+            assert worker.stdout is not None
+            for _ in range(rng.randrange(5, 60)):
+                name, state = worker.stdout.readline().split()
+                known[name] = state
+            os.kill(worker.pid, signal.SIGKILL)
+            known |= dict(line.split() for line in worker.stdout if line.endswith("\n"))
+        with contextlib.closing(Catalog.open(path)) as catalog:
+            held = {it.id: it.digest.split()[1] for it in catalog.documents()}
+            unlike = [name for name in known if held.get(name, "-") != known[name]]
+            assert len(unlike) <= 1  # the change that was under way
+            known |= {name: held.get(name, "-") for name in unlike}
+            check(catalog)
+            blocks = max(blocks, len(catalog._index.packed.blocks()))
+    assert blocks > 1
+
+
+def test_a_kill_leaves_words_and_chunks_as_one(tmp_path):
+    path = tmp_path / "catalog.sqlite"
+    Catalog.create(path, {"vectors": None}).close()
+    kill_often(path, 3)
+
+
+@pytest.mark.slow
+def test_two_hundred_kills_leave_words_and_chunks_as_one(tmp_path):
+    path = tmp_path / "catalog.sqlite"
+    Catalog.create(path, {"vectors": None}).close()
+    kill_often(path, 200)
+
+
+def test_a_catalog_of_before_is_packed_at_the_first_writing(tmp_path, monkeypatch):
+    path = tmp_path / "catalog.sqlite"
+    rng = random.Random(2)
+    with monkeypatch.context() as before:
+        before.setattr(bm25, "_MANY_CHUNKS", 10**9)
+        with contextlib.closing(Catalog.create(path, {"vectors": None})) as catalog:
+            for n in range(30):
+                catalog.put([entry(catalog, f"d{n}", rng)])
+            assert not catalog._index.packed.is_there()
+    with contextlib.closing(Catalog.open(path)) as catalog:
+        with contextlib.closing(Catalog.open(path)) as other:
+            check(catalog)
+            assert not catalog._index.packed.is_there()  # nothing was written
+            catalog.put([entry(catalog, "new", rng)])
+            assert catalog._index.packed.blocks()
+            (version,) = other._database.connection.execute("PRAGMA user_version").fetchone()
+            assert version == PACKED
+            check(other)
+        check(catalog)
+
+
+def test_a_failure_within_packing_leaves_the_catalog_of_before(tmp_path, monkeypatch):
+    path = tmp_path / "catalog.sqlite"
+    rng = random.Random(3)
+
+    def fail(self):
+        raise ZeroDivisionError
+
+    with contextlib.closing(Catalog.create(path, {"vectors": None})) as catalog:
+        with monkeypatch.context() as failing:
+            failing.setattr(packed.Packed, "_join", fail)
+            for n in range(9):
+                catalog.put([entry(catalog, f"d{n}", rng)])
+            with pytest.raises(ZeroDivisionError):
+                catalog.put([entry(catalog, "d9", rng)])
+        assert not catalog._index.packed.is_there()
+        assert len(catalog.documents()) == 10  # the documents were committed before
+        check(catalog)
+        catalog.put([entry(catalog, "d10", rng)])
+        assert catalog._index.packed.blocks()
+        check(catalog)
+
+
+def test_damage_of_what_is_packed_is_refused_and_made_anew(tmp_path):
+    path = tmp_path / "catalog.sqlite"
+    rng = random.Random(4)
+    with contextlib.closing(Catalog.create(path, {"vectors": None})) as catalog:
+        for n in range(15):
+            catalog.put([entry(catalog, f"d{n}", rng)])
+        with catalog._database.transaction() as connection:
+            connection.execute("UPDATE packed SET postings = zeroblob(length(postings))")
+        with pytest.raises(DamagedCatalogError, match="not as written"):
+            catalog.search("w1 w2", 5)
+        assert not catalog.audit().check(lambda stored: Examined()).whole
+        assert catalog.audit().repair(lambda stored: Examined()).whole
+        check(catalog)

@@ -1,0 +1,154 @@
+"""Packed postings: the very answers of those that are not, whatever is added, left or damaged."""
+
+import contextlib
+
+import apsw
+import numpy as np
+import pytest
+
+from jaxrag.base.errors import DamagedCatalogError
+from jaxrag.library.retrieve import bm25, packed
+from jaxrag.library.retrieve.bm25 import BM25Index
+from jaxrag.library.retrieve.filters import Filter
+
+WORDS = [*(f"w{n}" for n in range(60)), "灯塔守", "the"]
+SHARE = 1 / np.arange(1, len(WORDS) + 1)
+
+
+def text(rng):
+    return " ".join(rng.choice(WORDS, rng.integers(0, 14), p=SHARE / SHARE.sum()))
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Blocks of few chunks, made early, and joined often."""
+    monkeypatch.setattr(bm25, "_MANY_CHUNKS", 20)
+    monkeypatch.setattr(bm25, "_LOOSE", 7)
+    monkeypatch.setattr(packed, "_TIERS", (16, 64))
+    monkeypatch.setattr(packed, "MOST_CHUNKS", 100)
+    monkeypatch.setattr(packed, "_ROWS", 5)
+
+
+class Pair:
+    """An index that packs, and one that never does, of the same chunks."""
+
+    def __init__(self):
+        self.texts = {}
+        self.one, self.other = (BM25Index(apsw.Connection(":memory:")) for _ in range(2))
+        for index in (self.one, self.other):
+            index.create()
+            index.connection.execute("CREATE TABLE documents (id TEXT, metadata TEXT)")
+            index.connection.execute("CREATE TABLE chunks (id INTEGER, document_id TEXT)")
+            index.connection.executemany(
+                "INSERT INTO documents VALUES (?, ?)",
+                [(f"d{n}", f'{{"year": {n}}}') for n in range(3)],
+            )
+
+    def add(self, texts):
+        self.texts |= texts
+        for index in (self.one, self.other):
+            index.add(texts)
+            index.connection.executemany(
+                "INSERT INTO chunks VALUES (?, ?)", [(i, f"d{i % 3}") for i in texts]
+            )
+        if self.one.is_due(len(self.texts)):
+            self.one.packed.pack()
+
+    def remove(self, ids):
+        gone = {i: self.texts.pop(i) for i in ids}
+        for index in (self.one, self.other):
+            index.remove(gone)
+            index.connection.executemany("DELETE FROM chunks WHERE id = ?", [(i,) for i in gone])
+
+    def compare(self, rng):
+        for _ in range(12):
+            question = " ".join(rng.choice(WORDS, rng.integers(1, 9)))
+            where = None if rng.random() < 0.5 else Filter.parse({"year": int(rng.integers(3))})
+            for k in (1, 3, 10, 1000):
+                expected = self.other.search(question, k, where)
+                assert self.one.search(question, k, where) == expected
+
+    def close(self):
+        self.one.connection.close()
+        self.other.connection.close()
+
+
+@pytest.fixture
+def pair():
+    with contextlib.closing(Pair()) as made:
+        yield made
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_packed_postings_answer_as_others(pair, seed):
+    rng = np.random.default_rng(seed)
+    last = 0
+    for _ in range(25):
+        ids = last + 1 + np.sort(rng.choice(20, rng.integers(1, 20), replace=False))
+        last = int(ids[-1])
+        pair.add({int(i): text(rng) for i in ids})
+        pair.remove([int(i) for i in rng.permutation(list(pair.texts))[: rng.integers(0, 5)]])
+        pair.compare(rng)
+    sizes = [np.count_nonzero(block.ids) for block in pair.one.packed.blocks()]
+    assert len(sizes) > 1 and max(sizes) > 16
+    assert pair.one.count_unlike(sorted(pair.texts.items())) == 0
+    assert pair.one.counted() == pair.other.counted()
+    snapshots = [index.snapshot() for index in (pair.one, pair.other)]
+    for _ in range(20):
+        question = " ".join(rng.choice(WORDS, 4))
+        assert snapshots[0].search(question, 9) == snapshots[1].search(question, 9)
+
+
+def test_nothing_is_left_of_a_chunk_that_leaves(pair):
+    rng = np.random.default_rng(4)
+    pair.add({i: f"{text(rng)} secret{i}" for i in range(1, 60)})
+    assert pair.one.packed.blocks()
+    assert [found.chunk_id for found in pair.one.search("secret31", 5)] == [31]
+    pair.remove([31])
+    assert pair.one.search("secret31", 5) == []
+    rows = pair.one.connection.execute("SELECT term FROM packed WHERE term = 'secret31'")
+    assert rows.fetchall() == []
+    pair.remove(list(pair.texts))
+    assert pair.one.packed.blocks() == []
+    assert pair.one.connection.execute("SELECT COUNT(*) FROM packed").fetchone() == (0,)
+
+
+def test_a_pack_that_is_rolled_back_leaves_all_as_it_was(pair):
+    rng = np.random.default_rng(5)
+    pair.add({i: text(rng) for i in range(1, 40)})
+    pair.add({i: text(rng) for i in range(40, 44)})
+    connection = pair.one.connection
+    before = connection.execute("SELECT * FROM packed").fetchall()
+    connection.execute("BEGIN")
+    pair.one.packed.pack()
+    assert pair.one.packed.blocks() and connection.execute("SELECT * FROM packed").fetchall()
+    connection.execute("ROLLBACK")
+    assert connection.execute("SELECT * FROM packed").fetchall() == before
+    pair.compare(rng)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "DELETE FROM packed WHERE term = 'lamp'",
+        "UPDATE packed SET holders = holders - 1 WHERE term = 'lamp'",
+        "UPDATE packed SET most = 9 WHERE term = 'lamp'",
+        "UPDATE packed SET postings = zeroblob(length(postings)) WHERE term = 'lamp'",
+        "UPDATE packed SET postings = substr(postings, 2) WHERE term = 'lamp'",
+        "UPDATE blocks SET ids = zeroblob(length(ids))",
+        "UPDATE blocks SET lengths = zeroblob(length(lengths)), xxh3 = xxh3 + 1",
+        "DELETE FROM blocks",
+        "DELETE FROM terms WHERE term = 'lamp'",
+    ],
+)
+def test_what_is_packed_and_not_as_written_is_refused(pair, statement):
+    texts = {i: f"lamp {'oil ' * i}" for i in range(1, 40)}
+    pair.add(texts)
+    assert pair.one.search("lamp", 5)
+    pair.one.connection.execute(statement)
+    with pytest.raises(DamagedCatalogError, match="not as written"):
+        BM25Index(pair.one.connection).search("lamp", 5)
+    assert BM25Index(pair.one.connection).count_unlike(sorted(texts.items())) > 0
+    pair.one.clear()
+    pair.one.add(texts)
+    assert pair.one.search("lamp oil", 50) == pair.other.search("lamp oil", 50)
