@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from script import Result, run_script
 
-from benchmarks.script import Result, run_script
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import option, parse_names
 from jaxrag.engine.sampling_params import SamplingParams
@@ -217,7 +217,8 @@ def _first_token(options: Options, path: str, model: Model) -> dict[str, Any]:
         Prompt(tuple(chunk for it in four for chunk in it.chunks), four[0].question, "", 0)
         for four in itertools.batched(list(texts.values())[:count], 4)
     ]
-    native, seconds = _store(model, "native"), {form: [] for form in options.formats}
+    native = _store(model, "native")
+    seconds: dict[str, list[float]] = {form: [] for form in options.formats}
     plain_settings = _settings(options, model, native, 1)
     for prompt in asked:
         list(serve([_ready(plain_settings, prompt)], 1))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from jaxrag.base.config import DTYPES, DType
 from jaxrag.base.errors import StoreError
-from jaxrag.kv.store.int4 import head_nbytes
+from jaxrag.kv.int4 import head_nbytes
 
 Stored = Literal["native", "int8", "int4", "int4-half", "int4-third"]
 STORED: tuple[str, ...] = get_args(Stored)
@@ -64,7 +64,7 @@ class KVLayout:
 
     Axis 1 holds K before RoPE (0) and V (1). ``dtype`` is what a caller puts and gets; ``stored``
     says whether the same elements are kept, or int8 with scales (``jaxrag.kv.store.quantise``), or
-    codes of 4 bits (``jaxrag.kv.store.int4``), of all tokens or of some (``dropping``).
+    codes of 4 bits (``jaxrag.kv.int4``), of all tokens or of some (``dropping``).
     """
 
     num_layers: int  # L
@@ -97,7 +97,7 @@ class KVLayout:
 
     @property
     def packed(self) -> bool:
-        """Whether the bytes of a head are no array of its elements (``jaxrag.kv.store.int4``)."""
+        """Whether the bytes of a head are no array of its elements (``jaxrag.kv.int4``)."""
         return self.stored not in ("native", "int8")
 
     @property

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxrag.base.errors import StoreError
-from jaxrag.kv.store import int4
+from jaxrag.kv import int4
 from jaxrag.kv.store.dropping import from_bits, kept_tokens, to_bits
 from jaxrag.kv.store.layout import KVLayout
 

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, StoreError
-from jaxrag.kv.store import KVLayout, as_stored, int4
-from jaxrag.kv.store.int4 import CHANNELS, GROUP, head_nbytes, pack, unpack, wide_channels
+from jaxrag.kv import int4
+from jaxrag.kv.int4 import CHANNELS, GROUP, head_nbytes, pack, unpack, wide_channels
+from jaxrag.kv.store import KVLayout, as_stored
 from jaxrag.kv.store.layout import STORED
 from jaxrag.library.options import FORMATS
 
