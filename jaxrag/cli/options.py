@@ -1,8 +1,11 @@
 """Arguments that several commands share."""
 
 import argparse
+import os
 import re
+import socket
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 from jaxrag.base.config import ModelOptions
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
 
 SECRET_VARIABLE = "JAXRAG_SECRET_FILE"  # in the environment: a path, never a secret
 REMEMBERED = "the one that the knowledge base remembers"  # --model, where it is left out
+MEET_SECONDS = 300.0  # in which all processes come together, before they read a model
 _LONGEST_RUN = 30 * 86_400  # seconds that the first process to end waits for the last
 
 
@@ -173,6 +177,9 @@ def join(args: argparse.Namespace) -> bool:
     """Join jax.distributed where --distributed says so; returns whether it did.
 
     Slurm, Open MPI and TPU pods are known to JAX; anybody else names coordinator, number and rank.
+    A process that the others do not join within a while ends, with one line and exit code 1: JAX
+    itself would end it by a signal.
+
     Raises RequestError when it cannot join, or for one of those flags without --distributed.
     """
     given = (args.coordinator, args.processes, args.process_id)
@@ -182,11 +189,61 @@ def join(args: argparse.Namespace) -> bool:
         return False
     import jax
 
+    if args.process_id == 0 and args.coordinator is not None:
+        _claim(args.coordinator)
+    alone = threading.Timer(MEET_SECONDS, _end_alone, [args.processes])
+    alone.daemon = True
+    alone.start()
     try:
-        jax.distributed.initialize(*given, shutdown_timeout_seconds=_LONGEST_RUN)
+        jax.distributed.initialize(
+            *given,
+            initialization_timeout=int(2 * MEET_SECONDS + 60),
+            shutdown_timeout_seconds=_LONGEST_RUN,
+        )
+        came = jax.process_count()  # waits for the devices of all
     except (RuntimeError, ValueError) as error:
         raise RequestError(
             f"jax.distributed cannot start ({' '.join(str(error).split())[:200]}); pass "
             "--coordinator, --processes and --process-id"
         ) from None
+    finally:
+        alone.cancel()
+    if args.processes not in (None, came):
+        raise RequestError(
+            f"--processes {args.processes}: the first process counts {came}; start all with the "
+            "same number"
+        )
     return True
+
+
+def _claim(coordinator: str) -> None:
+    """Refuse a coordinator's port that another program, or another process 0, has.
+
+    JAX listens beside another that listens at the same port, and both wait for the others.
+    """
+    port = coordinator.rpartition(":")[2]
+    taken = RequestError(
+        f"--coordinator {coordinator}: its port is taken, by another process 0 or another program; "
+        "give each process its own --process-id, or name a free port"
+    )
+    if not port.isdigit() or not 0 < int(port) < 65536:
+        raise RequestError(f"--coordinator {coordinator}: expected HOST:PORT")
+    try:
+        socket.create_server(("", int(port))).close()
+        if sys.platform == "linux":  # two that begin at once both find the port free
+            claim = socket.socket(socket.AF_UNIX)
+            claim.bind(f"\0jaxrag-coordinator-{port}")
+            claim.detach()  # held until this process ends
+    except OSError:
+        raise taken from None
+
+
+def _end_alone(processes: int | None) -> None:
+    others = "the others" if processes is None else f"all {processes} processes"
+    print(
+        f"jaxrag: error: jax.distributed cannot start: {others} did not come within "
+        f"{MEET_SECONDS:g} s; start all of them, with one --coordinator and the same --processes",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(1)
