@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from attention_heads import HeadSpec, draw
-from model_heads import AnswerHeads, answer_heads
+from model_heads import AnswerHeads
 from tqdm import tqdm
 
 from jaxrag.base.config import ModelConfig
@@ -23,7 +23,6 @@ from jaxrag.base.types import HIDDEN, Array, HostArray
 from jaxrag.kv.cache import PAGE, PagePool
 from jaxrag.measure.machine import describe
 from jaxrag.measure.zoo import llama
-from jaxrag.models.model import Model
 from jaxrag.models.rope import RopeTable, rope_table
 from jaxrag.reuse.attention_index import (
     Exact,
@@ -344,25 +343,25 @@ def rules(lengths: str) -> list[tuple[str, DecodeRule]]:
     return some
 
 
-def run(model: Model, tasks: Sequence[str], length: int, lengths: str, seed: int) -> dict[str, Any]:
-    """Measure shipped heads at answers, and a generated head in both regimes; JSON-able."""
-    spec, steps = HeadSpec(seed=3), 32
+def run(heads: Sequence[AnswerHeads], lengths: str) -> dict[str, Any]:
+    """Measure heads of a model at answers, and a generated head in both regimes; JSON-able.
+
+    The generated ones have as many tokens as the first of ``heads`` in front of their answer.
+    """
+    spec, steps, length = HeadSpec(seed=3), 32, heads[0].prompt
     sparse, scale = sparse_heads(spec, length, steps)
     given = {
-        "model": answer_heads(model, tasks, length, seed),
+        "model": heads,
         "generated": generated_heads(spec, length, steps),
         "generated, sparse": sparse,
     }
     rows: list[dict[str, Any]] = []
     with one_thread():
-        for regime, heads in tqdm(given.items(), desc="answers", disable=None):
-            rows += rows_of(regime, heads, tqdm(rules(lengths), desc=regime, disable=None))
+        for regime, some in given.items():
+            rows += rows_of(regime, some, tqdm(rules(lengths), desc=regime, disable=None))
     return {
         "benchmark": "index answers",
-        "tasks": list(tasks),
-        "length": length,
         "window": lengths,
-        "seed": seed,
         "sparse_scale": scale,
         "rows": rows,
         "machine": describe(),

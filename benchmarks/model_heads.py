@@ -104,8 +104,14 @@ class AnswerHeads:
         return len(self.keys)
 
 
-def answer_heads(model: Model, tasks: Sequence[str], length: int, seed: int) -> list[AnswerHeads]:
-    """Every layer of a model over questions of RULER's village flavour and the right answers.
+def answer_heads(
+    model: Model,
+    tasks: Sequence[str],
+    length: int,
+    seed: int,
+    layers: Sequence[int] | None = None,
+) -> list[AnswerHeads]:
+    """Some or all layers of a model over questions of RULER (village) and the right answers.
 
     The answer is forced on the model, so its queries are those of decoding exactly that.
     """
@@ -118,7 +124,8 @@ def answer_heads(model: Model, tasks: Sequence[str], length: int, seed: int) -> 
         final = template.final_ids(tokenizer, case.question), fitted.lead
         answer = tokenizer.encode(" " + case.between.join(case.expected))
         ids = np.concatenate([template.prefix_ids(tokenizer), *chunks, *final, np.asarray(answer)])
-        made += _answered(model, name, ids.astype(np.int32), length)
+        each = list(_answered(model, name, ids.astype(np.int32), length))
+        made += each if layers is None else [each[layer] for layer in layers]
     return made
 
 
