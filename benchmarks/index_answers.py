@@ -95,7 +95,7 @@ def read(heads: AnswerHeads, rule: DecodeRule) -> dict[str, HostArray]:
     shown = np.where(np.arange(slots) < heads.total, np.arange(slots), HIDDEN).astype(np.int32)
     at = (config, table, pooled, jnp.asarray(shown)[None])
     room = heads.total - heads.prompt
-    found, stats = None, {}
+    found, stats = None, dict[str, HostArray]()
     if isinstance(rule, Retrieval):
         found, stats = searched(heads, rule, placed)
         end = max(heads.prompt + 1 - rule.recent, rule.sink)
@@ -315,19 +315,22 @@ def generated_heads(spec: HeadSpec, prompt: int, steps: int) -> list[AnswerHeads
 
 def rules(lengths: str) -> list[tuple[str, DecodeRule]]:
     """What is measured: every rule by k, with the window of short contexts or by default."""
-    window = {"short": {"sink": 4, "recent": 32}, "default": {"sink": 128, "recent": 512}}[lengths]
     small = lengths == "short"
+    sink, recent = (4, 32) if small else (128, 512)
     ks = (20, 100) if small else (100,)
-    some: list[tuple[str, DecodeRule]] = [("static_window", StaticWindow(**window))]
+    some: list[tuple[str, DecodeRule]] = [("static_window", StaticWindow(sink=sink, recent=recent))]
     for k in ks:
         some += [
-            (f"flat k={k}", Flat(k=k, **window)),
-            (f"retrieval lists k={k}", Retrieval(k=k, index=QueryLists(exact_below=0), **window)),
+            (f"flat k={k}", Flat(k=k, sink=sink, recent=recent)),
+            (
+                f"retrieval lists k={k}",
+                Retrieval(k=k, index=QueryLists(exact_below=0), sink=sink, recent=recent),
+            ),
             (
                 f"retrieval graph k={k}",
-                Retrieval(k=k, index=ProjectedGraph(exact_below=0), **window),
+                Retrieval(k=k, index=ProjectedGraph(exact_below=0), sink=sink, recent=recent),
             ),
-            (f"ivf k={k}", IvfRetrieval(k=k, index=Ivf(exact_below=0), **window)),
+            (f"ivf k={k}", IvfRetrieval(k=k, index=Ivf(exact_below=0), sink=sink, recent=recent)),
             (f"topn n={k}", TopN(n=k, device_layers=0)),
             (f"topn n={k} renormalised", TopN(n=k, device_layers=0, renormalise=True)),
         ]
@@ -336,7 +339,7 @@ def rules(lengths: str) -> list[tuple[str, DecodeRule]]:
             (f"quest budget={budget}", Quest(budget=budget)),
             (
                 f"infllm blocks={budget // 64} of 64",
-                InfLLM(block=64, blocks=budget // 64, **window),
+                InfLLM(block=64, blocks=budget // 64, sink=sink, recent=recent),
             ),
             (f"snapkv capacity={budget}", SnapKV(capacity=budget)),
         ]

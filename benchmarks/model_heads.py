@@ -132,8 +132,8 @@ def answer_heads(
 def _answered(model: Model, name: str, ids: HostArray, prompt: int) -> Iterator[AnswerHeads]:
     padded = np.pad(ids, (0, -len(ids) % 128))  # one program for answers of any length
     for q, k, v in zip(*queries_keys_values(model, padded), strict=True):
-        parts = (each[: len(ids)] for each in (q, k, v))
-        yield AnswerHeads(name, ids, model.config.rope, *parts, prompt)
+        there = slice(len(ids))
+        yield AnswerHeads(name, ids, model.config.rope, q[there], k[there], v[there], prompt)
 
 
 def queries_and_keys(model: Model, ids: HostArray) -> tuple[HostArray, HostArray]:
