@@ -14,7 +14,7 @@ import index_measure
 import index_report
 from attention_heads import Heads
 from index_measure import Options
-from model_heads import model_heads
+from model_heads import answer_heads, model_heads
 
 from jaxrag.base.errors import RequestError
 from jaxrag.cli import run_command
@@ -136,8 +136,10 @@ def _answers(args: argparse.Namespace) -> None:
         raise RequestError(f"--answers {odd[0]!r}: expected some of {', '.join(known)}")
     length = _integers("--contexts", args.contexts)[0]
     model = load_model(args.model, dtype="float32")
-    result = index_answers.run(model, tasks, length, args.window, args.seed)
-    result["model"] = args.model
+    layers = None if args.layers is None else _integers("--layers", args.layers)
+    heads = answer_heads(model, tasks, length, args.seed, layers)
+    result = index_answers.run(heads, args.window)
+    result |= {"model": args.model, "tasks": tasks, "length": length, "layers": layers}
     give_out(args, result, index_answers.report(result))
 
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from attention_heads import HeadSpec, draw
-from model_heads import AnswerHeads, answer_heads
+from model_heads import AnswerHeads
 from tqdm import tqdm
 
 from jaxrag.base.config import ModelConfig
@@ -23,7 +23,6 @@ from jaxrag.base.types import HIDDEN, Array, HostArray
 from jaxrag.kv.cache import PAGE, PagePool
 from jaxrag.measure.machine import describe
 from jaxrag.measure.zoo import llama
-from jaxrag.models.model import Model
 from jaxrag.models.rope import RopeTable, rope_table
 from jaxrag.reuse.attention_index import (
     Exact,
@@ -96,7 +95,7 @@ def read(heads: AnswerHeads, rule: DecodeRule) -> dict[str, HostArray]:
     shown = np.where(np.arange(slots) < heads.total, np.arange(slots), HIDDEN).astype(np.int32)
     at = (config, table, pooled, jnp.asarray(shown)[None])
     room = heads.total - heads.prompt
-    found, stats = None, {}
+    found, stats = None, dict[str, HostArray]()
     if isinstance(rule, Retrieval):
         found, stats = searched(heads, rule, placed)
         end = max(heads.prompt + 1 - rule.recent, rule.sink)
@@ -316,19 +315,22 @@ def generated_heads(spec: HeadSpec, prompt: int, steps: int) -> list[AnswerHeads
 
 def rules(lengths: str) -> list[tuple[str, DecodeRule]]:
     """What is measured: every rule by k, with the window of short contexts or by default."""
-    window = {"short": {"sink": 4, "recent": 32}, "default": {"sink": 128, "recent": 512}}[lengths]
     small = lengths == "short"
+    sink, recent = (4, 32) if small else (128, 512)
     ks = (20, 100) if small else (100,)
-    some: list[tuple[str, DecodeRule]] = [("static_window", StaticWindow(**window))]
+    some: list[tuple[str, DecodeRule]] = [("static_window", StaticWindow(sink=sink, recent=recent))]
     for k in ks:
         some += [
-            (f"flat k={k}", Flat(k=k, **window)),
-            (f"retrieval lists k={k}", Retrieval(k=k, index=QueryLists(exact_below=0), **window)),
+            (f"flat k={k}", Flat(k=k, sink=sink, recent=recent)),
+            (
+                f"retrieval lists k={k}",
+                Retrieval(k=k, index=QueryLists(exact_below=0), sink=sink, recent=recent),
+            ),
             (
                 f"retrieval graph k={k}",
-                Retrieval(k=k, index=ProjectedGraph(exact_below=0), **window),
+                Retrieval(k=k, index=ProjectedGraph(exact_below=0), sink=sink, recent=recent),
             ),
-            (f"ivf k={k}", IvfRetrieval(k=k, index=Ivf(exact_below=0), **window)),
+            (f"ivf k={k}", IvfRetrieval(k=k, index=Ivf(exact_below=0), sink=sink, recent=recent)),
             (f"topn n={k}", TopN(n=k, device_layers=0)),
             (f"topn n={k} renormalised", TopN(n=k, device_layers=0, renormalise=True)),
         ]
@@ -337,32 +339,32 @@ def rules(lengths: str) -> list[tuple[str, DecodeRule]]:
             (f"quest budget={budget}", Quest(budget=budget)),
             (
                 f"infllm blocks={budget // 64} of 64",
-                InfLLM(block=64, blocks=budget // 64, **window),
+                InfLLM(block=64, blocks=budget // 64, sink=sink, recent=recent),
             ),
             (f"snapkv capacity={budget}", SnapKV(capacity=budget)),
         ]
     return some
 
 
-def run(model: Model, tasks: Sequence[str], length: int, lengths: str, seed: int) -> dict[str, Any]:
-    """Measure shipped heads at answers, and a generated head in both regimes; JSON-able."""
-    spec, steps = HeadSpec(seed=3), 32
+def run(heads: Sequence[AnswerHeads], lengths: str) -> dict[str, Any]:
+    """Measure heads of a model at answers, and a generated head in both regimes; JSON-able.
+
+    The generated ones have as many tokens as the first of ``heads`` in front of their answer.
+    """
+    spec, steps, length = HeadSpec(seed=3), 32, heads[0].prompt
     sparse, scale = sparse_heads(spec, length, steps)
     given = {
-        "model": answer_heads(model, tasks, length, seed),
+        "model": heads,
         "generated": generated_heads(spec, length, steps),
         "generated, sparse": sparse,
     }
     rows: list[dict[str, Any]] = []
     with one_thread():
-        for regime, heads in tqdm(given.items(), desc="answers", disable=None):
-            rows += rows_of(regime, heads, tqdm(rules(lengths), desc=regime, disable=None))
+        for regime, some in given.items():
+            rows += rows_of(regime, some, tqdm(rules(lengths), desc=regime, disable=None))
     return {
         "benchmark": "index answers",
-        "tasks": list(tasks),
-        "length": length,
         "window": lengths,
-        "seed": seed,
         "sparse_scale": scale,
         "rows": rows,
         "machine": describe(),

@@ -104,8 +104,14 @@ class AnswerHeads:
         return len(self.keys)
 
 
-def answer_heads(model: Model, tasks: Sequence[str], length: int, seed: int) -> list[AnswerHeads]:
-    """Every layer of a model over questions of RULER's village flavour and the right answers.
+def answer_heads(
+    model: Model,
+    tasks: Sequence[str],
+    length: int,
+    seed: int,
+    layers: Sequence[int] | None = None,
+) -> list[AnswerHeads]:
+    """Some or all layers of a model over questions of RULER (village) and the right answers.
 
     The answer is forced on the model, so its queries are those of decoding exactly that.
     """
@@ -118,15 +124,16 @@ def answer_heads(model: Model, tasks: Sequence[str], length: int, seed: int) -> 
         final = template.final_ids(tokenizer, case.question), fitted.lead
         answer = tokenizer.encode(" " + case.between.join(case.expected))
         ids = np.concatenate([template.prefix_ids(tokenizer), *chunks, *final, np.asarray(answer)])
-        made += _answered(model, name, ids.astype(np.int32), length)
+        each = list(_answered(model, name, ids.astype(np.int32), length))
+        made += each if layers is None else [each[layer] for layer in layers]
     return made
 
 
 def _answered(model: Model, name: str, ids: HostArray, prompt: int) -> Iterator[AnswerHeads]:
     padded = np.pad(ids, (0, -len(ids) % 128))  # one program for answers of any length
     for q, k, v in zip(*queries_keys_values(model, padded), strict=True):
-        parts = (each[: len(ids)] for each in (q, k, v))
-        yield AnswerHeads(name, ids, model.config.rope, *parts, prompt)
+        there = slice(len(ids))
+        yield AnswerHeads(name, ids, model.config.rope, q[there], k[there], v[there], prompt)
 
 
 def queries_and_keys(model: Model, ids: HostArray) -> tuple[HostArray, HostArray]:
