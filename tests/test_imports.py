@@ -42,11 +42,13 @@ ROOMS = {
     ),
     "reuse": (("methods",), ("encode", "decode"), ("attention_index", "select")),
     "models": (("",), ("text",)),
-    "kv": (("cache", "store"), ("placement",)),
+    "kv": (("cache", "store"), ("int4", "placement")),
 }
 DOORS = {"jaxrag", "__main__"}
 FLOOR = {name: number for number, row in enumerate(reversed(FLOORS), 1) for name in row}
-STORE_MAY_IMPORT = {"kv.store", "base.errors", "base.config", "base.types"}  # bytes, not models
+STORE_MAY_IMPORT = {  # bytes, not models
+    "kv.store", "kv.int4", "base.errors", "base.config", "base.types",
+}  # fmt: skip
 KERNEL_RULES = {"pallas_kernels.visibility", "pallas_kernels.rotation"}  # data and pure rules
 BANNED = {"torch", "transformers"}
 IN_VLLM = {"jaxrag.connectors.counts", "jaxrag.connectors.vllm"}  # by its process alone
