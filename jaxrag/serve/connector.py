@@ -11,7 +11,7 @@ from typing import Any
 from jaxrag.base.errors import KnowledgeBaseError, RequestError
 from jaxrag.base.types import HostArray
 from jaxrag.connectors import manifest
-from jaxrag.connectors.manifest import Engine, Gate, Manifest
+from jaxrag.connectors.manifest import Gate, Manifest, ServedModel
 from jaxrag.kv.store import ChunkStore, ReadThrough
 from jaxrag.kv.store.keys import content_id
 from jaxrag.library.knowledge_base import KnowledgeBase
@@ -86,7 +86,7 @@ def write_connector(
     parts = dict(_parts(kb, groups))
     store = kb.store.inner if isinstance(kb.store, ReadThrough) else kb.store  # what lies elsewhere
     assert isinstance(store, ChunkStore)
-    engine = Engine(
+    engine = ServedModel(
         store=store.location,
         fingerprint=kb.store.fingerprint,
         layout=kb.store.layout,
