@@ -324,6 +324,8 @@ def _check(
     ours = dataclasses.replace(engine.layout, stored="native")
     if theirs != ours:
         raise ConfigError(f"the model has {theirs}, the stored chunks {ours}")
+    if engine.layout.drops:
+        raise ConfigError(f"stored={engine.layout.stored!r} leaves tokens out: use int4 or int8")
     folder = Path(model.model)
     if not folder.is_dir():
         raise ConfigError(f"{model.model}: serve the folder that `jaxrag kb connector` looked at")

@@ -78,6 +78,11 @@ def write_connector(
         raise KnowledgeBaseError(
             f"{kb.path} was opened for reading; open it with its model and mode 'rw'"
         )
+    if kb.store.layout.drops:
+        raise RequestError(
+            f"{kb.path} is stored as {kb.store.layout.stored}, which leaves tokens out that another "
+            "engine would read as zeros: ingest with --stored int4, int8 or native"
+        )
     chosen = _encoder(kb, encoder)
     folder = _served(model, serve)
     tokenizer = model.text_tokenizer()
