@@ -80,8 +80,8 @@ def write_connector(
         )
     if kb.store.layout.drops:
         raise RequestError(
-            f"{kb.path} is stored as {kb.store.layout.stored}, which leaves tokens out that another "
-            "engine would read as zeros: ingest with --stored int4, int8 or native"
+            f"{kb.path} is stored as {kb.store.layout.stored}, which leaves tokens out: another "
+            "engine would read zeros there; ingest with --stored int4, int8 or native"
         )
     chosen = _encoder(kb, encoder)
     folder = _served(model, serve)
