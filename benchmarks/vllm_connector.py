@@ -109,7 +109,7 @@ def prepare(
 def write_manifest(folder: Path, model: Model, prefix: HostArray, library: list[HostArray]) -> None:
     """What the connector reads."""
     digest = model.text_tokenizer().digest
-    engine = manifest.Engine(
+    engine = manifest.ServedModel(
         store=str(folder / "store"),
         fingerprint=model.fingerprint,
         layout=model.kv_layout,

@@ -43,7 +43,7 @@ class Counts(KVConnectorStats):
         return not self.data
 
 
-class Metrics(KVConnectorPromMetrics):
+class ConnectorMetrics(KVConnectorPromMetrics):
     """``vllm:jaxrag_<key>_total``, beside vLLM's own of external hits."""
 
     def __init__(self, config: Any, types: Any, labels: list[str], values: Any) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from jaxrag.base.config import RopeConfig
 from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, JaxragError, StoreError
-from jaxrag.connectors.plan import Plan
+from jaxrag.connectors.plan import PartsPlan
 from jaxrag.connectors.turn import place, rope_table
 from jaxrag.kv.store.base import KVStore
 
@@ -99,7 +99,7 @@ class Fetches:
         self._held: dict[str, Fetch] = {}  # by request, the oldest first
         self._abandoned: list[Fetch] = []  # not waited for; their threads still read
 
-    def ready(self, name: str, plan: Plan, start: int) -> bool:
+    def ready(self, name: str, plan: PartsPlan, start: int) -> bool:
         """Whether the tokens start .. plan.end - 1 of a request lie in memory; begins it if not.
 
         Raises:
@@ -182,7 +182,7 @@ class Fetches:
             _close(one)
         return len(self._abandoned) >= self._count
 
-    def _begin(self, name: str, plan: Plan, start: int) -> Fetch | None:
+    def _begin(self, name: str, plan: PartsPlan, start: int) -> Fetch | None:
         """Begin to read; None where there is no room at present."""
         layout = self._store.layout
         first = _parts_from(plan, start)[0]
@@ -203,7 +203,7 @@ class Fetches:
         one.done = self._threads.submit(self._read, one, plan, start)
         return one
 
-    def _read(self, one: Fetch, plan: Plan, start: int) -> NDArray[Any]:
+    def _read(self, one: Fetch, plan: PartsPlan, start: int) -> NDArray[Any]:
         one.begun = time.monotonic()
         first, parts = _parts_from(plan, start)
         one.skip = start - first
@@ -243,7 +243,7 @@ def reason_of(error: JaxragError) -> str:
     return "damaged" if isinstance(error, ChunkCorrupt) else "store"
 
 
-def _parts_from(plan: Plan, start: int) -> tuple[int, list[tuple[str, int]]]:
+def _parts_from(plan: PartsPlan, start: int) -> tuple[int, list[tuple[str, int]]]:
     """Where the part with the token ``start`` begins, and the parts from it on."""
     at = 0
     for number, (_, tokens) in enumerate(plan.parts):

@@ -47,7 +47,7 @@ class Gate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Engine:
+class ServedModel:
     """What must not change while an engine runs: it was held against this at the start.
 
     Attributes:
@@ -83,7 +83,7 @@ class Manifest:
         (20 bytes) and number of tokens (4) in three.
     """
 
-    engine: Engine
+    engine: ServedModel
     prefix: NDArray[np.int32]
     gates: tuple[Gate, ...]
     parts: NDArray[np.uint64]
@@ -171,7 +171,7 @@ def read(folder: Path) -> Manifest:
             raise StoreError(f"{folder / fields['parts']} is not what was written")
         parts = np.frombuffer(content, np.uint64).reshape(5, -1)
         prefix = np.array(fields["prefix"], np.int32)
-        return Manifest(Engine(**engine), prefix, gates, parts)
+        return Manifest(ServedModel(**engine), prefix, gates, parts)
     except FileNotFoundError as error:
         raise StoreError(
             f"{error.filename}: no such file; write the folder with `jaxrag kb connector KB OUT`"

@@ -16,7 +16,7 @@ ISOLATED = "isolated"  # the encoder of what sees nothing but itself, as every p
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class PartsPlan:
     """Parts at the beginning of a prompt whose KV is stored: (key, tokens), in order."""
 
     parts: tuple[tuple[str, int], ...]
@@ -49,7 +49,7 @@ class Planner:
 
     def plan(
         self, prompt: NDArray[np.int32], spans: Sequence[int] | None, compute_last: int
-    ) -> tuple[Plan | None, str]:
+    ) -> tuple[PartsPlan | None, str]:
         """The stored parts of a prompt; or None and the reason.
 
         Args:
@@ -88,7 +88,7 @@ class Planner:
         if chunks <= compute_last:
             return None, "computed"
         found = found[: len(found) - compute_last]
-        return Plan(tuple(self._keyed(prompt, found, led))), ""
+        return PartsPlan(tuple(self._keyed(prompt, found, led))), ""
 
     def _recognised(
         self, prompt: NDArray[np.int32], sums: NDArray[np.uint64], prefix: int

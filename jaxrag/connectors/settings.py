@@ -9,7 +9,7 @@ from jaxrag.kv.store.seal import read_secret
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class ConnectorSettings:
     """``kv_connector_extra_config``.
 
     Attributes:

@@ -31,11 +31,11 @@ from vllm.v1.request import Request
 
 from jaxrag.base.errors import ConfigError, JaxragError
 from jaxrag.base.tables import build
-from jaxrag.connectors.counts import Counts, Metrics
+from jaxrag.connectors.counts import ConnectorMetrics, Counts
 from jaxrag.connectors.fetch import Fetches, SharedArray, reason_of
 from jaxrag.connectors.manifest import Manifest, Watched, weights_of
-from jaxrag.connectors.plan import Plan, Planner, spans_of
-from jaxrag.connectors.settings import Settings, verdict
+from jaxrag.connectors.plan import PartsPlan, Planner, spans_of
+from jaxrag.connectors.settings import ConnectorSettings, verdict
 from jaxrag.connectors.turn import rope_table
 from jaxrag.kv.store import ChunkStore
 from jaxrag.kv.store.layout import HeadShare, KVLayout
@@ -46,7 +46,7 @@ _SALTED = ("cache_salt", "block_hashes", "update_block_hashes", "skip_reading_pr
 
 
 @dataclasses.dataclass
-class Load:
+class PageLoad:
     """What a worker writes: KV [L, 2, T, K, H] of tokens from ``start`` on, into blocks."""
 
     name: str
@@ -59,26 +59,26 @@ class Load:
 class Loads(KVConnectorMetadata):
     """Those of one step."""
 
-    loads: list[Load]
+    loads: list[PageLoad]
 
 
 @dataclasses.dataclass
-class Written(KVConnectorWorkerMetadata):
+class WrittenLoads(KVConnectorWorkerMetadata):
     """How many workers have written what they were to, by request."""
 
     counts: "collections.Counter[str]"
 
-    def aggregate(self, other: "Written") -> "Written":
+    def aggregate(self, other: "WrittenLoads") -> "WrittenLoads":
         """Of several workers."""
-        return Written(self.counts + other.counts)
+        return WrittenLoads(self.counts + other.counts)
 
 
 @dataclasses.dataclass
-class Asked:
+class PlannedRequest:
     """A request with a plan."""
 
     request: Any
-    plan: Plan
+    plan: PartsPlan
     own_salt: str | None
 
 
@@ -88,7 +88,7 @@ class JaxragConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         given = self._kv_transfer_config.kv_connector_extra_config
-        self._settings = build(Settings, given, "kv_connector_extra_config")
+        self._settings = build(ConnectorSettings, given, "kv_connector_extra_config")
         self._watched = Watched(Path(self._settings.manifest))
         self._block_size = vllm_config.cache_config.block_size
         engine = self._watched.manifest.engine
@@ -114,8 +114,8 @@ class JaxragConnector(KVConnectorBase_V1):
         )
         self._planner = Planner(self._watched.manifest)
         self._planned = self._watched.manifest
-        self._asked: dict[str, Asked] = {}
-        self._loads: list[Load] = []
+        self._asked: dict[str, PlannedRequest] = {}
+        self._loads: list[PageLoad] = []
         self._counts = Counts()
         self._told: dict[str, dict[str, Any]] = {}  # what a request that asked is answered
         if not verdict(self._planned, self._settings.compute_last):
@@ -126,7 +126,7 @@ class JaxragConnector(KVConnectorBase_V1):
     # In the scheduler's process.
 
     def on_new_request(self, request: Any) -> None:
-        """Plan a request before anything is looked up for it."""
+        """PartsPlan a request before anything is looked up for it."""
         params = (request.kv_transfer_params or {}).get("jaxrag")
         if (
             request.prompt_token_ids is None
@@ -144,7 +144,7 @@ class JaxragConnector(KVConnectorBase_V1):
         if plan is None:
             self._tell(request.request_id, reason)
             return
-        self._asked[request.request_id] = Asked(request, plan, request.cache_salt)
+        self._asked[request.request_id] = PlannedRequest(request, plan, request.cache_salt)
         salt = plan.salt(self._planned.engine.fingerprint)
         self._salt(request, (request.cache_salt or "") + salt)
 
@@ -173,7 +173,7 @@ class JaxragConnector(KVConnectorBase_V1):
             self._counts.add("tokens", num_external_tokens)
             self._counts.add("bytes", self._store.layout.nbytes(num_external_tokens))
             self._counts.add("seconds", self._fetches.seconds(name))
-            self._loads.append(Load(name, kv, start, list(blocks.get_block_ids()[0])))
+            self._loads.append(PageLoad(name, kv, start, list(blocks.get_block_ids()[0])))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """What the workers write in this step."""
@@ -209,9 +209,9 @@ class JaxragConnector(KVConnectorBase_V1):
     @classmethod
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
-    ) -> Metrics:
+    ) -> ConnectorMetrics:
         """The counters of vLLM's /metrics."""
-        return Metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        return ConnectorMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # In a worker's process.
 
@@ -224,7 +224,7 @@ class JaxragConnector(KVConnectorBase_V1):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Which requests' parts were written."""
         written, self._written = self._written, collections.Counter()
-        return Written(written) if written else None
+        return WrittenLoads(written) if written else None
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """All layers were written before the forward pass."""
@@ -243,7 +243,7 @@ class JaxragConnector(KVConnectorBase_V1):
             self._fetches.close()
             self._store.close()
 
-    def _plan(self, ids: list[int], params: Any) -> tuple[Plan | None, str]:
+    def _plan(self, ids: list[int], params: Any) -> tuple[PartsPlan | None, str]:
         manifest = self._watched.current()
         if manifest is None:
             return None, "manifest"
@@ -265,7 +265,7 @@ class JaxragConnector(KVConnectorBase_V1):
         request.block_hashes.clear()
         request.update_block_hashes()
 
-    def _give_up(self, asked: Asked, reason: str) -> None:
+    def _give_up(self, asked: PlannedRequest, reason: str) -> None:
         name = asked.request.request_id
         del self._asked[name]
         self._fetches.end(name)
@@ -277,7 +277,7 @@ class JaxragConnector(KVConnectorBase_V1):
         if name in self._told:
             self._told[name] = {"stored": 0, "computed": reason}
 
-    def _write(self, load: Load) -> None:
+    def _write(self, load: PageLoad) -> None:
         kv = load.kv.open() if isinstance(load.kv, SharedArray) else load.kv
         first, end = self._share.heads(kv.shape[3])
         positions = np.arange(load.start, load.start + kv.shape[2])
@@ -299,7 +299,9 @@ def _tensor(array: NDArray[Any]) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-def _check(vllm_config: Any, kv_cache_config: Any, manifest: Manifest, settings: Settings) -> None:
+def _check(
+    vllm_config: Any, kv_cache_config: Any, manifest: Manifest, settings: ConnectorSettings
+) -> None:
     """Refuse, in one line, an engine that stored parts are not for. Raises ConfigError."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     engine = manifest.engine
@@ -322,6 +324,8 @@ def _check(vllm_config: Any, kv_cache_config: Any, manifest: Manifest, settings:
     ours = dataclasses.replace(engine.layout, stored="native")
     if theirs != ours:
         raise ConfigError(f"the model has {theirs}, the stored chunks {ours}")
+    if engine.layout.drops:
+        raise ConfigError(f"stored={engine.layout.stored!r} leaves tokens out: use int4 or int8")
     folder = Path(model.model)
     if not folder.is_dir():
         raise ConfigError(f"{model.model}: serve the folder that `jaxrag kb connector` looked at")

@@ -6,13 +6,13 @@ range widest, one in CHANNELS, get 8 bits. Of V every CHANNELS elements of a tok
 """
 
 import math
+from typing import Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxrag.base.errors import StoreError
-from jaxrag.base.types import HostArray
 
 GROUP = 64  # tokens of a channel of K that share a range
 CHANNELS = 32  # channels of a token of V that share a step; one of K in so many has 8 bits
@@ -33,7 +33,7 @@ def head_nbytes(tokens: int, head_dim: int) -> int:
     return 2 * -(-sum(map(_nbytes, _sections(tokens, head_dim))) // 2)
 
 
-def pack(kv: HostArray) -> NDArray[np.uint8]:
+def pack(kv: NDArray[Any]) -> NDArray[np.uint8]:
     """Round K and V [L, 2, T, K, H] of any float dtype to codes; the same on every machine.
 
     An element of K comes back within half a step of its group and channel, one of V within half a
@@ -61,7 +61,7 @@ def pack(kv: HostArray) -> NDArray[np.uint8]:
     return np.ascontiguousarray(halves.transpose(0, 2, 3, 1, 4))
 
 
-def unpack(packed: NDArray[np.uint8], tokens: int, dim: int) -> tuple[HostArray, HostArray]:
+def unpack(packed: NDArray[np.uint8], tokens: int, dim: int) -> tuple[NDArray[Any], NDArray[Any]]:
     """K and V, float32 [T, K, H] each, of one layer that was packed, [2, 1, K, M]."""
     heads = packed.shape[2]
     halves = np.concatenate((packed[0, 0], packed[1, 0]), axis=1)
@@ -79,7 +79,8 @@ def unpack(packed: NDArray[np.uint8], tokens: int, dim: int) -> tuple[HostArray,
     return k.swapaxes(0, 1), v.swapaxes(0, 1)
 
 
-type _Section = tuple[tuple[int, ...], np.dtype[np.generic] | None]  # None: two codes a byte
+# Shape and dtype; None: two codes a byte.
+_Section: TypeAlias = "tuple[tuple[int, ...], np.dtype[np.generic] | None]"
 
 
 def _sections(tokens: int, dim: int) -> list[_Section]:
@@ -102,7 +103,7 @@ def _nbytes(section: _Section) -> int:
     return -(-count // 2) if kind is None else count * kind.itemsize
 
 
-def _pack_keys(k: HostArray) -> list[HostArray]:
+def _pack_keys(k: NDArray[Any]) -> list[NDArray[Any]]:
     """The arrays of K [K, T, H] float32."""
     heads, tokens, dim = k.shape
     grouped = _by_group(k)
@@ -134,21 +135,25 @@ def _pack_keys(k: HostArray) -> list[HostArray]:
 
 
 def _keys(
-    channels: HostArray, low: HostArray, step: HostArray, codes: HostArray, fine: HostArray
-) -> HostArray:
+    channels: NDArray[Any],
+    low: NDArray[Any],
+    step: NDArray[Any],
+    codes: NDArray[Any],
+    fine: NDArray[Any],
+) -> NDArray[Any]:
     """K [K, T, H] float32 of its arrays."""
     heads, tokens, dim = codes.shape
     at = np.minimum(channels, dim - 1).astype(np.int64)[:, None]
     at = np.broadcast_to(at, (heads, tokens, at.shape[2]))
     wide = np.take_along_axis(codes, at, axis=2) << 4
     np.put_along_axis(codes, at, wide | _nibbles(fine, at.shape[1:]), axis=2)
-    k: HostArray = _by_group(codes).astype(np.float32)
+    k: NDArray[Any] = _by_group(codes).astype(np.float32)
     k *= step.astype(np.float32)[:, :, None]
     k += low.astype(np.float32)[:, :, None]
     return k.reshape(heads, -1, dim)[:, :tokens]
 
 
-def _pack_values(v: HostArray) -> list[HostArray]:
+def _pack_values(v: NDArray[Any]) -> list[NDArray[Any]]:
     """The arrays of V [K, T, H] float32."""
     heads, tokens, dim = v.shape
     groups = -(-dim // CHANNELS)
@@ -166,14 +171,14 @@ def _pack_values(v: HostArray) -> list[HostArray]:
     return [step.astype(_BF16), _pairs(codes.reshape(heads, tokens, -1)[:, :, :dim])]
 
 
-def _by_group(array: HostArray) -> HostArray:
+def _by_group(array: NDArray[Any]) -> NDArray[Any]:
     """[K, T, H] as [K, groups, GROUP, H], the last token repeated."""
     missing = -array.shape[1] % GROUP
     padded = np.pad(array, ((0, 0), (0, missing), (0, 0)), mode="edge") if missing else array
     return padded.reshape(len(array), -1, GROUP, array.shape[2])
 
 
-def _pairs(codes: HostArray) -> NDArray[np.uint8]:
+def _pairs(codes: NDArray[Any]) -> NDArray[np.uint8]:
     """Codes of 4 bits [K, ...] two to a byte [K, bytes], the first in the low bits."""
     flat = codes.reshape(len(codes), -1)
     if flat.shape[1] % 2:
@@ -182,7 +187,7 @@ def _pairs(codes: HostArray) -> NDArray[np.uint8]:
     return pairs
 
 
-def _nibbles(pairs: HostArray, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+def _nibbles(pairs: NDArray[Any], shape: tuple[int, ...]) -> NDArray[np.uint8]:
     """Inverse of ``_pairs``: [K, *shape]."""
     codes = np.empty((*pairs.shape, 2), np.uint8)
     np.bitwise_and(pairs, _COARSE, out=codes[..., 0])
@@ -190,7 +195,7 @@ def _nibbles(pairs: HostArray, shape: tuple[int, ...]) -> NDArray[np.uint8]:
     return codes.reshape(len(pairs), -1)[:, : math.prod(shape)].reshape(len(pairs), *shape)
 
 
-def _to_bfloat16(wide: HostArray, *, up: bool | None) -> HostArray:
+def _to_bfloat16(wide: NDArray[Any], *, up: bool | None) -> NDArray[Any]:
     """Float32 that bfloat16 holds: the next one up, the next one down, or (None) the larger one.
 
     A range that is rounded outwards still covers every element.

@@ -11,7 +11,7 @@ from typing import Any
 from jaxrag.base.errors import KnowledgeBaseError, RequestError
 from jaxrag.base.types import HostArray
 from jaxrag.connectors import manifest
-from jaxrag.connectors.manifest import Engine, Gate, Manifest
+from jaxrag.connectors.manifest import Gate, Manifest, ServedModel
 from jaxrag.kv.store import ChunkStore, ReadThrough
 from jaxrag.kv.store.keys import content_id
 from jaxrag.library.knowledge_base import KnowledgeBase
@@ -78,6 +78,11 @@ def write_connector(
         raise KnowledgeBaseError(
             f"{kb.path} was opened for reading; open it with its model and mode 'rw'"
         )
+    if kb.store.layout.drops:
+        raise RequestError(
+            f"{kb.path} is stored as {kb.store.layout.stored}, which leaves tokens out: another "
+            "engine would read zeros there; ingest with --stored int4, int8 or native"
+        )
     chosen = _encoder(kb, encoder)
     folder = _served(model, serve)
     tokenizer = model.text_tokenizer()
@@ -86,7 +91,7 @@ def write_connector(
     parts = dict(_parts(kb, groups))
     store = kb.store.inner if isinstance(kb.store, ReadThrough) else kb.store  # what lies elsewhere
     assert isinstance(store, ChunkStore)
-    engine = Engine(
+    engine = ServedModel(
         store=store.location,
         fingerprint=kb.store.fingerprint,
         layout=kb.store.layout,

@@ -46,7 +46,7 @@ def make(folder, config, *, encoder="isolated", stored="native", questions=25, l
     }
     store.close()
     digest = "" if model.tokenizer is None else model.tokenizer.digest
-    engine = manifest.Engine(
+    engine = manifest.ServedModel(
         store=str(folder / "store"),
         fingerprint=fingerprint,
         layout=layout,

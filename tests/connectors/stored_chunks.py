@@ -59,7 +59,7 @@ class Stored:
         model.mkdir(exist_ok=True)
         if not (model / "model.safetensors").exists():
             (model / "model.safetensors").write_bytes(b"weights")
-        engine = manifest.Engine(
+        engine = manifest.ServedModel(
             store=str(self.folder / "store"),
             fingerprint=FINGERPRINT,
             layout=self.layout,

@@ -161,11 +161,12 @@ def test_refused_before_serving(made, changes, said):
     [
         (CONFIG, {"encoder": "after_prefix"}),
         (CONFIG, {"stored": "int8"}),
+        (CONFIG, {"stored": "int4"}),
         (scaled("llama3"), {}),
         (scaled("yarn"), {}),
-        (dataclasses.replace(CONFIG, family="qwen3"), {}),
+        (dataclasses.replace(CONFIG, family="qwen3", qk_norm=True), {}),
     ],
-    ids=["after_prefix", "int8", "llama3", "yarn", "qwen3"],
+    ids=["after_prefix", "int8", "int4", "llama3", "yarn", "qwen3"],
 )
 def test_parity_of(tmp_path, config, options):
     data = random_cases.make(tmp_path, config, questions=COUNT, lengths=(20, 120), **options)

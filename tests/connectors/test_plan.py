@@ -122,7 +122,7 @@ def test_what_requests_may_say():
 def test_a_million_parts(tmp_path):
     draw = np.random.default_rng(0)
     parts = draw.integers(0, 30000, (1_000_000, 20)).astype(np.int32)
-    engine = manifest.Engine("x", FINGERPRINT, LAYOUT, ROPE, "t", {}, "isolated")
+    engine = manifest.ServedModel("x", FINGERPRINT, LAYOUT, ROPE, "t", {}, "isolated")
     table = manifest.parts_table((content_id("t", ids), ids) for ids in parts)
     prefix = np.arange(8, dtype=np.int32)
     known = manifest.Manifest(engine, prefix, (), table)

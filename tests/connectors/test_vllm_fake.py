@@ -281,13 +281,21 @@ def test_without_a_manifest_nothing_starts(connector, stored):
         connector.JaxragConnector(*Engine._split(config_of(stored)))
 
 
-def test_int8_chunks(connector, tmp_path):
-    stored = drawn(tmp_path, layout=dataclasses.replace(LAYOUT, stored="int8"))
+def test_chunks_without_some_of_their_tokens_are_refused(connector, tmp_path):
+    stored = drawn(tmp_path)
+    stored.write(stored.chunks, layout=dataclasses.replace(LAYOUT, stored="int4-half"))
+    with pytest.raises(ConfigError, match="leaves tokens out"):
+        connector.JaxragConnector(*Engine._split(config_of(stored)))
+
+
+@pytest.mark.parametrize(("form", "near"), [("int8", 0.05), ("int4", 0.6)])
+def test_chunks_in_fewer_bits(connector, tmp_path, form, near):
+    stored = drawn(tmp_path, layout=dataclasses.replace(LAYOUT, stored=form))
     engine = Engine(connector, stored)
     ids = stored.prompt(0, 2)
     seen, (_, loaded) = engine.run(engine.add(ids))
     assert loaded == len(ids) - 5
-    np.testing.assert_allclose(seen, wanted(stored, (0, 2), ids), atol=0.05)
+    np.testing.assert_allclose(seen, wanted(stored, (0, 2), ids), atol=near)
     engine.close()
 
 
