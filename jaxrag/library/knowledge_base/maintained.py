@@ -44,7 +44,7 @@ GATE = "gate:"  # settings of this prefix, one a method, so that two gates do no
 class Maintained(Parts):
     """What is done with the documents that are there."""
 
-    def refresh(self, *, progress: bool = False, exact: bool = False) -> RefreshReport:
+    def refresh(self, *, progress: bool = False) -> RefreshReport:
         """Encode every chunk whose neighbours are not those that its KV was encoded behind.
 
         Of the encoder variants that see neighbours; ``add``, ``update`` and ``remove`` do it by
@@ -53,13 +53,8 @@ class Maintained(Parts):
 
         Where nothing changed since the last refresh, nothing is searched; where neighbours are
         found by vectors in an "exact" index, only chunks that the change can reach are. By words or
-        in another index any change may reorder every list. Of fewer than 10,000 chunks each is then
-        a question to all; of more, those are that a new chunk is among the most similar to, and the
-        others keep their neighbours.
-
-        Args:
-          progress: show how far it is, on stderr.
-          exact: search all again: the time grows with the square of the number of chunks.
+        in another index any change may reorder every list: each chunk is then a question to all,
+        and the time grows with the square of their number.
 
         Raises KnowledgeBaseError when opened without a model or for reading, or when neighbours
         are found by vectors and chunks lack theirs.
@@ -69,8 +64,7 @@ class Maintained(Parts):
         neighbours = self._neighbours(model)
         self._check_vectors(neighbours.by)
         with self._acknowledged():
-            encoding = self._encoding(model)
-            return refresh(neighbours, encoding, self._behind_others, progress, exact)
+            return refresh(neighbours, self._encoding(model), self._behind_others, progress)
 
     def neighbours_of(
         self, chunk_ids: Sequence[int], encoder: str, template: PromptTemplate | None = None

@@ -15,10 +15,7 @@ them, two chunks' similarity is theirs alone, and the chunks to search again are
 - are at least as similar to a new chunk as to the last of their neighbours.
 
 With BM25 a word weighs less the more chunks hold it, and with an approximate index what is found
-depends on how it was built: there every change may reorder every list. Of fewer than 10,000 chunks
-all are searched again. Of more, those are that have no KV, and those among the 100 most similar to
-a new chunk, by vectors if it is at least as similar as the last of their neighbours. All others
-keep the neighbours that they were found to have, until an ``exact`` refresh searches all.
+depends on how it was built: there every change may reorder every list, and all are searched again.
 """
 
 import collections
@@ -26,7 +23,7 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,8 +47,6 @@ from jaxrag.reuse.encode import ChunkEncoding, ChunkInContext
 _BATCH = 64  # chunks between two commits
 _COUNTED = ("chunks", "encoded", "reused", "unchanged", "encoded_tokens", "context_tokens")
 _SETTING = "searched"
-_NEAR_FROM = 10_000  # chunks; of fewer all are searched where any change may reorder every list
-_NEAR = 100  # chunks most similar to a new one, whose neighbours it may have become
 _ROWS = 2048  # vectors that are compared at once
 _ROUNDING = 1e-4  # of two products of the same vectors in other batches, relative to their lengths
 
@@ -117,13 +112,6 @@ class Neighbours:
                     found[chunk_id] = list(others.values())[: self.top_n]
             depth *= 2
         return {i: self._place(own[i], found[i]) for i in own if i in found}
-
-    def near(self, chunk_ids: HostArray) -> HostArray:
-        """Chunks whose neighbours these may have become, int64 ascending: the most similar ones."""
-        found = [np.zeros(0, np.int64)]
-        for batch in itertools.batched(chunk_ids.tolist(), _BATCH):
-            found += [np.asarray(row, np.int64) for row in self._rank(batch, _NEAR).values()]
-        return np.unique(np.concatenate(found))
 
     def recorded(self, chunk_ids: Sequence[int], encoder: str) -> dict[int, Placed]:
         """The neighbours that chunks were encoded behind; of those with KV of this encoder."""
@@ -201,11 +189,7 @@ def _that_fit(chunks: Iterable[HostArray], room: int) -> tuple[HostArray, ...]:
 
 
 def refresh(
-    neighbours: Neighbours,
-    encoding: ChunkEncoding,
-    encoders: Sequence[str],
-    progress: bool,
-    exact: bool = False,
+    neighbours: Neighbours, encoding: ChunkEncoding, encoders: Sequence[str], progress: bool
 ) -> RefreshReport:
     """Encode every chunk whose neighbours, their order included, are not those of its KV.
 
@@ -215,13 +199,11 @@ def refresh(
     Args:
       encoders: those of its variants that see neighbours.
       progress: show how far it is, on stderr.
-      exact: search every chunk whose neighbours may be others, however unlikely.
     """
     start = time.perf_counter()
     count = collections.Counter(dict.fromkeys(_COUNTED, 0))
     search = NeighbourSearch.begin(neighbours.catalog, _how(neighbours, encoding, encoders))
-    near = None if exact else neighbours.near
-    outdated = search.outdated(encoders, neighbours.top_n, neighbours.index, near)
+    outdated = search.outdated(encoders, neighbours.top_n, neighbours.index)
     if neighbours.by == "bm25" and len(outdated) > _BATCH:
         neighbours = dataclasses.replace(neighbours, words=neighbours.catalog.words())
     left_alone = (len(search.chunk_ids) - len(outdated)) * len(encoders)
@@ -339,21 +321,13 @@ class NeighbourSearch:
         known = before if before and before.get("how") == how else None
         return cls(catalog, how, catalog.chunk_ids(), _run_of(before) + 1, known)
 
-    def outdated(
-        self,
-        encoders: Sequence[str],
-        top_n: int,
-        index: VectorIndex | None,
-        near: Callable[[HostArray], HostArray] | None = None,
-    ) -> HostArray:
+    def outdated(self, encoders: Sequence[str], top_n: int, index: VectorIndex | None) -> HostArray:
         """The chunks whose neighbours may be others now, or that lack KV: int64 ascending.
 
         Args:
           encoders: whose KV is looked for.
           top_n: neighbours of a chunk, at most.
           index: what ranks them; None for BM25.
-          near: gives the chunks whose neighbours new ones may have become, of many chunks and where
-            any change may reorder every list; None: all may be others there.
         """
         ids = self.chunk_ids
         if not encoders:
@@ -366,23 +340,13 @@ class NeighbourSearch:
             return _lacking(self.catalog, ids, encoders)
         # Where one of several chunks of a content has left, its content may rank lower now.
         copies = np.isin(gone, _from_ranges(self.known["copies"])).any()
-        if copies or 2 * len(new) >= len(ids):
+        if index is None or not index.exact or copies or 2 * len(new) >= len(ids):
             return ids
         outdated = np.zeros(len(ids), bool)
-        reached = ids
-        if index is None or not index.exact:
-            if near is None or len(ids) < _NEAR_FROM:
-                return ids
-            lacking = _lacking(self.catalog, ids, encoders)
-            reached = np.setdiff1d(np.intersect1d(near(new), ids), lacking)
-            if index is None:
-                return np.union1d(lacking, reached)
-            outdated |= np.isin(ids, lacking)
         try:
             for encoder in encoders:
                 own, last = self.catalog.last_neighbours(encoder, top_n)
-                outdated |= np.isin(ids, np.setdiff1d(reached, own))
-                own, last = own[np.isin(own, reached)], last[np.isin(own, reached)]
+                outdated |= ~np.isin(ids, own)
                 outdated |= np.isin(ids, own[_entered(index, own, last, new)])
         except StoreError:
             if np.array_equal(self.catalog.chunk_ids(), ids):
