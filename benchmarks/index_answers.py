@@ -46,7 +46,7 @@ from jaxrag.reuse.decode import (
     StaticWindow,
     TopN,
 )
-from jaxrag.reuse.decode.checks import Checks
+from jaxrag.reuse.decode.checks import RecallChecks
 from jaxrag.reuse.decode.retrieval import Indexed
 from jaxrag.reuse.decode.view import View
 
@@ -224,7 +224,7 @@ def searched(
     found = np.full((*shape, rule.k), -1, np.int32)
     recall, scanned = np.ones(shape), np.ones(shape)
     exact = np.zeros(shape[1:], bool)
-    checks = Checks.of(rule.index, heads.prompt, shape[1:])
+    checks = RecallChecks.of(rule.index, heads.prompt, shape[1:])
     for kv_head, queries in enumerate(grouped):
         keys = placed[kv_head, rule.sink : end]
         bank = QueryBank(queries[:, chosen], chosen.astype(np.int32))

@@ -112,6 +112,10 @@ class Core:
         self._rebuild()
         self.state.arena.clear()
 
+    def report_loads(self, report: Callable[[int], None]) -> None:
+        """Chunks are read beside the computing; ``report`` tells what this process has read."""
+        self.state.report = report
+
     def loaded(self, number: int) -> None:
         """Every process has read its part of a batch of chunks."""
         self._transfers.loaded(number)

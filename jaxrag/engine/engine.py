@@ -71,9 +71,8 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         several = len(processes_of(model.mesh)) > 1
-        self.settings = settings or EngineSettings(lockstep=several)
-        if several:
-            self.settings = dataclasses.replace(self.settings, lockstep=True)
+        settings = settings or EngineSettings()
+        self.settings = dataclasses.replace(settings, lockstep=several or settings.lockstep)
         self.runner = ModelRunner(model, self.settings.half_life)
         self.compiled = Counter[str]()
         self.compile_times = CompileTimes()
@@ -94,11 +93,8 @@ class Engine:
         collectives_by(self._mail.mine)
         leader.on_lost(self._abandon)
         leader.on_loaded(self._all_loaded)
-
-        def begin() -> None:  # the pool is made by all at once
-            self._at_work.state.report = leader.loaded
-
-        ask(self._mail.post, begin)
+        # The pool is made by all at once.
+        ask(self._mail.post, lambda: self._at_work.report_loads(leader.loaded))
 
     @property
     def leads(self) -> bool:
@@ -341,16 +337,16 @@ class Engine:
         """
         with counting(self.compiled, self.compile_times):
             core = self._at_work
-            core.state.report = follower.loaded
+            core.report_loads(follower.loaded)
             for turn in follower.turns():
                 core.state.now = turn.now
                 for command in turn.commands:
                     self._carry_out(core, command)
                 if turn.rests:
                     core.rest()
-                    continue
-                self.turns += core.run_once()
-                follower.done(turn.number, core.digest())
+                else:
+                    self.turns += core.run_once()
+                    follower.done(turn.number, core.digest())
 
     def _carry_out(self, core: Core, command: Command) -> None:
         """What the leader's client asked for; the leader alone answers."""
@@ -359,11 +355,9 @@ class Engine:
             core.handle(lambda: core.submit(*made))
         elif isinstance(command, Forget):
             core.handle(core.forget)
-        elif isinstance(command, Loaded):
-            core.handle(lambda: core.loaded(command.number))
         else:
-            end = core.abort if isinstance(command, Abort) else core.stop
-            core.handle(lambda: end(command.number))
+            act = {Abort: core.abort, Stop: core.stop, Loaded: core.loaded}[type(command)]
+            core.handle(lambda: act(command.number))
 
     def _check_alone(self) -> None:
         """RequestError where other processes would have to do the same, and are not asked to."""

@@ -1,6 +1,7 @@
 """Requests in the engine, and what the parts of its loop share; for the engine's thread."""
 
 import dataclasses
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, get_args
@@ -13,15 +14,16 @@ from jaxrag.base.types import HostArray
 from jaxrag.engine.admission import SchedulerSettings
 from jaxrag.engine.arena import HostArena
 from jaxrag.engine.decoding import FAILED, LaneKey, LaneRows
-from jaxrag.engine.links import Links, LoadDeadline
+from jaxrag.engine.links import Links, LoadDeadline, Read
 from jaxrag.engine.mapping import RequestPlan, RequestState
 from jaxrag.engine.progress import Sink
 from jaxrag.engine.request import FinishReason, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.scheduler import Ending, Scheduler
-from jaxrag.engine.staging import ChunkOrigin
-from jaxrag.kv.cache import PAGE
+from jaxrag.engine.staging import ChunkLoad, ChunkOrigin, Staged
+from jaxrag.kv.cache import PAGE, PagedCache
 from jaxrag.kv.cache.heat import HALF_LIFE
+from jaxrag.kv.store import OwnRead
 from jaxrag.models.compiled import CompileTimes
 from jaxrag.reuse.decode import Decoding
 
@@ -201,6 +203,72 @@ class RunningRequest:
         self.read = self.left = self.in_flight = 0
         self.found = {}
         self.plan.gone.clear()
+
+
+@dataclasses.dataclass(eq=False)
+class PendingChunk:
+    """A chunk that the pool waits for.
+
+    Attributes:
+      owner: the request that asked first.
+      pages: of the pool, for its KV.
+      deadline: by the engine's clock, when it is computed instead; None: it is waited for.
+      batch: that it is read in.
+      late: it is read and computed, and the first to finish claims it.
+      found: why it is to be encoded.
+      stores: its store gets it once it is encoded.
+    """
+
+    load: ChunkLoad
+    owner: RunningRequest
+    cache: PagedCache
+    pages: tuple[int, ...]
+    deadline: float | None
+    batch: "ReadBatch | None" = None
+    late: bool = False
+    found: ChunkOrigin = dataclasses.field(default_factory=lambda: ChunkOrigin("encoded"))
+    stores: bool = True
+    _claim: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    def claim(self) -> bool:
+        """True for the first caller: only its KV is placed. On any thread."""
+        return self._claim.acquire(blocking=False)
+
+    @property
+    def claimed(self) -> bool:
+        """Is its KV there, or given up?"""
+        return self._claim.locked()
+
+
+@dataclasses.dataclass(eq=False)
+class ReadBatch:
+    """Chunks that are read together, from where they are until they are placed.
+
+    Attributes:
+      waiting: by key, those that the pool waits for; once they are fetched, those claimed.
+      held: they are in the arena.
+      read: over a link; None where there is none.
+      placed: blocks that are written there.
+    """
+
+    loads: Sequence[ChunkLoad]
+    waiting: dict[str, PendingChunk]
+    held: bool = False
+    read: Read | None = None
+    staged: Staged | None = None
+    placed: int = 0
+
+
+@dataclasses.dataclass(eq=False)
+class SharedRead:
+    """A batch of which every process reads its part.
+
+    Attributes:
+      own: the part of this process, once it is read.
+    """
+
+    batch: ReadBatch
+    own: tuple[OwnRead, HostArray | None] | BaseException | None = None
 
 
 @dataclasses.dataclass(frozen=True)

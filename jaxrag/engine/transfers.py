@@ -4,7 +4,6 @@ Threads of the links fetch chunks and stage them; the engine's thread places the
 late may be encoded meanwhile: the first to have its KV claims it, and what comes second is dropped.
 """
 
-import dataclasses
 import functools
 import itertools
 import threading
@@ -12,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from jaxrag.base.types import HostArray
-from jaxrag.engine.links import Link, LinkOpen, Order, Read
+from jaxrag.engine.links import Link, LinkOpen, Order
 from jaxrag.engine.scheduler import Admitted
 from jaxrag.engine.staging import (
     ChunkLoad,
@@ -32,75 +31,19 @@ from jaxrag.engine.staging import (
     stage,
     why_refused,
 )
-from jaxrag.engine.state import Broken, RunningRequest, State
+from jaxrag.engine.state import (
+    Broken,
+    PendingChunk,
+    ReadBatch,
+    RunningRequest,
+    SharedRead,
+    State,
+)
 from jaxrag.engine.thread import result_of
-from jaxrag.kv.cache import PagedCache
 from jaxrag.kv.store import KVStore, OwnRead, SharedStore
 from jaxrag.reuse.encode import Encoded
 
 _FIRST_COME: Order = (0, 0, 0)
-
-
-@dataclasses.dataclass(eq=False)
-class PendingChunk:
-    """A chunk that the pool waits for.
-
-    Attributes:
-      owner: the request that asked first.
-      pages: of the pool, for its KV.
-      deadline: by the engine's clock, when it is computed instead; None: it is waited for.
-      batch: that it is read in.
-      late: it is read and computed, and the first to finish claims it.
-      found: why it is to be encoded.
-      stores: its store gets it once it is encoded.
-    """
-
-    load: ChunkLoad
-    owner: RunningRequest
-    cache: PagedCache
-    pages: tuple[int, ...]
-    deadline: float | None
-    batch: "_Batch | None" = None
-    late: bool = False
-    found: ChunkOrigin = dataclasses.field(default_factory=lambda: ChunkOrigin("encoded"))
-    stores: bool = True
-    _claim: threading.Lock = dataclasses.field(default_factory=threading.Lock)
-
-    def claim(self) -> bool:
-        """True for the first caller: only its KV is placed. On any thread."""
-        return self._claim.acquire(blocking=False)
-
-    @property
-    def claimed(self) -> bool:
-        """Is its KV there, or given up?"""
-        return self._claim.locked()
-
-
-@dataclasses.dataclass(eq=False)
-class _Batch:
-    """Chunks that are read together, from where they are until they are placed.
-
-    Attributes:
-      waiting: by key, those that the pool waits for; once they are fetched, those claimed.
-      held: they are in the arena.
-      read: over a link; None where there is none.
-      placed: blocks that are written there.
-    """
-
-    loads: Sequence[ChunkLoad]
-    waiting: dict[str, PendingChunk]
-    held: bool = False
-    read: Read | None = None
-    staged: Staged | None = None
-    placed: int = 0
-
-
-@dataclasses.dataclass(eq=False)
-class _Flight:
-    """A batch that every process reads its part of; ``own``: of this one, once it is read."""
-
-    batch: _Batch
-    own: tuple[OwnRead, HostArray | None] | BaseException | None = None
 
 
 class Transfers:
@@ -115,11 +58,11 @@ class Transfers:
         self._state, self._fail = state, fail
         self._pending: dict[str, PendingChunk] = {}
         self._to_encode: deque[PendingChunk] = deque()
-        self._staged: deque[_Batch] = deque()
-        self._reading: dict[str, _Batch] = {}  # chunks that are read from a store
+        self._staged: deque[ReadBatch] = deque()
+        self._reading: dict[str, ReadBatch] = {}  # chunks that are read from a store
         self._lock = threading.Lock()  # of what is read, and the requests that wait for it
         self._numbers = itertools.count()
-        self._flying: dict[int, _Flight] = {}  # reads of several processes, by their number
+        self._flying: dict[int, SharedRead] = {}  # reads of several processes, by their number
         self.hits = Counter[HitKind]()
 
     @property
@@ -161,7 +104,7 @@ class Transfers:
         for group in groups([load for load in loads if self._is_far(load)]):
             for load in group:
                 self._state.note("prefetch", load.key)
-            self._read(_Batch(group, {}), (1, 0, next(self._numbers)))
+            self._read(ReadBatch(group, {}), (1, 0, next(self._numbers)))
 
     def place(self) -> bool:
         """Write to the pool what is staged, up to ``place_bytes`` of it; True where any was."""
@@ -184,7 +127,7 @@ class Transfers:
                 self._arrived(batch, batch.staged)
         return left < before
 
-    def _arrived(self, batch: _Batch, staged: Staged) -> None:
+    def _arrived(self, batch: ReadBatch, staged: Staged) -> None:
         """All chunks of a batch are in the pool."""
         state = self._state
         self._done(batch)
@@ -329,8 +272,8 @@ class Transfers:
                 held[key] = kv
                 found[key] = ChunkOrigin("store" if arena.use(key) else "host")
 
-        def batch(group: Sequence[ChunkLoad], held: bool) -> _Batch:
-            return _Batch(group, {load.key: new[load.key] for load in group}, held)
+        def batch(group: Sequence[ChunkLoad], held: bool) -> ReadBatch:
+            return ReadBatch(group, {load.key: new[load.key] for load in group}, held)
 
         for group in groups(new[key].load for key in held):
             job = functools.partial(fetch_held, runner, group, held, found)
@@ -350,7 +293,7 @@ class Transfers:
             self._state.links.hasten(batch.read, order)
         return True
 
-    def _read(self, batch: _Batch, order: Order) -> None:
+    def _read(self, batch: ReadBatch, order: Order) -> None:
         """Read a batch from its store."""
         with self._lock:
             self._reading.update(dict.fromkeys((load.key for load in batch.loads), batch))
@@ -362,7 +305,7 @@ class Transfers:
 
         self._run(batch, self._link(batch.loads[0].encoding.store), order, read)
 
-    def _run(self, batch: _Batch, link: Link, order: Order, job: Callable[[], Fetched]) -> None:
+    def _run(self, batch: ReadBatch, link: Link, order: Order, job: Callable[[], Fetched]) -> None:
         """Fetch on a thread of the link; at once where time does not count."""
         state, layout = self._state, batch.loads[0].encoding.store.layout
         for chunk in batch.waiting.values():
@@ -378,13 +321,15 @@ class Transfers:
         with self._lock:  # ``_fetched`` sees the batch with its read
             batch.read = state.links.submit(link, order, nbytes, job, then)
 
-    def _fly(self, batch: _Batch, link: Link, nbytes: int, report: Callable[[int], None]) -> None:
+    def _fly(
+        self, batch: ReadBatch, link: Link, nbytes: int, report: Callable[[int], None]
+    ) -> None:
         """Read this process's part on a thread of the link, and report that it is there.
 
         All processes begin the same reads in the same order, so that none waits for one that
         another cannot begin.
         """
-        number, flight = next(self._numbers), _Flight(batch)
+        number, flight = next(self._numbers), SharedRead(batch)
         self._flying[number] = flight
 
         def then(own: tuple[OwnRead, HostArray | None] | BaseException) -> bool:
@@ -407,7 +352,7 @@ class Transfers:
         if not self._fetched(batch, result_of(functools.partial(agreed, batch.loads, own))):
             self._done(batch)
 
-    def _fetched(self, batch: _Batch, answer: Fetched | BaseException) -> bool:
+    def _fetched(self, batch: ReadBatch, answer: Fetched | BaseException) -> bool:
         """Keep what was fetched, and stage what is waited for; True where its bytes are held."""
         runner = self._state.runner
         kept = result_of(functools.partial(self._keep_in_arena, batch, answer))
@@ -439,7 +384,7 @@ class Transfers:
             self._post(functools.partial(self._came, batch, staged, refused))
         return bool(batch.waiting)
 
-    def _stage(self, batch: _Batch, fetched: Fetched) -> Staged:
+    def _stage(self, batch: ReadBatch, fetched: Fetched) -> Staged:
         chunks = batch.waiting.values()
         pages = {key: chunk.pages for key, chunk in batch.waiting.items()}
         cache = next(iter(chunks)).cache
@@ -447,7 +392,7 @@ class Transfers:
 
     def _came(
         self,
-        batch: _Batch,
+        batch: ReadBatch,
         staged: Staged | BaseException | None,
         refused: Sequence[tuple[PendingChunk, ChunkOrigin]] = (),
     ) -> None:
@@ -467,7 +412,7 @@ class Transfers:
     def _keep(self, chunk: PendingChunk, made: Encoded, runs: tuple[tuple[int, int], ...]) -> None:
         """Store a chunk that was encoded, and stage it."""
         state, load, store = self._state, chunk.load, chunk.load.encoding.store
-        batch = _Batch([load], {load.key: chunk})
+        batch = ReadBatch([load], {load.key: chunk})
 
         def kept() -> Staged:
             fetched = keep(load, chunk.found, made, runs, stores=chunk.stores)
@@ -502,13 +447,13 @@ class Transfers:
             if not wanted and self._state.links.cancel(batch.read):
                 self._forget(batch)
 
-    def _forget(self, batch: _Batch) -> None:
+    def _forget(self, batch: ReadBatch) -> None:
         """No chunk joins a batch any more; under the lock."""
         for load in batch.loads:
             if self._reading.get(load.key) is batch:
                 del self._reading[load.key]
 
-    def _keep_in_arena(self, batch: _Batch, fetched: Fetched | BaseException) -> None:
+    def _keep_in_arena(self, batch: ReadBatch, fetched: Fetched | BaseException) -> None:
         arena = self._state.arena
         if isinstance(fetched, BaseException) or batch.held or not arena.max_bytes:
             return
@@ -547,7 +492,7 @@ class Transfers:
         else:
             self._state.post(event)
 
-    def _done(self, batch: _Batch) -> None:
+    def _done(self, batch: ReadBatch) -> None:
         """The bytes of a batch are where they belong, or were dropped."""
         if batch.read is not None:
             self._state.links.done(batch.read)

@@ -19,7 +19,7 @@ _SLACK = 0.05  # below the target, for so few queries
 
 
 @dataclasses.dataclass(eq=False)
-class Checks:
+class RecallChecks:
     """The checks of one layer of a request.
 
     Each query head is judged by its own tokens alone: what it gets does not depend on what else is
@@ -37,7 +37,7 @@ class Checks:
     wanted: HostArray
 
     @classmethod
-    def of(cls, spec: Spec, start: int, heads: tuple[int, int]) -> "Checks | None":
+    def of(cls, spec: Spec, start: int, heads: tuple[int, int]) -> "RecallChecks | None":
         """For indexes [K, G] that chose their effort; None where ``spec`` says what it is."""
         if effort_of(spec) is not None:
             return None

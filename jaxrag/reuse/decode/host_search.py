@@ -38,7 +38,7 @@ from jaxrag.reuse.attention_index import (
     open_index,
     rotated,
 )
-from jaxrag.reuse.decode.checks import Checks
+from jaxrag.reuse.decode.checks import RecallChecks
 from jaxrag.reuse.decode.far.layer import FarAnswer, FarLayer, HostLayer, HostTask
 from jaxrag.reuse.decode.far.tickets import HostWork, crew
 from jaxrag.reuse.decode.footprint import Account, recall_of
@@ -73,7 +73,9 @@ class Seconds:
 class _Request:
     """What is held of a request in decode: of every layer so far, and its account."""
 
-    layers: list[tuple[Sequence[Part], Checks | None]] = dataclasses.field(default_factory=list)
+    layers: list[tuple[Sequence[Part], RecallChecks | None]] = dataclasses.field(
+        default_factory=list
+    )
     memory: dict[int, Sequence[HostLayer]] = dataclasses.field(default_factory=dict)  # by part
     far: dict[int, Sequence[FarLayer | None]] = dataclasses.field(default_factory=dict)
     account: Account = dataclasses.field(default_factory=Account)
@@ -341,7 +343,9 @@ class HostSearch:
         """Why an index of a request was not used."""
         self._requests[number].account += Account(notes=(text,))
 
-    def add_layer(self, number: int, parts: Sequence[Part], checks: Checks | None = None) -> None:
+    def add_layer(
+        self, number: int, parts: Sequence[Part], checks: RecallChecks | None = None
+    ) -> None:
         """The next layer of a request: its parts, which have no position in common.
 
         ``checks`` of their searches while the answer grows; None: there are none.
@@ -427,7 +431,7 @@ class HostSearch:
         parts: Sequence[Part],
         asked: Sequence[HostArray],
         at: tuple[int, int],
-        check: tuple[Checks, bool] | None,
+        check: tuple[RecallChecks, bool] | None,
         out: HostArray,
         number: int,
         counted: list[tuple[int, Account]],

@@ -33,7 +33,7 @@ from jaxrag.reuse.attention_index import (
     build,
 )
 from jaxrag.reuse.attention_index.spec import Trained, effort_of
-from jaxrag.reuse.decode.checks import Checks
+from jaxrag.reuse.decode.checks import RecallChecks
 from jaxrag.reuse.decode.far import HostPrompt
 from jaxrag.reuse.decode.far.memory import HostMemory
 from jaxrag.reuse.decode.far.search import Finder, Scanned, Searched, finder_of
@@ -374,10 +374,10 @@ class _Span:
         return Exact(index.storage) if self.stored and few else index
 
     @property
-    def checks(self) -> Checks | None:
+    def checks(self) -> RecallChecks | None:
         """Of the searches of one layer, while the answer grows."""
         heads = self.config.num_kv_heads, self.config.group_size
-        return Checks.of(self.rule.index, self.start, heads)
+        return RecallChecks.of(self.rule.index, self.start, heads)
 
     def indexes(
         self,

@@ -31,7 +31,7 @@ from jaxrag.reuse.attention_index import (
 )
 from jaxrag.reuse.attention_index.document import Indexing, build_layer
 from jaxrag.reuse.decode import IvfRetrieval, Retrieval
-from jaxrag.reuse.decode.checks import Checks
+from jaxrag.reuse.decode.checks import RecallChecks
 from jaxrag.reuse.methods import METHODS
 from jaxrag.tasks.long.tasks import VILLAGE_RULER
 from jaxrag.tasks.synthetic import SyntheticTask, samples
@@ -201,7 +201,7 @@ def test_law_14_over_a_right_answer(asked):
 def test_law_14_would_see_an_effort_that_the_documents_alone_choose(asked, monkeypatch):
     """And answers that nobody checks: what a rule did before."""
     monkeypatch.setattr("jaxrag.reuse.decode.retrieval._NEWEST", 0)
-    monkeypatch.setattr(Checks, "of", classmethod(lambda *_: None))
+    monkeypatch.setattr(RecallChecks, "of", classmethod(lambda *_: None))
     rule = dataclasses.replace(RULES["lists"], **SHORT)
     _, told = searched(asked, rule, placed_keys(asked))
     assert told["searched"].mean() < OF_ANSWERS and told["searched"].mean(0).min() < OF_A_HEAD

@@ -15,7 +15,7 @@ from jaxrag.reuse.attention_index import Exact, FoundKeys, QueryLists, Searcher,
 from jaxrag.reuse.attention_index.index import AttentionIndex
 from jaxrag.reuse.attention_index.lists import distinct, nearest_lists
 from jaxrag.reuse.attention_index.spec import Trained, effort_of
-from jaxrag.reuse.decode.checks import Checks
+from jaxrag.reuse.decode.checks import RecallChecks
 from jaxrag.reuse.decode.far.layer import FarAnswer, FarLayer, HostTask, gathered
 from jaxrag.reuse.decode.far.memory import HostMemory, highest
 from jaxrag.reuse.decode.far.scan import Pair, best_of
@@ -226,7 +226,7 @@ class Searched(FarLayer):
         window: tuple[int, int],
         end: int,
         k: int,
-        checks: Checks | None = None,
+        checks: RecallChecks | None = None,
     ) -> None:
         """``finders`` of every KV head, over keys from the window's sink to ``end``."""
         self.memory, self.finders, self.account, self.checks = memory, finders, account, checks
