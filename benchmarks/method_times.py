@@ -33,7 +33,8 @@ from jaxrag.models.text.progress import followed
 from jaxrag.reuse.methods import METHODS, Method
 from jaxrag.tasks.synthetic import SyntheticTask, sample
 
-LENGTH, CHUNK = 4096, 256  # tokens of the long prompts, and of their chunks
+LENGTHS = {"1k": 1024, "2k": 2048, "4k": 4096}  # tokens of the long prompts
+CHUNK = 256  # tokens of their chunks
 _SEED = 7
 
 
@@ -60,7 +61,10 @@ def measure(options: MethodTimesOptions) -> Result:
         "questions": options.questions,
         "prompts": {
             "short": _asked(options, options.short, list(_short(options))),
-            "long": _asked(options, options.long, list(_long(options))),
+            **{
+                name: _asked(options, options.long, list(_long(options, length)))
+                for name, length in LENGTHS.items()
+            },
         },
         "machine": describe(),
     }
@@ -73,10 +77,10 @@ def _short(options: MethodTimesOptions) -> Iterator[DatasetItem]:
         yield _item(number, drawn.questions[0].question, drawn.chunks)
 
 
-def _long(options: MethodTimesOptions) -> Iterator[DatasetItem]:
+def _long(options: MethodTimesOptions, length: int) -> Iterator[DatasetItem]:
     rows = prompts(
         LongOptions(
-            "infinitebench", options.long, (LENGTH,), flavour="village", tasks=("passkey",),
+            "infinitebench", options.long, (length,), flavour="village", tasks=("passkey",),
             questions=options.questions, chunk_tokens=CHUNK, seed=_SEED,
         ),
         progress=False,

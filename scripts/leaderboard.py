@@ -96,7 +96,7 @@ def _methods(results: Results) -> Iterator[list[str]]:
 
 
 def _times(times: dict[str, Any]) -> Iterator[list[str]]:
-    kinds = times["prompts"]
+    kinds = {name: times["prompts"][name] for name in ("short", "4k")}
     lengths = [f"{found['tokens']['value']:,.0f} tokens" for found in kinds.values()]
     head = ["method"]
     for length in lengths:
