@@ -86,7 +86,9 @@ class AnswerHeads:
     Attributes:
       name: of the question.
       ids: [T] int32 of prompt and answer; none where they are generated.
-      queries: [T, N, H] float32 before rotation; keys, values: [T, K, H], likewise.
+      queries: [T, N, H] float32 before rotation.
+      keys: [T, K, H] float32 before rotation.
+      values: [T, K, H] float32.
       prompt: tokens of the prompt; the answer is behind it.
     """
 

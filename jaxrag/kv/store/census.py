@@ -67,7 +67,8 @@ class Census:
         if part not in self._known:
             self._known[part] = self._read(part)
         known = self._known[part]
-        return {key: known[key][1] for key, at in times.items() if known.get(key, (0,))[0] == at}
+        same = (key for key, at in times.items() if key in known and known[key][0] == at)
+        return {key: known[key][1] for key in same}
 
     def learn(self, part: str, times: Mapping[str, int], found: Mapping[str, Record]) -> None:
         """Keep what was found of folders that had these times before; others are forgotten."""

@@ -28,7 +28,8 @@ class RecallChecks:
     Attributes:
       start: position of the first generated token.
       least: share of the best keys that a head's index is to find, over all of its checks.
-      found: [K, G] of the wanted keys, so far; wanted: [K, G] how many these were.
+      found: [K, G] of the wanted keys, so far.
+      wanted: [K, G] how many these were.
     """
 
     start: int

@@ -132,3 +132,11 @@ def test_a_refused_record_is_told_every_time(open_store, chunk):
     for _ in range(2):
         ((key, found),) = open_store().seen()
         assert key == one.key and isinstance(found, reading.Refused)
+
+
+def test_a_folder_of_the_year_1970_is_looked_at(open_store, chunk):
+    store, one = open_store(), chunk(1)  # as archives without times leave them
+    put(store, one)
+    os.utime(next(store.directory.glob(f"kv/*/*/{one.key}")), (0, 0))
+    assert counted(open_store()).keys() == {one.key}
+    assert store.gc(lambda record: True, grace_seconds=0, named=lambda key: True).chunks == 0

@@ -17,6 +17,7 @@ from jaxrag.kv.store import (
     context_id,
     fingerprint,
 )
+from jaxrag.kv.store.census import Seen
 from jaxrag.reuse.attention_index import ProjectedGraph, QueryLists, open_index, rotated
 from jaxrag.reuse.attention_index import document as documents
 
@@ -66,7 +67,7 @@ def test_a_stored_index_answers_as_the_one_that_was_built(document, spec, tmp_pa
     again = ChunkStore.open(tmp_path, MODEL, LAYOUT, mode="r")
     (record,) = again.head([document.key])
     assert documents.is_indexed(record)
-    assert documents.indexes_nbytes(record) == sum(array.nbytes for array in aux.values())
+    assert documents.indexes_nbytes(Seen.of(record).aux) == sum(array.nbytes for array in aux.values())
     for number, built in enumerate(with_index):
         loaded = documents.load_layer(again, document.key, number, ROPE)
         for mine, theirs in zip(built, loaded, strict=True):
