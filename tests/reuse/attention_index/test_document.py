@@ -67,7 +67,8 @@ def test_a_stored_index_answers_as_the_one_that_was_built(document, spec, tmp_pa
     again = ChunkStore.open(tmp_path, MODEL, LAYOUT, mode="r")
     (record,) = again.head([document.key])
     assert documents.is_indexed(record)
-    assert documents.indexes_nbytes(Seen.of(record).aux) == sum(array.nbytes for array in aux.values())
+    indexed = documents.indexes_nbytes(Seen.of(record).aux)
+    assert indexed == sum(array.nbytes for array in aux.values())
     for number, built in enumerate(with_index):
         loaded = documents.load_layer(again, document.key, number, ROPE)
         for mine, theirs in zip(built, loaded, strict=True):
