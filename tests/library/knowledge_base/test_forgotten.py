@@ -471,7 +471,7 @@ def run_changes(kb, asked, rng, count):
 
 
 def test_many_removals_and_replacements_under_questions(make_kb, asked):
-    run_changes(make_kb(**KEEPS), asked, np.random.default_rng(5), 30)
+    run_changes(make_kb(**KEEPS), asked, np.random.default_rng(5), 12)
 
 
 @pytest.mark.slow
