@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run_processes() -> Callable[..., list[str]]:
     """``run_processes(command, folder, count=2, devices=2, code=0, timeout=300)``; see ``_run``."""
     return _run

@@ -75,14 +75,10 @@ if "decode" in work:
     given["decode"] = work["decode"]
 served = resolve(Ask(**given), model=None if kb else model, kb=kb)
 documents = None if kb else work["documents"]
-asked = [
-    dataclasses.replace(prepare(served, it, documents).request, rows=4) for it in work["questions"]
-]
-if "slow" in work:  # each has a document of its own
-    asked = [
-        dataclasses.replace(prepare(served, it, [document]).request, rows=4)
-        for it, document in zip(work["questions"], documents, strict=True)
-    ]
+
+
+def request_of(question, documents):
+    return dataclasses.replace(prepare(served, question, documents).request, rows=4)
 
 
 class Clients:
@@ -126,8 +122,26 @@ class Clients:
             assert self.left.acquire(timeout=120)
 
 
+def at_once():
+    """All together; then with others that leave, are stopped, come too late and go before."""
+    asked = [request_of(question, documents) for question in work["questions"]]
+    plain = Clients(len(asked), {})
+    plain.run(asked)
+    watched = [dataclasses.replace(it, watched=True, priority=2) for it in asked]
+    better = [dataclasses.replace(it, priority=at % 2) for at, it in enumerate(asked)]
+    mixed = Clients(2 * len(asked) + 1, {1: "stop", 3: "abort"})
+    late = dataclasses.replace(asked[0], timeout=0.0)
+    mixed.run(watched, [*better, late])
+    return {
+        "plain": [plain.tokens, plain.how],
+        "mixed": [mixed.tokens, mixed.how],
+        "preempted": engine.status().preempted,
+    }
+
+
 def beside_a_slow_store():
     """Who needs no chunk is served while others wait for theirs; they may leave, or be late."""
+    asked = [request_of(question, [document]) for question, document in work["pairs"]]
     first = Clients(len(asked), {})
     first.run(asked)
     engine.forget()
@@ -156,21 +170,10 @@ def beside_a_slow_store():
 
 
 try:
-    if "slow" in work:
-        path.with_suffix(".out").write_text(json.dumps(beside_a_slow_store()))
-        met.close()
-        jax.distributed.shutdown()
-        os._exit(0)
-    plain = Clients(len(asked), {})
-    plain.run(asked)
-    found = {"plain": [plain.tokens, plain.how]}
-    watched = [dataclasses.replace(it, watched=True, priority=2) for it in asked]
-    better = [dataclasses.replace(it, priority=at % 2) for at, it in enumerate(asked)]
-    mixed = Clients(2 * len(asked) + 1, {1: "stop", 3: "abort"})
-    late = dataclasses.replace(asked[0], timeout=0.0)
-    mixed.run(watched, [*better, late])
-    found["mixed"] = [mixed.tokens, mixed.how]
-    found["preempted"] = engine.status().preempted
+    found = at_once() if "questions" in work else {}
+    if "pairs" in work:
+        engine.forget()
+        found |= beside_a_slow_store()
     path.with_suffix(".out").write_text(json.dumps(found))
 except BaseException:
     traceback.print_exc()

@@ -124,7 +124,7 @@ def check_processes(found, folder, cases, questions, processes):
 
 def test_two_processes_have_half_of_the_heads_each(wide_model_dir, run_processes, tmp_path):
     """A process searches and fetches what it holds, and has half of the host memory."""
-    asked = (("values", "away"), QUESTIONS[:3], 2)
+    asked = (("away",), QUESTIONS[:3], 2)
     found = processes_answer(run_processes, tmp_path, wide_model_dir, *asked, (1, 1, 2))
     check_processes(found, wide_model_dir, *asked)
 

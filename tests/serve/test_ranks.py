@@ -19,6 +19,7 @@ DOCUMENTS = [
     "The river is crossed on a raft, and the raft is pulled by a rope.",
 ]
 TOKENS = 24
+POOL = 384  # tokens: four short prompts fit, eight longer ones do not
 WINDOW = "sink=4,recent=8"
 # By name: the rule, and how the model is loaded.
 RULES = {
@@ -33,7 +34,11 @@ RULES = {
     "infllm": ("infllm:block=4,blocks=2,sink=4,recent=8", {}),
     "quest": ("quest:budget=48,dense_layers=0", {}),
 }
-QUESTIONS = ["Who has the salt?", "What is the raft?", "Who has the rope?", "What is wool?"]
+THINGS = ["salt", "raft", "rope", "wool", "river", "well", "hand", "tea", "pass", "mule"]
+TWENTY = [f"{word} {thing}?" for thing in THINGS for word in ("Who has the", "What is")]
+FEW = TWENTY[:4]
+OWN = [*DOCUMENTS, "Tea comes over the pass on mules.", "Wool is washed in the river."]
+PAIRS = list(zip(FEW, OWN, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +52,8 @@ def model_dir(tmp_path_factory, tiny_config, tokenizer_dir):
     return folder
 
 
-@pytest.fixture
-def led(model_dir, run_processes, tmp_path):
+@pytest.fixture(scope="module")
+def led(model_dir, run_processes, tmp_path_factory):
     """``led(processes, devices, method, **work)``: what the clients of the leader got."""
 
     def call(processes, devices, method="turborag", **more):
@@ -60,67 +65,83 @@ def led(model_dir, run_processes, tmp_path):
             "method": method,
             "tokens": TOKENS,
             "documents": DOCUMENTS,
-            "questions": QUESTIONS,
             **more,
         }
-        path = tmp_path / "work.json"
+        folder = tmp_path_factory.mktemp("led")
+        path = folder / "work.json"
         path.write_text(json.dumps(work))
         run_processes(
             lambda rank, coordinator: [sys.executable, PROGRAM, str(rank), coordinator, path],
-            tmp_path,
+            folder,
             count=processes,
             devices=devices,
+            timeout=900,
         )
         return json.loads(path.with_suffix(".out").read_text())
 
     return call
 
 
+@pytest.fixture(scope="module")
+def two(led):
+    """What two processes did, which are started once."""
+    return led(2, 1, questions=FEW, pairs=PAIRS, slow=1, pool=POOL)
+
+
 def served_as(found, wanted, preempts=True):
     """Everybody got these tokens, but for those who left, were stopped or came too late."""
-    assert found["plain"] == [wanted, ["length"] * len(QUESTIONS)]
+    many = len(wanted)
+    assert found["plain"] == [wanted, ["length"] * many]
     tokens, how = found["mixed"]
-    few, left = len(QUESTIONS), {1: "stop", 3: "Cancelled", 8: "DeadlineExceeded"}
-    assert how == [left.get(place, "length") for place in range(2 * few + 1)]
+    left = {1: "stop", 3: "Cancelled", 2 * many: "DeadlineExceeded"}
+    assert how == [left.get(place, "length") for place in range(2 * many + 1)]
     for place, answer in enumerate(tokens[:-1]):
-        full = wanted[place % few]
+        full = wanted[place % many]
         assert answer == (full[: len(answer)] if place in left else full)
     assert 2 <= len(tokens[1]) < TOKENS and 2 <= len(tokens[3]) < TOKENS and not tokens[-1]
     assert found["preempted"] >= preempts
 
 
+def tokens_of(model_dir, questions, placed=None, **given):
+    """Of each question alone, on one device."""
+    model = load_model(model_dir, cache_tokens=1024, **(placed or {}))
+    given = {"method": "turborag", "documents": DOCUMENTS, "max_new_tokens": TOKENS} | given
+    return [one.token_ids for one in generate(questions, model=model, **given)]
+
+
+def test_two_processes_answer_as_one_device(two, model_dir):
+    """With cancellations, early leavers, a deadline and preemption, which the leader orders."""
+    served_as(two, tokens_of(model_dir, FEW))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "method"),
-    [
-        (2, "turborag"),
-        pytest.param(4, "turborag", marks=pytest.mark.slow),
-        pytest.param(2, "fusionrag", marks=pytest.mark.slow),
-        pytest.param(2, "full_attention", marks=pytest.mark.slow),
-    ],
+    [(4, "turborag"), (2, "turborag"), (2, "fusionrag"), (2, "full_attention")],
 )
 def test_processes_answer_as_one_device(led, model_dir, processes, method):
-    """With cancellations, early leavers, a deadline and preemption, which the leader orders."""
-    model = load_model(model_dir, cache_tokens=1024)
-    given = {"documents": DOCUMENTS, "method": method, "max_new_tokens": TOKENS}
-    wanted = [it.token_ids for it in generate(QUESTIONS, model=model, **given)]
-    served_as(led(processes, 1, method), wanted)
+    found = led(processes, 1, method, questions=TWENTY)
+    served_as(found, tokens_of(model_dir, TWENTY, method=method))
 
 
-@pytest.mark.parametrize("slow", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_chunks_are_read_while_others_are_served(led, model_dir, slow):
-    """A process's store does not answer until somebody else has been served, and two have left."""
-    documents = [*DOCUMENTS, "Tea comes over the pass on mules.", "Wool is washed in the river."]
-    model = load_model(model_dir, cache_tokens=1024)
-    given = {"method": "turborag", "max_new_tokens": TOKENS}
+def read_beside_others(found, model_dir):
     wanted = [
-        generate(question, model=model, documents=[document], **given).token_ids
-        for question, document in zip(QUESTIONS, documents, strict=True)
+        tokens_of(model_dir, [question], documents=[document])[0] for question, document in PAIRS
     ]
-    found = led(2, 1, documents=documents, slow=slow, pool=1024)
     assert found["first"] == wanted
     assert found["how"] == ["length", "length", "DeadlineExceeded", "Cancelled"]
     assert found["meanwhile"] == [wanted[0], [], [], []]
     assert found["tokens"] == [*wanted[:2], [], []]
+
+
+def test_chunks_are_read_while_others_are_served(two, model_dir):
+    """A process's store does not answer until somebody else has been served, and two have left."""
+    read_beside_others(two, model_dir)
+
+
+@pytest.mark.slow
+def test_chunks_are_read_while_the_leader_waits(led, model_dir):
+    read_beside_others(led(2, 1, pairs=PAIRS, slow=0, pool=1024), model_dir)
 
 
 @pytest.mark.slow
@@ -133,8 +154,8 @@ def test_processes_read_a_knowledge_base_as_one_device(led, model_dir, tmp_path,
     with KnowledgeBase.open(tmp_path / "kb", model, **cut) as kb:
         kb.add([Document(id=str(at), text=text) for at, text in enumerate(DOCUMENTS)])
         asked = {"method": method, "max_new_tokens": TOKENS}
-        wanted = [it.token_ids for it in generate(QUESTIONS, kb=kb, **asked)]
-    found = led(2, 1, method, kb=str(tmp_path / "kb"), pool=512)
+        wanted = [it.token_ids for it in generate(TWENTY, kb=kb, **asked)]
+    found = led(2, 1, method, questions=TWENTY, kb=str(tmp_path / "kb"), pool=512)
     served_as(found, wanted, preempts=False)
 
 
@@ -142,7 +163,6 @@ def test_processes_read_a_knowledge_base_as_one_device(led, model_dir, tmp_path,
 @pytest.mark.parametrize("case", RULES)
 def test_processes_decode_by_every_rule_as_one_device(led, model_dir, case):
     rule, placed = RULES[case]
-    model = load_model(model_dir, cache_tokens=1024, **placed)
-    given = {"documents": DOCUMENTS, "decode": rule, "max_new_tokens": TOKENS}
-    wanted = [it.token_ids for it in generate(QUESTIONS, model=model, method="turborag", **given)]
-    served_as(led(2, 1, decode=rule, placed=placed), wanted, preempts=not placed)
+    wanted = tokens_of(model_dir, TWENTY, placed, decode=rule)
+    found = led(2, 1, questions=TWENTY, decode=rule, placed=placed)
+    served_as(found, wanted, preempts=not placed)
