@@ -1,12 +1,17 @@
 """`jaxrag eval dataset`: a published data set put to a model, method by method."""
 
 import argparse
+import functools
 from pathlib import Path
 
+from jaxrag.base.config import ModelOptions
+from jaxrag.base.errors import RequestError
 from jaxrag.base.options import names_in
 from jaxrag.cli.fields import add_fields, from_fields
-from jaxrag.cli.options import add_command, add_result
+from jaxrag.cli.opening import load
+from jaxrag.cli.options import add_command, add_distributed, add_model, add_result
 from jaxrag.cli.output import give_out_tables, measured, note, require_folders
+from jaxrag.cli.processes import joined
 from jaxrag.measure.evals.datasets.options import DatasetOptions
 
 
@@ -21,7 +26,8 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
         "--method full_attention --method turborag --out rgb.json",
     )
     parser.add_argument("name", metavar="NAME", help=", ".join(names))
-    parser.add_argument("--model", metavar="DIR", help="a directory, or ORG/NAME of the hub")
+    add_model(parser, "what the knowledge base remembers")
+    add_distributed(parser, "one model on the devices of all processes (--mesh 1,1,N of N devices)")
     parser.add_argument("--kb", metavar="DIR", help="keep the KV of documents in this one")
     add_fields(parser, DatasetOptions)
     parser.add_argument(
@@ -35,8 +41,8 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
 
 def run(args: argparse.Namespace) -> None:
     """Print the tables, or one JSON object."""
+    from jaxrag.measure.evals.datasets import run as dataset_run
     from jaxrag.measure.evals.datasets.report import notes, tables
-    from jaxrag.measure.evals.datasets.run import run
     from jaxrag.measure.evals.datasets.table import dataset_named
 
     require_folders(args, "out", "markdown", "write_template")
@@ -47,7 +53,19 @@ def run(args: argparse.Namespace) -> None:
     options = from_fields(
         DatasetOptions, args, name=args.name, model=args.model, kb=args.kb, out=args.out
     )
-    result = measured(args, run, options)
+    if args.server is not None and (args.distributed or args.mesh):
+        raise RequestError(
+            f"--server {args.server} has devices of its own; give --mesh and --distributed to "
+            "`jaxrag serve`"
+        )
+    with joined(args) as first:
+        options_of_model = from_fields(ModelOptions, args)
+        ask = functools.partial(
+            dataset_run.run, load=lambda path: load(path, options_of_model), first=first
+        )
+        result = measured(args, ask, options, first)
+    if not first:
+        return
     give_out_tables(args, result, tables)
     if not args.json:
         for text in notes(result):

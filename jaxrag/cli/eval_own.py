@@ -7,8 +7,16 @@ from pathlib import Path
 
 from jaxrag.cli.fields import add_fields, from_fields
 from jaxrag.cli.opening import open_kb, where_of
-from jaxrag.cli.options import add_command, add_found, add_json, add_model, add_secret
+from jaxrag.cli.options import (
+    add_command,
+    add_distributed,
+    add_found,
+    add_json,
+    add_model,
+    add_secret,
+)
 from jaxrag.cli.output import print_json, require_folder, titled
+from jaxrag.cli.processes import joined
 from jaxrag.measure.evals.options import OwnOptions
 from jaxrag.models.text.printable import printable
 
@@ -37,6 +45,7 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
         "--out", metavar="FILE", help="also write a JSON line for every question and method there"
     )
     add_model(parser)
+    add_distributed(parser, "one model on the devices of all processes (--mesh 1,1,N of N devices)")
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -54,8 +63,10 @@ def run(args: argparse.Namespace) -> None:
         method_named(name)  # refused before a model is read
     require_folder(args.out)
     questions = QuestionFile.open(args.questions)
-    with open_kb(args) as kb:
-        found = evaluate(kb, questions, options, progress=not args.json)
+    with joined(args) as first, open_kb(args) as kb:
+        found = evaluate(kb, questions, options, progress=first and not args.json)
+    if not first:
+        return
     result = found.to_dict()
     if args.out:
         lines = (json.dumps(record, ensure_ascii=False) for record in found.records())

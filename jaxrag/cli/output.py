@@ -140,14 +140,17 @@ def give_out_tables(
 
 
 def measured(
-    args: argparse.Namespace, run: Callable[..., dict[str, Any]], options: Any
+    args: argparse.Namespace, run: Callable[..., dict[str, Any]], options: Any, shown: bool = True
 ) -> dict[str, Any]:
-    """What ``run`` measures, beside the machine that it ran on; programs are kept compiled."""
+    """What ``run`` measures, beside the machine that it ran on; programs are kept compiled.
+
+    Its progress is shown, unless for a program or where ``shown`` says otherwise.
+    """
     from jaxrag.measure.machine import describe
     from jaxrag.models.compiled import keep_compiled
 
     keep_compiled()
-    return run(options, progress=not args.json) | {"machine": describe()}
+    return run(options, progress=shown and not args.json) | {"machine": describe()}
 
 
 def titled(tables: "Iterable[Table]", width: int = 80) -> Iterator[str]:

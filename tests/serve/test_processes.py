@@ -17,12 +17,7 @@ from jaxrag.models.reading import Reading
 from jaxrag.models.spec import init_params
 
 PROGRAM = Path(__file__).with_name("one_model.py")
-GENERATE = [
-    sys.executable,
-    "-c",
-    "from jaxrag.cli import main; raise SystemExit(main())",
-    "generate",
-]
+JAXRAG = [sys.executable, "-c", "from jaxrag.cli import main; raise SystemExit(main())"]
 METHODS = ["turborag", "fusionrag"]
 ENCODERS = ["isolated", "after_prefix", "neighbours"]
 TEXTS = [
@@ -159,7 +154,7 @@ def test_the_command_goes_on_with_a_file_over_two_processes(alone, run_processes
     def command(rank, coordinator):
         joined = ["--distributed", "--coordinator", coordinator, "--processes", "2"]
         own = ["--process-id", str(rank), "--out", str(tmp_path / "two.jsonl")]
-        return [*GENERATE, *shared, *joined, *own]
+        return [*JAXRAG, "generate", *shared, *joined, *own]
 
     printed = run_processes(command, tmp_path, code=3)
     assert json.loads(printed[0].splitlines()[-1])["earlier"] == 2
@@ -171,3 +166,60 @@ def test_the_command_goes_on_with_a_file_over_two_processes(alone, run_processes
 
     assert answers("two.jsonl") == answers("one.jsonl")
     assert len((tmp_path / "two.jsonl").read_text().splitlines()) == len(lines)
+
+
+def over_two(run_processes, folder, *arguments):
+    """What the first of two processes wrote for programs; the other wrote nothing."""
+
+    def command(rank, coordinator):
+        joined = ["--distributed", "--coordinator", coordinator, "--processes", "2"]
+        return [*JAXRAG, *arguments, "--json", *joined, "--process-id", str(rank)]
+
+    first, other = run_processes(command, folder)
+    assert all("Gloo" in line or "peer ranks" in line for line in other.splitlines())
+    return json.loads(first[first.index("{") :])
+
+
+@pytest.mark.slow
+def test_evaluation_over_two_processes_is_that_of_one(
+    alone, wide_model_dir, run_processes, tmp_path, capsys
+):
+    """Of a knowledge base, and of a data set, of which some was finished before."""
+    _, kb, _ = alone
+    questions = tmp_path / "questions.jsonl"
+    lines = [{"question": text, "answers": ["salt"]} for text in QUESTIONS[:4]]
+    questions.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    own = ["eval", "own", "--kb", str(kb), "--questions", str(questions), "--k", "2"]
+    own += ["--methods", "turborag,fusionrag", "--max-new-tokens", "6"]
+    assert main([*own, "--json", "--out", str(tmp_path / "own.jsonl")]) == 0
+    wanted = json.loads(capsys.readouterr().out)
+    found = over_two(run_processes, tmp_path, *own, "--out", str(tmp_path / "own2.jsonl"))
+    for name in ("holds", "f1", "same_answer", "same_tokens", "tokens"):
+        assert [it[name] for it in found["methods"]] == [it[name] for it in wanted["methods"]], name
+    texts = [
+        [json.loads(line)["text"] for line in (tmp_path / name).read_text().splitlines()]
+        for name in ("own.jsonl", "own2.jsonl")
+    ]
+    assert texts[0] == texts[1]
+
+    records = tmp_path / "nq.jsonl"
+    contexts = [{"title": str(at), "text": text} for at, text in enumerate(TEXTS)]
+    some = [{"question": q, "answers": ["salt"], "ctxs": contexts} for q in QUESTIONS[:4]]
+    records.write_text("".join(json.dumps(line) + "\n" for line in some))
+    asked = ["eval", "dataset", "nq_open", "--data", str(records), "--model", str(wide_model_dir)]
+    asked += ["--method", "full_attention", "--method", "turborag", "--max-new-tokens", "6"]
+    out = {name: str(tmp_path / f"{name}.json") for name in ("one", "two")}
+    assert main([*asked, "--json", "--out", out["one"]]) == 0
+    items = [Path(f"{path}.items.jsonl") for path in out.values()]
+    begun = items[0].read_text().splitlines(keepends=True)
+    items[1].write_text("".join([*begun[:2], begun[2][:9]]))  # it was killed
+    shutil.copy(f"{items[0]}.settings.json", f"{items[1]}.settings.json")
+    over_two(run_processes, tmp_path, *asked, "--out", out["two"])
+
+    def answers(path):
+        return {
+            one["id"]: {name: it["text"] for name, it in one["methods"].items()}
+            for one in map(json.loads, path.read_text().splitlines())
+        }
+
+    assert len(answers(items[1])) == 4 and answers(items[1]) == answers(items[0])

@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxrag.base.errors import KnowledgeBaseError, RequestError
 from jaxrag.base.shapes import bucket
+from jaxrag.base.sharding import to_host
 from jaxrag.base.types import Array, HostArray, Step
 from jaxrag.engine.decoding import run_tokens
 from jaxrag.engine.direct import map_request, prefill, unmap
@@ -245,7 +246,7 @@ def _forced_logits(
     finally:
         unmap(runner, state)
     recomputed = 0 if state.choice is None else len(state.choice.tokens)
-    return np.concatenate((np.asarray(first), rest[0, : len(answer)])), recomputed
+    return np.concatenate((to_host(first), rest[0, : len(answer)])), recomputed
 
 
 def _feed(
@@ -269,7 +270,7 @@ def _feed(
         positions[row, at] = request.next_position + at
         slots[row, at] = request.next_slot + at
     step = Step(*(model.put_batch(x, rows) for x in (ids, positions, slots)))
-    return np.asarray(runner.cache.run(_forced, model.decoder(hidden_slot), table, step))
+    return to_host(runner.cache.run(_forced, model.decoder(hidden_slot), table, step))
 
 
 @functools.partial(jax.jit, donate_argnames=("pool",))

@@ -268,7 +268,8 @@ def _timed(settings: Settings, ready: ReadyQuestion) -> tuple[Result, float]:
         compiled = engine.compiled.total()
         [found] = serve([ready], 1)
         results.append(found[0])
-        if engine.compiled.total() == compiled and not found[0].counts["encoded"]:
+        own = engine.compiled.total() == compiled and not found[0].counts["encoded"]
+        if all(settings.model.exchange(own)):  # all processes ask again, or none
             break
     return results[0], results[-1].timings["ttft"]
 

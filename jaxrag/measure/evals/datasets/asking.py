@@ -55,6 +55,10 @@ class Answerer(Protocol):
         """One method's answer. Raises ContextExceeded for a prompt that does not fit."""
         ...
 
+    def exchange(self, value: Any) -> list[Any]:
+        """What every process that asks passes, the first of them first."""
+        ...
+
 
 class InProcess:
     """A model of this process; KV of documents is kept in its memory, or in a knowledge base."""
@@ -84,18 +88,22 @@ class InProcess:
         """The model."""
         return described(str(self._model.path), self._model, self._template)
 
+    def exchange(self, value: Any) -> list[Any]:
+        """Of the processes that hold the model."""
+        return self._model.exchange(value)
+
     def answer(self, method: str, item: DatasetItem) -> TimedAnswer:
         """Ask until the time is only its own; chunks are read from where they are kept."""
         settings = self._settings[method]
         answered, first, tokens = self._asked(settings, item, settings.ask.max_new_tokens)
         again, seconds = answered, first
         for _ in range(ATTEMPTS - 1):
-            if is_own(again.timings, again.counts):
+            if self._is_own(again):
                 break
             engine_of(self._model).forget()
             engine_of(self._model).call(_make_pool)
             again, seconds, _ = self._asked(settings, item, 1)
-        own = is_own(again.timings, again.counts)
+        own = self._is_own(again)
         return TimedAnswer(
             text=answered.text,
             finish_reason=answered.finish_reason,
@@ -106,6 +114,10 @@ class InProcess:
             flops=again.flops,
             notes=again.notes,
         )
+
+    def _is_own(self, answer: Result) -> bool:
+        """``is_own`` in every process that holds the model: all ask again, or none."""
+        return all(self.exchange(is_own(answer.timings, answer.counts)))
 
     def _asked(
         self, settings: Settings, item: DatasetItem, max_new_tokens: int

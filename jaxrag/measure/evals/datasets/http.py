@@ -57,6 +57,10 @@ class OverHttp:
         """The model of the server, by its name, and its prompt format."""
         return {"path": self._model["id"], "server": True, "template": self._model["template"]}
 
+    def exchange(self, value: Any) -> list[Any]:
+        """This process asks alone, however many hold the server's model."""
+        return [value]
+
     def answer(self, method: str, item: DatasetItem) -> TimedAnswer:
         """Ask until the time is only its own; the server has chunks wherever it keeps them."""
         text, account, first = self._asked(method, item, self._max_new_tokens)

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,11 @@ from jaxrag.measure.evals.datasets.result import result_of
 from jaxrag.measure.evals.datasets.spec import DatasetItem, DatasetReading, DatasetSpec
 from jaxrag.measure.evals.datasets.table import dataset_named
 from jaxrag.measure.evals.metrics import METRICS
-from jaxrag.models.model import load_model
+from jaxrag.models.model import Model, load_model
 from jaxrag.models.text.progress import progress_bar
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.reuse.methods import method_named
-from jaxrag.serve.answer_files import AnswerFile
+from jaxrag.serve.answer_files import AnswerFile, written_once
 
 ITEMS = ".items.jsonl"  # behind the name of the result's file
 
@@ -61,12 +61,21 @@ def items_of(options: DatasetOptions) -> list[DatasetItem]:
     return found
 
 
-def run(options: DatasetOptions, progress: bool = True) -> dict[str, Any]:
+def run(
+    options: DatasetOptions,
+    progress: bool = True,
+    load: Callable[[str], Model] = load_model,
+    first: bool = True,
+) -> dict[str, Any]:
     """Measure; JSON-able, scores as fractions of 1; ``report.tables`` shows it.
 
     Finished questions are kept as lines beside ``options.out``, and not asked again. Raises
     RequestError or ConfigError for what cannot be asked, before anything is; and where a server
     goes, saying how many questions are kept.
+
+    Args:
+      load: of the model's directory.
+      first: whether this process writes, of several that hold the model and run this together.
     """
     spec = dataset_named(options.name)
     for metric in options.metrics:
@@ -76,7 +85,7 @@ def run(options: DatasetOptions, progress: bool = True) -> dict[str, Any]:
     for method in options.methods if options.server is None else ():
         method_named(method)
     items = items_of(options)
-    with _answerer(options, spec) as answerer, _kept(options) as kept:
+    with _answerer(options, spec, load) as answerer, _kept(options, answerer, first) as kept:
         settings = _settings(options, answerer)
         found = {line["id"]: line for path in options.finished for line in _lines(path, settings)}
         with AnswerFile(kept, settings) as answers:
@@ -103,7 +112,9 @@ def run(options: DatasetOptions, progress: bool = True) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _answerer(options: DatasetOptions, spec: DatasetSpec) -> Iterator[Answerer]:
+def _answerer(
+    options: DatasetOptions, spec: DatasetSpec, load: Callable[[str], Model]
+) -> Iterator[Answerer]:
     tokens = options.max_new_tokens or spec.max_new_tokens
     template = template_of(options)
     if options.server is not None:
@@ -113,19 +124,19 @@ def _answerer(options: DatasetOptions, spec: DatasetSpec) -> Iterator[Answerer]:
             path = options.model or remembered.model_path
         if path is None:
             raise RequestError(f"{options.kb} does not remember a model; pass --model DIR")
-        with KnowledgeBase.open(options.kb, model=load_model(path)) as kb:
+        with KnowledgeBase.open(options.kb, model=load(path)) as kb:
             yield InProcess(options.methods, template, tokens, kb=kb)
     else:
         assert options.model is not None
-        model = load_model(options.model)
-        yield InProcess(options.methods, template, tokens, model=model)
+        yield InProcess(options.methods, template, tokens, model=load(options.model))
 
 
 @contextlib.contextmanager
-def _kept(options: DatasetOptions) -> Iterator[Path]:
+def _kept(options: DatasetOptions, answerer: Answerer, first: bool) -> Iterator[Path]:
     """Where finished questions are kept: beside the result, or for this run alone."""
     if options.out is not None:
-        yield Path(options.out + ITEMS)
+        with written_once(options.out + ITEMS, answerer.exchange, first) as path:
+            yield path
         return
     with tempfile.TemporaryDirectory(prefix="jaxrag-") as folder:
         yield Path(folder) / "items.jsonl"
