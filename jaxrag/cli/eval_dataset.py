@@ -27,7 +27,7 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     )
     parser.add_argument("name", metavar="NAME", help=", ".join(names))
     add_model(parser, "what the knowledge base remembers")
-    add_distributed(parser, "one model on the devices of all processes (--mesh 1,1,N of N devices)")
+    add_distributed(parser)
     parser.add_argument("--kb", metavar="DIR", help="keep the KV of documents in this one")
     add_fields(parser, DatasetOptions)
     parser.add_argument(

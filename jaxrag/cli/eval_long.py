@@ -1,16 +1,20 @@
 """`jaxrag eval needle|ruler|infinitebench`: tasks on long prompts, by method."""
 
 import argparse
+import functools
 import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from jaxrag.base.config import ModelOptions
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import parse_names
 from jaxrag.cli.fields import add_fields, from_fields
-from jaxrag.cli.options import add_command, add_earlier_name, add_result
+from jaxrag.cli.opening import mesh_of
+from jaxrag.cli.options import add_command, add_distributed, add_earlier_name, add_result
 from jaxrag.cli.output import give_out_tables, measured, print_json, require_folders
+from jaxrag.cli.processes import joined
 from jaxrag.measure.evals.options import GRID_DEPTHS, LongOptions
 
 _TASKS = {  # for the help; jaxrag.tasks.long.tasks has them
@@ -54,6 +58,8 @@ def _add_arguments(parser: argparse.ArgumentParser, suite: str) -> None:
     but = {"needle": ("answers",), "ruler": (), "infinitebench": ("answers", "filler")}[suite]
     add_fields(parser, LongOptions, but=but, unset={"questions": str(number)})
     parser.set_defaults(questions=number)
+    add_fields(parser, ModelOptions, only=("mesh",))
+    add_distributed(parser)
     add_earlier_name(parser, "--lengths", "lengths")
     add_earlier_name(parser, "--questions", "questions")
     if suite == "needle":
@@ -100,7 +106,11 @@ def run(args: argparse.Namespace) -> None:
         else:
             print(f"{args.prompts}: {len(rows)} prompts")
         return
-    result = measured(args, run, options)
+    with joined(args) as first:
+        ask = functools.partial(run, mesh=mesh_of(args.mesh))
+        result = measured(args, ask, options, first)
+    if not first:
+        return
     if args.no_items:
         del result["items"]
     notes = [

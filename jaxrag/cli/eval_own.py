@@ -45,7 +45,7 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
         "--out", metavar="FILE", help="also write a JSON line for every question and method there"
     )
     add_model(parser)
-    add_distributed(parser, "one model on the devices of all processes (--mesh 1,1,N of N devices)")
+    add_distributed(parser)
     add_json(parser)
     parser.set_defaults(run=run)
 

@@ -52,7 +52,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--shard", default="0/1", metavar="I/N", help="only lines I, I+N, ... from line 0 (0/1)"
     )
-    add_distributed(parser, "one model on the devices of all processes (--mesh 1,1,N of N devices)")
+    add_distributed(parser)
     add_json(parser)
     parser.set_defaults(run=run)
 

@@ -165,7 +165,10 @@ def chunks_of(text: str) -> list[int]:
     return [int(found[1]), int(found[2] or found[1])]
 
 
-def add_distributed(parser: argparse.ArgumentParser, what: str) -> None:
+def add_distributed(
+    parser: argparse.ArgumentParser,
+    what: str = "one model on the devices of all processes (--mesh 1,1,N of N devices)",
+) -> None:
     """Flags that ``join`` reads; ``what`` is the help text of --distributed."""
     parser.add_argument("--distributed", action="store_true", help=what)
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, where needed")

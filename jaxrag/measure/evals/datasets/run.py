@@ -87,7 +87,8 @@ def run(
     items = items_of(options)
     with _answerer(options, spec, load) as answerer, _kept(options, answerer, first) as kept:
         settings = _settings(options, answerer)
-        found = {line["id"]: line for path in options.finished for line in _lines(path, settings)}
+        before = [_lines(path, settings) for path in options.finished] if first else None
+        found = {line["id"]: line for lines in answerer.exchange(before)[0] for line in lines}
         with AnswerFile(kept, settings) as answers:
             own = [it for at, it in enumerate(items) if shard.holds_line(at)]
             waiting = [it for it in own if it.id not in answers.done and it.id not in found]

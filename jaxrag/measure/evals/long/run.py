@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.types import HostArray
@@ -74,13 +75,15 @@ def prompts(options: LongOptions, progress: bool = True) -> list[dict[str, Any]]
     ]
 
 
-def run(options: LongOptions, progress: bool = True) -> dict[str, Any]:
+def run(options: LongOptions, progress: bool = True, mesh: Mesh | None = None) -> dict[str, Any]:
     """Measure; JSON-able, scores as fractions of 1, ``report`` prints it and ``heatmap`` draws it.
+
+    Several processes that hold the model on one mesh run this together.
 
     Raises RequestError, ModelError, TokenizerError, ConfigError or DocumentError for what cannot be
     asked, before the model computes anything.
     """
-    model, frame = _opened(options)
+    model, frame = _opened(options, mesh)
     for method in options.resolved:
         method.check(model.config)
     items = plan(options, frame, model.config.max_positions, progress)
@@ -131,9 +134,9 @@ def run(options: LongOptions, progress: bool = True) -> dict[str, Any]:
     }
 
 
-def _opened(options: LongOptions) -> tuple[Model, Frame]:
+def _opened(options: LongOptions, mesh: Mesh | None = None) -> tuple[Model, Frame]:
     """The model, and what is around the haystacks that it is given."""
-    model = load_model(options.model, dtype=options.dtype)
+    model = load_model(options.model, mesh=mesh, dtype=options.dtype)
     template = format_of(model, options.template)
     return model, Frame(model.text_tokenizer(), template, options.chunk_tokens, options.lead)
 
