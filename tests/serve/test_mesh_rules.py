@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxrag import generate
+from jaxrag import Document, KnowledgeBase, generate
 from jaxrag.base.errors import RequestError
 from jaxrag.base.sharding import make_mesh
 from jaxrag.engine.engine import engine_of
@@ -45,6 +45,9 @@ CASES = {
     "flat": (f"flat:k=6,{WINDOW}", {}),
 }
 FIRST = ("values", "retrieval", "away")  # of them in every run
+STORED = ("values", "retrieval", "quest")  # over KV in int8
+PROCESSES = pytest.mark.parametrize("processes", [2, 4])
+METHODS = pytest.mark.parametrize("method", ["turborag", "fusionrag"])
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +62,28 @@ def wide_model_dir(tmp_path_factory, tiny_config, tokenizer_dir):
     return folder
 
 
-def answers(folder, case, questions, mesh=None, batch=1, method="turborag"):
-    """Token ids of each, and the host memory of K and V."""
+@pytest.fixture(scope="module")
+def stored_in_int8(wide_model_dir, tmp_path_factory):
+    """The folder of a knowledge base."""
+    path = tmp_path_factory.mktemp("int8") / "kb"
+    cut = {"chunk_tokens": 64, "overlap": 0, "encoders": ["isolated", "after_prefix", "neighbours"]}
+    model = load_model(wide_model_dir, cache_tokens=1024)
+    with KnowledgeBase.open(path, model=model, stored="int8", **cut) as kb:
+        kb.add([Document(id=str(at), text=text) for at, text in enumerate(DOCUMENTS)])
+    return path
+
+
+def answers(folder, case, questions, mesh=None, batch=1, method="turborag", path=None):
+    """Token ids of each, and the host memory of K and V; of a knowledge base where there is one."""
     rule, placed = CASES[case]
     model = load_model(folder, mesh=mesh, cache_tokens=1024, **placed)
-    given = {"documents": DOCUMENTS, "decode": rule, "method": method, "max_new_tokens": 4}
-    results = generate(questions, model=model, batch_size=batch, **given)
+    given = {"decode": rule, "method": method, "max_new_tokens": 4, "batch_size": batch}
+    if path is None:
+        results = generate(questions, model=model, documents=DOCUMENTS, **given)
+    else:
+        with KnowledgeBase.open(path, model=model) as kb:
+            results = generate(questions, kb=kb, **given)
+            assert not any(one.counts["encoded"] for one in results)
     host = engine_of(model).runner.cache.host
     return [one.token_ids for one in results], host.nbytes if host else 0
 
@@ -78,7 +97,7 @@ def test_rows_and_heads_on_four_devices(wide_model_dir, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["turborag", "fusionrag"])
+@METHODS
 @pytest.mark.parametrize("case", CASES)
 def test_twenty_questions_on_meshes(wide_model_dir, case, method):
     if method == "fusionrag" and CASES[case][1].get("kv") == "host":
@@ -89,18 +108,21 @@ def test_twenty_questions_on_meshes(wide_model_dir, case, method):
         assert found == wanted, sizes
 
 
-def processes_answer(run_processes, tmp_path, folder, cases, questions, processes, mesh):
+def processes_answer(
+    run_processes, tmp_path, folder, cases, questions, processes, mesh, method="turborag", **more
+):
     """What every process writes, which is the same."""
     work = {
         "processes": processes,
         "mesh": mesh,
         "model": str(folder),
-        "method": "turborag",
+        "method": method,
         "cases": {case: CASES[case] for case in cases},
         "questions": questions,
         "documents": DOCUMENTS,
         "tokens": 4,
         "batch": 3,
+        **more,
     }
     path = tmp_path / "work.json"
     path.write_text(json.dumps(work))
@@ -116,9 +138,9 @@ def processes_answer(run_processes, tmp_path, folder, cases, questions, processe
     return found[0]
 
 
-def check_processes(found, folder, cases, questions, processes):
+def check_processes(found, folder, cases, questions, processes, method="turborag", path=None):
     for case in cases:
-        wanted, nbytes = answers(folder, case, questions)
+        wanted, nbytes = answers(folder, case, questions, method=method, path=path)
         assert found[case] == [wanted, nbytes // processes], case
 
 
@@ -130,13 +152,38 @@ def test_two_processes_have_half_of_the_heads_each(wide_model_dir, run_processes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("processes", "mesh"), [(2, (1, 1, 4)), (4, (1, 1, 4))], ids=["two", "four"]
-)
-def test_every_rule_over_processes(wide_model_dir, run_processes, tmp_path, processes, mesh):
-    asked = (tuple(CASES), QUESTIONS, processes)
-    found = processes_answer(run_processes, tmp_path, wide_model_dir, *asked, mesh)
-    check_processes(found, wide_model_dir, *asked)
+@PROCESSES
+@METHODS
+def test_every_rule_over_processes(wide_model_dir, run_processes, tmp_path, processes, method):
+    mesh = (1, 1, 4)
+    cases = tuple(it for it in CASES if method == "turborag" or CASES[it][1].get("kv") != "host")
+    asked = (cases, QUESTIONS, processes)
+    found = processes_answer(run_processes, tmp_path, wide_model_dir, *asked, mesh, method)
+    check_processes(found, wide_model_dir, *asked, method)
+
+
+@pytest.mark.slow
+@METHODS
+def test_int8_on_meshes(wide_model_dir, stored_in_int8, method):
+    for case in STORED:
+        of = {"method": method, "path": stored_in_int8}
+        wanted = answers(wide_model_dir, case, QUESTIONS, **of)
+        for sizes in [(1, 1, 2), (1, 1, 4), (2, 1, 2)]:
+            found = answers(wide_model_dir, case, QUESTIONS, make_mesh(*sizes), 3, **of)
+            assert found == wanted, (case, sizes)
+
+
+@pytest.mark.slow
+@PROCESSES
+@METHODS
+def test_int8_over_processes(
+    wide_model_dir, stored_in_int8, run_processes, tmp_path, processes, method
+):
+    asked, kb = (STORED, QUESTIONS, processes), str(stored_in_int8)
+    found = processes_answer(
+        run_processes, tmp_path, wide_model_dir, *asked, (1, 1, 4), method, kb=kb
+    )
+    check_processes(found, wide_model_dir, *asked, method, stored_in_int8)
 
 
 @pytest.mark.slow
