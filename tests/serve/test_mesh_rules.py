@@ -153,13 +153,10 @@ def test_two_processes_have_half_of_the_heads_each(wide_model_dir, run_processes
 
 @pytest.mark.slow
 @PROCESSES
-@METHODS
-def test_every_rule_over_processes(wide_model_dir, run_processes, tmp_path, processes, method):
-    mesh = (1, 1, 4)
-    cases = tuple(it for it in CASES if method == "turborag" or CASES[it][1].get("kv") != "host")
-    asked = (cases, QUESTIONS, processes)
-    found = processes_answer(run_processes, tmp_path, wide_model_dir, *asked, mesh, method)
-    check_processes(found, wide_model_dir, *asked, method)
+def test_every_rule_over_processes(wide_model_dir, run_processes, tmp_path, processes):
+    asked = (tuple(CASES), QUESTIONS, processes)
+    found = processes_answer(run_processes, tmp_path, wide_model_dir, *asked, (1, 1, 4))
+    check_processes(found, wide_model_dir, *asked)
 
 
 @pytest.mark.slow
