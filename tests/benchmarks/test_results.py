@@ -16,7 +16,7 @@ OF_CHANGED_TREES = {
     "ttft-cpu-bfloat16",
 }  # fmt: skip
 
-OF_LOST_COMMITS = {"decode-answers", "plain-cut", "plain-essays"}  # of branches that were rewritten
+OF_LOST_COMMITS = {"plain-cut", "plain-essays"}  # of branches that were rewritten
 
 
 def commit_of(path):

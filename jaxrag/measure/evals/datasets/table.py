@@ -2,12 +2,11 @@
 
 from jaxrag.base.errors import RequestError
 from jaxrag.measure.evals.datasets import longbench
-from jaxrag.measure.evals.datasets.hotpotqa import HOTPOTQA
-from jaxrag.measure.evals.datasets.musique import CACHEBLEND_MUSIQUE, MUSIQUE
+from jaxrag.measure.evals.datasets.cacheblend_musique import CACHEBLEND_MUSIQUE
+from jaxrag.measure.evals.datasets.multi_hop import HOTPOTQA, MUSIQUE, TWO_WIKI
 from jaxrag.measure.evals.datasets.nq_open import NQ_OPEN
 from jaxrag.measure.evals.datasets.rgb import RGB_EN, RGB_ZH
 from jaxrag.measure.evals.datasets.spec import DatasetSpec
-from jaxrag.measure.evals.datasets.two_wiki import TWO_WIKI
 
 DATASETS: dict[str, DatasetSpec] = {
     "rgb_en": RGB_EN,

@@ -1,13 +1,13 @@
-"""MuSiQue (Trivedi et al. 2022) in its authors' form, and the part of it that CacheBlend uses."""
+"""The part of MuSiQue that CacheBlend uses, in the form of its files and with its prompt."""
 
 from collections.abc import Iterator
 from typing import Any
 
 from jaxrag.measure.evals.datasets.records import DataRecord
 from jaxrag.measure.evals.datasets.spec import DatasetItem, DatasetReading, DatasetSpec
-from jaxrag.models.text.prompts import TEMPLATES, PromptTemplate
+from jaxrag.models.text.prompts import PromptTemplate
 
-_CACHEBLEND = PromptTemplate(
+_TEMPLATE = PromptTemplate(
     name="cacheblend_musique",
     prefix=(
         "You will be asked a question after reading several passages. Please directly answer the "
@@ -24,27 +24,6 @@ _CACHEBLEND = PromptTemplate(
 
 
 def _items(records: list[DataRecord], reading: DatasetReading) -> Iterator[DatasetItem]:
-    del reading
-    for record in records:
-        values = record.values
-        yield DatasetItem(
-            id=values["id"],
-            sample=values["id"],
-            question=values["question"],
-            documents=tuple(_paragraph(record, one) for one in values["paragraphs"]),
-            answers=((values["answer"], *values.get("answer_aliases", ())),),
-            group=values["id"].partition("_")[0],  # 2hop, 3hop1, ...
-        )
-
-
-def _paragraph(record: DataRecord, one: Any) -> tuple[str, str]:
-    wanted = ("title", "paragraph_text")
-    if not isinstance(one, dict) or not all(isinstance(one.get(name), str) for name in wanted):
-        raise record.wrong("paragraphs", "a list of objects with a title and a paragraph_text")
-    return one["title"], one["paragraph_text"]
-
-
-def _cacheblend_items(records: list[DataRecord], reading: DatasetReading) -> Iterator[DatasetItem]:
     del reading
     for number, record in enumerate(records):
         values = record.values
@@ -73,24 +52,13 @@ def _as_a_question(text: str) -> str:
     return text[0].lower() + text[1:]
 
 
-MUSIQUE = DatasetSpec(
-    title="MuSiQue",
-    source="github.com/StonyBrookNLP/musique: musique_ans_v1.0_dev.jsonl",
-    checked="real file",
-    fields={"id": (str,), "question": (str,), "paragraphs": (list,), "answer": (str,)},
-    items=_items,
-    template=TEMPLATES["block_attention"],
-    metrics=("f1_musique", "exact_match", "subspan"),
-    max_new_tokens=32,
-    note="checked on 100 questions of the training part; the prompt is Block-Attention's",
-)
 CACHEBLEND_MUSIQUE = DatasetSpec(
     title="MuSiQue as CacheBlend asks it",
     source="github.com/YaoJiayi/CacheBlend: inputs/musique_s.json",
     checked="real file",
     fields={"question": (str,), "answers": (list,), "ctxs": (list,)},
-    items=_cacheblend_items,
-    template=_CACHEBLEND,
+    items=_items,
+    template=_TEMPLATE,
     metrics=("f1", "exact_match", "subspan"),
     max_new_tokens=32,
     note="F1 of words; CacheBlend counts the token ids of its model instead",
