@@ -87,7 +87,7 @@ def _says(text: str) -> Callable[[Results], str]:
 
 
 FULL, DUAL, NEAR = "methods-full", "methods-dual", "neighbours"
-DEEP = "deep-layers"
+DEEP = "deep-full-layers"
 PREFIX = "after_prefix"
 
 TURBORAG = (
@@ -210,10 +210,9 @@ FUSIONRAG = (
             f"{r.right(FULL, 'cache_craft', PREFIX, 0.15):.1f} %; `dual`: "
             f"{r.right(DUAL, 'fusionrag', NEAR, 0.15):.1f}, "
             f"{r.right(DUAL, 'cacheblend', PREFIX, 0.15):.1f}, "
-            f"{r.right(DUAL, 'cache_craft', PREFIX, 0.15):.1f} %; `deep-dual`, behind the prefix: "
-            f"{r.right(DEEP, 'fusionrag', PREFIX, 0.15):.1f} and "
-            f"{r.right(DEEP, 'check_layer_1', PREFIX, 0.15):.1f}, tokens at random "
-            f"{r.right(DEEP, 'random', PREFIX, 0.15):.1f}"
+            f"{r.right(DUAL, 'cache_craft', PREFIX, 0.15):.1f} %; `deep-full`, all behind the "
+            f"prefix, at 15 %: {_deep(r, 0.15)}; at 30 %: {_deep(r, 0.3)}, and "
+            f"{r.right(DEEP, 'random', PREFIX, 0.3):.1f} for tokens drawn at random"
         ),
         (FULL, DUAL, DEEP),
     ),
@@ -221,9 +220,10 @@ FUSIONRAG = (
         "80 % of the loss is back at 15 %", "Fig. 13", "held in part",
         lambda r: (
             f"behind the prefix {_back(r, PREFIX):.0f} %, behind ten neighbours "
-            f"{_back(r, NEAR):.0f} %"
+            f"{_back(r, NEAR):.0f} %; twelve layers, behind the prefix, "
+            f"{_back(r, PREFIX, DEEP):.0f} %, and {_back(r, PREFIX, DEEP, 0.3):.0f} at 30 %"
         ),
-        (FULL,),
+        (FULL, DEEP),
     ),
     Claim(
         "preprocessing alone helps", "Fig. 18", "held in part",
@@ -372,11 +372,17 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
 }
 
 
-def _back(r: Results, encoder: str) -> float:
-    """% of what plain reuse behind the prefix loses that `fusionrag` at 15 % brings back."""
-    lost = r.right(FULL, "full_reuse", PREFIX, None)
-    full = r.right(FULL, "full_attention", None, None)
-    return 100 * (r.right(FULL, "fusionrag", encoder, 0.15) - lost) / (full - lost)
+def _back(r: Results, encoder: str, name: str = FULL, ratio: float = 0.15) -> float:
+    """% of what plain reuse behind the prefix loses that `fusionrag` brings back."""
+    lost = r.right(name, "full_reuse", PREFIX, None)
+    full = r.right(name, "full_attention", None, None)
+    return 100 * (r.right(name, "fusionrag", encoder, ratio) - lost) / (full - lost)
+
+
+def _deep(r: Results, ratio: float) -> str:
+    """% right of `fusionrag`, `cacheblend`, `cache_craft`; twelve layers, behind the prefix."""
+    methods = ("fusionrag", "check_layer_1", "cache_craft")
+    return ", ".join(f"{r.right(DEEP, method, PREFIX, ratio):.1f}" for method in methods)
 
 
 def _gain(r: Results, name: str, neighbours: str) -> Mapping[str, float]:
