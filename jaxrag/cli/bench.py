@@ -3,13 +3,14 @@
 import argparse
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxrag.cli.bench_serve import add_serve
 from jaxrag.cli.fields import add_fields, from_fields
 from jaxrag.cli.options import add_command, add_earlier_name, add_peer, add_result, peer_of
-from jaxrag.cli.output import give_out, require_folder
-from jaxrag.measure.bench.options import TtftOptions
+from jaxrag.cli.output import give_out, require_folder, require_folders
+from jaxrag.measure.bench.options import TimelineOptions, TtftOptions
 
 # What a checkout measures; no wheel has these scripts. They take the options of the command.
 IN_A_CHECKOUT = {
@@ -52,6 +53,16 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add_result(ttft)
     add_peer(ttft)
     ttft.set_defaults(run=run)
+    timeline = add_command(
+        kinds,
+        "timeline",
+        "one request from text to first byte, phase by phase: chunks in the pool, and in the store",
+        "jaxrag bench timeline --rounds 20 --plot timeline.png --out timeline.json",
+    )
+    add_fields(timeline, TimelineOptions)
+    add_result(timeline)
+    timeline.add_argument("--plot", metavar="FILE", help="also draw the phases there")
+    timeline.set_defaults(run=run_timeline)
     add_serve(kinds)
     for name, script in IN_A_CHECKOUT.items():
         kinds.choices[name] = InACheckout(f"{parser.prog} {name}", script)
@@ -63,4 +74,18 @@ def run(args: argparse.Namespace) -> None:
 
     require_folder(args.out)
     result = run(from_fields(TtftOptions, args, peer_python=peer_of(args)))
+    give_out(args, result, report(result))
+
+
+def run_timeline(args: argparse.Namespace) -> None:
+    """Print a table, or one JSON object; with a picture where one is asked for."""
+    from jaxrag.measure.bench.timeline import draw, report, run
+    from jaxrag.measure.evals.plots import check_picture
+
+    require_folders(args, "out", "plot")
+    if args.plot:
+        check_picture(Path(args.plot))
+    result = run(from_fields(TimelineOptions, args))
+    if args.plot:
+        draw(result, Path(args.plot))
     give_out(args, result, report(result))

@@ -1,5 +1,6 @@
 """The engine's loop: admit, load, encode, prefill, step, deliver; and how requests end."""
 
+import dataclasses
 import logging
 import zlib
 from collections import deque
@@ -322,7 +323,7 @@ class Core:
         searched = None
         if running.search is not None:
             searched = self.state.runner.host_search.account_of([running.search])
-        return outcome_of(
+        outcome = outcome_of(
             self.state.runner.model,
             running.request,
             running.state,
@@ -331,6 +332,14 @@ class Core:
             compiling=self.state.compile_times.between,
             tokens=running.read,
         )
+        told = {
+            **running.moments,
+            "added": running.added,
+            "admitted": admitted,
+            "ready": ready,
+            "first": running.first,
+        }
+        return dataclasses.replace(outcome, moments=told)
 
     def _end(self, running: RunningRequest, why: Ending) -> None:
         """Nothing more is done for a request; what it holds goes with what is in flight for it."""

@@ -152,6 +152,10 @@ class Lanes:
             self.step()
         finally:
             in_flight, self._in_flight = self._in_flight, before
+        now = self._state.clock()
+        for told, _ in self._first:
+            for _, running, _ in told:
+                running.moments["stepped"] = now
         self.deliver()
         self._in_flight = in_flight
 

@@ -151,6 +151,7 @@ class PrefillQueue:
             mapped.scene = dataclasses.replace(mapped.scene, ahead=running.ahead)
             running.ahead = None
         select_tokens(state.runner, [mapped])
+        running.moments["mapped"] = state.clock()
         shape = self._shape(running, mapped, entry.alone)
         running.in_flight += 1
         for group in self._groups:
@@ -183,8 +184,10 @@ class PrefillQueue:
         lane = group.shape.lane
         place: list[RunningRequest | None] = []
         begins = lane is not None and (lane.rule.sparse or state.runner.model.placement.away)
+        now = state.clock()
         for row, running in enumerate(group.members):
             running.in_flight -= 1
+            running.moments["prefilled"] = now
             place.append(None if running.ended else running)
             if running.ended:
                 if not running.in_flight:

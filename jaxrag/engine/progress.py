@@ -6,6 +6,14 @@ from collections.abc import Callable
 from jaxrag.engine.request import FinishReason
 from jaxrag.engine.reuse import PartReuse
 
+# Of a request, in order: its keys are known; its pages are reserved; its chunks are read and
+# decoded, on the device, and in the pool; its tokens are laid out, and those to compute again are
+# chosen; prefill is handed to the device, and the step for the second token; the first token is on
+# the host.
+MOMENTS = (
+    "added", "admitted", "read", "staged", "ready", "mapped", "prefilled", "stepped", "first",
+)  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
@@ -28,6 +36,7 @@ class Outcome:
         those of them in indexes that were stored with their chunks, and indexes that were trained
         for the question; empty for other rules.
       notes: on chunks that were not found, and on indexes that were not used.
+      moments: when what happened, of MOMENTS, by the engine's clock; what did not is not there.
     """
 
     wait_seconds: float
@@ -40,6 +49,7 @@ class Outcome:
     reuse: list[PartReuse]
     indexes: dict[str, int]
     notes: list[str]
+    moments: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

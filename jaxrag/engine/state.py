@@ -111,6 +111,7 @@ class RunningRequest:
       lane: that it decodes in; None where a single token is all.
       added: when, by the engine's clock; the other times likewise, None before.
       run: counts how often it was begun or set aside; what was started in an earlier run is void.
+      moments: of ``progress.MOMENTS`` those with no attribute of their own.
       found: by key where the chunks came from that were loaded for it.
       state: where its KV lies, once it is mapped.
       tokens: its answer so far, as its client has it.
@@ -131,6 +132,7 @@ class RunningRequest:
     sink: Sink
     added: float
     run: int = 0
+    moments: dict[str, float] = dataclasses.field(default_factory=dict)
     found: dict[str, ChunkOrigin] = dataclasses.field(default_factory=dict)
     admitted: float | None = None
     ready: float | None = None

@@ -10,6 +10,7 @@ import types
 import pytest
 
 from jaxrag.base.errors import RequestError
+from jaxrag.engine.progress import MOMENTS
 from jaxrag.server.http.logs import AccessLog, Lines, logging_requests, note, pattern_of
 from jaxrag.server.settings import ServerSettings
 
@@ -47,6 +48,9 @@ def test_a_chat_leaves_its_tokens_and_times_under_its_id(server, written):
     assert (answered["outcome"], answered["status"], http["status"]) == ("finished", 200, 200)
     assert http["path"] == "/v1/chat/completions" and http["http_method"] == "POST"
     assert answered["seconds"] >= sum(answered["phases"].values()) > 0
+    moments = list(answered["moments"].values())
+    assert moments == sorted(moments) and moments[-1] - moments[0] <= answered["seconds"] + 1e-6
+    assert set(MOMENTS) - {"read", "staged", "stepped"} < set(answered["moments"])
 
 
 def test_nothing_that_a_client_wrote_is_logged(server, written):

@@ -183,6 +183,8 @@ class Asking:
       prompt_tokens: length of the prompt, once it is ready.
       logprobs: of all tokens of the answer so far.
       spans: passages that were found in its messages, once it has an answer.
+      moments: when what happened, by ``time.monotonic``: those of the engine, and before them
+        "preparing", on a thread, "retrieved" and "prepared".
     """
 
     def __init__(self, state: ServerState, inbox: Inbox, place: int = 0) -> None:
@@ -190,6 +192,7 @@ class Asking:
         self.prompt_tokens = 0
         self.logprobs: list[float] = []
         self.spans: list[PlainSpan] = []
+        self.moments: dict[str, float] = {}
         self._state, self._inbox, self._place = state, inbox, place
         self._loop = asyncio.get_running_loop()
         self._asked: ReadyQuestion | None = None
@@ -207,10 +210,17 @@ class Asking:
         Raises what ``make`` raises.
         """
         check_cancelled = functools.partial(self._check_cancelled, deadline)
-        self._asked = await self._loop.run_in_executor(threads, make, check_cancelled)
+        self._asked = await self._loop.run_in_executor(threads, self._made, make, check_cancelled)
         abstains, request = self._asked.abstains, self._asked.request
         self.prompt_tokens = 0 if abstains else request.prompt.num_tokens
         self._growing = Growing(self._asked, self._hear)
+
+    def _made(self, make: Make, check_cancelled: Callable[[], None]) -> ReadyQuestion:
+        begun = time.monotonic()
+        made = make(check_cancelled)
+        retrieved = begun + made.retrieve_seconds
+        self.moments = {"preparing": begun, "retrieved": retrieved, "prepared": time.monotonic()}
+        return made
 
     async def begin(self, deadline: float) -> None:
         """Hand it to the engine; it fails at ``deadline``, by ``time.monotonic``."""
@@ -337,6 +347,8 @@ class Asking:
             return
         assert self._growing is not None
         try:
+            if progress.outcome is not None:
+                self.moments |= progress.outcome.moments
             before = self._growing.ended
             if self._growing.sink(progress) and not before and not self._over:  # a stop string
                 self._state.engine.stop(progress.number)

@@ -160,6 +160,11 @@ class Visit:
             prompt_tokens=0 if self.ticket is None else self.ticket.tokens,
             results=tuple(self.results),
             passages=tuple(span for asking in self.askings for span in asking.spans),
+            moments={
+                "arrived": self.arrived,
+                **(self.askings[-1].moments if self.askings else {}),
+                **({} if self._first is None else {"told": self.arrived + self._first}),
+            },
         )
         for observe in self.state.observers:
             observe(served)

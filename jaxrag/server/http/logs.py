@@ -120,6 +120,8 @@ def observe(served: Served) -> None:
         fields["phases"] = {
             name: round(sum(result.timings[name] for result in results), 6) for name in names
         }
+        in_order = sorted(served.moments.items(), key=lambda it: it[1])
+        fields["moments"] = {name: round(at, 6) for name, at in in_order}
     note("answered", fields, logging.INFO if served.status < 500 else logging.ERROR)
 
 

@@ -72,6 +72,8 @@ class Served:
       prompt_tokens: length of its prompt; 0 where it was not known yet.
       results: of its prompts that have an answer.
       passages: that were found in its messages, of prompts that have an answer.
+      moments: when what happened of its last prompt, by ``time.monotonic``: to the first token on
+        its way to the client.
     """
 
     endpoint: str
@@ -88,6 +90,7 @@ class Served:
     prompt_tokens: int = 0
     results: tuple[Result, ...] = ()
     passages: tuple[PlainSpan, ...] = ()
+    moments: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(eq=False)
