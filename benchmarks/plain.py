@@ -5,8 +5,7 @@ are the files of Markdown or text below ``documents``, cut as splitters do.
 
 - *second sight*: the share of the passages' characters that lie in blocks known from an earlier
   prompt, which had the same passages in another order and another question; of the prompts of six
-  stacks, of ten public projects and five more that no rule was made with, and of four written after
-  the rules (benchmarks/stack_prompts.py);
+  stacks, and of public projects that no rule was made with (benchmarks/stack_prompts.py);
 - *stream*: questions whose passages are drawn by Zipf's law, and talks of six turns: the share of
   the prompts' tokens whose KV was found, beside what a prefix cache of blocks of 16 tokens would
   find in the very same token ids, without bound; and seconds to the first token, from text, beside
@@ -37,6 +36,7 @@ from stack_prompts import (
     HELD_OUT,
     HELD_OUT_LAST,
     HELD_OUT_LATER,
+    HELD_OUT_NEWEST,
     HELD_OUT_SPLITTERS,
     SPLITTERS,
     STACKS,
@@ -120,6 +120,7 @@ def _second_sights(
         "held_out": HELD_OUT,
         "held_out_later": HELD_OUT_LATER,
         "held_out_last": HELD_OUT_LAST,
+        "held_out_newest": HELD_OUT_NEWEST,
     }
     others = {**HELD_OUT_SPLITTERS, **SPLITTERS}
     return {
