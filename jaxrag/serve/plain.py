@@ -305,7 +305,7 @@ def _cut(text: str, rules: PassageRules | None, asks: bool) -> list[TextPiece]:
 
 
 def _asked_before(text: str, pieces: Sequence[TextPiece]) -> bool:
-    """Whether words before the passages are labelled as the question, and the last one asks none."""
+    """Whether a label before the passages says that there is the question; the last asks none."""
     first = next(it for it in pieces if it.block)
     asked = _ASKED.search(text, 0, first.start or min(first.end, _HEAD)) is not None
     return asked and first is not pieces[-1] and not text.rstrip().endswith(_QUESTION_MARKS)

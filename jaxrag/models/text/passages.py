@@ -26,6 +26,7 @@ from jaxrag.models.text.walls import (
 )
 
 MOST_CHARACTERS = 2 << 20  # of a prompt that is cut; a context of half a million tokens
+MOST_LINES = 100_000  # of it
 _EMPTY_LINES = re.compile(r"\n[ \t]*\n\s*")
 _ENDS = r".!?:;\u2026\u3002\uff01\uff1f\uff1b\"')\]\u201d\u2019\u300d"  # of sentences
 _SENTENCE_ENDS = ".!?:;\u2026\u3002\uff01\uff1f\uff1b\"')]\u201d\u2019\u300d"
@@ -39,7 +40,7 @@ _BREAKS = re.compile(  # of a line, where a passage may end
 )
 _RULED = re.compile(r"\n[ \t]*([^\w\s|`#])\1{2,}[ \t]*(?=\n)")  # a line of one sign
 _PROSE = re.compile(r"[\"'(\u201c\u2018]?[^\W_]")  # how a line of it begins
-_LONG = 4000  # characters without an empty line: more than one passage
+_LONG = 1500  # characters without an empty line: more than one passage
 _WIDE = 50  # characters of a line that shows how wide its text is wrapped
 _ANNOUNCED = re.compile(r"(?:(?:#{1,6} [^\n]{1,80}\n\s*)?[^\n]{1,80}:[ \t]*\n\s*){1,3}")
 
@@ -56,9 +57,9 @@ class TextPiece:
 def cut(text: str, rules: PassageRules) -> list[TextPiece]:
     """The pieces of a text, in order; together they are all of it.
 
-    A text beyond ``MOST_CHARACTERS`` or ``MOST_WALLS`` is one piece and no block.
+    A text beyond ``MOST_CHARACTERS``, ``MOST_LINES`` or ``MOST_WALLS`` is one piece and no block.
     """
-    if len(text) > MOST_CHARACTERS:
+    if len(text) > MOST_CHARACTERS or text.count("\n") > MOST_LINES:
         return list(_pieces((), len(text)))
     certain, walls = named_walls(text, rules.certain), named_walls(text, rules.walls)
     known = sorted({*itertools.chain(*certain.values(), *walls.values())})
@@ -102,15 +103,16 @@ def passage_blocks(text: str, rules: PassageRules, parted: bool) -> list[Span]:
 
 
 def _without_head(text: str, gap: Span) -> Span:
-    """The first gap behind its first empty line, and behind lines there that announce what follows.
+    """The first gap behind its first empty or ruled line, and lines that announce what follows.
 
     Walls that part passages open no first one.
     """
-    found = _EMPTY_LINES.search(text, *gap)
-    if found is None:
+    lines = (_EMPTY_LINES.search(text, *gap), _RULED.search(text, *gap))
+    ends = [it.end() for it in lines if it is not None]
+    if not ends:
         return gap
-    announced = _ANNOUNCED.match(text, found.end(), gap[1])
-    return (announced or found).end(), gap[1]
+    announced = _ANNOUNCED.match(text, min(ends), gap[1])
+    return announced.end() if announced else min(ends), gap[1]
 
 
 def _without_tail(text: str, gap: Span, rules: PassageRules) -> Span:
