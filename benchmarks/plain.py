@@ -10,6 +10,8 @@ are the files of Markdown or text below ``documents``, cut as splitters do.
   the prompts' tokens whose KV was found, beside what a prefix cache of blocks of 16 tokens would
   find in the very same token ids, without bound; and seconds to the first token, from text, beside
   full attention asked in turn with it;
+- *zipf*: the share of the passages' characters in blocks known from any earlier of 1,600 prompts of
+  ``passages``, drawn by Zipf's law of 800, as the cut alone decides it; no model runs;
 - *cut*: of one processor, milliseconds to find the passages of a prompt of 40,000 characters;
   seconds for 10 MB of walls, labels and brackets, and with it the longest such text that is cut;
 - *coding*: a replayed task of ``turns`` turns. Each shows the files worked on last, those changed
@@ -19,6 +21,7 @@ example: python benchmarks/plain.py --out benchmarks/results/plain.json
 """
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -105,6 +108,7 @@ def run(options: Options) -> Result:
         "options": dataclasses.asdict(options),
         "second_sight": _second_sights(options, tokenizer, rules, texts),
         "streams": streams,
+        "zipf": _zipf(options, tokenizer, rules, chunks),
         "cut": _cut_seconds(options, rules, chunks),
         "coding": _coding(options, tokenizer, rules),
         "parameters": num_params(model.config),
@@ -175,6 +179,48 @@ def _covered(messages: Messages, text: str, spans: Sequence[tuple[str, int, int]
                 )
                 return covered * len(text) / len(form)
     raise RequestError(f"a passage is not in its prompt: {text[:60]!r}")
+
+
+def _zipf(
+    options: Options,
+    tokenizer: Tokenizer,
+    rules: PassageRules,
+    chunks: Sequence[tuple[str, str]],
+) -> Result:
+    """Shares of the first 100 prompts, the next 300 and the last 1,200, of each stack."""
+    return {
+        name: _zipf_of(options, tokenizer, rules, stack, chunks)
+        for name, stack in tqdm(STACKS.items(), "zipf", file=sys.stderr)
+    }
+
+
+def _zipf_of(
+    options: Options,
+    tokenizer: Tokenizer,
+    rules: PassageRules,
+    stack: Stack,
+    chunks: Sequence[tuple[str, str]],
+) -> Result:
+    draw = random.Random(options.seed)
+    drawn = draw.sample(chunks, min(800, len(chunks)))
+    weights = [1 / rank for rank in range(1, len(drawn) + 1)]
+    known, shares = set[str](), list[float]()
+    encode = functools.lru_cache(None)(tokenizer.encode)
+    for _ in range(1600):
+        passages = _drawn(draw, drawn, weights, options.passages)
+        messages = stack(passages, draw.choice(_ASKED))
+        _, blocks = plain_prompt(tokenizer, messages, rules, encode)
+        spans = [
+            (it.source.document_id, it.source.start, it.source.end)
+            for it in blocks
+            if it.source.text in known
+        ]
+        covered = sum(_covered(messages, text, spans) for _, text in passages)
+        shares.append(covered / sum(len(text) for _, text in passages))
+        known.update(it.source.text for it in blocks)
+    parts = {"first 100": shares[:100], "next 300": shares[100:400], "last 1,200": shares[400:]}
+    told = {name: round(float(np.mean(it)), 4) for name, it in parts.items()}
+    return {"passages": len(drawn)} | told
 
 
 def _streamed(
@@ -443,6 +489,8 @@ def report(result: Result) -> Iterator[str]:
             f"{one['prefix_cache']:13.3f} {spent['reuse']['p50']:6.3f} "
             f"{spent['full_attention']['p50']:5.3f} {one['sooner']:7.2f}"
         )
+    for name, told in result["zipf"].items():
+        yield f"{name:26} zipf, last 1,200 of 1,600: {told['last 1,200']:.3f}"
     took = result["cut"]
     yield (
         f"cut: {max(took['milliseconds'].values()):.1f} ms for 40,000 characters; "
