@@ -44,6 +44,7 @@ from stack_prompts import (
     SPLITTERS,
     STACKS,
     Messages,
+    Passages,
     Stack,
 )
 from tqdm import tqdm
@@ -59,6 +60,7 @@ from jaxrag.models.text import byte_level
 from jaxrag.models.text.passage_rules import PassageRules, passage_rules
 from jaxrag.models.text.passages import MOST_CHARACTERS, cut
 from jaxrag.models.text.tokenizer import Tokenizer
+from jaxrag.serve.conversation import FoundChunk
 from jaxrag.serve.generate import generate
 from jaxrag.serve.plain import plain_prompt
 
@@ -155,15 +157,21 @@ def _second_sight(
         _, known = plain_prompt(tokenizer, stack(passages, first), rules)
         again = stack(draw.sample(passages, len(passages)), second)
         _, found = plain_prompt(tokenizer, again, rules)
-        texts_known = {it.source.text for it in known}
-        spans = [
-            (it.source.document_id, it.source.start, it.source.end)
-            for it in found
-            if it.source.text in texts_known
-        ]
-        covered = sum(_covered(again, text, spans) for _, text in passages)
-        shares.append(covered / sum(len(text) for _, text in passages))
+        shares.append(_share(again, passages, found, {it.source.text for it in known}))
     return round(float(np.mean(shares)), 4)
+
+
+def _share(
+    messages: Messages, passages: Passages, blocks: Sequence[FoundChunk], known: set[str]
+) -> float:
+    """Of the passages' characters, those in blocks whose text is known."""
+    spans = [
+        (it.source.document_id, it.source.start, it.source.end)
+        for it in blocks
+        if it.source.text in known
+    ]
+    covered = sum(_covered(messages, text, spans) for _, text in passages)
+    return covered / sum(len(text) for _, text in passages)
 
 
 def _covered(messages: Messages, text: str, spans: Sequence[tuple[str, int, int]]) -> float:
@@ -182,45 +190,25 @@ def _covered(messages: Messages, text: str, spans: Sequence[tuple[str, int, int]
 
 
 def _zipf(
-    options: Options,
-    tokenizer: Tokenizer,
-    rules: PassageRules,
-    chunks: Sequence[tuple[str, str]],
+    options: Options, tokenizer: Tokenizer, rules: PassageRules, chunks: Sequence[tuple[str, str]]
 ) -> Result:
     """Shares of the first 100 prompts, the next 300 and the last 1,200, of each stack."""
-    return {
-        name: _zipf_of(options, tokenizer, rules, stack, chunks)
-        for name, stack in tqdm(STACKS.items(), "zipf", file=sys.stderr)
-    }
-
-
-def _zipf_of(
-    options: Options,
-    tokenizer: Tokenizer,
-    rules: PassageRules,
-    stack: Stack,
-    chunks: Sequence[tuple[str, str]],
-) -> Result:
-    draw = random.Random(options.seed)
-    drawn = draw.sample(chunks, min(800, len(chunks)))
+    drawn = random.Random(options.seed).sample(chunks, min(800, len(chunks)))
     weights = [1 / rank for rank in range(1, len(drawn) + 1)]
-    known, shares = set[str](), list[float]()
-    encode = functools.lru_cache(None)(tokenizer.encode)
-    for _ in range(1600):
-        passages = _drawn(draw, drawn, weights, options.passages)
-        messages = stack(passages, draw.choice(_ASKED))
-        _, blocks = plain_prompt(tokenizer, messages, rules, encode)
-        spans = [
-            (it.source.document_id, it.source.start, it.source.end)
-            for it in blocks
-            if it.source.text in known
-        ]
-        covered = sum(_covered(messages, text, spans) for _, text in passages)
-        shares.append(covered / sum(len(text) for _, text in passages))
-        known.update(it.source.text for it in blocks)
-    parts = {"first 100": shares[:100], "next 300": shares[100:400], "last 1,200": shares[400:]}
-    told = {name: round(float(np.mean(it)), 4) for name, it in parts.items()}
-    return {"passages": len(drawn)} | told
+    told: Result = {"passages": len(drawn)}
+    for name, stack in tqdm(STACKS.items(), "zipf", file=sys.stderr):
+        draw = random.Random(options.seed)
+        known, shares = set[str](), list[float]()
+        encode = functools.lru_cache(None)(tokenizer.encode)
+        for _ in range(1600):
+            passages = _drawn(draw, drawn, weights, options.passages)
+            messages = stack(passages, draw.choice(_ASKED))
+            _, blocks = plain_prompt(tokenizer, messages, rules, encode)
+            shares.append(_share(messages, passages, blocks, known))
+            known.update(it.source.text for it in blocks)
+        parts = {"first 100": shares[:100], "next 300": shares[100:400], "last 1,200": shares[400:]}
+        told[name] = {part: round(float(np.mean(it)), 4) for part, it in parts.items()}
+    return told
 
 
 def _streamed(
@@ -489,8 +477,8 @@ def report(result: Result) -> Iterator[str]:
             f"{one['prefix_cache']:13.3f} {spent['reuse']['p50']:6.3f} "
             f"{spent['full_attention']['p50']:5.3f} {one['sooner']:7.2f}"
         )
-    for name, told in result["zipf"].items():
-        yield f"{name:26} zipf, last 1,200 of 1,600: {told['last 1,200']:.3f}"
+    for name in STACKS:
+        yield f"{name:26} zipf, last 1,200: {result['zipf'][name]['last 1,200']:.3f}"
     took = result["cut"]
     yield (
         f"cut: {max(took['milliseconds'].values()):.1f} ms for 40,000 characters; "
