@@ -5,12 +5,13 @@ are the files of Markdown or text below ``documents``, cut as splitters do.
 
 - *second sight*: the share of the passages' characters that lie in blocks known from an earlier
   prompt, which had the same passages in another order and another question; of the prompts of six
-  stacks, of ten public projects and five more that no rule was made with, and of four written after
-  the rules (benchmarks/stack_prompts.py);
+  stacks, and of public projects that no rule was made with (benchmarks/stack_prompts.py);
 - *stream*: questions whose passages are drawn by Zipf's law, and talks of six turns: the share of
   the prompts' tokens whose KV was found, beside what a prefix cache of blocks of 16 tokens would
   find in the very same token ids, without bound; and seconds to the first token, from text, beside
   full attention asked in turn with it;
+- *zipf*: the share of the passages' characters in blocks known from any earlier of 1,600 prompts of
+  ``passages``, drawn by Zipf's law of 800, as the cut alone decides it; no model runs;
 - *cut*: of one processor, milliseconds to find the passages of a prompt of 40,000 characters;
   seconds for 10 MB of walls, labels and brackets, and with it the longest such text that is cut;
 - *coding*: a replayed task of ``turns`` turns. Each shows the files worked on last, those changed
@@ -20,6 +21,7 @@ example: python benchmarks/plain.py --out benchmarks/results/plain.json
 """
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -37,10 +39,12 @@ from stack_prompts import (
     HELD_OUT,
     HELD_OUT_LAST,
     HELD_OUT_LATER,
+    HELD_OUT_NEWEST,
     HELD_OUT_SPLITTERS,
     SPLITTERS,
     STACKS,
     Messages,
+    Passages,
     Stack,
 )
 from tqdm import tqdm
@@ -56,6 +60,7 @@ from jaxrag.models.text import byte_level
 from jaxrag.models.text.passage_rules import PassageRules, passage_rules
 from jaxrag.models.text.passages import MOST_CHARACTERS, cut
 from jaxrag.models.text.tokenizer import Tokenizer
+from jaxrag.serve.conversation import FoundChunk
 from jaxrag.serve.generate import generate
 from jaxrag.serve.plain import plain_prompt
 
@@ -105,6 +110,7 @@ def run(options: Options) -> Result:
         "options": dataclasses.asdict(options),
         "second_sight": _second_sights(options, tokenizer, rules, texts),
         "streams": streams,
+        "zipf": _zipf(options, tokenizer, rules, chunks),
         "cut": _cut_seconds(options, rules, chunks),
         "coding": _coding(options, tokenizer, rules),
         "parameters": num_params(model.config),
@@ -120,6 +126,7 @@ def _second_sights(
         "held_out": HELD_OUT,
         "held_out_later": HELD_OUT_LATER,
         "held_out_last": HELD_OUT_LAST,
+        "held_out_newest": HELD_OUT_NEWEST,
     }
     others = {**HELD_OUT_SPLITTERS, **SPLITTERS}
     return {
@@ -150,15 +157,21 @@ def _second_sight(
         _, known = plain_prompt(tokenizer, stack(passages, first), rules)
         again = stack(draw.sample(passages, len(passages)), second)
         _, found = plain_prompt(tokenizer, again, rules)
-        texts_known = {it.source.text for it in known}
-        spans = [
-            (it.source.document_id, it.source.start, it.source.end)
-            for it in found
-            if it.source.text in texts_known
-        ]
-        covered = sum(_covered(again, text, spans) for _, text in passages)
-        shares.append(covered / sum(len(text) for _, text in passages))
+        shares.append(_share(again, passages, found, {it.source.text for it in known}))
     return round(float(np.mean(shares)), 4)
+
+
+def _share(
+    messages: Messages, passages: Passages, blocks: Sequence[FoundChunk], known: set[str]
+) -> float:
+    """Of the passages' characters, those in blocks whose text is known."""
+    spans = [
+        (it.source.document_id, it.source.start, it.source.end)
+        for it in blocks
+        if it.source.text in known
+    ]
+    covered = sum(_covered(messages, text, spans) for _, text in passages)
+    return covered / sum(len(text) for _, text in passages)
 
 
 def _covered(messages: Messages, text: str, spans: Sequence[tuple[str, int, int]]) -> float:
@@ -174,6 +187,28 @@ def _covered(messages: Messages, text: str, spans: Sequence[tuple[str, int, int]
                 )
                 return covered * len(text) / len(form)
     raise RequestError(f"a passage is not in its prompt: {text[:60]!r}")
+
+
+def _zipf(
+    options: Options, tokenizer: Tokenizer, rules: PassageRules, chunks: Sequence[tuple[str, str]]
+) -> Result:
+    """Shares of the first 100 prompts, the next 300 and the last 1,200, of each stack."""
+    drawn = random.Random(options.seed).sample(chunks, min(800, len(chunks)))
+    weights = [1 / rank for rank in range(1, len(drawn) + 1)]
+    told: Result = {"passages": len(drawn)}
+    for name, stack in tqdm(STACKS.items(), "zipf", file=sys.stderr):
+        draw = random.Random(options.seed)
+        known, shares = set[str](), list[float]()
+        encode = functools.lru_cache(None)(tokenizer.encode)
+        for _ in range(1600):
+            passages = _drawn(draw, drawn, weights, options.passages)
+            messages = stack(passages, draw.choice(_ASKED))
+            _, blocks = plain_prompt(tokenizer, messages, rules, encode)
+            shares.append(_share(messages, passages, blocks, known))
+            known.update(it.source.text for it in blocks)
+        parts = {"first 100": shares[:100], "next 300": shares[100:400], "last 1,200": shares[400:]}
+        told[name] = {part: round(float(np.mean(it)), 4) for part, it in parts.items()}
+    return told
 
 
 def _streamed(
@@ -442,6 +477,8 @@ def report(result: Result) -> Iterator[str]:
             f"{one['prefix_cache']:13.3f} {spent['reuse']['p50']:6.3f} "
             f"{spent['full_attention']['p50']:5.3f} {one['sooner']:7.2f}"
         )
+    for name in STACKS:
+        yield f"{name:26} zipf, last 1,200: {result['zipf'][name]['last 1,200']:.3f}"
     took = result["cut"]
     yield (
         f"cut: {max(took['milliseconds'].values()):.1f} ms for 40,000 characters; "

@@ -1,10 +1,11 @@
 """What stacks write around the passages that they paste, in words of our own.
 
-``STACKS`` are those that the rules of configs/passages were made for. ``HELD_OUT`` are modelled on
-prompts of ten public projects that no rule was made with, and were written down before their share
-was measured; ``HELD_OUT_LATER`` are five more, written down before the rules were changed for what
-the first ten had shown; ``HELD_OUT_LAST`` are four, written down after the rules were last changed.
-Each takes passages [(name, text)] and a question, and gives the messages of a chat.
+``STACKS`` are those that the rules of configs/passages were made for. The others are modelled on
+prompts of public projects: ``HELD_OUT`` on ten that no rule was made with; ``HELD_OUT_LATER`` on
+five more, written down before the rules were changed for what the ten had shown; ``HELD_OUT_LAST``
+on four, written down after that; ``HELD_OUT_NEWEST`` on five, written down before the rules were
+changed for what those four had shown. Each takes passages [(name, text)] and a question, and gives
+the messages of a chat.
 """
 
 import json
@@ -250,6 +251,54 @@ HELD_OUT_LAST: dict[str, Stack] = {
     "h2oGPT": _h2ogpt,
     "txtai": _txtai,
     "of our own, double brackets": _kilo,
+}
+
+
+def _langchain4j(passages: Passages, question: str) -> Messages:
+    found = "\n\n".join(text for _, text in passages)
+    return _chat(f"{question}\n\nAnswer using the following information:\n{found}")
+
+
+def _spring_ai(passages: Passages, question: str) -> Messages:
+    found = "\n".join(text for _, text in passages)
+    line = "-" * 21
+    return _chat(
+        f"{question}\n\nContext information is below, surrounded by {line}\n\n{line}\n{found}\n"
+        f"{line}\n\n{_TOLD}\n"
+    )
+
+
+def _kernel_memory(passages: Passages, question: str) -> Messages:
+    found = "".join(
+        f"==== [File:{name};Relevance:{90 - number}.{number}%]:\n{text}\n"
+        for number, (name, text) in enumerate(passages)
+    )
+    return _chat(f"Facts:\n{found}\n======\n{_TOLD}\nQuestion: {question}\nAnswer: ")
+
+
+def _dspy(passages: Passages, question: str) -> Messages:
+    found = "\n".join(f"[{number}] «{text}»" for number, (_, text) in enumerate(passages, 1))
+    return _chat(
+        f"[[ ## context ## ]]\n{found}\n\n[[ ## question ## ]]\n{question}\n\nRespond with the "
+        "fields, starting with the field `[[ ## answer ## ]]`.",
+        _TOLD,
+    )
+
+
+def _embedchain(passages: Passages, question: str) -> Messages:
+    found = " | ".join(text for _, text in passages)
+    return _chat(
+        f"{_TOLD}\n\nContext information:\n{'-' * 22}\n{found}\n{'-' * 22}\n\n"
+        f"Query: {question}\nAnswer:"
+    )
+
+
+HELD_OUT_NEWEST: dict[str, Stack] = {
+    "LangChain4j": _langchain4j,
+    "Spring AI": _spring_ai,
+    "Kernel Memory": _kernel_memory,
+    "DSPy": _dspy,
+    "Embedchain": _embedchain,
 }
 
 

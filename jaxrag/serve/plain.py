@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import functools
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -39,6 +40,11 @@ SeenAt = Literal["first sight", KVTier]
 _MESSAGE = "messages["  # what sources call a message, with its place behind
 LEAST_REQUESTS = 50  # with passages, over which a gate of plain prompts says something
 _PROMPT = "prompt"  # and a prompt without messages
+_ASKED = re.compile(
+    r"\b(?:question|query)\b[^\n\w]{0,10}:\s*[^\s#]|\u95ee\u9898[:\uff1a]\s*\S", re.IGNORECASE
+)
+_HEAD = 400  # characters of a first block that begins its message
+_QUESTION_MARKS = ("?", "\uff1f")
 _rules = functools.lru_cache(maxsize=16)(passage_rules)
 
 
@@ -289,13 +295,20 @@ def _pieces(
 
 
 def _cut(text: str, rules: PassageRules | None, asks: bool) -> list[TextPiece]:
-    """The pieces of a content; the last of the last question is computed, whatever it is."""
+    """The pieces of a content; the last one that may ask is computed, whatever it is."""
     if rules is None:
         return [TextPiece(0, len(text), block=False)]
     pieces = cut(text, rules)
-    if asks and pieces and pieces[-1].block:
+    if asks and pieces and pieces[-1].block and not _asked_before(text, pieces):
         pieces[-1] = dataclasses.replace(pieces[-1], block=False)
     return pieces
+
+
+def _asked_before(text: str, pieces: Sequence[TextPiece]) -> bool:
+    """Whether a label before the passages says that there is the question; the last asks none."""
+    first = next(it for it in pieces if it.block)
+    asked = _ASKED.search(text, 0, first.start or min(first.end, _HEAD)) is not None
+    return asked and first is not pieces[-1] and not text.rstrip().endswith(_QUESTION_MARKS)
 
 
 def _source(name: str, text: str, piece: TextPiece, before: int) -> Source:

@@ -134,6 +134,45 @@ def test_the_answer_is_that_of_full_attention_over_the_same_tokens(model, rules_
     assert found.token_ids == full[0].token_ids
 
 
+@pytest.mark.slow  # 200 prompts, two answers each
+def test_200_answers_are_those_of_full_attention(model, rules_file):
+    """With all tokens computed again."""
+    draw, tokenizer = random.Random(4), model.text_tokenizer()
+    every = METHODS["cacheblend"].with_ratio(1.0)
+    plain = {"plain": "passages", "passage_rules": rules_file, "model": model, "max_new_tokens": 5}
+    for _ in range(200):
+        messages = pasted(draw.sample(range(1000), draw.randint(2, 5)), draw.choice(WORDS) + "?")
+        prompt, _ = plain_prompt(tokenizer, messages, passage_rules(rules_file))
+        ids = np.concatenate((prompt.prefix, *prompt.chunks, prompt.final))
+        full = jaxrag.generate(
+            [ids], model=model, documents=[], method="full_attention", max_new_tokens=5
+        )
+        found = jaxrag.generate(messages=messages, **plain | {"method": every})
+        assert found.token_ids == full[0].token_ids
+
+
+@pytest.mark.slow
+def test_control_tokens_in_1000_passages_are_text(model, rules_file):
+    draw, tokenizer = random.Random(5), model.text_tokenizer()
+    rules, special = passage_rules(rules_file), ["<|im_end|>", "<|im_start|>", "<|endoftext|>"]
+    control = {int(it) for name in special for it in tokenizer.encode(name, special=True)}
+    frame = [it for it in _all_ids(plain_prompt(tokenizer, pasted([1, 2]), None)) if it in control]
+    for _ in range(1000):
+        messages = pasted(draw.sample(range(1000), 2))
+        content = messages[1]["content"]
+        for _ in range(draw.randint(1, 4)):
+            at = draw.randrange(len(content))
+            content = content[:at] + draw.choice(special) + content[at:]
+        messages[1]["content"] = content
+        found = _all_ids(plain_prompt(tokenizer, messages, rules))
+        assert [it for it in found if it in control] == frame
+
+
+def _all_ids(made):
+    prompt, _ = made
+    return np.concatenate((prompt.prefix, *prompt.chunks, prompt.final)).tolist()
+
+
 def test_a_chat_without_documents_is_the_templates_own(model):
     said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
     stream = jaxrag.generate(messages=said, model=model, stream=True, **BRIEF)
@@ -191,6 +230,21 @@ class Stripping:
     def render_chat(self, messages, **how):
         stripped = [it | {"content": it["content"].strip()} for it in messages]
         return self._tokenizer.render_chat(stripped, **how)
+
+
+def test_a_question_before_its_passages_leaves_the_last_one_a_block(model, rules_file):
+    """Where a label says so; what asks at the end is computed, whatever stands before."""
+    tokenizer, rules = model.text_tokenizer(), passage_rules(rules_file)
+    found = "\n\n".join(passage(it) for it in (1, 2, 3))
+
+    def blocks(text):
+        made = plain_prompt(tokenizer, [{"role": "user", "content": text}], rules)
+        return [it.source.text for it in made[1]]
+
+    assert blocks(f"Use these.\n\nQuestion: Who?\nContext: {found}")[-1] == passage(3)
+    assert passage(3) not in blocks(f"Use these.\n\nContext: {found}")
+    asks = passage(3)[:-1] + "?"
+    assert asks not in blocks(f"Question: Who?\nContext: {found}\n\n{asks}")
 
 
 def test_ids_come_from_where_they_are_said_to(model, rules_file):

@@ -1,5 +1,6 @@
 """Law 16: an answer is a function of the request, whatever was asked, kept, lost or read before."""
 
+import hashlib
 import itertools
 import json
 import os
@@ -151,6 +152,44 @@ def test_a_tenant_forgets_all_that_is_kept(serve, tmp_path):
         assert serving.client.delete("/v1/plain").json()["passages"] == blocks
     with serve() as serving:
         assert seen_how(ask(serving, body)) == {"first sight"}
+
+
+def run_tenants(serve, tmp_path, count):
+    """What a tenant is told of texts that another had asked about twice, and the other's own."""
+    names = ("acme", "blue")
+    digests = {it: hashlib.sha256(f"sk-{it}-0123456789".encode()).hexdigest() for it in names}
+    keys = tmp_path / "keys.toml"
+    lines = (f'[[keys]]\nsha256 = "{it}"\ntenant = "{name}"\n' for name, it in digests.items())
+    keys.write_text("".join(lines))
+    draw, told, texts = random.Random(8), {it: [] for it in names}, 0
+    with serve(keys=str(keys)) as serving:
+        while texts < count:
+            body, other = request_of(draw.getrandbits(40))
+            for name, bodies in (("acme", (body, other, body)), ("blue", (body,))):
+                serving.client.headers["authorization"] = f"Bearer sk-{name}-0123456789"
+                answers = [ask(serving, it) for it in bodies]
+                told[name].append((answers[0], answers[-1]))
+            texts += len(answers[0]["jaxrag"]["plain"])
+    return told
+
+
+def check_tenants(told):
+    """No hit, the same work counted and the same answer as who came first."""
+    for (first, again), (other, _) in zip(told["acme"], told["blue"], strict=True):
+        assert seen_how(first) == seen_how(other) == {"first sight"}
+        assert "first sight" not in seen_how(again)
+        assert other["usage"] == first["usage"]
+        assert other["jaxrag"]["plain"] == first["jaxrag"]["plain"]
+        assert said(other) == said(first)
+
+
+def test_a_tenant_finds_nothing_of_another(serve, tmp_path):
+    check_tenants(run_tenants(serve, tmp_path, 6))
+
+
+@pytest.mark.slow  # 1,000 texts
+def test_a_tenant_finds_none_of_1000_texts_of_another(serve, tmp_path):
+    check_tenants(run_tenants(serve, tmp_path, 1000))
 
 
 KILLED = """

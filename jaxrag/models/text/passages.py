@@ -26,8 +26,10 @@ from jaxrag.models.text.walls import (
 )
 
 MOST_CHARACTERS = 2 << 20  # of a prompt that is cut; a context of half a million tokens
+MOST_LINES = 100_000  # of it
 _EMPTY_LINES = re.compile(r"\n[ \t]*\n\s*")
 _ENDS = r".!?:;\u2026\u3002\uff01\uff1f\uff1b\"')\]\u201d\u2019\u300d"  # of sentences
+_SENTENCE_ENDS = ".!?:;\u2026\u3002\uff01\uff1f\uff1b\"')]\u201d\u2019\u300d"
 _BREAKS = re.compile(  # of a line, where a passage may end
     r"\n(?:"
     # behind a sentence, before another or an item of a list
@@ -36,6 +38,10 @@ _BREAKS = re.compile(  # of a line, where a passage may end
     r"|(?<=\|\n)(?=[^|\s])|(?<=[^|\s]\n)(?=\|)"  # edges of tables
     r"|(?=[^\n]{160})(?<=[^\n]{160}\n))"  # between two long lines
 )
+_RULED = re.compile(r"\n[ \t]*([^\w\s|`#])\1{2,}[ \t]*(?=\n)")  # a line of one sign
+_PROSE = re.compile(r"[\"'(\u201c\u2018]?[^\W_]")  # how a line of it begins
+_LONG = 1500  # characters without an empty line: more than one passage
+_WIDE = 50  # characters of a line that shows how wide its text is wrapped
 _ANNOUNCED = re.compile(r"(?:(?:#{1,6} [^\n]{1,80}\n\s*)?[^\n]{1,80}:[ \t]*\n\s*){1,3}")
 
 
@@ -51,9 +57,9 @@ class TextPiece:
 def cut(text: str, rules: PassageRules) -> list[TextPiece]:
     """The pieces of a text, in order; together they are all of it.
 
-    A text beyond ``MOST_CHARACTERS`` or ``MOST_WALLS`` is one piece and no block.
+    A text beyond ``MOST_CHARACTERS``, ``MOST_LINES`` or ``MOST_WALLS`` is one piece and no block.
     """
-    if len(text) > MOST_CHARACTERS:
+    if len(text) > MOST_CHARACTERS or text.count("\n") > MOST_LINES:
         return list(_pieces((), len(text)))
     certain, walls = named_walls(text, rules.certain), named_walls(text, rules.walls)
     known = sorted({*itertools.chain(*certain.values(), *walls.values())})
@@ -97,25 +103,31 @@ def passage_blocks(text: str, rules: PassageRules, parted: bool) -> list[Span]:
 
 
 def _without_head(text: str, gap: Span) -> Span:
-    """The first gap behind its first empty line, and behind lines there that announce what follows.
+    """The first gap behind its first empty or ruled line, and lines that announce what follows.
 
     Walls that part passages open no first one.
     """
-    found = _EMPTY_LINES.search(text, *gap)
-    if found is None:
+    lines = (_EMPTY_LINES.search(text, *gap), _RULED.search(text, *gap))
+    ends = [it.end() for it in lines if it is not None]
+    if not ends:
         return gap
-    announced = _ANNOUNCED.match(text, found.end(), gap[1])
-    return (announced or found).end(), gap[1]
+    announced = _ANNOUNCED.match(text, min(ends), gap[1])
+    return announced.end() if announced else min(ends), gap[1]
 
 
 def _without_tail(text: str, gap: Span, rules: PassageRules) -> Span:
     """The last gap up to its last line break, where few bytes follow: words after all passages.
 
-    Walls that only open passages leave these with the last of them.
+    Walls that only open passages leave these with the last of them. A line that goes on with its
+    sentence, or has no letters, is the passage's own.
     """
     start, end = gap
     at = text.rfind("\n", start, start + len(text[start:end].rstrip()))
-    if at < 0 or len(text[at:end].strip().encode()) >= rules.least:
+    tail = text[at:end].strip()
+    if at < 0 or len(tail.encode()) >= rules.least:
+        return gap
+    goes_on = tail[:1].islower() and not text[start:at].endswith("\n")
+    if goes_on or not any(it.isalpha() for it in tail):
         return gap
     return start, at
 
@@ -129,13 +141,41 @@ def _between_breaks(text: str, gap: Span) -> Iterator[Span]:
 
 def _breaks(text: str) -> list[Span]:
     """Empty lines, but those below a heading, and breaks of lines; in order."""
+    found_empty = [match.span() for match in _EMPTY_LINES.finditer(text)]
     found = [
-        match.span()
-        for match in _EMPTY_LINES.finditer(text)
-        if not text.startswith("#", text.rfind("\n", 0, match.start()) + 1)
+        (start, end)
+        for start, end in found_empty
+        if not text.startswith("#", text.rfind("\n", 0, start) + 1)
     ]
     found += [match.span() for match in _BREAKS.finditer(text)]
+    found += [match.span() for match in _RULED.finditer(text)]
+    for start, end in gaps(sorted(found_empty), len(text)):
+        if end - start > _LONG:
+            found += ((start + first, start + last) for first, last in _torn(text[start:end]))
     return sorted(found)
+
+
+def _torn(text: str) -> Iterator[Span]:
+    """Breaks around lines that wrapped text would not have: another's end, or its beginning.
+
+    Such a line ends no sentence, and the next word would have had room in it.
+    """
+    lines = text.split("\n")
+    at = 0
+    for number, line in enumerate(lines):
+        start, at = at, at + len(line) + 1
+        if number + 1 == len(lines) or not (
+            line and _PROSE.match(line) and _PROSE.match(lines[number + 1])
+        ):
+            continue
+        before, after = lines[number - 1] if number else "", lines[number + 1]
+        width = max(len(before) if _PROSE.match(before) else 0, len(after))
+        if width < _WIDE or line.rstrip()[-1:] in _SENTENCE_ENDS:
+            continue
+        if len(line.rstrip()) + 1 + len(after.split(None, 1)[0]) <= width:
+            if number:
+                yield start - 1, start
+            yield at - 1, at
 
 
 def _stripped_blocks(text: str, gap: Span, rules: PassageRules) -> Iterator[Span]:

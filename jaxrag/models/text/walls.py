@@ -23,6 +23,9 @@ _TAG = re.compile(r"<(?P<end>/?)(?P<name>[A-Za-z][\w.-]{0,30}?)\d{0,4}(?:[ \t][^
 _BEHIND = re.compile(  # what ends lines: `(taken from a.md, page 3)`
     r"[(\[](?P<words>[^\W\d_]+[ \t]\w+)[^()\[\]\n]{0,200}[)\]][ \t]*$", re.MULTILINE
 )
+_BRACKETED = re.compile(  # a line of brackets: `[[ a.md | part 3 ]]`, `<<< 3 >>>`
+    r"^[ \t]*(?P<words>[\[({<]{2,4})[^\n]{1,200}[\])}>]{2,4}:?[ \t]*$", re.MULTILINE
+)
 _TO_COLON = re.compile(r"[^\n:=]{1,60}[:=]")
 _NUMBER = re.compile(r"\b(?=[0-9a-f-]*\d)[0-9a-f-]+\b", re.IGNORECASE)  # and hexadecimal ids
 _LARGEST = 0.8  # of the bytes that walls open: more in one passage, and others are left together
@@ -163,6 +166,7 @@ def repeated_walls(text: str, rules: PassageRules) -> set[Span]:
     kinds = itertools.chain(
         _counted(text, rules.apart),
         (spans for spans in _by_words(_LABEL, text) if _distant(spans, rules.apart)),
+        (spans for spans in _by_words(_BRACKETED, text) if _distant(spans, rules.apart)),
         _tags(text, rules.apart),
         (spans for spans in _by_words(_BEHIND, text) if _distant(spans, rules.apart)),
     )

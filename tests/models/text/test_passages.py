@@ -1,12 +1,13 @@
 """Where passages lie in pasted text: it is found again in any order."""
 
 import random
+import textwrap
 
 import pytest
 
 from jaxrag.base.errors import ConfigError
 from jaxrag.models.text.passage_rules import PassageRules, passage_rules
-from jaxrag.models.text.passages import MOST_CHARACTERS, cut
+from jaxrag.models.text.passages import MOST_CHARACTERS, MOST_LINES, cut
 
 RULES = passage_rules("common")
 WORDS = ["otters", "bees", "rivers", "stones", "bread", "lamps", "salt", "clay", "winter", "songs"]
@@ -82,6 +83,12 @@ FORMS = {
         + "".join(f"{p} (extracted from p{i}.md)\n" for i, p in enumerate(ps))
         + f"\n{ASKED}"
     ),
+    "lines of brackets": lambda ps: (
+        "".join(f"[[ p{i}.md | part {i} ]]\n{p}\n\n" for i, p in enumerate(ps)) + ASKED
+    ),
+    "a rule of quotes": lambda ps: (
+        'Use these.\n"""\n' + "\n\n".join(ps) + f'\n"""\nBy what is above,\n{ASKED}'
+    ),
     "one group, counted": lambda ps: (
         "Use these.\n\n<context>\n"
         + "\n".join(f"{i}. name{i} {p}" for i, p in enumerate(ps, 1))
@@ -135,6 +142,22 @@ def test_paragraphs_are_found_again_beside_other_passages(form, share):
     seen |= set(blocks(form([*(of(10 + i) for i in range(2)), *asked[2:]])))
     found = [it for it in blocks(form(asked[::-1])) if it in seen]
     assert sum(map(len, found)) >= share * sum(map(len, asked))
+
+
+def test_a_last_line_that_goes_on_with_its_sentence_stays_with_the_passage():
+    found = [f"{it[:-1]}, and\nwhat is next." for it in passages(4)]
+    text = "Notes.\n\n" + "\n\n".join(f"File: {i}.md\n{it}" for i, it in enumerate(found))
+    assert set(found) <= set(blocks(text))
+
+
+def test_wrapped_text_is_parted_where_a_line_is_torn():
+    """A passage that begins or ends within a line, joined to others by one line break."""
+    wrapped = [textwrap.fill(it.replace(".", " and"), 70) for it in passages(6, sentences=12)]
+    torn = [it[30 : it.rfind(" ") - 25].strip() for it in wrapped]
+    first, second = ("Notes.\n\n" + "\n".join(it) + f"\n\n{ASKED}" for it in (torn, torn[::-1]))
+    seen = set(blocks(first))
+    again = sum(len(it) for it in blocks(second) if it in seen)
+    assert again >= 0.5 * sum(map(len, torn))
 
 
 def test_a_wall_inside_one_passage_leaves_the_others_apart():
@@ -191,8 +214,11 @@ def test_hostile_texts_are_cut_into_themselves(text):
     assert all(p.start < p.end for p in pieces)
 
 
-def test_a_text_beyond_the_bound_is_no_block():
-    text = "<source>" + "word " * (MOST_CHARACTERS // 5 + 1) + "</source>"
+@pytest.mark.parametrize(
+    "body", ["word " * (MOST_CHARACTERS // 5 + 1), "word\n" * (MOST_LINES + 1)]
+)
+def test_a_text_beyond_the_bounds_is_no_block(body):
+    text = f"<source>{body}</source>"
     [piece] = cut(text, RULES)
     assert (piece.start, piece.end, piece.block) == (0, len(text), False)
 
