@@ -260,6 +260,11 @@ class ReadBatch:
     staged: Staged | None = None
     placed: int = 0
 
+    def mark(self, what: str, now: float) -> None:
+        """A moment of those who asked for its chunks first; on any thread."""
+        for chunk in list(self.waiting.values()):
+            chunk.owner.moments[what] = now
+
 
 @dataclasses.dataclass(eq=False)
 class SharedRead:

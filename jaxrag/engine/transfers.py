@@ -355,7 +355,7 @@ class Transfers:
     def _fetched(self, batch: ReadBatch, answer: Fetched | BaseException) -> bool:
         """Keep what was fetched, and stage what is waited for; True where its bytes are held."""
         runner = self._state.runner
-        self._mark(batch, "read")
+        batch.mark("read", self._state.clock())
         kept = result_of(functools.partial(self._keep_in_arena, batch, answer))
         with self._lock:  # no chunk joins any more
             self._forget(batch)
@@ -390,14 +390,8 @@ class Transfers:
         pages = {key: chunk.pages for key, chunk in batch.waiting.items()}
         cache = next(iter(chunks)).cache
         staged = stage(self._state.runner, cache, fetched, [it.load for it in chunks], pages)
-        self._mark(batch, "staged")
+        batch.mark("staged", self._state.clock())
         return staged
-
-    def _mark(self, batch: ReadBatch, what: str) -> None:
-        """It is so far, for those who asked for its chunks first; on any thread."""
-        now = self._state.clock()
-        for chunk in list(batch.waiting.values()):
-            chunk.owner.moments[what] = now
 
     def _came(
         self,
