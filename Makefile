@@ -10,6 +10,8 @@ SERVE_FLAGS ?=
 
 # Neighbours stay in one process, which shares their models and compiled programs.
 SPREAD := -n $(JOBS) --dist worksteal
+# A test that hangs ends its process and fails by its name, behind the stacks of all threads.
+PATIENCE := -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 
 # The tests and the demo compile many small programs; a second run reads them from disk.
 CACHE := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.cache/jax \
@@ -44,7 +46,7 @@ serve: $(VENV)/.installed-test ## Serve the shipped model over the example docum
 	$(CACHE) JAX_PLATFORMS=cpu $(BIN)/jaxrag serve --config configs/serve/valley.toml $(SERVE_FLAGS)
 
 test: $(VENV)/.installed-test ## Run the tests (CPU; minutes)
-	$(CACHE) JAX_PLATFORMS=cpu $(BIN)/python -m pytest $(SPREAD) $(TEST_FLAGS)
+	$(CACHE) JAX_PLATFORMS=cpu $(BIN)/python -m pytest $(SPREAD) $(PATIENCE) $(TEST_FLAGS)
 
 # These compile as users do; the tests alone leave LLVM's optimisations out (tests/conftest.py).
 test-all: $(VENV)/.installed-test ## Run the tests and the slow ones
