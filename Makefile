@@ -13,8 +13,9 @@ SPREAD := -n $(JOBS) --dist worksteal
 # A test that hangs ends its process and fails by its name, behind the stacks of all threads.
 PATIENCE := -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 
-# The tests and the demo compile many small programs; a second run reads them from disk.
-CACHE := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.cache/jax \
+# The tests and the demo compile many small programs, and import much; a second run reads from disk.
+CACHE := PYTHONDONTWRITEBYTECODE= \
+	JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.cache/jax \
 	JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.1 \
 	JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 
