@@ -7,9 +7,26 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import jax
 import pytest
 
+from jaxrag.models.export import export_hf
+from jaxrag.models.reading import Reading
+from jaxrag.models.spec import init_params
+
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def wide_model_dir(tmp_path_factory, tiny_config, tokenizer_dir):
+    """Four KV heads, so that four devices can split them."""
+    config = tiny_config(
+        vocab_size=600, num_layers=2, num_heads=8, num_kv_heads=4, max_positions=512
+    )
+    folder = tmp_path_factory.mktemp("wide") / "llama"
+    params = init_params(config, jax.random.key(5))
+    export_hf(folder, params, config, tokenizer_dir, reading=Reading(("reordered",)))
+    return folder
 
 
 @pytest.fixture(scope="session")

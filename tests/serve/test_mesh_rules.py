@@ -4,17 +4,13 @@ import json
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 
 from jaxrag import Document, KnowledgeBase, generate
 from jaxrag.base.errors import RequestError
 from jaxrag.base.sharding import make_mesh
 from jaxrag.engine.engine import engine_of
-from jaxrag.models.export import export_hf
 from jaxrag.models.model import load_model
-from jaxrag.models.reading import Reading
-from jaxrag.models.spec import init_params
 
 PROGRAM = Path(__file__).with_name("mesh_rules.py")
 DOCUMENTS = [
@@ -53,18 +49,6 @@ METHODS = pytest.mark.parametrize("method", ["turborag", "fusionrag"])
 def cases_of(method):
     """Those that it works with: the selector of fusionrag reads KV on the device."""
     return HERE if method == "fusionrag" else tuple(CASES)
-
-
-@pytest.fixture(scope="module")
-def wide_model_dir(tmp_path_factory, tiny_config, tokenizer_dir):
-    """Four KV heads, so that four devices can split them."""
-    config = tiny_config(
-        vocab_size=600, num_layers=2, num_heads=8, num_kv_heads=4, max_positions=512
-    )
-    folder = tmp_path_factory.mktemp("wide") / "llama"
-    params = init_params(config, jax.random.key(5))
-    export_hf(folder, params, config, tokenizer_dir, reading=Reading(("reordered",)))
-    return folder
 
 
 @pytest.fixture(scope="module")

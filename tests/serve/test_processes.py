@@ -5,16 +5,12 @@ import shutil
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 
 from jaxrag import KnowledgeBase, generate
 from jaxrag.cli import main
 from jaxrag.models.digest import params_digest
-from jaxrag.models.export import export_hf
 from jaxrag.models.model import load_model
-from jaxrag.models.reading import Reading
-from jaxrag.models.spec import init_params
 
 PROGRAM = Path(__file__).with_name("one_model.py")
 JAXRAG = [sys.executable, "-c", "from jaxrag.cli import main; raise SystemExit(main())"]
@@ -41,18 +37,6 @@ THINGS = [
 ]
 QUESTIONS = [f"{word} {thing}?" for word in ("Who asks for", "What is") for thing in THINGS]
 GIVEN = {"max_new_tokens": 6, "batch_size": 8}
-
-
-@pytest.fixture(scope="module")
-def wide_model_dir(tmp_path_factory, tiny_config, tokenizer_dir):
-    """Four KV heads, so that four devices can split them."""
-    config = tiny_config(
-        vocab_size=600, num_layers=2, num_heads=8, num_kv_heads=4, max_positions=512
-    )
-    folder = tmp_path_factory.mktemp("wide") / "llama"
-    params = init_params(config, jax.random.key(5))
-    export_hf(folder, params, config, tokenizer_dir, reading=Reading(("reordered",)))
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -4,14 +4,10 @@ import json
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 
 from jaxrag import Document, KnowledgeBase, generate
-from jaxrag.models.export import export_hf
 from jaxrag.models.model import load_model
-from jaxrag.models.reading import Reading
-from jaxrag.models.spec import init_params
 
 PROGRAM = Path(__file__).with_name("ranks_program.py")
 DOCUMENTS = [
@@ -42,25 +38,14 @@ PAIRS = list(zip(FEW, OWN, strict=True))
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory, tiny_config, tokenizer_dir):
-    config = tiny_config(
-        vocab_size=600, num_layers=2, num_heads=8, num_kv_heads=4, max_positions=512
-    )
-    folder = tmp_path_factory.mktemp("wide") / "llama"
-    params = init_params(config, jax.random.key(5))
-    export_hf(folder, params, config, tokenizer_dir, reading=Reading(("reordered",)))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def led(model_dir, run_processes, tmp_path_factory):
+def led(wide_model_dir, run_processes, tmp_path_factory):
     """``led(processes, devices, method, **work)``: what the clients of the leader got."""
 
     def call(processes, devices, method="turborag", **more):
         work = {
             "processes": processes,
             "mesh": (1, 1, processes * devices),
-            "model": str(model_dir),
+            "model": str(wide_model_dir),
             "pool": 256,
             "method": method,
             "tokens": TOKENS,
@@ -102,16 +87,16 @@ def served_as(found, wanted, preempts=True):
     assert found["preempted"] >= preempts
 
 
-def tokens_of(model_dir, questions, placed=None, **given):
+def tokens_of(wide_model_dir, questions, placed=None, **given):
     """Of each question alone, on one device."""
-    model = load_model(model_dir, cache_tokens=1024, **(placed or {}))
+    model = load_model(wide_model_dir, cache_tokens=1024, **(placed or {}))
     given = {"method": "turborag", "documents": DOCUMENTS, "max_new_tokens": TOKENS} | given
     return [one.token_ids for one in generate(questions, model=model, **given)]
 
 
-def test_two_processes_answer_as_one_device(two, model_dir):
+def test_two_processes_answer_as_one_device(two, wide_model_dir):
     """With cancellations, early leavers, a deadline and preemption, which the leader orders."""
-    served_as(two, tokens_of(model_dir, FEW))
+    served_as(two, tokens_of(wide_model_dir, FEW))
 
 
 @pytest.mark.slow
@@ -119,14 +104,15 @@ def test_two_processes_answer_as_one_device(two, model_dir):
     ("processes", "method"),
     [(4, "turborag"), (2, "turborag"), (2, "fusionrag"), (2, "full_attention")],
 )
-def test_processes_answer_as_one_device(led, model_dir, processes, method):
+def test_processes_answer_as_one_device(led, wide_model_dir, processes, method):
     found = led(processes, 1, method, questions=TWENTY)
-    served_as(found, tokens_of(model_dir, TWENTY, method=method))
+    served_as(found, tokens_of(wide_model_dir, TWENTY, method=method))
 
 
-def read_beside_others(found, model_dir):
+def read_beside_others(found, wide_model_dir):
     wanted = [
-        tokens_of(model_dir, [question], documents=[document])[0] for question, document in PAIRS
+        tokens_of(wide_model_dir, [question], documents=[document])[0]
+        for question, document in PAIRS
     ]
     assert found["first"] == wanted
     assert found["how"] == ["length", "length", "DeadlineExceeded", "Cancelled"]
@@ -134,21 +120,23 @@ def read_beside_others(found, model_dir):
     assert found["tokens"] == [*wanted[:2], [], []]
 
 
-def test_chunks_are_read_while_others_are_served(two, model_dir):
+def test_chunks_are_read_while_others_are_served(two, wide_model_dir):
     """A process's store does not answer until somebody else has been served, and two have left."""
-    read_beside_others(two, model_dir)
+    read_beside_others(two, wide_model_dir)
 
 
 @pytest.mark.slow
-def test_chunks_are_read_while_the_leader_waits(led, model_dir):
-    read_beside_others(led(2, 1, pairs=PAIRS, slow=0, pool=1024), model_dir)
+def test_chunks_are_read_while_the_leader_waits(led, wide_model_dir):
+    read_beside_others(led(2, 1, pairs=PAIRS, slow=0, pool=1024), wide_model_dir)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stored", ["native", "int8"])
 @pytest.mark.parametrize("method", ["turborag", "fusionrag", "cacheblend", "epic"])
-def test_processes_read_a_knowledge_base_as_one_device(led, model_dir, tmp_path, method, stored):
-    model = load_model(model_dir, cache_tokens=1024)
+def test_processes_read_a_knowledge_base_as_one_device(
+    led, wide_model_dir, tmp_path, method, stored
+):
+    model = load_model(wide_model_dir, cache_tokens=1024)
     encoders = ["isolated", "after_prefix", "neighbours"]
     cut = {"chunk_tokens": 64, "overlap": 0, "encoders": encoders, "stored": stored}
     with KnowledgeBase.open(tmp_path / "kb", model, **cut) as kb:
@@ -162,10 +150,10 @@ def test_processes_read_a_knowledge_base_as_one_device(led, model_dir, tmp_path,
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["turborag", "fusionrag"])
 @pytest.mark.parametrize("case", RULES)
-def test_processes_decode_by_every_rule_as_one_device(led, model_dir, case, method):
+def test_processes_decode_by_every_rule_as_one_device(led, wide_model_dir, case, method):
     rule, placed = RULES[case]
     if method == "fusionrag" and placed.get("kv") == "host":
         pytest.skip("its selector reads KV on the device")
-    wanted = tokens_of(model_dir, TWENTY, placed, decode=rule, method=method)
+    wanted = tokens_of(wide_model_dir, TWENTY, placed, decode=rule, method=method)
     found = led(2, 1, method, questions=TWENTY, decode=rule, placed=placed)
     served_as(found, wanted, preempts=not placed)
