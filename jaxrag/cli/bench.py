@@ -57,7 +57,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         kinds,
         "timeline",
         "one request from text to first byte, phase by phase: chunks in the pool, and in the store",
-        "jaxrag bench timeline --rounds 20 --plot timeline.png --out timeline.json",
+        "jaxrag bench timeline --requests 20 --plot timeline.png --out timeline.json",
     )
     add_fields(timeline, TimelineOptions)
     add_result(timeline)

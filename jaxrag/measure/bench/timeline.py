@@ -32,7 +32,7 @@ from jaxrag.models.text import byte_level
 from jaxrag.models.text.progress import progress_bar
 
 STORE, POOL = "store hit", "pool hit"
-_WARM = 3  # rounds
+_WARM = 3  # requests of each kind
 _POOL_QUESTIONS = 3  # whose chunks the pool holds
 _LIBRARY_QUESTIONS = 8  # whose chunks the knowledge base holds
 _ANSWER_TOKENS = 4
@@ -87,7 +87,7 @@ def run(options: TimelineOptions) -> dict[str, Any]:
             "stored": options.stored,
             "chunks": options.chunks,
             "chunk_tokens": options.chunk_tokens,
-            "rounds": options.rounds,
+            "requests": options.requests,
             "hits": hits,
             "machine": describe(),
         }
@@ -218,8 +218,8 @@ def _ask_all(
 ) -> dict[str, Any]:
     """Rounds of a store hit and a pool hit; the first few, which compile, do not count."""
     timed: dict[str, list[Timed]] = {STORE: [], POOL: []}
-    with progress_bar(options.rounds + _WARM, "timeline", "round") as bar:
-        for number in range(options.rounds + _WARM):
+    with progress_bar(options.requests + _WARM, "timeline", "round") as bar:
+        for number in range(options.requests + _WARM):
             start = number * options.chunks % len(names)
             chosen = list(names[start : start + options.chunks])
             for hit, tier in ((STORE, "store"), (POOL, "pool")):
@@ -258,7 +258,7 @@ def report(result: dict[str, Any]) -> Iterator[str]:
     yield (
         f"{result['model']}, {result['dtype']}, {result['method']}, {result['chunks']} chunks of "
         f"{result['chunk_tokens']} tokens stored as {result['stored']}; milliseconds, means of the "
-        f"middle half of {result['rounds']} rounds"
+        f"middle half of {result['requests']} requests"
     )
     hits = result["hits"]
     yield f"{'phase':<26}" + "".join(f"{name:>12}" for name in hits)

@@ -22,7 +22,7 @@ def test_phases_sum_to_the_whole_whatever_moments_there_are():
 
 @pytest.mark.slow  # a server of its own
 def test_a_timeline_of_store_and_pool(tmp_path, capsys):
-    small = ["--chunk-tokens", "128", "--chunks", "2", "--rounds", "4"]
+    small = ["--chunk-tokens", "128", "--chunks", "2", "--requests", "4"]
     picture = tmp_path / "timeline.png"
     assert not main(["bench", "timeline", *small, "--plot", str(picture), "--json"])
     result = json.loads(capsys.readouterr().out)

@@ -74,7 +74,7 @@ def asked(monkeypatch, village_model):
                 and case.question in tokenizer.decode(prompt.final)
             )
 
-        monkeypatch.setattr(running, "load_model", lambda path, dtype: village_model)
+        monkeypatch.setattr(running, "load_model", lambda path, dtype, mesh: village_model)
         monkeypatch.setattr(running, "Asker", Knowing)
         return running.run(options, progress=False), items, asked
 
@@ -262,7 +262,7 @@ def test_decode_rules_are_called_what_they_are_named(asked):
 
 
 def test_prompts_can_be_trained_on(monkeypatch, village_model):
-    monkeypatch.setattr(running, "load_model", lambda path, dtype: village_model)
+    monkeypatch.setattr(running, "load_model", lambda path, dtype, mesh: village_model)
     options = dataclasses.replace(NEEDLE, split="train", lengths=(150,), depths=(0.5,))
     rows = running.prompts(options, progress=False)
     writer = SampleWriter(village_model.tokenizer, village_model.template, 1, "", "")
@@ -318,6 +318,6 @@ def test_what_a_method_refuses_is_refused_before_any_work(asked, monkeypatch, vi
     config = dataclasses.replace(village_model.config, sliding_window=16)
     windowed = dataclasses.replace(village_model, config=config)
     options = dataclasses.replace(NEEDLE, methods=("full_attention", "turborag_composite"))
-    monkeypatch.setattr(running, "load_model", lambda path, dtype: windowed)
+    monkeypatch.setattr(running, "load_model", lambda path, dtype, mesh: windowed)
     with pytest.raises(RequestError, match="sliding window"):
         running.run(options, progress=False)
