@@ -34,7 +34,7 @@ _MANY_CHUNKS = 10_000  # from here on, words that most chunks hold are not looke
 _LOOSE = 512  # chunks beside the packed ones before they are packed as well
 _UNIT = 2.0**32  # what a word adds is a whole number of 1 / _UNIT: sums are exact in any order
 _LOW = 0xFFFFFFFF
-_MOST_SEEN = 10_000  # terms whose holders are remembered
+_MOST_SEEN = 2_000  # terms that are remembered
 # How many postings there are, and a sum that no one of them is missing from, is added to, or
 # trades places with another in.
 _POSTINGS = (
@@ -70,7 +70,7 @@ class _Seen:
     """What was counted in one state of the file, and is not counted again there."""
 
     version: Hashable = None
-    holders: dict[str, int] = dataclasses.field(default_factory=dict)
+    terms: dict[str, tuple[int, list[Head]]] = dataclasses.field(default_factory=dict)  # holders
     allowed: dict[str, NDArray[np.int64]] = dataclasses.field(default_factory=dict)
 
 
@@ -186,21 +186,27 @@ class BM25Index:
             words = known - self._count_known([term for term, _ in by_term])
         return IndexChange(sum(length for _, length in lengths), words)
 
-    def holders(self, term: str) -> int:
-        """How many chunks hold a term. Raises DamagedCatalogError where postings were lost."""
-        holders, weight = self.connection.execute(
-            f"SELECT {_POSTINGS} FROM postings WHERE term = ?", (term,)
-        ).fetchone()
-        if self.checked:
-            heads = self.packed.heads(term)
-            holders += sum(head.holders for head in heads)
-            weight += sum(head.weight for head in heads)
-            known = self.connection.execute(
-                "SELECT holders, weight FROM terms WHERE term = ?", (term,)
+    def _look_up(self, words: list[str]) -> dict[str, tuple[int, list[Head]]]:
+        """How many chunks hold each term, and the heads of those that are packed.
+
+        Raises DamagedCatalogError where postings were lost.
+        """
+        heads = self.packed.heads(words) if self.checked else {}
+        found = {}
+        for term in words:
+            holders, weight = self.connection.execute(
+                f"SELECT {_POSTINGS} FROM postings WHERE term = ?", (term,)
             ).fetchone()
-            if (holders, weight) != (known or (0, 0)):
-                raise self._damaged(term)
-        return int(holders)
+            if self.checked:
+                holders += sum(head.holders for head in heads[term])
+                weight += sum(head.weight for head in heads[term])
+                known = self.connection.execute(
+                    "SELECT holders, weight FROM terms WHERE term = ?", (term,)
+                ).fetchone()
+                if (holders, weight) != (known or (0, 0)):
+                    raise self._damaged(term)
+            found[term] = int(holders), heads.get(term, [])
+        return found
 
     def _damaged(self, term: str) -> DamagedCatalogError:
         return damaged(self.path, f"the postings of {term!r}")
@@ -232,13 +238,13 @@ class BM25Index:
         Raises DamagedCatalogError where a term's postings are not those that were written.
         """
         found = sizes or self._sizes()
-        if version is None or version != self._seen.version or len(self._seen.holders) > _MOST_SEEN:
-            self._seen.version, self._seen.holders, self._seen.allowed = version, {}, {}
+        if version is None or version != self._seen.version or len(self._seen.terms) > _MOST_SEEN:
+            self._seen.version, self._seen.terms, self._seen.allowed = version, {}, {}
+        words = dict.fromkeys(terms(question))
+        self._seen.terms |= self._look_up([it for it in words if it not in self._seen.terms])
         idf = {}
-        for term in dict.fromkeys(terms(question)):
-            if term not in self._seen.holders:
-                self._seen.holders[term] = self.holders(term)
-            if holders := self._seen.holders[term]:
+        for term in words:
+            if holders := self._seen.terms[term][0]:
                 idf[term] = _idf(found.chunks, holders)
         if not idf:
             return []
@@ -307,7 +313,7 @@ class BM25Index:
             order = np.lexsort((own, -scores))[:k]
             best = list(zip(scores[order].tolist(), own[order].tolist(), strict=True))
         least = best[k - 1][0] if len(best) >= k else 0.0
-        heads: dict[str, list[Head]] = {term: self.packed.heads(term) for term in idf}
+        heads = {term: self._seen.terms[term][1] for term in idf}
         best += self.packed.search(idf, heads, k, scoring, allowed, least)
         best.sort(key=lambda pair: (-pair[0], pair[1]))
         return [Found(chunk_id, score / _UNIT) for score, chunk_id in best[:k]]
@@ -322,7 +328,7 @@ class BM25Index:
         found = np.sort(np.fromiter((row[0] for row in rows), np.int64, len(rows)))
         if version is not None:
             if version != self._seen.version:
-                self._seen.version, self._seen.holders, self._seen.allowed = version, {}, {}
+                self._seen.version, self._seen.terms, self._seen.allowed = version, {}, {}
             while len(self._seen.allowed) >= _FILTERS_SEEN:
                 del self._seen.allowed[next(iter(self._seen.allowed))]
             self._seen.allowed[name] = found

@@ -16,6 +16,7 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -40,7 +41,6 @@ _SCHEMA = (
 _INSERT = "INSERT INTO packed VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
 PostingPlaces = NDArray[np.int64]
-_Row = tuple[str, NDArray[np.int64], NDArray[np.int64]]  # term, places, counts
 
 
 def damaged(path: Path, what: str) -> DamagedCatalogError:
@@ -66,8 +66,7 @@ class PostingBlock:
     lengths: NDArray[np.float64]
 
 
-@dataclasses.dataclass(frozen=True)
-class Head:
+class Head(NamedTuple):
     """What a term's row of a block says of its postings.
 
     Attributes:
@@ -89,7 +88,10 @@ class Head:
     @property
     def xxh3(self) -> int:
         """The digest of the head."""
-        return _digest(repr(dataclasses.astuple(self)).encode())
+        return _digest(repr(tuple(self)).encode())
+
+
+_Row = tuple[Head, NDArray[np.int64], NDArray[np.int64]]  # places and counts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,9 +111,11 @@ class BM25Weights:
         made: NDArray[np.float64] = np.floor(found * self.unit + 0.5)
         return made
 
-    def bound(self, idf: float, most: int, least: int) -> float:
-        """The most that a term adds."""
-        return float(self.weights(idf, np.array([most]), np.array([float(least)]))[0])
+    def bound(self, idf: float, heads: Sequence[Head]) -> float:
+        """The most that a term adds, given the heads of its rows."""
+        most = np.array([head.most for head in heads])
+        least = np.array([head.least for head in heads], np.float64)
+        return float(self.weights(idf, most, least).max(initial=0.0))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -171,11 +175,17 @@ class Packed:
         rows = rows[np.argsort(rows[:, 0])]
         for start in range(0, len(rows), MOST_CHUNKS):
             some = rows[start : start + MOST_CHUNKS]
-            self._write(some[:, 0], some[:, 1], self._loose(some[:, 0]))
+            ids, lengths = some.T
+            number = self._put_chunks(None, ids, lengths)
+            self._put_rows(
+                _row(number, term, ids, lengths, *pairs) for term, *pairs in self._loose(ids)
+            )
         self.connection.execute("DELETE FROM postings")
         self._join()
 
-    def _loose(self, ids: NDArray[np.int64]) -> Iterator[_Row]:
+    def _loose(
+        self, ids: NDArray[np.int64]
+    ) -> Iterator[tuple[str, NDArray[np.int64], NDArray[np.int64]]]:
         """The postings of some chunks in the table ``postings``, by term, by place."""
         found = self._pages(
             "SELECT term, chunk_id, count FROM postings WHERE (term, chunk_id) > (?, ?) "
@@ -198,30 +208,30 @@ class Packed:
                 return
             after = rows[-1][: len(after)]
 
-    def _write(
-        self, ids: NDArray[np.int64], lengths: NDArray[np.int64], rows: Iterable[_Row]
-    ) -> None:
-        """A new block of chunks, and its rows."""
-        (number,) = self.connection.execute(
-            "SELECT MAX(COALESCE((SELECT MAX(block) FROM blocks), 0), "
-            "COALESCE((SELECT MAX(block) FROM packed), 0)) + 1"
-        ).fetchone()
-        self._put_chunks(number, ids, lengths)
-        made = (_row(number, term, ids, lengths, *pairs) for term, *pairs in rows)
-        for some in itertools.batched(made, _ROWS):
-            self.connection.executemany(_INSERT, some)
-
-    def _put_chunks(self, number: int, ids: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
+    def _put_chunks(
+        self, number: int | None, ids: NDArray[np.int64], lengths: NDArray[np.int64]
+    ) -> int:
+        """The chunks of a block; None: of a new one. Its number."""
+        if number is None:
+            (number,) = self.connection.execute(
+                "SELECT MAX(COALESCE((SELECT MAX(block) FROM blocks), 0), "
+                "COALESCE((SELECT MAX(block) FROM packed), 0)) + 1"
+            ).fetchone()
         parts = ids.astype("<i8").tobytes(), lengths.astype("<u4").tobytes()
         self.connection.execute(
             "INSERT OR REPLACE INTO blocks VALUES (?, ?, ?, ?, ?)",
             (number, len(ids), _digest(b"".join(parts)), *parts),
         )
+        return int(number)
+
+    def _put_rows(self, rows: Iterable[tuple[object, ...]]) -> None:
+        for some in itertools.batched(rows, _ROWS):
+            self.connection.executemany(_INSERT, some)
 
     def _join(self) -> None:
         """Make one of the small blocks where they are as many chunks as a larger one."""
         for size in _TIERS:
-            small = [block for block in self.blocks() if len(block.ids) < size]
+            small = [block for block in self.blocks() if len(block.ids) < size * 3 // 4]
             chosen: list[PostingBlock] = []
             for block in small:
                 if sum(len(it.ids) for it in (*chosen, block)) <= MOST_CHUNKS:
@@ -238,24 +248,30 @@ class Packed:
         starts = np.cumsum([0, *(len(block.ids) for block in blocks)])
 
         def rows_of(block: PostingBlock, start: int) -> Iterator[_Row]:
-            for term, own, counts in self._checked(block):
-                yield term, places[own + start], counts
+            for head, own, counts in self._checked(block):
+                yield head, places[own + start], counts
 
         merged = heapq.merge(
             *(rows_of(it, int(start)) for it, start in zip(blocks, starts, strict=False)),
-            key=lambda row: row[0],
+            key=lambda row: row[0].term,
         )
+        number = self._put_chunks(None, ids[stays], lengths[stays])
 
-        def joined() -> Iterator[_Row]:
-            for term, group in itertools.groupby(merged, key=lambda row: row[0]):
-                parts = list(group)
-                yield (
+        def joined() -> Iterator[tuple[object, ...]]:
+            for term, group in itertools.groupby(merged, key=lambda row: row[0].term):
+                heads, own, counts = zip(*group, strict=True)
+                one = len(heads) == 1
+                yield _packed_row(
+                    number,
                     term,
-                    np.concatenate([part[1] for part in parts]),
-                    np.concatenate([part[2] for part in parts]),
+                    own[0] if one else np.concatenate(own),
+                    counts[0] if one else np.concatenate(counts),
+                    sum(head.weight for head in heads),
+                    max(head.most for head in heads),
+                    min(head.least for head in heads),
                 )
 
-        self._write(ids[stays], lengths[stays], joined())
+        self._put_rows(joined())
         for block in blocks:
             self._drop(block.number)
 
@@ -316,22 +332,23 @@ class Packed:
 
     # Reading
 
-    def heads(self, term: str) -> list[Head]:
-        """The heads of a term's rows. Raises DamagedCatalogError."""
-        blocks = self.blocks()
-        if not blocks:
-            return []
+    def heads(self, terms: Sequence[str]) -> dict[str, list[Head]]:
+        """The heads of the rows of each term. Raises DamagedCatalogError."""
+        found: dict[str, list[Head]] = {term: [] for term in terms}
+        blocks = [block.number for block in self.blocks()]
+        if not blocks or not terms:
+            return found
         rows = self.connection.execute(
             "SELECT packed.block, term, holders, weight, most, least, content, packed.xxh3 "
-            "FROM json_each(?) CROSS JOIN packed ON packed.block = json_each.value AND term = ?",
-            (json.dumps([block.number for block in blocks]), term),
-        ).fetchall()
-        found = []
+            "FROM json_each(?) AS numbers CROSS JOIN json_each(?) AS words CROSS JOIN packed "
+            "ON packed.block = numbers.value AND term = words.value",
+            (json.dumps(blocks), json.dumps(terms)),
+        )
         for *values, xxh3 in rows:
             head = Head(*values)
             if head.xxh3 != xxh3:
-                raise self._damaged(term)
-            found.append(head)
+                raise self._damaged(head.term)
+            found[head.term].append(head)
         return found
 
     def postings(self, head: Head) -> tuple[PostingPlaces, NDArray[np.int64]]:
@@ -354,8 +371,8 @@ class Packed:
     def all_postings(self) -> Iterator[tuple[str, NDArray[np.int64], NDArray[np.int64]]]:
         """Term, chunk ids and counts of every row of every block, in no order of terms."""
         for block in self.blocks():
-            for term, places, counts in self._checked(block):
-                yield term, block.ids[places], counts
+            for head, places, counts in self._checked(block):
+                yield head.term, block.ids[places], counts
 
     def _checked(self, block: PostingBlock) -> Iterator[_Row]:
         """Every row of a block, by term, held against its digests. Raises DamagedCatalogError."""
@@ -368,7 +385,7 @@ class Packed:
             head = Head(number, term, *values)  # type: ignore[arg-type]
             if head.xxh3 != xxh3 or _digest(postings) != head.content:  # type: ignore[arg-type]
                 raise self._damaged(head.term)
-            yield head.term, *self._unpacked(head.term, postings, head.holders)  # type: ignore[arg-type]
+            yield head, *self._unpacked(head.term, postings, head.holders)  # type: ignore[arg-type]
 
     def search(
         self,
@@ -388,20 +405,17 @@ class Packed:
           least: a score that at least k chunks elsewhere have.
         """
         blocks = {block.number: block for block in self.blocks()}
-        bounds = {
-            term: max(
-                (scoring.bound(value, head.most, head.least) for head in heads[term]), default=0.0
-            )
-            for term, value in idf.items()
-        }
+        bounds = {term: scoring.bound(value, heads[term]) for term, value in idf.items()}
         order = sorted((term for term in idf if heads[term]), key=lambda term: -bounds[term])
         left = np.cumsum([bounds[term] for term in reversed(order)])[::-1].tolist()
         scores = {number: np.zeros(len(block.ids)) for number, block in blocks.items()}
         chosen: dict[int, PostingPlaces] | None = None  # places that may win; None: all may still
         for place, term in enumerate(order):
             if chosen is None and least > left[place]:
-                chosen = {it: np.flatnonzero(own) for it, own in scores.items()}
-            if chosen is not None:
+                chosen = {
+                    it: np.flatnonzero(own >= least - left[place]) for it, own in scores.items()
+                }
+            elif chosen is not None:
                 for number, places in chosen.items():
                     chosen[number] = places[scores[number][places] + left[place] >= least]
             touched = []
@@ -422,13 +436,14 @@ class Packed:
                 more = scoring.weights(idf[term], times, block.lengths[places])
                 now: NDArray[np.float64] = scores[head.block][places] + more
                 scores[head.block][places] = now
-                touched.append(now)
+                touched.append(now[now > least])
             if touched:
                 least = max(least, _kth(np.concatenate(touched), k))
         found: list[tuple[float, int]] = []
         for number, all_scores in scores.items():
-            best = chosen[number] if chosen is not None else np.flatnonzero(all_scores)
-            best = best[(all_scores[best] >= least) & (all_scores[best] > 0)]
+            enough = max(least, 1.0)  # what a word adds is a whole number
+            best = np.flatnonzero(all_scores >= enough) if chosen is None else chosen[number]
+            best = best[all_scores[best] >= enough]
             found += zip(all_scores[best].tolist(), blocks[number].ids[best].tolist(), strict=True)
         return found
 
@@ -447,13 +462,25 @@ def _row(
     counts: NDArray[np.int64],
 ) -> tuple[object, ...]:
     """The row of a term."""
-    most = int(counts.max())
+    weight = int(((ids[places] * (2 * counts + 1)) & _LOW).sum())
+    least = int(lengths[places].min())
+    return _packed_row(number, term, places, counts, weight, int(counts.max()), least)
+
+
+def _packed_row(
+    number: int,
+    term: str,
+    places: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    weight: int,
+    most: int,
+    least: int,
+) -> tuple[object, ...]:
+    """The row of a term; the last three are those of ``Head``."""
     width = 1 if most < 1 << 8 else 2 if most < 1 << 16 else 4
     postings = places.astype("<u2").tobytes() + counts.astype(f"<u{width}").tobytes()
-    weight = int(((ids[places] * (2 * counts + 1)) & _LOW).sum())
-    shortest = int(lengths[places].min())
-    head = Head(number, term, len(places), weight, most, shortest, _digest(postings))
-    return (*dataclasses.astuple(head), head.xxh3, postings)
+    head = Head(number, term, len(places), weight, most, least, _digest(postings))
+    return (*head, head.xxh3, postings)
 
 
 def unpack(postings: bytes, holders: int) -> tuple[PostingPlaces, NDArray[np.int64]]:

@@ -99,6 +99,17 @@ def test_packed_postings_answer_as_others(pair, seed):
         assert snapshots[0].search(question, 9) == snapshots[1].search(question, 9)
 
 
+def test_blocks_stay_few(pair, monkeypatch):
+    """One that is nearly full does not keep others from becoming one."""
+    monkeypatch.setattr(packed, "MOST_CHUNKS", 64)
+    rng = np.random.default_rng(5)
+    for first in range(1, 1001, 9):
+        pair.add({i: text(rng) for i in range(first, first + 9)})
+    sizes = [len(block.ids) for block in pair.one.packed.blocks()]
+    assert sum(sizes) > 980
+    assert sum(size < 48 for size in sizes) <= 6, sizes
+
+
 def test_nothing_is_left_of_a_chunk_that_leaves(pair):
     rng = np.random.default_rng(4)
     pair.add({i: f"{text(rng)} secret{i}" for i in range(1, 60)})
