@@ -3,7 +3,7 @@
 ``STACKS`` are those that the rules of configs/passages were made for. The others are modelled on
 prompts of public projects: ``HELD_OUT`` on ten that no rule was made with; ``HELD_OUT_LATER`` on
 five more, written down before the rules were changed for what the ten had shown; ``HELD_OUT_LAST``
-on four, written down after that; ``HELD_OUT_NEWEST`` on five, written down before the rules were
+on four, written down after that; ``HELD_OUT_NEWEST`` on ten, written down before the rules were
 changed for what those four had shown. Each takes passages [(name, text)] and a question, and gives
 the messages of a chat.
 """
@@ -293,12 +293,52 @@ def _embedchain(passages: Passages, question: str) -> Messages:
     )
 
 
+def _langflow(passages: Passages, question: str) -> Messages:
+    found = "\n".join(text for _, text in passages)
+    return _chat(f"{found}\n\n---\n\n{_TOLD}\n\nQuestion: {question}\n\nAnswer: ")
+
+
+def _lobechat(passages: Passages, question: str) -> Messages:
+    found = "\n".join(
+        f'<chunk fileId="file_{number:08x}" fileName="{name}" similarity="0.{60 - number}" >{text}'
+        "</chunk>"
+        for number, (name, text) in enumerate(passages)
+    )
+    return _chat(
+        f"{question}\n\n<knowledge_base_qa_info>\n{_TOLD}\n<retrieved_chunks>\n{found}\n"
+        f"</retrieved_chunks>\n<user_query>\n<raw_query>{question}</raw_query>\n</user_query>\n"
+        "</knowledge_base_qa_info>"
+    )
+
+
+def _azure_search(passages: Passages, question: str) -> Messages:
+    found = "\n".join(
+        f"{name}#page={number}: {text}" for number, (name, text) in enumerate(passages)
+    )
+    return _chat(f"{question}\n\nSources:\n{found}\n", _TOLD)
+
+
+def _maxkb(passages: Passages, question: str) -> Messages:
+    found = "\n".join(f"<data>{name}:{text}</data>" for name, text in passages)
+    return _chat(f"What is known:\n{found}\nHow to answer:\n{_TOLD}\nThe question:\n{question}\n")
+
+
+def _autogen(passages: Passages, question: str) -> Messages:
+    found = "".join(f"{text}\n" for _, text in passages)
+    return _chat(f"{_TOLD}\n\nThe user's question is: {question}\n\nContext is: {found}\n")
+
+
 HELD_OUT_NEWEST: dict[str, Stack] = {
     "LangChain4j": _langchain4j,
     "Spring AI": _spring_ai,
     "Kernel Memory": _kernel_memory,
     "DSPy": _dspy,
     "Embedchain": _embedchain,
+    "Langflow": _langflow,
+    "LobeChat": _lobechat,
+    "Azure Search demo": _azure_search,
+    "MaxKB": _maxkb,
+    "AutoGen": _autogen,
 }
 
 
