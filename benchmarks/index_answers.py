@@ -238,20 +238,23 @@ def searched(
             for step in range(room):
                 wanted, at = best[step], (step, kv_head, head)
                 ids = wanted
-                if not exact[kv_head, head] and not (checks and checks.failed(kv_head, head)):
-                    one = searcher.search_head(head, asked[step : step + 1], rule.k, count=True)
+                times = int(checks.times[at[1:]]) if checks else 1
+                if not exact[kv_head, head] and times:
+                    effort = searcher.chosen_effort(head) * times
+                    query = asked[step : step + 1]
+                    one = searcher.search_head(head, query, rule.k, effort=effort, count=True)
                     ids, scanned[at] = one.ids[0], one.scanned[0] / len(keys)
-                    if checks is not None and checks.due(heads.prompt + step):
-                        checks.judge(kv_head, head, ids, wanted)
+                    if checks is not None and checks.due(at[1:], heads.prompt + step):
+                        checks.judge(at[1:], heads.prompt + step, ids, wanted)
                         ids, scanned[at] = wanted, scanned[at] + 1
                 recall[at] = np.isin(wanted, ids).mean()
                 found[at][: len(ids)] = np.where(ids >= 0, ids + rule.sink, -1)
-    failed = [bool(checks and checks.failed(*at)) for at in np.ndindex(shape[1:])]
+    failed = np.zeros(shape[1:], bool) if checks is None else checks.times == 0
     return found, {
         "searched": recall.reshape(room, -1),
         "scanned": scanned.reshape(room, -1),
         "exact": exact.reshape(-1),
-        "failed": np.array(failed),
+        "failed": failed.reshape(-1),
     }
 
 

@@ -132,7 +132,7 @@ class Searcher:
         Of several queries that FAISS counts, each gets the mean.
         """
         queries = np.ascontiguousarray(queries, np.float32)
-        effort = self._effort_of(head) if effort is None else effort
+        effort = self.chosen_effort(head) if effort is None else effort
         ids, scores, scanned = self._of_head(head, queries, k, effort, count)
         return FoundKeys(*_best(ids, scores, k), scanned)
 
@@ -161,9 +161,9 @@ class Searcher:
 
     def kept_of(self, head: int) -> int | None:
         """Keys that a walk keeps anyway for a query head; None where nothing walks."""
-        return (self._effort_of(head) or 1) if hasattr(self.index.spec, "ef") else None
+        return (self.chosen_effort(head) or 1) if hasattr(self.index.spec, "ef") else None
 
-    def _effort_of(self, head: int) -> int:
+    def chosen_effort(self, head: int) -> int:
         """The chosen effort of a query head, or the spec's; 0 where there is none."""
         return self.index.efforts[head] if self.index.efforts else effort_of(self.index.spec) or 0
 
@@ -180,7 +180,7 @@ class Searcher:
     def _efforts(self, heads: int, effort: int | Sequence[int] | None) -> Sequence[int]:
         """One effort a head."""
         if effort is None:
-            return [self._effort_of(head) for head in range(heads)]
+            return [self.chosen_effort(head) for head in range(heads)]
         efforts = [effort] * heads if isinstance(effort, int) else effort
         if len(efforts) != heads or min(efforts) < 1:
             raise RequestError(f"effort={effort}: expected at least 1, or that for {heads} heads")

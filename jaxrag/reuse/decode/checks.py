@@ -1,8 +1,8 @@
 """Searches that are checked while an answer grows, so that none of its heads loses what it wants.
 
 What chooses a search's effort is known before the answer is. A head may want other keys for the
-answer than for anything in the prompt. So some tokens are searched exactly as well, and a query
-head whose index finds too little of that is scanned from there on.
+answer than for anything in the prompt. So some tokens are searched exactly as well. A query head
+whose index finds too little of that is searched with more effort, and scanned if that falls short.
 """
 
 import dataclasses
@@ -13,9 +13,10 @@ from jaxrag.base.types import HostArray
 from jaxrag.reuse.attention_index import Spec
 from jaxrag.reuse.attention_index.spec import effort_of
 
-_FIRST = 4  # generated tokens that are all checked
+_FIRST = 4  # tokens that are all checked, of an answer and behind a change of the effort
 _EVERY = 32  # of those behind them one in so many
 _SLACK = 0.05  # below the target, for so few queries
+_MORE = 2  # times the effort that was chosen, where that fell short
 
 
 @dataclasses.dataclass(eq=False)
@@ -28,14 +29,18 @@ class RecallChecks:
     Attributes:
       start: position of the first generated token.
       least: share of the best keys that a head's index is to find, over all of its checks.
-      found: [K, G] of the wanted keys, so far.
+      found: [K, G] of the wanted keys, so far with this effort.
       wanted: [K, G] how many these were.
+      times: [K, G] what the effort of a search is multiplied by; 0 is a scan.
+      until: [K, G] position before which every token is checked.
     """
 
     start: int
     least: float
     found: HostArray
     wanted: HostArray
+    times: HostArray
+    until: HostArray
 
     @classmethod
     def of(cls, spec: Spec, start: int, heads: tuple[int, int]) -> "RecallChecks | None":
@@ -43,28 +48,29 @@ class RecallChecks:
         if effort_of(spec) is not None:
             return None
         least = getattr(spec, "target_recall", 0.95) - _SLACK
-        return cls(start, least, np.zeros(heads, np.int64), np.zeros(heads, np.int64))
+        found, wanted = np.zeros(heads, np.int64), np.zeros(heads, np.int64)
+        once, until = np.ones(heads, np.int64), np.full(heads, start + _FIRST)
+        return cls(start, least, found, wanted, once, until)
 
-    def due(self, position: int) -> bool:
-        """Whether the token at a position is one of those that are searched exactly as well."""
-        step = position - self.start
-        return step < _FIRST or step % _EVERY == 0
+    def due(self, at: tuple[int, int], position: int) -> bool:
+        """Whether a query head is searched exactly as well for the token at a position."""
+        return bool(position < self.until[at]) or (position - self.start) % _EVERY == 0
 
-    def failed(self, kv_head: int, head: int) -> bool:
-        """Whether a query head is to be scanned."""
-        at = kv_head, head
-        return bool(self.found[at] < self.least * self.wanted[at])
-
-    def judge(self, kv_head: int, head: int, found: HostArray, wanted: HostArray) -> str:
+    def judge(self, at: tuple[int, int], position: int, found: HostArray, wanted: HostArray) -> str:
         """Count what an index found [n] of the keys that are wanted [m]; -1 is none.
 
         Returns a note where the head is scanned from here on, else nothing.
         """
-        at, wanted = (kv_head, head), wanted[wanted >= 0]
+        wanted = wanted[wanted >= 0]
         self.found[at] += np.isin(wanted, found).sum()
         self.wanted[at] += len(wanted)
-        if not self.failed(kv_head, head):
+        if self.found[at] >= self.least * self.wanted[at]:
             return ""
+        if self.times[at] == 1:
+            self.times[at], self.until[at] = _MORE, position + 1 + _FIRST
+            self.found[at] = self.wanted[at] = 0
+            return ""
+        self.times[at] = 0
         return (
             f"exact: some query heads from some token on, as their indexes found less than "
             f"{self.least:.2f} of the best {len(wanted)} keys in this answer"

@@ -408,7 +408,7 @@ class HostSearch:
             if number == NO_REQUEST or position[row] < 0:  # a padding row, or one that is done
                 continue
             parts, checks = self._requests[int(number)].layers[layer]
-            check = None if checks is None else (checks, checks.due(int(position[row])))
+            check = None if checks is None else (checks, int(position[row]))
             asked = [
                 rotated(q[row], np.full(q.shape[2], position[row] - part.offset), rope)
                 for part in parts
@@ -431,7 +431,7 @@ class HostSearch:
         parts: Sequence[Part],
         asked: Sequence[HostArray],
         at: tuple[int, int],
-        check: tuple[RecallChecks, bool] | None,
+        check: tuple[RecallChecks, int] | None,
         out: HostArray,
         number: int,
         counted: list[tuple[int, Account]],
@@ -441,16 +441,17 @@ class HostSearch:
         Args:
             asked: [H] for each part.
             at: KV head, and the query head of its group.
-            check: those of the layer, and whether this token is one of them.
+            check: those of the layer, and the position of the token.
         """
         k = len(out)
-        if check is not None and check[0].failed(*at):
+        times = 1 if check is None else int(check[0].times[at])
+        if not times:
             ids, scanned = self._scan(parts, asked, at, k)
         else:
-            ids, scanned = self._best(parts, asked, at, k, exact=False)
-            if check is not None and check[1]:
+            ids, scanned = self._best(parts, asked, at, k, times=times)
+            if check is not None and check[0].due(at, check[1]):
                 wanted, also = self._scan(parts, asked, at, k)
-                note = check[0].judge(*at, ids, wanted)
+                note = check[0].judge(at, check[1], ids, wanted)
                 counted.append((number, Account(notes=(note,) if note else ())))
                 ids, scanned = wanted, scanned + also
         out[: len(ids)] = ids
@@ -465,11 +466,13 @@ class HostSearch:
         at: tuple[int, int],
         k: int,
         *,
-        exact: bool,
+        exact: bool = False,
+        times: int = 1,
     ) -> tuple[HostArray, int]:
         count = self.measure and not exact
         both = zip(parts, asked, strict=True)
-        return _joined([part.best(*at, q, k, count=count, exact=exact) for part, q in both], k)
+        found = [part.best(*at, q, k, count=count, exact=exact, times=times) for part, q in both]
+        return _joined(found, k)
 
     def _scan(
         self, parts: Sequence[Part], asked: Sequence[HostArray], at: tuple[int, int], k: int

@@ -66,11 +66,12 @@ class Part:
         *,
         count: bool = False,
         exact: bool = False,
+        times: int = 1,
     ) -> FoundKeys:
         """Positions of the best keys for ``q`` [H] of one query head of the group: at least k.
 
-        ``q`` is rotated as the keys are. Fewer where there are fewer, or the index finds no more;
-        -1 where there is none. Ids and scores [n], scanned [].
+        ``q`` is rotated as the keys are; ``times`` multiplies the effort. Fewer where there are
+        fewer, or the index finds no more; -1 where there is none. Ids and scores [n], scanned [].
         """
         searcher = (self.exact if exact else self.searchers)[kv_head]
         keys = len(searcher)
@@ -78,9 +79,11 @@ class Part:
         # Hidden keys take places. A graph's search finds up to ef keys at no further cost; only
         # where it misses keys then is a wider one worth it.
         free = searcher.kept_of(head)
+        free = None if free is None else free * times
+        effort = searcher.chosen_effort(head) * times
         asked = most if free is None or not self.hidden else min(most, max(k, free))
         while True:
-            found = searcher.search_head(head, q[None], asked, count=count)
+            found = searcher.search_head(head, q[None], asked, effort=effort, count=count)
             ids, scores = found.ids[0], found.scores[0]
             there = ids >= 0
             where = np.where(there, self.positions[ids], -1)

@@ -8,24 +8,33 @@ from jaxrag.reuse.decode.checks import RecallChecks
 from jaxrag.reuse.decode.rule import Observe
 
 
+def due(checks, at, tokens):
+    return [step for step in tokens if checks.due(at, checks.start + step)]
+
+
 def test_the_first_tokens_are_checked_and_then_one_in_32():
     checks = RecallChecks.of(QueryLists(), 100, (1, 1))
-    assert [at - 100 for at in range(100, 200) if checks.due(at)] == [0, 1, 2, 3, 32, 64, 96]
+    assert due(checks, (0, 0), range(100)) == [0, 1, 2, 3, 32, 64, 96]
 
 
-def test_a_head_is_scanned_from_the_check_on_by_which_it_found_too_little():
-    checks = RecallChecks.of(QueryLists(target_recall=0.95), 0, (2, 2))
-    wanted = np.arange(10)
-    assert checks.judge(1, 0, wanted, wanted) == "" and not checks.failed(1, 0)
-    assert checks.judge(1, 0, wanted[:8], wanted) == ""  # 18 of 20 are 0.9
-    note = checks.judge(1, 0, wanted[:9], np.append(wanted, -1)[:10] + 1)
+def test_a_head_that_finds_too_little_is_searched_with_more_effort_and_then_scanned():
+    checks = RecallChecks.of(QueryLists(target_recall=0.95), 7, (2, 2))
+    at, wanted, others = (1, 0), np.arange(10), ((0, 0), (0, 1), (1, 1))
+    assert checks.judge(at, 7, wanted, wanted) == "" and checks.times[at] == 1
+    assert checks.judge(at, 8, wanted[:8], wanted) == ""  # 18 of 20 are 0.9
+    assert checks.times[at] == 1 and due(checks, at, range(2, 64)) == [2, 3, 32]
+    assert checks.judge(at, 39, wanted[:9], np.append(wanted, -1)[:10] + 1) == ""
+    assert checks.times[at] == 2 and due(checks, at, range(33, 97)) == [33, 34, 35, 36, 64, 96]
+    assert checks.judge(at, 40, wanted[:9], wanted) == ""  # what was found before does not count
+    note = checks.judge(at, 41, wanted[:8], wanted)
     assert note.startswith("exact: some query heads") and "0.90 of the best 10 keys" in note
-    assert checks.failed(1, 0) and not any(checks.failed(*at) for at in ((0, 0), (0, 1), (1, 1)))
+    assert checks.times[at] == 0 and all(checks.times[other] == 1 for other in others)
+    assert due(checks, (1, 1), range(33, 97)) == [64, 96]
 
 
 def test_nothing_is_wanted_where_there_are_no_keys():
     checks = RecallChecks.of(QueryLists(), 0, (1, 1))
-    assert checks.judge(0, 0, np.array([-1]), np.array([-1])) == "" and not checks.failed(0, 0)
+    assert checks.judge((0, 0), 0, np.array([-1]), np.array([-1])) == "" and checks.times[0, 0] == 1
 
 
 def test_an_effort_that_was_given_is_not_checked():

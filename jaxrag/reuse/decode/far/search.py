@@ -22,6 +22,8 @@ from jaxrag.reuse.decode.far.scan import Pair, best_of
 from jaxrag.reuse.decode.footprint import Account, recall_of
 from jaxrag.reuse.decode.parts import Part
 
+Asking = tuple[int, int]  # a query head's number in its group, and the times of its effort
+
 _NOTHING = FoundKeys(np.zeros(0, np.int32), np.zeros(0, np.float32), np.array(0))
 
 
@@ -36,26 +38,27 @@ class Finder(abc.ABC):
     together = False  # are the heads of a group searched as one?
 
     def find(
-        self, asked: HostArray, own: HostArray, heads: Sequence[int], k: int, *, count: bool
+        self, asked: HostArray, own: HostArray, heads: Sequence[Asking], k: int, *, count: bool
     ) -> list[FoundKeys]:
         """At least ``k`` of the best keys for each of some query heads, fewer where it has no more.
 
         Args:
             asked: [O, g, H] the queries turned to every offset of the memory.
             own: [g, H] the queries turned to ``offset``.
-            heads: [g] their numbers in the group.
+            heads: [g] their numbers in the group, and what multiplies the effort of each; 0 asks
+                for nothing.
             count: say how many were scanned.
 
         Returns:
             Positions and scores [n] of each, in any order.
         """
         return [
-            self.find_head(asked[:, at], own[at], head, k, count=count)
+            self.find_head(asked[:, at], own[at], head, k, count=count) if head[1] else _NOTHING
             for at, head in enumerate(heads)
         ]
 
     def find_head(
-        self, asked: HostArray, own: HostArray, head: int, k: int, *, count: bool
+        self, asked: HostArray, own: HostArray, head: Asking, k: int, *, count: bool
     ) -> FoundKeys:
         """``find`` for one query head: ``asked`` [O, H] and ``own`` [H]."""
         raise NotImplementedError
@@ -106,11 +109,12 @@ class InPlace(Finder):
 
     @override
     def find_head(
-        self, asked: HostArray, own: HostArray, head: int, k: int, *, count: bool
+        self, asked: HostArray, own: HostArray, head: Asking, k: int, *, count: bool
     ) -> FoundKeys:
-        part = head if len(self._centroids) > 1 else 0
+        number, times = head
+        part = number if len(self._centroids) > 1 else 0
         centroids, starts = self._centroids[part], self._starts[part]
-        near = nearest_lists(own, centroids, self._probes[head]).tolist()
+        near = nearest_lists(own, centroids, self._probes[number] * times).tolist()
         some = distinct(
             np.concatenate([self._members[starts[each] : starts[each + 1]] for each in near])
         )
@@ -145,7 +149,7 @@ class Scanned(Finder):
 
     @override
     def find(
-        self, asked: HostArray, own: HostArray, heads: Sequence[int], k: int, *, count: bool
+        self, asked: HostArray, own: HostArray, heads: Sequence[Asking], k: int, *, count: bool
     ) -> list[FoundKeys]:
         stretches = self._runs.between(0, len(self._memory.layer.rows))
         pairs = best_of(self._memory, self._kv_head, asked, stretches, k)
@@ -170,9 +174,10 @@ class Copied(Finder):
 
     @override
     def find_head(
-        self, asked: HostArray, own: HostArray, head: int, k: int, *, count: bool
+        self, asked: HostArray, own: HostArray, head: Asking, k: int, *, count: bool
     ) -> FoundKeys:
-        found = self._part.best(0, head, own, k, count=count)
+        number, times = head
+        found = self._part.best(0, number, own, k, count=count, times=times)
         at = np.flatnonzero(found.ids >= 0)
         positions = found.ids[at].astype(np.int32)
         scores = self._memory.scores(self._kv_head, asked, positions)
@@ -258,8 +263,8 @@ class Searched(FarLayer):
                     functools.partial(self._find, each, asked, kv_head, heads, answer)
                     for each in finders
                 ]
-                due = self.checks is not None and self.checks.due(position)
-                end = functools.partial(self._end, asked, kv_head, heads, (tail, due), answer)
+                at = (kv_head, heads, position)
+                end = functools.partial(self._end, asked, at, tail, answer)
                 todo += gathered(parts, end) if parts else [functools.partial(end, [])]
         return todo
 
@@ -268,32 +273,39 @@ class Searched(FarLayer):
     ) -> list[FoundKeys]:
         known = len(self.memory.offsets)
         own = 0 if finder.offset is None else known + self._offsets.index(finder.offset)
-        if all(self._failed(kv_head, int(head)) for head in heads):
+        times = [1 if self.checks is None else int(self.checks.times[kv_head, at]) for at in heads]
+        if not any(times):
             return [_NOTHING] * len(heads)
         mine, count = asked[:, kv_head, heads], answer.counted is not None
+        asking = list(zip(heads.tolist(), times, strict=True))
         with answer.searching():
-            return finder.find(mine[:known], mine[own], heads.tolist(), self.k, count=count)
+            return finder.find(mine[:known], mine[own], asking, self.k, count=count)
 
     def _end(
         self,
         asked: HostArray,
-        kv_head: int,
-        heads: HostArray,
-        at_position: tuple[HostArray, bool],
+        where: tuple[int, HostArray, int],
+        tail: HostArray,
         answer: FarAnswer,
         parts: Sequence[list[FoundKeys]],
     ) -> None:
-        memory, k, (tail, due) = self.memory, self.k, at_position
+        memory, k, checks, (kv_head, heads, position) = self.memory, self.k, self.checks, where
         with answer.searching():
             mine = asked[: len(memory.offsets), kv_head, heads]
             found = [
                 [(each[at].scores, each[at].ids) for each in parts] for at in range(len(heads))
             ]
             scans = np.zeros(len(heads), bool)
-            for at, head in enumerate(heads.tolist() if self.checks is not None and parts else ()):
-                if due or self._failed(kv_head, head):
+            for at, head in enumerate(heads.tolist() if checks is not None and parts else ()):
+                assert checks is not None
+                place = (kv_head, head)
+                if not checks.times[place] or checks.due(place, position):
                     scans[at] = True
-                    found[at] = [self._checked(kv_head, head, mine[:, at], found[at], answer)]
+                    best = self._scan(kv_head, mine[:, at])
+                    if checks.times[place]:
+                        note = checks.judge(place, position, _joined(found[at], k)[1], best[1])
+                        answer.notes.extend([note] if note else [])
+                    found[at] = [best]
             if answer.counted is not None and parts:
                 answer.counted.append(self._recall(kv_head, mine, found, parts, scans))
             for at, each in enumerate(found if len(tail) else ()):
@@ -301,31 +313,17 @@ class Searched(FarLayer):
             scores = np.full((len(heads), k), -np.inf, np.float32)
             positions = np.zeros((len(heads), k), np.int32)
             for at, each in enumerate(found):
-                some, where = _joined(each, k)
-                scores[at, : len(some)], positions[at, : len(some)] = some, where
+                some, places = _joined(each, k)
+                scores[at, : len(some)], positions[at, : len(some)] = some, places
         with answer.attending():
             answer.out[kv_head, heads], answer.lse[kv_head, heads] = memory.mix(
                 kv_head, scores, positions
             )
 
-    def _failed(self, kv_head: int, head: int) -> bool:
-        return self.checks is not None and self.checks.failed(kv_head, head)
-
-    def _checked(
-        self,
-        kv_head: int,
-        head: int,
-        asked: HostArray,
-        found: Sequence[Pair],
-        answer: FarAnswer,
-    ) -> Pair:
-        """What an exact search finds for one query head, which judges what was ``found``."""
-        assert self.checks is not None
+    def _scan(self, kv_head: int, asked: HostArray) -> Pair:
+        """What an exact search finds for one query head: ``asked`` [O, H]."""
         stretches = self.memory.stretches(self.sink, self.end)
         scores, wanted = best_of(self.memory, kv_head, asked[:, None], stretches, self.k)
-        if not self._failed(kv_head, head):
-            note = self.checks.judge(kv_head, head, _joined(found, self.k)[1], wanted[0])
-            answer.notes.extend([note] if note else [])
         return scores[0], wanted[0]
 
     def _recall(
