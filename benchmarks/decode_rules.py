@@ -168,7 +168,7 @@ def _row(
     rule, config, prompt = request.method.decode, runner.model.config, request.prompt
     mapped = map_request(runner, request, request.room)
     try:
-        seconds, prepare_seconds, ids, accounts, state_bytes = _generate(
+        seconds, prepare_seconds, ids, accounts, state_bytes = generate(
             runner, mapped, request, request.room
         )
         account = accounts[-1]
@@ -203,7 +203,7 @@ def _row(
         unmap(runner, mapped)
 
 
-def _generate(
+def generate(
     runner: ModelRunner, mapped: RequestState, request: Request, count: int
 ) -> tuple[list[float], float, list[int], list[Account], int]:
     """Seconds of every step, of preparing the rule, the ids, index accounts, state bytes.
@@ -249,7 +249,7 @@ def counted(
     host, config = runner.host_search, runner.model.config
     host.measure = True
     try:
-        *_, accounts, _ = _generate(runner, mapped, request, steps)
+        *_, accounts, _ = generate(runner, mapped, request, steps)
     finally:
         host.measure = False
     per_head = accounts[-1].keys / (config.num_layers * config.num_kv_heads)

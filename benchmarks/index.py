@@ -83,6 +83,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="instead: every decode rule at the answers to tasks of RULER (village), with --model",
     )
     parser.add_argument(
+        "--searches",
+        metavar="KIND,...",
+        help="with --answers: only what indexes of these kinds find and scan, by task "
+        f"({', '.join(index_answers.SEARCHES)})",
+    )
+    parser.add_argument(
+        "--sampled",
+        type=int,
+        metavar="N",
+        help="with --answers: N tokens that the model draws, instead of the right answers",
+    )
+    parser.add_argument(
         "--window", choices=("short", "default"), default="short", help="with --answers (short)"
     )
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="after a warm-up (3)")
@@ -134,13 +146,20 @@ def _answers(args: argparse.Namespace) -> None:
     tasks, known = args.answers.split(","), SUITES["ruler", "village"]
     if odd := [task for task in tasks if task not in known]:
         raise RequestError(f"--answers {odd[0]!r}: expected some of {', '.join(known)}")
+    kinds, ours = (args.searches or "lists").split(","), index_answers.SEARCHES
+    if odd := [kind for kind in kinds if kind not in ours]:
+        raise RequestError(f"--searches {odd[0]!r}: expected some of {', '.join(ours)}")
     length = _integers("--contexts", args.contexts)[0]
     model = load_model(args.model, dtype="float32")
     layers = None if args.layers is None else _integers("--layers", args.layers)
-    heads = answer_heads(model, tasks, length, args.seed, layers)
-    result = index_answers.run(heads, args.window)
+    heads = answer_heads(model, tasks, length, args.seed, layers, sampled=args.sampled)
+    if args.searches is None:
+        result, report = index_answers.run(heads, args.window), index_answers.report
+    else:
+        result, report = index_answers.run_searches(heads, kinds), index_answers.report_searches
     result |= {"model": args.model, "tasks": tasks, "length": length, "layers": layers}
-    give_out(args, result, index_answers.report(result))
+    result |= {"sampled": args.sampled, "seed": args.seed}
+    give_out(args, result, report(result))
 
 
 def _model_heads(args: argparse.Namespace, options: Options) -> Iterator[tuple[str, Heads]] | None:

@@ -51,6 +51,13 @@ from jaxrag.reuse.decode.retrieval import Indexed
 from jaxrag.reuse.decode.view import View
 
 BEST = (20, 100)  # keys whose recall is counted
+BLOCK = 32  # tokens of an answer whose recall is averaged
+_SHORT: dict[str, Any] = {"k": 20, "sink": 4, "recent": 32}
+SEARCHES: dict[str, Retrieval] = {
+    "lists": Retrieval(index=QueryLists(exact_below=0), **_SHORT),
+    "graph": Retrieval(index=ProjectedGraph(exact_below=0), **_SHORT),
+    "ivf": IvfRetrieval(index=Ivf(exact_below=0), **_SHORT),
+}
 _LAYER = 8  # behind the layers in which some rules attend to everything
 
 
@@ -250,11 +257,13 @@ def searched(
                 recall[at] = np.isin(wanted, ids).mean()
                 found[at][: len(ids)] = np.where(ids >= 0, ids + rule.sink, -1)
     failed = np.zeros(shape[1:], bool) if checks is None else checks.times == 0
+    more = np.zeros(shape[1:], bool) if checks is None else checks.times > 1
     return found, {
         "searched": recall.reshape(room, -1),
         "scanned": scanned.reshape(room, -1),
         "exact": exact.reshape(-1),
         "failed": failed.reshape(-1),
+        "more": more.reshape(-1),
     }
 
 
@@ -266,7 +275,7 @@ def rows_of(
         every = [(each.name, read(each, rule)) for each in heads]
         row: dict[str, Any] = {"heads": regime, "rule": text}
         for name in every[0][1]:
-            if name in ("exact", "failed"):
+            if name in ("exact", "failed", "more"):
                 row[name] = float(np.mean(np.concatenate([each[name] for _, each in every])))
                 continue
             of_heads = np.concatenate([each[name].mean(0) for _, each in every])
@@ -281,6 +290,57 @@ def rows_of(
                 "worst_head": float(worst(of_heads)),
             }
         yield row
+
+
+def searches(heads: Sequence[AnswerHeads], kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """One row a task and kind of index: recall, and the share of keys scanned, k = 20."""
+    for kind in kinds:
+        rule = SEARCHES[kind]
+        for name in dict.fromkeys(each.name for each in heads):
+            told = []
+            for layer in (each for each in heads if each.name == name):
+                placed = rotated(layer.keys.swapaxes(0, 1), np.arange(layer.total), layer.rope)
+                told.append(searched(layer, rule, placed)[1])
+            every = {of: np.concatenate([each[of] for each in told], -1) for of in told[0]}
+            blocks = [
+                float(every["searched"][at : at + BLOCK].mean())
+                for at in range(0, len(every["searched"]), BLOCK)
+            ]
+            yield {
+                "task": name,
+                "index": kind,
+                "tokens": len(every["searched"]),
+                "heads": every["searched"].shape[1],
+                "recall": float(every["searched"].mean()),
+                "worst_block": min(blocks),
+                "worst_head": float(every["searched"].mean(0).min()),
+                "scanned": float(every["scanned"].mean()),
+                "exact": int(every["exact"].sum()),
+                "more": int(every["more"].sum()),
+                "failed": int(every["failed"].sum()),
+            }
+
+
+def run_searches(heads: Sequence[AnswerHeads], kinds: Sequence[str]) -> dict[str, Any]:
+    """Measure ``searches``; JSON-able."""
+    with one_thread():
+        rows = list(searches(heads, tqdm(kinds, desc="searches", disable=None)))
+    return {"benchmark": "index searches", "rows": rows, "machine": describe()}
+
+
+def report_searches(result: dict[str, Any]) -> Iterator[str]:
+    """The result of ``searches`` as lines of a Markdown table."""
+    yield (
+        "| task (tokens) | index | recall | worst block | worst head | scanned | exact, more effort, "
+        "scanned |"
+    )
+    yield "|---|---|---|---|---|---|---|"
+    for row in result["rows"]:
+        shares = " | ".join(f"{row[of]:.3f}" for of in ("recall", "worst_block", "worst_head"))
+        yield (
+            f"| {row['task']} ({row['tokens']}) | {row['index']} | {shares} | "
+            f"{100 * row['scanned']:.0f} % | {row['exact']}, {row['more']}, {row['failed']} |"
+        )
 
 
 def sparse_heads(

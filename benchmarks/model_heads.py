@@ -9,11 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from attention_heads import Heads
+from decode_rules import generate
 from index_measure import Options
 
 from jaxrag.base.config import ModelConfig, RopeConfig
 from jaxrag.base.errors import RequestError
 from jaxrag.base.types import FINAL, Array, HostArray, Tokens
+from jaxrag.engine.direct import map_request, unmap
+from jaxrag.engine.engine import engine_of
+from jaxrag.engine.request import Prompt, Request
+from jaxrag.engine.runner import ModelRunner
+from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.measure.subject import format_of
 from jaxrag.models.attention import PackedAttend
 from jaxrag.models.decoder import forward
@@ -22,6 +28,7 @@ from jaxrag.models.rope import RopeTable
 from jaxrag.models.spec import Params
 from jaxrag.models.taps import Tap
 from jaxrag.reuse.attention_index import QueryBank
+from jaxrag.reuse.methods import METHODS
 from jaxrag.tasks.long.case import Frame
 from jaxrag.tasks.long.tasks import SUITES, Draw
 
@@ -112,10 +119,13 @@ def answer_heads(
     length: int,
     seed: int,
     layers: Sequence[int] | None = None,
+    *,
+    sampled: int | None = None,
 ) -> list[AnswerHeads]:
     """Some or all layers of a model over questions of RULER (village) and the right answers.
 
-    The answer is forced on the model, so its queries are those of decoding exactly that.
+    The answer is forced on the model, so its queries are those of decoding exactly that. With
+    ``sampled`` it is as many tokens that the model draws at temperature 1.
     """
     tokenizer, template = model.text_tokenizer(), format_of(model, None)
     frame, made = Frame(tokenizer, template), list[AnswerHeads]()
@@ -124,11 +134,32 @@ def answer_heads(
         fitted = frame.fit(case, length)
         chunks = [template.chunk_ids(tokenizer, chunk) for chunk in fitted.chunks]
         final = template.final_ids(tokenizer, case.question), fitted.lead
-        answer = tokenizer.encode(" " + case.between.join(case.expected))
-        ids = np.concatenate([template.prefix_ids(tokenizer), *chunks, *final, np.asarray(answer)])
-        each = list(_answered(model, name, ids.astype(np.int32), length))
+        ids = np.concatenate([template.prefix_ids(tokenizer), *chunks, *final]).astype(np.int32)
+        answer = (
+            tokenizer.encode(" " + case.between.join(case.expected))
+            if sampled is None
+            else _sampled(model, ids, sampled, seed)
+        )
+        ids = np.concatenate([ids, np.asarray(answer, np.int32)])
+        each = list(_answered(model, name, ids, length))
         made += each if layers is None else [each[layer] for layer in layers]
     return made
+
+
+def _sampled(model: Model, ids: HostArray, tokens: int, seed: int) -> list[int]:
+    """Tokens that the model draws behind ``ids``, by dense attention; none of them ends it."""
+    sampling = SamplingParams(temperature=1.0, seed=seed)
+    prompt, method = Prompt(ids[:0], (), ids), METHODS["full_attention"]
+    request = Request(prompt, engine_of(model).memory, method, tokens, sampling)
+
+    def draw(runner: ModelRunner) -> list[int]:
+        mapped = map_request(runner, request, request.room)
+        try:
+            return generate(runner, mapped, request, tokens - 1)[2]
+        finally:
+            unmap(runner, mapped)
+
+    return engine_of(model).call(draw)
 
 
 def _answered(model: Model, name: str, ids: HostArray, prompt: int) -> Iterator[AnswerHeads]:
