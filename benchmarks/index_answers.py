@@ -331,7 +331,7 @@ def run_searches(heads: Sequence[AnswerHeads], kinds: Sequence[str]) -> dict[str
 def report_searches(result: dict[str, Any]) -> Iterator[str]:
     """The result of ``searches`` as lines of a Markdown table."""
     yield (
-        "| task (tokens) | index | recall | worst block | worst head | scanned | exact, more effort, "
+        "| task (tokens) | index | recall | worst block | worst head | keys | exact, more, "
         "scanned |"
     )
     yield "|---|---|---|---|---|---|---|"
