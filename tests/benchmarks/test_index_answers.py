@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from attention_heads import HeadSpec
 
-from jaxrag.reuse.attention_index import rotated
-from jaxrag.reuse.decode import Flat, InfLLM, Quest, SnapKV, StaticWindow, TopN
+from jaxrag.reuse.attention_index import QueryLists, rotated
+from jaxrag.reuse.decode import Flat, InfLLM, Quest, Retrieval, SnapKV, StaticWindow, TopN
 
 SPEC = HeadSpec(seed=3, head_dim=32, model_dim=64, words=128, topics=8, group=2)
 PROMPT, STEPS = 300, 3
@@ -75,6 +75,18 @@ def test_a_window_reads_its_share_of_the_best_keys(heads):
         np.testing.assert_allclose(told["recall_20"][step], inside[best].mean(1), atol=1e-4)
 
 
+def test_searches_are_told_by_task_and_kind(heads, monkeypatch):
+    spec = QueryLists(exact_below=0, min_queries=1)
+    rule = Retrieval(k=20, sink=4, recent=32, queries=200, index=spec)
+    monkeypatch.setattr(index_answers, "SEARCHES", {"lists": rule})
+    result = index_answers.run_searches([heads, heads], ["lists"])
+    (row,) = result["rows"]
+    assert (row["task"], row["index"], row["tokens"], row["heads"]) == ("generated", "lists", 3, 4)
+    assert 0.9 < row["worst_head"] <= row["recall"] == row["worst_block"] <= 1
+    assert 0 < row["scanned"] <= 2 and row["exact"] + row["more"] + row["failed"] <= 4
+    assert "| generated (3) | lists |" in list(index_answers.report_searches(result))[-1]
+
+
 def test_sparse_heads_are_as_sparse_as_asked_for():
     (heads,), scale = index_answers.sparse_heads(SPEC, PROMPT, STEPS, kept=36, most=1e-4)
     assert scale > 1
@@ -89,6 +101,10 @@ def test_sparse_heads_are_as_sparse_as_asked_for():
         (
             ["--answers", "chess", "--model", "DIR"],
             "--answers 'chess': expected some of",
+        ),
+        (
+            ["--answers", "vt", "--model", "DIR", "--searches", "all"],
+            "--searches 'all': expected some of lists, graph, ivf",
         ),
     ],
 )

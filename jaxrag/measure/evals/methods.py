@@ -106,7 +106,7 @@ def run(options: MethodsOptions, progress: bool = True) -> dict[str, Any]:
         "ratios": list(options.ratios),
         "deviation_samples": min(options.compared, len(asked.samples)),
         "cells": [_cell(cell, asked, answers, deviations) for cell in cells],
-        "differences": _differences(cells, asked, answers),
+        "differences": paired(cells, asked, answers),
         "whole": _whole(cells, answers),
     }
 
@@ -181,15 +181,12 @@ def _normalised(
     return recovery(reuse, own, full, samples)
 
 
-def _differences(
+def paired(
     cells: Sequence[Cell], asked: AskedSamples, answers: Mapping[Method, Answers]
 ) -> list[dict[str, Any]]:
-    """Paired: fusionrag behind neighbours against every other method at the same ratio."""
-    rows = []
-    for first in cells:
-        seeing = first.method.encoder and encoder_named(first.method.encoder).sees_neighbours
-        if first.name != "fusionrag" or not seeing:
-            continue
+    """Paired: fusionrag, behind neighbours where it was, against all others at the same ratio."""
+    rows, ours = [], [cell for cell in cells if cell.name == "fusionrag"]
+    for first in [cell for cell in ours if _sees_neighbours(cell)] or ours:
         for second in cells:
             if second == first or second.ratio not in (None, first.ratio):
                 continue
@@ -204,6 +201,11 @@ def _differences(
                 },
             })  # fmt: skip
     return rows
+
+
+def _sees_neighbours(cell: Cell) -> bool:
+    encoder = cell.method.encoder
+    return encoder is not None and encoder_named(encoder).sees_neighbours
 
 
 def _label(cell: Cell) -> str:

@@ -2,15 +2,21 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from jaxrag.cli import main
+from jaxrag.measure.evals.methods import Answers, paired
+from jaxrag.measure.evals.methods_grid import cells_of
 from jaxrag.measure.evals.methods_report import verdict
 from jaxrag.measure.evals.metrics import token_f1
+from jaxrag.measure.evals.options import MethodsOptions
 from jaxrag.measure.evals.scoring import draw, write
+from jaxrag.measure.evals.synthetic import AskedSamples
 from jaxrag.serve.generate import generate
 from jaxrag.tasks.synthetic import SyntheticTask
 
+DRAWN = SyntheticTask(chunks=(3, 3), split="test")
 TASK = ("--num-questions", 6, "--chunks", 3, "--batch-size", 4, "--deviation", 1)
 
 
@@ -77,7 +83,7 @@ def test_plain_reuse_deviates_more_in_deeper_layers(cell_of):
 
 @pytest.mark.slow
 def test_answers_are_those_of_generate(village_model, cell_of):
-    samples = draw(SyntheticTask(chunks=(3, 3), split="test"), 7, 6)
+    samples = draw(DRAWN, 7, 6)
     written = write(village_model, samples)
     longest = max(len(final.response) for ids in written.ids for final in ids.finals)
     same, scores = [], []
@@ -112,6 +118,31 @@ def test_answers_are_those_of_generate(village_model, cell_of):
 def test_bad_options_are_refused_before_a_model_is_read(capsys, arguments, words):
     assert main(["eval", "methods", "--model", "nowhere", *arguments]) == 1
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("encoders", "first", "others"),
+    [
+        (("after_prefix",), "after_prefix", ["turborag, isolated"]),
+        (
+            ("after_prefix", "neighbours"), "neighbours",
+            ["full_reuse, neighbours", "turborag, isolated", "fusionrag, after_prefix"],
+        ),
+    ],
+)  # fmt: skip
+def test_fusionrag_is_compared_with_all_others_question_by_question(encoders, first, others):
+    cells = cells_of(MethodsOptions("m", ("turborag", "fusionrag"), (0.1,), encoders=encoders))
+    asked = AskedSamples.of(draw(DRAWN, 7, 6))
+    right = np.arange(6) < 4
+    wrong = Answers([], ~right, (~right).astype(float))
+    answers = dict.fromkeys((cell.served for cell in cells), wrong)
+    ours = next(c for c in cells if (c.name, c.method.encoder) == ("fusionrag", first))
+    answers[ours.served] = Answers([], right, right.astype(float))
+    rows = paired(cells, asked, answers)
+    assert {row["first"] for row in rows} == {f"fusionrag, {first}"}
+    expected = ["full_attention", "full_reuse, after_prefix", *others]
+    assert [row["second"] for row in rows] == expected
+    assert all(row["f1"]["all"]["value"] == pytest.approx(1 / 3) for row in rows)
 
 
 def test_verdicts_need_the_whole_interval():

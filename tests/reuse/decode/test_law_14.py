@@ -221,6 +221,19 @@ def test_law_14_over_right_answers_of_every_task(long_model, task, name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["lists", "graph", "ivf"])
+def test_law_14_over_sampled_answers(long_model, name):
+    """In every block of 32 tokens, the mean of all layers; and no query head much below."""
+    rule = dataclasses.replace(RULES[name], **SHORT)
+    found = np.concatenate([
+        searched(heads, rule, placed_keys(heads))[1]["searched"]
+        for heads in answer_heads(long_model, ["niah_multivalue", "cwe"], 4000, seed=7, sampled=64)
+    ], -1)  # fmt: skip
+    assert len(found) == 64 and min(of_blocks(found.T)) >= OF_ANSWERS
+    assert found.mean(0).min() >= OF_A_HEAD
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lists", "graph"])
 def test_law_14_over_an_answer_that_the_model_gives(long_model, name):
     """Through the engine, whose notes say which heads are scanned."""
