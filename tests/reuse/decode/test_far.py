@@ -34,6 +34,7 @@ from jaxrag.reuse.decode import (
     View,
     host_search,
 )
+from jaxrag.reuse.decode.checks import RecallChecks
 from jaxrag.reuse.decode.far import HostLayer, HostPrompt, scan
 from jaxrag.reuse.decode.stored import Carried, Known
 from jaxrag.reuse.decode.view import PromptSlots
@@ -407,6 +408,40 @@ def test_what_is_measured_is_recall_of_an_exact_search(tiny_config):
     assert exact.wanted == exact.found == 4 * 6 * 9 and exact.scanned == 4 * 6 * keys
     assert found.found >= 0.9 * found.wanted
     assert missed.found < 0.5 * missed.wanted and missed.scanned <= 4 * 6 * (5 + 8)
+
+
+FEW = {"cap": 8, "knn": 8, "clusters": 16, "exact_below": 0, "min_queries": 1}
+EFFORTS = {
+    "lists": lambda times: QueryLists(probes=2 * times, **FEW),
+    "ivf": lambda times: IvfIndex(clusters=16, probes=2 * times, exact_below=0),
+    "hnsw": lambda times: Hnsw(storage="float32", ef=10 * times, exact_below=0),
+}
+
+
+@pytest.mark.parametrize("times", [2, 0])
+@pytest.mark.parametrize("kind", EFFORTS)
+def test_a_head_that_fell_short_is_searched_with_so_much_more_or_scanned(
+    tiny_config, kind, times, monkeypatch
+):
+    """On both sides; 0 is a scan."""
+    case = case_of(tiny_config())
+    rule = Retrieval(k=9, sink=4, recent=8, index=EFFORTS[kind](1))
+    other = dataclasses.replace(rule, index=EFFORTS[kind](2) if times else Exact("float32"))
+    steps = [1, 2, 5]
+    asked = [case.rng.standard_normal((6, 10)).astype(np.float32) for _ in steps]
+    wanted, before = on_device(case, other), on_device(case, rule)
+    heads, start = (2, 3), case.position + 1 - 6  # none of the steps is one that is checked
+    state = np.zeros(heads, int), np.zeros(heads, int), np.full(heads, times), np.zeros(heads)
+    monkeypatch.setattr(RecallChecks, "of", lambda *_: RecallChecks(start, 0.9, *state))
+    sides, changed = (on_device(case, rule), on_host(case, rule)), 0
+    for step, q in zip(steps, asked, strict=True):
+        position = case.position + step
+        out, lse = wanted(q, position)
+        changed += np.abs(before(q, position)[1] - lse).max()
+        for side in sides:
+            for one, expected in zip(side(q, position), (out, lse), strict=True):
+                np.testing.assert_allclose(one, expected, **CLOSE)
+    assert changed > 1e-3
 
 
 @pytest.mark.parametrize("rule", ONE_OF_EACH, ids=ids_of(ONE_OF_EACH))

@@ -22,7 +22,7 @@ from jaxrag.reuse.decode.far.scan import Pair, best_of
 from jaxrag.reuse.decode.footprint import Account, recall_of
 from jaxrag.reuse.decode.parts import Part
 
-Asking = tuple[int, int]  # a query head's number in its group, and the times of its effort
+HeadEffort = tuple[int, int]  # a query head's number in its group, and the times of its effort
 
 _NOTHING = FoundKeys(np.zeros(0, np.int32), np.zeros(0, np.float32), np.array(0))
 
@@ -38,7 +38,7 @@ class Finder(abc.ABC):
     together = False  # are the heads of a group searched as one?
 
     def find(
-        self, asked: HostArray, own: HostArray, heads: Sequence[Asking], k: int, *, count: bool
+        self, asked: HostArray, own: HostArray, heads: Sequence[HeadEffort], k: int, *, count: bool
     ) -> list[FoundKeys]:
         """At least ``k`` of the best keys for each of some query heads, fewer where it has no more.
 
@@ -58,7 +58,7 @@ class Finder(abc.ABC):
         ]
 
     def find_head(
-        self, asked: HostArray, own: HostArray, head: Asking, k: int, *, count: bool
+        self, asked: HostArray, own: HostArray, head: HeadEffort, k: int, *, count: bool
     ) -> FoundKeys:
         """``find`` for one query head: ``asked`` [O, H] and ``own`` [H]."""
         raise NotImplementedError
@@ -109,7 +109,7 @@ class InPlace(Finder):
 
     @override
     def find_head(
-        self, asked: HostArray, own: HostArray, head: Asking, k: int, *, count: bool
+        self, asked: HostArray, own: HostArray, head: HeadEffort, k: int, *, count: bool
     ) -> FoundKeys:
         number, times = head
         part = number if len(self._centroids) > 1 else 0
@@ -149,7 +149,7 @@ class Scanned(Finder):
 
     @override
     def find(
-        self, asked: HostArray, own: HostArray, heads: Sequence[Asking], k: int, *, count: bool
+        self, asked: HostArray, own: HostArray, heads: Sequence[HeadEffort], k: int, *, count: bool
     ) -> list[FoundKeys]:
         stretches = self._runs.between(0, len(self._memory.layer.rows))
         pairs = best_of(self._memory, self._kv_head, asked, stretches, k)
@@ -174,7 +174,7 @@ class Copied(Finder):
 
     @override
     def find_head(
-        self, asked: HostArray, own: HostArray, head: Asking, k: int, *, count: bool
+        self, asked: HostArray, own: HostArray, head: HeadEffort, k: int, *, count: bool
     ) -> FoundKeys:
         number, times = head
         found = self._part.best(0, number, own, k, count=count, times=times)
