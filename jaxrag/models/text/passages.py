@@ -18,6 +18,7 @@ from jaxrag.models.text.passage_rules import PassageRules, closer
 from jaxrag.models.text.walls import (
     MOST_WALLS,
     Span,
+    before_closing,
     gaps,
     named_walls,
     part,
@@ -77,6 +78,8 @@ def cut(text: str, rules: PassageRules) -> list[TextPiece]:
         if found[0][0] == 0:
             found[0] = _without_head(text, found[0])
         if found[-1][1] == len(text):
+            if known:
+                found[-1] = before_closing(text, known[0][0], found[-1])
             found[-1] = _without_tail(text, found[-1], rules)
     if not parted:
         found = [it for gap in found for it in _between_breaks(text, gap)]
@@ -105,9 +108,10 @@ def passage_blocks(text: str, rules: PassageRules, parted: bool) -> list[Span]:
 def _without_head(text: str, gap: Span) -> Span:
     """The first gap behind its first empty or ruled line, and lines that announce what follows.
 
-    Walls that part passages open no first one.
+    Where none is near, passages begin the text. Walls that part passages open no first one.
     """
-    lines = (_EMPTY_LINES.search(text, *gap), _RULED.search(text, *gap))
+    reach = gap[0], min(gap[1], gap[0] + _LONG)
+    lines = (_EMPTY_LINES.search(text, *reach), _RULED.search(text, *reach))
     ends = [it.end() for it in lines if it is not None]
     if not ends:
         return gap
