@@ -35,6 +35,7 @@ _BREAKS = re.compile(  # of a line, where a passage may end
     r"\n(?:"
     # behind a sentence, before another or an item of a list
     rf"(?:(?<=[{_ENDS}]\n)|(?<=[{_ENDS}][ \t]\n))(?=[ \t]*(?:[-*] |\d+\. |[^\W\d_a-z]))"
+    r"|(?<=[.!?:]\n)(?=[^\W\d_])"  # behind one, before what is in the middle of another
     r"|(?=#{1,6} )|(?=```\w)|(?<=\n```\n)(?!\n)"  # headings and fences
     r"|(?<=\|\n)(?=[^|\s])|(?<=[^|\s]\n)(?=\|)"  # edges of tables
     r"|(?=[^\n]{160})(?<=[^\n]{160}\n))"  # between two long lines
@@ -168,6 +169,8 @@ def _torn(text: str) -> Iterator[Span]:
     at = 0
     for number, line in enumerate(lines):
         start, at = at, at + len(line) + 1
+        if line.startswith("#") and "".join(lines[number + 1 : number + 2])[:1].islower():
+            yield at - 1, at
         if number + 1 == len(lines) or not (
             line and _PROSE.match(line) and _PROSE.match(lines[number + 1])
         ):

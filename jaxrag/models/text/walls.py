@@ -34,6 +34,7 @@ _FILE = re.compile(  # `a.md: `, `[docs/a.pdf#page=3]: `
     r"(?:[#?][^\s:]{0,60})?[\])>\"*]{0,3}:[ \t]+",
     re.MULTILINE,
 )
+_WITHIN = re.compile(r"(?<=\S)[ \t](?P<words>[|~=#]{1,5}|([*+_-])\2{2,4})[ \t](?=\S)")  # ` | `
 _TO_COLON = re.compile(r"[^\n:=]{1,60}[:=]")
 _NUMBER = re.compile(r"\b(?=[0-9a-f-]*\d)[0-9a-f-]+\b", re.IGNORECASE)  # and hexadecimal ids
 _LARGEST = 0.8  # of the bytes that walls open: more in one passage, and others are left together
@@ -172,7 +173,7 @@ def repeated_walls(text: str, rules: PassageRules) -> set[Span]:
     Labels that count up, labels that come again, tags, and brackets at the ends of lines; each far
     enough apart to hold a passage.
     """
-    words = (_LABEL, _BRACKETED, _RULED, _FILE, _BEHIND)
+    words = (_LABEL, _BRACKETED, _RULED, _FILE, _BEHIND, _WITHIN)
     kinds = itertools.chain(
         _counted(text, rules.apart),
         _tags(text, rules.apart),
