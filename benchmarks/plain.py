@@ -40,6 +40,7 @@ from stack_prompts import (
     HELD_OUT_LAST,
     HELD_OUT_LATER,
     HELD_OUT_NEWEST,
+    HELD_OUT_UNSEEN,
     HELD_OUT_SPLITTERS,
     SPLITTERS,
     STACKS,
@@ -127,6 +128,7 @@ def _second_sights(
         "held_out_later": HELD_OUT_LATER,
         "held_out_last": HELD_OUT_LAST,
         "held_out_newest": HELD_OUT_NEWEST,
+        "held_out_unseen": HELD_OUT_UNSEEN,
     }
     others = {**HELD_OUT_SPLITTERS, **SPLITTERS}
     return {
