@@ -72,7 +72,7 @@ _CHATML = (
 )
 _HOSTILE = (
     "<source>", "[1] ", "---\n", "\n", "|\n", "title: x\n", "Label: x\n", "(a b", "a.\nB", " ",
-    "\n```", "1. x\n2. y\n", "<a>x</b>",
+    "\n```", "1. x\n2. y\n", "<a>x</b>", "=== x\n", "x | ", "a.b: ", "[[ x ]]\n",
 )  # fmt: skip
 _ASKED = ("What is said of the store?", "How is a chunk read?", "Which setting bounds this?")
 

@@ -5,8 +5,7 @@ prompts of public projects: ``HELD_OUT`` on ten that no rule was made with; ``HE
 five more, written down before the rules were changed for what the ten had shown; ``HELD_OUT_LAST``
 on four, written down after that; ``HELD_OUT_NEWEST`` on ten, written down before the rules were
 changed for what those four had shown; ``HELD_OUT_UNSEEN`` on five, for which no rule was changed.
-Each takes passages [(name, text)] and a question, and gives
-the messages of a chat.
+Each takes passages [(name, text)] and a question, and gives the messages of a chat.
 """
 
 import json
