@@ -97,11 +97,12 @@ class Form:
         """An event of no choice, for what is to be said at last."""
         return self.event()
 
-    def whole(self, results: Sequence[Result], logprobs: Sequence[list[float]]) -> dict[str, Any]:
-        """All choices at once."""
+    def whole(self, results: Sequence[Result], pieces: Sequence[list[Piece]]) -> dict[str, Any]:
+        """All choices at once, of the pieces that each came in."""
         choices = []
-        for place, (result, of_tokens) in enumerate(zip(results, logprobs, strict=True)):
-            piece = Piece(result.text, result.token_ids, of_tokens)
+        for place, (result, parts) in enumerate(zip(results, pieces, strict=True)):
+            told, top = (sum((getattr(it, of) for it in parts), []) for of in ("logprobs", "top"))
+            piece = Piece(result.text, result.token_ids, told, top)
             text, found = self.message(result.text), self._logprobs(place, piece)
             choices.append(_choice(place, text, found, result.finish_reason))
         return self.event(*choices)
