@@ -7,7 +7,6 @@ that ask for nothing have values that leave every logit as it is.
 
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax

@@ -70,8 +70,8 @@ class SamplingParams:
             if not least <= value <= most:
                 raise _refused(name, value, f"a number from {least:g} to {most:g}")
         if len(self.logit_bias) > MOST_BIASES:
-            expected = f"at most {MOST_BIASES}"
-            raise RequestError(f"logit_bias has {len(self.logit_bias)} entries: expected {expected}")
+            count = len(self.logit_bias)
+            raise RequestError(f"logit_bias has {count} entries: expected at most {MOST_BIASES}")
         for token_id, bias in self.logit_bias:
             _check_integer("logit_bias", token_id, MOST_K)
             require_kind("logit_bias", bias, (int, float), "a number", optional=False)
@@ -81,8 +81,8 @@ class SamplingParams:
     @property
     def processes(self) -> bool:
         """Does it ask for more than to draw from the model's own logits?"""
-        plain = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) == (0, 0, 1)
-        return not plain or bool(self.logit_bias or self.min_tokens or self.top_logprobs)
+        penalised = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
+        return bool(penalised or self.logit_bias or self.min_tokens or self.top_logprobs)
 
     def of_choice(self, index: int) -> "SamplingParams":
         """Of one of several answers to a prompt: its index joins the seed; that of 0 is its own."""

@@ -234,9 +234,10 @@ def asked_of(body: Body) -> dict[str, Any]:
 
 def _refuse_unsupported(body: Body) -> None:
     for name, harmless in _UNSUPPORTED.items():
-        if name in body and body.values[name] not in harmless:
-            if isinstance(body.values[name], list) and body.values.get(_CHOICE.get(name)) == "none":
-                continue
+        unread = body.values.get(_CHOICE.get(name, "")) == "none"
+        if unread and not isinstance(body.values.get(name, []), list):
+            raise body.wrong(name, "a list")
+        if name in body and body.values[name] not in harmless and not unread:
             raise invalid(
                 f"{name}={reprlib.repr(body.values[name])}: this server does not do that; leave it "
                 "out",
@@ -260,7 +261,7 @@ def _sampling(body: Body) -> SamplingParams:
     seed = body.integer("seed", -_MOST_INTEGER - 1)
     if seed is None:
         seed = secrets.randbelow(MOST_SEED + 1) if temperature else 0
-    more = {name: body.number(name) for name in _PENALTIES if name in body}
+    more: dict[str, Any] = {name: body.number(name) for name in _PENALTIES if name in body}
     return SamplingParams(
         logit_bias=_biases(body),
         min_tokens=body.integer("min_tokens", 0, MOST_K) or 0,

@@ -188,7 +188,7 @@ class Asking:
 
     Attributes:
       prompt_tokens: length of the prompt, once it is ready.
-      pieces: of the answer so far, if its log-probabilities are asked for.
+      pieces: of the answer so far.
       spans: passages that were found in its messages, once it has an answer.
       moments: when what happened, by ``time.monotonic``: those of the engine, and before them
         "preparing", on a thread, "retrieved" and "prepared".

@@ -35,7 +35,8 @@ async def completions(visit: Visit) -> Response:
     fields = visit.with_header(fields)
     base = visit.choose_base(fields, default=False)
     makes = [functools.partial(_make_ready, visit, fields, base, it) for it in prompts]
-    return await respond(visit, fields, makes, CompletionForm(visit, len(prompts) * fields.choices, fields.logprobs))
+    form = CompletionForm(visit, len(prompts) * fields.choices, fields.logprobs)
+    return await respond(visit, fields, makes, form)
 
 
 def _asked(body: Body) -> tuple[list[Text], Generation, Scoring | None]:

@@ -101,7 +101,8 @@ class Form:
         """All choices at once, of the pieces that each came in."""
         choices = []
         for place, (result, parts) in enumerate(zip(results, pieces, strict=True)):
-            told, top = (sum((getattr(it, of) for it in parts), []) for of in ("logprobs", "top"))
+            told = [logprob for part in parts for logprob in part.logprobs]
+            top = [likeliest for part in parts for likeliest in part.top]
             piece = Piece(result.text, result.token_ids, told, top)
             text, found = self.message(result.text), self._logprobs(place, piece)
             choices.append(_choice(place, text, found, result.finish_reason))
