@@ -80,8 +80,8 @@ async def respond(
     await _open(visit, fields, prompts)
     if not fields.stream:
         results = await _whole(visit, inbox)
-        shown = form.whole(results, [asking.pieces for asking in visit.askings])
-        return JSONResponse(shown | _account(visit, fields, results))
+        pieces = [asking.pieces for asking in visit.askings]
+        return JSONResponse(form.whole(results, pieces, _account(visit, fields, results)))
     first = None
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(settings.hold_seconds):
@@ -150,18 +150,14 @@ async def _events(
             await visit.askings[place].check_current()
             found[place] = item
             visit.results.append(item)
-            if len(found) < count or fields.include_usage:
-                out.append(event(form.finish(place, item)))
+            if len(found) < count:
+                out += map(event, form.ended(place, item, None))
         else:
             visit.saw_tokens()
             shown = form.piece(place, item)
             out += [] if shown is None else [event(shown)]
     account = _account(visit, fields, [found[it] for it in range(count)])
-    if fields.include_usage:
-        out.append(event(form.closing() | account))
-    else:
-        del account["usage"]
-        out.append(event(form.finish(place, found[place]) | account))
+    out += map(event, form.ended(place, found[place], account))
     yield b"".join(out)
 
 

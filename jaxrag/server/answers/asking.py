@@ -17,7 +17,7 @@ from jaxrag.engine.progress import Progress
 from jaxrag.reuse.methods import METHODS
 from jaxrag.serve.answers import Growing, News, Piece, Result, abstained
 from jaxrag.serve.ask import Ask
-from jaxrag.serve.conversation import Conversation, Text
+from jaxrag.serve.conversation import Conversation, Source, Text
 from jaxrag.serve.plain import PlainSpan, answer_fingerprint, spans
 from jaxrag.serve.questions import ReadyQuestion, prepare, resolve
 from jaxrag.server.errors import ClientLeft, Problem, invalid, unavailable
@@ -300,6 +300,11 @@ class Asking:
             self._failed = error
             self.close()
             self._inbox.put(self._place, error)
+
+    @property
+    def sources(self) -> list[Source]:
+        """The chunks of its prompt, once it is ready."""
+        return [] if self._asked is None else self._asked.sources
 
     @property
     def _is_plain(self) -> bool:

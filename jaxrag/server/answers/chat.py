@@ -32,13 +32,12 @@ class ChatForm(Form):
 
     def __init__(self, visit: Visit, fields: Generation) -> None:
         kind = "chat.completion.chunk" if fields.stream else "chat.completion"
-        super().__init__(visit, kind, "chatcmpl", fields.logprobs)
-        self._choices = fields.choices
+        super().__init__(visit, kind, "chatcmpl", fields)
 
     def opening(self) -> Iterator[dict[str, Any]]:
         """Who speaks."""
         delta = {"role": "assistant", "content": ""}
-        for place in range(self._choices):
+        for place in range(self.fields.choices):
             one = {"index": place, "delta": delta, "logprobs": None, "finish_reason": None}
             yield self.event(one)
 

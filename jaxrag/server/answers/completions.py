@@ -35,7 +35,7 @@ async def completions(visit: Visit) -> Response:
     fields = visit.with_header(fields)
     base = visit.choose_base(fields, default=False)
     makes = [functools.partial(_make_ready, visit, fields, base, it) for it in prompts]
-    form = CompletionForm(visit, len(prompts) * fields.choices, fields.logprobs)
+    form = CompletionForm(visit, len(prompts) * fields.choices, fields)
     return await respond(visit, fields, makes, form)
 
 
@@ -94,8 +94,8 @@ def _ids(model: Model, prompt: Text) -> HostArray:
 class CompletionForm(Form):
     """A completion's form; offsets of its tokens count characters of the whole answer."""
 
-    def __init__(self, visit: Visit, choices: int, logprobs: bool) -> None:
-        super().__init__(visit, "text_completion", "cmpl", logprobs)
+    def __init__(self, visit: Visit, choices: int, fields: Generation) -> None:
+        super().__init__(visit, "text_completion", "cmpl", fields)
         self._texts = [TokenTexts(self.model) for _ in range(choices)]
 
     def part(self, text: str | None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 from jaxrag.models.model import Model
 from jaxrag.serve.answers import Piece, Result
 from jaxrag.server.answers.visit import Visit
+from jaxrag.server.fields import Generation
 
 
 def head(visit: Visit, kind: str, name: str) -> dict[str, Any]:
@@ -60,11 +61,11 @@ class Form:
     An endpoint has a subclass, which says how text and log-probabilities look.
     """
 
-    def __init__(self, visit: Visit, kind: str, name: str, logprobs: bool) -> None:
+    def __init__(self, visit: Visit, kind: str, name: str, fields: Generation) -> None:
         """``kind`` and ``name``: of the answer, as ``head`` has them."""
         self.model = visit.state.model
+        self.fields = fields
         self._head = head(visit, kind, name)
-        self._has_logprobs = logprobs
 
     def part(self, text: str | None) -> dict[str, Any]:
         """New text in an event; None: the choice has ended."""
@@ -93,12 +94,26 @@ class Form:
         """The last event of a choice."""
         return self.event(_choice(place, self.part(None), finish=result.finish_reason))
 
-    def closing(self) -> dict[str, Any]:
-        """An event of no choice, for what is to be said at last."""
-        return self.event()
+    def ended(
+        self, place: int, result: Result, account: dict[str, Any] | None
+    ) -> Iterator[dict[str, Any]]:
+        """The last events of a choice; of the last one with the account of the answer."""
+        if account is None:
+            yield self.finish(place, result)
+        elif self.fields.include_usage:
+            yield self.finish(place, result)
+            yield self.event() | account
+        else:
+            del account["usage"]
+            yield self.finish(place, result) | account
 
-    def whole(self, results: Sequence[Result], pieces: Sequence[list[Piece]]) -> dict[str, Any]:
-        """All choices at once, of the pieces that each came in."""
+    def whole(
+        self,
+        results: Sequence[Result],
+        pieces: Sequence[list[Piece]],
+        account: dict[str, Any],
+    ) -> dict[str, Any]:
+        """All choices at once, of the pieces that each came in, and their account."""
         choices = []
         for place, (result, parts) in enumerate(zip(results, pieces, strict=True)):
             told = [logprob for part in parts for logprob in part.logprobs]
@@ -106,14 +121,14 @@ class Form:
             piece = Piece(result.text, result.token_ids, told, top)
             text, found = self.message(result.text), self._logprobs(place, piece)
             choices.append(_choice(place, text, found, result.finish_reason))
-        return self.event(*choices)
+        return self.event(*choices) | account
 
     def event(self, *choices: dict[str, Any]) -> dict[str, Any]:
         """Choices behind the head."""
         return self._head | {"choices": list(choices)}
 
     def _logprobs(self, place: int, piece: Piece) -> dict[str, Any] | None:
-        return self.logprobs(place, piece) if self._has_logprobs else None
+        return self.logprobs(place, piece) if self.fields.logprobs else None
 
 
 def _choice(

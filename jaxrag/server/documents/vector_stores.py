@@ -19,7 +19,7 @@ from jaxrag.server.state.library import Library, Shelf, no_member
 from jaxrag.server.state.registry import STATUSES, Member, new_id
 
 _FOUND = 10  # chunks of a search that does not say how many
-_MOST_FOUND = 50
+MOST_FOUND = 50
 _MOST_FILES = 500  # of a batch
 _MOST_QUESTIONS = 16
 _QUESTION_CHARACTERS = 1 << 16
@@ -39,7 +39,7 @@ def create_store(call: Call) -> dict[str, Any]:
     """Make one, with files or without."""
     library, access, body = call.library, call.access, call.body
     name = _name(body) or ""
-    metadata = _attributes(body, "metadata")
+    metadata = attributes_of(body, "metadata")
     size, overlap = _chunking(body)
     file_ids = body.texts("file_ids", most=_MOST_FILES)
     for file_id in file_ids:
@@ -64,7 +64,7 @@ def get_store(call: Call) -> dict[str, Any]:
 def change_store(call: Call) -> dict[str, Any]:
     """Rename one, or give it other metadata."""
     name = _name(call.body)
-    metadata = _attributes(call.body, "metadata") if "metadata" in call.body else None
+    metadata = attributes_of(call.body, "metadata") if "metadata" in call.body else None
     shelf = call.library.change(call.access, call.path["store"], name, metadata)
     return _shown(call.library, shelf)
 
@@ -81,7 +81,7 @@ def search_store(call: Call) -> dict[str, Any]:
     questions = body.texts("query", most=_MOST_QUESTIONS)
     if not questions:
         raise invalid("query: expected a text, or a list of them", "query")
-    count = body.integer("max_num_results", 1, _MOST_FOUND) or _FOUND
+    count = body.integer("max_num_results", 1, MOST_FOUND) or _FOUND
     if any(len(it) > _QUESTION_CHARACTERS for it in questions):
         raise invalid(
             f"query: expected texts of at most {_QUESTION_CHARACTERS} characters", "query"
@@ -115,12 +115,12 @@ def add_member(call: Call) -> dict[str, Any]:
     if not file_id:
         raise invalid("file_id: expected the id of an uploaded file", "file_id")
     _refuse_chunking(call.body)
-    return _put(call, file_id, _attributes(call.body, "attributes"))
+    return _put(call, file_id, attributes_of(call.body, "attributes"))
 
 
 def change_member(call: Call) -> dict[str, Any]:
     """Give a file other attributes; it is indexed anew, from the KV that is there."""
-    attributes = _attributes(call.body, "attributes")
+    attributes = attributes_of(call.body, "attributes")
     get_member(call)
     return _put(call, call.path["file"], attributes)
 
@@ -179,11 +179,11 @@ def create_batch(call: Call) -> dict[str, Any]:
     given = body.values.get("files")
     files: list[tuple[str, dict[str, Any]]] = []
     if given is None:
-        attributes = _attributes(body, "attributes")
+        attributes = attributes_of(body, "attributes")
         files = [(it, attributes) for it in body.texts("file_ids", most=_MOST_FILES)]
     elif isinstance(given, list) and all(isinstance(it, dict) for it in given):
         for one in map(Body, given[: _MOST_FILES + 1]):
-            files.append((one.text("file_id") or "", _attributes(one, "attributes")))
+            files.append((one.text("file_id") or "", attributes_of(one, "attributes")))
     names = [name for name, _ in files]
     if not files or len(files) > _MOST_FILES or len(set(names)) < len(names):
         raise invalid(f"file_ids: expected 1 to {_MOST_FILES} different ids of files", "file_ids")
@@ -310,10 +310,15 @@ def _shown_batch(call: Call, batch: str) -> dict[str, Any]:
     }
 
 
+def file_id_of(document_id: str) -> str:
+    """The file of a document: an uploaded one, or what its knowledge base calls it."""
+    of_file = _OF_FILE.match(document_id)
+    return of_file[0] if of_file else document_id
+
+
 def _shown_hit(hit: Hit) -> dict[str, Any]:
-    of_file = _OF_FILE.match(hit.document_id)
     return {
-        "file_id": of_file[0] if of_file else hit.document_id,
+        "file_id": file_id_of(hit.document_id),
         "filename": PurePath(hit.file).name if hit.file else hit.title or hit.document_id,
         "score": hit.score,
         "attributes": dict(hit.metadata),
@@ -331,7 +336,7 @@ def _shown_hit(hit: Hit) -> dict[str, Any]:
 # What clients send
 
 
-def _attributes(body: Body, name: str) -> dict[str, Any]:
+def attributes_of(body: Body, name: str) -> dict[str, Any]:
     """Names and plain values; {} where there are none."""
     given: Mapping[str, Any] = body.table(name) or {}
     if len(given) > _MOST_ATTRIBUTES:
