@@ -145,7 +145,9 @@ def test_a_stream_has_typed_events_in_their_order(client):
     assert len(part.logprobs[0].top_logprobs) == 2
     whole = client.responses.create(**ask, include=include, top_logprobs=2)
     assert whole.output_text == final.output_text and whole.usage == final.usage
-    assert whole.output[1].content == final.output[1].content
+    [same] = whole.output[1].content
+    assert (same.text, same.annotations) == (part.text, part.annotations)
+    assert same.logprobs == part.logprobs
 
 
 def test_an_answer_that_is_cut_is_incomplete(client):

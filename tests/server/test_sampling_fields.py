@@ -116,11 +116,15 @@ def test_a_bias_decides(ask, server):
     ],
     ids=lambda it: next(iter(it)),
 )
-def test_penalties_change_what_is_drawn(ask, penalty):
-    drawn = {"temperature": 4.0, "seed": 3, "max_tokens": 24}
+def test_penalties_change_what_is_drawn(ask, server, penalty):
+    """Of three words that come again and again."""
+    words = server.state.model.tokenizer.encode("falcon judge Tondorf").tolist()
+    drawn = {"temperature": 20.0, "seed": 3, "max_tokens": 12}
+    drawn["logit_bias"] = {str(it): 100 for it in words}
     plain = texts(ask(**drawn, extra_body=LONG))
-    changed = texts(ask(**drawn, **penalty | {"extra_body": LONG | penalty.get("extra_body", {})}))
-    assert plain != changed
+    assert set(plain[0].split()) == {"falcon", "judge", "Tondorf"}
+    body = LONG | penalty.get("extra_body", {})
+    assert texts(ask(**drawn, **penalty | {"extra_body": body})) != plain
 
 
 def test_an_answer_has_its_least_length_and_stops_after_it(ask):
