@@ -1,5 +1,6 @@
 """/v1/responses by OpenAI's own client: its types, its events in order, its search of files."""
 
+import hashlib
 import json
 
 import httpx
@@ -224,6 +225,115 @@ def test_what_is_not_done_is_refused_by_name(kept, fields, param, words, stream)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param), error
     assert words in error["message"] and "\n" not in error["message"]
+
+
+def test_a_response_is_kept_and_goes_on(client, kept):
+    first = client.responses.create(model=MODEL, input=HOME, tools=[VILLAGE], metadata={"a": "b"})
+    assert first.store
+    assert client.responses.retrieve(first.id).output == first.output
+    ask = {"model": MODEL, "input": ANIMAL, "tools": [VILLAGE]}
+    second = client.responses.create(**ask, previous_response_id=first.id)
+    assert second.previous_response_id == first.id
+    talk = [
+        {"role": "user", "content": HOME},
+        {"role": "assistant", "content": first.output_text},
+        {"role": "user", "content": ANIMAL},
+    ]
+    same = client.responses.create(**{**ask, "input": talk}, store=False)
+    assert same.output_text == second.output_text
+    assert same.usage.input_tokens == second.usage.input_tokens
+    *_, last = client.responses.create(**ask, previous_response_id=second.id, stream=True)
+    assert client.responses.retrieve(last.response.id).output_text == last.response.output_text
+    client.responses.delete(first.id)
+    for gone in (first.id, same.id):
+        with pytest.raises(openai.NotFoundError, match="there is no response"):
+            client.responses.retrieve(gone)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.create(**ask, previous_response_id=gone)
+    assert client.responses.retrieve(second.id).id == second.id
+
+
+def test_no_answer_outlives_its_documents(client, kept):
+    """Law 18: what was made from a removed file is forgotten, with all that went on from it."""
+    made = client.vector_stores.create(name="short")
+    files = [
+        client.vector_stores.files.upload_and_poll(vector_store_id=made.id, file=(name, text))
+        for name, text in (("a.txt", STORY), ("b.txt", b"Kora Felell keeps a falcon."))
+    ]
+    tool = {"type": "file_search", "vector_store_ids": [made.id], "max_num_results": 1}
+    ask = {"model": MODEL, "tools": [tool], "include": ["file_search_call.results"]}
+    quoting = client.responses.create(input=HOME, **ask)
+    other = client.responses.create(input=ANIMAL, **ask)
+    after = client.responses.create(input=ANIMAL, previous_response_id=quoting.id, **ask)
+    rows = {it.id: it for it in kept.state.library.registry.responses()}
+    assert "lives in Tondorf" not in json.dumps(rows[quoting.id].body), "no passage is kept"
+    client.vector_stores.files.delete(files[0].id, vector_store_id=made.id)
+    left = {it.id for it in kept.state.library.registry.responses()}
+    assert other.id in left and not left & {quoting.id, after.id}
+    client.vector_stores.delete(made.id)
+    for gone in (quoting, after, other):
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(gone.id)
+
+
+def test_a_served_document_that_left_takes_its_answers(client, kept, monkeypatch):
+    """Removed behind the server's back: seen when the response is asked for."""
+    told = client.responses.create(model=MODEL, input=ANIMAL, tools=[VILLAGE])
+    base = kept.state.knowledge_bases["village"]
+    monkeypatch.setattr(type(base), "holds", lambda self, chunks, contents: False)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(told.id)
+    monkeypatch.undo()
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(told.id)
+
+
+def test_responses_are_kept_for_a_while(client, kept):
+    told = client.responses.create(model=MODEL, input=ANIMAL, tools=[VILLAGE])
+    library, registry = kept.state.library, kept.state.library.registry
+    before = registry.bytes_of_tenant("")
+    with registry._change() as connection:
+        connection.execute("UPDATE responses SET created = 1 WHERE id = ?", (told.id,))
+    with pytest.raises(openai.NotFoundError, match="30 days"):
+        client.responses.retrieve(told.id)
+    library._keep_once(0.0)
+    assert told.id not in {it.id for it in registry.responses()}
+    assert registry.bytes_of_tenant("") < before, "they count as what the tenant stores"
+
+
+def test_responses_outlive_the_server_and_are_their_tenants(running, served_model, tmp_path):
+    keys = tmp_path / "keys.toml"
+    tables = [f"[tenants.{name}]\nmax_bytes = {most}" for name, most in (("a", 9999), ("b", 1))]
+    for tenant, key, more in (("a", "1", ""), ("a", "2", 'documents = "read"'), ("b", "3", "")):
+        digest = hashlib.sha256(key.encode()).hexdigest()
+        tables.append(f'[[keys]]\nsha256 = "{digest}"\ntenant = "{tenant}"\n{more}')
+    keys.write_text("\n".join(tables), encoding="utf-8")
+    settings = {"data": str(tmp_path / "data"), "keys": str(keys)}
+
+    def asked(server, key, **fields):
+        head = {"authorization": f"Bearer {key}"}
+        return server.client.post("/v1/responses", json={"input": HOME} | fields, headers=head)
+
+    with running(served_model, {}, **settings) as server:
+        told = asked(server, "1").json()
+        reading, full = asked(server, "2").json(), asked(server, "3")
+        assert (told["store"], reading["store"]) == (True, False)
+        assert full.status_code == 413 and asked(server, "3", store=False).status_code == 200
+        goes_on = asked(server, "2", previous_response_id=told["id"])
+        assert goes_on.json()["error"]["param"] == "previous_response_id"
+        registry = server.state.library.registry
+        registry.add_response("resp_b", "b", {"response": {}, "messages": []}, [])
+    with running(served_model, {}, **settings) as server:
+        assert asked(server, "1", previous_response_id=told["id"]).status_code == 200
+        assert asked(server, "1", previous_response_id="resp_b").status_code == 404
+
+
+def test_without_a_data_folder_nothing_is_kept(server):
+    told = server.post("/v1/responses", input=ANIMAL, model=KB, store=True).json()
+    assert told["store"] is False
+    assert server.client.get(f"/v1/responses/{told['id']}").status_code == 404
+    error = server.post("/v1/responses", input=ANIMAL, previous_response_id=told["id"]).json()
+    assert "--data DIR" in error["error"]["message"]
 
 
 def test_a_store_that_is_not_there_is_404(client):

@@ -119,7 +119,7 @@ def test_a_bias_decides(ask, server):
 def test_penalties_change_what_is_drawn(ask, server, penalty):
     """Of three words that come again and again."""
     words = server.state.model.tokenizer.encode("falcon judge Tondorf").tolist()
-    drawn = {"temperature": 20.0, "seed": 3, "max_tokens": 12}
+    drawn = {"temperature": 5.0, "seed": 3, "max_tokens": 24}
     drawn["logit_bias"] = {str(it): 100 for it in words}
     plain = texts(ask(**drawn, extra_body=LONG))
     assert set(plain[0].split()) == {"falcon", "judge", "Tondorf"}

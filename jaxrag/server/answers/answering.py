@@ -81,7 +81,9 @@ async def respond(
     if not fields.stream:
         results = await _whole(visit, inbox)
         pieces = [asking.pieces for asking in visit.askings]
-        return JSONResponse(form.whole(results, pieces, _account(visit, fields, results)))
+        account = _account(visit, fields, results)
+        await form.settle(results, account)
+        return JSONResponse(form.whole(results, pieces, account))
     first = None
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(settings.hold_seconds):
@@ -156,7 +158,9 @@ async def _events(
             visit.saw_tokens()
             shown = form.piece(place, item)
             out += [] if shown is None else [event(shown)]
-    account = _account(visit, fields, [found[it] for it in range(count)])
+    results = [found[it] for it in range(count)]
+    account = _account(visit, fields, results)
+    await form.settle(results, account)
     out += map(event, form.ended(place, found[place], account))
     yield b"".join(out)
 

@@ -302,6 +302,11 @@ class Asking:
             self._inbox.put(self._place, error)
 
     @property
+    def chunk_ids(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Of what was retrieved for it, and contents that these were encoded behind."""
+        return ((), ()) if self._asked is None else (self._asked.chunk_ids, self._asked.content_ids)
+
+    @property
     def sources(self) -> list[Source]:
         """The chunks of its prompt, once it is ready."""
         return [] if self._asked is None else self._asked.sources

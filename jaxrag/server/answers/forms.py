@@ -94,6 +94,9 @@ class Form:
         """The last event of a choice."""
         return self.event(_choice(place, self.part(None), finish=result.finish_reason))
 
+    async def settle(self, results: Sequence[Result], account: dict[str, Any]) -> None:
+        """Called once all choices have ended, before their end is told."""
+
     def ended(
         self, place: int, result: Result, account: dict[str, Any] | None
     ) -> Iterator[dict[str, Any]]:

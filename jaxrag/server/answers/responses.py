@@ -1,5 +1,6 @@
 """POST /v1/responses: text and messages in, text out, with a search of a vector store."""
 
+import asyncio
 import dataclasses
 import functools
 import reprlib
@@ -21,6 +22,8 @@ from jaxrag.server.documents.vector_stores import MOST_FOUND, attributes_of, fil
 from jaxrag.server.documents.where import where_of
 from jaxrag.server.errors import invalid
 from jaxrag.server.fields import MOST_TEXTS, Body, Generation, generation_of
+from jaxrag.server.state.entry import Call
+from jaxrag.server.state.registry import Ground, ResponseRow
 
 _RESULTS, _LOGPROBS = "file_search_call.results", "message.output_text.logprobs"
 _NOT_DONE = {  # field: what it may be all the same
@@ -30,14 +33,16 @@ _NOT_DONE = {  # field: what it may be all the same
     "reasoning": ({}, {"effort": "none"}, {"effort": None, "summary": None}),
     "truncation": ("disabled",),
     "text": ({}, {"format": {"type": "text"}}),
-    "previous_response_id": (),
     "messages": (),
     "documents": (),
     "n": (1,),
     "logprobs": (),
 }
 _PARTS = ("text", "input_text", "output_text")
-_OURS = (*_NOT_DONE, "input", "instructions", "include", "tools", "tool_choice", "top_logprobs")
+_OURS = (
+    *_NOT_DONE, "input", "instructions", "include", "tools", "tool_choice", "top_logprobs",
+    "previous_response_id", "store", "metadata",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,13 +64,15 @@ class Asked:
 
     Attributes:
       generation: how it is answered, as that of a chat.
-      talk: what is answered.
+      messages: what is answered, without instructions.
+      talk: the same with them.
       search: where passages are found; None: nowhere.
       echo: fields that the response repeats.
       results: the passages that were found are told.
     """
 
     generation: Generation
+    messages: Sequence[Mapping[str, Any]]
     talk: Conversation
     search: FileSearch | None
     echo: Mapping[str, Any]
@@ -74,8 +81,23 @@ class Asked:
 
 @visited("input")
 async def responses(visit: Visit) -> Response:
-    """Answer the last message of the input."""
-    asked = await visit.read(asked_of)
+    """Answer the last message of the input, behind those of a response before it."""
+    access, library = visit.call.access, visit.call.library
+    earlier = await visit.read(lambda body: body.text("previous_response_id"))
+    before = None
+    if earlier is not None:
+        if not library.keeps_responses(access):
+            raise invalid(
+                "previous_response_id: responses are kept by a server with --data DIR, for keys "
+                "that may write and are limited to no groups; send the messages",
+                "previous_response_id",
+            )
+        before = await asyncio.to_thread(library.response, access, earlier)
+    asked = await visit.read(functools.partial(asked_of, before=before))
+    stores = asked.echo["store"] and library.keeps_responses(access)
+    asked = dataclasses.replace(asked, echo={**asked.echo, "store": stores})
+    if stores:
+        await asyncio.to_thread(library.quota.check, access.tenant)
     named = visit.call.named_base()
     if asked.search is not None and named not in (None, asked.search.store):
         raise invalid(
@@ -89,17 +111,27 @@ async def responses(visit: Visit) -> Response:
         fields = dataclasses.replace(fields, documents=())
     visit.knowledge_base = base
     make = functools.partial(make_ready, visit.state, visit.call.access, fields, asked.talk, base)
-    return await respond(visit, fields, [make], ResponseForm(visit, asked))
+    return await respond(visit, fields, [make], ResponseForm(visit, asked, before))
 
 
-def asked_of(body: Body) -> Asked:
+def get_response(call: Call) -> dict[str, Any]:
+    """A response that is kept."""
+    return dict(call.library.response(call.access, call.path["response"]).body["response"])
+
+
+def delete_response(call: Call) -> dict[str, Any]:
+    """Forget a response; those that go on from it stay."""
+    row = call.library.response(call.access, call.path["response"])
+    call.library.registry.remove_responses([row.id])
+    return {"id": row.id, "object": "response", "deleted": True}
+
+
+def asked_of(body: Body, before: ResponseRow | None = None) -> Asked:
     """What a body asks for. Raises Problem 400, or RequestError for a bad sampling."""
     for name, harmless in _NOT_DONE.items():
         if name in body and body.values[name] not in harmless:
             shown = reprlib.repr(body.values[name])
             raise invalid(f"{name}={shown}: /v1/responses does not do that; leave it out", name)
-    if body.values.get("store") is not None:
-        body.flag("store")
     include = body.texts("include", most=16)
     if unknown := [it for it in include if it not in (_RESULTS, _LOGPROBS)]:
         raise invalid(
@@ -107,8 +139,9 @@ def asked_of(body: Body) -> Asked:
         )
     search = _search(body)
     instructions = body.text("instructions")
-    messages = [{"role": "system", "content": instructions}] if instructions else []
-    talk = conversation_of([*messages, *_items(body)], body.text("query"), wire=True)
+    system = [{"role": "system", "content": instructions}] if instructions else []
+    messages = [*(before.body["messages"] if before else ()), *_items(body)]
+    talk = conversation_of([*system, *messages], body.text("query"), wire=True)
     top = body.integer("top_logprobs", 0, 20) or 0
     ours = {name: value for name, value in body.values.items() if name not in _OURS}
     ours |= {"max_tokens": body.integer("max_output_tokens", 1), "stream_options": None}
@@ -119,9 +152,9 @@ def asked_of(body: Body) -> Asked:
         "max_output_tokens": ours["max_tokens"],
         "metadata": attributes_of(body, "metadata"),
         "parallel_tool_calls": True,
-        "previous_response_id": None,
+        "previous_response_id": None if before is None else before.id,
         "reasoning": {"effort": None, "summary": None},
-        "store": False,
+        "store": body.flag("store", True),
         "temperature": fields.said["sampling"].temperature,
         "text": {"format": {"type": "text"}},
         "tool_choice": body.values.get("tool_choice", "auto"),
@@ -131,7 +164,7 @@ def asked_of(body: Body) -> Asked:
         "truncation": "disabled",
     }
     generation = dataclasses.replace(fields, return_text=_RESULTS in include)
-    return Asked(generation, talk, search, echo, _RESULTS in include)
+    return Asked(generation, messages, talk, search, echo, _RESULTS in include)
 
 
 def _items(body: Body) -> list[dict[str, Any]]:
@@ -218,9 +251,9 @@ class ResponseForm(ChatForm):
     Events are numbered; the last one, as the answer without a stream, is the whole response.
     """
 
-    def __init__(self, visit: Visit, asked: Asked) -> None:
+    def __init__(self, visit: Visit, asked: Asked, before: ResponseRow | None = None) -> None:
         super().__init__(visit, asked.generation)
-        self._visit, self._asked = visit, asked
+        self._visit, self._asked, self._before = visit, asked, before
         self._id, self._message = (f"{it}_{uuid.uuid4().hex}" for it in ("resp", "msg"))
         self._call = f"fs_{uuid.uuid4().hex}"
         self._created = int(time.time())
@@ -229,7 +262,7 @@ class ResponseForm(ChatForm):
             "output_index": int(asked.search is not None),
             "item_id": self._message,
         }
-        self._spoken: list[dict[str, Any]] = []
+        self._whole: dict[str, Any] = {}
 
     def opening(self) -> Iterator[dict[str, Any]]:
         """The response begins, passages are found, and the message begins."""
@@ -250,20 +283,42 @@ class ResponseForm(ChatForm):
 
     def piece(self, place: int, piece: Piece) -> dict[str, Any] | None:
         """What is new of the text."""
-        logprobs = self._tokens(piece)
-        self._spoken += logprobs
         if not piece.text:
             return None
-        return self._event(
-            "output_text.delta", **self._at, content_index=0, delta=piece.text, logprobs=logprobs
-        )
+        told = {"delta": piece.text, "logprobs": self._tokens(piece)}
+        return self._event("output_text.delta", **self._at, content_index=0, **told)
+
+    async def settle(self, results: Sequence[Result], account: dict[str, Any]) -> None:
+        """The response as a whole; it is kept, if it is to be."""
+        logprobs = [one for it in self._visit.askings[0].pieces for one in self._tokens(it)]
+        output = self._output(results[0], logprobs)
+        self._whole = self._ended_response(results[0], output, account)
+        if self._asked.echo["store"]:
+            await asyncio.to_thread(self._keep, results[0])
+
+    def _keep(self, result: Result) -> None:
+        """Store it with the documents that it is made from, and none of their passages."""
+        visit, before = self._visit, self._before
+        output = [
+            it | ({"results": None} if it["type"] == "file_search_call" else {})
+            for it in self._whole["output"]
+        ]
+        shown = {name: it for name, it in self._whole.items() if name != "jaxrag"}
+        answer = {"role": "assistant", "content": result.text}
+        messages = [*self._asked.messages, *([answer] if result.text.strip() else [])]
+        grounds = [] if before is None else list(before.grounds)
+        if visit.knowledge_base is not None:
+            documents = tuple(dict.fromkeys(it.document_id for it in result.sources))
+            store = visit.state.library.store_id(visit.call.access, visit.knowledge_base)
+            grounds.append(Ground(store, documents, *visit.askings[0].chunk_ids))
+        body = {"response": shown | {"output": output}, "messages": messages}
+        visit.state.library.registry.add_response(self._id, visit.call.access.tenant, body, grounds)
 
     def ended(
         self, place: int, result: Result, account: dict[str, Any] | None
     ) -> Iterator[dict[str, Any]]:
         """Citations, and everything once more as a whole."""
-        assert account is not None
-        output = self._output(result, self._spoken)
+        output = self._whole["output"]
         part = output[-1]["content"][0]
         at = {**self._at, "content_index": 0}
         for index, one in enumerate(part["annotations"]):
@@ -274,8 +329,7 @@ class ResponseForm(ChatForm):
         yield self._event("content_part.done", **at, part=part)
         index = self._at["output_index"]
         yield self._event("output_item.done", output_index=index, item=output[-1])
-        response = self._ended_response(result, output, account)
-        yield self._event(response["status"], response=response)
+        yield self._event(self._whole["status"], response=self._whole)
 
     def whole(
         self,
@@ -284,8 +338,7 @@ class ResponseForm(ChatForm):
         account: dict[str, Any],
     ) -> dict[str, Any]:
         """The response."""
-        logprobs = [one for piece in pieces[0] for one in self._tokens(piece)]
-        return self._ended_response(results[0], self._output(results[0], logprobs), account)
+        return self._whole
 
     def _event(self, kind: str, **said: Any) -> dict[str, Any]:
         number, self._count = self._count, self._count + 1
