@@ -360,7 +360,8 @@ def sampling_rows(
     rows = SamplingRows.of([*settings, *[SamplingParams()] * (count - len(settings))])
     if vocab_size is None:
         return rows
-    return rows.replace(processors=ProcessorRows.of(requests, count, vocab_size))
+    asked = [(it.sampling, it.prompt.ids, it.eos_ids) for it in requests]
+    return rows.replace(processors=ProcessorRows.of(asked, count, vocab_size))
 
 
 def _with_processors(rows: LaneRows, processors: ProcessorRows | None) -> LaneRows:

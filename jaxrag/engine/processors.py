@@ -12,16 +12,17 @@ import numpy as np
 from jax import lax
 
 from jaxrag.base import struct
-from jaxrag.base.types import Array, on_host
-from jaxrag.engine.request import Request
-from jaxrag.engine.sampling_params import MOST_TOP
+from jaxrag.base.types import Array, HostArray, on_host
+from jaxrag.engine.sampling_params import MOST_TOP, SamplingParams
 
 
 class ProcessorRows(struct.PyTreeNode):
     """Of every row of a batch, [B] or [B, V] each.
 
     Attributes:
-      presence, frequency, repetition: penalties, float32.
+      presence: penalty of tokens that are in the answer, float32.
+      frequency: penalty of these by how often they are there, float32.
+      repetition: what divides the logits of those in prompt and answer, float32.
       least: tokens before which the answer may not end.
       top: how many of the likeliest tokens are wanted.
       bias: added to the logits, float32.
@@ -41,22 +42,27 @@ class ProcessorRows(struct.PyTreeNode):
     counts: Array
 
     @classmethod
-    def of(cls, requests: Sequence[Request], count: int, vocab_size: int) -> "ProcessorRows":
-        """Before their first tokens, on the host; ``count`` rows, of which the last ask nothing."""
+    def of(
+        cls,
+        asked: Sequence[tuple[SamplingParams, HostArray, frozenset[int]]],
+        count: int,
+        vocab_size: int,
+    ) -> "ProcessorRows":
+        """Before the first tokens, on the host: ``count`` rows, of which the last ask nothing.
+
+        ``asked`` holds of each the settings, the prompt and the tokens that end the answer.
+        """
         shape = (count, vocab_size)
-        asked = [request.sampling for request in requests]
         bias, ends = np.zeros(shape, np.float32), np.zeros(shape, bool)
         prompt = np.zeros(shape, bool)
-        for row, request in enumerate(requests):
-            for token_id, value in request.sampling.logit_bias:
+        for row, (sampling, ids, eos_ids) in enumerate(asked):
+            for token_id, value in sampling.logit_bias:
                 bias[row, token_id] = value
-            ends[row, [it for it in request.eos_ids if it < vocab_size]] = True
-            parts = request.prompt
-            for ids in (parts.prefix, *parts.chunks, parts.final):
-                prompt[row, ids] = True
+            ends[row, [it for it in eos_ids if it < vocab_size]] = True
+            prompt[row, ids] = True
 
         def column(name: str, default: float, dtype: type) -> Array:
-            values = [getattr(it, name) for it in asked]
+            values = [getattr(it, name) for it, _, _ in asked]
             return np.array([*values, *[default] * (count - len(asked))], dtype)  # type: ignore[return-value]
 
         return on_host(

@@ -33,8 +33,8 @@ class SamplingParams:
       top_k: keep the k most likely tokens, at most 2**31 - 1; 0 keeps all.
       top_p: then keep the fewest whose probability reaches p, at least 1e-30; 1 keeps all.
       seed: 0 to 2**32 - 1.
-      presence_penalty, frequency_penalty: -2 to 2; taken from the logits of tokens that are in the
-        answer already, once and as often as they are.
+      presence_penalty: -2 to 2; taken from the logits of tokens that are in the answer already.
+      frequency_penalty: -2 to 2; the same as often as they are.
       repetition_penalty: 0.01 to 100; divides the logits of tokens in prompt and answer.
       logit_bias: pairs of a token id and what is added to its logit, -100 to 100.
       min_tokens: before which the answer does not end, but where its room does.

@@ -187,7 +187,7 @@ def test_what_is_not_there_is_404(server, model, code):
 
 
 def test_paths_and_verbs_that_nobody_knows(server):
-    answer = server.client.get("/v1/responses")
+    answer = server.client.get("/v1/batches")
     assert (answer.status_code, told(answer)["code"]) == (404, "not_found")
     answer = server.client.get(CHAT)
     assert (answer.status_code, told(answer)["code"]) == (405, "method_not_allowed")

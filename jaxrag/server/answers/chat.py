@@ -9,11 +9,9 @@ from starlette.responses import Response
 from jaxrag.serve.answers import Piece
 from jaxrag.server.answers.answering import respond, visited
 from jaxrag.server.answers.asking import make_ready
-from jaxrag.server.answers.forms import Form, token_text
+from jaxrag.server.answers.forms import Form, logprobs_of
 from jaxrag.server.answers.visit import Visit
 from jaxrag.server.fields import Generation, conversation, generation_of
-
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 @visited("messages")
@@ -51,13 +49,4 @@ class ChatForm(Form):
 
     def logprobs(self, place: int, piece: Piece) -> dict[str, Any]:
         """Token by token, with its bytes where they are known."""
-        content = []
-        for at, pair in enumerate(zip(piece.ids, piece.logprobs, strict=True)):
-            top = [self._token(*it) for it in piece.top[at]] if piece.top else []
-            content.append(self._token(*pair) | {"top_logprobs": top})
-        return {"content": content, "refusal": None}
-
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text = token_text(self.model, token_id)
-        known = None if _INCOMPLETE in text else list(text.encode())
-        return {"token": text, "logprob": logprob, "bytes": known}
+        return {"content": logprobs_of(self.model, piece), "refusal": None}

@@ -10,6 +10,8 @@ from jaxrag.serve.answers import Piece, Result
 from jaxrag.server.answers.visit import Visit
 from jaxrag.server.fields import Generation
 
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
 
 def head(visit: Visit, kind: str, name: str) -> dict[str, Any]:
     """What an answer, or each event of it, begins with: its id, object, moment and model."""
@@ -26,6 +28,22 @@ def token_text(model: Model, token_id: int) -> str:
     if model.tokenizer is None:
         return f"token_id:{token_id}"
     return model.tokenizer.decode([token_id], skip_special=False)
+
+
+def logprobs_of(model: Model, piece: Piece) -> list[dict[str, Any]]:
+    """Tokens of a piece with their log-probabilities, and the likeliest in the place of each."""
+
+    def told(token_id: int, logprob: float) -> dict[str, Any]:
+        text = token_text(model, token_id)
+        known = None if _INCOMPLETE in text else list(text.encode())
+        return {"token": text, "logprob": logprob, "bytes": known}
+
+    pairs = zip(piece.ids, piece.logprobs, strict=True)
+    tops = piece.top or [[] for _ in piece.ids]
+    return [
+        told(*pair) | {"top_logprobs": [told(*it) for it in top]}
+        for pair, top in zip(pairs, tops, strict=True)
+    ]
 
 
 class TokenTexts:

@@ -16,14 +16,15 @@ from jaxrag.serve.answers import Piece, Result
 from jaxrag.serve.conversation import Conversation, Source, conversation_of
 from jaxrag.server.answers.answering import respond, visited
 from jaxrag.server.answers.asking import make_ready
-from jaxrag.server.answers.chat import ChatForm
+from jaxrag.server.answers.forms import Form, logprobs_of
+from jaxrag.server.answers.stored import keeps_responses, kept_response, store_id
 from jaxrag.server.answers.visit import Visit
-from jaxrag.server.documents.vector_stores import MOST_FOUND, attributes_of, file_id_of
-from jaxrag.server.documents.where import where_of
+from jaxrag.server.attributes import attributes_of, file_id_of
 from jaxrag.server.errors import invalid
 from jaxrag.server.fields import MOST_TEXTS, Body, Generation, generation_of
 from jaxrag.server.state.entry import Call
 from jaxrag.server.state.registry import Ground, ResponseRow
+from jaxrag.server.where import where_of
 
 _RESULTS, _LOGPROBS = "file_search_call.results", "message.output_text.logprobs"
 _NOT_DONE = {  # field: what it may be all the same
@@ -38,6 +39,7 @@ _NOT_DONE = {  # field: what it may be all the same
     "n": (1,),
     "logprobs": (),
 }
+_MOST_FOUND = 50  # passages of a search
 _PARTS = ("text", "input_text", "output_text")
 _OURS = (
     *_NOT_DONE, "input", "instructions", "include", "tools", "tool_choice", "top_logprobs",
@@ -59,7 +61,7 @@ class FileSearch:
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class ResponseRequest:
     """A request for a response.
 
     Attributes:
@@ -82,22 +84,22 @@ class Asked:
 @visited("input")
 async def responses(visit: Visit) -> Response:
     """Answer the last message of the input, behind those of a response before it."""
-    access, library = visit.call.access, visit.call.library
+    access, state = visit.call.access, visit.state
     earlier = await visit.read(lambda body: body.text("previous_response_id"))
     before = None
     if earlier is not None:
-        if not library.keeps_responses(access):
+        if not keeps_responses(state, access):
             raise invalid(
                 "previous_response_id: responses are kept by a server with --data DIR, for keys "
                 "that may write and are limited to no groups; send the messages",
                 "previous_response_id",
             )
-        before = await asyncio.to_thread(library.response, access, earlier)
-    asked = await visit.read(functools.partial(asked_of, before=before))
-    stores = asked.echo["store"] and library.keeps_responses(access)
+        before = await asyncio.to_thread(kept_response, state, access, earlier)
+    asked = await visit.read(functools.partial(request_of, before=before))
+    stores = asked.echo["store"] and keeps_responses(state, access)
     asked = dataclasses.replace(asked, echo={**asked.echo, "store": stores})
     if stores:
-        await asyncio.to_thread(library.quota.check, access.tenant)
+        await asyncio.to_thread(state.library.quota.check, access.tenant, len(visit.call.raw))
     named = visit.call.named_base()
     if asked.search is not None and named not in (None, asked.search.store):
         raise invalid(
@@ -110,23 +112,23 @@ async def responses(visit: Visit) -> Response:
     if base is None:
         fields = dataclasses.replace(fields, documents=())
     visit.knowledge_base = base
-    make = functools.partial(make_ready, visit.state, visit.call.access, fields, asked.talk, base)
+    make = functools.partial(make_ready, state, access, fields, asked.talk, base)
     return await respond(visit, fields, [make], ResponseForm(visit, asked, before))
 
 
 def get_response(call: Call) -> dict[str, Any]:
     """A response that is kept."""
-    return dict(call.library.response(call.access, call.path["response"]).body["response"])
+    return dict(kept_response(call.state, call.access, call.path["response"]).body["response"])
 
 
 def delete_response(call: Call) -> dict[str, Any]:
     """Forget a response; those that go on from it stay."""
-    row = call.library.response(call.access, call.path["response"])
+    row = kept_response(call.state, call.access, call.path["response"])
     call.library.registry.remove_responses([row.id])
     return {"id": row.id, "object": "response", "deleted": True}
 
 
-def asked_of(body: Body, before: ResponseRow | None = None) -> Asked:
+def request_of(body: Body, before: ResponseRow | None = None) -> ResponseRequest:
     """What a body asks for. Raises Problem 400, or RequestError for a bad sampling."""
     for name, harmless in _NOT_DONE.items():
         if name in body and body.values[name] not in harmless:
@@ -164,7 +166,7 @@ def asked_of(body: Body, before: ResponseRow | None = None) -> Asked:
         "truncation": "disabled",
     }
     generation = dataclasses.replace(fields, return_text=_RESULTS in include)
-    return Asked(generation, messages, talk, search, echo, _RESULTS in include)
+    return ResponseRequest(generation, messages, talk, search, echo, _RESULTS in include)
 
 
 def _items(body: Body) -> list[dict[str, Any]]:
@@ -238,21 +240,23 @@ def _search(body: Body) -> FileSearch | None:
         )
     filters = tool.table("filters")
     fields = {
-        "k": tool.integer("max_num_results", 1, MOST_FOUND),
+        "k": tool.integer("max_num_results", 1, _MOST_FOUND),
         "where": None if filters is None else where_of(filters),
         "min_score": ranking.number("score_threshold") or None,
     }
     return FileSearch(stores[0], {name: it for name, it in fields.items() if it is not None})
 
 
-class ResponseForm(ChatForm):
+class ResponseForm(Form):
     """A response's form: one message, behind the search if there is one.
 
     Events are numbered; the last one, as the answer without a stream, is the whole response.
     """
 
-    def __init__(self, visit: Visit, asked: Asked, before: ResponseRow | None = None) -> None:
-        super().__init__(visit, asked.generation)
+    def __init__(
+        self, visit: Visit, asked: ResponseRequest, before: ResponseRow | None = None
+    ) -> None:
+        super().__init__(visit, "response", "resp", asked.generation)
         self._visit, self._asked, self._before = visit, asked, before
         self._id, self._message = (f"{it}_{uuid.uuid4().hex}" for it in ("resp", "msg"))
         self._call = f"fs_{uuid.uuid4().hex}"
@@ -309,7 +313,7 @@ class ResponseForm(ChatForm):
         grounds = [] if before is None else list(before.grounds)
         if visit.knowledge_base is not None:
             documents = tuple(dict.fromkeys(it.document_id for it in result.sources))
-            store = visit.state.library.store_id(visit.call.access, visit.knowledge_base)
+            store = store_id(visit.state, visit.call.access, visit.knowledge_base)
             grounds.append(Ground(store, documents, *visit.askings[0].chunk_ids))
         body = {"response": shown | {"output": output}, "messages": messages}
         visit.state.library.registry.add_response(self._id, visit.call.access.tenant, body, grounds)
@@ -347,7 +351,7 @@ class ResponseForm(ChatForm):
     def _tokens(self, piece: Piece) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         if self.fields.logprobs:
-            found = self.logprobs(0, piece)["content"]
+            found = logprobs_of(self.model, piece)
             for one in found:
                 for it in (one, *one["top_logprobs"]):
                     it["bytes"] = it["bytes"] or []

@@ -1,35 +1,27 @@
 """/v1/vector_stores: knowledge bases that clients fill and search."""
 
 import functools
-import math
-import re
-from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
-from jaxrag.base.groups import FIELD, MAX_GROUPS, wrong_groups
 from jaxrag.library.catalog import DocumentEntry, Hit
 from jaxrag.serve.suits import suited
+from jaxrag.server.attributes import attributes_of, file_id_of, is_upload
 from jaxrag.server.documents.lists import page_of
-from jaxrag.server.documents.where import where_of
 from jaxrag.server.errors import invalid
 from jaxrag.server.fields import Body
 from jaxrag.server.state.entry import Call
 from jaxrag.server.state.library import Library, Shelf, no_member
 from jaxrag.server.state.registry import STATUSES, Member, new_id
+from jaxrag.server.where import where_of
 
 _FOUND = 10  # chunks of a search that does not say how many
-MOST_FOUND = 50
+_MOST_FOUND = 50
 _MOST_FILES = 500  # of a batch
 _MOST_QUESTIONS = 16
 _QUESTION_CHARACTERS = 1 << 16
-_MOST_ATTRIBUTES = 16
-_KEY_CHARACTERS = 64
-_VALUE_CHARACTERS = 512
 _NAME_CHARACTERS = 256
-_INTEGERS = range(-(2**63), 2**63)  # of attributes; more than a filter compares with
 _LEAST_CHUNK, _MOST_CHUNK = 1, 4096  # tokens
-_OF_FILE = re.compile(r"file-[0-9a-f]{24}")
 
 
 # Vector stores
@@ -81,7 +73,7 @@ def search_store(call: Call) -> dict[str, Any]:
     questions = body.texts("query", most=_MOST_QUESTIONS)
     if not questions:
         raise invalid("query: expected a text, or a list of them", "query")
-    count = body.integer("max_num_results", 1, MOST_FOUND) or _FOUND
+    count = body.integer("max_num_results", 1, _MOST_FOUND) or _FOUND
     if any(len(it) > _QUESTION_CHARACTERS for it in questions):
         raise invalid(
             f"query: expected texts of at most {_QUESTION_CHARACTERS} characters", "query"
@@ -276,7 +268,7 @@ def _file_of(member: Member, nbytes: int, filename: str | None) -> dict[str, Any
 def _ingested(call: Call, shelf: Shelf) -> list[dict[str, Any]]:
     """Documents of a served knowledge base that no upload brought."""
     found = call.library.documents(call.access, shelf)
-    return [_shown_document(call.library, shelf, it) for it in found if not _OF_FILE.match(it.id)]
+    return [_shown_document(call.library, shelf, it) for it in found if not is_upload(it.id)]
 
 
 def _shown_document(library: Library, shelf: Shelf, entry: DocumentEntry) -> dict[str, Any]:
@@ -310,12 +302,6 @@ def _shown_batch(call: Call, batch: str) -> dict[str, Any]:
     }
 
 
-def file_id_of(document_id: str) -> str:
-    """The file of a document: an uploaded one, or what its knowledge base calls it."""
-    of_file = _OF_FILE.match(document_id)
-    return of_file[0] if of_file else document_id
-
-
 def _shown_hit(hit: Hit) -> dict[str, Any]:
     return {
         "file_id": file_id_of(hit.document_id),
@@ -334,34 +320,6 @@ def _shown_hit(hit: Hit) -> dict[str, Any]:
 
 
 # What clients send
-
-
-def attributes_of(body: Body, name: str) -> dict[str, Any]:
-    """Names and plain values; {} where there are none."""
-    given: Mapping[str, Any] = body.table(name) or {}
-    if len(given) > _MOST_ATTRIBUTES:
-        raise invalid(f"{name} has {len(given)} keys: expected at most {_MOST_ATTRIBUTES}", name)
-    for key, value in given.items():
-        if name == "attributes" and key == FIELD:
-            wrong = wrong_groups(value, 1, MAX_GROUPS)
-            if wrong is not None:
-                raise invalid(f"{name}: {key}={wrong}", name)
-        elif not 0 < len(key) <= _KEY_CHARACTERS or key.startswith("$") or not _is_plain(value):
-            raise invalid(
-                f"{name}: {key[:80]!r}: expected a name of at most {_KEY_CHARACTERS} characters "
-                f"and a text of at most {_VALUE_CHARACTERS}, an integer of at most 64 bits, "
-                "another number, true or false",
-                name,
-            )
-    return dict(given)
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, str):
-        return len(value) <= _VALUE_CHARACTERS
-    if isinstance(value, float):
-        return math.isfinite(value)
-    return isinstance(value, int) and value in _INTEGERS
 
 
 def _name(body: Body) -> str | None:

@@ -32,15 +32,7 @@ from jaxrag.server.settings import ServerSettings
 from jaxrag.server.state.indexing import Indexer
 from jaxrag.server.state.quota import Quota
 from jaxrag.server.state.recipe import warm_up
-from jaxrag.server.state.registry import (
-    FileRow,
-    Ground,
-    Member,
-    Registry,
-    ResponseRow,
-    StoreRow,
-    new_id,
-)
+from jaxrag.server.state.registry import FileRow, Member, Registry, StoreRow, new_id
 from jaxrag.server.state.uploads import TENANTS, Upload, Uploads
 from jaxrag.server.tenants import Access, Tenants, folder_name
 
@@ -48,7 +40,6 @@ STORES = "stores"  # folder of a tenant
 STORE_ID = "vs_"
 _LOCK = "lock"  # file in the data folder
 _LOOK_SECONDS = 30.0  # between two looks at what may be closed or collected
-RESPONSE_SECONDS = 30 * 86400  # that a response is kept
 
 _LOG = logging.getLogger("jaxrag.server")
 
@@ -388,43 +379,6 @@ class Library:
         found = chunks.texts(ids)
         return [found[it] for it in ids if it in found]
 
-    # Responses
-
-    def keeps_responses(self, access: Access) -> bool:
-        """Whether responses to this key are kept: it may write, and no groups limit it."""
-        return self._keeps and access.documents == "write" and access.groups is None
-
-    def store_id(self, access: Access, name: str) -> str:
-        """The id of what ``ServerState.knowledge_base`` finds under a name."""
-        served = name in self._served and access.may_read(name)
-        own = [] if served else self.registry.stores(access.tenant)
-        named = [it.id for it in own if it.name == name]
-        return name if not named or name in {it.id for it in own} else named[0]
-
-    def response(self, access: Access, response_id: str) -> ResponseRow:
-        """A response of the tenant whose documents are all as they were.
-
-        Problem 404 for others; one whose documents are not is forgotten.
-        """
-        rows = self.registry.responses(access.tenant, response_id)
-        for row in rows if self.keeps_responses(access) else ():
-            if row.created < time.time() - RESPONSE_SECONDS:
-                break
-            if not all(access.may_read(it.store) for it in row.grounds if it.store in self._served):
-                break
-            if all(self._holds(access.tenant, it) for it in row.grounds):
-                return row
-            self.registry.remove_responses([response_id])
-        raise not_found(
-            f"there is no response {response_id[:80]!r}: it was not stored, is over "
-            f"{RESPONSE_SECONDS // 86400} days old, or a document that it was made from left"
-        )
-
-    def _holds(self, tenant: str, ground: Ground) -> bool:
-        if ground.store not in self._served and self.registry.store(tenant, ground.store) is None:
-            return False
-        return self._base_of(tenant, ground.store).holds(ground.chunk_ids, ground.content_ids)
-
     # What a key may read of them
 
     def documents(self, access: Access, shelf: Shelf) -> list[DocumentEntry]:
@@ -512,10 +466,7 @@ class Library:
         for item in due:
             self._leaving.remove(item)
             _let_go(*item[1:])
-        old = time.time() - RESPONSE_SECONDS
-        gone = [row.id for row in self.registry.responses() if row.created < old]
-        if gone:
-            self.registry.remove_responses(gone)
+        self.registry.expire_responses()
         for name, left in list(self._littered.items()):
             if left + self._grace <= now:
                 self._collect(name)

@@ -21,6 +21,7 @@ from jaxrag.kv.store.wal import use_write_ahead_log
 from jaxrag.server.durable import PRIVATE_FILE, REGISTRY, make_private
 
 FORMAT = 1
+RESPONSE_SECONDS = 30 * 86400  # that a response is kept
 
 Status = Literal["in_progress", "completed", "failed", "cancelled"]
 STATUSES: tuple[Status, ...] = ("in_progress", "completed", "failed", "cancelled")
@@ -134,7 +135,8 @@ class Ground:
     Attributes:
       store: its name or id.
       documents: ids of those that the chunks are of.
-      chunk_ids, content_ids: as ``KnowledgeBase.holds`` takes them.
+      chunk_ids: of these chunks.
+      content_ids: of what they were encoded behind.
     """
 
     store: str
@@ -336,6 +338,12 @@ class Registry:
         """The responses of a tenant, or of all, oldest first."""
         found = self._select("responses", tenant=tenant, id=response_id)
         return [_response(row) for row in found]
+
+    def expire_responses(self) -> None:
+        """Forget those that are older than RESPONSE_SECONDS."""
+        with self._change() as connection:
+            old = time.time() - RESPONSE_SECONDS
+            connection.execute("DELETE FROM responses WHERE created < ?", (old,))
 
     def remove_responses(self, response_ids: Iterable[str]) -> None:
         """Forget responses."""
