@@ -7,6 +7,8 @@ import httpx
 import openai
 import pytest
 from langchain_openai import ChatOpenAI
+from llama_index.core.llms import ChatMessage
+from llama_index.llms.openai import OpenAIResponses
 from openai.types.responses import Response
 
 STORY = b"File 23: Giso Berow lives in Tondorf.\n\nFile 18: Mela Forow works as a judge.\n"
@@ -341,3 +343,16 @@ def test_a_store_that_is_not_there_is_404(client):
         client.responses.create(
             model=MODEL, input=HOME, tools=[{"type": "file_search", "vector_store_ids": ["vs_0"]}]
         )
+
+
+def test_llama_index_uses_responses(kept):
+    with httpx.Client() as http:
+        made = OpenAIResponses(
+            model=MODEL, api_base=f"{kept.url}/v1", api_key="any", max_retries=0,
+            context_window=1024, built_in_tools=[VILLAGE], http_client=http,
+        )  # fmt: skip
+        asked = [ChatMessage(role="user", content=ANIMAL)]
+        told = made.chat(asked)
+        pieces = list(made.stream_chat(asked))
+    assert told.message.content == "falcon" == "".join(it.delta or "" for it in pieces)
+    assert told.additional_kwargs["annotations"][0].type == "file_citation"
