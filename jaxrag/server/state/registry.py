@@ -353,12 +353,15 @@ class Registry:
 
     def forget_answers(self, store: str, documents: Collection[str] | None = None) -> None:
         """Forget the responses that were made from these documents of a store; None: from any."""
+        rows = self._rows(
+            "SELECT id, grounds FROM responses WHERE instr(grounds, :store)",
+            {"store": json.dumps(store)},
+        )
         gone = [
-            row.id
-            for row in self.responses()
-            for it in row.grounds
-            if it.store == store
-            and (documents is None or not set(documents).isdisjoint(it.documents))
+            response_id
+            for response_id, grounds in rows
+            for it in _grounds(grounds)
+            if it.store == store and (documents is None or set(documents) & set(it.documents))
         ]
         if gone:
             self.remove_responses(gone)
@@ -459,10 +462,13 @@ def _store(row: tuple[Any, ...]) -> StoreRow:
     return StoreRow(number, store_id, tenant, name, json.loads(metadata), created)
 
 
+def _grounds(told: str) -> tuple[Ground, ...]:
+    return tuple(Ground(it[0], *map(tuple, it[1:])) for it in json.loads(told))
+
+
 def _response(row: tuple[Any, ...]) -> ResponseRow:
     number, response_id, tenant, body, grounds, created = row
-    found = tuple(Ground(it[0], *map(tuple, it[1:])) for it in json.loads(grounds))
-    return ResponseRow(number, response_id, tenant, json.loads(body), found, created)
+    return ResponseRow(number, response_id, tenant, json.loads(body), _grounds(grounds), created)
 
 
 def _member(row: tuple[Any, ...]) -> Member:
