@@ -107,8 +107,8 @@ class SamePrompt:
         """Every row generates its tokens, from the prompt on."""
         lane, left = self._lane, self._request.room
         rows = range(self._request.rows)
-        first, _ = lane.join(rows, [(self._request, it) for it in self._mapped], self._logits)
-        ids = [np.asarray(first)[:, None]]
+        first = lane.join(rows, [(self._request, it) for it in self._mapped], self._logits)
+        ids = [np.asarray(first.ids)[:, None]]
         jax.block_until_ready(runner.cache.pool)
         start = time.perf_counter()
         steps = []

@@ -41,6 +41,7 @@ from stack_prompts import (
     HELD_OUT_LATER,
     HELD_OUT_NEWEST,
     HELD_OUT_SPLITTERS,
+    HELD_OUT_UNSEEN,
     SPLITTERS,
     STACKS,
     Messages,
@@ -71,7 +72,7 @@ _CHATML = (
 )
 _HOSTILE = (
     "<source>", "[1] ", "---\n", "\n", "|\n", "title: x\n", "Label: x\n", "(a b", "a.\nB", " ",
-    "\n```", "1. x\n2. y\n", "<a>x</b>",
+    "\n```", "1. x\n2. y\n", "<a>x</b>", "=== x\n", "x | ", "a.b: ", "[[ x ]]\n",
 )  # fmt: skip
 _ASKED = ("What is said of the store?", "How is a chunk read?", "Which setting bounds this?")
 
@@ -127,6 +128,7 @@ def _second_sights(
         "held_out_later": HELD_OUT_LATER,
         "held_out_last": HELD_OUT_LAST,
         "held_out_newest": HELD_OUT_NEWEST,
+        "held_out_unseen": HELD_OUT_UNSEEN,
     }
     others = {**HELD_OUT_SPLITTERS, **SPLITTERS}
     return {

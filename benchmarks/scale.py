@@ -242,6 +242,7 @@ def measure(args: argparse.Namespace) -> int:
         / 1e6,
         1,
     )
+    found["commit"] = describe()["commit"]  # a base that takes hours may outlive some
     print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in found.items()}))
     return 0
 

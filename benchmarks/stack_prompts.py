@@ -4,8 +4,8 @@
 prompts of public projects: ``HELD_OUT`` on ten that no rule was made with; ``HELD_OUT_LATER`` on
 five more, written down before the rules were changed for what the ten had shown; ``HELD_OUT_LAST``
 on four, written down after that; ``HELD_OUT_NEWEST`` on ten, written down before the rules were
-changed for what those four had shown. Each takes passages [(name, text)] and a question, and gives
-the messages of a chat.
+changed for what those four had shown; ``HELD_OUT_UNSEEN`` on five, for which no rule was changed.
+Each takes passages [(name, text)] and a question, and gives the messages of a chat.
 """
 
 import json
@@ -339,6 +339,60 @@ HELD_OUT_NEWEST: dict[str, Stack] = {
     "Azure Search demo": _azure_search,
     "MaxKB": _maxkb,
     "AutoGen": _autogen,
+}
+
+
+def _semantic_kernel(passages: Passages, question: str) -> Messages:
+    found = "".join(
+        f"  \n    Name: {name}\n    Value: {text}\n    Link: https://example.org/{name}\n"
+        "    -----------------\n"
+        for name, text in passages
+    )
+    return _chat(f"{found}  \n\n{question}\n\n{_TOLD}\n")
+
+
+def _vercel(passages: Passages, question: str) -> Messages:
+    found = json.dumps(
+        [{"name": text, "similarity": 0.9 - at / 50} for at, (_, text) in enumerate(passages)],
+        ensure_ascii=False,
+    )
+    return [
+        {"role": "system", "content": _TOLD},
+        {"role": "user", "content": question},
+        {"role": "user", "content": found},
+    ]
+
+
+def _cohere(passages: Passages, question: str) -> Messages:
+    found = "\n\n".join(
+        f"Document: {number}\ntitle: {name}\nsnippet: {text}"
+        for number, (name, text) in enumerate(passages)
+    )
+    return _chat(question, f"{_TOLD}\n\n<results>\n{found}\n</results>")
+
+
+def _citations(passages: Passages, question: str) -> Messages:
+    found = "".join(f"Source {at}:\n{text}\n-----\n" for at, (_, text) in enumerate(passages, 1))
+    return _chat(
+        f"{_TOLD}\nBelow are several numbered sources of information:\n------\n{found}------\n"
+        f"Query: {question}\nAnswer: "
+    )
+
+
+def _nvidia(passages: Passages, question: str) -> Messages:
+    found = "\n\n".join(f"File: {name}\nContent: {text}" for name, text in passages)
+    return [
+        {"role": "system", "content": _TOLD},
+        {"role": "user", "content": f"Context: {found}\n\nQuestion: {question}\n\nAnswer:"},
+    ]
+
+
+HELD_OUT_UNSEEN: dict[str, Stack] = {
+    "Semantic Kernel": _semantic_kernel,
+    "Vercel AI SDK": _vercel,
+    "Cohere": _cohere,
+    "LlamaIndex, citations": _citations,
+    "NVIDIA's blueprint": _nvidia,
 }
 
 

@@ -62,9 +62,6 @@ def test_speculative_decoding(capsys):
         ("guided output", {"guided_json": {"type": "object"}}),
         ("tools", {"tools": [{"type": "function"}]}),
         ("predicted output", {"prediction": {"type": "content", "content": "x"}}),
-        ("penalties", {"logit_bias": {"5": 1}}),
-        ("penalties", {"presence_penalty": 0.5}),
-        ("penalties", {"n": 2}),
     ],
 )
 def test_fields_of_requests(what, fields):

@@ -20,7 +20,7 @@ from jaxrag.engine.lanes import Lanes
 from jaxrag.engine.links import Links
 from jaxrag.engine.outcome import outcome_of
 from jaxrag.engine.prefill_queue import PrefillQueue
-from jaxrag.engine.progress import Outcome, Progress
+from jaxrag.engine.progress import Outcome, Progress, Top
 from jaxrag.engine.request import FinishReason
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.scheduler import Ending, Entry, RequestStatus, Scheduler
@@ -252,7 +252,9 @@ class Core:
 
     # Ends.
 
-    def _took(self, running: RunningRequest, ids: list[int], probability: list[float]) -> None:
+    def _took(
+        self, running: RunningRequest, ids: list[int], probability: list[float], top: list[Top]
+    ) -> None:
         """Hand new tokens to the client."""
         skip = max(len(running.tokens) - running.read, 0)  # sent before it was begun again
         try:
@@ -260,25 +262,26 @@ class Core:
         except EngineError as error:
             self._fail(running, error)
             return
-        told = probability[skip : skip + len(new)]
+        here = slice(skip, skip + len(new))
+        told = Progress(running.number, new, probability[here], top=top[here])
         self.state.scheduler.generated(running.number, len(new))
         if reason is not None:
-            self._finish(running, reason, new, told)
-        elif new and self._tell(running, Progress(running.number, new, told)):
+            self._finish(running, reason, told)
+        elif new and self._tell(running, told):
             self._finish(running, "stop")
 
     def _finish(
         self,
         running: RunningRequest,
         reason: FinishReason,
-        new: Sequence[int] = (),
-        probability: Sequence[float] = (),
+        told: Progress | None = None,
     ) -> None:
         """The answer is complete: its outcome, and everything it holds is given back."""
         outcome = self._outcome(running)
         self._leave_turn(running)
         self._end(running, "finished")
-        self._tell(running, Progress(running.number, list(new), list(probability), reason, outcome))
+        last = told or Progress(running.number)
+        self._tell(running, dataclasses.replace(last, finish_reason=reason, outcome=outcome))
 
     def _leave_turn(self, running: RunningRequest) -> None:
         """A request gets no more tokens: its turn stays in the pool for prompts that go on from it.

@@ -8,7 +8,7 @@ others.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,11 @@ from jaxrag.base import struct
 from jaxrag.base.shapes import bucket
 from jaxrag.base.types import HIDDEN, Array, Step, on_host
 from jaxrag.engine.mapping import RequestState, batch_tables, carried_chunks
+from jaxrag.engine.processors import ProcessorRows
 from jaxrag.engine.request import DECODE_BLOCK, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sampling import sample
-from jaxrag.engine.sampling_params import SamplingParams
+from jaxrag.engine.sampling_params import MOST_TOP, SamplingParams
 from jaxrag.kv.cache import MIN_TABLE_PAGES, PAGE, PagePool, PageTable, table_width
 from jaxrag.kv.cache.host import HostValues
 from jaxrag.kv.placement import ON_DEVICE, KVPlacement
@@ -45,11 +46,21 @@ from jaxrag.reuse.decode.view import PromptSlots
 DENSE = Dense()
 FAILED = -1  # in the place of a token whose logits hold a NaN
 
-Drawn = tuple[Array, Array]  # tokens int32, and the logarithm of the probability of each, float32
-
 OnPool = Callable[[Callable[[PagePool], Any]], Any]  # calls a function with the pool
 
 FEWEST_ROOM = 64  # slots for generated tokens that a rule's state is made for; more in powers of 2
+
+
+class Drawn(NamedTuple):
+    """Tokens, [...] int32, and of each the logarithm of its probability, float32.
+
+    ``top`` holds the ids and log-probabilities of the likeliest tokens in the place of each,
+    [..., MOST_TOP]; None where nobody asks.
+    """
+
+    ids: Array
+    logprobs: Array
+    top: tuple[Array, Array] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,12 +94,13 @@ def lane_of(request: Request, num_pages: int, placement: KVPlacement = ON_DEVICE
 
 
 class SamplingRows(struct.PyTreeNode):
-    """SamplingParams of every row of a batch, [B] each."""
+    """SamplingParams of every row of a batch, [B] each; ``processors`` where somebody asks."""
 
     temperature: Array
     top_k: Array
     top_p: Array
     seeds: Array
+    processors: ProcessorRows | None = None
 
     @classmethod
     def of(cls, settings: Sequence[SamplingParams]) -> "SamplingRows":
@@ -186,6 +198,8 @@ class Lane:
         nowhere = self.key.rows
         at = np.full(len(logits), nowhere, np.int32)
         at[: len(rows)] = [nowhere if row is None else row for row in rows]
+        if any(request.sampling.processes for request, _ in requests):
+            self._have_processors()
         joining = self._joining(requests, len(logits))
         self._rows, first = _join(self._rows, at, joining, logits)
         if decoding is not None:
@@ -204,7 +218,11 @@ class Lane:
         position_, last_, slot_ = (
             np.array([*x, *[0] * pad], np.int32) for x in (position, last, slot)
         )
-        sampling = [*(it.sampling for it, _ in requests), *[SamplingParams()] * pad]
+        sampling = sampling_rows(
+            [it for it, _ in requests],
+            count,
+            self._runner.model.config.vocab_size if self._has_processors else None,
+        )
         return on_host(
             LaneRows,
             batch_tables(states, count, self.key.pages),
@@ -213,8 +231,20 @@ class Lane:
             slot_,
             zeros,
             last_,
-            SamplingRows.of(sampling),
+            sampling,
         )
+
+    @property
+    def _has_processors(self) -> bool:
+        return self._rows.sampling.processors is not None
+
+    def _have_processors(self) -> None:
+        """Every row has their state from now on, which asks for nothing."""
+        if not self._has_processors:
+            model, rows = self._runner.model, self.key.rows
+            none = ProcessorRows.of([], rows, model.config.vocab_size)
+            placed = jax.tree.map(lambda x: model.put_batch(x, rows), none)
+            self._rows = _with_processors(self._rows, placed)
 
     def _take(self, row: int, decoding: Decoding | None) -> None:
         if decoding is None:
@@ -223,14 +253,18 @@ class Lane:
             self._decoding = _empty_decoding(decoding, self.key.rows)
         self._decoding = _put_decoding(self._decoding, np.int32(row), decoding)
 
-    def step(self, block: int) -> Drawn:
+    def step(self, block: int, processes: bool = True) -> Drawn:
         """Run every row by ``block`` tokens, at most DECODE_BLOCK: one program for all of them.
+
+        ``processes``: whether ``SamplingParams.processes`` of any who has a row.
 
         Returns [R, DECODE_BLOCK] each, of which the first ``block`` count, to be read when they are
         ready.
         """
         assert 0 < block <= DECODE_BLOCK
         self.compiled = True
+        if not processes:
+            self._rows = _with_processors(self._rows, None)
         self._rows, self._decoding, new = self._runner.cache.run(_steps, *self._arguments(block))
         return new
 
@@ -262,6 +296,11 @@ class Lane:
         """Give a row to a request that had one, whose pages may be others now."""
         before, decoding = taken
         pages, offsets, _ = state.table.rows(self.key.pages)
+        if before.sampling.processors is not None:
+            self._have_processors()
+        elif self._has_processors:
+            none = ProcessorRows.of([], 1, self._runner.model.config.vocab_size)
+            before = _with_processors(before, jax.tree.map(lambda x: x[0], none))
         self._rows = _rejoin(self._rows, np.int32(row), before, pages, offsets)
         self._take(row, decoding)
 
@@ -310,6 +349,25 @@ def start_decoding(
     return Decoding(order=put(order), state=rule.begin(prompts))
 
 
+def sampling_rows(
+    requests: Sequence[Request], count: int, vocab_size: int | None = None
+) -> SamplingRows:
+    """Of requests before their first tokens, and of others up to ``count``, on the host.
+
+    With ``vocab_size`` they have the state of processors.
+    """
+    settings = [request.sampling for request in requests]
+    rows = SamplingRows.of([*settings, *[SamplingParams()] * (count - len(settings))])
+    if vocab_size is None:
+        return rows
+    asked = [(it.sampling, it.prompt.ids, it.eos_ids) for it in requests]
+    return rows.replace(processors=ProcessorRows.of(asked, count, vocab_size))
+
+
+def _with_processors(rows: LaneRows, processors: ProcessorRows | None) -> LaneRows:
+    return rows.replace(sampling=rows.sampling.replace(processors=processors))
+
+
 @jax.jit
 def sample_first(logits: Array, sampling: SamplingRows) -> Drawn:
     """The first tokens [B] after prefill, FAILED where the logits [B, V] hold a NaN."""
@@ -318,19 +376,31 @@ def sample_first(logits: Array, sampling: SamplingRows) -> Drawn:
 
 @jax.jit  # within others: traced once for the first token and those after it
 def _sample(logits: Array, settings: SamplingRows, token_index: Array) -> Drawn:
-    s = settings
-    drawn = sample(logits, s.temperature, s.top_k, s.top_p, s.seeds, token_index)
+    s, top, shaped = settings, None, logits
+    if s.processors is not None:
+        logits = lax.optimization_barrier(logits)  # the bits that they have without
+        shaped = s.processors.applied(logits, token_index)
+    drawn = sample(shaped, s.temperature, s.top_k, s.top_p, s.seeds, token_index)
     chosen = jnp.take_along_axis(logits, drawn[:, None], axis=-1)[:, 0]
     probability = chosen - jax.nn.logsumexp(logits, axis=-1)  # NaN where any of the logits is
-    return jnp.where(jnp.isnan(probability), FAILED, drawn), probability
+    if s.processors is not None:
+        ids, values = s.processors.likeliest(logits)
+        top = ids, values - jax.nn.logsumexp(logits, axis=-1)[:, None]
+    return Drawn(jnp.where(jnp.isnan(probability), FAILED, drawn), probability, top)
 
 
 @functools.partial(jax.jit, donate_argnames=("rows",))
 def _join(rows: LaneRows, at: Array, joining: LaneRows, logits: Array) -> tuple[LaneRows, Drawn]:
     """Put requests into their rows ``at`` [B], if there is one, and sample their first tokens."""
     first = _sample(logits, joining.sampling, joining.index)
-    joining = joining.replace(ids=first[0])
+    joining = _counted(joining.replace(ids=first.ids))
     return jax.tree.map(lambda x, new: x.at[at].set(new, mode="drop"), rows, joining), first
+
+
+def _counted(rows: LaneRows) -> LaneRows:
+    """After the newest tokens were drawn."""
+    processors = rows.sampling.processors
+    return rows if processors is None else _with_processors(rows, processors.counted(rows.ids))
 
 
 @functools.partial(jax.jit, donate_argnames=("rows",))
@@ -387,7 +457,7 @@ def _steps(
     """
 
     def one(at: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        pool, rows, decoding, (all_ids, all_chances) = carry
+        pool, rows, decoding, drawn = carry
         live = (rows.position >= 0) & (rows.position <= rows.last)
         position = jnp.where(live, rows.position, -1)
         step = Step(
@@ -402,19 +472,22 @@ def _steps(
                 decoder, pool, rows.table, decoding, step, plan
             )
         logits = unembed(decoder.params, hidden[:, 0])
-        ids, probability = _sample(logits, rows.sampling, rows.index + 1)
+        new = _sample(logits, rows.sampling, rows.index + 1)
         rows = rows.replace(
             table=table,
-            ids=ids,
+            ids=new.ids,
             position=jnp.where(live, position + 1, -1),
             slot=rows.slot + live,
             index=rows.index + 1,
         )
-        new = (all_ids.at[:, at].set(ids), all_chances.at[:, at].set(probability))
-        return pool, rows, decoding, new
+        drawn = jax.tree.map(lambda all_, one: all_.at[:, at].set(one), drawn, new)
+        return pool, _counted(rows), decoding, drawn
 
     shape = (len(rows.ids), DECODE_BLOCK)
-    none = (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
+    none = Drawn(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
+    if rows.sampling.processors is not None:
+        top = (*shape, min(MOST_TOP, rows.sampling.processors.bias.shape[1]))
+        none = none._replace(top=(jnp.zeros(top, jnp.int32), jnp.zeros(top, jnp.float32)))
     out: tuple[PagePool, LaneRows, Decoding | None, Drawn]
     out = lax.fori_loop(0, block, one, (pool, rows, decoding, none))
     return out

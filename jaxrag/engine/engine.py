@@ -406,6 +406,7 @@ class Engine:
             check = request.method.check_placement
             check(model.config, placement, generates=bool(request.room))
         self.check_fits(request)
+        request.sampling.check_ids(model.config.vocab_size)
         plan = plan_request(model, request, request.room)
         need = plan.need(lambda key: False)
         lane = lane_of(request, need.pages, placement)

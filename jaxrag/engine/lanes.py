@@ -3,13 +3,16 @@
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
 
 from jaxrag.base.sharding import to_host
 from jaxrag.base.types import Array
-from jaxrag.engine.decoding import Drawn, Lane, LaneKey, SamplingRows, sample_first
+from jaxrag.engine.decoding import Drawn, Lane, LaneKey, sample_first, sampling_rows
 from jaxrag.engine.mapping import RequestState
+from jaxrag.engine.progress import Top
 from jaxrag.engine.request import DECODE_BLOCK
-from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.engine.scheduler import RequestStatus
 from jaxrag.engine.state import Broken, RunningRequest, State, Swapped
 from jaxrag.engine.swap import swap_in, swap_out
@@ -31,7 +34,7 @@ class Lanes:
     def __init__(
         self,
         state: State,
-        took: Callable[[RunningRequest, list[int], list[float]], None],
+        took: Callable[[RunningRequest, list[int], list[float], list[Top]], None],
         release: Callable[[RunningRequest], None],
     ) -> None:
         """``took`` gets new tokens; ``release`` a request that ended, once nothing runs it."""
@@ -67,9 +70,10 @@ class Lanes:
             return
         key = joining[0].lane
         if key is None:
-            sampling = [SamplingParams() if it is None else it.request.sampling for it in requests]
-            sampling += [SamplingParams()] * (len(logits) - len(requests))
-            first = sample_first(logits, SamplingRows.of(sampling))
+            here = [(it or joining[0]).request for it in requests]
+            asks = any(it.sampling.processes for it in here)
+            vocab_size = self._state.runner.model.config.vocab_size if asks else None
+            first = sample_first(logits, sampling_rows(here, len(logits), vocab_size))
         else:
             rows = [
                 None if running is None else self._take_row(running, key) for running in requests
@@ -131,7 +135,7 @@ class Lanes:
             try:
                 if left := self._left.pop(key, None):
                     lane.leave(left)
-                new = lane.step(block)
+                new = lane.step(block, any(it.request.sampling.processes for _, it in active))
             except Exception as error:
                 raise Broken(error, [it for _, it in active]) from error
             told = []
@@ -176,7 +180,7 @@ class Lanes:
         firsts, self._first = self._first, []
         for requests, first in firsts:
             try:
-                tokens, chances = (to_host(x).tolist() for x in first)
+                drawn = jax.tree.map(to_host, first)
             except Exception as error:
                 raise Broken(error, [running for _, running, _ in requests]) from error
             for at, running, run in requests:
@@ -184,13 +188,13 @@ class Lanes:
                     continue
                 if running.first is None:
                     running.first = self._state.clock()
-                self._took(running, [tokens[at]], [chances[at]])
+                self._took(running, *_told(drawn, running, (slice(at, at + 1),)))
 
     def _deliver_steps(self) -> None:
         tickets, self._in_flight = self._in_flight, []
         for ticket in tickets:
             try:
-                ids, probability = (to_host(x) for x in ticket.new)
+                drawn = jax.tree.map(to_host, ticket.new)
             except Exception as error:
                 raise Broken(error, [running for _, running, _, _ in ticket.rows]) from error
             for row, running, run, count in ticket.rows:
@@ -198,8 +202,7 @@ class Lanes:
                     continue
                 running.in_flight -= 1
                 if not running.ended:
-                    here = (row, slice(count))
-                    self._took(running, ids[here].tolist(), probability[here].tolist())
+                    self._took(running, *_told(drawn, running, (row, slice(count))))
                 elif not running.in_flight:
                     self._release(running)
 
@@ -232,6 +235,18 @@ class Lanes:
         scheduler = self._state.scheduler
         soon = scheduler.counts[RequestStatus.LOADING] + scheduler.counts[RequestStatus.READY]
         return 1 if soon and not scheduler.full(key) else DECODE_BLOCK
+
+
+def _told(
+    drawn: Drawn, running: RunningRequest, here: tuple[Any, ...]
+) -> tuple[list[int], list[float], list[Top]]:
+    """Some tokens on the host, their log-probabilities, and the likeliest that were asked for."""
+    ids, logprobs = drawn.ids[here].tolist(), drawn.logprobs[here].tolist()
+    count = running.request.sampling.top_logprobs
+    if drawn.top is None or not count:
+        return ids, logprobs, []
+    pairs = zip(*(x[here][:, :count].tolist() for x in drawn.top), strict=True)
+    return ids, logprobs, [list(zip(*pair, strict=True)) for pair in pairs]
 
 
 def _active(rows: Sequence[RunningRequest | None]) -> list[tuple[int, RunningRequest]]:

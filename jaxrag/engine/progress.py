@@ -15,6 +15,9 @@ MOMENTS = (
 )  # fmt: skip
 
 
+Top = list[tuple[int, float]]  # likeliest tokens and the logarithms of their probabilities
+
+
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """What one request took, once it is done.
@@ -59,10 +62,11 @@ class Progress:
     Attributes:
       number: as ``Engine.add`` returned it.
       new: token ids since the last time, without the one that ended the answer.
-      logprobs: of each the logarithm of its probability, before temperature, top-k and top-p.
+      logprobs: of each the logarithm of its probability, by the model's own logits.
       finish_reason: "stop" after a token of ``eos_ids`` or ``Engine.stop``, "length" at the bound;
         None while it goes on, and where it failed.
       error: why it failed; nothing follows.
+      top: in the place of each token the likeliest, best first; [] where ``top_logprobs`` is 0.
     """
 
     number: int
@@ -71,6 +75,7 @@ class Progress:
     finish_reason: FinishReason | None = None
     outcome: Outcome | None = None
     error: BaseException | None = None
+    top: list[Top] = dataclasses.field(default_factory=list)
 
     @property
     def last(self) -> bool:

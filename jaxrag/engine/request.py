@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Literal
 
+import numpy as np
+
 from jaxrag.base.errors import ContextExceeded, RequestError
 from jaxrag.base.types import HostArray
 from jaxrag.engine.sampling_params import SamplingParams
@@ -38,6 +40,11 @@ class Prompt:
     def lengths(self) -> list[int]:
         """Tokens of every chunk, without the turns."""
         return [len(ids) for index, ids in enumerate(self.chunks) if index not in self.turns]
+
+    @property
+    def ids(self) -> HostArray:
+        """The whole prompt, [num_tokens] int32."""
+        return np.concatenate((self.prefix, *self.chunks, self.final)).astype(np.int32)
 
     @property
     def num_tokens(self) -> int:

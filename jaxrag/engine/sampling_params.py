@@ -1,6 +1,7 @@
 """What a request says of how its tokens are chosen."""
 
 import dataclasses
+import hashlib
 import reprlib
 from typing import Any
 
@@ -12,6 +13,14 @@ _COLDEST, _HOTTEST = 1e-6, 1e6  # of a temperature; far inside of float32, with 
 _LEAST_P = 1e-30  # the engine holds it as float32, where less may be 0, which keeps no token
 MOST_K = 2**31 - 1  # the engine holds it as int32
 MOST_SEED = 2**32 - 1
+MOST_TOP = 20  # likeliest tokens that are told with each
+MOST_BIASES = 1024
+_MOST_BIAS = 100
+_PENALTIES = (
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("repetition_penalty", 0.01, 100.0),
+)
 _LONG = 128  # bits of an integer that is not shown: Python refuses to write some out
 
 
@@ -24,12 +33,24 @@ class SamplingParams:
       top_k: keep the k most likely tokens, at most 2**31 - 1; 0 keeps all.
       top_p: then keep the fewest whose probability reaches p, at least 1e-30; 1 keeps all.
       seed: 0 to 2**32 - 1.
+      presence_penalty: -2 to 2; taken from the logits of tokens that are in the answer already.
+      frequency_penalty: -2 to 2; the same as often as they are.
+      repetition_penalty: 0.01 to 100; divides the logits of tokens in prompt and answer.
+      logit_bias: pairs of a token id and what is added to its logit, -100 to 100.
+      min_tokens: before which the answer does not end, but where its room does.
+      top_logprobs: likeliest tokens that the engine tells with every token, at most 20.
     """
 
     temperature: float = option(0.0, "0 is greedy", "T")
     top_k: int = option(0, "0 keeps all", "N")
     top_p: float = option(1.0, "1 keeps all", "P")
     seed: int = option(0, "of sampling", "N")
+    presence_penalty: float = option(0.0, shown=False)
+    frequency_penalty: float = option(0.0, shown=False)
+    repetition_penalty: float = option(1.0, shown=False)
+    logit_bias: tuple[tuple[int, float], ...] = option((), shown=False)
+    min_tokens: int = option(0, shown=False)
+    top_logprobs: int = option(0, shown=False)
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p"):
@@ -41,6 +62,40 @@ class SamplingParams:
             raise _refused("top_p", self.top_p, f"a number from {_LEAST_P:g} to 1 (all)")
         _check_integer("top_k", self.top_k, MOST_K)
         _check_integer("seed", self.seed, MOST_SEED)
+        _check_integer("min_tokens", self.min_tokens, MOST_K)
+        _check_integer("top_logprobs", self.top_logprobs, MOST_TOP)
+        for name, least, most in _PENALTIES:
+            value = getattr(self, name)
+            require_kind(name, value, (int, float), "a number", optional=False)
+            if not least <= value <= most:
+                raise _refused(name, value, f"a number from {least:g} to {most:g}")
+        if len(self.logit_bias) > MOST_BIASES:
+            count = len(self.logit_bias)
+            raise RequestError(f"logit_bias has {count} entries: expected at most {MOST_BIASES}")
+        for token_id, bias in self.logit_bias:
+            _check_integer("logit_bias", token_id, MOST_K)
+            require_kind("logit_bias", bias, (int, float), "a number", optional=False)
+            if not -_MOST_BIAS <= bias <= _MOST_BIAS:
+                raise _refused("logit_bias", bias, f"numbers from -{_MOST_BIAS} to {_MOST_BIAS}")
+
+    @property
+    def processes(self) -> bool:
+        """Does it ask for more than to draw from the model's own logits?"""
+        penalised = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
+        return bool(penalised or self.logit_bias or self.min_tokens or self.top_logprobs)
+
+    def of_choice(self, index: int) -> "SamplingParams":
+        """Of one of several answers to a prompt: its index joins the seed; that of 0 is its own."""
+        if not index:
+            return self
+        digest = hashlib.blake2b(f"{self.seed}/{index}".encode(), digest_size=4).digest()
+        return dataclasses.replace(self, seed=int.from_bytes(digest, "big"))
+
+    def check_ids(self, vocab_size: int) -> None:
+        """RequestError for a bias of a token that a model of so many has not."""
+        for token_id, _ in self.logit_bias:
+            if token_id >= vocab_size:
+                raise _refused("logit_bias", token_id, f"token ids from 0 to {vocab_size - 1}")
 
 
 def _check_integer(name: str, value: Any, most: int) -> None:

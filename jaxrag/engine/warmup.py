@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from jax.stages import Lowered
 
 from jaxrag.base.shapes import pieces
-from jaxrag.engine.decoding import Lane, SamplingRows, lane_of, sample_first
+from jaxrag.engine.decoding import Lane, lane_of, sample_first, sampling_rows
 from jaxrag.engine.mapping import map_planned, plan_request
 from jaxrag.engine.prefill import PREFILL_TOKENS, Prefill
 from jaxrag.engine.prefill_queue import rows_together
@@ -47,7 +47,7 @@ def compile_for(runner: ModelRunner, settings: EngineSettings, requests: Iterabl
                 (rows, table_width(state.table), lane is None or rule, width), program
             )
         if ("first", rows) not in lowered:
-            sampling = SamplingRows.of([request.sampling] * rows)
+            sampling = sampling_rows([request] * rows, rows)
             lowered["first", rows] = sample_first.lower(prefill.prefilled.logits, sampling)
         if need.chunks and "place" not in lowered:
             lowered["place"] = lower_place(runner)

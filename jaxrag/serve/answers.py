@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from jaxrag.base.errors import KnowledgeBaseError
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.progress import Outcome, Progress
+from jaxrag.engine.progress import Outcome, Progress, Top
 from jaxrag.engine.request import FinishReason
 from jaxrag.engine.reuse import PartReuse, token_counts
 from jaxrag.library.documents.document import begun
@@ -90,11 +90,13 @@ class Piece:
       text: that is certain now; may be "" while there are tokens.
       ids: its new tokens.
       logprobs: of each the logarithm of its probability.
+      top: in the place of each the likeliest, best first, if the sampling asks for them.
     """
 
     text: str
     ids: list[int]
     logprobs: list[float]
+    top: list[Top] = dataclasses.field(default_factory=list)
 
 
 News = Piece | Result | BaseException
@@ -119,7 +121,8 @@ class Growing:
         tokenizer = question.settings.model.tokenizer
         stream = None if tokenizer is None else tokenizer.stream()
         self._question, self._notify = question, notify
-        self._answer = Answer(tuple(question.settings.ask.stop), stream)
+        least = question.request.sampling.min_tokens
+        self._answer = Answer(tuple(question.settings.ask.stop), stream, least)
 
     @property
     def ended(self) -> bool:
@@ -136,7 +139,8 @@ class Growing:
         text = answer.push(progress.new, progress.finish_reason)
         ids = answer.token_ids[before:]
         if text or ids:
-            self._notify(Piece(text, ids, progress.logprobs[: len(ids)]))
+            here = slice(len(ids))
+            self._notify(Piece(text, ids, progress.logprobs[here], progress.top[here]))
         if progress.outcome is not None:
             self._notify(result_of(self._question, answer, progress.outcome))
         return self.ended

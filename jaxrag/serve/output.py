@@ -25,6 +25,7 @@ class Answer:
 
     stop: tuple[str, ...]
     stream: Detokeniser | None  # None without a tokenizer: text stays empty
+    min_tokens: int = 0  # that stop strings are not looked for in
     token_ids: list[int] = dataclasses.field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason | None = None
@@ -56,12 +57,13 @@ class Answer:
     def _show(self, piece: str) -> str:
         """Move text from held to shown; a stop string ends the answer just before it."""
         self._held += piece
-        found = [at for at in (self._held.find(word) for word in self.stop) if at >= 0]
+        stop = self.stop if len(self.token_ids) > self.min_tokens else ()
+        found = [at for at in (self._held.find(word) for word in stop) if at >= 0]
         if found:
             shown, self._held = self._held[: min(found)], ""
             self.finish_reason = "stop"
         else:
-            keep = max((_overlap(self._held, word) for word in self.stop), default=0)
+            keep = max((_overlap(self._held, word) for word in stop), default=0)
             cut = len(self._held) - keep
             shown, self._held = self._held[:cut], self._held[cut:]
         self.text += shown

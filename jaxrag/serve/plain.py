@@ -44,6 +44,7 @@ _ASKED = re.compile(
     r"\b(?:question|query)\b[^\n\w]{0,10}:\s*[^\s#]|\u95ee\u9898[:\uff1a]\s*\S", re.IGNORECASE
 )
 _HEAD = 400  # characters of a first block that begins its message
+_LONG_QUESTION = 200  # characters
 _QUESTION_MARKS = ("?", "\uff1f")
 _rules = functools.lru_cache(maxsize=16)(passage_rules)
 
@@ -305,9 +306,17 @@ def _cut(text: str, rules: PassageRules | None, asks: bool) -> list[TextPiece]:
 
 
 def _asked_before(text: str, pieces: Sequence[TextPiece]) -> bool:
-    """Whether a label before the passages says that there is the question; the last asks none."""
+    """Whether the question is before the passages: a label or its mark says so; the last has none.
+
+    Beside a mark, the last has to be long for a question.
+    """
     first = next(it for it in pieces if it.block)
-    asked = _ASKED.search(text, 0, first.start or min(first.end, _HEAD)) is not None
+    head = text[: first.start or min(first.end, _HEAD)]
+    last = pieces[-1]
+    asked = _ASKED.search(head) is not None or (
+        last.end - last.start > _LONG_QUESTION
+        and any(line.rstrip().endswith(_QUESTION_MARKS) for line in head.splitlines())
+    )
     return asked and first is not pieces[-1] and not text.rstrip().endswith(_QUESTION_MARKS)
 
 

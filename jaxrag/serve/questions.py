@@ -195,6 +195,8 @@ def prepare(
       TokenizerError: text for a model without a tokenizer.
     """
     start = time.perf_counter()
+    sampling = sampling or SamplingParams()
+    sampling.check_ids(settings.model.config.vocab_size)
     talk = _refused(settings, question, documents)
     notes = list(settings.notes)
     found = _retrieved(settings, talk, documents, notes)
@@ -230,7 +232,7 @@ def prepare(
         # leading parts are kept where that is exact whatever the pool holds
         dataclasses.replace(method, prefix_cache=True) if keeps and not method.encoder else method,
         settings.ask.max_new_tokens,
-        sampling=sampling or SamplingParams(),
+        sampling=sampling,
         eos_ids=_eos_ids(settings.model),
         indexing=None if kb is None else kb.indexing,
         encoders=kept_encoders(kb, method, settings.template) if retrieved else None,

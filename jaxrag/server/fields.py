@@ -5,22 +5,25 @@ import json
 import math
 import reprlib
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any, TypeGuard
 
 from jaxrag.base.options import choices_of, kind_of
-from jaxrag.engine.sampling_params import MOST_K, MOST_SEED, SamplingParams
+from jaxrag.engine.sampling_params import MOST_BIASES, MOST_K, MOST_SEED, MOST_TOP, SamplingParams
 from jaxrag.serve.ask import Ask, is_ids
 from jaxrag.serve.conversation import Conversation, Passage, Text, conversation_of
 from jaxrag.server.errors import invalid
 
 LONG_BODY = 256 << 10  # bytes; a longer one makes no other thread wait while it is read
 MOST_TEXTS = 4096  # messages, documents or blocks of a request
+MOST_CHOICES = 64  # answers to a request, of all its prompts together
 _MOST = {"k": 1000, "stop": 16, "blocks": MOST_TEXTS}
 _MOST_INTEGER = 2**63 - 1  # where a field has no bound of its own
 # Of ``Ask``: not those that a body says in other words, and not what is the server's to say.
 _OTHERS = ("template", "max_new_tokens", "sampling", "batch_size", "groups", "passage_rules")
 _FIELDS = {it.name: it for it in dataclasses.fields(Ask) if it.name not in _OTHERS}
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+_CHOICE = {"tools": "tool_choice", "functions": "function_call"}  # "none": they are not read
 _UNSUPPORTED = {  # field: what it may be all the same
     "groups": (),  # the key and the proxy say these
     "tools": ([],),
@@ -28,10 +31,6 @@ _UNSUPPORTED = {  # field: what it may be all the same
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "min_p": (0,),
     "modalities": (["text"],),
     "audio": (),
@@ -176,6 +175,7 @@ class Generation:
     Attributes:
       said: fields of ``Ask`` that the body has, by name.
       documents: chunks that are given; None: none are, (): there are to be none.
+      choices: answers to each prompt.
       ignore_eos: it goes on behind what would end it.
       logprobs: those of its tokens are given.
       stream: it comes piece by piece.
@@ -187,6 +187,7 @@ class Generation:
 
     said: Mapping[str, Any]
     documents: tuple[Passage, ...] | None
+    choices: int
     ignore_eos: bool
     logprobs: bool
     stream: bool
@@ -200,11 +201,6 @@ def generation_of(body: Body) -> Generation:
     """The common fields of a body. Raises Problem 400, or RequestError for a bad sampling."""
     _refuse_unsupported(body)
     ignore_eos, said = body.flag("ignore_eos"), asked_of(body)
-    if body.integer("min_tokens", 0) and not (ignore_eos and not said.get("stop")):
-        raise invalid(
-            "min_tokens: an answer ends where the model ends it; pass ignore_eos=true, and no stop",
-            "min_tokens",
-        )
     timeout = body.number("timeout")
     if timeout is not None and timeout <= 0:
         raise body.wrong("timeout", "seconds above 0")
@@ -212,8 +208,9 @@ def generation_of(body: Body) -> Generation:
     return Generation(
         said=said,
         documents=_documents(body),
+        choices=_choices(body),
         ignore_eos=ignore_eos,
-        logprobs=_logprobs(body),
+        logprobs="logprobs" in body and body.values["logprobs"] is not False,
         stream=body.flag("stream"),
         include_usage=options.get("include_usage") is True,
         priority=body.integer("priority", 0),
@@ -236,16 +233,24 @@ def asked_of(body: Body) -> dict[str, Any]:
 
 
 def _refuse_unsupported(body: Body) -> None:
-    for name in ("n", "best_of"):
-        if body.integer(name, 1) not in (None, 1):
-            raise invalid(f"{name}={body.values[name]}: expected 1; send a request for each", name)
     for name, harmless in _UNSUPPORTED.items():
-        if name in body and body.values[name] not in harmless:
+        unread = body.values.get(_CHOICE.get(name, "")) == "none"
+        if unread and not isinstance(body.values.get(name, []), list):
+            raise body.wrong(name, "a list")
+        if name in body and body.values[name] not in harmless and not unread:
             raise invalid(
                 f"{name}={reprlib.repr(body.values[name])}: this server does not do that; leave it "
                 "out",
                 name,
             )
+
+
+def _choices(body: Body) -> int:
+    """How many answers to each prompt; ``best_of`` says the same or nothing."""
+    count = body.integer("n", 1, MOST_CHOICES) or 1
+    if body.integer("best_of", 1) not in (None, count):
+        raise body.wrong("best_of", f"n, which is {count}")
+    return count
 
 
 def _sampling(body: Body) -> SamplingParams:
@@ -256,7 +261,12 @@ def _sampling(body: Body) -> SamplingParams:
     seed = body.integer("seed", -_MOST_INTEGER - 1)
     if seed is None:
         seed = secrets.randbelow(MOST_SEED + 1) if temperature else 0
+    more: dict[str, Any] = {name: body.number(name) for name in _PENALTIES if name in body}
     return SamplingParams(
+        logit_bias=_biases(body),
+        min_tokens=body.integer("min_tokens", 0, MOST_K) or 0,
+        top_logprobs=_top_logprobs(body),
+        **more,
         temperature=temperature,
         top_k=max(top_k or 0, 0),
         top_p=1.0 if top_p is None else top_p,
@@ -264,22 +274,25 @@ def _sampling(body: Body) -> SamplingParams:
     )
 
 
-def _logprobs(body: Body) -> bool:
-    """Whether those of the chosen tokens are wanted; others than these are not known."""
+def _top_logprobs(body: Body) -> int:
+    """How many of the likeliest tokens are told with each; completions say it in ``logprobs``."""
+    count = body.integer("top_logprobs", 0, MOST_TOP) or 0
     value = body.values.get("logprobs", False)
-    if body.integer("top_logprobs", 0, 20):
-        raise invalid(
-            "top_logprobs: the log-probability of the chosen tokens is all there is; pass 0",
-            "top_logprobs",
-        )
-    if isinstance(value, bool):
-        return value
-    if body.integer("logprobs", 0, 5) not in (0, 1):
-        raise invalid(
-            f"logprobs={value}: the log-probability of the chosen tokens is all there is; pass 1",
-            "logprobs",
-        )
-    return True
+    if not isinstance(value, bool):
+        return max(count, body.integer("logprobs", 0, MOST_TOP) or 0)
+    if count and not value:
+        raise invalid(f"top_logprobs={count}: expected logprobs=true with it", "top_logprobs")
+    return count
+
+
+def _biases(body: Body) -> tuple[tuple[int, float], ...]:
+    """Token ids, which are texts in JSON, and what is added to their logits."""
+    given = body.table("logit_bias") or {}
+    _check_count("logit_bias", given, MOST_BIASES)
+    if not all(name.isascii() and name.isdecimal() and len(name) < 11 for name in given):
+        raise body.wrong("logit_bias", "token ids and a number for each")
+    biases = Body(given)
+    return tuple((int(name), biases.number(name) or 0.0) for name in biases.values)
 
 
 def conversation(body: Body) -> Conversation:
@@ -290,7 +303,7 @@ def conversation(body: Body) -> Conversation:
     return conversation_of(given, body.text("query"), wire=True)
 
 
-def _check_count(name: str, given: Sequence[Any], most: int) -> None:
+def _check_count(name: str, given: Sized, most: int) -> None:
     if len(given) > most:
         raise invalid(f"{name} has {len(given)} entries: expected at most {most}", name)
 

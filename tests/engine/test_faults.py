@@ -82,8 +82,8 @@ def breaking(monkeypatch, breaks):
     """Let a step raise after it took the pool, whenever ``breaks(lane, rows)``."""
     step = decoding.Lane.step
 
-    def broken(lane, block):
-        out = step(lane, block)
+    def broken(lane, block, processes):
+        out = step(lane, block, processes)
         if breaks(lane):
             for x in jax.tree.leaves(lane._runner.cache.pool):
                 x.delete()

@@ -23,7 +23,8 @@ FIELDS = (
     "purpose", "name", "attributes", "filters", "encoding_format", "keys", "question", "tier",
     "search_mode", "min_score", "unanswerable", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "best_of", "metadata", "file_ids", "files", "max_num_results",
-    "dimensions", "chunking_strategy",
+    "dimensions", "chunking_strategy", "instructions", "include", "tools", "tool_choice", "store",
+    "previous_response_id", "max_output_tokens", "logit_bias",
 )  # fmt: skip
 TEXT = st.text(max_size=8) | st.sampled_from(
     ["", " ", "Tondorf", "village", "synthetic", "synthetic@", "@village", "user", "\x00", "\u2028"]

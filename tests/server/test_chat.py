@@ -282,13 +282,6 @@ def test_an_answer_is_bounded(server, name):
     assert told["choices"][0]["finish_reason"] == "length"
 
 
-def test_min_tokens_go_with_ignore_eos_alone(server):
-    told = server.chat(ignore_eos=True, min_tokens=4, max_tokens=4).json()
-    assert told["usage"]["completion_tokens"] == 4
-    refused = server.chat(min_tokens=4)
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "min_tokens")
-
-
 def test_a_seed_says_what_is_drawn(server):
     # So hot that all 512 words are about equally likely: two draws are equal once in 512 ** 6.
     options = {"temperature": 50.0, "ignore_eos": True, "max_tokens": 6, "documents": FILES}

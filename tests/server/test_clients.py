@@ -70,7 +70,7 @@ def test_openai_lists_models(client):
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        (openai.BadRequestError, {"n": 2}),
+        (openai.BadRequestError, {"n": 65}),
         (openai.BadRequestError, {"max_tokens": 1020}),
         (openai.NotFoundError, {"model": "gpt-4"}),
     ],

@@ -57,12 +57,24 @@ def wait_until(there):
             "messages",
             "not in this model's vocabulary",
         ),
-        ({"n": 2}, "n", "expected 1"),
+        ({"n": 65}, "n", "1 to 64"),
+        ({"n": 2, "best_of": 3}, "best_of", "expected n, which is 2"),
         ({"tools": [{"type": "function"}]}, "tools", "does not do that"),
+        ({"tools": {}, "tool_choice": "none"}, "tools", "expected a list"),
+        ({"tools": [{}], "tool_choice": "required"}, "tools", "does not do that"),
         ({"response_format": {"type": "json_object"}}, "response_format", "does not do that"),
-        ({"logit_bias": {"5": 1}}, "logit_bias", "does not do that"),
-        ({"presence_penalty": 0.5}, "presence_penalty", "does not do that"),
-        ({"top_logprobs": 2, "logprobs": True}, "top_logprobs", "chosen tokens"),
+        ({"logit_bias": {"5": 101}}, "logit_bias", "numbers from -100 to 100"),
+        ({"logit_bias": {"word": 1}}, "logit_bias", "token ids and a number for each"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias", "token ids from 0 to"),
+        ({"logit_bias": dict.fromkeys(map(str, range(1025)), 1)}, "logit_bias", "at most 1024"),
+        ({"logit_bias": [5]}, "logit_bias", "an object"),
+        ({"presence_penalty": 2.5}, "presence_penalty", "from -2 to 2"),
+        ({"frequency_penalty": "x"}, "frequency_penalty", "a number"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "from 0.01 to 100"),
+        ({"top_logprobs": 2}, "top_logprobs", "logprobs=true"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "0 to 20"),
+        ({"logprobs": 21}, "logprobs", "0 to 20"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "at most max_tokens, which is 8"),
         ({"max_tokens": 0}, "max_tokens", "1 or more"),
         ({"max_tokens": "8"}, "max_tokens", "an integer"),
         ({"max_tokens": 99_999}, "max_tokens", "at most 4096"),
@@ -116,6 +128,8 @@ def test_what_is_wrong_is_400_and_names_the_field(server, body, param, words, st
     [
         {"n": 1, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}},
         {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "top_logprobs": 0},
+        {"tools": [{"type": "function"}], "tool_choice": "none"},
+        {"functions": [{"name": "f"}], "function_call": "none"},
         {"user": "me", "store": True, "metadata": {"a": "b"}, "nobody_knows_this": [1, {}]},
         {"max_tokens": None, "temperature": None, "stop": None, "seed": None, "documents": None},
     ],
@@ -173,7 +187,7 @@ def test_what_is_not_there_is_404(server, model, code):
 
 
 def test_paths_and_verbs_that_nobody_knows(server):
-    answer = server.client.get("/v1/responses")
+    answer = server.client.get("/v1/batches")
     assert (answer.status_code, told(answer)["code"]) == (404, "not_found")
     answer = server.client.get(CHAT)
     assert (answer.status_code, told(answer)["code"]) == (405, "method_not_allowed")

@@ -185,7 +185,7 @@ def test_a_prompt_ends_with_its_request_though_nobody_began_to_read(server, held
         talk = conversation_of(BODY["messages"], wire=True)
         access = visit.call.access
         make = functools.partial(make_ready, server.state, access, fields, talk, "village")
-        response = await respond(visit, fields, [make], ChatForm(visit, True, False))
+        response = await respond(visit, fields, [make], ChatForm(visit, fields))
         assert isinstance(response, EventStream) and len(server.state.asking) == 1
 
         async def receive():

@@ -95,6 +95,9 @@ RIGHTS = {
     "GET /v1/models/{name:path}": READ,
     "POST /v1/chat/completions": past(KNOWN | READ),
     "POST /v1/completions": past(KNOWN | READ),
+    "POST /v1/responses": past(KNOWN | READ),
+    "GET /v1/responses/{response}": {"own": "401 401 404 404 404 404 404 200 200"},
+    "DELETE /v1/responses/{response}": {"own": "401 401 404 404 404 404 404 200 200"},
     "POST /markdown": KNOWN,
     "POST /tokenize": KNOWN,
     "POST /detokenize": KNOWN,
@@ -135,6 +138,7 @@ BODIES = {
         "messages": [{"role": "user", "content": "Giso?"}],
         "max_tokens": 10**6,
     },
+    "/v1/responses": {"input": "Giso?", "max_output_tokens": 10**6},
     "/v1/completions": {"prompt": "Giso?", "max_tokens": 10**6},
     "/markdown": {"texts": ["Giso"]},
     "/tokenize": {"prompt": "Giso"},
@@ -188,6 +192,8 @@ class Asking:
         while self.send("writer", "GET", members).json()["status"] != "completed":
             assert time.monotonic() < deadline
             time.sleep(0.01)
+        asked = {"input": "Giso Berow", "knowledge_base": ids["store"], "max_output_tokens": 1}
+        ids["response"] = answer("/v1/responses", json=asked)
         return ids
 
     def __call__(self, key, method, path, about):

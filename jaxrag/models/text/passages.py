@@ -18,6 +18,7 @@ from jaxrag.models.text.passage_rules import PassageRules, closer
 from jaxrag.models.text.walls import (
     MOST_WALLS,
     Span,
+    before_closing,
     gaps,
     named_walls,
     part,
@@ -34,6 +35,7 @@ _BREAKS = re.compile(  # of a line, where a passage may end
     r"\n(?:"
     # behind a sentence, before another or an item of a list
     rf"(?:(?<=[{_ENDS}]\n)|(?<=[{_ENDS}][ \t]\n))(?=[ \t]*(?:[-*] |\d+\. |[^\W\d_a-z]))"
+    r"|(?<=[.!?:]\n)(?=[^\W\d_])"  # behind one, before what is in the middle of another
     r"|(?=#{1,6} )|(?=```\w)|(?<=\n```\n)(?!\n)"  # headings and fences
     r"|(?<=\|\n)(?=[^|\s])|(?<=[^|\s]\n)(?=\|)"  # edges of tables
     r"|(?=[^\n]{160})(?<=[^\n]{160}\n))"  # between two long lines
@@ -77,6 +79,8 @@ def cut(text: str, rules: PassageRules) -> list[TextPiece]:
         if found[0][0] == 0:
             found[0] = _without_head(text, found[0])
         if found[-1][1] == len(text):
+            if known:
+                found[-1] = before_closing(text, known[0][0], found[-1])
             found[-1] = _without_tail(text, found[-1], rules)
     if not parted:
         found = [it for gap in found for it in _between_breaks(text, gap)]
@@ -105,9 +109,10 @@ def passage_blocks(text: str, rules: PassageRules, parted: bool) -> list[Span]:
 def _without_head(text: str, gap: Span) -> Span:
     """The first gap behind its first empty or ruled line, and lines that announce what follows.
 
-    Walls that part passages open no first one.
+    Where none is near, passages begin the text. Walls that part passages open no first one.
     """
-    lines = (_EMPTY_LINES.search(text, *gap), _RULED.search(text, *gap))
+    reach = gap[0], min(gap[1], gap[0] + _LONG)
+    lines = (_EMPTY_LINES.search(text, *reach), _RULED.search(text, *reach))
     ends = [it.end() for it in lines if it is not None]
     if not ends:
         return gap
@@ -164,6 +169,8 @@ def _torn(text: str) -> Iterator[Span]:
     at = 0
     for number, line in enumerate(lines):
         start, at = at, at + len(line) + 1
+        if line.startswith("#") and "".join(lines[number + 1 : number + 2])[:1].islower():
+            yield at - 1, at
         if number + 1 == len(lines) or not (
             line and _PROSE.match(line) and _PROSE.match(lines[number + 1])
         ):

@@ -26,12 +26,22 @@ _BEHIND = re.compile(  # what ends lines: `(taken from a.md, page 3)`
 _BRACKETED = re.compile(  # a line of brackets: `[[ a.md | part 3 ]]`, `<<< 3 >>>`
     r"^[ \t]*(?P<words>[\[({<]{2,4})[^\n]{1,200}[\])}>]{2,4}:?[ \t]*$", re.MULTILINE
 )
+_RULED = re.compile(  # a line of one sign, with words: `==== a.md, relevance 90 %:`
+    r"^[ \t]*(?P<words>([=*~+>-])\2{2,})[ \t]*[^\s\2][^\n]{0,200}$", re.MULTILINE
+)
+_FILE = re.compile(  # `a.md: `, `[docs/a.pdf#page=3]: `
+    r"^[ \t]{0,8}[\[(<\"*-]{0,3}[^\s:|]{1,120}\.(?P<words>[A-Za-z][A-Za-z0-9]{0,4})"
+    r"(?:[#?][^\s:]{0,60})?[\])>\"*]{0,3}:[ \t]+",
+    re.MULTILINE,
+)
+_WITHIN = re.compile(r"(?<=\S)[ \t](?P<words>[|~=#]{1,5}|([*+_-])\2{2,4})[ \t](?=\S)")  # ` | `
 _TO_COLON = re.compile(r"[^\n:=]{1,60}[:=]")
 _NUMBER = re.compile(r"\b(?=[0-9a-f-]*\d)[0-9a-f-]+\b", re.IGNORECASE)  # and hexadecimal ids
 _LARGEST = 0.8  # of the bytes that walls open: more in one passage, and others are left together
 _OPENED = 0.4  # of all bytes, that walls have to open
 _LINES_ABOVE = 4  # that may belong to a wall
 _LONGEST_LINE = 400  # characters of such a line
+_MOST_STARTS = 8  # labels of a kind that counting may begin with
 _AT_ONCE = 1 << 18  # characters that a pattern runs over while other threads wait
 
 
@@ -163,18 +173,27 @@ def repeated_walls(text: str, rules: PassageRules) -> set[Span]:
     Labels that count up, labels that come again, tags, and brackets at the ends of lines; each far
     enough apart to hold a passage.
     """
+    words = (_LABEL, _BRACKETED, _RULED, _FILE, _BEHIND, _WITHIN)
     kinds = itertools.chain(
         _counted(text, rules.apart),
-        (spans for spans in _by_words(_LABEL, text) if _distant(spans, rules.apart)),
-        (spans for spans in _by_words(_BRACKETED, text) if _distant(spans, rules.apart)),
         _tags(text, rules.apart),
-        (spans for spans in _by_words(_BEHIND, text) if _distant(spans, rules.apart)),
+        *((spans for spans in _by_words(it, text) if _distant(spans, rules.apart)) for it in words),
     )
     found = set[Span]()
     for spans in kinds:
         if part(text, sorted(spans), spans, rules, 3):
             found.update(spans)
     return found
+
+
+def before_closing(text: str, head: int, gap: Span) -> Span:
+    """The last gap up to a line of brackets like one of the first ``head`` characters.
+
+    `[[ ## context ## ]]` stands above all passages, and `[[ ## question ## ]]` behind them.
+    """
+    opened = {match["words"] for match in _BRACKETED.finditer(text, 0, head)}
+    ends = (it.start() for it in _BRACKETED.finditer(text, *gap) if it["words"] in opened)
+    return gap[0], next(ends, gap[1])
 
 
 def _counted(text: str, apart: int) -> Iterator[set[Span]]:
@@ -186,13 +205,21 @@ def _counted(text: str, apart: int) -> Iterator[set[Span]]:
         kind = match["open"], match["word"].lower(), match["close"]
         labels.setdefault(kind, []).append((order, match.span()))
     for counted in labels.values():
-        spans, first_number = set[Span](), 2
-        for (low, first), (high, second) in itertools.pairwise(counted):
-            if high == low + 1 and second[0] - first[1] >= apart:
-                spans |= {first, second}
-                first_number = min(first_number, low)
-        if first_number < 2:
-            yield spans
+        starts = [place for place, (number, _) in enumerate(counted) if number < 2]
+        chains = [_chain(counted[place:], apart) for place in starts[:_MOST_STARTS]]
+        if longest := max(chains, key=len, default=[]):
+            yield set(longest)
+
+
+def _chain(labels: Sequence[tuple[int, Span]], apart: int) -> list[Span]:
+    """Labels that count up from the first; those between are of passages."""
+    (number, span), *others = labels
+    found = [span]
+    for other, its in others:
+        if other == number + 1 and its[0] - found[-1][1] >= apart:
+            number = other
+            found.append(its)
+    return found
 
 
 def _tags(text: str, apart: int) -> Iterator[list[Span]]:

@@ -16,8 +16,8 @@ from jaxrag.server.answers.asking import LATE, Asking, Inbox, Make, usage
 from jaxrag.server.answers.forms import Form
 from jaxrag.server.answers.sse import EventStream, comment, event
 from jaxrag.server.answers.visit import Visit, unless_left
-from jaxrag.server.errors import busy
-from jaxrag.server.fields import Generation
+from jaxrag.server.errors import busy, invalid
+from jaxrag.server.fields import MOST_CHOICES, Generation
 from jaxrag.server.state.entry import Call, Endpoint, enter
 
 _TOGETHER = 64  # events that are sent at once, where so many are there
@@ -67,14 +67,23 @@ async def respond(
     """
     settings = visit.state.settings
     visit.stream = fields.stream
-    visit.enter(len(prompts))
-    inbox = Inbox(settings.stream_events * len(prompts) if fields.stream else None)
-    visit.askings = [Asking(visit.state, inbox, place) for place in range(len(prompts))]
+    count = len(prompts) * fields.choices
+    if count > MOST_CHOICES:
+        raise invalid(
+            f"n={fields.choices} for {len(prompts)} prompts: expected at most {MOST_CHOICES} "
+            "answers to a request",
+            "n",
+        )
+    visit.enter(count)
+    inbox = Inbox(settings.stream_events * count if fields.stream else None)
+    visit.askings = [Asking(visit.state, inbox, place) for place in range(count)]
     await _open(visit, fields, prompts)
     if not fields.stream:
         results = await _whole(visit, inbox)
-        shown = form.whole(results, [asking.logprobs for asking in visit.askings])
-        return JSONResponse(shown | _account(visit, fields, results))
+        pieces = [asking.pieces for asking in visit.askings]
+        account = _account(visit, fields, results)
+        await form.settle(results, account)
+        return JSONResponse(form.whole(results, pieces, account))
     first = None
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(settings.hold_seconds):
@@ -87,8 +96,12 @@ async def _open(visit: Visit, fields: Generation, prompts: Sequence[Make]) -> No
     deadline = visit.deadline(fields.timeout)
     try:
         async with asyncio.timeout(deadline - time.monotonic()):
-            for asking, make in zip(visit.askings, prompts, strict=True):
-                await asking.ready(make, visit.threads, deadline)
+            for place, make in enumerate(prompts):
+                start = place * fields.choices
+                first, *others = visit.askings[start : start + fields.choices]
+                await first.ready(make, visit.threads, deadline)
+                for choice, asking in enumerate(others, 1):
+                    asking.ready_as(first, choice)
             visit.known(sum(asking.prompt_tokens for asking in visit.askings))
             for asking in visit.askings:
                 await asking.begin(deadline)
@@ -139,30 +152,27 @@ async def _events(
             await visit.askings[place].check_current()
             found[place] = item
             visit.results.append(item)
-            if len(found) < count or fields.include_usage:
-                out.append(event(form.finish(place, item)))
+            if len(found) < count:
+                out += map(event, form.ended(place, item, None))
         else:
             visit.saw_tokens()
             shown = form.piece(place, item)
             out += [] if shown is None else [event(shown)]
-    account = _account(visit, fields, [found[it] for it in range(count)])
-    if fields.include_usage:
-        out.append(event(form.closing() | account))
-    else:
-        del account["usage"]
-        out.append(event(form.finish(place, found[place]) | account))
+    results = [found[it] for it in range(count)]
+    account = _account(visit, fields, results)
+    await form.settle(results, account)
+    out += map(event, form.ended(place, found[place], account))
     yield b"".join(out)
 
 
 def _account(visit: Visit, fields: Generation, results: Sequence[Result]) -> dict[str, Any]:
-    """Usage and account of an answer; of several prompts a list of accounts."""
-    lengths = [asking.prompt_tokens for asking in visit.askings]
+    """Usage and account of an answer; of several prompts or choices a list of accounts."""
     accounts = [
         asking.account(result, fields.return_text, visit.call.access)
         for asking, result in zip(visit.askings, results, strict=True)
     ]
     found = {
-        "usage": usage(list(zip(lengths, results, strict=True))),
+        "usage": usage(visit.askings, results, fields.choices),
         "jaxrag": accounts[0] if len(accounts) == 1 else accounts,
     }
     fingerprint = visit.askings[0].fingerprint

@@ -6,7 +6,7 @@ import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from jaxrag.engine.progress import Progress
 from jaxrag.reuse.methods import METHODS
 from jaxrag.serve.answers import Growing, News, Piece, Result, abstained
 from jaxrag.serve.ask import Ask
-from jaxrag.serve.conversation import Conversation, Text
+from jaxrag.serve.conversation import Conversation, Source, Text
 from jaxrag.serve.plain import PlainSpan, answer_fingerprint, spans
 from jaxrag.serve.questions import ReadyQuestion, prepare, resolve
 from jaxrag.server.errors import ClientLeft, Problem, invalid, unavailable
@@ -59,6 +59,13 @@ def make_ready(
     wanted, most = fields.said.get("max_new_tokens"), server.max_answer_tokens
     if wanted is not None and wanted > most:
         raise invalid(f"max_tokens={wanted}: this server gives at most {most}", "max_tokens")
+    sampling = fields.said["sampling"]
+    sampling.check_ids(state.model.config.vocab_size)
+    if sampling.min_tokens > (least := wanted or server.max_new_tokens):
+        raise invalid(
+            f"min_tokens={sampling.min_tokens}: expected at most max_tokens, which is {least}",
+            "min_tokens",
+        )
     _check_offered(state, fields.said)
     name = fields.said.get("method")
     method = state.default_method(base) if name is None else state.methods[name]
@@ -87,7 +94,7 @@ def make_ready(
     if (tokenizer := state.model.tokenizer) is not None:
         encode = functools.partial(state.seen.ids, access.tenant, encode=tokenizer.encode)
     settings = dataclasses.replace(settings, encode=encode, check_cancelled=check_cancelled)
-    ready = prepare(settings, asked, fields.documents, fields.said["sampling"])
+    ready = prepare(settings, asked, fields.documents, sampling)
     request = ready.request
     if base is None and server.plain == "passages":
         loads = list(plan_request(state.model, request, 0).loads.values())
@@ -181,7 +188,7 @@ class Asking:
 
     Attributes:
       prompt_tokens: length of the prompt, once it is ready.
-      logprobs: of all tokens of the answer so far.
+      pieces: of the answer so far.
       spans: passages that were found in its messages, once it has an answer.
       moments: when what happened, by ``time.monotonic``: those of the engine, and before them
         "preparing", on a thread, "retrieved" and "prepared".
@@ -190,7 +197,7 @@ class Asking:
     def __init__(self, state: ServerState, inbox: Inbox, place: int = 0) -> None:
         """Its news go to the inbox, under its place."""
         self.prompt_tokens = 0
-        self.logprobs: list[float] = []
+        self.pieces: list[Piece] = []
         self.spans: list[PlainSpan] = []
         self.moments: dict[str, float] = {}
         self._state, self._inbox, self._place = state, inbox, place
@@ -213,6 +220,15 @@ class Asking:
         self._asked = await self._loop.run_in_executor(threads, self._made, make, check_cancelled)
         abstains, request = self._asked.abstains, self._asked.request
         self.prompt_tokens = 0 if abstains else request.prompt.num_tokens
+        self._growing = Growing(self._asked, self._hear)
+
+    def ready_as(self, other: "Asking", choice: int) -> None:
+        """Ready for another answer to the prompt of ``other``; which one joins its seed."""
+        assert other._asked is not None
+        request = other._asked.request
+        request = dataclasses.replace(request, sampling=request.sampling.of_choice(choice))
+        self._asked = dataclasses.replace(other._asked, request=request)
+        self.prompt_tokens, self.moments = other.prompt_tokens, dict(other.moments)
         self._growing = Growing(self._asked, self._hear)
 
     def _made(self, make: Make, check_cancelled: Callable[[], None]) -> ReadyQuestion:
@@ -286,6 +302,16 @@ class Asking:
             self._inbox.put(self._place, error)
 
     @property
+    def chunk_ids(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Of what was retrieved for it, and contents that these were encoded behind."""
+        return ((), ()) if self._asked is None else (self._asked.chunk_ids, self._asked.content_ids)
+
+    @property
+    def sources(self) -> list[Source]:
+        """The chunks of its prompt, once it is ready."""
+        return [] if self._asked is None else self._asked.sources
+
+    @property
     def _is_plain(self) -> bool:
         return self._asked is not None and self._asked.plain
 
@@ -357,7 +383,7 @@ class Asking:
 
     def _hear(self, item: News) -> None:
         if isinstance(item, Piece):
-            self.logprobs += item.logprobs
+            self.pieces.append(item)
             self._inbox.put(self._place, item)
         else:
             self._end(item)
@@ -370,15 +396,15 @@ class Asking:
         self._inbox.put(self._place, item)
 
 
-def usage(asked: list[tuple[int, Result]]) -> dict[str, Any]:
-    """Tokens of prompts and answers, as OpenAI counts them; from (prompt tokens, result) each.
+def usage(askings: Sequence[Asking], results: Sequence[Result], choices: int) -> dict[str, Any]:
+    """Tokens of prompts and answers, as OpenAI counts them: a prompt once, whatever its choices.
 
     Cached are those whose KV was found and used as it was; written are those that were encoded.
     """
-    rows = [row for _, result in asked for row in result.reuse]
+    rows = [row for result in results[::choices] for row in result.reuse]
     hits = [row for row in rows if row.how in ("prefix hit", "chunk hit")]
-    prompt = sum(tokens for tokens, _ in asked)
-    completion = sum(len(result.token_ids) for _, result in asked)
+    prompt = sum(asking.prompt_tokens for asking in askings[::choices])
+    completion = sum(len(result.token_ids) for result in results)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,

@@ -9,11 +9,9 @@ from starlette.responses import Response
 from jaxrag.serve.answers import Piece
 from jaxrag.server.answers.answering import respond, visited
 from jaxrag.server.answers.asking import make_ready
-from jaxrag.server.answers.forms import Form, token_text
+from jaxrag.server.answers.forms import Form, logprobs_of
 from jaxrag.server.answers.visit import Visit
-from jaxrag.server.fields import conversation, generation_of
-
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+from jaxrag.server.fields import Generation, conversation, generation_of
 
 
 @visited("messages")
@@ -24,20 +22,22 @@ async def chat_completions(visit: Visit) -> Response:
     plain = visit.state.settings.plain == "passages"
     base = visit.choose_base(fields, default=not plain)
     make = functools.partial(make_ready, visit.state, visit.call.access, fields, talk, base)
-    return await respond(visit, fields, [make], ChatForm(visit, fields.stream, fields.logprobs))
+    return await respond(visit, fields, [make], ChatForm(visit, fields))
 
 
 class ChatForm(Form):
-    """A chat's form; it has one choice."""
+    """A chat's form."""
 
-    def __init__(self, visit: Visit, stream: bool, logprobs: bool) -> None:
-        kind = "chat.completion.chunk" if stream else "chat.completion"
-        super().__init__(visit, kind, "chatcmpl", logprobs)
+    def __init__(self, visit: Visit, fields: Generation) -> None:
+        kind = "chat.completion.chunk" if fields.stream else "chat.completion"
+        super().__init__(visit, kind, "chatcmpl", fields)
 
     def opening(self) -> Iterator[dict[str, Any]]:
         """Who speaks."""
         delta = {"role": "assistant", "content": ""}
-        yield self.event({"index": 0, "delta": delta, "logprobs": None, "finish_reason": None})
+        for place in range(self.fields.choices):
+            one = {"index": place, "delta": delta, "logprobs": None, "finish_reason": None}
+            yield self.event(one)
 
     def part(self, text: str | None) -> dict[str, Any]:
         """What the message grows by."""
@@ -49,9 +49,4 @@ class ChatForm(Form):
 
     def logprobs(self, place: int, piece: Piece) -> dict[str, Any]:
         """Token by token, with its bytes where they are known."""
-        content = []
-        for token_id, logprob in zip(piece.ids, piece.logprobs, strict=True):
-            text = token_text(self.model, token_id)
-            known = None if _INCOMPLETE in text else list(text.encode())
-            content.append({"token": text, "logprob": logprob, "bytes": known, "top_logprobs": []})
-        return {"content": content, "refusal": None}
+        return {"content": logprobs_of(self.model, piece), "refusal": None}

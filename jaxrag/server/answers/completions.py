@@ -15,7 +15,7 @@ from jaxrag.serve.conversation import Conversation, Text, check_size
 from jaxrag.serve.questions import ReadyQuestion
 from jaxrag.server.answers.answering import respond, visited
 from jaxrag.server.answers.asking import make_ready
-from jaxrag.server.answers.forms import Form, TokenTexts
+from jaxrag.server.answers.forms import Form, TokenTexts, token_text
 from jaxrag.server.answers.scoring import Scoring, scored, scoring_of
 from jaxrag.server.answers.tokenize import text_ids
 from jaxrag.server.answers.visit import Visit
@@ -35,7 +35,8 @@ async def completions(visit: Visit) -> Response:
     fields = visit.with_header(fields)
     base = visit.choose_base(fields, default=False)
     makes = [functools.partial(_make_ready, visit, fields, base, it) for it in prompts]
-    return await respond(visit, fields, makes, CompletionForm(visit, len(prompts), fields.logprobs))
+    form = CompletionForm(visit, len(prompts) * fields.choices, fields)
+    return await respond(visit, fields, makes, form)
 
 
 def _asked(body: Body) -> tuple[list[Text], Generation, Scoring | None]:
@@ -93,9 +94,9 @@ def _ids(model: Model, prompt: Text) -> HostArray:
 class CompletionForm(Form):
     """A completion's form; offsets of its tokens count characters of the whole answer."""
 
-    def __init__(self, visit: Visit, prompts: int, logprobs: bool) -> None:
-        super().__init__(visit, "text_completion", "cmpl", logprobs)
-        self._texts = [TokenTexts(self.model) for _ in range(prompts)]
+    def __init__(self, visit: Visit, choices: int, fields: Generation) -> None:
+        super().__init__(visit, "text_completion", "cmpl", fields)
+        self._texts = [TokenTexts(self.model) for _ in range(choices)]
 
     def part(self, text: str | None) -> dict[str, Any]:
         """New text."""
@@ -108,10 +109,14 @@ class CompletionForm(Form):
     def logprobs(self, place: int, piece: Piece) -> dict[str, Any]:
         """Lists of equal length."""
         tokens, offsets = self._texts[place].push(piece.ids)
-        pairs = zip(tokens, piece.logprobs, strict=True)
+        likeliest: list[dict[str, float]] = [{} for _ in tokens]
+        for at, top in enumerate(piece.top):
+            likeliest[at] = {token_text(self.model, it): value for it, value in top}
+        for found, token, logprob in zip(likeliest, tokens, piece.logprobs, strict=True):
+            found.setdefault(token, logprob)
         return {
             "tokens": tokens,
             "token_logprobs": piece.logprobs,
-            "top_logprobs": [{token: logprob} for token, logprob in pairs],
+            "top_logprobs": likeliest,
             "text_offset": offsets,
         }

@@ -8,6 +8,9 @@ from typing import Any
 from jaxrag.models.model import Model
 from jaxrag.serve.answers import Piece, Result
 from jaxrag.server.answers.visit import Visit
+from jaxrag.server.fields import Generation
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 def head(visit: Visit, kind: str, name: str) -> dict[str, Any]:
@@ -25,6 +28,22 @@ def token_text(model: Model, token_id: int) -> str:
     if model.tokenizer is None:
         return f"token_id:{token_id}"
     return model.tokenizer.decode([token_id], skip_special=False)
+
+
+def logprobs_of(model: Model, piece: Piece) -> list[dict[str, Any]]:
+    """Tokens of a piece with their log-probabilities, and the likeliest in the place of each."""
+
+    def told(token_id: int, logprob: float) -> dict[str, Any]:
+        text = token_text(model, token_id)
+        known = None if _INCOMPLETE in text else list(text.encode())
+        return {"token": text, "logprob": logprob, "bytes": known}
+
+    pairs = zip(piece.ids, piece.logprobs, strict=True)
+    tops = piece.top or [[] for _ in piece.ids]
+    return [
+        told(*pair) | {"top_logprobs": [told(*it) for it in top]}
+        for pair, top in zip(pairs, tops, strict=True)
+    ]
 
 
 class TokenTexts:
@@ -60,11 +79,11 @@ class Form:
     An endpoint has a subclass, which says how text and log-probabilities look.
     """
 
-    def __init__(self, visit: Visit, kind: str, name: str, logprobs: bool) -> None:
+    def __init__(self, visit: Visit, kind: str, name: str, fields: Generation) -> None:
         """``kind`` and ``name``: of the answer, as ``head`` has them."""
         self.model = visit.state.model
+        self.fields = fields
         self._head = head(visit, kind, name)
-        self._has_logprobs = logprobs
 
     def part(self, text: str | None) -> dict[str, Any]:
         """New text in an event; None: the choice has ended."""
@@ -93,25 +112,44 @@ class Form:
         """The last event of a choice."""
         return self.event(_choice(place, self.part(None), finish=result.finish_reason))
 
-    def closing(self) -> dict[str, Any]:
-        """An event of no choice, for what is to be said at last."""
-        return self.event()
+    async def settle(self, results: Sequence[Result], account: dict[str, Any]) -> None:
+        """Called once all choices have ended, before their end is told."""
 
-    def whole(self, results: Sequence[Result], logprobs: Sequence[list[float]]) -> dict[str, Any]:
-        """All choices at once."""
+    def ended(
+        self, place: int, result: Result, account: dict[str, Any] | None
+    ) -> Iterator[dict[str, Any]]:
+        """The last events of a choice; of the last one with the account of the answer."""
+        if account is None:
+            yield self.finish(place, result)
+        elif self.fields.include_usage:
+            yield self.finish(place, result)
+            yield self.event() | account
+        else:
+            del account["usage"]
+            yield self.finish(place, result) | account
+
+    def whole(
+        self,
+        results: Sequence[Result],
+        pieces: Sequence[list[Piece]],
+        account: dict[str, Any],
+    ) -> dict[str, Any]:
+        """All choices at once, of the pieces that each came in, and their account."""
         choices = []
-        for place, (result, of_tokens) in enumerate(zip(results, logprobs, strict=True)):
-            piece = Piece(result.text, result.token_ids, of_tokens)
+        for place, (result, parts) in enumerate(zip(results, pieces, strict=True)):
+            told = [logprob for part in parts for logprob in part.logprobs]
+            top = [likeliest for part in parts for likeliest in part.top]
+            piece = Piece(result.text, result.token_ids, told, top)
             text, found = self.message(result.text), self._logprobs(place, piece)
             choices.append(_choice(place, text, found, result.finish_reason))
-        return self.event(*choices)
+        return self.event(*choices) | account
 
     def event(self, *choices: dict[str, Any]) -> dict[str, Any]:
         """Choices behind the head."""
         return self._head | {"choices": list(choices)}
 
     def _logprobs(self, place: int, piece: Piece) -> dict[str, Any] | None:
-        return self.logprobs(place, piece) if self._has_logprobs else None
+        return self.logprobs(place, piece) if self.fields.logprobs else None
 
 
 def _choice(

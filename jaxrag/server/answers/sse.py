@@ -20,8 +20,9 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(value: Any) -> bytes:
-    """One event with an object."""
-    return b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n"
+    """One event with an object; named, if the object says its type."""
+    name = f"event: {value['type']}\n".encode() if "type" in value else b""
+    return name + b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n"
 
 
 def comment(text: str) -> bytes:

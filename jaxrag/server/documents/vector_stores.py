@@ -1,35 +1,27 @@
 """/v1/vector_stores: knowledge bases that clients fill and search."""
 
 import functools
-import math
-import re
-from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
-from jaxrag.base.groups import FIELD, MAX_GROUPS, wrong_groups
 from jaxrag.library.catalog import DocumentEntry, Hit
 from jaxrag.serve.suits import suited
+from jaxrag.server.attributes import attributes_of, file_id_of, is_upload
 from jaxrag.server.documents.lists import page_of
-from jaxrag.server.documents.where import where_of
 from jaxrag.server.errors import invalid
 from jaxrag.server.fields import Body
 from jaxrag.server.state.entry import Call
 from jaxrag.server.state.library import Library, Shelf, no_member
 from jaxrag.server.state.registry import STATUSES, Member, new_id
+from jaxrag.server.where import where_of
 
 _FOUND = 10  # chunks of a search that does not say how many
 _MOST_FOUND = 50
 _MOST_FILES = 500  # of a batch
 _MOST_QUESTIONS = 16
 _QUESTION_CHARACTERS = 1 << 16
-_MOST_ATTRIBUTES = 16
-_KEY_CHARACTERS = 64
-_VALUE_CHARACTERS = 512
 _NAME_CHARACTERS = 256
-_INTEGERS = range(-(2**63), 2**63)  # of attributes; more than a filter compares with
 _LEAST_CHUNK, _MOST_CHUNK = 1, 4096  # tokens
-_OF_FILE = re.compile(r"file-[0-9a-f]{24}")
 
 
 # Vector stores
@@ -39,7 +31,7 @@ def create_store(call: Call) -> dict[str, Any]:
     """Make one, with files or without."""
     library, access, body = call.library, call.access, call.body
     name = _name(body) or ""
-    metadata = _attributes(body, "metadata")
+    metadata = attributes_of(body, "metadata")
     size, overlap = _chunking(body)
     file_ids = body.texts("file_ids", most=_MOST_FILES)
     for file_id in file_ids:
@@ -64,7 +56,7 @@ def get_store(call: Call) -> dict[str, Any]:
 def change_store(call: Call) -> dict[str, Any]:
     """Rename one, or give it other metadata."""
     name = _name(call.body)
-    metadata = _attributes(call.body, "metadata") if "metadata" in call.body else None
+    metadata = attributes_of(call.body, "metadata") if "metadata" in call.body else None
     shelf = call.library.change(call.access, call.path["store"], name, metadata)
     return _shown(call.library, shelf)
 
@@ -115,12 +107,12 @@ def add_member(call: Call) -> dict[str, Any]:
     if not file_id:
         raise invalid("file_id: expected the id of an uploaded file", "file_id")
     _refuse_chunking(call.body)
-    return _put(call, file_id, _attributes(call.body, "attributes"))
+    return _put(call, file_id, attributes_of(call.body, "attributes"))
 
 
 def change_member(call: Call) -> dict[str, Any]:
     """Give a file other attributes; it is indexed anew, from the KV that is there."""
-    attributes = _attributes(call.body, "attributes")
+    attributes = attributes_of(call.body, "attributes")
     get_member(call)
     return _put(call, call.path["file"], attributes)
 
@@ -179,11 +171,11 @@ def create_batch(call: Call) -> dict[str, Any]:
     given = body.values.get("files")
     files: list[tuple[str, dict[str, Any]]] = []
     if given is None:
-        attributes = _attributes(body, "attributes")
+        attributes = attributes_of(body, "attributes")
         files = [(it, attributes) for it in body.texts("file_ids", most=_MOST_FILES)]
     elif isinstance(given, list) and all(isinstance(it, dict) for it in given):
         for one in map(Body, given[: _MOST_FILES + 1]):
-            files.append((one.text("file_id") or "", _attributes(one, "attributes")))
+            files.append((one.text("file_id") or "", attributes_of(one, "attributes")))
     names = [name for name, _ in files]
     if not files or len(files) > _MOST_FILES or len(set(names)) < len(names):
         raise invalid(f"file_ids: expected 1 to {_MOST_FILES} different ids of files", "file_ids")
@@ -276,7 +268,7 @@ def _file_of(member: Member, nbytes: int, filename: str | None) -> dict[str, Any
 def _ingested(call: Call, shelf: Shelf) -> list[dict[str, Any]]:
     """Documents of a served knowledge base that no upload brought."""
     found = call.library.documents(call.access, shelf)
-    return [_shown_document(call.library, shelf, it) for it in found if not _OF_FILE.match(it.id)]
+    return [_shown_document(call.library, shelf, it) for it in found if not is_upload(it.id)]
 
 
 def _shown_document(library: Library, shelf: Shelf, entry: DocumentEntry) -> dict[str, Any]:
@@ -311,9 +303,8 @@ def _shown_batch(call: Call, batch: str) -> dict[str, Any]:
 
 
 def _shown_hit(hit: Hit) -> dict[str, Any]:
-    of_file = _OF_FILE.match(hit.document_id)
     return {
-        "file_id": of_file[0] if of_file else hit.document_id,
+        "file_id": file_id_of(hit.document_id),
         "filename": PurePath(hit.file).name if hit.file else hit.title or hit.document_id,
         "score": hit.score,
         "attributes": dict(hit.metadata),
@@ -329,34 +320,6 @@ def _shown_hit(hit: Hit) -> dict[str, Any]:
 
 
 # What clients send
-
-
-def _attributes(body: Body, name: str) -> dict[str, Any]:
-    """Names and plain values; {} where there are none."""
-    given: Mapping[str, Any] = body.table(name) or {}
-    if len(given) > _MOST_ATTRIBUTES:
-        raise invalid(f"{name} has {len(given)} keys: expected at most {_MOST_ATTRIBUTES}", name)
-    for key, value in given.items():
-        if name == "attributes" and key == FIELD:
-            wrong = wrong_groups(value, 1, MAX_GROUPS)
-            if wrong is not None:
-                raise invalid(f"{name}: {key}={wrong}", name)
-        elif not 0 < len(key) <= _KEY_CHARACTERS or key.startswith("$") or not _is_plain(value):
-            raise invalid(
-                f"{name}: {key[:80]!r}: expected a name of at most {_KEY_CHARACTERS} characters "
-                f"and a text of at most {_VALUE_CHARACTERS}, an integer of at most 64 bits, "
-                "another number, true or false",
-                name,
-            )
-    return dict(given)
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, str):
-        return len(value) <= _VALUE_CHARACTERS
-    if isinstance(value, float):
-        return math.isfinite(value)
-    return isinstance(value, int) and value in _INTEGERS
 
 
 def _name(body: Body) -> str | None:

@@ -273,6 +273,7 @@ class Library:
         row = _own(shelf)
         with self._changing[row.id]:
             self.registry.remove_store(row.id)
+            self.registry.forget_answers(row.id)
             self.indexer.drop(row.id)
             with self._opening:
                 base = self._bases.pop(row.id, None)
@@ -327,6 +328,7 @@ class Library:
             if member is not None:
                 self._take_out(member)
             elif shelf.row is None and self.base(shelf).remove([file_id]).documents:
+                self.registry.forget_answers(name, [file_id])
                 self._littered[name] = time.monotonic()
             else:
                 raise no_member(name, file_id)
@@ -409,7 +411,9 @@ class Library:
         """The store's lock is held. Documents go first, as what the registry has is known still."""
         self.indexer.drop(member.store, [member.file])
         base = self._base_of(member.tenant, member.store)
-        base.remove(base.ids_beginning(member.file))
+        own = base.ids_beginning(member.file)
+        base.remove(own)
+        self.registry.forget_answers(member.store, own)
         self.registry.remove_member(member.store, member.file)
         self._littered[member.store] = time.monotonic()
 
@@ -462,6 +466,7 @@ class Library:
         for item in due:
             self._leaving.remove(item)
             _let_go(*item[1:])
+        self.registry.expire_responses()
         for name, left in list(self._littered.items()):
             if left + self._grace <= now:
                 self._collect(name)

@@ -12,7 +12,7 @@ import secrets
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from jaxrag.kv.store.wal import use_write_ahead_log
 from jaxrag.server.durable import PRIVATE_FILE, REGISTRY, make_private
 
 FORMAT = 1
+RESPONSE_SECONDS = 30 * 86400  # that a response is kept
 
 Status = Literal["in_progress", "completed", "failed", "cancelled"]
 STATUSES: tuple[Status, ...] = ("in_progress", "completed", "failed", "cancelled")
@@ -30,6 +31,9 @@ _FILES = ("", "-wal", "-shm")  # endings of SQLite's files
 _APPLICATION = 0x4A524153  # "JRAS", SQLite's application_id
 _ID_BYTES = 12
 
+_RESPONSES = """CREATE TABLE IF NOT EXISTS responses (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL,
+    body TEXT NOT NULL, grounds TEXT NOT NULL, created INTEGER NOT NULL)"""
 _SCHEMA = (
     """CREATE TABLE files (
         number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL,
@@ -121,6 +125,44 @@ class Member:
     code: str | None
     message: str | None
     counts: Mapping[str, Any]
+    created: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Ground:
+    """What an answer was made from: chunks of one knowledge base.
+
+    Attributes:
+      store: its name or id.
+      documents: ids of those that the chunks are of.
+      chunk_ids: of these chunks.
+      content_ids: of what they were encoded behind.
+    """
+
+    store: str
+    documents: tuple[str, ...]
+    chunk_ids: tuple[int, ...]
+    content_ids: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ResponseRow:
+    """A response that is kept.
+
+    Attributes:
+      number: grows from one to the next.
+      id: names it.
+      tenant: whose it is.
+      body: the response, without passages, and the messages that led to it.
+      grounds: what it, and those before it in its conversation, were made from.
+      created: seconds since 1970.
+    """
+
+    number: int
+    id: str
+    tenant: str
+    body: Mapping[str, Any]
+    grounds: tuple[Ground, ...]
     created: int
 
 
@@ -279,6 +321,51 @@ class Registry:
         with self._change() as connection:
             connection.execute("DELETE FROM members WHERE store = ? AND file = ?", (store, file))
 
+    # Responses
+
+    def add_response(
+        self, response_id: str, tenant: str, body: Mapping[str, Any], grounds: Sequence[Ground]
+    ) -> None:
+        """Keep a response."""
+        told = json.dumps([dataclasses.astuple(it) for it in grounds])
+        row = (response_id, tenant, json.dumps(body), told, int(time.time()))
+        with self._change() as connection:
+            connection.execute("INSERT INTO responses VALUES (NULL, ?, ?, ?, ?, ?)", row)
+
+    def responses(
+        self, tenant: str | None = None, response_id: str | None = None
+    ) -> list[ResponseRow]:
+        """The responses of a tenant, or of all, oldest first."""
+        found = self._select("responses", tenant=tenant, id=response_id)
+        return [_response(row) for row in found]
+
+    def expire_responses(self) -> None:
+        """Forget those that are older than RESPONSE_SECONDS."""
+        with self._change() as connection:
+            old = time.time() - RESPONSE_SECONDS
+            connection.execute("DELETE FROM responses WHERE created < ?", (old,))
+
+    def remove_responses(self, response_ids: Iterable[str]) -> None:
+        """Forget responses."""
+        with self._change() as connection:
+            for response_id in response_ids:
+                connection.execute("DELETE FROM responses WHERE id = ?", (response_id,))
+
+    def forget_answers(self, store: str, documents: Collection[str] | None = None) -> None:
+        """Forget the responses that were made from these documents of a store; None: from any."""
+        rows = self._rows(
+            "SELECT id, grounds FROM responses WHERE instr(grounds, :store)",
+            {"store": json.dumps(store)},
+        )
+        gone = [
+            response_id
+            for response_id, grounds in rows
+            for it in _grounds(grounds)
+            if it.store == store and (documents is None or set(documents) & set(it.documents))
+        ]
+        if gone:
+            self.remove_responses(gone)
+
     def counts(self, store: str, batch: str | None = None) -> dict[str, int]:
         """How many members a store has, by status and in all."""
         rows = self._rows(
@@ -291,9 +378,11 @@ class Registry:
         return {**found, "total": sum(found.values())}
 
     def bytes_of_tenant(self, tenant: str) -> int:
-        """Bytes of the files of a tenant."""
+        """Bytes of the files and responses of a tenant."""
         rows = self._rows(
-            "SELECT TOTAL(bytes) FROM files WHERE tenant = :tenant", {"tenant": tenant}
+            "SELECT (SELECT TOTAL(bytes) FROM files WHERE tenant = :tenant) + "
+            "(SELECT TOTAL(LENGTH(body) + LENGTH(grounds)) FROM responses WHERE tenant = :tenant)",
+            {"tenant": tenant},
         )
         return int(rows[0][0])
 
@@ -322,6 +411,7 @@ class Registry:
             raise StoreError(
                 f"{self.path} is no registry of format {FORMAT}; name another data folder"
             )
+        connection.execute(_RESPONSES)  # which a registry of an earlier server lacks
 
     def _rows(self, statement: str, values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
         with self._read_lock, self._errors():
@@ -370,6 +460,15 @@ def new_id(kind: str) -> str:
 def _store(row: tuple[Any, ...]) -> StoreRow:
     number, store_id, tenant, name, metadata, created = row
     return StoreRow(number, store_id, tenant, name, json.loads(metadata), created)
+
+
+def _grounds(told: str) -> tuple[Ground, ...]:
+    return tuple(Ground(it[0], *map(tuple, it[1:])) for it in json.loads(told))
+
+
+def _response(row: tuple[Any, ...]) -> ResponseRow:
+    number, response_id, tenant, body, grounds, created = row
+    return ResponseRow(number, response_id, tenant, json.loads(body), _grounds(grounds), created)
 
 
 def _member(row: tuple[Any, ...]) -> Member:

@@ -94,6 +94,22 @@ FORMS = {
         + "\n".join(f"{i}. name{i} {p}" for i, p in enumerate(ps, 1))
         + f"\n</context>\n\n{ASKED}"
     ),
+    "signs with words": lambda ps: (
+        "Facts:\n"
+        + "".join(f"==== [File:p{i}.md;Relevance:{90 - i}.{i}%]:\n{p}\n" for i, p in enumerate(ps))
+        + f"======\nQuestion: {ASKED}"
+    ),
+    "names of files": lambda ps: (
+        "Sources:\n"
+        + "\n".join(f"p{i}.md#page={i}: {p}" for i, p in enumerate(ps))
+        + f"\n\n{ASKED}"
+    ),
+    "bars": lambda ps: f"Use these.\n------\n{' | '.join(ps)}\n------\nQuery: {ASKED}",
+    "counted, in brackets that close": lambda ps: (
+        "[[ ## context ## ]]\n"
+        + "\n".join(f"[{i}] {p}" for i, p in enumerate(ps, 1))
+        + f"\n\n[[ ## question ## ]]\n{ASKED}\n\nRespond with the field `answer`, and be brief."
+    ),
     "ruled": lambda ps: "Use these.\n\n" + "\n=====\n".join(ps) + f"\n\nQuestion: {ASKED}",
 }
 
@@ -119,6 +135,19 @@ def test_passages_are_found_whole_in_any_order(form):
 def test_a_passage_of_several_paragraphs_is_one_block(form):
     found = passages(3, join="\n\n")
     assert set(found) <= set(blocks(form(found)))
+
+
+def test_what_passages_count_does_not_end_the_count_of_their_labels():
+    found = passages(5)
+    found[2] += " And so on:\n[9] a note\n[1] another"
+    text = FORMS["counted"](found)
+    assert found[4] in blocks(text) and found[1] in blocks(text)
+
+
+def test_passages_may_begin_a_text():
+    found = passages(6)
+    text = "\n".join(found) + f"\n\n---\n\nUse these.\n\nQuestion: {ASKED}\n\nAnswer: "
+    assert sum(map(len, blocks(text))) >= 0.9 * sum(map(len, found))
 
 
 FOUND_AGAIN = {  # forms that part passages by nothing but breaks: share of their characters
@@ -204,9 +233,13 @@ def test_long_texts_that_overlap_are_cut_alike_where_they_do():
         "Label: x\n" * 100_000,
         "(taken from" * 50_000,
         "|\n" * 200_000,
+        ("a." * 200 + "\n") * 2_000,
+        "=== x\n" * 100_000,
+        "x | " * 200_000,
+        "[[ x ]]\n" * 100_000,
         "",
     ],
-    ids=range(12),
+    ids=range(16),
 )
 def test_hostile_texts_are_cut_into_themselves(text):
     pieces = cut(text, RULES)

@@ -1,0 +1,111 @@
+"""What is done to logits before a token is drawn, where a request asks for it.
+
+Penalties, biases and the least length of an answer, and the likeliest tokens beside the drawn one.
+A lane holds this state only while somebody in it asks, and its program is another one then. Rows
+that ask for nothing have values that leave every logit as it is.
+"""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxrag.base import struct
+from jaxrag.base.types import Array, HostArray, on_host
+from jaxrag.engine.sampling_params import MOST_TOP, SamplingParams
+
+
+class ProcessorRows(struct.PyTreeNode):
+    """Of every row of a batch, [B] or [B, V] each.
+
+    Attributes:
+      presence: penalty of tokens that are in the answer, float32.
+      frequency: penalty of these by how often they are there, float32.
+      repetition: what divides the logits of those in prompt and answer, float32.
+      least: tokens before which the answer may not end.
+      top: how many of the likeliest tokens are wanted.
+      bias: added to the logits, float32.
+      ends: tokens that end the answer, bool.
+      prompt: tokens of the prompt, bool.
+      counts: of tokens in the answer so far.
+    """
+
+    presence: Array
+    frequency: Array
+    repetition: Array
+    least: Array
+    top: Array
+    bias: Array
+    ends: Array
+    prompt: Array
+    counts: Array
+
+    @classmethod
+    def of(
+        cls,
+        asked: Sequence[tuple[SamplingParams, HostArray, frozenset[int]]],
+        count: int,
+        vocab_size: int,
+    ) -> "ProcessorRows":
+        """Before the first tokens, on the host: ``count`` rows, of which the last ask nothing.
+
+        ``asked`` holds of each the settings, the prompt and the tokens that end the answer.
+        """
+        shape = (count, vocab_size)
+        bias, ends = np.zeros(shape, np.float32), np.zeros(shape, bool)
+        prompt = np.zeros(shape, bool)
+        for row, (sampling, ids, eos_ids) in enumerate(asked):
+            for token_id, value in sampling.logit_bias:
+                bias[row, token_id] = value
+            ends[row, [it for it in eos_ids if it < vocab_size]] = True
+            prompt[row, ids] = True
+
+        def column(name: str, default: float, dtype: type) -> Array:
+            values = [getattr(it, name) for it, _, _ in asked]
+            return np.array([*values, *[default] * (count - len(asked))], dtype)  # type: ignore[return-value]
+
+        return on_host(
+            cls,
+            column("presence_penalty", 0.0, np.float32),
+            column("frequency_penalty", 0.0, np.float32),
+            column("repetition_penalty", 1.0, np.float32),
+            column("min_tokens", 0, np.int32),
+            column("top_logprobs", 0, np.int32),
+            bias,
+            ends,
+            prompt,
+            np.zeros(shape, np.int32),
+        )
+
+    def applied(self, logits: Array, token_index: Array) -> Array:
+        """The logits [B, V] of the token at this index of each answer, [B].
+
+        First the bias; then what was seen in prompt or answer is divided by the repetition penalty,
+        or multiplied where it is negative; then the other penalties, by the answer alone; and what
+        would end the answer too early is -inf.
+        """
+        there = self.counts > 0
+        logits = logits + self.bias
+        factor = self.repetition[:, None]
+        less = jnp.where(logits > 0, logits / factor, logits * factor)
+        logits = jnp.where(self.prompt | there, less, logits)
+        logits -= self.frequency[:, None] * self.counts + self.presence[:, None] * there
+        early = (token_index < self.least)[:, None]
+        return jnp.where(self.ends & early, -jnp.inf, logits)
+
+    def likeliest(self, logits: Array) -> tuple[Array, Array]:
+        """The MOST_TOP largest of each row and their ids, [B, MOST_TOP]; 0 where nobody asks."""
+        shape = (len(logits), min(MOST_TOP, logits.shape[-1]))
+
+        def found() -> tuple[Array, Array]:
+            values, ids = lax.top_k(logits, shape[1])
+            return ids, values
+
+        none = (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, logits.dtype))
+        return lax.cond(jnp.any(self.top > 0), found, lambda: none)
+
+    def counted(self, ids: Array) -> "ProcessorRows":
+        """After these tokens [B] were drawn."""
+        rows = jnp.arange(len(ids))
+        return self.replace(counts=self.counts.at[rows, jnp.maximum(ids, 0)].add(1))

@@ -1,0 +1,54 @@
+"""Responses that are kept, as long as all that they were made from is there."""
+
+import time
+
+from jaxrag.server.errors import Problem, not_found
+from jaxrag.server.state.registry import RESPONSE_SECONDS, Ground, ResponseRow
+from jaxrag.server.state.state import ServerState
+from jaxrag.server.tenants import Access
+
+
+def keeps_responses(state: ServerState, access: Access) -> bool:
+    """Whether responses to this key are kept: it may write, and no groups limit it."""
+    keeps = state.settings.data is not None
+    return keeps and access.documents == "write" and access.groups is None
+
+
+def kept_response(state: ServerState, access: Access, response_id: str) -> ResponseRow:
+    """A response of the tenant; waits for the disk.
+
+    Problem 404 for others, and for one that was made from what left or may not be read; the first
+    of these is forgotten.
+    """
+    registry = state.library.registry
+    rows = registry.responses(access.tenant, response_id)
+    for row in rows if keeps_responses(state, access) else ():
+        if row.created < time.time() - RESPONSE_SECONDS:
+            break
+        served = [it.store for it in row.grounds if it.store in state.knowledge_bases]
+        if not all(map(access.may_read, served)):
+            break
+        if all(_is_current(state, access, it) for it in row.grounds):
+            return row
+        registry.remove_responses([response_id])
+    raise not_found(
+        f"there is no response {response_id[:80]!r}: it was not stored, is over "
+        f"{RESPONSE_SECONDS // 86400} days old, or a document that it was made from left"
+    )
+
+
+def _is_current(state: ServerState, access: Access, ground: Ground) -> bool:
+    try:
+        base = state.knowledge_base(access, ground.store)
+    except Problem:
+        return False
+    return base.holds(ground.chunk_ids, ground.content_ids)
+
+
+def store_id(state: ServerState, access: Access, name: str) -> str:
+    """The id of the vector store that ``ServerState.knowledge_base`` finds under a name."""
+    if name in state.knowledge_bases and access.may_read(name):
+        return name
+    own = state.library.registry.stores(access.tenant)
+    named = [it.id for it in own if it.name == name]
+    return name if not named or name in {it.id for it in own} else named[0]
