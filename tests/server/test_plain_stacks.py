@@ -5,6 +5,8 @@ LangChain and LlamaIndex run from their packages. What Haystack sends was record
 servers, are written as their sources write them.
 """
 
+import asyncio
+import contextlib
 import gc
 import json
 import shutil
@@ -98,7 +100,17 @@ def test_langchain(serving, told):
     check(told)
 
 
+@pytest.fixture
+def event_loop():
+    """For a client that takes the thread's, and leaves open what it makes."""
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        asyncio.set_event_loop(loop)
+        yield
+        asyncio.set_event_loop(None)
+
+
 @pytest.mark.filterwarnings("ignore")  # its own: coroutines of blocks that it awaits nowhere
+@pytest.mark.usefixtures("event_loop")
 def test_llamaindex(serving, told):
     synthesizers = pytest.importorskip("llama_index.core.response_synthesizers")
     schema = pytest.importorskip("llama_index.core.schema")
