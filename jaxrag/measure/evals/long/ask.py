@@ -90,8 +90,8 @@ class Asker:
             if key is None:
                 sampling = [request.sampling for request in requests]
                 sampling += sampling[:1] * (len(prefilled.logits) - len(requests))
-                first, _ = sample_first(prefilled.logits, SamplingRows.of(sampling))
-                ids, seconds = np.asarray(first)[: len(requests), None], None
+                drawn = sample_first(prefilled.logits, SamplingRows.of(sampling))
+                ids, seconds = np.asarray(drawn.ids)[: len(requests), None], None
             else:
                 numbers = [] if host is None else [host.admit() for _ in requests]
                 lane = Lane(runner, key)
