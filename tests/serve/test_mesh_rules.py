@@ -133,6 +133,7 @@ def check_processes(found, folder, cases, questions, processes, method="turborag
         assert found[case] == [wanted, nbytes // processes], case
 
 
+@pytest.mark.slow  # test_ranks.py has the two processes of every run
 def test_two_processes_have_half_of_the_heads_each(wide_model_dir, run_processes, tmp_path):
     """A process searches and fetches what it holds, and has half of the host memory."""
     asked = (("away",), QUESTIONS[:3], 2)
