@@ -193,3 +193,11 @@ def server(served_model: Model, village: Path) -> Iterator[Running]:
 def running_fixture() -> Callable[..., contextlib.AbstractContextManager[Running]]:
     """``running(model, bases, change, **settings)``: a server of its own."""
     return running
+
+
+@pytest.fixture(scope="module")
+def kept(running, served_model, village, tmp_path_factory):
+    """A server with a data folder."""
+    data = tmp_path_factory.mktemp("data")
+    with running(served_model, {"village": village}, data=str(data)) as started:
+        yield started

@@ -18,14 +18,6 @@ HOME = "What is the home of Giso Berow?"
 
 
 @pytest.fixture(scope="module")
-def kept(running, served_model, village, tmp_path_factory):
-    """A server with a data folder."""
-    data = tmp_path_factory.mktemp("data")
-    with running(served_model, {"village": village}, data=str(data)) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
 def client(kept):
     return openai.OpenAI(base_url=f"{kept.url}/v1", api_key="none", max_retries=0)
 

@@ -19,14 +19,6 @@ VILLAGE = {"type": "file_search", "vector_store_ids": ["village"]}
 
 
 @pytest.fixture(scope="module")
-def kept(running, served_model, village, tmp_path_factory):
-    """A server with a data folder."""
-    data = tmp_path_factory.mktemp("data")
-    with running(served_model, {"village": village}, data=str(data)) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
 def client(kept):
     with openai.OpenAI(base_url=f"{kept.url}/v1", api_key="any", max_retries=0) as made:
         yield made

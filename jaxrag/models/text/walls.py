@@ -26,7 +26,7 @@ _BEHIND = re.compile(  # what ends lines: `(taken from a.md, page 3)`
 _BRACKETED = re.compile(  # a line of brackets: `[[ a.md | part 3 ]]`, `<<< 3 >>>`
     r"^[ \t]*(?P<words>[\[({<]{2,4})[^\n]{1,200}[\])}>]{2,4}:?[ \t]*$", re.MULTILINE
 )
-_RULED = re.compile(  # a line of one sign, with words: `==== a.md, relevance 90 %:`
+_SIGNS = re.compile(  # a line of one sign, with words: `==== a.md, relevance 90 %:`
     r"^[ \t]*(?P<words>([=*~+>-])\2{2,})[ \t]*[^\s\2][^\n]{0,200}$", re.MULTILINE
 )
 _FILE = re.compile(  # `a.md: `, `[docs/a.pdf#page=3]: `
@@ -173,7 +173,7 @@ def repeated_walls(text: str, rules: PassageRules) -> set[Span]:
     Labels that count up, labels that come again, tags, and brackets at the ends of lines; each far
     enough apart to hold a passage.
     """
-    words = (_LABEL, _BRACKETED, _RULED, _FILE, _BEHIND, _WITHIN)
+    words = (_LABEL, _BRACKETED, _SIGNS, _FILE, _BEHIND, _WITHIN)
     kinds = itertools.chain(
         _counted(text, rules.apart),
         _tags(text, rules.apart),
