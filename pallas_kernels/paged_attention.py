@@ -130,7 +130,7 @@ def paged_attention(
             keys, values = (x.reshape(batch, kv_size, -1) for x in keys_in_place(j))
             scores = jnp.einsum("bnc,bsc->bns", q_rows, keys, preferred_element_type=jnp.float32)
             scores = scores.reshape(batch, num_kv_heads, group, kv_size)
-            return scores * scale, functools.partial(_mix_joined, values=values)
+            return scores, functools.partial(_mix_joined, values=values)
 
     elif rotate_side == "query":
 
@@ -140,7 +140,7 @@ def paged_attention(
             q_i = lax.dynamic_index_in_dim(per_page, i, 3, keepdims=False)  # [B, p, K, R, H]
             scores = jnp.einsum("bpkrh,bpskh->bkrps", q_i, keys, preferred_element_type=jnp.float32)
             scores = scores.reshape(*scores.shape[:3], kv_size)
-            return scores * scale, functools.partial(mix, values=heads_first(values))
+            return scores, functools.partial(mix, values=heads_first(values))
 
     else:
         q_tiles = rotated_queries(query_position)
@@ -149,10 +149,10 @@ def paged_attention(
             keys, values = map(heads_first, keys_in_place(j))
             q_i = lax.dynamic_index_in_dim(q_tiles, i, 2, keepdims=False)
             scores = jnp.einsum("bkrh,bksh->bkrs", q_i, keys, preferred_element_type=jnp.float32)
-            return scores * scale, functools.partial(mix, values=values)
+            return scores, functools.partial(mix, values=values)
 
     tiles, shape = Tiles(live, whole, visible), (batch, num_kv_heads, group * tile, dim)
-    out, lse = tiled_attention(tiles, score_tile, shape, out_dtype or q.dtype)
+    out, lse = tiled_attention(tiles, score_tile, shape, scale, out_dtype or q.dtype)
     out = join_queries(out, group, tile)[:, :length]
     lse = join_queries(lse, group, tile)[:, :length]
     real = (query_position >= 0)[:, :length, None]

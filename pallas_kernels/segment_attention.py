@@ -111,11 +111,11 @@ def _attend(
         q_i = lax.dynamic_index_in_dim(q_tiles, i, 2, keepdims=False)
         k_j, v_j = (lax.dynamic_slice_in_dim(x, j * tile, tile, 2) for x in (k_heads, v_heads))
         scores = jnp.einsum("bkrh,bksh->bkrs", q_i, k_j, preferred_element_type=jnp.float32)
-        return scores * scale, functools.partial(mix, values=v_j)
+        return scores, functools.partial(mix, values=v_j)
 
     tiles = _tiles(rule, prefix_visible, tile, group)
     shape = (q.shape[0], num_kv_heads, group * tile, q.shape[3])
-    out, lse = tiled_attention(tiles, score_tile, shape, q.dtype)
+    out, lse = tiled_attention(tiles, score_tile, shape, scale, q.dtype)
     return join_queries(out, group, tile), join_queries(lse, group, tile)
 
 

@@ -64,15 +64,17 @@ def tiled_attention(
     tiles: Tiles,
     score_tile: Callable[[Array, Array], tuple[Array, Mix]],
     shape: tuple[int, int, int, int],
+    scale: float,
     dtype: jnp.dtype,
 ) -> tuple[Array, Array]:
     """Attend every query tile to its live key tiles.
 
     Args:
       tiles: what is visited.
-      score_tile: (i, j) -> scaled scores [B, K, R, S] float32 of query tile i and key tile j, and
-        how weights of the same shape mix the values of the key tile to [B, K, R, H] float32.
+      score_tile: (i, j) -> products [B, K, R, S] float32 of query tile i and key tile j, and how
+        weights of the same shape mix the values of the key tile to [B, K, R, H] float32.
       shape: (B, K, R, H); R rows of a query tile are G query heads times queries.
+      scale: positive factor on the products, which makes them scores.
       dtype: of the returned ``out``.
 
     Returns:
@@ -91,10 +93,11 @@ def tiled_attention(
                 see = visible(i, j)
                 scores = jnp.where(see, scores, _FLOOR)
             new_top = jnp.maximum(top, scores.max(-1))
-            weights = jnp.exp(scores - new_top[..., None])
+            # Scaled within the exponential's own pass over the tile.
+            weights = jnp.exp((scores - new_top[..., None]) * scale)
             if mask:
                 weights = jnp.where(see, weights, 0.0)
-            shrink = jnp.exp(top - new_top)
+            shrink = jnp.exp((top - new_top) * scale)
             part = mix_values(weights)
             return out * shrink[..., None] + part, new_top, total * shrink + weights.sum(-1)
 
@@ -108,7 +111,8 @@ def tiled_attention(
         out, top, total = state
         seen = total > 0
         out = out / jnp.where(seen, total, 1.0)[..., None]
-        lse = jnp.where(seen, top + jnp.log(jnp.where(seen, total, 1.0)), -jnp.inf)
+        lse = top * scale + jnp.log(jnp.where(seen, total, 1.0))
+        lse = jnp.where(seen, lse, -jnp.inf)
         return None, (out.astype(dtype), lse)
 
     if live.shape[0] == 1:
