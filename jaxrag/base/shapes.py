@@ -1,5 +1,7 @@
 """Sizes that are compiled once and reused: powers of two, and the pieces of a long prefill."""
 
+QUESTION_WIDTHS = (48, 80)  # tokens; 80 is measured 1.3 times faster than 128, 96 hardly
+
 
 def bucket(size: int, smallest: int = 16) -> int:
     """The next power of two that holds ``size``: shapes that are compiled once and reused."""
@@ -14,14 +16,17 @@ def bucket_below(size: int) -> int:
 def pieces(length: int, largest: int) -> list[tuple[int, int]]:
     """Split a prefill of ``length`` tokens into (tokens, width) pieces of few distinct widths.
 
-    Widths are powers of two up to ``largest``, and from 512 on also 64 or 128 more than one: a
-    prompt is often a round number of chunk tokens and a short question, and a pass of its own for
-    the question would read every weight again. At most an eighth of what is longer than 128 tokens
-    is padding.
+    Widths are powers of two up to ``largest``, and 48 and 80: most questions behind stored chunks
+    are about that long, and their attention is most of the work. From 512 on also 64 or 128 more
+    than a power of two: a prompt is often a round number of chunk tokens and a short question, and
+    a pass of its own for the question would read every weight again. At most an eighth of what is
+    longer than 128 tokens is padding.
     """
     out = []
     while length > 0:
-        width = min(bucket(length), largest)
+        power = bucket(length)
+        width = next((it for it in QUESTION_WIDTHS if length <= it < power), power)
+        width = min(width, largest)
         if width > length > 128 and width - length > length // 8:
             width //= 2
         rest = length - width

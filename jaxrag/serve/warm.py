@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from jaxrag.base.shapes import bucket
+from jaxrag.base.shapes import QUESTION_WIDTHS, bucket
 from jaxrag.base.types import HostArray
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.prefill import PREFILL_TOKENS
@@ -21,7 +21,7 @@ from jaxrag.serve.ask import Ask, check_count, check_flag, check_texts
 from jaxrag.serve.conversation import Text
 from jaxrag.serve.questions import prepare, resolve
 
-_FINAL_TOKENS = (16, 32, 64, 128)  # of final blocks, one a width
+_FINAL_TOKENS = (16, 32, 48, 64, 80, 128)  # of final blocks, one a width
 _ASKED = "What?"
 _CHUNK_TOKENS = 512  # where there is no knowledge base
 _BYTES = 1 << 30  # of the chunks, which are not kept
@@ -149,4 +149,4 @@ def _widths(most: int) -> list[int]:
     widths = [bucket(1)]
     while widths[-1] < min(most, PREFILL_TOKENS):
         widths.append(2 * widths[-1])
-    return [min(width, most - 1) for width in widths]
+    return [min(width, most - 1) for width in sorted({*widths, *QUESTION_WIDTHS})]

@@ -329,7 +329,7 @@ def test_an_interrupt_of_the_caller_aborts_what_it_asked(shared_models, rng, at_
     at_rest(engine)
 
 
-def test_serving_compiles_nothing_that_was_compiled_before(engine_on, asked, serve, at_rest):
+def test_serving_compiles_nothing_that_was_compiled_before(rng, engine_on, asked, serve, at_rest):
     """New requests of shapes that were served: nothing is even traced."""
     engine = engine_on(cache_tokens=512)
     methods = ["turborag", "full_attention"]
@@ -338,10 +338,16 @@ def test_serving_compiles_nothing_that_was_compiled_before(engine_on, asked, ser
     serve(engine, requests)
     jax.config.update("jax_no_tracing", True)
     try:
-        again = [asked(engine, name, tokens=n, rows=4) for name in methods for n in (1, 5, 14)]
-        known = [it for it in again if it.prompt.chunks]
-        client = serve(engine, known)
+        other = [
+            dataclasses.replace(it.prompt, final=rng.integers(3, 101, 9).astype(np.int32))
+            for it in requests
+        ]
+        again = [
+            dataclasses.replace(it, prompt=prompt, max_new_tokens=n)
+            for it, prompt, n in zip(requests, other, 2 * (1, 5, 14), strict=True)
+        ]
+        client = serve(engine, again)
     finally:
         jax.config.update("jax_no_tracing", False)
-    assert [client.last[n].error for n in client.numbers] == [None] * len(known)
+    assert [client.last[n].error for n in client.numbers] == [None] * len(again)
     at_rest(engine)
