@@ -21,7 +21,7 @@ from jaxrag.serve.ask import Ask, check_count, check_flag, check_texts
 from jaxrag.serve.conversation import Text
 from jaxrag.serve.questions import prepare, resolve
 
-_FINAL_TOKENS = (16, 32, 48, 64, 80, 128)  # of final blocks, one a width
+_MOST_FINAL_TOKENS = 128  # of final blocks over chunks
 _ASKED = "What?"
 _CHUNK_TOKENS = 512  # where there is no knowledge base
 _BYTES = 1 << 30  # of the chunks, which are not kept
@@ -134,19 +134,21 @@ def requests_like(
         store = MemoryStore(model.fingerprint, layout, max_tokens=most, max_bytes=_BYTES)
     prompts = []
     for size in set(chunk_tokens) or {_CHUNK_TOKENS}:
-        room = most - _FINAL_TOKENS[-1] - max_new_tokens
+        room = most - _MOST_FINAL_TOKENS - max_new_tokens
         count = min(k, room // size)
         chunks = tuple(ids(size) for _ in range(count))
-        prompts += [Prompt(_NOTHING, chunks, ids(length)) for length in _FINAL_TOKENS if count > 0]
-    prompts += [Prompt(_NOTHING, (), ids(width)) for width in _widths(most)]
+        finals = _widths(_MOST_FINAL_TOKENS) if count > 0 else []
+        prompts += [Prompt(_NOTHING, chunks, ids(length)) for length in finals]
+    lengths = _widths(min(PREFILL_TOKENS, most - 1))
+    prompts += [Prompt(_NOTHING, (), ids(length)) for length in lengths]
     for prompt in prompts:
         tokens = max(min(max_new_tokens, most - prompt.num_tokens), 1)
         yield Request(prompt, store, method, tokens, rows=rows, watched=watched)
 
 
-def _widths(most: int) -> list[int]:
-    """Lengths of prompts that are run in one piece each, one a width."""
-    widths = [bucket(1)]
-    while widths[-1] < min(most, PREFILL_TOKENS):
+def _widths(longest: int) -> list[int]:
+    """Lengths up to ``longest`` of what is run in one piece each, one a width."""
+    widths = [*QUESTION_WIDTHS, bucket(1)]
+    while widths[-1] < longest:
         widths.append(2 * widths[-1])
-    return [min(width, most - 1) for width in sorted({*widths, *QUESTION_WIDTHS})]
+    return sorted({min(width, longest) for width in widths})
