@@ -9,7 +9,8 @@ are the files of Markdown or text below ``documents``, cut as splitters do.
 - *stream*: questions whose passages are drawn by Zipf's law, and talks of six turns: the share of
   the prompts' tokens whose KV was found, beside what a prefix cache of blocks of 16 tokens would
   find in the very same token ids, without bound; and seconds to the first token, from text, beside
-  full attention asked in turn with it;
+  full attention asked in turn with it, and beside vLLM with its own prefix cache, which gets token
+  ids over HTTP, if ``vllm_python`` names an interpreter that has it;
 - *zipf*: the share of the passages' characters in blocks known from any earlier of 1,600 prompts of
   ``passages``, drawn by Zipf's law of 800, as the cut alone decides it; no model runs;
 - *cut*: of one processor, milliseconds to find the passages of a prompt of 40,000 characters;
@@ -29,11 +30,13 @@ import random
 import re
 import sys
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from plain_peer import Asked, started
 from script import Result, run_script
 from stack_prompts import (
     HELD_OUT,
@@ -53,8 +56,9 @@ from tqdm import tqdm
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import option
 from jaxrag.engine.engine import engine_of
+from jaxrag.measure.bench.serve_peer import HttpPeer
 from jaxrag.measure.machine import describe
-from jaxrag.measure.zoo import SMALL_LLAMA
+from jaxrag.measure.zoo import llama
 from jaxrag.models.model import Model, random_model
 from jaxrag.models.spec import num_params
 from jaxrag.models.text import byte_level
@@ -93,6 +97,7 @@ class Options:
     vocabulary: int = option(4096, "of the tokenizer", "N")
     method: str = option("turborag", "of reuse", "NAME")
     seed: int = option(0, "of every draw", "N")
+    vllm_python: str = option("", "interpreter with vLLM, for the streams", "PATH")
 
 
 def run(options: Options) -> Result:
@@ -102,13 +107,15 @@ def run(options: Options) -> Result:
     model = _model(options, list(texts.values()))
     tokenizer = model.text_tokenizer()
     chunks = [(name, it) for name, text in texts.items() for it in _split(text)]
-    streams = {
-        name: _streamed(options, model, stack, chunks)
-        for name, stack in tqdm(STACKS.items(), "stacks", file=sys.stderr)
-        if not options.stacks or name in options.stacks.split(";")
-    }
+    with started(options.vllm_python, model, model.config.max_positions) as peer:
+        streams = {
+            name: _streamed(options, model, stack, chunks, peer)
+            for name, stack in tqdm(STACKS.items(), "stacks", file=sys.stderr)
+            if not options.stacks or name in options.stacks.split(";")
+        }
     return {
-        "options": dataclasses.asdict(options),
+        "options": {k: v for k, v in dataclasses.asdict(options).items() if k != "vllm_python"},
+        "peer": peer and peer.about,
         "second_sight": _second_sights(options, tokenizer, rules, texts),
         "streams": streams,
         "zipf": _zipf(options, tokenizer, rules, chunks),
@@ -214,9 +221,13 @@ def _zipf(
 
 
 def _streamed(
-    options: Options, model: Model, stack: Stack, chunks: Sequence[tuple[str, str]]
+    options: Options,
+    model: Model,
+    stack: Stack,
+    chunks: Sequence[tuple[str, str]],
+    peer: HttpPeer | None,
 ) -> Result:
-    """Questions and talks of one stack, each with reuse and with full attention, in turn."""
+    """Questions and talks of one stack, with reuse, with full attention, and by vLLM, in turn."""
     draw = random.Random(options.seed)
     order = draw.sample(chunks, len(chunks))
     asked = {
@@ -227,12 +238,18 @@ def _streamed(
     engine.memory.delete(list(engine.memory.keys()))
     engine.forget()
     told: Result = {}
+    salt = uuid.uuid4().hex
     for kind, prompts in asked.items():
         reuse, prefix = _Found(model, options), _PrefixCache(model.text_tokenizer())
+        theirs = peer and Asked(peer, salt)
         for at, messages in enumerate(prompts):
             reuse.ask(messages, first=at % 2 == 0)
             prefix.ask(messages)
+            if theirs:
+                theirs.ask(_ids(model.text_tokenizer(), messages))
         told[kind] = reuse.told() | {"prefix_cache": prefix.share()}
+        if theirs:
+            told[kind]["vllm"] = theirs.told(reuse.seconds)
     return told
 
 
@@ -287,7 +304,7 @@ class _Found:
     def __init__(self, model: Model, options: Options) -> None:
         self._model, self._method = model, options.method
         self._tokens = self._from_kv = self._of_passages = 0
-        self._reuse, self._full = list[float](), list[float]()
+        self.seconds, self._full = list[float](), list[float]()
 
     def ask(self, messages: Messages, first: bool) -> None:
         """Both ways, with reuse first or last."""
@@ -301,21 +318,21 @@ class _Found:
         self._of_passages += sum(it.tokens for it in rows)
         self._from_kv += found
         self._tokens += len(_ids(self._model.text_tokenizer(), messages))
-        self._reuse.append(seconds)
+        self.seconds.append(seconds)
 
     def _ask_plainly(self, messages: Messages) -> None:
         self._full.append(self._timed(messages, method="full_attention")[1])
 
     def told(self) -> Result:
-        spent = {"reuse": self._reuse, "full_attention": self._full}
+        spent = {"reuse": self.seconds, "full_attention": self._full}
         seconds = {
             name: {f"p{at}": round(float(np.percentile(it, at)), 4) for at in (50, 95)}
             for name, it in spent.items()
         }
-        ratio = float(np.median(np.array(self._full) / np.array(self._reuse)))
+        ratio = float(np.median(np.array(self._full) / np.array(self.seconds)))
         return {
-            "prompts": len(self._reuse),
-            "prompt_tokens": round(self._tokens / len(self._reuse)),
+            "prompts": len(self.seconds),
+            "prompt_tokens": round(self._tokens / len(self.seconds)),
             "of_prompts": round(self._from_kv / self._tokens, 4),
             "of_passages": round(self._from_kv / max(self._of_passages, 1), 4),
             "seconds": seconds,
@@ -449,8 +466,7 @@ def _model(options: Options, texts: Sequence[str]) -> Model:
     made = byte_level.train(texts, options.vocabulary, specials)
     settings = {"eos_token": "<|im_end|>", "add_bos_token": False}
     tokenizer = Tokenizer(made.to_str().encode(), settings, {"default": _CHATML})
-    config = dataclasses.replace(
-        SMALL_LLAMA,
+    config = llama(
         vocab_size=options.vocabulary,
         num_layers=options.layers,
         model_dim=options.width,
@@ -479,6 +495,11 @@ def report(result: Result) -> Iterator[str]:
             f"{one['prefix_cache']:13.3f} {spent['reuse']['p50']:6.3f} "
             f"{spent['full_attention']['p50']:5.3f} {one['sooner']:7.2f}"
         )
+        if theirs := one.get("vllm"):
+            yield (
+                f"{'  vLLM':26} {kind:10} {'':8} {'':7} {theirs['of_prompts']:13.3f} {'':6} "
+                f"{theirs['seconds']['p50']:5.3f} {theirs['reuse_sooner']:7.2f}"
+            )
     for name in STACKS:
         yield f"{name:26} zipf, last 1,200: {result['zipf'][name]['last 1,200']:.3f}"
     took = result["cut"]
