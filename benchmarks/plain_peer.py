@@ -18,6 +18,7 @@ from jaxrag.base.types import HostArray
 from jaxrag.measure.bench.serve_peer import HttpPeer, vllm
 from jaxrag.models.model import Model
 
+_KV_GIB = 4  # 54,000 tokens of a model of 100M parameters, more than a stream has
 _TOLD = ("--enable-prompt-tokens-details",)  # how many tokens its prefix cache had
 
 
@@ -28,7 +29,7 @@ def started(python: str, model: Model, max_tokens: int) -> Iterator[HttpPeer | N
         yield None
         return
     with tempfile.TemporaryDirectory() as name, vllm(
-        python, model, Path(name), max_tokens, _TOLD
+        python, model, Path(name), max_tokens, _TOLD, _KV_GIB
     ) as peer:  # fmt: skip
         asked(peer, np.arange(3, 67, dtype=np.int32), "warm-up")
         yield peer

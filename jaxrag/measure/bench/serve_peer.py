@@ -32,7 +32,6 @@ from jaxrag.models.text import byte_level
 FLAGS = ("--enforce-eager", "--enable-prefix-caching")
 _START_SECONDS = 600.0  # 30 on an idle machine
 _STOP_SECONDS = 20.0
-_KV_GIB = 1  # of KV on a CPU
 
 
 class HttpPeer:
@@ -104,7 +103,12 @@ def write_model(model: Model, directory: Path) -> None:
 
 @contextlib.contextmanager
 def vllm(
-    python: str, model: Model, folder: Path, max_tokens: int, more: Sequence[str] = ()
+    python: str,
+    model: Model,
+    folder: Path,
+    max_tokens: int,
+    more: Sequence[str] = (),
+    kv_gib: int = 1,
 ) -> Iterator[HttpPeer]:
     """vLLM's OpenAI server on a copy of the model, until the block ends.
 
@@ -113,6 +117,7 @@ def vllm(
       folder: for the copy, unless it holds it as "model", and the server's messages.
       max_tokens: of a prompt and its answer.
       more: further arguments of its command.
+      kv_gib: for KV, on a CPU.
 
     Raises:
       RequestError: it cannot be run, or ended before it answered.
@@ -131,7 +136,7 @@ def vllm(
     cores = str(len(os.sched_getaffinity(0)))
     # All cores, as ours has them: its own choice would leave one of them to its scheduler.
     environment = os.environ | {
-        "VLLM_CPU_KVCACHE_SPACE": str(_KV_GIB), "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": str(kv_gib), "TORCHDYNAMO_DISABLE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": cores,
         "VLLM_NO_USAGE_STATS": "1",
     }  # fmt: skip
