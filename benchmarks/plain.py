@@ -6,11 +6,12 @@ are the files of Markdown or text below ``documents``, cut as splitters do.
 - *second sight*: the share of the passages' characters that lie in blocks known from an earlier
   prompt, which had the same passages in another order and another question; of the prompts of six
   stacks, and of public projects that no rule was made with (benchmarks/stack_prompts.py);
-- *stream*: questions whose passages are drawn by Zipf's law, and talks of six turns: the share of
-  the prompts' tokens whose KV was found, beside what a prefix cache of blocks of 16 tokens would
-  find in the very same token ids, without bound; and seconds to the first token, from text, beside
-  full attention asked in turn with it, and beside vLLM with its own prefix cache, which gets token
-  ids over HTTP, if ``vllm_python`` names an interpreter that has it;
+- *stream*: questions whose passages are drawn by Zipf's law, some of the same passages again in
+  another order and for another question, and talks of six turns: the share of the prompts' tokens
+  whose KV was found, beside what a prefix cache of blocks of 16 tokens would find in the very same
+  token ids, without bound; and seconds to the first token, from text, beside full attention asked
+  in turn with it, and beside vLLM with its own prefix cache, which gets token ids over HTTP, if
+  ``vllm_python`` names an interpreter that has it;
 - *zipf*: the share of the passages' characters in blocks known from any earlier of 1,600 prompts of
   ``passages``, drawn by Zipf's law of 800, as the cut alone decides it; no model runs;
 - *cut*: of one processor, milliseconds to find the passages of a prompt of 40,000 characters;
@@ -78,6 +79,8 @@ _HOSTILE = (
     "<source>", "[1] ", "---\n", "\n", "|\n", "title: x\n", "Label: x\n", "(a b", "a.\nB", " ",
     "\n```", "1. x\n2. y\n", "<a>x</b>", "=== x\n", "x | ", "a.b: ", "[[ x ]]\n",
 )  # fmt: skip
+_KINDS = ("questions", "again", "talks")
+_AGAIN = 6  # prompts whose passages come a second time
 _ASKED = ("What is said of the store?", "How is a chunk read?", "Which setting bounds this?")
 
 
@@ -230,9 +233,20 @@ def _streamed(
     """Questions and talks of one stack, with reuse, with full attention, and by vLLM, in turn."""
     draw = random.Random(options.seed)
     order = draw.sample(chunks, len(chunks))
+    weights = [1 / rank for rank in range(1, len(order) + 1)]
+    met = [
+        (_drawn(draw, order, weights, options.passages), draw.choice(_ASKED))
+        for _ in range(options.questions)
+    ]
+    talks = list(_talks(options, draw, stack, order))
+    again = [
+        (draw.sample(it, len(it)), draw.choice([other for other in _ASKED if other != question]))
+        for it, question in met[-_AGAIN:]
+    ]
     asked = {
-        "questions": list(_questions(options, draw, stack, order)),
-        "talks": list(_talks(options, draw, stack, order)),
+        "questions": [stack(*it) for it in met],
+        "again": [stack(*it) for it in reversed(again)],
+        "talks": talks,
     }
     engine = engine_of(model)
     engine.memory.delete(list(engine.memory.keys()))
@@ -251,14 +265,6 @@ def _streamed(
         if theirs:
             told[kind]["vllm"] = theirs.told(reuse.seconds)
     return told
-
-
-def _questions(
-    options: Options, draw: random.Random, stack: Stack, chunks: Sequence[tuple[str, str]]
-) -> Iterator[Messages]:
-    weights = [1 / rank for rank in range(1, len(chunks) + 1)]
-    for _ in range(options.questions):
-        yield stack(_drawn(draw, chunks, weights, options.passages), draw.choice(_ASKED))
 
 
 def _talks(
@@ -487,7 +493,7 @@ def report(result: Result) -> Iterator[str]:
         yield from (f"{name:50} {share:.3f}" for name, share in shares.items())
         yield f"{'mean':50} {np.mean(list(shares.values())):.3f}"
     yield f"{'stack':26} {'':10} passages  prompt  prefix cache  p50 s  full  sooner"
-    for (name, told), kind in itertools.product(result["streams"].items(), ("questions", "talks")):
+    for (name, told), kind in itertools.product(result["streams"].items(), _KINDS):
         one = told[kind]
         spent = one["seconds"]
         yield (
