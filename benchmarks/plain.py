@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from plain_arms import Found, PrefixCache, ids_of
 from plain_peer import Asked, started
 from script import Result, run_script
 from stack_prompts import (
@@ -67,10 +68,8 @@ from jaxrag.models.text.passage_rules import PassageRules, passage_rules
 from jaxrag.models.text.passages import MOST_CHARACTERS, cut
 from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.serve.conversation import FoundChunk
-from jaxrag.serve.generate import generate
 from jaxrag.serve.plain import plain_prompt
 
-_PAGE = 16  # tokens of a block of a prefix cache
 _CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -254,13 +253,13 @@ def _streamed(
     told: Result = {}
     salt = uuid.uuid4().hex
     for kind, prompts in asked.items():
-        reuse, prefix = _Found(model, options), _PrefixCache(model.text_tokenizer())
+        reuse, prefix = Found(model, options.method), PrefixCache(model.text_tokenizer())
         theirs = peer and Asked(peer, salt)
         for at, messages in enumerate(prompts):
             reuse.ask(messages, first=at % 2 == 0)
             prefix.ask(messages)
             if theirs:
-                theirs.ask(_ids(model.text_tokenizer(), messages))
+                theirs.ask(ids_of(model.text_tokenizer(), messages))
         told[kind] = reuse.told() | {"prefix_cache": prefix.share()}
         if theirs:
             told[kind]["vllm"] = theirs.told(reuse.seconds)
@@ -304,75 +303,6 @@ def _drawn(
     return [chunks[it] for it in best]
 
 
-class _Found:
-    """Answers with reuse and without: tokens from KV, and seconds to the first token."""
-
-    def __init__(self, model: Model, options: Options) -> None:
-        self._model, self._method = model, options.method
-        self._tokens = self._from_kv = self._of_passages = 0
-        self.seconds, self._full = list[float](), list[float]()
-
-    def ask(self, messages: Messages, first: bool) -> None:
-        """Both ways, with reuse first or last."""
-        for reuse in (first, not first):
-            (self._ask if reuse else self._ask_plainly)(messages)
-
-    def _ask(self, messages: Messages) -> None:
-        result, seconds = self._timed(messages, method=self._method, plain="passages")
-        rows = [it for it in result.reuse if it.part.startswith("chunk")]
-        found = sum(it.tokens for it in rows if it.how == "chunk hit")
-        self._of_passages += sum(it.tokens for it in rows)
-        self._from_kv += found
-        self._tokens += len(_ids(self._model.text_tokenizer(), messages))
-        self.seconds.append(seconds)
-
-    def _ask_plainly(self, messages: Messages) -> None:
-        self._full.append(self._timed(messages, method="full_attention")[1])
-
-    def told(self) -> Result:
-        spent = {"reuse": self.seconds, "full_attention": self._full}
-        seconds = {
-            name: {f"p{at}": round(float(np.percentile(it, at)), 4) for at in (50, 95)}
-            for name, it in spent.items()
-        }
-        ratio = float(np.median(np.array(self._full) / np.array(self.seconds)))
-        return {
-            "prompts": len(self.seconds),
-            "prompt_tokens": round(self._tokens / len(self.seconds)),
-            "of_prompts": round(self._from_kv / self._tokens, 4),
-            "of_passages": round(self._from_kv / max(self._of_passages, 1), 4),
-            "seconds": seconds,
-            "sooner": round(ratio, 2),
-        }
-
-    def _timed(self, messages: Messages, **how: Any) -> tuple[Any, float]:
-        begun = time.perf_counter()
-        given: Any = {"messages": messages, "max_new_tokens": 1} | how
-        result = generate(model=self._model, **given)
-        return result, time.perf_counter() - begun
-
-
-class _PrefixCache:
-    """What a prefix cache without bound finds: whole blocks of tokens behind equal ones."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer, self._seen = tokenizer, set[bytes]()
-        self._found = self._tokens = 0
-
-    def ask(self, messages: Messages) -> None:
-        ids = _ids(self._tokenizer, messages)
-        name, matches = b"", True
-        for at in range(0, len(ids) - _PAGE + 1, _PAGE):
-            name = hashlib.blake2b(name + ids[at : at + _PAGE].tobytes()).digest()
-            matches = matches and name in self._seen
-            self._found += _PAGE * matches
-            self._seen.add(name)
-        self._tokens += len(ids)
-
-    def share(self) -> float:
-        return round(self._found / self._tokens, 4)
-
-
 def _cut_seconds(
     options: Options, rules: PassageRules, chunks: Sequence[tuple[str, str]]
 ) -> Result:
@@ -403,7 +333,7 @@ def _coding(options: Options, tokenizer: Tokenizer, rules: PassageRules) -> Resu
     texts = _texts(Path(options.code), "*.py")
     files = {name: texts[name] for name in draw.sample(sorted(texts), min(12, len(texts)))}
     open_files = list(files)[:6]
-    known, prefix = set[bytes](), _PrefixCache(tokenizer)
+    known, prefix = set[bytes](), PrefixCache(tokenizer)
     total = found = 0
     for turn in range(options.turns):
         if turn and draw.random() < 0.5:  # another file is read, or one of before again
@@ -424,7 +354,7 @@ def _coding(options: Options, tokenizer: Tokenizer, rules: PassageRules) -> Resu
             digest = hashlib.blake2b(it.ids.tobytes()).digest()
             found += len(it.ids) * (digest in known)
             known.add(digest)
-        total += len(_ids(tokenizer, messages))
+        total += len(ids_of(tokenizer, messages))
         prefix.ask(messages)
     return {
         "turns": options.turns,
@@ -442,11 +372,6 @@ def _moved(draw: random.Random, text: str) -> str:
     at, to = draw.randrange(1, len(parts)), draw.randrange(1, len(parts))
     parts.insert(to, parts.pop(at))
     return "".join(parts)
-
-
-def _ids(tokenizer: Tokenizer, messages: Messages) -> Any:
-    prompt, _ = plain_prompt(tokenizer, messages, None)
-    return np.concatenate([prompt.prefix, *prompt.chunks, prompt.final])
 
 
 def _texts(folder: Path, *patterns: str) -> dict[str, str]:
