@@ -5,8 +5,8 @@ short answers. Each question is asked three ways: as the model was trained, with
 with its passages pasted into a message, joined by empty lines, with full attention; and the same
 message with its passages read as blocks. The chat template writes the messages' texts and nothing
 else, as the model knows the words of its language only. Each question of a row begins with another
-of its passages and goes round, so that no two prompts have a prefix in common; the share of tokens
-of blocks that come from KV is told, from the second question of a row on.
+of its passages and goes round, so that prompts have only the system's message in front in common;
+the share of tokens of blocks that come from KV is told, from the second question of a row on.
 
 rows: python scripts/make_long_documents.py runs/pasted.jsonl --split test --seed 7 --rows 30,
 with --tokens 2048 --chunk-tokens 128
@@ -88,7 +88,7 @@ def run(options: Options) -> Result:
         "right": {name: plain(share(it, of)) for name, it in values.items()},
         "blocks_less_full": plain(difference(values[BLOCKS], values[FULL], of)),
         "full_less_own": plain(difference(values[FULL], values[OWN], of)),
-        "of_passages": round(found / again, 4),
+        "of_passages": round(found / again, 4) if again else None,
         "machine": describe(),
     }
 
@@ -124,7 +124,9 @@ def report(result: Result) -> list[str]:
     for name in ("blocks_less_full", "full_less_own"):
         it = result[name]
         lines.append(f"{name:30} {it['value']:+5.3f}  [{it['low']:+.3f}, {it['high']:+.3f}]")
-    return [*lines, f"tokens of blocks from KV, second questions on: {result['of_passages']:.3f}"]
+    if result["of_passages"] is not None:
+        lines.append(f"tokens of blocks from KV, second questions on: {result['of_passages']:.3f}")
+    return lines
 
 
 if __name__ == "__main__":
