@@ -25,6 +25,7 @@ import numpy as np
 from script import Result, run_script
 from tqdm import tqdm
 
+from jaxrag.base.errors import RequestError
 from jaxrag.base.options import option
 from jaxrag.engine.reuse import PartReuse
 from jaxrag.measure.evals.metrics import exact_match
@@ -52,6 +53,8 @@ class Options:
 
 def run(options: Options) -> Result:
     """Every question in every way."""
+    if not Path(options.rows).is_file():
+        raise RequestError(f"--rows {options.rows}: no such file; the head of this script makes it")
     own = load_model(options.model, cache_tokens=65536)
     chatting = _with_chat(own)
     right: dict[str, list[bool]] = {OWN: [], FULL: [], BLOCKS: []}
