@@ -192,7 +192,7 @@ class Core:
             self._fail(state.live[number], self._too_large(state.live[number]))
         self._prefetch_waiting()
         placed = self._transfers.place()
-        encoded = self._transfers.encode_one()
+        encoded = self._transfers.encode_some()
         self._make_room(now)
         prefilled = self._prefills.run()
         self._lanes.turn()

@@ -130,7 +130,8 @@ def _bring_in(
             if load.misses == "in_place":
                 allocator.free(pages)
                 return None
-            fetched = keep(load, found[load.key], *encode(load))
+            [made] = encode([load])
+            fetched = keep(load, found[load.key], made)
         staged = stage(runner, runner.cache, fetched, [load], {load.key: pages})
         found[load.key] = fetched.found[load.key]
         place(runner, staged, {load.key: pages})

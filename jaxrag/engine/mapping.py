@@ -212,7 +212,7 @@ def plan_request(model: Model, request: Request, reserve: int) -> RequestPlan:
     encoding = alone = None
     if method.encoder is not None:
         store = model.held(request.store)
-        encoding = ChunkEncoding(model, store, prompt.prefix, request.indexing)
+        encoding = ChunkEncoding(model, store, prompt.prefix, request.indexing, apart=True)
         alone = dataclasses.replace(encoding, prefix=prompt.prefix[:0], indexing=None)
     parts = []
     whole = zip((prompt.prefix, *prompt.chunks), (0, *layout.chunk_offsets), strict=True)

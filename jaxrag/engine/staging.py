@@ -7,7 +7,7 @@ the engine's thread may ``encode`` and ``place``.
 import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -121,6 +121,13 @@ class Fetched:
         """A copy of one chunk's KV [L, 2, T, K, H]."""
         first = self.at[load.key]
         return self.kv[:, :, first : first + load.tokens].copy()
+
+
+class Made(NamedTuple):
+    """A chunk that was encoded, and what it took, as in ``ChunkOrigin.runs``."""
+
+    chunk: Encoded
+    runs: tuple[tuple[int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -245,21 +252,39 @@ def why_refused(load: ChunkLoad, reason: Refused) -> ChunkOrigin:
     )
 
 
-def encode(load: ChunkLoad, *, reads: bool = True) -> tuple[Encoded, tuple[tuple[int, int], ...]]:
-    """Encode a chunk in a row of its own, so that its KV depends on no other row.
+def encoded_together(first: ChunkLoad, others: Iterable[ChunkLoad]) -> list[ChunkLoad]:
+    """A chunk and those of the others that the program which encodes it has rows for."""
+    found = [first]
+    shape = first.encoding.shape(first.encoder, first.tokens)
+    if shape is None:
+        return found
+    for it in others:
+        if len(found) == shape[0]:
+            break
+        alike = it.encoding is first.encoding and it.encoder == first.encoder
+        if alike and it.encoding.shape(it.encoder, it.tokens) == shape:
+            found.append(it)
+    return found
 
-    ``reads``: its neighbours' KV may be read from the store; else that is computed too. Returns it
-    with the prefills that it took, as in ``ChunkOrigin.runs``.
+
+def encode(loads: Sequence[ChunkLoad], *, reads: bool = True) -> list[Made]:
+    """Encode chunks that ``encoded_together`` gives; no chunk's KV depends on the others.
+
+    ``reads``: its neighbours' KV may be read from the store; else that is computed too.
     """
-    encoding, chosen = load.encoding, encoder_named(load.encoder)
+    encoding, chosen = loads[0].encoding, encoder_named(loads[0].encoder)
     prefix = seen_prefix(chosen, encoding.prefix)
     own_kv = StoredNeighbours(encoding) if reads else _Computed(encoding.model, prefix)
-    [made] = encoding.encode(load.encoder, {load.key: load.chunk}, own_kv)
-    num_before = len(prefix) + sum(map(len, load.chunk.neighbours))
-    joint = chosen.neighbours == "joint"
-    runs = [(load.tokens + num_before * joint, num_before + load.tokens)]
-    runs += [(length, len(prefix) + length) for length in own_kv.computed]
-    return made, tuple(runs)
+    wanted = {load.key: load.chunk for load in loads}
+    made = {it.key: it for it in encoding.encode(chosen.name, wanted, own_kv)}
+    told = []
+    for load in loads:
+        num_before = len(prefix) + sum(map(len, load.chunk.neighbours))
+        joint = chosen.neighbours == "joint"
+        runs = [(load.tokens + num_before * joint, num_before + load.tokens)]
+        runs += [(length, len(prefix) + length) for length in own_kv.computed]
+        told.append(Made(made[load.key], tuple(runs)))
+    return told
 
 
 @dataclasses.dataclass
@@ -281,22 +306,15 @@ class _Computed:
         return compute_own_kv(self.model, self.prefix, chunks)
 
 
-def keep(
-    load: ChunkLoad,
-    found: ChunkOrigin,
-    made: Encoded,
-    runs: tuple[tuple[int, int], ...],
-    *,
-    stores: bool = True,
-) -> Fetched:
+def keep(load: ChunkLoad, found: ChunkOrigin, made: Made, *, stores: bool = True) -> Fetched:
     """Store a chunk that was encoded, where its store takes it; on any thread.
 
     Returns what the store would give back, so that an answer does not depend on which request came
     first. A full disk does not fail a question. ``stores``: False keeps it from the store.
     """
-    not_stored = load.encoding.offer(made) if stores else "its store was not asked"
-    found = dataclasses.replace(found, not_stored=not_stored, runs=runs)
-    kv = as_stored(made.kv, load.encoding.store.layout)
+    not_stored = load.encoding.offer(made.chunk) if stores else "its store was not asked"
+    found = dataclasses.replace(found, not_stored=not_stored, runs=made.runs)
+    kv = as_stored(made.chunk.kv, load.encoding.store.layout)
     return Fetched({load.key: found}, kv, {load.key: 0})
 
 

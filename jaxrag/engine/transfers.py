@@ -18,10 +18,12 @@ from jaxrag.engine.staging import (
     ChunkOrigin,
     Fetched,
     HitKind,
+    Made,
     Staged,
     agreed,
     drop,
     encode,
+    encoded_together,
     fetch,
     fetch_held,
     groups,
@@ -41,7 +43,6 @@ from jaxrag.engine.state import (
 )
 from jaxrag.engine.thread import result_of
 from jaxrag.kv.store import KVStore, OwnRead, SharedStore
-from jaxrag.reuse.encode import Encoded
 
 _FIRST_COME: Order = (0, 0, 0)
 
@@ -57,7 +58,7 @@ class Transfers:
         """``fail`` ends a request that cannot have its chunk."""
         self._state, self._fail = state, fail
         self._pending: dict[str, PendingChunk] = {}
-        self._to_encode: deque[PendingChunk] = deque()
+        self._to_encode: list[PendingChunk] = []
         self._staged: deque[ReadBatch] = deque()
         self._reading: dict[str, ReadBatch] = {}  # chunks that are read from a store
         self._lock = threading.Lock()  # of what is read, and the requests that wait for it
@@ -163,30 +164,38 @@ class Transfers:
         due = (it.deadline for it in self._pending.values() if not (it.late or it.claimed))
         return min((it for it in due if it is not None), default=None)
 
-    def encode_one(self) -> bool:
-        """Encode one chunk that no store gave; the others follow after the next decode step."""
-        state = self._state
-        while self._to_encode:
-            chunk = self._to_encode.popleft()
-            if not self._is_open(chunk):
-                continue
-            key = chunk.load.key
-            if not state.runner.cache.allocator.chunks[key].ref_count:  # no request waits for it
-                if chunk.claim():
-                    self._call_off(chunk)
-                    del self._pending[key]
-                    state.scheduler.refused(key)
-                continue
-            try:
-                made, runs = encode(chunk.load, reads=chunk.stores)
-            except Exception as error:
-                if chunk.claim():
-                    self._lost([chunk], error)
-                return True
+    def encode_some(self) -> bool:
+        """Run one program for chunks that no store gave; others wait for the next decode step."""
+        wanted = {it.load.key: it for it in self._to_encode if self._is_wanted(it)}
+        self._to_encode = list(wanted.values())
+        if not wanted:
+            return False
+        first, *others = (it.load for it in wanted.values())
+        loads = encoded_together(first, others)
+        chunks = [wanted.pop(load.key) for load in loads]
+        self._to_encode = list(wanted.values())
+        try:
+            made = encode(loads, reads=chunks[0].stores)
+        except Exception as error:
+            self._lost([it for it in chunks if it.claim()], error)
+            return True
+        for chunk, it in zip(chunks, made, strict=True):
             if chunk.claim():
                 self._call_off(chunk)
-                self._keep(chunk, made, runs)
+                self._keep(chunk, it)
+        return True
+
+    def _is_wanted(self, chunk: PendingChunk) -> bool:
+        """Is it still to be encoded? One that no request waits for is called off."""
+        if not self._is_open(chunk):
+            return False
+        key = chunk.load.key
+        if self._state.runner.cache.allocator.chunks[key].ref_count:
             return True
+        if chunk.claim():
+            self._call_off(chunk)
+            del self._pending[key]
+            self._state.scheduler.refused(key)
         return False
 
     def _may_compute(self, load: ChunkLoad) -> bool:
@@ -412,13 +421,13 @@ class Transfers:
         for chunk, found in refused:
             self._refused(chunk, found)
 
-    def _keep(self, chunk: PendingChunk, made: Encoded, runs: tuple[tuple[int, int], ...]) -> None:
+    def _keep(self, chunk: PendingChunk, made: Made) -> None:
         """Store a chunk that was encoded, and stage it."""
         state, load, store = self._state, chunk.load, chunk.load.encoding.store
         batch = ReadBatch([load], {load.key: chunk})
 
         def kept() -> Staged:
-            fetched = keep(load, chunk.found, made, runs, stores=chunk.stores)
+            fetched = keep(load, chunk.found, made, stores=chunk.stores)
             staged = self._stage(batch, fetched)
             if chunk.stores and not store.private and state.arena.max_bytes:
                 kv = fetched.kv
@@ -438,7 +447,7 @@ class Transfers:
             then(job())
             return
         link = self._link(store, " (writes)") if chunk.stores else self._arena_link
-        state.links.submit(link, (0, 0, 0), made.kv.nbytes, job, then)
+        state.links.submit(link, (0, 0, 0), made.chunk.kv.nbytes, job, then)
 
     def _call_off(self, chunk: PendingChunk) -> None:
         """A chunk is not to be read, if that has not begun and no other of its batch is wanted."""

@@ -209,9 +209,9 @@ def test_a_nan_in_one_row_fails_that_row(engine_on, asked, alone, serve, at_rest
     )
     plan = jaxrag.engine.mapping.plan_request(engine.runner.model, bad, 0)
     load = plan.parts[1].load
-    made, _ = jaxrag.engine.staging.encode(load)
-    made.kv[:, 1, 3] = np.nan
-    load.encoding.offer(made)
+    [made] = jaxrag.engine.staging.encode([load])
+    made.chunk.kv[:, 1, 3] = np.nan
+    load.encoding.offer(made.chunk)
     client = serve(engine, [requests[0], bad, *requests[1:]])
     error = client.last[client.numbers[1]].error
     assert isinstance(error, EngineError) and "NaN" in str(error)

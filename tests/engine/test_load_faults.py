@@ -80,7 +80,7 @@ def test_of_a_late_read_and_its_encoding_the_first_is_placed_once(serving, store
         loading.expire(served.now[0])
         assert len(loading._to_encode) == 3
         if first == "encoded":
-            while loading.encode_one():
+            while loading.encode_some():
                 pass
         served.store.gate.set()
         while any(it.late or it.queued for it in served.engine.tiers().links):
@@ -134,15 +134,15 @@ def test_a_read_is_not_called_off_while_another_of_its_chunks_is_waited_for(
     while served.link().queued != 1:
         pass
 
-    def encode_one():
+    def encode_some():
         loading = served.engine._core._transfers
         queued = [it for it in loading._pending.values() if it.batch.read.status == "queued"]
         assert len(queued) == 2
         loading._give_up(queued[0], "it is late")
-        assert loading.encode_one()
+        assert loading.encode_some()
         return queued[0].batch.read.status
 
-    assert ask(served.engine._mail.post, encode_one) == "queued"
+    assert ask(served.engine._mail.post, encode_some) == "queued"
     served.store.gate.set()
     served.ended(numbers)
     assert sorted(served.how(numbers[1])) == ["encoded", "pool", "store"]
@@ -353,10 +353,11 @@ def test_chunks_that_cannot_be_stored_are_no_fault_of_the_disk(
     """Integers hold no NaN: whoever has such a chunk fails, however many of them there are."""
     served = serving(arena_bytes=1 << 20, form="int8")
 
-    def poisoned(load, **options):
-        made, runs = encode(load, **options)
-        made.kv[:, 1, 0] = np.nan
-        return made, runs
+    def poisoned(loads, **options):
+        made = encode(loads, **options)
+        for it in made:
+            it.chunk.kv[:, 1, 0] = np.nan
+        return made
 
     monkeypatch.setattr(transfers, "encode", poisoned)
     for _ in range(FAILURES + 1):

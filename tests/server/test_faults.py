@@ -82,11 +82,12 @@ def test_a_nan_in_one_row_fails_that_row_alone(server, idle, monkeypatch):
     [falcon] = server.state.model.tokenizer.encode("falcon")
     encode = transfers.encode
 
-    def poisoned(load, **how):
-        made, runs = encode(load, **how)
-        if falcon in load.chunk.ids:
-            made.kv[:, 1, 3] = np.nan
-        return made, runs
+    def poisoned(loads, **how):
+        made = encode(loads, **how)
+        for load, it in zip(loads, made, strict=True):
+            if falcon in load.chunk.ids:
+                it.chunk.kv[:, 1, 3] = np.nan
+        return made
 
     monkeypatch.setattr(transfers, "encode", poisoned)
     question = [{"role": "user", "content": "What is the home of Giso Berow?"}]

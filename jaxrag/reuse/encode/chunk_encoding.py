@@ -16,12 +16,15 @@ from jaxrag.kv.store.base import KVStore
 from jaxrag.kv.store.record import Provenance, Record
 from jaxrag.models.model import Model
 from jaxrag.reuse.attention_index.document import Indexing, is_indexed
+from jaxrag.reuse.encode.apart import shape_apart
 from jaxrag.reuse.encode.chunks import encode_for_store, gets_indexes
 from jaxrag.reuse.encode.encoders import (
     NEIGHBOUR_ENCODER,
     PREFIX_ENCODER,
     chunk_key,
+    encoder_named,
     provenance,
+    seen_prefix,
 )
 from jaxrag.reuse.encode.neighbours import OwnKV
 
@@ -91,8 +94,8 @@ class ChunkEncoding:
       store: where their KV is looked for and put.
       prefix: token ids of the prompt's prefix [P] int32, for encoders that see it.
       indexing: what indexes long chunks are stored with; None where they get none.
-      apart: each chunk is run by itself, as the engine runs one that no store gives, so that its KV
-        is the same to the bit; else many in a row.
+      apart: a chunk's KV does not depend on what is encoded with it, to the bit on a CPU, as the
+        engine needs it of one that no store gives; else many are packed in a row.
     """
 
     model: Model
@@ -141,9 +144,11 @@ class ChunkEncoding:
 
         Raises what ``encode_chunks`` raises.
         """
-        if self.apart and len(wanted) > 1:
-            for key, chunk in wanted.items():
-                yield from self.encode(encoder, {key: chunk}, own_kv)
+        alone = [key for key, it in wanted.items() if self.shape(encoder, len(it.ids)) is None]
+        if self.apart and alone and len(wanted) > 1:
+            others = {key: it for key, it in wanted.items() if key not in set(alone)}
+            for some in (*({key: wanted[key]} for key in alone), others):
+                yield from self.encode(encoder, some, own_kv)
             return
         keys, chunks = list(wanted), list(wanted.values())
         made = encode_for_store(
@@ -154,12 +159,21 @@ class ChunkEncoding:
             [chunk.neighbours for chunk in chunks],
             StoredNeighbours(self) if own_kv is None else own_kv,
             self.indexing if self.store.writable else None,
+            self.apart,
         )
         for index, kv, aux in made:
             it = chunks[index]
             record = provenance(self.model, encoder, self.prefix, it.ids, it.neighbours)
             finite = all(self.model.exchange(_is_finite(kv)))
             yield Encoded(keys[index], it, kv, record, aux, finite)
+
+    def shape(self, encoder: str, tokens: int) -> tuple[int, int] | None:
+        """Rows and width of the program that encodes a chunk apart; None: one program each."""
+        if encoder_named(encoder).sees_neighbours or gets_indexes(self.indexing, encoder, tokens):
+            return None
+        return shape_apart(
+            self.model, len(seen_prefix(encoder_named(encoder), self.prefix)) + tokens
+        )
 
     def encode_missing[C: ChunkInContext](
         self, encoder: str, wanted: Mapping[str, C]

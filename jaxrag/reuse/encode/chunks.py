@@ -1,4 +1,4 @@
-"""Token ids of chunks in, their KV out, in full packed batches, by whatever encoder."""
+"""Token ids of chunks in, their KV out, in batches, by whatever encoder."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from jaxrag.base.types import HostArray
 from jaxrag.models.model import Model
 from jaxrag.reuse.attention_index.document import Indexing, build_arrays
+from jaxrag.reuse.encode.apart import encode_apart
 from jaxrag.reuse.encode.encoders import checked_neighbours, encoder_named, seen_prefix
 from jaxrag.reuse.encode.joint import encode_jointly
 from jaxrag.reuse.encode.neighbours import OwnKV, compute_own_kv, encode_behind
@@ -20,8 +21,9 @@ def encode_chunks(
     chunks: Sequence[HostArray],
     neighbours: Sequence[Sequence[HostArray]] | None = None,
     own_kv: OwnKV | None = None,
+    apart: bool = False,
 ) -> Iterator[tuple[int, HostArray]]:
-    """Encode chunks in full packed batches.
+    """Encode chunks in batches.
 
     Args:
       encoder: a key of ENCODERS.
@@ -31,6 +33,8 @@ def encode_chunks(
         needed by encoders that see neighbours.
       own_kv: gives the neighbours' own KV to the encoder "neighbours", as ``StoredNeighbours`` of
         a store does; None computes it.
+      apart: what one chunk's KV is does not depend on the others, to the bit (``encode_apart``);
+        of encoders that see neighbours only where it is a single one.
 
     Yields:
       (index into chunks, kv [L, 2, T, K, H] in the model's dtype), each chunk once, in batch order.
@@ -42,7 +46,7 @@ def encode_chunks(
     others = checked_neighbours(chosen, neighbours, len(chunks))
     prefix = seen_prefix(chosen, prefix_ids)
     if not chosen.sees_neighbours:
-        return encode_rows(model, prefix, chunks)
+        return (encode_apart if apart else encode_rows)(model, prefix, chunks)
     if chosen.neighbours == "joint":
         return encode_jointly(model, prefix, chunks, others)
     own_kv = own_kv or functools.partial(compute_own_kv, model, prefix)
@@ -64,6 +68,7 @@ def encode_for_store(
     neighbours: Sequence[Sequence[HostArray]] | None = None,
     own_kv: OwnKV | None = None,
     indexing: Indexing | None = None,
+    apart: bool = False,
 ) -> Iterator[tuple[int, HostArray, dict[str, HostArray] | None]]:
     """Encode chunks with all that is stored of them; arguments and errors as ``encode_chunks``.
 
@@ -75,7 +80,7 @@ def encode_for_store(
     indexed = [i for i, ids in enumerate(chunks) if gets_indexes(indexing, encoder, len(ids))]
     plain = sorted(set(range(len(chunks))) - set(indexed))
     rest, behind = [chunks[i] for i in plain], [others[i] for i in plain]
-    for at, kv in encode_chunks(model, encoder, prefix_ids, rest, behind, own_kv):
+    for at, kv in encode_chunks(model, encoder, prefix_ids, rest, behind, own_kv, apart):
         yield plain[at], kv, None
     if not indexed or indexing is None:
         return

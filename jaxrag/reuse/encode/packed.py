@@ -31,6 +31,9 @@ Places = list[tuple[int, int, slice]]  # (chunk, row, columns)
 # of which every process holds its heads.
 Started = tuple[Places, Array, Array]
 
+# A batch that is laid out: its tokens, rotation tables for them, and where its chunks are.
+Batch = tuple[Tokens, RopeTable, Places]
+
 ROW_TOKENS = 2048  # tokens of one packed row; a longer chunk makes its own row longer
 
 
@@ -55,41 +58,37 @@ def encode_rows(
 
     Raises RequestError for an empty chunk or one that is longer than the model's context.
     """
-    lengths = [len(chunk) for chunk in chunks]
-    for index, length in enumerate(lengths):
-        if not 0 < length <= model.config.max_positions - len(prefix):
-            raise RequestError(
-                f"chunk {index} has {length} tokens: expected 1.."
-                f"{model.config.max_positions - len(prefix)}; choose a smaller chunk size"
-            )
+    check_context(model, prefix, chunks, [()] * len(chunks))
+    yield from encode_batches(model, packed_batches(model, prefix, chunks))
+
+
+def encode_batches(model: Model, batches: Iterable[Batch]) -> Iterator[tuple[int, HostArray]]:
+    """As ``encode_rows``, of chunks that are laid out."""
     yield from take_behind(
         start_taking(model, places, *_encode(model.params, model.config, tokens, rope))
-        for tokens, rope, places in packed_batches(model, prefix, chunks)
+        for tokens, rope, places in batches
     )
 
 
-def packed_batches(
-    model: Model, prefix: HostArray, chunks: Sequence[HostArray]
-) -> Iterator[tuple[Tokens, RopeTable, Places]]:
-    """Every chunk once, in batches of full rows: tokens, rotation tables, where each chunk is."""
+def packed_batches(model: Model, prefix: HostArray, chunks: Sequence[HostArray]) -> Iterator[Batch]:
+    """Every chunk once, in batches of full rows."""
     lengths = [len(chunk) for chunk in chunks]
     rows = pack(lengths, ROW_TOKENS - len(prefix))
     rows.sort(key=lambda row: -sum(lengths[i] for i in row))
     for members in itertools.batched(rows, model.batch_ways):
-        tokens, places = _lay_rows(model, prefix, chunks, members)
-        rope = model.rope(len(prefix) + max(lengths[i] for row in members for i in row))
-        yield tokens, rope, places
+        used = len(prefix) + sum(lengths[i] for i in members[0])
+        shape = (model.batch_ways, row_length(used))
+        yield lay_rows(model, prefix, chunks, members, shape)
 
 
-def _lay_rows(
-    model: Model, prefix: HostArray, chunks: Sequence[HostArray], rows: Sequence[Sequence[int]]
-) -> tuple[Tokens, Places]:
-    """Lay chunks out in at most ``model.batch_ways`` rows, each behind the prefix.
-
-    Returns the tokens on the device and where every chunk is.
-    """
-    used = max(len(prefix) + sum(len(chunks[i]) for i in row) for row in rows)
-    shape = (model.batch_ways, row_length(used))
+def lay_rows(
+    model: Model,
+    prefix: HostArray,
+    chunks: Sequence[HostArray],
+    rows: Sequence[Sequence[int]],
+    shape: tuple[int, int],
+) -> Batch:
+    """Lay chunks out in rows, each behind the prefix; ``shape`` may hold more than these rows."""
     ids = np.zeros(shape, np.int32)
     positions = np.zeros(shape, np.int32)
     segments = np.full(shape, EMPTY, np.int32)
@@ -107,7 +106,9 @@ def _lay_rows(
             places.append((index, row, here))
             at = here.stop
     put = functools.partial(model.put_batch, batch=shape[0])
-    return Tokens(ids=put(ids), positions=put(positions), segments=put(segments)), places
+    tokens = Tokens(ids=put(ids), positions=put(positions), segments=put(segments))
+    rope = model.rope(len(prefix) + max(len(chunks[i]) for row in rows for i in row))
+    return tokens, rope, places
 
 
 def check_context(

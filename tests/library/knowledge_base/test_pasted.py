@@ -39,7 +39,7 @@ def test_blocks_are_held_as_they_are_encoded_alone(opened, text_model):
         assert len(chunks) >= 9
         found = held(kb, text_model, chunks)
         assert sorted(found) == list(range(len(chunks)))
-        alone = ChunkEncoding(text_model, kb.store, np.zeros(0, np.int32))
+        alone = ChunkEncoding(text_model, kb.store, np.zeros(0, np.int32), apart=True)
         for index, kv in found.items():
             [made] = alone.encode("isolated", {"0": ChunkInContext(chunks[index])})
             np.testing.assert_array_equal(kv.view(np.uint8), made.kv.view(np.uint8))
