@@ -1,6 +1,7 @@
 """Sizes that are compiled once and reused: powers of two, and the pieces of a long prefill."""
 
 QUESTION_WIDTHS = (48, 80)  # tokens; on a CPU 80 is 1.3 times faster than 128, 96 hardly
+_BETWEEN = (192, 384)  # tokens
 
 
 def bucket(size: int, smallest: int = 16) -> int:
@@ -16,19 +17,19 @@ def bucket_below(size: int) -> int:
 def pieces(length: int, largest: int) -> list[tuple[int, int]]:
     """Split a prefill of ``length`` tokens into (tokens, width) pieces of few distinct widths.
 
-    Widths are powers of two up to ``largest``, and 48 and 80: most questions behind stored chunks
-    are about that long, and their attention is most of the work. From 512 on also 64 or 128 more
-    than a power of two: a prompt is often a round number of chunk tokens and a short question, and
-    a pass of its own for the question would read every weight again. At most an eighth of what is
-    longer than 128 tokens is padding.
+    Widths are powers of two up to ``largest``, 48 and 80, as most questions behind stored chunks
+    are about that long and their attention is most of the work, and 192 and 384, for what stands
+    between pasted passages. From 512 on also 64 or 128 more than a power of two: a prompt is often
+    a round number of chunk tokens and a short question, and a pass of its own for the question
+    would read every weight again. At most 64 tokens or an eighth are padding.
     """
     out = []
     while length > 0:
         power = bucket(length)
-        width = next((it for it in QUESTION_WIDTHS if length <= it < power), power)
-        width = min(width, largest)
-        if width > length > 128 and width - length > length // 8:
-            width //= 2
+        between = [it for it in (*QUESTION_WIDTHS, *_BETWEEN) if it < power]
+        width = min(min((it for it in between if length <= it), default=power), largest)
+        if width > length > 128 and width - length > max(64, length // 8):
+            width = max(it for it in (power // 2, *between) if it <= length)
         rest = length - width
         if width >= 512 and 0 < rest <= 128:
             width += 64 if rest <= 64 else 128
