@@ -76,7 +76,7 @@ def cut(text: str, rules: PassageRules) -> list[TextPiece]:
         known = sorted({*known, *more})
     found = list(gaps(known, len(text)))
     if not closed and found:
-        if found[0][0] == 0:
+        if found[0][0] == 0 and known[:1] != [(0, 0)]:  # no name opens the first passage
             found[0] = _without_head(text, found[0])
         if found[-1][1] == len(text):
             if known:

@@ -46,11 +46,20 @@ _AT_ONCE = 1 << 18  # characters that a pattern runs over while other threads wa
 
 
 def named_walls(text: str, patterns: Mapping[str, str]) -> dict[str, list[Span]]:
-    """The walls of each kind; the groups of a match are not in them."""
+    """The walls of each kind; the groups of a match are not in them, but for one named ``number``.
+
+    Where such numbers do not count, a wall with words behind it on its line is the name of what
+    follows: there the wall is empty, and stands before it.
+    """
     found: dict[str, list[Span]] = {}
     for name, pattern in patterns.items():
+        kind = re.compile(pattern, FLAGS)
+        matches = list(_scan(kind, text))
+        if "number" in kind.groupindex:
+            found[name] = _numbered(text, matches)
+            continue
         spans = found[name] = []
-        for match in _scan(re.compile(pattern, FLAGS), text):
+        for match in matches:
             start = match.start()
             for group in range(1, match.re.groups + 1):
                 if match.start(group) >= 0:
@@ -58,6 +67,28 @@ def named_walls(text: str, patterns: Mapping[str, str]) -> dict[str, list[Span]]
                     start = match.end(group)
             spans.append((start, match.end()))
     return found
+
+
+def _numbered(text: str, matches: Sequence[re.Match[str]]) -> list[Span]:
+    """Walls that bear numbers: where those of equal words are all from 0 or 1 on, they count."""
+    numbers: dict[str, set[int]] = {}
+    for it in matches:
+        numbers.setdefault(_words(it), set()).add(int(it["number"]))
+    counts = {
+        words: max(its) - min(its) + 1 == len(its) and min(its) < 2
+        for words, its in numbers.items()
+    }
+    return [
+        it.span()
+        if counts[_words(it)] or text[it.end() : it.end() + 1] in ("", "\n")
+        else (it.start(), it.start())
+        for it in matches
+    ]
+
+
+def _words(match: re.Match[str]) -> str:
+    """What a wall has in front of its number."""
+    return match.string[match.start() : match.start("number")].strip().lower()
 
 
 def _scan(pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
@@ -90,8 +121,8 @@ def part(
     """
     starts = [start for start, _ in walls]
     opened = list[int]()
-    for _, end in own:
-        after = bisect.bisect_left(starts, end)
+    for start, end in own:
+        after = bisect.bisect_left(starts, end + (start == end))  # one that is empty opens itself
         size = _size(text, (end, starts[after] if after < len(starts) else len(text)))
         if size >= rules.least:
             opened.append(size)

@@ -7,7 +7,7 @@ import pytest
 
 from jaxrag.base.errors import ConfigError
 from jaxrag.models.text.passage_rules import PassageRules, passage_rules
-from jaxrag.models.text.passages import MOST_CHARACTERS, MOST_LINES, cut
+from jaxrag.models.text.passages import MOST_CHARACTERS, MOST_LINES, cut, passage_blocks
 
 RULES = passage_rules("common")
 WORDS = ["otters", "bees", "rivers", "stones", "bread", "lamps", "salt", "clay", "winter", "songs"]
@@ -142,6 +142,26 @@ def test_what_passages_count_does_not_end_the_count_of_their_labels():
     found[2] += " And so on:\n[9] a note\n[1] another"
     text = FORMS["counted"](found)
     assert found[4] in blocks(text) and found[1] in blocks(text)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "inside"),
+    [((1, 2, 3, 4), False), ((3, 1, 0, 2), False), ((1, 1, 2, 2), False), ((12, 3, 12, 40), True)],
+)
+def test_a_label_whose_number_names_its_passage_is_part_of_it(numbers, inside):
+    found = passages(4)
+    named = [f"File {n}: {it}" for n, it in zip(numbers, found, strict=True)]
+    for order in (1, -1):
+        text = "\n\n".join(named[::order]) + f"\n\nQuestion: {ASKED}"
+        assert blocks(text) == (named if inside else found)[::order]
+    alone = "\n\n".join(f"File {n}\n{it}" for n, it in zip(numbers, found, strict=True))
+    assert blocks(f"{alone}\n\nQuestion: {ASKED}") == found  # a line of its own
+
+
+def test_a_named_passage_is_the_same_block_alone():
+    [passage] = passages(1)
+    text = f"File 12: {passage}"
+    assert [text[a:b] for a, b in passage_blocks(text, RULES, parted=True)] == [text]
 
 
 def test_passages_may_begin_a_text():
