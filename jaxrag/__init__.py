@@ -12,6 +12,7 @@ from jaxrag.base.moved import MovedFinder
 
 if TYPE_CHECKING:
     from jaxrag.base.errors import JaxragError
+    from jaxrag.base.guide import Guide
     from jaxrag.base.installed import __version__ as __version__
     from jaxrag.base.sharding import make_mesh
     from jaxrag.engine.sampling import Sampling
@@ -32,6 +33,7 @@ _MODULES = {
     "__version__": "jaxrag.base.installed",
     "AddReport": "jaxrag.library.knowledge_base.reports",
     "AsyncStream": "jaxrag.serve.answers",
+    "Guide": "jaxrag.base.guide",
     "Hit": "jaxrag.library.catalog",
     "Stream": "jaxrag.serve.answers",
     "Document": "jaxrag.library.documents",
@@ -63,6 +65,7 @@ __all__ = [
     "AddReport",
     "AsyncStream",
     "Document",
+    "Guide",
     "Hit",
     "JaxragError",
     "KnowledgeBase",

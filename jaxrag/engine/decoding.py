@@ -7,7 +7,7 @@ others.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,9 +18,9 @@ from jax.stages import Lowered
 
 from jaxrag.base import struct
 from jaxrag.base.shapes import bucket
-from jaxrag.base.types import HIDDEN, Array, Step, on_host
+from jaxrag.base.types import HIDDEN, Array, HostArray, Step, on_host
 from jaxrag.engine.mapping import RequestState, batch_tables, carried_chunks
-from jaxrag.engine.processors import ProcessorRows
+from jaxrag.engine.processors import ProcessorRows, all_allowed
 from jaxrag.engine.request import DECODE_BLOCK, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sampling import sample
@@ -268,6 +268,16 @@ class Lane:
         self._rows, self._decoding, new = self._runner.cache.run(_steps, *self._arguments(block))
         return new
 
+    def allow(self, rows: Mapping[int, HostArray]) -> None:
+        """What may come next in some rows, as ``ProcessorRows.allowed`` has it of one row."""
+        processors = self._rows.sampling.processors
+        assert processors is not None
+        allowed = all_allowed(self.key.rows, self._runner.model.config.vocab_size)
+        for row, bits in rows.items():
+            allowed[row] = bits
+        put = self._runner.model.put_batch(allowed, self.key.rows)
+        self._rows = _with_processors(self._rows, processors.replace(allowed=put))
+
     def lower(self) -> Lowered:
         """The program of ``step``, not compiled yet."""
         lowered: Lowered = _steps.lower(self._runner.cache.pool, *self._arguments(1))
@@ -360,7 +370,7 @@ def sampling_rows(
     rows = SamplingRows.of([*settings, *[SamplingParams()] * (count - len(settings))])
     if vocab_size is None:
         return rows
-    asked = [(it.sampling, it.prompt.ids, it.eos_ids) for it in requests]
+    asked = [(it.sampling, it.prompt.ids, it.eos_ids, it.grammar) for it in requests]
     return rows.replace(processors=ProcessorRows.of(asked, count, vocab_size))
 
 

@@ -133,6 +133,8 @@ class Lanes:
             lane = self._lanes[key]
             block = self._block(key, [it for _, it in active])
             try:
+                if guided := {row: it.allowed for row, it in active if it.allowed is not None}:
+                    lane.allow(guided)
                 if left := self._left.pop(key, None):
                     lane.leave(left)
                 new = lane.step(block, any(it.request.sampling.processes for _, it in active))
@@ -151,6 +153,8 @@ class Lanes:
         lanes = self._lanes.items()
         if any(not lane.compiled and _active(self._rows[key]) for key, lane in lanes):
             self._deliver_first()  # no client is to wait for the program of the second token
+        if any(it and it.left and it.request.grammar for its in self._rows.values() for it in its):
+            self.deliver()  # what may come next depends on it
         before, self._in_flight = self._in_flight, []
         try:
             self.step()
@@ -228,7 +232,7 @@ class Lanes:
     def _block(self, key: LaneKey, here: Sequence[RunningRequest]) -> int:
         """Tokens of the next step: many where no client watches and none could join before."""
         if (
-            any(running.request.watched for running in here)
+            any(running.request.watched or running.request.grammar for running in here)
             or max(running.left for running in here) == 1
         ):
             return 1

@@ -14,6 +14,7 @@ from jax import lax
 from jaxrag.base import struct
 from jaxrag.base.types import Array, HostArray, on_host
 from jaxrag.engine.sampling_params import MOST_TOP, SamplingParams
+from jaxrag.models.text.guidance import Grammar
 
 
 class ProcessorRows(struct.PyTreeNode):
@@ -29,6 +30,7 @@ class ProcessorRows(struct.PyTreeNode):
       ends: tokens that end the answer, bool.
       prompt: tokens of the prompt, bool.
       counts: of tokens in the answer so far.
+      allowed: a bit for each token that may come next, uint32 [B, ceil(V / 32)].
     """
 
     presence: Array
@@ -40,29 +42,34 @@ class ProcessorRows(struct.PyTreeNode):
     ends: Array
     prompt: Array
     counts: Array
+    allowed: Array
 
     @classmethod
     def of(
         cls,
-        asked: Sequence[tuple[SamplingParams, HostArray, frozenset[int]]],
+        asked: Sequence[tuple[SamplingParams, HostArray, frozenset[int], Grammar | None]],
         count: int,
         vocab_size: int,
     ) -> "ProcessorRows":
         """Before the first tokens, on the host: ``count`` rows, of which the last ask nothing.
 
-        ``asked`` holds of each the settings, the prompt and the tokens that end the answer.
+        ``asked`` holds of each the settings, the prompt, the tokens that end the answer, and the
+        grammar that it follows.
         """
         shape = (count, vocab_size)
         bias, ends = np.zeros(shape, np.float32), np.zeros(shape, bool)
         prompt = np.zeros(shape, bool)
-        for row, (sampling, ids, eos_ids) in enumerate(asked):
+        allowed = all_allowed(count, vocab_size)
+        for row, (sampling, ids, eos_ids, grammar) in enumerate(asked):
             for token_id, value in sampling.logit_bias:
                 bias[row, token_id] = value
             ends[row, [it for it in eos_ids if it < vocab_size]] = True
             prompt[row, ids] = True
+            if grammar is not None:
+                allowed[row] = grammar.first
 
         def column(name: str, default: float, dtype: type) -> Array:
-            values = [getattr(it, name) for it, _, _ in asked]
+            values = [getattr(it, name) for it, *_ in asked]
             return np.array([*values, *[default] * (count - len(asked))], dtype)  # type: ignore[return-value]
 
         return on_host(
@@ -76,6 +83,7 @@ class ProcessorRows(struct.PyTreeNode):
             ends,
             prompt,
             np.zeros(shape, np.int32),
+            allowed,
         )
 
     def applied(self, logits: Array, token_index: Array) -> Array:
@@ -83,7 +91,7 @@ class ProcessorRows(struct.PyTreeNode):
 
         First the bias; then what was seen in prompt or answer is divided by the repetition penalty,
         or multiplied where it is negative; then the other penalties, by the answer alone; and what
-        would end the answer too early is -inf.
+        would end the answer too early is -inf, as is what is not allowed.
         """
         there = self.counts > 0
         logits = logits + self.bias
@@ -92,7 +100,9 @@ class ProcessorRows(struct.PyTreeNode):
         logits = jnp.where(self.prompt | there, less, logits)
         logits -= self.frequency[:, None] * self.counts + self.presence[:, None] * there
         early = (token_index < self.least)[:, None]
-        return jnp.where(self.ends & early, -jnp.inf, logits)
+        bits = (self.allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+        allowed = bits.reshape(len(logits), -1)[:, : logits.shape[1]] == 1
+        return jnp.where((self.ends & early) | ~allowed, -jnp.inf, logits)
 
     def likeliest(self, logits: Array) -> tuple[Array, Array]:
         """The MOST_TOP largest of each row and their ids, [B, MOST_TOP]; 0 where nobody asks."""
@@ -109,3 +119,8 @@ class ProcessorRows(struct.PyTreeNode):
         """After these tokens [B] were drawn."""
         rows = jnp.arange(len(ids))
         return self.replace(counts=self.counts.at[rows, jnp.maximum(ids, 0)].add(1))
+
+
+def all_allowed(count: int, vocab_size: int) -> HostArray:
+    """``ProcessorRows.allowed`` of rows that follow no grammar."""
+    return np.full((count, -(-vocab_size // 32)), 0xFFFFFFFF, np.uint32)

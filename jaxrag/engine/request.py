@@ -10,6 +10,7 @@ from jaxrag.base.types import HostArray
 from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.kv.store import KVStore
 from jaxrag.models.model import Model
+from jaxrag.models.text.guidance import Grammar
 from jaxrag.reuse.attention_index.document import Indexing
 from jaxrag.reuse.methods import Method
 
@@ -63,6 +64,7 @@ class Request:
       max_new_tokens: upper bound of the answer.
       sampling: how its tokens are drawn.
       eos_ids: tokens that end it and are not part of it.
+      grammar: that its text follows, of ``sampling.guide``.
       indexing: what indexes chunks that are encoded on the way are stored with.
       encoders: those under which a knowledge base keeps these very chunks, which tells a chunk
         whose KV is gone from one that never had any; None where they are not kept.
@@ -82,6 +84,7 @@ class Request:
     max_new_tokens: int
     sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
     eos_ids: frozenset[int] = frozenset()
+    grammar: Grammar | None = None
     indexing: Indexing | None = None
     encoders: tuple[str, ...] | None = None
     rows: int = 1

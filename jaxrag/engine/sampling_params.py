@@ -6,6 +6,7 @@ import reprlib
 from typing import Any
 
 from jaxrag.base.errors import RequestError
+from jaxrag.base.guide import Guide
 from jaxrag.base.options import option
 from jaxrag.base.tables import require_kind
 
@@ -39,6 +40,7 @@ class SamplingParams:
       logit_bias: pairs of a token id and what is added to its logit, -100 to 100.
       min_tokens: before which the answer does not end, but where its room does.
       top_logprobs: likeliest tokens that the engine tells with every token, at most 20.
+      guide: what the text of the answer has to be; not with ``min_tokens``.
     """
 
     temperature: float = option(0.0, "0 is greedy", "T")
@@ -51,6 +53,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = option((), shown=False)
     min_tokens: int = option(0, shown=False)
     top_logprobs: int = option(0, shown=False)
+    guide: Guide | None = option(None, shown=False)
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p"):
@@ -64,6 +67,8 @@ class SamplingParams:
         _check_integer("seed", self.seed, MOST_SEED)
         _check_integer("min_tokens", self.min_tokens, MOST_K)
         _check_integer("top_logprobs", self.top_logprobs, MOST_TOP)
+        if self.guide is not None and self.min_tokens:
+            raise _refused("min_tokens", self.min_tokens, "0 with a guide, whose answers may end")
         for name, least, most in _PENALTIES:
             value = getattr(self, name)
             require_kind(name, value, (int, float), "a number", optional=False)
@@ -82,7 +87,8 @@ class SamplingParams:
     def processes(self) -> bool:
         """Does it ask for more than to draw from the model's own logits?"""
         penalised = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
-        return bool(penalised or self.logit_bias or self.min_tokens or self.top_logprobs)
+        more = self.logit_bias or self.min_tokens or self.top_logprobs or self.guide
+        return bool(penalised or more)
 
     def of_choice(self, index: int) -> "SamplingParams":
         """Of one of several answers to a prompt: its index joins the seed; that of 0 is its own."""

@@ -25,6 +25,7 @@ from jaxrag.kv.cache import PAGE, PagedCache
 from jaxrag.kv.cache.heat import HALF_LIFE
 from jaxrag.kv.store import OwnRead
 from jaxrag.models.compiled import CompileTimes
+from jaxrag.models.text.guidance import Matcher
 from jaxrag.reuse.decode import Decoding
 
 SlowLoad = Literal["wait", "compute"]
@@ -123,6 +124,8 @@ class RunningRequest:
       in_flight: what was started for it and has not come back.
       ended: its client was sent the last of it.
       strikes: steps that broke while it took part.
+      matcher: how far this run of its answer has come in its grammar, if there is one.
+      allowed: what may come next by that, as ``Matcher.allowed``.
     """
 
     number: int
@@ -149,6 +152,8 @@ class RunningRequest:
     why: Ending = "failed"
     strikes: int = 0
     swapped: Swapped | None = None
+    matcher: Matcher | None = None
+    allowed: HostArray | None = None
 
     def accept(self, ids: Sequence[int]) -> tuple[list[int], FinishReason | None]:
         """Take what was sampled, up to the end: what is new of it, and why the answer ends here.
@@ -157,6 +162,9 @@ class RunningRequest:
         sent before the request was begun again.
         """
         new: list[int] = []
+        grammar = self.request.grammar
+        if grammar is not None and self.matcher is None:
+            self.matcher = grammar.matcher()
         for token_id in ids:
             if token_id == FAILED:
                 raise EngineError(
@@ -175,6 +183,10 @@ class RunningRequest:
                 self.tokens.append(token_id)
                 new.append(token_id)
             self.read += 1
+            if self.matcher is not None:
+                self.allowed = self.matcher.take(token_id)
+                if self.allowed is None:
+                    return new, "stop"
             if self.read == self.request.max_new_tokens:
                 return new, "length"
         return new, None
@@ -201,7 +213,7 @@ class RunningRequest:
     def restart(self) -> None:
         """Begin from the start; what was sent is not sent again."""
         self.run += 1
-        self.state = self.row = self.swapped = None
+        self.state = self.row = self.swapped = self.matcher = None
         self.read = self.left = self.in_flight = 0
         self.found = {}
         self.plan.gone.clear()

@@ -35,7 +35,7 @@ TYPES: dict[str, type[Any]] = {
         *INDEXES.values(),
     )
 }
-_FIELDS = {it.name for it in dataclasses.fields(Request)} - {"store"}
+_FIELDS = {it.name for it in dataclasses.fields(Request)} - {"store", "grammar"}
 
 
 @dataclasses.dataclass(frozen=True)

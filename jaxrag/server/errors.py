@@ -40,7 +40,9 @@ _PARAM = re.compile(r"([a-z_]+)(?:\[\d+\])?[=:. ]")
 _ASKED = (
     "the question", "the last of messages", "the system message", "an earlier", "messages"
 )  # fmt: skip
-_NAMES = {"max_new_tokens": "max_tokens", "question": "messages"}  # of generate: of the request
+_NAMES = {  # of generate: of the request
+    "max_new_tokens": "max_tokens", "question": "messages", "guide": "response_format",
+}  # fmt: skip
 _PARAMS = {field.name for cls in (Ask, SamplingParams) for field in dataclasses.fields(cls)} | {
     "documents", "messages", "priority", "question", "timeout", "tokens"
 }  # fmt: skip

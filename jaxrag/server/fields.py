@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any, TypeGuard
 
+from jaxrag.base.guide import Guide
 from jaxrag.base.options import choices_of, kind_of
 from jaxrag.engine.sampling_params import MOST_BIASES, MOST_K, MOST_SEED, MOST_TOP, SamplingParams
 from jaxrag.serve.ask import Ask, is_ids
@@ -24,21 +25,18 @@ _OTHERS = ("template", "max_new_tokens", "sampling", "batch_size", "groups", "pa
 _FIELDS = {it.name: it for it in dataclasses.fields(Ask) if it.name not in _OTHERS}
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 _CHOICE = {"tools": "tool_choice", "functions": "function_call"}  # "none": they are not read
+_STRUCTURED = ("json", "regex", "choice")
 _UNSUPPORTED = {  # field: what it may be all the same
     "groups": (),  # the key and the proxy say these
     "tools": ([],),
     "functions": ([],),
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "min_p": (0,),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
     "suffix": ("",),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
     "guided_grammar": (),
 }
 
@@ -266,12 +264,61 @@ def _sampling(body: Body) -> SamplingParams:
         logit_bias=_biases(body),
         min_tokens=body.integer("min_tokens", 0, MOST_K) or 0,
         top_logprobs=_top_logprobs(body),
+        guide=_guide(body),
         **more,
         temperature=temperature,
         top_k=max(top_k or 0, 0),
         top_p=1.0 if top_p is None else top_p,
         seed=seed % (MOST_SEED + 1),
     )
+
+
+def _guide(body: Body) -> Guide | None:
+    """What the answer has to be, in the words of OpenAI or vLLM; Problem 400 for two of them."""
+    told = {"response_format": _formatted(body)}
+    told |= {f"guided_{name}": _structured(body, f"guided_{name}") for name in _STRUCTURED}
+    if outputs := body.table("structured_outputs"):
+        if unknown := set(outputs) - set(_STRUCTURED):
+            expected = ", ".join(_STRUCTURED)
+            raise invalid(
+                f"structured_outputs.{sorted(unknown)[0]}: expected one of {expected}",
+                "structured_outputs",
+            )
+        told |= {f"structured_outputs.{it}": _structured(Body(outputs), it) for it in outputs}
+    given = {name: guide for name, guide in told.items() if guide is not None}
+    if len(given) > 1:
+        raise invalid(f"{' and '.join(given)}: expected one of them", next(iter(given)))
+    if given and body.flag("ignore_eos"):
+        raise invalid(f"ignore_eos with {next(iter(given))}: leave one out", "ignore_eos")
+    return next(iter(given.values()), None)
+
+
+def _formatted(body: Body) -> Guide | None:
+    """``response_format``."""
+    asked = body.table("response_format")
+    if asked is None or asked.get("type") == "text":
+        return None
+    if asked.get("type") == "json_object":
+        return Guide("json_schema", json.dumps({"type": "object"}))
+    schema = Body(asked).table("json_schema") or {}
+    if asked.get("type") != "json_schema" or not isinstance(schema.get("schema"), dict):
+        raise body.wrong(
+            "response_format", "a type: text, json_object, or json_schema with json_schema.schema"
+        )
+    return Guide("json_schema", json.dumps(schema["schema"]))
+
+
+def _structured(body: Body, name: str) -> Guide | None:
+    """A schema, an expression, or texts, as vLLM takes them."""
+    value = body.values.get(name)
+    if value is None:
+        return None
+    kind = name.removeprefix("guided_")
+    if kind == "regex":
+        return Guide("regex", body.text(name) or "")
+    if kind == "choice":
+        return Guide("choice", json.dumps(body.texts(name, most=MOST_TEXTS)))
+    return Guide("json_schema", value if isinstance(value, str) else json.dumps(value))
 
 
 def _top_logprobs(body: Body) -> int:

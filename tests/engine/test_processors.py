@@ -46,7 +46,7 @@ def test_logits_are_changed_as_the_formulas_say(engine_on, asked, rng):
     engine, eos = engine_on(), frozenset({4, 50})
     said = SamplingParams(0.0, 0, 1.0, 0, 0.7, -0.3, 1.4, ((5, 20.0), (6, -100.0)), 2)
     requests = [asked(engine, sampling=it, eos_ids=eos) for it in (said, SamplingParams())]
-    asking = [(it.sampling, it.prompt.ids, it.eos_ids) for it in requests]
+    asking = [(it.sampling, it.prompt.ids, it.eos_ids, None) for it in requests]
     answers = [[5, 5, 8], [9, 9, 9]]
     logits = rng.normal(size=(3, VOCAB)).astype(np.float32)
     rows = jax.tree.map(jnp.asarray, ProcessorRows.of(asking, 3, VOCAB))

@@ -33,7 +33,6 @@ _NOT_DONE = {  # field: what it may be all the same
     "prompt": (),
     "reasoning": ({}, {"effort": "none"}, {"effort": None, "summary": None}),
     "truncation": ("disabled",),
-    "text": ({}, {"format": {"type": "text"}}),
     "messages": (),
     "documents": (),
     "n": (1,),
@@ -42,7 +41,7 @@ _NOT_DONE = {  # field: what it may be all the same
 _MOST_FOUND = 50  # passages of a search
 _PARTS = ("text", "input_text", "output_text")
 _OURS = (
-    *_NOT_DONE, "input", "instructions", "include", "tools", "tool_choice", "top_logprobs",
+    *_NOT_DONE, "text", "input", "instructions", "include", "tools", "tool_choice", "top_logprobs",
     "previous_response_id", "store", "metadata",
 )  # fmt: skip
 
@@ -116,6 +115,19 @@ async def responses(visit: Visit) -> Response:
     return await respond(visit, fields, [make], ResponseForm(visit, asked, before))
 
 
+def _text_format(body: Body) -> dict[str, Any]:
+    """What ``text`` says of the answer's form. Raises Problem 400 for what it is not."""
+    said = Body(body.table("text") or {})
+    if said.values.get("verbosity", "medium") != "medium":
+        raise invalid("text.verbosity: expected medium, or leave it out", "text")
+    form = said.table("format") or {"type": "text"}
+    if form.get("type") not in ("text", "json_object", "json_schema"):
+        raise said.wrong("format", "a type: text, json_object or json_schema")
+    if form["type"] == "json_schema" and not isinstance(form.get("schema"), dict):
+        raise said.wrong("format", "a schema with the type json_schema")
+    return form
+
+
 def get_response(call: Call) -> dict[str, Any]:
     """A response that is kept."""
     return dict(kept_response(call.state, call.access, call.path["response"]).body["response"])
@@ -147,6 +159,15 @@ def request_of(body: Body, before: ResponseRow | None = None) -> ResponseRequest
     top = body.integer("top_logprobs", 0, 20) or 0
     ours = {name: value for name, value in body.values.items() if name not in _OURS}
     ours |= {"max_tokens": body.integer("max_output_tokens", 1), "stream_options": None}
+    form = _text_format(body)
+    ours |= {
+        "response_format": form
+        if form["type"] != "json_schema"
+        else {
+            "type": "json_schema",
+            "json_schema": form,
+        }
+    }
     ours |= {"logprobs": _LOGPROBS in include or top > 0, "top_logprobs": top}
     fields = generation_of(Body(ours | ({} if search is None else dict(search.fields))))
     echo = {
@@ -158,7 +179,7 @@ def request_of(body: Body, before: ResponseRow | None = None) -> ResponseRequest
         "reasoning": {"effort": None, "summary": None},
         "store": body.flag("store", True),
         "temperature": fields.said["sampling"].temperature,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": form},
         "tool_choice": body.values.get("tool_choice", "auto"),
         "tools": [] if search is None else body.values["tools"],
         "top_logprobs": top,

@@ -1,0 +1,168 @@
+"""Guided answers: whatever is drawn of what is allowed, the text is of the form."""
+
+import json
+import random
+import re
+import string
+
+import jsonschema
+import numpy as np
+import pytest
+
+from jaxrag.base.errors import EngineError, RequestError
+from jaxrag.base.guide import MOST_GUIDE, Guide
+from jaxrag.models.text.guidance import Grammar
+from jaxrag.models.text.tokenizer import Tokenizer
+
+EXPRESSIONS = (
+    r"yes|no", r"[a-z]{3,8}", r"[0-9]{4}-[0-9]{2}-[0-9]{2}", r"(ab|cd){2,5}x?", r"[^\n]{1,20}\.",
+    r"(Mr|Mrs)\. [A-Z][a-z]+", r"-?(0|[1-9][0-9]{0,5})(\.[0-9]{1,3})?", r"#[0-9a-f]{6}",
+    r"([0-9]{1,3}\.){3}[0-9]{1,3}", r"(true|false|null)",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_dir):
+    return Tokenizer.load(model_dir)
+
+
+@pytest.fixture(scope="module")
+def grammar_of(tokenizer):
+    def make(kind, text, **how):
+        given = {"vocab_size": 600, "eos_ids": frozenset(tokenizer.eos_ids)} | how
+        return Grammar(tokenizer, Guide(kind, text), **given)
+
+    return make
+
+
+def drawn(grammar, tokenizer, draw, most=400):
+    """A text of tokens that are allowed, and whether it came to its end."""
+    matcher, ids = grammar.matcher(), []
+    allowed = grammar.first
+    while allowed is not None and len(ids) < most:
+        choices = np.flatnonzero(np.unpackbits(allowed.view(np.uint8), bitorder="little"))
+        assert choices[-1] < 600
+        token_id = int(draw.choice(choices))
+        if token_id in tokenizer.eos_ids:
+            return tokenizer.decode(ids), True
+        allowed = matcher.take(token_id)
+        ids.append(token_id)
+    return tokenizer.decode(ids), allowed is None
+
+
+def some_schema(draw, depth=3):
+    """A schema of nothing that goes on for ever."""
+    kinds = ["string", "integer", "number", "boolean", "null", "enum", "pattern", "anyOf", "const"]
+    kind = draw.choice(kinds + ["object", "array"] * 3 * (depth > 0))
+    if kind == "object":
+        names = draw.sample(string.ascii_lowercase, draw.randrange(1, 5))
+        return {
+            "type": "object",
+            "properties": {it: some_schema(draw, depth - 1) for it in names},
+            "required": draw.sample(names, draw.randrange(len(names) + 1)),
+            "additionalProperties": False,
+        }
+    if kind == "array":
+        least = draw.randrange(3)
+        items = some_schema(draw, depth - 1)
+        return {"type": "array", "items": items, "minItems": least, "maxItems": least + 2}
+    if kind == "integer":
+        return {"type": "integer", "minimum": draw.randrange(-50, 5), "maximum": 60}
+    return {
+        "string": {"type": "string", "maxLength": draw.randrange(3, 12)},
+        "number": {"type": "number", "minimum": 0, "maximum": 1},
+        "enum": {"enum": [1, "two", None, 'qu"ote', [3]][: draw.randrange(1, 6)]},
+        "pattern": {"type": "string", "pattern": "^[a-c]{2,4}$"},
+        "anyOf": {"anyOf": [{"type": "boolean"}, {"type": "string", "maxLength": 3}]},
+        "const": {"const": draw.choice(["here", 7, {"a": 1}])},
+    }.get(kind, {"type": kind})
+
+
+@pytest.mark.parametrize("part", range(10))
+def test_texts_of_schemas_parse_and_conform(grammar_of, tokenizer, part):
+    """Two hundred random schemas; a text that is cut short is the beginning of one."""
+    complete = 0
+    for seed in range(20 * part, 20 * part + 20):
+        draw = random.Random(seed)
+        schema = some_schema(draw)
+        text, ended = drawn(grammar_of("json_schema", json.dumps(schema)), tokenizer, draw)
+        complete += ended
+        if ended:
+            jsonschema.validate(json.loads(text), schema)
+    assert complete >= 15
+
+
+def some_expression(draw, depth=3):
+    """A regular expression of nothing that goes on for ever."""
+    if not depth:
+        return draw.choice(["[a-f]", "[^x\\n]", "\\.", "zu", "[0-9A-F]", "é", " "])
+    parts = [some_expression(draw, depth - 1) for _ in range(draw.randrange(1, 4))]
+    form = draw.choice(["{}", "({})", "({})?", "({}){{1,3}}"])
+    return form.format(draw.choice(["", "|"]).join(parts))
+
+
+@pytest.mark.parametrize(
+    "expression", (*EXPRESSIONS, *(some_expression(random.Random(seed)) for seed in range(40)))
+)
+def test_texts_of_expressions_match(grammar_of, tokenizer, expression):
+    grammar, complete = grammar_of("regex", expression), 0
+    for seed in range(5):
+        text, ended = drawn(grammar, tokenizer, random.Random(seed), 120)
+        complete += ended
+        assert not ended or re.fullmatch(expression, text)
+    assert complete
+
+
+def test_a_choice_is_one_of_its_texts(grammar_of, tokenizer):
+    texts = ["yes", 'no, "not" so', "über\n\\d", "yes, but"]
+    grammar = grammar_of("choice", json.dumps(texts))
+    found = {drawn(grammar, tokenizer, random.Random(seed)) for seed in range(60)}
+    assert found == {(it, True) for it in texts}
+
+
+def test_what_is_not_allowed_is_refused(grammar_of, tokenizer):
+    matcher = grammar_of("choice", '["yes"]').matcher()
+    with pytest.raises(EngineError, match="left its form"):
+        matcher.take(int(tokenizer.encode("no")[0]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "words"),
+    [
+        ("json_schema", "{", "it is not JSON"),
+        ("json_schema", "[1]", "it is no object"),
+        ("json_schema", '{"type": "foo"}', "Invalid type: foo"),
+        ("json_schema", '{"not": {}}', "Unimplemented keys"),
+        ("json_schema", '{"type": "integer", "minimum": 5, "maximum": 3}', "greater than maximum"),
+        ("json_schema", '{"$ref": "http://localhost/x"}', "does not fetch"),
+        ("json_schema", '{"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}', "cannot"),
+        ("json_schema", '{"properties": {"a": ' * 1500 + "{}" + "}}" * 1500, "recursion"),
+        ("regex", "(a", "unclosed group"),
+        ("regex", "(?=x)y", "look-around"),
+        ("regex", "(" * 3000 + ")" * 3000, "regex"),
+        ("choice", "[]", "no list of texts"),
+        ("choice", '["a", 1]', "no list of texts"),
+    ],
+)
+def test_what_no_answer_can_be_is_refused_in_one_line(grammar_of, kind, text, words):
+    with pytest.raises(RequestError, match=words) as caught:
+        grammar_of(kind, text)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_what_cannot_be_read_is_refused_before():
+    with pytest.raises(RequestError, match="expected one of json_schema"):
+        Guide("lark", "start: a")
+    with pytest.raises(RequestError, match=f"expected at most {MOST_GUIDE}"):
+        Guide("regex", "a" * (MOST_GUIDE + 1))
+
+
+def test_a_model_without_an_end_is_refused(grammar_of):
+    with pytest.raises(RequestError, match="a token that ends answers"):
+        grammar_of("regex", "a", eos_ids=frozenset())
+
+
+def test_a_vocabulary_of_words_is_refused(word_model_dir):
+    tokenizer = Tokenizer.load(word_model_dir)
+    with pytest.raises(RequestError, match="a vocabulary that spells any text"):
+        Grammar(tokenizer, Guide("regex", "a"), 470, frozenset({2}))

@@ -1,0 +1,155 @@
+"""Answers of a form, as stock clients ask for them."""
+
+import concurrent.futures
+import json
+import re
+import time
+
+import openai
+import pytest
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel, ConfigDict, Field
+
+from jaxrag.models.model import load_model
+
+CHAT = "/v1/chat/completions"
+ASKED = [{"role": "user", "content": "Who is it?"}]
+DRAWN = {"temperature": 1.0, "seed": 3, "max_tokens": 200}
+
+
+class Person(BaseModel):
+    """What is asked for."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: str = Field(max_length=10)
+    age: int = Field(ge=0, le=120)
+    tags: list[str] = Field(max_length=2, json_schema_extra={"items": {"enum": ["a", "b"]}})
+
+
+@pytest.fixture(scope="module")
+def serving(start, chat_model_dir):
+    with start(load_model(chat_model_dir, cache_tokens=8192), {}, warm_up=False) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(serving):
+    with openai.OpenAI(base_url=f"{serving.url}/v1", api_key="any", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def name(client):
+    return client.models.list().data[0].id
+
+
+def text_of(answer):
+    assert answer.status_code == 200, answer.text
+    [choice] = answer.json()["choices"]
+    assert choice["finish_reason"] == "stop"
+    return choice["message"]["content"]
+
+
+def test_openai_parses_what_it_asked_for(client, name):
+    told = client.chat.completions.parse(
+        model=name, messages=ASKED, response_format=Person, **DRAWN
+    )
+    assert isinstance(told.choices[0].message.parsed, Person)
+    with client.chat.completions.stream(
+        model=name, messages=ASKED, response_format=Person, **DRAWN
+    ) as stream:
+        for _ in stream:
+            pass
+        final = stream.get_final_completion().choices[0].message
+    assert final.parsed == told.choices[0].message.parsed
+
+
+def test_openai_parses_responses(client, name):
+    told = client.responses.parse(
+        model=name, input="Who is it?", text_format=Person, temperature=1.0,
+        max_output_tokens=200, extra_body={"seed": 3},
+    )  # fmt: skip
+    assert isinstance(told.output_parsed, Person)
+    assert told.text.format.type == "json_schema" and told.text.format.name == "Person"
+
+
+def test_langchain_takes_structured_output(serving, name):
+    chat = ChatOpenAI(
+        base_url=f"{serving.url}/v1", api_key="any", model=name, max_retries=0, temperature=1.0,
+        seed=3, max_tokens=200,
+    )  # fmt: skip
+    asked = chat.with_structured_output(Person, method="json_schema")
+    assert isinstance(asked.invoke("Who is it?"), Person)
+    assert isinstance(chat.with_structured_output(Person.model_json_schema(), method="json_schema",
+                      strict=True).invoke("Who?"), dict)  # fmt: skip
+
+
+def test_choices_of_a_request_are_each_of_the_form(client, name):
+    told = client.chat.completions.create(
+        model=name, messages=ASKED, n=3, extra_body={"guided_regex": "[a-z]{2,5}-[0-9]{3}"},
+        **DRAWN,
+    )  # fmt: skip
+    found = [it.message.content for it in told.choices]
+    assert all(re.fullmatch("[a-z]{2,5}-[0-9]{3}", it) for it in found) and len(set(found)) > 1
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"guided_choice": ["yes", "no"]},
+        {"structured_outputs": {"choice": ["yes", "no"]}},
+        {"guided_json": {"enum": ["yes", "no"]}},
+        {"guided_json": '{"enum": ["yes", "no"]}'},
+        {"structured_outputs": {"regex": "yes|no"}},
+    ],
+    ids=json.dumps,
+)
+def test_vllms_words_are_read(serving, body):
+    text = text_of(serving.post(CHAT, messages=ASKED, **body, **DRAWN))
+    assert text.strip('"') in ("yes", "no")
+
+
+def test_an_object_of_any_kind(serving):
+    answer = serving.post(
+        CHAT, messages=ASKED, response_format={"type": "json_object"}, max_tokens=200, stop=["}"],
+        temperature=1.0, seed=1, logprobs=True,
+    ).json()  # fmt: skip
+    text = answer["choices"][0]["message"]["content"]
+    assert text.startswith("{") and "}" not in text
+    assert answer["choices"][0]["logprobs"]["content"][0]["token"].startswith("{")
+
+
+def test_prompts_are_gone_on_from_in_the_form(client, name):
+    told = client.completions.create(
+        model=name, prompt=["One", "Two"], max_tokens=20, extra_body={"guided_regex": "[0-9]{3}"}
+    )
+    assert all(re.fullmatch("[0-9]{3}", it.text) for it in told.choices)
+
+
+HOSTILE = {
+    "deep": {"guided_json": json.loads('{"properties": {"a": ' * 60 + "{}" + "}}" * 60)},
+    "wide": {"guided_json": {"properties": {f"p{i}": {"type": "string"} for i in range(1500)}}},
+    "cyclic": {"guided_json": {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}},
+    "many": {"guided_json": {"enum": [f"{i:06}" for i in range(6000)]}},
+    "long": {"guided_regex": "((a{1,1000}){1,1000}){1,1000}b"},
+    "ambiguous": {"guided_regex": "(.*a){40}(.|a|[a-z])*" * 20},
+    "text": {"guided_json": {"type": "string", "minLength": 1_000_000}},
+}
+
+
+@pytest.mark.parametrize("body", HOSTILE.values(), ids=HOSTILE)
+def test_what_is_hostile_stops_nobody_else(serving, body):
+    """It is answered or refused in one line, and others are answered meanwhile."""
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        running = threads.submit(
+            serving.post, CHAT, messages=ASKED, **body, max_tokens=8, temperature=1.0
+        )
+        ended = time.monotonic() + 120
+        while True:
+            assert serving.post(CHAT, messages=ASKED, max_tokens=2).status_code == 200
+            if running.done() or time.monotonic() > ended:
+                break
+        answer = running.result()
+    assert answer.status_code in (200, 400, 500), answer.text
+    if answer.status_code != 200:
+        assert "\n" not in answer.json()["error"]["message"]
