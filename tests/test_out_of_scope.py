@@ -9,6 +9,7 @@ import pytest
 
 from jaxrag import cli
 from jaxrag.base.errors import JaxragError
+from jaxrag.base.guide import Guide
 from jaxrag.models.model import load_model
 from jaxrag.server.errors import Problem
 from jaxrag.server.fields import Body, generation_of
@@ -58,8 +59,7 @@ def test_speculative_decoding(capsys):
 @pytest.mark.parametrize(
     ("what", "fields"),
     [
-        ("guided output", {"response_format": {"type": "json_object"}}),
-        ("guided output", {"guided_json": {"type": "object"}}),
+        ("answers of a", {"guided_grammar": "start: a"}),
         ("tools", {"tools": [{"type": "function"}]}),
         ("predicted output", {"prediction": {"type": "content", "content": "x"}}),
     ],
@@ -68,6 +68,13 @@ def test_fields_of_requests(what, fields):
     with pytest.raises(Problem) as refused:
         generation_of(Body(fields))
     assert any(words in refused.value.message for words in quoted(what))
+
+
+def test_answers_of_a_form():
+    model = load_model(MODEL)
+    with pytest.raises(JaxragError) as refused:
+        model.grammar(Guide("regex", "a"), frozenset({2}))
+    assert any(words in str(refused.value) for words in quoted("answers of a"))
 
 
 def test_every_row_but_one_quotes_the_program():

@@ -123,7 +123,7 @@ class Fetched:
         return self.kv[:, :, first : first + load.tokens].copy()
 
 
-class Made(NamedTuple):
+class NewlyEncoded(NamedTuple):
     """A chunk that was encoded, and what it took, as in ``ChunkOrigin.runs``."""
 
     chunk: Encoded
@@ -252,23 +252,8 @@ def why_refused(load: ChunkLoad, reason: Refused) -> ChunkOrigin:
     )
 
 
-def encoded_together(first: ChunkLoad, others: Iterable[ChunkLoad]) -> list[ChunkLoad]:
-    """A chunk and those of the others that the program which encodes it has rows for."""
-    found = [first]
-    shape = first.encoding.shape(first.encoder, first.tokens)
-    if shape is None:
-        return found
-    for it in others:
-        if len(found) == shape[0]:
-            break
-        alike = it.encoding is first.encoding and it.encoder == first.encoder
-        if alike and it.encoding.shape(it.encoder, it.tokens) == shape:
-            found.append(it)
-    return found
-
-
-def encode(loads: Sequence[ChunkLoad], *, reads: bool = True) -> list[Made]:
-    """Encode chunks that ``encoded_together`` gives; no chunk's KV depends on the others.
+def encode(loads: Sequence[ChunkLoad], *, reads: bool = True) -> list[NewlyEncoded]:
+    """Encode chunks that ``EncodeQueue.take`` gives; no chunk's KV depends on the others.
 
     ``reads``: its neighbours' KV may be read from the store; else that is computed too.
     """
@@ -283,7 +268,7 @@ def encode(loads: Sequence[ChunkLoad], *, reads: bool = True) -> list[Made]:
         joint = chosen.neighbours == "joint"
         runs = [(load.tokens + num_before * joint, num_before + load.tokens)]
         runs += [(length, len(prefix) + length) for length in own_kv.computed]
-        told.append(Made(made[load.key], tuple(runs)))
+        told.append(NewlyEncoded(made[load.key], tuple(runs)))
     return told
 
 
@@ -306,7 +291,9 @@ class _Computed:
         return compute_own_kv(self.model, self.prefix, chunks)
 
 
-def keep(load: ChunkLoad, found: ChunkOrigin, made: Made, *, stores: bool = True) -> Fetched:
+def keep(
+    load: ChunkLoad, found: ChunkOrigin, made: NewlyEncoded, *, stores: bool = True
+) -> Fetched:
     """Store a chunk that was encoded, where its store takes it; on any thread.
 
     Returns what the store would give back, so that an answer does not depend on which request came

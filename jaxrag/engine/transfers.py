@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from jaxrag.base.types import HostArray
+from jaxrag.engine.encode_queue import EncodeQueue
 from jaxrag.engine.links import Link, LinkOpen, Order
 from jaxrag.engine.scheduler import Admitted
 from jaxrag.engine.staging import (
@@ -18,12 +19,11 @@ from jaxrag.engine.staging import (
     ChunkOrigin,
     Fetched,
     HitKind,
-    Made,
+    NewlyEncoded,
     Staged,
     agreed,
     drop,
     encode,
-    encoded_together,
     fetch,
     fetch_held,
     groups,
@@ -58,7 +58,7 @@ class Transfers:
         """``fail`` ends a request that cannot have its chunk."""
         self._state, self._fail = state, fail
         self._pending: dict[str, PendingChunk] = {}
-        self._to_encode: list[PendingChunk] = []
+        self._to_encode = EncodeQueue()
         self._staged: deque[ReadBatch] = deque()
         self._reading: dict[str, ReadBatch] = {}  # chunks that are read from a store
         self._lock = threading.Lock()  # of what is read, and the requests that wait for it
@@ -166,16 +166,9 @@ class Transfers:
 
     def encode_some(self) -> bool:
         """Run one program for chunks that no store gave; others wait for the next decode step."""
-        wanted = {it.load.key: it for it in self._to_encode if self._is_wanted(it)}
-        self._to_encode = list(wanted.values())
-        if not wanted:
-            return False
-        first, *others = (it.load for it in wanted.values())
-        loads = encoded_together(first, others)
-        chunks = [wanted.pop(load.key) for load in loads]
-        self._to_encode = list(wanted.values())
+        chunks = self._to_encode.take(self._is_wanted)
         try:
-            made = encode(loads, reads=chunks[0].stores)
+            made = encode([it.load for it in chunks], reads=chunks[0].stores) if chunks else []
         except Exception as error:
             self._lost([it for it in chunks if it.claim()], error)
             return True
@@ -183,7 +176,7 @@ class Transfers:
             if chunk.claim():
                 self._call_off(chunk)
                 self._keep(chunk, it)
-        return True
+        return bool(chunks)
 
     def _is_wanted(self, chunk: PendingChunk) -> bool:
         """Is it still to be encoded? One that no request waits for is called off."""
@@ -421,7 +414,7 @@ class Transfers:
         for chunk, found in refused:
             self._refused(chunk, found)
 
-    def _keep(self, chunk: PendingChunk, made: Made) -> None:
+    def _keep(self, chunk: PendingChunk, made: NewlyEncoded) -> None:
         """Store a chunk that was encoded, and stage it."""
         state, load, store = self._state, chunk.load, chunk.load.encoding.store
         batch = ReadBatch([load], {load.key: chunk})

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrag.base.config import DType, Kernels, ModelConfig, config_to_dict
 from jaxrag.base.errors import RequestError, TokenizerError
+from jaxrag.base.guide import Guide
 from jaxrag.base.shapes import bucket
 from jaxrag.base.sharding import Rules, exchange, put, replicated
 from jaxrag.base.types import EMPTY, FINAL, Array, HostArray, Tokens
@@ -38,6 +39,7 @@ from jaxrag.models.rope import RopeFactors, RopeTable, rope_factors, rope_table
 from jaxrag.models.segments import positions_follow_order
 from jaxrag.models.shares import as_held, by_heads, head_share, own_heads, put_share
 from jaxrag.models.spec import Params, init_params, num_params, param_shardings
+from jaxrag.models.text.guidance import Grammar
 from jaxrag.models.text.prompts import (
     DEFAULT_TEMPLATE,
     PromptTemplate,
@@ -301,6 +303,20 @@ class Model:
         """Zeros, in the model's dtype if none is named, whole on every device."""
         place = None if self.mesh is None else replicated(self.mesh)
         return _zeros(shape, dtype or self.config.dtype, place)
+
+    def grammar(self, guide: Guide | None, eos_ids: frozenset[int]) -> Grammar | None:
+        """A guide for answers that these tokens end; errors as those of ``Grammar``.
+
+        Raises RequestError where the model is of several processes.
+        """
+        if guide is None:
+            return None
+        if jax.process_count() > 1:
+            raise RequestError("guide: several processes give no answers of a form; use one")
+        size = self.config.vocab_size
+        return Grammar(
+            self.text_tokenizer(), guide, size, frozenset(it for it in eos_ids if it < size)
+        )
 
     @property
     def batch_ways(self) -> int:

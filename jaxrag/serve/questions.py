@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxrag.base.errors import RequestError
@@ -20,7 +19,6 @@ from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.library.knowledge_base.neighbours import Placed, each_other
 from jaxrag.library.retrieve.filters import Filter
 from jaxrag.models.model import Model, as_token_ids
-from jaxrag.models.text.guidance import Grammar
 from jaxrag.models.text.prompts import PromptTemplate, QuestionIds
 from jaxrag.reuse.decode import rule_from
 from jaxrag.reuse.encode import encoder_named
@@ -236,7 +234,7 @@ def prepare(
         settings.ask.max_new_tokens,
         sampling=sampling,
         eos_ids=_eos_ids(settings.model),
-        grammar=_grammar(settings.model, sampling),
+        grammar=settings.model.grammar(sampling.guide, _eos_ids(settings.model)),
         indexing=None if kb is None else kb.indexing,
         encoders=kept_encoders(kb, method, settings.template) if retrieved else None,
         rows=settings.ask.batch_size or 1,
@@ -433,15 +431,6 @@ def _on_turns(settings: Settings, talk: Conversation, keeps: bool, verbatim: boo
 def _eos_ids(model: Model) -> frozenset[int]:
     tokenizer = model.tokenizer
     return frozenset((*model.config.eos_ids, *(tokenizer.eos_ids if tokenizer else ())))
-
-
-def _grammar(model: Model, sampling: SamplingParams) -> Grammar | None:
-    if sampling.guide is None:
-        return None
-    if jax.process_count() > 1:
-        raise RequestError("guide: several processes give no answers of a form; use one")
-    eos_ids = frozenset(it for it in _eos_ids(model) if it < model.config.vocab_size)
-    return Grammar(model.text_tokenizer(), sampling.guide, model.config.vocab_size, eos_ids)
 
 
 def _unknown(

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from jaxrag.base.shapes import row_length
 from jaxrag.base.types import HostArray
 from jaxrag.models.model import Model
-from jaxrag.reuse.encode.packed import Batch, check_context, encode_batches, lay_rows
+from jaxrag.reuse.encode.packed import RowBatch, check_context, encode_batches, lay_rows
 
 _WIDTHS = (32, 48, 64, 80, 96, 128, 160, 192, 224, 256, 288, 320, 384, 448, 512)
 _TOKENS = 128  # of a program, unless one row is longer: what reading the weights costs is paid off
@@ -36,7 +36,7 @@ def _batches(
     prefix: HostArray,
     chunks: Sequence[HostArray],
     shapes: Sequence[tuple[int, int]],
-) -> Iterator[Batch]:
+) -> Iterator[RowBatch]:
     for shape in sorted(set(shapes)):
         members = [[index] for index, it in enumerate(shapes) if it == shape]
         for rows in itertools.batched(members, shape[0]):

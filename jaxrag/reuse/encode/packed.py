@@ -32,7 +32,7 @@ Places = list[tuple[int, int, slice]]  # (chunk, row, columns)
 Started = tuple[Places, Array, Array]
 
 # A batch that is laid out: its tokens, rotation tables for them, and where its chunks are.
-Batch = tuple[Tokens, RopeTable, Places]
+RowBatch = tuple[Tokens, RopeTable, Places]
 
 ROW_TOKENS = 2048  # tokens of one packed row; a longer chunk makes its own row longer
 
@@ -62,7 +62,7 @@ def encode_rows(
     yield from encode_batches(model, packed_batches(model, prefix, chunks))
 
 
-def encode_batches(model: Model, batches: Iterable[Batch]) -> Iterator[tuple[int, HostArray]]:
+def encode_batches(model: Model, batches: Iterable[RowBatch]) -> Iterator[tuple[int, HostArray]]:
     """As ``encode_rows``, of chunks that are laid out."""
     yield from take_behind(
         start_taking(model, places, *_encode(model.params, model.config, tokens, rope))
@@ -70,7 +70,9 @@ def encode_batches(model: Model, batches: Iterable[Batch]) -> Iterator[tuple[int
     )
 
 
-def packed_batches(model: Model, prefix: HostArray, chunks: Sequence[HostArray]) -> Iterator[Batch]:
+def packed_batches(
+    model: Model, prefix: HostArray, chunks: Sequence[HostArray]
+) -> Iterator[RowBatch]:
     """Every chunk once, in batches of full rows."""
     lengths = [len(chunk) for chunk in chunks]
     rows = pack(lengths, ROW_TOKENS - len(prefix))
@@ -87,7 +89,7 @@ def lay_rows(
     chunks: Sequence[HostArray],
     rows: Sequence[Sequence[int]],
     shape: tuple[int, int],
-) -> Batch:
+) -> RowBatch:
     """Lay chunks out in rows, each behind the prefix; ``shape`` may hold more than these rows."""
     ids = np.zeros(shape, np.int32)
     positions = np.zeros(shape, np.int32)
