@@ -19,6 +19,7 @@ from jaxrag.cli import (
     generate,
     ingest,
     kb,
+    mcp,
     plain,
     plain_gate,
     plan,
@@ -29,8 +30,8 @@ from jaxrag.cli.waiting import stop_telling
 from jaxrag.models.text.printable import printable
 
 COMMANDS = (
-    demo, ingest, ask, generate, serve, plain, plain_gate, kb, check, plan, convert, train, eval,
-    bench,
+    demo, ingest, ask, generate, serve, mcp, plain, plain_gate, kb, check, plan, convert, train,
+    eval, bench,
 )  # fmt: skip
 
 
