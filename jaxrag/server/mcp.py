@@ -64,7 +64,9 @@ class ServerTools:
         ]
         return "\n\n".join(passages) or f"No passage of {base} fits."
 
-    async def ask(self, question: AskedText, context: FromAgent, knowledge_base: Base = None) -> str:
+    async def ask(
+        self, question: AskedText, context: FromAgent, knowledge_base: Base = None
+    ) -> str:
         """Answer a question from the documents, and name the passages that were read for it."""
         base = await self._base(context, knowledge_base)
         body = {
