@@ -60,7 +60,7 @@ def test_speculative_decoding(capsys):
     ("what", "fields"),
     [
         ("answers of a", {"guided_grammar": "start: a"}),
-        ("tools", {"tools": [{"type": "function"}]}),
+        ("tools", {"functions": [{"name": "f"}]}),
         ("predicted output", {"prediction": {"type": "content", "content": "x"}}),
     ],
 )

@@ -52,6 +52,7 @@ class Conversation:
       messages: as they were given, roles and texts, and tool_calls of some; () where they are not
         all texts.
       prompt: the whole prompt as a text, which no template wraps; None: there is none such.
+      tools: that may be called, as OpenAI's clients define them.
     """
 
     questions: tuple[Text, ...]
@@ -61,6 +62,7 @@ class Conversation:
     query: str | None = None
     messages: tuple[Mapping[str, Any], ...] = ()
     prompt: str | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def has_tools(self) -> bool:

@@ -80,6 +80,8 @@ def is_verbatim(ask: Ask, model: Model, talk: Conversation) -> bool:
             "plain='passages' needs a model with a chat template, and neither template= nor "
             "earlier_turns='blocks'; use plain='off'"
         )
+    if talk.tools:
+        raise RequestError("tools need a model with a chat template; name them in a message")
     return False
 
 
@@ -190,7 +192,7 @@ def verbatim_prompt(
     rules, tokenizer = rules_for(ask, method), model.text_tokenizer()
     if talk.prompt is not None:
         return continued_prompt(tokenizer, talk.prompt, rules)
-    return plain_prompt(tokenizer, talk.messages, rules, encode)
+    return plain_prompt(tokenizer, talk.messages, rules, encode, talk.tools)
 
 
 def continued_prompt(
@@ -217,6 +219,7 @@ def plain_prompt(
     messages: Sequence[Mapping[str, Any]],
     rules: PassageRules | None,
     encode: TextIds | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[Prompt, list[FoundChunk]]:
     """The prompt of a conversation, and its blocks in order.
 
@@ -226,12 +229,13 @@ def plain_prompt(
       messages: roles and contents, texts.
       rules: how passages are found; None: none is, as in more than ``MOST_CHARACTERS``.
       encode: gives the ids of contents and their pieces; None: the tokenizer does.
+      tools: that may be called.
 
     Raises TokenizerError as ``framed`` does.
     """
     if sum(len(it["content"]) for it in messages) > MOST_CHARACTERS:
         rules = None
-    said = list(_pieces(tokenizer, messages, rules, encode or tokenizer.encode))
+    said = list(_pieces(tokenizer, messages, rules, encode or tokenizer.encode, tools))
     return _laid_out(tokenizer, said, rules)
 
 
@@ -276,10 +280,11 @@ def _pieces(
     messages: Sequence[Mapping[str, Any]],
     rules: PassageRules | None,
     encode: TextIds,
+    tools: Sequence[Mapping[str, Any]],
 ) -> Iterator[_Said]:
     """Everything behind the leading tokens, piece by piece."""
     asking = max((i for i, it in enumerate(messages) if it["role"] == "user"), default=-1)
-    for number, part in enumerate(framed(tokenizer, messages)):
+    for number, part in enumerate(framed(tokenizer, messages, tools)):
         if part.message is None:
             yield _Said(_frame_ids(tokenizer, part.text, first=number == 0))
         elif messages[part.message]["role"] == "assistant":

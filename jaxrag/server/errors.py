@@ -44,7 +44,7 @@ _NAMES = {  # of generate: of the request
     "max_new_tokens": "max_tokens", "question": "messages", "guide": "response_format",
 }  # fmt: skip
 _PARAMS = {field.name for cls in (Ask, SamplingParams) for field in dataclasses.fields(cls)} | {
-    "documents", "messages", "priority", "question", "timeout", "tokens"
+    "documents", "messages", "priority", "question", "timeout", "tokens", "tools"
 }  # fmt: skip
 
 

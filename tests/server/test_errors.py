@@ -14,6 +14,7 @@ from jaxrag.engine.admission import SchedulerSettings
 from jaxrag.engine.state import EngineSettings
 from jaxrag.server.errors import problem_of
 
+TOOL = {"type": "function", "function": {"name": "f"}}
 CHAT = "/v1/chat/completions"
 COMPLETE = "/v1/completions"
 ASKED = [{"role": "user", "content": "Which animal does Kora Felell keep?"}]
@@ -59,9 +60,10 @@ def wait_until(there):
         ),
         ({"n": 65}, "n", "1 to 64"),
         ({"n": 2, "best_of": 3}, "best_of", "expected n, which is 2"),
-        ({"tools": [{"type": "function"}]}, "tools", "does not do that"),
+        ({"tools": [{"type": "function"}]}, "tools", "of the type function"),
         ({"tools": {}, "tool_choice": "none"}, "tools", "expected a list"),
-        ({"tools": [{}], "tool_choice": "required"}, "tools", "does not do that"),
+        ({"tools": [TOOL], "model": "synthetic@village"}, "tools", "name the model alone"),
+        ({"tools": [TOOL]}, "tools", "need a model with a chat template"),
         ({"response_format": {"type": "json_object"}}, "response_format", "spells any text"),
         ({"response_format": {"type": "xml"}}, "response_format", "json_object, or json_schema"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema.schema"),

@@ -15,7 +15,7 @@ from jaxrag.serve.answers import Piece
 from jaxrag.serve.conversation import conversation_of
 from jaxrag.server.answers.answering import respond
 from jaxrag.server.answers.asking import Inbox, SlowReader, make_ready
-from jaxrag.server.answers.chat import ChatForm
+from jaxrag.server.answers.forms import ChatForm
 from jaxrag.server.answers.sse import EventStream
 from jaxrag.server.answers.visit import Visit
 from jaxrag.server.errors import Problem

@@ -37,18 +37,21 @@ def render_template(
     *,
     add_generation_prompt: bool,
     now: datetime.datetime | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """Render a chat template.
 
-    ``messages`` are mappings with "role" and "content", plain values that survive JSON.
-    ``special_tokens`` are the names templates use, such as ``bos_token``. ``now`` is what
-    ``strftime_now`` prints, by default the present. Raises TokenizerError when the template is
-    malformed, refuses the messages, or passes a limit of this module.
+    ``messages`` are mappings with "role" and "content", ``tools`` definitions of functions as
+    OpenAI's clients write them; plain values that survive JSON. ``special_tokens`` are the names
+    templates use, such as ``bos_token``. ``now`` is what ``strftime_now`` prints, by default the
+    present. Raises TokenizerError when the template is malformed, refuses the messages, or passes a
+    limit of this module.
     """
     request = {
         "source": source,
         "messages": [dict(message) for message in messages],
         "special_tokens": dict(special_tokens),
+        "tools": [dict(it) for it in tools] or None,
         "add_generation_prompt": add_generation_prompt,
         "now": None if now is None else now.isoformat(),
         "seconds": MAX_SECONDS,

@@ -53,7 +53,7 @@ def _render(request: dict[str, Any]) -> str:
         strftime_now=strftime_now,
         messages=request["messages"],
         add_generation_prompt=request["add_generation_prompt"],
-        tools=None,
+        tools=request["tools"],
         documents=None,
         **request["special_tokens"],
     )

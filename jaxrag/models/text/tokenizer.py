@@ -231,6 +231,7 @@ class Tokenizer:
         *,
         template: str = "default",
         now: datetime.datetime | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """Messages as the model's chat template writes them; encode it with ``special=True``.
 
@@ -249,6 +250,7 @@ class Tokenizer:
             self._special_tokens,
             add_generation_prompt=add_generation_prompt,
             now=now,
+            tools=tools,
         )
 
     def is_byte(self, token_id: int) -> bool:

@@ -46,17 +46,21 @@ class MessagePart:
     message: int | None = None
 
 
-def framed(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> list[MessagePart]:
+def framed(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> list[MessagePart]:
     """The parts of a conversation, with the template's opening of the answer last.
 
-    Tool calls of a message are part of the template's own text.
+    Tools, and calls of them in a message, are part of the template's own text.
 
     It is rendered twice: with a mark in place of every content, which shows the frame, and as it
     is, which shows what the template does to contents.
 
     Raises TokenizerError for a tokenizer without a chat template, a template that refuses the
-    messages, one that does to a content what is not known here, and tool calls that spell special
-    tokens.
+    messages, one that does to a content what is not known here or leaves the tools out, and tools
+    or calls that spell special tokens.
     """
     now = datetime.datetime.combine(datetime.date.today(), datetime.time())
     marks = [chr(_FIRST_MARK + place) for place in range(len(messages))]
@@ -68,12 +72,16 @@ def framed(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> list[
         )
     for place, message in enumerate(messages):
         if "tool_calls" in message:
-            _check_calls(tokenizer, place, message["tool_calls"])
+            _check_spelled(tokenizer, f"messages[{place}].tool_calls", message["tool_calls"])
+    if tools:
+        _check_spelled(tokenizer, "tools", tools)
     # One without content, as of a message that calls tools, is left so: templates look for that.
     marks = [mark if content else "" for mark, content in zip(marks, contents, strict=True)]
     marked = [{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)]
-    frame = tokenizer.render_chat(marked, now=now)
-    whole = tokenizer.render_chat(messages, now=now)
+    frame = tokenizer.render_chat(marked, now=now, tools=tools)
+    whole = tokenizer.render_chat(messages, now=now, tools=tools)
+    if tools and not all(it["function"]["name"] in frame for it in tools):
+        raise TokenizerError("the model's chat template writes no tools; name them in a message")
     between, rest = list[str](), frame
     for place, mark in enumerate(marks):
         if not mark:
@@ -107,12 +115,10 @@ def _parts(between: Sequence[str], contents: Sequence[str], whole: str) -> Itera
     yield MessagePart(between[-1])
 
 
-def _check_calls(tokenizer: Tokenizer, place: int, calls: Any) -> None:
-    text = json.dumps(calls, ensure_ascii=False)
+def _check_spelled(tokenizer: Tokenizer, what: str, given: Any) -> None:
+    text = json.dumps(given, ensure_ascii=False)
     if not np.array_equal(tokenizer.encode(text), tokenizer.encode(text, special=True)):
-        raise TokenizerError(
-            f"messages[{place}].tool_calls spell a special token of the model: leave it out"
-        )
+        raise TokenizerError(f"{what} spell a special token of the model: leave it out")
 
 
 def _has_mark(content: str) -> bool:

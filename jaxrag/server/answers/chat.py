@@ -1,52 +1,50 @@
 """POST /v1/chat/completions: a conversation over retrieved or given chunks."""
 
+import dataclasses
 import functools
-from collections.abc import Iterator
-from typing import Any
 
 from starlette.responses import Response
 
-from jaxrag.serve.answers import Piece
+from jaxrag.serve.conversation import Conversation
 from jaxrag.server.answers.answering import respond, visited
 from jaxrag.server.answers.asking import make_ready
-from jaxrag.server.answers.forms import Form, logprobs_of
+from jaxrag.server.answers.forms import ChatForm
+from jaxrag.server.answers.tools import (
+    Calling,
+    CallingForm,
+    calling_of,
+    with_tools,
+    without_tools,
+)
 from jaxrag.server.answers.visit import Visit
-from jaxrag.server.fields import Generation, conversation, generation_of
+from jaxrag.server.errors import invalid
+from jaxrag.server.fields import Body, Generation, conversation, generation_of
 
 
 @visited("messages")
 async def chat_completions(visit: Visit) -> Response:
     """Answer the last message."""
-    fields, talk = await visit.read(lambda body: (generation_of(body), conversation(body)))
+    fields, talk, calling = await visit.read(_asked)
     fields = visit.with_header(fields)
     plain = visit.state.settings.plain == "passages"
-    base = visit.choose_base(fields, default=not plain)
+    base = visit.choose_base(fields, default=not plain and calling is None)
+    form = ChatForm(visit, fields)
+    if calling is not None:
+        if base is not None or fields.documents or fields.said.get("blocks"):
+            raise invalid(
+                "tools with a knowledge base, documents or blocks: name the model alone, and paste "
+                "passages into a message, or give a tool that finds them",
+                "tools",
+            )
+        form = CallingForm(visit, fields, calling)
     make = functools.partial(make_ready, visit.state, visit.call.access, fields, talk, base)
-    return await respond(visit, fields, [make], ChatForm(visit, fields))
+    return await respond(visit, fields, [make], form)
 
 
-class ChatForm(Form):
-    """A chat's form."""
-
-    def __init__(self, visit: Visit, fields: Generation) -> None:
-        kind = "chat.completion.chunk" if fields.stream else "chat.completion"
-        super().__init__(visit, kind, "chatcmpl", fields)
-
-    def opening(self) -> Iterator[dict[str, Any]]:
-        """Who speaks."""
-        delta = {"role": "assistant", "content": ""}
-        for place in range(self.fields.choices):
-            one = {"index": place, "delta": delta, "logprobs": None, "finish_reason": None}
-            yield self.event(one)
-
-    def part(self, text: str | None) -> dict[str, Any]:
-        """What the message grows by."""
-        return {"delta": {} if text is None else {"content": text}}
-
-    def message(self, text: str) -> dict[str, Any]:
-        """The message."""
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
-
-    def logprobs(self, place: int, piece: Piece) -> dict[str, Any]:
-        """Token by token, with its bytes where they are known."""
-        return {"content": logprobs_of(self.model, piece), "refusal": None}
+def _asked(body: Body) -> tuple[Generation, Conversation, Calling | None]:
+    """What a body asks for, and the tools that may be called."""
+    calling, others = calling_of(body), without_tools(body)
+    fields, talk = generation_of(others), conversation(others)
+    if calling is None:
+        return fields, talk, None
+    return with_tools(fields, calling), dataclasses.replace(talk, tools=calling.tools), calling

@@ -110,7 +110,11 @@ class Form:
 
     def finish(self, place: int, result: Result) -> dict[str, Any]:
         """The last event of a choice."""
-        return self.event(_choice(place, self.part(None), finish=result.finish_reason))
+        return self.event(_choice(place, self.part(None), finish=self.reason(result)))
+
+    def reason(self, result: Result) -> str:
+        """Why a choice ended."""
+        return result.finish_reason
 
     async def settle(self, results: Sequence[Result], account: dict[str, Any]) -> None:
         """Called once all choices have ended, before their end is told."""
@@ -141,7 +145,7 @@ class Form:
             top = [likeliest for part in parts for likeliest in part.top]
             piece = Piece(result.text, result.token_ids, told, top)
             text, found = self.message(result.text), self._logprobs(place, piece)
-            choices.append(_choice(place, text, found, result.finish_reason))
+            choices.append(_choice(place, text, found, self.reason(result)))
         return self.event(*choices) | account
 
     def event(self, *choices: dict[str, Any]) -> dict[str, Any]:
@@ -150,6 +154,33 @@ class Form:
 
     def _logprobs(self, place: int, piece: Piece) -> dict[str, Any] | None:
         return self.logprobs(place, piece) if self.fields.logprobs else None
+
+
+class ChatForm(Form):
+    """A chat's form."""
+
+    def __init__(self, visit: Visit, fields: Generation) -> None:
+        kind = "chat.completion.chunk" if fields.stream else "chat.completion"
+        super().__init__(visit, kind, "chatcmpl", fields)
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        """Who speaks."""
+        delta = {"role": "assistant", "content": ""}
+        for place in range(self.fields.choices):
+            one = {"index": place, "delta": delta, "logprobs": None, "finish_reason": None}
+            yield self.event(one)
+
+    def part(self, text: str | None) -> dict[str, Any]:
+        """What the message grows by."""
+        return {"delta": {} if text is None else {"content": text}}
+
+    def message(self, text: str) -> dict[str, Any]:
+        """The message."""
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def logprobs(self, place: int, piece: Piece) -> dict[str, Any]:
+        """Token by token, with its bytes where they are known."""
+        return {"content": logprobs_of(self.model, piece), "refusal": None}
 
 
 def _choice(

@@ -26,9 +26,10 @@ class Rendering:
     def __init__(self, source):
         self.source = source
 
-    def render_chat(self, messages, now=None):
+    def render_chat(self, messages, now=None, tools=()):
         names = {"bos_token": "<|b|>"}
-        return render_template(self.source, messages, names, add_generation_prompt=True, now=now)
+        how = {"add_generation_prompt": True, "now": now, "tools": tools}
+        return render_template(self.source, messages, names, **how)
 
 
 def talk(*contents):

@@ -1,0 +1,134 @@
+"""Calls of tools in an answer, as the families of models write them.
+
+    form      text
+    hermes    <tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number of these
+    llama     {"name": ..., "parameters": {...}}, alone or behind <|python_tag|>
+    mistral   [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]
+    glm       <tool_call>name<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>
+    glm_4     name, a line break, {...}
+
+Qwen 2.5 and 3 write the first. What is no call of a tool that there is stays text.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from jaxrag.base.errors import RequestError
+
+_OPENED, _CLOSED = "<tool_call>", "</tool_call>"
+_FORMS = (  # the first whose sign is in a chat template
+    ("<arg_key>", "glm"),
+    (_OPENED, "hermes"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<|observation|>", "glm_4"),
+    ("<|python_tag|>", "llama"),
+    ('"parameters":', "llama"),
+)
+_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_DECODER = json.JSONDecoder()
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool: its name, and its arguments as JSON."""
+
+    name: str
+    arguments: str
+
+
+def form_of(template: str) -> str:
+    """How a model with this chat template writes calls. RequestError where that is not known."""
+    if not template:
+        raise RequestError("tools need a model with a chat template; name them in a message")
+    for sign, form in _FORMS:
+        if sign in template:
+            return form
+    raise RequestError(
+        "tools: the model's chat template writes calls in no form that is known (Hermes, Llama 3, "
+        "Mistral, GLM); name the tools in a message"
+    )
+
+
+def calls_of(text: str, form: str, names: Collection[str]) -> tuple[str, list[ToolCall]]:
+    """What an answer says beside its calls, and these; the whole text where it calls nothing."""
+    if form in ("hermes", "glm"):
+        said, *parts = text.split(_OPENED)
+        read = _hermes if form == "hermes" else _glm
+        if not parts and text.lstrip().startswith("{"):  # the mark was a special token
+            said, parts = "", [text]
+        found = [read(part.partition(_CLOSED)[0]) for part in parts]
+    elif form == "glm_4":
+        said, found = "", [_named_line(text)]
+    else:
+        said, found = "", list(_objects(text))
+    if not found or any(it is None or it.name not in names for it in found):
+        return text, []
+    return said.rstrip(), [it for it in found if it is not None]
+
+
+def sure_text(text: str, form: str, names: Collection[str]) -> int:
+    """How many characters of the beginning of an answer are no call, whatever follows."""
+    if form in ("hermes", "glm"):
+        at = text.find(_OPENED)
+        if at < 0:
+            last = text.rfind("<")
+            at = last if last >= 0 and _OPENED.startswith(text[last:]) else len(text)
+        return 0 if text.lstrip().startswith("{") else len(text[:at].rstrip())
+    start = text.lstrip()
+    if form == "glm_4":
+        line, broken, rest = start.partition("\n")
+        called = line.rstrip() in names if broken else any(it.startswith(line) for it in names)
+        return 0 if called and rest[:1] in ("", "{") else len(text)
+    return 0 if not start or start[0] in "{[<" else len(text)
+
+
+def _call(found: Any) -> ToolCall | None:
+    """Of an object with a name and arguments, under either of their names."""
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+        return None
+    arguments = found.get("arguments", found.get("parameters", {}))
+    if not isinstance(arguments, dict):
+        return None
+    return ToolCall(found["name"], json.dumps(arguments, ensure_ascii=False))
+
+
+def _hermes(part: str) -> ToolCall | None:
+    try:
+        return _call(json.loads(part))
+    except ValueError:
+        return None
+
+
+def _glm(part: str) -> ToolCall | None:
+    name = part.partition("<arg_key>")[0].strip()
+    arguments: dict[str, Any] = {}
+    for key, value in _ARGUMENT.findall(part):
+        try:
+            arguments[key.strip()] = json.loads(value)
+        except ValueError:
+            arguments[key.strip()] = value
+    return ToolCall(name, json.dumps(arguments, ensure_ascii=False)) if name else None
+
+
+def _named_line(text: str) -> ToolCall | None:
+    name, _, arguments = text.strip().partition("\n")
+    try:
+        return _call({"name": name.strip(), "arguments": json.loads(arguments)})
+    except ValueError:
+        return None
+
+
+def _objects(text: str) -> Iterator[ToolCall | None]:
+    """Of a list of calls, or of calls one behind the other, and nothing else; else one None."""
+    rest = text.strip().removeprefix("[TOOL_CALLS]").removeprefix("<|python_tag|>").strip()
+    while rest:
+        try:
+            found, end = _DECODER.raw_decode(rest)
+        except ValueError:
+            yield None
+            return
+        yield from map(_call, found if isinstance(found, list) else [found])
+        rest = rest[end:].lstrip(" \n\t;,")

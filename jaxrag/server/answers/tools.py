@@ -1,0 +1,201 @@
+"""Tools of a chat: which may be called, and how calls of them are told."""
+
+import dataclasses
+import json
+import re
+import reprlib
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxrag.base.guide import Guide
+from jaxrag.serve.answers import Piece, Result
+from jaxrag.serve.calls import ToolCall, calls_of, form_of, sure_text
+from jaxrag.server.answers.forms import ChatForm
+from jaxrag.server.answers.visit import Visit
+from jaxrag.server.errors import invalid
+from jaxrag.server.fields import Body, Generation
+
+MOST_TOOLS = 128
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
+_ANY = {"type": "object"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Calling:
+    """Tools that may be called.
+
+    Attributes:
+      tools: as the client defines them.
+      choice: "auto", "required", or the name of the one that is to be called.
+      several: more than one call is wanted at a time.
+    """
+
+    tools: tuple[Mapping[str, Any], ...]
+    choice: str
+    several: bool
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the tools."""
+        return frozenset(it["function"]["name"] for it in self.tools)
+
+    @property
+    def guide(self) -> Guide | None:
+        """What the answer has to be where a call is wanted: its arguments, or a list of calls."""
+        if self.choice == "auto":
+            return None
+        schemas = {it["function"]["name"]: it["function"]["parameters"] for it in self.tools}
+        if self.choice != "required":
+            return Guide("json_schema", json.dumps(schemas[self.choice]))
+        calls = [
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, "arguments": schema},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+            for name, schema in schemas.items()
+        ]
+        most = {} if self.several else {"maxItems": 1}
+        wanted = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most}
+        return Guide("json_schema", json.dumps(wanted))
+
+
+def calling_of(body: Body) -> Calling | None:
+    """The tools of a body that may be called; None where none may. Raises Problem 400."""
+    given = body.values.get("tools", [])
+    if not isinstance(given, list):
+        raise body.wrong("tools", "a list")
+    choice = body.values.get("tool_choice", "auto")
+    if choice == "none" or not given:
+        if choice not in ("none", "auto"):
+            raise body.wrong("tool_choice", "none or auto, as there are no tools")
+        return None
+    if len(given) > MOST_TOOLS:
+        raise invalid(f"tools: {len(given)} of them; expected at most {MOST_TOOLS}", "tools")
+    tools = tuple(_tool(place, it) for place, it in enumerate(given))
+    names = [it["function"]["name"] for it in tools]
+    if len(set(names)) < len(names):
+        raise invalid("tools: two have one name", "tools")
+    if isinstance(choice, dict):
+        named = Body(Body(choice).table("function") or {}).text("name")
+        if named not in names:
+            raise invalid(
+                f"tool_choice={reprlib.repr(choice)}: expected the name of one of the tools",
+                "tool_choice",
+            )
+        choice = named
+    elif choice not in ("auto", "required"):
+        raise body.wrong("tool_choice", "none, auto, required, or a function by its name")
+    return Calling(tools, choice, body.flag("parallel_tool_calls", True))
+
+
+def without_tools(body: Body) -> Body:
+    """The other fields of a body."""
+    return Body({name: it for name, it in body.values.items() if name not in _FIELDS})
+
+
+def with_tools(fields: Generation, calling: Calling) -> Generation:
+    """The fields of an answer that calls what it has to. Raises Problem 400 beside a form."""
+    if (guide := calling.guide) is None:
+        return fields
+    sampling = fields.said["sampling"]
+    if sampling.guide is not None or fields.ignore_eos:
+        other = "ignore_eos" if fields.ignore_eos else "response_format"
+        raise invalid(f"tool_choice={calling.choice!r} with {other}: leave one out", "tool_choice")
+    return dataclasses.replace(
+        fields, said={**fields.said, "sampling": dataclasses.replace(sampling, guide=guide)}
+    )
+
+
+def _tool(place: int, given: Any) -> dict[str, Any]:
+    """A definition of a function, with the schema of its arguments. Raises Problem 400."""
+    function = given.get("function") if isinstance(given, dict) else None
+    if not isinstance(function, dict) or given.get("type") != "function":
+        raise invalid(
+            f"tools[{place}]={reprlib.repr(given)}: expected an object of the type function",
+            "tools",
+        )
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise invalid(
+            f"tools[{place}].function.name={reprlib.repr(name)}: expected at most 64 letters, "
+            "digits, _ and -",
+            "tools",
+        )
+    parameters = function.get("parameters") or _ANY
+    if not isinstance(parameters, dict):
+        raise invalid(f"tools[{place}].function.parameters: expected a JSON schema", "tools")
+    return {"type": "function", "function": {**function, "parameters": parameters}}
+
+
+class CallingForm(ChatForm):
+    """A chat's form whose answers may call tools; a stream tells what is no call as it comes."""
+
+    def __init__(self, visit: Visit, fields: Generation, calling: Calling) -> None:
+        """Raises RequestError for a model whose calls are not known."""
+        super().__init__(visit, fields)
+        self._calling = calling
+        tokenizer = visit.state.model.text_tokenizer()
+        self._form = form_of("".join(tokenizer.chat_templates.values()))
+        self._texts = [""] * fields.choices
+        self._told = [0] * fields.choices
+
+    def piece(self, place: int, piece: Piece) -> dict[str, Any] | None:
+        """The event of what is surely no call."""
+        self._texts[place] += piece.text
+        return super().piece(place, dataclasses.replace(piece, text=self._more(place)))
+
+    def ended(
+        self, place: int, result: Result, account: dict[str, Any] | None
+    ) -> Iterator[dict[str, Any]]:
+        """What is left of the text, the calls, and the end."""
+        said, calls = self._read(self._texts[place])
+        rest = said[self._told[place] :]
+        delta: dict[str, Any] = {"content": rest} if rest else {}
+        if calls:
+            delta["tool_calls"] = [{"index": at, **_shown(it)} for at, it in enumerate(calls)]
+        if delta:
+            one = {"index": place, "delta": delta, "logprobs": None, "finish_reason": None}
+            yield self.event(one)
+        yield from super().ended(place, result, account)
+
+    def message(self, text: str) -> dict[str, Any]:
+        """The message; without content where it is calls alone."""
+        said, calls = self._read(text)
+        message = {"role": "assistant", "content": said or None, "refusal": None}
+        return {"message": message | ({"tool_calls": list(map(_shown, calls))} if calls else {})}
+
+    def reason(self, result: Result) -> str:
+        """Why it ended: for the calls, if there are any."""
+        called = result.finish_reason == "stop" and self._read(result.text)[1]
+        return "tool_calls" if called else super().reason(result)
+
+    def _more(self, place: int) -> str:
+        """Text that was not told and that no call can be part of."""
+        if self._calling.choice != "auto":
+            return ""
+        end, before = self._sure(place), self._told[place]
+        self._told[place] = max(end, before)
+        return self._texts[place][before:end]
+
+    def _sure(self, place: int) -> int:
+        return sure_text(self._texts[place], self._form, self._calling.names)
+
+    def _read(self, text: str) -> tuple[str, list[ToolCall]]:
+        choice = self._calling.choice
+        if choice == "auto":
+            return calls_of(text, self._form, self._calling.names)
+        if choice != "required":
+            return "", [ToolCall(choice, text)]
+        return calls_of(text, "llama", self._calling.names)
+
+
+def _shown(call: ToolCall) -> dict[str, Any]:
+    return {
+        "id": f"call_{uuid.uuid4().hex[:24]}",
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }

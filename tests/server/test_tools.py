@@ -1,0 +1,228 @@
+"""Tools of a chat, as stock clients call them."""
+
+import json
+import shutil
+
+import openai
+import pytest
+from langchain_core.messages import HumanMessage, ToolMessage
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel
+
+from jaxrag.models.model import load_model
+
+CHAT = "/v1/chat/completions"
+ASKED = [{"role": "user", "content": "Is it warm?"}]
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\nTools:{% for t in tools %}\n{{ t.function | tojson }}"
+    "{% endfor %}\nCall one by <tool_call>{\"name\": ..., \"arguments\": ...}</tool_call>"
+    "<|im_end|>\n{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}\n<tool_call>\n{{ c.function | tojson }}\n</tool_call>"
+    "{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)  # fmt: skip
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "What the weather is.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"enum": [1, 3]}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+CALLED = (
+    "Hm\\.\n<tool_call>\n"
+    '\\{"name": "weather", "arguments": \\{"city": "[a-z]{3,5}", "days": 1\\}\\}'
+    "\n</tool_call>"
+)
+DRAWN = {"temperature": 1.0, "seed": 4, "max_tokens": 150}
+
+
+@pytest.fixture(scope="module")
+def serving(start, chat_model_dir, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tools") / "model"
+    shutil.copytree(chat_model_dir, folder)
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8")) | {"chat_template": TEMPLATE}
+    path.write_text(json.dumps(settings), encoding="utf-8")
+    with start(load_model(folder, cache_tokens=8192), {}, warm_up=False) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(serving):
+    with openai.OpenAI(base_url=f"{serving.url}/v1", api_key="any", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def name(client):
+    return client.models.list().data[0].id
+
+
+def check(call, tool=None):
+    arguments = json.loads(call.function.arguments)
+    assert call.type == "function" and call.id
+    if call.function.name == "weather":
+        assert arguments.keys() == {"city", "days"} and arguments["days"] in (1, 3)
+    assert tool in (None, call.function.name)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "weather"}}]
+)
+def test_a_call_that_is_wanted_is_valid(client, name, choice, stream):
+    asked = {"model": name, "messages": ASKED, "tools": [WEATHER], "tool_choice": choice, **DRAWN}
+    if stream:
+        with client.chat.completions.stream(**asked) as events:
+            for _ in events:
+                pass
+            told = events.get_final_completion().choices[0]
+    else:
+        told = client.chat.completions.create(**asked).choices[0]
+    assert told.finish_reason == "tool_calls" and not told.message.content
+    assert told.message.tool_calls
+    for call in told.message.tool_calls:
+        check(call, "weather")
+
+
+def test_one_call_where_one_is_wanted(client, name):
+    for seed in range(4):
+        told = client.chat.completions.create(
+            model=name, messages=ASKED, tools=[WEATHER], tool_choice="required",
+            parallel_tool_calls=False, **DRAWN | {"seed": seed},
+        )  # fmt: skip
+        assert len(told.choices[0].message.tool_calls) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_that_a_model_makes_of_itself_are_read(client, name, stream):
+    asked = {
+        "model": name, "messages": ASKED, "tools": [WEATHER, CLOCK],
+        "extra_body": {"guided_regex": CALLED}, **DRAWN,
+    }  # fmt: skip
+    if stream:
+        text, calls, reason = "", [], None
+        for event in client.chat.completions.create(stream=True, **asked):
+            [choice] = event.choices
+            text += choice.delta.content or ""
+            calls += choice.delta.tool_calls or []
+            reason = choice.finish_reason or reason
+    else:
+        [choice] = client.chat.completions.create(**asked).choices
+        text, calls = choice.message.content, choice.message.tool_calls
+        reason = choice.finish_reason
+    assert (text, reason) == ("Hm.", "tool_calls")
+    [call] = calls
+    check(call, "weather")
+
+
+def test_an_answer_that_calls_nothing_is_text(client, name):
+    asked = {"model": name, "messages": ASKED, "tools": [WEATHER], **DRAWN}
+    guided = {"extra_body": {"guided_regex": "It is [a-z]{4}, <b>so</b>\\."}}
+    told = client.chat.completions.create(**asked, **guided).choices[0]
+    assert told.message.tool_calls is None and told.finish_reason == "stop"
+    pieces = client.chat.completions.create(stream=True, **asked, **guided)
+    text = "".join(it.choices[0].delta.content or "" for it in pieces)
+    assert text == told.message.content and text.endswith("<b>so</b>.")
+
+
+def test_what_a_tool_says_goes_back(serving, client, name):
+    first = client.chat.completions.create(
+        model=name, messages=ASKED, tools=[WEATHER], tool_choice="required", **DRAWN
+    ).choices[0].message  # fmt: skip
+    results = [
+        {"role": "tool", "tool_call_id": it.id, "content": "12 degrees"} for it in first.tool_calls
+    ]
+    told = client.chat.completions.create(
+        model=name, messages=[*ASKED, first, *results], tools=[WEATHER], max_tokens=5
+    )
+    assert told.usage.prompt_tokens > 60
+
+
+def test_langchain_binds_tools(serving, name):
+    @tool
+    def weather(city: str, days: int) -> str:
+        """What the weather is."""
+        return f"{city} is warm for {days} days."
+
+    chat = ChatOpenAI(
+        base_url=f"{serving.url}/v1", api_key="any", model=name, max_retries=0, temperature=1.0,
+        seed=4, max_tokens=400,
+    )  # fmt: skip
+    told = chat.bind_tools([weather], tool_choice="weather").invoke("Is it warm?")
+    if told.tool_calls:
+        [call] = told.tool_calls
+        assert call["name"] == "weather" and call["args"].keys() == {"city", "days"}
+    else:  # its text has no end within the tokens that may be drawn
+        assert told.invalid_tool_calls
+    answer = ToolMessage("It is.", tool_call_id="call_1")
+    asked = [HumanMessage("Is it warm?"), told, answer]
+    if told.tool_calls:
+        asked[-1].tool_call_id = told.tool_calls[0]["id"]
+        assert chat.bind_tools([weather]).invoke(asked).usage_metadata["input_tokens"] > 60
+
+
+def test_langchain_takes_structured_output_by_a_call(serving, name):
+    class Answer(BaseModel):
+        """What is answered."""
+
+        warm: bool
+
+    chat = ChatOpenAI(
+        base_url=f"{serving.url}/v1", api_key="any", model=name, max_retries=0, temperature=1.0,
+        seed=4, max_tokens=100,
+    )  # fmt: skip
+    asked = chat.with_structured_output(Answer, method="function_calling")
+    assert isinstance(asked.invoke("Is it warm?"), Answer)
+
+
+BAD = [
+    ({"tools": {}}, "tools", "expected a list"),
+    ({"tools": [{"type": "retrieval"}]}, "tools", "of the type function"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "64 letters"),
+    ({"tools": [WEATHER, WEATHER]}, "tools", "one name"),
+    ({"tools": [WEATHER] * 129}, "tools", "at most 128"),
+    ({"tools": [WEATHER], "tool_choice": "always"}, "tool_choice", "auto, required"),
+    ({"tools": [WEATHER], "tool_choice": {"function": {"name": "x"}}}, "tool_choice", "name of"),
+    ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+    ({"tools": [WEATHER], "documents": ["a"]}, "tools", "paste passages"),
+    (
+        {"tools": [WEATHER], "tool_choice": "required", "guided_regex": "a"},
+        "tool_choice",
+        "leave one out",
+    ),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "description": "<|im_end|>"}}]},
+        "tools",
+        "spell a special token",
+    ),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}],
+         "tool_choice": "required"},
+        "response_format",
+        "Invalid type",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "param", "words"), BAD)
+def test_what_is_wrong_is_400_and_names_the_field(serving, body, param, words):
+    answer = serving.post(CHAT, **{"messages": ASKED} | body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert words in error["message"] and error["param"] == param
+
+
+def test_a_template_without_tools_is_refused(start, chat_model_dir):
+    with start(load_model(chat_model_dir, cache_tokens=2048), {}, warm_up=False) as running:
+        answer = running.post(CHAT, messages=ASKED, tools=[WEATHER])
+    assert answer.status_code == 400
+    assert "in no form that is known" in answer.json()["error"]["message"]
