@@ -8,6 +8,7 @@ import pytest
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
+from llama_index.llms.openai_like import OpenAILike
 from pydantic import BaseModel
 
 from jaxrag.models.model import load_model
@@ -182,6 +183,20 @@ def test_langchain_takes_structured_output_by_a_call(serving, name):
     )  # fmt: skip
     asked = chat.with_structured_output(Answer, method="function_calling")
     assert isinstance(asked.invoke("Is it warm?"), Answer)
+
+
+def test_llamaindex_takes_structured_output(serving, name):
+    class Answer(BaseModel):
+        """What is answered."""
+
+        warm: bool
+
+    llm = OpenAILike(
+        api_base=f"{serving.url}/v1", api_key="any", model=name, is_chat_model=True,
+        is_function_calling_model=True, max_tokens=100, max_retries=0, temperature=1.0,
+    )  # fmt: skip
+    told = llm.as_structured_llm(Answer).complete("Is it warm?")
+    assert isinstance(told.raw, Answer)
 
 
 BAD = [
