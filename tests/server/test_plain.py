@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from jaxrag.cli import main
 from jaxrag.models.model import load_model
 from jaxrag.models.reading import Reading, write_reading
 from jaxrag.models.text import passages
+from jaxrag.reuse.encode import packed
 from jaxrag.server.settings import ServerSettings
 from jaxrag.server.state.state import make_state
 
@@ -67,6 +69,18 @@ def test_passages_are_read_from_kv_in_another_order(serving):
     places = [source["document_id"] for source in again["jaxrag"]["sources"]]
     assert places == ["messages[0]"] * 2
     assert ask(serving, PASSAGES)["choices"] == first["choices"]
+
+
+def test_no_passage_waits_for_its_encoding_to_be_compiled(start, trained_dir, rules_file):
+    model = load_model(trained_dir, cache_tokens=8192)
+    how = PLAIN | {"warm_up": True, "passage_rules": rules_file}
+    with start(model, {}, **how) as running:
+        while running.client.get("/ready").status_code != 200:
+            time.sleep(0.05)
+        ready = packed._encode._cache_size()
+        long = ["Words of a passage that is long. " * count for count in (3, 9, 15)]
+        assert cached(ask(running, [*PASSAGES, *long])) == 0
+    assert packed._encode._cache_size() == ready
 
 
 def test_a_request_may_do_without(serving):

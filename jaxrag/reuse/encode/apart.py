@@ -31,6 +31,11 @@ def encode_apart(
     yield from encode_batches(model, _batches(model, prefix, chunks, shapes))
 
 
+def widths_apart(model: Model, before: int) -> list[int]:
+    """Lengths of chunks behind ``before`` tokens, one for each program that is kept ready."""
+    return [width - before for width in _WIDTHS if before < width <= model.config.max_positions]
+
+
 def _batches(
     model: Model,
     prefix: HostArray,

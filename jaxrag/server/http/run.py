@@ -19,6 +19,7 @@ from jaxrag.server.http.connections import ACCEPTS, BACKLOG, Connections
 from jaxrag.server.http.health import fail_stuck, watchdog
 from jaxrag.server.http.logs import logging_requests
 from jaxrag.server.settings import ServerSettings
+from jaxrag.server.state.recipe import warm_up_passages
 from jaxrag.server.state.state import ServerState
 from jaxrag.server.tenants import check_host
 
@@ -215,8 +216,8 @@ def warm_up(state: ServerState) -> int:
     """Search every knowledge base once, and compile what the default method needs; how many.
 
     Questions of usual lengths over as many chunks as are retrieved, and prompts without any, in
-    all widths; where files are uploaded, their encoding. Other methods and rules are compiled when
-    they are first asked for.
+    all widths; where files are uploaded or passages are read, their encoding. Other methods and
+    rules are compiled when they are first asked for.
     """
     settings = state.settings
     for base in state.knowledge_bases.values():
@@ -233,5 +234,7 @@ def warm_up(state: ServerState) -> int:
     )
     programs = state.engine.warm_up(list(requests))
     state.library.warm_up()
+    if settings.plain == "passages":
+        programs += warm_up_passages(state.model, state.default_method(None))
     state.engine.forget()
     return programs

@@ -4,6 +4,7 @@ import contextlib
 import functools
 from collections.abc import Mapping
 
+import jax
 import numpy as np
 
 from jaxrag.base.errors import KnowledgeBaseError
@@ -13,7 +14,8 @@ from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.library.knowledge_base.settings import DEFAULT_CHUNK_TOKENS, default_encoders
 from jaxrag.library.options import KnowledgeBaseOptions
 from jaxrag.models.model import Model
-from jaxrag.reuse.encode import encode_chunks, encoder_named
+from jaxrag.reuse.encode import encode_chunks, encoder_named, seen_prefix
+from jaxrag.reuse.encode.apart import encode_apart, widths_apart
 from jaxrag.reuse.encode.packed import ROW_TOKENS
 from jaxrag.reuse.methods import Method
 
@@ -66,3 +68,15 @@ def warm_up(recipe: KnowledgeBaseOptions, model: Model) -> int:
             rows = functools.partial(encode_chunks, model, encoder, prefix, chunks)
             engine_of(model).spare(lambda rows=rows: sum(1 for _ in rows()))  # type: ignore[misc]
     return len(counts)
+
+
+def warm_up_passages(model: Model, method: Method) -> int:
+    """Compile the encoding of passages that a method reads; how many programs. Nothing is kept."""
+    if method.encoder is None or jax.process_count() > 1:
+        return 0
+    prefix = seen_prefix(encoder_named(method.encoder), model.text_tokenizer().leading_ids)
+    lengths = widths_apart(model, len(prefix))
+    for length in lengths:
+        rows = functools.partial(encode_apart, model, prefix, [np.zeros(length, np.int32)])
+        engine_of(model).spare(lambda rows=rows: sum(1 for _ in rows()))  # type: ignore[misc]
+    return len(lengths)
