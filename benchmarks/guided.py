@@ -151,7 +151,16 @@ def _rate(options: Options, model: Model, grammar: Grammar | None, guided: int) 
         eos_ids = frozenset() if own is None else _EOS
         full, tokens = METHODS["full_attention"], options.tokens
         requests.append(
-            Request(prompt, engine.memory, full, tokens, sampling, eos_ids, own, rows=options.rows)
+            Request(
+                prompt,
+                engine.memory,
+                full,
+                tokens,
+                sampling,
+                eos_ids,
+                rows=options.rows,
+                grammar=own,
+            )
         )
     begun, counted = 0.0, 0
     for progress in engine.iterate(requests):

@@ -64,7 +64,6 @@ class Request:
       max_new_tokens: upper bound of the answer.
       sampling: how its tokens are drawn.
       eos_ids: tokens that end it and are not part of it.
-      grammar: that its text follows, of ``sampling.guide``.
       indexing: what indexes chunks that are encoded on the way are stored with.
       encoders: those under which a knowledge base keeps these very chunks, which tells a chunk
         whose KV is gone from one that never had any; None where they are not kept.
@@ -76,6 +75,7 @@ class Request:
       priority: class of its turn, 0 before 1 before 2.
       tenant: whose turn it is within a class.
       timeout: seconds from when it is added after which it fails; None: never.
+      grammar: that its answer follows, of ``sampling.guide``.
     """
 
     prompt: Prompt
@@ -84,7 +84,6 @@ class Request:
     max_new_tokens: int
     sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
     eos_ids: frozenset[int] = frozenset()
-    grammar: Grammar | None = None
     indexing: Indexing | None = None
     encoders: tuple[str, ...] | None = None
     rows: int = 1
@@ -93,6 +92,7 @@ class Request:
     priority: int = 0
     tenant: str = ""
     timeout: float | None = None
+    grammar: Grammar | None = None
 
     def over(self, ways: int) -> "Request":
         """With rows in as many equal parts, which is as many as the devices need at least."""

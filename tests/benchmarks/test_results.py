@@ -12,7 +12,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 OF_CHANGED_TREES = {
     "continuous", "digests", "index-answer", "index-distance", "index-long", "index-model",
     "long-documents-20", "long-documents-50", "long-documents-6", "long-infinitebench",
-    "long-needle", "long-tasks", "methods-full", "seal", "serve", "serve-long",
+    "long-needle", "long-tasks", "methods-full", "seal", "serve",
     "ttft-cpu-bfloat16",
 }  # fmt: skip
 
