@@ -182,7 +182,7 @@ def test_langchain_uses_responses(kept):
     ("fields", "param", "words"),
     [
         ({"input": []}, "input", "a text, or a list of messages"),
-        ({"input": [{"type": "function_call_output"}]}, "input", "expected a message"),
+        ({"input": [{"type": "reasoning"}]}, "input", "expected a message"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             "input",
@@ -197,7 +197,9 @@ def test_langchain_uses_responses(kept):
         ({"text": {"verbosity": "high"}}, "text", "medium"),
         ({"reasoning": {"effort": "high"}}, "reasoning", "does not do that"),
         ({"include": ["reasoning.encrypted_content"]}, "include", "expected some of"),
-        ({"tools": [{"type": "function", "name": "f"}]}, "tools", "expected one, file_search"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "expected one, file_search"),
+        ({"tools": [VILLAGE, {"type": "function", "name": "f"}]}, "tools", "functions alone"),
+        ({"tools": [{"type": "function", "name": "f"}]}, "tools", "need a model with a chat"),
         ({"tools": [VILLAGE, VILLAGE]}, "tools", "expected one, file_search"),
         ({"tools": [{"type": "file_search", "vector_store_ids": []}]}, "tools", "one id"),
         ({"tools": [VILLAGE | {"max_num_results": 51}]}, "max_num_results", "1 to 50"),

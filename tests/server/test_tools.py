@@ -46,13 +46,19 @@ DRAWN = {"temperature": 1.0, "seed": 4, "max_tokens": 150}
 
 
 @pytest.fixture(scope="module")
-def serving(start, chat_model_dir, tmp_path_factory):
+def tools_dir(chat_model_dir, tmp_path_factory):
+    """The chat model with a template that writes tools."""
     folder = tmp_path_factory.mktemp("tools") / "model"
     shutil.copytree(chat_model_dir, folder)
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text(encoding="utf-8")) | {"chat_template": TEMPLATE}
     path.write_text(json.dumps(settings), encoding="utf-8")
-    with start(load_model(folder, cache_tokens=8192), {}, warm_up=False) as running:
+    return folder
+
+
+@pytest.fixture(scope="module")
+def serving(start, tools_dir):
+    with start(load_model(tools_dir, cache_tokens=8192), {}, warm_up=False) as running:
         yield running
 
 
@@ -146,6 +152,75 @@ def test_what_a_tool_says_goes_back(serving, client, name):
         model=name, messages=[*ASKED, first, *results], tools=[WEATHER], max_tokens=5
     )
     assert told.usage.prompt_tokens > 60
+
+
+FUNCTION = {"type": "function", **WEATHER["function"]}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
+def test_responses_call_functions(client, name, choice):
+    asked = {
+        "model": name, "input": "Is it warm?", "tools": [FUNCTION], "tool_choice": choice,
+        "temperature": 1.0, "max_output_tokens": 150, "extra_body": {"seed": 4},
+    }  # fmt: skip
+    told = client.responses.create(**asked)
+    calls = told.output
+    assert told.status == "completed" and {it.type for it in calls} == {"function_call"}
+    assert all(json.loads(it.arguments).keys() == {"city", "days"} for it in calls)
+    with client.responses.stream(**asked) as events:
+        kinds = [it.type for it in events]
+        final = events.get_final_response()
+    assert [it.arguments for it in final.output] == [it.arguments for it in calls]
+    assert kinds.count("response.function_call_arguments.done") == len(calls)
+    results = [
+        {"type": "function_call_output", "call_id": it.call_id, "output": "12"} for it in calls
+    ]
+    said = [{"role": "user", "content": "Is it warm?"}, *(it.model_dump() for it in calls)]
+    more = client.responses.create(
+        model=name, input=[*said, *results], tools=[FUNCTION], max_output_tokens=5
+    )
+    assert more.usage.input_tokens > told.usage.input_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_responses_tell_text_and_calls(client, name, stream):
+    asked = {
+        "model": name, "input": "Is it warm?", "tools": [FUNCTION], "temperature": 1.0,
+        "max_output_tokens": 150, "extra_body": {"guided_regex": CALLED, "seed": 4},
+    }  # fmt: skip
+    if stream:
+        with client.responses.stream(**asked) as events:
+            text = "".join(it.delta for it in events if it.type == "response.output_text.delta")
+            told = events.get_final_response()
+        assert text == "Hm."
+    else:
+        told = client.responses.create(**asked)
+    message, call = told.output
+    assert (told.output_text, message.type, call.name) == ("Hm.", "message", "weather")
+
+
+def test_what_was_called_is_kept(start, tools_dir, tmp_path):
+    model = load_model(tools_dir, cache_tokens=8192)
+    with (
+        start(model, {}, warm_up=False, data=str(tmp_path / "data")) as running,
+        openai.OpenAI(base_url=f"{running.url}/v1", api_key="any", max_retries=0) as client,
+    ):
+        name = client.models.list().data[0].id
+        asked = {"model": name, "tools": [FUNCTION], "max_output_tokens": 150}
+        first = client.responses.create(
+            input="Is it warm?", tool_choice="required", temperature=1.0,
+            extra_body={"seed": 4}, **asked,
+        )  # fmt: skip
+        results = [
+            {"type": "function_call_output", "call_id": it.call_id, "output": "12"}
+            for it in first.output
+        ]
+        more = client.responses.create(
+            input=results, previous_response_id=first.id, **asked | {"max_output_tokens": 3}
+        )
+        assert more.usage.input_tokens > first.usage.input_tokens
+        kept = client.responses.retrieve(first.id)
+        assert [it.arguments for it in kept.output] == [it.arguments for it in first.output]
 
 
 def test_langchain_binds_tools(serving, name):

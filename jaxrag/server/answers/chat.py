@@ -13,11 +13,11 @@ from jaxrag.server.answers.tools import (
     Calling,
     CallingForm,
     calling_of,
+    refuse_knowledge,
     with_tools,
     without_tools,
 )
 from jaxrag.server.answers.visit import Visit
-from jaxrag.server.errors import invalid
 from jaxrag.server.fields import Body, Generation, conversation, generation_of
 
 
@@ -30,12 +30,7 @@ async def chat_completions(visit: Visit) -> Response:
     base = visit.choose_base(fields, default=not plain and calling is None)
     form = ChatForm(visit, fields)
     if calling is not None:
-        if base is not None or fields.documents or fields.said.get("blocks"):
-            raise invalid(
-                "tools with a knowledge base, documents or blocks: name the model alone, and paste "
-                "passages into a message, or give a tool that finds them",
-                "tools",
-            )
+        refuse_knowledge(fields, base)
         form = CallingForm(visit, fields, calling)
     make = functools.partial(make_ready, visit.state, visit.call.access, fields, talk, base)
     return await respond(visit, fields, [make], form)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxrag.base.guide import Guide
+from jaxrag.models.model import Model
 from jaxrag.serve.answers import Piece, Result
 from jaxrag.serve.calls import ToolCall, calls_of, form_of, sure_text
 from jaxrag.server.answers.forms import ChatForm
@@ -110,6 +111,16 @@ def with_tools(fields: Generation, calling: Calling) -> Generation:
     )
 
 
+def refuse_knowledge(fields: Generation, base: str | None) -> None:
+    """Problem 400 for tools beside what is put into a prompt of another form."""
+    if base is not None or fields.documents or fields.said.get("blocks"):
+        raise invalid(
+            "tools with a knowledge base, documents or blocks: name the model alone, and paste "
+            "passages into a message, or give a tool that finds them",
+            "tools",
+        )
+
+
 def _tool(place: int, given: Any) -> dict[str, Any]:
     """A definition of a function, with the schema of its arguments. Raises Problem 400."""
     function = given.get("function") if isinstance(given, dict) else None
@@ -131,28 +142,53 @@ def _tool(place: int, given: Any) -> dict[str, Any]:
     return {"type": "function", "function": {**function, "parameters": parameters}}
 
 
+class CallReader:
+    """Reads the calls in answers of one model."""
+
+    def __init__(self, model: Model, calling: Calling) -> None:
+        """Raises RequestError for a model whose calls are not known."""
+        self._calling = calling
+        self._form = form_of("".join(model.text_tokenizer().chat_templates.values()))
+
+    def read(self, text: str) -> tuple[str, list[ToolCall]]:
+        """What an answer says, and what it calls."""
+        choice = self._calling.choice
+        if choice == "auto":
+            return calls_of(text, self._form, self._calling.names)
+        if choice != "required":
+            return "", [ToolCall(choice, text)]
+        return calls_of(text, "llama", self._calling.names)
+
+    def sure(self, text: str) -> int:
+        """How many characters of the beginning of an answer are no call."""
+        if self._calling.choice != "auto":
+            return 0
+        return sure_text(text, self._form, self._calling.names)
+
+
 class CallingForm(ChatForm):
     """A chat's form whose answers may call tools; a stream tells what is no call as it comes."""
 
     def __init__(self, visit: Visit, fields: Generation, calling: Calling) -> None:
         """Raises RequestError for a model whose calls are not known."""
         super().__init__(visit, fields)
-        self._calling = calling
-        tokenizer = visit.state.model.text_tokenizer()
-        self._form = form_of("".join(tokenizer.chat_templates.values()))
+        self._reader = CallReader(visit.state.model, calling)
         self._texts = [""] * fields.choices
         self._told = [0] * fields.choices
 
     def piece(self, place: int, piece: Piece) -> dict[str, Any] | None:
         """The event of what is surely no call."""
         self._texts[place] += piece.text
-        return super().piece(place, dataclasses.replace(piece, text=self._more(place)))
+        before = self._told[place]
+        self._told[place] = end = max(self._reader.sure(self._texts[place]), before)
+        new = self._texts[place][before:end]
+        return super().piece(place, dataclasses.replace(piece, text=new))
 
     def ended(
         self, place: int, result: Result, account: dict[str, Any] | None
     ) -> Iterator[dict[str, Any]]:
         """What is left of the text, the calls, and the end."""
-        said, calls = self._read(self._texts[place])
+        said, calls = self._reader.read(self._texts[place])
         rest = said[self._told[place] :]
         delta: dict[str, Any] = {"content": rest} if rest else {}
         if calls:
@@ -164,38 +200,24 @@ class CallingForm(ChatForm):
 
     def message(self, text: str) -> dict[str, Any]:
         """The message; without content where it is calls alone."""
-        said, calls = self._read(text)
+        said, calls = self._reader.read(text)
         message = {"role": "assistant", "content": said or None, "refusal": None}
         return {"message": message | ({"tool_calls": list(map(_shown, calls))} if calls else {})}
 
     def reason(self, result: Result) -> str:
         """Why it ended: for the calls, if there are any."""
-        called = result.finish_reason == "stop" and self._read(result.text)[1]
+        called = result.finish_reason == "stop" and self._reader.read(result.text)[1]
         return "tool_calls" if called else super().reason(result)
 
-    def _more(self, place: int) -> str:
-        """Text that was not told and that no call can be part of."""
-        if self._calling.choice != "auto":
-            return ""
-        end, before = self._sure(place), self._told[place]
-        self._told[place] = max(end, before)
-        return self._texts[place][before:end]
 
-    def _sure(self, place: int) -> int:
-        return sure_text(self._texts[place], self._form, self._calling.names)
-
-    def _read(self, text: str) -> tuple[str, list[ToolCall]]:
-        choice = self._calling.choice
-        if choice == "auto":
-            return calls_of(text, self._form, self._calling.names)
-        if choice != "required":
-            return "", [ToolCall(choice, text)]
-        return calls_of(text, "llama", self._calling.names)
+def call_id() -> str:
+    """A name for a call, by which its result comes back."""
+    return f"call_{uuid.uuid4().hex[:24]}"
 
 
 def _shown(call: ToolCall) -> dict[str, Any]:
     return {
-        "id": f"call_{uuid.uuid4().hex[:24]}",
+        "id": call_id(),
         "type": "function",
         "function": {"name": call.name, "arguments": call.arguments},
     }

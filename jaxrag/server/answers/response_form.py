@@ -1,0 +1,278 @@
+"""How responses are written: their items, their events, and what is kept of them."""
+
+import asyncio
+import dataclasses
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePath
+from typing import Any
+
+from jaxrag.serve.answers import Piece, Result
+from jaxrag.serve.conversation import Conversation, Source
+from jaxrag.server.answers.forms import Form, logprobs_of
+from jaxrag.server.answers.stored import store_id
+from jaxrag.server.answers.tools import Calling
+from jaxrag.server.answers.visit import Visit
+from jaxrag.server.attributes import file_id_of
+from jaxrag.server.fields import Generation
+from jaxrag.server.state.registry import Ground, ResponseRow
+
+
+@dataclasses.dataclass(frozen=True)
+class FileSearch:
+    """A tool that finds passages: where, and the tool as the client gave it.
+
+    Attributes:
+      store: id of a vector store, or name of a knowledge base.
+      fields: what it says in the words of a chat.
+    """
+
+    store: str
+    fields: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class ResponseRequest:
+    """A request for a response.
+
+    Attributes:
+      generation: how it is answered, as that of a chat.
+      messages: what is answered, without instructions.
+      talk: the same with them.
+      search: where passages are found; None: nowhere.
+      echo: fields that the response repeats.
+      results: the passages that were found are told.
+      calling: functions that may be called.
+    """
+
+    generation: Generation
+    messages: Sequence[Mapping[str, Any]]
+    talk: Conversation
+    search: FileSearch | None
+    echo: Mapping[str, Any]
+    results: bool
+    calling: Calling | None = None
+
+
+class ResponseForm(Form):
+    """A response's form: one message, behind the search if there is one.
+
+    Events are numbered; the last one, as the answer without a stream, is the whole response.
+
+    Attributes:
+      complete: the whole response, once it has ended.
+    """
+
+    def __init__(
+        self, visit: Visit, asked: ResponseRequest, before: ResponseRow | None = None
+    ) -> None:
+        super().__init__(visit, "response", "resp", asked.generation)
+        self._visit, self._asked, self._before = visit, asked, before
+        self._id, self._message = (f"{it}_{uuid.uuid4().hex}" for it in ("resp", "msg"))
+        self._call = f"fs_{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._count = 0
+        self._at: dict[str, Any] = {
+            "output_index": int(asked.search is not None),
+            "item_id": self._message,
+        }
+        self.complete: dict[str, Any] = {}
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        """The response begins, passages are found, and the message begins."""
+        yield from self.begun()
+        if self._asked.search is not None:
+            at = {"output_index": 0, "item_id": self._call}
+            begun = self._searched("in_progress")
+            yield self.told("output_item.added", output_index=0, item=begun)
+            for what in ("in_progress", "searching", "completed"):
+                yield self.told(f"file_search_call.{what}", **at)
+            done = self._searched("completed", _best_first(self._visit))
+            yield self.told("output_item.done", output_index=0, item=done)
+        item = self.said("in_progress", [])
+        yield self.told("output_item.added", output_index=self._at["output_index"], item=item)
+        yield self.told(
+            "content_part.added", **self._at, content_index=0, part=said_text("", [], [])
+        )
+
+    def begun(self) -> Iterator[dict[str, Any]]:
+        """The response begins."""
+        empty = self._response("in_progress", [])
+        yield self.told("created", response=empty)
+        yield self.told("in_progress", response=empty)
+
+    def piece(self, place: int, piece: Piece) -> dict[str, Any] | None:
+        """What is new of the text."""
+        if not piece.text:
+            return None
+        told = {"delta": piece.text, "logprobs": self._tokens(piece)}
+        return self.told("output_text.delta", **self._at, content_index=0, **told)
+
+    async def settle(self, results: Sequence[Result], account: dict[str, Any]) -> None:
+        """The response as a whole; it is kept, if it is to be."""
+        logprobs = [one for it in self._visit.askings[0].pieces for one in self._tokens(it)]
+        output = self.output(results[0], logprobs)
+        self.complete = self._ended_response(results[0], output, account)
+        if self._asked.echo["store"]:
+            await asyncio.to_thread(self._keep, results[0])
+
+    def _keep(self, result: Result) -> None:
+        """Store it with the documents that it is made from, and none of their passages."""
+        visit, before = self._visit, self._before
+        output = [
+            it | ({"results": None} if it["type"] == "file_search_call" else {})
+            for it in self.complete["output"]
+        ]
+        shown = {name: it for name, it in self.complete.items() if name != "jaxrag"}
+        answer = self.answer(result, output)
+        says = answer["content"].strip() or "tool_calls" in answer
+        messages = [*self._asked.messages, *([answer] if says else [])]
+        grounds = [] if before is None else list(before.grounds)
+        if visit.knowledge_base is not None:
+            documents = tuple(dict.fromkeys(it.document_id for it in result.sources))
+            store = store_id(visit.state, visit.call.access, visit.knowledge_base)
+            grounds.append(Ground(store, documents, *visit.askings[0].chunk_ids))
+        body = {"response": shown | {"output": output}, "messages": messages}
+        visit.state.library.registry.add_response(self._id, visit.call.access.tenant, body, grounds)
+
+    def answer(self, result: Result, output: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """What it said, as later prompts have it; ``output`` are its items."""
+        return {"role": "assistant", "content": result.text}
+
+    def ended(
+        self, place: int, result: Result, account: dict[str, Any] | None
+    ) -> Iterator[dict[str, Any]]:
+        """Citations, and everything once more as a whole."""
+        output = self.complete["output"]
+        part = output[-1]["content"][0]
+        at = {**self._at, "content_index": 0}
+        for index, one in enumerate(part["annotations"]):
+            yield self.told(
+                "output_text.annotation.added", **at, annotation_index=index, annotation=one
+            )
+        yield self.told("output_text.done", **at, text=result.text, logprobs=part["logprobs"])
+        yield self.told("content_part.done", **at, part=part)
+        index = self._at["output_index"]
+        yield self.told("output_item.done", output_index=index, item=output[-1])
+        yield self.told(self.complete["status"], response=self.complete)
+
+    def whole(
+        self,
+        results: Sequence[Result],
+        pieces: Sequence[list[Piece]],
+        account: dict[str, Any],
+    ) -> dict[str, Any]:
+        """The response."""
+        return self.complete
+
+    def told(self, kind: str, **said: Any) -> dict[str, Any]:
+        """The next event of a stream."""
+        number, self._count = self._count, self._count + 1
+        return {"type": f"response.{kind}", "sequence_number": number, **said}
+
+    def _tokens(self, piece: Piece) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        if self.fields.logprobs:
+            found = logprobs_of(self.model, piece)
+            for one in found:
+                for it in (one, *one["top_logprobs"]):
+                    it["bytes"] = it["bytes"] or []
+        return found
+
+    def output(self, result: Result, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The items of the response."""
+        found = sorted(result.sources, key=lambda it: it.number)
+        status = "incomplete" if result.finish_reason == "length" else "completed"
+        text = said_text(result.text, _citations(found), logprobs)
+        search = [] if self._asked.search is None else [self._searched("completed", found)]
+        return [*search, self.said(status, [text])]
+
+    def _ended_response(
+        self, result: Result, output: list[dict[str, Any]], account: dict[str, Any]
+    ) -> dict[str, Any]:
+        used = account["usage"]
+        usage = {
+            "input_tokens": used["prompt_tokens"],
+            "input_tokens_details": used["prompt_tokens_details"],
+            "output_tokens": used["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": used["total_tokens"],
+        }
+        cut = result.finish_reason == "length"
+        response = self._response("incomplete" if cut else "completed", output)
+        response["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
+        return response | {"usage": usage, "jaxrag": account["jaxrag"]}
+
+    def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "model": self._visit.named,
+            "output": output,
+            "usage": None,
+            **self._asked.echo,
+        }
+
+    def _searched(self, status: str, found: Sequence[Source] | None = None) -> dict[str, Any]:
+        told: list[dict[str, Any]] | None = None
+        if self._asked.results and found is not None:
+            told = [
+                {
+                    "file_id": file_id_of(it.document_id),
+                    "filename": _filename(it),
+                    "score": it.score,
+                    "attributes": {},
+                    "text": it.text,
+                }
+                for it in found
+            ]
+        question = self._asked.talk.query or self._asked.talk.questions[-1]
+        return {
+            "id": self._call,
+            "type": "file_search_call",
+            "status": status,
+            "queries": [question],
+            "results": told,
+        }
+
+    def said(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+        """The message of the answer."""
+        return {
+            "id": self._message,
+            "type": "message",
+            "role": "assistant",
+            "status": status,
+            "content": content,
+        }
+
+
+def _best_first(visit: Visit) -> list[Source]:
+    return sorted(visit.askings[0].sources, key=lambda it: it.number)
+
+
+def said_text(
+    text: str, annotations: list[dict[str, Any]], logprobs: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """A text in a message."""
+    return {
+        "type": "output_text", "text": text, "annotations": annotations, "logprobs": logprobs
+    }  # fmt: skip
+
+
+def _filename(source: Source) -> str:
+    return PurePath(source.file).name if source.file else source.document_id
+
+
+def _citations(found: Sequence[Source]) -> list[dict[str, Any]]:
+    """The files that the model was given passages of, the best first, each once."""
+    names = {file_id_of(it.document_id): _filename(it) for it in reversed(found)}
+    return [
+        {"type": "file_citation", "file_id": file_id, "filename": names[file_id], "index": index}
+        for index, file_id in enumerate(dict.fromkeys(file_id_of(it.document_id) for it in found))
+    ]
