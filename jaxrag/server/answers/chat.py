@@ -8,15 +8,14 @@ from starlette.responses import Response
 from jaxrag.serve.conversation import Conversation
 from jaxrag.server.answers.answering import respond, visited
 from jaxrag.server.answers.asking import make_ready
-from jaxrag.server.answers.forms import ChatForm
-from jaxrag.server.answers.tools import (
+from jaxrag.server.answers.calling import (
     Calling,
-    CallingForm,
     calling_of,
     refuse_knowledge,
     with_tools,
     without_tools,
 )
+from jaxrag.server.answers.forms import CallingForm, ChatForm
 from jaxrag.server.answers.visit import Visit
 from jaxrag.server.fields import Body, Generation, conversation, generation_of
 

@@ -1,5 +1,6 @@
 """How answers are written: what chats and completions have in common."""
 
+import dataclasses
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -7,6 +8,7 @@ from typing import Any
 
 from jaxrag.models.model import Model
 from jaxrag.serve.answers import Piece, Result
+from jaxrag.server.answers.calling import Calling, CallReader, shown_call
 from jaxrag.server.answers.visit import Visit
 from jaxrag.server.fields import Generation
 
@@ -181,6 +183,52 @@ class ChatForm(Form):
     def logprobs(self, place: int, piece: Piece) -> dict[str, Any]:
         """Token by token, with its bytes where they are known."""
         return {"content": logprobs_of(self.model, piece), "refusal": None}
+
+
+class CallingForm(ChatForm):
+    """A chat's form whose answers may call tools; a stream tells what is no call as it comes."""
+
+    def __init__(self, visit: Visit, fields: Generation, calling: Calling) -> None:
+        """Raises RequestError for a model whose calls are not known."""
+        super().__init__(visit, fields)
+        self._reader = CallReader(visit.state.model, calling)
+        self._texts = [""] * fields.choices
+        self._told = [0] * fields.choices
+
+    def piece(self, place: int, piece: Piece) -> dict[str, Any] | None:
+        """The event of what is surely no call."""
+        self._texts[place] += piece.text
+        before = self._told[place]
+        self._told[place] = end = max(self._reader.sure(self._texts[place]), before)
+        new = self._texts[place][before:end]
+        return super().piece(place, dataclasses.replace(piece, text=new))
+
+    def ended(
+        self, place: int, result: Result, account: dict[str, Any] | None
+    ) -> Iterator[dict[str, Any]]:
+        """What is left of the text, the calls, and the end."""
+        said, calls = self._reader.read(self._texts[place])
+        rest = said[self._told[place] :]
+        delta: dict[str, Any] = {"content": rest} if rest else {}
+        if calls:
+            delta["tool_calls"] = [{"index": at, **shown_call(it)} for at, it in enumerate(calls)]
+        if delta:
+            one = {"index": place, "delta": delta, "logprobs": None, "finish_reason": None}
+            yield self.event(one)
+        yield from super().ended(place, result, account)
+
+    def message(self, text: str) -> dict[str, Any]:
+        """The message; without content where it is calls alone."""
+        said, calls = self._reader.read(text)
+        message = {"role": "assistant", "content": said or None, "refusal": None}
+        return {
+            "message": message | ({"tool_calls": list(map(shown_call, calls))} if calls else {})
+        }
+
+    def reason(self, result: Result) -> str:
+        """Why it ended: for the calls, if there are any."""
+        called = result.finish_reason == "stop" and self._reader.read(result.text)[1]
+        return "tool_calls" if called else super().reason(result)
 
 
 def _choice(

@@ -11,15 +11,20 @@ from starlette.responses import Response
 from jaxrag.serve.conversation import conversation_of
 from jaxrag.server.answers.answering import respond, visited
 from jaxrag.server.answers.asking import make_ready
-from jaxrag.server.answers.response_calls import (
-    CallingResponseForm,
+from jaxrag.server.answers.calling import (
     answered,
     called,
     functions_of,
+    refuse_knowledge,
+    with_tools,
 )
-from jaxrag.server.answers.response_form import FileSearch, ResponseForm, ResponseRequest
+from jaxrag.server.answers.response_form import (
+    CallingResponseForm,
+    FileSearch,
+    ResponseForm,
+    ResponseRequest,
+)
 from jaxrag.server.answers.stored import keeps_responses, kept_response
-from jaxrag.server.answers.tools import refuse_knowledge, with_tools
 from jaxrag.server.answers.visit import Visit
 from jaxrag.server.attributes import attributes_of
 from jaxrag.server.errors import invalid

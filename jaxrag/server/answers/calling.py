@@ -1,19 +1,16 @@
-"""Tools of a chat: which may be called, and how calls of them are told."""
+"""Tools of a request: which may be called, and calls and results in what it brings."""
 
 import dataclasses
 import json
 import re
 import reprlib
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jaxrag.base.guide import Guide
 from jaxrag.models.model import Model
-from jaxrag.serve.answers import Piece, Result
 from jaxrag.serve.calls import ToolCall, calls_of, form_of, sure_text
-from jaxrag.server.answers.forms import ChatForm
-from jaxrag.server.answers.visit import Visit
 from jaxrag.server.errors import invalid
 from jaxrag.server.fields import Body, Generation
 
@@ -166,58 +163,56 @@ class CallReader:
         return sure_text(text, self._form, self._calling.names)
 
 
-class CallingForm(ChatForm):
-    """A chat's form whose answers may call tools; a stream tells what is no call as it comes."""
-
-    def __init__(self, visit: Visit, fields: Generation, calling: Calling) -> None:
-        """Raises RequestError for a model whose calls are not known."""
-        super().__init__(visit, fields)
-        self._reader = CallReader(visit.state.model, calling)
-        self._texts = [""] * fields.choices
-        self._told = [0] * fields.choices
-
-    def piece(self, place: int, piece: Piece) -> dict[str, Any] | None:
-        """The event of what is surely no call."""
-        self._texts[place] += piece.text
-        before = self._told[place]
-        self._told[place] = end = max(self._reader.sure(self._texts[place]), before)
-        new = self._texts[place][before:end]
-        return super().piece(place, dataclasses.replace(piece, text=new))
-
-    def ended(
-        self, place: int, result: Result, account: dict[str, Any] | None
-    ) -> Iterator[dict[str, Any]]:
-        """What is left of the text, the calls, and the end."""
-        said, calls = self._reader.read(self._texts[place])
-        rest = said[self._told[place] :]
-        delta: dict[str, Any] = {"content": rest} if rest else {}
-        if calls:
-            delta["tool_calls"] = [{"index": at, **_shown(it)} for at, it in enumerate(calls)]
-        if delta:
-            one = {"index": place, "delta": delta, "logprobs": None, "finish_reason": None}
-            yield self.event(one)
-        yield from super().ended(place, result, account)
-
-    def message(self, text: str) -> dict[str, Any]:
-        """The message; without content where it is calls alone."""
-        said, calls = self._reader.read(text)
-        message = {"role": "assistant", "content": said or None, "refusal": None}
-        return {"message": message | ({"tool_calls": list(map(_shown, calls))} if calls else {})}
-
-    def reason(self, result: Result) -> str:
-        """Why it ended: for the calls, if there are any."""
-        called = result.finish_reason == "stop" and self._reader.read(result.text)[1]
-        return "tool_calls" if called else super().reason(result)
-
-
 def call_id() -> str:
     """A name for a call, by which its result comes back."""
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
-def _shown(call: ToolCall) -> dict[str, Any]:
+def shown_call(call: ToolCall) -> dict[str, Any]:
+    """A call as a message of a chat has it."""
     return {
         "id": call_id(),
         "type": "function",
         "function": {"name": call.name, "arguments": call.arguments},
     }
+
+
+def functions_of(body: Body) -> Calling | None:
+    """The functions that may be called; None where no tool is one. Raises Problem 400."""
+    given = body.values.get("tools")
+    kinds = [it.get("type") if isinstance(it, dict) else None for it in _listed(given)]
+    if "function" not in kinds:
+        return None
+    if set(kinds) != {"function"}:
+        raise invalid(
+            f"tools of the types {reprlib.repr(kinds)}: expected functions alone, or file_search "
+            "alone",
+            "tools",
+        )
+    tools = [{"type": "function", "function": _without(it, "type")} for it in _listed(given)]
+    choice = body.values.get("tool_choice")
+    if isinstance(choice, dict):
+        choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
+    several = body.values.get("parallel_tool_calls")
+    return calling_of(Body({"tools": tools, "tool_choice": choice, "parallel_tool_calls": several}))
+
+
+def called(item: Mapping[str, Any]) -> dict[str, Any]:
+    """A call in the input, as a message of a chat has it."""
+    function = {"name": item.get("name"), "arguments": item.get("arguments")}
+    return {"id": item.get("call_id"), "type": "function", "function": function}
+
+
+def answered(item: Mapping[str, Any]) -> dict[str, Any]:
+    """The result of a call in the input, as a message."""
+    output = item.get("output")
+    content = output if isinstance(output, str) else json.dumps(output, ensure_ascii=False)
+    return {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
+
+
+def _listed(given: Any) -> list[Any]:
+    return given if isinstance(given, list) else []
+
+
+def _without(given: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in given.items() if key != name}
