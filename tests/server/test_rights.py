@@ -97,6 +97,7 @@ RIGHTS = {
     "POST /v1/completions": past(KNOWN | READ),
     "POST /v1/responses": past(KNOWN | READ),
     "GET /v1/responses/{response}": {"own": "401 401 404 404 404 404 404 200 200"},
+    "GET /v1/responses/{response}/input_items": {"own": "401 401 404 404 404 404 404 200 200"},
     "DELETE /v1/responses/{response}": {"own": "401 401 404 404 404 404 404 200 200"},
     "POST /markdown": KNOWN,
     "POST /tokenize": KNOWN,

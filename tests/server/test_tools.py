@@ -219,6 +219,10 @@ def test_what_was_called_is_kept(start, tools_dir, tmp_path):
             input=results, previous_response_id=first.id, **asked | {"max_output_tokens": 3}
         )
         assert more.usage.input_tokens > first.usage.input_tokens
+        items = client.responses.input_items.list(more.id, order="asc").data
+        assert [it.type for it in items[:2]] == ["message", "function_call"]
+        assert items[-1].type == "function_call_output" and items[-1].output == "12"
+        assert items[0].content[0].text == "Is it warm?"
         kept = client.responses.retrieve(first.id)
         assert [it.arguments for it in kept.output] == [it.arguments for it in first.output]
 

@@ -5,7 +5,7 @@ import json
 import re
 import reprlib
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxrag.base.guide import Guide
@@ -208,6 +208,36 @@ def answered(item: Mapping[str, Any]) -> dict[str, Any]:
     output = item.get("output")
     content = output if isinstance(output, str) else json.dumps(output, ensure_ascii=False)
     return {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
+
+
+def input_items(place: int, message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A message as items of the input of a response, named by their place among all messages."""
+    role, content = message["role"], message["content"]
+    texts = [content] if isinstance(content, str) else [it["text"] for it in content or ()]
+    done = {"status": "completed"}
+    if role == "tool":
+        name, output = message.get("tool_call_id") or "", "".join(texts)
+        result = {"type": "function_call_output", "call_id": name, "output": output}
+        yield {"id": f"fco_{place}", **result, **done}
+        return
+    if any(texts):
+        kind = "output_text" if role == "assistant" else "input_text"
+        more: dict[str, Any] = {}
+        if role == "assistant":
+            more = {"annotations": [], "logprobs": []}
+        parts = [{"type": kind, "text": text, **more} for text in texts]
+        yield {"id": f"msg_{place}", "type": "message", "role": role, "content": parts, **done}
+    for at, call in enumerate(message.get("tool_calls", ())):
+        function = call["function"]
+        arguments = function["arguments"]
+        yield {
+            "id": f"fc_{place}_{at}",
+            "type": "function_call",
+            "call_id": call["id"],
+            "name": function["name"],
+            "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments),
+            **done,
+        }
 
 
 def _listed(given: Any) -> list[Any]:

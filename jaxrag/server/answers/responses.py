@@ -15,6 +15,7 @@ from jaxrag.server.answers.calling import (
     answered,
     called,
     functions_of,
+    input_items,
     refuse_knowledge,
     with_tools,
 )
@@ -27,6 +28,7 @@ from jaxrag.server.answers.response_form import (
 from jaxrag.server.answers.stored import keeps_responses, kept_response
 from jaxrag.server.answers.visit import Visit
 from jaxrag.server.attributes import attributes_of
+from jaxrag.server.documents.lists import page_of
 from jaxrag.server.errors import invalid
 from jaxrag.server.fields import MOST_TEXTS, Body, generation_of
 from jaxrag.server.state.entry import Call
@@ -108,6 +110,16 @@ def _text_format(body: Body) -> dict[str, Any]:
 def get_response(call: Call) -> dict[str, Any]:
     """A response that is kept."""
     return dict(kept_response(call.state, call.access, call.path["response"]).body["response"])
+
+
+def list_input_items(call: Call) -> dict[str, Any]:
+    """What a response that is kept was made from: messages, calls and their results."""
+    row = kept_response(call.state, call.access, call.path["response"])
+    messages = row.body["messages"]
+    if messages[-1]["role"] == "assistant":  # its own answer
+        messages = messages[:-1]
+    items = [it for place, message in enumerate(messages) for it in input_items(place, message)]
+    return page_of(call, items, lambda it: str(it["id"]), dict)
 
 
 def delete_response(call: Call) -> dict[str, Any]:

@@ -17,7 +17,12 @@ from starlette.routing import Route
 from jaxrag.server.answers import markdown, models, scoring, tokenize
 from jaxrag.server.answers.chat import chat_completions
 from jaxrag.server.answers.completions import completions
-from jaxrag.server.answers.responses import delete_response, get_response, responses
+from jaxrag.server.answers.responses import (
+    delete_response,
+    get_response,
+    list_input_items,
+    responses,
+)
 from jaxrag.server.documents import embeddings, files, passages, vector_stores
 from jaxrag.server.errors import answer_error
 from jaxrag.server.http.checks import Checks
@@ -94,6 +99,7 @@ ROUTES = (
     Route("/v1/responses", responses, methods=["POST"]),
     plain("/v1/responses/{response}", get_response),
     plain("/v1/responses/{response}", delete_response, "DELETE"),
+    plain("/v1/responses/{response}/input_items", list_input_items),
     plain("/markdown", markdown.markdown, "POST", prepares=True),
     plain("/tokenize", tokenize.tokenize, "POST", prepares=True),
     plain("/detokenize", tokenize.detokenize, "POST", prepares=True),
