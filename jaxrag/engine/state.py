@@ -213,7 +213,7 @@ class RunningRequest:
     def restart(self) -> None:
         """Begin from the start; what was sent is not sent again."""
         self.run += 1
-        self.state = self.row = self.swapped = self.matcher = None
+        self.state = self.row = self.swapped = self.matcher = self.allowed = None
         self.read = self.left = self.in_flight = 0
         self.found = {}
         self.plan.gone.clear()
