@@ -24,7 +24,8 @@ FIELDS = (
     "search_mode", "min_score", "unanswerable", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "best_of", "metadata", "file_ids", "files", "max_num_results",
     "dimensions", "chunking_strategy", "instructions", "include", "tools", "tool_choice", "store",
-    "previous_response_id", "max_output_tokens", "logit_bias",
+    "previous_response_id", "max_output_tokens", "logit_bias", "guided_json", "guided_regex",
+    "guided_choice", "structured_outputs", "parallel_tool_calls", "text",
 )  # fmt: skip
 TEXT = st.text(max_size=8) | st.sampled_from(
     ["", " ", "Tondorf", "village", "synthetic", "synthetic@", "@village", "user", "\x00", "\u2028"]
@@ -42,13 +43,14 @@ MANY = st.sampled_from(
         [{"role": "user", "content": "a"}] * 5_000,
     ]
 )
+KEYS = [
+    "role", "content", "text", "type", "id", "$gt", "function", "name", "parameters", "arguments",
+    "tool_calls", "call_id", "output", "json_schema", "schema", "format", "json", "regex",
+]  # fmt: skip
 LEAF = st.none() | st.booleans() | NUMBER | TEXT
 VALUE = st.recursive(
     LEAF,
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["role", "content", "text", "type", "id", "$gt"]), inner)
-    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner),
     max_leaves=6,
 )
 ANY = VALUE | VALUE | NUMBER | LONG | MANY

@@ -3,6 +3,8 @@
 import json
 import shutil
 
+import hypothesis
+import hypothesis.strategies as st
 import openai
 import pytest
 from langchain_core.messages import HumanMessage, ToolMessage
@@ -320,3 +322,67 @@ def test_a_template_without_tools_is_refused(start, chat_model_dir):
         answer = running.post(CHAT, messages=ASKED, tools=[WEATHER])
     assert answer.status_code == 400
     assert "in no form that is known" in answer.json()["error"]["message"]
+
+
+WORD = st.sampled_from(["", "f", "weather", "a b", "x" * 65, "<|im_end|>", "</tool_call>", "("])
+LEAF = st.none() | st.booleans() | st.integers() | WORD
+ANY = st.recursive(
+    LEAF, lambda it: st.lists(it, max_size=2) | st.dictionaries(WORD, it), max_leaves=4
+)
+SCHEMA = ANY | st.sampled_from(
+    [
+        {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+        {"type": "x"}, {"enum": []}, {"$ref": "#"}, {"type": ["string", "null"]}, {"pattern": "("},
+        {"oneOf": [{"type": "string"}, {"type": "string"}]}, {"minimum": 3, "maximum": 1},
+        {"const": "</tool_call>"},
+    ]
+)  # fmt: skip
+DEFINED = st.fixed_dictionaries({"name": WORD}, optional={"parameters": SCHEMA, "description": ANY})
+TOOL = ANY | DEFINED.flatmap(
+    lambda it: st.sampled_from([{"type": "function", "function": it}, {"type": "function", **it}])
+)
+CALL = st.fixed_dictionaries({"name": WORD, "arguments": ANY | st.sampled_from(["{}", '{"a": 1}'])})
+SAID = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "system", "assistant", "tool"]), "content": ANY},
+    optional={"tool_calls": ANY | st.lists(st.builds(lambda it: {"function": it}, CALL))},
+)
+ITEM = SAID | st.fixed_dictionaries(
+    {"type": st.sampled_from(["function_call", "function_call_output", "message"])},
+    optional={"call_id": ANY, "name": WORD, "arguments": ANY, "output": ANY},
+)
+CHOICE = ANY | st.sampled_from(
+    ["auto", "none", "required", {"type": "function", "function": {"name": "f"}},
+     {"type": "function", "name": "f"}]
+)  # fmt: skip
+FORMS = st.fixed_dictionaries(
+    {},
+    optional={
+        "guided_regex": ANY | st.sampled_from(["a", "[a-z]{3}", "x*", "\\bq"]),
+        "guided_choice": ANY,
+        "guided_json": SCHEMA,
+        "response_format": ANY
+        | st.builds(lambda it: {"type": "json_schema", "json_schema": {"schema": it}}, SCHEMA),
+        "structured_outputs": ANY,
+    },
+)
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/completions"])
+def test_no_tool_and_no_form_makes_the_server_fail(serving, path):
+    """Requests with tools, calls and forms of any kind are answered, or refused as theirs."""
+
+    @hypothesis.settings(max_examples=60, deadline=None, database=None, derandomize=True)
+    @hypothesis.given(
+        st.lists(TOOL, max_size=3) | ANY, CHOICE, st.lists(ITEM, max_size=3), FORMS, st.booleans()
+    )
+    def asked(tools, choice, said, forms, stream):
+        body = {"tools": tools, "tool_choice": choice, "temperature": 1.0, "seed": 1, **forms}
+        body |= {"stream": stream, "max_tokens": 4, "max_output_tokens": 4, "prompt": "Is it?"}
+        last = {"role": "user", "content": "Is it warm?"}
+        body |= {"messages": [*said, last]} if path == CHAT else {"input": [*said, last]}
+        answer = serving.post(path, **body)
+        assert answer.status_code < 500, answer.text
+        assert "server_error" not in answer.text
+
+    asked()
+    assert serving.client.get("/ready").status_code == 200
