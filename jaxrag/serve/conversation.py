@@ -119,7 +119,10 @@ def conversation_of(messages: Any, query: str | None = None, *, wire: bool = Fal
         what = f"messages[{place}]"
         role, content = _message(what, message, wire)
         calls = _tool_calls(what, message) if wire and role == "assistant" else []
-        given.append({"role": role, "content": content} | ({"tool_calls": calls} if calls else {}))
+        more: dict[str, Any] = {"tool_calls": calls} if calls else {}
+        if role == "tool" and isinstance(message.get("tool_call_id"), str):
+            more = {"tool_call_id": message["tool_call_id"]}
+        given.append({"role": role, "content": content, **more})
         role, content = _TURNS.get(role, role), content or json.dumps(calls)
         if not (wire and turns and turns[-1][0] == role):
             turns.append((role, []))

@@ -71,8 +71,9 @@ def framed(
             f"{_MARKS}; leave these out"
         )
     for place, message in enumerate(messages):
-        if "tool_calls" in message:
-            _check_spelled(tokenizer, f"messages[{place}].tool_calls", message["tool_calls"])
+        for name in ("tool_calls", "tool_call_id"):
+            if name in message:
+                _check_spelled(tokenizer, f"messages[{place}].{name}", message[name])
     if tools:
         _check_spelled(tokenizer, "tools", tools)
     # One without content, as of a message that calls tools, is left so: templates look for that.

@@ -164,8 +164,8 @@ class CallReader:
 
 
 def call_id() -> str:
-    """A name for a call, by which its result comes back."""
-    return f"call_{uuid.uuid4().hex[:24]}"
+    """A name for a call, by which its result comes back; Mistral's templates want nine signs."""
+    return uuid.uuid4().hex[:9]
 
 
 def shown_call(call: ToolCall) -> dict[str, Any]:
