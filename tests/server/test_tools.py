@@ -194,9 +194,13 @@ def test_responses_tell_text_and_calls(client, name, stream):
     }  # fmt: skip
     if stream:
         with client.responses.stream(**asked) as events:
-            text = "".join(it.delta for it in events if it.type == "response.output_text.delta")
+            all_ = list(events)
             told = events.get_final_response()
-        assert text == "Hm."
+        kinds = [it.type.removeprefix("response.") for it in all_]
+        assert "".join(it.delta for it in all_ if it.type.endswith("output_text.delta")) == "Hm."
+        assert kinds.index("output_text.delta") < kinds.index("function_call_arguments.delta")
+        assert [it.sequence_number for it in all_] == list(range(len(all_)))
+        assert kinds.count("output_item.added") == kinds.count("output_item.done") == 2
     else:
         told = client.responses.create(**asked)
     message, call = told.output

@@ -156,8 +156,7 @@ async def _events(
                 out += map(event, form.ended(place, item, None))
         else:
             visit.saw_tokens()
-            shown = form.piece(place, item)
-            out += [] if shown is None else [event(shown)]
+            out += map(event, form.piece(place, item))
     results = [found[it] for it in range(count)]
     account = _account(visit, fields, results)
     await form.settle(results, account)

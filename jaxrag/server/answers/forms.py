@@ -103,12 +103,11 @@ class Form:
         """The first events of a stream."""
         return iter(())
 
-    def piece(self, place: int, piece: Piece) -> dict[str, Any] | None:
-        """The event of what is new of a choice; None where it shows nothing."""
+    def piece(self, place: int, piece: Piece) -> Iterator[dict[str, Any]]:
+        """The events of what is new of a choice; none where it shows nothing."""
         logprobs = self._logprobs(place, piece)
-        if not piece.text and logprobs is None:
-            return None
-        return self.event(_choice(place, self.part(piece.text), logprobs))
+        if piece.text or logprobs is not None:
+            yield self.event(_choice(place, self.part(piece.text), logprobs))
 
     def finish(self, place: int, result: Result) -> dict[str, Any]:
         """The last event of a choice."""
@@ -195,13 +194,13 @@ class CallingForm(ChatForm):
         self._texts = [""] * fields.choices
         self._told = [0] * fields.choices
 
-    def piece(self, place: int, piece: Piece) -> dict[str, Any] | None:
+    def piece(self, place: int, piece: Piece) -> Iterator[dict[str, Any]]:
         """The event of what is surely no call."""
         self._texts[place] += piece.text
         before = self._told[place]
         self._told[place] = end = max(self._reader.sure(self._texts[place]), before)
         new = self._texts[place][before:end]
-        return super().piece(place, dataclasses.replace(piece, text=new))
+        yield from super().piece(place, dataclasses.replace(piece, text=new))
 
     def ended(
         self, place: int, result: Result, account: dict[str, Any] | None

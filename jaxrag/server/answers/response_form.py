@@ -97,18 +97,24 @@ class ResponseForm(Form):
             "content_part.added", **self._at, content_index=0, part=said_text("", [], [])
         )
 
+    def opened(self) -> Iterator[dict[str, Any]]:
+        """The message begins."""
+        item = self.said("in_progress", [])
+        yield self.told("output_item.added", output_index=self._at["output_index"], item=item)
+        empty = said_text("", [], [])
+        yield self.told("content_part.added", **self._at, content_index=0, part=empty)
+
     def begun(self) -> Iterator[dict[str, Any]]:
         """The response begins."""
         empty = self._response("in_progress", [])
         yield self.told("created", response=empty)
         yield self.told("in_progress", response=empty)
 
-    def piece(self, place: int, piece: Piece) -> dict[str, Any] | None:
+    def piece(self, place: int, piece: Piece) -> Iterator[dict[str, Any]]:
         """What is new of the text."""
-        if not piece.text:
-            return None
-        told = {"delta": piece.text, "logprobs": self._tokens(piece)}
-        return self.told("output_text.delta", **self._at, content_index=0, **told)
+        if piece.text:
+            told = {"delta": piece.text, "logprobs": self._tokens(piece)}
+            yield self.told("output_text.delta", **self._at, content_index=0, **told)
 
     async def settle(self, results: Sequence[Result], account: dict[str, Any]) -> None:
         """The response as a whole; it is kept, if it is to be."""
@@ -145,18 +151,20 @@ class ResponseForm(Form):
         self, place: int, result: Result, account: dict[str, Any] | None
     ) -> Iterator[dict[str, Any]]:
         """Citations, and everything once more as a whole."""
-        output = self.complete["output"]
-        part = output[-1]["content"][0]
+        yield from self.closed(self.complete["output"][-1])
+        yield self.told(self.complete["status"], response=self.complete)
+
+    def closed(self, item: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """The message ends, with its citations."""
+        part = item["content"][0]
         at = {**self._at, "content_index": 0}
         for index, one in enumerate(part["annotations"]):
             yield self.told(
                 "output_text.annotation.added", **at, annotation_index=index, annotation=one
             )
-        yield self.told("output_text.done", **at, text=result.text, logprobs=part["logprobs"])
+        yield self.told("output_text.done", **at, text=part["text"], logprobs=part["logprobs"])
         yield self.told("content_part.done", **at, part=part)
-        index = self._at["output_index"]
-        yield self.told("output_item.done", output_index=index, item=output[-1])
-        yield self.told(self.complete["status"], response=self.complete)
+        yield self.told("output_item.done", output_index=self._at["output_index"], item=item)
 
     def whole(
         self,
@@ -254,7 +262,10 @@ class ResponseForm(Form):
 
 
 class CallingResponseForm(ResponseForm):
-    """A response's form whose answer may call functions; a stream tells it when it is complete."""
+    """A response's form whose answer may call functions; text that is no call is told as it comes.
+
+    The message begins with its first text, as there may be none.
+    """
 
     def __init__(
         self, visit: Visit, asked: ResponseRequest, calling: Calling, before: ResponseRow | None
@@ -262,14 +273,26 @@ class CallingResponseForm(ResponseForm):
         """Raises RequestError for a model whose calls are not known."""
         super().__init__(visit, asked, before)
         self._reader = CallReader(visit.state.model, calling)
+        self._text, self._end = "", 0  # the answer, and how much of it was told
 
     def opening(self) -> Iterator[dict[str, Any]]:
         """The response begins."""
         yield from self.begun()
 
-    def piece(self, place: int, piece: Piece) -> dict[str, Any] | None:
-        """Nothing, as it may be part of a call."""
-        return None
+    def piece(self, place: int, piece: Piece) -> Iterator[dict[str, Any]]:
+        """What is surely no call."""
+        self._text += piece.text
+        yield from self._more(self._text[: self._reader.sure(self._text)])
+
+    def _more(self, said: str) -> Iterator[dict[str, Any]]:
+        """What was not told of this; log-probabilities come with the end."""
+        new = said[self._end :]
+        if not new:
+            return
+        if not self._end:
+            yield from self.opened()
+        self._end += len(new)
+        yield self.told("output_text.delta", **self._at, content_index=0, delta=new, logprobs=[])
 
     def output(self, result: Result, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The message, if it says anything, and the calls."""
@@ -290,27 +313,19 @@ class CallingResponseForm(ResponseForm):
     def ended(
         self, place: int, result: Result, account: dict[str, Any] | None
     ) -> Iterator[dict[str, Any]]:
-        """Item by item, and everything once more as a whole."""
+        """What is left of the message, the calls, and everything once more as a whole."""
         for index, item in enumerate(self.complete["output"]):
-            at = {"output_index": index, "item_id": item["id"]}
-            empty: dict[str, Any] = (
-                {"content": []} if item["type"] == "message" else {"arguments": ""}
-            )
-            begun = item | empty | {"status": "in_progress"}
-            yield self.told("output_item.added", output_index=index, item=begun)
             if item["type"] == "message":
-                [part] = item["content"]
-                inside = {**at, "content_index": 0}
-                yield self.told("content_part.added", **inside, part=said_text("", [], []))
-                logprobs = part["logprobs"]
-                text = {"delta": part["text"], "logprobs": logprobs}
-                yield self.told("output_text.delta", **inside, **text)
-                yield self.told("output_text.done", **inside, text=part["text"], logprobs=logprobs)
-                yield self.told("content_part.done", **inside, part=part)
-            else:
-                kind, arguments = "function_call_arguments", item["arguments"]
-                yield self.told(f"{kind}.delta", **at, delta=arguments)
-                yield self.told(f"{kind}.done", **at, name=item["name"], arguments=arguments)
+                text = item["content"][0]["text"]
+                yield from self._more(text) if text else self.opened()
+                yield from self.closed(item)
+                continue
+            at = {"output_index": index, "item_id": item["id"]}
+            begun = item | {"arguments": "", "status": "in_progress"}
+            yield self.told("output_item.added", output_index=index, item=begun)
+            kind, arguments = "function_call_arguments", item["arguments"]
+            yield self.told(f"{kind}.delta", **at, delta=arguments)
+            yield self.told(f"{kind}.done", **at, name=item["name"], arguments=arguments)
             yield self.told("output_item.done", output_index=index, item=item)
         yield self.told(self.complete["status"], response=self.complete)
 
