@@ -28,10 +28,10 @@ from jaxrag.server.answers.response_form import (
 from jaxrag.server.answers.stored import keeps_responses, kept_response
 from jaxrag.server.answers.visit import Visit
 from jaxrag.server.attributes import attributes_of
-from jaxrag.server.documents.lists import page_of
 from jaxrag.server.errors import invalid
 from jaxrag.server.fields import MOST_TEXTS, Body, generation_of
 from jaxrag.server.state.entry import Call
+from jaxrag.server.state.lists import page_of
 from jaxrag.server.state.registry import ResponseRow
 from jaxrag.server.where import where_of
 

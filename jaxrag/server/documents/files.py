@@ -10,9 +10,9 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse
 
-from jaxrag.server.documents.lists import page_of
 from jaxrag.server.errors import invalid
 from jaxrag.server.state.entry import Call, enter
+from jaxrag.server.state.lists import page_of
 from jaxrag.server.state.registry import FileRow
 from jaxrag.server.state.uploads import plain_name
 

@@ -7,11 +7,11 @@ from typing import Any
 from jaxrag.library.catalog import DocumentEntry, Hit
 from jaxrag.serve.suits import suited
 from jaxrag.server.attributes import attributes_of, file_id_of, is_upload
-from jaxrag.server.documents.lists import page_of
 from jaxrag.server.errors import invalid
 from jaxrag.server.fields import Body
 from jaxrag.server.state.entry import Call
 from jaxrag.server.state.library import Library, Shelf, no_member
+from jaxrag.server.state.lists import page_of
 from jaxrag.server.state.registry import STATUSES, Member, new_id
 from jaxrag.server.where import where_of
 
