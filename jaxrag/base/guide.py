@@ -7,7 +7,7 @@ from jaxrag.base.errors import RequestError
 
 GuideKind = Literal["json_schema", "regex", "choice"]
 
-MOST_GUIDE = 1 << 16  # of a guide
+MOST_GUIDE = 1 << 16  # characters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Guide:
     Attributes:
       kind: of ``text``: a JSON schema; a regular expression without look-around and back
         references, for the whole answer; or a JSON list of texts, of which the answer is one.
-      text: at most MOST_GUIDE.
+      text: at most MOST_GUIDE characters.
     """
 
     kind: GuideKind

@@ -49,8 +49,8 @@ class Conversation:
       system: what is to be said before all of it; "" for nothing.
       keeps: turns may be looked for in the pool, and this one left there.
       query: what is retrieved for the last question, where that is not the question itself.
-      messages: as they were given, roles and texts, and tool_calls of some; () where they are not
-        all texts.
+      messages: as they were given, roles and texts, and of some tool_calls or tool_call_id; ()
+        where they are not all texts.
       prompt: the whole prompt as a text, which no template wraps; None: there is none such.
       tools: that may be called, as OpenAI's clients define them.
     """

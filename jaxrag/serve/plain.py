@@ -81,7 +81,10 @@ def is_verbatim(ask: Ask, model: Model, talk: Conversation) -> bool:
             "earlier_turns='blocks'; use plain='off'"
         )
     if talk.tools:
-        raise RequestError("tools need a model with a chat template; name them in a message")
+        raise RequestError(
+            "tools need a model with a chat template, and neither template= nor "
+            "earlier_turns='blocks'; name them in a message"
+        )
     return False
 
 

@@ -197,6 +197,7 @@ def prepare(
     start = time.perf_counter()
     sampling = sampling or SamplingParams()
     sampling.check_ids(settings.model.config.vocab_size)
+    grammar = settings.model.grammar(sampling.guide, _eos_ids(settings.model))
     talk = _refused(settings, question, documents)
     notes = list(settings.notes)
     found = _retrieved(settings, talk, documents, notes)
@@ -234,7 +235,7 @@ def prepare(
         settings.ask.max_new_tokens,
         sampling=sampling,
         eos_ids=_eos_ids(settings.model),
-        grammar=settings.model.grammar(sampling.guide, _eos_ids(settings.model)),
+        grammar=grammar,
         indexing=None if kb is None else kb.indexing,
         encoders=kept_encoders(kb, method, settings.template) if retrieved else None,
         rows=settings.ask.batch_size or 1,

@@ -144,10 +144,12 @@ class ChunkEncoding:
 
         Raises what ``encode_chunks`` raises.
         """
-        alone = [key for key, it in wanted.items() if self.shape(encoder, len(it.ids)) is None]
-        if self.apart and alone and len(wanted) > 1:
-            others = {key: it for key, it in wanted.items() if key not in set(alone)}
-            for some in (*({key: wanted[key]} for key in alone), others):
+        alone = dict[str, ChunkInContext]()
+        if self.apart and len(wanted) > 1:
+            alone = {k: it for k, it in wanted.items() if self.shape(encoder, len(it.ids)) is None}
+        if alone:
+            others = {key: it for key, it in wanted.items() if key not in alone}
+            for some in (*({key: it} for key, it in alone.items()), others):
                 yield from self.encode(encoder, some, own_kv)
             return
         keys, chunks = list(wanted), list(wanted.values())
@@ -169,11 +171,10 @@ class ChunkEncoding:
 
     def shape(self, encoder: str, tokens: int) -> tuple[int, int] | None:
         """Rows and width of the program that encodes a chunk apart; None: one program each."""
-        if encoder_named(encoder).sees_neighbours or gets_indexes(self.indexing, encoder, tokens):
+        chosen = encoder_named(encoder)
+        if chosen.sees_neighbours or gets_indexes(self.indexing, encoder, tokens):
             return None
-        return shape_apart(
-            self.model, len(seen_prefix(encoder_named(encoder), self.prefix)) + tokens
-        )
+        return shape_apart(self.model, len(seen_prefix(chosen, self.prefix)) + tokens)
 
     def encode_missing[C: ChunkInContext](
         self, encoder: str, wanted: Mapping[str, C]
