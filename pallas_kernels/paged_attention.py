@@ -45,6 +45,7 @@ def paged_attention(
     scale: float,
     window: Array | int | None = None,
     rotate_side: str | None = None,
+    beside: Array | None = None,
     out_dtype: Any = None,
 ) -> tuple[Array, Array]:
     """Attention through a page table (the `xla` body).
@@ -60,6 +61,8 @@ def paged_attention(
       window: sliding window in tokens, or None.
       rotate_side: "query" or "keys"; "joined" for keys, and products of one query with all KV heads
         of a key at once; None chooses.
+      beside: [B, M * page, C] values of slots that are mixed as those of the pool are, and stand
+        behind these in ``out``, [B, T, N, H + C]; None for C = 0. Not of "query" and "joined".
       out_dtype: of ``out``, None for q's.
 
     Returns:
@@ -70,7 +73,8 @@ def paged_attention(
     _, page, num_kv_heads, dim = pool.k.shape
     group = num_heads // num_kv_heads
     if rotate_side is None:
-        rotate_side = _best_side(length, num_kv_heads)
+        rotate_side = "keys" if beside is not None else _best_side(length, num_kv_heads)
+    assert beside is None or rotate_side == "keys"
     joined = rotate_side == "joined"
     pages_per_tile = (JOINED_TILE if joined else TILE) // page
     pages_per_tile = max(1, min(pages_per_tile, pages.shape[1]) if joined else pages_per_tile)
@@ -147,11 +151,16 @@ def paged_attention(
 
         def score_tile(i: Array, j: Array) -> tuple[Array, Mix]:
             keys, values = map(heads_first, keys_in_place(j))
+            if beside is not None:
+                more = cut(pad_to(beside, 1, kv_size), j, kv_size)[:, None].astype(values.dtype)
+                more = jnp.broadcast_to(more, (*values.shape[:3], more.shape[-1]))
+                values = jnp.concatenate((values, more), -1)
             q_i = lax.dynamic_index_in_dim(q_tiles, i, 2, keepdims=False)
             scores = jnp.einsum("bkrh,bksh->bkrs", q_i, keys, preferred_element_type=jnp.float32)
             return scores, functools.partial(mix, values=values)
 
-    tiles, shape = Tiles(live, whole, visible), (batch, num_kv_heads, group * tile, dim)
+    width = dim if beside is None else dim + beside.shape[-1]
+    tiles, shape = Tiles(live, whole, visible), (batch, num_kv_heads, group * tile, width)
     out, lse = tiled_attention(tiles, score_tile, shape, scale, out_dtype or q.dtype)
     out = join_queries(out, group, tile)[:, :length]
     lse = join_queries(lse, group, tile)[:, :length]

@@ -24,6 +24,7 @@ from jaxrag.engine.reuse import PartReuse
 from jaxrag.measure.table import Table
 from jaxrag.models.text.printable import printable
 from jaxrag.reuse.methods import METHODS
+from jaxrag.serve.citing import Citation
 from jaxrag.serve.conversation import Source
 
 QUESTION = "Who works the salt wells?"
@@ -150,8 +151,11 @@ def test_what_became_of_the_chunks_is_drawn(encoding, sign):
 
 def test_sources_have_pages_and_fit():
     source = Source("a-report-with-a-very-long-name-indeed.pdf", 12, None, 3.5, "word " * 40, 7)
-    result = types.SimpleNamespace(sources=[source, dataclasses.replace(source, page=None)])
-    first, second = sources(result, given=False)
+    found = [source, dataclasses.replace(source, page=None)]
+    cited = [Citation(0, 200, 1, 0.8)]
+    result = types.SimpleNamespace(sources=found, citations=cited, text="word " * 40)
+    said, first, second = sources(result, given=False)
+    assert said.startswith("[1] for 'word word ") and columns(said) <= 80
     assert "#12, p. 7  3.50  word word" in first and "p. 7" not in second
     assert columns(first) == columns(second) == 80
 
@@ -173,7 +177,7 @@ def test_ask_json_is_one_object_with_the_public_names(jaxrag, kb, documents):
     assert out.count("\n") == 1
     answer = json.loads(out)
     names = "text token_ids finish_reason method sources timings counts flops reuse indexes notes"
-    assert list(answer) == names.split()
+    assert list(answer) == [*names.split(), "citations"] and answer["citations"] == []
     phases = "retrieve wait load compile prefill ttft per_token"
     assert list(answer["timings"]) == phases.split()
     assert list(answer["counts"]) == ["reused", "recomputed", "encoded"]

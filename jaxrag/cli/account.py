@@ -21,7 +21,13 @@ _ASCII = {"reused": "#", "recomputed": "+", "encoded": "."}
 
 
 def sources(result: "Result", given: bool) -> Iterator[str]:
-    """One line a source, the best as [1]; ``given``: by the names of their files."""
+    """One line a source, the best as [1]; ``given``: by the names of their files.
+
+    Before them what the answer has from which.
+    """
+    for one in result.citations:
+        said = result.text[one.start : one.end]
+        yield f"[{one.source}] for {shorten(repr(printable(said)), COLUMNS - 12)}"
     rows = []
     best = sorted(result.sources, key=lambda source: source.number)
     for source in best:

@@ -16,8 +16,10 @@ from jaxrag.base.errors import (
     JaxragError,
 )
 from jaxrag.engine.arena import HostArena, default_arena_bytes
+from jaxrag.engine.attribution import PIECE, read_again
 from jaxrag.engine.lanes import Lanes
 from jaxrag.engine.links import Links
+from jaxrag.engine.looks import Looks
 from jaxrag.engine.outcome import outcome_of
 from jaxrag.engine.prefill_queue import PrefillQueue
 from jaxrag.engine.progress import Outcome, Progress, Top
@@ -269,6 +271,26 @@ class Core:
             self._finish(running, reason, told)
         elif new and self._tell(running, told):
             self._finish(running, "stop")
+        elif running.request.cited and running.read - running.looks.done >= PIECE:
+            try:
+                self._read_again(running)
+            except Exception as error:
+                self._fail(running, error)
+
+    def _read_again(self, running: RunningRequest) -> None:
+        """The next piece of an answer, for its citations."""
+        assert running.state is not None
+        tokens = running.tokens[: running.read]
+        prompt = running.request.prompt
+        read_again(self.state.runner, running.state, prompt, tokens, running.looks)
+
+    def _looks(self, running: RunningRequest) -> Looks | None:
+        """Which chunks the tokens of an answer were chosen for, where that is asked and known."""
+        if not running.request.cited or not running.read or running.swapped is not None:
+            return None
+        while running.looks.done < running.read:
+            self._read_again(running)
+        return running.looks.whole(len(running.request.prompt.chunks))
 
     def _finish(
         self,
@@ -277,7 +299,11 @@ class Core:
         told: Progress | None = None,
     ) -> None:
         """The answer is complete: its outcome, and everything it holds is given back."""
-        outcome = self._outcome(running)
+        try:
+            outcome = self._outcome(running)
+        except Exception as error:  # of reading it once more
+            self._fail(running, error)
+            return
         self._leave_turn(running)
         self._end(running, "finished")
         last = told or Progress(running.number)
@@ -342,7 +368,7 @@ class Core:
             "ready": ready,
             "first": running.first,
         }
-        return dataclasses.replace(outcome, moments=told)
+        return dataclasses.replace(outcome, moments=told, looks=self._looks(running))
 
     def _end(self, running: RunningRequest, why: Ending) -> None:
         """Nothing more is done for a request; what it holds goes with what is in flight for it."""

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 
+from jaxrag.engine.looks import Looks
 from jaxrag.engine.request import FinishReason
 from jaxrag.engine.reuse import PartReuse
 
@@ -39,6 +40,7 @@ class Outcome:
         those of them in indexes that were stored with their chunks, and indexes that were trained
         for the question; empty for other rules.
       notes: on chunks that were not found, and on indexes that were not used.
+      looks: of a request that is ``cited``: which chunks its tokens were chosen for.
       moments: when what happened, of MOMENTS, by the engine's clock; what did not is not there.
     """
 
@@ -52,6 +54,7 @@ class Outcome:
     reuse: list[PartReuse]
     indexes: dict[str, int]
     notes: list[str]
+    looks: Looks | None = None
     moments: dict[str, float] = dataclasses.field(default_factory=dict)
 
 

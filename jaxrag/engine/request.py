@@ -76,6 +76,7 @@ class Request:
       tenant: whose turn it is within a class.
       timeout: seconds from when it is added after which it fails; None: never.
       grammar: that its answer follows, of ``sampling.guide``.
+      cited: its outcome says which chunks each token was chosen for.
     """
 
     prompt: Prompt
@@ -93,6 +94,7 @@ class Request:
     tenant: str = ""
     timeout: float | None = None
     grammar: Grammar | None = None
+    cited: bool = False
 
     def over(self, ways: int) -> "Request":
         """With rows in as many equal parts, which is as many as the devices need at least."""

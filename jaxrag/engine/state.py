@@ -15,6 +15,7 @@ from jaxrag.engine.admission import SchedulerSettings
 from jaxrag.engine.arena import HostArena
 from jaxrag.engine.decoding import FAILED, LaneKey, LaneRows
 from jaxrag.engine.links import Links, LoadDeadline, Read
+from jaxrag.engine.looks import LooksSoFar
 from jaxrag.engine.mapping import RequestPlan, RequestState
 from jaxrag.engine.progress import Sink
 from jaxrag.engine.request import FinishReason, Request
@@ -126,6 +127,7 @@ class RunningRequest:
       strikes: steps that broke while it took part.
       matcher: how far this run of its answer has come in its grammar, if there is one.
       allowed: what may come next by that, as ``Matcher.allowed``.
+      looks: of this run of its answer, if it is ``cited``.
     """
 
     number: int
@@ -154,6 +156,7 @@ class RunningRequest:
     swapped: Swapped | None = None
     matcher: Matcher | None = None
     allowed: HostArray | None = None
+    looks: LooksSoFar = dataclasses.field(default_factory=LooksSoFar)
 
     def accept(self, ids: Sequence[int]) -> tuple[list[int], FinishReason | None]:
         """Take what was sampled, up to the end: what is new of it, and why the answer ends here.
@@ -215,7 +218,7 @@ class RunningRequest:
         self.run += 1
         self.state = self.row = self.swapped = self.matcher = self.allowed = None
         self.read = self.left = self.in_flight = 0
-        self.found = {}
+        self.found, self.looks = {}, LooksSoFar()
         self.plan.gone.clear()
 
 

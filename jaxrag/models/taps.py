@@ -1,6 +1,7 @@
 """Attends that show more than their output: heads of the layers, and where attention goes."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,14 @@ import jax.numpy as jnp
 
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.types import Array, Tokens
-from jaxrag.models.attention import Attend, PackedAttend
+from jaxrag.kv.cache import PagePool, PageTable
+from jaxrag.models.attention import (
+    Attend,
+    PackedAttend,
+    Pages,
+    attend_pool,
+    paged_attention,
+)
 from jaxrag.models.rope import RopeTable
 
 
@@ -107,3 +115,38 @@ class ChunkMassAttend:
             share, _, _ = packed(layer, window, *wide, hot, tokens, None)
             shares.append(share.mean(axis=2))
         return out, cache + jnp.concatenate(shares, -1)[..., : cache.shape[-1]], None
+
+
+@dataclasses.dataclass(frozen=True)
+class PartsAttend:
+    """Tokens of one request whose KV is in the pool attend once more; nothing is written.
+
+    Attributes:
+      table: of the request, [1, M]; shows the tokens' own slots.
+      parts: [M * page] int32 part of the prompt that each slot is of, 0..count-1; -1 is of none.
+    """
+
+    config: ModelConfig
+    rope: RopeTable
+    table: PageTable
+    parts: Array
+    count: int
+
+    def __call__(
+        self,
+        layer: Array,
+        window: Array | int | None,
+        q: Array,
+        k: Array,
+        v: Array,
+        tokens: Tokens,
+        cache: PagePool,
+    ) -> tuple[Array, PagePool, tuple[Array, Array]]:
+        """Attend; of every part [T, count] the sum of the heads' squared shares, and the most."""
+        pages = cache.rows(layer, self.table.pages, self.config.num_layers)
+        table = Pages(pages, self.table.offsets, self.table.slot_position)
+        hot = jax.nn.one_hot(self.parts, self.count)[None]
+        op = functools.partial(paged_attention, beside=hot, out_dtype=jnp.float32)
+        out, _ = attend_pool(op, self.config, self.rope, cache, q, table, tokens.positions, window)
+        out, shares = jnp.split(out, [q.shape[-1]], -1)
+        return out.astype(q.dtype), cache, (jnp.square(shares).sum((0, 2)), shares.max((0, 2)))

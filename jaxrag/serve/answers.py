@@ -18,11 +18,13 @@ from typing import Any, Literal
 
 from jaxrag.base.errors import KnowledgeBaseError
 from jaxrag.engine.engine import engine_of
+from jaxrag.engine.looks import Looks
 from jaxrag.engine.progress import Outcome, Progress, Top
 from jaxrag.engine.request import FinishReason
 from jaxrag.engine.reuse import PartReuse, token_counts
 from jaxrag.library.documents.document import begun
 from jaxrag.serve.ask import check_count
+from jaxrag.serve.citing import Citation, citations_of, marked
 from jaxrag.serve.conversation import Source, shown_prompt
 from jaxrag.serve.output import Answer
 from jaxrag.serve.questions import ReadyQuestion
@@ -55,6 +57,7 @@ class Result:
         for the question; empty for other rules.
       notes: reuse that did not happen and why, a recompute ratio that was not named, an index that
         scans all keys and why; empty when everything went as asked.
+      citations: which passages parts of the text are from, in order; empty where ``cite`` is "no".
     """
 
     text: str
@@ -68,6 +71,7 @@ class Result:
     reuse: list[PartReuse]
     indexes: dict[str, int]
     notes: list[str]
+    citations: list[Citation] = dataclasses.field(default_factory=list)
 
     def __repr__(self) -> str:
         """The answer and the sums of its account, on one line; ``to_dict`` is all of it."""
@@ -122,6 +126,7 @@ class Growing:
         stream = None if tokenizer is None else tokenizer.stream()
         self._question, self._notify = question, notify
         least = question.request.sampling.min_tokens
+        self._whole = question.settings.ask.cite == "marks"  # marks are known at its end
         self._answer = Answer(tuple(question.settings.ask.stop), stream, least)
 
     @property
@@ -140,9 +145,13 @@ class Growing:
         ids = answer.token_ids[before:]
         if text or ids:
             here = slice(len(ids))
-            self._notify(Piece(text, ids, progress.logprobs[here], progress.top[here]))
+            shown = "" if self._whole else text
+            self._notify(Piece(shown, ids, progress.logprobs[here], progress.top[here]))
         if progress.outcome is not None:
-            self._notify(result_of(self._question, answer, progress.outcome))
+            result = result_of(self._question, answer, progress.outcome)
+            if self._whole:
+                self._notify(Piece(result.text, [], []))
+            self._notify(result)
         return self.ended
 
 
@@ -376,8 +385,9 @@ def result_of(question: ReadyQuestion, answer: Answer, outcome: Outcome) -> Resu
         "compile": outcome.compile_seconds,
         "prefill": outcome.prefill_seconds,
     }
+    text, citations = _cited(question, answer, outcome)
     return Result(
-        text=answer.text,
+        text=text,
         token_ids=answer.token_ids,
         finish_reason=answer.finish_reason,
         method=settings.method.name,
@@ -388,4 +398,22 @@ def result_of(question: ReadyQuestion, answer: Answer, outcome: Outcome) -> Resu
         reuse=reuse,
         indexes=outcome.indexes,
         notes=[*question.notes, *outcome.notes, *why],
+        citations=citations,
+    )
+
+
+def _cited(question: ReadyQuestion, answer: Answer, outcome: Outcome) -> tuple[str, list[Citation]]:
+    """The text of an answer, and its citations, as they were asked for."""
+    looks, prompt = outcome.looks, question.request.prompt
+    if looks is None:
+        return answer.text, []
+    passages = [at for at in range(len(prompt.chunks)) if at not in prompt.turns]
+    looks = Looks(looks.votes[:, passages], looks.most[:, passages])
+    numbers = [it.number for it in question.sources]
+    tokenizer = question.settings.model.text_tokenizer()
+    found = citations_of(tokenizer, answer.token_ids, answer.text, looks, numbers)
+    return (
+        marked(answer.text, found)
+        if question.settings.ask.cite == "marks"
+        else (answer.text, found)
     )

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 EarlierTurns = Literal["exact", "blocks"]
 Plain = Literal["off", "passages"]  # what is read as blocks in messages that bring no documents
 Unanswerable = Literal["abstain", "ask"]  # what to do where nothing is found
+Cite = Literal["no", "spans", "marks"]  # whether an answer says which passages it is from
 
 READING = "how chunks are reused and read"
 RETRIEVAL = "what is retrieved"
@@ -109,8 +110,11 @@ def _check_ratio(name: str, value: Any) -> None:
 
 def _check_choice(name: str, value: Any) -> None:
     choices = get_args(
-        {"earlier_turns": EarlierTurns, "unanswerable": Unanswerable, "plain": Plain}[name]
-    )
+        {
+            "earlier_turns": EarlierTurns, "unanswerable": Unanswerable, "plain": Plain,
+            "cite": Cite,
+        }[name]
+    )  # fmt: skip
     if value not in choices:
         shown = reprlib.repr(value)
         raise RequestError(f"{name}={shown}: expected one of {', '.join(choices)}")
@@ -236,6 +240,13 @@ class Ask:
     stop: Sequence[str] = option(
         (), "ends the answer; repeatable", "TEXT", repeatable=True, group=ANSWER, check=_check_stop,
     )  # fmt: skip
+    cite: Cite = option(
+        "no",
+        "say which passage a part of the answer is from, by where the model looked: beside it, or "
+        "as [1] in its text",
+        group=ANSWER,
+        check=_check_choice,
+    )
     batch_size: int | None = option(None, check=_check_optional_count, shown=False)
 
     def __post_init__(self) -> None:

@@ -16,7 +16,7 @@ from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.reuse.decode import DecodeRule
 from jaxrag.reuse.methods import Method, Misses
 from jaxrag.serve.answers import AsyncStream, Result, Stream, answer, serve
-from jaxrag.serve.ask import Ask, EarlierTurns, Plain, Unanswerable, check_flag, check_texts
+from jaxrag.serve.ask import Ask, Cite, EarlierTurns, Plain, Unanswerable, check_flag, check_texts
 from jaxrag.serve.conversation import Conversation, Text, conversation_of, questions_of
 from jaxrag.serve.questions import ReadyQuestion, prepare, resolve
 
@@ -55,6 +55,7 @@ class AskFields(TypedDict, total=False):
     max_new_tokens: int
     sampling: SamplingParams | Sequence[SamplingParams] | None
     stop: Sequence[str]
+    cite: Cite
     batch_size: int | None
 
 
@@ -127,6 +128,10 @@ def generate(
       sampling: greedy when None; for a list of questions one for all of them, seed included, or a
         list with one for each.
       stop: strings that end the answer and are not part of it.
+      cite: "spans": ``Result.citations`` says which passages the answer is from, measured by where
+        the model looked when it chose each token; the answer is read once more for it. "marks":
+        its text has "[1]" behind such parts, too, and comes whole where it is streamed. Nothing is
+        cited where the model looked everywhere.
       stream: return a Stream of text pieces (one question only).
       batch_size: rows of the program that decodes: so many requests, of this call and of others
         with as many, decode together. None: 1 for one question, 8 for a list.

@@ -11,6 +11,7 @@ import numpy as np
 from jaxrag.base.errors import RequestError
 from jaxrag.base.tables import require_kind
 from jaxrag.base.types import HostArray
+from jaxrag.engine.attribution import check_cited
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request, check_length
 from jaxrag.engine.sampling_params import SamplingParams
@@ -139,6 +140,9 @@ def resolve(
     method = _method(ask, model, kb)
     if ask.stop:
         model.text_tokenizer()
+    if ask.cite != "no":
+        model.text_tokenizer()
+        check_cited(model)
     if ask.where is not None:
         Filter.parse(ask.where)
         if kb is None:
@@ -240,6 +244,7 @@ def prepare(
         encoders=kept_encoders(kb, method, settings.template) if retrieved else None,
         rows=settings.ask.batch_size or 1,
         keeps=keeps,
+        cited=settings.ask.cite != "no",
     )
     engine = engine_of(settings.model)
     engine.check_fits(request)

@@ -1,4 +1,7 @@
-"""Attention received by paged keys against dense numpy: groups, offsets, windows, hidden slots."""
+"""Attention received by paged keys, and shares of parts, against dense numpy.
+
+Groups, offsets, windows, hidden slots.
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +10,7 @@ import pytest
 from jaxrag.base.config import RopeConfig
 from jaxrag.base.types import HIDDEN
 from jaxrag.models.rope import place, rope_table
-from pallas_kernels import Pages, Rotary, key_mass
+from pallas_kernels import Pages, Pool, Rotary, key_mass, paged_attention
 
 PAGE, POOL, K, G, H = 16, 60, 2, 3, 10
 N = K * G
@@ -119,3 +122,65 @@ def test_keys_in_place_and_turned_keys_are_the_same(rng):
     )
     np.testing.assert_allclose(placed, turned, rtol=1e-4)
     assert float(turned.sum()) == pytest.approx(4 * N, rel=1e-5)
+
+
+@pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
+@pytest.mark.parametrize("window", [None, 40])
+def test_shares_of_parts_are_sums_of_dense_softmax(rng, rope, window):
+    pages, queries, count = 37, 11, 5
+    table = rng.permutation(POOL)[:pages]
+    pool = rng.normal(size=(POOL, PAGE, K, H)).astype(np.float32)
+    offsets = rng.integers(0, 200, pages)
+    positions = rng.integers(0, 330, pages * PAGE)
+    hidden = rng.random(pages * PAGE) < 0.3
+    hidden[16 * PAGE : 33 * PAGE] = True  # a whole tile of it
+    parts = rng.integers(-1, count, pages * PAGE)
+    at = rng.integers(100, 400, queries)
+    at[-2:] = -1
+    q = rng.normal(size=(queries, N, H)).astype(np.float32)
+    poisoned = pool.copy()
+    for slot in np.flatnonzero(hidden):
+        poisoned[table[slot // PAGE], slot % PAGE] = np.nan
+    ropes = rope_table(rope, 1024)
+    slots = np.where(hidden, HIDDEN, positions)
+    hot = jnp.asarray(parts[:, None] == np.arange(count), jnp.float32)
+    got, lse = paged_attention(
+        jnp.asarray(q)[None],
+        Pool(jnp.asarray(poisoned), jnp.asarray(poisoned)),
+        Pages(*(jnp.asarray(x, jnp.int32)[None] for x in (table, offsets, slots))),
+        jnp.asarray(at, jnp.int32)[None],
+        Rotary(ropes.cos, ropes.sin, rope.interleaved),
+        scale=0.3,
+        window=window,
+        beside=hot[None],
+    )
+    out, got = got[..., :H], got[..., H:]
+    alone, _ = paged_attention(
+        jnp.asarray(q)[None],
+        Pool(jnp.asarray(poisoned), jnp.asarray(poisoned)),
+        Pages(*(jnp.asarray(x, jnp.int32)[None] for x in (table, offsets, slots))),
+        jnp.asarray(at, jnp.int32)[None],
+        Rotary(ropes.cos, ropes.sin, rope.interleaved),
+        scale=0.3,
+        window=window,
+    )
+    np.testing.assert_allclose(out, alone, atol=1e-6)
+    assert got.shape == (1, queries, N, count) and lse.shape == (1, queries, N)
+    turn = np.broadcast_to(offsets[:, None, None], (pages, PAGE, K))
+    keys = rotated(pool[table], turn, rope).reshape(-1, K, H)
+    for i in range(queries):
+        see = ~hidden & (positions <= at[i]) & (at[i] >= 0)
+        if window is not None:
+            see &= at[i] - positions < window
+        if not see.any():
+            assert not np.any(got[0, i]) and np.isneginf(lse[0, i]).all()
+            continue
+        turned = rotated(q[i], np.full(N, at[i]), rope)
+        for head in range(N):
+            scores = np.where(see, keys[:, head // G] @ turned[head] * 0.3, -np.inf)
+            weights = np.exp(scores - scores.max())
+            expected = [weights[parts == part].sum() / weights.sum() for part in range(count)]
+            np.testing.assert_allclose(got[0, i, head], expected, atol=2e-6)
+            np.testing.assert_allclose(
+                lse[0, i, head], scores.max() + np.log(weights.sum()), atol=2e-5
+            )

@@ -23,7 +23,7 @@ FIELDS = {field.name: field for field in dataclasses.fields(Ask)}
 SAID = {
     "method": "epic", "recompute_ratio": 0.5, "misses": "in_place", "prefix_cache": True,
     "decode": "snapkv", "k": 3, "search_mode": "bm25", "min_score": 0.5, "unanswerable": "ask",
-    "stop": ("x",),
+    "stop": ("x",), "cite": "spans",
 }  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def test_the_same_things_said_in_options_and_in_a_body():
     add_generation(parser)
     words = (
         "--method epic --recompute-ratio 0.5 --misses in_place --prefix-cache --decode snapkv "
-        "--k 3 --search bm25 --min-score 0.5 --unanswerable ask --stop x"
+        "--k 3 --search bm25 --min-score 0.5 --unanswerable ask --stop x --cite spans"
     )
     assert from_fields(Ask, parser.parse_args(words.split())) == Ask(**SAID)
     found = asked_of(Body({**SAID, "stop": "x", "max_tokens": 7, "temperature": 0}))

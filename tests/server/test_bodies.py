@@ -25,7 +25,7 @@ FIELDS = (
     "repetition_penalty", "best_of", "metadata", "file_ids", "files", "max_num_results",
     "dimensions", "chunking_strategy", "instructions", "include", "tools", "tool_choice", "store",
     "previous_response_id", "max_output_tokens", "logit_bias", "guided_json", "guided_regex",
-    "guided_choice", "structured_outputs", "parallel_tool_calls", "text",
+    "guided_choice", "structured_outputs", "parallel_tool_calls", "text", "cite",
 )  # fmt: skip
 TEXT = st.text(max_size=8) | st.sampled_from(
     ["", " ", "Tondorf", "village", "synthetic", "synthetic@", "@village", "user", "\x00", "\u2028"]

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from jaxrag.base.types import HostArray
 from jaxrag.models.model import Model, as_token_ids
-from jaxrag.serve.answers import Piece
+from jaxrag.serve.answers import Piece, Result
 from jaxrag.serve.ask import is_ids
 from jaxrag.serve.conversation import Conversation, Text, check_size
 from jaxrag.serve.questions import ReadyQuestion
@@ -102,9 +102,9 @@ class CompletionForm(Form):
         """New text."""
         return {"text": text or ""}
 
-    def message(self, text: str) -> dict[str, Any]:
+    def message(self, result: Result) -> dict[str, Any]:
         """All of it."""
-        return {"text": text}
+        return {"text": result.text}
 
     def logprobs(self, place: int, piece: Piece) -> dict[str, Any]:
         """Lists of equal length."""

@@ -9,6 +9,7 @@ from typing import Any
 from jaxrag.models.model import Model
 from jaxrag.serve.answers import Piece, Result
 from jaxrag.server.answers.calling import Calling, CallReader, shown_call
+from jaxrag.server.answers.cited import of_chat
 from jaxrag.server.answers.visit import Visit
 from jaxrag.server.fields import Generation
 
@@ -91,7 +92,7 @@ class Form:
         """New text in an event; None: the choice has ended."""
         raise NotImplementedError
 
-    def message(self, text: str) -> dict[str, Any]:
+    def message(self, result: Result) -> dict[str, Any]:
         """The whole text of a choice."""
         raise NotImplementedError
 
@@ -145,7 +146,7 @@ class Form:
             told = [logprob for part in parts for logprob in part.logprobs]
             top = [likeliest for part in parts for likeliest in part.top]
             piece = Piece(result.text, result.token_ids, told, top)
-            text, found = self.message(result.text), self._logprobs(place, piece)
+            text, found = self.message(result), self._logprobs(place, piece)
             choices.append(_choice(place, text, found, self.reason(result)))
         return self.event(*choices) | account
 
@@ -168,16 +169,28 @@ class ChatForm(Form):
         """Who speaks."""
         delta = {"role": "assistant", "content": ""}
         for place in range(self.fields.choices):
-            one = {"index": place, "delta": delta, "logprobs": None, "finish_reason": None}
-            yield self.event(one)
+            yield self.grown(place, delta)
 
     def part(self, text: str | None) -> dict[str, Any]:
         """What the message grows by."""
         return {"delta": {} if text is None else {"content": text}}
 
-    def message(self, text: str) -> dict[str, Any]:
+    def message(self, result: Result) -> dict[str, Any]:
         """The message."""
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+        said = {"role": "assistant", "content": result.text, "refusal": None}
+        return {"message": said | {"annotations": of_chat(result)}}
+
+    def ended(
+        self, place: int, result: Result, account: dict[str, Any] | None
+    ) -> Iterator[dict[str, Any]]:
+        """Citations, and the end."""
+        if found := of_chat(result):
+            yield self.grown(place, {"annotations": found})
+        yield from super().ended(place, result, account)
+
+    def grown(self, place: int, delta: dict[str, Any]) -> dict[str, Any]:
+        """An event of what a message grows by."""
+        return self.event(_choice(place, {"delta": delta}))
 
     def logprobs(self, place: int, piece: Piece) -> dict[str, Any]:
         """Token by token, with its bytes where they are known."""
@@ -212,14 +225,13 @@ class CallingForm(ChatForm):
         if calls:
             delta["tool_calls"] = [{"index": at, **shown_call(it)} for at, it in enumerate(calls)]
         if delta:
-            one = {"index": place, "delta": delta, "logprobs": None, "finish_reason": None}
-            yield self.event(one)
+            yield self.grown(place, delta)
         yield from super().ended(place, result, account)
 
-    def message(self, text: str) -> dict[str, Any]:
+    def message(self, result: Result) -> dict[str, Any]:
         """The message; without content where it is calls alone."""
-        said, calls = self._reader.read(text)
-        message = {"role": "assistant", "content": said or None, "refusal": None}
+        said, calls = self._reader.read(result.text)
+        message = super().message(result)["message"] | {"content": said or None}
         return {
             "message": message | ({"tool_calls": list(map(shown_call, calls))} if calls else {})
         }

@@ -5,13 +5,13 @@ import dataclasses
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import PurePath
 from typing import Any
 
 from jaxrag.serve.answers import Piece, Result
 from jaxrag.serve.calls import ToolCall
 from jaxrag.serve.conversation import Conversation, Source
 from jaxrag.server.answers.calling import Calling, CallReader, call_id, called
+from jaxrag.server.answers.cited import filename, of_response
 from jaxrag.server.answers.forms import Form, logprobs_of
 from jaxrag.server.answers.stored import store_id
 from jaxrag.server.answers.visit import Visit
@@ -193,7 +193,8 @@ class ResponseForm(Form):
         """The items of the response."""
         found = sorted(result.sources, key=lambda it: it.number)
         status = "incomplete" if result.finish_reason == "length" else "completed"
-        text = said_text(result.text, _citations(found), logprobs)
+        measured = self.fields.said.get("cite", "no") != "no"
+        text = said_text(result.text, of_response(result, measured), logprobs)
         search = [] if self._asked.search is None else [self._searched("completed", found)]
         return [*search, self.said(status, [text])]
 
@@ -234,7 +235,7 @@ class ResponseForm(Form):
             told = [
                 {
                     "file_id": file_id_of(it.document_id),
-                    "filename": _filename(it),
+                    "filename": filename(it),
                     "score": it.score,
                     "attributes": {},
                     "text": it.text,
@@ -352,16 +353,3 @@ def said_text(
     return {
         "type": "output_text", "text": text, "annotations": annotations, "logprobs": logprobs
     }  # fmt: skip
-
-
-def _filename(source: Source) -> str:
-    return PurePath(source.file).name if source.file else source.document_id
-
-
-def _citations(found: Sequence[Source]) -> list[dict[str, Any]]:
-    """The files that the model was given passages of, the best first, each once."""
-    names = {file_id_of(it.document_id): _filename(it) for it in reversed(found)}
-    return [
-        {"type": "file_citation", "file_id": file_id, "filename": names[file_id], "index": index}
-        for index, file_id in enumerate(dict.fromkeys(file_id_of(it.document_id) for it in found))
-    ]

@@ -1,0 +1,72 @@
+"""Citations in the words of OpenAI's interfaces."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import PurePath
+from typing import Any
+
+from jaxrag.serve.answers import Result
+from jaxrag.serve.citing import Citation
+from jaxrag.serve.conversation import Source
+from jaxrag.server.attributes import file_id_of, is_upload
+
+
+def filename(source: Source) -> str:
+    """The name of the file that a passage is from; of none, what its document is called."""
+    return PurePath(source.file).name if source.file else source.document_id
+
+
+def of_chat(result: Result) -> list[dict[str, Any]]:
+    """``annotations`` of a chat's message, the kind that its clients know.
+
+    ``url`` is where the file is read, of an upload; else the number of the passage in ``sources``.
+    """
+    return [
+        {
+            "type": "url_citation",
+            "url_citation": {
+                "start_index": one.start,
+                "end_index": one.end,
+                "title": filename(source),
+                "url": _url(source),
+            },
+        }
+        for one, source in _cited(result)
+    ]
+
+
+def of_response(result: Result, measured: bool) -> list[dict[str, Any]]:
+    """``annotations`` of a response's text: what each part is from, if that was ``measured``.
+
+    Else the files that the model was given passages of, the best first, each once. ``index`` is the
+    place of the file among these.
+    """
+    best = sorted(result.sources, key=lambda it: it.number)
+    files = list(dict.fromkeys(file_id_of(it.document_id) for it in best))
+    if not measured:
+        firsts = {file_id_of(it.document_id): it for it in reversed(best)}
+        return [_file_citation(firsts[it], files) for it in files]
+    return [
+        {**_file_citation(source, files), "start_index": one.start, "end_index": one.end}
+        for one, source in _cited(result)
+    ]
+
+
+def _cited(result: Result) -> Iterator[tuple[Citation, Source]]:
+    sources = {it.number: it for it in result.sources}
+    return ((one, sources[one.source]) for one in result.citations)
+
+
+def _file_citation(source: Source, files: Sequence[str]) -> dict[str, Any]:
+    file_id = file_id_of(source.document_id)
+    return {
+        "type": "file_citation",
+        "file_id": file_id,
+        "filename": filename(source),
+        "index": files.index(file_id),
+    }
+
+
+def _url(source: Source) -> str:
+    if is_upload(source.document_id):
+        return f"/v1/files/{file_id_of(source.document_id)}/content"
+    return f"#source-{source.number}"

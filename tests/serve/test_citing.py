@@ -1,0 +1,126 @@
+"""Citations: where they begin and end, by which votes, and as marks in the text."""
+
+import numpy as np
+import pytest
+
+import jaxrag
+from jaxrag.base.errors import RequestError
+from jaxrag.engine.looks import Looks
+from jaxrag.serve.citing import Citation, citations_of, marked
+
+
+class Spelled:
+    """A tokenizer whose tokens are these pieces of text."""
+
+    def __init__(self, *pieces):
+        self.pieces = pieces
+
+    def stream(self):
+        return self
+
+    def push(self, token_id):
+        return self.pieces[token_id]
+
+
+def looked(*chosen, passages=3):
+    """Looks of tokens that were surely chosen for a passage, or for none (None)."""
+    votes = np.full((len(chosen), passages), 1 / passages, np.float32)
+    for at, one in enumerate(chosen):
+        if one is not None:
+            votes[at] = 0.2 / (passages - 1)
+            votes[at, one] = 0.8
+    return Looks(votes, np.full_like(votes, 0.9))
+
+
+def cited(pieces, looks, text=None, numbers=(1, 2, 3)):
+    text = "".join(pieces) if text is None else text
+    found = citations_of(Spelled(*pieces), range(len(pieces)), text, looks, numbers)
+    assert all(text[it.start : it.end] == text[it.start : it.end].strip() for it in found)
+    return [(text[it.start : it.end], it.source) for it in found]
+
+
+def test_a_citation_goes_to_the_end_of_its_sentence():
+    pieces = ("In", " 1912", " she", " left", ".", " It", " rained", ".")
+    looks = looked(None, 1, None, None, None, None, None, None)
+    assert cited(pieces, looks) == [("1912 she left", 2)]
+
+
+def test_it_ends_where_another_begins():
+    pieces = ("He", " lives", " in", " Ulm", ",", " she", " in", " Bern", ".")
+    looks = looked(None, None, None, 2, None, None, None, 0, None)
+    assert cited(pieces, looks) == [("Ulm, she in", 3), ("Bern", 1)]
+
+
+def test_tokens_of_one_sentence_and_passage_are_one():
+    pieces = ("Ulm", " and", " Bern", ".", " Rome", ".")
+    assert cited(pieces, looked(1, None, 1, None, 1, None)) == [("Ulm and Bern", 2), ("Rome", 2)]
+
+
+@pytest.mark.parametrize("end", ".!?\n\u3002\uff01\uff1f")
+def test_sentences_end_in_every_script(end):
+    assert cited(("a", end, "b"), looked(0, None, None)) == [("a", 1)]
+
+
+def test_where_the_model_looked_everywhere_nothing_is_cited():
+    assert cited(("Ulm", "."), looked(None, None)) == []
+
+
+def test_a_glance_is_no_citation():
+    looks = looked(1, None)
+    assert cited(("Ulm", "."), Looks(looks.votes, looks.most * 0.5)) == []
+
+
+def test_an_answer_that_a_stop_string_cut():
+    assert cited(("Ulm", "\n", "Bern"), looked(1, None, 2), text="Ulm") == [("Ulm", 2)]
+    assert cited(("Ulm", "\n", "Bern"), looked(None, None, 2), text="Ulm") == []
+
+
+def test_no_passages_no_citations():
+    assert cited(("Ulm",), Looks(*np.zeros((2, 1, 0), np.float32)), numbers=()) == []
+
+
+def test_marks_stand_behind_what_they_are_for():
+    text = "Ulm, she in Bern."
+    found = [Citation(0, 11, 3, 0.8), Citation(12, 16, 1, 0.9)]
+    told, moved = marked(text, found)
+    assert told == "Ulm, she in [3] Bern [1]."
+    assert [told[it.start : it.end] for it in moved] == ["Ulm, she in", "Bern"]
+    assert marked(text, []) == (text, [])
+
+
+@pytest.fixture(scope="module")
+def village():
+    return jaxrag.load_model("checkpoints/synthetic-0.8m/dual", dtype="float32")
+
+
+DOCUMENTS = ["The home of Giso Berow is Tondorf.", "The home of Helo Mimer is Darham.", "File 12."]
+
+
+@pytest.mark.parametrize("method", ["turborag", "full_attention", "epic", "cache_craft"])
+def test_the_passage_of_the_fact_is_cited(village, method):
+    for name, passage in (("Giso Berow", 1), ("Helo Mimer", 2)):
+        asked = {"documents": DOCUMENTS, "model": village, "method": method, "max_new_tokens": 8}
+        plain = jaxrag.generate(f"What is the home of {name}?", **asked)
+        result = jaxrag.generate(f"What is the home of {name}?", **asked, cite="spans")
+        assert (plain.text, plain.citations) == (result.text, [])
+        [one] = result.citations
+        assert one.source == passage and result.text[one.start : one.end] in DOCUMENTS[passage - 1]
+        marks = jaxrag.generate(f"What is the home of {name}?", **asked, cite="marks")
+        assert marks.text == f"{result.text} [{passage}]" and marks.token_ids == result.token_ids
+
+
+def test_a_stream_cites_at_its_end(village):
+    asked = {"documents": DOCUMENTS, "model": village, "max_new_tokens": 8, "stream": True}
+    stream = jaxrag.generate("What is the home of Giso Berow?", **asked, cite="spans")
+    assert "".join(stream) == stream.result.text and stream.result.citations[0].source == 1
+    marks = jaxrag.generate("What is the home of Giso Berow?", **asked, cite="marks")
+    assert list(marks) == [marks.result.text] == ["Tondorf [1]"]
+
+
+def test_refused_before_work_begins():
+    with pytest.raises(RequestError, match="cite='yes': expected one of no, spans, marks"):
+        jaxrag.generate("?", documents=["a"], cite="yes")
+    model = jaxrag.load_model("checkpoints/synthetic-0.8m/dual", kv="host")
+    with pytest.raises(RequestError, match=r"cite: .* kv='host' .* leave cite out"):
+        jaxrag.generate("What is the home of Giso Berow?", documents=DOCUMENTS, model=model,
+            decode="retrieval", cite="spans")  # fmt: skip
