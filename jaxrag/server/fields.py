@@ -73,9 +73,15 @@ def _refuse_constant(name: str) -> Any:
 
 
 class Body:
-    """The fields of a request; null is as good as absent. Every reader raises Problem 400."""
+    """The fields of a request; null is as good as absent. Every reader raises Problem 400.
+
+    Attributes:
+      values: all that are not null.
+      nulls: names of the others.
+    """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
+        self.nulls = frozenset(name for name, value in values.items() if value is None)
         self.values = {name: value for name, value in values.items() if value is not None}
 
     def __contains__(self, name: str) -> bool:

@@ -123,7 +123,8 @@ class ServerTools:
     async def _base(self, context: FromAgent, name: str | None) -> str:
         """The id of a knowledge base by its name or id; the first where none is named."""
         told = await self._call(context, "GET", f"/v1/vector_stores?limit={_LIMIT}")
-        known = {_name(it): str(it["id"]) for it in told["data"]}
+        there = [it for it in told["data"] if it["status"] != "expired"]
+        known = {_name(it): str(it["id"]) for it in there}
         if name is None and known:
             return next(iter(known.values()))
         if name in known:

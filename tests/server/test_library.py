@@ -120,7 +120,8 @@ def dropped(library, *files):
 
 
 def found(library, access, store):
-    return {hit.document_id[:29] for hit in library.search(access, store, ["Giso Berow"], 50, None)}
+    base = library.base(library.shelf(access, store))
+    return {hit.document_id[:29] for hit in base.search("Giso Berow", 50)}
 
 
 def test_what_is_in_progress_when_a_server_ends_the_next_one_takes_up(open_library, model):
@@ -182,7 +183,7 @@ def test_a_vector_store_that_is_removed_while_it_is_filled_goes_from_the_disk(op
         until(lambda: dropped(library, file))
     gone.join()
     with pytest.raises(Problem) as caught:
-        library.search(access, store, ["Giso"], 1, None)
+        library.shelf(access, store)
     assert caught.value.status == 404
     until(lambda: not folder.exists())
 

@@ -2,6 +2,8 @@
 
 import contextlib
 import sqlite3
+import subprocess
+import sys
 
 import pytest
 
@@ -94,8 +96,117 @@ def test_members_go_from_in_progress_to_an_end_and_once(registry):
 def test_vector_stores_are_those_of_a_tenant(registry):
     store = registry.add_store("vs_1", "acme", "notes", {"a": "b"})
     assert registry.store("acme", "vs_1") == store and registry.store("blue", "vs_1") is None
-    registry.change_store("vs_1", "other", {})
+    registry.change_store("vs_1", "other", {}, None)
     assert (registry.stores("acme")[0].name, registry.stores("blue")) == ("other", [])
+
+
+OLD = """
+PRAGMA journal_mode = wal;
+CREATE TABLE files (number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE,
+    tenant TEXT NOT NULL, filename TEXT NOT NULL, bytes INTEGER NOT NULL, purpose TEXT NOT NULL,
+    created INTEGER NOT NULL);
+CREATE TABLE stores (number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE,
+    tenant TEXT NOT NULL, name TEXT NOT NULL, metadata TEXT NOT NULL, created INTEGER NOT NULL);
+CREATE TABLE members (number INTEGER PRIMARY KEY AUTOINCREMENT, store TEXT NOT NULL,
+    file TEXT NOT NULL, tenant TEXT NOT NULL, attributes TEXT NOT NULL, batch TEXT,
+    status TEXT NOT NULL, code TEXT, message TEXT, counts TEXT NOT NULL, created INTEGER NOT NULL,
+    UNIQUE (store, file));
+CREATE INDEX members_by_file ON members (file);
+CREATE INDEX files_by_tenant ON files (tenant);
+CREATE INDEX stores_by_tenant ON stores (tenant);
+INSERT INTO stores VALUES (1, 'vs_1', 'acme', 'notes', '{"a": "b"}', 1000);
+INSERT INTO members VALUES
+    (1, 'vs_1', 'file-1', 'acme', '{}', NULL, 'failed', 'invalid_file', 'torn', '{}', 1000);
+PRAGMA application_id = 1246904659;
+PRAGMA user_version = 1;
+"""
+KILLED = """
+import os, sys
+from pathlib import Path
+import jaxrag.server.state.registry as registry
+registry._LATER = (*registry._LATER, "SELECT stop()")
+connect = registry._connect
+def stopping(path):
+    connection = connect(path)
+    connection.create_function("stop", 0, lambda: os._exit(9))
+    return connection
+registry._connect = stopping
+registry.Registry(Path(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def old(tmp_path):
+    """A data folder with a registry as the first servers made it."""
+    with contextlib.closing(sqlite3.connect(tmp_path / REGISTRY)) as connection:
+        connection.executescript(OLD)
+    return tmp_path
+
+
+def tables(folder):
+    with contextlib.closing(sqlite3.connect(folder / REGISTRY)) as connection:
+        return {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
+
+
+def test_a_registry_of_an_earlier_server_learns_when_stores_expire(old):
+    with contextlib.closing(Registry(old, lambda: 5000.0)) as opened:
+        [store] = opened.stores("acme")
+        assert (store.active, store.days, store.expires, store.gone) == (1000, None, None, False)
+        assert not opened.is_expired(store)
+        assert opened.bytes_of_tenant("acme") == len("file-1{}torn")
+        opened.use_store("vs_1")
+        opened.write_uses()
+    with contextlib.closing(Registry(old, lambda: 1e9)) as again:
+        assert again.store("acme", "vs_1").active == 5000
+        again.change_store("vs_1", "other", {}, 2)
+        [store] = again.stores()
+        assert (store.name, store.expires) == ("other", 10**9 + 2 * 86400)
+
+
+def test_an_earlier_server_reads_what_a_later_one_wrote(old):
+    with contextlib.closing(Registry(old)) as opened:
+        opened.add_store("vs_2", "acme", "more", {}, 3)
+    with contextlib.closing(sqlite3.connect(old / REGISTRY)) as connection:
+        assert connection.execute("PRAGMA user_version").fetchone() == (1,)
+        connection.execute("INSERT INTO stores VALUES (NULL, 'vs_3', 'acme', 'c', '{}', 1)")
+        connection.execute("DELETE FROM stores WHERE id = 'vs_2'")
+        connection.commit()
+    with contextlib.closing(Registry(old)) as again:
+        assert [it.id for it in again.stores()] == ["vs_1", "vs_3"]
+
+
+def test_whoever_is_killed_in_an_upgrade_leaves_the_old_registry(old):
+    before = tables(old)
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(old)], check=False)
+    assert killed.returncode == 9
+    assert tables(old) == before
+    with contextlib.closing(Registry(old)) as opened:
+        assert [it.id for it in opened.stores()] == ["vs_1"]
+    assert {"ages", "responses"} <= tables(old)
+
+
+def test_uses_of_a_store_are_known_at_once_and_written_together(registry):
+    now = [1000.0]
+    registry.clock = lambda: now[0]
+    for name in ("vs_1", "vs_2"):
+        registry.add_store(name, "acme", name, {}, 1)
+    changes = registry._connection.total_changes
+    for now[0] in (2000.0, 3000.0):
+        registry.use_store("vs_1")
+        assert registry.store("acme", "vs_1").active == now[0]
+    assert registry._connection.total_changes == changes
+    registry.write_uses()
+    assert registry._connection.total_changes == changes + 1
+    registry.write_uses()
+    assert registry._connection.total_changes == changes + 1
+    now[0] = 1000.0 + 86400
+    assert [registry.is_expired(it) for it in registry.stores()] == [False, True]
+    registry.expire_store("vs_2")
+    now[0] = 1000.0  # a clock that is set back brings nothing back
+    assert [registry.is_expired(it) for it in registry.stores()] == [False, True]
+    registry.use_store("vs_3")  # one that is gone
+    registry.write_uses()
+    assert [it.id for it in registry.stores()] == ["vs_1", "vs_2"]
 
 
 def test_another_file_in_its_place_is_refused(tmp_path):

@@ -1,7 +1,5 @@
 """Responses that are kept, as long as all that they were made from is there."""
 
-import time
-
 from jaxrag.server.errors import Problem, not_found
 from jaxrag.server.state.registry import RESPONSE_SECONDS, Ground, ResponseRow
 from jaxrag.server.state.state import ServerState
@@ -23,7 +21,7 @@ def kept_response(state: ServerState, access: Access, response_id: str) -> Respo
     registry = state.library.registry
     rows = registry.responses(access.tenant, response_id)
     for row in rows if keeps_responses(state, access) else ():
-        if row.created < time.time() - RESPONSE_SECONDS:
+        if row.created < registry.clock() - RESPONSE_SECONDS:
             break
         served = [it.store for it in row.grounds if it.store in state.knowledge_bases]
         if not all(map(access.may_read, served)):
@@ -39,7 +37,7 @@ def kept_response(state: ServerState, access: Access, response_id: str) -> Respo
 
 def _is_current(state: ServerState, access: Access, ground: Ground) -> bool:
     try:
-        base = state.knowledge_base(access, ground.store)
+        base = state.knowledge_base(access, ground.store, uses=False)
     except Problem:
         return False
     return base.holds(ground.chunk_ids, ground.content_ids)
@@ -49,6 +47,5 @@ def store_id(state: ServerState, access: Access, name: str) -> str:
     """The id of the vector store that ``ServerState.knowledge_base`` finds under a name."""
     if name in state.knowledge_bases and access.may_read(name):
         return name
-    own = state.library.registry.stores(access.tenant)
-    named = [it.id for it in own if it.name == name]
-    return name if not named or name in {it.id for it in own} else named[0]
+    row = state.library.named(access, name)
+    return name if row is None else row.id

@@ -92,7 +92,7 @@ def _embedder(state: ServerState, access: Access, name: str | None) -> tuple[Emb
     """That of the named knowledge base, or of the first that has one, and the base's name."""
     names = state.readable(access) if name is None else [name]
     for one in names:
-        base = state.knowledge_base(access, one)
+        base = state.knowledge_base(access, one, uses=name is not None)
         if base.index is not None and (embedder := base.embedder) is not None:
             return embedder, one
     which = "no knowledge base here" if name is None else f"the knowledge base {name!r}"

@@ -100,8 +100,6 @@ async def create_file(request: Request) -> JSONResponse:
         name = plain_name(form.filename)
         if not name:
             raise invalid("the file has no name; its ending says what kind of file it is", _FILE)
-        if not upload.size:
-            raise invalid(f"the file {name!r} is empty", _FILE)
         purpose = form.fields.get(_PURPOSE, b"").decode("utf-8", "replace")
         made = await asyncio.to_thread(upload.finish, name, purpose or "assistants")
         return JSONResponse(_shown(made))

@@ -1,18 +1,21 @@
 """/v1/vector_stores: knowledge bases that clients fill and search."""
 
 import functools
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
 from jaxrag.library.catalog import DocumentEntry, Hit
+from jaxrag.library.knowledge_base.search import Hits
 from jaxrag.serve.suits import suited
 from jaxrag.server.attributes import attributes_of, file_id_of, is_upload
 from jaxrag.server.errors import invalid
 from jaxrag.server.fields import Body
 from jaxrag.server.state.entry import Call
-from jaxrag.server.state.library import Library, Shelf, no_member
+from jaxrag.server.state.library import Library
 from jaxrag.server.state.lists import page_of
-from jaxrag.server.state.registry import STATUSES, Member, new_id
+from jaxrag.server.state.registry import STATUSES, Member, StoreRow, new_id
+from jaxrag.server.state.shelf import Shelf, no_member
 from jaxrag.server.where import where_of
 
 _FOUND = 10  # chunks of a search that does not say how many
@@ -21,6 +24,8 @@ _MOST_FILES = 500  # of a batch
 _MOST_QUESTIONS = 16
 _QUESTION_CHARACTERS = 1 << 16
 _NAME_CHARACTERS = 256
+_ID_CHARACTERS = 64
+_ANCHOR, _MOST_DAYS = "last_active_at", 365  # of what expires
 _LEAST_CHUNK, _MOST_CHUNK = 1, 4096  # tokens
 
 
@@ -32,11 +37,11 @@ def create_store(call: Call) -> dict[str, Any]:
     library, access, body = call.library, call.access, call.body
     name = _name(body) or ""
     metadata = attributes_of(body, "metadata")
-    size, overlap = _chunking(body)
+    cut, days = _chunking(body), _days(body)
     file_ids = body.texts("file_ids", most=_MOST_FILES)
     for file_id in file_ids:
         library.file(access, file_id)
-    shelf = library.create(access, name, metadata, size, overlap)
+    shelf = library.create(access, name, metadata, days, **cut)
     if file_ids:
         library.put(access, shelf.name, [(file_id, {}) for file_id in file_ids])
     return _shown(library, shelf)
@@ -50,15 +55,20 @@ def list_stores(call: Call) -> dict[str, Any]:
 
 def get_store(call: Call) -> dict[str, Any]:
     """One of them."""
-    return _shown(call.library, call.library.shelf(call.access, call.path["store"]))
+    shelf = call.library.shelf(call.access, call.path["store"], may_be_expired=True)
+    return _shown(call.library, shelf)
 
 
 def change_store(call: Call) -> dict[str, Any]:
-    """Rename one, or give it other metadata."""
-    name = _name(call.body)
-    metadata = attributes_of(call.body, "metadata") if "metadata" in call.body else None
-    shelf = call.library.change(call.access, call.path["store"], name, metadata)
-    return _shown(call.library, shelf)
+    """Rename one, give it other metadata, or another time to expire."""
+    body, given = call.body, dict[str, Any]()
+    if "name" in body:
+        given["name"] = _name(body)
+    if "metadata" in body:
+        given["metadata"] = attributes_of(body, "metadata")
+    if "expires_after" in body or "expires_after" in body.nulls:
+        given["days"] = _days(body)
+    return _shown(call.library, call.library.change(call.access, call.path["store"], **given))
 
 
 def delete_store(call: Call) -> dict[str, Any]:
@@ -79,15 +89,16 @@ def search_store(call: Call) -> dict[str, Any]:
             f"query: expected texts of at most {_QUESTION_CHARACTERS} characters", "query"
         )
     given = body.table("filters")
-    hits = call.library.search(
-        call.access,
-        call.path["store"],
-        questions,
+    base = call.library.base(call.library.shelf(call.access, call.path["store"]), uses=True)
+    rankings = base.search(
+        list(questions),
         count,
-        body.table("where") if given is None else where_of(given),
+        where=body.table("where") if given is None else where_of(given),
         mode=body.field("search_mode"),
         min_score=body.number("min_score"),
+        groups=call.access.groups,
     )
+    hits = _together(rankings, count)
     return {
         "object": "vector_store.search_results.page",
         "search_query": list(questions),
@@ -96,6 +107,19 @@ def search_store(call: Call) -> dict[str, Any]:
         "next_page": None,
         "jaxrag": {"notes": list(hits.notes)},
     }
+
+
+def _together(rankings: Sequence[Hits], k: int) -> Hits:
+    """The best chunks for several questions: by the best place that a chunk has in any."""
+    places: dict[int, tuple[int, Hit]] = {}
+    for hits in rankings:
+        for place, hit in enumerate(hits):
+            before = places.get(hit.chunk_id)
+            if before is None or place < before[0]:
+                places[hit.chunk_id] = (place, hit)
+    ranked = sorted(places.values(), key=lambda it: (it[0], -it[1].score))
+    notes = dict.fromkeys(note for hits in rankings for note in hits.notes)
+    return Hits((hit for _, hit in ranked[:k]), tuple(notes))
 
 
 # Their files
@@ -119,9 +143,7 @@ def change_member(call: Call) -> dict[str, Any]:
 
 def list_members(call: Call) -> dict[str, Any]:
     """The files of a vector store, newest first."""
-    status, library = call.query.get("filter"), call.library
-    if status is not None and status not in STATUSES:
-        raise invalid(f"filter={status[:80]!r}: expected one of {', '.join(STATUSES)}", "filter")
+    status, library = _filter(call), call.library
     shelf = library.shelf(call.access, call.path["store"])
     members = library.members(call.access, shelf.name, status=status)
     rows = [_shown_member(library, it) for it in members]
@@ -175,9 +197,11 @@ def create_batch(call: Call) -> dict[str, Any]:
         files = [(it, attributes) for it in body.texts("file_ids", most=_MOST_FILES)]
     elif isinstance(given, list) and all(isinstance(it, dict) for it in given):
         for one in map(Body, given[: _MOST_FILES + 1]):
+            _refuse_chunking(one)
             files.append((one.text("file_id") or "", attributes_of(one, "attributes")))
-    names = [name for name, _ in files]
-    if not files or len(files) > _MOST_FILES or len(set(names)) < len(names):
+    names = {name for name, _ in files}
+    wrong = [it for it in names if not 0 < len(it) <= _ID_CHARACTERS]
+    if wrong or not 0 < len(files) <= _MOST_FILES or len(names) < len(files):
         raise invalid(f"file_ids: expected 1 to {_MOST_FILES} different ids of files", "file_ids")
     batch = new_id("vsfb_")
     call.library.put(call.access, call.path["store"], files, batch)
@@ -199,7 +223,8 @@ def cancel_batch(call: Call) -> dict[str, Any]:
 def list_batch(call: Call) -> dict[str, Any]:
     """The files of a batch, newest first."""
     get_batch(call)
-    rows = call.library.members(call.access, call.path["store"], batch=call.path["batch"])
+    name, batch, status = call.path["store"], call.path["batch"], _filter(call)
+    rows = call.library.members(call.access, name, batch=batch, status=status)
     return page_of(call, rows, lambda it: it.file, functools.partial(_shown_member, call.library))
 
 
@@ -212,26 +237,22 @@ def _put(call: Call, file_id: str, attributes: dict[str, Any]) -> dict[str, Any]
 
 
 def _shown(library: Library, shelf: Shelf) -> dict[str, Any]:
-    base, row, registry = library.base(shelf), shelf.row, library.registry
-    counts = registry.counts(shelf.name)
+    row, registry = shelf.row, library.registry
+    if row is not None and shelf.expired:
+        counts = dict.fromkeys((*STATUSES, "total"), 0)
+        return _head(shelf.name, row, "expired", counts) | {"usage_bytes": 0}
+    base, counts = library.base(shelf), registry.counts(shelf.name)
     held = base.counts()
     if row is None:
         own = held["documents"] - len(base.ids_beginning("file-"))
         counts["completed"] += own
         counts["total"] += own
-    return {
-        "id": shelf.name,
-        "object": "vector_store",
-        "created_at": library.created if row is None else row.created,
-        "last_active_at": library.created if row is None else row.created,
-        "name": shelf.name if row is None else row.name,
-        "status": "in_progress" if counts["in_progress"] else "completed",
-        "file_counts": counts,
+        row = StoreRow(0, "", "", shelf.name, {}, library.created, library.created, None, False)
+    status = "in_progress" if counts["in_progress"] else "completed"
+    return _head(shelf.name, row, status, counts) | {
         "usage_bytes": registry.bytes_of(shelf.name),
-        "metadata": {} if row is None else dict(row.metadata),
-        "expires_at": None,
         "jaxrag": {
-            "served": row is None,
+            "served": shelf.row is None,
             "writable": shelf.writes,
             "documents": held["documents"],
             "chunks": held["chunks"],
@@ -242,6 +263,24 @@ def _shown(library: Library, shelf: Shelf) -> dict[str, Any]:
             "suited": list(suited(base)),
         },
     }
+
+
+def _head(name: str, row: StoreRow, status: str, counts: Mapping[str, int]) -> dict[str, Any]:
+    """What is told of every vector store; nothing of a time to expire where it has none."""
+    told = {
+        "id": name,
+        "object": "vector_store",
+        "created_at": row.created,
+        "last_active_at": row.active,
+        "name": row.name,
+        "status": status,
+        "file_counts": counts,
+        "metadata": dict(row.metadata),
+        "expires_at": row.expires,
+    }
+    if row.days is not None:
+        told["expires_after"] = {"anchor": _ANCHOR, "days": row.days}
+    return told
 
 
 def _shown_member(library: Library, member: Member) -> dict[str, Any]:
@@ -292,6 +331,8 @@ def _shown_batch(call: Call, batch: str) -> dict[str, Any]:
         status = "in_progress"
     elif counts["cancelled"]:
         status = "cancelled"
+    elif counts["failed"] == counts["total"]:
+        status = "failed"
     return {
         "id": batch,
         "object": "vector_store.files_batch",
@@ -332,11 +373,24 @@ def _name(body: Body) -> str | None:
     return name
 
 
-def _chunking(body: Body) -> tuple[int | None, int | None]:
-    """Largest chunk and overlap, where the client names them."""
+def _days(body: Body) -> int | None:
+    """Those after which a vector store expires; None: never."""
+    given = body.table("expires_after")
+    if given is None:
+        return None
+    if given.get("anchor") != _ANCHOR:
+        raise body.wrong("expires_after", f'{{"anchor": "{_ANCHOR}", "days": 1 to {_MOST_DAYS}}}')
+    days = Body(given).integer("days", 1, _MOST_DAYS)
+    if days is None:
+        raise body.wrong("expires_after", f"days, 1 to {_MOST_DAYS}")
+    return days
+
+
+def _chunking(body: Body) -> dict[str, int | None]:
+    """Settings of how a vector store cuts; {} where the client names none."""
     strategy = body.table("chunking_strategy")
     if strategy is None or strategy.get("type") == "auto":
-        return None, None
+        return {}
     static = strategy.get("static")
     if strategy.get("type") != "static" or not isinstance(static, dict):
         raise body.wrong("chunking_strategy", '{"type": "auto"} or {"type": "static", "static"}')
@@ -344,12 +398,21 @@ def _chunking(body: Body) -> tuple[int | None, int | None]:
     size = sizes.integer("max_chunk_size_tokens", _LEAST_CHUNK, _MOST_CHUNK)
     if size is None:
         raise body.wrong("chunking_strategy", "max_chunk_size_tokens in static")
-    return size, sizes.integer("chunk_overlap_tokens", 0, size - 1)
+    overlap = sizes.integer("chunk_overlap_tokens", 0, size - 1)
+    return {"chunk_tokens": size, "overlap": overlap}
+
+
+def _filter(call: Call) -> str | None:
+    """The status of the files that are listed; None: any."""
+    status = call.query.get("filter")
+    if status is not None and status not in STATUSES:
+        raise invalid(f"filter={status[:80]!r}: expected one of {', '.join(STATUSES)}", "filter")
+    return status
 
 
 def _refuse_chunking(body: Body) -> None:
     """A vector store cuts all its files in one way, so that equal texts have equal KV."""
-    if _chunking(body) != (None, None):
+    if _chunking(body):
         raise invalid(
             "chunking_strategy: a vector store cuts all files in the way it was made with; name it "
             "when the vector store is created",

@@ -21,18 +21,19 @@ from pathlib import Path
 from typing import Any
 
 from jaxrag.base.errors import ConfigError, JaxragError, disk_errors
-from jaxrag.library.catalog import DocumentEntry, Hit
+from jaxrag.library.catalog import DocumentEntry
 from jaxrag.library.knowledge_base import KnowledgeBase
-from jaxrag.library.knowledge_base.search import Hits, SearchMode
 from jaxrag.library.options import KnowledgeBaseOptions
 from jaxrag.models.model import Model
+from jaxrag.server.attributes import file_id_of, is_upload
 from jaxrag.server.durable import make_folder, make_private, sync_folder
-from jaxrag.server.errors import forbidden, invalid, not_found
+from jaxrag.server.errors import Problem, forbidden, invalid, not_found
 from jaxrag.server.settings import ServerSettings
 from jaxrag.server.state.indexing import Indexer
 from jaxrag.server.state.quota import Quota
 from jaxrag.server.state.recipe import warm_up
 from jaxrag.server.state.registry import FileRow, Member, Registry, StoreRow, new_id
+from jaxrag.server.state.shelf import Shelf, check_reads, expired, no_member
 from jaxrag.server.state.uploads import TENANTS, Upload, Uploads
 from jaxrag.server.tenants import Access, Tenants, folder_name
 
@@ -42,21 +43,6 @@ _LOCK = "lock"  # file in the data folder
 _LOOK_SECONDS = 30.0  # between two looks at what may be closed or collected
 
 _LOG = logging.getLogger("jaxrag.server")
-
-
-@dataclasses.dataclass(frozen=True)
-class Shelf:
-    """A vector store that a tenant may use, of its own or served to several.
-
-    Attributes:
-      name: what requests call it: an id, or the name of a served knowledge base.
-      row: what the registry knows of it; None: it is served.
-      writes: whether the tenant may change its documents.
-    """
-
-    name: str
-    row: StoreRow | None
-    writes: bool
 
 
 class Library:
@@ -136,6 +122,8 @@ class Library:
         self._closed.set()
         self.indexer.close()
         self._keeper.join()
+        with contextlib.suppress(JaxragError):
+            self.registry.write_uses()
         for _, base, folder in self._leaving:
             _let_go(base, folder)
         with self._opening:
@@ -162,12 +150,12 @@ class Library:
 
     def files(self, access: Access) -> list[FileRow]:
         """The files of the tenant, oldest first."""
-        _check_reads(access)
+        check_reads(access)
         return self.registry.files(access.tenant)
 
     def file(self, access: Access, file_id: str) -> FileRow:
         """A file of the tenant."""
-        _check_reads(access)
+        check_reads(access)
         found = self.registry.file(access.tenant, file_id)
         if found is None:
             raise not_found(f"there is no file {file_id!r}; GET /v1/files lists what there is")
@@ -191,14 +179,15 @@ class Library:
         ]
         if access.documents == "none":
             return served
-        writes = access.documents == "write"
-        return served + [Shelf(row.id, row, writes) for row in self.registry.stores(access.tenant)]
+        return served + [self._shelf_of(access, row) for row in self.registry.stores(access.tenant)]
 
-    def shelf(self, access: Access, name: str, *, to_write: bool = False) -> Shelf:
+    def shelf(
+        self, access: Access, name: str, *, to_write: bool = False, may_be_expired: bool = False
+    ) -> Shelf:
         """A vector store by its id, or by the name of a served knowledge base.
 
         Problem 404 for one that is not there or not the tenant's, 403 for one that it may not
-        change.
+        change, 400 for one that has expired, unless it may be.
         """
         found = None
         if name in self._served and access.may_read(name):
@@ -206,26 +195,31 @@ class Library:
         elif access.documents != "none":
             row = self.registry.store(access.tenant, name)
             if row is not None:
-                found = Shelf(row.id, row, access.documents == "write")
+                found = self._shelf_of(access, row)
         if found is None:
             raise not_found(
                 f"there is no vector store {name!r}; GET /v1/vector_stores lists what there is"
             )
         if to_write and not found.writes:
             raise forbidden(f"this key may not change the vector store {name!r}; it may read it")
+        if found.row is not None and found.expired and not may_be_expired:
+            raise expired(found.row)
         return found
 
-    def base(self, shelf: Shelf) -> KnowledgeBase:
-        """The knowledge base of a vector store."""
+    def base(self, shelf: Shelf, *, uses: bool = False) -> KnowledgeBase:
+        """The knowledge base of a vector store, which ``uses`` it now."""
+        if uses and shelf.row is not None:
+            self.registry.use_store(shelf.name)
         return self._base_of(shelf.row.tenant if shelf.row else "", shelf.name)
 
-    def find(self, access: Access, name: str) -> KnowledgeBase | None:
+    def named(self, access: Access, name: str) -> StoreRow | None:
         """A vector store of the tenant by its id, or by its name if no other has it."""
         if access.documents == "none":
             return None
         row = self.registry.store(access.tenant, name)
         if row is None:
             named = [it for it in self.registry.stores(access.tenant) if it.name == name]
+            named = [it for it in named if not self.registry.is_expired(it)] or named[-1:]
             if len(named) > 1:
                 raise invalid(
                     f"{len(named)} vector stores are called {name!r}; name one by its id, such as "
@@ -233,22 +227,37 @@ class Library:
                     "knowledge_base",
                 )
             row = named[0] if named else None
-        return None if row is None else self._base_of(access.tenant, row.id)
+        return row
+
+    def find(self, access: Access, name: str, *, uses: bool = True) -> KnowledgeBase | None:
+        """The knowledge base of ``named``, which ``uses`` it now.
+
+        Problem 400 for one that has expired.
+        """
+        row = self.named(access, name)
+        if row is None:
+            return None
+        if self.registry.is_expired(row):
+            raise expired(row)
+        if uses:
+            self.registry.use_store(row.id)
+        return self._base_of(access.tenant, row.id)
 
     def create(
         self,
         access: Access,
         name: str,
         metadata: Mapping[str, Any],
-        chunk_tokens: int | None = None,
-        overlap: int | None = None,
+        days: int | None = None,
+        **cut: Any,
     ) -> Shelf:
-        """Make an empty vector store."""
+        """Make an empty vector store, for ever or until nobody used it for some days.
+
+        ``cut`` are settings of how it cuts.
+        """
         self.check_writes(access)
         self.quota.check(access.tenant)
-        recipe = self._recipe
-        if chunk_tokens is not None:
-            recipe = dataclasses.replace(recipe, chunk_tokens=chunk_tokens, overlap=overlap)
+        recipe = dataclasses.replace(self._recipe, **cut)
         store_id = new_id(STORE_ID)
         folder = self._folder(access.tenant, store_id)
         with disk_errors(folder):
@@ -263,34 +272,24 @@ class Library:
             sync_folder(folder.parent)
         with self._opening:
             self._bases[store_id] = base
-        return Shelf(
-            store_id, self.registry.add_store(store_id, access.tenant, name, metadata), True
-        )
+        row = self.registry.add_store(store_id, access.tenant, name, metadata, days)
+        return Shelf(store_id, row, True)
 
     def remove(self, access: Access, name: str) -> None:
         """Remove a vector store: it is not found from now on, its bytes go after the grace."""
-        shelf = self.shelf(access, name, to_write=True)
-        row = _own(shelf)
+        row = self.shelf(access, name, to_write=True, may_be_expired=True).own
         with self._changing[row.id]:
             self.registry.remove_store(row.id)
             self.registry.forget_answers(row.id)
-            self.indexer.drop(row.id)
-            with self._opening:
-                base = self._bases.pop(row.id, None)
-            due = time.monotonic() + self._grace
-            self._leaving.append((due, base, self._folder(access.tenant, row.id)))
+            self._free(row)
 
-    def change(
-        self, access: Access, name: str, new_name: str | None, metadata: Mapping[str, Any] | None
-    ) -> Shelf:
-        """Rename a vector store, or give it other metadata."""
-        row = _own(self.shelf(access, name, to_write=True))
-        self.registry.change_store(
-            row.id,
-            row.name if new_name is None else new_name,
-            row.metadata if metadata is None else metadata,
-        )
-        return self.shelf(access, name)
+    def change(self, access: Access, store: str, **given: Any) -> Shelf:
+        """Give a vector store another ``name``, ``metadata`` or ``days`` until it expires."""
+        row = self.shelf(access, store, to_write=True).own
+        with self._changing[row.id]:
+            row = dataclasses.replace(self.shelf(access, store).own, **given)
+            self.registry.change_store(row.id, row.name, row.metadata, row.days)
+        return self.shelf(access, store)
 
     # Members
 
@@ -303,21 +302,28 @@ class Library:
     ) -> list[Member]:
         """Put files, (id, attributes) each, into a vector store; they are indexed from now on.
 
-        One that is there already is indexed anew, with these attributes.
+        One that is there already is indexed anew, with these attributes. What is no file fails
+        alone in a batch for a store of the tenant's own; else Problem 404.
         """
         shelf = self.shelf(access, name, to_write=True)
+        lost: dict[str, str] = {}
         for file_id, _ in files:
-            self.file(access, file_id)
+            try:
+                self.file(access, file_id)
+            except Problem as problem:
+                if batch is None or shelf.row is None or problem.status != 404:
+                    raise
+                lost[file_id] = problem.message
         self.check_writes(access)
         self.quota.check(access.tenant)
-        if self.base(shelf).mode != "rw":
+        if self.base(shelf, uses=True).mode != "rw":
             raise forbidden(f"the knowledge base {name!r} is served for reading only")
         with self._changing[name]:
             if shelf.row is not None:
                 self.shelf(access, name)  # it may have been removed meanwhile
             self.indexer.drop(name, [file_id for file_id, _ in files])
-            members = self.registry.put_members(name, files, access.tenant, batch)
-            self.indexer.submit(members)
+            members = self.registry.put_members(name, files, access.tenant, batch, lost)
+            self.indexer.submit([it for it in members if it.status == "in_progress"])
         return members
 
     def take_out(self, access: Access, name: str, file_id: str) -> None:
@@ -342,32 +348,12 @@ class Library:
             for member in waiting:
                 self.registry.settle_member(member.number, "cancelled")
 
-    def search(
-        self, access: Access, name: str, questions: Sequence[str], k: int, where: Any,
-        *, mode: SearchMode | None = None, min_score: float | None = None,
-    ) -> Hits:  # fmt: skip
-        """The best chunks for questions: of several, by the best place that a chunk has in any."""
-        base = self.base(self.shelf(access, name))
-        places: dict[int, tuple[int, Hit]] = {}
-        notes: dict[str, None] = {}
-        asked = list(questions)
-        for hits in base.search(
-            asked, k, where=where, mode=mode, min_score=min_score, groups=access.groups
-        ):
-            notes |= dict.fromkeys(hits.notes)
-            for place, hit in enumerate(hits):
-                before = places.get(hit.chunk_id)
-                if before is None or place < before[0]:
-                    places[hit.chunk_id] = (place, hit)
-        ranked = sorted(places.values(), key=lambda it: (it[0], -it[1].score))
-        return Hits((hit for _, hit in ranked[:k]), tuple(notes))
-
     def texts(self, access: Access, name: str, file_id: str) -> list[str]:
         """The chunks of a file in a vector store as texts, in order."""
         shelf = self.shelf(access, name)
         chunks, member = self.base(shelf).chunks, self.member(access, name, file_id)
         if member is not None:
-            own = self.base(shelf).ids_beginning(file_id)
+            own = _documents_of(self.base(shelf), file_id)
         else:
             own = [file_id] if shelf.row is None else []
         if access.groups is not None:
@@ -399,8 +385,7 @@ class Library:
         found = self.registry.members(name, file=file, batch=batch, status=status)
         if access.groups is None or not found:
             return found
-        width = len(found[0].file)  # of every file's id, with which those of its documents begin
-        readable = {entry.id[:width] for entry in self.documents(access, shelf)}
+        readable = {file_id_of(entry.id) for entry in self.documents(access, shelf)}
         return [it for it in found if it.file in readable]
 
     def member(self, access: Access, name: str, file_id: str) -> Member | None:
@@ -411,11 +396,15 @@ class Library:
         """The store's lock is held. Documents go first, as what the registry has is known still."""
         self.indexer.drop(member.store, [member.file])
         base = self._base_of(member.tenant, member.store)
-        own = base.ids_beginning(member.file)
+        own = _documents_of(base, member.file)
         base.remove(own)
         self.registry.forget_answers(member.store, own)
         self.registry.remove_member(member.store, member.file)
         self._littered[member.store] = time.monotonic()
+
+    def _shelf_of(self, access: Access, row: StoreRow) -> Shelf:
+        writes = access.documents == "write"
+        return Shelf(row.id, row, writes, self.registry.is_expired(row))
 
     def _shelf_of_served(self, access: Access, name: str) -> Shelf:
         return Shelf(name, None, access.may_write(name))
@@ -432,7 +421,8 @@ class Library:
             return self._served[name]
         with self._opening:
             if name not in self._bases:
-                if self.registry.store(tenant, name) is None:
+                row = self.registry.store(tenant, name)
+                if row is None or row.gone:
                     raise not_found(f"there is no vector store {name!r} any more")
                 only = KnowledgeBaseOptions(embedder=self._recipe.embedder)
                 self._bases[name] = self._open(self._folder(tenant, name), tenant, only)
@@ -448,7 +438,8 @@ class Library:
     def _sweep(self) -> None:
         """Remove what was begun and never acknowledged, and what was removed but for its bytes."""
         self.uploads.sweep()
-        known = {row.id for row in self.registry.stores()}
+        self._expire()
+        known = {row.id for row in self.registry.stores() if not row.gone}
         for folder in (self.data / TENANTS).glob(f"*/{STORES}/*"):
             if folder.name not in known:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -462,6 +453,8 @@ class Library:
 
     def _keep_once(self, now: float) -> None:
         """Close and remove what cannot be in use any more."""
+        self.registry.write_uses()
+        self._expire()
         due = [it for it in self._leaving if it[0] <= now]
         for item in due:
             self._leaving.remove(item)
@@ -470,6 +463,25 @@ class Library:
         for name, left in list(self._littered.items()):
             if left + self._grace <= now:
                 self._collect(name)
+
+    def _expire(self) -> None:
+        """Empty the vector stores whose time is over; their rows stay."""
+        for row in self.registry.stores():
+            if not row.gone and self.registry.is_expired(row):
+                with self._changing[row.id]:
+                    now = self.registry.store(row.tenant, row.id)
+                    if now is not None and self.registry.is_expired(now):
+                        self.registry.expire_store(row.id)
+                        self._free(row)
+                        _LOG.info("the vector store %s has expired", row.id)
+
+    def _free(self, row: StoreRow) -> None:
+        """Its lock is held. No more comes into a store; its bytes go after the grace."""
+        self.indexer.drop(row.id)
+        with self._opening:
+            base = self._bases.pop(row.id, None)
+        due = time.monotonic() + self._grace
+        self._leaving.append((due, base, self._folder(row.tenant, row.id)))
 
     def _collect(self, name: str) -> None:
         """Free what left a store, while nothing comes into it: later, if something does."""
@@ -482,28 +494,9 @@ class Library:
                 base.gc(grace_seconds=self._grace)
 
 
-def _check_reads(access: Access) -> None:
-    if access.documents == "none":
-        raise forbidden("this key may not see files; ask for one that may")
-    if access.groups is not None:  # which of them may read a file is known of its documents only
-        raise forbidden(
-            "whoever is limited to groups may not see files as they were uploaded; "
-            "ask the vector stores"
-        )
-
-
-def no_member(store: str, file_id: str) -> Exception:
-    """The problem of a file that is not in a vector store."""
-    return not_found(f"there is no file {file_id!r} in the vector store {store!r}")
-
-
-def _own(shelf: Shelf) -> StoreRow:
-    if shelf.row is None:
-        raise forbidden(
-            f"the knowledge base {shelf.name!r} is served from its own folder; remove documents of "
-            "it, or stop serving it"
-        )
-    return shelf.row
+def _documents_of(base: KnowledgeBase, file_id: str) -> list[str]:
+    """Ids of the documents of an upload; none of what a batch named and is no upload."""
+    return base.ids_beginning(file_id) if is_upload(file_id) else []
 
 
 def _let_go(base: KnowledgeBase | None, folder: Path) -> None:

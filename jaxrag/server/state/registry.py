@@ -12,8 +12,9 @@ import secrets
 import sqlite3
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from jaxrag.base.errors import StoreError, disk_errors
@@ -21,7 +22,8 @@ from jaxrag.kv.store.wal import use_write_ahead_log
 from jaxrag.server.durable import PRIVATE_FILE, REGISTRY, make_private
 
 FORMAT = 1
-RESPONSE_SECONDS = 30 * 86400  # that a response is kept
+DAY_SECONDS = 86400
+RESPONSE_SECONDS = 30 * DAY_SECONDS  # that a response is kept
 
 Status = Literal["in_progress", "completed", "failed", "cancelled"]
 STATUSES: tuple[Status, ...] = ("in_progress", "completed", "failed", "cancelled")
@@ -31,9 +33,15 @@ _FILES = ("", "-wal", "-shm")  # endings of SQLite's files
 _APPLICATION = 0x4A524153  # "JRAS", SQLite's application_id
 _ID_BYTES = 12
 
-_RESPONSES = """CREATE TABLE IF NOT EXISTS responses (
-    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL,
-    body TEXT NOT NULL, grounds TEXT NOT NULL, created INTEGER NOT NULL)"""
+_LATER = (  # what a registry of an earlier server lacks, and such a server does not look at
+    """CREATE TABLE IF NOT EXISTS responses (
+        number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL,
+        body TEXT NOT NULL, grounds TEXT NOT NULL, created INTEGER NOT NULL)""",
+    """CREATE TABLE IF NOT EXISTS ages (
+        store TEXT PRIMARY KEY, active INTEGER NOT NULL, days INTEGER,
+        gone INTEGER NOT NULL DEFAULT 0)""",
+    "CREATE INDEX IF NOT EXISTS failed_members ON members (tenant) WHERE status = 'failed'",
+)
 _SCHEMA = (
     """CREATE TABLE files (
         number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL,
@@ -50,6 +58,10 @@ _SCHEMA = (
     "CREATE INDEX members_by_file ON members (file)",
     "CREATE INDEX files_by_tenant ON files (tenant)",
     "CREATE INDEX stores_by_tenant ON stores (tenant)",
+)
+_AGE = (
+    "INSERT INTO ages (store, active, days) VALUES (:store, :now, :days) "
+    "ON CONFLICT DO UPDATE SET active = excluded.active, days = excluded.days"
 )
 
 
@@ -87,6 +99,9 @@ class StoreRow:
       name: as the client calls it, not unique.
       metadata: of the client.
       created: seconds since 1970.
+      active: when it was last used, in the same.
+      days: after which it expires where nobody uses it; None: never.
+      gone: it has expired, and holds nothing any more.
     """
 
     number: int
@@ -95,6 +110,14 @@ class StoreRow:
     name: str
     metadata: Mapping[str, Any]
     created: int
+    active: int
+    days: int | None
+    gone: bool
+
+    @property
+    def expires(self) -> int | None:
+        """When it expires if it is not used before; None: never."""
+        return None if self.days is None else self.active + self.days * DAY_SECONDS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,12 +192,14 @@ class ResponseRow:
 class Registry:
     """The open file. Safe to share between threads; one process has it at a time."""
 
-    def __init__(self, folder: Path) -> None:
-        """Open the registry of a data folder, or make it.
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
+        """Open the registry of a data folder, or make it; ``clock`` says seconds since 1970.
 
         Raises StoreError for a file that is something else or cannot be written.
         """
-        self.path = folder / REGISTRY
+        self.path, self.clock = folder / REGISTRY, clock
+        self._used: dict[str, int] = {}  # stores, when
+        self._written: dict[str, int] = {}  # the same, as it is durable
         with disk_errors(self.path):  # SQLite gives its other files the mode of this one
             os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE))
         for ending in _FILES:
@@ -202,7 +227,7 @@ class Registry:
         self, file_id: str, tenant: str, filename: str, size: int, purpose: str
     ) -> FileRow:
         """Remember a file whose bytes are durable."""
-        row = (file_id, tenant, filename, size, purpose, int(time.time()))
+        row = (file_id, tenant, filename, size, purpose, self._now())
         with self._change() as connection:
             connection.execute("INSERT INTO files VALUES (NULL, ?, ?, ?, ?, ?, ?)", row)
         found = self.file(tenant, file_id)
@@ -226,12 +251,21 @@ class Registry:
     # Vector stores
 
     def add_store(
-        self, store_id: str, tenant: str, name: str, metadata: Mapping[str, Any]
+        self,
+        store_id: str,
+        tenant: str,
+        name: str,
+        metadata: Mapping[str, Any],
+        days: int | None = None,
     ) -> StoreRow:
         """Remember a vector store whose folder is there."""
-        row = (store_id, tenant, name, json.dumps(metadata), int(time.time()))
+        now = self._now()
         with self._change() as connection:
-            connection.execute("INSERT INTO stores VALUES (NULL, ?, ?, ?, ?, ?)", row)
+            connection.execute(
+                "INSERT INTO stores VALUES (NULL, ?, ?, ?, ?, ?)",
+                (store_id, tenant, name, json.dumps(metadata), now),
+            )
+            connection.execute(_AGE, {"store": store_id, "now": now, "days": days})
         found = self.store(tenant, store_id)
         assert found is not None
         return found
@@ -242,21 +276,61 @@ class Registry:
 
     def stores(self, tenant: str | None = None, store_id: str | None = None) -> list[StoreRow]:
         """The vector stores of a tenant, or of all, oldest first."""
-        return [_store(row) for row in self._select("stores", tenant=tenant, id=store_id)]
+        table = "stores LEFT JOIN ages ON ages.store = id"
+        rows = map(_store, self._select(table, tenant=tenant, id=store_id))
+        return [
+            dataclasses.replace(row, active=max(row.active, self._used.get(row.id, 0)))
+            for row in rows
+        ]
 
-    def change_store(self, store_id: str, name: str, metadata: Mapping[str, Any]) -> None:
-        """Give a vector store another name and other metadata."""
+    def change_store(
+        self, store_id: str, name: str, metadata: Mapping[str, Any], days: int | None
+    ) -> None:
+        """Give a vector store another name, other metadata and another time; that is a use."""
         with self._change() as connection:
             connection.execute(
                 "UPDATE stores SET name = ?, metadata = ? WHERE id = ?",
                 (name, json.dumps(metadata), store_id),
             )
+            connection.execute(_AGE, {"store": store_id, "now": self._now(), "days": days})
 
     def remove_store(self, store_id: str) -> None:
         """Forget a vector store and its members."""
         with self._change() as connection:
             connection.execute("DELETE FROM members WHERE store = ?", (store_id,))
+            connection.execute("DELETE FROM ages WHERE store = ?", (store_id,))
             connection.execute("DELETE FROM stores WHERE id = ?", (store_id,))
+
+    def use_store(self, store_id: str) -> None:
+        """A vector store is used now: known at once, and durable by ``write_uses``."""
+        self._used[store_id] = self._now()
+
+    def write_uses(self) -> None:
+        """Make durable when vector stores were used."""
+        used = {it: now for it, now in list(self._used.items()) if self._written.get(it) != now}
+        if not used:
+            return
+        with self._change() as connection:
+            connection.executemany(
+                "INSERT INTO ages (store, active) SELECT id, :now FROM stores WHERE id = :store "
+                "ON CONFLICT DO UPDATE SET active = max(active, excluded.active)",
+                [{"store": store, "now": now} for store, now in used.items()],
+            )
+        self._written |= used
+
+    def is_expired(self, row: StoreRow) -> bool:
+        """Whether a vector store's time is over."""
+        return row.gone or (row.expires is not None and row.expires <= self.clock())
+
+    def expire_store(self, store_id: str) -> None:
+        """Say that a vector store has expired, whatever the clock says later; forget its members.
+
+        Responses that were made from it are forgotten, too.
+        """
+        self.forget_answers(store_id)
+        with self._change() as connection:
+            connection.execute("DELETE FROM members WHERE store = ?", (store_id,))
+            connection.execute("UPDATE ages SET gone = 1 WHERE store = ?", (store_id,))
 
     # Members
 
@@ -266,18 +340,20 @@ class Registry:
         files: Sequence[tuple[str, Mapping[str, Any]]],
         tenant: str,
         batch: str | None = None,
+        failed: Mapping[str, str] = MappingProxyType({}),
     ) -> list[Member]:
         """Put files, (id, attributes) each, into a store, in progress; all in one transaction.
 
-        A file that is there already begins anew.
+        A file that is there already begins anew. Those of ``failed`` are so, for these reasons.
         """
-        now = int(time.time())
+        now = self._now()
         with self._change() as connection:
             for file, attributes in files:
+                why = failed.get(file)
+                end = ("in_progress", None) if why is None else ("failed", "invalid_file")
                 connection.execute(
-                    "INSERT OR REPLACE INTO members VALUES "
-                    "(NULL, ?, ?, ?, ?, ?, 'in_progress', NULL, NULL, '{}', ?)",
-                    (store, file, tenant, json.dumps(attributes), batch, now),
+                    "INSERT OR REPLACE INTO members VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, '{}', ?)",
+                    (store, file, tenant, json.dumps(attributes), batch, *end, why, now),
                 )
         made = [self.member(store, file) for file, _ in files]
         return [member for member in made if member is not None]
@@ -328,7 +404,7 @@ class Registry:
     ) -> None:
         """Keep a response."""
         told = json.dumps([dataclasses.astuple(it) for it in grounds])
-        row = (response_id, tenant, json.dumps(body), told, int(time.time()))
+        row = (response_id, tenant, json.dumps(body), told, self._now())
         with self._change() as connection:
             connection.execute("INSERT INTO responses VALUES (NULL, ?, ?, ?, ?, ?)", row)
 
@@ -342,7 +418,7 @@ class Registry:
     def expire_responses(self) -> None:
         """Forget those that are older than RESPONSE_SECONDS."""
         with self._change() as connection:
-            old = time.time() - RESPONSE_SECONDS
+            old = self.clock() - RESPONSE_SECONDS
             connection.execute("DELETE FROM responses WHERE created < ?", (old,))
 
     def remove_responses(self, response_ids: Iterable[str]) -> None:
@@ -378,10 +454,12 @@ class Registry:
         return {**found, "total": sum(found.values())}
 
     def bytes_of_tenant(self, tenant: str) -> int:
-        """Bytes of the files and responses of a tenant."""
+        """Bytes of the files and responses of a tenant, and of what failed files leave here."""
         rows = self._rows(
             "SELECT (SELECT TOTAL(bytes) FROM files WHERE tenant = :tenant) + "
-            "(SELECT TOTAL(LENGTH(body) + LENGTH(grounds)) FROM responses WHERE tenant = :tenant)",
+            "(SELECT TOTAL(LENGTH(body) + LENGTH(grounds)) FROM responses WHERE tenant = :tenant)"
+            " + (SELECT TOTAL(LENGTH(file) + LENGTH(attributes) + LENGTH(message)) FROM members "
+            "WHERE tenant = :tenant AND status = 'failed')",
             {"tenant": tenant},
         )
         return int(rows[0][0])
@@ -411,7 +489,12 @@ class Registry:
             raise StoreError(
                 f"{self.path} is no registry of format {FORMAT}; name another data folder"
             )
-        connection.execute(_RESPONSES)  # which a registry of an earlier server lacks
+        with self._change():
+            for statement in _LATER:
+                connection.execute(statement)
+
+    def _now(self) -> int:
+        return int(self.clock())
 
     def _rows(self, statement: str, values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
         with self._read_lock, self._errors():
@@ -458,8 +541,11 @@ def new_id(kind: str) -> str:
 
 
 def _store(row: tuple[Any, ...]) -> StoreRow:
-    number, store_id, tenant, name, metadata, created = row
-    return StoreRow(number, store_id, tenant, name, json.loads(metadata), created)
+    number, store_id, tenant, name, metadata, created, _, active, days, gone = row
+    active = created if active is None else active  # of an earlier server
+    return StoreRow(
+        number, store_id, tenant, name, json.loads(metadata), created, active, days, bool(gone)
+    )
 
 
 def _grounds(told: str) -> tuple[Ground, ...]:

@@ -163,15 +163,15 @@ class ServerState:
             raise unauthorized("no key that this server knows; send Authorization: Bearer KEY")
         return limited_by_proxy(found, request, self.settings)
 
-    def knowledge_base(self, access: Access, name: str) -> KnowledgeBase:
+    def knowledge_base(self, access: Access, name: str, *, uses: bool = True) -> KnowledgeBase:
         """A knowledge base that the sender may read, or a vector store of its tenant.
 
         Waits for the disk where it is opened. Problem 404, the same for one that is not there and
-        one that is another's.
+        one that is another's; 400 for one that has expired. ``uses``: that expires the later.
         """
         found = self.knowledge_bases.get(name) if access.may_read(name) else None
         if found is None:
-            found = self.library.find(access, name)
+            found = self.library.find(access, name, uses=uses)
         if found is None:
             raise not_found(
                 f"there is no knowledge base {name!r}; GET /v1/models lists what there is",
@@ -184,7 +184,7 @@ class ServerState:
 
         Behind those that are served stand the ids of its tenant's vector stores.
         """
-        return [shelf.name for shelf in self.library.shelves(access)]
+        return [shelf.name for shelf in self.library.shelves(access) if not shelf.expired]
 
     def default_base(self, access: Access) -> str | None:
         """The one that a chat is about that names none: the first that is served."""
