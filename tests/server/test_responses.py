@@ -11,6 +11,9 @@ from llama_index.core.llms import ChatMessage
 from llama_index.llms.openai import OpenAIResponses
 from openai.types.responses import Response
 
+from jaxrag.server.answers.asking import Asking
+from jaxrag.server.errors import unavailable
+
 STORY = b"File 23: Giso Berow lives in Tondorf.\n\nFile 18: Mela Forow works as a judge.\n"
 HOME = "What is the home of Giso Berow?"
 ANIMAL = "Which animal does Kora Felell keep?"
@@ -143,6 +146,24 @@ def test_a_stream_has_typed_events_in_their_order(client):
     [same] = whole.output[1].content
     assert (same.text, same.annotations) == (part.text, part.annotations)
     assert same.logprobs == part.logprobs
+
+
+def test_a_stream_that_fails_ends_with_an_error(client, kept, monkeypatch):
+    """As an event of OpenAI's, which its client raises."""
+
+    async def left(asking):
+        raise unavailable("a document was removed", 1.0, "document_removed")
+
+    monkeypatch.setattr(Asking, "check_current", left)
+    body = {"model": MODEL, "input": ANIMAL, "tools": [VILLAGE], "stream": True}
+    last = kept.post("/v1/responses", **body).text.strip().rpartition("\n\n")[2]
+    name, data = last.split("\n")
+    told = json.loads(data.removeprefix("data: "))
+    assert (name, told["type"], told["code"]) == ("event: error", "error", "document_removed")
+    assert told["message"] == told["error"]["message"] == "a document was removed"
+    assert told["sequence_number"] > 1
+    with pytest.raises(openai.APIError, match="was removed"):
+        list(client.responses.create(**body))
 
 
 def test_an_answer_that_is_cut_is_incomplete(client):

@@ -184,6 +184,9 @@ def test_responses_call_functions(client, name, choice):
         model=name, input=[*said, *results], tools=[FUNCTION], max_output_tokens=5
     )
     assert more.usage.input_tokens > told.usage.input_tokens
+    last = {"model": name, "input": [*said, *results], "max_output_tokens": 5}
+    silent = client.responses.create(**last, tools=[FUNCTION], tool_choice="none")
+    assert silent.usage.input_tokens == client.responses.create(**last).usage.input_tokens
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -88,7 +88,8 @@ async def respond(
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(settings.hold_seconds):
             first = await inbox.next()
-    return EventStream(_events(visit, fields, inbox, form, first), visit.end, inbox.cut)
+    events = _events(visit, fields, inbox, form, first)
+    return EventStream(events, visit.end, inbox.cut, form.failed)
 
 
 async def _open(visit: Visit, fields: Generation, prompts: Sequence[Make]) -> None:

@@ -11,6 +11,7 @@ from jaxrag.serve.answers import Piece, Result
 from jaxrag.server.answers.calling import Calling, CallReader, shown_call
 from jaxrag.server.answers.cited import of_chat
 from jaxrag.server.answers.visit import Visit
+from jaxrag.server.errors import Problem
 from jaxrag.server.fields import Generation
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
@@ -133,6 +134,10 @@ class Form:
         else:
             del account["usage"]
             yield self.finish(place, result) | account
+
+    def failed(self, problem: Problem) -> dict[str, Any]:
+        """The last event of a stream that failed."""
+        return problem.body()
 
     def whole(
         self,

@@ -16,6 +16,7 @@ from jaxrag.server.answers.forms import Form, logprobs_of
 from jaxrag.server.answers.stored import store_id
 from jaxrag.server.answers.visit import Visit
 from jaxrag.server.attributes import file_id_of
+from jaxrag.server.errors import Problem
 from jaxrag.server.fields import Generation
 from jaxrag.server.state.registry import Ground, ResponseRow
 
@@ -153,6 +154,12 @@ class ResponseForm(Form):
         """Citations, and everything once more as a whole."""
         yield from self.closed(self.complete["output"][-1])
         yield self.told(self.complete["status"], response=self.complete)
+
+    def failed(self, problem: Problem) -> dict[str, Any]:
+        """The error as an event of OpenAI's, and as its clients raise it."""
+        told = problem.body()
+        said = {name: told["error"][name] for name in ("code", "message", "param")}
+        return self.told("error", **said, **told) | {"type": "error"}
 
     def closed(self, item: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """The message ends, with its citations."""

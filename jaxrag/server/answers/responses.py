@@ -83,7 +83,7 @@ async def responses(visit: Visit) -> Response:
         )
     base = named if asked.search is None else asked.search.store
     fields, calling = asked.generation, asked.calling
-    if base is None and calling is None:
+    if base is None and calling is None and not asked.talk.has_tools:
         fields = dataclasses.replace(fields, documents=())
     visit.knowledge_base = base
     form = ResponseForm(visit, asked, before)

@@ -34,7 +34,8 @@ class EventStream(Response):
     """Streams what a generator yields, and closes the generator whatever happens.
 
     ``end`` is called with None after the last event, else with what was raised: by the generator,
-    or as the client left or read too slowly; it gives the problem that the client is to see.
+    or as the client left or read too slowly; it gives the problem that the client is to see, of
+    which ``failed`` makes the last event.
     """
 
     media_type = "text/event-stream"
@@ -44,12 +45,14 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         end: Callable[[BaseException | None], Problem | None],
         cut: asyncio.Event,
+        failed: Callable[[Problem], dict[str, Any]] = Problem.body,
     ) -> None:
         super().__init__(None, headers=_HEADERS)
         del self.headers["content-length"]
         self._events = events
         self._end = end
         self._cut = cut
+        self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send events until they end, the client leaves, or it is cut off."""
@@ -72,7 +75,7 @@ class EventStream(Response):
         except Exception as error:
             problem = self._end(error)
             assert problem is not None
-            last = event(problem.body())
+            last = event(self._failed(problem))
         else:
             self._end(None)
             last = DONE
