@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
@@ -149,6 +150,7 @@ def test_one_that_expired_is_refused_by_name_and_empty(client, server, clock):
     for gone in (False, True):  # before and after its bytes go
         if gone:
             server.state.library._keep_once(float("inf"))
+            server.state.library._keep_once(float("inf"))
             assert not folder.exists()
         for ask in refused:
             answer = ask()
@@ -168,6 +170,23 @@ def test_one_that_expired_is_refused_by_name_and_empty(client, server, clock):
     assert [it.id for it in client.vector_stores.list()] == [again]
 
 
+def test_what_is_being_indexed_goes_with_its_store(client, server, held, clock):
+    store = client.vector_stores.create(expires_after=ONE_DAY).id
+    file = client.files.create(file=("story.txt", STORY), purpose="assistants").id
+    library = server.state.library
+    with ThreadPoolExecutor() as threads, held(server.state):
+        client.vector_stores.files.create(store, file_id=file)
+        until = time.monotonic() + 60
+        while not library.indexer._running:
+            assert time.monotonic() < until
+        clock.now += DAY
+        keeping = threads.submit(library._keep_once, 0.0)
+    keeping.result()
+    assert client.vector_stores.retrieve(store).status == "expired"
+    assert library.registry.members(store) == [] and not library.indexer.works_on(store)
+    assert client.vector_stores.delete(store).deleted
+
+
 def test_a_time_goes_on_while_no_server_runs(begin, clock):
     with begin() as server, client_of(server) as client:
         kept, _ = filled(client, expires_after={"anchor": "last_active_at", "days": 3})
@@ -179,6 +198,8 @@ def test_a_time_goes_on_while_no_server_runs(begin, clock):
         assert client.vector_stores.search(lost, query=HOME).data, "the search was remembered"
     clock.now += DAY
     with begin() as server, client_of(server) as client:
+        server.state.library._keep_once(float("inf"))
+        server.state.library._keep_once(float("inf"))
         folders = server.state.library.data.glob("tenants/*/stores/*")
         assert [it.name for it in folders] == [kept]
         assert client.vector_stores.search(kept, query=HOME).data

@@ -47,5 +47,4 @@ def store_id(state: ServerState, access: Access, name: str) -> str:
     """The id of the vector store that ``ServerState.knowledge_base`` finds under a name."""
     if name in state.knowledge_bases and access.may_read(name):
         return name
-    row = state.library.named(access, name)
-    return name if row is None else row.id
+    return next((it.id for it in state.library.named(access, name)), name)

@@ -212,31 +212,34 @@ class Library:
             self.registry.use_store(shelf.name)
         return self._base_of(shelf.row.tenant if shelf.row else "", shelf.name)
 
-    def named(self, access: Access, name: str) -> StoreRow | None:
-        """A vector store of the tenant by its id, or by its name if no other has it."""
+    def named(self, access: Access, name: str) -> list[StoreRow]:
+        """The vector store of the tenant of this id, or those of this name.
+
+        One that has expired only where no other has the name.
+        """
         if access.documents == "none":
-            return None
+            return []
         row = self.registry.store(access.tenant, name)
-        if row is None:
-            named = [it for it in self.registry.stores(access.tenant) if it.name == name]
-            named = [it for it in named if not self.registry.is_expired(it)] or named[-1:]
-            if len(named) > 1:
-                raise invalid(
-                    f"{len(named)} vector stores are called {name!r}; name one by its id, such as "
-                    f"{named[0].id}",
-                    "knowledge_base",
-                )
-            row = named[0] if named else None
-        return row
+        if row is not None:
+            return [row]
+        named = [it for it in self.registry.stores(access.tenant) if it.name == name]
+        return [it for it in named if not self.registry.is_expired(it)] or named[-1:]
 
     def find(self, access: Access, name: str, *, uses: bool = True) -> KnowledgeBase | None:
-        """The knowledge base of ``named``, which ``uses`` it now.
+        """The knowledge base of the one that is ``named``, which ``uses`` it now.
 
-        Problem 400 for one that has expired.
+        Problem 400 for one that has expired, and for several.
         """
-        row = self.named(access, name)
-        if row is None:
+        named = self.named(access, name)
+        if not named:
             return None
+        row = named[0]
+        if len(named) > 1:
+            raise invalid(
+                f"{len(named)} vector stores are called {name!r}; name one by its id, such as "
+                f"{row.id}",
+                "knowledge_base",
+            )
         if self.registry.is_expired(row):
             raise expired(row)
         if uses:
@@ -438,7 +441,6 @@ class Library:
     def _sweep(self) -> None:
         """Remove what was begun and never acknowledged, and what was removed but for its bytes."""
         self.uploads.sweep()
-        self._expire()
         known = {row.id for row in self.registry.stores() if not row.gone}
         for folder in (self.data / TENANTS).glob(f"*/{STORES}/*"):
             if folder.name not in known:
@@ -453,27 +455,26 @@ class Library:
 
     def _keep_once(self, now: float) -> None:
         """Close and remove what cannot be in use any more."""
-        self.registry.write_uses()
-        self._expire()
         due = [it for it in self._leaving if it[0] <= now]
         for item in due:
             self._leaving.remove(item)
             _let_go(*item[1:])
         self.registry.expire_responses()
+        self.registry.write_uses()
+        self._expire()
         for name, left in list(self._littered.items()):
             if left + self._grace <= now:
                 self._collect(name)
 
     def _expire(self) -> None:
         """Empty the vector stores whose time is over; their rows stay."""
-        for row in self.registry.stores():
-            if not row.gone and self.registry.is_expired(row):
-                with self._changing[row.id]:
-                    now = self.registry.store(row.tenant, row.id)
-                    if now is not None and self.registry.is_expired(now):
-                        self.registry.expire_store(row.id)
-                        self._free(row)
-                        _LOG.info("the vector store %s has expired", row.id)
+        for row in self.registry.due_stores():
+            with self._changing[row.id]:
+                now = self.registry.store(row.tenant, row.id)  # it may be used or removed meanwhile
+                if now is not None and self.registry.is_expired(now):
+                    self.registry.expire_store(row.id)
+                    self._free(row)
+                    _LOG.info("the vector store %s has expired", row.id)
 
     def _free(self, row: StoreRow) -> None:
         """Its lock is held. No more comes into a store; its bytes go after the grace."""

@@ -59,6 +59,7 @@ _SCHEMA = (
     "CREATE INDEX files_by_tenant ON files (tenant)",
     "CREATE INDEX stores_by_tenant ON stores (tenant)",
 )
+_AGED = "stores LEFT JOIN ages ON ages.store = id"
 _AGE = (
     "INSERT INTO ages (store, active, days) VALUES (:store, :now, :days) "
     "ON CONFLICT DO UPDATE SET active = excluded.active, days = excluded.days"
@@ -276,8 +277,7 @@ class Registry:
 
     def stores(self, tenant: str | None = None, store_id: str | None = None) -> list[StoreRow]:
         """The vector stores of a tenant, or of all, oldest first."""
-        table = "stores LEFT JOIN ages ON ages.store = id"
-        rows = map(_store, self._select(table, tenant=tenant, id=store_id))
+        rows = map(_store, self._select(_AGED, tenant=tenant, id=store_id))
         return [
             dataclasses.replace(row, active=max(row.active, self._used.get(row.id, 0)))
             for row in rows
@@ -321,6 +321,12 @@ class Registry:
     def is_expired(self, row: StoreRow) -> bool:
         """Whether a vector store's time is over."""
         return row.gone or (row.expires is not None and row.expires <= self.clock())
+
+    def due_stores(self) -> list[StoreRow]:
+        """Those whose time is over by what is written, and which hold something still."""
+        over = "NOT gone AND active + days * :day <= :now"
+        values = {"day": DAY_SECONDS, "now": self.clock()}
+        return [_store(it) for it in self._rows(f"SELECT * FROM {_AGED} WHERE {over}", values)]
 
     def expire_store(self, store_id: str) -> None:
         """Say that a vector store has expired, whatever the clock says later; forget its members.
