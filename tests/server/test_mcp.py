@@ -176,6 +176,10 @@ def test_documents_are_added_and_found(start, served_model, tmp_path):
         refused, failed = called(mcp.make_server(running.url), "search", question=ANIMAL,
                                  knowledge_base=made["id"])  # fmt: skip
         assert not failed and "falcon" in refused
+        running.state.library.registry.expire_store(made["id"])
+        for base in ("notes", None):  # one that has expired is none to ask
+            told, failed = called(tools, "search", question=ANIMAL, knowledge_base=base)
+            assert failed and "there are none" in told
 
 
 @pytest.mark.parametrize(
