@@ -185,6 +185,12 @@ def test_whoever_is_killed_in_an_upgrade_leaves_the_old_registry(old):
     assert {"ages", "responses"} <= tables(old)
 
 
+def test_what_is_empty_counts_all_the_same(registry):
+    for number, size in enumerate((0, 0, 5)):
+        registry.add_file(f"file-{number}", "acme", "a.txt", size, "assistants")
+    assert registry.bytes_of_tenant("acme") == 1 + 1 + 5
+
+
 def test_uses_of_a_store_are_known_at_once_and_written_together(registry):
     now = [1000.0]
     registry.clock = lambda: now[0]

@@ -462,7 +462,7 @@ class Registry:
     def bytes_of_tenant(self, tenant: str) -> int:
         """Bytes of the files and responses of a tenant, and of what failed files leave here."""
         rows = self._rows(
-            "SELECT (SELECT TOTAL(bytes) FROM files WHERE tenant = :tenant) + "
+            "SELECT (SELECT TOTAL(MAX(bytes, 1)) FROM files WHERE tenant = :tenant) + "
             "(SELECT TOTAL(LENGTH(body) + LENGTH(grounds)) FROM responses WHERE tenant = :tenant)"
             " + (SELECT TOTAL(LENGTH(file) + LENGTH(attributes) + LENGTH(message)) FROM members "
             "WHERE tenant = :tenant AND status = 'failed')",
