@@ -67,18 +67,24 @@ class ServerTools:
     async def ask(
         self, question: AskedText, context: FromAgent, knowledge_base: Base = None
     ) -> str:
-        """Answer a question from the documents, and name the passages that were read for it."""
+        """Answer a question from the documents; [n] names the passage that a part is from."""
         base = await self._base(context, knowledge_base)
         body = {
             "messages": [{"role": "user", "content": question}],
             "knowledge_base": base,
             "return_text": True,
         }
-        told = await self._call(context, "POST", "/v1/chat/completions", body)
+        path = "/v1/chat/completions"
+        try:
+            told = await self._call(context, "POST", path, {**body, "cite": "marks"})
+        except ToolError as error:
+            if not str(error).startswith("cite: "):  # its KV is in host memory
+                raise
+            told = await self._call(context, "POST", path, body)
         answer = told["choices"][0]["message"]["content"].strip()
         sources = [
-            f"[{at}] {it.get('title') or it.get('document_id') or 'passage'}: {_short(it['text'])}"
-            for at, it in enumerate(told["jaxrag"]["sources"], 1)
+            f"[{it['number']}] {it['document_id']}: {_short(it['text'])}"
+            for it in sorted(told["jaxrag"]["sources"], key=lambda it: it["number"])
         ]
         read = "\n".join(sources) or "No passage was found; the answer is the model's own."
         return f"{answer}\n\nRead for it:\n{read}"

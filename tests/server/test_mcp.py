@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import hashlib
+import re
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import httpx2
 import pytest
 from mcp import Client, StdioServerParameters
 
+from jaxrag.base.errors import RequestError
 from jaxrag.cli import main
 from jaxrag.server import mcp
 
@@ -81,6 +83,22 @@ def test_a_question_is_answered_from_passages(tools):
     text, failed = called(tools, "ask", question=ANIMAL, knowledge_base="village")
     assert not failed and text.startswith("falcon\n\nRead for it:\n[1] ")
     assert "/" not in text
+    animal = "Which animal does Radia Dalell keep?"
+    text, failed = called(tools, "ask", question=animal, knowledge_base="village")
+    said, *read = text.split("\n")
+    cited = re.fullmatch(r"rabbit \[(\d+)\]", said)
+    assert not failed and cited
+    [passage] = [it for it in read if it.startswith(f"[{cited[1]}] ")]
+    assert "rabbit" in passage
+
+
+def test_a_server_that_cannot_cite_answers(monkeypatch, tools):
+    def refuse(model):
+        raise RequestError("cite: not here")
+
+    monkeypatch.setattr("jaxrag.serve.questions.check_cited", refuse)
+    text, failed = called(tools, "ask", question=ANIMAL, knowledge_base="village")
+    assert not failed and text.startswith("falcon\n\nRead for it:")
 
 
 def test_what_there_is_is_listed(tools):

@@ -258,8 +258,9 @@ def test_lists_of_what_is_served(call):
         {"model": "synthetic@village", "k": 2},
         {"n": 2, "logprobs": True, "top_logprobs": 2, **DRAWN},
         {"max_tokens": 1, "ignore_eos": True},
+        {"model": "synthetic@village", "cite": "spans"},
     ],
-    ids=["plain", "base", "several", "cut"],
+    ids=["plain", "base", "several", "cut", "cited"],
 )
 def test_chats(call, fields, stream):
     fields = {"model": "synthetic", "messages": CHATTED, **fields}
