@@ -14,7 +14,7 @@ from jaxrag.kv.cache import PagePool
 from jaxrag.models.attention import PackedAttend, attend_pool
 from jaxrag.models.rope import rope_table
 from jaxrag.models.segments import lay_out
-from pallas_kernels import Pages, paged_decode_attention, topn_attention
+from pallas_kernels import Pages, paged_attention, paged_decode_attention, topn_attention
 
 CLOSE = {"rtol": 2e-4, "atol": 2e-5}
 
@@ -53,6 +53,25 @@ def test_paged_ops(rng, tiny_config, sizes):
         for got, other in zip(found, expected, strict=True):
             np.testing.assert_allclose(got, other, **CLOSE)
             assert len(got.sharding.device_set) == np.prod(sizes)
+
+
+def test_values_beside_those_of_the_pool(rng, tiny_config):
+    """Of one request, as an answer is read once more for its citations."""
+    config = tiny_config(kernels="pallas_interpret")
+    spread = dataclasses.replace(config, kernel_mesh=make_mesh(2, 1, 2))
+    rope, pool, q, table, position = pool_arguments(rng, config)
+    table = Pages(*(x[:1] for x in table))
+    arguments = (rope, pool, q[None], table, jnp.stack((position[0], position[0] - 5))[None])
+
+    def found(config, beside):
+        op = functools.partial(paged_attention, beside=beside)
+        return attend_pool(op, config, *arguments)[0]
+
+    beside = jnp.asarray(rng.normal(size=(1, 48, 5)), jnp.float32)
+    expected = found(config, beside)
+    assert expected.shape == (1, 2, config.num_heads, config.head_dim + 5)
+    got = jax.jit(functools.partial(found, spread))(beside)
+    np.testing.assert_allclose(got, expected, **CLOSE)
 
 
 @pytest.mark.slow
