@@ -333,3 +333,23 @@ def test_a_prompt_of_its_own_is_cut_as_messages_are(model, rules_file):
     assert ids[-1] == tokenizer.encode("<|im_end|>", special=True)[0]
     chunks = plain_prompt(tokenizer, pasted([3, 1, 2]), rules)[1]
     assert {bytes(it.ids) for it in members} == {bytes(it.ids) for it in chunks}
+
+
+def test_citations_are_of_passages(model, rules_file, monkeypatch):
+    """What stands between them is in the prompt, too, and is no passage."""
+    given = []
+
+    def cited(tokenizer, ids, text, looks, numbers):
+        given.append((looks, list(numbers)))
+        return []
+
+    monkeypatch.setattr("jaxrag.serve.answers.citations_of", cited)
+    messages = pasted([1, 2, 3])
+    messages += [{"role": "assistant", "content": "Hands."}, {"role": "user", "content": "Sure?"}]
+    result = jaxrag.generate(
+        messages=messages, model=model, plain="passages", passage_rules=rules_file, cite="spans",
+        **BRIEF,
+    )  # fmt: skip
+    [(looks, numbers)] = given
+    assert numbers == [it.number for it in result.sources] and len(numbers) == 3
+    assert looks.votes.shape == (len(result.token_ids), 3) and (looks.most > 0).all()
