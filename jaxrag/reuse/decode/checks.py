@@ -15,6 +15,7 @@ from jaxrag.reuse.attention_index.spec import effort_of
 
 _FIRST = 4  # tokens that are all checked, of an answer and behind a change of the effort
 _EVERY = 16  # of those behind them one in so many
+_LATER, _SELDOM = 64, 64  # behind so many tokens of an answer one in so many
 _MOST = 4  # times the effort that was chosen, doubled until then
 _SPARED = 0.1  # of one check's keys: a few checks say little, many of them what is true
 _SLACK = 0.05  # below the target before a head is scanned
@@ -55,7 +56,9 @@ class RecallChecks:
 
     def due(self, at: tuple[int, int], position: int) -> bool:
         """Whether a query head is searched exactly as well for the token at a position."""
-        return bool(position < self.until[at]) or (position - self.start) % _EVERY == 0
+        behind = position - self.start
+        every = _EVERY if behind <= _LATER else _SELDOM
+        return bool(position < self.until[at]) or behind % every == 0
 
     def judge(self, at: tuple[int, int], position: int, found: HostArray, wanted: HostArray) -> str:
         """Count what an index found [n] of the keys that are wanted [m]; -1 is none.
