@@ -230,10 +230,11 @@ FUSIONRAG = (
         lambda r: (
             "over retrieved chunks, points more than behind the prefix, paired: `full` "
             f"{_helped(r, NEAR, '2')} behind two neighbours and {_helped(r, NEAR, '10')} behind "
-            f"ten, `deep-dual` {_helped(r, 'deep-neighbours', '2')} and "
-            f"{_helped(r, 'deep-neighbours', '10')}"
+            f"ten, `deep-full` {_helped(r, 'deep-full-neighbours', '2')} and "
+            f"{_helped(r, 'deep-full-neighbours', '10')}, `deep-dual` "
+            f"{_helped(r, 'deep-neighbours', '2')} and {_helped(r, 'deep-neighbours', '10')}"
         ),
-        (NEAR, "deep-neighbours"),
+        (NEAR, "deep-full-neighbours", "deep-neighbours"),
     ),
     Claim(
         "preprocessing helps other selectors too", "Fig. 16", "not held",
