@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import gc
 import json
 import statistics
 import time
@@ -143,6 +144,7 @@ def run(options: Options) -> dict[str, Any]:
         job = functools.partial(_row, request=request, options=options, drawn=drawn)
         rows.append({"heads": heads, "rule": text, "kv": kv, **engine_of(model).call(job)})
         del model
+        gc.collect()  # the next row counts what is live
         jax.clear_caches()
     dense = rows[0]
     for row in rows[1:]:

@@ -23,7 +23,7 @@ from typing import Any
 from script import Result, run_script
 
 from jaxrag.base.errors import RequestError
-from jaxrag.base.options import option
+from jaxrag.base.options import option, parse_ratios
 from jaxrag.cli.output import titled
 from jaxrag.measure.bench.serve_http import serving
 from jaxrag.measure.evals.datasets.options import DatasetOptions
@@ -34,7 +34,6 @@ from jaxrag.measure.zoo import llama, random_named, write_random
 from jaxrag.models.text import byte_level
 
 SETS = {"rgb_zh": "zh_refine.json", "cacheblend_musique": "musique_s.json"}
-NOISE = 0.4  # of RGB: two of five documents
 VOCABULARY = 8192
 MODEL = llama(
     num_layers=4, model_dim=128, mlp_dim=344, num_heads=4, num_kv_heads=2, head_dim=32,
@@ -52,6 +51,9 @@ class TimesOptions:
         ("full_attention", "turborag", "fusionrag"), "all answer the same prompts", "NAME,..."
     )
     sets: tuple[str, ...] = option(tuple(SETS), "which", "NAME,...")
+    noise: tuple[float, ...] = option(
+        (0.4,), "of RGB: shares of documents without the answer", "R,...", parse=parse_ratios
+    )
     questions: int | None = option(None, "first ones of each", "N", flag="--num", unset="all")
     keep: Path | None = option(
         None, "where finished questions are kept, to go on from", "DIR", unset="they are not"
@@ -74,7 +76,7 @@ def measure(options: TimesOptions) -> Result:
     return {
         "benchmark": "dataset_times",
         "model": random_named(MODEL, shape=True),
-        "noise": NOISE,
+        "noise": list(options.noise),
         "sets": rows,
         "machine": describe(),
     }
@@ -96,7 +98,7 @@ def _options(options: TimesOptions, name: str, path: Path) -> DatasetOptions:
         methods=options.methods,
         server="",  # it is not there yet
         number=options.questions,
-        noise=(NOISE,) if name.startswith("rgb") else (),
+        noise=options.noise if name.startswith("rgb") else (),
         max_new_tokens=1,
         scores=False,
         out=None if options.keep is None else str(options.keep / f"{name}.json"),

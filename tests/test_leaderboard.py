@@ -41,7 +41,11 @@ def test_the_verdicts_that_a_number_decides():
     assert whole - turbo > 10 and blend_near < blend < fusion
     assert claims._back(RESULTS, "after_prefix") > 80 > claims._back(RESULTS, "neighbours")
     assert claims._most(RESULTS, 4096, "topn") < 1.4 * claims._most(RESULTS, 4096, "dense")
-    for name in (claims.NEAR, "deep-neighbours"):  # two neighbours help, ten do not
+    for name in (
+        claims.NEAR,
+        "deep-neighbours",
+        "deep-full-neighbours",
+    ):  # two neighbours help, ten do not
         two, ten = (claims._gain(RESULTS, name, it) for it in ("2", "10"))
         assert two["low"] > 0 > ten["value"]
     assert claims._ruler(RESULTS, "retrieval_default") < claims._ruler(RESULTS, "dense") - 5
@@ -49,6 +53,7 @@ def test_the_verdicts_that_a_number_decides():
 
 def test_random_weights_have_no_scores():
     """Their results hold times alone."""
-    for found in RESULTS.of("dataset-times")["sets"].values():
-        assert found["metrics"] == []
-        assert all(not row["scores"] for row in found["methods"])
+    for name in ("dataset-times", "dataset-noise"):
+        for found in RESULTS.of(name)["sets"].values():
+            assert found["metrics"] == []
+            assert all(not row["scores"] for row in found["methods"])

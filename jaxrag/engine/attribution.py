@@ -42,7 +42,8 @@ def read_again(
 
 
 def check_cited(model: Model) -> None:
-    """RequestError for a model whose answers cannot be read once more."""
+    """RequestError where KV is not on the device, TokenizerError without a tokenizer."""
+    model.text_tokenizer()
     if not model.placement.on_device:
         raise RequestError(
             f"cite: an answer is read once more over K and V on the device, and {model.placement} "

@@ -141,7 +141,6 @@ def resolve(
     if ask.stop:
         model.text_tokenizer()
     if ask.cite != "no":
-        model.text_tokenizer()
         check_cited(model)
     if ask.where is not None:
         Filter.parse(ask.where)
@@ -246,17 +245,15 @@ def prepare(
         keeps=keeps,
         cited=settings.ask.cite != "no",
     )
-    engine = engine_of(settings.model)
-    engine.check_fits(request)
+    engine_of(settings.model).check_fits(request)
     if not abstains:
-        engine.prefetch([request])
-    sources = numbered(members, found[-1])
+        engine_of(settings.model).prefetch([request])
     return ReadyQuestion(
-        settings, request, sources, retrieve_seconds, notes, retrieved, abstains,
+        settings, request, numbered(members, found[-1]), retrieve_seconds, notes, retrieved,
+        abstains,
         again=functools.partial(prepare, settings, question, documents, sampling),
         chunk_ids=tuple(it.chunk_id for it in members if it.chunk_id is not None),
-        content_ids=content_ids,
-        plain=plain,
+        content_ids=content_ids, plain=plain,
     )  # fmt: skip
 
 

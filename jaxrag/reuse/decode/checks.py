@@ -14,9 +14,11 @@ from jaxrag.reuse.attention_index import Spec
 from jaxrag.reuse.attention_index.spec import effort_of
 
 _FIRST = 4  # tokens that are all checked, of an answer and behind a change of the effort
-_EVERY = 32  # of those behind them one in so many
-_SLACK = 0.05  # below the target, for so few queries
-_MORE = 2  # times the effort that was chosen, where that fell short
+_EVERY = 16  # of those behind them one in so many
+_LATER, _SELDOM = 64, 64  # behind so many tokens of an answer one in so many
+_MOST = 4  # times the effort that was chosen, doubled until then
+_SPARED = 0.1  # of one check's keys: a few checks say little, many of them what is true
+_SLACK = 0.05  # below the target before a head is scanned
 
 
 @dataclasses.dataclass(eq=False)
@@ -28,17 +30,17 @@ class RecallChecks:
 
     Attributes:
       start: position of the first generated token.
-      least: share of the best keys that a head's index is to find, over all of its checks.
-      found: [K, G] of the wanted keys, so far with this effort.
-      wanted: [K, G] how many these were.
+      target: share of the best keys that a head's index is to find.
+      checked: [K, G] tokens that were, so far with this effort.
+      found: [K, G] share of the wanted keys, summed over these.
       times: [K, G] what the effort of a search is multiplied by; 0 is a scan.
       until: [K, G] position before which every token is checked.
     """
 
     start: int
-    least: float
+    target: float
+    checked: HostArray
     found: HostArray
-    wanted: HostArray
     times: HostArray
     until: HostArray
 
@@ -47,14 +49,16 @@ class RecallChecks:
         """For indexes [K, G] that chose their effort; None where ``spec`` says what it is."""
         if effort_of(spec) is not None:
             return None
-        least = getattr(spec, "target_recall", 0.95) - _SLACK
-        found, wanted = np.zeros(heads, np.int64), np.zeros(heads, np.int64)
-        once, until = np.ones(heads, np.int64), np.full(heads, start + _FIRST)
-        return cls(start, least, found, wanted, once, until)
+        target = getattr(spec, "target_recall", 0.95)
+        checked, once = np.zeros(heads, np.int64), np.ones(heads, np.int64)
+        until = np.full(heads, start + _FIRST)
+        return cls(start, target, checked, np.zeros(heads), once, until)
 
     def due(self, at: tuple[int, int], position: int) -> bool:
         """Whether a query head is searched exactly as well for the token at a position."""
-        return bool(position < self.until[at]) or (position - self.start) % _EVERY == 0
+        behind = position - self.start
+        every = _EVERY if behind <= _LATER else _SELDOM
+        return bool(position < self.until[at]) or behind % every == 0
 
     def judge(self, at: tuple[int, int], position: int, found: HostArray, wanted: HostArray) -> str:
         """Count what an index found [n] of the keys that are wanted [m]; -1 is none.
@@ -62,16 +66,20 @@ class RecallChecks:
         Returns a note where the head is scanned from here on, else nothing.
         """
         wanted = wanted[wanted >= 0]
-        self.found[at] += np.isin(wanted, found).sum()
-        self.wanted[at] += len(wanted)
-        if self.found[at] >= self.least * self.wanted[at]:
+        self.checked[at] += 1
+        self.found[at] += np.isin(wanted, found).mean() if len(wanted) else 1.0
+        last = self.times[at] == _MOST
+        least = self.target - _SLACK if last else self.target
+        if self.found[at] + _SPARED >= least * self.checked[at]:
             return ""
-        if self.times[at] == 1:
-            self.times[at], self.until[at] = _MORE, position + 1 + _FIRST
-            self.found[at] = self.wanted[at] = 0
+        if last and position + 1 < self.until[at]:  # its first tokens are near one another
+            return ""
+        if not last:
+            self.times[at], self.until[at] = 2 * self.times[at], position + 1 + _FIRST
+            self.checked[at] = self.found[at] = 0
             return ""
         self.times[at] = 0
         return (
             f"exact: some query heads from some token on, as their indexes found less than "
-            f"{self.least:.2f} of the best {len(wanted)} keys in this answer"
+            f"{least:.2f} of the best {len(wanted)} keys in this answer"
         )

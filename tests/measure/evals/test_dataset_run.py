@@ -80,7 +80,8 @@ def test_what_is_reported(result):
     assert full["minus_first"]["f1"]["all"]["value"] == 0
     titles = [table.title for table in tables(result)]
     assert "f1 minus that of full_attention on the same questions, in points" in titles
-    assert sum(len(table.rows) == 1 + len(METHODS) for table in tables(result)) == 4
+    assert sum(len(table.rows) == 1 + len(METHODS) for table in tables(result)) == 3
+    assert len(list(tables(result))[-1].rows) == 1 + len(METHODS) * len(result["groups"])
     said = list(notes(result))
     assert said[0] == "8 questions are few: intervals are too narrow below some 30"
     assert any("random gold passages" in note for note in said)
@@ -180,6 +181,13 @@ def test_groups_are_scored_apart_and_refusals_count_at_noise_one(folder, model_d
     refused = {name: it["value"] for name, it in row["scores"]["refuses"].items()}
     assert refused == pytest.approx({"all": 1 / 6, "noise 0": 0, "noise 1": 1 / 3})
     assert len(RGB) == 3
+    assert list(row["by_group"]) == ["noise 0", "noise 1"]
+    costs = [row["by_group"][name]["prompt_tokens"]["value"] for name in row["by_group"]]
+    assert min(costs) <= row["prompt_tokens"]["value"] <= max(costs)
+    [table] = [it for it in tables(found) if it.rows[0][1] == "prompt tokens"]
+    assert [line[0] for line in table.rows[1:]] == [
+        "full_attention", "full_attention, noise 0", "full_attention, noise 1",
+    ]  # fmt: skip
 
 
 def test_a_knowledge_base_keeps_the_kv_of_documents(options, result, folder, text_model):

@@ -12,24 +12,30 @@ def due(checks, at, tokens):
     return [step for step in tokens if checks.due(at, checks.start + step)]
 
 
-def test_the_first_tokens_are_checked_and_then_one_in_32():
+def test_the_first_tokens_are_checked_and_then_fewer():
     checks = RecallChecks.of(QueryLists(), 100, (1, 1))
-    assert due(checks, (0, 0), range(100)) == [0, 1, 2, 3, 32, 64, 96]
+    assert due(checks, (0, 0), range(200)) == [0, 1, 2, 3, 16, 32, 48, 64, 128, 192]
 
 
 def test_a_head_that_finds_too_little_is_searched_with_more_effort_and_then_scanned():
     checks = RecallChecks.of(QueryLists(target_recall=0.95), 7, (2, 2))
-    at, wanted, others = (1, 0), np.arange(10), ((0, 0), (0, 1), (1, 1))
-    assert checks.judge(at, 7, wanted, wanted) == "" and checks.times[at] == 1
-    assert checks.judge(at, 8, wanted[:8], wanted) == ""  # 18 of 20 are 0.9
-    assert checks.times[at] == 1 and due(checks, at, range(2, 64)) == [2, 3, 32]
-    assert checks.judge(at, 39, wanted[:9], np.append(wanted, -1)[:10] + 1) == ""
-    assert checks.times[at] == 2 and due(checks, at, range(33, 97)) == [33, 34, 35, 36, 64, 96]
-    assert checks.judge(at, 40, wanted[:9], wanted) == ""  # what was found before does not count
-    note = checks.judge(at, 41, wanted[:8], wanted)
-    assert note.startswith("exact: some query heads") and "0.90 of the best 10 keys" in note
+    at, wanted, others = (1, 0), np.arange(20), ((0, 0), (0, 1), (1, 1))
+
+    def judge(step, found):
+        return checks.judge(at, 7 + step, wanted[:found], np.append(wanted, -1))
+
+    assert judge(0, 18) == "" and checks.times[at] == 1  # .90 of one check is not below .85
+    assert due(checks, at, range(1, 40)) == [1, 2, 3, 16, 32]
+    assert judge(16, 18) == "" and checks.times[at] == 1  # nor below .90 of two
+    assert judge(32, 18) == "" and checks.times[at] == 2  # but below .917 of three
+    assert due(checks, at, range(33, 70)) == [33, 34, 35, 36, 48, 64]
+    assert judge(33, 17) == "" and checks.times[at] == 2  # what was found before does not count
+    assert judge(34, 18) == "" and checks.times[at] == 4
+    assert all(judge(step, 17) == "" for step in (35, 36, 37))  # a scan is not for so few
+    note = judge(38, 17)
+    assert note.startswith("exact: some query heads") and "0.90 of the best 20 keys" in note
     assert checks.times[at] == 0 and all(checks.times[other] == 1 for other in others)
-    assert due(checks, (1, 1), range(33, 97)) == [64, 96]
+    assert due(checks, (1, 1), range(33, 150)) == [48, 64, 128]
 
 
 def test_nothing_is_wanted_where_there_are_no_keys():

@@ -431,7 +431,7 @@ def test_a_head_that_fell_short_is_searched_with_so_much_more_or_scanned(
     asked = [case.rng.standard_normal((6, 10)).astype(np.float32) for _ in steps]
     wanted, before = on_device(case, other), on_device(case, rule)
     heads, start = (2, 3), case.position + 1 - 6  # none of the steps is one that is checked
-    state = np.zeros(heads, int), np.zeros(heads, int), np.full(heads, times), np.zeros(heads)
+    state = np.zeros(heads, int), np.zeros(heads), np.full(heads, times), np.zeros(heads)
     monkeypatch.setattr(RecallChecks, "of", lambda *_: RecallChecks(start, 0.9, *state))
     sides, changed = (on_device(case, rule), on_host(case, rule)), 0
     for step, q in zip(steps, asked, strict=True):

@@ -195,7 +195,7 @@ def test_law_14_over_a_right_answer(asked):
     _, told = searched(asked, rule, placed_keys(asked))
     assert told["searched"].mean() >= OF_ANSWERS
     assert told["searched"].mean(0).min() >= OF_A_HEAD
-    assert not told["exact"].all() and told["failed"].any()
+    assert not told["exact"].all() and told["more"].any()
 
 
 def test_law_14_would_see_an_effort_that_the_documents_alone_choose(asked, monkeypatch):
@@ -221,10 +221,7 @@ def test_law_14_over_right_answers_of_every_task(long_model, task, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    ["lists", pytest.param("graph", marks=pytest.mark.xfail(strict=True, reason="a head of .89"))],
-)
+@pytest.mark.parametrize("name", ["lists", "graph"])
 def test_law_14_over_sampled_answers(long_model, name):
     """In every block of 32 tokens, the mean of all layers; and no query head much below."""
     rule = dataclasses.replace(RULES[name], **SHORT)
@@ -239,7 +236,7 @@ def test_law_14_over_sampled_answers(long_model, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lists", "graph"])
 def test_law_14_over_an_answer_that_the_model_gives(long_model, name):
-    """Through the engine, whose notes say which heads are scanned."""
+    """Through the engine, whose notes say that heads are scanned: some with lists, none else."""
     (prompt,) = {tuple(one.ids[: one.prompt]) for one in answer_heads(
         long_model, ["niah_multivalue"], 4000, seed=7
     )}  # fmt: skip
@@ -258,4 +255,5 @@ def test_law_14_over_an_answer_that_the_model_gives(long_model, name):
 
     told = engine_of(long_model).call(count)
     assert min(block["recall"] for block in told["blocks"]) >= OF_ANSWERS
-    assert any(note.startswith("exact: some query heads") for note in told["notes"])
+    scanned = any(note.startswith("exact: some query heads") for note in told["notes"])
+    assert scanned == (name == "lists")

@@ -19,7 +19,7 @@ def heading(result: Mapping[str, Any]) -> str:
 
 
 def tables(result: Mapping[str, Any]) -> Iterator[Table]:
-    """Scores by group, paired differences from the first method, time and reuse."""
+    """Scores by group, paired differences from the first method; time and reuse, also by group."""
     groups, rows = list(result["groups"]), result["methods"]
     asked = heading(result)
     for metric in result["metrics"]:
@@ -60,7 +60,14 @@ def tables(result: Mapping[str, Any]) -> Iterator[Table]:
                 "reused, %",
                 "GFLOP",
             ],
-            *(_cost(row) for row in rows),
+            *(
+                _cost(name, costs)
+                for row in rows
+                for name, costs in (
+                    (row["method"], row),
+                    *((f"{row['method']}, {of}", it) for of, it in row["by_group"].items()),
+                )
+            ),
         ],
     )
 
@@ -82,10 +89,10 @@ def notes(result: Mapping[str, Any]) -> Iterator[str]:
         yield from (f"{row['method']}: {note}" for note in row["notes"])
 
 
-def _cost(row: Mapping[str, Any]) -> list[str]:
+def _cost(name: str, row: Mapping[str, Any]) -> list[str]:
     tokens = row["tokens"]
     return [
-        row["method"],
+        name,
         _median(row["prompt_tokens"], 1, ".0f"),
         _median(row["ttft"], 1000, ".3g"),
         _median(row["first_over_own"], 1, ".3g"),

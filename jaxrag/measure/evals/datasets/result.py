@@ -62,6 +62,15 @@ def result_of(
                     for metric, of in scores.items()
                 },
                 **_costs(options.methods[0], name, [line for _, line in answered]),
+                "by_group": {
+                    group: _costs(
+                        options.methods[0],
+                        name,
+                        [line for item, line in answered if item.group == group],
+                    )
+                    for group in groups
+                    if group != ALL
+                },
             }
             for name in options.methods
         ],
