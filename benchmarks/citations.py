@@ -103,24 +103,23 @@ def _judged(options: Options, model: Model, method: str, documents: int) -> Resu
             cite="spans",
         )
         for question, result in zip(sample.questions, results, strict=True):
+            named = {it.source - 1 for it in result.citations}
             gold = set(_gold(sample, question))
-            cited = [it.source - 1 for it in result.citations]
-            answered = exact_match(result.text, [question.answer])
-            rows.append((question.kind, number, answered, bool(cited), set(cited) <= gold))
-    kinds = np.array([it[0] for it in rows])
-    sample_of = np.array([it[1] for it in rows])
-    answered, cited, right = (np.array([it[i] for it in rows], bool) for i in (2, 3, 4))
+            is_right = exact_match(result.text, [question.answer])
+            rows.append((question.kind, number, is_right, bool(named), named <= gold))
+    kinds, samples_of, *verdicts = (np.array(column) for column in zip(*rows, strict=True))
+    answered, cited, right = verdicts
     told = {}
     for name in ("one fact", *KINDS):
         here = np.isin(kinds, _FACT) if name == "one fact" else kinds == name
         known = here & answered
         told[name] = {
             "questions": int(here.sum()),
-            "answered": plain(share(answered[here], sample_of[here])),
-            "precision": plain(share(right[known & cited], sample_of[known & cited])),
-            "recall": plain(share((cited & right)[known], sample_of[known])),
+            "answered": plain(share(answered[here], samples_of[here])),
+            "precision": plain(share(right[known & cited], samples_of[known & cited])),
+            "recall": plain(share((cited & right)[known], samples_of[known])),
             "cited_though_wrong": plain(
-                share(cited[here & ~answered], sample_of[here & ~answered])
+                share(cited[here & ~answered], samples_of[here & ~answered])
             ),
         }
     return {"kinds": told}

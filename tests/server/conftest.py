@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import dataclasses
+import json
 import re
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +27,16 @@ from jaxrag.server.state.state import ServerState, make_state
 ROOT = Path(__file__).parents[2]
 NAME = "synthetic"
 QUESTION = "Which animal does Kora Felell keep?"  # falcon, with k=3
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\nTools:{% for t in tools %}\n{{ t.function | tojson }}"
+    "{% endfor %}\nCall one by <tool_call>{\"name\": ..., \"arguments\": ...}</tool_call>"
+    "<|im_end|>\n{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% if m.role == 'tool' %}{% if m.tool_call_id | length != 9 %}"
+    "{{ raise_exception('nine signs') }}{% endif %} {{ m.tool_call_id }}{% endif %}"
+    "{% for c in m.tool_calls or [] %}\n<tool_call>\n{{ c.function | tojson }}\n</tool_call>"
+    "{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,3 +213,14 @@ def kept(running, served_model, village, tmp_path_factory):
     data = tmp_path_factory.mktemp("data")
     with running(served_model, {"village": village}, data=str(data)) as started:
         yield started
+
+
+@pytest.fixture(scope="module")
+def tools_dir(chat_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The chat model with a template that writes tools."""
+    folder = tmp_path_factory.mktemp("tools") / "model"
+    shutil.copytree(chat_model_dir, folder)
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8")) | {"chat_template": TEMPLATE}
+    path.write_text(json.dumps(settings), encoding="utf-8")
+    return folder

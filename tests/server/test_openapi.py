@@ -8,7 +8,6 @@ import functools
 import json
 import operator
 import os
-import shutil
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -34,13 +33,6 @@ BATCH = f"{STORE}/file_batches/{{batch_id}}"
 STORY = b"File 23: Giso Berow lives in Tondorf.\n"
 HOME = "What is the home of Giso Berow?"
 CHATTED = [{"role": "user", "content": HOME}]
-TEMPLATE = (
-    "{% for t in tools or [] %}<tool_call>{{ t.function | tojson }}</tool_call>\n{% endfor %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>"
-    "{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 8}},
@@ -184,15 +176,10 @@ def call(kept, description):
 
 
 @pytest.fixture(scope="module")
-def tools(start, chat_model_dir, tmp_path_factory, description):
+def tools(start, tools_dir, tmp_path_factory, description):
     """Calls of a server whose model calls functions and spells any text."""
-    folder = tmp_path_factory.mktemp("described")
-    shutil.copytree(chat_model_dir, folder / "model")
-    path = folder / "model" / "tokenizer_config.json"
-    settings = json.loads(path.read_text(encoding="utf-8")) | {"chat_template": TEMPLATE}
-    path.write_text(json.dumps(settings), encoding="utf-8")
-    model = load_model(folder / "model", cache_tokens=8192)
-    with start(model, {}, data=str(folder / "data")) as server:
+    data = tmp_path_factory.mktemp("described")
+    with start(load_model(tools_dir, cache_tokens=8192), {}, data=str(data)) as server:
         yield Calls(server, description)
 
 

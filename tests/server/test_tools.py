@@ -1,7 +1,6 @@
 """Tools of a chat, as stock clients call them."""
 
 import json
-import shutil
 
 import hypothesis
 import hypothesis.strategies as st
@@ -17,16 +16,6 @@ from jaxrag.models.model import load_model
 
 CHAT = "/v1/chat/completions"
 ASKED = [{"role": "user", "content": "Is it warm?"}]
-TEMPLATE = (
-    "{% if tools %}<|im_start|>system\nTools:{% for t in tools %}\n{{ t.function | tojson }}"
-    "{% endfor %}\nCall one by <tool_call>{\"name\": ..., \"arguments\": ...}</tool_call>"
-    "<|im_end|>\n{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% if m.role == 'tool' %}{% if m.tool_call_id | length != 9 %}"
-    "{{ raise_exception('nine signs') }}{% endif %} {{ m.tool_call_id }}{% endif %}"
-    "{% for c in m.tool_calls or [] %}\n<tool_call>\n{{ c.function | tojson }}\n</tool_call>"
-    "{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)  # fmt: skip
 WEATHER = {
     "type": "function",
     "function": {
@@ -47,17 +36,6 @@ CALLED = (
     "\n</tool_call>"
 )
 DRAWN = {"temperature": 1.0, "seed": 4, "max_tokens": 150}
-
-
-@pytest.fixture(scope="module")
-def tools_dir(chat_model_dir, tmp_path_factory):
-    """The chat model with a template that writes tools."""
-    folder = tmp_path_factory.mktemp("tools") / "model"
-    shutil.copytree(chat_model_dir, folder)
-    path = folder / "tokenizer_config.json"
-    settings = json.loads(path.read_text(encoding="utf-8")) | {"chat_template": TEMPLATE}
-    path.write_text(json.dumps(settings), encoding="utf-8")
-    return folder
 
 
 @pytest.fixture(scope="module")
