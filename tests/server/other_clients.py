@@ -45,7 +45,12 @@ async def agents(url, model, eos):
         )
         run = await sdk.Runner.run(agent, "Is it warm?", max_turns=3)
         kinds = [type(it).__name__ for it in run.new_items]
-        told[name] = {"kinds": kinds, "final": run.final_output, "asked": list(asked)}
+        told[name] = {
+            "kinds": kinds,
+            "final": run.final_output,
+            "asked": list(asked),
+            "turns": len(run.raw_responses),
+        }
         asked.clear()
     return told
 

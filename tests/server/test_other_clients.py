@@ -46,7 +46,7 @@ def test_the_agents_sdk_runs_its_loop(ran):
     for name, told in ran("agents").items():
         assert "ToolCallItem" in told["kinds"] and "ToolCallOutputItem" in told["kinds"], name
         assert told["asked"] and all(isinstance(it, str) for it in told["asked"])
-        assert isinstance(told["final"], str) and told["kinds"][-1] == "MessageOutputItem"
+        assert told["turns"] == 2 and isinstance(told["final"], str)
 
 
 def test_haystack_calls_a_tool_and_answers_in_a_form(ran):
