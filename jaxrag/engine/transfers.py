@@ -165,7 +165,11 @@ class Transfers:
         return min((it for it in due if it is not None), default=None)
 
     def encode_some(self) -> bool:
-        """Run one program for chunks that no store gave; others wait for the next decode step."""
+        """Run one program for chunks that no store gave; others wait for the next decode step.
+
+        True where any of them waits no more: a job may wait for the last of them.
+        """
+        before = len(self._to_encode)
         chunks = self._to_encode.take(self._is_wanted)
         try:
             made = encode([it.load for it in chunks], reads=chunks[0].stores) if chunks else []
@@ -176,7 +180,7 @@ class Transfers:
             if chunk.claim():
                 self._call_off(chunk)
                 self._keep(chunk, it)
-        return bool(chunks)
+        return len(self._to_encode) < before
 
     def _is_wanted(self, chunk: PendingChunk) -> bool:
         """Is it still to be encoded? One that no request waits for is called off."""

@@ -5,6 +5,7 @@ Nothing waits in real time: gates say when a read ends, and the engine's clock i
 
 import dataclasses
 import threading
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ def resident(served, asked, tokens=200):
     return number
 
 
+TIMEOUT = 60  # seconds in which what must happen happens
 COMPUTE = {"slow_load": "compute", "arena_bytes": 1 << 20}
 
 
@@ -368,6 +370,30 @@ def test_chunks_that_cannot_be_stored_are_no_fault_of_the_disk(
     [number] = served.add(asked(served.engine, chunks=1, store=served.store))
     assert len(served.ended([number])[0]) == 8 and set(served.how(number)) == {"encoded"}
     served.until_idle()
+    at_rest(served.engine)
+
+
+def test_a_job_does_not_wait_for_what_nobody_wants(serving, asked, at_rest):
+    """A request ends, and a job comes, between the read of its chunks and their encoding."""
+    served = serving(arena_bytes=1 << 20)
+    served.store.gate.clear()
+    [number] = served.add(asked(served.engine, chunks=1, store=served.store))
+    served.store.until_read()
+    begun, go, ran = threading.Event(), threading.Event(), Future()
+    served.engine._mail.post(lambda: (begun.set(), go.wait(TIMEOUT)))
+    assert begun.wait(TIMEOUT)
+    served.store.gate.set()
+    served.until_idle()  # that nothing is stored waits for the engine's thread
+    core = served.engine._core
+
+    def event():
+        core.abort(number)
+        core.queue(lambda runner: True, ran)
+
+    served.engine._mail.post(event)
+    go.set()
+    assert ran.result(TIMEOUT)
+    assert isinstance(served.ended([number])[0], Cancelled)
     at_rest(served.engine)
 
 
