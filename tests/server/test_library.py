@@ -155,13 +155,16 @@ def test_a_file_that_is_taken_out_while_it_is_indexed_is_not_found(open_library,
     assert found(library, access, store) == {files[2]}
 
 
-def test_a_batch_that_is_cancelled_leaves_nothing_to_be_found(open_library, model):
+@pytest.mark.parametrize("encodes", [False, True])
+def test_a_batch_that_is_cancelled_leaves_nothing_to_be_found(open_library, model, encodes):
     library, access = open_library()
     store = library.create(access, "notes", {}).name
     files = [uploaded(library, access) for _ in range(2)]
     with held(model.engine):
         library.put(access, store, [(file, {}) for file in files], "vsfb_1")
         until(lambda: library.indexer._running)
+        if encodes:
+            until(lambda: model.engine._mail._events)  # the last that a short file asks of it
         cancel = threading.Thread(target=library.cancel_batch, args=(access, store, "vsfb_1"))
         cancel.start()
         until(lambda: dropped(library, *files))

@@ -158,6 +158,8 @@ class Indexer:
             return
         try:
             report = self._add(job, parser, base)
+            if not job.wanted:  # since its last piece was handed to the engine
+                raise InterruptedError
             if not report.documents:
                 bad = report.skipped
                 raise _Refused(bad[0].reason if bad else "holds no documents; leave the file out")
