@@ -3,6 +3,8 @@
 Groups, offsets, windows, hidden slots.
 """
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -144,7 +146,8 @@ def test_shares_of_parts_are_sums_of_dense_softmax(rng, rope, window):
     ropes = rope_table(rope, 1024)
     slots = np.where(hidden, HIDDEN, positions)
     hot = jnp.asarray(parts[:, None] == np.arange(count), jnp.float32)
-    got, lse = paged_attention(
+    attend = functools.partial(
+        paged_attention,
         jnp.asarray(q)[None],
         Pool(jnp.asarray(poisoned), jnp.asarray(poisoned)),
         Pages(*(jnp.asarray(x, jnp.int32)[None] for x in (table, offsets, slots))),
@@ -152,18 +155,10 @@ def test_shares_of_parts_are_sums_of_dense_softmax(rng, rope, window):
         Rotary(ropes.cos, ropes.sin, rope.interleaved),
         scale=0.3,
         window=window,
-        beside=hot[None],
     )
+    got, lse = attend(beside=hot[None])
     out, got = got[..., :H], got[..., H:]
-    alone, _ = paged_attention(
-        jnp.asarray(q)[None],
-        Pool(jnp.asarray(poisoned), jnp.asarray(poisoned)),
-        Pages(*(jnp.asarray(x, jnp.int32)[None] for x in (table, offsets, slots))),
-        jnp.asarray(at, jnp.int32)[None],
-        Rotary(ropes.cos, ropes.sin, rope.interleaved),
-        scale=0.3,
-        window=window,
-    )
+    alone, _ = attend()
     np.testing.assert_allclose(out, alone, atol=1e-6)
     assert got.shape == (1, queries, N, count) and lse.shape == (1, queries, N)
     turn = np.broadcast_to(offsets[:, None, None], (pages, PAGE, K))
