@@ -360,7 +360,6 @@ class Transfers:
 
     def _fetched(self, batch: ReadBatch, answer: Fetched | BaseException) -> bool:
         """Keep what was fetched, and stage what is waited for; True where its bytes are held."""
-        runner = self._state.runner
         batch.mark("read", self._state.clock())
         kept = result_of(functools.partial(self._keep_in_arena, batch, answer))
         with self._lock:  # no chunk joins any more
@@ -386,7 +385,7 @@ class Transfers:
         if batch.waiting:
             staged = result_of(functools.partial(self._stage, batch, answer))
         else:  # it was read ahead, or comes too late
-            drop(runner, answer)
+            drop(self._state.runner, answer)
         if batch.waiting or refused:
             self._post(functools.partial(self._came, batch, staged, refused))
         return bool(batch.waiting)
