@@ -35,7 +35,7 @@ from jaxrag.library.catalog.rows import (
     from_blob,
 )
 from jaxrag.library.documents.chunking import Chunk
-from jaxrag.library.retrieve.base import searched_text
+from jaxrag.library.retrieve.base import Found, searched_text
 from jaxrag.library.retrieve.bm25 import BM25Index, BM25Snapshot, Sizes
 from jaxrag.library.retrieve.filters import Filter
 
@@ -277,14 +277,31 @@ class CatalogReader:
     def search(self, question: str, k: int, where: Filter | None = None) -> list[Hit]:
         """The up to ``k`` chunks that BM25 ranks first, of documents whose metadata matches."""
         with self._database.snapshot() as connection:
-            version = self.version()
-            totals = self._totals(connection)
-            sizes = None if totals is None else Sizes(totals.chunks, totals.terms)
-            matches = self._index.search(question, k, where, sizes, version)
-            hits = self._hits(connection, [(match.chunk_id, match.score) for match in matches])
+            matches = self._matches(connection, question, k, where)
+            hits = self._hits(connection, matches)
             if self.checked and len(hits) != len(matches):
                 raise unlike(self.path, "the rows of chunks that were found are")
         return hits
+
+    def ranked(self, question: str, k: int, where: Filter | None = None) -> list[Found]:
+        """What ``search`` finds, without the chunks' rows: these are counted, not read."""
+        with self._database.snapshot() as connection:
+            matches = self._matches(connection, question, k, where)
+            (rows,) = connection.execute(
+                "SELECT COUNT(*) FROM chunks WHERE id IN (SELECT value FROM json_each(?))",
+                (json.dumps([match.chunk_id for match in matches]),),
+            ).fetchone()
+            if self.checked and rows != len(matches):
+                raise unlike(self.path, "the rows of chunks that were found are")
+        return matches
+
+    def _matches(
+        self, connection: Connection, question: str, k: int, where: Filter | None
+    ) -> list[Found]:
+        version = self.version()
+        totals = self._totals(connection)
+        sizes = None if totals is None else Sizes(totals.chunks, totals.terms)
+        return self._index.search(question, k, where, sizes, version)
 
     def words(self) -> BM25Snapshot:
         """The full-text index in memory, to put many questions to it; ranks as ``search``."""
