@@ -10,6 +10,7 @@ from jaxrag.base.errors import DamagedCatalogError
 from jaxrag.library.retrieve import bm25, packed
 from jaxrag.library.retrieve.bm25 import BM25Index
 from jaxrag.library.retrieve.filters import Filter
+from jaxrag.library.retrieve.packed import HeldBytes
 
 WORDS = [*(f"w{n}" for n in range(60)), "灯塔守", "the"]
 SHARE = 1 / np.arange(1, len(WORDS) + 1)
@@ -163,3 +164,16 @@ def test_what_is_packed_and_not_as_written_is_refused(pair, statement):
     pair.one.clear()
     pair.one.add(texts)
     assert pair.one.search("lamp oil", 50) == pair.other.search("lamp oil", 50)
+
+
+def test_what_was_asked_for_longest_ago_is_forgotten_first():
+    held = HeldBytes(10)
+    held.put(1, b"aaaa")
+    held.put(2, b"bbbb")
+    assert held.get(1) == b"aaaa"
+    held.put(3, b"cccc")
+    assert held.get(2) is None and held.get(1) == b"aaaa" and held.get(3) == b"cccc"
+    held.put(4, b"d" * 11)
+    assert [held.get(digest) for digest in (1, 3, 4)] == [None] * 3
+    held.put(5, b"e" * 10)
+    assert held.get(5) == b"e" * 10, "what went is not counted any more"
