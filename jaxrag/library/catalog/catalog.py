@@ -347,6 +347,9 @@ class Catalog(CatalogReader):
         if not dry_run:
             with self._database.transaction() as connection:
                 connection.execute(f"DELETE FROM reservations WHERE {rule}", cutoff)
+        totals = self.totals()
+        if totals is not None and totals.has_ids(chunk_ids):
+            return chunk_ids[:0]
         with self._database.use() as connection:
             young = connection.execute(
                 f"SELECT first, last FROM reservations WHERE NOT ({rule})", cutoff

@@ -47,7 +47,7 @@ class BM25Weights:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Best:
+class BestChunks:
     """A search for the ``k`` best chunks of all blocks.
 
     Attributes:
