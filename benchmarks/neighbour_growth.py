@@ -19,18 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scale import CHUNKS, document, one_layer, opened, put_without_kv
+from scale import CHUNKS, document, one_layer, opened, put_parts, put_without_kv
 from scale_texts import Texts
 
 from jaxrag.base.types import HostArray
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
-from jaxrag.library.catalog import Catalog, NewDocument
-from jaxrag.library.documents.chunking import Chunk
+from jaxrag.library.catalog import Catalog
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.library.knowledge_base.neighbours import Neighbours, NeighbourSearch
-from jaxrag.library.retrieve.base import searched_text
 from jaxrag.measure.machine import describe
 from jaxrag.models.text.prompts import template_named
 
@@ -154,20 +152,7 @@ def edit(kb: KnowledgeBase, texts: Texts, number: int) -> None:
     """Exchange the first chunk of a document; the others keep text and content id."""
     made = document(texts, number)
     parts = [texts.chunk(10**9), *made.text.split("\n\n")[1:]]
-    made = dataclasses.replace(made, text="\n\n".join(parts))
-    chunks, place = [], 0
-    for index, text in enumerate(parts):
-        ids = np.arange(number + index, number + index + 100, dtype=np.int32)
-        chunks.append(Chunk(index, place, place + len(text), ids, text))
-        place += len(text) + 2
-    names = [f"{10**9:040x}", *(f"{number + index:040x}" for index in range(1, len(parts)))]
-    entry = NewDocument(document=made, digest="edited", chunks=chunks, keys={"isolated": names},
-                        content_ids=names, chunk_ids=kb._catalog.reserve(len(parts)))  # fmt: skip
-    assert kb._vectors is not None
-    kb._vectors.add(list(entry.chunk_ids), [searched_text("", text) for text in parts])
-    left = kb._catalog.put([entry])
-    kb._vectors.remove(left)
-    kb._catalog.settle(left)
+    put_parts(kb, [(dataclasses.replace(made, text="\n\n".join(parts)), number)])
 
 
 if __name__ == "__main__":

@@ -111,26 +111,39 @@ def document(texts: Texts, number: int) -> Document:
 
 def put_without_kv(kb: KnowledgeBase, texts: Texts, first: int, last: int) -> None:
     """Documents of chunks ``first`` to ``last``: rows, words and vectors."""
+    numbers = range(first, last, CHUNKS)
+    put_parts(kb, [(document(texts, number), number) for number in numbers])
+
+
+def put_parts(kb: KnowledgeBase, made: Sequence[tuple[Document, int]]) -> list[int]:
+    """Documents whose chunks are their paragraphs: rows, words and vectors; no KV.
+
+    The number of a document's first chunk stands for its tokens. Returns the chunk ids that left.
+    """
     catalog = kb._catalog
     entries, searched = [], []
-    for number in range(first, last, CHUNKS):
-        made = document(texts, number)
+    for one, number in made:
         chunks, place = [], 0
-        for index, text in enumerate(made.text.split("\n\n")):
+        for index, text in enumerate(one.text.split("\n\n")):
             ids = np.arange(number + index, number + index + 100, dtype=np.int32)
             chunks.append(Chunk(index, place, place + len(text), ids, text))
             searched.append(searched_text("", text))
             place += len(text) + 2
-        names = [f"{number + index:040x}" for index in range(len(chunks))]
+        names = [f"{number + index:032x}{zlib.crc32(chunk.text.encode()):08x}"
+                 for index, chunk in enumerate(chunks)]  # fmt: skip
         entries.append(
             NewDocument(
-                document=made, digest=f"{number:x}", chunks=chunks, keys={"isolated": names},
-                content_ids=names, chunk_ids=catalog.reserve(len(chunks)),
+                document=one, digest=f"{zlib.crc32(one.text.encode()):x}", chunks=chunks,
+                keys={"isolated": names}, content_ids=names,
+                chunk_ids=catalog.reserve(len(chunks)),
             )
         )  # fmt: skip
     assert kb._vectors is not None
     kb._vectors.add([i for entry in entries for i in entry.chunk_ids], searched)
-    catalog.put(entries)
+    left = catalog.put(entries)
+    kb._vectors.remove(left)
+    catalog.settle(left)
+    return left
 
 
 def grow(args: argparse.Namespace) -> int:

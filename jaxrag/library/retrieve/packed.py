@@ -4,12 +4,12 @@ A block holds up to 65,536 chunks, by place. Of every term that they hold it has
 of the holders, ascending, and how often each holds it. The row's head bounds what the term can add
 to a score.
 
-Postings come into a block from the table ``postings``, and blocks are made of smaller ones, in
-transactions of the catalog. A chunk that leaves is taken out of its block's rows at once.
+Postings come into a block from the table ``postings``, and blocks are made of smaller ones
+(``joining``), in transactions of the catalog. A chunk that leaves is taken out of its block's rows
+at once.
 """
 
 import dataclasses
-import heapq
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,7 +25,6 @@ from jaxrag.base.types import Connection
 
 PACKED = 5  # the format of a catalog that may have blocks
 MOST_CHUNKS = 1 << 16  # of a block: places are 16 bits
-_TIERS = (1 << 12, 1 << 16)  # blocks below a size become one when they have so many chunks together
 _ROWS = 2048  # that are read or written at once
 _MOST_HELD = 64 << 20  # bytes of postings that are remembered
 _LOW = 0xFFFFFFFF
@@ -36,6 +35,11 @@ _SCHEMA = (
     "weight INTEGER NOT NULL, most INTEGER NOT NULL, least INTEGER NOT NULL, "
     "content INTEGER NOT NULL, xxh3 INTEGER NOT NULL, postings BLOB NOT NULL, "
     "PRIMARY KEY (block, term)) WITHOUT ROWID",
+    # Of ``joining.Joining``: the block that is made, digests of its sources, the last term; and
+    # blocks whose rows are to go.
+    "CREATE TABLE IF NOT EXISTS joining (block INTEGER PRIMARY KEY, sources TEXT NOT NULL, "
+    "after TEXT NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS leftover (block INTEGER PRIMARY KEY)",
 )
 _INSERT = "INSERT INTO packed VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
@@ -90,7 +94,7 @@ class Head(NamedTuple):
         return _digest(repr(tuple(self)).encode())
 
 
-_Row = tuple[Head, NDArray[np.int64], NDArray[np.int64]]  # places and counts
+PackedRow = tuple[Head, NDArray[np.int64], NDArray[np.int64]]  # places and counts
 
 
 class HeldBytes:
@@ -162,9 +166,8 @@ class Packed:
     # Changes
 
     def pack(self) -> None:
-        """Make blocks of all postings in the table ``postings``, and few of many blocks."""
-        for statement in _SCHEMA:
-            self.connection.execute(statement)
+        """Make blocks of all postings in the table ``postings``."""
+        self.make_tables()
         self.connection.execute(f"PRAGMA user_version = {PACKED}")
         packed = [block.ids[block.ids > 0] for block in self.blocks()]
         rows = np.array(
@@ -175,12 +178,17 @@ class Packed:
         for start in range(0, len(rows), MOST_CHUNKS):
             some = rows[start : start + MOST_CHUNKS]
             ids, lengths = some.T
-            number = self._put_chunks(None, ids, lengths)
-            self._put_rows(
+            number = self.new_number()
+            self.put_chunks(number, ids, lengths)
+            self.put_rows(
                 _row(number, term, ids, lengths, *pairs) for term, *pairs in self._loose(ids)
             )
         self.connection.execute("DELETE FROM postings")
-        self._join()
+
+    def make_tables(self) -> None:
+        """Make the tables that are not there."""
+        for statement in _SCHEMA:
+            self.connection.execute(statement)
 
     def _loose(
         self, ids: NDArray[np.int64]
@@ -207,72 +215,27 @@ class Packed:
                 return
             after = rows[-1][: len(after)]
 
-    def _put_chunks(
-        self, number: int | None, ids: NDArray[np.int64], lengths: NDArray[np.int64]
-    ) -> int:
-        """The chunks of a block; None: of a new one. Its number."""
-        if number is None:
-            (number,) = self.connection.execute(
-                "SELECT MAX(COALESCE((SELECT MAX(block) FROM blocks), 0), "
-                "COALESCE((SELECT MAX(block) FROM packed), 0)) + 1"
-            ).fetchone()
+    def new_number(self) -> int:
+        """The number of a block to come."""
+        (number,) = self.connection.execute(
+            "SELECT MAX(COALESCE((SELECT MAX(block) FROM blocks), 0), "
+            "COALESCE((SELECT MAX(block) FROM joining), 0), "
+            "COALESCE((SELECT MAX(block) FROM packed), 0)) + 1"
+        ).fetchone()
+        return int(number)
+
+    def put_chunks(self, number: int, ids: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
+        """Set the chunks of a block."""
         parts = ids.astype("<i8").tobytes(), lengths.astype("<u4").tobytes()
         self.connection.execute(
             "INSERT OR REPLACE INTO blocks VALUES (?, ?, ?, ?, ?)",
             (number, len(ids), _digest(b"".join(parts)), *parts),
         )
-        return int(number)
 
-    def _put_rows(self, rows: Iterable[tuple[object, ...]]) -> None:
+    def put_rows(self, rows: Iterable[tuple[object, ...]]) -> None:
+        """Add rows of terms."""
         for some in itertools.batched(rows, _ROWS):
             self.connection.executemany(_INSERT, some)
-
-    def _join(self) -> None:
-        """Make one of the small blocks where they are as many chunks as a larger one."""
-        for size in _TIERS:
-            small = [block for block in self.blocks() if len(block.ids) < size * 3 // 4]
-            chosen: list[PostingBlock] = []
-            for block in small:
-                if sum(len(it.ids) for it in (*chosen, block)) <= MOST_CHUNKS:
-                    chosen.append(block)
-            total = sum(len(it.ids) for it in chosen)
-            if len(chosen) > 1 and (total >= size * 3 // 4 or len(chosen) < len(small)):
-                self._merge(chosen)
-
-    def _merge(self, blocks: Sequence[PostingBlock]) -> None:
-        ids = np.concatenate([block.ids for block in blocks])
-        lengths = np.concatenate([block.lengths for block in blocks]).astype(np.int64)
-        stays = ids > 0
-        places = np.cumsum(stays) - 1  # of those that stay
-        starts = np.cumsum([0, *(len(block.ids) for block in blocks)])
-
-        def rows_of(block: PostingBlock, start: int) -> Iterator[_Row]:
-            for head, own, counts in self._checked(block):
-                yield head, places[own + start], counts
-
-        merged = heapq.merge(
-            *(rows_of(it, int(start)) for it, start in zip(blocks, starts, strict=False)),
-            key=lambda row: row[0].term,
-        )
-        number = self._put_chunks(None, ids[stays], lengths[stays])
-
-        def joined() -> Iterator[tuple[object, ...]]:
-            for term, group in itertools.groupby(merged, key=lambda row: row[0].term):
-                heads, own, counts = zip(*group, strict=True)
-                one = len(heads) == 1
-                yield _packed_row(
-                    number,
-                    term,
-                    own[0] if one else np.concatenate(own),
-                    counts[0] if one else np.concatenate(counts),
-                    sum(head.weight for head in heads),
-                    max(head.most for head in heads),
-                    min(head.least for head in heads),
-                )
-
-        self._put_rows(joined())
-        for block in blocks:
-            self._drop(block.number)
 
     def _drop(self, number: int) -> None:
         self.connection.execute("DELETE FROM packed WHERE block = ?", (number,))
@@ -282,12 +245,22 @@ class Packed:
     def clear(self) -> None:
         """Forget all blocks."""
         if self.is_there():
-            self.connection.execute("DELETE FROM packed")
-            self.connection.execute("DELETE FROM blocks")
+            self.make_tables()
+            for table in ("packed", "blocks", "joining", "leftover"):
+                self.connection.execute(f"DELETE FROM {table}")
             self._blocks.clear()
 
     def remove(self, terms_of: Mapping[int, Iterable[str]]) -> None:
-        """Take chunks out of their blocks, given their distinct terms by id."""
+        """Take chunks out of their blocks, given their distinct terms by id.
+
+        What no search sees goes altogether, as it may be of these chunks.
+        """
+        self.make_tables()
+        for table in ("joining", "leftover"):
+            self.connection.execute(
+                f"DELETE FROM packed WHERE block IN (SELECT block FROM {table})"
+            )
+            self.connection.execute(f"DELETE FROM {table}")
         asked = np.fromiter(terms_of, np.int64)
         for block in self.blocks():
             places = np.flatnonzero(np.isin(block.ids, asked))
@@ -317,7 +290,7 @@ class Packed:
                 )
             ids[places] = lengths[places] = 0
             if ids.any():
-                self._put_chunks(block.number, ids, lengths)
+                self.put_chunks(block.number, ids, lengths)
             else:
                 self._drop(block.number)
 
@@ -384,21 +357,26 @@ class Packed:
     def all_postings(self) -> Iterator[tuple[str, NDArray[np.int64], NDArray[np.int64]]]:
         """Term, chunk ids and counts of every row of every block, in no order of terms."""
         for block in self.blocks():
-            for head, places, counts in self._checked(block):
-                yield head.term, block.ids[places], counts
+            after: str | None = ""
+            while after is not None:
+                rows = self.checked_rows(block, after, _ROWS)
+                for head, places, counts in rows:
+                    yield head.term, block.ids[places], counts
+                after = rows[-1][0].term if len(rows) == _ROWS else None
 
-    def _checked(self, block: PostingBlock) -> Iterator[_Row]:
-        """Every row of a block, by term, held against its digests. Raises DamagedCatalogError."""
-        for row in self._pages(
+    def checked_rows(self, block: PostingBlock, after: str, limit: int) -> list[PackedRow]:
+        """The next rows of a block by term, held against digests. Raises DamagedCatalogError."""
+        found = []
+        for term, number, *values, xxh3, postings in self.connection.execute(
             "SELECT term, block, holders, weight, most, least, content, xxh3, postings FROM packed "
-            f"WHERE block = {block.number} AND term > ? ORDER BY term LIMIT ?",
-            ("",),
-        ):
-            term, number, *values, xxh3, postings = row
-            head = Head(number, term, *values)  # type: ignore[arg-type]
-            if head.xxh3 != xxh3 or _digest(postings) != head.content:  # type: ignore[arg-type]
+            "WHERE block = ? AND term > ? ORDER BY term LIMIT ?",
+            (block.number, after, limit),
+        ).fetchall():
+            head = Head(number, term, *values)
+            if head.xxh3 != xxh3 or _digest(postings) != head.content:
                 raise self._damaged(head.term)
-            yield head, *self._unpacked(head.term, postings, head.holders)  # type: ignore[arg-type]
+            found.append((head, *self._unpacked(head.term, postings, head.holders)))
+        return found
 
 
 def _row(
@@ -412,10 +390,10 @@ def _row(
     """The row of a term."""
     weight = int(((ids[places] * (2 * counts + 1)) & _LOW).sum())
     least = int(lengths[places].min())
-    return _packed_row(number, term, places, counts, weight, int(counts.max()), least)
+    return packed_row(number, term, places, counts, weight, int(counts.max()), least)
 
 
-def _packed_row(
+def packed_row(
     number: int,
     term: str,
     places: NDArray[np.int64],

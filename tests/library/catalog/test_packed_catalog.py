@@ -17,7 +17,7 @@ from jaxrag.library.catalog import Catalog, NewDocument
 from jaxrag.library.catalog.audit import Examined
 from jaxrag.library.documents import Document
 from jaxrag.library.documents.chunking import Chunk
-from jaxrag.library.retrieve import bm25, packed
+from jaxrag.library.retrieve import bm25, joining, packed
 from jaxrag.library.retrieve.bm25 import BM25Index
 from jaxrag.library.retrieve.packed import PACKED
 
@@ -27,13 +27,13 @@ WORDS = [f"w{n}" for n in range(80)]
 def pack_early():
     """Few chunks are many, so that postings are packed and blocks joined all the time."""
     bm25._MANY_CHUNKS, bm25._LOOSE = 30, 6
-    packed._TIERS, packed._ROWS = (16, 64), 7
+    joining._TIERS, packed._ROWS, joining._TERMS, joining._DROPPED = (16, 64), 7, 20, 50
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    for module, name in ((bm25, "_MANY_CHUNKS"), (bm25, "_LOOSE"), (packed, "_TIERS"),
-                         (packed, "_ROWS")):  # fmt: skip
+    names = [(bm25, "_MANY_CHUNKS"), (bm25, "_LOOSE"), (packed, "_ROWS")]
+    for module, name in [*names, *((joining, it) for it in ("_TIERS", "_TERMS", "_DROPPED"))]:
         monkeypatch.setattr(module, name, getattr(module, name))
     pack_early()
 
@@ -152,12 +152,12 @@ def test_a_failure_within_packing_leaves_the_catalog_of_before(tmp_path, monkeyp
     path = tmp_path / "catalog.sqlite"
     rng = random.Random(3)
 
-    def fail(self):
+    def fail(self, ids):
         raise ZeroDivisionError
 
     with contextlib.closing(Catalog.create(path, {"vectors": None})) as catalog:
         with monkeypatch.context() as failing:
-            failing.setattr(packed.Packed, "_join", fail)
+            failing.setattr(packed.Packed, "_loose", fail)
             for n in range(9):
                 catalog.put([entry(catalog, f"d{n}", rng)])
             with pytest.raises(ZeroDivisionError):
