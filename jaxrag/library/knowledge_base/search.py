@@ -107,6 +107,11 @@ class Search:
                 f"the vectors of {lost} of {self.catalog.counts()['chunks']} chunks are gone, so "
                 "these were not found by meaning; `jaxrag kb verify --repair` makes them again",
             )
+        if not self.vectors.index.trusted:
+            notes += (
+                "the index of vectors cannot be trusted, so all vectors are compared, which takes "
+                "longer; the next change of the documents makes it anew",
+            )
         allowed = None if where is None else self.catalog.chunk_ids(where)
 
         def chunk_ids(_: Filter) -> Ids:  # the catalog is busy with words by then

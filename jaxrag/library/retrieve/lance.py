@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from jaxrag.base.errors import RetrievalError, StoreError
 from jaxrag.kv.store.chunk_store import Mode
-from jaxrag.library.retrieve import earlier, probes
+from jaxrag.library.retrieve import earlier, index_files, probes
 from jaxrag.library.retrieve.base import (
     NOTHING,
     Ids,
@@ -97,6 +97,7 @@ class VectorIndex:
         self._indexed = False  # nothing is left to index
         self._lock = threading.RLock()
         self._held: tuple[int, Ids, Vectors] | None = None  # version of the table, and its rows
+        self.trusted = True  # every file of the index is as it was written
         self._probes: probes.Probes | None = None  # as read or measured last
         self._in_memory = False  # of earlier files, as long as they are there
         self._opened = self._open()
@@ -114,6 +115,10 @@ class VectorIndex:
     @property
     def _path(self) -> Path:
         return self._folder / f"{_TABLE}.lance"
+
+    @property
+    def _index_files(self) -> Path:
+        return self._path / "_indices"
 
     @property
     def _table(self) -> Any:
@@ -146,6 +151,7 @@ class VectorIndex:
                 "embedder it was made with"
             )
         self._check_rows(table)
+        self.trusted = self.exact or index_files.are_whole(self._folder, self._index_files)
         return table
 
     def _make(self, place: str | Path, rows: tuple[Ids, Vectors] | None = None) -> Any:
@@ -216,6 +222,7 @@ class VectorIndex:
             if any(time.time() - path.stat().st_mtime >= grace_seconds for path in self._marks()):
                 self._table.update(where="true", values_sql={"id": "id"})
                 self._table.optimize(cleanup_older_than=younger)
+            self._record()
 
     def holds_rows_of(self, moment: float) -> bool:
         """Whether files may hold rows that left after a moment, in seconds since 1970."""
@@ -335,7 +342,7 @@ class VectorIndex:
         ask = ask.limit(limit)
         if where is not None:
             ask = ask.where(where, prefilter=True)
-        if partitions is None:
+        if partitions is None or not self.trusted:
             ask = ask.bypass_vector_index()
         else:
             ask = ask.minimum_nprobes(partitions)  # 0: as many more as filtered rows need
@@ -403,23 +410,34 @@ class VectorIndex:
             self._changes += 1
             if self._changes >= _OPTIMIZE_EVERY:
                 self._optimize()
-            if not self.exact and not (self._indexed and self._changes):
+            if not self.exact and not (self._indexed and self._changes and self.trusted):
                 self._index_when_large()
 
     def _optimize(self) -> None:
         with _unless_in_conflict():
             self._table.optimize(cleanup_older_than=_KEPT)
             self._changes = 0
+            self._record()
+
+    def _record(self) -> None:
+        """What is in the index's files now is what was written."""
+        if self.trusted:
+            index_files.record(self._folder, self._index_files)
 
     def _index_when_large(self) -> None:
         lancedb, _ = _lancedb()
         count = self._table.count_rows()
-        if count >= _INDEX_FROM and len(self._table.list_indices()) < 2:
+        if count >= _INDEX_FROM and not (self.trusted and len(self._table.list_indices()) == 2):
             partitions = math.ceil(count / _ROWS_OF_PARTITION)
             vectors = lancedb.index.IvfFlat(distance_type="dot", num_partitions=partitions)
             with _unless_in_conflict():
                 self._table.create_index("id", config=lancedb.index.BTree())
                 self._table.create_index("vector", config=vectors)
+                if not self.trusted:
+                    self._table.optimize(cleanup_older_than=_MOMENT)  # what was there goes
+                    index_files.forget(self._folder)
+                    self.trusted = True
+                self._record()
         self._indexed = count >= _INDEX_FROM and len(self._table.list_indices()) == 2
         if self._indexed:
             self._measure_probes(count)

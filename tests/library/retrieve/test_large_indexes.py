@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxrag.library.retrieve import lance, probes
+from jaxrag.library.retrieve import index_files, lance, probes
 from jaxrag.library.retrieve.lance import VectorIndex
 from jaxrag.library.retrieve.probes import Probes
 
@@ -156,3 +156,66 @@ def test_clustered_vectors_need_few(tmp_path, monkeypatch):
     index.add(np.arange(2900, 3100), clustered(4, 200))
     assert probes.read(tmp_path).rows == 3100, "measured again where it has grown"
     index.close()
+
+
+def flipped(path, rng, times):
+    """The file with one bit exchanged, ``times`` times; as it was at the end."""
+    whole = path.read_bytes()
+    for _ in range(times):
+        damaged = bytearray(whole)
+        damaged[rng.integers(len(damaged))] ^= 1 << rng.integers(8)
+        path.write_bytes(damaged)
+        yield
+    path.write_bytes(whole)
+
+
+def test_a_bit_of_an_index_changes_no_answer(tmp_path, monkeypatch):
+    """LanceDB itself reads such an index without a word, and ranks by it."""
+    monkeypatch.setattr(lance, "_ROWS_OF_PARTITION", 200)
+    data, rng = clustered(1, 3000), np.random.default_rng(3)
+    index = VectorIndex.open(tmp_path, DIM)
+    index.add(np.arange(3000), data)
+    index.close()
+    queries = clustered(2, 20)
+    expected = np.argsort(-(queries @ data.T), axis=1)[:, :10]
+    files = [path for path in (tmp_path / "chunks.lance" / "_indices").rglob("*") if path.is_file()]
+    assert {path.name for path in files} >= {"auxiliary.idx", "page_data.lance"}
+    for path in [*files, tmp_path / index_files.FILE]:
+        for _ in flipped(path, rng, 3):
+            reader = VectorIndex.open(tmp_path, DIM, mode="r")
+            assert not reader.trusted or path.name == index_files.FILE
+            found = reader.search(queries, 10)[0]
+            if not reader.trusted:
+                np.testing.assert_array_equal(np.sort(found), np.sort(expected))
+            assert recall(found, data, queries, 10) > 0.95
+            few = reader.search(queries, 5, np.arange(0, 3000, 2))[0]
+            assert (few % 2 == 0).all()
+    assert VectorIndex.open(tmp_path, DIM, mode="r").trusted
+
+
+@pytest.mark.parametrize("cause", ["a bit", "a kill before the record", "an index of before"])
+def test_an_index_that_cannot_be_trusted_is_made_anew_at_the_next_change(tmp_path, cause):
+    data, queries = clustered(1, 2100), clustered(2, 20)
+    index = VectorIndex.open(tmp_path, DIM)
+    index.add(np.arange(2000), data[:2000])
+    index.close()
+    (path, *_) = (tmp_path / "chunks.lance" / "_indices").rglob("auxiliary.idx")
+    if cause == "a bit":
+        for _ in flipped(path, np.random.default_rng(0), 1):
+            index = VectorIndex.open(tmp_path, DIM)
+    elif cause == "an index of before":
+        (tmp_path / index_files.FILE).unlink()
+        index = VectorIndex.open(tmp_path, DIM)
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(index_files, "record", lambda *_: None)
+            index = VectorIndex.open(tmp_path, DIM)
+            index._table.create_index("id", config=lance._lancedb()[0].index.BTree())
+        index = VectorIndex.open(tmp_path, DIM)
+    assert not index.trusted
+    assert recall(index.search(queries, 10)[0], data[:2000], queries, 10) == 1
+    index.add(np.arange(2000, 2100), data[2000:])
+    assert index.trusted
+    assert recall(index.search(queries, 10)[0], data, queries, 10) > 0.9
+    index.close()
+    assert VectorIndex.open(tmp_path, DIM, mode="r").trusted
