@@ -25,7 +25,7 @@ MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 
 @pytest.fixture
 def wide(tiny_config):
-    """A config of layers of multiples of 64 bytes; no matrix is as large as another, or as scores."""
+    """Layers are multiples of 64 bytes; no matrix is as large as another, or as scores."""
 
     def make(family="llama", **changes):
         sizes = {"model_dim": 80, "mlp_dim": 224, "num_heads": 6, "num_kv_heads": 2, "head_dim": 32}
