@@ -7,8 +7,8 @@ before, two rows by a library that reads it as it is: 2 and 22 GB/s.
 
 A scan over stacked weights copies those of a layer before XLA:CPU multiplies with them. For a chunk
 of a prompt that is a few percent; a decode step does hardly anything but read weights, and takes
-1.7 times as long in float32. Its program then holds every layer by itself (``by_layer``), which
-takes three times as long to compile.
+1.7 times as long in float32. Its program, and that of a short question, then holds every layer by
+itself (``by_layer``), which takes two to three times as long to compile.
 """
 
 import math
