@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.bodies import platform
+from pallas_kernels.forms import forms
 from pallas_kernels.operands import Pages, Placed, Pool, Rotary
 from pallas_kernels.tiles import (
-    TILE,
     Mix,
     Tiles,
     join_queries,
@@ -31,6 +32,8 @@ from pallas_kernels.visibility import cached_visible, tile_range, within_window
 Array = jax.Array
 
 _HIDDEN = jnp.iinfo(jnp.int32).max
+LONG = 128  # queries; measured: on a CPU rows of fewer are faster together
+_MOST_APART = 16  # KV heads; as many products are written into the program
 
 
 def paged_attention(
@@ -74,7 +77,7 @@ def paged_attention(
         # rows.
         rotate_side = "keys" if beside is not None or length > 1 else "query"
     assert beside is None or rotate_side == "keys"
-    pages_per_tile = max(1, TILE // page)
+    pages_per_tile = max(1, forms().key_tile // page)
     kv_size = pages_per_tile * page
     pages, offsets = pad_to(pages, 1, pages_per_tile), pad_to(offsets, 1, pages_per_tile)
     slot_position = pad_to(slot_position, 1, kv_size, _HIDDEN)
@@ -135,6 +138,9 @@ def paged_attention(
 
     else:
         q_tiles = rotated_queries(query_position)
+        wide = jnp.float32
+        apart = batch == 1 and length >= LONG and num_kv_heads <= _MOST_APART
+        apart &= str(q.dtype) in forms().heads_apart and platform() == "cpu"
 
         def score_tile(i: Array, j: Array) -> tuple[Array, Mix]:
             keys, values = map(heads_first, keys_in_place(j))
@@ -143,8 +149,10 @@ def paged_attention(
                 more = jnp.broadcast_to(more, (*values.shape[:3], more.shape[-1]))
                 values = jnp.concatenate((values, more), -1)
             q_i = lax.dynamic_index_in_dim(q_tiles, i, 2, keepdims=False)
-            scores = jnp.einsum("bkrh,bksh->bkrs", q_i, keys, preferred_element_type=jnp.float32)
-            return scores, functools.partial(mix, values=values)
+            if not apart:
+                scores = jnp.einsum("bkrh,bksh->bkrs", q_i, keys, preferred_element_type=wide)
+                return scores, functools.partial(mix, values=values)
+            return _scores_apart(q_i, keys), functools.partial(_mix_apart, values=values)
 
     width = dim if beside is None else dim + beside.shape[-1]
     tiles, shape = Tiles(live, whole, visible), (batch, num_kv_heads, group * tile, width)
@@ -153,6 +161,22 @@ def paged_attention(
     lse = join_queries(lse, group, tile)[:, :length]
     real = (query_position >= 0)[:, :length, None]
     return jnp.where(real[..., None], out, 0), jnp.where(real, lse, -jnp.inf)
+
+
+def _scores_apart(q: Array, keys: Array) -> Array:
+    """Products [1, K, R, S] float32 of q [1, K, R, H] and keys [1, K, S, H], head by head."""
+    return _by_head("rh,sh->rs", q, keys)
+
+
+def _mix_apart(weights: Array, values: Array) -> Array:
+    """As ``mix``, of one row, head by head."""
+    return _by_head("rs,sh->rh", weights.astype(values.dtype), values)
+
+
+def _by_head(terms: str, a: Array, b: Array) -> Array:
+    pairs = zip(a[0], b[0], strict=True)
+    products = [jnp.einsum(terms, x, y, preferred_element_type=jnp.float32) for x, y in pairs]
+    return jnp.stack(products)[None]
 
 
 def paged_attention_by_row(

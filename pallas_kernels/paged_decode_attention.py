@@ -4,7 +4,7 @@ The contract of ``sparse_attention`` with T = 1, and everything returned in floa
 over disjoint keys can be merged without a loss.
 
 On a CPU the rows have no program of the same length. Tiles of keys of all rows that hold a visible
-key are listed, and visited eight at a time, so that a batch costs what its rows hold: one row of
+key are listed, and visited some at a time, so that a batch costs what its rows hold: one row of
 eight takes a seventh of the time of eight. A tile's part does not depend on its neighbours.
 """
 
@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.bodies import Impl, check_impl
+from pallas_kernels.bodies import Impl, check_impl, platform
+from pallas_kernels.forms import forms
 from pallas_kernels.operands import Pages, Pool, Rotary
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.tiles import pad_to
@@ -22,7 +23,6 @@ Array = jax.Array
 
 _HIDDEN = jnp.iinfo(jnp.int32).max
 _KEYS = 256  # of a tile
-_TOGETHER = 8  # tiles; measured best of 1..8 of 256 and 512 keys, on two cores
 _FLOOR = -1e30  # of scores; finite, so that differences stay finite
 
 
@@ -57,7 +57,7 @@ def paged_decode_attention(
     """
     check_impl("paged_decode_attention", impl)
     operands = (q[:, None], pool, table, query_position[:, None], rotary)
-    if impl == "xla" and jax.default_backend() == "cpu":
+    if impl == "xla" and platform() == "cpu":
         return _attend_live(q, pool, table, query_position, rotary, scale, window)
     if impl == "xla":
         out, lse = paged_attention(*operands, scale=scale, window=window, out_dtype=jnp.float32)
@@ -95,10 +95,10 @@ def _attend_live(
         pad_to(x, 1, per_tile).reshape(-1, per_tile) for x in (table.pages, table.offsets)
     )
     live = see.any(-1)
-    count = len(live)
+    count, together = len(live), forms().decode_tiles
     per_row = count // batch
     visit = jnp.argsort(~live, stable=True).astype(jnp.int32)
-    visit = pad_to(visit, 0, _TOGETHER, count)
+    visit = pad_to(visit, 0, together, count)
 
     # [B, N, K * H], zero but for the columns of a head's KV head: keys are read as they lie, and a
     # copy of them by heads costs more than the zeros, measured up to 32 KV heads.
@@ -111,9 +111,9 @@ def _attend_live(
         return jnp.einsum(terms, a, b, preferred_element_type=jnp.float32)
 
     def some(step: Array, parts: tuple[Array, Array, Array]) -> tuple[Array, ...]:
-        at = lax.dynamic_slice_in_dim(visit, step * _TOGETHER, _TOGETHER)
-        turn, visible = offsets[at], see[at][:, None]  # [8, pages], [8, 1, S]
-        keys = pool.k[pages[at]]  # [8, pages, page, K, H]
+        at = lax.dynamic_slice_in_dim(visit, step * together, together)
+        turn, visible = offsets[at], see[at][:, None]  # [V, pages], [V, 1, S]
+        keys = pool.k[pages[at]]  # [V, pages, page, K, H]
         keys = lax.cond((turn != 0).any(), lambda x: rotary.turn(x, turn), lambda x: x, keys)
         # A hidden slot may hold anything, NaN included; weight 0 times NaN would still be NaN.
         shown = see[at].reshape(-1, per_tile, page, 1, 1)
@@ -133,7 +133,7 @@ def _attend_live(
 
     shape, dtype = (count, heads), jnp.float32
     empty = jnp.zeros((*shape, dim), dtype), jnp.full(shape, _FLOOR, dtype), jnp.zeros(shape, dtype)
-    parts = lax.fori_loop(0, -(-live.sum() // _TOGETHER), some, empty)
+    parts = lax.fori_loop(0, -(-live.sum() // together), some, empty)
     out, top, total = (x.reshape(batch, per_row, *x.shape[1:]) for x in parts)
     best = top.max(1)
     share = jnp.exp((top - best[:, None]) * scale)

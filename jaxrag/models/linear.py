@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 
 from jaxrag.base.types import Array
 from jaxrag.models.spec import LayerParams, Params
+from pallas_kernels.forms import forms
 
 PRODUCT = "linear"  # checkpoint_name of what ``linear`` returns, for rematerialisation policies
 
@@ -47,7 +48,7 @@ def product(x: Array, weight: Array, axis: int = 0, dtype: Any = None) -> Array:
         over = (((x.ndim - 1,), (axis,)), ((), ()))
         return lax.dot_general(x, weight, over, preferred_element_type=dtype)
 
-    single = x.size == x.shape[-1] and x.dtype == jnp.bfloat16
+    single = x.size == x.shape[-1] and x.dtype == jnp.bfloat16 and forms().doubled_row
     if not (single and jax.default_backend() == "cpu"):
         return plain(x)
     # Without the barrier the compiler would see that the rows are one.
@@ -96,7 +97,7 @@ def over_rows(a: Array, b: Array, dtype: Any = None) -> Array:
 
 def gains_by_layer(params: Params, mesh: Mesh | None) -> bool:
     """Would ``by_layer`` make decoding faster, and hold no weight twice?"""
-    if mesh is not None or jax.default_backend() != "cpu":
+    if mesh is not None or jax.default_backend() != "cpu" or not forms().layers_apart:
         return False
     leaves = jax.tree.leaves(params.layers)
     large = [leaf for leaf in leaves if leaf.ndim > 2]  # the others are vectors of a layer
