@@ -58,10 +58,10 @@ class Options:
     method: str = option("turborag", "how chunks are reused", "NAME")
     questions: int = option(1000, "of the documents", "N")
     needles: int = option(200, "questions of the needles; each has a text of its own", "N")
-    chunk_tokens: int = option(320, "most tokens of a chunk", "N")
-    batch_size: int = option(8, "questions that run together", "N")
+    chunk_tokens: int = option(512, "most tokens of a chunk", "N")
+    batch_size: int = option(16, "questions that run together", "N")
     rate: float = option(40e6, "of the slow store, bytes a second", "N")
-    rounds: int = option(15, "prompts that are timed in every format, one after the other", "N")
+    rounds: int = option(11, "prompts that are timed in every format, one after the other", "N")
     seed: int = option(8, "of the questions", "N")
     plot: str = option("", "a picture of bytes against accuracy", "FILE.png")
 

@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.bodies import platform
+from pallas_kernels.forms import forms
 from pallas_kernels.operands import Pages, Placed, Pool, Rotary
 from pallas_kernels.tiles import (
-    TILE,
     Mix,
     Tiles,
     join_queries,
@@ -31,8 +32,8 @@ from pallas_kernels.visibility import cached_visible, tile_range, within_window
 Array = jax.Array
 
 _HIDDEN = jnp.iinfo(jnp.int32).max
-JOINED_TILE = 512  # keys; measured best of 256..1024
-_JOINED_HEADS = 8  # KV heads; of more, the zeros of a joined product cost more than copies of keys
+LONG = 128  # queries; measured: on a CPU rows of fewer are faster together
+_MOST_APART = 16  # KV heads; as many products are written into the program
 
 
 def paged_attention(
@@ -59,10 +60,9 @@ def paged_attention(
         offsets are all 0, that stand at their positions.
       scale: factor on the scores.
       window: sliding window in tokens, or None.
-      rotate_side: "query" or "keys"; "joined" for keys, and products of one query with all KV heads
-        of a key at once; None chooses.
+      rotate_side: "query" or "keys"; None chooses.
       beside: [B, M * page, C] values of slots that are mixed as those of the pool are, and stand
-        behind these in ``out``, [B, T, N, H + C]; None for C = 0. Not of "query" and "joined".
+        behind these in ``out``, [B, T, N, H + C]; None for C = 0. Not of "query".
       out_dtype: of ``out``, None for q's.
 
     Returns:
@@ -73,11 +73,11 @@ def paged_attention(
     _, page, num_kv_heads, dim = pool.k.shape
     group = num_heads // num_kv_heads
     if rotate_side is None:
-        rotate_side = "keys" if beside is not None else _best_side(length, num_kv_heads)
+        # A query turned to every page makes a product of its own of each; keys of a page have few
+        # rows.
+        rotate_side = "keys" if beside is not None or length > 1 else "query"
     assert beside is None or rotate_side == "keys"
-    joined = rotate_side == "joined"
-    pages_per_tile = (JOINED_TILE if joined else TILE) // page
-    pages_per_tile = max(1, min(pages_per_tile, pages.shape[1]) if joined else pages_per_tile)
+    pages_per_tile = max(1, forms().key_tile // page)
     kv_size = pages_per_tile * page
     pages, offsets = pad_to(pages, 1, pages_per_tile), pad_to(offsets, 1, pages_per_tile)
     slot_position = pad_to(slot_position, 1, kv_size, _HIDDEN)
@@ -126,17 +126,7 @@ def paged_attention(
         see = cached_visible(q_pos, k_pos) & within_window(q_pos, k_pos, window)
         return jnp.tile(see, (1, group, 1))[:, None]
 
-    if joined:
-        q_rows = _apart(rotated_queries(query_position)[:, :, 0])
-
-        def score_tile(i: Array, j: Array) -> tuple[Array, Mix]:
-            # Keys [B, S, K * H] as they lie, and no copy of them by heads.
-            keys, values = (x.reshape(batch, kv_size, -1) for x in keys_in_place(j))
-            scores = jnp.einsum("bnc,bsc->bns", q_rows, keys, preferred_element_type=jnp.float32)
-            scores = scores.reshape(batch, num_kv_heads, group, kv_size)
-            return scores, functools.partial(_mix_joined, values=values)
-
-    elif rotate_side == "query":
+    if rotate_side == "query":
 
         def score_tile(i: Array, j: Array) -> tuple[Array, Mix]:
             keys, values, at = gather(j)
@@ -148,6 +138,9 @@ def paged_attention(
 
     else:
         q_tiles = rotated_queries(query_position)
+        wide = jnp.float32
+        apart = batch == 1 and length >= LONG and num_kv_heads <= _MOST_APART
+        apart &= str(q.dtype) in forms().heads_apart and platform() == "cpu"
 
         def score_tile(i: Array, j: Array) -> tuple[Array, Mix]:
             keys, values = map(heads_first, keys_in_place(j))
@@ -156,8 +149,10 @@ def paged_attention(
                 more = jnp.broadcast_to(more, (*values.shape[:3], more.shape[-1]))
                 values = jnp.concatenate((values, more), -1)
             q_i = lax.dynamic_index_in_dim(q_tiles, i, 2, keepdims=False)
-            scores = jnp.einsum("bkrh,bksh->bkrs", q_i, keys, preferred_element_type=jnp.float32)
-            return scores, functools.partial(mix, values=values)
+            if not apart:
+                scores = jnp.einsum("bkrh,bksh->bkrs", q_i, keys, preferred_element_type=wide)
+                return scores, functools.partial(mix, values=values)
+            return _scores_apart(q_i, keys), functools.partial(_mix_apart, values=values)
 
     width = dim if beside is None else dim + beside.shape[-1]
     tiles, shape = Tiles(live, whole, visible), (batch, num_kv_heads, group * tile, width)
@@ -168,31 +163,20 @@ def paged_attention(
     return jnp.where(real[..., None], out, 0), jnp.where(real, lse, -jnp.inf)
 
 
-def _best_side(length: int, num_kv_heads: int) -> str:
-    """How queries [B, length, N, H] attend; on a CPU joined products of one query, measured.
-
-    A query turned to every page makes a product of its own of each; keys of a page have few rows.
-    """
-    if length > 1:
-        return "keys"
-    joined = num_kv_heads <= _JOINED_HEADS and jax.default_backend() == "cpu"
-    return "joined" if joined else "query"
+def _scores_apart(q: Array, keys: Array) -> Array:
+    """Products [1, K, R, S] float32 of q [1, K, R, H] and keys [1, K, S, H], head by head."""
+    return _by_head("rh,sh->rs", q, keys)
 
 
-def _apart(q: Array) -> Array:
-    """Queries [B, K, G, H] as [B, K * G, K * H], zero but for the columns of their KV head."""
-    batch, kv_heads, group, dim = q.shape
-    own = jnp.eye(kv_heads, dtype=q.dtype)[:, None, :, None]
-    return (q[:, :, :, None] * own).reshape(batch, kv_heads * group, kv_heads * dim)
+def _mix_apart(weights: Array, values: Array) -> Array:
+    """As ``mix``, of one row, head by head."""
+    return _by_head("rs,sh->rh", weights.astype(values.dtype), values)
 
 
-def _mix_joined(weights: Array, values: Array) -> Array:
-    """Weights [B, K, G, S] times values [B, S, K * H] of the same KV head: [B, K, G, H] float32."""
-    batch, kv_heads, group, size = weights.shape
-    rows = weights.reshape(batch, kv_heads * group, size).astype(values.dtype)
-    every = jnp.einsum("bns,bsc->bnc", rows, values, preferred_element_type=jnp.float32)
-    every = every.reshape(batch, kv_heads, group, kv_heads, -1)
-    return jnp.stack([every[:, head, :, head] for head in range(kv_heads)], axis=1)
+def _by_head(terms: str, a: Array, b: Array) -> Array:
+    pairs = zip(a[0], b[0], strict=True)
+    products = [jnp.einsum(terms, x, y, preferred_element_type=jnp.float32) for x, y in pairs]
+    return jnp.stack(products)[None]
 
 
 def paged_attention_by_row(

@@ -2,16 +2,28 @@
 
 The contract of ``sparse_attention`` with T = 1, and everything returned in float32, so that parts
 over disjoint keys can be merged without a loss.
+
+On a CPU the rows have no program of the same length. Tiles of keys of all rows that hold a visible
+key are listed, and visited some at a time, so that a batch costs what its rows hold: one row of
+eight takes a seventh of the time of eight. A tile's part does not depend on its neighbours.
 """
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from pallas_kernels.bodies import Impl, check_impl
+from pallas_kernels.bodies import Impl, check_impl, platform
+from pallas_kernels.forms import forms
 from pallas_kernels.operands import Pages, Pool, Rotary
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.tiles import pad_to
+from pallas_kernels.visibility import cached_visible, within_window
 
 Array = jax.Array
+
+_HIDDEN = jnp.iinfo(jnp.int32).max
+_KEYS = 256  # of a tile
+_FLOOR = -1e30  # of scores; finite, so that differences stay finite
 
 
 def paged_decode_attention(
@@ -45,6 +57,8 @@ def paged_decode_attention(
     """
     check_impl("paged_decode_attention", impl)
     operands = (q[:, None], pool, table, query_position[:, None], rotary)
+    if impl == "xla" and platform() == "cpu":
+        return _attend_live(q, pool, table, query_position, rotary, scale, window)
     if impl == "xla":
         out, lse = paged_attention(*operands, scale=scale, window=window, out_dtype=jnp.float32)
     else:
@@ -53,3 +67,78 @@ def paged_decode_attention(
         interpret = impl == "pallas_interpret"
         out, lse = paged_kernel(*operands, scale=scale, window=window, interpret=interpret)
     return out[:, 0], lse[:, 0]
+
+
+def _attend_live(
+    q: Array,
+    pool: Pool,
+    table: Pages,
+    query_position: Array,
+    rotary: Rotary,
+    scale: float,
+    window: Array | int | None,
+) -> tuple[Array, Array]:
+    """As ``paged_decode_attention``, by the tiles in which somebody sees a key."""
+    batch, heads, dim = q.shape
+    _, page, kv_heads, _ = pool.k.shape
+    group = heads // kv_heads
+    per_tile = max(1, _KEYS // page)
+    size = per_tile * page
+    slot_position = pad_to(table.slot_position, 1, size, _HIDDEN)
+    see = cached_visible(query_position[:, None], slot_position)
+    see &= within_window(query_position[:, None], slot_position, window)
+    see &= (query_position >= 0)[:, None]
+
+    # Of all rows, one after the other.
+    see = see.reshape(-1, size)
+    pages, offsets = (
+        pad_to(x, 1, per_tile).reshape(-1, per_tile) for x in (table.pages, table.offsets)
+    )
+    live = see.any(-1)
+    count, together = len(live), forms().decode_tiles
+    per_row = count // batch
+    visit = jnp.argsort(~live, stable=True).astype(jnp.int32)
+    visit = pad_to(visit, 0, together, count)
+
+    # [B, N, K * H], zero but for the columns of a head's KV head: keys are read as they lie, and a
+    # copy of them by heads costs more than the zeros, measured up to 32 KV heads.
+    own = jnp.eye(kv_heads, dtype=q.dtype)[:, None, :, None]
+    placed = rotary.turn(q, jnp.maximum(query_position, 0))
+    placed = placed.reshape(batch, kv_heads, group, 1, dim) * own
+    placed = placed.reshape(batch, heads, kv_heads * dim)
+
+    def product(terms: str, a: Array, b: Array) -> Array:
+        return jnp.einsum(terms, a, b, preferred_element_type=jnp.float32)
+
+    def some(step: Array, parts: tuple[Array, Array, Array]) -> tuple[Array, ...]:
+        at = lax.dynamic_slice_in_dim(visit, step * together, together)
+        turn, visible = offsets[at], see[at][:, None]  # [V, pages], [V, 1, S]
+        keys = pool.k[pages[at]]  # [V, pages, page, K, H]
+        keys = lax.cond((turn != 0).any(), lambda x: rotary.turn(x, turn), lambda x: x, keys)
+        # A hidden slot may hold anything, NaN included; weight 0 times NaN would still be NaN.
+        shown = see[at].reshape(-1, per_tile, page, 1, 1)
+        values = jnp.where(shown, pool.v[pages[at]], 0)
+        keys, values = (x.reshape(-1, size, kv_heads * dim) for x in (keys, values))
+
+        scores = jnp.where(visible, product("bnc,bsc->bns", placed[at // per_row], keys), _FLOOR)
+        top = scores.max(-1)
+        weights = jnp.where(visible, jnp.exp((scores - top[..., None]) * scale), 0.0)
+        every = product("bns,bsc->bnc", weights.astype(values.dtype), values)
+        every = every.reshape(-1, kv_heads, group, kv_heads, dim)
+        out = jnp.stack([every[:, head, :, head] for head in range(kv_heads)], axis=1)
+        new = out.reshape(-1, heads, dim), top, weights.sum(-1)
+        return tuple(
+            whole.at[at].set(part, mode="drop") for whole, part in zip(parts, new, strict=True)
+        )
+
+    shape, dtype = (count, heads), jnp.float32
+    empty = jnp.zeros((*shape, dim), dtype), jnp.full(shape, _FLOOR, dtype), jnp.zeros(shape, dtype)
+    parts = lax.fori_loop(0, -(-live.sum() // together), some, empty)
+    out, top, total = (x.reshape(batch, per_row, *x.shape[1:]) for x in parts)
+    best = top.max(1)
+    share = jnp.exp((top - best[:, None]) * scale)
+    total, out = (total * share).sum(1), (out * share[..., None]).sum(1)
+    seen = total > 0
+    total = jnp.where(seen, total, 1.0)
+    lse = jnp.where(seen, best * scale + jnp.log(total), -jnp.inf)
+    return out / total[..., None], lse

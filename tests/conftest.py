@@ -16,6 +16,7 @@ from typing import Any
 # Inherited by the subprocesses of the tests. Most of the time of a test is XLA's, which compiles
 # programs that run once: without LLVM's optimisations it takes two thirds as long.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["JAXRAG_FORMS"] = "default"  # no test depends on what was measured on a machine
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network
 if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
     flags = os.environ.get("XLA_FLAGS", "")

@@ -14,7 +14,7 @@ from jaxrag.base.errors import ModelError
 from jaxrag.cli import main
 from jaxrag.kv.cache import budget
 from jaxrag.kv.placement import AWAY, KVPlacement
-from jaxrag.measure.bench import model_check
+from jaxrag.measure.bench import forms, model_check
 from jaxrag.models import FAMILIES, model
 from jaxrag.models import memory as memories
 from jaxrag.models.export import export_hf
@@ -119,6 +119,24 @@ def test_the_shipped_model(check):
     assert [one["method"] for one in found["methods"]] == ["cacheblend", "fusionrag", "epic"]
     assert found["methods"][0]["encoders"] == ["after_prefix"]
     assert found["checked"] is None
+
+
+def test_measured_forms_are_kept_and_shown(check, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("JAXRAG_FORMS")
+    monkeypatch.setattr(forms, "_KEYS", 256)
+    monkeypatch.setattr(forms, "_WEIGHT_BYTES", 1 << 16)
+    monkeypatch.setattr(forms, "chosen_of", lambda times, default: default)
+    code, out, err = check(SHIPPED / "dual", "--quick", "--measure")
+    assert code == 0 and "attention of a step: 1 tiles" in err and "8 tiles is kept" in err
+    kept = tmp_path / "jaxrag" / "xla" / "forms.json"
+    assert f"forms: kept in {kept}" in err
+    assert "key_tile 256, heads_apart bfloat16" in out
+    found = json.loads(check(SHIPPED / "dual", "--quick", "--json")[1])
+    assert (found["forms"]["decode_tiles"], found["forms_from"]) == (8, str(kept))
+    kept.write_text("{}")
+    code, _, err = check(SHIPPED / "dual", "--quick")
+    assert code == 1 and err.startswith("jaxrag: ") and err.count("\n") == 1
 
 
 def test_a_chat_model_is_shown_with_its_own_template(check, chat_model_dir):

@@ -49,7 +49,7 @@ FLOOR = {name: number for number, row in enumerate(reversed(FLOORS), 1) for name
 STORE_MAY_IMPORT = {  # bytes, not models
     "kv.store", "kv.int4", "base.errors", "base.config", "base.types",
 }  # fmt: skip
-KERNEL_RULES = {"pallas_kernels.visibility", "pallas_kernels.rotation"}  # data and pure rules
+KERNEL_RULES = {f"pallas_kernels.{it}" for it in ("forms", "rotation", "visibility")}  # no kernels
 BANNED = {"torch", "transformers"}
 IN_VLLM = {"jaxrag.connectors.counts", "jaxrag.connectors.vllm"}  # by its process alone
 # Imported when its body is chosen: JAX's Mosaic tells its compiler in the environment where its

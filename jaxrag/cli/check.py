@@ -1,6 +1,7 @@
 """`jaxrag check`: what a model directory is, whether it runs here, and what to type next."""
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from jaxrag.models.text.printable import printable
 
 if TYPE_CHECKING:
     from jaxrag.measure.bench.model_check import Checked, Parity
+    from jaxrag.models.forms import Forms
     from jaxrag.models.memory import Memory
     from jaxrag.models.overview import Overview
     from jaxrag.reuse.methods import Choice
@@ -38,6 +40,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_fields(parser, ModelOptions, only=("dtype", "mesh", "cache_tokens"))
     parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="measure which forms of attention and of products run fastest on this processor with "
+        "this model's shapes, and keep them for new processes (JAXRAG_FORMS=default: use none)",
+    )
+    parser.add_argument(
         "--peer-python",
         metavar="FILE",
         help="interpreter with torch and transformers, to compare logits (this one)",
@@ -48,7 +56,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0; 1 for what cannot be served; 3 where transformers gives other logits."""
+    import jax
+
     from jaxrag.measure.bench.model_check import Parity, check_model
+    from jaxrag.models.forms import kept_forms
     from jaxrag.models.overview import overview
     from jaxrag.reuse.methods import choices
 
@@ -57,6 +68,11 @@ def run(args: argparse.Namespace) -> int:
     suited = choices(found.config, found.reading)
     if not args.json:
         _show(_understood(found))
+    if args.measure:
+        _measure_forms(found)
+    forms, source = kept_forms()
+    if not args.json and jax.default_backend() == "cpu":
+        _show([("forms", f"{_told(forms)}; {source}")])
     checked = None
     if not args.quick:
         tell_programs()
@@ -69,7 +85,8 @@ def run(args: argparse.Namespace) -> int:
                 peer_python=args.peer_python,
             )
     if args.json:
-        values = found.to_dict() | {"methods": [_choice_values(one) for one in suited]}
+        values = found.to_dict() | {"forms": dataclasses.asdict(forms), "forms_from": source}
+        values |= {"methods": [_choice_values(one) for one in suited]}
         print_json(values | {"checked": None if checked is None else checked.to_dict()})
     else:
         if checked is not None:
@@ -83,6 +100,31 @@ def run(args: argparse.Namespace) -> int:
         file=sys.stderr,
     )
     return _DIFFERS
+
+
+def _told(forms: "Forms") -> str:
+    """As text: "key_tile 256, heads_apart bfloat16, ..."."""
+    values = dataclasses.asdict(forms)
+    values["heads_apart"] = "+".join(forms.heads_apart) or "never"
+    return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+def _measure_forms(found: "Overview") -> None:
+    """Measure, keep, and say what was faster; says so where there is nothing to choose."""
+    import jax
+
+    from jaxrag.measure.bench.forms import measure_forms
+    from jaxrag.models.forms import keep_forms
+
+    if jax.default_backend() != "cpu":
+        print("forms: they are chosen on processors only", file=sys.stderr)
+        return
+    chosen, measured = measure_forms(found.config)
+    path = keep_forms(chosen, {"measured": [dataclasses.asdict(one) for one in measured]})
+    for one in measured:
+        times = ", ".join(f"{name} {1e3 * it:.2f} ms" for name, it in one.seconds.items())
+        print(f"{one.choice}: {times}; {one.taken} is kept", file=sys.stderr)
+    print(f"forms: kept in {path}", file=sys.stderr)
 
 
 def _show(rows: Iterable[tuple[str, str]]) -> None:

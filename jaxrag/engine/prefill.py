@@ -23,6 +23,7 @@ from jaxrag.reuse.decode import Observe, PromptQueries
 from jaxrag.reuse.select import choose
 
 PREFILL_TOKENS = 1024  # of one pass; longer prompts run in pieces of this many
+_FEW_TOKENS = 80  # a pass over so many gains most of a tenth by weights that no scan copies
 
 
 class Prefilled(NamedTuple):
@@ -162,7 +163,8 @@ class Prefill:
         seen = np.where((seen >= 0) & (seen < length), seen, -1).astype(np.int32)
         step = Step(*(model.put_batch(x, rows) for x in (ids, positions, slots)))
         piece = _Piece(step, *(model.put_batch(x, rows) for x in (last, seen)))
-        arguments = (logits, bank.queries, model.decoder(num_slots), table, piece)
+        decoder = model.decoder(num_slots, few_rows=rows * width <= _FEW_TOKENS)
+        arguments = (logits, bank.queries, decoder, table, piece)
         return arguments, {"rows_in_turn": model.rows_in_turn}
 
 

@@ -1,5 +1,6 @@
 """The machine of a measurement: what it is, for the record, and a moment of rest."""
 
+import dataclasses
 import datetime
 import importlib.metadata
 import os
@@ -11,6 +12,7 @@ from typing import Any
 import jax
 
 from jaxrag.base.installed import commit
+from jaxrag.models.forms import forms
 
 PACKAGES = ("jaxrag", "jax", "jaxlib", "numpy", "tensorstore")
 SETTLE_SECONDS = 1.0  # idle worker threads of one process spin for a while and slow the other's
@@ -26,6 +28,7 @@ def describe() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "device": f"{device.platform}: {device.device_kind}",
         "python": platform.python_version(),
+        "forms": dataclasses.asdict(forms()),
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
         "commit": commit(),
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -42,6 +42,7 @@ from pallas_kernels import (
     sparse_attention,
     topn_attention,
 )
+from pallas_kernels.paged_attention import LONG
 from pallas_kernels.segment_attention import SAVED as PACKED_OUT
 
 __all__ = [
@@ -69,8 +70,6 @@ __all__ = [
 
 
 PagedOp = Callable[..., tuple[Array, Array]]  # out and lse of one of the paged ops
-
-_QUERIES_IN_TURN = 128  # measured: rows of fewer queries are faster together
 
 
 class Attend(Protocol):
@@ -187,7 +186,7 @@ class PagedAttend:
 
     def _op(self, num_queries: int) -> PagedOp:
         """What queries [B, num_queries] attend with."""
-        in_turn = self.rows_in_turn and num_queries >= _QUERIES_IN_TURN
+        in_turn = self.rows_in_turn and num_queries >= LONG
         if in_turn and body_of("sparse_attention", self.config.kernels) == "xla":
             return paged_attention_by_row
         return paged_decode_attention if num_queries == 1 else sparse_attention

@@ -7,8 +7,8 @@ before, two rows by a library that reads it as it is: 2 and 22 GB/s.
 
 A scan over stacked weights copies those of a layer before XLA:CPU multiplies with them. For a chunk
 of a prompt that is a few percent; a decode step does hardly anything but read weights, and takes
-1.7 times as long in float32. Its program then holds every layer by itself (``by_layer``), which
-takes three times as long to compile.
+1.7 times as long in float32. Its program, and that of a short question, then holds every layer by
+itself (``by_layer``), which takes two to three times as long to compile.
 """
 
 import math
@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 
 from jaxrag.base.types import Array
 from jaxrag.models.spec import LayerParams, Params
+from pallas_kernels.forms import forms
 
 PRODUCT = "linear"  # checkpoint_name of what ``linear`` returns, for rematerialisation policies
 
@@ -47,7 +48,7 @@ def product(x: Array, weight: Array, axis: int = 0, dtype: Any = None) -> Array:
         over = (((x.ndim - 1,), (axis,)), ((), ()))
         return lax.dot_general(x, weight, over, preferred_element_type=dtype)
 
-    single = x.size == x.shape[-1] and x.dtype == jnp.bfloat16
+    single = x.size == x.shape[-1] and x.dtype == jnp.bfloat16 and forms().doubled_row
     if not (single and jax.default_backend() == "cpu"):
         return plain(x)
     # Without the barrier the compiler would see that the rows are one.
@@ -96,7 +97,7 @@ def over_rows(a: Array, b: Array, dtype: Any = None) -> Array:
 
 def gains_by_layer(params: Params, mesh: Mesh | None) -> bool:
     """Would ``by_layer`` make decoding faster, and hold no weight twice?"""
-    if mesh is not None or jax.default_backend() != "cpu":
+    if mesh is not None or jax.default_backend() != "cpu" or not forms().layers_apart:
         return False
     leaves = jax.tree.leaves(params.layers)
     large = [leaf for leaf in leaves if leaf.ndim > 2]  # the others are vectors of a layer

@@ -29,6 +29,7 @@ from jaxrag.models.checkpoint import is_checkpoint, load_checkpoint
 from jaxrag.models.compiled import keep_compiled
 from jaxrag.models.decoder import Decoder, forward, unembed
 from jaxrag.models.digest import params_digest, weights_digest
+from jaxrag.models.forms import take_forms
 from jaxrag.models.hf import load_config, load_hf, names_dtype
 from jaxrag.models.hub import fetched, is_hub_name
 from jaxrag.models.linear import by_layer, gains_by_layer
@@ -90,6 +91,7 @@ class Model:
 
     def __post_init__(self) -> None:
         check_kernels(self.config.kernels)
+        take_forms()
         fastest = self.placement.on_device and measured_kernels()
         if self.config.kernels == "measured" and not fastest:
             self.config = dataclasses.replace(self.config, kernels="xla")

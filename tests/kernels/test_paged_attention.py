@@ -1,5 +1,8 @@
 """Paged attention against a dense oracle: offsets, hidden slots, rotation sides, merging."""
 
+import functools
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,10 +13,17 @@ from jaxrag.base.rotary import attention_factor
 from jaxrag.base.types import HIDDEN, Partial
 from jaxrag.models.attention import merge
 from jaxrag.models.rope import place, rope_table
-from pallas_kernels import Pages, Pool, Rotary, paged_attention, paged_attention_by_row
+from pallas_kernels import (
+    Pages,
+    Pool,
+    Rotary,
+    paged_attention,
+    paged_attention_by_row,
+    paged_decode_attention,
+)
 from pallas_kernels.rotation import rotate
 
-PAGE, NUM_PAGES, K, G, H = 16, 40, 2, 3, 10
+PAGE, NUM_PAGES, K, G, H = 16, 64, 2, 3, 10
 N = K * G
 ROPES = {
     "half": RopeConfig(5_000.0, 10, False, None),
@@ -66,6 +76,14 @@ class Scene:
             self.rotary, scale=0.3, **options,
         )  # fmt: skip
 
+    def step(self, **options):
+        """What the first query gets in a decode step, [1, 1, N, H] and [1, 1, N]."""
+        out, lse = paged_decode_attention(
+            self.q[:, 0], Pool(self.k_pool, self.v_pool), self.arrays(None),
+            self.query_position[:, 0], self.rotary, scale=0.3, **options,
+        )  # fmt: skip
+        return out[:, None], lse[:, None]
+
     @property
     def rotary(self):
         return Rotary(self.table.cos, self.table.sin, self.rope.interleaved)
@@ -109,14 +127,14 @@ def test_equals_dense_with_poisoned_unused_slots(rng, rope, side):
     assert (np.asarray(out)[0, 0] == 0).all() and np.isneginf(np.asarray(lse)[0, 0]).all()
 
 
-@pytest.mark.parametrize("side", ["query", "joined", None])
+@pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("at", [3, 104, 336, 900, -1])
-def test_one_query_equals_dense(rng, side, at):
-    """Over one tile of joined heads and several of the others; chunks placed and in place."""
-    for offsets in ([300, 0, 100], [0, 600, 700]):
+def test_one_query_equals_dense(rng, at, window):
+    """Over several tiles of keys; chunks placed and in place; by both ops."""
+    for offsets, op in itertools.product(([300, 0, 100], [0, 600, 700]), ("step", "rows")):
         scene = Scene(rng, ROPES["half"], [590, 16, 5], offsets, [at])
-        out, lse = scene.attend(rotate_side=side)
-        expected, expected_lse = scene.dense()
+        out, lse = scene.step(window=window) if op == "step" else scene.attend(window=window)
+        expected, expected_lse = scene.dense(window)
         np.testing.assert_allclose(out[0], expected, rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(lse[0], expected_lse, rtol=1e-5, atol=1e-5)
 
@@ -163,6 +181,28 @@ def test_rows_in_turn_are_the_rows_together(rng):
     ]  # fmt: skip
     for in_turn, together in zip(*outs, strict=True):
         np.testing.assert_allclose(in_turn, together, rtol=2e-5, atol=2e-6)
+
+
+def test_a_step_of_a_row_is_bit_equal_whoever_has_the_others(rng):
+    """Rows that see four tiles, one and two; alone, and at another place in the batch."""
+    scene = Scene(rng, ROPES["half"], [590, 330, 5], [0, 100, 900], [-1] * 3)
+    orders = ([0, 1, 2], [2, 0, 1], [1, 2, 0])
+    tables = [jax.tree.map(np.asarray, scene.arrays(order)) for order in orders]
+    at = np.array([1000, 7, 500], np.int32)
+    q = rng.normal(size=(3, N, H)).astype(np.float32)
+    step = jax.jit(functools.partial(paged_decode_attention, scale=0.3))
+
+    def run(rows, empty=()):
+        table = Pages(*(np.concatenate(x) for x in zip(*(tables[r] for r in rows), strict=True)))
+        positions = np.array([-1 if r in empty else at[r] for r in rows])
+        pool = Pool(scene.k_pool, scene.v_pool)
+        return step(q[rows], pool, table, positions, scene.rotary)
+
+    together = run([0, 1, 2])
+    for row in range(3):
+        for rows, empty in (([row], ()), ([2, 1, 0], set(range(3)) - {row}), ([1, 0, 2], ())):
+            for one, other in zip(together, run(rows, empty), strict=True):
+                np.testing.assert_array_equal(one[row], other[rows.index(row)])
 
 
 def test_rotations_compose_and_scale_nothing(rng):

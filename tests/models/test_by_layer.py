@@ -25,10 +25,10 @@ MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 
 @pytest.fixture
 def wide(tiny_config):
-    """A config whose layers are multiples of 64 bytes, and no two of its matrices of one size."""
+    """Layers are multiples of 64 bytes; no matrix is as large as another, or as scores."""
 
     def make(family="llama", **changes):
-        sizes = {"model_dim": 64, "mlp_dim": 224, "num_heads": 6, "num_kv_heads": 2, "head_dim": 32}
+        sizes = {"model_dim": 80, "mlp_dim": 224, "num_heads": 6, "num_kv_heads": 2, "head_dim": 32}
         return tiny_config(family, **sizes, **changes)
 
     return make
