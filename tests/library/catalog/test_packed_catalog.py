@@ -27,7 +27,7 @@ WORDS = [f"w{n}" for n in range(80)]
 def pack_early():
     """Few chunks are many, so that postings are packed and blocks joined all the time."""
     bm25._MANY_CHUNKS, bm25._LOOSE = 30, 6
-    joining._TIERS, packed._ROWS, joining._TERMS, joining._DROPPED = (16, 64), 7, 20, 50
+    joining._TIERS, packed._ROWS, joining._TERMS, joining._DROPPED = (16, 64), 7, 2, 5
 
 
 @pytest.fixture(autouse=True)
@@ -182,4 +182,41 @@ def test_damage_of_what_is_packed_is_refused_and_made_anew(tmp_path):
             catalog.search("w1 w2", 5)
         assert not catalog.audit().check(lambda stored: Examined()).whole
         assert catalog.audit().repair(lambda stored: Examined()).whole
+        check(catalog)
+
+
+def test_joining_that_ends_between_any_two_steps_goes_on_later(tmp_path, monkeypatch):
+    path = tmp_path / "catalog.sqlite"
+    rng = random.Random(5)
+    Catalog.create(path, {"vectors": None}).close()
+    step, left = joining.Joining.step, [0]
+    unfinished = 0
+
+    def ending(self):
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr(joining.Joining, "step", ending)
+    for n in range(60):
+        left[0] = rng.randrange(30)
+        with contextlib.closing(Catalog.open(path)) as catalog:
+            with contextlib.suppress(KeyboardInterrupt):
+                catalog.put([entry(catalog, f"d{n}", rng)])
+            if n % 7 == 6:
+                catalog.remove([f"d{n - 3}"])
+            check(catalog)
+            if catalog._index.packed.is_there():
+                rows = "SELECT (SELECT COUNT(*) FROM joining) + (SELECT COUNT(*) FROM leftover)"
+                unfinished += catalog._database.connection.execute(rows).fetchone()[0] > 0
+    assert unfinished > 10
+    left[0] = 10**6
+    with contextlib.closing(Catalog.open(path)) as catalog:
+        for n in range(60, 64):
+            catalog.put([entry(catalog, f"d{n}", rng)])
+        blocks = catalog._index.packed.blocks()
+        numbers = {row[0] for row in catalog._database.connection.execute(
+            "SELECT DISTINCT block FROM packed")}  # fmt: skip
+        assert numbers == {block.number for block in blocks}, "nothing is left of what was joined"
         check(catalog)
