@@ -2,8 +2,8 @@
 
 How many that is depends on the vectors. So when an index has grown, some of its own vectors are
 asked for with ever more partitions, until nearly all that comparing every row finds is found. The
-number is kept in a file beside the table. Where it is missing or unlike its digest, every partition
-is compared.
+number, with a margin as questions lie farther off than what is stored, is kept in a file beside the
+table. Where it is missing or unlike its digest, every partition is compared.
 """
 
 import json
@@ -40,17 +40,18 @@ class Probes(NamedTuple):
 def measured(
     rows: int, most: int, exact: Sequence[Ids], ask: Callable[[int], Sequence[Ids]]
 ) -> Probes:
-    """The least number of partitions, at most ``most``, that finds RECALL of what is exact.
+    """One step more than the least number of partitions that finds RECALL of what is exact.
 
     Args:
       rows: of the table.
+      most: partitions, at most.
       exact: the best ids of every vector that is asked for.
       ask: the same as found in so many partitions.
     """
     partitions = _FEWEST
     while partitions < most and _recall(exact, ask(partitions)) < RECALL:
         partitions = int(partitions * _STEP)
-    return Probes(rows, min(partitions, most))
+    return Probes(rows, min(int(partitions * _STEP), most))
 
 
 def _recall(exact: Sequence[Ids], found: Sequence[Ids]) -> float:

@@ -93,9 +93,9 @@ def test_partitions_are_added_until_enough_is_found():
     def ask(partitions):
         return [np.arange(min(10, partitions // 4))] * 4
 
-    assert probes.measured(7, 1000, exact, ask) == Probes(7, 40)
+    assert probes.measured(7, 1000, exact, ask) == Probes(7, 60)
     assert probes.measured(7, 20, exact, ask) == Probes(7, 20)
-    assert probes.measured(7, 1000, exact, lambda partitions: exact) == Probes(7, 8)
+    assert probes.measured(7, 1000, exact, lambda partitions: exact) == Probes(7, 12)
 
 
 def test_what_was_measured_is_kept_and_a_damaged_file_tells_nothing(tmp_path):
