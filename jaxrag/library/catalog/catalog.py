@@ -42,7 +42,9 @@ from jaxrag.library.catalog.readers import MAY_PRECEDE
 from jaxrag.library.catalog.rows import ChunkRow, DocumentRow, NewDocument
 from jaxrag.library.retrieve.base import searched_text
 from jaxrag.library.retrieve.bm25 import BM25Index, IndexChange
+from jaxrag.library.retrieve.joining import Joining
 
+_TURN = 0.001  # seconds that threads which wait for the catalog have between two transactions
 _REMOVED_AT_ONCE = 256  # documents whose texts are held
 
 
@@ -238,7 +240,7 @@ class Catalog(CatalogReader):
         return left
 
     def _pack(self) -> None:
-        """Pack postings where enough have come, in a transaction of their own."""
+        """Pack postings where enough have come; then join blocks, in many short transactions."""
         if not self.checked:
             return
         with self._database.snapshot() as connection:
@@ -246,6 +248,12 @@ class Catalog(CatalogReader):
         if due:
             with self._database.transaction():
                 self._index.packed.pack()
+            while self._join():
+                time.sleep(_TURN)
+
+    def _join(self) -> bool:
+        with self._database.transaction():
+            return Joining(self._index.packed).step()
 
     def put_keys(self, keys: Iterable[tuple[str, str, Mapping[str, Sequence[str]]]]) -> None:
         """Record store keys of further encoder variants; the chunks stay as they are.
@@ -347,6 +355,9 @@ class Catalog(CatalogReader):
         if not dry_run:
             with self._database.transaction() as connection:
                 connection.execute(f"DELETE FROM reservations WHERE {rule}", cutoff)
+        totals = self.totals()
+        if totals is not None and totals.has_ids(chunk_ids):
+            return chunk_ids[:0]
         with self._database.use() as connection:
             young = connection.execute(
                 f"SELECT first, last FROM reservations WHERE NOT ({rule})", cutoff

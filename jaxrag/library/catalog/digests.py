@@ -6,6 +6,7 @@ find accidents, not attackers: whoever may write the file may write digests.
 """
 
 import dataclasses
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,9 @@ CREATE_TOTALS = (
     "xxh3 INTEGER NOT NULL)"
 )
 
+_EIGHT = struct.Struct("<q").pack
+_INTEGER = b"i" + _EIGHT(8)
+
 
 @dataclasses.dataclass(frozen=True)
 class DigestTable:
@@ -46,14 +50,15 @@ class DigestTable:
             if isinstance(value, str):
                 data, kind = value.encode(), b"t"
             elif isinstance(value, int):
-                data, kind = value.to_bytes(8, "little", signed=True), b"i"
+                parts += (_INTEGER, _EIGHT(value))
+                continue
             elif isinstance(value, bytes):
                 data, kind = value, b"b"
             elif value is None:
                 data, kind = b"", b"n"
             else:
                 data, kind = str(value).encode(), b"f"
-            parts += (kind, len(data).to_bytes(8, "little"), data)
+            parts += (kind, _EIGHT(len(data)), data)
         found = xxhash.xxh3_64_intdigest(b"".join(parts))
         return found - (1 << 64) if found >> 63 else found
 

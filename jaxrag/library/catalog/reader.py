@@ -35,7 +35,7 @@ from jaxrag.library.catalog.rows import (
     from_blob,
 )
 from jaxrag.library.documents.chunking import Chunk
-from jaxrag.library.retrieve.base import searched_text
+from jaxrag.library.retrieve.base import Found, searched_text
 from jaxrag.library.retrieve.bm25 import BM25Index, BM25Snapshot, Sizes
 from jaxrag.library.retrieve.filters import Filter
 
@@ -92,9 +92,9 @@ class CatalogReader:
 
     def documents(self, where: Filter | None = None) -> list[DocumentEntry]:
         """Every document whose metadata matches, by id."""
-        condition, values = _condition(where)
+        condition, values = ("true", []) if where is None else where.sql()
         with self._database.snapshot() as connection:
-            found = self._documents(connection, f"{condition} ORDER BY id", values)
+            found = self._documents(connection, f"WHERE {condition} ORDER BY id", values)
             if where is None:
                 self._check_documents(connection, len(found))
         return [row.entry() for row in found]
@@ -276,15 +276,21 @@ class CatalogReader:
 
     def search(self, question: str, k: int, where: Filter | None = None) -> list[Hit]:
         """The up to ``k`` chunks that BM25 ranks first, of documents whose metadata matches."""
+        return self.hits(self.ranked(question, k, where))
+
+    def ranked(self, question: str, k: int, where: Filter | None = None) -> list[Found]:
+        """What ``search`` finds, without the chunks' rows: these are counted, not read."""
         with self._database.snapshot() as connection:
             version = self.version()
             totals = self._totals(connection)
             sizes = None if totals is None else Sizes(totals.chunks, totals.terms)
             matches = self._index.search(question, k, where, sizes, version)
-            hits = self._hits(connection, [(match.chunk_id, match.score) for match in matches])
-            if self.checked and len(hits) != len(matches):
+            asked = (json.dumps([match.chunk_id for match in matches]),)
+            statement = "SELECT COUNT(*) FROM chunks WHERE id IN (SELECT value FROM json_each(?))"
+            rows = connection.execute(statement, asked).fetchone()
+            if self.checked and rows != (len(matches),):
                 raise unlike(self.path, "the rows of chunks that were found are")
-        return hits
+        return matches
 
     def words(self) -> BM25Snapshot:
         """The full-text index in memory, to put many questions to it; ranks as ``search``."""
@@ -522,11 +528,3 @@ class CatalogReader:
                 row, document = by_id[chunk_id]
                 hits.append(row.hit(document, score))
         return hits
-
-
-def _condition(where: Filter | None) -> tuple[str, Sequence[Any]]:
-    """A WHERE clause over the documents table and its values."""
-    if where is None:
-        return "", ()
-    text, values = where.sql()
-    return f"WHERE {text}", values

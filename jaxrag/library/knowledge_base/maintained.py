@@ -44,7 +44,7 @@ GATE = "gate:"  # settings of this prefix, one a method, so that two gates do no
 class Maintained(Parts):
     """What is done with the documents that are there."""
 
-    def refresh(self, *, progress: bool = False) -> RefreshReport:
+    def refresh(self, *, progress: bool = False, every: bool = False) -> RefreshReport:
         """Encode every chunk whose neighbours are not those that its KV was encoded behind.
 
         Of the encoder variants that see neighbours; ``add``, ``update`` and ``remove`` do it by
@@ -52,9 +52,10 @@ class Maintained(Parts):
         then a question encodes what it misses.
 
         Where nothing changed since the last refresh, nothing is searched; where neighbours are
-        found by vectors in an "exact" index, only chunks that the change can reach are. By words or
-        in another index any change may reorder every list: each chunk is then a question to all,
-        and the time grows with the square of their number.
+        found by vectors, only chunks that the change can reach are. By words any change may reorder
+        every list: each chunk is then a question to all, and the time grows with the square of
+        their number. So it does with ``every``, which searches all: for what an approximate index
+        missed as it was then.
 
         Raises KnowledgeBaseError when opened without a model or for reading, or when neighbours
         are found by vectors and chunks lack theirs.
@@ -64,7 +65,7 @@ class Maintained(Parts):
         neighbours = self._neighbours(model)
         self._check_vectors(neighbours.by)
         with self._acknowledged():
-            return refresh(neighbours, self._encoding(model), self._behind_others, progress)
+            return refresh(neighbours, self._encoding(model), self._behind_others, progress, every)
 
     def neighbours_of(
         self, chunk_ids: Sequence[int], encoder: str, template: PromptTemplate | None = None

@@ -7,15 +7,16 @@ readers may read (``base.groups``). The list ends before the first that does not
 context behind the prefix and in front of the chunk.
 
 A complete search is remembered in the catalog: of which chunks it was, and how they were searched.
-Where nothing came or went since, all lists are as they were. Where an exact vector index ranks
-them, two chunks' similarity is theirs alone, and the chunks to search again are those that
+Where nothing came or went since, all lists are as they were. Where vectors rank them, two chunks'
+similarity is theirs alone, and the chunks to search again are those that
 
 - have no KV, as new ones, and those whose KV saw a chunk that is gone;
 - have fewer neighbours than asked for, because the context ended or there were no more;
 - are at least as similar to a new chunk as to the last of their neighbours.
 
-With BM25 a word weighs less the more chunks hold it, and with an approximate index what is found
-depends on how it was built: there every change may reorder every list, and all are searched again.
+These products are exact in an approximate index, too: what such an index once missed stays missed,
+and what comes later is not missed. With BM25 a word weighs less the more chunks hold it: there
+every change may reorder every list, and all are searched again.
 """
 
 import collections
@@ -189,7 +190,11 @@ def _that_fit(chunks: Iterable[HostArray], room: int) -> tuple[HostArray, ...]:
 
 
 def refresh(
-    neighbours: Neighbours, encoding: ChunkEncoding, encoders: Sequence[str], progress: bool
+    neighbours: Neighbours,
+    encoding: ChunkEncoding,
+    encoders: Sequence[str],
+    progress: bool,
+    every: bool,
 ) -> RefreshReport:
     """Encode every chunk whose neighbours, their order included, are not those of its KV.
 
@@ -199,10 +204,13 @@ def refresh(
     Args:
       encoders: those of its variants that see neighbours.
       progress: show how far it is, on stderr.
+      every: search the neighbours of every chunk, whatever is known of an earlier search.
     """
     start = time.perf_counter()
     count = collections.Counter(dict.fromkeys(_COUNTED, 0))
     search = NeighbourSearch.begin(neighbours.catalog, _how(neighbours, encoding, encoders))
+    if every:
+        search = dataclasses.replace(search, known=None)
     outdated = search.outdated(encoders, neighbours.top_n, neighbours.index)
     if neighbours.by == "bm25" and len(outdated) > _BATCH:
         neighbours = dataclasses.replace(neighbours, words=neighbours.catalog.words())
@@ -340,7 +348,7 @@ class NeighbourSearch:
             return _lacking(self.catalog, ids, encoders)
         # Where one of several chunks of a content has left, its content may rank lower now.
         copies = np.isin(gone, _from_ranges(self.known["copies"])).any()
-        if index is None or not index.exact or copies or 2 * len(new) >= len(ids):
+        if index is None or copies or 2 * len(new) >= len(ids):
             return ids
         outdated = np.zeros(len(ids), bool)
         try:

@@ -13,7 +13,7 @@ from jaxrag.base.errors import RequestError
 from jaxrag.library.catalog import Catalog, Hit
 from jaxrag.library.knowledge_base.vectors import ChunkVectors
 from jaxrag.library.retrieve.adapters import ForeignRetriever
-from jaxrag.library.retrieve.base import Reranker, Retriever
+from jaxrag.library.retrieve.base import Ids, Reranker, Retriever
 from jaxrag.library.retrieve.filters import Filter
 from jaxrag.library.retrieve.retrievers import (
     BM25Retriever,
@@ -61,7 +61,7 @@ class Search:
         and for a least score where scores are ranks.
         """
         chosen = None if where is None else Filter.parse(where)
-        retriever, notes = self._retriever(mode)
+        retriever, notes = self._retriever(mode, chosen)
         if min_score is not None:
             _check_least(min_score, isinstance(retriever, HybridRetriever) and not self.reranker)
         if self.reranker is not None:
@@ -81,7 +81,9 @@ class Search:
                 return [Hits(hits[:k], notes) for hits in rows]
             depth *= 2
 
-    def _retriever(self, mode: SearchMode | None) -> tuple[Retriever, tuple[str, ...]]:
+    def _retriever(
+        self, mode: SearchMode | None, where: Filter | None
+    ) -> tuple[Retriever, tuple[str, ...]]:
         """What ranks the chunks, and what is to be said about it."""
         if mode is not None and mode not in get_args(SearchMode):
             raise RequestError(
@@ -89,7 +91,7 @@ class Search:
             )
         if mode is None and self.retriever is not None:
             return ForeignRetriever(self.retriever), ()
-        words = BM25Retriever(self.catalog.search)
+        words = BM25Retriever(self.catalog.ranked)
         if mode == "bm25" or (mode is None and not self.complete):
             return words, ()
         if self.vectors is None or not self.complete:
@@ -105,10 +107,21 @@ class Search:
                 f"the vectors of {lost} of {self.catalog.counts()['chunks']} chunks are gone, so "
                 "these were not found by meaning; `jaxrag kb verify --repair` makes them again",
             )
+        if not self.vectors.index.trusted:
+            notes += (
+                "the index of vectors cannot be trusted, so all vectors are compared, which takes "
+                "longer; the next change of the documents makes it anew",
+            )
+        allowed = None if where is None else self.catalog.chunk_ids(where)
+
+        def chunk_ids(_: Filter) -> Ids:  # the catalog is busy with words by then
+            assert allowed is not None
+            return allowed
+
         near = VectorRetriever(
             self.vectors.embedder,
             self.vectors.index,
-            chunk_ids=self.catalog.chunk_ids,
+            chunk_ids=chunk_ids,
             strays=compared.strays,
         )
         return near if mode == "vector" else HybridRetriever((words, near)), notes

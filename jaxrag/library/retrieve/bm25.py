@@ -27,7 +27,8 @@ from jaxrag.base.errors import DamagedCatalogError
 from jaxrag.base.types import Connection
 from jaxrag.library.retrieve.base import Found
 from jaxrag.library.retrieve.filters import Filter, Scalar
-from jaxrag.library.retrieve.packed import BM25Weights, Head, Packed, damaged
+from jaxrag.library.retrieve.maxscore import BestChunks, BM25Weights
+from jaxrag.library.retrieve.packed import Head, Packed, damaged
 from jaxrag.library.retrieve.terms import terms
 
 _MANY_CHUNKS = 10_000  # from here on, words that most chunks hold are not looked at
@@ -314,7 +315,7 @@ class BM25Index:
             best = list(zip(scores[order].tolist(), own[order].tolist(), strict=True))
         least = best[k - 1][0] if len(best) >= k else 0.0
         heads = {term: self._seen.terms[term][1] for term in idf}
-        best += self.packed.search(idf, heads, k, scoring, allowed, least)
+        best += BestChunks(self.packed, idf, heads, k, scoring, allowed).found(least)
         best.sort(key=lambda pair: (-pair[0], pair[1]))
         return [Found(chunk_id, score / _UNIT) for score, chunk_id in best[:k]]
 

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from jaxrag.base.errors import RetrievalError, StoreError
 from jaxrag.kv.store.chunk_store import Mode
-from jaxrag.library.retrieve import earlier
+from jaxrag.library.retrieve import earlier, index_files, probes
 from jaxrag.library.retrieve.base import (
     NOTHING,
     Ids,
@@ -51,11 +51,15 @@ _TABLE = "chunks"
 _MOVING = "moving"  # folder of a table that is being made of earlier files
 _CHECK = "check"  # column of the digests of rows
 _INDEX_FROM = 20_000  # rows; below, comparing all of them is as fast
-_PROBES = 20  # partitions that a question is compared with
+_ROWS_OF_PARTITION = 8192  # LanceDB joins and splits partitions until they are about as large
+_EVERY = 1 << 20  # partitions: more than there are
+_GROWN = 1.5  # times as many rows as when it was measured how many partitions to compare
+_BEYOND = 1.5  # times as many candidates as should hold enough of those that a filter allows
 _OPTIMIZE_EVERY = 20  # changes: small files are merged, new rows indexed, old versions removed
 _KEPT = datetime.timedelta(hours=1)  # versions this young may be in use by a reader
 _MOMENT = datetime.timedelta(milliseconds=1)  # the least that LanceDB takes without a warning
 _LISTED_IDS = 10_000  # most ids that are written into a query
+_DEEPEST = 5_000  # candidates that are looked through before allowed ids are listed instead
 _SCORES = 1 << 24  # products of an exact search that are held at once
 
 
@@ -79,8 +83,8 @@ class VectorIndex:
     be read or written raise StoreError, vectors of another shape RequestError.
 
     Attributes:
-      exact: whether every row is compared; else which ones are is approximate from 20,000 rows on,
-        and filtered searches look further until they have found enough.
+      exact: whether every row is compared; else those of some partitions are from 20,000 rows on
+        (``retrieve.probes``), and filtered searches look further until they have found enough.
     """
 
     def __init__(self, folder: Path, dim: int, exact: bool, mode: Mode) -> None:
@@ -93,6 +97,8 @@ class VectorIndex:
         self._indexed = False  # nothing is left to index
         self._lock = threading.RLock()
         self._held: tuple[int, Ids, Vectors] | None = None  # version of the table, and its rows
+        self.trusted = True  # every file of the index is as it was written
+        self._probes: probes.Probes | None = None  # as read or measured last
         self._in_memory = False  # of earlier files, as long as they are there
         self._opened = self._open()
 
@@ -109,6 +115,10 @@ class VectorIndex:
     @property
     def _path(self) -> Path:
         return self._folder / f"{_TABLE}.lance"
+
+    @property
+    def _index_files(self) -> Path:
+        return self._path / "_indices"
 
     @property
     def _table(self) -> Any:
@@ -141,6 +151,7 @@ class VectorIndex:
                 "embedder it was made with"
             )
         self._check_rows(table)
+        self.trusted = self.exact or index_files.are_whole(self._folder, self._index_files)
         return table
 
     def _make(self, place: str | Path, rows: tuple[Ids, Vectors] | None = None) -> Any:
@@ -211,6 +222,7 @@ class VectorIndex:
             if any(time.time() - path.stat().st_mtime >= grace_seconds for path in self._marks()):
                 self._table.update(where="true", values_sql={"id": "id"})
                 self._table.optimize(cleanup_older_than=younger)
+            self._record()
 
     def holds_rows_of(self, moment: float) -> bool:
         """Whether files may hold rows that left after a moment, in seconds since 1970."""
@@ -241,14 +253,12 @@ class VectorIndex:
         if not len(queries) or (allowed is not None and not len(allowed)):
             return ids, scores
         with _errors(self._folder):
-            count = self._table.count_rows()
             if self.exact:
                 found = self._compare_all(queries, k, allowed)
-            elif allowed is None or len(allowed) <= _LISTED_IDS:
-                where = None if allowed is None else _among(allowed)
-                found = self._ask(queries, min(k, count), where, every=False)
+            elif allowed is None:
+                found = self._ask(queries, k, self._partitions())
             else:
-                found = self._ask_and_drop(queries, k, allowed, count)
+                found = self._ask_for_allowed(queries, k, allowed)
         for query, (named, score) in enumerate(found):
             best = np.lexsort((named, -score))[:k]
             ids[query, : len(best)], scores[query, : len(best)] = named[best], score[best]
@@ -325,17 +335,18 @@ class VectorIndex:
             return self._held[1:]
 
     def _ask(
-        self, queries: Vectors, limit: int, where: str | None, every: bool
+        self, queries: Vectors, limit: int, partitions: int | None, where: str | None = None
     ) -> list[tuple[Ids, NDArray[np.float32]]]:
-        """Ids and scores of each query, in no fixed order; ``every`` row is compared if asked."""
-        if limit == 0:
-            return [(np.zeros(0, np.int64), np.zeros(0, np.float32)) for _ in queries]
+        """Ids and scores of each query, in no fixed order; partitions None: of every row."""
         ask = self._table.search(queries).distance_type("dot").select(["id", "_distance"])
-        ask = ask.limit(limit).minimum_nprobes(_PROBES).maximum_nprobes(0)
+        ask = ask.limit(limit)
         if where is not None:
             ask = ask.where(where, prefilter=True)
-        if every:
+        if partitions is None or not self.trusted:
             ask = ask.bypass_vector_index()
+        else:
+            ask = ask.minimum_nprobes(partitions)  # 0: as many more as filtered rows need
+            ask = ask.maximum_nprobes(partitions if where is None else 0)
         rows = ask.to_arrow()
         named = rows["id"].to_numpy().astype(np.int64)
         score = 1 - rows["_distance"].to_numpy().astype(np.float32)  # Lance's is 1 - product
@@ -345,20 +356,50 @@ class VectorIndex:
             owner = np.zeros(len(named), np.int32)
         return [(named[owner == query], score[owner == query]) for query in range(len(queries))]
 
-    def _ask_and_drop(
-        self, queries: Vectors, k: int, allowed: Ids, count: int
+    def _ask_for_allowed(
+        self, queries: Vectors, k: int, allowed: Ids
     ) -> list[tuple[Ids, NDArray[np.float32]]]:
-        """Search for more than ``k``, keep what is allowed; ever more until that is enough."""
-        limit = k
+        """Search for so many that ``k`` allowed ones should be among them; if not, for more.
+
+        Where that would be too many the allowed ids are listed, if there are few enough.
+        """
+        count = self._table.count_rows()
+        limit = math.ceil(_BEYOND * k * max(1.0, count / len(allowed)))
+        if limit > _DEEPEST and len(allowed) <= _LISTED_IDS:
+            return self._ask(queries, k, self._partitions(), _among(allowed))
         while True:
-            limit = min(4 * limit, count)
+            partitions = None if limit >= count else 2 * self._partitions()  # it lies deeper
             found = []
-            for named, score in self._ask(queries, limit, None, every=limit == count):
+            for named, score in self._ask(queries, min(limit, count), partitions):
                 place = np.minimum(np.searchsorted(allowed, named), len(allowed) - 1)
                 keep = allowed[place] == named
                 found.append((named[keep], score[keep]))
-            if limit == count or all(len(named) >= k for named, _ in found):
+            if limit >= count or all(len(named) >= k for named, _ in found):
                 return found
+            limit *= 4
+
+    def _partitions(self) -> int:
+        """How many partitions a question is compared with."""
+        with self._lock:
+            if self._probes is None:
+                self._probes = probes.read(self._folder) or probes.Probes(0, _EVERY)
+            return self._probes.partitions
+
+    def _measure_probes(self, count: int) -> None:
+        """Find out how many partitions to compare, of an index that has grown."""
+        known = probes.read(self._folder)
+        if known is not None and known.rows <= count < _GROWN * known.rows:
+            return
+        ids = self.ids()
+        queries = self.get(ids[:: math.ceil(len(ids) / probes.ASKED)])
+        exact = [named for named, _ in self._ask(queries, probes.DEPTH, None)]
+
+        def ask(partitions: int) -> list[Ids]:
+            return [named for named, _ in self._ask(queries, probes.DEPTH, partitions)]
+
+        most = 2 * math.ceil(count / _ROWS_OF_PARTITION)
+        self._probes = probes.measured(count, most, exact, ask)
+        probes.write(self._folder, self._probes)
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
@@ -369,24 +410,37 @@ class VectorIndex:
             self._changes += 1
             if self._changes >= _OPTIMIZE_EVERY:
                 self._optimize()
-            if not self.exact and not self._indexed:
+            if not self.exact and not (self._indexed and self._changes and self.trusted):
                 self._index_when_large()
 
     def _optimize(self) -> None:
         with _unless_in_conflict():
             self._table.optimize(cleanup_older_than=_KEPT)
             self._changes = 0
+            self._record()
+
+    def _record(self) -> None:
+        """What is in the index's files now is what was written."""
+        if self.trusted:
+            index_files.record(self._folder, self._index_files)
 
     def _index_when_large(self) -> None:
         lancedb, _ = _lancedb()
         count = self._table.count_rows()
-        if count >= _INDEX_FROM and len(self._table.list_indices()) < 2:
-            partitions = math.isqrt(count) // 2
+        if count >= _INDEX_FROM and not (self.trusted and len(self._table.list_indices()) == 2):
+            partitions = math.ceil(count / _ROWS_OF_PARTITION)
             vectors = lancedb.index.IvfFlat(distance_type="dot", num_partitions=partitions)
             with _unless_in_conflict():
                 self._table.create_index("id", config=lancedb.index.BTree())
                 self._table.create_index("vector", config=vectors)
+                if not self.trusted:
+                    self._table.optimize(cleanup_older_than=_MOMENT)  # what was there goes
+                    index_files.forget(self._folder)
+                    self.trusted = True
+                self._record()
         self._indexed = count >= _INDEX_FROM and len(self._table.list_indices()) == 2
+        if self._indexed:
+            self._measure_probes(count)
 
 
 @contextlib.contextmanager

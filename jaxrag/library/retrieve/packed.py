@@ -1,22 +1,20 @@
-"""Postings of many chunks in few rows, and the search of them that leaves out what cannot win.
+"""Postings of many chunks in few rows.
 
 A block holds up to 65,536 chunks, by place. Of every term that they hold it has one row: the places
 of the holders, ascending, and how often each holds it. The row's head bounds what the term can add
-to a score, so that common words are only looked up for chunks that rarer words brought near the
-top (MaxScore: Turtle and Flood, "Query evaluation: strategies and optimizations", Information
-Processing and Management 31, 1995). What is found is exactly what adding everything up finds.
+to a score.
 
-Postings come into a block from the table ``postings``, and blocks are made of smaller ones, in
-transactions of the catalog. A chunk that leaves is taken out of its block's rows at once.
+Postings come into a block from the table ``postings``, and blocks are made of smaller ones
+(``joining``), in transactions of the catalog. A chunk that leaves is taken out of its block's rows
+at once.
 """
 
 import dataclasses
-import heapq
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -27,8 +25,8 @@ from jaxrag.base.types import Connection
 
 PACKED = 5  # the format of a catalog that may have blocks
 MOST_CHUNKS = 1 << 16  # of a block: places are 16 bits
-_TIERS = (1 << 12, 1 << 16)  # blocks below a size become one when they have so many chunks together
 _ROWS = 2048  # that are read or written at once
+_MOST_HELD = 64 << 20  # bytes of postings that are remembered
 _LOW = 0xFFFFFFFF
 _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS blocks (block INTEGER PRIMARY KEY, chunks INTEGER NOT NULL, "
@@ -37,6 +35,11 @@ _SCHEMA = (
     "weight INTEGER NOT NULL, most INTEGER NOT NULL, least INTEGER NOT NULL, "
     "content INTEGER NOT NULL, xxh3 INTEGER NOT NULL, postings BLOB NOT NULL, "
     "PRIMARY KEY (block, term)) WITHOUT ROWID",
+    # Of ``joining.Joining``: the block that is made, digests of its sources, the last term; and
+    # blocks whose rows are to go.
+    "CREATE TABLE IF NOT EXISTS joining (block INTEGER PRIMARY KEY, sources TEXT NOT NULL, "
+    "after TEXT NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS leftover (block INTEGER PRIMARY KEY)",
 )
 _INSERT = "INSERT INTO packed VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
@@ -91,31 +94,30 @@ class Head(NamedTuple):
         return _digest(repr(tuple(self)).encode())
 
 
-_Row = tuple[Head, NDArray[np.int64], NDArray[np.int64]]  # places and counts
+PackedRow = tuple[Head, NDArray[np.int64], NDArray[np.int64]]  # places and counts
 
 
-@dataclasses.dataclass(frozen=True)
-class BM25Weights:
-    """The numbers of BM25 for one state of the index; ``unit`` makes weights whole numbers."""
+class HeldBytes:
+    """Bytes by their digest, up to so many in all: what was asked for longest ago goes first."""
 
-    k1: float
-    base: float
-    per_term: float
-    unit: float
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._total = 0
+        self._parts: dict[int, bytes] = {}
 
-    def weights(
-        self, idf: float, times: NDArray[np.int64], lengths: NDArray[np.float64]
-    ) -> NDArray[np.float64]:
-        """What a term adds to chunks that hold it so many times, in the order of SQL's search."""
-        found = idf * times * (self.k1 + 1) / (times + self.base + self.per_term * lengths)
-        made: NDArray[np.float64] = np.floor(found * self.unit + 0.5)
-        return made
+    def get(self, digest: int) -> bytes | None:
+        """The bytes of this digest, if they are held."""
+        found = self._parts.pop(digest, None)
+        if found is not None:
+            self._parts[digest] = found  # the last to go now
+        return found
 
-    def bound(self, idf: float, heads: Sequence[Head]) -> float:
-        """The most that a term adds, given the heads of its rows."""
-        most = np.array([head.most for head in heads])
-        least = np.array([head.least for head in heads], np.float64)
-        return float(self.weights(idf, most, least).max(initial=0.0))
+    def put(self, digest: int, data: bytes) -> None:
+        """Hold bytes, which have this digest and are not held."""
+        self._parts[digest] = data
+        self._total += len(data)
+        while self._total > self._most:
+            self._total -= len(self._parts.pop(next(iter(self._parts))))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -125,6 +127,7 @@ class Packed:
     connection: Connection
     path: Path  # of the catalog, as errors name it
     _blocks: dict[int, PostingBlock] = dataclasses.field(default_factory=dict, repr=False)
+    _held: HeldBytes = dataclasses.field(default_factory=lambda: HeldBytes(_MOST_HELD), repr=False)
 
     def is_there(self) -> bool:
         """Whether the catalog may have blocks."""
@@ -163,9 +166,8 @@ class Packed:
     # Changes
 
     def pack(self) -> None:
-        """Make blocks of all postings in the table ``postings``, and few of many blocks."""
-        for statement in _SCHEMA:
-            self.connection.execute(statement)
+        """Make blocks of all postings in the table ``postings``."""
+        self.make_tables()
         self.connection.execute(f"PRAGMA user_version = {PACKED}")
         packed = [block.ids[block.ids > 0] for block in self.blocks()]
         rows = np.array(
@@ -176,12 +178,17 @@ class Packed:
         for start in range(0, len(rows), MOST_CHUNKS):
             some = rows[start : start + MOST_CHUNKS]
             ids, lengths = some.T
-            number = self._put_chunks(None, ids, lengths)
-            self._put_rows(
+            number = self.new_number()
+            self.put_chunks(number, ids, lengths)
+            self.put_rows(
                 _row(number, term, ids, lengths, *pairs) for term, *pairs in self._loose(ids)
             )
         self.connection.execute("DELETE FROM postings")
-        self._join()
+
+    def make_tables(self) -> None:
+        """Make the tables that are not there."""
+        for statement in _SCHEMA:
+            self.connection.execute(statement)
 
     def _loose(
         self, ids: NDArray[np.int64]
@@ -208,72 +215,27 @@ class Packed:
                 return
             after = rows[-1][: len(after)]
 
-    def _put_chunks(
-        self, number: int | None, ids: NDArray[np.int64], lengths: NDArray[np.int64]
-    ) -> int:
-        """The chunks of a block; None: of a new one. Its number."""
-        if number is None:
-            (number,) = self.connection.execute(
-                "SELECT MAX(COALESCE((SELECT MAX(block) FROM blocks), 0), "
-                "COALESCE((SELECT MAX(block) FROM packed), 0)) + 1"
-            ).fetchone()
+    def new_number(self) -> int:
+        """The number of a block to come."""
+        (number,) = self.connection.execute(
+            "SELECT MAX(COALESCE((SELECT MAX(block) FROM blocks), 0), "
+            "COALESCE((SELECT MAX(block) FROM joining), 0), "
+            "COALESCE((SELECT MAX(block) FROM packed), 0)) + 1"
+        ).fetchone()
+        return int(number)
+
+    def put_chunks(self, number: int, ids: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
+        """Set the chunks of a block."""
         parts = ids.astype("<i8").tobytes(), lengths.astype("<u4").tobytes()
         self.connection.execute(
             "INSERT OR REPLACE INTO blocks VALUES (?, ?, ?, ?, ?)",
             (number, len(ids), _digest(b"".join(parts)), *parts),
         )
-        return int(number)
 
-    def _put_rows(self, rows: Iterable[tuple[object, ...]]) -> None:
+    def put_rows(self, rows: Iterable[tuple[object, ...]]) -> None:
+        """Add rows of terms."""
         for some in itertools.batched(rows, _ROWS):
             self.connection.executemany(_INSERT, some)
-
-    def _join(self) -> None:
-        """Make one of the small blocks where they are as many chunks as a larger one."""
-        for size in _TIERS:
-            small = [block for block in self.blocks() if len(block.ids) < size * 3 // 4]
-            chosen: list[PostingBlock] = []
-            for block in small:
-                if sum(len(it.ids) for it in (*chosen, block)) <= MOST_CHUNKS:
-                    chosen.append(block)
-            total = sum(len(it.ids) for it in chosen)
-            if len(chosen) > 1 and (total >= size * 3 // 4 or len(chosen) < len(small)):
-                self._merge(chosen)
-
-    def _merge(self, blocks: Sequence[PostingBlock]) -> None:
-        ids = np.concatenate([block.ids for block in blocks])
-        lengths = np.concatenate([block.lengths for block in blocks]).astype(np.int64)
-        stays = ids > 0
-        places = np.cumsum(stays) - 1  # of those that stay
-        starts = np.cumsum([0, *(len(block.ids) for block in blocks)])
-
-        def rows_of(block: PostingBlock, start: int) -> Iterator[_Row]:
-            for head, own, counts in self._checked(block):
-                yield head, places[own + start], counts
-
-        merged = heapq.merge(
-            *(rows_of(it, int(start)) for it, start in zip(blocks, starts, strict=False)),
-            key=lambda row: row[0].term,
-        )
-        number = self._put_chunks(None, ids[stays], lengths[stays])
-
-        def joined() -> Iterator[tuple[object, ...]]:
-            for term, group in itertools.groupby(merged, key=lambda row: row[0].term):
-                heads, own, counts = zip(*group, strict=True)
-                one = len(heads) == 1
-                yield _packed_row(
-                    number,
-                    term,
-                    own[0] if one else np.concatenate(own),
-                    counts[0] if one else np.concatenate(counts),
-                    sum(head.weight for head in heads),
-                    max(head.most for head in heads),
-                    min(head.least for head in heads),
-                )
-
-        self._put_rows(joined())
-        for block in blocks:
-            self._drop(block.number)
 
     def _drop(self, number: int) -> None:
         self.connection.execute("DELETE FROM packed WHERE block = ?", (number,))
@@ -283,12 +245,22 @@ class Packed:
     def clear(self) -> None:
         """Forget all blocks."""
         if self.is_there():
-            self.connection.execute("DELETE FROM packed")
-            self.connection.execute("DELETE FROM blocks")
+            self.make_tables()
+            for table in ("packed", "blocks", "joining", "leftover"):
+                self.connection.execute(f"DELETE FROM {table}")
             self._blocks.clear()
 
     def remove(self, terms_of: Mapping[int, Iterable[str]]) -> None:
-        """Take chunks out of their blocks, given their distinct terms by id."""
+        """Take chunks out of their blocks, given their distinct terms by id.
+
+        What no search sees goes altogether, as it may be of these chunks.
+        """
+        self.make_tables()
+        for table in ("joining", "leftover"):
+            self.connection.execute(
+                f"DELETE FROM packed WHERE block IN (SELECT block FROM {table})"
+            )
+            self.connection.execute(f"DELETE FROM {table}")
         asked = np.fromiter(terms_of, np.int64)
         for block in self.blocks():
             places = np.flatnonzero(np.isin(block.ids, asked))
@@ -318,7 +290,7 @@ class Packed:
                 )
             ids[places] = lengths[places] = 0
             if ids.any():
-                self._put_chunks(block.number, ids, lengths)
+                self.put_chunks(block.number, ids, lengths)
             else:
                 self._drop(block.number)
 
@@ -353,104 +325,58 @@ class Packed:
 
     def postings(self, head: Head) -> tuple[PostingPlaces, NDArray[np.int64]]:
         """Places and counts of a row, held against their digest. Raises DamagedCatalogError."""
-        row = self.connection.execute(
-            "SELECT postings FROM packed WHERE block = ? AND term = ?", (head.block, head.term)
-        ).fetchone()
-        if row is None or _digest(row[0]) != head.content:
-            raise self._damaged(head.term)
-        return self._unpacked(head.term, row[0], head.holders)
+        places, counts = self.stored(head)
+        return places.astype(np.int64), counts.astype(np.int64)
+
+    def stored(self, head: Head) -> tuple[NDArray[Any], NDArray[Any]]:
+        """``postings`` in the types that they are stored in."""
+        held = self._held.get(head.content)
+        if held is None:
+            row = self.connection.execute(
+                "SELECT postings FROM packed WHERE block = ? AND term = ?", (head.block, head.term)
+            ).fetchone()
+            if row is None or _digest(row[0]) != head.content:
+                raise self._damaged(head.term)
+            held = row[0]
+            self._held.put(head.content, held)
+        return self._views(head.term, held, head.holders)
 
     def _unpacked(
         self, term: str, postings: bytes, holders: int
     ) -> tuple[PostingPlaces, NDArray[np.int64]]:
-        try:
-            return unpack(postings, holders)
-        except ValueError:
-            raise self._damaged(term) from None
+        places, counts = self._views(term, postings, holders)
+        return places.astype(np.int64), counts.astype(np.int64)
+
+    def _views(self, term: str, postings: bytes, holders: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        width, rest = divmod(len(postings) - 2 * holders, max(1, holders))
+        if width not in (1, 2, 4) or rest:
+            raise self._damaged(term)
+        places = np.frombuffer(postings, "<u2", holders)
+        return places, np.frombuffer(postings, f"<u{width}", holders, 2 * holders)
 
     def all_postings(self) -> Iterator[tuple[str, NDArray[np.int64], NDArray[np.int64]]]:
         """Term, chunk ids and counts of every row of every block, in no order of terms."""
         for block in self.blocks():
-            for head, places, counts in self._checked(block):
-                yield head.term, block.ids[places], counts
+            after: str | None = ""
+            while after is not None:
+                rows = self.checked_rows(block, after, _ROWS)
+                for head, places, counts in rows:
+                    yield head.term, block.ids[places], counts
+                after = rows[-1][0].term if len(rows) == _ROWS else None
 
-    def _checked(self, block: PostingBlock) -> Iterator[_Row]:
-        """Every row of a block, by term, held against its digests. Raises DamagedCatalogError."""
-        for row in self._pages(
+    def checked_rows(self, block: PostingBlock, after: str, limit: int) -> list[PackedRow]:
+        """The next rows of a block by term, held against digests. Raises DamagedCatalogError."""
+        found = []
+        for term, number, *values, xxh3, postings in self.connection.execute(
             "SELECT term, block, holders, weight, most, least, content, xxh3, postings FROM packed "
-            f"WHERE block = {block.number} AND term > ? ORDER BY term LIMIT ?",
-            ("",),
-        ):
-            term, number, *values, xxh3, postings = row
-            head = Head(number, term, *values)  # type: ignore[arg-type]
-            if head.xxh3 != xxh3 or _digest(postings) != head.content:  # type: ignore[arg-type]
+            "WHERE block = ? AND term > ? ORDER BY term LIMIT ?",
+            (block.number, after, limit),
+        ).fetchall():
+            head = Head(number, term, *values)
+            if head.xxh3 != xxh3 or _digest(postings) != head.content:
                 raise self._damaged(head.term)
-            yield head, *self._unpacked(head.term, postings, head.holders)  # type: ignore[arg-type]
-
-    def search(
-        self,
-        idf: Mapping[str, float],
-        heads: Mapping[str, Sequence[Head]],
-        k: int,
-        scoring: BM25Weights,
-        allowed: NDArray[np.bool_] | None,
-        least: float,
-    ) -> list[tuple[float, int]]:
-        """Chunks among which are the ``k`` best of the blocks: (score in units, chunk id).
-
-        Args:
-          idf: of the terms that are searched by.
-          heads: of each of them.
-          allowed: by chunk id, whether it may be found; None: all may.
-          least: a score that at least k chunks elsewhere have.
-        """
-        blocks = {block.number: block for block in self.blocks()}
-        bounds = {term: scoring.bound(value, heads[term]) for term, value in idf.items()}
-        order = sorted((term for term in idf if heads[term]), key=lambda term: -bounds[term])
-        left = np.cumsum([bounds[term] for term in reversed(order)])[::-1].tolist()
-        scores = {number: np.zeros(len(block.ids)) for number, block in blocks.items()}
-        chosen: dict[int, PostingPlaces] | None = None  # places that may win; None: all may still
-        for place, term in enumerate(order):
-            if chosen is None and least > left[place]:
-                chosen = {
-                    it: np.flatnonzero(own >= least - left[place]) for it, own in scores.items()
-                }
-            elif chosen is not None:
-                for number, places in chosen.items():
-                    chosen[number] = places[scores[number][places] + left[place] >= least]
-            touched = []
-            for head in heads[term]:
-                if chosen is not None and not len(chosen[head.block]):
-                    continue
-                places, times = self.postings(head)
-                if chosen is not None:
-                    own = np.searchsorted(places, chosen[head.block])
-                    own = own[places[np.minimum(own, len(places) - 1)] == chosen[head.block]]
-                    places, times = places[own], times[own]
-                block = blocks[head.block]
-                if allowed is not None and chosen is None:
-                    stay = allowed[block.ids[places]]
-                    places, times = places[stay], times[stay]
-                if not len(places):
-                    continue
-                more = scoring.weights(idf[term], times, block.lengths[places])
-                now: NDArray[np.float64] = scores[head.block][places] + more
-                scores[head.block][places] = now
-                touched.append(now[now > least])
-            if touched:
-                least = max(least, _kth(np.concatenate(touched), k))
-        found: list[tuple[float, int]] = []
-        for number, all_scores in scores.items():
-            enough = max(least, 1.0)  # what a word adds is a whole number
-            best = np.flatnonzero(all_scores >= enough) if chosen is None else chosen[number]
-            best = best[all_scores[best] >= enough]
-            found += zip(all_scores[best].tolist(), blocks[number].ids[best].tolist(), strict=True)
+            found.append((head, *self._unpacked(head.term, postings, head.holders)))
         return found
-
-
-def _kth(scores: NDArray[np.float64], k: int) -> float:
-    """The k-th largest; 0 where there are fewer."""
-    return float(np.partition(scores, -k)[-k]) if len(scores) >= k else 0.0
 
 
 def _row(
@@ -464,10 +390,10 @@ def _row(
     """The row of a term."""
     weight = int(((ids[places] * (2 * counts + 1)) & _LOW).sum())
     least = int(lengths[places].min())
-    return _packed_row(number, term, places, counts, weight, int(counts.max()), least)
+    return packed_row(number, term, places, counts, weight, int(counts.max()), least)
 
 
-def _packed_row(
+def packed_row(
     number: int,
     term: str,
     places: NDArray[np.int64],
@@ -481,16 +407,6 @@ def _packed_row(
     postings = places.astype("<u2").tobytes() + counts.astype(f"<u{width}").tobytes()
     head = Head(number, term, len(places), weight, most, least, _digest(postings))
     return (*head, head.xxh3, postings)
-
-
-def unpack(postings: bytes, holders: int) -> tuple[PostingPlaces, NDArray[np.int64]]:
-    """Places and counts of a row, int64 [holders] each. Raises ValueError."""
-    width, rest = divmod(len(postings) - 2 * holders, max(1, holders))
-    if width not in (1, 2, 4) or rest:
-        raise ValueError(f"{len(postings)} bytes for {holders} postings")
-    places = np.frombuffer(postings, "<u2", holders).astype(np.int64)
-    counts = np.frombuffer(postings, f"<u{width}", holders, 2 * holders).astype(np.int64)
-    return places, counts
 
 
 def _digest(data: bytes) -> int:

@@ -5,6 +5,8 @@ They need only callables of the catalog and the embedder, so that any of them ca
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Literal, Protocol
 
 from jaxrag.base.errors import RetrievalError
@@ -101,9 +103,16 @@ class HybridRetriever:
     def search(
         self, queries: Sequence[str], k: int, *, where: Mapping[str, Any] | None = None
     ) -> list[list[Found]]:
-        """For every query up to ``k`` chunks by reciprocal rank fusion; see ``Retriever``."""
+        """For every query up to ``k`` chunks by reciprocal rank fusion; see ``Retriever``.
+
+        All search at the same time, the last one in the thread that asks.
+        """
         wanted = _candidates(checked_k(k))
-        answers = [retriever.search(queries, wanted, where=where) for retriever in self._retrievers]
+        ask = [partial(it.search, queries, wanted, where=where) for it in self._retrievers]
+        with ThreadPoolExecutor(len(ask), "search") as pool:
+            others = [pool.submit(one) for one in ask[:-1]]
+            last = ask[-1]()
+        answers = [*(other.result() for other in others), last]
         return [fuse(rankings, k) for rankings in zip(*answers, strict=True)]
 
 

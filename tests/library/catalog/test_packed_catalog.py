@@ -17,7 +17,7 @@ from jaxrag.library.catalog import Catalog, NewDocument
 from jaxrag.library.catalog.audit import Examined
 from jaxrag.library.documents import Document
 from jaxrag.library.documents.chunking import Chunk
-from jaxrag.library.retrieve import bm25, packed
+from jaxrag.library.retrieve import bm25, joining, packed
 from jaxrag.library.retrieve.bm25 import BM25Index
 from jaxrag.library.retrieve.packed import PACKED
 
@@ -27,13 +27,13 @@ WORDS = [f"w{n}" for n in range(80)]
 def pack_early():
     """Few chunks are many, so that postings are packed and blocks joined all the time."""
     bm25._MANY_CHUNKS, bm25._LOOSE = 30, 6
-    packed._TIERS, packed._ROWS = (16, 64), 7
+    joining._TIERS, packed._ROWS, joining._TERMS, joining._DROPPED = (16, 64), 7, 2, 5
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    for module, name in ((bm25, "_MANY_CHUNKS"), (bm25, "_LOOSE"), (packed, "_TIERS"),
-                         (packed, "_ROWS")):  # fmt: skip
+    names = [(bm25, "_MANY_CHUNKS"), (bm25, "_LOOSE"), (packed, "_ROWS")]
+    for module, name in [*names, *((joining, it) for it in ("_TIERS", "_TERMS", "_DROPPED"))]:
         monkeypatch.setattr(module, name, getattr(module, name))
     pack_early()
 
@@ -152,12 +152,12 @@ def test_a_failure_within_packing_leaves_the_catalog_of_before(tmp_path, monkeyp
     path = tmp_path / "catalog.sqlite"
     rng = random.Random(3)
 
-    def fail(self):
+    def fail(self, ids):
         raise ZeroDivisionError
 
     with contextlib.closing(Catalog.create(path, {"vectors": None})) as catalog:
         with monkeypatch.context() as failing:
-            failing.setattr(packed.Packed, "_join", fail)
+            failing.setattr(packed.Packed, "_loose", fail)
             for n in range(9):
                 catalog.put([entry(catalog, f"d{n}", rng)])
             with pytest.raises(ZeroDivisionError):
@@ -182,4 +182,41 @@ def test_damage_of_what_is_packed_is_refused_and_made_anew(tmp_path):
             catalog.search("w1 w2", 5)
         assert not catalog.audit().check(lambda stored: Examined()).whole
         assert catalog.audit().repair(lambda stored: Examined()).whole
+        check(catalog)
+
+
+def test_joining_that_ends_between_any_two_steps_goes_on_later(tmp_path, monkeypatch):
+    path = tmp_path / "catalog.sqlite"
+    rng = random.Random(5)
+    Catalog.create(path, {"vectors": None}).close()
+    step, left = joining.Joining.step, [0]
+    unfinished = 0
+
+    def ending(self):
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr(joining.Joining, "step", ending)
+    for n in range(60):
+        left[0] = rng.randrange(30)
+        with contextlib.closing(Catalog.open(path)) as catalog:
+            with contextlib.suppress(KeyboardInterrupt):
+                catalog.put([entry(catalog, f"d{n}", rng)])
+            if n % 7 == 6:
+                catalog.remove([f"d{n - 3}"])
+            check(catalog)
+            if catalog._index.packed.is_there():
+                rows = "SELECT (SELECT COUNT(*) FROM joining) + (SELECT COUNT(*) FROM leftover)"
+                unfinished += catalog._database.connection.execute(rows).fetchone()[0] > 0
+    assert unfinished > 10
+    left[0] = 10**6
+    with contextlib.closing(Catalog.open(path)) as catalog:
+        for n in range(60, 64):
+            catalog.put([entry(catalog, f"d{n}", rng)])
+        blocks = catalog._index.packed.blocks()
+        numbers = {row[0] for row in catalog._database.connection.execute(
+            "SELECT DISTINCT block FROM packed")}  # fmt: skip
+        assert numbers == {block.number for block in blocks}, "nothing is left of what was joined"
         check(catalog)

@@ -132,3 +132,15 @@ def test_flips_and_cuts_are_refused_or_told(whole, text_of, embedder, tmp_path, 
         outcomes["told" if noted else "same"] += 1
     assert outcomes["refused"] > 0
     assert outcomes["same"] > 0
+
+
+def test_an_index_that_cannot_be_trusted_is_said_and_all_is_found(whole, text_of):
+    kb = whole("lance")
+    question = text_of(2, 8)
+    before, _ = found(kb, question, "vector")
+    kb._vectors.index.trusted = False
+    for mode in ("vector", "hybrid"):
+        _, (note,) = found(kb, question, mode)
+        assert "cannot be trusted, so all vectors are compared" in note
+    assert found(kb, question, "vector")[0] == before
+    assert found(kb, question, "bm25")[1] == ()

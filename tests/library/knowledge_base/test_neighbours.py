@@ -11,6 +11,7 @@ from jaxrag.engine.engine import engine_of
 from jaxrag.library.documents import Document
 from jaxrag.library.embed import as_embedder
 from jaxrag.library.knowledge_base import KnowledgeBase, neighbours
+from jaxrag.library.retrieve import lance
 from jaxrag.library.retrieve.base import searched_text
 from jaxrag.reuse.encode import chunk_encoding, chunk_key, encode_chunks, encode_for_store
 from jaxrag.reuse.methods import Method
@@ -156,6 +157,21 @@ def test_a_change_encodes_exactly_the_chunks_whose_neighbours_changed(make_kb, e
     assert [searched[at] for at in (1, 2, 4)] == [0, counts[2], 0]
     assert counts[0] <= searched[0] < 33
     assert counts[3] <= searched[3] < 31
+
+
+def test_an_approximate_index_searches_only_what_a_change_reaches(
+    make_kb, embedder, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(lance, "_INDEX_FROM", 20)
+    monkeypatch.setattr(lance, "_ROWS_OF_PARTITION", 4)
+    kb = make_kb(**{**options(embedder), "index": "lance"})
+    kb.add([document(n) for n in range(30)])
+    report = kb.add([document(40)]).neighbours
+    assert len(kb._vectors.index._table.list_indices()) == 2
+    assert 1 <= report.searched < 20
+    assert stands(kb) == brute_force(kb, embedder)
+    report = kb.refresh(every=True)
+    assert (report.searched, report.encoded) == (31, 0)
 
 
 def test_by_words_any_change_searches_all_and_none_nothing(make_kb, encoded, monkeypatch):

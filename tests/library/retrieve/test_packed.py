@@ -1,18 +1,23 @@
 """Packed postings: the very answers of those that are not, whatever is added, left or damaged."""
 
 import contextlib
+import json
 
 import apsw
 import numpy as np
 import pytest
 
 from jaxrag.base.errors import DamagedCatalogError
-from jaxrag.library.retrieve import bm25, packed
+from jaxrag.library.retrieve import bm25, joining, packed
 from jaxrag.library.retrieve.bm25 import BM25Index
 from jaxrag.library.retrieve.filters import Filter
+from jaxrag.library.retrieve.joining import Joining
+from jaxrag.library.retrieve.packed import HeldBytes, Packed
 
 WORDS = [*(f"w{n}" for n in range(60)), "灯塔守", "the"]
 SHARE = 1 / np.arange(1, len(WORDS) + 1)
+
+STEPS = 5  # of joining, between two changes
 
 
 def text(rng):
@@ -24,9 +29,12 @@ def small(monkeypatch):
     """Blocks of few chunks, made early, and joined often."""
     monkeypatch.setattr(bm25, "_MANY_CHUNKS", 20)
     monkeypatch.setattr(bm25, "_LOOSE", 7)
-    monkeypatch.setattr(packed, "_TIERS", (16, 64))
+    monkeypatch.setattr(joining, "_TIERS", (16, 64))
+    monkeypatch.setattr(joining, "MOST_CHUNKS", 100)
     monkeypatch.setattr(packed, "MOST_CHUNKS", 100)
     monkeypatch.setattr(packed, "_ROWS", 5)
+    monkeypatch.setattr(joining, "_TERMS", 7)
+    monkeypatch.setattr(joining, "_DROPPED", 11)
 
 
 class Pair:
@@ -53,6 +61,11 @@ class Pair:
             )
         if self.one.is_due(len(self.texts)):
             self.one.packed.pack()
+        self.join(STEPS)
+
+    def join(self, steps):
+        """Take some steps of joining: the next change comes amid it."""
+        return any(not Joining(self.one.packed).step() for _ in range(steps))
 
     def remove(self, ids):
         gone = {i: self.texts.pop(i) for i in ids}
@@ -101,18 +114,47 @@ def test_packed_postings_answer_as_others(pair, seed):
 
 def test_blocks_stay_few(pair, monkeypatch):
     """One that is nearly full does not keep others from becoming one."""
-    monkeypatch.setattr(packed, "MOST_CHUNKS", 64)
+    monkeypatch.setattr(joining, "MOST_CHUNKS", 64)
     rng = np.random.default_rng(5)
     for first in range(1, 1001, 9):
         pair.add({i: text(rng) for i in range(first, first + 9)})
+    assert pair.join(10_000)
     sizes = [len(block.ids) for block in pair.one.packed.blocks()]
     assert sum(sizes) > 980
     assert sum(size < 48 for size in sizes) <= 6, sizes
 
 
-def test_nothing_is_left_of_a_chunk_that_leaves(pair):
+def test_joining_goes_on_where_it_was_left_and_begins_anew_where_a_source_changed(pair):
+    rng = np.random.default_rng(6)
+    for first in range(1, 60, 8):
+        pair.add({i: text(rng) for i in range(first, first + 8)})
+
+    def state():
+        return pair.one.connection.execute("SELECT block, sources, after FROM joining").fetchone()
+
+    while state() is None or not state()[2]:
+        assert Joining(pair.one.packed).step()
+    number, sources, after = state()
+    while state() is not None and state()[2] == after:
+        assert Joining(Packed(pair.one.connection, pair.one.path)).step()  # of another process
+    assert state() is None or (state()[:2] == (number, sources) and state()[2] > after)
+    while state() is None or not state()[2]:
+        assert Joining(pair.one.packed).step()
+    (first, _), *_ = json.loads(state()[1])
+    block = next(it for it in pair.one.packed.blocks() if it.number == first)
+    pair.remove([int(block.ids[block.ids > 0][0])])
+    for table in ("joining", "leftover"):
+        assert pair.one.connection.execute(f"SELECT COUNT(*) FROM {table}").fetchone() == (0,)
+    assert pair.join(10_000)
+    pair.compare(rng)
+
+
+@pytest.mark.parametrize("steps", [0, 2, 40, 60])
+def test_nothing_is_left_of_a_chunk_that_leaves(pair, steps):
     rng = np.random.default_rng(4)
-    pair.add({i: f"{text(rng)} secret{i}" for i in range(1, 60)})
+    for first in range(1, 60, 8):
+        pair.add({i: f"{text(rng)} secret{i}" for i in range(first, first + 8)})
+    pair.join(steps)  # what is being joined and what was has rows that no search sees
     assert pair.one.packed.blocks()
     assert [found.chunk_id for found in pair.one.search("secret31", 5)] == [31]
     pair.remove([31])
@@ -163,3 +205,16 @@ def test_what_is_packed_and_not_as_written_is_refused(pair, statement):
     pair.one.clear()
     pair.one.add(texts)
     assert pair.one.search("lamp oil", 50) == pair.other.search("lamp oil", 50)
+
+
+def test_what_was_asked_for_longest_ago_is_forgotten_first():
+    held = HeldBytes(10)
+    held.put(1, b"aaaa")
+    held.put(2, b"bbbb")
+    assert held.get(1) == b"aaaa"
+    held.put(3, b"cccc")
+    assert held.get(2) is None and held.get(1) == b"aaaa" and held.get(3) == b"cccc"
+    held.put(4, b"d" * 11)
+    assert [held.get(digest) for digest in (1, 3, 4)] == [None] * 3
+    held.put(5, b"e" * 10)
+    assert held.get(5) == b"e" * 10, "what went is not counted any more"

@@ -1,6 +1,7 @@
 """Rankings: fused, re-ranked, filtered, and answers from outside checked."""
 
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -102,6 +103,25 @@ def test_hybrid_asks_both_for_more_than_it_returns():
     assert one.asked == two.asked == [(["q", "r"], 50, {"year": 1})]
     HybridRetriever([one]).search(["q"], 20)
     assert one.asked[-1] == (["q"], 80, None)
+
+
+def test_hybrid_asks_both_at_the_same_time_and_says_what_failed():
+    both = threading.Barrier(2)
+
+    class Waiting:
+        def search(self, queries, k, *, where=None):
+            both.wait(timeout=20)  # breaks where the other is asked later
+            return [[Found(1, 1.0)] for _ in queries]
+
+    assert HybridRetriever([Waiting(), Waiting()]).search(["q"], 1)[0][0].chunk_id == 1
+
+    class Failing:
+        def search(self, queries, k, *, where=None):
+            raise RetrievalError("no words")
+
+    for order in ([Failing(), Fixed(1)], [Fixed(1), Failing()]):
+        with pytest.raises(RetrievalError, match="no words"):
+            HybridRetriever(order).search(["q"], 1)
 
 
 def test_reranker_orders_the_candidates():
