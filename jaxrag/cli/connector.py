@@ -52,6 +52,9 @@ def run(args: argparse.Namespace) -> None:
         print_json(dataclasses.asdict(report))
         return
     print(f"{report.path}: {counted(report.parts, 'part')} of encoder {report.encoder}")
+    if report.noted:
+        noted = counted(report.noted, "part")
+        print(f"of these {noted} that prompts wanted, {report.encoded} encoded now")
     if report.missing:
         note(f"{report.missing} have no KV in the store; `jaxrag kb verify --repair` encodes them")
     if not report.gates:

@@ -21,6 +21,8 @@ class ConnectorSettings:
       deadline: seconds that reading the parts of a request may take.
       host_bytes: the most that lies in memory of parts on their way, and after until needed.
       secret_file: of the secret that the chunks are sealed with.
+      wanted_bytes: the most that the file of parts that prompts had and the store lacked may have;
+        0 notes none.
       untested_devices: start on others than CPUs.
     """
 
@@ -32,10 +34,16 @@ class ConnectorSettings:
     deadline: float = 2.0
     host_bytes: int = 2 << 30
     secret_file: str | None = None
+    wanted_bytes: int = 0
     untested_devices: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("compute_last", 0), ("threads", 1), ("host_bytes", 1)):
+        for name, least in (
+            ("compute_last", 0),
+            ("threads", 1),
+            ("host_bytes", 1),
+            ("wanted_bytes", 0),
+        ):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected at least {least}")
         if not 0 < self.deadline < float("inf"):

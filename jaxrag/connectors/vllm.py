@@ -37,6 +37,7 @@ from jaxrag.connectors.manifest import Manifest, Watched, weights_of
 from jaxrag.connectors.plan import PartsPlan, Planner, spans_of
 from jaxrag.connectors.settings import ConnectorSettings, verdict
 from jaxrag.connectors.turn import rope_table
+from jaxrag.connectors.wanted import Wanted
 from jaxrag.kv.store import ChunkStore
 from jaxrag.kv.store.layout import HeadShare, KVLayout
 
@@ -112,6 +113,9 @@ class JaxragConnector(KVConnectorBase_V1):
             host_bytes=self._settings.host_bytes,
             shared=parallel.world_size > 1,
         )
+        limit = self._settings.wanted_bytes
+        folder = Path(self._settings.manifest)
+        self._wanted = Wanted(folder, engine.tokenizer, limit) if limit else None
         self._planner = Planner(self._watched.manifest)
         self._planned = self._watched.manifest
         self._asked: dict[str, PlannedRequest] = {}
@@ -257,7 +261,11 @@ class JaxragConnector(KVConnectorBase_V1):
         if not wanted or (spans is None and not self._settings.recognise):
             return None, "off"
         prompt = np.array(ids, np.int32)
-        return self._planner.plan(prompt, spans, self._settings.compute_last)
+        plan, reason = self._planner.plan(prompt, spans, self._settings.compute_last)
+        if self._wanted is not None and reason in ("missing", "unknown"):
+            for part in self._planner.lacking(prompt, spans):
+                self._wanted.note(part)
+        return plan, reason
 
     def _salt(self, request: Any, salt: str | None) -> None:
         """Give its pages another name; nothing of it has been looked up."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxrag.base.errors import KnowledgeBaseError, RequestError
 from jaxrag.base.types import HostArray
-from jaxrag.connectors import manifest
+from jaxrag.connectors import manifest, wanted
 from jaxrag.connectors.manifest import Gate, Manifest, ServedModel
 from jaxrag.kv.store import ChunkStore, ReadThrough
 from jaxrag.kv.store.keys import content_id
@@ -18,7 +18,7 @@ from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.models.digest import cache_directory, params_digest, weights_digest
 from jaxrag.models.hf import is_hf_directory, load_config, load_params
 from jaxrag.models.model import Model
-from jaxrag.reuse.encode import ChunkEncoding, encoder_named, prefix_key
+from jaxrag.reuse.encode import ChunkEncoding, ChunkInContext, encoder_named, prefix_key
 from jaxrag.reuse.methods import METHODS
 from jaxrag.serve.suits import gate_subject
 
@@ -34,6 +34,8 @@ class ConnectorReport:
       path: of the folder.
       encoder: of the chunks.
       parts: chunks that prompts may hold, each content once.
+      noted: of these, those that are no document's but that prompts to the engine had.
+      encoded: of those, now.
       missing: of these, without KV in the store: prompts that hold them are computed.
       gates: what speaks for answers from stored chunks alone.
       command: starts vLLM.
@@ -42,6 +44,8 @@ class ConnectorReport:
     path: str
     encoder: str
     parts: int
+    noted: int
+    encoded: int
     missing: int
     gates: tuple[Gate, ...]
     command: str
@@ -57,8 +61,9 @@ def write_connector(
 ) -> ConnectorReport:
     """Write or refresh the folder by which another engine reads the chunks.
 
-    The template's prefix is encoded where it is not stored. Documents that were removed are no
-    part of it any more, and an engine that runs reads it again within seconds.
+    The template's prefix is encoded where it is not stored, and so is what an engine noted in the
+    folder as wanted. Documents that were removed are no part of it any more, and an engine that
+    runs reads it again within seconds.
 
     Args:
       kb: opened with its model, for writing.
@@ -71,7 +76,7 @@ def write_connector(
       KnowledgeBaseError: no model, or opened for reading.
       RequestError: an encoder whose chunks have seen each other or that is not kept; a directory
         that is none, or of other weights.
-      StoreError: a folder that cannot be written.
+      StoreError: a folder that cannot be written, or a damaged file of what is wanted.
     """
     model = kb.model
     if model is None or kb.mode != "rw":
@@ -87,8 +92,15 @@ def write_connector(
     folder = _served(model, serve)
     tokenizer = model.text_tokenizer()
     prefix = kb.template.prefix_ids(tokenizer)
-    ChunkEncoding(model, kb.store, prefix).keep_prefix()
+    encoding = ChunkEncoding(model, kb.store, prefix)
+    encoding.keep_prefix()
     parts = dict(_parts(kb, groups))
+    path = Path(out).absolute()
+    noted = {content_id(tokenizer.digest, it): it for it in wanted.read(path, tokenizer.digest)}
+    noted = {content: ids for content, ids in noted.items() if content not in parts}
+    chunks = {encoding.key(chosen, ids): ChunkInContext(ids) for ids in noted.values()}
+    encoded = encoding.encode_missing(chosen, chunks)
+    parts |= noted
     store = kb.store.inner if isinstance(kb.store, ReadThrough) else kb.store  # what lies elsewhere
     assert isinstance(store, ChunkStore)
     engine = ServedModel(
@@ -103,9 +115,7 @@ def write_connector(
     )
     gates = tuple(_gates(kb, model, METHOD_OF[chosen]))
     table = manifest.parts_table(parts.items())
-    path = Path(out).absolute()
     manifest.write(path, Manifest(engine, prefix, gates, table))
-    encoding = ChunkEncoding(model, kb.store, prefix)
     keys = [encoding.key(chosen, ids) for ids in parts.values()]
     if len(prefix):
         keys.append(prefix_key(kb.store.fingerprint, tokenizer.digest, prefix))
@@ -114,6 +124,8 @@ def write_connector(
         path=str(path),
         encoder=chosen,
         parts=len(parts),
+        noted=len(noted),
+        encoded=len(encoded),
         missing=missing,
         gates=gates,
         command=command_of(path, folder, model.config.dtype),

@@ -1,7 +1,7 @@
 """vLLM's side of the tests: python in_vllm.py JOB, run by its interpreter; prints one JSON line.
 
 A job is a JSON file: {"folder": as random_cases.make left it, "engine": options of LLM, "extra": of
-the connector, "salted": false for the class without salts, "steps": [...]}. A step is {"ask":
+the connector, "class": of another connector and its module, "steps": [...]}. A step is {"ask":
 numbers of cases or null, "how": "spans", "recognised" or "exact", "reset": first, "batch": all at
 once}.
 """
@@ -25,11 +25,11 @@ def llm_of(job):
     from vllm.config import KVTransferConfig
 
     folder = Path(job["folder"])
-    unsalted = not job.get("salted", True)
+    kind, module = job.get("class", ("JaxragConnector", "jaxrag.connectors.vllm"))
     config = KVTransferConfig(
-        kv_connector="Unsalted" if unsalted else "JaxragConnector",
+        kv_connector=kind,
         kv_role="kv_consumer",
-        kv_connector_module_path="unsalted" if unsalted else "jaxrag.connectors.vllm",
+        kv_connector_module_path=module,
         kv_connector_extra_config={
             "manifest": str(job.get("manifest") or folder / "manifest"), **job.get("extra", {})
         },

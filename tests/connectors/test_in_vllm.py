@@ -40,22 +40,28 @@ def scaled(name):
     return dataclasses.replace(CONFIG, rope=dataclasses.replace(CONFIG.rope, scaling=SCALED[name]))
 
 
-def run(folder, steps, **job):
-    """What vLLM says to the steps of a job, by its interpreter."""
+def command(folder, job, script="in_vllm.py", **variables):
+    """How vLLM's interpreter is started on a job."""
     if "VLLM_PYTHON" not in os.environ:
         pytest.skip("set VLLM_PYTHON to a python with vLLM for CPUs")
     path = Path(folder) / "job.json"
-    path.write_text(json.dumps({"folder": str(folder), "steps": steps, **job}))
-    done = subprocess.run(
-        [os.environ["VLLM_PYTHON"], Path(__file__).with_name("in_vllm.py"), path],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    path.write_text(json.dumps({"folder": str(folder), **job}))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+    words = [os.environ["VLLM_PYTHON"], Path(__file__).with_name(script), path]
+    return {"args": words, "env": environment}
+
+
+def result(done):
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT")] or [
         pytest.fail(done.stderr[-3000:])
     ]
     return json.loads(line.removeprefix("RESULT"))
+
+
+def run(folder, steps, **job):
+    """What vLLM says to the steps of a job."""
+    started = command(folder, {"steps": steps, **job})
+    return result(subprocess.run(**started, capture_output=True, text=True))
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +91,11 @@ def test_parity_salts_and_processes(made):
 @pytest.mark.parametrize("order", [["exact", "spans"], ["spans", "exact"]])
 def test_without_salts_each_reads_the_others_pages(made, order):
     folder, data = made
-    found = run(folder, [{"how": how, "batch": True} for how in order], salted=False)
+    found = run(
+        folder,
+        [{"how": how, "batch": True} for how in order],
+        **{"class": ("Unsalted", "unsalted")},
+    )
     first, second = (said["tokens"] for said in found["steps"])
     right = [data["full" if how == "exact" else "stored"] for how in order]
     assert first == right[0]
@@ -174,14 +184,20 @@ def test_parity_of(tmp_path, config, options):
     assert [said["tokens"] for said in found["steps"]] == [data["stored"], data["full"]]
 
 
-def test_a_knowledge_base_through_the_command_s_folder(tmp_path):
-    """A converted checkpoint, served by vLLM, answers as `generate` does over the same chunks."""
+def knowledge_base(tmp_path):
+    """A converted checkpoint, its model for vLLM, and a knowledge base of examples/village."""
     source = ROOT / "checkpoints" / "synthetic-0.8m" / "dual"
     convert(source, tmp_path / "orbax", "jaxrag")
     convert(tmp_path / "orbax", tmp_path / "model", "huggingface")
     model = jaxrag.load_model(tmp_path / "orbax")
     kb = jaxrag.KnowledgeBase.open(tmp_path / "kb", model=model)
     kb.add([path for path in sorted((ROOT / "examples" / "village").glob("*.md"))])
+    return model, kb
+
+
+def test_a_knowledge_base_through_the_command_s_folder(tmp_path):
+    """A converted checkpoint, served by vLLM, answers as `generate` does over the same chunks."""
+    model, kb = knowledge_base(tmp_path)
     report = write_connector(kb, tmp_path / "manifest", serve=tmp_path / "model")
     assert report.missing == 0
     questions = ["Which animal does Kora Felell keep?", "Where does Kora Felell live?"]
@@ -206,3 +222,33 @@ def test_a_knowledge_base_through_the_command_s_folder(tmp_path):
     ):
         assert cached > 0
         assert said[: len(ids)] == ids
+
+
+@pytest.mark.parametrize("how", ["spans", "recognised"])
+def test_what_prompts_wanted_is_warm_after_the_command(tmp_path, how):
+    """A part that no document has is computed, noted, encoded by the command, and then loaded."""
+    model, kb = knowledge_base(tmp_path)
+    write_connector(kb, tmp_path / "manifest", serve=tmp_path / "model")
+    prefix, pasted = kb.template.prefix_ids(model.tokenizer), "The mill of Orsk burned down."
+    chunks = [kb.template.chunk_ids(model.tokenizer, model.tokenizer.encode(pasted), "News")]
+    question = "Where does Kora Felell live?"
+    for hit in kb.template.arrange(kb.search(question, k=2)):
+        chunks.append(kb.template.chunk_ids(model.tokenizer, hit.ids, hit.title))
+    final = kb.template.final_ids(model.tokenizer, question).tolist()
+    cases = [{"chunks": list(range(len(chunks))), "final": final}]
+    given = {"prefix": prefix.tolist(), "chunks": [it.tolist() for it in chunks], "cases": cases}
+    (tmp_path / "cases.json").write_text(json.dumps(given))
+    job = {"engine": {"max_model_len": 512}, "extra": {"wanted_bytes": 10_000}}
+    [cold] = run(tmp_path, [{"how": how}], **job)["steps"]
+    report = write_connector(kb, tmp_path / "manifest", serve=tmp_path / "model")
+    assert (report.noted, report.encoded, report.missing) == (1, 1, 0)
+    [warm] = run(tmp_path, [{"how": how}], **job)["steps"]
+    ours = {
+        method: random_cases.answered(model, kb.store, method, prefix, chunks, cases)[0]
+        for method in ("full_attention", "turborag")
+    }
+    kb.close()
+    assert cold["cached"] == [0]
+    assert cold["tokens"][0][: len(ours["full_attention"])] == ours["full_attention"]
+    assert warm["cached"] == [len(prefix) + sum(len(it) for it in chunks)]
+    assert warm["tokens"][0][: len(ours["turborag"])] == ours["turborag"]

@@ -16,7 +16,7 @@ from jaxrag.base.errors import StoreError
 from jaxrag.connectors import manifest
 
 ROOT = Path(__file__).parents[2]
-MOST_LINES = 910  # of code, with the angles that moved out of models/rope.py
+MOST_LINES = 1023  # of code, with the angles that moved out of models/rope.py
 
 
 def test_it_comes_back(stored):
@@ -103,7 +103,7 @@ class Guard:
         if name.split(".")[0] not in allowed:
             raise ImportError(f"{name} is not installed beside an engine")
 sys.meta_path.insert(0, Guard())
-for name in ("fetch", "manifest", "plan", "settings", "turn"):
+for name in ("fetch", "manifest", "plan", "settings", "turn", "wanted"):
     importlib.import_module(f"jaxrag.connectors.{name}")
 """
     project = (ROOT / "connectors" / "pyproject.toml").read_text()

@@ -224,6 +224,7 @@ def test_requests_that_are_left_alone(connector, stored, changes):
         ({"device": "cuda"}, "untested_devices"),
         ({"extra": {"manifests": "x"}}, "unknown key 'manifests'"),
         ({"extra": {"threads": 0}}, "threads=0"),
+        ({"extra": {"wanted_bytes": -1}}, "wanted_bytes=-1"),
     ],
 )
 def test_other_engines_are_refused_in_one_line(connector, stored, changes, said):

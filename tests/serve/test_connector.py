@@ -12,6 +12,7 @@ from jaxrag.base.errors import KnowledgeBaseError, RequestError
 from jaxrag.cli import main
 from jaxrag.connectors import manifest
 from jaxrag.connectors.plan import Planner
+from jaxrag.connectors.wanted import Wanted
 from jaxrag.models.export import convert, export_hf
 from jaxrag.models.model import random_model
 from jaxrag.serve.connector import write_connector
@@ -73,6 +74,29 @@ def test_a_removed_document_is_no_part_any_more(kb, tmp_path):
     wrapped = kb.template.chunk_ids(kb.model.tokenizer, text, "")
     ids = np.concatenate((left, wrapped, [5])).astype(np.int32)
     assert Planner(watched.current()).plan(ids, None, 0) == (None, "unknown")
+
+
+@pytest.mark.parametrize("encoder", ["isolated", "after_prefix"])
+def test_what_an_engine_wanted_is_encoded_once_and_kept(kb, tmp_path, encoder):
+    write_connector(kb, tmp_path / "out", encoder=encoder)
+    part, known = np.arange(20, 50, dtype=np.int32), prompt(kb, "a.md")
+    left = kb.template.prefix_ids(kb.model.tokenizer)
+    ids = np.concatenate((left, part, known[len(left) :])).astype(np.int32)
+    digest = kb.model.tokenizer.digest
+    [lacked] = Planner(manifest.read(tmp_path / "out")).lacking(ids, None)
+    notes = Wanted(tmp_path / "out", digest, 10_000)
+    notes.note(lacked)
+    notes.note(known[len(left) : -3])  # of a document
+    Wanted(tmp_path / "out", "of another", 10_000).note(part[:9])
+    for encoded in (1, 0):
+        report = write_connector(kb, tmp_path / "out", encoder=encoder)
+        assert (report.parts, report.noted, report.encoded) == (len(TEXTS) + 1, 1, encoded)
+        assert report.missing == 0
+    plan, _ = Planner(manifest.read(tmp_path / "out")).plan(ids, None, 0)
+    assert plan.end == len(ids) - 3
+    assert all(kb.store.head([key for key, _ in plan.parts]))
+    (tmp_path / "out" / "wanted.jsonl").unlink()
+    assert write_connector(kb, tmp_path / "out", encoder=encoder).parts == len(TEXTS)
 
 
 def test_documents_of_groups_are_left_out(kb, tmp_path):
