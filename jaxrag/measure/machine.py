@@ -28,7 +28,7 @@ def describe() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "device": f"{device.platform}: {device.device_kind}",
         "python": platform.python_version(),
-        "forms": dataclasses.asdict(forms()),
+        "forms": {**dataclasses.asdict(forms()), "heads_apart": [*forms().heads_apart]},
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
         "commit": commit(),
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
