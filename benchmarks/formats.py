@@ -95,7 +95,8 @@ def run(options: Options) -> Result:
             "tasks": tasks,
             "first_token": first,
         }
-    result = {"options": dataclasses.asdict(options), "machine": describe(), "models": found}
+    kept = {name: it for name, it in dataclasses.asdict(options).items() if name != "plot"}
+    result = {"options": kept, "machine": describe(), "models": found}
     if options.plot:
         draw(result, options.plot)
     return result

@@ -138,7 +138,6 @@ def paged_attention(
 
     else:
         q_tiles = rotated_queries(query_position)
-        wide = jnp.float32
         apart = batch == 1 and length >= LONG and num_kv_heads <= _MOST_APART
         apart &= str(q.dtype) in forms().heads_apart and platform() == "cpu"
 
@@ -150,7 +149,9 @@ def paged_attention(
                 values = jnp.concatenate((values, more), -1)
             q_i = lax.dynamic_index_in_dim(q_tiles, i, 2, keepdims=False)
             if not apart:
-                scores = jnp.einsum("bkrh,bksh->bkrs", q_i, keys, preferred_element_type=wide)
+                scores = jnp.einsum(
+                    "bkrh,bksh->bkrs", q_i, keys, preferred_element_type=jnp.float32
+                )
                 return scores, functools.partial(mix, values=values)
             return _scores_apart(q_i, keys), functools.partial(_mix_apart, values=values)
 

@@ -16,7 +16,7 @@ Array = jax.Array
 _State = tuple[Array, Array, Array]  # what a loop over key tiles carries
 Mix = Callable[[Array], Array]  # weights [B, K, R, S] of a key tile -> [B, K, R, H] float32
 
-TILE = 256  # queries; measured best of 128..1024 on CPU, and a sane GPU size
+TILE = 256  # queries and keys; measured best of 128..1024 on CPU, and a sane GPU size
 _FLOOR = -1e30  # running maximum before any key was seen; finite, so that differences stay finite
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,12 +13,13 @@ import numpy as np
 from jaxrag.base.config import ModelConfig
 from jaxrag.kv.cache import PAGE, PagePool
 from jaxrag.models.attention import Pages, attend_pool, paged_attention, paged_decode_attention
-from jaxrag.models.forms import DECODE_TILES, KEY_TILES, Forms, traced_with
+from jaxrag.models.forms import DECODE_TILES, KEY_TILES, Forms, forms, traced_with
 from jaxrag.models.linear import product
 from jaxrag.models.rope import rope_table
 from jaxrag.models.text.progress import progress_bar
 
 Run = Callable[[], Any]
+Make = Callable[[], Run]  # called where a form is in use
 
 _KEYS = 2048
 _QUERIES = 256
@@ -27,8 +28,8 @@ _TOKENS = 48
 _WEIGHT_BYTES = 96 << 20  # more than a processor's caches hold
 _LAYERS = 12
 _ROUNDS = 9
-_GAIN = 1.1  # of the median round; less is kept as it is, as is what won fewer rounds than
-_WINS = 8
+_GAIN = 1.1  # times as fast in the median round, at least
+_WINS = 8  # rounds, at least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,47 +54,34 @@ def measure_forms(config: ModelConfig, seed: int = 0) -> tuple[Forms, list[Measu
 
     Returns the forms, and what was measured.
     """
-    forms, told = Forms(), []
-    dtype = config.dtype
-    choices: list[tuple[str, dict[str, Forms], Callable[[], Run]]] = []
-    attention = {
-        f"{tile} keys, heads {'apart' if apart else 'together'}": dataclasses.replace(
-            forms, key_tile=tile, heads_apart=_with(forms.heads_apart, dtype, apart)
-        )
+    default, dtype = Forms(), config.dtype
+    prompt = {
+        f"{tile} keys, heads {'apart' if apart else 'together'}": {
+            "key_tile": tile,
+            "heads_apart": _with(default.heads_apart, dtype, apart),
+        }
         for tile in KEY_TILES
         for apart in (False, True)
     }
-    choices.append(("attention of a prompt", attention, _attention(config, 1, _QUERIES, seed)))
-    decode = {f"{n} tiles": dataclasses.replace(forms, decode_tiles=n) for n in DECODE_TILES}
-    choices.append(("attention of a step", decode, _attention(config, _ROWS, 1, seed)))
-    with progress_bar(len(choices) + 2, "forms", "choice") as bar:
+    step = {f"{count} tiles": {"decode_tiles": count} for count in DECODE_TILES}
+    layers = {"apart": {"layers_apart": True}, "in a scan": {"layers_apart": False}}
+    row = {"twice": {"doubled_row": True}, "once": {"doubled_row": False}}
+    choices: list[tuple[str, Mapping[str, dict[str, Any]], Make]] = [
+        ("attention of a prompt", prompt, _attention(config, 1, _QUERIES, seed)),
+        ("attention of a step", step, _attention(config, _ROWS, 1, seed)),
+        ("layers of few rows", layers, _layers(config, seed)),
+        ("one row in bfloat16", row, _single_row(config, seed)),
+    ]
+    found, told = default, []
+    with progress_bar(len(choices), "forms", "choice") as bar:
         for choice, candidates, make in choices:
-            taken, seconds = _fastest(
-                {name: _traced(make, it) for name, it in candidates.items()}, _named(candidates)
-            )
-            chosen = candidates[taken]
-            changed = {
-                field: getattr(chosen, field)
-                for field in ("key_tile", "heads_apart", "decode_tiles")
-                if getattr(chosen, field) != getattr(Forms(), field)
-            }
-            forms = dataclasses.replace(forms, **changed)
+            each = {name: dataclasses.replace(default, **it) for name, it in candidates.items()}
+            [usual] = [name for name, it in each.items() if it == default]
+            taken, seconds = _fastest({it: _traced(make, each[it]) for it in each}, usual)
+            found = dataclasses.replace(found, **candidates[taken])
             told.append(MeasuredForm(choice, seconds, taken))
             bar.update()
-        apart = {"apart": _layers(config, True, seed), "in a scan": _layers(config, False, seed)}
-        taken, seconds = _fastest(apart, "apart")
-        forms = dataclasses.replace(forms, layers_apart=taken == "apart")
-        told.append(MeasuredForm("layers of few rows", seconds, taken))
-        bar.update()
-        rows = {
-            name: _traced(_single_row(config, seed), dataclasses.replace(forms, doubled_row=it))
-            for name, it in (("twice", True), ("once", False))
-        }
-        taken, seconds = _fastest(rows, "twice")
-        forms = dataclasses.replace(forms, doubled_row=taken == "twice")
-        told.append(MeasuredForm("one row in bfloat16", seconds, taken))
-        bar.update()
-    return forms, told
+    return found, told
 
 
 def _with(dtypes: tuple[str, ...], dtype: str, within: bool) -> tuple[str, ...]:
@@ -101,15 +89,9 @@ def _with(dtypes: tuple[str, ...], dtype: str, within: bool) -> tuple[str, ...]:
     return tuple(sorted([*rest, dtype] if within else rest))
 
 
-def _named(candidates: Mapping[str, Forms]) -> str:
-    """Which of them is the default."""
-    [name] = [name for name, it in candidates.items() if it == Forms()]
-    return name
-
-
-def _traced(make: Callable[[], Run], forms: Forms) -> Run:
+def _traced(make: Make, chosen: Forms) -> Run:
     """A program, compiled with these forms."""
-    with traced_with(forms):
+    with traced_with(chosen):
         run = make()
         run()
     return run
@@ -135,7 +117,7 @@ def chosen_of(times: Mapping[str, list[float]], default: str) -> str:
     return best if clear else default
 
 
-def _attention(config: ModelConfig, rows: int, queries: int, seed: int) -> Callable[[], Run]:
+def _attention(config: ModelConfig, rows: int, queries: int, seed: int) -> Make:
     """Of ``queries`` tokens of each of ``rows`` over _KEYS keys of four chunks."""
     kv_heads, dim = config.num_kv_heads, config.head_dim
     rng = np.random.default_rng(seed)
@@ -164,36 +146,36 @@ def _attention(config: ModelConfig, rows: int, queries: int, seed: int) -> Calla
     return make
 
 
-def _layers(config: ModelConfig, apart: bool, seed: int) -> Run:
+def _layers(config: ModelConfig, seed: int) -> Make:
     """A few rows through layers of two products, whose weights no cache holds."""
     rng = np.random.default_rng(seed)
     dtype = jnp.dtype(config.dtype)
     inner = _WEIGHT_BYTES // (2 * _LAYERS * config.model_dim * dtype.itemsize)
     shape = (_LAYERS, config.model_dim, max(64, inner // 64 * 64))
-    up, down = (jnp.asarray(rng.normal(size=shape), dtype) for _ in range(2))
+    stacked = tuple(jnp.asarray(rng.normal(size=shape), dtype) for _ in range(2))
+    apart = list(zip(*stacked, strict=True))
     x = jnp.asarray(rng.normal(size=(_TOKENS, config.model_dim)), dtype)
 
-    def layer(x: jax.Array, weights: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        one, other = weights
-        return product(jnp.tanh(product(x, one)), other, axis=1).astype(dtype), None
+    def layer(x: jax.Array, weights: Sequence[jax.Array]) -> tuple[jax.Array, None]:
+        up, down = weights
+        return product(jnp.tanh(product(x, up)), down, axis=1).astype(dtype), None
 
     @jax.jit
-    def scanned(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-        return jax.lax.scan(layer, x, (up, down))[0]
-
-    @jax.jit
-    def unrolled(x: jax.Array, each: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
-        for weights in each:
-            x, _ = layer(x, weights)
+    def through(x: jax.Array, weights: Sequence[Any]) -> jax.Array:
+        if isinstance(weights, tuple):
+            return jax.lax.scan(layer, x, weights)[0]
+        for one in weights:
+            x, _ = layer(x, one)
         return x
 
-    if not apart:
-        return lambda: jax.block_until_ready(scanned(x, up, down))
-    each = list(zip(up, down, strict=True))
-    return lambda: jax.block_until_ready(unrolled(x, each))
+    def make() -> Run:
+        weights = apart if forms().layers_apart else stacked
+        return lambda: jax.block_until_ready(through(x, weights))
+
+    return make
 
 
-def _single_row(config: ModelConfig, seed: int) -> Callable[[], Run]:
+def _single_row(config: ModelConfig, seed: int) -> Make:
     """One row in bfloat16 times weights that no cache holds."""
     rng = np.random.default_rng(seed)
     shape = (config.model_dim, max(64, _WEIGHT_BYTES // (4 * config.model_dim)))
