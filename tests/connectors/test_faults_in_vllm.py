@@ -37,7 +37,7 @@ def copied(made, tmp_path):
 
 def test_random_requests_while_the_store_fails(copied, tmp_path):
     folder, _, job = copied
-    engine = {"num_gpu_blocks_override": 50, "max_model_len": 1504}
+    engine = {"num_gpu_blocks_override": 36, "max_model_len": 1120}
     extra = {"deadline": 1.0}
     job |= {"requests": REQUESTS, "seed": 5, "engine": engine, "extra": extra}
     started = command(folder, job, "chaos_in_vllm.py", JAXRAG_SLOW=str(tmp_path / "slow"))
@@ -45,7 +45,7 @@ def test_random_requests_while_the_store_fails(copied, tmp_path):
     print(said)
     for name in ("wrong", "late", "hung", "exact that were stored", "running", "waiting", "usage"):
         assert said.get(name, 0) == 0, said
-    assert said["preemptions"] >= REQUESTS // 100
+    assert said["preemptions"] >= REQUESTS // 25
     assert said["aborted"] >= REQUESTS // 8
     assert said["none: stored"] >= REQUESTS // 25
     reasons = ("flipped: damaged", "missing: missing", "slow: late")
