@@ -19,7 +19,7 @@ from jaxrag.models.rope import rope_table
 from jaxrag.models.text.progress import progress_bar
 
 Run = Callable[[], Any]
-Make = Callable[[], Run]  # called where a form is in use
+MakeRun = Callable[[], Run]  # called where a form is in use
 
 _KEYS = 2048
 _QUERIES = 256
@@ -66,7 +66,7 @@ def measure_forms(config: ModelConfig, seed: int = 0) -> tuple[Forms, list[Measu
     step = {f"{count} tiles": {"decode_tiles": count} for count in DECODE_TILES}
     layers = {"apart": {"layers_apart": True}, "in a scan": {"layers_apart": False}}
     row = {"twice": {"doubled_row": True}, "once": {"doubled_row": False}}
-    choices: list[tuple[str, Mapping[str, dict[str, Any]], Make]] = [
+    choices: list[tuple[str, Mapping[str, dict[str, Any]], MakeRun]] = [
         ("attention of a prompt", prompt, _attention(config, 1, _QUERIES, seed)),
         ("attention of a step", step, _attention(config, _ROWS, 1, seed)),
         ("layers of few rows", layers, _layers(config, seed)),
@@ -89,7 +89,7 @@ def _with(dtypes: tuple[str, ...], dtype: str, within: bool) -> tuple[str, ...]:
     return tuple(sorted([*rest, dtype] if within else rest))
 
 
-def _traced(make: Make, chosen: Forms) -> Run:
+def _traced(make: MakeRun, chosen: Forms) -> Run:
     """A program, compiled with these forms."""
     with traced_with(chosen):
         run = make()
@@ -117,7 +117,7 @@ def chosen_of(times: Mapping[str, list[float]], default: str) -> str:
     return best if clear else default
 
 
-def _attention(config: ModelConfig, rows: int, queries: int, seed: int) -> Make:
+def _attention(config: ModelConfig, rows: int, queries: int, seed: int) -> MakeRun:
     """Of ``queries`` tokens of each of ``rows`` over _KEYS keys of four chunks."""
     kv_heads, dim = config.num_kv_heads, config.head_dim
     rng = np.random.default_rng(seed)
@@ -146,7 +146,7 @@ def _attention(config: ModelConfig, rows: int, queries: int, seed: int) -> Make:
     return make
 
 
-def _layers(config: ModelConfig, seed: int) -> Make:
+def _layers(config: ModelConfig, seed: int) -> MakeRun:
     """A few rows through layers of two products, whose weights no cache holds."""
     rng = np.random.default_rng(seed)
     dtype = jnp.dtype(config.dtype)
@@ -175,7 +175,7 @@ def _layers(config: ModelConfig, seed: int) -> Make:
     return make
 
 
-def _single_row(config: ModelConfig, seed: int) -> Make:
+def _single_row(config: ModelConfig, seed: int) -> MakeRun:
     """One row in bfloat16 times weights that no cache holds."""
     rng = np.random.default_rng(seed)
     shape = (config.model_dim, max(64, _WEIGHT_BYTES // (4 * config.model_dim)))
