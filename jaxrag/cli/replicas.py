@@ -23,6 +23,7 @@ from jaxrag.engine.routing import Routing
 if TYPE_CHECKING:
     from jaxrag.engine.jobs import Job, JobNews, ReplicaReport
     from jaxrag.server.settings import ServerSettings
+    from jaxrag.server.state.members import ReplicaLink
     from jaxrag.server.state.replica import Replica
     from jaxrag.server.state.state import ServerState
 
@@ -227,37 +228,49 @@ def importable(name: str) -> bool:
 
 
 @contextlib.contextmanager
-def replicated(state: "ServerState", options: ReplicaOptions) -> Iterator[None]:
-    """Have replicas serve what the state's engine is asked, within.
+def engines(settings: "ServerSettings", options: ReplicaOptions) -> "Iterator[list[ReplicaLink]]":
+    """The ways to the engines of a server, which may not be ready yet; for as long as it serves.
 
-    Those that run in the cluster already are used; a cluster that was there keeps them.
+    Those that run in the cluster already are used; a cluster that was there keeps them. Without
+    replicas there are none.
 
-    Raises ConfigError where no cluster is reached, or none of them gets ready.
+    Raises ConfigError where no cluster is reached, or it has engines of other settings.
     """
+    if not options.replicas:
+        yield []
+        return
     import ray
     from ray import serve
 
+    _join(options)
+    try:
+        serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
+        names = _deploy(settings, options)
+        yield [_Link(str(at), serve.get_app_handle(name)) for at, name in enumerate(names)]
+    finally:
+        ray.shutdown()  # with it all that runs in a cluster of this process's own
+
+
+@contextlib.contextmanager
+def replicated(
+    state: "ServerState", links: "list[ReplicaLink]", options: ReplicaOptions
+) -> Iterator[None]:
+    """Have these engines serve what the state's engine is asked, within.
+
+    Raises ConfigError where none of them gets ready.
+    """
     from jaxrag.server.state.replica_stores import about, store_ref
     from jaxrag.server.state.replicas import Replicas
 
     engine = state.engine
     assert isinstance(engine, Replicas)
-    _join(options)
+    named = about(state.model, state.knowledge_bases)
+    engine.open(links, lambda request: store_ref(state, request), named)
     try:
-        serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
-        names = _deploy(state.name, state.settings, options)
-        engine.open(
-            [_Link(str(at), serve.get_app_handle(name)) for at, name in enumerate(names)],
-            lambda request: store_ref(state, request),
-            about(state.model, state.knowledge_bases),
-        )
-        try:
-            engine.wait(options.replica_seconds)
-            yield
-        finally:
-            engine.close()
+        engine.wait(options.replica_seconds)
+        yield
     finally:
-        ray.shutdown()  # with it all that runs in a cluster of this process's own
+        engine.close()
 
 
 def _join(options: ReplicaOptions) -> None:
@@ -282,10 +295,12 @@ def _join(options: ReplicaOptions) -> None:
     ray.init(address="local", num_cpus=cpus, include_dashboard=False, **how)
 
 
-def _deploy(name: str, settings: "ServerSettings", options: ReplicaOptions) -> list[str]:
+def _deploy(settings: "ServerSettings", options: ReplicaOptions) -> list[str]:
     """Have the engines of a server run; the names of their applications."""
     from ray import serve
 
+    folders = (settings.model.path, *settings.knowledge_bases.values())
+    name = settings.model.name or next((Path(it).name for it in folders if it is not None), "model")
     seen = engine_settings(settings)
     digest = hashlib.sha256(repr((seen, options.replica_gpus)).encode()).hexdigest()[:8]
     mine = f"{_OURS}-{name}-{digest}{_PARTS}"

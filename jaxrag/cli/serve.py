@@ -21,7 +21,7 @@ from jaxrag.cli.fields import add_fields, from_fields, given_fields
 from jaxrag.cli.opening import model_of, open_bases
 from jaxrag.cli.options import add_command, add_distributed, add_model, add_secret
 from jaxrag.cli.processes import joined
-from jaxrag.cli.replicas import ReplicaOptions, check_options, replicated
+from jaxrag.cli.replicas import ReplicaOptions, check_options, engines, replicated
 from jaxrag.models.text.printable import printable
 from jaxrag.server.options import ServerOptions
 
@@ -97,7 +97,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--plan {args.plan} needs --distributed")
     with joined(args) as first:
         settings = settings_of(args)
-        with bind(settings) if first else contextlib.nullcontext() as bound:
+        with (
+            bind(settings) if first else contextlib.nullcontext() as bound,
+            engines(settings, options) as links,
+        ):
             model = model_of(settings)
             bases = open_bases(settings, model)
             try:
@@ -105,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
                 state = make_state(settings, model, bases, make if options.replicas else Engine)
                 with (
                     led(state, address) if args.distributed else contextlib.nullcontext(),
-                    replicated(state, options) if options.replicas else contextlib.nullcontext(),
+                    replicated(state, links, options) if links else contextlib.nullcontext(),
                 ):
                     if bound is None:  # it has followed until now
                         return 0

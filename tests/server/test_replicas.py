@@ -1,0 +1,161 @@
+"""`jaxrag serve --replicas` on a Ray cluster of this machine: real processes, over HTTP."""
+
+import concurrent.futures
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None,
+        reason="ray is not installed; pip install 'jaxrag[ray]' brings it",
+    ),
+]
+
+ROOT = Path(__file__).parents[2]
+LONG = 120.0
+QUESTION = "Which animal does Kora Felell keep?"
+EOS = json.loads((ROOT / "checkpoints/synthetic-0.8m/dual/config.json").read_text())["eos_token_id"]
+NAMES = ["Kora Felell", "Dovia Bavin", "Bada Fivin", "Liva Bimer", "Rino Dirow"]
+QUESTIONS = [f"Which animal does {name} keep?" for name in NAMES]
+
+
+def environment():
+    """Of a process that is to find the project, and programs that are compiled already."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+
+
+@contextlib.contextmanager
+def process(*options):
+    """`jaxrag serve` with these options, and a client of it."""
+    command = [sys.executable, "-m", "jaxrag", "serve", "--port", "0", "--name", "synthetic",
+               "--k", "3", "--max-new-tokens", "8", "--no-warm-up", *options]  # fmt: skip
+    started = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=environment(),
+    )
+    try:
+        banner = started.stdout.readline()
+        assert banner, started.stderr.read()
+        url = next(word for word in banner.split() if word.startswith("http://"))
+        with httpx.Client(base_url=url, timeout=LONG) as client:
+            yield started, client
+    finally:
+        started.send_signal(signal.SIGTERM)
+        try:
+            started.wait(30)
+        finally:
+            started.kill()
+            started.communicate()
+
+
+def replicas(client):
+    """What the server says of its replicas, by name."""
+    return client.get("/v1/engine").json()["replicas"]
+
+
+def ask(client, question=QUESTION, **more):
+    """A chat."""
+    messages = [{"role": "user", "content": question}]
+    return client.post("/v1/chat/completions", json={"messages": messages, **more})
+
+
+def said(client, question=QUESTION, **more):
+    """What it answers."""
+    answer = ask(client, question, **more)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["message"]["content"]
+
+
+def streamed(client, question, first=lambda: None, **more):
+    """The texts of a stream, and its error, if any. ``first`` is called at its first."""
+    body = {"messages": [{"role": "user", "content": question}], "stream": True, **more}
+    texts, error = [], None
+    with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        if answer.status_code != 200:
+            return texts, json.loads(answer.read())["error"]
+        for line in answer.iter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            error = event.get("error", error)
+            found = [it["delta"].get("content") or "" for it in event.get("choices", [])]
+            if any(found) and not any(texts):
+                first()
+            texts += found
+    return texts, error
+
+
+def right_or_told(answer, right):
+    """Is an answer the right one? False where it is the error of a replica that died with it.
+
+    Raises AssertionError for anything else.
+    """
+    if answer.status_code == 503:
+        error = answer.json()["error"]
+        assert error["code"] == "engine_unavailable" and "\n" not in error["message"]
+        assert float(answer.headers["retry-after"]) > 0
+        return False
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["message"]["content"] == right
+    return True
+
+
+def until(true, seconds=LONG):
+    """Wait for it."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_two_replicas(village):
+    """They answer as one engine does, and one that is killed fails its stream alone."""
+    with process("--kb", f"village={village}", "--replicas", "2", "--ray-address", "local") as (
+        _,
+        client,
+    ):
+        assert said(client) == "falcon"
+        assert client.get("/health").status_code == client.get("/ready").status_code == 200
+        with concurrent.futures.ThreadPoolExecutor(8) as threads:
+            expected = list(threads.map(lambda it: said(client, it), QUESTIONS))
+            assert list(threads.map(lambda it: said(client, it), QUESTIONS * 4)) == expected * 4
+            # A long stream whose replica is killed, beside short ones of both.
+            long = {"max_tokens": 400, "logit_bias": {str(EOS): -100}}
+            texts, error = streamed(client, QUESTION, **long)
+            assert error is None
+            whole, others, killed = "".join(texts), [], []
+
+            def kill():
+                [busy] = [it for it in replicas(client).values() if it["running"]]
+                others.extend(threads.submit(ask, client, it) for it in QUESTIONS * 2)
+                killed.append(busy["pid"])
+                os.kill(busy["pid"], signal.SIGKILL)
+
+            texts, error = streamed(client, QUESTION, kill, **long)
+            answered = [it.result() for it in others]
+            right = [right_or_told(*it) for it in zip(answered, expected * 2, strict=True)]
+            assert sum(right) >= len(right) - 1  # one may have had its first token
+        assert error["code"] == "engine_unavailable", error
+        assert "while it answered; ask again" in error["message"] and "\n" not in error["message"]
+        assert whole.startswith("".join(texts)) and "".join(texts) != whole
+        again, error = streamed(client, QUESTION, **long)  # by the other
+        assert error is None and "".join(again) == whole
+        until(lambda: all(it["up"] for it in replicas(client).values()))  # Ray Serve made another
+        assert killed[0] not in {it["pid"] for it in replicas(client).values()}
+        metrics = client.get("/metrics").text
+        assert 'jaxrag_replicas{state="up"} 2.0' in metrics
