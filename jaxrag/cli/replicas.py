@@ -289,7 +289,8 @@ def _join(options: ReplicaOptions) -> None:
             if wanted is not None:
                 said = " ".join(str(error).split())[:200]
                 raise ConfigError(
-                    f"--ray-address {wanted}: no Ray cluster is reached there ({said})"
+                    f"--ray-address {wanted}: no Ray cluster is reached there ({said}); start one "
+                    "with `ray start --head`, or set RAY_AUTH_MODE=token where it wants a token"
                 ) from None
     cpus = max(os.cpu_count() or 1, -int(-options.replicas * options.replica_cpus // 1))
     ray.init(address="local", num_cpus=cpus, include_dashboard=False, **how)

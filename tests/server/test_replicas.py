@@ -32,7 +32,8 @@ QUESTIONS = [f"Which animal does {name} keep?" for name in NAMES]
 
 def environment():
     """Of a process that is to find the project, and programs that are compiled already."""
-    return {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
+    return {**os.environ, **token, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
 
 
 @contextlib.contextmanager
@@ -159,3 +160,57 @@ def test_two_replicas(village):
         assert killed[0] not in {it["pid"] for it in replicas(client).values()}
         metrics = client.get("/metrics").text
         assert 'jaxrag_replicas{state="up"} 2.0' in metrics
+
+
+@contextlib.contextmanager
+def cluster():
+    """A Ray cluster that outlives its servers; yields its address."""
+    program = (
+        "import json, ray; it = ray.init(address='local', num_cpus=4, include_dashboard=False, "
+        "log_to_driver=False); print(json.dumps(it.address_info['address']), flush=True); input()"
+    )
+    started = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+    try:
+        yield json.loads(started.stdout.readline())
+    finally:
+        started.communicate("\n")
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_finds_its_replicas_again(village):
+    """They keep what they hold; other settings under the same name are refused in one line."""
+    with cluster() as address:
+        options = ["--kb", f"village={village}", "--replicas", "2", "--ray-address", address]
+        with process(*options) as (server, client):
+            assert said(client) == "falcon"
+            before = {name: it["pid"] for name, it in replicas(client).items()}
+            server.kill()
+            server.wait()
+        with process(*options) as (_, client):
+            assert {name: it["pid"] for name, it in replicas(client).items()} == before
+            answer = ask(client).json()
+            assert answer["choices"][0]["message"]["content"] == "falcon"
+            assert {row["where"] for row in answer["jaxrag"]["reuse"]} == {"pool"}
+        others = [
+            sys.executable,
+            "-m",
+            "jaxrag",
+            "serve",
+            *options,
+            "--name",
+            "synthetic",
+            "--rows",
+            "3",
+        ]
+        refused = subprocess.run(
+            others, capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=LONG
+        )
+        assert refused.returncode == 1
+        [line] = [it for it in refused.stderr.splitlines() if it.startswith("jaxrag: error:")]
+        assert "engines of synthetic with other settings run in this Ray cluster" in line
