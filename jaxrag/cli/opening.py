@@ -197,7 +197,9 @@ def open_bases(settings: "ServerSettings", model: "Model") -> "dict[str, Knowled
                 raise KnowledgeBaseError(
                     f"{folder} is no folder; make it with `jaxrag ingest PATH... --kb {folder}`"
                 )
-            opened[name] = KnowledgeBase.open(folder, model=model, secret=secret)
+            opened[name] = KnowledgeBase.open(
+                folder, model=model, secret=secret, tier=settings.tier
+            )
     except BaseException:
         for base in opened.values():
             base.close()

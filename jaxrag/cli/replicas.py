@@ -7,11 +7,12 @@ import contextlib
 import dataclasses
 import hashlib
 import logging
+import math
 import os
 import threading
 import time
 import warnings
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from jaxrag.server.settings import ServerSettings
     from jaxrag.server.state.members import ReplicaLink
     from jaxrag.server.state.replica import Replica
+    from jaxrag.server.state.replicas import Replicas
     from jaxrag.server.state.state import ServerState
 
 _LOG = logging.getLogger("jaxrag")
@@ -33,12 +35,13 @@ _OURS = "jaxrag"
 _PARTS = "-engine-"
 _ONGOING = 100_000  # that an engine is given at once: it has its own queue
 _HEALTH_SECONDS = 2.0  # between two looks of Ray Serve at an engine
+_LOOK_SECONDS = 1.0  # between two looks at whether there are engines enough
 _SLOWEST = 60.0  # seconds between two tries of an engine that cannot start
 _VARIABLES = ("JAX_", "XLA_", "AWS_", "JAXRAG_")  # that an engine has from the server
 _OF_ENGINE = (
     "model", "knowledge_bases", "secret_file", "method", "methods", "decode", "decode_rules", "k",
     "plain", "plain_ungated", "plain_gate", "template", "max_new_tokens", "rows", "classes",
-    "memory_bytes", "warm_up", "allow_history_dependent", "keys", "engine",
+    "memory_bytes", "tier", "warm_up", "allow_history_dependent", "keys", "engine",
 )  # fmt: skip
 
 
@@ -48,6 +51,7 @@ class ReplicaOptions:
 
     Attributes:
       replicas: how many; 0: the server has its own.
+      max_replicas: the most, where there is more work than these do; 0: as many.
       routing: which of them gets a request.
       replica_cpus: that Ray counts for each.
       replica_gpus: likewise.
@@ -62,6 +66,7 @@ class ReplicaOptions:
     )  # fmt: skip
     replica_cpus: float = option(1.0, "that each of them has", "N")
     replica_gpus: float = option(0.0, "likewise", "N")
+    max_replicas: int = option(0, "of them, where work waits; 0: no more than --replicas", "N")
     ray_address: str | None = option(
         None, "of the cluster; local: one of its own", "ADDRESS", unset="that of this machine",
     )  # fmt: skip
@@ -71,6 +76,10 @@ class ReplicaOptions:
         """ConfigError for what no cluster has."""
         if self.replicas < 0:
             raise ConfigError(f"--replicas {self.replicas}: expected 0 or more")
+        if self.max_replicas and self.max_replicas < self.replicas:
+            raise ConfigError(
+                f"--max-replicas {self.max_replicas}: expected at least --replicas {self.replicas}"
+            )
         for name in ("replica_cpus", "replica_gpus"):
             if getattr(self, name) < 0:
                 flag = name.replace("_", "-")
@@ -255,7 +264,7 @@ def engines(settings: "ServerSettings", options: ReplicaOptions) -> "Iterator[li
 def replicated(
     state: "ServerState", links: "list[ReplicaLink]", options: ReplicaOptions
 ) -> Iterator[None]:
-    """Have these engines serve what the state's engine is asked, within.
+    """Have these engines serve what the state's engine is asked, within; more, if more may be.
 
     Raises ConfigError where none of them gets ready.
     """
@@ -268,9 +277,48 @@ def replicated(
     engine.open(links, lambda request: store_ref(state, request), named)
     try:
         engine.wait(options.replica_seconds)
-        yield
+        with _scaled(state, engine, options):
+            yield
     finally:
         engine.close()
+
+
+@contextlib.contextmanager
+def _scaled(state: "ServerState", engine: "Replicas", options: ReplicaOptions) -> Iterator[None]:
+    """Within, engines come and go by the work that waits."""
+    from ray import serve
+
+    from jaxrag.server.state.scaling import Scaling
+
+    if options.max_replicas <= options.replicas:
+        yield
+        return
+    scaling, over = Scaling(options.replicas, options.max_replicas), threading.Event()
+    mine = _prefix(state.settings, options)
+
+    def look() -> None:
+        while not over.wait(_LOOK_SECONDS):
+            count = len(engine.members)
+            wanted = scaling.wanted(time.monotonic(), engine.queued_seconds, count)
+            try:
+                for at in range(count, wanted):
+                    _LOG.info("work waits: replica %d is started", at)
+                    _run([f"{mine}{at}"], state.settings, options)
+                    engine.join(_Link(str(at), serve.get_app_handle(f"{mine}{at}")))
+                for at in range(wanted, count):
+                    _LOG.info("little work: replica %d ends", at)
+                    engine.leave(str(at), state.settings.drain_seconds)
+                    serve.delete(f"{mine}{at}")
+            except Exception:
+                _LOG.exception("replicas cannot be made or ended now")
+
+    thread = threading.Thread(target=look, name="jaxrag-scaling", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(_LOOK_SECONDS)
 
 
 def _join(options: ReplicaOptions) -> None:
@@ -292,37 +340,50 @@ def _join(options: ReplicaOptions) -> None:
                     f"--ray-address {wanted}: no Ray cluster is reached there ({said}); start one "
                     "with `ray start --head`, or set RAY_AUTH_MODE=token where it wants a token"
                 ) from None
-    cpus = max(os.cpu_count() or 1, -int(-options.replicas * options.replica_cpus // 1))
+    most = max(options.replicas, options.max_replicas)
+    cpus = max(os.cpu_count() or 1, math.ceil(most * options.replica_cpus))
     ray.init(address="local", num_cpus=cpus, include_dashboard=False, **how)
+
+
+def _prefix(settings: "ServerSettings", options: ReplicaOptions) -> str:
+    """What the names of a server's applications begin with: its own, and of its settings."""
+    folders = (settings.model.path, *settings.knowledge_bases.values())
+    name = settings.model.name or next((Path(it).name for it in folders if it is not None), "model")
+    seen = repr((engine_settings(settings), options.replica_gpus))
+    return f"{_OURS}-{name}-{hashlib.sha256(seen.encode()).hexdigest()[:8]}{_PARTS}"
 
 
 def _deploy(settings: "ServerSettings", options: ReplicaOptions) -> list[str]:
     """Have the engines of a server run; the names of their applications."""
     from ray import serve
 
-    folders = (settings.model.path, *settings.knowledge_bases.values())
-    name = settings.model.name or next((Path(it).name for it in folders if it is not None), "model")
-    seen = engine_settings(settings)
-    digest = hashlib.sha256(repr((seen, options.replica_gpus)).encode()).hexdigest()[:8]
-    mine = f"{_OURS}-{name}-{digest}{_PARTS}"
+    mine = _prefix(settings, options)
+    family = mine.removesuffix(_PARTS).rpartition("-")[0]
     names = [f"{mine}{at}" for at in range(options.replicas)]
     there = serve.status().applications
     for other in sorted(there):
-        if other.startswith(f"{_OURS}-{name}-") and not other.startswith(mine):
+        if other.startswith(f"{family}-") and not other.startswith(mine):
             raise ConfigError(
-                f"engines of {name} with other settings run in this Ray cluster ({other}); end "
-                "them with `serve shutdown`, or serve under another --name"
+                f"engines of {family.removeprefix(f'{_OURS}-')} with other settings run in this "
+                f"Ray cluster ({other}); end them with `serve shutdown`, or serve under another "
+                "--name"
             )
     for gone in [it for it in there if it.startswith(mine) and it not in names]:
         serve.delete(gone)
-    wanted = [it for it in names if it not in there]
-    if wanted:
-        made = application(seen, options)
+    _run([it for it in names if it not in there], settings, options)
+    return names
+
+
+def _run(names: Sequence[str], settings: "ServerSettings", options: ReplicaOptions) -> None:
+    """Start applications, without waiting for what they load."""
+    from ray import serve
+
+    if names:
+        made = application(engine_settings(settings), options)
         serve.run_many(
-            [serve.RunTarget(made, name=it, route_prefix=None) for it in wanted],
+            [serve.RunTarget(made, name=it, route_prefix=None) for it in names],
             wait_for_applications_running=False,
         )
-    return names
 
 
 def application(settings: "ServerSettings", options: ReplicaOptions) -> Any:

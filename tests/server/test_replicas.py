@@ -5,14 +5,20 @@ import contextlib
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import httpx
 import pytest
+
+from jaxrag.library.documents import read_paths
+from jaxrag.library.knowledge_base import KnowledgeBase
+from jaxrag.models.model import load_model
 
 pytestmark = [
     pytest.mark.ray,
@@ -214,3 +220,81 @@ def test_a_server_that_is_killed_finds_its_replicas_again(village):
         assert refused.returncode == 1
         [line] = [it for it in refused.stderr.splitlines() if it.startswith("jaxrag: error:")]
         assert "engines of synthetic with other settings run in this Ray cluster" in line
+
+
+@contextlib.contextmanager
+def moved(folder):
+    """A folder is not there within the block."""
+    away = folder.with_name("away")
+    folder.rename(away)
+    try:
+        yield
+    finally:
+        away.rename(folder)
+
+
+def restarted_without(client, change):
+    """Kill a replica within ``change``; what is said of the one that takes its place."""
+    name, killed = "1", replicas(client)["1"]["pid"]
+    with change:
+        os.kill(killed, signal.SIGKILL)
+        until(lambda: replicas(client)[name]["why"])
+        why = replicas(client)[name]["why"]
+        assert [said(client, it) for it in QUESTIONS] == [said(client, it) for it in QUESTIONS]
+        assert client.get("/ready").status_code == 200
+    until(lambda: replicas(client)[name]["up"])  # what was missing came back
+    assert "\n" not in why
+    return why
+
+
+@pytest.mark.slow
+def test_a_replica_without_its_model_is_named_and_the_rest_serves(served_model, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(ROOT / "checkpoints/synthetic-0.8m/dual", model)
+    folder = tmp_path / "village"
+    settings = {"chunk_by": "sentence", "chunk_tokens": 20, "overlap": 0}
+    with KnowledgeBase.open(folder, model=load_model(model), **settings) as kb:
+        kb.add(read_paths([str(ROOT / "examples/village")]))
+    other = tmp_path / "other"
+    shutil.copytree(ROOT / "checkpoints/synthetic-0.8m/full", other)
+
+    @contextlib.contextmanager
+    def swapped():
+        with moved(model):
+            other.rename(model)
+            try:
+                yield
+            finally:
+                model.rename(other)
+
+    with process("--kb", str(folder), "--replicas", "2", "--ray-address", "local") as (_, client):
+        assert said(client) == "falcon"
+        why = restarted_without(client, moved(model))
+        assert why.startswith("replica 1: ") and str(model) in why
+        why = restarted_without(client, swapped())
+        assert why.startswith("replica 1: ") and "other" in why
+
+
+@pytest.mark.slow
+def test_replicas_read_one_bucket_through_a_tier_of_their_machine(
+    served_model, s3_endpoint, s3_location, tmp_path
+):
+    """Also while the bucket is away: what nobody can read is encoded."""
+    folder, tier = tmp_path / "kb", tmp_path / "tier"
+    settings = {"chunk_by": "sentence", "chunk_tokens": 20, "overlap": 0, "store": s3_location}
+    with KnowledgeBase.open(folder, model=served_model, **settings) as kb:
+        kb.add(read_paths([str(ROOT / "examples/village")]))
+    options = ["--kb", str(folder), "--replicas", "2", "--ray-address", "local", f"--tier={tier}",
+               "--routing", "round_robin"]  # fmt: skip
+    with process(*options) as (_, client):
+        answers = [ask(client, it).json() for it in QUESTIONS]
+        rows = [row for it in answers for row in it["jaxrag"]["reuse"]]
+        assert {row["how"] for row in rows} <= {"chunk hit", "prefix hit"}
+        assert "store" in {row["where"] for row in rows}
+        [copies] = tier.iterdir()
+        until(lambda: len(list(copies.rglob("commit.json"))) >= len(QUESTIONS))
+        texts = [it["choices"][0]["message"]["content"] for it in answers]
+        urllib.request.urlopen(f"{s3_endpoint}/moto-api/reset", data=b"").close()  # all is gone
+        assert [said(client, it) for it in QUESTIONS * 2] == texts * 2
+        assert said(client, "Who was taught by Kora Felell?")  # of chunks that nobody has read
+        assert all(it["up"] for it in replicas(client).values())

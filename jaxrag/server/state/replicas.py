@@ -171,6 +171,12 @@ class Replicas(Engine):
             }
         return shown
 
+    @property
+    def queued_seconds(self) -> float:
+        """Of work that was given to the engines and is not done; all of them together."""
+        members = list(self._members.values())
+        return sum(self._queued_cost(it) / self._rate(it) for it in members)
+
     # As one engine
 
     @property
