@@ -42,23 +42,17 @@ import numpy as np
 from rounds import between, in_turn, spread
 
 from jaxrag.base.errors import RequestError
-from jaxrag.cli import run_command
+from jaxrag.cli import make_parser, run_command
 from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
-from jaxrag.cli.replicas import ReplicaOptions, check_options, engines, replicated
+from jaxrag.cli.serve import opened
 from jaxrag.engine.routing import Routing
-from jaxrag.engine.state import EngineSettings
 from jaxrag.library.documents import Document
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.measure.machine import describe
 from jaxrag.measure.zoo import SMALL_LLAMA, random_named, write_random
 from jaxrag.models.model import load_model
 from jaxrag.models.text import byte_level
-from jaxrag.server.http.run import Server, bind, url_of
-from jaxrag.server.options import ModelSettings
-from jaxrag.server.settings import ServerSettings
-from jaxrag.server.state.replicas import Replicas
-from jaxrag.server.state.state import make_state
 
 ROUTINGS: tuple[Routing, ...] = ("residency", "hashing", "round_robin", "random")
 _WORDS = 400
@@ -142,7 +136,7 @@ def _server(
     words: Sequence[str],
     names: Sequence[str],
     rng: np.random.Generator,
-) -> Iterator[tuple[str, Replicas, list[str]]]:
+) -> Iterator[tuple[str, Any, list[str]]]:
     """A server with its replicas: its URL, what chooses among them, and the keys of all chunks."""
     write_random(work / "model", SMALL_LLAMA, "float32", options.seed)
     byte_level.save(byte_level.train([" ".join(words)], SMALL_LLAMA.vocab_size), work / "model")
@@ -154,46 +148,43 @@ def _server(
         base.add([_document(model.text_tokenizer(), rng, words, it, options) for it in names])
     pool = int(options.share * options.documents) * options.chunk_tokens
     room = 2 * options.clients * 128  # for questions and answers, beside the chunks
-    settings = ServerSettings(
-        port=0, warm_up=False, k=options.k, rows=options.clients, method="turborag",
-        max_seconds=_PATIENCE, drain_seconds=2.0,
-        model=ModelSettings(path=str(work / "model"), cache_tokens=pool + room),
-        knowledge_bases={"corpus": str(work / "kb")}, engine=EngineSettings(arena_bytes=0),
+    file = work / "serve.toml"
+    file.write_text(
+        f"port = 0\nwarm_up = false\nk = {options.k}\nrows = {options.clients}\n"
+        f'method = "turborag"\nmax_seconds = {_PATIENCE}\ndrain_seconds = 2.0\n'
+        f"[model]\npath = {json.dumps(str(work / 'model'))}\ncache_tokens = {pool + room}\n"
+        f"[knowledge_bases]\ncorpus = {json.dumps(str(work / 'kb'))}\n[engine]\narena_bytes = 0\n",
+        encoding="utf-8",
+    )
+    args = make_parser().parse_args(
+        ["serve", "--config", str(file), "--replicas", str(options.replicas), "--ray-address=local",
+         "--replica-cpus=0.5"]
     )  # fmt: skip
-    given = ReplicaOptions(replicas=options.replicas, ray_address="local", replica_cpus=0.5)
-    check_options(given, distributed=False)
-    with (
-        bind(settings) as bound,
-        engines(settings, given) as links,
-        KnowledgeBase.open(work / "kb", model=model) as base,
-    ):
-        state = make_state(settings, model, {"corpus": base}, Replicas)
-        engine = state.engine
-        assert isinstance(engine, Replicas)
-        with replicated(state, links, given):
-            ready, loops = threading.Event(), list[asyncio.AbstractEventLoop]()
-            server = Server(state, bound)
+    with opened(args) as server:
+        assert server is not None
+        engine, base = server.state.engine, server.state.knowledge_bases["corpus"]
+        ready, loops = threading.Event(), list[asyncio.AbstractEventLoop]()
 
-            async def serve() -> None:
-                loops.append(asyncio.get_running_loop())
-                await server.serve(ready.set)
+        async def serve() -> None:
+            loops.append(asyncio.get_running_loop())
+            await server.serve(ready.set)
 
-            thread = threading.Thread(target=asyncio.run, args=(serve(),))
-            thread.start()
-            try:
-                if not ready.wait(60):
-                    raise RequestError("the server does not start")
-                yield url_of(bound), engine, list(base.store.keys())
-            finally:
-                loops[0].call_soon_threadsafe(server.end)
-                thread.join()
+        thread = threading.Thread(target=asyncio.run, args=(serve(),))
+        thread.start()
+        try:
+            if not ready.wait(60):
+                raise RequestError("the server does not start")
+            yield server.url, engine, list(base.store.keys())
+        finally:
+            loops[0].call_soon_threadsafe(server.end)
+            thread.join()
 
 
 def _measured(
     options: Options,
     client: concurrent.futures.Executor,
     url: str,
-    engine: Replicas,
+    engine: Any,
     keys: list[str],
     routing: Routing,
     bodies: Sequence[Mapping[str, Any]],
@@ -226,7 +217,7 @@ def _killed(
     options: Options,
     client: concurrent.futures.Executor,
     url: str,
-    engine: Replicas,
+    engine: Any,
     bodies: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """Kill engines at random moments while questions come."""

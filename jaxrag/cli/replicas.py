@@ -3,6 +3,7 @@
 Ray is imported here alone, and only where it is used.
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import hashlib
@@ -126,7 +127,13 @@ class RayEngine:
     async def drop(self, keys: list[str]) -> None:
         """As ``Replica.drop``."""
         if self._replica is not None:
-            self._replica.drop(keys)
+            await asyncio.to_thread(self._replica.drop, keys)
+
+    async def forget(self, tenant: str) -> int:
+        """As ``Replica.forget``."""
+        if self._replica is None:
+            return 0
+        return await asyncio.to_thread(self._replica.forget, tenant)
 
     def check_health(self) -> None:
         """What Ray Serve asks: it starts an engine anew that raises."""
@@ -166,7 +173,7 @@ class RayEngine:
             raise
         stores = ReplicaStores(model, bases, len(state.tenants.names), settings.memory_bytes)
         self._state = state
-        return Replica(state.engine, stores, stores.memory_keys, about(model, bases))
+        return Replica(state.engine, stores, about(model, bases))
 
 
 class _Link:
@@ -194,6 +201,9 @@ class _Link:
 
     async def drop(self, keys: list[str]) -> None:
         await self._ask("drop", keys)
+
+    async def forget(self, tenant: str) -> int:
+        return await self._ask("forget", tenant)  # type: ignore[no-any-return]
 
     async def _ask(self, method: str, *args: Any) -> Any:
         with self._errors():
@@ -248,6 +258,11 @@ def engines(settings: "ServerSettings", options: ReplicaOptions) -> "Iterator[li
     if not options.replicas:
         yield []
         return
+    if settings.plain_store_bytes:
+        raise ConfigError(
+            f"--plain-store-bytes {settings.plain_store_bytes} with --replicas: what engines keep "
+            "of passages is in memory only; leave it out"
+        )
     import ray
     from ray import serve
 

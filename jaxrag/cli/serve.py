@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from jaxrag.kv.store import KVStore
     from jaxrag.library.knowledge_base import KnowledgeBase
     from jaxrag.models.model import Model
+    from jaxrag.server.http.run import Server
     from jaxrag.server.settings import ServerSettings
     from jaxrag.server.state.state import ServerState
 
@@ -79,6 +80,22 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal ends it."""
+    with opened(args) as server:
+        if server is not None:
+            state = server.state
+            bases = state.knowledge_bases
+            question = question_for(state.settings, state.model, bases)
+            shown = banner(server.url, state.name, list(bases), question)
+            server.run(lambda: print(shown, flush=True))
+    return 0
+
+
+@contextlib.contextmanager
+def opened(args: argparse.Namespace) -> "Iterator[Server | None]":
+    """The server that the arguments name, which takes no requests yet; closed at the end.
+
+    None in a process of several that has followed the first, until that ended.
+    """
     options = from_fields(ReplicaOptions, args)
     if options.replicas:
         check_options(options, args.distributed)
@@ -87,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         os.environ["JAX_PLATFORMS"] = "cpu"
     try:
         from jaxrag.engine.engine import Engine
-        from jaxrag.server.http.run import Server, bind, url_of
+        from jaxrag.server.http.run import Server, bind
         from jaxrag.server.state.replicas import Replicas
         from jaxrag.server.state.state import make_state
     except ModuleNotFoundError as error:
@@ -110,16 +127,10 @@ def run(args: argparse.Namespace) -> int:
                     led(state, address) if args.distributed else contextlib.nullcontext(),
                     replicated(state, links, options) if links else contextlib.nullcontext(),
                 ):
-                    if bound is None:  # it has followed until now
-                        return 0
-                    server = Server(state, bound)
-                    question = question_for(settings, model, bases)
-                    shown = banner(url_of(bound), state.name, list(bases), question)
-                    server.run(lambda: print(shown, flush=True))
+                    yield None if bound is None else Server(state, bound)
             finally:
                 for base in bases.values():
                     base.close()
-    return 0
 
 
 @contextlib.contextmanager

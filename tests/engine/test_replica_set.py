@@ -29,6 +29,26 @@ TIMEOUT = 60
 ABOUT = {"weights": "w"}
 
 
+class Stores:
+    """Of one replica: memory, whatever is asked for."""
+
+    def __init__(self, store, error=None):
+        self.store, self.error = store, error
+
+    def __call__(self, ref):
+        if self.error is not None:
+            raise self.error
+        return self.store
+
+    def memory_keys(self):
+        return self.store.keys()
+
+    def forget(self, tenant):
+        keys = list(self.store.keys())
+        self.store.delete(keys)
+        return keys
+
+
 class Link:
     """The way to a replica in this process.
 
@@ -41,7 +61,7 @@ class Link:
 
     def __init__(self, name, engine, stores, about=ABOUT):
         self.name, self.engine = name, engine
-        self.replica = Replica(engine, stores, lambda: (), about)
+        self.replica = Replica(engine, stores, about)
         self.dead, self.asked, self.after = False, [], None
         self.gate = threading.Event()
         self.gate.set()
@@ -77,6 +97,9 @@ class Link:
     async def drop(self, keys):
         self.replica.drop(keys)
 
+    async def forget(self, tenant):
+        return self.replica.forget(tenant)
+
 
 @pytest.fixture
 def several(engine_on, monkeypatch):
@@ -92,7 +115,7 @@ def several(engine_on, monkeypatch):
                 own = dataclasses.replace(model, cache_tokens=cache_tokens)
                 own.engine = Engine(own)
                 kept = MemoryStore(model.fingerprint, model.kv_layout)
-                links.append(Link(str(at), own.engine, lambda ref, kept=kept: kept))
+                links.append(Link(str(at), own.engine, Stores(kept)))
             front = dataclasses.replace(model, cache_tokens=cache_tokens)
             front.engine = Replicas(front, routing=routing)
             refs = StoreRef("memory", "", store.fingerprint, store.layout)
@@ -201,7 +224,7 @@ def test_an_engine_that_comes_back_serves(several, begun):
 
 def test_an_engine_with_other_weights_is_named_and_not_used(several, begun, caplog):
     engine, links, store = several(2)
-    other = Link("9", links[0].engine, lambda ref: store, {"weights": "x"})
+    other = Link("9", links[0].engine, Stores(store), {"weights": "x"})
     engine.join(other)
     deadline = time.monotonic() + TIMEOUT
     while not engine.members["9"]["why"]:
@@ -237,18 +260,11 @@ def test_an_error_of_a_request_is_its_own(several, begun, engine_on):
     engine, links, store = several(2)
     bad = begun(engine, store)
     for link in links:
-        stores = link.replica._stores
-        link.replica._stores = lambda ref, stores=stores: refuse(ref, stores)
-    refused = {"on": True}
-
-    def refuse(ref, stores):
-        if refused["on"]:
-            raise StoreError("the bucket cannot be read")
-        return stores(ref)
-
+        link.replica._stores.error = StoreError("the bucket cannot be read")
     [error] = answers(engine, [bad])
     assert isinstance(error, StoreError) and "the bucket" in str(error)
-    refused["on"] = False
+    for link in links:
+        link.replica._stores.error = None
     [ids] = answers(engine, [bad])
     assert len(ids) == 8
 
@@ -366,6 +382,16 @@ def test_dropped_keys_leave_every_pool(several, begun):
     keys = links[0].engine.held()[0]
     assert keys and name_of(keys[0]) < 2**64
     engine.drop(keys)
+    assert [it.engine.held()[0] for it in links] == [[], []]
+
+
+def test_what_a_tenant_brought_is_forgotten_by_every_engine(several, begun):
+    engine, links, store = several(2, routing="round_robin")
+    request = begun(engine, store)
+    answers(engine, [request, request])
+    there = [len(list(it.replica._stores.memory_keys())) for it in links]
+    assert engine.forget_tenant("") == sum(there) > 0
+    assert [list(it.replica._stores.memory_keys()) for it in links] == [[], []]
     assert [it.engine.held()[0] for it in links] == [[], []]
 
 

@@ -94,6 +94,11 @@ class Server:
         self._ending: asyncio.Task[None] | None = None
         self._warming: threading.Thread | None = None
 
+    @property
+    def url(self) -> str:
+        """Where clients on this machine find it."""
+        return url_of(self._bound)
+
     def run(self, ready: Callable[[], None]) -> None:
         """Serve until SIGTERM or SIGINT; ``ready`` is called once requests are taken.
 

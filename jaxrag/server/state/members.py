@@ -40,6 +40,10 @@ class ReplicaLink(Protocol):
         """As ``Replica.drop``."""
         ...
 
+    async def forget(self, tenant: str) -> int:
+        """As ``Replica.forget``."""
+        ...
+
 
 @dataclasses.dataclass(eq=False)
 class SentRequest:

@@ -3,7 +3,8 @@
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from typing import Protocol
 
 import numpy as np
 
@@ -15,25 +16,39 @@ from jaxrag.engine.wire import request_of
 from jaxrag.kv.store import KVStore
 
 
+class Stores(Protocol):
+    """The stores of a process, by what its servers call them. For any thread."""
+
+    def __call__(self, ref: StoreRef) -> KVStore:
+        """One of them. Raises JaxragError where it cannot be had."""
+        ...
+
+    def memory_keys(self) -> Iterable[str]:
+        """Of what they hold in memory."""
+        ...
+
+    def forget(self, tenant: str) -> list[str]:
+        """Drop what they hold in memory of a tenant; its keys."""
+        ...
+
+
 class Replica:
     """Serves jobs of servers with an engine of this process. For one event loop."""
 
     def __init__(
         self,
         engine: Engine,
-        stores: Callable[[StoreRef], KVStore],
-        host_keys: Callable[[], Iterable[str]],
+        stores: "Stores",
         about: Mapping[str, str],
     ) -> None:
         """Serve with an engine.
 
         Args:
           engine: of this process.
-          stores: opens what a job reads; called on a thread. Raises JaxragError.
-          host_keys: of KV in host memory beside the engine's arena.
+          stores: what jobs read.
           about: what must be the same in all engines of a server, by name.
         """
-        self._engine, self._stores, self._host_keys = engine, stores, host_keys
+        self._engine, self._stores = engine, stores
         self._about = dict(about)
         self._running: dict[tuple[str, int], int] = {}  # the engine's number of each job
         self._heard: dict[str, float] = {}
@@ -86,6 +101,12 @@ class Replica:
         """Let the KV of chunks leave the pool and the arena."""
         self._engine.drop(keys)
 
+    def forget(self, tenant: str) -> int:
+        """Drop what a tenant brought with its requests; of how many chunks."""
+        keys = self._stores.forget(tenant)
+        self._engine.drop(keys)
+        return len(keys)
+
     def report(self, server: str) -> ReplicaReport:
         """What it holds and does; jobs of servers that have not asked for long are aborted."""
         now = time.monotonic()
@@ -106,7 +127,7 @@ class Replica:
             about=self._about,
             num_pages=engine.runner.num_pages,
             pool=_names(pool),
-            host=_names([*host, *self._host_keys()]),
+            host=_names([*host, *self._stores.memory_keys()]),
             status=engine.status(),
             tiers=engine.tiers(),
             compiled=engine.compiled.copy(),

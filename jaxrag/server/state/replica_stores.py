@@ -75,6 +75,12 @@ class ReplicaStores:
         for store in stores:
             yield from store.keys()
 
+    def forget(self, tenant: str) -> list[str]:
+        """Drop what it holds for a tenant; its keys."""
+        with self._lock:
+            held = self._memory.pop(tenant, None)
+        return [] if held is None else list(held.keys())
+
     def _found(self, ref: StoreRef) -> KVStore:
         if ref.kind == "base":
             if ref.name not in self._bases:

@@ -223,14 +223,24 @@ class Replicas(Engine):
 
     def drop(self, keys: Sequence[str]) -> None:
         """Let the KV of chunks leave all pools and arenas, where no request reads it now."""
+        self._do(self._of_all(lambda link: link.drop(list(keys))))
 
-        async def act() -> None:
-            up = [it.link.drop(list(keys)) for it in self._up()]
-            for found in await asyncio.gather(*up, return_exceptions=True):
-                if isinstance(found, BaseException) and not isinstance(found, EngineUnavailable):
-                    raise found
+    def forget_tenant(self, tenant: str) -> int:
+        """Have all engines drop what a tenant brought with its requests; of how many chunks."""
+        return sum(self._do(self._of_all(lambda link: link.forget(tenant))))
 
-        self._do(act())
+    async def _of_all[Found](
+        self, ask: Callable[[ReplicaLink], Coroutine[Any, Any, Found]]
+    ) -> list[Found]:
+        """What every engine answers that is there; one that is gone holds nothing."""
+        asked = [ask(it.link) for it in self._up()]
+        answers: list[Found] = []
+        for found in await asyncio.gather(*asked, return_exceptions=True):
+            if not isinstance(found, BaseException):
+                answers.append(found)
+            elif not isinstance(found, EngineUnavailable):
+                raise found
+        return answers
 
     def forget(self) -> None:
         """Nothing: an engine forgets by itself what it warmed up with."""
