@@ -3,9 +3,13 @@
 import dataclasses
 import hashlib
 from collections.abc import Callable, Container, Sequence
+from statistics import fmean
 from typing import Literal
 
 Routing = Literal["residency", "hashing", "round_robin", "random"]
+
+_MORE = 1.5  # of the mean load, that an engine may have before what it holds no longer counts
+_ROWS = 3.0  # requests like this one that may be there before: an engine serves some together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +25,21 @@ class PromptPiece:
     name: int
     nbytes: int = 0
     tokens: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """A request, as engines are chosen for it.
+
+    Attributes:
+      pieces: of its prompt, in their order.
+      cost: tokens that an engine computes for it.
+      number: requests are counted from 0.
+    """
+
+    pieces: Sequence[PromptPiece]
+    cost: float = 1.0
+    number: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,71 +64,76 @@ class Candidate:
     store_rate: float = 1.0
     host_rate: float = 1.0
 
+    @property
+    def load(self) -> float:
+        """Seconds until it has done what it was given."""
+        return self.queued / self.rate
 
-def seconds(pieces: Sequence[PromptPiece], candidate: Candidate) -> float:
-    """Until the engine could begin: its queue, and what it has to read or compute first."""
-    spent = candidate.queued / candidate.rate
-    for piece in pieces:
+
+def missing(wanted: Wanted, candidate: Candidate, among: Sequence[Candidate]) -> float:
+    """Seconds to read and compute what an engine lacks, at the mean rates of all of them.
+
+    So engines that lack the same are equal, whatever was measured of each of late.
+    """
+    store = fmean(it.store_rate for it in among)
+    host = fmean(it.host_rate for it in among)
+    rate = fmean(it.rate for it in among)
+    spent = 0.0
+    for piece in wanted.pieces:
         if piece.name in candidate.pool:
             continue
         if piece.name in candidate.host:
-            spent += piece.nbytes / candidate.host_rate
+            spent += piece.nbytes / host
         else:
-            spent += piece.nbytes / candidate.store_rate + piece.tokens / candidate.rate
+            spent += piece.nbytes / store + piece.tokens / rate
     return spent
 
 
-def ranked(
-    routing: Routing, pieces: Sequence[PromptPiece], candidates: Sequence[Candidate], number: int
-) -> list[str]:
-    """Names of the engines, the one to ask first.
+def ranked(routing: Routing, wanted: Wanted, candidates: Sequence[Candidate]) -> list[str]:
+    """Names of the engines, the one to ask first; ``candidates`` in an order that does not change.
 
-    Args:
-      pieces: of the prompt, in its order.
-      candidates: in an order that does not change.
-      number: of the request; requests are counted from 0.
+    "residency": of the engines that are not loaded above the others, the one that lacks least; of
+    equals the one with the least to do. The others follow by when they could begin.
     """
-    order = sorted(candidates, key=lambda it: _ORDERS[routing](pieces, it, candidates, number))
+    order = sorted(candidates, key=lambda it: _ORDERS[routing](wanted, it, candidates))
     return [it.name for it in order]
 
 
-_Key = tuple[float, float]
+_Key = tuple[float, ...]
 
 
-def _residency(
-    pieces: Sequence[PromptPiece], it: Candidate, among: Sequence[Candidate], number: int
-) -> _Key:
-    """Who begins first; of equals the one that chunks like these go to."""
-    return seconds(pieces, it), _weight(it.name, pieces[0].name if pieces else number)
+def _residency(wanted: Wanted, it: Candidate, among: Sequence[Candidate]) -> _Key:
+    own = wanted.cost / fmean(one.rate for one in among)
+    mean = fmean(one.load for one in among) + own / len(among)
+    lacks = missing(wanted, it, among)
+    if it.load > max(_MORE * mean, _ROWS * own):
+        return 1.0, it.load + lacks
+    return 0.0, lacks, it.load, _weight(it.name, _first(wanted))
 
 
-def _hashing(
-    pieces: Sequence[PromptPiece], it: Candidate, among: Sequence[Candidate], number: int
-) -> _Key:
+def _hashing(wanted: Wanted, it: Candidate, among: Sequence[Candidate]) -> _Key:
     """By the first chunk alone: few move where an engine comes or goes."""
-    return _weight(it.name, pieces[0].name if pieces else number), 0.0
+    return (_weight(it.name, _first(wanted)),)
 
 
-def _round_robin(
-    pieces: Sequence[PromptPiece], it: Candidate, among: Sequence[Candidate], number: int
-) -> _Key:
-    return (among.index(it) - number) % len(among), 0.0
+def _round_robin(wanted: Wanted, it: Candidate, among: Sequence[Candidate]) -> _Key:
+    return ((among.index(it) - wanted.number) % len(among),)
 
 
-def _random(
-    pieces: Sequence[PromptPiece], it: Candidate, among: Sequence[Candidate], number: int
-) -> _Key:
-    return _weight(it.name, number), 0.0
+def _random(wanted: Wanted, it: Candidate, among: Sequence[Candidate]) -> _Key:
+    return (_weight(it.name, wanted.number),)
 
 
-_ORDERS: dict[
-    Routing, Callable[[Sequence[PromptPiece], Candidate, Sequence[Candidate], int], _Key]
-] = {
+_ORDERS: dict[Routing, Callable[[Wanted, Candidate, Sequence[Candidate]], _Key]] = {
     "residency": _residency,
     "hashing": _hashing,
     "round_robin": _round_robin,
     "random": _random,
 }
+
+
+def _first(wanted: Wanted) -> int:
+    return wanted.pieces[0].name if wanted.pieces else wanted.number
 
 
 def _weight(name: str, of: int) -> float:

@@ -22,7 +22,7 @@ from jaxrag.engine.engine import Engine
 from jaxrag.engine.jobs import SILENT_SECONDS, Job, ReplicaReport, StoreRef
 from jaxrag.engine.progress import CommandedSink, Progress, Sink, Where
 from jaxrag.engine.request import Request
-from jaxrag.engine.routing import Candidate, Routing, ranked
+from jaxrag.engine.routing import Candidate, Routing, Wanted, ranked
 from jaxrag.engine.scheduler import GENERATED
 from jaxrag.engine.state import EngineSettings
 from jaxrag.engine.status import EngineStatus, Tiers, all_status, all_tiers
@@ -418,7 +418,8 @@ class Replicas(Engine):
             )
             for name, it in sorted(up.items())
         ]
-        return up[ranked(self.routing, sent.pieces, candidates, number)[0]]
+        wanted = Wanted(sent.pieces, self._cost(sent), number)
+        return up[ranked(self.routing, wanted, candidates)[0]]
 
     def _rate(self, member: ReplicaMember) -> float:
         own = rate_of(member.report)
@@ -427,14 +428,14 @@ class Replicas(Engine):
 
     def _queued_cost(self, member: ReplicaMember) -> float:
         """Tokens that an engine has to compute for what it was given, the answers' included."""
-        mean = self._generated / self._answered if self._answered else None
-        cost = 0.0
-        for sent in list(member.sent.values()):
-            expected = sent.request.max_new_tokens if mean is None else mean
-            expected = min(expected, sent.request.max_new_tokens)
-            cost += 0.0 if sent.heard else sent.prompt_cost
-            cost += GENERATED * max(expected - sent.heard, 0.0)
-        return cost
+        return sum(self._cost(sent) for sent in list(member.sent.values()))
+
+    def _cost(self, sent: SentRequest) -> float:
+        """Tokens to compute for a request: its prompt's, and as many more as answers have had."""
+        most = sent.request.max_new_tokens
+        mean = self._generated / self._answered if self._answered else most
+        left = max(min(mean, most) - sent.heard, 0.0)
+        return GENERATED * left + (0.0 if sent.heard else sent.prompt_cost)
 
     async def _watch(self, member: ReplicaMember) -> None:
         """Ask an engine how it is, for as long as it is one of these."""
