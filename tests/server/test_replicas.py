@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from pathlib import Path
@@ -47,27 +48,24 @@ def process(*options):
     """`jaxrag serve` with these options, and a client of it."""
     command = [sys.executable, "-m", "jaxrag", "serve", "--port", "0", "--name", "synthetic",
                "--k", "3", "--max-new-tokens", "8", "--no-warm-up", *options]  # fmt: skip
-    started = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env=environment(),
-    )
-    try:
-        banner = started.stdout.readline()
-        assert banner, started.stderr.read()
-        url = next(word for word in banner.split() if word.startswith("http://"))
-        with httpx.Client(base_url=url, timeout=LONG) as client:
-            yield started, client
-    finally:
-        started.send_signal(signal.SIGTERM)
+    with tempfile.TemporaryFile("w+") as log:
+        started = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, env=environment()
+        )
         try:
-            started.wait(30)
+            banner = started.stdout.readline()
+            assert banner, log.seek(0) or log.read()
+            url = next(word for word in banner.split() if word.startswith("http://"))
+            with httpx.Client(base_url=url, timeout=LONG) as client:
+                yield started, client
         finally:
-            started.kill()
-            started.communicate()
+            started.send_signal(signal.SIGTERM)
+            try:
+                started.wait(30)
+            finally:
+                started.kill()
+                started.wait()
+                started.stdout.close()
 
 
 def replicas(client):
@@ -127,7 +125,7 @@ def until(true, seconds=LONG):
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline
-        time.sleep(0.05)
+        time.sleep(0.2)
 
 
 def test_two_replicas(village):
