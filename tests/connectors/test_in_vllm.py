@@ -201,6 +201,25 @@ def test_parity_of(tmp_path, config, options):
     assert [said["tokens"] for said in found["steps"]] == [data["stored"], data["full"]]
 
 
+def test_bfloat16(tmp_path):
+    """Roundings differ: first tokens' probabilities are near, and answers agree as often."""
+    count = max(COUNT, 100)
+    data = random_cases.make(
+        tmp_path, dataclasses.replace(CONFIG, dtype="bfloat16"), questions=count, lengths=(20, 120)
+    )
+    steps = [{"how": how, "batch": True, "logprobs": 20} for how in ("spans", "exact")]
+    found = run(tmp_path, steps, engine={"dtype": "bfloat16"})["steps"]
+    equal = []
+    for said, name in zip(found, ("stored", "full"), strict=True):
+        ours = zip(data[name], data[f"{name}_firsts"], said["firsts"], strict=True)
+        apart = [abs(first.get(str(ids[0]), -99) - logprob) for ids, logprob, first in ours]
+        equal.append(sum(a == b for a, b in zip(said["tokens"], data[name], strict=True)))
+        print(name, max(apart), equal[-1])
+        assert np.quantile(apart, 0.99) <= 0.05
+        assert max(apart) <= 0.06
+    assert equal[0] >= equal[1] - count // 20
+
+
 def knowledge_base(tmp_path):
     """A converted checkpoint, its model for vLLM, and a knowledge base of examples/village."""
     source = ROOT / "checkpoints" / "synthetic-0.8m" / "dual"
