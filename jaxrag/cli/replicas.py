@@ -246,17 +246,30 @@ def importable(name: str) -> bool:
         return False
 
 
-@contextlib.contextmanager
-def engines(settings: "ServerSettings", options: ReplicaOptions) -> "Iterator[list[ReplicaLink]]":
-    """The ways to the engines of a server, which may not be ready yet; for as long as it serves.
+@dataclasses.dataclass
+class Engines:
+    """The engines of a server.
 
-    Those that run in the cluster already are used; a cluster that was there keeps them. Without
-    replicas there are none.
+    Attributes:
+      links: the ways to them.
+      ready: whether one of them has been.
+    """
+
+    links: "list[ReplicaLink]" = dataclasses.field(default_factory=list)
+    ready: bool = False
+
+
+@contextlib.contextmanager
+def engines(settings: "ServerSettings", options: ReplicaOptions) -> Iterator[Engines]:
+    """The engines of a server, which may not be ready yet; for as long as it serves.
+
+    Those that run in the cluster already are used. A cluster that was there keeps them, but for
+    those of a server that did not get so far as to serve. Without replicas there are none.
 
     Raises ConfigError where no cluster is reached, or it has engines of other settings.
     """
     if not options.replicas:
-        yield []
+        yield Engines()
         return
     if settings.plain_store_bytes:
         raise ConfigError(
@@ -268,17 +281,25 @@ def engines(settings: "ServerSettings", options: ReplicaOptions) -> "Iterator[li
 
     _join(options)
     try:
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
+        there = set(serve.status().applications)
         names = _deploy(settings, options)
-        yield [_Link(str(at), serve.get_app_handle(name)) for at, name in enumerate(names)]
+        links = [_Link(str(at), serve.get_app_handle(name)) for at, name in enumerate(names)]
+        found = Engines(list(links))
+        try:
+            yield found
+        except BaseException:
+            if not found.ready:
+                for name in set(names) - there:
+                    serve.delete(name, _blocking=False)
+            raise
     finally:
         ray.shutdown()  # with it all that runs in a cluster of this process's own
 
 
 @contextlib.contextmanager
-def replicated(
-    state: "ServerState", links: "list[ReplicaLink]", options: ReplicaOptions
-) -> Iterator[None]:
+def replicated(state: "ServerState", found: Engines, options: ReplicaOptions) -> Iterator[None]:
     """Have these engines serve what the state's engine is asked, within; more, if more may be.
 
     Raises ConfigError where none of them gets ready.
@@ -289,9 +310,10 @@ def replicated(
     engine = state.engine
     assert isinstance(engine, Replicas)
     named = about(state.model, state.knowledge_bases)
-    engine.open(links, lambda request: store_ref(state, request), named)
+    engine.open(found.links, lambda request: store_ref(state, request), named)
     try:
         engine.wait(options.replica_seconds)
+        found.ready = True
         with _scaled(state, engine, options):
             yield
     finally:

@@ -116,7 +116,7 @@ def opened(args: argparse.Namespace) -> "Iterator[Server | None]":
         settings = settings_of(args)
         with (
             bind(settings) if first else contextlib.nullcontext() as bound,
-            engines(settings, options) as links,
+            engines(settings, options) as found,
         ):
             model = model_of(settings)
             bases = open_bases(settings, model)
@@ -125,7 +125,7 @@ def opened(args: argparse.Namespace) -> "Iterator[Server | None]":
                 state = make_state(settings, model, bases, make if options.replicas else Engine)
                 with (
                     led(state, address) if args.distributed else contextlib.nullcontext(),
-                    replicated(state, links, options) if links else contextlib.nullcontext(),
+                    replicated(state, found, options) if found.links else contextlib.nullcontext(),
                 ):
                     yield None if bound is None else Server(state, bound)
             finally:

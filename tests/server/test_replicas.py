@@ -220,23 +220,32 @@ def test_a_server_that_is_killed_finds_its_replicas_again(village):
             answer = ask(client).json()
             assert answer["choices"][0]["message"]["content"] == "falcon"
             assert {row["where"] for row in answer["jaxrag"]["reuse"]} == {"pool"}
-        others = [
-            sys.executable,
-            "-m",
-            "jaxrag",
-            "serve",
-            *options,
-            "--name",
-            "synthetic",
-            "--rows",
-            "3",
-        ]
-        refused = subprocess.run(
-            others, capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=LONG
-        )
+        refused = run(*options, "--name", "synthetic", "--rows", "3")
         assert refused.returncode == 1
-        [line] = [it for it in refused.stderr.splitlines() if it.startswith("jaxrag: error:")]
+        line = refusal(refused)
         assert "engines of synthetic with other settings run in this Ray cluster" in line
+        # Another cluster's server, or another name, with other weights over the same repository.
+        other = ["--model", str(ROOT / "checkpoints/synthetic-0.8m/full"), "--name", "other"]
+        refused = run(*options, *other)
+        assert refused.returncode == 1
+        assert "village belongs to model" in refusal(refused)
+        with process(*options) as (_, client):  # the first go on
+            assert {name: it["pid"] for name, it in replicas(client).items()} == before
+            assert said(client) == "falcon"
+
+
+def run(*options):
+    """`jaxrag serve` that is to end by itself."""
+    return subprocess.run(
+        [sys.executable, "-m", "jaxrag", "serve", "--port", "0", *options],
+        capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=LONG,
+    )  # fmt: skip
+
+
+def refusal(done):
+    """The one line in which a command says why it ended."""
+    [line] = [it for it in done.stderr.splitlines() if it.startswith("jaxrag: error:")]
+    return line
 
 
 @contextlib.contextmanager
