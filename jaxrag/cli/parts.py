@@ -33,8 +33,8 @@ class RayOptions:
 
     ray: int = option(0, "workers on a Ray cluster; 0: this process does all", "N")
     ray_parts: int | None = option(None, "of the work", "N", unset="4 a worker")
-    ray_cpus: float = option(1.0, "of a worker", "N")
-    ray_gpus: float = option(0.0, "of a worker", "N")
+    ray_cpus: float = option(1.0, "CPUs of a worker", "N")
+    ray_gpus: float = option(0.0, "GPUs of a worker", "N")
     ray_address: str | None = option(None, "of the cluster", "ADDRESS", unset="a local one")
 
     @property

@@ -28,7 +28,7 @@ class PromptPiece:
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
+class RoutedRequest:
     """A request, as engines are chosen for it.
 
     Attributes:
@@ -70,7 +70,7 @@ class Candidate:
         return self.queued / self.rate
 
 
-def missing(wanted: Wanted, candidate: Candidate, among: Sequence[Candidate]) -> float:
+def missing(wanted: RoutedRequest, candidate: Candidate, among: Sequence[Candidate]) -> float:
     """Seconds to read and compute what an engine lacks, at the mean rates of all of them.
 
     So engines that lack the same are equal, whatever was measured of each of late.
@@ -89,7 +89,7 @@ def missing(wanted: Wanted, candidate: Candidate, among: Sequence[Candidate]) ->
     return spent
 
 
-def ranked(routing: Routing, wanted: Wanted, candidates: Sequence[Candidate]) -> list[str]:
+def ranked(routing: Routing, wanted: RoutedRequest, candidates: Sequence[Candidate]) -> list[str]:
     """Names of the engines, the one to ask first; ``candidates`` in an order that does not change.
 
     "residency": of the engines that are not loaded above the others, the one that lacks least; of
@@ -102,7 +102,7 @@ def ranked(routing: Routing, wanted: Wanted, candidates: Sequence[Candidate]) ->
 _Key = tuple[float, ...]
 
 
-def _residency(wanted: Wanted, it: Candidate, among: Sequence[Candidate]) -> _Key:
+def _residency(wanted: RoutedRequest, it: Candidate, among: Sequence[Candidate]) -> _Key:
     own = wanted.cost / fmean(one.rate for one in among)
     mean = fmean(one.load for one in among) + own / len(among)
     lacks = missing(wanted, it, among)
@@ -111,20 +111,20 @@ def _residency(wanted: Wanted, it: Candidate, among: Sequence[Candidate]) -> _Ke
     return 0.0, lacks, it.load, _weight(it.name, _first(wanted))
 
 
-def _hashing(wanted: Wanted, it: Candidate, among: Sequence[Candidate]) -> _Key:
+def _hashing(wanted: RoutedRequest, it: Candidate, among: Sequence[Candidate]) -> _Key:
     """By the first chunk alone: few move where an engine comes or goes."""
     return (_weight(it.name, _first(wanted)),)
 
 
-def _round_robin(wanted: Wanted, it: Candidate, among: Sequence[Candidate]) -> _Key:
+def _round_robin(wanted: RoutedRequest, it: Candidate, among: Sequence[Candidate]) -> _Key:
     return ((among.index(it) - wanted.number) % len(among),)
 
 
-def _random(wanted: Wanted, it: Candidate, among: Sequence[Candidate]) -> _Key:
+def _random(wanted: RoutedRequest, it: Candidate, among: Sequence[Candidate]) -> _Key:
     return (_weight(it.name, wanted.number),)
 
 
-_ORDERS: dict[Routing, Callable[[Wanted, Candidate, Sequence[Candidate]], _Key]] = {
+_ORDERS: dict[Routing, Callable[[RoutedRequest, Candidate, Sequence[Candidate]], _Key]] = {
     "residency": _residency,
     "hashing": _hashing,
     "round_robin": _round_robin,
@@ -132,7 +132,7 @@ _ORDERS: dict[Routing, Callable[[Wanted, Candidate, Sequence[Candidate]], _Key]]
 }
 
 
-def _first(wanted: Wanted) -> int:
+def _first(wanted: RoutedRequest) -> int:
     return wanted.pieces[0].name if wanted.pieces else wanted.number
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jaxrag.engine.routing import Candidate, PromptPiece, Wanted, missing, ranked
+from jaxrag.engine.routing import Candidate, PromptPiece, RoutedRequest, missing, ranked
 
 RATE = 1000.0
 FAST, SLOW = 1e9, 1e6  # bytes a second: host, store
@@ -19,7 +19,7 @@ def engine(name="a", **has):
 
 
 def first(routing, pieces, engines, number=0):
-    return ranked(routing, Wanted(pieces, COST, number), engines)[0]
+    return ranked(routing, RoutedRequest(pieces, COST, number), engines)[0]
 
 
 @pytest.mark.parametrize(
@@ -34,12 +34,12 @@ def first(routing, pieces, engines, number=0):
 )
 def test_seconds_of_what_an_engine_lacks(has, expected):
     found = engine(**has)
-    assert missing(Wanted([CHUNK, TURN]), found, [found]) == pytest.approx(expected)
+    assert missing(RoutedRequest([CHUNK, TURN]), found, [found]) == pytest.approx(expected)
 
 
 def test_residency_asks_who_holds_the_chunks():
     engines = [engine("a"), engine("b", pool={7}), engine("c", host={7})]
-    assert ranked("residency", Wanted([CHUNK], COST), engines) == ["b", "c", "a"]
+    assert ranked("residency", RoutedRequest([CHUNK], COST), engines) == ["b", "c", "a"]
 
 
 def test_a_conversation_goes_where_its_turns_are():
@@ -67,7 +67,7 @@ def test_engines_above_the_bound_follow_by_when_they_could_begin():
     late = engine("b", pool={7}, queued=2000 * COST)
     later = engine("c", queued=2001 * COST)
     engines = [engine("a"), late, later, *(engine(name) for name in "defgh")]
-    assert ranked("residency", Wanted([CHUNK], COST), engines)[-2:] == ["b", "c"]
+    assert ranked("residency", RoutedRequest([CHUNK], COST), engines)[-2:] == ["b", "c"]
 
 
 def test_a_slow_engine_gets_less():
@@ -119,7 +119,7 @@ def test_every_engine_is_ranked_once(routing):
     engines = [engine(name) for name in "abcd"]
     pieces = [PromptPiece(it, 9) for it in np.random.default_rng(0).integers(0, 99, 5).tolist()]
     for asked in (pieces, []):
-        assert sorted(ranked(routing, Wanted(asked, COST, 5), engines)) == list("abcd")
+        assert sorted(ranked(routing, RoutedRequest(asked, COST, 5), engines)) == list("abcd")
 
 
 class Pool:

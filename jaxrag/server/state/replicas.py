@@ -23,7 +23,7 @@ from jaxrag.engine.engine import Engine
 from jaxrag.engine.jobs import SILENT_SECONDS, Job, ReplicaReport, StoreRef
 from jaxrag.engine.progress import CommandedSink, Progress, Sink, Where
 from jaxrag.engine.request import Request
-from jaxrag.engine.routing import Candidate, Routing, Wanted, ranked
+from jaxrag.engine.routing import Candidate, RoutedRequest, Routing, ranked
 from jaxrag.engine.scheduler import GENERATED
 from jaxrag.engine.state import EngineSettings
 from jaxrag.engine.status import EngineStatus, Tiers, all_status, all_tiers
@@ -427,7 +427,7 @@ class Replicas(Engine):
             )
             for name, it in sorted(up.items())
         ]
-        wanted = Wanted(sent.pieces, self._cost(sent), number)
+        wanted = RoutedRequest(sent.pieces, self._cost(sent), number)
         return up[ranked(self.routing, wanted, candidates)[0]]
 
     def _rate(self, member: ReplicaMember) -> float:
