@@ -1,6 +1,5 @@
 """Reading the catalog: documents, chunks, their keys in the store, and search by words."""
 
-import dataclasses
 import itertools
 import json
 import math
@@ -41,6 +40,7 @@ from jaxrag.library.retrieve.filters import Filter
 
 _MANY_CHUNKS = 10_000  # from here on, counting all rows takes time
 _SHARE = 100.0
+_CONNECTIONS = 2  # of a database
 
 
 class CatalogReader:
@@ -49,7 +49,7 @@ class CatalogReader:
     def __init__(self, database: Database) -> None:
         """Use ``Catalog.open`` or ``Catalog.create``."""
         self._database = database
-        self._words = BM25Index(database.connection, path=database.path, checked=database.checked)
+        self._words: dict[Connection, BM25Index] = {}  # of the connections there are
         self._whole: tuple[tuple[int, int], Totals] | None = None  # what was found whole last
         self._counted = (-math.inf, 0.0)  # when all rows were counted last, and how long it took
 
@@ -434,11 +434,12 @@ class CatalogReader:
     def _index(self) -> BM25Index:
         """The full-text index; another one on another connection, as after an upgrade."""
         connection = self._database.connection
-        if self._words.connection is not connection:
-            self._words = dataclasses.replace(
-                self._words, connection=connection, checked=self.checked
-            )
-        return self._words
+        found = self._words.get(connection)
+        if found is None:
+            found = BM25Index(connection, path=self.path, checked=self.checked)
+            known = self._words if len(self._words) < _CONNECTIONS else {}
+            self._words = {**known, connection: found}
+        return found
 
     def _totals(self, connection: Connection) -> Totals | None:
         """What the tables hold together; counted again after every change of the file.

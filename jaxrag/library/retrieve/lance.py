@@ -96,6 +96,7 @@ class VectorIndex:
         self._changes = 0  # since the last optimize
         self._indexed = False  # nothing is left to index
         self._lock = threading.RLock()
+        self._change_lock = threading.RLock()  # nobody who reads waits for it; taken first
         self._held: tuple[int, Ids, Vectors] | None = None  # version of the table, and its rows
         self.trusted = True  # every file of the index is as it was written
         self._probes: probes.Probes | None = None  # as read or measured last
@@ -217,7 +218,7 @@ class VectorIndex:
         if self._mode == "r" or self._in_memory:
             return
         younger = max(datetime.timedelta(seconds=grace_seconds), _MOMENT)
-        with self._lock, _errors(self._folder), _unless_in_conflict():
+        with self._change_lock, _errors(self._folder), _unless_in_conflict():
             self._table.optimize(cleanup_older_than=younger)
             if any(time.time() - path.stat().st_mtime >= grace_seconds for path in self._marks()):
                 self._table.update(where="true", values_sql={"id": "id"})
@@ -291,7 +292,7 @@ class VectorIndex:
 
     def close(self) -> None:
         """Merge what the last changes left in small files."""
-        with self._lock, _errors(self._folder):
+        with self._change_lock, _errors(self._folder):
             self._held = None
             if self._changes:
                 self._optimize()
@@ -405,7 +406,7 @@ class VectorIndex:
     def _changing(self) -> Iterator[None]:
         if self._mode == "r":
             raise StoreError(f"{self._folder} was opened for reading; open it with mode 'rw'")
-        with self._lock, _errors(self._folder):
+        with self._change_lock, _errors(self._folder):
             yield
             self._changes += 1
             if self._changes >= _OPTIMIZE_EVERY:
