@@ -6,8 +6,9 @@ hold, which misranks small knowledge bases, and its tokenizers find no words in 
 Japanese text. Size and speed are the same. Words are not stemmed and there is no stop list: on
 HotpotQA and MuSiQue neither moved recall@5 or @10 by more than its standard error.
 
-From 10,000 chunks on, postings are packed (``retrieve.packed``), in transactions of their own: what
-was added since is in the table ``postings`` and is searched beside them. The answers are the same.
+From 10,000 chunks on, postings are packed (``retrieve.packed``): those of many chunks as they come;
+those of few are in the table ``postings`` first, which is searched beside the others. The answers
+are the same.
 """
 
 import collections
@@ -16,9 +17,9 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,11 +29,13 @@ from jaxrag.base.types import Connection
 from jaxrag.library.retrieve.base import Found
 from jaxrag.library.retrieve.filters import Filter, Scalar
 from jaxrag.library.retrieve.maxscore import BestChunks, BM25Weights
-from jaxrag.library.retrieve.packed import Head, Packed, damaged
+from jaxrag.library.retrieve.packed import MOST_CHUNKS, Head, Packed, damaged
 from jaxrag.library.retrieve.terms import terms
 
 _MANY_CHUNKS = 10_000  # from here on, words that most chunks hold are not looked at
 _LOOSE = 512  # chunks beside the packed ones before they are packed as well
+_PACKED_AT_ONCE = 4096  # chunks of one transaction
+_CLEARED_AT_ONCE = 1 << 16  # rows of one transaction
 _UNIT = 2.0**32  # what a word adds is a whole number of 1 / _UNIT: sums are exact in any order
 _LOW = 0xFFFFFFFF
 _MOST_SEEN = 2_000  # terms that are remembered
@@ -41,6 +44,7 @@ _MOST_SEEN = 2_000  # terms that are remembered
 _POSTINGS = (
     f"COUNT(*) AS holders, COALESCE(SUM((chunk_id * (2 * count + 1)) & {_LOW}), 0) AS weight"
 )
+_BESIDE = "chunk_id NOT IN (SELECT value FROM json_each(?))"
 _CREATE_TERMS = (
     "CREATE TABLE terms (term TEXT PRIMARY KEY, holders INTEGER NOT NULL, "
     "weight INTEGER NOT NULL) WITHOUT ROWID"
@@ -120,11 +124,60 @@ class BM25Index:
         return Packed(self.connection, self.path)
 
     def is_due(self, chunks: int) -> bool:
-        """Whether postings should be packed, of an index of so many chunks."""
+        """Whether ``pack_some`` has something to do, in an index of so many chunks."""
+        return self.checked and (self.packed.clearing() or len(self._loose(chunks, _LOOSE)) > 0)
+
+    def pack_some(self, chunks: int, texts: Callable[[list[int]], Mapping[int, str]]) -> bool:
+        """Pack some of the chunks that are not packed; whether there is more to do.
+
+        Their rows in ``postings`` are removed, some at a time as well, when all are packed: until
+        then a search passes over them. Each step belongs in a transaction of its own.
+
+        Args:
+          chunks: how many the index has.
+          texts: gives the texts that chunks were added with, by id.
+        """
+        clearing = self.packed.clearing()
+        found = self._loose(chunks, 1 if clearing else _LOOSE)
+        if len(found):
+            given = texts(found.tolist())
+            if not given:
+                raise damaged(self.path, "the lengths of chunks")
+            self.packed.start()
+            self.packed.set_clearing(True)
+            self.packed.put(*_gathered(given))
+        elif clearing:
+            rows = self.connection.execute(
+                "SELECT term, chunk_id FROM postings ORDER BY term, chunk_id LIMIT 1 OFFSET ?",
+                (_CLEARED_AT_ONCE,),
+            ).fetchone()
+            self.connection.execute(
+                "DELETE FROM postings" + (" WHERE (term, chunk_id) < (?, ?)" if rows else ""), rows
+            )
+            self.packed.set_clearing(rows is not None)
+        return bool(len(found) or clearing)
+
+    def _loose(self, chunks: int, least: int) -> NDArray[np.int64]:
+        """Some chunks that are not packed, int64 [N] ascending; none where there are fewer."""
+        none = np.zeros(0, np.int64)
         if not self.checked or chunks < _MANY_CHUNKS:
-            return False
-        packed = sum(int(np.count_nonzero(block.ids)) for block in self.packed.blocks())
-        return chunks - packed >= _LOOSE
+            return none
+        blocks = [block.ids for block in self.packed.blocks()]
+        count = chunks - sum(int(np.count_nonzero(ids)) for ids in blocks)
+        if count < least:
+            return none
+        # Most came last; of several writers one may commit lower ids than are packed.
+        last = max((int(ids.max()) for ids in blocks), default=-1)
+        for after, most in ((last, _PACKED_AT_ONCE), (-1, -1)):
+            rows = self.connection.execute(
+                "SELECT chunk_id FROM lengths WHERE chunk_id > ? ORDER BY chunk_id LIMIT ?",
+                (after, most),
+            ).fetchall()
+            found = np.fromiter((row[0] for row in rows), np.int64, len(rows))
+            found = found[~self.packed.holds(found)][:_PACKED_AT_ONCE]
+            if len(found) >= min(count, _PACKED_AT_ONCE):
+                break
+        return found
 
     def clear(self) -> None:
         """Forget every chunk."""
@@ -132,13 +185,21 @@ class BM25Index:
         for table in ("postings", "lengths", "terms")[: 2 + self.checked]:
             self.connection.execute(f"DELETE FROM {table}")
 
-    def add(self, texts: Mapping[int, str]) -> IndexChange:
-        """Index chunks that are not in the index, texts by id."""
+    def add(self, texts: Mapping[int, str], chunks: int = 0) -> IndexChange:
+        """Index chunks that are not in the index, texts by id.
+
+        Where there are ``chunks`` already, and these are many together and many by themselves, they
+        are packed at once.
+        """
         by_term, lengths = _gathered(texts)
-        self.connection.executemany(
-            "INSERT INTO postings VALUES (?, ?, ?)",
-            [(term, *posting) for term, found in by_term for posting in found],
-        )
+        if self.is_packed_at_once(len(texts), chunks):
+            self.packed.start()
+            self.packed.put(by_term, lengths)
+        else:
+            self.connection.executemany(
+                "INSERT INTO postings VALUES (?, ?, ?)",
+                [(term, *posting) for term, found in by_term for posting in found],
+            )
         self.connection.executemany("INSERT INTO lengths VALUES (?, ?)", lengths)
         words = 0
         if self.checked:
@@ -149,6 +210,11 @@ class BM25Index:
                 [(term, len(found), _weight(found)) for term, found in by_term],
             )
         return IndexChange(sum(length for _, length in lengths), words)
+
+    def is_packed_at_once(self, count: int, chunks: int) -> bool:
+        """Whether ``add`` packs so many chunks, where there are ``chunks``."""
+        many = chunks + count >= _MANY_CHUNKS
+        return self.checked and many and _LOOSE <= count <= MOST_CHUNKS
 
     def _count_known(self, terms: list[str]) -> int:
         """How many of distinct terms the index has."""
@@ -194,10 +260,16 @@ class BM25Index:
         """
         heads = self.packed.heads(words) if self.checked else {}
         found = {}
+        clearing = self.checked and self.packed.clearing()
         for term in words:
-            holders, weight = self.connection.execute(
-                f"SELECT {_POSTINGS} FROM postings WHERE term = ?", (term,)
-            ).fetchone()
+            if clearing:
+                statement = "SELECT chunk_id, count FROM postings WHERE term = ?"
+                rows = self._beside(self.connection.execute(statement, (term,)).fetchall(), 0)
+                holders, weight = len(rows), _weight(rows)
+            else:
+                holders, weight = self.connection.execute(
+                    f"SELECT {_POSTINGS} FROM postings WHERE term = ?", (term,)
+                ).fetchone()
             if self.checked:
                 holders += sum(head.holders for head in heads[term])
                 weight += sum(head.weight for head in heads[term])
@@ -208,6 +280,17 @@ class BM25Index:
                     raise self._damaged(term)
             found[term] = int(holders), heads.get(term, [])
         return found
+
+    def _beside(self, rows: list[Any], column: int) -> list[Any]:
+        """Those rows of which the chunk, in a column, is in no block."""
+        ids = np.fromiter((row[column] for row in rows), np.int64, len(rows))
+        return [rows[place] for place in np.flatnonzero(~self.packed.holds(ids)).tolist()]
+
+    def _packed_ids(self) -> tuple[str]:
+        """The chunks whose rows in ``postings`` are passed over, as JSON."""
+        clearing = self.checked and self.packed.clearing()
+        blocks = self.packed.blocks() if clearing else []
+        return (json.dumps([chunk_id for block in blocks for chunk_id in block.ids.tolist()]),)
 
     def _damaged(self, term: str) -> DamagedCatalogError:
         return damaged(self.path, f"the postings of {term!r}")
@@ -295,6 +378,8 @@ class BM25Index:
             "CROSS JOIN postings ON term = key CROSS JOIN lengths USING (chunk_id)",
             (json.dumps(idf),),
         ).fetchall()
+        if self.packed.clearing():
+            rows = self._beside(rows, 1)
         allowed = None
         if where is not None:
             ids = self.matching(where, version)
@@ -362,7 +447,8 @@ class BM25Index:
         found: dict[str, tuple[int, int]] = {
             term: (holders, weight)
             for term, holders, weight in self.connection.execute(
-                f"SELECT term, {_POSTINGS} FROM postings GROUP BY term"
+                f"SELECT term, {_POSTINGS} FROM postings WHERE {_BESIDE} GROUP BY term",
+                self._packed_ids(),
             )
         }
         for term, ids, counts in self.packed.all_postings():
@@ -402,7 +488,8 @@ class BM25Index:
         postings = np.fromiter(
             itertools.chain.from_iterable(
                 self.connection.execute(
-                    "SELECT chunk_id, count FROM postings ORDER BY term, chunk_id"
+                    f"SELECT chunk_id, count FROM postings WHERE {_BESIDE} ORDER BY term, chunk_id",
+                    self._packed_ids(),
                 )
             ),
             np.int64,
@@ -411,7 +498,8 @@ class BM25Index:
             return postings
         number = {term: place for place, term in enumerate(terms)}
         loose = self.connection.execute(
-            "SELECT term, COUNT(*) FROM postings GROUP BY term ORDER BY term"
+            f"SELECT term, COUNT(*) FROM postings WHERE {_BESIDE} GROUP BY term ORDER BY term",
+            self._packed_ids(),
         ).fetchall()
         owners = [np.repeat([number[term] for term, _ in loose], [count for _, count in loose])]
         parts = [postings]

@@ -212,16 +212,20 @@ class VectorIndex:
     def collect(self, grace_seconds: float) -> None:
         """Free the bytes of rows that left, and of versions of the table, longer ago than that.
 
-        A row that leaves is only marked. Where marks are older than the grace all rows are written
-        anew, in one commit.
+        A row that leaves is only marked. Where a file's marks are older than the grace its other
+        rows are written anew. A file has up to 1,048,576 rows.
         """
         if self._mode == "r" or self._in_memory:
             return
         younger = max(datetime.timedelta(seconds=grace_seconds), _MOMENT)
         with self._change_lock, _errors(self._folder), _unless_in_conflict():
             self._table.optimize(cleanup_older_than=younger)
-            if any(time.time() - path.stat().st_mtime >= grace_seconds for path in self._marks()):
-                self._table.update(where="true", values_sql={"id": "id"})
+            now = time.time()
+            old = [it for it in self._marks() if now - it.stat().st_mtime >= grace_seconds]
+            for fragment in {int(path.name.partition("-")[0]) for path in old}:
+                rows = f"_rowid >= {fragment << 32} AND _rowid < {(fragment + 1) << 32}"
+                self._table.update(where=rows, values_sql={"id": "id"})
+            if old:
                 self._table.optimize(cleanup_older_than=younger)
             self._record()
 
