@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bases import BASES, Base, as_document, document_id, document_text, load
+from bases import BASES, Base, as_document, document_id, document_text, few_are_many, load
 from crash_log import FRESH, Log
 
 from jaxrag.library.knowledge_base import KnowledgeBase
@@ -186,6 +186,7 @@ class Kind:
 
 KINDS: Mapping[str, Kind] = {
     "two writers": Kind(BASES["native"], (change, change)),
+    "large": Kind(BASES["large"], (change, change)),
     "neighbours": Kind(BASES["neighbours"], (change, change)),
     "int8": Kind(BASES["int8"], (change, change)),
     "int4": Kind(BASES["int4"], (change, change)),
@@ -207,6 +208,8 @@ def at_work(job: Job, go: Any) -> None:
     log = Log(job.log)
     run = Run(job, log)
     kind = KINDS[job.kind]
+    if kind.base.large:
+        few_are_many().__enter__()  # for as long as the process lives
     try:
         model = load(job.model)
         log.note("loaded")

@@ -220,6 +220,51 @@ def test_what_is_packed_and_not_as_written_is_refused(pair, statement):
     assert pair.one.search("lamp oil", 50) == pair.other.search("lamp oil", 50)
 
 
+def flipped(value, rng):
+    """An integer or bytes with another bit."""
+    if isinstance(value, int):
+        found = (value ^ 1 << int(rng.integers(64))) & (1 << 64) - 1
+        return found - (1 << 64) if found >= 1 << 63 else found
+    place = int(rng.integers(len(value)))
+    return value[:place] + bytes([value[place] ^ 1 << int(rng.integers(8))]) + value[place + 1 :]
+
+
+def test_a_flipped_bit_of_what_is_packed_is_never_believed(pair):
+    """The rows themselves: pages, which have checksums of their own, are whole here."""
+    rng = np.random.default_rng(8)
+    for first in range(1, 90, 8):
+        pair.add({i: f"{text(rng)} lamp" for i in range(first, first + 8)})
+    connection = pair.one.connection
+    columns = [("packed", it) for it in
+               ("holders", "weight", "most", "least", "content", "xxh3", "postings")]  # fmt: skip
+    columns += [("blocks", it) for it in ("chunks", "xxh3", "ids", "lengths")]
+    questions = [*WORDS, "lamp", " ".join(WORDS[:5])]
+    expected = {question: pair.other.search(question, 9) for question in questions}
+    refused = 0
+    for trial in range(20 * len(columns)):
+        table, column = columns[trial % len(columns)]
+        key = ("block", "term")[: 1 + (table == "packed")]
+        rows = connection.execute(
+            f"SELECT {', '.join(key)}, {column} FROM {table} "
+            "WHERE block IN (SELECT block FROM blocks)"
+        ).fetchall()
+        *place, value = rows[rng.integers(len(rows))]
+        where = " AND ".join(f"{name} = ?" for name in key)
+        connection.execute("BEGIN")
+        update = f"UPDATE {table} SET {column} = ? WHERE {where}"
+        connection.execute(update, (flipped(value, rng), *place))
+        damaged = BM25Index(connection)
+        told = 0
+        for question in questions:
+            try:
+                assert damaged.search(question, 9) == expected[question], (table, column)
+            except DamagedCatalogError:
+                told += 1
+        refused += told > 0
+        connection.execute("ROLLBACK")
+    assert refused > 16 * len(columns)  # of the others, no question has to read what was changed
+
+
 def test_what_was_asked_for_longest_ago_is_forgotten_first():
     held = HeldBytes(10)
     held.put(1, b"aaaa")
