@@ -404,12 +404,13 @@ def _entered(index: VectorIndex, own: HostArray, last: HostArray, new: HostArray
     Rounding counts as similar: a chunk too many is searched, never one too few.
     """
     entered = np.zeros(len(own), bool)
+    get = index.getter(2 * len(own))
     for first in range(0, len(new), _ROWS):
-        added = index.get(new[first : first + _ROWS])
+        added = get(new[first : first + _ROWS])
         longest = np.sqrt(np.square(added).sum(1).max())
         for start in range(0, len(own), _ROWS):
             here = slice(start, start + _ROWS)
-            vectors, ends = index.get(own[here]), index.get(last[here])
+            vectors, ends = get(own[here]), get(last[here])
             lengths = np.sqrt(np.square(vectors).sum(1))
             slack = _ROUNDING * lengths * np.maximum(longest, np.sqrt(np.square(ends).sum(1)))
             entered[here] |= (vectors @ added.T).max(1) >= (vectors * ends).sum(1) - slack

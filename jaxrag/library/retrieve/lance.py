@@ -22,7 +22,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -60,6 +60,7 @@ _KEPT = datetime.timedelta(hours=1)  # versions this young may be in use by a re
 _MOMENT = datetime.timedelta(milliseconds=1)  # the least that LanceDB takes without a warning
 _LISTED_IDS = 10_000  # most ids that are written into a query
 _DEEPEST = 5_000  # candidates that are looked through before allowed ids are listed instead
+_MOST_HELD = 1 << 30  # bytes of vectors that ``getter`` holds
 _SCORES = 1 << 24  # products of an exact search that are held at once
 
 
@@ -284,6 +285,28 @@ class VectorIndex:
         named, first = np.unique(np.concatenate(found), return_index=True)
         return in_order(wanted, named, np.concatenate(rows)[first], self._folder)
 
+    def getter(self, count: int) -> Callable[[Ids], Vectors]:
+        """``get`` for calls that ask for about ``count`` ids together, of the rows there are now.
+
+        Where that is much of a table of up to 1 GiB, the table is read once and held.
+        """
+        rows = len(self)
+        if 4 * count < rows or 4 * rows * self._dim > _MOST_HELD:
+            return self.get
+        with _errors(self._folder):
+            ids, vectors = self._read(self._table)
+        order = np.argsort(ids)
+        ids, vectors = ids[order], vectors[order]
+
+        def get(wanted: Ids) -> Vectors:
+            wanted = checked_ids(wanted)
+            places = np.minimum(np.searchsorted(ids, wanted), len(ids) - 1)
+            if np.array_equal(ids[places], wanted):
+                return vectors[places]
+            return in_order(wanted, ids, vectors, self._folder)  # an error names what is missing
+
+        return get
+
     def ids(self) -> Ids:
         """Every id it holds, ascending, int64 [N]."""
         with _errors(self._folder):
@@ -334,10 +357,13 @@ class VectorIndex:
         with self._lock:
             version = table.version
             if self._held is None or self._held[0] != version:
-                rows = table.search().select(["id", "vector"]).to_arrow()
-                values = rows["vector"].combine_chunks().flatten().to_numpy()
-                self._held = version, rows["id"].to_numpy(), values.reshape(-1, self._dim)
+                self._held = version, *self._read(table)
             return self._held[1:]
+
+    def _read(self, table: Any) -> tuple[Ids, Vectors]:
+        rows = table.search().select(["id", "vector"]).to_arrow()
+        values = rows["vector"].combine_chunks().flatten().to_numpy()
+        return rows["id"].to_numpy(), values.reshape(-1, self._dim)
 
     def _ask(
         self, queries: Vectors, limit: int, partitions: int | None, where: str | None = None
