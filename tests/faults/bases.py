@@ -16,7 +16,7 @@ from jaxrag.kv.store.record import new_attempt
 from jaxrag.library.embed import as_embedder
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.library.knowledge_base.writers import FOLDER as WRITERS
-from jaxrag.library.retrieve import bm25, joining, lance
+from jaxrag.library.retrieve import bm25, joining, lance, packing
 from jaxrag.measure.zoo import llama
 from jaxrag.models.export import export_hf
 from jaxrag.models.model import Model, load_model
@@ -156,7 +156,8 @@ BASES: dict[str, Base] = {
 def few_are_many() -> Iterator[None]:
     """Here, this process keeps a few chunks as it keeps very many."""
     changed = {
-        bm25: {"_MANY_CHUNKS": 10, "_LOOSE": 3, "_PACKED_AT_ONCE": 4, "_CLEARED_AT_ONCE": 40},
+        bm25: {"_MANY_CHUNKS": 10, "_AT_ONCE": 3},
+        packing: {"_LOOSE": 3, "_PACKED_AT_ONCE": 4, "_CLEARED_AT_ONCE": 40},
         joining: {"_TIERS": (8, 32), "_TERMS": 9, "_DROPPED": 11},
         lance: {"_INDEX_FROM": 20, "_OPTIMIZE_EVERY": 3},
     }

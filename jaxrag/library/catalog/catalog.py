@@ -43,6 +43,7 @@ from jaxrag.library.catalog.rows import ChunkRow, DocumentRow, NewDocument
 from jaxrag.library.retrieve.base import searched_text
 from jaxrag.library.retrieve.bm25 import BM25Index, IndexChange
 from jaxrag.library.retrieve.joining import Joining
+from jaxrag.library.retrieve.packing import Packing
 
 _TURN = 0.001  # seconds that threads which wait for the catalog have between two transactions
 _REMOVED_AT_ONCE = 256  # documents whose texts are held
@@ -249,7 +250,7 @@ class Catalog(CatalogReader):
         if not self.checked:
             return
         with self._database.snapshot() as connection:
-            due = self._index.is_due(Totals.read(connection, self.path).chunks)
+            due = Packing(self._index, Totals.read(connection, self.path).chunks).is_due()
         while due and self._pack_some():
             time.sleep(_TURN)
         while (more or due) and self._join():
@@ -262,7 +263,7 @@ class Catalog(CatalogReader):
                 found = self._among(connection, chunk_ids)
                 return {row.id: searched_text(document.title, row.text) for row, document in found}
 
-            return self._index.pack_some(Totals.read(connection, self.path).chunks, texts)
+            return Packing(self._index, Totals.read(connection, self.path).chunks).step(texts)
 
     def _join(self) -> bool:
         with self._database.transaction():

@@ -11,13 +11,12 @@ those of few are in the table ``postings`` first, which is searched beside the o
 are the same.
 """
 
-import collections
 import dataclasses
 import functools
 import itertools
 import json
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,12 +29,10 @@ from jaxrag.library.retrieve.base import Found
 from jaxrag.library.retrieve.filters import Filter, Scalar
 from jaxrag.library.retrieve.maxscore import BestChunks, BM25Weights
 from jaxrag.library.retrieve.packed import MOST_CHUNKS, Head, Packed, damaged
-from jaxrag.library.retrieve.terms import terms
+from jaxrag.library.retrieve.terms import TermPostings, gathered, terms
 
 _MANY_CHUNKS = 10_000  # from here on, words that most chunks hold are not looked at
-_LOOSE = 512  # chunks beside the packed ones before they are packed as well
-_PACKED_AT_ONCE = 4096  # chunks of one transaction
-_CLEARED_AT_ONCE = 1 << 16  # rows of one transaction
+_AT_ONCE = 512  # chunks that are packed as they come
 _UNIT = 2.0**32  # what a word adds is a whole number of 1 / _UNIT: sums are exact in any order
 _LOW = 0xFFFFFFFF
 _MOST_SEEN = 2_000  # terms that are remembered
@@ -123,61 +120,9 @@ class BM25Index:
         """The postings that are packed."""
         return Packed(self.connection, self.path)
 
-    def is_due(self, chunks: int) -> bool:
-        """Whether ``pack_some`` has something to do, in an index of so many chunks."""
-        return self.checked and (self.packed.clearing() or len(self._loose(chunks, _LOOSE)) > 0)
-
-    def pack_some(self, chunks: int, texts: Callable[[list[int]], Mapping[int, str]]) -> bool:
-        """Pack some of the chunks that are not packed; whether there is more to do.
-
-        Their rows in ``postings`` are removed, some at a time as well, when all are packed: until
-        then a search passes over them. Each step belongs in a transaction of its own.
-
-        Args:
-          chunks: how many the index has.
-          texts: gives the texts that chunks were added with, by id.
-        """
-        clearing = self.packed.clearing()
-        found = self._loose(chunks, 1 if clearing else _LOOSE)
-        if len(found):
-            given = texts(found.tolist())
-            if not given:
-                raise damaged(self.path, "the lengths of chunks")
-            self.packed.start()
-            self.packed.set_clearing(True)
-            self.packed.put(*_gathered(given))
-        elif clearing:
-            rows = self.connection.execute(
-                "SELECT term, chunk_id FROM postings ORDER BY term, chunk_id LIMIT 1 OFFSET ?",
-                (_CLEARED_AT_ONCE,),
-            ).fetchone()
-            self.connection.execute(
-                "DELETE FROM postings" + (" WHERE (term, chunk_id) < (?, ?)" if rows else ""), rows
-            )
-            self.packed.set_clearing(rows is not None)
-        return bool(len(found) or clearing)
-
-    def _loose(self, chunks: int, least: int) -> NDArray[np.int64]:
-        """Some chunks that are not packed, int64 [N] ascending; none where there are fewer."""
-        none = np.zeros(0, np.int64)
-        if not self.checked or chunks < _MANY_CHUNKS:
-            return none
-        blocks = [block.ids for block in self.packed.blocks()]
-        count = chunks - sum(int(np.count_nonzero(ids)) for ids in blocks)
-        if count < least:
-            return none
-        # Most came last; of several writers one may commit lower ids than are packed.
-        last = max((int(ids.max()) for ids in blocks), default=-1)
-        for after, most in ((last, _PACKED_AT_ONCE), (-1, -1)):
-            rows = self.connection.execute(
-                "SELECT chunk_id FROM lengths WHERE chunk_id > ? ORDER BY chunk_id LIMIT ?",
-                (after, most),
-            ).fetchall()
-            found = np.fromiter((row[0] for row in rows), np.int64, len(rows))
-            found = found[~self.packed.holds(found)][:_PACKED_AT_ONCE]
-            if len(found) >= min(count, _PACKED_AT_ONCE):
-                break
-        return found
+    def is_large(self, chunks: int) -> bool:
+        """Whether an index of so many chunks is packed."""
+        return self.checked and chunks >= _MANY_CHUNKS
 
     def clear(self) -> None:
         """Forget every chunk."""
@@ -191,7 +136,7 @@ class BM25Index:
         Where there are ``chunks`` already, and these are many together and many by themselves, they
         are packed at once.
         """
-        by_term, lengths = _gathered(texts)
+        by_term, lengths = gathered(texts)
         if self.is_packed_at_once(len(texts), chunks):
             self.packed.start()
             self.packed.put(by_term, lengths)
@@ -213,8 +158,7 @@ class BM25Index:
 
     def is_packed_at_once(self, count: int, chunks: int) -> bool:
         """Whether ``add`` packs so many chunks, where there are ``chunks``."""
-        many = chunks + count >= _MANY_CHUNKS
-        return self.checked and many and _LOOSE <= count <= MOST_CHUNKS
+        return self.is_large(chunks + count) and _AT_ONCE <= count <= MOST_CHUNKS
 
     def _count_known(self, terms: list[str]) -> int:
         """How many of distinct terms the index has."""
@@ -226,7 +170,7 @@ class BM25Index:
 
     def remove(self, texts: Mapping[int, str]) -> IndexChange:
         """Forget chunks, given the texts they were added with by id."""
-        by_term, lengths = _gathered(texts)
+        by_term, lengths = gathered(texts)
         if self.packed.is_there():
             distinct: dict[int, list[str]] = {chunk_id: [] for chunk_id in texts}
             for term, found in by_term:
@@ -462,7 +406,7 @@ class BM25Index:
         words: dict[str, tuple[int, int]] = {}
         lengths: dict[int, int] = {}
         for chunk_id, text in texts:
-            by_term, ((_, length),) = _gathered({chunk_id: text})
+            by_term, ((_, length),) = gathered({chunk_id: text})
             lengths[chunk_id] = length
             for term, found in by_term:
                 holders, weight = words.get(term, (0, 0))
@@ -582,24 +526,7 @@ class BM25Snapshot:
         return [Found(int(self.chunk_ids[row]), float(scores[row]) / _UNIT) for row in found]
 
 
-_Postings = list[tuple[int, int]]  # of a term: chunk id, count
-
-
-def _gathered(
-    texts: Mapping[int, str],
-) -> tuple[list[tuple[str, _Postings]], list[tuple[int, int]]]:
-    """Postings by term, in the order of the table, and (chunk id, number of terms)."""
-    by_term: dict[str, _Postings] = {}
-    lengths = []
-    for chunk_id, text in texts.items():
-        found = terms(text)
-        lengths.append((chunk_id, len(found)))
-        for term, count in collections.Counter(found).items():
-            by_term.setdefault(term, []).append((chunk_id, count))
-    return sorted(by_term.items()), lengths
-
-
-def _weight(postings: _Postings) -> int:
+def _weight(postings: TermPostings) -> int:
     return sum(chunk_id * (2 * count + 1) & _LOW for chunk_id, count in postings)
 
 

@@ -295,8 +295,7 @@ class VectorIndex:
             return self.get
         with _errors(self._folder):
             ids, vectors = self._read(self._table)
-        order = np.argsort(ids)
-        ids, vectors = ids[order], vectors[order]
+        ids, vectors = ids[order := np.argsort(ids)], vectors[order]
 
         def get(wanted: Ids) -> Vectors:
             wanted = checked_ids(wanted)

@@ -18,7 +18,7 @@ from jaxrag.library.catalog import Catalog, NewDocument
 from jaxrag.library.catalog.audit import Examined
 from jaxrag.library.documents import Document
 from jaxrag.library.documents.chunking import Chunk
-from jaxrag.library.retrieve import bm25, joining, packed
+from jaxrag.library.retrieve import bm25, joining, packed, packing
 from jaxrag.library.retrieve.bm25 import BM25Index
 from jaxrag.library.retrieve.packed import PACKED
 
@@ -27,13 +27,13 @@ WORDS = [f"w{n}" for n in range(80)]
 
 def pack_early():
     """Few chunks are many, so that postings are packed and blocks joined all the time."""
-    bm25._MANY_CHUNKS, bm25._LOOSE = 30, 6
+    bm25._MANY_CHUNKS, bm25._AT_ONCE, packing._LOOSE = 30, 6, 6
     joining._TIERS, packed._ROWS, joining._TERMS, joining._DROPPED = (16, 64), 7, 2, 5
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    names = [(bm25, "_MANY_CHUNKS"), (bm25, "_LOOSE"), (packed, "_ROWS")]
+    names = [(bm25, "_MANY_CHUNKS"), (bm25, "_AT_ONCE"), (packing, "_LOOSE"), (packed, "_ROWS")]
     for module, name in [*names, *((joining, it) for it in ("_TIERS", "_TERMS", "_DROPPED"))]:
         monkeypatch.setattr(module, name, getattr(module, name))
     pack_early()
@@ -75,14 +75,14 @@ def work(path, seed):
 def write_once(path):
     """Add a document to a catalog of before; a line before each step of packing it."""
     pack_early()
-    bm25._PACKED_AT_ONCE, bm25._CLEARED_AT_ONCE = 4, 200
-    pack = bm25.BM25Index.pack_some
+    packing._PACKED_AT_ONCE, packing._CLEARED_AT_ONCE = 4, 200
+    step = packing.Packing.step
 
-    def told(self, chunks, texts):
+    def told(self, texts):
         print("step", flush=True)
-        return pack(self, chunks, texts)
+        return step(self, texts)
 
-    bm25.BM25Index.pack_some = told
+    packing.Packing.step = told
     with contextlib.closing(Catalog.open(path)) as catalog:
         catalog.put([entry(catalog, "new", random.Random(1))])
     print("done", flush=True)

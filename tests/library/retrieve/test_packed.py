@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from jaxrag.base.errors import DamagedCatalogError
-from jaxrag.library.retrieve import bm25, joining, packed
+from jaxrag.library.retrieve import bm25, joining, packed, packing
 from jaxrag.library.retrieve.bm25 import BM25Index
 from jaxrag.library.retrieve.filters import Filter
 from jaxrag.library.retrieve.joining import Joining
 from jaxrag.library.retrieve.packed import HeldBytes, Packed
+from jaxrag.library.retrieve.packing import Packing
 
 WORDS = [*(f"w{n}" for n in range(60)), "灯塔守", "the"]
 SHARE = 1 / np.arange(1, len(WORDS) + 1)
@@ -28,9 +29,10 @@ def text(rng):
 def small(monkeypatch):
     """Blocks of few chunks, made early, and joined often."""
     monkeypatch.setattr(bm25, "_MANY_CHUNKS", 20)
-    monkeypatch.setattr(bm25, "_LOOSE", 7)
-    monkeypatch.setattr(bm25, "_PACKED_AT_ONCE", 5)
-    monkeypatch.setattr(bm25, "_CLEARED_AT_ONCE", 30)
+    monkeypatch.setattr(bm25, "_AT_ONCE", 7)
+    monkeypatch.setattr(packing, "_LOOSE", 7)
+    monkeypatch.setattr(packing, "_PACKED_AT_ONCE", 5)
+    monkeypatch.setattr(packing, "_CLEARED_AT_ONCE", 30)
     monkeypatch.setattr(joining, "_TIERS", (16, 64))
     monkeypatch.setattr(joining, "MOST_CHUNKS", 100)
     monkeypatch.setattr(packed, "MOST_CHUNKS", 100)
@@ -68,11 +70,13 @@ class Pair:
 
     def pack(self, steps):
         """Take some steps of packing."""
-        if self.one.is_due(len(self.texts)):
+
+        def texts(ids):
+            return {i: self.texts[i] for i in ids}
+
+        if Packing(self.one, len(self.texts)).is_due():
             for _ in range(steps):
-                if not self.one.pack_some(
-                    len(self.texts), lambda ids: {i: self.texts[i] for i in ids}
-                ):
+                if not Packing(self.one, len(self.texts)).step(texts):
                     return
 
     def join(self, steps):
