@@ -1,5 +1,6 @@
 """What the processes do that are killed: each kind of work on a knowledge base, step by step."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -208,13 +209,12 @@ def at_work(job: Job, go: Any) -> None:
     log = Log(job.log)
     run = Run(job, log)
     kind = KINDS[job.kind]
-    if kind.base.large:
-        few_are_many().__enter__()  # for as long as the process lives
+    large = few_are_many() if kind.base.large else contextlib.nullcontext()
     try:
         model = load(job.model)
         log.note("loaded")
         go.recv()
-        with kind.base.open(job.folder / "kb", model, "rw", **where(job.store)) as kb:
+        with large, kind.base.open(job.folder / "kb", model, "rw", **where(job.store)) as kb:
             log.note("ready")
             while True:
                 kind.steps[job.part](kb, run)
