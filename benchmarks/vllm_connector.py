@@ -3,7 +3,9 @@
 Starts vLLM's server with the connector on a random Llama, encodes chunks into a repository, and
 asks questions over some of them in an order that did not come before. Each is asked three ways,
 one after the other, one request at a time: all computed; over stored chunks; and once more, when
-vLLM has the pages of the stored ones itself. Every answer says how many tokens were loaded.
+vLLM has the pages of the stored ones itself. Every answer says how many tokens were loaded. Then
+the last two are asked again while another answer is streamed, whose tokens are timed: what is
+between them is the loads.
 
 example: python benchmarks/vllm_connector.py --vllm-python VLLM_PYTHON --rounds 20
 """
@@ -13,8 +15,10 @@ import http.client
 import json
 import sys
 import tempfile
+import threading
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -73,6 +77,7 @@ def measure(options: Options) -> Result:
         model = load_model(folder / "model")
         with vllm(options.vllm_python, model, folder, most, more) as peer:
             took = ask_all(peer.url, prefix, library, options)
+            gaps = beside(peer.url, prefix, library, options)
             about = dict(peer.about)
     return {
         "machine": describe(),
@@ -82,6 +87,7 @@ def measure(options: Options) -> Result:
         "prompt_tokens": len(prefix) + options.chunks * options.chunk_tokens + options.final,
         "milliseconds": took,
         "arms": {name: summary(values) for name, values in took.items()},
+        "stream_gaps": {name: summary(values) for name, values in gaps.items()},
         "times_sooner": median(took[FULL]) / median(took[STORED]),
     }
 
@@ -129,21 +135,87 @@ def ask_all(
     """Milliseconds of every request by arm; the first round is a warm-up and not among them."""
     draw = np.random.default_rng(1)
     took: dict[str, list[float]] = {name: [] for name in (FULL, STORED, AGAIN)}
-    whole = len(prefix) + options.chunks * options.chunk_tokens
     for number in range(options.rounds + 1):
-        chosen = draw.permutation(len(library))[: options.chunks]
-        final = draw.integers(3, 1000, options.final)
-        ids = np.concatenate([prefix, *(library[at] for at in chosen), final]).tolist()
-        salt = uuid.uuid4().hex
+        ids, salt = drawn(draw, prefix, library, options)
         for name in took:
-            say: dict[str, Any] = {"off": True} if name == FULL else {}
-            ms, told, cached = ask(url, ids, say, salt)
-            if told != (0 if name == FULL else whole) or (name == AGAIN and cached < whole - 32):
-                raise RequestError(f"{name}: {told} tokens stored, {cached} cached of {whole}")
+            ms = ask_as(name, url, ids, salt, options.final)
             if number:
                 took[name].append(ms)
         print(f"round {number} of {options.rounds}", file=sys.stderr)
     return took
+
+
+def drawn(
+    draw: np.random.Generator, prefix: HostArray, library: list[HostArray], options: Options
+) -> tuple[list[int], str]:
+    """The ids of a question over some of the chunks, and a salt that none before it had."""
+    chosen = draw.permutation(len(library))[: options.chunks]
+    final = draw.integers(3, 1000, options.final)
+    ids = np.concatenate([prefix, *(library[at] for at in chosen), final]).tolist()
+    return ids, uuid.uuid4().hex
+
+
+def ask_as(name: str, url: str, ids: list[int], salt: str, final: int) -> float:
+    """Milliseconds to the first token. Raises RequestError where it was not answered that way."""
+    whole = len(ids) - final
+    ms, told, cached = ask(url, ids, {"off": True} if name == FULL else {}, salt)
+    if told != (0 if name == FULL else whole) or (name == AGAIN and cached < whole - 32):
+        raise RequestError(f"{name}: {told} tokens stored, {cached} cached of {whole}")
+    return ms
+
+
+def beside(
+    url: str, prefix: HostArray, library: list[HostArray], options: Options
+) -> dict[str, list[float]]:
+    """Milliseconds between the tokens of another answer while questions are asked, by their arm.
+
+    A question is asked every quarter of a second, over stored chunks and once more, in blocks of
+    five in turn; gaps count to the arm that is asked at their end.
+    """
+    draw = np.random.default_rng(2)
+    gaps: dict[str, list[float]] = {STORED: [], AGAIN: []}
+    now: list[str | None] = [None]
+    ended = threading.Event()
+
+    def stream() -> None:
+        while not ended.is_set():
+            last = None
+            for moment in token_times(url, draw.integers(3, 1000, 64).tolist(), 128):
+                if last is not None and (name := now[0]) is not None:
+                    gaps[name].append(1e3 * (moment - last))
+                last = moment
+
+    thread = threading.Thread(target=stream)
+    thread.start()
+    try:
+        for _ in range(max(1, options.rounds // 5)):
+            asked = [drawn(draw, prefix, library, options) for _ in range(5)]
+            for name in gaps:
+                for ids, salt in asked:
+                    now[0] = name
+                    ask_as(name, url, ids, salt, options.final)
+                    time.sleep(0.25)
+                now[0] = None
+    finally:
+        ended.set()
+        thread.join()
+    return gaps
+
+
+def token_times(url: str, ids: list[int], count: int) -> Iterator[float]:
+    """When each token of a streamed answer arrived, in seconds."""
+    body = {
+        "model": "model", "prompt": ids, "max_tokens": count, "temperature": 0, "ignore_eos": True,
+        "stream": True, "kv_transfer_params": {"jaxrag": {"off": True}},
+    }  # fmt: skip
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=300)
+    head = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps(body), head)
+    for line in connection.getresponse():
+        if line.startswith(b"data: {"):
+            yield time.perf_counter()
+    connection.close()
 
 
 def ask(url: str, ids: list[int], say: dict[str, Any], salt: str) -> tuple[float, int, int]:
@@ -186,7 +258,11 @@ def report(result: Result) -> list[str]:
     rows = ["| first token, ms | p50 | p95 | least |", "|---|---|---|---|"]
     for name, one in result["arms"].items():
         rows.append(f"| {name} | {one['p50']} | {one['p95']} | {one['least']} |")
-    return [*rows, "", f"stored chunks: {result['times_sooner']:.1f} times sooner at p50"]
+    rows += ["", f"stored chunks: {result['times_sooner']:.1f} times sooner at p50", ""]
+    rows += ["| another answer's tokens, ms apart | p50 | p95 | least |", "|---|---|---|---|"]
+    for name, one in result["stream_gaps"].items():
+        rows.append(f"| while asked: {name} | {one['p50']} | {one['p95']} | {one['least']} |")
+    return rows
 
 
 def page(result: Result) -> str:

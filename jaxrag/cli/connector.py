@@ -34,6 +34,12 @@ def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         metavar="NAME",
         help="also documents of this group; repeatable (those without groups only)",
     )
+    parser.add_argument(
+        "--passage-rules",
+        default="common",
+        metavar="NAME",
+        help="how passages are found in prompts that vLLM noted: a name, or a .toml file (common)",
+    )
     add_secret(parser)
     add_model(parser)
     add_json(parser)
@@ -46,7 +52,12 @@ def run(args: argparse.Namespace) -> None:
 
     with open_kb(args) as kb:
         report = write_connector(
-            kb, args.out, encoder=args.encoder, serve=args.serve, groups=args.group
+            kb,
+            args.out,
+            encoder=args.encoder,
+            serve=args.serve,
+            groups=args.group,
+            passage_rules=args.passage_rules,
         )
     if args.json:
         print_json(dataclasses.asdict(report))

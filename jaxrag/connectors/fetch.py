@@ -8,8 +8,9 @@ import contextlib
 import dataclasses
 import mmap
 import os
+import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, JaxragError, StoreErr
 from jaxrag.connectors.plan import PartsPlan
 from jaxrag.connectors.turn import place, rope_table
 from jaxrag.kv.store.base import KVStore
+
+_HANGING = 8  # reads beyond their deadline at once: no further one is begun
 
 
 class NotReadyError(JaxragError):
@@ -59,9 +62,8 @@ class Fetch:
 
     start: int  # the first token
     nbytes: int
-    wanted: float = dataclasses.field(default_factory=time.monotonic)
-    begun: float | None = None  # when a thread took it up
-    done: "Future[NDArray[Any]] | None" = None
+    begun: float
+    done: "Future[NDArray[Any]]" = dataclasses.field(default_factory=Future)
     file: int | None = None  # descriptor, where other processes map it
     skip: int = 0
     taken: bool = False  # by the engine, which needs it again only after a preemption
@@ -93,9 +95,8 @@ class Fetches:
           shared: whether other processes map what was read.
         """
         self._store, self._rope = store, rope
-        self._count, self._deadline = threads, deadline
+        self._threads, self._deadline = threads, deadline
         self._host_bytes, self._shared = host_bytes, shared
-        self._threads = ThreadPoolExecutor(threads, "jaxrag-fetch")
         self._held: dict[str, Fetch] = {}  # by request, the oldest first
         self._abandoned: list[Fetch] = []  # not waited for; their threads still read
 
@@ -103,7 +104,7 @@ class Fetches:
         """Whether the tokens start .. plan.end - 1 of a request lie in memory; begins it if not.
 
         Raises:
-          NotReadyError: too late, too large, or no thread answers any more.
+          NotReadyError: too late, too large, or the store does not answer any more.
           ChunkMissing, ChunkCorrupt, StoreError: as the store does.
         """
         one = self._held.get(name)
@@ -114,21 +115,16 @@ class Fetches:
             one = self._begin(name, plan, start)
             if one is None:
                 return False
-        assert one.done is not None
         if one.done.done():
             one.done.result()
             return True
-        if one.begun is None:
-            if self._stuck:
-                raise NotReadyError("late", "the store does not answer")
-        elif time.monotonic() - one.begun > self._deadline:
+        if time.monotonic() - one.begun > self._deadline:
             raise NotReadyError("late", f"the store took more than {self._deadline:g} s")
         return False
 
     def take(self, name: str, start: int) -> "NDArray[Any] | SharedArray":
         """What was read, [L, 2, tokens from start on, K, H]; kept until ``loaded``."""
         one = self._held[name]
-        assert one.done is not None
         one.taken = one.loading = True
         skip = start - one.start
         kv = one.done.result()
@@ -139,8 +135,8 @@ class Fetches:
         return SharedArray(path, whole, str(kv.dtype), one.skip + skip)
 
     def seconds(self, name: str) -> float:
-        """Since the parts of a request were first wanted."""
-        return time.monotonic() - self._held[name].wanted
+        """Since the parts of a request were begun to be read."""
+        return time.monotonic() - self._held[name].begun
 
     def loaded(self, name: str) -> None:
         """The engine has written what it took: it may be let go when room is needed."""
@@ -161,9 +157,9 @@ class Fetches:
     def drop(self, name: str) -> None:
         """Let go of a request's parts, or of the wish for them."""
         one = self._held.pop(name, None)
-        if one is None or one.done is None:
+        if one is None:
             return
-        if one.done.done() or one.done.cancel():
+        if one.done.done():
             _close(one)
         else:
             self._abandoned.append(one)
@@ -172,26 +168,24 @@ class Fetches:
         """Let go of everything; reads that hang are not waited for."""
         for name in list(self._held):
             self.drop(name)
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    @property
-    def _stuck(self) -> bool:
-        """Whether every thread is at a read that nobody waits for any more."""
-        for one in [it for it in self._abandoned if it.done is not None and it.done.done()]:
-            self._abandoned.remove(one)
-            _close(one)
-        return len(self._abandoned) >= self._count
 
     def _begin(self, name: str, plan: PartsPlan, start: int) -> Fetch | None:
-        """Begin to read; None where there is no room at present."""
+        """Begin to read; None where there is no thread or no room at present."""
         layout = self._store.layout
         first = _parts_from(plan, start)[0]
         need = layout.nbytes(plan.end - first)
         if need > self._host_bytes:
             raise NotReadyError("size", f"{need} bytes of parts: host_bytes={self._host_bytes}")
-        if self._stuck:
-            raise NotReadyError("late", "the store does not answer")
+        for one in [it for it in self._abandoned if it.done.done()]:
+            self._abandoned.remove(one)
+            _close(one)
         held = [*self._held.values(), *self._abandoned]
+        reads = [time.monotonic() - one.begun for one in held if not one.done.done()]
+        hanging = sum(seconds > self._deadline for seconds in reads)
+        if hanging >= _HANGING:
+            raise NotReadyError("late", "the store does not answer")
+        if len(reads) - hanging >= self._threads:
+            return None
         over = sum(one.nbytes for one in held) + need - self._host_bytes
         for other, it in list(self._held.items()):
             if over > 0 and it.taken and not it.loading:
@@ -199,12 +193,18 @@ class Fetches:
                 self.drop(other)
         if over > 0:
             return None
-        one = self._held[name] = Fetch(start, need)
-        one.done = self._threads.submit(self._read, one, plan, start)
+        one = self._held[name] = Fetch(start, need, time.monotonic())
+        # A daemon: what hangs at a store must not keep the engine from ending.
+        threading.Thread(target=self._run, args=(one, plan, start), daemon=True).start()
         return one
 
+    def _run(self, one: Fetch, plan: PartsPlan, start: int) -> None:
+        try:
+            one.done.set_result(self._read(one, plan, start))
+        except BaseException as error:
+            one.done.set_exception(error)
+
     def _read(self, one: Fetch, plan: PartsPlan, start: int) -> NDArray[Any]:
-        one.begun = time.monotonic()
         first, parts = _parts_from(plan, start)
         one.skip = start - first
         layout = self._store.layout

@@ -113,15 +113,8 @@ def span_hash(sums: NDArray[np.uint64], start: int, ends: Any) -> Any:
         return (sums[ends] - sums[start]) * _inverse(start)
 
 
-def windows(sums: NDArray[np.uint64], size: int) -> NDArray[np.uint64]:
-    """Hashes of the ``size`` tokens from each place on: uint64 [T + 1 - size]."""
-    count = max(len(sums) - size, 0)
-    with np.errstate(over="ignore"):
-        return (sums[size:] - sums[:count]) * _powers(count, _inverse(1))
-
-
-def _powers(count: int, base: np.uint64 = _BASE) -> NDArray[np.uint64]:
-    powers = np.full(count, base)
+def _powers(count: int) -> NDArray[np.uint64]:
+    powers = np.full(count, _BASE)
     powers[:1] = 1
     with np.errstate(over="ignore"):
         return np.cumprod(powers, dtype=np.uint64)

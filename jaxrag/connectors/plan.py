@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxrag.connectors.manifest import FIRST, Manifest, running, span_hash, windows
+from jaxrag.connectors.manifest import FIRST, Manifest, running, span_hash
 from jaxrag.kv.store.keys import chunk_key, content_id, context_id
 
 ISOLATED = "isolated"  # the encoder of what sees nothing but itself, as every prefix
@@ -77,7 +77,7 @@ class Planner:
                 if not at and led and length == prefix:
                     content: str | None = self._prefix_id(prompt)
                 else:
-                    content = self._find(prompt, sums, at, length)
+                    content = self.find(prompt, sums, at, length)
                 if content is None:
                     return None, "missing"
                 found.append((content, length))
@@ -90,36 +90,6 @@ class Planner:
         found = found[: len(found) - compute_last]
         return PartsPlan(tuple(self._keyed(prompt, found, led))), ""
 
-    def lacking(
-        self, prompt: NDArray[np.int32], spans: Sequence[int] | None
-    ) -> Iterator[NDArray[np.int32]]:
-        """Parts that the manifest lacks, int32 [T] each, of a prompt that has no plan.
-
-        Those of the spans; without these what stands in front of the first chunk, if there is one
-        of at least FIRST tokens.
-        """
-        sums, prefix, at = running(prompt), self._manifest.prefix, 0
-        led = np.array_equal(prompt[: len(prefix)], prefix)
-        if not led and self._manifest.engine.encoder != ISOLATED:
-            return
-        for length in spans or ():
-            if length < 1 or at + length >= len(prompt):
-                return
-            part = prompt[at : at + length]
-            if not np.array_equal(part, prefix) and self._find(prompt, sums, at, length) is None:
-                yield part
-            at += length
-        if spans is not None:
-            return
-        start = len(prefix) if led else 0
-        hashes = windows(sums, FIRST)[start + 1 :]
-        rows = np.searchsorted(self._first, hashes)
-        hits = np.append(self._first, np.uint64(0))[rows] == hashes
-        for at in (start + 1 + np.flatnonzero(hits)).tolist():
-            if self._longest(prompt, sums, at) is not None:
-                yield prompt[start:at]
-                return
-
     def _recognised(
         self, prompt: NDArray[np.int32], sums: NDArray[np.uint64], prefix: int
     ) -> Iterator[tuple[str, int]]:
@@ -128,11 +98,11 @@ class Planner:
         if 0 < prefix < len(prompt):
             yield self._prefix_id(prompt), prefix
             at = prefix
-        while (one := self._longest(prompt, sums, at)) is not None:
+        while (one := self.longest(prompt, sums, at)) is not None:
             yield one
             at += one[1]
 
-    def _longest(
+    def longest(
         self, prompt: NDArray[np.int32], sums: NDArray[np.uint64], at: int
     ) -> tuple[str, int] | None:
         """The longest part that begins here and leaves a token to be computed."""
@@ -153,7 +123,7 @@ class Planner:
                     return content, length
         return None
 
-    def _find(
+    def find(
         self, prompt: NDArray[np.int32], sums: NDArray[np.uint64], at: int, length: int
     ) -> str | None:
         """The content id of a part with so many tokens; None where there is no such part."""

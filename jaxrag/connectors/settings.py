@@ -21,8 +21,8 @@ class ConnectorSettings:
       deadline: seconds that reading the parts of a request may take.
       host_bytes: the most that lies in memory of parts on their way, and after until needed.
       secret_file: of the secret that the chunks are sealed with.
-      wanted_bytes: the most that the file of parts that prompts had and the store lacked may have;
-        0 notes none.
+      wanted_bytes: the most that the file of prompts with parts that the store lacked may have; 0
+        notes none.
       untested_devices: start on others than CPUs.
     """
 

@@ -43,7 +43,7 @@ from jaxrag.kv.store.layout import HeadShare, KVLayout
 
 _LOG = logging.getLogger("vllm.jaxrag")  # vLLM shows its own loggers only
 _ROWS = 64  # of the engine's table of angles that are compared
-_SALTED = ("cache_salt", "block_hashes", "update_block_hashes", "skip_reading_prefix_cache")
+_PASSAGES = 256  # tokens behind the parts that may hold a passage, beside a question
 
 
 @dataclasses.dataclass
@@ -262,9 +262,10 @@ class JaxragConnector(KVConnectorBase_V1):
             return None, "off"
         prompt = np.array(ids, np.int32)
         plan, reason = self._planner.plan(prompt, spans, self._settings.compute_last)
-        if self._wanted is not None and reason in ("missing", "unknown"):
-            for part in self._planner.lacking(prompt, spans):
-                self._wanted.note(part)
+        rest = len(prompt) - (plan.end if plan is not None else 0)
+        lacks = reason in ("missing", "unknown") or (spans is None and rest >= _PASSAGES)
+        if self._wanted is not None and lacks:
+            self._wanted.note(prompt, spans)
         return plan, reason
 
     def _salt(self, request: Any, salt: str | None) -> None:

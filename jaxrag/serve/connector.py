@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxrag.base.errors import KnowledgeBaseError, RequestError
 from jaxrag.base.types import HostArray
-from jaxrag.connectors import manifest, wanted
+from jaxrag.connectors import manifest
 from jaxrag.connectors.manifest import Gate, Manifest, ServedModel
 from jaxrag.kv.store import ChunkStore, ReadThrough
 from jaxrag.kv.store.keys import content_id
@@ -18,8 +18,10 @@ from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.models.digest import cache_directory, params_digest, weights_digest
 from jaxrag.models.hf import is_hf_directory, load_config, load_params
 from jaxrag.models.model import Model
+from jaxrag.models.text.passage_rules import passage_rules as rules_of
 from jaxrag.reuse.encode import ChunkEncoding, ChunkInContext, encoder_named, prefix_key
 from jaxrag.reuse.methods import METHODS
+from jaxrag.serve import wanted
 from jaxrag.serve.suits import gate_subject
 
 # By the encoder of stored chunks: the method that reuses them as they are, and computes nothing.
@@ -58,6 +60,7 @@ def write_connector(
     encoder: str | None = None,
     serve: str | os.PathLike[str] | None = None,
     groups: Sequence[str] = (),
+    passage_rules: str = "common",
 ) -> ConnectorReport:
     """Write or refresh the folder by which another engine reads the chunks.
 
@@ -71,11 +74,14 @@ def write_connector(
       encoder: of the chunks; None: the first that the knowledge base keeps of those that can be.
       serve: the Hugging Face directory that the engine loads; None: the model's own.
       groups: of documents that name groups in their metadata those with one of these.
+      passage_rules: how passages are found that prompts pasted; of these none is stored where
+        nothing but a gate of the template speaks for answers over stored chunks.
 
     Raises:
       KnowledgeBaseError: no model, or opened for reading.
       RequestError: an encoder whose chunks have seen each other or that is not kept; a directory
         that is none, or of other weights.
+      ConfigError: passage rules that are none.
       StoreError: a folder that cannot be written, or a damaged file of what is wanted.
     """
     model = kb.model
@@ -88,6 +94,7 @@ def write_connector(
             f"{kb.path} is stored as {kb.store.layout.stored}, which leaves tokens out: another "
             "engine would read zeros there; ingest with --stored int4, int8 or native"
         )
+    rules = rules_of(passage_rules)
     chosen = _encoder(kb, encoder)
     folder = _served(model, serve)
     tokenizer = model.text_tokenizer()
@@ -96,11 +103,6 @@ def write_connector(
     encoding.keep_prefix()
     parts = dict(_parts(kb, groups))
     path = Path(out).absolute()
-    noted = {content_id(tokenizer.digest, it): it for it in wanted.read(path, tokenizer.digest)}
-    noted = {content: ids for content, ids in noted.items() if content not in parts}
-    chunks = {encoding.key(chosen, ids): ChunkInContext(ids) for ids in noted.values()}
-    encoded = encoding.encode_missing(chosen, chunks)
-    parts |= noted
     store = kb.store.inner if isinstance(kb.store, ReadThrough) else kb.store  # what lies elsewhere
     assert isinstance(store, ChunkStore)
     engine = ServedModel(
@@ -114,8 +116,21 @@ def write_connector(
         sealed=store.sealed_by,
     )
     gates = tuple(_gates(kb, model, METHOD_OF[chosen]))
+    known = Manifest(engine, prefix, gates, manifest.parts_table(parts.items()))
+    trained = any(gate.questions == 0 for gate in gates)
+    prompts = wanted.read(path, tokenizer.digest)
+    noted = {
+        content: ids
+        for content, ids in wanted.lacking(
+            known, prompts, tokenizer, rules if trained else None
+        ).items()
+        if content not in parts
+    }
+    chunks = {encoding.key(chosen, ids): ChunkInContext(ids) for ids in noted.values()}
+    encoded = encoding.encode_missing(chosen, chunks)
+    parts |= noted
     table = manifest.parts_table(parts.items())
-    manifest.write(path, Manifest(engine, prefix, gates, table))
+    manifest.write(path, dataclasses.replace(known, parts=table))
     keys = [encoding.key(chosen, ids) for ids in parts.values()]
     if len(prefix):
         keys.append(prefix_key(kb.store.fingerprint, tokenizer.digest, prefix))

@@ -210,7 +210,7 @@ def continued_prompt(
             tokenizer.encode(text[it.start : it.end], special=True),
             _source(_PROMPT, text, it, 0) if it.block else None,
         )
-        for it in _cut(text, rules, asks=True)
+        for it in text_pieces(text, rules, asks=True)
     )
     first = next(pieces, _Said(np.zeros(0, np.int32)))
     ids = _without_leading(tokenizer, first.ids) if first.source is None else first.ids
@@ -295,7 +295,7 @@ def _pieces(
         else:
             asks = part.message == asking
             before = messages[part.message]["content"].index(part.text)  # that a template strips
-            for piece in _cut(part.text, rules, asks):
+            for piece in text_pieces(part.text, rules, asks):
                 text = part.text[piece.start : piece.end]
                 name = f"{_MESSAGE}{part.message}]"
                 source = _source(name, part.text, piece, before) if piece.block else None
@@ -303,7 +303,7 @@ def _pieces(
                 yield _Said(encode(text), source, asks=last)
 
 
-def _cut(text: str, rules: PassageRules | None, asks: bool) -> list[TextPiece]:
+def text_pieces(text: str, rules: PassageRules | None, asks: bool) -> list[TextPiece]:
     """The pieces of a content; the last one that may ask is computed, whatever it is."""
     if rules is None:
         return [TextPiece(0, len(text), block=False)]

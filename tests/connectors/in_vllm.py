@@ -3,7 +3,7 @@
 A job is a JSON file: {"folder": as random_cases.make left it, "engine": options of LLM, "extra": of
 the connector, "class": of another connector and its module, "steps": [...]}. A step is {"ask":
 numbers of cases or null, "how": "spans", "recognised" or "exact", "reset": first, "batch": all at
-once}.
+once, "logprobs": of so many first tokens}.
 """
 
 import json
@@ -42,7 +42,7 @@ def llm_of(job):
     )  # fmt: skip
 
 
-def ask(llm, data, numbers, how, count):
+def ask(llm, data, numbers, how, count, logprobs):
     from vllm import SamplingParams, TokensPrompt
 
     prompts, sampling = [], []
@@ -53,10 +53,18 @@ def ask(llm, data, numbers, how, count):
         params = {"spans": {"spans": [len(it) for it in parts]}, "exact": {"off": True}}.get(how)
         extra = None if params is None else {"kv_transfer_params": {"jaxrag": params}}
         prompts.append(TokensPrompt(prompt_token_ids=ids))
-        sampling.append(SamplingParams(temperature=0, max_tokens=count, ignore_eos=True,
-                                       detokenize=False, extra_args=extra))  # fmt: skip
+        sampling.append(SamplingParams(
+            temperature=0, max_tokens=count, ignore_eos=True, detokenize=False, extra_args=extra,
+            logprobs=logprobs,
+        ))  # fmt: skip
     outs = llm.generate(prompts, sampling, use_tqdm=False)
-    return [(list(it.outputs[0].token_ids), it.num_cached_tokens) for it in outs]
+    rows = []
+    for it in outs:
+        [answer] = it.outputs
+        first = answer.logprobs[0] if logprobs else {}
+        first = {int(token): one.logprob for token, one in first.items()}
+        rows.append((list(answer.token_ids), it.num_cached_tokens, first))
+    return rows
 
 
 def metric(name):
@@ -88,8 +96,9 @@ def main():
         for group in [numbers] if step.get("batch") else [[it] for it in numbers]:
             if step.get("reset"):
                 assert llm.reset_prefix_cache()
-            rows += ask(llm, data, group, step["how"], step.get("count", 16))
-        steps.append({"tokens": [row[0] for row in rows], "cached": [row[1] for row in rows]})
+            rows += ask(llm, data, group, step["how"], step.get("count", 16), step.get("logprobs"))
+        names = ("tokens", "cached", "firsts")
+        steps.append(dict(zip(names, zip(*rows, strict=True), strict=True)))
     result = {
         "steps": steps,
         "preemptions": metric("vllm:num_preemptions_total"),

@@ -40,10 +40,10 @@ def make(folder, config, *, encoder="isolated", stored="native", questions=25, l
     fingerprint = derive(model.fingerprint, stored=stored)
     layout = dataclasses.replace(model.whole_kv_layout, stored=stored)
     store = ChunkStore.open(folder / "store", fingerprint, layout, mode="rw")
-    answers = {
-        name: answered(model, store, name, prefix, chunks, cases)
-        for name in (METHOD[encoder], "full_attention")
-    }
+    answers, firsts = {}, {}
+    for name in (METHOD[encoder], "full_attention"):
+        firsts[name] = []
+        answers[name] = answered(model, store, name, prefix, chunks, cases, firsts[name])
     store.close()
     digest = "" if model.tokenizer is None else model.tokenizer.digest
     engine = manifest.ServedModel(
@@ -64,21 +64,29 @@ def make(folder, config, *, encoder="isolated", stored="native", questions=25, l
         "cases": cases,
         "stored": answers[METHOD[encoder]],
         "full": answers["full_attention"],
+        "stored_firsts": firsts[METHOD[encoder]],
+        "full_firsts": firsts["full_attention"],
     }
     (folder / "cases.json").write_text(json.dumps(data))
     return data
 
 
-def answered(model, store, method, prefix, chunks, cases):
-    """Our answers, one request at a time; what the method reuses is stored on the way."""
+def answered(model, store, method, prefix, chunks, cases, firsts=None):
+    """Our answers, one request at a time; what the method reuses is stored on the way.
+
+    The logarithm of each first token's probability is added to ``firsts``.
+    """
     engine, answers = engine_of(model), []
     for case in cases:
         parts = tuple(chunks[at] for at in case["chunks"])
         prompt = Prompt(prefix, parts, np.array(case["final"], np.int32))
-        tokens = []
+        tokens, logprobs = [], []
         for progress in engine.iterate([Request(prompt, store, METHODS[method], COUNT)]):
             if progress.error is not None:
                 raise progress.error
             tokens += list(progress.new)
+            logprobs += progress.logprobs
+        if firsts is not None:
+            firsts.append(float(logprobs[0]))
         answers.append([int(token) for token in tokens])
     return answers

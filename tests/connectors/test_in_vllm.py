@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,19 +18,35 @@ import random_cases
 
 import jaxrag
 from jaxrag.base.config import Llama3Scaling, YarnScaling
+from jaxrag.base.installed import config_path
 from jaxrag.connectors import manifest
+from jaxrag.connectors.plan import Planner
 from jaxrag.kv.store import chunk_key, content_id, context_id
 from jaxrag.measure.zoo import SMALL_LLAMA
-from jaxrag.models.export import convert
+from jaxrag.models.export import convert, export_hf
+from jaxrag.models.model import random_model
+from jaxrag.models.reading import Reading
+from jaxrag.models.text.passage_rules import passage_rules
 from jaxrag.serve.connector import write_connector
+from jaxrag.serve.wanted import NotedPrompt, lacking
 
 pytestmark = pytest.mark.vllm
 
 ROOT = Path(__file__).parents[2]
+PASTED = [
+    f"The {name} of the {ordinal} river. " + " ".join(
+        f"In {1900 + 9 * at + year} they ate {year} fish and slept {year + at} hours."
+        for year in range(5)
+    )
+    for at, (name, ordinal) in enumerate(
+        zip(("otters", "herons", "minks"), ("first", "second", "third"), strict=True)
+    )
+]  # fmt: skip
 COUNT = int(os.environ.get("JAXRAG_VLLM_QUESTIONS", "25"))
 CONFIG = dataclasses.replace(
     SMALL_LLAMA, num_layers=4, vocab_size=512, mlp_dim=512, max_positions=4096
 )
+READING = Reading(("reordered",))
 SCALED = {
     "llama3": Llama3Scaling(8.0, 1.0, 4.0, 256),
     "yarn": YarnScaling(4.0, 1024, 32.0, 1.0, 1.1386294361119891, True),
@@ -184,6 +201,25 @@ def test_parity_of(tmp_path, config, options):
     assert [said["tokens"] for said in found["steps"]] == [data["stored"], data["full"]]
 
 
+def test_bfloat16(tmp_path):
+    """Roundings differ: first tokens' probabilities are near, and answers agree as often."""
+    count = max(COUNT, 100)
+    data = random_cases.make(
+        tmp_path, dataclasses.replace(CONFIG, dtype="bfloat16"), questions=count, lengths=(20, 120)
+    )
+    steps = [{"how": how, "batch": True, "logprobs": 20} for how in ("spans", "exact")]
+    found = run(tmp_path, steps, engine={"dtype": "bfloat16"})["steps"]
+    equal = []
+    for said, name in zip(found, ("stored", "full"), strict=True):
+        ours = zip(data[name], data[f"{name}_firsts"], said["firsts"], strict=True)
+        apart = [abs(first.get(str(ids[0]), -99) - logprob) for ids, logprob, first in ours]
+        equal.append(sum(a == b for a, b in zip(said["tokens"], data[name], strict=True)))
+        print(name, max(apart), equal[-1])
+        assert np.quantile(apart, 0.99) <= 0.05
+        assert max(apart) <= 0.06
+    assert equal[0] >= equal[1] - count // 20
+
+
 def knowledge_base(tmp_path):
     """A converted checkpoint, its model for vLLM, and a knowledge base of examples/village."""
     source = ROOT / "checkpoints" / "synthetic-0.8m" / "dual"
@@ -252,3 +288,69 @@ def test_what_prompts_wanted_is_warm_after_the_command(tmp_path, how):
     assert cold["tokens"][0][: len(ours["full_attention"])] == ours["full_attention"]
     assert warm["cached"] == [len(prefix) + sum(len(it) for it in chunks)]
     assert warm["tokens"][0][: len(ours["turborag"])] == ours["turborag"]
+
+
+def test_pasted_passages_are_warm_after_the_command_in_any_order(tmp_path, tokenizer_dir):
+    """A stack that knows nothing of jaxrag: its passages are noted, encoded once, and found."""
+    config = dataclasses.replace(CONFIG, vocab_size=600)
+    model_dir = tmp_path / "model"
+    export_hf(model_dir, random_model(config, 3).params, config, tokenizer_dir, reading=READING)
+    model = jaxrag.load_model(model_dir, dtype="float32")
+    rules = tmp_path / "rules.toml"
+    common = config_path("common", "passages").read_text()
+    rules.write_text(common.replace("worth = 1024 ", "worth = 200 "))
+    kb = jaxrag.KnowledgeBase.open(tmp_path / "kb", model=model)
+    out, write = (
+        tmp_path / "manifest",
+        partial(
+            write_connector, kb, tmp_path / "manifest", serve=model_dir, passage_rules=str(rules)
+        ),
+    )
+    write()
+
+    def prompt(order):
+        sources = "\n".join(
+            f'<source id="{number}">\n{PASTED[at]}\n</source>' for number, at in enumerate(order, 1)
+        )
+        return model.tokenizer.encode(f"Use these.\n{sources}\nWhat do the otters eat?")
+
+    orders = [(0, 1, 2), (2, 1, 0), (1, 0, 2)]
+    prompts = [prompt(order) for order in orders]
+    cases = [{"chunks": [], "final": ids.tolist()} for ids in prompts]
+    data = {"prefix": [], "chunks": [], "cases": cases}
+    (tmp_path / "cases.json").write_text(json.dumps(data))
+    job = {"engine": {"max_model_len": 1024}, "extra": {"wanted_bytes": 100_000}}
+    [cold] = run(tmp_path, [{"how": "recognised", "ask": [0, 1]}], **job)["steps"]
+    report = write()
+    [warm] = run(tmp_path, [{"how": "recognised"}], **job)["steps"]
+    kept = passage_rules(str(rules))
+    parts, rests = [], []
+    for ids in prompts:
+        known = manifest.read(out)
+        nothing = dataclasses.replace(known, parts=known.parts[:, :0])
+        found = lacking(nothing, [NotedPrompt(ids, None)], model.tokenizer, kept)
+        plan, _ = Planner(known).plan(ids, None, 0)
+        lengths = [tokens for _, tokens in plan.parts]
+        starts = np.cumsum([0, *lengths[:-1]])
+        parts.append([ids[at : at + n] for at, n in zip(starts, lengths, strict=True)])
+        rests.append(ids[plan.end :])
+        assert plan.end == sum(len(it) for it in found.values())
+    nothing = np.zeros(0, np.int32)
+    ours = {
+        method: [
+            random_cases.answered(
+                model, kb.store, method, nothing, of,
+                [{"chunks": list(range(len(of))), "final": rest.tolist()}],
+            )[0]
+            for of, rest in zip(parts, rests, strict=True)
+        ]
+        for method in ("full_attention", "turborag")
+    }  # fmt: skip
+    kb.close()
+    assert ours["full_attention"] != ours["turborag"]
+    assert report.missing == 0
+    assert report.encoded == report.noted >= 6
+    assert cold["tokens"] == ours["full_attention"][:2]
+    assert cold["cached"] == [0, 0]
+    assert warm["tokens"] == ours["turborag"]
+    assert warm["cached"] == [sum(map(len, of)) for of in parts]

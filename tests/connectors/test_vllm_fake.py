@@ -132,7 +132,7 @@ def test_what_cannot_be_read_is_computed(connector, stored, fault):
     engine.close()
 
 
-def test_a_store_that_hangs_costs_the_deadline_once(connector, stored, monkeypatch):
+def test_a_store_that_hangs_costs_the_deadline(connector, stored, monkeypatch):
     release = threading.Event()
     read = ChunkStore.get_many
 
@@ -141,7 +141,7 @@ def test_a_store_that_hangs_costs_the_deadline_once(connector, stored, monkeypat
         return read(self, *args, **options)
 
     monkeypatch.setattr(ChunkStore, "get_many", hangs)
-    engine = Engine(connector, stored, extra={"threads": 1, "deadline": 0.2})
+    engine = Engine(connector, stored, extra={"threads": 1, "deadline": 1.0})
     ids = stored.prompt(1)
     for _ in range(2):
         request = engine.add(ids, {"spans": stored.spans(1)})
@@ -150,9 +150,6 @@ def test_a_store_that_hangs_costs_the_deadline_once(connector, stored, monkeypat
         assert engine.end(request)[1] == {"jaxrag": {"stored": 0, "computed": "late"}}
     release.set()
     monkeypatch.setattr(ChunkStore, "get_many", read)
-    until = time.monotonic() + 10
-    while engine.scheduler._fetches._stuck and time.monotonic() < until:
-        time.sleep(0.01)
     seen, (_, loaded) = engine.run(engine.add(ids))
     assert loaded == len(ids) - 5
     np.testing.assert_array_equal(seen, wanted(stored, (1,), ids))

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import jaxrag
-from jaxrag.base.errors import KnowledgeBaseError, RequestError
+from jaxrag.base.errors import ConfigError, KnowledgeBaseError, RequestError
+from jaxrag.base.installed import config_path
 from jaxrag.cli import main
 from jaxrag.connectors import manifest
 from jaxrag.connectors.plan import Planner
@@ -83,11 +84,10 @@ def test_what_an_engine_wanted_is_encoded_once_and_kept(kb, tmp_path, encoder):
     left = kb.template.prefix_ids(kb.model.tokenizer)
     ids = np.concatenate((left, part, known[len(left) :])).astype(np.int32)
     digest = kb.model.tokenizer.digest
-    [lacked] = Planner(manifest.read(tmp_path / "out")).lacking(ids, None)
     notes = Wanted(tmp_path / "out", digest, 10_000)
-    notes.note(lacked)
-    notes.note(known[len(left) : -3])  # of a document
-    Wanted(tmp_path / "out", "of another", 10_000).note(part[:9])
+    notes.note(ids, None)
+    notes.note(known, [len(left), len(known) - len(left) - 3])  # of a document
+    Wanted(tmp_path / "out", "of another", 10_000).note(ids, [len(left), 9])
     for encoded in (1, 0):
         report = write_connector(kb, tmp_path / "out", encoder=encoder)
         assert (report.parts, report.noted, report.encoded) == (len(TEXTS) + 1, 1, encoded)
@@ -97,6 +97,23 @@ def test_what_an_engine_wanted_is_encoded_once_and_kept(kb, tmp_path, encoder):
     assert all(kb.store.head([key for key, _ in plan.parts]))
     (tmp_path / "out" / "wanted.jsonl").unlink()
     assert write_connector(kb, tmp_path / "out", encoder=encoder).parts == len(TEXTS)
+
+
+def test_passages_are_for_weights_that_read_blocks(kb, tmp_path):
+    """Of after_prefix no training speaks, and a gate judges the template's prompts only."""
+    rules = tmp_path / "rules.toml"
+    common = config_path("common", "passages").read_text()
+    rules.write_text(common.replace("worth = 1024 ", "worth = 64 "))
+    tokenizer = kb.model.tokenizer
+    text = "\n".join(f"<doc>\n{'Bees fly far. ' * at}\n</doc>" for at in (20, 30))
+    pasted = tokenizer.encode(f"{text}\nWhere do bees fly?")
+    ids = np.concatenate((kb.template.prefix_ids(tokenizer), pasted)).astype(np.int32)
+    for encoder, noted in (("after_prefix", 0), ("isolated", 4)):
+        out = tmp_path / encoder
+        write_connector(kb, out, encoder=encoder)
+        Wanted(out, tokenizer.digest, 100_000).note(ids, None)
+        report = write_connector(kb, out, encoder=encoder, passage_rules=str(rules))
+        assert report.noted == report.encoded == noted
 
 
 def test_documents_of_groups_are_left_out(kb, tmp_path):
@@ -143,6 +160,9 @@ def test_refused_before_work(kb, tmp_path):
     for encoder, said in (("neighbours", "have seen others"), ("nothing", "expected one of")):
         with pytest.raises(RequestError, match=said):
             write_connector(kb, tmp_path / "out", encoder=encoder)
+    with pytest.raises(ConfigError, match="passage rules 'none'"):
+        write_connector(kb, tmp_path / "out", passage_rules="none")
+    assert not (tmp_path / "out").exists()
     with (
         jaxrag.KnowledgeBase.open(kb.path, mode="r") as closed,
         pytest.raises(KnowledgeBaseError, match="opened for reading"),
