@@ -11,8 +11,9 @@ them, the others are counted. Ways take turns, round by round, after a round tha
 said of a way is the median of its rounds. ``pool`` is the share of chunks that were in the pool of
 the engine that was chosen.
 
-Then engines are killed at random moments while questions come, and each answer is compared with
-that of a server that nobody kills: it is right, it is an error of the API, or it is missing.
+Then engines are killed at random moments while questions come, but for the last that is up, and
+each answer is compared with that of a server that nobody kills: it is right, it is an error of the
+API, or it is missing. Who is told to ask again later waits so long before the next question.
 
 example: python benchmarks/replicas.py --out benchmarks/results/replicas.json
 """
@@ -228,10 +229,11 @@ def _killed(
     def kill() -> None:
         while len(killed) < options.kills:
             time.sleep(drawn.uniform(0.5, 6.0))
-            pids = [it["pid"] for it in engine.members.values() if it["up"]]
-            if len(pids) > 1 and (pid := drawn.choice(pids)) not in killed:
-                os.kill(pid, signal.SIGKILL)
-                killed.append(pid)
+            there = [it["pid"] for it in engine.members.values() if it["up"]]
+            pids = [it for it in there if it not in killed]  # a death is seen a moment later
+            if len(pids) > 1:
+                killed.append(drawn.choice(pids))
+                os.kill(killed[-1], signal.SIGKILL)
         over.set()
 
     thread = threading.Thread(target=kill)
@@ -282,6 +284,7 @@ async def _ask(http: Any, body: Mapping[str, Any]) -> Asked:
         async with http.stream("POST", "/v1/chat/completions", json=body) as answer:
             if answer.status_code != 200:
                 error = json.loads(await answer.aread())["error"]
+                await asyncio.sleep(float(answer.headers.get("retry-after", 0)))
                 return Asked(None, error["code"] or "refused")
             async for line in answer.aiter_lines():
                 if line == "data: [DONE]":

@@ -102,8 +102,9 @@ def in_parts(
     ray.init(log_to_driver=False, logging_level="ERROR", **cluster)
     try:
         ray.data.DataContext.get_current().enable_progress_bars = False
-        rows = ray.data.from_items([{"part": part} for part in range(parts)])
-        done = rows.repartition(parts).map(
+        rows = [{"part": part} for part in range(parts)]
+        # As blocks of the driver's: to repartition takes tasks, for which workers leave no CPU.
+        done = ray.data.from_items(rows, override_num_blocks=parts).map(
             RayWorker,
             fn_constructor_args=(args, make, parts),
             compute=ray.data.ActorPoolStrategy(size=options.ray),

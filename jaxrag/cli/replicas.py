@@ -437,6 +437,8 @@ def engine_settings(settings: "ServerSettings") -> "ServerSettings":
     own["model"] = dataclasses.replace(settings.model, path=_absolute(settings.model.path))
     for name in ("keys", "secret_file", "plain_gate", "method", "template"):
         own[name] = _absolute(own[name])
+    if settings.tier is not None:
+        own["tier"] = os.path.abspath(settings.tier)
     return ServerSettings(**own, drain_seconds=settings.drain_seconds)
 
 

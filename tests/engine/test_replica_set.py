@@ -294,6 +294,45 @@ def test_stop_and_abort_reach_the_engine(several, begun, told):
     assert isinstance(client.last[number].error, Cancelled)
 
 
+def test_what_is_aborted_at_once_is_told_so(several, begun, told):
+    """Also before any engine has it."""
+    engine, links, store = several(2)
+    client = told()
+    numbers = [engine.add(begun(engine, store, tokens=400), client) for _ in range(8)]
+    for number in numbers:
+        engine.abort(number)
+    deadline = time.monotonic() + TIMEOUT
+    while len(client.last) < 8 or any(
+        it.engine._core is not None and it.engine._core.state.scheduler.live for it in links
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert all(isinstance(it.error, Cancelled) for it in client.last.values())
+    assert engine.where(numbers[0]) is None and engine._live == {}
+
+
+def test_a_fault_of_ours_is_told_and_logged(several, begun, caplog):
+    engine, _, store = several(1)
+    request = begun(engine, store)
+    refs, engine._refs = engine._refs, lambda request: 1 / 0
+    [error] = answers(engine, [request])
+    assert str(error) == "replica 0: ZeroDivisionError"
+    assert "ZeroDivisionError" in caplog.text
+    engine._refs = refs
+    assert len(answers(engine, [request])[0]) == 8
+
+
+def test_who_waits_when_the_server_ends_is_told(several, begun):
+    engine, links, store = several(2)
+    links[0].gate.clear()
+    links[1].gate.clear()
+    news = []
+    engine.add_all([(begun(engine, store), news.append) for _ in range(4)])
+    engine.close()
+    assert len(news) == 4
+    assert all("the server ends" in str(it.error) for it in news)
+
+
 def test_a_client_that_has_enough_stops_its_request(several, begun):
     """As its sink says; no token of it comes after."""
     engine, _, store = several(1)

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import hashlib
 import importlib.util
 import json
 import os
@@ -120,6 +121,23 @@ def right_or_told(answer, right):
     return True
 
 
+def goes_on(client):
+    """What becomes of the first turn of a conversation, for which it went to an engine before."""
+    files = ["File 18: Giso Berow lives in Tondorf.", "File 23: Mela Forow works as a judge."]
+    asked = [{"role": "user", "content": "What is the home of Giso Berow?"}]
+
+    def answer():
+        body = {"messages": asked, "documents": files}
+        found = client.post("/v1/chat/completions", json=body)
+        assert found.status_code == 200, found.text
+        return found.json()
+
+    content = answer()["choices"][0]["message"]["content"]
+    asked.append({"role": "assistant", "content": content})
+    asked.append({"role": "user", "content": "What is the job of Mela Forow?"})
+    return [it["how"] for it in answer()["jaxrag"]["reuse"] if it["part"] == "turn 0"]
+
+
 def until(true, seconds=LONG):
     """Wait for it."""
     deadline = time.monotonic() + seconds
@@ -139,6 +157,7 @@ def test_two_replicas(village):
         with concurrent.futures.ThreadPoolExecutor(8) as threads:
             expected = list(threads.map(lambda it: said(client, it), QUESTIONS))
             assert list(threads.map(lambda it: said(client, it), QUESTIONS * 4)) == expected * 4
+            assert goes_on(client) == ["prefix hit"]
             # A long stream whose replica is killed, beside short ones of both.
             long = {"max_tokens": 400, "logit_bias": {str(EOS): -100}}
             texts, error = streamed(client, QUESTION, **long)
@@ -296,3 +315,51 @@ def test_replicas_read_one_bucket_through_a_tier_of_their_machine(
         assert [said(client, it) for it in QUESTIONS * 2] == texts * 2
         assert said(client, "Who was taught by Kora Felell?")  # of chunks that nobody has read
         assert all(it["up"] for it in replicas(client).values())
+
+
+@pytest.mark.slow
+def test_replicas_have_the_whole_surface_of_one_engine(chat_model_dir, tmp_path):
+    """Uploads, forms, documents, scores and tenants, where engines are other processes."""
+    keys, text = tmp_path / "keys.toml", ""
+    for name in ("ann", "bob"):
+        digest = hashlib.sha256(name.encode()).hexdigest()
+        text += f'[[keys]]\nsha256 = "{digest}"\ntenant = "{name}"\nread = ["*"]\nadmin = true\n'
+    keys.write_text(text, encoding="utf-8")
+    options = ["--model", str(chat_model_dir), "--replicas", "2", "--ray-address", "local",
+               "--keys", str(keys), "--data", str(tmp_path / "data"), "--method", "turborag",
+               "--routing", "round_robin"]  # fmt: skip
+    with process(*options) as (_, client):
+        assert ask(client).status_code == 401
+        client.headers["authorization"] = "Bearer ann"
+        assert said(client) == said(client)  # by the one and by the other
+        # A form, whose grammar each engine makes for itself.
+        choices = ["duck", "falcon"]
+        assert {said(client, guided_choice=choices) for _ in range(2)} <= set(choices)
+        # An upload: encoded by the server, read by both engines.
+        files = {"file": ("zed.txt", b"Zed Ibsen keeps a falcon. He lives in Aldorf.")}
+        made = client.post("/v1/files", files=files, data={"purpose": "assistants"})
+        assert made.status_code == 200, made.text
+        store = client.post("/v1/vector_stores", json={"file_ids": [made.json()["id"]]}).json()[
+            "id"
+        ]
+        path = f"/v1/vector_stores/{store}"
+        until(lambda: client.get(path).json()["status"] == "completed")
+        question = "Which animal does Zed Ibsen keep?"
+        found = [ask(client, question, knowledge_base=store).json() for _ in range(2)]
+        rows = [row for it in found for row in it["jaxrag"]["reuse"] if row["part"] != "prefix"]
+        assert [row["where"] for row in rows] == ["store", "store"], rows
+        client.headers["authorization"] = "Bearer bob"
+        assert ask(client, question, knowledge_base=store).status_code == 404
+        # Documents that come along are each engine's own, and forgotten by all.
+        sent = {"documents": ["Zed Ibsen keeps a falcon."]}
+        hows = [
+            ask(client, question, **sent).json()["jaxrag"]["reuse"][-1]["how"] for _ in range(4)
+        ]
+        assert hows == ["encoded", "encoded", "chunk hit", "chunk hit"]
+        assert client.delete("/v1/plain").json()["passages"] >= 2
+        assert ask(client, question, **sent).json()["jaxrag"]["reuse"][-1]["how"] == "encoded"
+        # Scores of texts, which the server computes itself.
+        body = {"prompt": "File 18: Kora", "max_tokens": 0, "echo": True, "logprobs": 1}
+        scored = client.post("/v1/completions", json=body)
+        assert scored.status_code == 200, scored.text
+        assert "jaxrag_engine_requests" in client.get("/metrics").text

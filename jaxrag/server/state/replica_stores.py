@@ -36,7 +36,9 @@ def store_ref(state: ServerState, request: Request) -> StoreRef:
             return StoreRef("base", name, store.fingerprint, store.layout)
     if isinstance(store, ChunkStore):
         secret = state.tenants.seal_secret(request.tenant)
-        return StoreRef("chunks", store.location, store.fingerprint, store.layout, secret)
+        folder = store.directory
+        where = store.location if folder is None else str(folder.resolve())
+        return StoreRef("chunks", where, store.fingerprint, store.layout, secret)
     return StoreRef("memory", request.tenant, store.fingerprint, store.layout)
 
 

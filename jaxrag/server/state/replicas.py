@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import secrets
 import threading
@@ -42,6 +43,7 @@ _LOG = logging.getLogger("jaxrag")
 REPORT_SECONDS = 1.0
 _ANSWER_SECONDS = 5.0  # for a report
 _LATE_SECONDS = 5.0  # after a request's deadline, which its engine is to see first
+_CLOSE_SECONDS = 2.0  # until those who wait know that all ends
 _RATE = 1000.0  # tokens a second of an engine that was not measured yet
 
 
@@ -68,6 +70,7 @@ class Replicas(Engine):
         self._about: Mapping[str, str] = {}
         self._refs: Callable[[Request], StoreRef] | None = None
         self._members: dict[str, ReplicaMember] = {}
+        self._live: dict[int, SentRequest] = {}
         self._answered, self._generated = 0, 0
         self._served = 0  # requests that were given to an engine, and moved
         self._asyncio = asyncio.new_event_loop()
@@ -144,9 +147,12 @@ class Replicas(Engine):
         """Let go of the engines; what they still have fails."""
 
         async def end() -> None:
+            tasks = [sent.task for sent in self._live.values() if sent.task is not None]
             for name in list(self._members):
                 member = self._members.pop(name)
                 self._lose(member, "the server ends")
+            if tasks:
+                await asyncio.wait(tasks, timeout=_CLOSE_SECONDS)
 
         if self._thread.is_alive():
             self._do(end())
@@ -193,7 +199,9 @@ class Replicas(Engine):
 
         def begin() -> None:
             for sent in made:
+                self._live[sent.number] = sent
                 sent.task = self._asyncio.create_task(self._serve(sent))
+                sent.task.add_done_callback(functools.partial(self._over, sent))
 
         self._asyncio.call_soon_threadsafe(begin)
         return [sent.number for sent in made]
@@ -202,7 +210,7 @@ class Replicas(Engine):
         """Nothing more is wanted of a request."""
 
         def act() -> None:
-            sent = self._find(number)
+            sent = self._live.get(number)
             if sent is not None and sent.task is not None:
                 sent.aborted = True
                 sent.task.cancel()
@@ -214,7 +222,7 @@ class Replicas(Engine):
         """No more tokens are wanted of a request; its outcome comes as if it had ended."""
 
         async def act() -> None:
-            sent = self._find(number)
+            sent = self._live.get(number)
             if sent is not None and sent.at in self._members:
                 with contextlib.suppress(JaxragError):  # who serves it finds the engine gone
                     await self._members[sent.at].link.stop(self._server, number)
@@ -272,7 +280,7 @@ class Replicas(Engine):
 
     def where(self, number: int) -> Where | None:
         """Where a request is, as its engine last said."""
-        sent = self._find(number)
+        sent = self._live.get(number)
         return None if sent is None else sent.where
 
     def held(self) -> tuple[list[str], list[str]]:
@@ -293,12 +301,6 @@ class Replicas(Engine):
     def _reports(self) -> dict[str, ReplicaReport]:
         members = list(self._members.items())
         return {name: it.report for name, it in members if it.report is not None}
-
-    def _find(self, number: int) -> SentRequest | None:
-        for member in list(self._members.values()):
-            if (sent := member.sent.get(number)) is not None:
-                return sent
-        return None
 
     def _nobody(self) -> EngineUnavailable:
         refused = [it.refused for it in list(self._members.values()) if it.refused]
@@ -332,7 +334,8 @@ class Replicas(Engine):
                 return
             member = self._choose(sent, tried)
             if member is None:
-                self._tell(sent, EngineUnavailable(why) if why else self._nobody())
+                lost = EngineUnavailable(f"{why}, and no other replica serves now; ask again")
+                self._tell(sent, lost if why else self._nobody())
                 return
             sent.at, sent.lost = member.link.name, ""
             member.give(sent)
@@ -341,19 +344,16 @@ class Replicas(Engine):
                     await self._follow(sent, member, left)
                 return
             except asyncio.CancelledError:
-                if not sent.lost:
-                    self._tell(sent, Cancelled("the request was aborted"))
+                if not sent.lost or sent.aborted:
                     raise
                 why = sent.lost
+                assert sent.task is not None
+                sent.task.uncancel()
             except EngineUnavailable as error:
                 why = str(error)
                 self._lose(member, why)
             except TimeoutError:
                 self._tell(sent, DeadlineExceeded("time was over before the answer was complete"))
-                return
-            except Exception as error:
-                _LOG.exception("request %d failed on replica %s", sent.number, sent.at)
-                self._tell(sent, EngineUnavailable(f"replica {sent.at}: {type(error).__name__}"))
                 return
             finally:
                 member.take_back(sent)
@@ -362,6 +362,15 @@ class Replicas(Engine):
                 return
             tried.add(sent.at)
             self._served += 1
+
+    def _over(self, sent: SentRequest, task: "asyncio.Task[None]") -> None:
+        """Nothing more is done for a request; who waits for it is told, however that came."""
+        del self._live[sent.number]
+        if task.cancelled():
+            self._tell(sent, Cancelled("the request was aborted"))
+        elif (error := task.exception()) is not None:
+            _LOG.error("a request failed on replica %s", sent.at, exc_info=error)
+            self._tell(sent, EngineUnavailable(f"replica {sent.at}: {type(error).__name__}"))
 
     def _left(self, sent: SentRequest) -> float:
         assert sent.request.timeout is not None
