@@ -11,20 +11,30 @@ chunks' own KV first (``after_prefix``), which is not part of the figure, then e
 its neighbours, from their search to the committed KV. The time of a chunk over that of an isolated
 one is set against the same ratio of their FLOPs.
 
+With --stages every round also ingests with one stage after the other: a document is prepared, then
+encoded, then put, then committed, and nothing overlaps. That tells what each stage takes, and what
+overlapping them saves. Another ingest has a reader beside it, in a thread and in a process, which
+tells how long the longest of their readings waited for the catalog.
+
 example: python benchmarks/ingest_throughput.py --tokens 16384 --out ingest.json
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import itertools
+import json
 import statistics
+import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -35,9 +45,12 @@ from jaxrag.base.config import DType, ModelConfig
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import option, parse_count
 from jaxrag.base.types import Array, HostArray, Tokens
+from jaxrag.kv.store import ChunkStore
 from jaxrag.library.documents import Document
 from jaxrag.library.documents.chunking import Chunking, split
 from jaxrag.library.knowledge_base import KnowledgeBase, ingest
+from jaxrag.library.knowledge_base.ingest import Ingest
+from jaxrag.library.knowledge_base.prepare import Preparer
 from jaxrag.library.knowledge_base.reports import RefreshReport
 from jaxrag.measure.bench.options import (
     DRAWN,
@@ -86,6 +99,7 @@ class IngestOptions:
         choices=("isolated", "neighbours", "neighbours_joint"),
     )
     neighbours: int = option(10, "how many", "N")  # read by encoders that see them
+    stages: int = option(0, "rounds that also ingest stage by stage, and read meanwhile", "N")
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be measured."""
@@ -108,6 +122,8 @@ def run(options: IngestOptions) -> dict[str, Any]:
         model = load_model(path, dtype=options.dtype)
         documents, batches = corpus(model, texts, options)
         clocks: dict[str, list[Clock]] = {"plain": [], "ingest": []}
+        stages: list[dict[str, float]] = []
+        waits: list[dict[str, float]] = []
         behind: list[_Behind] = []
         peaks: list[float] = []
         for round_ in followed(range(options.repeats + 1), "ingest", "round"):
@@ -115,25 +131,131 @@ def run(options: IngestOptions) -> dict[str, Any]:
             with _clock(clocks["plain"]):
                 _plain(model, batches)
             with (
-                KnowledgeBase.open(
-                    work / f"kb{round_}",
-                    model,
-                    template=TEMPLATE,
-                    chunk_tokens=options.chunk_tokens,
-                    overlap=0,
-                    chunk_by="tokens",
-                    encoders=["isolated"],
-                ) as kb,
+                _opened(work / f"kb{round_}", model, options) as kb,
                 _clock(clocks["ingest"]),
             ):
                 kb.add(documents)
+            if round_ <= options.stages and options.stages:
+                stages.append(one_by_one(work / f"stages{round_}", model, documents, options))
+                waits.append(read_beside(work / f"read{round_}", model, documents, options))
             if encoder_named(options.encoder).sees_neighbours:
                 place = work / f"behind{round_}"
                 behind.append(encode_behind(model, documents, batches, options, place))
         result = _result(options, model, batches, clocks, max(peaks))
         if behind:
             result["neighbours"] = _neighbours_result(options, result, behind[1:])
+        if stages:
+            result["one stage after the other"] = _medians(stages[1:])
+            result["longest reading beside it, ms"] = _medians(waits[1:])
         return result
+
+
+def _opened(path: Path, model: Model, options: IngestOptions) -> KnowledgeBase:
+    return KnowledgeBase.open(
+        path, model, template=TEMPLATE, chunk_tokens=options.chunk_tokens, overlap=0,
+        chunk_by="tokens", encoders=["isolated"],
+    )  # fmt: skip
+
+
+def _medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(it[name] for it in rounds) for name in rounds[0]}
+
+
+class AtOnce(concurrent.futures.Executor):
+    """Takes the place of a pool of threads: does everything when it is asked for."""
+
+    def __init__(self, *_: object) -> None:
+        """As a pool is made."""
+
+    def submit[**P, T](
+        self, job: Callable[P, T], /, *args: P.args, **given: P.kwargs
+    ) -> concurrent.futures.Future[T]:
+        """Do it, and return what it came to."""
+        done: concurrent.futures.Future[T] = concurrent.futures.Future()
+        try:
+            done.set_result(job(*args, **given))
+        except BaseException as error:
+            done.set_exception(error)
+        return done
+
+
+STAGES = ((Preparer, "prepare"), (ChunkStore, "put"), (Ingest, "commit"))
+
+
+def one_by_one(
+    path: Path, model: Model, documents: Sequence[Document], options: IngestOptions
+) -> dict[str, float]:
+    """Seconds of an ingest in which nothing overlaps, by stage."""
+    taken: dict[str, float] = {}
+
+    def timed(work: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def run(*args: Any, **given: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return work(*args, **given)
+            finally:
+                taken[name] = taken.get(name, 0.0) + time.perf_counter() - start
+
+        return run
+
+    with contextlib.ExitStack() as stack:
+        kb = stack.enter_context(_opened(path, model, options))
+        for owner, name in STAGES:
+            work = timed(getattr(owner, name), name)
+            stack.enter_context(mock.patch.object(owner, name, work))
+        stack.enter_context(mock.patch("concurrent.futures.ThreadPoolExecutor", AtOnce))
+        start = time.perf_counter()
+        kb.add(documents)
+        whole = time.perf_counter() - start
+    return {**taken, "encode and the rest": whole - sum(taken.values()), "seconds": whole}
+
+
+def read_beside(
+    path: Path, model: Model, documents: Sequence[Document], options: IngestOptions
+) -> dict[str, float]:
+    """Milliseconds that the longest reading took, of many, while documents are added."""
+    end = threading.Event()
+    held: list[float] = [0.0]
+
+    def read(kb: KnowledgeBase) -> None:
+        while not end.is_set():
+            start = time.perf_counter()
+            kb._catalog.document("document 0")
+            held[0] = max(held[0], time.perf_counter() - start)
+            time.sleep(0.002)
+
+    with _opened(path, model, options) as kb:
+        kb.add(documents[:1])
+        command = [sys.executable, "-c", READER, str(path)]
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as other:
+            assert other.stdout is not None
+            other.stdout.readline()
+            thread = threading.Thread(target=read, args=(kb,))
+            thread.start()
+            kb.add(documents)
+            end.set()
+            thread.join()
+            found = json.loads(other.communicate("end\n")[0])
+    return {"thread": 1000 * held[0], **{name: 1000 * value for name, value in found.items()}}
+
+
+READER = """
+import json, pathlib, sys, threading, time
+from jaxrag.library.catalog import Catalog
+catalog = Catalog.open(pathlib.Path(sys.argv[1]) / "catalog.sqlite")
+catalog.document("document 0")
+print("ready", flush=True)
+end, longest = threading.Event(), 0.0
+threading.Thread(target=lambda: (sys.stdin.readline(), end.set())).start()
+while not end.is_set():
+    start = time.perf_counter()
+    catalog.document("document 0")
+    longest = max(longest, time.perf_counter() - start)
+    time.sleep(0.002)
+print(json.dumps({"process": longest}))
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,6 +385,16 @@ def report(result: dict[str, Any]) -> Iterator[str]:
         f"{result['ingest_over_plain_processor']:.1%} by processor seconds); matmul peak "
         f"{result['matmul_peak_flops_per_second'] / 1e9:.1f} GFLOP/s"
     )
+    if "one stage after the other" in result:
+        row = result["one stage after the other"]
+        parts = ", ".join(f"{name} {value:.2f}" for name, value in row.items() if name != "seconds")
+        saved = 1 - result["ingest"]["median_seconds"] / row["seconds"]
+        waits = result["longest reading beside it, ms"]
+        yield (
+            f"one stage after the other {row['seconds']:.2f} s ({parts}); overlapping saves "
+            f"{saved:.0%}; the longest reading beside it took {waits['thread']:.0f} ms in a "
+            f"thread, {waits['process']:.0f} ms in a process"
+        )
     if "neighbours" in result:
         row = result["neighbours"]
         yield (

@@ -91,10 +91,7 @@ def catalog(path: Path, texts: Texts, count: int) -> tuple[Search, Search, dict[
         done += len(batch)
         start = time.process_time()
         with connection:
-            index.add(batch)
-        if index.is_due(done):
-            with connection:
-                index.packed.pack()
+            index.add(batch, done - len(batch))
         taken += time.process_time() - start
     connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     snapshot = index.snapshot()

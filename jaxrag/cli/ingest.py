@@ -113,7 +113,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="with --sync: name what would be removed, and change nothing",
+        help="say how much would be encoded, with --sync also what would be removed, and change "
+        "nothing",
     )
     add_ray(parser)
     add_json(parser)
@@ -124,9 +125,8 @@ def run(args: argparse.Namespace) -> int:
     from jaxrag.library.documents import Shard
 
     shard = Shard() if args.shard is None else Shard.parse(args.shard)
-    for name in ("sync_empty", "dry_run"):
-        if getattr(args, name) and not args.sync:
-            raise RequestError(f"--{name.replace('_', '-')} is about --sync; pass --sync with it")
+    if args.sync_empty and not args.sync:
+        raise RequestError("--sync-empty is about --sync; pass --sync with it")
     files = files_of(args)
     if args.dry_run:
         return _dry_run(args, files)
@@ -168,17 +168,34 @@ def merged(reports: "Sequence[AddReport]", seconds: float) -> "AddReport":
 
 
 def _dry_run(args: argparse.Namespace, files: "DocumentFiles") -> int:
-    """Say what --sync would remove."""
+    """Say what would be encoded, and what --sync would remove."""
     from jaxrag.library.knowledge_base import KnowledgeBase
+    from jaxrag.library.knowledge_base.upkeep import Gone
 
-    with KnowledgeBase.open(args.kb, secret=secret_of(args.secret_file)) as kb:
-        found = kb.gone(files, empty=args.sync_empty)
+    model = model_for(args)
+    options = given_fields(KnowledgeBaseOptions, args)
+    secret = secret_of(args.secret_file)
+    with KnowledgeBase.open(args.kb, model=model, secret=secret, mode="r", **options) as kb:
+        found = kb.gone(files, empty=args.sync_empty) if args.sync else Gone()
+        plan = kb.plan(files_of(args), removed=found.ids)
     if args.json:
-        print_json({"removed": found.ids, "gone": found.doubtful, "kept": found.kept})
+        left = {"removed": found.ids, "gone": found.doubtful, "kept": found.kept}
+        print_json({**dataclasses.asdict(plan), **left})
         return 0
     for name in found.ids:
         print(f"would remove {printable(name)}")
-    print(f"would remove {counted(len(found.ids), 'document')}; nothing was changed")
+    new = plan.documents - plan.replaced - plan.unchanged
+    print(
+        f"would add {counted(new, 'document')} and replace {plan.replaced} ({plan.unchanged} "
+        f"unchanged), and encode {plan.encoded} of {counted(plan.chunks, 'chunk')}"
+    )
+    if plan.behind is not None:
+        print(f"would encode at most {counted(plan.behind, 'chunk')} behind other neighbours")
+    if args.sync:
+        print(f"would remove {counted(len(found.ids), 'document')}")
+    print("nothing was changed")
+    for bad in plan.skipped:
+        print(f"would skip {bad.source}: {bad.reason}", file=sys.stderr)
     _print_left(found.doubtful, found.kept, sync=True)
     return 0
 

@@ -31,6 +31,9 @@ class KnowledgeBaseOptions:
     neighbours: int | None = option(
         None, "similar chunks that --encoder neighbours encodes a chunk behind", "N", unset="10"
     )
+    neighbour_changes: int | None = option(
+        None, "of these that may be others before a chunk is encoded again", "N", unset="0"
+    )
     similar_by: SimilarBy | None = option(
         None, "how these are found", unset="vectors where there is an embedder, else bm25"
     )

@@ -12,7 +12,7 @@ from jaxrag.base.errors import RequestError
 @pytest.mark.slow
 def test_both_sides_run_the_same_tokens(model_dir, tmp_path, capsys):
     out = tmp_path / "result.json"
-    sizes = ["--tokens", "700", "--chunk-tokens", "100", "--repeats", "1"]
+    sizes = ["--tokens", "700", "--chunk-tokens", "100", "--repeats", "1", "--stages", "1"]
     assert main(["--model", str(model_dir), *sizes, "--out", str(out)]) == 0
     shown = capsys.readouterr().out
     result = json.loads(out.read_text(encoding="utf-8"))
@@ -28,6 +28,12 @@ def test_both_sides_run_the_same_tokens(model_dir, tmp_path, capsys):
     assert result["ingest_over_plain"] == pytest.approx(ratio)
     assert f"{result['ingest_over_plain']:.1%} of the plain forward pass" in shown
     assert "\n".join(report(result)) in shown
+    stages = dict(result["one stage after the other"])
+    whole = stages.pop("seconds")
+    assert set(stages) == {"prepare", "put", "commit", "encode and the rest"}
+    assert all(value > 0 for value in stages.values())
+    assert sum(stages.values()) == pytest.approx(whole)
+    assert set(result["longest reading beside it, ms"]) == {"thread", "process"}
 
 
 @pytest.mark.parametrize(

@@ -33,13 +33,15 @@ def test_four_parts_a_worker():
         (["generate", "--questions=a", "--out=b", "--kb=c", "--ray=2", "--shard=0/2"],
          "--ray 2 deals the questions itself"),
         (["generate", "--questions=a", "--out=b", "--ray=2"], "pass --kb DIR, or --model DIR"),
+        (["eval", "own", "--questions=a.txt", "--kb=kb", "--ray=2", "--distributed"],
+         "leave --distributed out"),
         (["ingest", "a.txt", "--kb", "kb", "--ray", "4", "--ray-parts", "3"],
          "--ray 4 --ray-parts 3: expected"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_dealt_is_refused(command, words, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("a.txt").write_text("A text.")
+    Path("a.txt").write_text('{"question": "A text."}')
     assert main(command) == 1
     assert words in capsys.readouterr().err
 
@@ -94,7 +96,7 @@ def run(*command):
 @pytest.mark.ray
 @pytest.mark.skipif(not WITH_RAY, reason="ray is not installed; pip install 'jaxrag[ray]'")
 def test_two_workers_do_what_one_process_does(tmp_path):
-    answers = {}
+    answers, evaluations = {}, {}
     for name, ray in (("one", []), ("two", ["--ray", "2", "--ray-parts", "3"])):
         kb = str(tmp_path / f"kb-{name}")
         report = run(
@@ -109,6 +111,11 @@ def test_two_workers_do_what_one_process_does(tmp_path):
         assert report["answered"] == report["questions"] > 0
         lines = [json.loads(line) for line in out.read_text().splitlines()]
         answers[name] = {line["id"]: line["token_ids"] for line in lines}
+        found = run("eval", "own", *command[1:7], "--methods", "turborag", *ray)
+        for method in found["methods"]:
+            del method["ttft"], method["full_over_own"]  # times
+        evaluations[name] = found["questions"], found["recall"], found["methods"]
     assert answers["two"] == answers["one"]
+    assert evaluations["two"] == evaluations["one"]
     again = run(*command)  # a run that is begun again goes on where it was
     assert (again["answered"], again["earlier"]) == (0, again["questions"])

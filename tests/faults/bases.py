@@ -5,9 +5,10 @@ import dataclasses
 import random
 import shutil
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from jaxrag.kv.store.record import new_attempt
 from jaxrag.library.embed import as_embedder
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.library.knowledge_base.writers import FOLDER as WRITERS
+from jaxrag.library.retrieve import bm25, joining, lance, packing
 from jaxrag.measure.zoo import llama
 from jaxrag.models.export import export_hf
 from jaxrag.models.model import Model, load_model
@@ -103,6 +105,8 @@ class Base:
       methods: that answer from it; the last one is asked with reuse.
       decode: the decode rule of its last question; None: the method's own.
       unfinished: whether its last changes are in the write-ahead log alone, as a kill leaves it.
+      large: whether it is made as one of very many chunks is: words are packed, blocks of them
+        joined, and vectors indexed.
     """
 
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -110,6 +114,7 @@ class Base:
     methods: tuple[str, ...] = ("turborag", "epic")
     decode: str | None = None
     unfinished: bool = False
+    large: bool = False
 
     def open(
         self, folder: Path, model: Model | None, mode: Any = None, **changes: Any
@@ -140,14 +145,34 @@ BASES: dict[str, Base] = {
         decode="retrieval:k=4,sink=2,recent=4",
     ),
     "lance": Base({"index": "lance"}),
+    "large": Base({"index": "lance"}, large=True),
     "limited": Base({"max_bytes": 1 << 24}, vectors=False),
     "sealed": Base({"secret": bytes(range(32))}),
     "log": Base(unfinished=True),
 }
 
 
+@contextlib.contextmanager
+def few_are_many() -> Iterator[None]:
+    """Here, this process keeps a few chunks as it keeps very many."""
+    changed = {
+        bm25: {"_MANY_CHUNKS": 10, "_AT_ONCE": 3},
+        packing: {"_LOOSE": 3, "_PACKED_AT_ONCE": 4, "_CLEARED_AT_ONCE": 40},
+        joining: {"_TIERS": (8, 32), "_TERMS": 9, "_DROPPED": 11},
+        lance: {"_INDEX_FROM": 20, "_OPTIMIZE_EVERY": 3},
+    }
+    with contextlib.ExitStack() as stack:
+        for module, names in changed.items():
+            stack.enter_context(mock.patch.multiple(module, **names))
+        yield
+
+
 def fill(base: Base, folder: Path, model: Model, documents: int = 8) -> None:
     """Make a knowledge base of a kind, with documents that came, changed and left."""
+    if base.large:
+        with few_are_many():
+            fill(dataclasses.replace(base, large=False), folder, model, documents)
+        return
     kb = base.open(folder, model)
     kb.add([as_document(number, 0) for number in range(documents)])
     for method in base.methods:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bases import as_document, ask_once, document_id, document_text, own_word
+from bases import as_document, ask_once, document_id, document_text, few_are_many, own_word
 from crash_log import Change, WrongError, replay, require
 from crash_work import KINDS, Job, where
 
@@ -56,7 +56,8 @@ class Experiment:
         self._ratio: float | None = None
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        with self._open("rw") as kb:
+        large = few_are_many() if self.kind.base.large else contextlib.nullcontext()
+        with large, self._open("rw") as kb:
             kb.add([as_document(*it) for it in self.state.items()])
         self._calm = self.kind.base.open(folder / "calm", model)
 
@@ -317,6 +318,10 @@ class Experiment:
         """After a collection nothing is left that nobody needs, and all that is needed."""
         report = kb.verify()
         require(not report.damaged, f"damaged or gone after gc: {report.damaged}")
+        faults = report.rows.faults if report.rows is not None else ()
+        require(not faults, f"rows, words and totals do not agree: {faults}")
+        require(not report.vectors_lost, f"{report.vectors_lost} chunks have no vector after gc")
+        counts["blocks of packed words"] += len(kb._catalog._index.packed.blocks())
         if kb._vectors is not None:
             # Those of the newest reservation go with the next one: its row says which ids are used.
             with kb._catalog._database.use() as connection:

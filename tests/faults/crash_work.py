@@ -1,5 +1,6 @@
 """What the processes do that are killed: each kind of work on a knowledge base, step by step."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -8,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bases import BASES, Base, as_document, document_id, document_text, load
+from bases import BASES, Base, as_document, document_id, document_text, few_are_many, load
 from crash_log import FRESH, Log
 
 from jaxrag.library.knowledge_base import KnowledgeBase
@@ -186,6 +187,7 @@ class Kind:
 
 KINDS: Mapping[str, Kind] = {
     "two writers": Kind(BASES["native"], (change, change)),
+    "large": Kind(BASES["large"], (change, change)),
     "neighbours": Kind(BASES["neighbours"], (change, change)),
     "int8": Kind(BASES["int8"], (change, change)),
     "int4": Kind(BASES["int4"], (change, change)),
@@ -207,11 +209,12 @@ def at_work(job: Job, go: Any) -> None:
     log = Log(job.log)
     run = Run(job, log)
     kind = KINDS[job.kind]
+    large = few_are_many() if kind.base.large else contextlib.nullcontext()
     try:
         model = load(job.model)
         log.note("loaded")
         go.recv()
-        with kind.base.open(job.folder / "kb", model, "rw", **where(job.store)) as kb:
+        with large, kind.base.open(job.folder / "kb", model, "rw", **where(job.store)) as kb:
             log.note("ready")
             while True:
                 kind.steps[job.part](kb, run)

@@ -33,9 +33,9 @@ def test_killed_processes_lose_nothing_and_leave_nothing_wrong(tmp_path):
     assert result["violations"] == 0
     assert set(result["kinds"]) == set(crash.NAMES)
     assert all(counts["rounds"] == 1 for counts in result["kinds"].values())
-    assert sum(counts["kills"] for counts in result["kinds"].values()) == 24
+    assert sum(counts["kills"] for counts in result["kinds"].values()) == 26
     assert sum(counts["acknowledged"] for counts in result["kinds"].values()) > 0
-    assert "| all | 15 | 24 |" in (tmp_path / "result.md").read_text()
+    assert "| all | 16 | 26 |" in (tmp_path / "result.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +60,17 @@ def test_two_killed_writers_lose_nothing(rounds):
     assert "violation" not in found, found
     assert found["counts"]["kills"] == 2
     assert found["counts"]["documents"] > 0
+    assert not found["counts"].get("blocks of packed words")
     assert (
         found["counts"]["equal answers"] + found["counts"].get("answers over equal scores", 0) > 0
     )
+
+
+def test_two_killed_writers_lose_nothing_of_what_is_kept_as_large(rounds):
+    found = rounds.one("large", 3)
+    assert "violation" not in found, found
+    assert found["counts"]["kills"] == 2
+    assert found["counts"]["blocks of packed words"] > 0
 
 
 @pytest.fixture

@@ -43,6 +43,7 @@ from jaxrag.library.catalog.rows import ChunkRow, DocumentRow, NewDocument
 from jaxrag.library.retrieve.base import searched_text
 from jaxrag.library.retrieve.bm25 import BM25Index, IndexChange
 from jaxrag.library.retrieve.joining import Joining
+from jaxrag.library.retrieve.packing import Packing
 
 _TURN = 0.001  # seconds that threads which wait for the catalog have between two transactions
 _REMOVED_AT_ONCE = 256  # documents whose texts are held
@@ -232,24 +233,37 @@ class Catalog(CatalogReader):
                 title = entry.document.title
                 for chunk_id, chunk in zip(entry.chunk_ids, entry.chunks, strict=True):
                     texts[chunk_id] = searched_text(title, chunk.text)
-            self._count(connection, self._index.add(texts), 1, texts, len(staying))
+            chunks = Totals.read(connection, self.path).chunks if self.checked else 0
+            at_once = self._index.is_packed_at_once(len(texts), chunks)
+            self._count(connection, self._index.add(texts, chunks), 1, texts, len(staying))
             self._forget(connection, gone)
             if vectors != "null":
                 connection.executemany("INSERT INTO leaving VALUES (?)", [(i,) for i in left])
-        self._pack()
+        self._pack(at_once)
         return left
 
-    def _pack(self) -> None:
-        """Pack postings where enough have come; then join blocks, in many short transactions."""
+    def _pack(self, more: bool) -> None:
+        """Pack chunks where enough have come; where some were packed (``more``) join blocks.
+
+        In many short transactions: whoever is killed between two leaves the rest to the next.
+        """
         if not self.checked:
             return
         with self._database.snapshot() as connection:
-            due = self._index.is_due(Totals.read(connection, self.path).chunks)
-        if due:
-            with self._database.transaction():
-                self._index.packed.pack()
-            while self._join():
-                time.sleep(_TURN)
+            due = Packing(self._index, Totals.read(connection, self.path).chunks).is_due()
+        while due and self._pack_some():
+            time.sleep(_TURN)
+        while (more or due) and self._join():
+            time.sleep(_TURN)
+
+    def _pack_some(self) -> bool:
+        with self._database.transaction() as connection:
+
+            def texts(chunk_ids: Sequence[int]) -> dict[int, str]:
+                found = self._among(connection, chunk_ids)
+                return {row.id: searched_text(document.title, row.text) for row, document in found}
+
+            return Packing(self._index, Totals.read(connection, self.path).chunks).step(texts)
 
     def _join(self) -> bool:
         with self._database.transaction():

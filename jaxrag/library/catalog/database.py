@@ -74,11 +74,13 @@ _SCHEMA = (
 class Database:
     """One open catalog file. Safe to share between threads; other processes open their own.
 
+    Transactions have a connection of their own, so that threads which read never wait for one: they
+    see the state before it until it is committed.
+
     Attributes:
       writable: False where its folder cannot be written.
       checked: whether its pages and rows have digests; those of format 3 have none until
         ``upgrade``.
-      connection: of SQLite; outside of ``use`` and ``transaction`` only for objects made on it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -86,9 +88,12 @@ class Database:
         self._inode = _inode(path)
         self.writable = os.access(path.parent, os.W_OK)
         self._seen = _state(path)  # before it is read
-        self.connection = _connect(path, self.writable)
+        self._reading = _connect(path, self.writable)
+        self._writing: apsw.Connection | None = None  # until the first transaction
+        self._writer: int | None = None  # the thread that is in a transaction
         self._changes = 0  # of connections before this one
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # of the connection that reads
+        self._write_lock = threading.RLock()  # of the other one; taken first where both are
         self._depth = 0  # of ``use`` within ``use``
         self.checked = True
         with _OPEN_LOCK:
@@ -96,10 +101,23 @@ class Database:
 
     def close(self) -> None:
         """Close the file; nothing can be done with it afterwards."""
-        with self._lock:
-            self.connection.close()
+        with self._write_lock, self._lock:
+            self._close()
         with _OPEN_LOCK:
             _OPEN.discard(self)
+
+    def _close(self) -> None:
+        if self._writing is not None:
+            self._writing.close()
+            self._writing = None
+        self._reading.close()
+
+    @property
+    def connection(self) -> apsw.Connection:
+        """SQLite's, for this thread now; outside of ``use`` only for objects made on it."""
+        if self._writing is not None and self._writer == threading.get_ident():
+            return self._writing
+        return self._reading
 
     @contextlib.contextmanager
     def use(self) -> Iterator[Connection]:
@@ -107,6 +125,10 @@ class Database:
 
         Those that tell of damage leave as DamagedCatalogError.
         """
+        if self._writer == threading.get_ident():
+            with _as_store_errors(self.path):
+                yield self.connection
+            return
         with self._lock, _as_store_errors(self.path):
             if not self._depth and not self.writable:
                 self._look_again()
@@ -120,9 +142,9 @@ class Database:
         """Open a file anew that others changed: one that is taken as unchanging shows no change."""
         state = _state(self.path)
         if state != self._seen:
-            self._changes += self.connection.total_changes() + 1
-            self.connection.close()
-            self.connection = _connect(self.path, self.writable)
+            self._changes += self._reading.total_changes() + 1
+            self._reading.close()
+            self._reading = _connect(self.path, self.writable)
             self._seen = state
 
     @contextlib.contextmanager
@@ -144,8 +166,7 @@ class Database:
             raise StoreError(
                 f"catalog {self.path}: its folder is read-only; nothing can be changed"
             )
-        with self.use():
-            connection = self.connection
+        with self._to_write() as connection:
             try:
                 _begin(connection, "BEGIN IMMEDIATE")
                 yield connection
@@ -154,6 +175,19 @@ class Database:
                 if connection.in_transaction:  # SQLite rolls back by itself when the disk is full
                     connection.execute("ROLLBACK")
 
+    @contextlib.contextmanager
+    def _to_write(self) -> Iterator[apsw.Connection]:
+        """The connection of transactions, held by this thread."""
+        with self._write_lock, _as_store_errors(self.path):
+            if self._writing is None:
+                _ = self._reading.filename  # an error where it was closed
+                self._writing = _connect(self.path, self.writable)
+            before, self._writer = self._writer, threading.get_ident()
+            try:
+                yield self._writing
+            finally:
+                self._writer = before
+
     def checkpoint(self) -> None:
         """Move what was committed from the write-ahead log into the file, and empty the log.
 
@@ -161,7 +195,7 @@ class Database:
         what was acknowledged is not left there. While another process reads an older state, the
         log stays, for the next call to empty.
         """
-        with self.use() as connection:
+        with self._to_write() as connection:
             connection.execute(f"PRAGMA busy_timeout = {round(1000 * _CHECKPOINT_SECONDS)}")
             try:
                 connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
@@ -204,14 +238,14 @@ class Database:
         Returns whether the file has FORMAT now: not where anybody else has it open. Objects made on
         ``connection`` are to be made anew.
         """
-        with self.use():
+        with self._write_lock, self._lock, _as_store_errors(self.path):
             if not self.checked:
-                self._changes += self.connection.total_changes() + 1
-                self.connection.close()
+                self._changes += self._reading.total_changes() + 1
+                self._close()
                 try:
                     _rewrite(self.path, change)
                 finally:
-                    self.connection = _connect(self.path, self.writable)
+                    self._reading = _connect(self.path, self.writable)
                 self.check_format()
             return self.checked
 

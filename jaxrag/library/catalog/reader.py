@@ -1,23 +1,18 @@
 """Reading the catalog: documents, chunks, their keys in the store, and search by words."""
 
-import dataclasses
-import itertools
 import json
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from jaxrag.base.types import Connection, HostArray
 from jaxrag.kv.store.keys import ID_DIGITS, is_hex
+from jaxrag.library.catalog.contexts import ContextReader
 from jaxrag.library.catalog.database import Database, damaged
 from jaxrag.library.catalog.digests import (
     CHUNKS,
     DOCUMENTS,
-    KEYS,
     SETTINGS,
     Totals,
     check_rows,
@@ -41,22 +36,18 @@ from jaxrag.library.retrieve.filters import Filter
 
 _MANY_CHUNKS = 10_000  # from here on, counting all rows takes time
 _SHARE = 100.0
+_CONNECTIONS = 2  # of a database
 
 
-class CatalogReader:
+class CatalogReader(ContextReader):
     """What can be asked of an open catalog. Safe to share between threads."""
 
     def __init__(self, database: Database) -> None:
         """Use ``Catalog.open`` or ``Catalog.create``."""
-        self._database = database
-        self._words = BM25Index(database.connection, path=database.path, checked=database.checked)
+        super().__init__(database)
+        self._words: dict[Connection, BM25Index] = {}  # of the connections there are
         self._whole: tuple[tuple[int, int], Totals] | None = None  # what was found whole last
         self._counted = (-math.inf, 0.0)  # when all rows were counted last, and how long it took
-
-    @property
-    def path(self) -> Path:
-        """The file."""
-        return self._database.path
 
     @property
     def writable(self) -> bool:
@@ -203,63 +194,6 @@ class CatalogReader:
                 (json.dumps(list(content_ids)),),
             )
         return {row.content_id: row.tokens(document) for row, document in found}
-
-    def contexts(self, chunk_ids: Iterable[int], encoder: str) -> dict[int, list[str]]:
-        """What stood in front of chunks when they were encoded: content ids in order, by chunk id.
-
-        Chunks without a key of this encoder are left out.
-        """
-        asked = json.dumps([int(i) for i in chunk_ids])
-        with self._database.use() as connection:
-            rows = connection.execute(
-                f"SELECT {KEYS.select(self.checked)}, content_id FROM chunk_keys "
-                "LEFT JOIN contexts USING (chunk_id, encoder) WHERE chunk_keys.encoder = ? "
-                "AND chunk_keys.chunk_id IN (SELECT value FROM json_each(?)) "
-                "ORDER BY chunk_keys.chunk_id, place",
-                (encoder, asked),
-            ).fetchall()
-        found: dict[int, list[str]] = {}
-        for chunk_id, group in itertools.groupby(rows, key=lambda row: int(row[0])):
-            these = list(group)
-            found[chunk_id] = [row[-1] for row in these if row[-1] is not None]
-            *key, xxh3, _ = these[0]
-            if self.checked and not KEYS.is_whole((*key, *found[chunk_id], xxh3)):
-                raise unlike(self.path, f"the {encoder} key of chunk {chunk_id} is")
-        return found
-
-    def last_neighbours(self, encoder: str, count: int) -> tuple[HostArray, HostArray]:
-        """The chunks that were encoded behind ``count`` others, and the last of these.
-
-        Returns chunk ids, int64 [N] ascending, and for each the id of a chunk with the content that
-        stood last, int64 [N].
-        """
-        with self._database.use() as connection:
-            rows = connection.execute(
-                "SELECT contexts.chunk_id, MIN(chunks.id) FROM contexts "
-                "JOIN chunks USING (content_id) WHERE encoder = ? AND place = ? "
-                "GROUP BY contexts.chunk_id ORDER BY contexts.chunk_id",
-                (encoder, count - 1),
-            ).fetchall()
-        pairs = np.array(rows, np.int64).reshape(-1, 2)
-        return pairs[:, 0], pairs[:, 1]
-
-    def encoded_ids(self, encoder: str) -> HostArray:
-        """The chunks that have a store key of this encoder, int64 [N] ascending."""
-        return self._ids(
-            "SELECT chunk_id FROM chunk_keys WHERE encoder = ? ORDER BY chunk_id", (encoder,)
-        )
-
-    def copies(self) -> HostArray:
-        """The chunks whose content another chunk has as well, int64 [N] ascending."""
-        return self._ids(
-            "SELECT id FROM chunks WHERE content_id IN (SELECT content_id FROM chunks "
-            "GROUP BY content_id HAVING COUNT(*) > 1) ORDER BY id"
-        )
-
-    def _ids(self, statement: str, values: Sequence[Any] = ()) -> HostArray:
-        with self._database.use() as connection:
-            rows = connection.execute(statement, values).fetchall()
-        return np.array([row[0] for row in rows], np.int64)
 
     def counts(self) -> dict[str, Any]:
         """Numbers of documents, chunks and tokens, and of chunks by encoder variant."""
@@ -426,19 +360,15 @@ class CatalogReader:
             return self._totals(connection)
 
     @property
-    def checked(self) -> bool:
-        """Whether rows have digests; those of a catalog of format 3 are taken as they are."""
-        return self._database.checked
-
-    @property
     def _index(self) -> BM25Index:
         """The full-text index; another one on another connection, as after an upgrade."""
         connection = self._database.connection
-        if self._words.connection is not connection:
-            self._words = dataclasses.replace(
-                self._words, connection=connection, checked=self.checked
-            )
-        return self._words
+        found = self._words.get(connection)
+        if found is None:
+            found = BM25Index(connection, path=self.path, checked=self.checked)
+            known = self._words if len(self._words) < _CONNECTIONS else {}
+            self._words = {**known, connection: found}
+        return found
 
     def _totals(self, connection: Connection) -> Totals | None:
         """What the tables hold together; counted again after every change of the file.

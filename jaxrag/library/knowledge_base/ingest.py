@@ -70,7 +70,7 @@ class Ingest:
         skipped: list[BadDocument] = []
         with (
             KeyWriter.at_work(preparer.catalog.path.parent) as at_work,
-            progress_bar(None, "cut", "token", shown=progress, scale=True) as bar,
+            progress_bar(None, "cut", "chunk", shown=progress) as bar,
             preparer.encoding.store.writer() as writer,
             concurrent.futures.ThreadPoolExecutor(1, "jaxrag-commit") as committer,
         ):
@@ -178,13 +178,16 @@ class _Pipeline:
         fraction = intake.fraction() if intake is not None else None
         if intake is not None and fraction:
             characters = intake.characters / fraction
-            tokens = count["tokens"] * characters / count["characters"]
-            self._bar.total = round(tokens) * len(self._preparer.encoders)
+            chunks = count["chunks"] * characters / count["characters"]
+            self._bar.total = round(chunks) * len(self._preparer.encoders)
         puts: list[_Future[PutResult]] = []
         found: dict[str, dict[str, ChunkInContext]] = {}
         for encoder in self._preparer.encoders:
             more, found[encoder] = self._encode(encoder, batch)
             puts += more
+        if count["there"]:
+            found_before = f"KV of {count['there']} was there"
+            self._bar.set_postfix_str(found_before, refresh=False)
         if self._committing is not None:
             self._committing.result()
         self._committing = self._committer.submit(self._finish_batch, batch, puts, found)
@@ -220,7 +223,7 @@ class _Pipeline:
         committed: set[str] = set()
         total = 0
         for prepared in batch:
-            total += prepared.num_tokens
+            total += len(prepared.token_ids)
             keys = prepared.entry.keys[encoder]
             wanted.update(zip(keys, map(ChunkInContext, prepared.token_ids), strict=True))
             committed.update(keys if prepared.commit else ())
@@ -230,14 +233,15 @@ class _Pipeline:
         settled = {key: chunk for key, chunk in wanted.items() if key not in self._flying}
         missing, unsealed = self._encoding.looked_up(encoder, settled)
         self.count["unsealed"] += unsealed
-        self._bar.update(total - sum(len(chunk.ids) for chunk in missing.values()))
+        self.count["there"] += len(settled) - len(missing)
+        self._bar.update(total - len(missing))
         for made in self._made(encoder, missing):
             put = made.put(self._writer.submit)
             puts.append(put)
             self._flying[made.key] = put
             self.count["encoded"] += 1
             self.count["encoded_tokens"] += len(made.chunk.ids)
-            self._bar.update(len(made.chunk.ids))
+            self._bar.update()
         committed -= missing.keys()
         return puts, {key: chunk for key, chunk in settled.items() if key in committed}
 

@@ -33,8 +33,9 @@ from jaxrag.library.knowledge_base import upkeep
 from jaxrag.library.knowledge_base.ingest import Ingest, Turn
 from jaxrag.library.knowledge_base.location import open_catalog
 from jaxrag.library.knowledge_base.maintained import Maintained
+from jaxrag.library.knowledge_base.plan import AddPlanner
 from jaxrag.library.knowledge_base.prepare import Cut, Preparer
-from jaxrag.library.knowledge_base.reports import AddReport
+from jaxrag.library.knowledge_base.reports import AddPlan, AddReport
 from jaxrag.library.knowledge_base.search import Hits, Search, SearchMode
 from jaxrag.library.knowledge_base.settings import WantedSettings, find_folder
 from jaxrag.library.knowledge_base.upkeep import Gone, compare
@@ -73,6 +74,7 @@ class KnowledgeBase(Maintained):
         chunk_by: ChunkBy | None = None,
         encoders: Sequence[str] | None = None,
         neighbours: int | None = None,
+        neighbour_changes: int | None = None,
         similar_by: SimilarBy | None = None,
         stored: str | None = None,
         salt: str | None = None,
@@ -105,6 +107,8 @@ class KnowledgeBase(Maintained):
             knowledge base lacks is kept from now on; adding a document again makes it.
           neighbours: how many similar chunks a chunk is encoded behind, by encoders that see them
             (10).
+          neighbour_changes: how many of these may be others, and all in another order, before a
+            chunk is encoded again (0: any change is enough). May be changed at every opening.
           similar_by: "vectors", or "bm25" with the chunk's text as the question ("vectors" where
             there is an embedder).
           stored: "native" keeps KV in the model's dtype, "int8" in half the bytes or less.
@@ -154,10 +158,10 @@ class KnowledgeBase(Maintained):
         folder = find_folder(path)
         wanted = WantedSettings(
             template=template, chunk_tokens=chunk_tokens, overlap=overlap, chunk_by=chunk_by,
-            encoders=encoders, neighbours=neighbours, similar_by=similar_by, stored=stored,
-            salt=salt, secret=secret, reseal=reseal, accept_older=accept_older,
-            tier=tier, store=store, max_bytes=max_bytes, embedder=embedder, index=index,
-            attention_index=attention_index,
+            encoders=encoders, neighbours=neighbours, neighbour_changes=neighbour_changes,
+            similar_by=similar_by, stored=stored, salt=salt, secret=secret, reseal=reseal,
+            accept_older=accept_older, tier=tier, store=store, max_bytes=max_bytes,
+            embedder=embedder, index=index, attention_index=attention_index,
         )  # fmt: skip
         catalog, mode = open_catalog(folder, model, wanted, mode)
         try:
@@ -270,6 +274,30 @@ class KnowledgeBase(Maintained):
         if not empty:
             return found
         return Gone((*found.ids, *found.doubtful), (), found.kept)
+
+    def plan(self, documents: Iterable[DocumentSource], *, removed: Sequence[str] = ()) -> AddPlan:
+        """What ``add`` would do; reads the documents and changes nothing.
+
+        Args:
+          documents: as of ``add``.
+          removed: ids of documents that would be removed with it, as ``gone`` names them.
+
+        Raises KnowledgeBaseError when opened without a model, and as ``refresh`` where a variant
+        sees neighbours; DocumentError for what is no list of documents.
+        """
+        model = self._require_model("say what it would encode")
+        behind, near = self._behind_others, None
+        if behind:
+            near = self._neighbours(model)
+            self._check_vectors(near.by)
+        alone = tuple(name for name in self.encoders if name not in behind)
+        preparer = Preparer(
+            self._encoding(model), self.template, self.chunking, alone, self._catalog
+        )
+        planner = AddPlanner(preparer, near, behind)
+        found = planner.look(Intake(documents, Shard(), self._as_known))
+        leaving = (*found.leaving, *removed)
+        return dataclasses.replace(found, leaving=leaving, behind=planner.count_behind(leaving))
 
     def _as_known(self, document: Document) -> Document:
         """A row under the id that it was given when ids were without their file."""

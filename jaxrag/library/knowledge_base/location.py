@@ -230,6 +230,11 @@ def _extend(
         if mode == "r":
             raise KnowledgeBaseError(f"{folder}: open it for writing to change max_bytes")
         catalog.set("max_bytes", wanted.max_bytes or None)
+    known, changes = settings["neighbours"], wanted.neighbour_changes
+    if known and changes is not None and changes != known.get("changes", 0):
+        if mode == "r":
+            raise KnowledgeBaseError(f"{folder}: open it for writing to change neighbour_changes")
+        catalog.set("neighbours", {**known, "changes": changes})
     vectors = vector_settings(wanted)
     if vectors is not None and settings["vectors"] is None:
         if mode == "r":

@@ -67,6 +67,7 @@ class Neighbours:
       vectors: of every chunk; needed to find neighbours by vectors.
       model: whose tokens and context length count.
       top_n: how many a chunk has at most.
+      changes: how many of a chunk's neighbours may be others before it is encoded again.
       by: "vectors" ranks by the inner product of the chunks' own vectors, "bm25" by the words of
         the chunk as a question.
       words: by "bm25", the full-text index in memory; None asks the catalog's.
@@ -79,6 +80,7 @@ class Neighbours:
     top_n: int
     by: SimilarBy
     words: BM25Snapshot | None = None
+    changes: int = 0
 
     @functools.cached_property
     def prefix(self) -> HostArray:
@@ -198,8 +200,9 @@ def refresh(
 ) -> RefreshReport:
     """Encode every chunk whose neighbours, their order included, are not those of its KV.
 
-    KV that is stored already is not encoded again, so a run that was cut short is continued by the
-    next. Passed over are chunks of documents that leave meanwhile, and those that would see them.
+    With ``neighbours.changes``, only those of which more neighbours than that are others. KV that
+    is stored already is not encoded again, so a run that was cut short is continued by the next.
+    Passed over are chunks of documents that leave meanwhile, and those that would see them.
 
     Args:
       encoders: those of its variants that see neighbours.
@@ -244,7 +247,9 @@ def _how(
     neighbours: Neighbours, encoding: ChunkEncoding, encoders: Sequence[str]
 ) -> dict[str, Any]:
     """What decides the lists besides the chunks there are; JSON-able."""
-    readers = {"groups": True} if neighbours.catalog.has_groups() else {}
+    readers: dict[str, Any] = {"groups": True} if neighbours.catalog.has_groups() else {}
+    if neighbours.changes:  # with another number, lists that were left as they were may not be
+        readers["changes"] = neighbours.changes
     return readers | {
         "by": neighbours.by,
         "top_n": neighbours.top_n,
@@ -269,6 +274,14 @@ def _refresh_batch(
     at_work.needs(keys.values())
     known = neighbours.catalog.keys_of(placed, encoder)
     changed = [chunk_id for chunk_id in placed if known.get(chunk_id) != keys[chunk_id]]
+    if neighbours.changes:
+        recorded = neighbours.catalog.contexts([i for i in changed if i in known], encoder)
+        changed = [
+            chunk_id
+            for chunk_id in changed
+            if chunk_id not in recorded
+            or len(set(placed[chunk_id].content_ids) - set(recorded[chunk_id])) > neighbours.changes
+        ]
     wanted = {keys[chunk_id]: placed[chunk_id] for chunk_id in changed}
     missing = encoding.encode_missing(encoder, wanted)
     neighbours.catalog.put_contexts(encoder, [(i, keys[i], placed[i].content_ids) for i in changed])
@@ -355,7 +368,9 @@ class NeighbourSearch:
             for encoder in encoders:
                 own, last = self.catalog.last_neighbours(encoder, top_n)
                 outdated |= ~np.isin(ids, own)
-                outdated |= np.isin(ids, own[_entered(index, own, last, new)])
+                parts = (new[start : start + _ROWS] for start in range(0, len(new), _ROWS))
+                came = entered(index, own, last, map(index.get, parts))
+                outdated |= np.isin(ids, own[came])
         except StoreError:
             if np.array_equal(self.catalog.chunk_ids(), ids):
                 raise
@@ -398,22 +413,31 @@ def _lacking(catalog: Catalog, ids: HostArray, encoders: Sequence[str]) -> HostA
     return ids[lacking]
 
 
-def _entered(index: VectorIndex, own: HostArray, last: HostArray, new: HostArray) -> HostArray:
-    """Whether one of ``new`` is at least as similar to each of ``own`` as ``last`` is: bool [N].
+def entered(
+    index: VectorIndex, own: HostArray, last: HostArray, blocks: Iterable[HostArray]
+) -> HostArray:
+    """Whether one of some vectors is at least as similar to each of ``own`` as ``last`` is.
 
     Rounding counts as similar: a chunk too many is searched, never one too few.
+
+    Args:
+      own: chunk ids, int64 [N].
+      last: of each the last neighbour.
+      blocks: of the vectors, float32 [A, E], none of them empty.
+
+    Returns bool [N].
     """
-    entered = np.zeros(len(own), bool)
-    for first in range(0, len(new), _ROWS):
-        added = index.get(new[first : first + _ROWS])
+    found = np.zeros(len(own), bool)
+    get = index.getter(2 * len(own))
+    for added in blocks:
         longest = np.sqrt(np.square(added).sum(1).max())
         for start in range(0, len(own), _ROWS):
             here = slice(start, start + _ROWS)
-            vectors, ends = index.get(own[here]), index.get(last[here])
+            vectors, ends = get(own[here]), get(last[here])
             lengths = np.sqrt(np.square(vectors).sum(1))
             slack = _ROUNDING * lengths * np.maximum(longest, np.sqrt(np.square(ends).sum(1)))
-            entered[here] |= (vectors @ added.T).max(1) >= (vectors * ends).sum(1) - slack
-    return entered
+            found[here] |= (vectors @ added.T).max(1) >= (vectors * ends).sum(1) - slack
+    return found
 
 
 def _to_ranges(ids: HostArray) -> list[list[int]]:

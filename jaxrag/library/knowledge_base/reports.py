@@ -29,6 +29,20 @@ class RefreshReport:
 
 
 @dataclasses.dataclass(frozen=True)
+class AddPlan:
+    """What ``add``, or ``sync``, would do; counts as of ``AddReport``."""
+
+    documents: int = 0
+    replaced: int = 0
+    unchanged: int = 0
+    chunks: int = 0
+    encoded: int = 0  # chunks without KV, by variants that see no neighbours
+    behind: int | None = None  # at most so many would be, by variants that see them
+    leaving: tuple[str, ...] = ()  # ids of documents that would be replaced or removed
+    skipped: tuple[BadDocument, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class AddReport:
     """What became of the documents that were given.
 

@@ -95,6 +95,11 @@ class WantedSettings(KnowledgeBaseOptions):
         top_n, by = self.neighbours, self.similar_by
         if top_n is not None and (type(top_n) is not int or top_n < 1):
             raise KnowledgeBaseError(f"neighbours={top_n!r}: expected at least 1 chunk")
+        changes = self.neighbour_changes
+        if changes is not None and (type(changes) is not int or changes < 0):
+            raise KnowledgeBaseError(
+                f"neighbour_changes={changes!r}: expected a number of neighbours, or 0 for none"
+            )
         if by is not None and by not in get_args(SimilarBy):
             raise KnowledgeBaseError(
                 f"similar_by={by!r}: expected one of {', '.join(get_args(SimilarBy))}"
@@ -214,7 +219,8 @@ def neighbour_settings(wanted: WantedSettings, embedded: bool) -> dict[str, Any]
     vectors where chunks have none (``embedded`` is false).
     """
     if not any(encoder_named(name).sees_neighbours for name in wanted.encoders or ()):
-        for name, value in (("neighbours", wanted.neighbours), ("similar_by", wanted.similar_by)):
+        for name in ("neighbours", "neighbour_changes", "similar_by"):
+            value = getattr(wanted, name)
             if value is not None:
                 raise KnowledgeBaseError(
                     f"{name}={value} without an encoder that sees neighbours; name the encoder "
@@ -224,7 +230,8 @@ def neighbour_settings(wanted: WantedSettings, embedded: bool) -> dict[str, Any]
     by = wanted.similar_by or ("vectors" if embedded else "bm25")
     if by == "vectors" and not embedded:
         raise KnowledgeBaseError("similar_by='vectors' without an embedder; pass embedder=")
-    return {"top_n": wanted.neighbours or DEFAULT_TOP_N, "by": by}
+    changes = {"changes": wanted.neighbour_changes} if wanted.neighbour_changes else {}
+    return {"top_n": wanted.neighbours or DEFAULT_TOP_N, "by": by, **changes}
 
 
 def vector_settings(wanted: WantedSettings) -> dict[str, Any] | None:

@@ -6,11 +6,11 @@ hold, which misranks small knowledge bases, and its tokenizers find no words in 
 Japanese text. Size and speed are the same. Words are not stemmed and there is no stop list: on
 HotpotQA and MuSiQue neither moved recall@5 or @10 by more than its standard error.
 
-From 10,000 chunks on, postings are packed (``retrieve.packed``), in transactions of their own: what
-was added since is in the table ``postings`` and is searched beside them. The answers are the same.
+From 10,000 chunks on, postings are packed (``retrieve.packed``): those of many chunks as they come;
+those of few are in the table ``postings`` first, which is searched beside the others. The answers
+are the same.
 """
 
-import collections
 import dataclasses
 import functools
 import itertools
@@ -18,7 +18,7 @@ import json
 import math
 from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,11 +28,11 @@ from jaxrag.base.types import Connection
 from jaxrag.library.retrieve.base import Found
 from jaxrag.library.retrieve.filters import Filter, Scalar
 from jaxrag.library.retrieve.maxscore import BestChunks, BM25Weights
-from jaxrag.library.retrieve.packed import Head, Packed, damaged
-from jaxrag.library.retrieve.terms import terms
+from jaxrag.library.retrieve.packed import MOST_CHUNKS, Head, Packed, damaged
+from jaxrag.library.retrieve.terms import TermPostings, gathered, terms
 
 _MANY_CHUNKS = 10_000  # from here on, words that most chunks hold are not looked at
-_LOOSE = 512  # chunks beside the packed ones before they are packed as well
+_AT_ONCE = 512  # chunks that are packed as they come
 _UNIT = 2.0**32  # what a word adds is a whole number of 1 / _UNIT: sums are exact in any order
 _LOW = 0xFFFFFFFF
 _MOST_SEEN = 2_000  # terms that are remembered
@@ -41,6 +41,7 @@ _MOST_SEEN = 2_000  # terms that are remembered
 _POSTINGS = (
     f"COUNT(*) AS holders, COALESCE(SUM((chunk_id * (2 * count + 1)) & {_LOW}), 0) AS weight"
 )
+_BESIDE = "chunk_id NOT IN (SELECT value FROM json_each(?))"
 _CREATE_TERMS = (
     "CREATE TABLE terms (term TEXT PRIMARY KEY, holders INTEGER NOT NULL, "
     "weight INTEGER NOT NULL) WITHOUT ROWID"
@@ -119,12 +120,9 @@ class BM25Index:
         """The postings that are packed."""
         return Packed(self.connection, self.path)
 
-    def is_due(self, chunks: int) -> bool:
-        """Whether postings should be packed, of an index of so many chunks."""
-        if not self.checked or chunks < _MANY_CHUNKS:
-            return False
-        packed = sum(int(np.count_nonzero(block.ids)) for block in self.packed.blocks())
-        return chunks - packed >= _LOOSE
+    def is_large(self, chunks: int) -> bool:
+        """Whether an index of so many chunks is packed."""
+        return self.checked and chunks >= _MANY_CHUNKS
 
     def clear(self) -> None:
         """Forget every chunk."""
@@ -132,13 +130,21 @@ class BM25Index:
         for table in ("postings", "lengths", "terms")[: 2 + self.checked]:
             self.connection.execute(f"DELETE FROM {table}")
 
-    def add(self, texts: Mapping[int, str]) -> IndexChange:
-        """Index chunks that are not in the index, texts by id."""
-        by_term, lengths = _gathered(texts)
-        self.connection.executemany(
-            "INSERT INTO postings VALUES (?, ?, ?)",
-            [(term, *posting) for term, found in by_term for posting in found],
-        )
+    def add(self, texts: Mapping[int, str], chunks: int = 0) -> IndexChange:
+        """Index chunks that are not in the index, texts by id.
+
+        Where there are ``chunks`` already, and these are many together and many by themselves, they
+        are packed at once.
+        """
+        by_term, lengths = gathered(texts)
+        if self.is_packed_at_once(len(texts), chunks):
+            self.packed.start()
+            self.packed.put(by_term, lengths)
+        else:
+            self.connection.executemany(
+                "INSERT INTO postings VALUES (?, ?, ?)",
+                [(term, *posting) for term, found in by_term for posting in found],
+            )
         self.connection.executemany("INSERT INTO lengths VALUES (?, ?)", lengths)
         words = 0
         if self.checked:
@@ -150,6 +156,10 @@ class BM25Index:
             )
         return IndexChange(sum(length for _, length in lengths), words)
 
+    def is_packed_at_once(self, count: int, chunks: int) -> bool:
+        """Whether ``add`` packs so many chunks, where there are ``chunks``."""
+        return self.is_large(chunks + count) and _AT_ONCE <= count <= MOST_CHUNKS
+
     def _count_known(self, terms: list[str]) -> int:
         """How many of distinct terms the index has."""
         (known,) = self.connection.execute(
@@ -160,7 +170,7 @@ class BM25Index:
 
     def remove(self, texts: Mapping[int, str]) -> IndexChange:
         """Forget chunks, given the texts they were added with by id."""
-        by_term, lengths = _gathered(texts)
+        by_term, lengths = gathered(texts)
         if self.packed.is_there():
             distinct: dict[int, list[str]] = {chunk_id: [] for chunk_id in texts}
             for term, found in by_term:
@@ -194,10 +204,16 @@ class BM25Index:
         """
         heads = self.packed.heads(words) if self.checked else {}
         found = {}
+        clearing = self.checked and self.packed.clearing()
         for term in words:
-            holders, weight = self.connection.execute(
-                f"SELECT {_POSTINGS} FROM postings WHERE term = ?", (term,)
-            ).fetchone()
+            if clearing:
+                statement = "SELECT chunk_id, count FROM postings WHERE term = ?"
+                rows = self._beside(self.connection.execute(statement, (term,)).fetchall(), 0)
+                holders, weight = len(rows), _weight(rows)
+            else:
+                holders, weight = self.connection.execute(
+                    f"SELECT {_POSTINGS} FROM postings WHERE term = ?", (term,)
+                ).fetchone()
             if self.checked:
                 holders += sum(head.holders for head in heads[term])
                 weight += sum(head.weight for head in heads[term])
@@ -208,6 +224,17 @@ class BM25Index:
                     raise self._damaged(term)
             found[term] = int(holders), heads.get(term, [])
         return found
+
+    def _beside(self, rows: list[Any], column: int) -> list[Any]:
+        """Those rows of which the chunk, in a column, is in no block."""
+        ids = np.fromiter((row[column] for row in rows), np.int64, len(rows))
+        return [rows[place] for place in np.flatnonzero(~self.packed.holds(ids)).tolist()]
+
+    def _packed_ids(self) -> tuple[str]:
+        """The chunks whose rows in ``postings`` are passed over, as JSON."""
+        clearing = self.checked and self.packed.clearing()
+        blocks = self.packed.blocks() if clearing else []
+        return (json.dumps([chunk_id for block in blocks for chunk_id in block.ids.tolist()]),)
 
     def _damaged(self, term: str) -> DamagedCatalogError:
         return damaged(self.path, f"the postings of {term!r}")
@@ -295,6 +322,8 @@ class BM25Index:
             "CROSS JOIN postings ON term = key CROSS JOIN lengths USING (chunk_id)",
             (json.dumps(idf),),
         ).fetchall()
+        if self.packed.clearing():
+            rows = self._beside(rows, 1)
         allowed = None
         if where is not None:
             ids = self.matching(where, version)
@@ -362,7 +391,8 @@ class BM25Index:
         found: dict[str, tuple[int, int]] = {
             term: (holders, weight)
             for term, holders, weight in self.connection.execute(
-                f"SELECT term, {_POSTINGS} FROM postings GROUP BY term"
+                f"SELECT term, {_POSTINGS} FROM postings WHERE {_BESIDE} GROUP BY term",
+                self._packed_ids(),
             )
         }
         for term, ids, counts in self.packed.all_postings():
@@ -376,7 +406,7 @@ class BM25Index:
         words: dict[str, tuple[int, int]] = {}
         lengths: dict[int, int] = {}
         for chunk_id, text in texts:
-            by_term, ((_, length),) = _gathered({chunk_id: text})
+            by_term, ((_, length),) = gathered({chunk_id: text})
             lengths[chunk_id] = length
             for term, found in by_term:
                 holders, weight = words.get(term, (0, 0))
@@ -402,7 +432,8 @@ class BM25Index:
         postings = np.fromiter(
             itertools.chain.from_iterable(
                 self.connection.execute(
-                    "SELECT chunk_id, count FROM postings ORDER BY term, chunk_id"
+                    f"SELECT chunk_id, count FROM postings WHERE {_BESIDE} ORDER BY term, chunk_id",
+                    self._packed_ids(),
                 )
             ),
             np.int64,
@@ -411,7 +442,8 @@ class BM25Index:
             return postings
         number = {term: place for place, term in enumerate(terms)}
         loose = self.connection.execute(
-            "SELECT term, COUNT(*) FROM postings GROUP BY term ORDER BY term"
+            f"SELECT term, COUNT(*) FROM postings WHERE {_BESIDE} GROUP BY term ORDER BY term",
+            self._packed_ids(),
         ).fetchall()
         owners = [np.repeat([number[term] for term, _ in loose], [count for _, count in loose])]
         parts = [postings]
@@ -494,24 +526,7 @@ class BM25Snapshot:
         return [Found(int(self.chunk_ids[row]), float(scores[row]) / _UNIT) for row in found]
 
 
-_Postings = list[tuple[int, int]]  # of a term: chunk id, count
-
-
-def _gathered(
-    texts: Mapping[int, str],
-) -> tuple[list[tuple[str, _Postings]], list[tuple[int, int]]]:
-    """Postings by term, in the order of the table, and (chunk id, number of terms)."""
-    by_term: dict[str, _Postings] = {}
-    lengths = []
-    for chunk_id, text in texts.items():
-        found = terms(text)
-        lengths.append((chunk_id, len(found)))
-        for term, count in collections.Counter(found).items():
-            by_term.setdefault(term, []).append((chunk_id, count))
-    return sorted(by_term.items()), lengths
-
-
-def _weight(postings: _Postings) -> int:
+def _weight(postings: TermPostings) -> int:
     return sum(chunk_id * (2 * count + 1) & _LOW for chunk_id, count in postings)
 
 

@@ -22,7 +22,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -60,6 +60,7 @@ _KEPT = datetime.timedelta(hours=1)  # versions this young may be in use by a re
 _MOMENT = datetime.timedelta(milliseconds=1)  # the least that LanceDB takes without a warning
 _LISTED_IDS = 10_000  # most ids that are written into a query
 _DEEPEST = 5_000  # candidates that are looked through before allowed ids are listed instead
+_MOST_HELD = 1 << 30  # bytes of vectors that ``getter`` holds
 _SCORES = 1 << 24  # products of an exact search that are held at once
 
 
@@ -96,6 +97,7 @@ class VectorIndex:
         self._changes = 0  # since the last optimize
         self._indexed = False  # nothing is left to index
         self._lock = threading.RLock()
+        self._change_lock = threading.RLock()  # nobody who reads waits for it; taken first
         self._held: tuple[int, Ids, Vectors] | None = None  # version of the table, and its rows
         self.trusted = True  # every file of the index is as it was written
         self._probes: probes.Probes | None = None  # as read or measured last
@@ -211,16 +213,20 @@ class VectorIndex:
     def collect(self, grace_seconds: float) -> None:
         """Free the bytes of rows that left, and of versions of the table, longer ago than that.
 
-        A row that leaves is only marked. Where marks are older than the grace all rows are written
-        anew, in one commit.
+        A row that leaves is only marked. Where a file's marks are older than the grace its other
+        rows are written anew. A file has up to 1,048,576 rows.
         """
         if self._mode == "r" or self._in_memory:
             return
         younger = max(datetime.timedelta(seconds=grace_seconds), _MOMENT)
-        with self._lock, _errors(self._folder), _unless_in_conflict():
+        with self._change_lock, _errors(self._folder), _unless_in_conflict():
             self._table.optimize(cleanup_older_than=younger)
-            if any(time.time() - path.stat().st_mtime >= grace_seconds for path in self._marks()):
-                self._table.update(where="true", values_sql={"id": "id"})
+            now = time.time()
+            old = [it for it in self._marks() if now - it.stat().st_mtime >= grace_seconds]
+            for fragment in {int(path.name.partition("-")[0]) for path in old}:
+                rows = f"_rowid >= {fragment << 32} AND _rowid < {(fragment + 1) << 32}"
+                self._table.update(where=rows, values_sql={"id": "id"})
+            if old:
                 self._table.optimize(cleanup_older_than=younger)
             self._record()
 
@@ -279,6 +285,27 @@ class VectorIndex:
         named, first = np.unique(np.concatenate(found), return_index=True)
         return in_order(wanted, named, np.concatenate(rows)[first], self._folder)
 
+    def getter(self, count: int) -> Callable[[Ids], Vectors]:
+        """``get`` for calls that ask for about ``count`` ids together, of the rows there are now.
+
+        Where that is much of a table of up to 1 GiB, the table is read once and held.
+        """
+        rows = len(self)
+        if 4 * count < rows or 4 * rows * self._dim > _MOST_HELD:
+            return self.get
+        with _errors(self._folder):
+            ids, vectors = self._read(self._table)
+        ids, vectors = ids[order := np.argsort(ids)], vectors[order]
+
+        def get(wanted: Ids) -> Vectors:
+            wanted = checked_ids(wanted)
+            places = np.minimum(np.searchsorted(ids, wanted), len(ids) - 1)
+            if np.array_equal(ids[places], wanted):
+                return vectors[places]
+            return in_order(wanted, ids, vectors, self._folder)  # an error names what is missing
+
+        return get
+
     def ids(self) -> Ids:
         """Every id it holds, ascending, int64 [N]."""
         with _errors(self._folder):
@@ -291,7 +318,7 @@ class VectorIndex:
 
     def close(self) -> None:
         """Merge what the last changes left in small files."""
-        with self._lock, _errors(self._folder):
+        with self._change_lock, _errors(self._folder):
             self._held = None
             if self._changes:
                 self._optimize()
@@ -329,10 +356,13 @@ class VectorIndex:
         with self._lock:
             version = table.version
             if self._held is None or self._held[0] != version:
-                rows = table.search().select(["id", "vector"]).to_arrow()
-                values = rows["vector"].combine_chunks().flatten().to_numpy()
-                self._held = version, rows["id"].to_numpy(), values.reshape(-1, self._dim)
+                self._held = version, *self._read(table)
             return self._held[1:]
+
+    def _read(self, table: Any) -> tuple[Ids, Vectors]:
+        rows = table.search().select(["id", "vector"]).to_arrow()
+        values = rows["vector"].combine_chunks().flatten().to_numpy()
+        return rows["id"].to_numpy(), values.reshape(-1, self._dim)
 
     def _ask(
         self, queries: Vectors, limit: int, partitions: int | None, where: str | None = None
@@ -405,7 +435,7 @@ class VectorIndex:
     def _changing(self) -> Iterator[None]:
         if self._mode == "r":
             raise StoreError(f"{self._folder} was opened for reading; open it with mode 'rw'")
-        with self._lock, _errors(self._folder):
+        with self._change_lock, _errors(self._folder):
             yield
             self._changes += 1
             if self._changes >= _OPTIMIZE_EVERY:

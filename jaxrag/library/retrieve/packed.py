@@ -4,8 +4,8 @@ A block holds up to 65,536 chunks, by place. Of every term that they hold it has
 of the holders, ascending, and how often each holds it. The row's head bounds what the term can add
 to a score.
 
-Postings come into a block from the table ``postings``, and blocks are made of smaller ones
-(``joining``), in transactions of the catalog. A chunk that leaves is taken out of its block's rows
+A block is made of the postings of chunks (``bm25``), or of smaller blocks (``joining``), in
+transactions of the catalog. A chunk that leaves is taken out of its block's rows
 at once.
 """
 
@@ -165,55 +165,56 @@ class Packed:
 
     # Changes
 
-    def pack(self) -> None:
-        """Make blocks of all postings in the table ``postings``."""
+    def start(self) -> None:
+        """Call before the first block is put: from then on the catalog may have some."""
         self.make_tables()
         self.connection.execute(f"PRAGMA user_version = {PACKED}")
-        packed = [block.ids[block.ids > 0] for block in self.blocks()]
-        rows = np.array(
-            self.connection.execute("SELECT chunk_id, num_terms FROM lengths").fetchall(), np.int64
-        ).reshape(-1, 2)
-        rows = rows[~np.isin(rows[:, 0], np.concatenate([np.zeros(0, np.int64), *packed]))]
-        rows = rows[np.argsort(rows[:, 0])]
-        for start in range(0, len(rows), MOST_CHUNKS):
-            some = rows[start : start + MOST_CHUNKS]
-            ids, lengths = some.T
-            number = self.new_number()
-            self.put_chunks(number, ids, lengths)
-            self.put_rows(
-                _row(number, term, ids, lengths, *pairs) for term, *pairs in self._loose(ids)
-            )
-        self.connection.execute("DELETE FROM postings")
+
+    def clearing(self) -> bool:
+        """Whether the table ``postings`` may hold rows of chunks that are in a block."""
+        found = self.connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'clearing'")
+        return found.fetchone() is not None
+
+    def set_clearing(self, clearing: bool) -> None:
+        """Say whether it may: there is a table of that name as long as it may."""
+        if clearing:
+            self.connection.execute("CREATE TABLE IF NOT EXISTS clearing (one INTEGER)")
+        else:
+            self.connection.execute("DROP TABLE clearing")
+
+    def holds(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of some chunks, int64 [N], are in a block: bool [N]."""
+        found = np.zeros(len(ids), bool)
+        for block in self.blocks():
+            found |= np.isin(ids, block.ids)
+        return found
+
+    def put(
+        self,
+        by_term: Iterable[tuple[str, Sequence[tuple[int, int]]]],
+        lengths: Sequence[tuple[int, int]],
+    ) -> None:
+        """Make a block of chunks that are in none, at most MOST_CHUNKS.
+
+        Args:
+          by_term: ascending terms, and of each (chunk id, count).
+          lengths: (chunk id, number of terms) of every chunk.
+        """
+        if not lengths:
+            return
+        ids, own = np.array(sorted(lengths), np.int64).T
+        number = self.new_number()
+        self.put_chunks(number, ids, own)
+        pairs = ((term, np.array(found, np.int64).T) for term, found in by_term)
+        self.put_rows(
+            _row(number, term, ids, own, np.searchsorted(ids, holders), counts)
+            for term, (holders, counts) in pairs
+        )
 
     def make_tables(self) -> None:
         """Make the tables that are not there."""
         for statement in _SCHEMA:
             self.connection.execute(statement)
-
-    def _loose(
-        self, ids: NDArray[np.int64]
-    ) -> Iterator[tuple[str, NDArray[np.int64], NDArray[np.int64]]]:
-        """The postings of some chunks in the table ``postings``, by term, by place."""
-        found = self._pages(
-            "SELECT term, chunk_id, count FROM postings WHERE (term, chunk_id) > (?, ?) "
-            "ORDER BY term, chunk_id LIMIT ?",
-            ("", 0),
-        )
-        for term, group in itertools.groupby(found, key=lambda row: row[0]):
-            pairs = np.array([row[1:3] for row in group], np.int64)
-            places = np.searchsorted(ids, pairs[:, 0])
-            own = (places < len(ids)) & (ids[np.minimum(places, len(ids) - 1)] == pairs[:, 0])
-            if own.any():
-                yield str(term), places[own], pairs[own, 1]
-
-    def _pages(self, statement: str, after: tuple[object, ...]) -> Iterator[tuple[object, ...]]:
-        """Rows in pages: writing goes on between them. The first columns are those of ``after``."""
-        while True:
-            rows = self.connection.execute(statement, (*after, _ROWS)).fetchall()
-            yield from rows
-            if len(rows) < _ROWS:
-                return
-            after = rows[-1][: len(after)]
 
     def new_number(self) -> int:
         """The number of a block to come."""
@@ -248,6 +249,7 @@ class Packed:
             self.make_tables()
             for table in ("packed", "blocks", "joining", "leftover"):
                 self.connection.execute(f"DELETE FROM {table}")
+            self.connection.execute("DROP TABLE IF EXISTS clearing")
             self._blocks.clear()
 
     def remove(self, terms_of: Mapping[int, Iterable[str]]) -> None:

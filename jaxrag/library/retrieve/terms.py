@@ -1,8 +1,10 @@
 """The words of texts, as the index of words has them."""
 
+import collections
 import itertools
 import re
 import unicodedata
+from collections.abc import Mapping
 
 # Han, Kana and Hangul: scripts searched by single characters and pairs of neighbours.
 _CJK = (
@@ -30,3 +32,20 @@ def terms(text: str) -> list[str]:
         else:
             found.append(run)
     return found
+
+
+TermPostings = list[tuple[int, int]]  # of a term: chunk id, count
+
+
+def gathered(
+    texts: Mapping[int, str],
+) -> tuple[list[tuple[str, TermPostings]], list[tuple[int, int]]]:
+    """Postings of texts by term, in the order of the table, and (chunk id, number of terms)."""
+    by_term: dict[str, TermPostings] = {}
+    lengths = []
+    for chunk_id, text in texts.items():
+        found = terms(text)
+        lengths.append((chunk_id, len(found)))
+        for term, count in collections.Counter(found).items():
+            by_term.setdefault(term, []).append((chunk_id, count))
+    return sorted(by_term.items()), lengths

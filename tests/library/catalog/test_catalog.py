@@ -1,5 +1,6 @@
 """The catalog file: transactions, other processes, and files that are not one."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import os
@@ -360,6 +361,27 @@ def test_locked_catalog_says_so(catalog, monkeypatch):
     catalog._database.connection.execute("ROLLBACK")
     other.put([made])
     other.close()
+
+
+def test_threads_that_read_do_not_wait_for_one_that_writes(catalog):
+    catalog.put([entry(catalog, "a", "lamp")])
+    with (
+        concurrent.futures.ThreadPoolExecutor(1) as other,
+        catalog._database.transaction() as connection,
+    ):
+        connection.execute("DELETE FROM documents")
+        assert not catalog.has_documents()  # what this thread wrote
+        assert [hit.document_id for hit in other.submit(catalog.search, "lamp", 5).result(30)] == [
+            "a"
+        ]
+        assert other.submit(catalog.has_documents).result(30)
+        connection.execute("ROLLBACK")
+        connection.execute("BEGIN")
+    catalog.put([entry(catalog, "b", "lamp lamp")])
+    assert [hit.document_id for hit in catalog.search("lamp", 5)] == ["b", "a"]
+    catalog.close()
+    with pytest.raises(StoreError, match="was closed"):
+        catalog.set("colour", 1)
 
 
 def test_keys_of_kv_that_has_seen_other_chunks_live_as_long_as_these(catalog):

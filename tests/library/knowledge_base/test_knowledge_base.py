@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -276,6 +277,21 @@ def test_question_without_words_finds_nothing(kb):
 def test_progress_draws_nothing_where_there_is_no_terminal(kb, capfd, text_of):
     kb.add([Document("a", text_of(1))], progress=True)
     assert capfd.readouterr() == ("", "")
+
+
+def test_progress_tells_rate_time_left_and_what_was_there(kb, capfd, text_of, monkeypatch):
+    monkeypatch.setattr("jaxrag.models.text.progress._SECONDS", 0)  # as if it took long
+    monkeypatch.setattr("jaxrag.library.knowledge_base.ingest.BATCH_TOKENS", 1)
+    monkeypatch.setattr("jaxrag.library.knowledge_base.prepare._AHEAD_CHARACTERS", 1)
+    documents = [Document(f"d{number}", text_of(number)) for number in range(6)]
+    kb.add(documents[:4])
+    report = kb.add(documents, progress=True)
+    assert report.unchanged == 4
+    lines = capfd.readouterr().err.splitlines()
+    assert any(
+        re.search(rf"/{report.chunks} \[\S+<\S+, .*chunk/?s?.*KV of \d+ was there\]", line)
+        for line in lines
+    ), lines
 
 
 def test_opened_for_reading_nothing_changes(tmp_path, model):

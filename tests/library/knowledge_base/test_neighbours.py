@@ -159,6 +159,65 @@ def test_a_change_encodes_exactly_the_chunks_whose_neighbours_changed(make_kb, e
     assert counts[3] <= searched[3] < 31
 
 
+def test_a_plan_tells_how_many_are_encoded_and_changes_nothing(make_kb, embedder):
+    kb = make_kb(**options(embedder, encoders=["after_prefix", "neighbours"]))
+    assert kb.plan([document(n) for n in range(4)]).behind == 4  # of nothing yet
+    kb.add([document(n) for n in range(30)])
+    steps = [
+        [document(n) for n in range(30, 33)],
+        [document(n) for n in range(33)],
+        [document(99, "d5"), document(6), Document("d7", document(8).text)],
+        [Document("copy", document(8).text)],
+    ]
+    planned, encoded = [], []
+    for documents in steps:
+        kb.gc(grace_seconds=0)  # or KV of earlier neighbours might be found again
+        version, lists = kb._catalog.version(), stands(kb)
+        plan = kb.plan(documents)
+        assert (kb._catalog.version(), stands(kb)) == (version, lists)
+        report = kb.add(documents)
+        for name in ("documents", "replaced", "unchanged", "chunks", "encoded"):
+            assert getattr(plan, name) == getattr(report, name), name
+        planned.append(plan.behind)
+        encoded.append(report.neighbours.encoded)
+    assert encoded == planned
+    assert encoded[0] > 3 and encoded[2] > 1 and encoded[1] == encoded[3] == 0
+    plan = kb.plan([], removed=["d3", "nobody"])
+    assert plan.behind == kb.remove(["d3"]).neighbours.encoded > 0
+
+
+def test_a_plan_by_words_counts_all(make_kb):
+    kb = make_kb(**options())
+    kb.add([document(n) for n in range(6)])
+    assert kb.plan([document(n) for n in range(6)]).behind == 0
+    assert kb.plan([document(7)]).behind == 7
+    assert make_kb("other", encoders=["isolated"]).plan([document(7)]).behind is None
+
+
+def test_chunks_of_which_few_neighbours_are_others_stay_as_they_are(make_kb, embedder, encoded):
+    kb = make_kb(**options(embedder, neighbour_changes=1))
+    kb.add([document(n) for n in range(30)])
+    before = stands(kb)
+    encoded.clear()
+    report = kb.add([document(n) for n in range(30, 34)]).neighbours
+    wanted, after = brute_force(kb, embedder), stands(kb)
+    others = {text: len(set(wanted[text]) - set(before[text])) for text in before}
+    assert {text for text in before if after[text] != before[text]} == {
+        text for text, count in others.items() if count > 1
+    }
+    assert report.encoded == sum(encoded) == 4 + sum(count > 1 for count in others.values())
+    assert 1 in others.values() and report.unchanged > 20
+    assert kb.refresh().searched == 0
+    # What was left as it was is encoded again once any change is enough.
+    again = make_kb(**options(embedder, neighbour_changes=0))
+    assert again.refresh().encoded == sum(before[t] != wanted[t] for t in before) - sum(
+        count > 1 for count in others.values()
+    )
+    assert stands(again) == wanted
+    with pytest.raises(KnowledgeBaseError, match="neighbour_changes=-1: expected"):
+        make_kb(**options(embedder, neighbour_changes=-1))
+
+
 def test_an_approximate_index_searches_only_what_a_change_reaches(
     make_kb, embedder, tmp_path, monkeypatch
 ):
@@ -224,7 +283,7 @@ def test_an_interrupted_run_is_continued(make_kb, embedder, monkeypatch):
     assert stands(kb) == brute_force(kb, embedder)
 
 
-@pytest.mark.parametrize("moment", [1, 2])
+@pytest.mark.parametrize("moment", ["get", "getter"])
 def test_a_chunk_that_another_writer_removes_meanwhile_is_left_out(
     make_kb, embedder, monkeypatch, moment
 ):
@@ -232,20 +291,20 @@ def test_a_chunk_that_another_writer_removes_meanwhile_is_left_out(
     kb.add([document(seed) for seed in range(9)])
     with KnowledgeBase.open(kb.path, mode="rw", embedder=embedder) as other:
         index, calls = kb._vectors.index, []
-        get = index.get
+        slowed = getattr(index, moment)
 
-        def slow(ids):
-            calls.append(len(ids))
-            if len(calls) == moment:
+        def slow(asked):
+            calls.append(asked)
+            if len(calls) == 1:
                 other.remove(["d3"])
-            return get(ids)
+            return slowed(asked)
 
-        monkeypatch.setattr(index, "get", slow)
-        if moment == 1:  # what is searched is found out already
+        monkeypatch.setattr(index, moment, slow)
+        if moment == "get":  # what is searched is found out already
             monkeypatch.setattr(neighbours.NeighbourSearch, "outdated", lambda it, *_: it.chunk_ids)
         kb.add([document(9)])
     monkeypatch.undo()
-    assert len(calls) > moment
+    assert calls
     kb.refresh()
     assert {entry.id for entry in kb.documents()} == {f"d{i}" for i in range(10) if i != 3}
     assert kb.verify().damaged == ()

@@ -8,9 +8,9 @@ import pytest
 
 from jaxrag.library.knowledge_base.neighbours import (
     NeighbourSearch,
-    _entered,
     _from_ranges,
     _to_ranges,
+    entered,
 )
 from jaxrag.library.retrieve.lance import VectorIndex
 
@@ -170,5 +170,6 @@ def test_a_new_chunk_as_similar_as_the_last_neighbour_has_entered(rng, index):
     vectors[30:] = np.array([[-1], [1]]) * vectors[0]
     index.add(np.arange(32, dtype=np.int64), vectors)
     for own in range(10):
-        assert _entered(index, np.array([own]), np.array([own + 10]), np.array([own + 20])).all()
-    assert not _entered(index, np.array([0]), np.array([31]), np.array([30])).any()
+        new = [index.get(np.array([own + 20]))]
+        assert entered(index, np.array([own]), np.array([own + 10]), new).all()
+    assert not entered(index, np.array([0]), np.array([31]), [index.get(np.array([30]))]).any()

@@ -190,7 +190,17 @@ def test_the_command_counts_and_warns(tmp_path, folder, model_dir, capsys):
     (docs / "a.txt").unlink()
     assert "1 document no longer in the files: --sync removes them" in run()[1]
     code, out, _ = run("--sync", "--dry-run")
-    assert (code, out.splitlines()[0]) == (0, "would remove a.txt")
+    assert (code, out.splitlines()) == (0, [
+        "would remove a.txt",
+        "would add 0 documents and replace 0 (2 unchanged), and encode 0 of 2 chunks",
+        "would remove 1 document",
+        "nothing was changed",
+    ])  # fmt: skip
+    (docs / "d.txt").write_text("Wells of the north")
+    assert (
+        "would add 1 document and replace 0 (2 unchanged), and encode 1 of 3" in run("--dry-run")[1]
+    )
+    (docs / "d.txt").unlink()
     assert json.loads(run("--sync", "--json")[1])["removed"] == ["a.txt"]
     for name in "bc":
         (docs / f"{name}.txt").unlink()
@@ -200,7 +210,6 @@ def test_the_command_counts_and_warns(tmp_path, folder, model_dir, capsys):
     ]  # fmt: skip
     assert "removed 2 documents" in run("--sync", "--sync-empty")[1]
     for options, words in (
-        (["--dry-run"], "--dry-run is about --sync"),
         (["--sync-empty"], "--sync-empty is about --sync"),
         (["--sync", "--shard", "0/2"], "--sync needs all documents"),
     ):

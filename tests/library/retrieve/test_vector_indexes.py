@@ -69,6 +69,18 @@ def test_vectors_are_given_back_by_id(index):
             index.get(np.array([20, missing]))
 
 
+@pytest.mark.parametrize("count", [1, 40])
+def test_a_getter_gives_what_get_gives(index, count):
+    ids = np.random.default_rng(3).permutation(900)[:40].astype(np.int64)
+    data = vectors(40)
+    index.add(ids, data)
+    get = index.getter(count)
+    for wanted in (ids[::-1], ids[:3], ids[:0]):
+        assert get(wanted).tolist() == index.get(wanted).tolist()
+    with pytest.raises(StoreError, match="has no vector of chunk 1000"):
+        get(np.array([ids[0], 1000]))
+
+
 def test_only_allowed_ids_are_found(index):
     data, queries = vectors(60), vectors(3, seed=1)
     index.add(np.arange(60), data)

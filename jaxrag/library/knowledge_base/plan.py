@@ -1,0 +1,114 @@
+"""What adding documents would do, found out without changing anything."""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxrag.base.types import HostArray
+from jaxrag.library.documents import BadDocument, Intake
+from jaxrag.library.knowledge_base.neighbours import Neighbours, entered
+from jaxrag.library.knowledge_base.prepare import Prepared, Preparer
+from jaxrag.library.knowledge_base.reports import AddPlan
+from jaxrag.library.retrieve.base import searched_text
+from jaxrag.reuse.encode import ChunkInContext
+
+_BATCH = 256  # documents that are looked up at once
+
+
+@dataclasses.dataclass
+class AddPlanner:
+    """Looks at documents as an ingest does.
+
+    Attributes:
+      preparer: as of the ingest.
+      neighbours: how they are found; None where no variant sees any.
+      encoders: the variants that see neighbours.
+    """
+
+    preparer: Preparer
+    neighbours: Neighbours | None
+    encoders: Sequence[str]
+
+    def look(self, intake: Intake) -> AddPlan:
+        """Read the documents; ``leaving`` of the plan are those that others would replace."""
+        found = AddPlan()
+        self._contents: set[str] = set()  # of documents that are new, or would be replaced
+        self._vectors: list[HostArray] = []  # of contents that no chunk has
+        self._num_fresh = 0
+        for some in itertools.batched(self.preparer.ahead(intake), _BATCH):
+            bad = tuple(it for it in some if isinstance(it, BadDocument))
+            good = [it for it in some if isinstance(it, Prepared)]
+            changed = [it for it in good if not it.unchanged]
+            self._take(changed)
+            found = dataclasses.replace(
+                found,
+                documents=found.documents + len(good),
+                replaced=found.replaced + sum(it.replaces for it in good),
+                unchanged=found.unchanged + len(good) - len(changed),
+                chunks=found.chunks + sum(len(it.token_ids) for it in good),
+                encoded=found.encoded + self._lacking(good),
+                leaving=(*found.leaving, *(it.entry.document.id for it in good if it.replaces)),
+                skipped=(*found.skipped, *bad),
+            )
+        return found
+
+    def _lacking(self, batch: Sequence[Prepared]) -> int:
+        """How many chunks of a batch have no KV, by variants that see no neighbours."""
+        encoding, count = self.preparer.encoding, 0
+        for encoder in self.preparer.encoders:
+            wanted: dict[str, ChunkInContext] = {}
+            for it in batch:
+                wanted |= zip(
+                    it.entry.keys[encoder], map(ChunkInContext, it.token_ids), strict=True
+                )
+            count += len(encoding.missing(encoder, wanted))
+        return count
+
+    def _take(self, batch: Sequence[Prepared]) -> None:
+        """Remember what no chunk of the knowledge base has."""
+        if self.neighbours is None:
+            return
+        texts = {
+            content: searched_text(it.entry.document.title, chunk.text)
+            for it in batch
+            for content, chunk in zip(it.entry.content_ids, it.entry.chunks, strict=True)
+        }
+        known = self.neighbours.catalog.with_content(texts)
+        fresh = [it for it in texts if it not in known and it not in self._contents]
+        self._contents |= texts.keys()
+        self._num_fresh += len(fresh)
+        if fresh and self.neighbours.by == "vectors":
+            vectors = self.neighbours.vectors
+            assert vectors is not None
+            self._vectors.append(vectors.embedder([texts[it] for it in fresh], "passage"))
+
+    def count_behind(self, leaving: Sequence[str]) -> int | None:
+        """At most so many chunks would be encoded behind other neighbours, after ``look``.
+
+        None where no variant sees neighbours.
+
+        Args:
+          leaving: documents that would be replaced or removed.
+        """
+        near = self.neighbours
+        if near is None:
+            return None
+        catalog = near.catalog
+        gone = [it for it in catalog.contents_only_of(leaving) if it not in self._contents]
+        ids = np.setdiff1d(catalog.chunk_ids(), catalog.ids_with_content(gone))
+        if near.by == "bm25" and (gone or self._num_fresh):
+            return (len(ids) + self._num_fresh) * len(self.encoders)
+        count = 0
+        for encoder in self.encoders:
+            own, last = catalog.last_neighbours(encoder, near.top_n)
+            lost = catalog.ids_behind(gone, encoder)
+            others = ~np.isin(ids, own) | np.isin(ids, lost)
+            if self._vectors:
+                assert near.index is not None
+                others |= np.isin(ids, own[entered(near.index, own, last, self._vectors)])
+            elif not gone:
+                others &= ~np.isin(ids, catalog.encoded_ids(encoder))
+            count += int(others.sum()) + self._num_fresh
+        return count
