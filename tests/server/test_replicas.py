@@ -159,7 +159,7 @@ def test_two_replicas(village):
             assert list(threads.map(lambda it: said(client, it), QUESTIONS * 4)) == expected * 4
             assert goes_on(client) == ["prefix hit"]
             # A long stream whose replica is killed, beside short ones of both.
-            long = {"max_tokens": 400, "logit_bias": {str(EOS): -100}}
+            long = {"max_tokens": 250, "logit_bias": {str(EOS): -100}}
             texts, error = streamed(client, QUESTION, **long)
             assert error is None
             whole, others, killed = "".join(texts), [], []
