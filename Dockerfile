@@ -1,4 +1,4 @@
-# Two images: --target cpu (the last one, the default) and --target cuda.
+# Images: --target cpu (the last one, the default), --target cuda, and --target cuda-ray for replicas.
 #   docker build --target cuda -t jaxrag:cuda .
 #   docker run --rm --gpus all -v "$PWD:/data" -p 8000:8000 jaxrag:cuda serve --kb kb --host 0.0.0.0 --keys keys.toml
 
@@ -23,6 +23,13 @@ CMD ["--help"]
 FROM base AS cuda
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     pip install -c /tmp/constraints.txt "$(echo /wheels/*.whl)[serve,documents,cuda]"
+USER 1000
+
+# Replicas on a Ray cluster: `jaxrag serve --replicas`, scripts/cluster/kuberay.
+FROM cuda AS cuda-ray
+USER root
+RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
+    pip install -c /tmp/constraints.txt "$(echo /wheels/*.whl)[ray]"
 USER 1000
 
 FROM base AS cpu

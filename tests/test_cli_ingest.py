@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxrag.cli import main
+from jaxrag.cli.ingest import merged
 from jaxrag.library.documents import BadDocument
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.library.knowledge_base.reports import AddReport
@@ -146,17 +146,15 @@ def test_script_refuses(script, options, words, tmp_path):
     assert words in done.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize("script", ["ingest.py", "ray_ingest.py"])
-def test_script_has_an_example(script):
+def test_script_has_an_example():
     done = subprocess.run(
-        [sys.executable, SCRIPTS / script, "--help"], capture_output=True, text=True
+        [sys.executable, SCRIPTS / "ingest.py", "--help"], capture_output=True, text=True
     )
     assert done.returncode == 0
     assert "example: " in done.stdout
 
 
 def test_reports_of_parts_are_added_up():
-    merged = runpy.run_path(str(SCRIPTS / "ray_ingest.py"))["merged"]
     bad = BadDocument("a", "why")
     parts = [
         AddReport(1, 0, 1, 5, 50, 4, 1, 40, (bad,), 3.0, 4, ("a", "b", "c")),

@@ -77,6 +77,10 @@ class EngineError(JaxragError):
     """A request that the engine could not finish through no fault of its own making."""
 
 
+class EngineUnavailable(EngineError):
+    """An engine that is gone or not there yet, where another may serve the same request."""
+
+
 class DeadlineExceeded(JaxragError):
     """A request whose time was over before its answer was complete."""
 

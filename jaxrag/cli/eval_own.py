@@ -3,8 +3,11 @@
 import argparse
 import json
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from jaxrag.base.errors import RequestError
 from jaxrag.cli.fields import add_fields, from_fields
 from jaxrag.cli.opening import open_kb, where_of
 from jaxrag.cli.options import (
@@ -16,9 +19,14 @@ from jaxrag.cli.options import (
     add_secret,
 )
 from jaxrag.cli.output import print_json, require_folder, titled
+from jaxrag.cli.parts import add_ray, in_parts
 from jaxrag.cli.processes import joined
 from jaxrag.measure.evals.options import OwnOptions
 from jaxrag.models.text.printable import printable
+
+if TYPE_CHECKING:
+    from jaxrag.library.documents import Shard
+    from jaxrag.measure.evals.own import Evaluation
 
 
 def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -46,27 +54,57 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     )
     add_model(parser)
     add_distributed(parser)
+    add_ray(parser)
     add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
     """Print the tables, or one JSON object."""
-    from jaxrag.measure.evals.own import evaluate
-    from jaxrag.measure.evals.own_report import heading, tables, warnings
-    from jaxrag.measure.machine import describe
-    from jaxrag.reuse.methods import method_named
+    from jaxrag.measure.evals.own import evaluate, whole
     from jaxrag.serve.question_files import QuestionFile
+
+    options = options_of(args)
+    questions = QuestionFile.open(args.questions)
+    if args.ray:
+        if args.distributed:
+            raise RequestError(
+                f"--ray {args.ray}: a worker is one process; leave --distributed out"
+            )
+        give(args, whole(in_parts(args, evaluate_part, "evaluate")))
+        return
+    with joined(args) as first, open_kb(args) as kb:
+        found = evaluate(kb, questions, options, progress=first and not args.json)
+    if first:
+        give(args, found)
+
+
+def evaluate_part(args: argparse.Namespace) -> "Callable[[Shard], Evaluation]":
+    """What a worker of --ray does with a part of the questions."""
+    from jaxrag.measure.evals.own import evaluate
+    from jaxrag.serve.question_files import QuestionFile
+
+    questions, options = QuestionFile.open(args.questions), options_of(args)
+    kb = open_kb(args)
+    return lambda shard: evaluate(kb, questions, options, shard=shard)
+
+
+def options_of(args: argparse.Namespace) -> OwnOptions:
+    """What is asked. RequestError, before a model is read, for a method or folder that is none."""
+    from jaxrag.reuse.methods import method_named
 
     options = from_fields(OwnOptions, args, k=args.k, where=where_of(args))
     for name in options.methods:
-        method_named(name)  # refused before a model is read
+        method_named(name)
     require_folder(args.out)
-    questions = QuestionFile.open(args.questions)
-    with joined(args) as first, open_kb(args) as kb:
-        found = evaluate(kb, questions, options, progress=first and not args.json)
-    if not first:
-        return
+    return options
+
+
+def give(args: argparse.Namespace, found: "Evaluation") -> None:
+    """Print what was found, and write its lines."""
+    from jaxrag.measure.evals.own_report import heading, tables, warnings
+    from jaxrag.measure.machine import describe
+
     result = found.to_dict()
     if args.out:
         lines = (json.dumps(record, ensure_ascii=False) for record in found.records())

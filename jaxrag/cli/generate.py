@@ -3,6 +3,9 @@
 import argparse
 import dataclasses
 import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from jaxrag.base.config import ModelOptions
 from jaxrag.base.errors import RequestError
@@ -17,7 +20,14 @@ from jaxrag.cli.options import (
     add_secret,
 )
 from jaxrag.cli.output import print_json
+from jaxrag.cli.parts import add_ray, in_parts
 from jaxrag.cli.processes import joined
+
+if TYPE_CHECKING:
+    from jaxrag.library.documents import Shard
+    from jaxrag.serve.batch import BatchReport
+    from jaxrag.serve.question_files import QuestionFile
+    from jaxrag.serve.questions import Settings
 
 _ABOUT = (
     'A question is {"question": "...", "id": ..., "documents": ["...", ...]}; the last two may be '
@@ -53,37 +63,87 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--shard", default="0/1", metavar="I/N", help="only lines I, I+N, ... from line 0 (0/1)"
     )
     add_distributed(parser)
+    add_ray(parser)
     add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Answer, and print the throughput."""
+    if args.ray:
+        return _answer_in_parts(args)
     with joined(args) as first:
         return _answer(args, first)
+
+
+def _answer_in_parts(args: argparse.Namespace) -> int:
+    """Answer on a Ray cluster: each part into a file of its own, then all of them into --out."""
+    from jaxrag.serve.answer_files import joined_parts
+    from jaxrag.serve.batch import all_parts
+
+    if args.distributed or args.shard != "0/1":
+        raise RequestError(
+            f"--ray {args.ray} deals the questions itself; leave --distributed and --shard out"
+        )
+    _check(args)
+    start = time.perf_counter()
+    reports = in_parts(args, answer_part, "answer")
+    joined_parts(args.out, [_part_file(args, at, len(reports)) for at in range(len(reports))])
+    return _tell(args, all_parts(reports, time.perf_counter() - start))
+
+
+def answer_part(args: argparse.Namespace) -> "Callable[[Shard], BatchReport]":
+    """What a worker of --ray does with a part of the questions; it goes on where one stopped."""
+    from jaxrag.serve.batch import answer_file
+
+    questions, settings = _opened(args)
+
+    def work(shard: "Shard") -> "BatchReport":
+        out = _part_file(args, shard.index, shard.count)
+        return answer_file(questions, out, settings, shard=shard, batch_size=args.batch_size)
+
+    return work
+
+
+def _part_file(args: argparse.Namespace, part: int, parts: int) -> str:
+    return f"{args.out}.{part}-of-{parts}"
+
+
+def _check(args: argparse.Namespace) -> None:
+    """What can be refused before a model is read."""
+    method_of(args)
+    if args.kb is None and args.model is None:
+        raise RequestError(
+            "pass --kb DIR, or --model DIR where the questions bring their own documents"
+        )
+
+
+def _opened(args: argparse.Namespace) -> "tuple[QuestionFile, Settings]":
+    """The questions, and what answers them; its knowledge base is the caller's to close."""
+    from jaxrag.serve.question_files import QuestionFile
+    from jaxrag.serve.questions import resolve
+
+    _check(args)
+    method = method_of(args)
+    questions = QuestionFile.open(args.questions)
+    kb = None if args.kb is None else open_kb(args, method)
+    try:
+        model = load(args.model, from_fields(ModelOptions, args), method) if kb is None else None
+        return questions, resolve(asked_of(args), kb=kb, model=model)
+    except BaseException:
+        if kb is not None:
+            kb.close()
+        raise
 
 
 def _answer(args: argparse.Namespace, first: bool) -> int:
     from jaxrag.library.documents import Shard
     from jaxrag.serve.answer_files import written_once
     from jaxrag.serve.batch import answer_file
-    from jaxrag.serve.question_files import QuestionFile
-    from jaxrag.serve.questions import resolve
 
     shard = Shard.parse(args.shard)
-    method = method_of(args)  # refused before a model is read
-    if args.kb is None and args.model is None:
-        raise RequestError(
-            "pass --kb DIR, or --model DIR where the questions bring their own documents"
-        )
-    questions = QuestionFile.open(args.questions)
-    kb = None if args.kb is None else open_kb(args, method)
+    questions, settings = _opened(args)
     try:
-        settings = resolve(
-            asked_of(args),
-            kb=kb,
-            model=load(args.model, from_fields(ModelOptions, args), method) if kb is None else None,
-        )
         with written_once(args.out, settings.model.exchange, first) as out:
             report = answer_file(
                 questions,
@@ -94,10 +154,15 @@ def _answer(args: argparse.Namespace, first: bool) -> int:
                 progress=first and not args.json,
             )
     finally:
-        if kb is not None:
-            kb.close()
+        if settings.kb is not None:
+            settings.kb.close()
     if not first:
         return 0 if report.complete else 3
+    return _tell(args, report)
+
+
+def _tell(args: argparse.Namespace, report: "BatchReport") -> int:
+    """Print what became of the questions; the exit code."""
     for bad in report.refused:
         print(f"refused {bad.id}: {bad.reason}", file=sys.stderr)
     rates = report.rates()

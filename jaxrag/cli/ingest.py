@@ -2,8 +2,10 @@
 
 import argparse
 import dataclasses
+import itertools
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,7 @@ from jaxrag.cli.fields import add_fields, from_fields, given_fields
 from jaxrag.cli.opening import load, model_of_kb, secret_of
 from jaxrag.cli.options import add_command, add_earlier_name, add_json, add_model, add_secret
 from jaxrag.cli.output import counted, human_count, note, print_json
+from jaxrag.cli.parts import add_ray, in_parts
 from jaxrag.library.options import KnowledgeBaseOptions
 from jaxrag.models.text.printable import printable
 
@@ -113,6 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="say how much would be encoded, with --sync also what would be removed, and change "
         "nothing",
     )
+    add_ray(parser)
     add_json(parser)
 
 
@@ -126,9 +130,41 @@ def run(args: argparse.Namespace) -> int:
     files = files_of(args)
     if args.dry_run:
         return _dry_run(args, files)
-    report = ingest(args, model_for(args), files, shard, not args.json)
+    if args.ray:
+        if args.sync or args.shard is not None:
+            raise RequestError(
+                f"--ray {args.ray} deals the documents itself, and only adds; leave --shard out, "
+                "and run --sync without it"
+            )
+        start = time.perf_counter()
+        reports = in_parts(args, ingest_part, "ingest")
+        report = merged(reports, time.perf_counter() - start)
+    else:
+        report = ingest(args, model_for(args), files, shard, not args.json)
     print_report(report, args.json, args.sync)
     return 3 if report.skipped else 0
+
+
+def ingest_part(args: argparse.Namespace) -> "Callable[[Shard], AddReport]":
+    """What a worker of --ray does with a part of the documents."""
+    model = model_for(args)
+    return lambda shard: ingest(args, model, files_of(args), shard, progress=False)
+
+
+def merged(reports: "Sequence[AddReport]", seconds: float) -> "AddReport":
+    """One report of several parts: counts are added, ``seconds`` is the whole run's."""
+    from jaxrag.library.knowledge_base.ingest import UNKNOWN_EXAMPLES
+
+    own = ("skipped", "seconds", "unknown_words", "neighbours", "removed", "gone")
+    names = [f.name for f in dataclasses.fields(reports[0]) if f.name not in own]
+    unknown = dict.fromkeys(word for report in reports for word in report.unknown_words)
+    return dataclasses.replace(
+        reports[0],
+        **{name: sum(getattr(report, name) for report in reports) for name in names},
+        skipped=tuple(itertools.chain.from_iterable(report.skipped for report in reports)),
+        seconds=seconds,
+        unknown_words=tuple(unknown)[:UNKNOWN_EXAMPLES],
+    )
 
 
 def _dry_run(args: argparse.Namespace, files: "DocumentFiles") -> int:

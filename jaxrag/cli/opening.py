@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from jaxrag.library.knowledge_base import KnowledgeBase
     from jaxrag.models.model import Model
     from jaxrag.reuse.methods import Method
+    from jaxrag.server.settings import ServerSettings
 
 
 @contextlib.contextmanager
@@ -161,3 +162,46 @@ def model_of_kb(args: argparse.Namespace, method: "Method | None" = None) -> "Mo
             "--model DIR to say where it is now"
         )
     return load(path, options, method)
+
+
+def model_of(settings: "ServerSettings") -> "Model":
+    """The model of the settings, or that of the first knowledge base."""
+    from jaxrag.library.knowledge_base import KnowledgeBase
+    from jaxrag.reuse.methods import method_named
+
+    method = method_named(settings.method or "turborag")  # placed where any default is
+    given = settings.model
+    path, dtype = given.path, given.dtype
+    for folder in list(settings.knowledge_bases.values())[:1]:
+        with KnowledgeBase.open(folder, secret=secret_of(settings.secret_file)) as remembered:
+            path = path or remembered.model_path
+            dtype = dtype or remembered.store.layout.dtype
+        if given.path is None and (path is None or not Path(path).is_dir()):
+            raise KnowledgeBaseError(
+                f"{folder} was made with the model in {path}, which is not there; pass --model DIR"
+            )
+    if path is None:
+        raise ConfigError("nothing to serve: pass --kb DIR, or --model DIR")
+    return load(path, dataclasses.replace(given, dtype=dtype), method)
+
+
+def open_bases(settings: "ServerSettings", model: "Model") -> "dict[str, KnowledgeBase]":
+    """The knowledge bases of the settings, by name."""
+    from jaxrag.library.knowledge_base import KnowledgeBase
+
+    opened: dict[str, KnowledgeBase] = {}
+    secret = secret_of(settings.secret_file)
+    try:
+        for name, folder in settings.knowledge_bases.items():
+            if not Path(folder).is_dir():
+                raise KnowledgeBaseError(
+                    f"{folder} is no folder; make it with `jaxrag ingest PATH... --kb {folder}`"
+                )
+            opened[name] = KnowledgeBase.open(
+                folder, model=model, secret=secret, tier=settings.tier
+            )
+    except BaseException:
+        for base in opened.values():
+            base.close()
+        raise
+    return opened

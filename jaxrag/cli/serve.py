@@ -2,7 +2,7 @@
 
 import argparse
 import contextlib
-import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxrag.base.config import ModelOptions
-from jaxrag.base.errors import ConfigError, KnowledgeBaseError
+from jaxrag.base.errors import ConfigError
 from jaxrag.base.installed import __version__, installs
-from jaxrag.cli.fields import add_fields, given_fields
-from jaxrag.cli.opening import load, secret_of
+from jaxrag.cli.fields import add_fields, from_fields, given_fields
+from jaxrag.cli.opening import model_of, open_bases
 from jaxrag.cli.options import add_command, add_distributed, add_model, add_secret
 from jaxrag.cli.processes import joined
+from jaxrag.cli.replicas import ReplicaOptions, check_options, engines, replicated
 from jaxrag.models.text.printable import printable
 from jaxrag.server.options import ServerOptions
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from jaxrag.kv.store import KVStore
     from jaxrag.library.knowledge_base import KnowledgeBase
     from jaxrag.models.model import Model
+    from jaxrag.server.http.run import Server
     from jaxrag.server.settings import ServerSettings
     from jaxrag.server.state.state import ServerState
 
@@ -72,13 +74,38 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="with --distributed: where the first process listens for the others (the "
         "coordinator's host, any port)",
     )
+    add_fields(parser, ReplicaOptions)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal ends it."""
+    with opened(args) as server:
+        if server is not None:
+            state = server.state
+            bases = state.knowledge_bases
+            question = question_for(state.settings, state.model, bases)
+            shown = banner(server.url, state.name, list(bases), question)
+            server.run(lambda: print(shown, flush=True))
+    return 0
+
+
+@contextlib.contextmanager
+def opened(args: argparse.Namespace) -> "Iterator[Server | None]":
+    """The server that the arguments name, which takes no requests yet; closed at the end.
+
+    None in a process of several that has followed the first, until that ended.
+    """
+    options = from_fields(ReplicaOptions, args)
+    if options.replicas:
+        check_options(options, args.distributed)
+        # Theirs are the accelerators; prompts are made ready on the CPU.
+        os.environ["JAXRAG_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "")
+        os.environ["JAX_PLATFORMS"] = "cpu"
     try:
-        from jaxrag.server.http.run import Server, bind, url_of
+        from jaxrag.engine.engine import Engine
+        from jaxrag.server.http.run import Server, bind
+        from jaxrag.server.state.replicas import Replicas
         from jaxrag.server.state.state import make_state
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed; {installs('serve')} does it") from None
@@ -87,22 +114,23 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--plan {args.plan} needs --distributed")
     with joined(args) as first:
         settings = settings_of(args)
-        with bind(settings) if first else contextlib.nullcontext() as bound:
-            model = _model(settings)
+        with (
+            bind(settings) if first else contextlib.nullcontext() as bound,
+            engines(settings, options) as found,
+        ):
+            model = model_of(settings)
             bases = open_bases(settings, model)
             try:
-                state = make_state(settings, model, bases)
-                with led(state, address) if args.distributed else contextlib.nullcontext():
-                    if bound is None:  # it has followed until now
-                        return 0
-                    server = Server(state, bound)
-                    question = question_for(settings, model, bases)
-                    shown = banner(url_of(bound), state.name, list(bases), question)
-                    server.run(lambda: print(shown, flush=True))
+                make = functools.partial(Replicas, routing=options.routing)
+                state = make_state(settings, model, bases, make if options.replicas else Engine)
+                with (
+                    led(state, address) if args.distributed else contextlib.nullcontext(),
+                    replicated(state, found, options) if found.links else contextlib.nullcontext(),
+                ):
+                    yield None if bound is None else Server(state, bound)
             finally:
                 for base in bases.values():
                     base.close()
-    return 0
 
 
 @contextlib.contextmanager
@@ -195,47 +223,6 @@ def _named(kb: str) -> tuple[str, str]:
     """Name and folder of --kb."""
     found = _NAMED.fullmatch(kb)
     return (found[1], found[2]) if found else (Path(kb).resolve().name, kb)
-
-
-def _model(settings: "ServerSettings") -> "Model":
-    """The model of the settings, or that of the first knowledge base."""
-    from jaxrag.library.knowledge_base import KnowledgeBase
-    from jaxrag.reuse.methods import method_named
-
-    method = method_named(settings.method or "turborag")  # placed where any default is
-    given = settings.model
-    path, dtype = given.path, given.dtype
-    for folder in list(settings.knowledge_bases.values())[:1]:
-        with KnowledgeBase.open(folder, secret=secret_of(settings.secret_file)) as remembered:
-            path = path or remembered.model_path
-            dtype = dtype or remembered.store.layout.dtype
-        if given.path is None and (path is None or not Path(path).is_dir()):
-            raise KnowledgeBaseError(
-                f"{folder} was made with the model in {path}, which is not there; pass --model DIR"
-            )
-    if path is None:
-        raise ConfigError("nothing to serve: pass --kb DIR, or --model DIR")
-    return load(path, dataclasses.replace(given, dtype=dtype), method)
-
-
-def open_bases(settings: "ServerSettings", model: "Model") -> "dict[str, KnowledgeBase]":
-    """The knowledge bases of the settings, by name."""
-    from jaxrag.library.knowledge_base import KnowledgeBase
-
-    opened: dict[str, KnowledgeBase] = {}
-    secret = secret_of(settings.secret_file)
-    try:
-        for name, folder in settings.knowledge_bases.items():
-            if not Path(folder).is_dir():
-                raise KnowledgeBaseError(
-                    f"{folder} is no folder; make it with `jaxrag ingest PATH... --kb {folder}`"
-                )
-            opened[name] = KnowledgeBase.open(folder, model=model, secret=secret)
-    except BaseException:
-        for base in opened.values():
-            base.close()
-        raise
-    return opened
 
 
 def question_for(

@@ -72,6 +72,11 @@ class HostArena:
     def __contains__(self, key: str) -> bool:
         return key in self._kv
 
+    def keys(self) -> list[str]:
+        """Of the KV that it has at this moment."""
+        with self._lock:
+            return list(self._kv)
+
     def asked(self, keys: Iterable[str]) -> None:
         """A request asks for these chunks, wherever they are."""
         if not self.max_bytes:

@@ -20,9 +20,9 @@ from jaxrag.engine.admission import Entry
 from jaxrag.engine.core import Core
 from jaxrag.engine.decoding import lane_of
 from jaxrag.engine.mapping import most_pages, plan_request
-from jaxrag.engine.progress import Progress, Sink, Where
+from jaxrag.engine.progress import CommandedSink, Progress, Sink, Where
 from jaxrag.engine.ranks import Follower, Leader
-from jaxrag.engine.request import FinishReason, Request
+from jaxrag.engine.request import Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.state import ChunkEvent, EngineSettings, RunningRequest
 from jaxrag.engine.status import EngineStatus, Tiers
@@ -120,9 +120,14 @@ class Engine:
                 )
             return self._memory
 
+    @property
+    def num_pages(self) -> int:
+        """Of its pool."""
+        return self.runner.num_pages
+
     def check_fits(self, request: Request) -> None:
         """ContextExceeded for a request that the pool could not hold if it held nothing else."""
-        pages, there = most_pages(request), self.runner.num_pages
+        pages, there = most_pages(request), self.num_pages
         if pages > there:
             raise ContextExceeded(
                 f"the prompt of {request.prompt.num_tokens} tokens and its answer need "
@@ -268,6 +273,13 @@ class Engine:
             return None
         return Where(entry.status.value, len(entry.held) - len(entry.missing), len(entry.held))
 
+    def held(self) -> tuple[list[str], list[str]]:
+        """Keys of the KV in its pool, or on its way there, and of that in its host arena."""
+        core = self._core
+        if core is None:
+            return [], []
+        return list(self.runner.cache.allocator.chunks.copy()), core.state.arena.keys()
+
     def events(self) -> list[ChunkEvent]:
         """What happened to chunks, the newest ``EngineSettings.keep_events`` of it, in order."""
         core = self._core
@@ -369,7 +381,7 @@ class Engine:
 
     def _heard(self, sink: Sink) -> Sink:
         """What a client answers is the leader's alone: it becomes a command to all."""
-        return sink if self._leader is None else _LedSink(self, sink)
+        return sink if self._leader is None else CommandedSink(sink, self.abort, self.stop)
 
     def _command(self, running: RunningRequest) -> Submit | None:
         if self._leader is None:
@@ -514,31 +526,6 @@ class _Commanded:
 
     def __call__(self) -> None:
         self.event()
-
-
-class _LedSink:
-    """A client's sink, whose answer goes to all processes as a command."""
-
-    def __init__(self, engine: Engine, sink: Sink) -> None:
-        self._engine, self._sink, self._enough = engine, sink, False
-
-    def __call__(self, progress: Progress) -> bool:
-        if self._enough:  # it wants nothing more but the outcome
-            if not progress.last:
-                return False
-            ended: FinishReason | None = None if progress.error is not None else "stop"
-            progress = dataclasses.replace(progress, new=[], logprobs=[], finish_reason=ended)
-        try:
-            enough = self._sink(progress)
-        except Exception as error:
-            _LOG.warning("the client of request %d failed: %s", progress.number, error)
-            if not progress.last:
-                self._engine.abort(progress.number)
-            return False
-        if enough and not (self._enough or progress.last):
-            self._enough = True
-            self._engine.stop(progress.number)
-        return False
 
 
 def _unheard(progress: Progress) -> None:

@@ -1,11 +1,14 @@
 """What the engine says of a request: new tokens, why it ended, and what it took."""
 
 import dataclasses
+import logging
 from collections.abc import Callable
 
 from jaxrag.engine.looks import Looks
 from jaxrag.engine.request import FinishReason
 from jaxrag.engine.reuse import PartReuse
+
+_LOG = logging.getLogger("jaxrag")
 
 # Of a request, in order: its keys are known; its pages are reserved; its chunks are read and
 # decoded, on the device, and in the pool; its tokens are laid out, and those to compute again are
@@ -104,3 +107,32 @@ class Where:
 # Is called on the engine's thread, and must not wait. True: no more tokens are wanted; the outcome
 # still comes.
 Sink = Callable[[Progress], bool | None]
+
+
+class CommandedSink:
+    """A client's sink of a request that runs elsewhere, too: what it answers becomes a command."""
+
+    def __init__(
+        self, sink: Sink, abort: Callable[[int], None], stop: Callable[[int], None]
+    ) -> None:
+        """``abort`` and ``stop`` as an engine has them."""
+        self._sink, self._abort, self._stop, self._enough = sink, abort, stop, False
+
+    def __call__(self, progress: Progress) -> bool:
+        """As a sink."""
+        if self._enough:  # it wants nothing more but the outcome
+            if not progress.last:
+                return False
+            ended: FinishReason | None = None if progress.error is not None else "stop"
+            progress = dataclasses.replace(progress, new=[], logprobs=[], finish_reason=ended)
+        try:
+            enough = self._sink(progress)
+        except Exception as error:
+            _LOG.warning("the client of request %d failed: %s", progress.number, error)
+            if not progress.last:
+                self._abort(progress.number)
+            return False
+        if enough and not (self._enough or progress.last):
+            self._enough = True
+            self._stop(progress.number)
+        return False

@@ -5,7 +5,8 @@ lock, each of one moment but not all of the same.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from jaxrag.engine.admission import QUEUED, Entry, RequestStatus
@@ -141,6 +142,57 @@ def tiers_of(state: State, hits: Mapping[HitKind, int]) -> Tiers:
         host=state.arena.state,
         links=state.links.states(),
     )
+
+
+def all_status(engines: Mapping[str, EngineStatus]) -> EngineStatus:
+    """Of several engines, by name, as one: sums, and the longest ages."""
+    found = list(engines.values())
+    rates = [it.rate for it in found if it.rate is not None]
+    return EngineStatus(
+        requests=_sum(it.requests for it in found),
+        pages=_sum(it.pages for it in found),
+        rows={f"{name}: {row}": n for name, it in engines.items() for row, n in it.rows.items()},
+        waiting=_ages(it.waiting for it in found),
+        loading=_ages(it.loading for it in found),
+        waiting_tokens=sum(it.waiting_tokens for it in found),
+        queued_cost=sum(it.queued_cost for it in found),
+        rate=sum(rates) if rates else None,
+        ended=_sum(it.ended for it in found),
+        new_tokens=sum(it.new_tokens for it in found),
+        preempted=sum(it.preempted for it in found),
+        evicted=sum(it.evicted for it in found),
+        restarts=sum(it.restarts for it in found),
+    )
+
+
+def all_tiers(engines: Sequence[Tiers]) -> Tiers:
+    """Of several engines as one: sums; a link for each of every engine."""
+    hosts = [it.host for it in engines]
+    return Tiers(
+        hits=_sum(it.hits for it in engines),
+        pool_chunks=sum(it.pool_chunks for it in engines),
+        pool_bytes=sum(it.pool_bytes for it in engines),
+        max_pool_bytes=sum(it.max_pool_bytes for it in engines),
+        host=ArenaState(
+            nbytes=sum(it.nbytes for it in hosts),
+            max_bytes=sum(it.max_bytes for it in hosts),
+            chunks=sum(it.chunks for it in hosts),
+            evicted=sum(it.evicted for it in hosts),
+        ),
+        links=tuple(link for it in engines for link in it.links),
+    )
+
+
+def _sum[Name](counts: Iterable[Mapping[Name, int]]) -> dict[Name, int]:
+    found: Counter[Name] = Counter()
+    for it in counts:
+        found.update(it)
+    return dict(found)
+
+
+def _ages(found: Iterable[Ages]) -> Ages:
+    ages = list(found)
+    return Ages(max((it.longest for it in ages), default=0.0), sum(it.total for it in ages))
 
 
 def _pages(allocator: PageAllocator, entries: Iterable[Entry]) -> dict[PageState, int]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxrag.base.errors import EngineError, JaxragError
+from jaxrag.base.guide import Guide
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.kv.store import KVStore
@@ -29,6 +30,7 @@ TYPES: dict[str, type[Any]] = {
         Prompt,
         Method,
         SamplingParams,
+        Guide,
         Indexing,
         *SELECTORS.values(),
         *DECODE_RULES.values(),
@@ -129,13 +131,12 @@ def _command_table(command: Command) -> dict[str, Any]:
     if not isinstance(command, Submit):
         [name] = (name for name, it in _COMMANDS.items() if isinstance(command, it))
         return {"command": name, **dataclasses.asdict(command)}
-    request = {name: _plain(getattr(command.request, name)) for name in sorted(_FIELDS)}
     return {
         "command": "submit",
         "number": command.number,
         "added": command.added,
         "store": command.store,
-        "request": request,
+        "request": request_table(command.request),
     }
 
 
@@ -144,11 +145,24 @@ def _command(table: dict[str, Any], stores: Mapping[str, KVStore]) -> Command:
     if kind != "submit":
         made: Command = _COMMANDS[kind](**{name: int(value) for name, value in table.items()})
         return made
-    fields = {name: _value(table["request"][name]) for name in _FIELDS}
-    fields["eos_ids"] = frozenset(fields["eos_ids"])
     name = table["store"]
-    request = Request(store=stores[name], **fields)
+    request = request_of(table["request"], stores[name])
     return Submit(int(table["number"]), float(table["added"]), name, request)
+
+
+def request_table(request: Request) -> dict[str, Any]:
+    """A request for JSON, without its store and its grammar."""
+    return {name: _plain(getattr(request, name)) for name in sorted(_FIELDS)}
+
+
+def request_of(table: Mapping[str, Any], store: KVStore) -> Request:
+    """The request that a table was made of, without its grammar.
+
+    Raises KeyError, TypeError, ValueError or JaxragError for a table that is of none.
+    """
+    fields = {name: _value(table[name]) for name in _FIELDS}
+    fields["eos_ids"] = frozenset(fields["eos_ids"])
+    return Request(store=store, **fields)
 
 
 def _plain(value: Any) -> Any:

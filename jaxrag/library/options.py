@@ -63,6 +63,7 @@ class KnowledgeBaseOptions:
     secret: bytes | None = dataclasses.field(default=None, repr=False)
     reseal: bool = False
     accept_older: bool = False
+    tier: Any = None
     store: Any = option(
         None, "repository of the KV: s3://, gs:// or a folder", "URL", unset="in --kb", parse=str
     )

@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -106,6 +107,29 @@ def written_once(
             if data is not None:
                 file.write_bytes(data)
         yield own
+
+
+def joined_parts(path: str | os.PathLike[str], parts: Iterable[str]) -> None:
+    """Write the answers of several files into one, at once; the parts stay, to go on from.
+
+    Raises ConfigError where it cannot be written.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with temporary.open("wb") as out:
+            for part in parts:
+                with open(part, "rb") as answers:
+                    shutil.copyfileobj(answers, out)
+            out.flush()
+            os.fsync(out.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be written ({error.strerror}); name a file in a folder of yours"
+        ) from None
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def settings_path(answers: str | os.PathLike[str]) -> Path:

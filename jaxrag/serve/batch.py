@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import xxhash
@@ -46,6 +47,17 @@ class BatchReport:
             "generated_tokens_per_second": self.generated_tokens / self.seconds,
             "reused_tokens_per_second": self.reused_tokens / self.seconds,
         }
+
+
+def all_parts(reports: Sequence[BatchReport], seconds: float) -> BatchReport:
+    """One report of several parts: counts are added, ``seconds`` is the whole run's."""
+    own = ("refused", "seconds")
+    names = [it.name for it in dataclasses.fields(BatchReport) if it.name not in own]
+    return BatchReport(
+        refused=tuple(itertools.chain.from_iterable(it.refused for it in reports)),
+        seconds=seconds,
+        **{name: sum(getattr(it, name) for it in reports) for name in names},
+    )
 
 
 def question_seed(seed: int, name: Id) -> int:

@@ -18,6 +18,7 @@ from jaxrag.base.errors import (
     DeadlineExceeded,
     DocumentError,
     EngineError,
+    EngineUnavailable,
     JaxragError,
     KnowledgeBaseError,
     Overloaded,
@@ -181,6 +182,8 @@ def problem_of(error: BaseException) -> Problem:
         return unavailable(text, code="cancelled")
     if isinstance(error, StoreError | RetrievalError):
         return unavailable(text)
+    if isinstance(error, EngineUnavailable):
+        return unavailable(text, code="engine_unavailable")
     code = "engine_error" if isinstance(error, EngineError) else "internal_error"
     return Problem(500, text, type="server_error", code=code, headers=_NO_RETRY)
 

@@ -30,6 +30,8 @@ class ServerOptions:
       port: port to listen on; 0: any that is free.
       data: folder for what clients upload; None: uploads are refused.
       keys: TOML file of the keys that are let in; None: anybody is.
+      tier: folder of this machine for copies of the KV that is read; None: where the repository of
+        a knowledge base is a URL, in the folder of the knowledge base.
       secret_file: file of the secret that seals the KV of the knowledge bases; None: of none.
       open_to_all: listen on an address that others can reach without asking for keys.
       method: a preset's name or a TOML file, where a request names none; None: by model and
@@ -66,6 +68,10 @@ class ServerOptions:
     port: int = option(8000, "0 takes any that is free", "N")
     data: str | None = option(None, "folder for uploads", "DIR", unset="none are taken")
     keys: str | None = option(None, "TOML of the keys that are let in", "FILE", unset="anybody")
+    tier: str | None = option(
+        None, "folder of this machine for copies of KV that lies elsewhere", "DIR",
+        unset="in the knowledge base, of a repository with a URL",
+    )  # fmt: skip
     secret_file: str | None = None
     open_to_all: bool = option(
         False,

@@ -17,8 +17,9 @@ import pytest
 
 from jaxrag.cli import main
 from jaxrag.library.knowledge_base import KnowledgeBase
-from jaxrag.server.http.run import bind, warm_up
+from jaxrag.server.http.run import bind
 from jaxrag.server.settings import ServerSettings
+from jaxrag.server.state.warm import warm_up
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "checkpoints/synthetic-0.8m/dual"

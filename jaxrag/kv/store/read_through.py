@@ -1,13 +1,14 @@
 """A local copy of what was read from far away, so that it comes from the disk the next time."""
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from numpy.typing import NDArray
 
-from jaxrag.base.errors import StoreError
+from jaxrag.base.errors import ChunkMissing, StoreError
 from jaxrag.kv.store.attempts import Attempt, WrittenShard
 from jaxrag.kv.store.base import Aux
 from jaxrag.kv.store.census import Seen
@@ -20,6 +21,8 @@ from jaxrag.kv.store.sweep import SweepReport
 from jaxrag.kv.store.wrapper import StoreWrapper
 from jaxrag.kv.store.writer import PutResult
 
+_LOG = logging.getLogger("jaxrag")
+
 _COPIES = 4  # at a time; each holds one chunk in memory
 
 
@@ -29,8 +32,8 @@ class ReadThrough(StoreWrapper):
     The remote store is the truth: puts, ``find``, ``keys`` and ``verify`` go there. A read takes
     the local copy where there is one, without a word to the remote, so a chunk that others replaced
     or deleted there may be served as it was. A copy that turns out damaged is dropped and fetched
-    again, so what is refused is refused by the remote. The local store needs no durability, and may
-    have a size limit.
+    again, so what is refused is refused by the remote; where no copy can be made, as on a full
+    disk, the remote is read. The local store needs no durability, and may have a size limit.
     """
 
     def __init__(self, remote: ChunkStore, local: ChunkStore) -> None:
@@ -55,6 +58,7 @@ class ReadThrough(StoreWrapper):
             raise StoreError(f"{local.location}: expected a directory that is open for writing")
         self.remote = remote
         self.local = local
+        self._told = False  # that copies fail
         self._threads = ThreadPoolExecutor(_COPIES, "jaxrag-copy")
         self._prefetches = ThreadPoolExecutor(1, "jaxrag-prefetch")
 
@@ -194,7 +198,14 @@ class ReadThrough(StoreWrapper):
         limit = self.local.max_bytes
         if not isinstance(found, Record) or (limit is not None and found.nbytes > limit):
             return found
-        gone = self.local.copy_in(found, self.remote)
+        try:
+            gone = self.local.copy_in(found, self.remote)
+        except StoreError as error:  # one of the two: reading the remote store will tell which
+            if not self._told:
+                self._told = True
+                _LOG.warning("%s: chunks are read without a copy: %s", self.local.location, error)
+            return ChunkMissing(f"chunk {key}: no copy could be made: {error}")
+        self._told = False
         return self.local.find([key])[key] if gone is None else gone
 
 

@@ -81,6 +81,7 @@ class KnowledgeBase(Maintained):
         secret: bytes | None = None,
         reseal: bool = False,
         accept_older: bool = False,
+        tier: str | os.PathLike[str] | None = None,
         store: str | os.PathLike[str] | None = None,
         max_bytes: int | None = None,
         embedder: GivenEmbedder | None = None,
@@ -118,6 +119,8 @@ class KnowledgeBase(Maintained):
           reseal: take this secret, or none, in place of the one that it was sealed with.
           accept_older: take a catalog that its store knows for an older copy as it is from now on.
             Documents that were added since are missing, and removed ones are back.
+          tier: folder of this machine for copies of chunks that were read, of any number of
+            knowledge bases; None keeps those of a URL in the folder, and no others.
           store: URL (s3://, gs://) or folder of the chunk repository; the folder itself when None.
             Chunks of a URL are kept in the folder too once they were read.
           max_bytes: limit of the chunk KV kept on local disk, 0 for none; the coldest is dropped,
@@ -157,8 +160,8 @@ class KnowledgeBase(Maintained):
             template=template, chunk_tokens=chunk_tokens, overlap=overlap, chunk_by=chunk_by,
             encoders=encoders, neighbours=neighbours, neighbour_changes=neighbour_changes,
             similar_by=similar_by, stored=stored, salt=salt, secret=secret, reseal=reseal,
-            accept_older=accept_older, store=store, max_bytes=max_bytes, embedder=embedder,
-            index=index, attention_index=attention_index,
+            accept_older=accept_older, tier=tier, store=store, max_bytes=max_bytes,
+            embedder=embedder, index=index, attention_index=attention_index,
         )  # fmt: skip
         catalog, mode = open_catalog(folder, model, wanted, mode)
         try:

@@ -157,23 +157,28 @@ def _is_new(path: Path) -> bool:
 
 
 def open_repository(
-    folder: Path, settings: Mapping[str, Any], mode: Mode, secret: bytes | None
+    folder: Path,
+    settings: Mapping[str, Any],
+    mode: Mode,
+    secret: bytes | None,
+    tier: str | os.PathLike[str] | None = None,
 ) -> ChunkStore | ReadThrough:
     """The repository of the chunks; one that lies elsewhere is read through a local tier.
 
-    Both believe what is sealed with the secret, where there is one.
+    Both believe what is sealed with the secret, where there is one. ``tier``: a folder of this
+    machine for it, which any repository is read through then.
     """
     location, limit = settings["store"] or str(folder), settings["max_bytes"]
     fingerprint, layout = settings["fingerprint"], KVLayout(**settings["layout"])
-    if "://" not in location:
+    if "://" not in location and tier is None:
         return ChunkStore.open(
             location, fingerprint, layout, mode=mode, max_bytes=limit, secret=secret
         )
     remote = ChunkStore.open(location, fingerprint, layout, mode=mode, secret=secret)
-    if not os.access(folder, os.W_OK):
+    if tier is None and not os.access(folder, os.W_OK):
         return remote
-    tier = ChunkStore.open(
-        folder / TIER,
+    local = ChunkStore.open(
+        folder / TIER if tier is None else Path(tier) / settings["id"],
         fingerprint,
         layout,
         mode="rw",
@@ -181,7 +186,7 @@ def open_repository(
         durable=False,
         secret=secret,
     )
-    return ReadThrough(remote, tier)
+    return ReadThrough(remote, local)
 
 
 def _create(folder: Path, settings: Mapping[str, Any]) -> Catalog:

@@ -91,7 +91,7 @@ class Parts:
         self._vectors = None
         if settings["vectors"] is not None:
             self._vectors = ChunkVectors(path, settings["vectors"], wanted.embedder, mode)
-        self.store = open_repository(path, settings, mode, wanted.secret)
+        self.store = open_repository(path, settings, mode, wanted.secret, wanted.tier)
         if mode == "rw":
             self._own(settings, wanted)
             self._finish_removals()

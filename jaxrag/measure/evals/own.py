@@ -7,6 +7,7 @@ its time is only its own. What is compared with full attention is compared quest
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from jaxrag.measure.evals.metrics import exact_match, holds, token_f1
 from jaxrag.measure.evals.options import OwnOptions
 from jaxrag.measure.evals.statistics import difference, median, plain, share
 from jaxrag.models.text.progress import progress_bar
+from jaxrag.reuse.methods import Method
 from jaxrag.serve.answers import Result, serve
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.question_files import BadQuestion, FileQuestion, QuestionFile, is_texts
@@ -47,14 +49,16 @@ class Probe:
     sources: tuple[str, ...]
 
 
-def probes_of(questions: QuestionFile, kb: KnowledgeBase) -> tuple[Probe, ...]:
-    """The questions of a file with their right answers.
+def probes_of(
+    questions: QuestionFile, kb: KnowledgeBase, shard: Shard | None = None
+) -> tuple[Probe, ...]:
+    """The questions of a file, or of a shard of it, with their right answers.
 
     Raises RequestError, with the line: a line that is none, without a right answer, with texts to
     answer from, or with a source that the knowledge base does not hold.
     """
     known = {document.id for document in kb.documents()}
-    return tuple(_probe(questions, it, known) for it in questions.entries(Shard()))
+    return tuple(_probe(questions, it, known) for it in questions.entries(shard or Shard()))
 
 
 def _probe(file: QuestionFile, question: FileQuestion | BadQuestion, known: set[str]) -> Probe:
@@ -116,10 +120,20 @@ class Answered:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """What was asked, and what every method made of it: answered[method][probe]."""
+    """What was asked, and what every method made of it: answered[method][probe].
+
+    Attributes:
+      methods: full attention is the first.
+      template: its name.
+      k: chunks that were retrieved.
+      notes: about the whole.
+    """
 
     probes: tuple[Probe, ...]
-    settings: tuple[Settings, ...]  # of each method; full attention is the first
+    methods: tuple[Method, ...]
+    template: str
+    k: int
+    max_new_tokens: int
     answered: tuple[tuple[Answered, ...], ...]
     notes: tuple[str, ...]
 
@@ -138,16 +152,16 @@ class Evaluation:
         """JSON-able; shares as fractions of 1 and times in seconds, each with its interval."""
         with_sources = [i for i, probe in enumerate(self.probes) if probe.sources]
         recall = np.array([_recall(self.probes[i], self.answered[0][i]) for i in with_sources])
-        settings, found = self.settings[0], [it.result.sources for it in self.answered[0]]
+        found = [it.result.sources for it in self.answered[0]]
         return {
             "questions": len(self.probes),
             "with_sources": len(with_sources),
-            "k": settings.ask.k,
-            "max_new_tokens": settings.ask.max_new_tokens,
-            "template": settings.template.name,
+            "k": self.k,
+            "max_new_tokens": self.max_new_tokens,
+            "template": self.template,
             "without_chunks": sum(not sources for sources in found),
             "recall": plain(share(recall, np.arange(len(recall)))),
-            "methods": [self._method(i) for i in range(len(self.settings))],
+            "methods": [self._method(i) for i in range(len(self.methods))],
             "notes": list(self.notes),
         }
 
@@ -158,7 +172,7 @@ class Evaluation:
         same = [a.result.token_ids == b.result.token_ids for a, b in zip(own, full, strict=True)]
         tokens = np.repeat(each, [len(it.same) for it in own])
         over = np.array([b.ttft / a.ttft for a, b in zip(own, full, strict=True)])
-        method = self.settings[index].method
+        method = self.methods[index]
         return {
             "method": method.name,
             "encoder": method.encoder,
@@ -181,12 +195,12 @@ class Evaluation:
     def records(self) -> list[dict[str, Any]]:
         """One for each question and method, JSON-able."""
         lines = []
-        for index, settings in enumerate(self.settings):
+        for index, method in enumerate(self.methods):
             scores = self.scores(index)
             for i, (probe, own) in enumerate(zip(self.probes, self.answered[index], strict=True)):
                 lines.append({
                     "id": probe.question.id,
-                    "method": settings.method.name,
+                    "method": method.name,
                     "question": probe.question.text,
                     "answers": list(probe.answers),
                     "text": own.result.text,
@@ -205,13 +219,19 @@ class Evaluation:
 
 
 def evaluate(
-    kb: KnowledgeBase, questions: QuestionFile, options: OwnOptions, *, progress: bool = False
+    kb: KnowledgeBase,
+    questions: QuestionFile,
+    options: OwnOptions,
+    *,
+    shard: Shard | None = None,
+    progress: bool = False,
 ) -> Evaluation:
     """Ask a knowledge base the questions of a file by several methods.
 
     Args:
       questions: with their right answers (``probes_of``).
       options: the methods, and how much is retrieved.
+      shard: lines of the file; None: all.
       progress: show how far it is, on stderr.
 
     Raises RequestError for a bad line, an unknown method or a question that cannot be served;
@@ -219,7 +239,7 @@ def evaluate(
     """
     if kb.model is None:
         raise RequestError(f"{kb.path} was opened without its model; open it with model=")
-    probes = probes_of(questions, kb)
+    probes = probes_of(questions, kb, shard)
     names = tuple(dict.fromkeys((REFERENCE, *(options.methods or suiting(kb, kb.model)))))
     settings = tuple(
         resolve(
@@ -249,7 +269,30 @@ def evaluate(
                 answered[i].append(Answered(*own, logits.argmax(1) == first))
                 bar.update()
     notes = dict.fromkeys(note for one in settings for note in _notes(one, questions))
-    return Evaluation(probes, settings, tuple(map(tuple, answered)), tuple(notes))
+    return Evaluation(
+        probes=probes,
+        methods=tuple(one.method for one in settings),
+        template=settings[0].template.name,
+        k=settings[0].ask.k,
+        max_new_tokens=settings[0].ask.max_new_tokens,
+        answered=tuple(map(tuple, answered)),
+        notes=tuple(notes),
+    )
+
+
+def whole(parts: Sequence[Evaluation]) -> Evaluation:
+    """The evaluation whose shards these are, in the order of the file."""
+    order = sorted((it.question.line, at, i) for at, part in enumerate(parts)
+                   for i, it in enumerate(part.probes))  # fmt: skip
+    return dataclasses.replace(
+        parts[0],
+        probes=tuple(parts[at].probes[i] for _, at, i in order),
+        answered=tuple(
+            tuple(parts[at].answered[method][i] for _, at, i in order)
+            for method in range(len(parts[0].methods))
+        ),
+        notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
+    )
 
 
 def _ready(file: QuestionFile, settings: Settings, probe: Probe) -> ReadyQuestion:

@@ -23,6 +23,7 @@ from jaxrag.serve.questions import ReadyQuestion, prepare, resolve
 from jaxrag.server.errors import ClientLeft, Problem, invalid, unavailable
 from jaxrag.server.fields import Generation
 from jaxrag.server.state.ingested import bring_ingested
+from jaxrag.server.state.replicas import Replicas
 from jaxrag.server.state.state import ServerState
 from jaxrag.server.tenants import Access
 
@@ -96,7 +97,7 @@ def make_ready(
     settings = dataclasses.replace(settings, encode=encode, check_cancelled=check_cancelled)
     ready = prepare(settings, asked, fields.documents, sampling)
     request = ready.request
-    if base is None and server.plain == "passages":
+    if base is None and server.plain == "passages" and not isinstance(state.engine, Replicas):
         loads = list(plan_request(state.model, request, 0).loads.values())
         bases = [it for name, it in state.knowledge_bases.items() if access.may_read(name)]
         bring_ingested(state.model, state.memory.store(access.tenant), bases, loads)

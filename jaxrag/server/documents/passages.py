@@ -4,6 +4,7 @@ from typing import Any
 
 from jaxrag.server.errors import invalid
 from jaxrag.server.state.entry import Call
+from jaxrag.server.state.replicas import Replicas
 
 
 def forget_passages(call: Call) -> dict[str, Any]:
@@ -15,4 +16,7 @@ def forget_passages(call: Call) -> dict[str, Any]:
     keys = state.memory.forget(tenant)
     state.seen.forget(tenant)
     state.engine.drop(keys)
-    return {"object": "plain", "deleted": True, "passages": len(keys)}
+    count = len(keys)
+    if isinstance(state.engine, Replicas):
+        count += state.engine.forget_tenant(tenant)
+    return {"object": "plain", "deleted": True, "passages": count}

@@ -8,6 +8,7 @@ from starlette.responses import JSONResponse
 
 from jaxrag.server.errors import forbidden
 from jaxrag.server.http.metrics import link_name, link_names
+from jaxrag.server.state.replicas import Replicas
 from jaxrag.server.state.state import ServerState, state_of
 
 
@@ -32,7 +33,7 @@ def view(state: ServerState) -> dict[str, Any]:
     seen = None
     if standing is not None:
         seen = dataclasses.asdict(standing) | {"queued_seconds": standing.queued_seconds}
-    return {
+    found = {
         "phase": state.phase,
         "silence_seconds": engine.silence,
         "http": {
@@ -45,3 +46,4 @@ def view(state: ServerState) -> dict[str, Any]:
         "programs": dict(sorted(engine.compiled.copy().items())),
         "compilations": state.metrics.compilations(),
     }
+    return found | ({"replicas": engine.members} if isinstance(engine, Replicas) else {})

@@ -21,6 +21,7 @@ from jaxrag.engine.links import LinkState
 from jaxrag.engine.reuse import tokens_by_source
 from jaxrag.engine.status import Ages, EngineStatus, Tiers
 from jaxrag.serve.plain import SeenAt
+from jaxrag.server.state.replicas import Replicas
 from jaxrag.server.state.state import Served, ServerState
 
 PREFIX = "jaxrag_"
@@ -177,6 +178,10 @@ class _Now(Collector):
                        compiled)  # fmt: skip
         yield _counter("known_texts", "Pieces of messages, by whether their token ids were known.",
                        "result", {"hit": state.seen.hits, "miss": state.seen.misses})  # fmt: skip
+        if isinstance(engine, Replicas):
+            up = sum(it["up"] for it in engine.members.values())
+            counts = {"up": up, "down": len(engine.members) - up}
+            yield _gauges("replicas", "That answer for this server.", "state", counts)
         standing, tiers = engine.status(), engine.tiers()
         if standing is not None:
             yield from _of_standing(standing, metrics)

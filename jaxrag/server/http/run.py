@@ -12,15 +12,14 @@ from collections.abc import Callable, Iterator
 import uvicorn
 
 from jaxrag.base.errors import ConfigError
-from jaxrag.serve.warm import requests_like
 from jaxrag.server.errors import unavailable
 from jaxrag.server.http.app import make_app
 from jaxrag.server.http.connections import ACCEPTS, BACKLOG, Connections
 from jaxrag.server.http.health import fail_stuck, watchdog
 from jaxrag.server.http.logs import logging_requests
 from jaxrag.server.settings import ServerSettings
-from jaxrag.server.state.recipe import warm_up_passages
 from jaxrag.server.state.state import ServerState
+from jaxrag.server.state.warm import warm_up
 from jaxrag.server.tenants import check_host
 
 _LOG = logging.getLogger("jaxrag.server")
@@ -94,6 +93,11 @@ class Server:
         self._ends = 0  # how often its end was asked for
         self._ending: asyncio.Task[None] | None = None
         self._warming: threading.Thread | None = None
+
+    @property
+    def url(self) -> str:
+        """Where clients on this machine find it."""
+        return url_of(self._bound)
 
     def run(self, ready: Callable[[], None]) -> None:
         """Serve until SIGTERM or SIGINT; ``ready`` is called once requests are taken.
@@ -210,31 +214,3 @@ class _Uvicorn(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave signals to whoever runs it."""
         yield
-
-
-def warm_up(state: ServerState) -> int:
-    """Search every knowledge base once, and compile what the default method needs; how many.
-
-    Questions of usual lengths over as many chunks as are retrieved, and prompts without any, in
-    all widths; where files are uploaded or passages are read, their encoding. Other methods and
-    rules are compiled when they are first asked for.
-    """
-    settings = state.settings
-    for base in state.knowledge_bases.values():
-        base.search("What?", 1)
-    requests = requests_like(
-        state.model,
-        next(iter(state.methods.values())),
-        {base.chunking.chunk_tokens for base in state.knowledge_bases.values()},
-        settings.k,
-        settings.max_new_tokens,
-        settings.rows,
-        watched=True,
-        store=state.memory.store(state.tenants.names[0]) if state.engine.leads else None,
-    )
-    programs = state.engine.warm_up(list(requests))
-    state.library.warm_up()
-    if settings.plain == "passages":
-        programs += warm_up_passages(state.model, state.default_method(None))
-    state.engine.forget()
-    return programs

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from jaxrag.base.errors import ConfigError
 from jaxrag.base.sharding import processes_of
 from jaxrag.engine.engine import Engine
+from jaxrag.engine.state import EngineSettings
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import PromptTemplate, template_named
@@ -220,8 +221,11 @@ def make_state(
     settings: ServerSettings,
     model: Model,
     knowledge_bases: Mapping[str, KnowledgeBase] | None = None,
+    engine: Callable[[Model, EngineSettings], Engine] = Engine,
 ) -> ServerState:
     """The state of a server over a model, which gets an engine of the settings.
+
+    ``engine`` makes it.
 
     Raises ConfigError or RequestError for a method or rule that is unknown or does not serve.
     """
@@ -236,7 +240,7 @@ def make_state(
     scheduler = dataclasses.replace(
         given, classes=settings.classes, weights={**tenants.weights, **given.weights}
     )
-    model.engine = Engine(model, dataclasses.replace(settings.engine, scheduler=scheduler))
+    model.engine = engine(model, dataclasses.replace(settings.engine, scheduler=scheduler))
     rules = tuple(DECODE_RULES) if settings.decode_rules is None else settings.decode_rules
     bases = dict(knowledge_bases or {})
     methods = offered_methods(settings, model, next(iter(bases.values()), None))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, StoreError
-from jaxrag.kv.store import ChunkStore, KVLayout, ReadThrough
+from jaxrag.kv.store import ChunkStore, KVLayout, ReadThrough, Record
 
 
 def put(store, *chunks):
@@ -237,3 +237,28 @@ def test_stores_that_do_not_fit_together_are_refused(far, near, model, tmp_path)
     reader = ChunkStore.open(tmp_path / "near", model, far.layout)
     with pytest.raises(StoreError, match="expected a directory that is open for writing"):
         ReadThrough(far, reader)
+
+
+def test_what_finds_no_room_here_is_read_from_the_remote(
+    far, near, chunk, rng, caplog, monkeypatch
+):
+    """As on a full disk; it is said once, and again after copies could be made."""
+    chunks = [chunk(number, 4) for number in range(1, 4)]
+    put(far, *chunks)
+    here = near()
+    store, write = ReadThrough(far, here), here._backend.write
+
+    def full(path, value):
+        raise StoreError("near: writing: No space left on device; check the disk")
+
+    monkeypatch.setattr(here._backend, "write", full)
+    for one in chunks[:2]:
+        one.assert_equal(store.get(one.key))
+    said = [it.message for it in caplog.records if "read without a copy" in it.message]
+    assert len(said) == 1 and "No space left" in said[0]
+    found = here.find([one.key for one in chunks]).values()
+    assert not any(isinstance(it, Record) for it in found)
+    monkeypatch.setattr(here._backend, "write", write)
+    chunks[2].assert_equal(store.get(chunks[2].key))
+    far.delete([chunks[2].key])
+    chunks[2].assert_equal(store.get(chunks[2].key))

@@ -1,0 +1,141 @@
+"""One engine of several that answer for one server."""
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from typing import Protocol
+
+import numpy as np
+
+from jaxrag.base.types import HostArray
+from jaxrag.engine.engine import Engine
+from jaxrag.engine.jobs import SILENT_SECONDS, Job, JobNews, ReplicaReport, StoreRef, name_of
+from jaxrag.engine.progress import Progress
+from jaxrag.engine.wire import request_of
+from jaxrag.kv.store import KVStore
+
+
+class Stores(Protocol):
+    """The stores of a process, by what its servers call them. For any thread."""
+
+    def __call__(self, ref: StoreRef) -> KVStore:
+        """One of them. Raises JaxragError where it cannot be had."""
+        ...
+
+    def memory_keys(self) -> Iterable[str]:
+        """Of what they hold in memory."""
+        ...
+
+    def forget(self, tenant: str) -> list[str]:
+        """Drop what they hold in memory of a tenant; its keys."""
+        ...
+
+
+class Replica:
+    """Serves jobs of servers with an engine of this process. For one event loop."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        stores: "Stores",
+        about: Mapping[str, str],
+    ) -> None:
+        """Serve with an engine.
+
+        Args:
+          engine: of this process.
+          stores: what jobs read.
+          about: what must be the same in all engines of a server, by name.
+        """
+        self._engine, self._stores = engine, stores
+        self._about = dict(about)
+        self._running: dict[tuple[str, int], int] = {}  # the engine's number of each job
+        self._heard: dict[str, float] = {}
+
+    async def serve(self, job: Job) -> AsyncGenerator[JobNews, None]:
+        """What the engine makes of a job, as it comes. Leaving the iteration aborts it."""
+        loop, engine = asyncio.get_running_loop(), self._engine
+        news: asyncio.Queue[Progress] = asyncio.Queue()
+        key = job.server, job.number
+        self._heard[job.server] = time.monotonic()
+
+        def begin() -> int:
+            request = request_of(job.request, self._stores(job.store))
+            guide = request.sampling.guide
+            grammar = engine.runner.model.grammar(guide, request.eos_ids)
+            request = dataclasses.replace(request, grammar=grammar)
+
+            def sink(progress: Progress) -> None:
+                loop.call_soon_threadsafe(news.put_nowait, progress)
+
+            return engine.add(request, sink)
+
+        try:
+            number = await asyncio.to_thread(begin)
+        except Exception as error:  # of this request: who asked is told
+            yield JobNews(time.monotonic(), (Progress(job.number, error=error),))
+            return
+        self._running[key] = number
+        ended = False
+        try:
+            while not ended:
+                found = [await news.get()]
+                while not news.empty():
+                    found.append(news.get_nowait())
+                ended = found[-1].last
+                told = tuple(dataclasses.replace(it, number=job.number) for it in found)
+                yield JobNews(time.monotonic(), told)
+        finally:
+            del self._running[key]
+            if not ended:
+                engine.abort(number)
+
+    def stop(self, server: str, number: int) -> None:
+        """No more tokens of a job are wanted; its outcome comes."""
+        found = self._running.get((server, number))
+        if found is not None:
+            self._engine.stop(found)
+
+    def drop(self, keys: list[str]) -> None:
+        """Let the KV of chunks leave the pool and the arena."""
+        self._engine.drop(keys)
+
+    def forget(self, tenant: str) -> int:
+        """Drop what a tenant brought with its requests; of how many chunks."""
+        keys = self._stores.forget(tenant)
+        self._engine.drop(keys)
+        return len(keys)
+
+    def report(self, server: str) -> ReplicaReport:
+        """What it holds and does; jobs of servers that have not asked for long are aborted."""
+        now = time.monotonic()
+        self._heard[server] = now
+        for name in [name for name, at in self._heard.items() if now - at > SILENT_SECONDS]:
+            del self._heard[name]
+            for key, number in self._running.items():
+                if key[0] == name:
+                    self._engine.abort(number)
+        engine, places = self._engine, {}
+        for (of, number), own in self._running.items():
+            place = engine.where(own) if of == server else None
+            if place is not None:
+                places[number] = place
+        pool, host = engine.held()
+        return ReplicaReport(
+            phase="ready",
+            about=self._about,
+            num_pages=engine.runner.num_pages,
+            pool=_names(pool),
+            host=_names([*host, *self._stores.memory_keys()]),
+            status=engine.status(),
+            tiers=engine.tiers(),
+            compiled=engine.compiled.copy(),
+            turns=engine.turns,
+            silence=engine.silence,
+            where=places,
+        )
+
+
+def _names(keys: Iterable[str]) -> HostArray:
+    return np.fromiter((name_of(key) for key in keys), np.uint64)
