@@ -463,8 +463,7 @@ class VectorIndex:
             with _unless_in_conflict():
                 self._table.create_index("id", config=lancedb.index.BTree())
                 self._table.create_index("vector", config=vectors)
-                if not self.trusted:
-                    self._table.optimize(cleanup_older_than=_MOMENT)  # what was there goes
+                if not self.trusted:  # files of before stay as long as another writer may need them
                     index_files.forget(self._folder)
                     self.trusted = True
                 self._record()
