@@ -238,7 +238,7 @@ class VectorIndex:
 
     def _marks(self) -> list[Path]:
         """Files that name rows which left, of all versions that are there."""
-        return list((self._path / "_deletions").glob("*"))
+        return list((self._path / "_deletions").glob("[0-9]*"))  # others are of killed writers
 
     def search(
         self, vectors: Vectors, k: int, allowed: Ids | None = None

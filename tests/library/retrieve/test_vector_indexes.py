@@ -125,6 +125,16 @@ def test_removed_ids_are_not_found(index):
     assert (index.search(data, 3)[0] == -1).all()
 
 
+def test_what_a_killed_writer_left_among_the_marks_is_passed_over(index, tmp_path):
+    index.add(np.arange(40), vectors(40))
+    index.remove(np.arange(3))
+    (marks,) = tmp_path.rglob("_deletions")
+    (marks / ".tmpbZXKlI").write_bytes(b"")
+    index.collect(0)
+    assert index.ids().tolist() == list(range(3, 40))
+    assert not index._marks()
+
+
 def test_survives_reopening(kind, tmp_path):
     data = vectors(40)
     index = VectorIndex.open(tmp_path / "v", DIM, kind)
