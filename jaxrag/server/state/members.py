@@ -74,7 +74,7 @@ class ReplicaMember:
         self.refused = ""  # why it is not used though it is there
         self.leaving = False
         self.last = now  # when it last reported
-        self.pool: set[int] = set()
+        self.in_pool: set[int] = set()
         self.host: set[int] = set()
         self.watch: asyncio.Task[None] | None = None
         self.sent: dict[int, SentRequest] = {}
@@ -83,7 +83,7 @@ class ReplicaMember:
 
     def __contains__(self, name: object) -> bool:
         """Is it in its pool, or will be once it has begun what it was given?"""
-        return name in self.pool or name in self.since_report or name in self.coming
+        return name in self.in_pool or name in self.since_report or name in self.coming
 
     def give(self, sent: SentRequest) -> None:
         """It has a request from now on."""

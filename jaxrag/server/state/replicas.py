@@ -173,7 +173,7 @@ class Replicas(Engine):
                 "pid": None if report is None else report.pid,
                 "running": len(member.sent),
                 "queued_cost": self._queued_cost(member),
-                "chunks": len(member.pool),
+                "chunks": len(member.in_pool),
             }
         return shown
 
@@ -482,7 +482,7 @@ class Replicas(Engine):
         was = member.up, member.refused
         member.report, member.refused, member.last = report, refused, self._clock()
         member.up = report.phase == "ready" and not refused
-        member.pool, member.host = set(report.pool.tolist()), set(report.host.tolist())
+        member.in_pool, member.host = set(report.pool.tolist()), set(report.host.tolist())
         for number, where in report.where.items():
             if number in member.sent:
                 member.sent[number].where = where
@@ -502,7 +502,7 @@ class Replicas(Engine):
         if member.up and member.link.name in self._members:
             _LOG.error("%s: it had %d requests", why, len(member.sent))
         member.up = False
-        member.pool, member.host, member.since_report = set(), set(), set()
+        member.in_pool, member.host, member.since_report = set(), set(), set()
         current = asyncio.current_task()
         for sent in list(member.sent.values()):
             if not sent.lost and not sent.aborted and sent.task is not current:
