@@ -37,6 +37,7 @@ from jaxrag.measure.machine import describe
 from jaxrag.measure.zoo import SMALL_LLAMA, random_named
 from jaxrag.models.model import Model, load_model, random_model
 from jaxrag.reuse.encode import ChunkEncoding, ChunkInContext
+from jaxrag.serve.connector_files import parts_table, write_manifest
 
 FULL, STORED, AGAIN = "full prefill", "stored chunks", "vLLM's own prefix hit"
 
@@ -108,11 +109,11 @@ def prepare(
     wanted = {encoding.key("isolated", ids): ChunkInContext(ids) for ids in library}
     encoding.encode_missing("isolated", wanted)
     store.close()
-    write_manifest(folder, model, prefix, library)
+    write_engine(folder, model, prefix, library)
     return prefix, library
 
 
-def write_manifest(folder: Path, model: Model, prefix: HostArray, library: list[HostArray]) -> None:
+def write_engine(folder: Path, model: Model, prefix: HostArray, library: list[HostArray]) -> None:
     """What the connector reads."""
     digest = model.text_tokenizer().digest
     engine = manifest.ServedModel(
@@ -124,9 +125,9 @@ def write_manifest(folder: Path, model: Model, prefix: HostArray, library: list[
         weights=manifest.weights_of(folder / "model", folder / "memo.json"),
         encoder="isolated",
     )
-    table = manifest.parts_table((content_id(digest, ids), ids) for ids in library)
+    table = parts_table((content_id(digest, ids), ids) for ids in library)
     gate = manifest.Gate("turborag", 0, 0)  # random weights: nobody takes the answers for answers
-    manifest.write(folder / "manifest", manifest.Manifest(engine, prefix, (gate,), table))
+    write_manifest(folder / "manifest", manifest.Manifest(engine, prefix, (gate,), table))
 
 
 def ask_all(
