@@ -109,7 +109,7 @@ class JaxragConnector(KVConnectorBase_V1):
     # In the scheduler's process.
 
     def on_new_request(self, request: Any) -> None:
-        """PartsPlan a request before anything is looked up for it."""
+        """Plan a request before anything is looked up for it."""
         params = (request.kv_transfer_params or {}).get("jaxrag")
         others = [request.mm_features, request.lora_request, request.pooling_params]
         others += [request.resumable, request.skip_reading_prefix_cache]
