@@ -251,20 +251,25 @@ class Engines:
     """The engines of a server.
 
     Attributes:
+      prefix: of the names of their applications; "" without any.
       links: the ways to them.
       ready: whether one of them has been.
     """
 
+    prefix: str = ""
     links: "list[ReplicaLink]" = dataclasses.field(default_factory=list)
     ready: bool = False
 
 
 @contextlib.contextmanager
-def engines(settings: "ServerSettings", options: ReplicaOptions) -> Iterator[Engines]:
+def engines(
+    settings: "ServerSettings", options: ReplicaOptions, theirs: str = ""
+) -> Iterator[Engines]:
     """The engines of a server, which may not be ready yet; for as long as it serves.
 
     Those that run in the cluster already are used. A cluster that was there keeps them, but for
     those of a server that did not get so far as to serve. Without replicas there are none.
+    ``theirs``: prefix of the engines of a server that this one takes over from; they may be there.
 
     Raises ConfigError where no cluster is reached, or it has engines of other settings.
     """
@@ -284,9 +289,9 @@ def engines(settings: "ServerSettings", options: ReplicaOptions) -> Iterator[Eng
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
         there = set(serve.status().applications)
-        names = _deploy(settings, options)
+        names = _deploy(settings, options, theirs)
         links = [_Link(str(at), serve.get_app_handle(name)) for at, name in enumerate(names)]
-        found = Engines(list(links))
+        found = Engines(_prefix(settings, options), list(links))
         try:
             yield found
         except BaseException:
@@ -390,7 +395,7 @@ def _prefix(settings: "ServerSettings", options: ReplicaOptions) -> str:
     return f"{_OURS}-{name}-{hashlib.sha256(seen.encode()).hexdigest()[:8]}{_PARTS}"
 
 
-def _deploy(settings: "ServerSettings", options: ReplicaOptions) -> list[str]:
+def _deploy(settings: "ServerSettings", options: ReplicaOptions, theirs: str) -> list[str]:
     """Have the engines of a server run; the names of their applications."""
     from ray import serve
 
@@ -399,16 +404,29 @@ def _deploy(settings: "ServerSettings", options: ReplicaOptions) -> list[str]:
     names = [f"{mine}{at}" for at in range(options.replicas)]
     there = serve.status().applications
     for other in sorted(there):
-        if other.startswith(f"{family}-") and not other.startswith(mine):
+        taken_over = bool(theirs) and other.startswith(theirs)
+        if other.startswith(f"{family}-") and not (other.startswith(mine) or taken_over):
             raise ConfigError(
                 f"engines of {family.removeprefix(f'{_OURS}-')} with other settings run in this "
                 f"Ray cluster ({other}); end them with `serve shutdown`, or serve under another "
                 "--name"
             )
     for gone in [it for it in there if it.startswith(mine) and it not in names]:
-        serve.delete(gone)
+        if mine != theirs:
+            serve.delete(gone)
     _run([it for it in names if it not in there], settings, options)
     return names
+
+
+def end_engines(theirs: str, mine: str) -> None:
+    """End the engines of a server that is no more, unless they are this one's."""
+    from ray import serve
+
+    if not theirs or theirs == mine:
+        return
+    for name in [it for it in serve.status().applications if it.startswith(theirs)]:
+        _LOG.info("%s ends: its server was taken over from", name)
+        serve.delete(name)
 
 
 def _run(names: Sequence[str], settings: "ServerSettings", options: ReplicaOptions) -> None:

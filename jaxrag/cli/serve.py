@@ -21,7 +21,13 @@ from jaxrag.cli.fields import add_fields, from_fields, given_fields
 from jaxrag.cli.opening import model_of, open_bases
 from jaxrag.cli.options import add_command, add_distributed, add_model, add_secret
 from jaxrag.cli.processes import joined
-from jaxrag.cli.replicas import ReplicaOptions, check_options, engines, replicated
+from jaxrag.cli.replicas import (
+    ReplicaOptions,
+    check_options,
+    end_engines,
+    engines,
+    replicated,
+)
 from jaxrag.models.text.printable import printable
 from jaxrag.server.options import ServerOptions
 
@@ -35,6 +41,7 @@ if TYPE_CHECKING:
 
 _COMMON = "the of and is in a to"  # finds some passage of most English documents
 _WORDS = 8
+_ENGINES = "engines"  # what the names of a server's engines begin with, for who takes over
 _NAMED = re.compile(r"([\w.-]+)=(.+)")
 
 
@@ -74,6 +81,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="with --distributed: where the first process listens for the others (the "
         "coordinator's host, any port)",
     )
+    parser.add_argument(
+        "--take-over",
+        action="store_true",
+        help="take the place of the server that listens on this address: load, then answer all new "
+        "connections, while it answers those that it has, and ends",
+    )
     add_fields(parser, ReplicaOptions)
     parser.set_defaults(run=run)
 
@@ -104,7 +117,8 @@ def opened(args: argparse.Namespace) -> "Iterator[Server | None]":
         os.environ["JAX_PLATFORMS"] = "cpu"
     try:
         from jaxrag.engine.engine import Engine
-        from jaxrag.server.http.run import Server, bind
+        from jaxrag.server.http.handover import Predecessor
+        from jaxrag.server.http.run import Server, address_of, bind
         from jaxrag.server.state.replicas import Replicas
         from jaxrag.server.state.state import make_state
     except ModuleNotFoundError as error:
@@ -112,12 +126,20 @@ def opened(args: argparse.Namespace) -> "Iterator[Server | None]":
     address = plan_address(args.plan, args.coordinator)
     if args.plan is not None and not args.distributed:
         raise ConfigError(f"--plan {args.plan} needs --distributed")
+    if args.take_over and args.distributed:
+        raise ConfigError("--take-over with --distributed: leave one of them out")
     with joined(args) as first:
         settings = settings_of(args)
+        before = Predecessor(address_of(settings)[4]) if args.take_over else None
+        theirs = "" if before is None else before.about.get(_ENGINES, "")
         with (
-            bind(settings) if first else contextlib.nullcontext() as bound,
-            engines(settings, options) as found,
+            contextlib.closing(before) if before is not None else contextlib.nullcontext(),
+            bind(settings) if first and before is None else contextlib.nullcontext() as own,
+            engines(settings, options, theirs) as found,
         ):
+            bound = own if before is None else before.bound
+            if before is not None and options.replicas:
+                before.ended = functools.partial(end_engines, theirs, found.prefix)
             model = model_of(settings)
             bases = open_bases(settings, model)
             try:
@@ -127,7 +149,8 @@ def opened(args: argparse.Namespace) -> "Iterator[Server | None]":
                     led(state, address) if args.distributed else contextlib.nullcontext(),
                     replicated(state, found, options) if found.links else contextlib.nullcontext(),
                 ):
-                    yield None if bound is None else Server(state, bound)
+                    about = {_ENGINES: found.prefix}
+                    yield None if bound is None else Server(state, bound, about, before)
             finally:
                 for base in bases.values():
                     base.close()

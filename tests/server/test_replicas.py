@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -45,9 +46,9 @@ def environment():
 
 
 @contextlib.contextmanager
-def process(*options):
+def process(*options, port=0):
     """`jaxrag serve` with these options, and a client of it."""
-    command = [sys.executable, "-m", "jaxrag", "serve", "--port", "0", "--name", "synthetic",
+    command = [sys.executable, "-m", "jaxrag", "serve", "--port", str(port), "--name", "synthetic",
                "--k", "3", "--max-new-tokens", "8", "--no-warm-up", *options]  # fmt: skip
     with tempfile.TemporaryFile("w+") as log:
         started = subprocess.Popen(
@@ -232,6 +233,45 @@ def test_a_server_that_is_killed_finds_its_replicas_again(village):
         with process(*options) as (_, client):  # the first go on
             assert {name: it["pid"] for name, it in replicas(client).items()} == before
             assert said(client) == "falcon"
+
+
+@pytest.mark.slow
+def test_weights_change_and_no_request_fails(village, tmp_path):
+    """A second server takes over from the first: its engines start, and those of the first end."""
+    other, model = tmp_path / "village", load_model(ROOT / "checkpoints/synthetic-0.8m/full")
+    settings = {"chunk_by": "sentence", "chunk_tokens": 20, "overlap": 0}
+    with KnowledgeBase.open(other, model=model, encoders=["isolated"], **settings) as kb:
+        kb.add(read_paths([str(ROOT / "examples/village")]))
+    over, answers = threading.Event(), []
+
+    def asks(url):
+        while not over.is_set():
+            with httpx.Client(base_url=url, timeout=LONG) as client:
+                answers.append(ask(client).status_code)
+
+    with cluster() as address, concurrent.futures.ThreadPoolExecutor(2) as threads:
+        more = ["--replicas", "2", "--ray-address", address, "--method", "turborag"]
+        with process("--kb", f"village={village}", *more) as (old, client):
+            asking = [threads.submit(asks, str(client.base_url)) for _ in range(2)]
+            before = {it["pid"] for it in replicas(client).values()}
+            options = ["--kb", f"village={other}", *more, "--take-over"]
+            with process(*options, port=client.base_url.port) as (_, new):
+                assert new.base_url == client.base_url
+                assert old.wait(60) == 0
+                until(lambda: not any(map(is_there, before)))
+                count = len(answers)
+                until(lambda: len(answers) > count + 4)
+                after = {it["pid"] for it in replicas(new).values()}
+                over.set()
+                for it in asking:
+                    it.result()
+                assert len(after) == 2 and all(map(is_there, after))
+    assert set(answers) == {200}
+
+
+def is_there(pid):
+    """Does a process run?"""
+    return os.path.exists(f"/proc/{pid}")
 
 
 def run(*options):

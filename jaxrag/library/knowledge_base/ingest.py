@@ -36,8 +36,6 @@ _COUNTED = (
 )  # fmt: skip
 
 _Future = concurrent.futures.Future
-
-
 EncodeWhen = Literal["now", "on demand"]
 
 
@@ -166,7 +164,7 @@ class _Pipeline:
         self._committing: _Future[None] | None = None  # the batch before
 
     def take(self, batch: Sequence[Prepared], intake: Intake | None) -> None:
-        """EncodeWhen a batch and have it committed; ``intake`` knows how much is still to come."""
+        """Encode a batch and have it committed; ``intake`` knows how much is still to come."""
         self._bar.set_description("encode", refresh=False)
         count = self.count
         for prepared in batch:
@@ -253,7 +251,7 @@ class _Pipeline:
         return puts, {key: chunk for key, chunk in settled.items() if key in committed}
 
     def _made(self, encoder: str, missing: dict[str, ChunkInContext]) -> Iterator[Encoded]:
-        """EncodeWhen chunks: as one run, or turn by turn in pieces of about a row."""
+        """Encode chunks: as one run, or turn by turn in pieces of about a row."""
         turn = self._ingest.turn
         if turn is None:
             yield from self._encoding.encode(encoder, missing)
