@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections import Counter
 from pathlib import Path
 
 import httpx
@@ -272,6 +273,54 @@ def test_weights_change_and_no_request_fails(village, tmp_path):
 def is_there(pid):
     """Does a process run?"""
     return os.path.exists(f"/proc/{pid}")
+
+
+@pytest.mark.slow
+def test_replicas_that_need_a_chunk_at_once_encode_it_once(served_model, tmp_path):
+    """Of documents that were added without KV, by engines that are other processes."""
+    folder = tmp_path / "kb"
+    settings = {"chunk_by": "sentence", "chunk_tokens": 20, "overlap": 0}
+    with KnowledgeBase.open(folder, model=served_model, **settings) as kb:
+        kb.add(read_paths([str(ROOT / "examples/village")]), encode="on demand")
+    options = ["--kb", str(folder), "--replicas", "2", "--ray-address", "local",
+               "--routing", "round_robin", "--k", "6"]  # fmt: skip
+    encoded, found = Counter(), Counter()
+    with process(*options) as (_, client), concurrent.futures.ThreadPoolExecutor(10) as threads:
+        first = ask(client).json()["jaxrag"]["sources"]
+        answers = list(threads.map(lambda it: ask(client, it).json(), QUESTIONS * 2))
+    for answer in answers:
+        sources = answer["jaxrag"]["sources"]
+        rows = [row for row in answer["jaxrag"]["reuse"] if row["part"] != "prefix"]
+        for source, row in zip(sources, rows, strict=True):
+            chunk = source["document_id"], source["chunk_index"]
+            (encoded if row["how"] == "encoded" else found)[chunk] += 1
+    assert encoded and set(encoded.values()) == {1}
+    with KnowledgeBase.open(folder) as kb:
+        assert kb.stats()["stored"]["missing"] == kb.counts()["chunks"] - len(encoded) - len(first)
+
+
+@pytest.mark.slow
+def test_a_replica_of_two_processes_is_one(village):
+    """One model over both; where one of them dies both start anew."""
+    options = ["--kb", f"village={village}", "--replicas", "1", "--replica-processes", "2",
+               "--ray-address", "local", "--method", "turborag"]  # fmt: skip
+    with process(*options) as (_, client):
+        assert said(client) == "falcon"
+        assert [said(client, it) for it in QUESTIONS] == [said(client, it) for it in QUESTIONS]
+        [before] = [it["pid"] for it in replicas(client).values()]
+        long = {"max_tokens": 250, "logit_bias": {str(EOS): -100}}
+        _, error = streamed(client, QUESTION, lambda: os.kill(*follower(), signal.SIGKILL), **long)
+        assert error["code"] == "engine_unavailable" and "\n" not in error["message"]
+        until(lambda: before not in {it["pid"] for it in replicas(client).values() if it["up"]})
+        until(lambda: all(it["up"] for it in replicas(client).values()))
+        assert said(client) == "falcon"
+
+
+def follower():
+    """The process of the replica's that follows."""
+    named = [path for path in Path("/proc").glob("[0-9]*/cmdline")
+             if path.exists() and path.read_bytes().startswith(b"ray::RayRank")]  # fmt: skip
+    return [int(path.parent.name) for path in named]
 
 
 def run(*options):
