@@ -162,3 +162,19 @@ def test_reports_of_parts_are_added_up():
     ]
     whole = AddReport(3, 1, 1, 8, 80, 7, 1, 70, (bad,), 10.0, 9, ("a", "b", "c", "d", "e"))
     assert merged(parts, 10.0) == whole
+
+
+def test_documents_are_added_without_kv(ingest, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("The salt wells of Yanjing.")
+    code, report, _ = ingest(tmp_path / "a.txt", options=["--encode", "on-demand"])
+    assert (code, report["encoded"], report["on_demand"]) == (0, 0, 1)
+    options = ["--kb", str(tmp_path / "kb"), "--encode", "on-demand"]
+    assert main(["ingest", str(tmp_path / "a.txt"), *options]) == 0
+    assert "encoded when they are needed first: 1 chunk\n" in capsys.readouterr().out
+    assert main(["kb", "verify", str(tmp_path / "kb")]) == 0
+    assert "1 not stored, under the size limit or until" in capsys.readouterr().out
+    assert main(["kb", "stats", str(tmp_path / "kb"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["stored"]["missing"] == 1
+    with pytest.raises(SystemExit):
+        main(["ingest", str(tmp_path / "a.txt"), *options[:2], "--encode", "later"])
+    assert "choose from" in capsys.readouterr().err

@@ -71,7 +71,12 @@ def run(args: argparse.Namespace) -> None:
             raise RequestError(
                 f"--ray {args.ray}: a worker is one process; leave --distributed out"
             )
-        give(args, whole(in_parts(args, evaluate_part, "evaluate")))
+        if args.out:
+            args.out = str(Path(args.out).resolve())
+        parts = in_parts(args, evaluate_part, "evaluate")
+        give(args, whole(parts))
+        for at in range(len(parts) if args.out else 0):
+            _part_file(args, at, len(parts)).unlink()
         return
     with joined(args) as first, open_kb(args) as kb:
         found = evaluate(kb, questions, options, progress=first and not args.json)
@@ -80,13 +85,25 @@ def run(args: argparse.Namespace) -> None:
 
 
 def evaluate_part(args: argparse.Namespace) -> "Callable[[Shard], Evaluation]":
-    """What a worker of --ray does with a part of the questions."""
+    """What a worker of --ray does with a part of the questions; with --out a killed run goes on."""
     from jaxrag.measure.evals.own import evaluate
+    from jaxrag.measure.evals.own_parts import evaluate_once
     from jaxrag.serve.question_files import QuestionFile
 
     questions, options = QuestionFile.open(args.questions), options_of(args)
     kb = open_kb(args)
-    return lambda shard: evaluate(kb, questions, options, shard=shard)
+
+    def work(shard: "Shard") -> "Evaluation":
+        if not args.out:
+            return evaluate(kb, questions, options, shard=shard)
+        file = _part_file(args, shard.index, shard.count)
+        return evaluate_once(kb, questions, options, shard, file)
+
+    return work
+
+
+def _part_file(args: argparse.Namespace, part: int, parts: int) -> Path:
+    return Path(f"{args.out}.{part}-of-{parts}")
 
 
 def options_of(args: argparse.Namespace) -> OwnOptions:

@@ -22,6 +22,7 @@ from jaxrag.models.text.printable import printable
 
 if TYPE_CHECKING:
     from jaxrag.library.documents import DocumentFiles, Shard
+    from jaxrag.library.knowledge_base.ingest import EncodeWhen
     from jaxrag.library.knowledge_base.reports import AddReport
     from jaxrag.models.model import Model
 
@@ -98,6 +99,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="I/N",
         help="only the documents that fall to part I of N by their id, so that N processes share "
         "the work; a last run without it encodes what sees neighbours (0/1)",
+    )
+    parser.add_argument(
+        "--encode",
+        choices=("now", "on-demand"),
+        default="now",
+        help="on-demand: only make the documents findable; the KV of a chunk is encoded by the "
+        "first question that needs it, once for all who share the repository (now)",
     )
     parser.add_argument(
         "--sync",
@@ -265,10 +273,12 @@ def ingest(
     with KnowledgeBase.open(args.kb, model=model, secret=secret, **options) as kb:
         if default:
             _tell_default(model)
+        encode: EncodeWhen = "on demand" if args.encode == "on-demand" else "now"
         if args.sync:
-            report = kb.sync(files, empty=args.sync_empty, progress=progress)
+            report = kb.sync(files, empty=args.sync_empty, progress=progress, encode=encode)
         else:
-            report = kb.add(files, progress=progress, shard=(shard.index, shard.count))
+            part = (shard.index, shard.count)
+            report = kb.add(files, progress=progress, shard=part, encode=encode)
         if kb.unchecked is not None:
             note(kb.unchecked)
         return report
@@ -300,6 +310,8 @@ def print_report(report: "AddReport", as_json: bool, sync: bool = False) -> None
         f"replaced), {counted(report.chunks, 'chunk')}, {human_count(report.tokens)} tokens\n"
         f"encoded {encoded}, reused {report.reused}; {report.seconds:.1f} s{speed}"
     )
+    if report.on_demand:
+        print(f"encoded when they are needed first: {counted(report.on_demand, 'chunk')}")
     if report.unsealed:
         chunks = counted(report.unsealed, "chunk")
         print(f"encoded again, as the store holds them not sealed: {chunks}")

@@ -245,7 +245,7 @@ def run_verify(args: argparse.Namespace) -> int:
         if report.unsealed:
             print(f"{len(report.unsealed)} of the damaged are sound, but not sealed")
         if report.dropped:
-            print(f"{report.dropped} not stored, under the size limit")
+            print(f"{report.dropped} not stored, under the size limit or until they are needed")
         print("".join(f"{printable(line)}\n" for line in _about_rows(report)), end="")
         print("".join(f"{printable(line)}\n" for line in named), end="")
     return 0 if report.whole and not (mended is not None and mended.is_loss) else 3

@@ -37,6 +37,7 @@ _PARTS = "-engine-"
 _ONGOING = 100_000  # that an engine is given at once: it has its own queue
 _HEALTH_SECONDS = 2.0  # between two looks of Ray Serve at an engine
 _LOOK_SECONDS = 1.0  # between two looks at whether there are engines enough
+_TOLD_SECONDS = 5.0  # for which an engine of several processes says why it cannot start
 _SLOWEST = 60.0  # seconds between two tries of an engine that cannot start
 _VARIABLES = ("JAX_", "XLA_", "AWS_", "JAXRAG_")  # that an engine has from the server
 _OF_ENGINE = (
@@ -56,6 +57,7 @@ class ReplicaOptions:
       routing: which of them gets a request.
       replica_cpus: that Ray counts for each.
       replica_gpus: likewise.
+      replica_processes: of each, that hold one model together.
       ray_address: of the cluster; "local" starts one that ends with the server.
       replica_seconds: that they may take until the first is ready.
     """
@@ -67,6 +69,10 @@ class ReplicaOptions:
     )  # fmt: skip
     replica_cpus: float = option(1.0, "that each of them has", "N")
     replica_gpus: float = option(0.0, "likewise", "N")
+    replica_processes: int = option(
+        1, "of each engine, which hold one model (--mesh 1,1,N of N devices) and have so many "
+        "CPUs and GPUs each", "N",
+    )  # fmt: skip
     max_replicas: int = option(0, "of them, where work waits; 0: no more than --replicas", "N")
     ray_address: str | None = option(
         None, "of the cluster; local: one of its own", "ADDRESS", unset="that of this machine",
@@ -81,6 +87,8 @@ class ReplicaOptions:
             raise ConfigError(
                 f"--max-replicas {self.max_replicas}: expected at least --replicas {self.replicas}"
             )
+        if self.replica_processes < 1:
+            raise ConfigError(f"--replica-processes {self.replica_processes}: expected 1 or more")
         for name in ("replica_cpus", "replica_gpus"):
             if getattr(self, name) < 0:
                 flag = name.replace("_", "-")
@@ -93,8 +101,11 @@ class RayEngine:
     It loads in the background, and again where that fails: what is missing may come.
     """
 
-    def __init__(self, settings: "ServerSettings") -> None:
-        self._settings = settings
+    def __init__(self, settings: "ServerSettings", options: ReplicaOptions) -> None:
+        self._settings, self._options = settings, options
+        self._spent = False  # of several processes: only all of them anew can serve
+        self._leading = contextlib.ExitStack()
+        self._followers: list[Any] = []
         self._replica: Replica | None = None
         self._state: ServerState | None = None
         self._why = ""
@@ -117,6 +128,9 @@ class RayEngine:
 
         if self._replica is None:
             return ReplicaReport("failed" if self._why else "starting", self._why)
+        lost = None if self._state is None else self._state.engine.lost
+        if lost is not None:
+            return ReplicaReport("failed", str(lost))
         return self._replica.report(server)
 
     async def stop(self, server: str, number: int) -> None:
@@ -138,6 +152,10 @@ class RayEngine:
     def check_health(self) -> None:
         """What Ray Serve asks: it starts an engine anew that raises."""
         state = self._state
+        if self._spent:
+            raise RuntimeError(self._why)
+        if state is not None and state.engine.lost is not None:
+            raise RuntimeError(str(state.engine.lost))
         if state is not None and state.engine.silence > state.settings.stall_seconds:
             raise RuntimeError(f"the engine has done nothing for {state.engine.silence:.0f} s")
 
@@ -150,21 +168,37 @@ class RayEngine:
                 told = isinstance(error, JaxragError)
                 self._why = str(error) if told else f"{type(error).__name__}: {error}"
                 _LOG.error("the engine cannot start: %s", self._why, exc_info=not told)
+                if self._options.replica_processes > 1:
+                    self._give_up(self._why)
+                    return
                 time.sleep(pause)
                 pause = min(2 * pause, _SLOWEST)
 
+    def _give_up(self, why: str) -> None:
+        """Of several processes: say why for a while, then have Ray Serve start all anew."""
+        self._why = why
+        time.sleep(_TOLD_SECONDS)
+        self._spent = True
+
     def _made(self) -> "Replica":
         from jaxrag.cli.opening import model_of, open_bases
+        from jaxrag.cli.processes import led
+        from jaxrag.cli.replica_ranks import lead_ranks
         from jaxrag.server.state.replica import Replica
         from jaxrag.server.state.replica_stores import ReplicaStores, about
         from jaxrag.server.state.state import make_state
         from jaxrag.server.state.warm import warm_up
 
-        settings = self._settings
+        settings, host = self._settings, ""
+        if self._options.replica_processes > 1:
+            led_by_it = lead_ranks(settings, self._options, self._give_up)
+            settings, host, self._followers = led_by_it
         model = model_of(settings)
         bases = open_bases(settings, model)
         try:
             state = make_state(settings, model, bases)
+            if host:
+                self._leading.enter_context(led(state, (host, 0)))
             if settings.warm_up:
                 warm_up(state)
         except BaseException:
@@ -228,8 +262,8 @@ def check_options(options: ReplicaOptions, distributed: bool) -> None:
     """ConfigError where there can be no replicas."""
     if distributed:
         raise ConfigError(
-            f"--replicas {options.replicas} with --distributed: a replica is one process; leave "
-            "one of them out"
+            f"--replicas {options.replicas} with --distributed: the processes of a replica are "
+            "--replica-processes; leave --distributed out"
         )
     if importable("ray.serve"):
         return
@@ -251,20 +285,25 @@ class Engines:
     """The engines of a server.
 
     Attributes:
+      prefix: of the names of their applications; "" without any.
       links: the ways to them.
       ready: whether one of them has been.
     """
 
+    prefix: str = ""
     links: "list[ReplicaLink]" = dataclasses.field(default_factory=list)
     ready: bool = False
 
 
 @contextlib.contextmanager
-def engines(settings: "ServerSettings", options: ReplicaOptions) -> Iterator[Engines]:
+def engines(
+    settings: "ServerSettings", options: ReplicaOptions, theirs: str = ""
+) -> Iterator[Engines]:
     """The engines of a server, which may not be ready yet; for as long as it serves.
 
     Those that run in the cluster already are used. A cluster that was there keeps them, but for
     those of a server that did not get so far as to serve. Without replicas there are none.
+    ``theirs``: prefix of the engines of a server that this one takes over from; they may be there.
 
     Raises ConfigError where no cluster is reached, or it has engines of other settings.
     """
@@ -284,9 +323,9 @@ def engines(settings: "ServerSettings", options: ReplicaOptions) -> Iterator[Eng
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
         there = set(serve.status().applications)
-        names = _deploy(settings, options)
+        names = _deploy(settings, options, theirs)
         links = [_Link(str(at), serve.get_app_handle(name)) for at, name in enumerate(names)]
-        found = Engines(list(links))
+        found = Engines(_prefix(settings, options), list(links))
         try:
             yield found
         except BaseException:
@@ -378,7 +417,8 @@ def _join(options: ReplicaOptions) -> None:
                     "with `ray start --head`, or set RAY_AUTH_MODE=token where it wants a token"
                 ) from None
     most = max(options.replicas, options.max_replicas)
-    cpus = max(os.cpu_count() or 1, math.ceil(most * options.replica_cpus))
+    each = options.replica_processes * options.replica_cpus
+    cpus = max(os.cpu_count() or 1, math.ceil(most * each))
     ray.init(address="local", num_cpus=cpus, include_dashboard=False, **how)
 
 
@@ -386,11 +426,11 @@ def _prefix(settings: "ServerSettings", options: ReplicaOptions) -> str:
     """What the names of a server's applications begin with: its own, and of its settings."""
     folders = (settings.model.path, *settings.knowledge_bases.values())
     name = settings.model.name or next((Path(it).name for it in folders if it is not None), "model")
-    seen = repr((engine_settings(settings), options.replica_gpus))
+    seen = repr((engine_settings(settings), options.replica_gpus, options.replica_processes))
     return f"{_OURS}-{name}-{hashlib.sha256(seen.encode()).hexdigest()[:8]}{_PARTS}"
 
 
-def _deploy(settings: "ServerSettings", options: ReplicaOptions) -> list[str]:
+def _deploy(settings: "ServerSettings", options: ReplicaOptions, theirs: str) -> list[str]:
     """Have the engines of a server run; the names of their applications."""
     from ray import serve
 
@@ -399,16 +439,29 @@ def _deploy(settings: "ServerSettings", options: ReplicaOptions) -> list[str]:
     names = [f"{mine}{at}" for at in range(options.replicas)]
     there = serve.status().applications
     for other in sorted(there):
-        if other.startswith(f"{family}-") and not other.startswith(mine):
+        taken_over = bool(theirs) and other.startswith(theirs)
+        if other.startswith(f"{family}-") and not (other.startswith(mine) or taken_over):
             raise ConfigError(
                 f"engines of {family.removeprefix(f'{_OURS}-')} with other settings run in this "
                 f"Ray cluster ({other}); end them with `serve shutdown`, or serve under another "
                 "--name"
             )
     for gone in [it for it in there if it.startswith(mine) and it not in names]:
-        serve.delete(gone)
+        if mine != theirs:
+            serve.delete(gone)
     _run([it for it in names if it not in there], settings, options)
     return names
+
+
+def end_engines(theirs: str, mine: str) -> None:
+    """End the engines of a server that is no more, unless they are this one's."""
+    from ray import serve
+
+    if not theirs or theirs == mine:
+        return
+    for name in [it for it in serve.status().applications if it.startswith(theirs)]:
+        _LOG.info("%s ends: its server was taken over from", name)
+        serve.delete(name)
 
 
 def _run(names: Sequence[str], settings: "ServerSettings", options: ReplicaOptions) -> None:
@@ -433,19 +486,25 @@ def application(settings: "ServerSettings", options: ReplicaOptions) -> Any:
         if name.startswith(_VARIABLES) and name != "JAX_PLATFORMS"
     }
     platforms = passed.pop(f"{_OURS.upper()}_PLATFORMS", "")
+    counts = {"CPU": options.replica_cpus, "GPU": options.replica_gpus}
+    bundle = {name: count for name, count in counts.items() if count}
+    several: dict[str, Any] = {}
+    if options.replica_processes > 1:
+        several["placement_group_bundles"] = [bundle] * options.replica_processes
     deployed = serve.deployment(
         name="engine",
         num_replicas=1,
         max_ongoing_requests=_ONGOING,
         health_check_period_s=_HEALTH_SECONDS,
         graceful_shutdown_timeout_s=settings.drain_seconds,
+        **several,
         ray_actor_options={
             "num_cpus": options.replica_cpus,
             "num_gpus": options.replica_gpus,
             "runtime_env": {"env_vars": {**passed, "JAX_PLATFORMS": platforms}},
         },
     )(RayEngine)
-    return deployed.bind(settings)
+    return deployed.bind(settings, options)
 
 
 def engine_settings(settings: "ServerSettings") -> "ServerSettings":
@@ -462,6 +521,11 @@ def engine_settings(settings: "ServerSettings") -> "ServerSettings":
     if settings.tier is not None:
         own["tier"] = os.path.abspath(settings.tier)
     return ServerSettings(**own, drain_seconds=settings.drain_seconds)
+
+
+def one_device(settings: "ServerSettings") -> "ServerSettings":
+    """Of the server itself, which only makes prompts ready: the mesh is that of its engines."""
+    return dataclasses.replace(settings, model=dataclasses.replace(settings.model, mesh=None))
 
 
 def _absolute(path: Any) -> Any:

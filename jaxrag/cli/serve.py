@@ -3,38 +3,39 @@
 import argparse
 import contextlib
 import functools
-import hashlib
 import json
 import os
 import re
-import signal
-import socket
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxrag.base.config import ModelOptions
 from jaxrag.base.errors import ConfigError
-from jaxrag.base.installed import __version__, installs
+from jaxrag.base.installed import installs
 from jaxrag.cli.fields import add_fields, from_fields, given_fields
 from jaxrag.cli.opening import model_of, open_bases
 from jaxrag.cli.options import add_command, add_distributed, add_model, add_secret
-from jaxrag.cli.processes import joined
-from jaxrag.cli.replicas import ReplicaOptions, check_options, engines, replicated
-from jaxrag.models.text.printable import printable
+from jaxrag.cli.processes import joined, led, plan_address
+from jaxrag.cli.replicas import (
+    ReplicaOptions,
+    check_options,
+    end_engines,
+    engines,
+    one_device,
+    replicated,
+)
 from jaxrag.server.options import ServerOptions
 
 if TYPE_CHECKING:
-    from jaxrag.kv.store import KVStore
     from jaxrag.library.knowledge_base import KnowledgeBase
     from jaxrag.models.model import Model
     from jaxrag.server.http.run import Server
     from jaxrag.server.settings import ServerSettings
-    from jaxrag.server.state.state import ServerState
 
 _COMMON = "the of and is in a to"  # finds some passage of most English documents
 _WORDS = 8
+_ENGINES = "engines"  # what the names of a server's engines begin with, for who takes over
 _NAMED = re.compile(r"([\w.-]+)=(.+)")
 
 
@@ -74,6 +75,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="with --distributed: where the first process listens for the others (the "
         "coordinator's host, any port)",
     )
+    parser.add_argument(
+        "--take-over",
+        action="store_true",
+        help="take the place of the server that listens on this address: load, then answer all new "
+        "connections, while it answers those that it has, and ends",
+    )
     add_fields(parser, ReplicaOptions)
     parser.set_defaults(run=run)
 
@@ -104,7 +111,8 @@ def opened(args: argparse.Namespace) -> "Iterator[Server | None]":
         os.environ["JAX_PLATFORMS"] = "cpu"
     try:
         from jaxrag.engine.engine import Engine
-        from jaxrag.server.http.run import Server, bind
+        from jaxrag.server.http.handover import Predecessor
+        from jaxrag.server.http.run import Server, address_of, bind
         from jaxrag.server.state.replicas import Replicas
         from jaxrag.server.state.state import make_state
     except ModuleNotFoundError as error:
@@ -112,13 +120,21 @@ def opened(args: argparse.Namespace) -> "Iterator[Server | None]":
     address = plan_address(args.plan, args.coordinator)
     if args.plan is not None and not args.distributed:
         raise ConfigError(f"--plan {args.plan} needs --distributed")
+    if args.take_over and args.distributed:
+        raise ConfigError("--take-over with --distributed: leave one of them out")
     with joined(args) as first:
         settings = settings_of(args)
+        before = Predecessor(address_of(settings)[4]) if args.take_over else None
+        theirs = "" if before is None else before.about.get(_ENGINES, "")
         with (
-            bind(settings) if first else contextlib.nullcontext() as bound,
-            engines(settings, options) as found,
+            contextlib.closing(before) if before is not None else contextlib.nullcontext(),
+            bind(settings) if first and before is None else contextlib.nullcontext() as own,
+            engines(settings, options, theirs) as found,
         ):
-            model = model_of(settings)
+            bound = own if before is None else before.bound
+            if before is not None and options.replicas:
+                before.ended = functools.partial(end_engines, theirs, found.prefix)
+            model = model_of(one_device(settings) if options.replicas else settings)
             bases = open_bases(settings, model)
             try:
                 make = functools.partial(Replicas, routing=options.routing)
@@ -127,62 +143,11 @@ def opened(args: argparse.Namespace) -> "Iterator[Server | None]":
                     led(state, address) if args.distributed else contextlib.nullcontext(),
                     replicated(state, found, options) if found.links else contextlib.nullcontext(),
                 ):
-                    yield None if bound is None else Server(state, bound)
+                    about = {_ENGINES: found.prefix}
+                    yield None if bound is None else Server(state, bound, about, before)
             finally:
                 for base in bases.values():
                     base.close()
-
-
-@contextlib.contextmanager
-def led(state: "ServerState", address: tuple[str, int]) -> Iterator[None]:
-    """Lead the other processes within; one that is led follows before, until the leader ends.
-
-    Raises RankLost where another process died, and ConfigError where they are not alike.
-    """
-    import jax
-
-    from jaxrag.engine.ranks import Leader, meet
-
-    def lost(why: str) -> None:
-        print(f"jaxrag: error: {printable(why)}", file=sys.stderr, flush=True)
-        os._exit(1)
-
-    state.tenants.share(state.model.exchange)
-    stores: dict[str, KVStore] = {
-        f"kb:{name}": base.store for name, base in state.knowledge_bases.items()
-    }
-    stores |= {f"tenant:{name}": state.memory.store(name) for name in state.tenants.names}
-    about = {
-        "version": f"{__version__} with jax {jax.__version__}",
-        "weights": state.model.fingerprint,
-        "engine": hashlib.sha256(repr(state.engine.settings).encode()).hexdigest()[:16],
-        **{f"store {name}": store.fingerprint for name, store in stores.items()},
-    }
-    met = meet(state.model, address, about, stores, lost)
-    if isinstance(met, Leader):
-        state.engine.lead(met)
-        yield
-        if met.lost is not None:
-            raise met.lost
-        met.close()
-        return
-    for number in (signal.SIGTERM, signal.SIGINT):  # the leader drains, and says when it ends
-        signal.signal(number, signal.SIG_IGN)
-    try:
-        state.engine.follow(met)
-    except BaseException as error:
-        met.fail(f"{type(error).__name__}: {error}")
-        raise
-    yield
-
-
-def plan_address(plan: str | None, coordinator: str | None) -> tuple[str, int]:
-    """Host and port of --plan; else the coordinator's host, or this machine's name, and port 0."""
-    host, _, port = (plan or "").rpartition(":") if ":" in (plan or "") else (plan or "", "", "0")
-    if not port.isdigit() or int(port) > 65535:
-        raise ConfigError(f"--plan {plan}: expected HOST or HOST:PORT")
-    host = host or (coordinator or "").rpartition(":")[0] or socket.gethostname()
-    return host, int(port)
 
 
 def settings_of(args: argparse.Namespace) -> "ServerSettings":

@@ -227,6 +227,19 @@ def drop(runner: ModelRunner, fetched: Fetched) -> None:
         runner.staging.give(fetched.block)
 
 
+def is_elsewhere(load: ChunkLoad, reason: Refused) -> bool:
+    """Whether another process encodes a chunk now that no store has; on any thread.
+
+    Where not, and this one is to encode it, its lease is held from now on.
+    """
+    absent = load.misses == "encode" and _is_absent(load, reason)
+    return absent and not load.encoding.store.lease(load.key)
+
+
+def _is_absent(load: ChunkLoad, reason: Refused) -> bool:
+    return str(reason).startswith(f"chunk {load.key}: not in ")
+
+
 def why_refused(load: ChunkLoad, reason: Refused) -> ChunkOrigin:
     """Why a store refused a chunk, and under which other encoders it has it; on any thread.
 
@@ -244,7 +257,7 @@ def why_refused(load: ChunkLoad, reason: Refused) -> ChunkOrigin:
     corrupt = isinstance(reason, ChunkCorrupt) and not unsealed
     if corrupt:
         text = f"damaged: {text}"
-    why = "not in the store" if text.startswith("not in ") else text
+    why = "not in the store" if _is_absent(load, reason) else text
     if known:
         why += f" under {load.encoder}, but under {' and '.join(known)}"
     return ChunkOrigin(

@@ -14,23 +14,24 @@ from jaxrag.base.types import HostArray
 from jaxrag.engine.admission import SchedulerSettings
 from jaxrag.engine.arena import HostArena
 from jaxrag.engine.decoding import FAILED, LaneKey, LaneRows
-from jaxrag.engine.links import Links, LoadDeadline, Read
+from jaxrag.engine.links import Link, Links, LoadDeadline, Read
 from jaxrag.engine.looks import LooksSoFar
 from jaxrag.engine.mapping import RequestPlan, RequestState
 from jaxrag.engine.progress import Sink
 from jaxrag.engine.request import FinishReason, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.scheduler import Ending, Scheduler
-from jaxrag.engine.staging import ChunkLoad, ChunkOrigin, Staged
+from jaxrag.engine.staging import ChunkLoad, ChunkOrigin, Fetched, Staged
 from jaxrag.kv.cache import PAGE, PagedCache
 from jaxrag.kv.cache.heat import HALF_LIFE
-from jaxrag.kv.store import OwnRead
+from jaxrag.kv.store import KVStore, OwnRead, SharedStore
 from jaxrag.models.compiled import CompileTimes
 from jaxrag.models.text.guidance import Matcher
 from jaxrag.reuse.decode import Decoding
 
 SlowLoad = Literal["wait", "compute"]
 Happening = Literal["prefetch", "admitted", "read", "placed"]
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between two looks for what others encode
 Post = Callable[[Callable[[], None]], None]  # has a function called on the engine's thread
 
 
@@ -229,11 +230,13 @@ class PendingChunk:
     Attributes:
       owner: the request that asked first.
       pages: of the pool, for its KV.
-      deadline: by the engine's clock, when it is computed instead; None: it is waited for.
+      deadline: by the engine's clock, when it is computed instead, or with a ``pause`` looked for
+        again; None: it is waited for.
       batch: that it is read in.
       late: it is read and computed, and the first to finish claims it.
       found: why it is to be encoded.
       stores: its store gets it once it is encoded.
+      pause: another process encodes it: seconds until it is looked for again.
     """
 
     load: ChunkLoad
@@ -245,6 +248,7 @@ class PendingChunk:
     late: bool = False
     found: ChunkOrigin = dataclasses.field(default_factory=lambda: ChunkOrigin("encoded"))
     stores: bool = True
+    pause: float = 0.0
     _claim: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def claim(self) -> bool:
@@ -255,6 +259,20 @@ class PendingChunk:
     def claimed(self) -> bool:
         """Is its KV there, or given up?"""
         return self._claim.locked()
+
+    def abandon(self) -> bool:
+        """As ``claim``, for nothing to be placed."""
+        self.release()
+        return self.claim()
+
+    def wait(self, now: float) -> None:
+        """Another process encodes it: it is looked for again, less often with every time."""
+        self.pause = min(2 * self.pause or _FIRST_PAUSE, _LONGEST_PAUSE)
+        self.deadline = now + self.pause
+
+    def release(self) -> None:
+        """Other processes may encode it, or find it in the store; on any thread."""
+        self.load.encoding.store.release(self.load.key)
 
 
 @dataclasses.dataclass(eq=False)
@@ -279,6 +297,14 @@ class ReadBatch:
         """A moment of those who asked for its chunks first; on any thread."""
         for chunk in list(self.waiting.values()):
             chunk.owner.moments[what] = now
+
+    def keep(self, arena: HostArena, fetched: Fetched | BaseException) -> None:
+        """Put what was read into the arena; on any thread."""
+        if isinstance(fetched, BaseException) or self.held or not arena.max_bytes:
+            return
+        for load in self.loads:
+            if load.key in fetched.at and not load.encoding.store.private:
+                arena.put(load.key, fetched.of(load))
 
 
 @dataclasses.dataclass(eq=False)
@@ -355,6 +381,17 @@ class State:
         """Something happened to a chunk; on any thread."""
         if self.settings.keep_events:
             self.events.append(ChunkEvent(self.clock(), what, key))
+
+    def link_of(self, store: KVStore, what: str = "") -> Link:
+        """The link of a store; ``what`` names another than that of its reads."""
+        named = str(getattr(store, "location", "memory" if store.private else "store"))
+        tier = store.inner if isinstance(store, SharedStore) else store
+        return self.links.of(tier, named + what)
+
+    @property
+    def arena_link(self) -> Link:
+        """The link of host memory."""
+        return self.links.of(self.arena, "host")
 
 
 class Broken(Exception):

@@ -27,6 +27,7 @@ from jaxrag.engine.staging import (
     fetch,
     fetch_held,
     groups,
+    is_elsewhere,
     keep,
     place,
     read_own,
@@ -42,7 +43,7 @@ from jaxrag.engine.state import (
     State,
 )
 from jaxrag.engine.thread import result_of
-from jaxrag.kv.store import KVStore, OwnRead, SharedStore
+from jaxrag.kv.store import OwnRead
 
 _FIRST_COME: Order = (0, 0, 0)
 
@@ -144,7 +145,7 @@ class Transfers:
     def clear(self) -> None:
         """The pool was lost, and what was on its way to it; what is read goes to the arena."""
         for chunk in self._pending.values():
-            chunk.claim()
+            chunk.abandon()
         for batch in self._staged:
             self._done(batch)
         self._pending.clear()
@@ -154,10 +155,15 @@ class Transfers:
     # Chunks that are late, or missing.
 
     def expire(self, now: float) -> None:
-        """Have computed what was not read in time."""
+        """Have computed what was not read in time, and look again for what others encode."""
         for chunk in list(self._pending.values()):
-            if chunk.deadline is not None and chunk.deadline <= now:
+            if chunk.deadline is None or chunk.deadline > now:
+                continue
+            if not chunk.pause:
                 self._give_up(chunk, "it was not read in time", blame=True)
+            elif self._is_wanted(chunk):
+                chunk.deadline = None
+                self._read(ReadBatch([chunk.load], {chunk.load.key: chunk}), _FIRST_COME)
 
     def next_deadline(self) -> float | None:
         """When ``expire`` has something to do; None where nothing is due."""
@@ -189,7 +195,7 @@ class Transfers:
         key = chunk.load.key
         if self._state.runner.cache.allocator.chunks[key].ref_count:
             return True
-        if chunk.claim():
+        if chunk.abandon():
             self._call_off(chunk)
             del self._pending[key]
             self._state.scheduler.refused(key)
@@ -222,9 +228,16 @@ class Transfers:
         chunk.found, chunk.stores = ChunkOrigin("encoded", why), False
         self._to_encode.append(chunk)
 
-    def _refused(self, chunk: PendingChunk, found: ChunkOrigin, *, stores: bool = True) -> None:
-        """No store gives a chunk: it is encoded, or its requests compute it in place."""
+    def _refused(self, chunk: PendingChunk, found: ChunkOrigin | None, stores: bool = True) -> None:
+        """No store gives a chunk: it is encoded, or its requests compute it in place.
+
+        ``found`` None: another process encodes it, and it is looked for again.
+        """
         if chunk.late or not self._is_open(chunk):
+            chunk.release()
+            return
+        if found is None:
+            chunk.wait(self._state.clock())
             return
         chunk.deadline, chunk.found, chunk.stores = None, found, stores
         if chunk.load.misses == "encode":
@@ -255,7 +268,7 @@ class Transfers:
     def _lost(self, chunks: Iterable[PendingChunk], error: BaseException) -> None:
         """Chunks cannot be had: the requests that wait for them fail."""
         for chunk in chunks:
-            chunk.claim()
+            chunk.abandon()
             del self._pending[chunk.load.key]
             for number in self._state.scheduler.refused(chunk.load.key):
                 self._fail(self._state.live[number], error)
@@ -283,7 +296,7 @@ class Transfers:
 
         for group in groups(new[key].load for key in held):
             job = functools.partial(fetch_held, runner, group, held, found)
-            self._run(batch(group, True), self._arena_link, order, job)
+            self._run(batch(group, True), self._state.arena_link, order, job)
         for group in groups(absent):
             self._read(batch(group, False), order)
 
@@ -309,7 +322,7 @@ class Transfers:
                 self._state.note("read", load.key)
             return fetch(self._state.runner, batch.loads)
 
-        self._run(batch, self._link(batch.loads[0].encoding.store), order, read)
+        self._run(batch, self._state.link_of(batch.loads[0].encoding.store), order, read)
 
     def _run(self, batch: ReadBatch, link: Link, order: Order, job: Callable[[], Fetched]) -> None:
         """Fetch on a thread of the link; at once where time does not count."""
@@ -361,7 +374,7 @@ class Transfers:
     def _fetched(self, batch: ReadBatch, answer: Fetched | BaseException) -> bool:
         """Keep what was fetched, and stage what is waited for; True where its bytes are held."""
         batch.mark("read", self._state.clock())
-        kept = result_of(functools.partial(self._keep_in_arena, batch, answer))
+        kept = result_of(functools.partial(batch.keep, self._state.arena, answer))
         with self._lock:  # no chunk joins any more
             self._forget(batch)
         waiting = batch.waiting
@@ -373,9 +386,9 @@ class Transfers:
                     raise outcome
             assert isinstance(answer, Fetched)
             refused = [
-                (it, why_refused(it.load, answer.refused[key]))
+                (it, None if is_elsewhere(it.load, why) else why_refused(it.load, why))
                 for key, it in waiting.items()
-                if key in answer.refused and not it.late
+                if (why := answer.refused.get(key)) is not None and not it.late
             ]
         except BaseException as error:
             self._post(functools.partial(self._failed, list(waiting.values()), error))
@@ -402,7 +415,7 @@ class Transfers:
         self,
         batch: ReadBatch,
         staged: Staged | BaseException | None,
-        refused: Sequence[tuple[PendingChunk, ChunkOrigin]] = (),
+        refused: Sequence[tuple[PendingChunk, ChunkOrigin | None]] = (),
     ) -> None:
         """Take over what a thread staged; on the engine's."""
         there = [chunk for chunk in batch.waiting.values() if self._is_pending(chunk)]
@@ -423,7 +436,10 @@ class Transfers:
         batch = ReadBatch([load], {load.key: chunk})
 
         def kept() -> Staged:
-            fetched = keep(load, chunk.found, made, stores=chunk.stores)
+            try:
+                fetched = keep(load, chunk.found, made, stores=chunk.stores)
+            finally:
+                chunk.release()
             staged = self._stage(batch, fetched)
             if chunk.stores and not store.private and state.arena.max_bytes:
                 kv = fetched.kv
@@ -442,7 +458,7 @@ class Transfers:
         if state.settings.lockstep:
             then(job())
             return
-        link = self._link(store, " (writes)") if chunk.stores else self._arena_link
+        link = self._state.link_of(store, " (writes)") if chunk.stores else self._state.arena_link
         state.links.submit(link, (0, 0, 0), made.chunk.kv.nbytes, job, then)
 
     def _call_off(self, chunk: PendingChunk) -> None:
@@ -461,14 +477,6 @@ class Transfers:
             if self._reading.get(load.key) is batch:
                 del self._reading[load.key]
 
-    def _keep_in_arena(self, batch: ReadBatch, fetched: Fetched | BaseException) -> None:
-        arena = self._state.arena
-        if isinstance(fetched, BaseException) or batch.held or not arena.max_bytes:
-            return
-        for load in batch.loads:
-            if load.key in fetched.at and not load.encoding.store.private:
-                arena.put(load.key, fetched.of(load))
-
     def _is_far(self, load: ChunkLoad) -> bool:
         """Is it worth reading ahead, and is there room for it?"""
         state, store = self._state, load.encoding.store
@@ -479,19 +487,9 @@ class Transfers:
             or load.key in state.arena
             or load.key in self._reading
             or nbytes > most
-            or state.links.is_open(self._link(store))
-            or state.links.backlog(self._link(store)) + nbytes > most // 2
+            or state.links.is_open(state.link_of(store))
+            or state.links.backlog(state.link_of(store)) + nbytes > most // 2
         )
-
-    def _link(self, store: KVStore, what: str = "") -> Link:
-        """The link of a store; ``what`` names another than that of its reads."""
-        named = str(getattr(store, "location", "memory" if store.private else "store"))
-        tier = store.inner if isinstance(store, SharedStore) else store
-        return self._state.links.of(tier, named + what)
-
-    @property
-    def _arena_link(self) -> Link:
-        return self._state.links.of(self._state.arena, "host")
 
     def _post(self, event: Callable[[], None]) -> None:
         """Call it on the engine's thread; at once where time does not count."""

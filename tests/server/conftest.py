@@ -19,6 +19,7 @@ from starlette.applications import Starlette
 from jaxrag.library.documents import read_paths
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.models.model import Model, load_model
+from jaxrag.server.http.handover import Predecessor
 from jaxrag.server.http.run import Server, bind, url_of
 from jaxrag.server.options import ModelSettings
 from jaxrag.server.settings import ServerSettings
@@ -156,19 +157,24 @@ def running(
     model: Model,
     bases: dict[str, Path],
     change: Callable[[ServerState], None] = lambda state: None,
+    before: Predecessor | None = None,
+    name: str = NAME,
     **settings: Any,
 ) -> Iterator[Running]:
-    """A server with these settings, until the block is left; ``change`` sees its state first."""
+    """A server with these settings, until the block is left; ``change`` sees its state first.
+
+    ``before``: of the server that it takes over from.
+    """
     given = {"port": 0, "warm_up": False, "k": 3, "max_new_tokens": 8, "drain_seconds": 2.0}
-    given |= {"model": ModelSettings(name=NAME), **settings}
+    given |= {"model": ModelSettings(name=name), **settings}
     opened = {name: KnowledgeBase.open(path, model=model) for name, path in bases.items()}
     was = model.engine
     state = make_state(ServerSettings(**given), model, opened)
     change(state)
     ready = threading.Event()
     loops: list[asyncio.AbstractEventLoop] = []
-    with bind(state.settings) as bound:
-        server = Server(state, bound)
+    with bind(state.settings) if before is None else before.bound as bound:
+        server = Server(state, bound, before=before)
         url = url_of(bound)
 
         async def serve() -> None:

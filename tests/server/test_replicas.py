@@ -11,8 +11,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
+from collections import Counter
 from pathlib import Path
 
 import httpx
@@ -45,9 +47,9 @@ def environment():
 
 
 @contextlib.contextmanager
-def process(*options):
+def process(*options, port=0):
     """`jaxrag serve` with these options, and a client of it."""
-    command = [sys.executable, "-m", "jaxrag", "serve", "--port", "0", "--name", "synthetic",
+    command = [sys.executable, "-m", "jaxrag", "serve", "--port", str(port), "--name", "synthetic",
                "--k", "3", "--max-new-tokens", "8", "--no-warm-up", *options]  # fmt: skip
     with tempfile.TemporaryFile("w+") as log:
         started = subprocess.Popen(
@@ -232,6 +234,93 @@ def test_a_server_that_is_killed_finds_its_replicas_again(village):
         with process(*options) as (_, client):  # the first go on
             assert {name: it["pid"] for name, it in replicas(client).items()} == before
             assert said(client) == "falcon"
+
+
+@pytest.mark.slow
+def test_weights_change_and_no_request_fails(village, tmp_path):
+    """A second server takes over from the first: its engines start, and those of the first end."""
+    other, model = tmp_path / "village", load_model(ROOT / "checkpoints/synthetic-0.8m/full")
+    settings = {"chunk_by": "sentence", "chunk_tokens": 20, "overlap": 0}
+    with KnowledgeBase.open(other, model=model, encoders=["isolated"], **settings) as kb:
+        kb.add(read_paths([str(ROOT / "examples/village")]))
+    over, answers = threading.Event(), []
+
+    def asks(url):
+        while not over.is_set():
+            with httpx.Client(base_url=url, timeout=LONG) as client:
+                answers.append(ask(client).status_code)
+
+    with cluster() as address, concurrent.futures.ThreadPoolExecutor(2) as threads:
+        more = ["--replicas", "2", "--ray-address", address, "--method", "turborag"]
+        with process("--kb", f"village={village}", *more) as (old, client):
+            asking = [threads.submit(asks, str(client.base_url)) for _ in range(2)]
+            before = {it["pid"] for it in replicas(client).values()}
+            options = ["--kb", f"village={other}", *more, "--take-over"]
+            with process(*options, port=client.base_url.port) as (_, new):
+                assert new.base_url == client.base_url
+                assert old.wait(60) == 0
+                until(lambda: not any(map(is_there, before)))
+                count = len(answers)
+                until(lambda: len(answers) > count + 4)
+                after = {it["pid"] for it in replicas(new).values()}
+                over.set()
+                for it in asking:
+                    it.result()
+                assert len(after) == 2 and all(map(is_there, after))
+    assert set(answers) == {200}
+
+
+def is_there(pid):
+    """Does a process run?"""
+    return os.path.exists(f"/proc/{pid}")
+
+
+@pytest.mark.slow
+def test_replicas_that_need_a_chunk_at_once_encode_it_once(served_model, tmp_path):
+    """Of documents that were added without KV, by engines that are other processes."""
+    folder = tmp_path / "kb"
+    settings = {"chunk_by": "sentence", "chunk_tokens": 20, "overlap": 0}
+    with KnowledgeBase.open(folder, model=served_model, **settings) as kb:
+        kb.add(read_paths([str(ROOT / "examples/village")]), encode="on demand")
+    options = ["--kb", str(folder), "--replicas", "2", "--ray-address", "local",
+               "--routing", "round_robin", "--k", "6"]  # fmt: skip
+    encoded, found = Counter(), Counter()
+    with process(*options) as (_, client), concurrent.futures.ThreadPoolExecutor(10) as threads:
+        first = ask(client).json()["jaxrag"]["sources"]
+        answers = list(threads.map(lambda it: ask(client, it).json(), QUESTIONS * 2))
+    for answer in answers:
+        sources = answer["jaxrag"]["sources"]
+        rows = [row for row in answer["jaxrag"]["reuse"] if row["part"] != "prefix"]
+        for source, row in zip(sources, rows, strict=True):
+            chunk = source["document_id"], source["chunk_index"]
+            (encoded if row["how"] == "encoded" else found)[chunk] += 1
+    assert encoded and set(encoded.values()) == {1}
+    with KnowledgeBase.open(folder) as kb:
+        assert kb.stats()["stored"]["missing"] == kb.counts()["chunks"] - len(encoded) - len(first)
+
+
+@pytest.mark.slow
+def test_a_replica_of_two_processes_is_one(village):
+    """One model over both; where one of them dies both start anew."""
+    options = ["--kb", f"village={village}", "--replicas", "1", "--replica-processes", "2",
+               "--ray-address", "local", "--method", "turborag"]  # fmt: skip
+    with process(*options) as (_, client):
+        assert said(client) == "falcon"
+        assert [said(client, it) for it in QUESTIONS] == [said(client, it) for it in QUESTIONS]
+        [before] = [it["pid"] for it in replicas(client).values()]
+        long = {"max_tokens": 250, "logit_bias": {str(EOS): -100}}
+        _, error = streamed(client, QUESTION, lambda: os.kill(*follower(), signal.SIGKILL), **long)
+        assert error["code"] == "engine_unavailable" and "\n" not in error["message"]
+        until(lambda: before not in {it["pid"] for it in replicas(client).values() if it["up"]})
+        until(lambda: all(it["up"] for it in replicas(client).values()))
+        assert said(client) == "falcon"
+
+
+def follower():
+    """The process of the replica's that follows."""
+    named = [path for path in Path("/proc").glob("[0-9]*/cmdline")
+             if path.exists() and path.read_bytes().startswith(b"ray::RayRank")]  # fmt: skip
+    return [int(path.parent.name) for path in named]
 
 
 def run(*options):

@@ -82,6 +82,17 @@ class KVStore(abc.ABC):
         """Whether other processes see nothing of what is put."""
         return False
 
+    def lease(self, key: str) -> bool:
+        """Whether this process may encode a chunk that is missing now: no other does.
+
+        No other may until ``release``, or until this process has not been heard of for
+        ``leases.LEASE_SECONDS``. False also where the chunk has come meanwhile: read it again.
+        """
+        return True
+
+    def release(self, key: str) -> None:  # noqa: B027  most stores have nothing to release
+        """A chunk that ``lease`` allowed to encode is put, or will not be; never waits."""
+
     def put(
         self,
         key: str,

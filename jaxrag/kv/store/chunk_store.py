@@ -28,6 +28,7 @@ from jaxrag.kv.store.base import (
 )
 from jaxrag.kv.store.census import PARTS, Census, Seen
 from jaxrag.kv.store.layout import KVLayout
+from jaxrag.kv.store.leases import Leases
 from jaxrag.kv.store.loading import Loader
 from jaxrag.kv.store.namespace import Namespace
 from jaxrag.kv.store.prefetch import DEFAULT_HOST_BYTES, Prefetcher, Tier
@@ -62,6 +63,7 @@ class ChunkStore(KVStore):
         self._repository = Repository(backend)
         self._space = Namespace(backend, fingerprint, layout, max_tokens, sealer)
         self._loader = Loader(self._space)
+        self._leases = Leases(backend.location, fingerprint)
         self._limit: SizeLimit | None = None
         self._prefetcher = Prefetcher(self._space, self.get, host_bytes)
 
@@ -138,6 +140,24 @@ class ChunkStore(KVStore):
     def max_bytes(self) -> int | None:
         """The size limit, if there is one."""
         return None if self._limit is None else self._limit.max_bytes
+
+    def lease(self, key: str) -> bool:
+        """As ``KVStore.lease``, over all processes that have the repository open."""
+        if not self.writable:
+            return True
+        try:
+            if not self._leases.take(key):
+                return False
+            if not isinstance(self._find([key])[key], Record):
+                return True
+        except StoreError:  # to encode it twice harms nothing; who puts it gets the error
+            return True
+        self._leases.release(key)
+        return False
+
+    def release(self, key: str) -> None:
+        """As ``KVStore.release``."""
+        self._leases.release(key)
 
     def writer(self, max_inflight_bytes: int = DEFAULT_INFLIGHT_BYTES) -> ChunkWriter:
         """A context manager that puts in the background, at most so many bytes at a time."""
@@ -225,6 +245,8 @@ class ChunkStore(KVStore):
         report = sweep(anyones, live, grace_seconds, dry_run, busy, named, census)
         if self._limit is not None:
             self._limit.recount(self.keys)
+        if not dry_run:
+            self._leases.remove_stale(grace_seconds)
         return report
 
     def prefetch(self, keys: Sequence[str], tier: Tier = "page") -> "Future[int]":
@@ -247,6 +269,7 @@ class ChunkStore(KVStore):
     def close(self) -> None:
         """Let go of threads and files, and write down which chunks were read."""
         self._prefetcher.close()
+        self._leases.close()
         if self._limit is not None:
             self._limit.close()
             self._limit = None

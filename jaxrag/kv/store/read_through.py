@@ -29,11 +29,11 @@ _COPIES = 4  # at a time; each holds one chunk in memory
 class ReadThrough(StoreWrapper):
     """A remote store whose chunks are copied to a local one when they are first read.
 
-    The remote store is the truth: puts, ``find``, ``keys`` and ``verify`` go there. A read takes
-    the local copy where there is one, without a word to the remote, so a chunk that others replaced
-    or deleted there may be served as it was. A copy that turns out damaged is dropped and fetched
-    again, so what is refused is refused by the remote; where no copy can be made, as on a full
-    disk, the remote is read. The local store needs no durability, and may have a size limit.
+    The remote store is the truth: puts, leases, ``find``, ``keys`` and ``verify`` go there. A read
+    takes the local copy where there is one, without a word to the remote, so a chunk that others
+    replaced or deleted there may be served as it was. A copy that turns out damaged is dropped and
+    fetched again, so what is refused is refused by the remote; where no copy can be made, as on a
+    full disk, the remote is read. The local store needs no durability, and may have a size limit.
     """
 
     def __init__(self, remote: ChunkStore, local: ChunkStore) -> None:
@@ -61,6 +61,14 @@ class ReadThrough(StoreWrapper):
         self._told = False  # that copies fail
         self._threads = ThreadPoolExecutor(_COPIES, "jaxrag-copy")
         self._prefetches = ThreadPoolExecutor(1, "jaxrag-prefetch")
+
+    def lease(self, key: str) -> bool:
+        """``ChunkStore.lease`` of the remote store."""
+        return self.remote.lease(key)
+
+    def release(self, key: str) -> None:
+        """``ChunkStore.release`` of the remote store."""
+        self.remote.release(key)
 
     def begin(
         self, key: str, tokens: int, record: Provenance, *, ways: int, replace: bool = False

@@ -277,6 +277,12 @@ class CatalogReader(ContextReader):
             yield from (row[0] for row in rows if is_hex(row[0], ID_DIGITS))
             last = rows[-1][0]
 
+    def num_keys(self) -> int:
+        """How many ``all_keys`` are, and what is none."""
+        with self._database.use() as connection:
+            row = connection.execute("SELECT COUNT(DISTINCT key) FROM chunk_keys").fetchone()
+        return int(row[0])
+
     def keys_beginning(self, prefix: str) -> set[str]:
         """Every store key that begins with hex digits."""
         with self._database.use() as connection:

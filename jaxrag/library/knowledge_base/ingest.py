@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from tqdm import tqdm
 
@@ -32,10 +32,11 @@ BATCH_TOKENS = 1 << 16  # of one catalog commit
 UNKNOWN_EXAMPLES = 5  # words that a report shows
 _COUNTED = (
     "documents", "replaced", "unchanged", "chunks", "tokens", "encoded", "encoded_tokens",
-    "unknown_tokens", "unsealed",
+    "on_demand", "unknown_tokens", "unsealed",
 )  # fmt: skip
 
 _Future = concurrent.futures.Future
+EncodeWhen = Literal["now", "on demand"]
 
 
 class Turn(Protocol):
@@ -54,11 +55,13 @@ class Ingest:
       preparer: splits documents into chunks and names their KV.
       vectors: where the vectors of the chunks' texts are kept; None where they have none.
       turn: runs a piece of encoding, about a row of the model, when others let it; None: at once.
+      encode: KV that the store lacks is encoded by this, or by who needs it first.
     """
 
     preparer: Preparer
     vectors: ChunkVectors | None = None
     turn: Turn | None = None
+    encode: EncodeWhen = "now"
 
     def run(self, intake: Intake, progress: bool) -> AddReport:
         """Add documents, held a batch at a time; ``progress`` shows how far it is, on stderr.
@@ -74,9 +77,9 @@ class Ingest:
             preparer.encoding.store.writer() as writer,
             concurrent.futures.ThreadPoolExecutor(1, "jaxrag-commit") as committer,
         ):
-            pipeline = _Pipeline(preparer, self.commit, at_work, writer, committer, bar, self.turn)
+            pipeline = _Pipeline(self, at_work, writer, committer, bar)
             for batch in self._batches(intake, skipped):
-                if not pipeline.count["documents"]:
+                if not pipeline.count["documents"] and self.encode == "now":
                     preparer.encoding.keep_prefix()
                 pipeline.take(batch, None if bar.disable else intake)
             pipeline.finish()
@@ -84,7 +87,7 @@ class Ingest:
         counted: dict[str, Any] = {field: count[field] for field in _COUNTED}
         return AddReport(
             **counted,
-            reused=count["chunks"] * len(preparer.encoders) - count["encoded"],
+            reused=count["chunks"] * len(preparer.encoders) - count["encoded"] - count["on_demand"],
             skipped=tuple(skipped),
             seconds=time.perf_counter() - start,
             unknown_words=tuple(pipeline.unknown_words),
@@ -142,24 +145,21 @@ class _Pipeline:
 
     def __init__(
         self,
-        preparer: Preparer,
-        commit: Callable[[Sequence[Prepared]], None],
+        ingest: Ingest,
         at_work: KeyWriter,
         writer: ChunkWriter,
         committer: concurrent.futures.ThreadPoolExecutor,
         bar: "tqdm[Any]",
-        turn: Turn | None,
     ) -> None:
         self.count: collections.Counter[str] = collections.Counter()
         self.unknown_words: dict[str, None] = {}
-        self._preparer = preparer
-        self._encoding = preparer.encoding
-        self._commit = commit
+        self._ingest = ingest
+        self._preparer = ingest.preparer
+        self._encoding = ingest.preparer.encoding
         self._at_work = at_work
         self._writer = writer
         self._committer = committer
         self._bar = bar
-        self._turn = turn
         self._flying: dict[str, _Future[PutResult]] = {}  # puts that may not be durable yet
         self._committing: _Future[None] | None = None  # the batch before
 
@@ -232,6 +232,11 @@ class _Pipeline:
         puts = [self._flying[key] for key in wanted if key in self._flying]
         settled = {key: chunk for key, chunk in wanted.items() if key not in self._flying}
         missing, unsealed = self._encoding.looked_up(encoder, settled)
+        if self._ingest.encode == "on demand":
+            self.count["on_demand"] += len(missing)
+            self.count["there"] += len(settled) - len(missing)
+            self._bar.update(total)
+            return puts, {}
         self.count["unsealed"] += unsealed
         self.count["there"] += len(settled) - len(missing)
         self._bar.update(total - len(missing))
@@ -247,11 +252,12 @@ class _Pipeline:
 
     def _made(self, encoder: str, missing: dict[str, ChunkInContext]) -> Iterator[Encoded]:
         """Encode chunks: as one run, or turn by turn in pieces of about a row."""
-        if self._turn is None:
+        turn = self._ingest.turn
+        if turn is None:
             yield from self._encoding.encode(encoder, missing)
             return
         for piece in _pieces(missing):
-            yield from self._turn(lambda piece=piece: list(self._encoding.encode(encoder, piece)))  # type: ignore[misc]
+            yield from turn(lambda piece=piece: list(self._encoding.encode(encoder, piece)))  # type: ignore[misc]
 
     def _finish_batch(
         self,
@@ -266,7 +272,7 @@ class _Pipeline:
         """
         for put in puts:
             put.result()
-        self._commit([prepared for prepared in batch if prepared.commit])
+        self._ingest.commit([prepared for prepared in batch if prepared.commit])
         for encoder, chunks in found.items():
             self._encoding.encode_missing(encoder, chunks)
 

@@ -30,7 +30,7 @@ from jaxrag.library.export import (
     export_selected,
 )
 from jaxrag.library.knowledge_base import upkeep
-from jaxrag.library.knowledge_base.ingest import Ingest, Turn
+from jaxrag.library.knowledge_base.ingest import EncodeWhen, Ingest, Turn
 from jaxrag.library.knowledge_base.location import open_catalog
 from jaxrag.library.knowledge_base.maintained import Maintained
 from jaxrag.library.knowledge_base.plan import AddPlanner
@@ -178,6 +178,7 @@ class KnowledgeBase(Maintained):
         shard: tuple[int, int] | None = None,
         cut: Cut | None = None,
         turn: Turn | None = None,
+        encode: EncodeWhen = "now",
     ) -> AddReport:
         """Cut documents into chunks, make their KV durable, then make them findable.
 
@@ -197,14 +198,21 @@ class KnowledgeBase(Maintained):
             the model's tokenizer; None cuts it here.
           turn: runs a piece of encoding when others let it, and returns what it returns; None runs
             it at once. What it raises ends the run as any other error.
+          encode: "now", or "on demand": documents are findable without KV, and a chunk is encoded
+            by the process whose question needs it first, while others that need it wait for that.
+            From then on ``verify`` does not count missing KV as damage.
 
         Raises:
-          KnowledgeBaseError: opened without a model, or for reading.
+          KnowledgeBaseError: opened without a model, or for reading; KV on demand where a variant
+            is encoded behind similar chunks.
+          RequestError: an ``encode`` that is neither.
           DocumentError: not a list of documents.
           ConfigError: a shard that does not exist.
           StoreError: KV, vectors or catalog cannot be written; documents committed before stay.
         """
-        return self._add(documents, "nothing", progress=progress, shard=shard, cut=cut, turn=turn)
+        return self._add(
+            documents, "nothing", progress=progress, shard=shard, cut=cut, turn=turn, encode=encode
+        )
 
     def _add(
         self,
@@ -215,7 +223,12 @@ class KnowledgeBase(Maintained):
         shard: tuple[int, int] | None = None,
         cut: Cut | None = None,
         turn: Turn | None = None,
+        encode: EncodeWhen = "now",
     ) -> AddReport:
+        if encode not in get_args(EncodeWhen):
+            raise RequestError(
+                f"encode={encode!r}: expected one of {', '.join(get_args(EncodeWhen))}"
+            )
         if shard is not None:
             pair = isinstance(shard, tuple | list) and len(shard) == 2
             if not pair or not all(type(number) is int for number in shard):
@@ -223,6 +236,11 @@ class KnowledgeBase(Maintained):
         part = Shard() if shard is None else Shard(*shard)
         model = self._require_model("add documents")
         self._require_writable("add documents")
+        if encode == "on demand" and self._behind_others:
+            raise KnowledgeBaseError(
+                f"{self.path} keeps {' and '.join(self._behind_others)} KV, encoded behind similar "
+                "chunks: add with encode='now', or make one that keeps after_prefix only"
+            )
         self._catalog.upgrade()
         if self._vectors is not None:
             _ = self._vectors.embedder  # refused before any work
@@ -234,7 +252,10 @@ class KnowledgeBase(Maintained):
         )
         intake = Intake(documents, part, self._as_known)
         with self._acknowledged():
-            report = Ingest(preparer, self._vectors, turn).run(intake, progress)
+            if encode == "on demand" and not self._settings.get("on_demand"):
+                self._catalog.set("on_demand", True)
+                self._settings["on_demand"] = True
+            report = Ingest(preparer, self._vectors, turn, encode).run(intake, progress)
             report = self._without_gone(report, intake, removes)
         if self._behind_others and part.count == 1:
             return dataclasses.replace(report, neighbours=self.refresh(progress=progress))
@@ -246,6 +267,7 @@ class KnowledgeBase(Maintained):
         *,
         empty: bool = False,
         progress: bool = False,
+        encode: EncodeWhen = "now",
     ) -> AddReport:
         """Add what files and folders hold, then remove what they hold no more.
 
@@ -259,11 +281,13 @@ class KnowledgeBase(Maintained):
           paths: as of ``read_paths``, or what that gives.
           empty: remove also what came from paths that are missing and folders that are empty.
           progress: as of ``add``.
+          encode: as of ``add``.
 
         Raises as ``add``, and DocumentError for a missing path without ``empty``.
         """
         files = _files_of(paths, empty)
-        return self._add(files, "all" if empty else "certain", progress=progress)
+        removes: _Removes = "all" if empty else "certain"
+        return self._add(files, removes, progress=progress, encode=encode)
 
     def gone(self, paths: Iterable[str | Path] | DocumentFiles, *, empty: bool = False) -> Gone:
         """What ``sync`` would remove; reads the files and changes nothing."""

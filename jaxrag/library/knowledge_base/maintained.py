@@ -200,7 +200,8 @@ class Maintained(Parts):
             self._catalog,
             self.indexing,
             max_bytes_per_second,
-            limited=self._settings["max_bytes"] is not None and self._settings["store"] is None,
+            limited=self._settings.get("on_demand", False)
+            or (self._settings["max_bytes"] is not None and self._settings["store"] is None),
             progress=progress,
         )
         if model is not None:
@@ -271,8 +272,9 @@ class Maintained(Parts):
         """Counts and settings, JSON-able.
 
         ``stored`` is what the chunk store holds under this knowledge base's fingerprint, the KV of
-        the template's prefix among it. Of a store in a directory, commit records are read that
-        are new since the last time, of another all.
+        the template's prefix among it; ``missing`` counts KV of chunks that it does not hold, as
+        where that is encoded on demand. Of a store in a directory, commit records are read that are
+        new since the last time, of another all.
         """
         return collect_stats(
             self.path, self._catalog, self._catalog.settings(), self.store, self._vectors
@@ -326,7 +328,9 @@ def collect_stats(
         stored.update(chunks=1, tokens=seen.tokens, bytes=seen.nbytes)
         if nbytes := indexes_nbytes(seen.aux):
             indexed.update(chunks=1, bytes=nbytes)
-        if key not in named:
+        if key in named:
+            stored["named"] += 1
+        else:
             record = store.find([key])[key]
             if isinstance(record, Record) and not claim.holds(record):
                 orphans.update(chunks=1, bytes=store.layout.nbytes(record.tokens))
@@ -355,6 +359,7 @@ def collect_stats(
             "chunks": stored["chunks"],
             "tokens": stored["tokens"],
             "bytes": stored["bytes"],
+            "missing": catalog.num_keys() - stored["named"],
             "corrupt": refused[ChunkCorrupt],
             "unsealed": refused[ChunkNotSealed],
             "variants": dict(sorted(variants.items())),

@@ -195,6 +195,11 @@ class Parts:
             return False
         return not len(self._vectors.compared(self._catalog, lately).lost)
 
+    @property
+    def changes(self) -> int:
+        """How many changes were acknowledged, by this process and others."""
+        return int(self._catalog.settings().get(CHANGES, 0))
+
     @contextlib.contextmanager
     def _acknowledged(self) -> Iterator[None]:
         """A change that is safe when this is left: from damage to the catalog's log, and counted.

@@ -46,8 +46,8 @@ class AddPlan:
 class AddReport:
     """What became of the documents that were given.
 
-    A chunk counts once for every encoder that sees no other chunks, so ``encoded + reused ==
-    chunks * len(encoders)`` of these. ``seconds`` are without those of ``neighbours``.
+    A chunk counts once for every encoder that sees no other chunks, so ``encoded + reused +
+    on_demand == chunks * len(encoders)`` of these. ``seconds`` are without those of ``neighbours``.
     """
 
     documents: int  # in the knowledge base now, of those given
@@ -68,6 +68,7 @@ class AddReport:
     gone: tuple[str, ...] = ()  # ids of those that a ``sync`` would remove, or one with ``empty``
     passed: int = 0  # files of folders that hold no text by their nature, such as pictures
     kept: int = 0  # documents of files that are there and could not be read whole
+    on_demand: int = 0  # chunks without KV, which is encoded when it is needed first
 
     @property
     def tokens_per_second(self) -> float:

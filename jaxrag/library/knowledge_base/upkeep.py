@@ -67,7 +67,7 @@ class VerifyReport:
     ok: int
     repaired: int
     damaged: tuple[str, ...]  # keys of chunks without sound KV of their own, still
-    dropped: int  # not stored, as is to be expected under a size limit
+    dropped: int  # not stored, as is to be expected under a size limit or of KV on demand
     unindexed: tuple[str, ...] = ()  # keys of chunks that are whole but lack their indexes
     unsealed: tuple[str, ...] = ()  # of ``damaged``: sound, but not sealed with the secret
     rows: RowsReport | None = None  # of the catalog; None where it was not looked at
@@ -233,7 +233,8 @@ def verify(
 ) -> VerifyReport:
     """Check every chunk's KV, and that chunks have the indexes that they get by ``indexing``.
 
-    Under a size limit (``limited``), a chunk that is missing has been dropped and is left so.
+    ``limited``: a chunk that is missing was dropped under a size limit, or is encoded on demand,
+    and is left so.
     """
     with progress_bar(None, "verify", "B", shown=progress, scale=True) as bar:
         found = store.verify(

@@ -103,19 +103,48 @@ def _listed(question: FileQuestion, *names: str) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
+class AskedMethod:
+    """A method by its name, its encoder, and its recompute ratio where it recomputes."""
+
+    name: str
+    encoder: str | None
+    ratio: float | None
+
+
+@dataclasses.dataclass(frozen=True)
 class Answered:
-    """One probe, answered by one method.
+    """One probe, answered by one method: as when it was asked first. JSON-able.
 
     Attributes:
-      result: of the first time it was asked; its counts say what was encoded for it.
+      text: as of a ``Result``, like the following.
+      retrieved: ids of the documents of the chunks.
       ttft: seconds, of chunks that lie in the store and programs that are compiled.
       same: of full attention's answer, given token by token: which tokens of it, and of the one
-        behind it, are this method's first choice, bool [T].
+        behind it, are this method's first choice.
     """
 
-    result: Result
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    counts: dict[str, int]
+    notes: list[str]
+    retrieved: list[str]
     ttft: float
-    same: HostArray
+    same: list[bool]
+
+    @classmethod
+    def of(cls, result: Result, ttft: float, same: HostArray) -> "Answered":
+        """What is kept of an answer; ``same``: bool [T]."""
+        return cls(
+            text=result.text,
+            token_ids=list(map(int, result.token_ids)),
+            finish_reason=result.finish_reason,
+            counts=result.counts,
+            notes=result.notes,
+            retrieved=[source.document_id for source in result.sources],
+            ttft=ttft,
+            same=same.tolist(),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +159,7 @@ class Evaluation:
     """
 
     probes: tuple[Probe, ...]
-    methods: tuple[Method, ...]
+    methods: tuple[AskedMethod, ...]
     template: str
     k: int
     max_new_tokens: int
@@ -139,7 +168,7 @@ class Evaluation:
 
     def scores(self, method: int) -> dict[str, HostArray]:
         """Of a method by name of the metric, [Q] each."""
-        texts = [it.result.text for it in self.answered[method]]
+        texts = [it.text for it in self.answered[method]]
         golds = [probe.answers for probe in self.probes]
         both = list(zip(texts, golds, strict=True))
         return {
@@ -152,7 +181,7 @@ class Evaluation:
         """JSON-able; shares as fractions of 1 and times in seconds, each with its interval."""
         with_sources = [i for i, probe in enumerate(self.probes) if probe.sources]
         recall = np.array([_recall(self.probes[i], self.answered[0][i]) for i in with_sources])
-        found = [it.result.sources for it in self.answered[0]]
+        found = [it.retrieved for it in self.answered[0]]
         return {
             "questions": len(self.probes),
             "with_sources": len(with_sources),
@@ -169,14 +198,14 @@ class Evaluation:
         own, full = self.answered[index], self.answered[0]
         each = np.arange(len(own))
         scores, of_full = self.scores(index), self.scores(0)
-        same = [a.result.token_ids == b.result.token_ids for a, b in zip(own, full, strict=True)]
+        same = [a.token_ids == b.token_ids for a, b in zip(own, full, strict=True)]
         tokens = np.repeat(each, [len(it.same) for it in own])
         over = np.array([b.ttft / a.ttft for a, b in zip(own, full, strict=True)])
         method = self.methods[index]
         return {
             "method": method.name,
             "encoder": method.encoder,
-            "ratio": method.recompute_ratio if method.recomputes else None,
+            "ratio": method.ratio,
             **{name: plain(share(scores[name], each)) for name in METRICS},
             "minus_full": {
                 name: plain(difference(scores[name], of_full[name], each)) for name in METRICS
@@ -186,10 +215,10 @@ class Evaluation:
             "ttft": plain(median(np.array([it.ttft for it in own]))),
             "full_over_own": plain(median(over)),
             "tokens": {
-                name: float(np.mean([it.result.counts[name] for it in own]))
+                name: float(np.mean([it.counts[name] for it in own]))
                 for name in ("reused", "recomputed", "encoded")
             },
-            "cut_off": sum(it.result.finish_reason == "length" for it in own),
+            "cut_off": sum(it.finish_reason == "length" for it in own),
         }
 
     def records(self) -> list[dict[str, Any]]:
@@ -203,17 +232,17 @@ class Evaluation:
                     "method": method.name,
                     "question": probe.question.text,
                     "answers": list(probe.answers),
-                    "text": own.result.text,
-                    "finish_reason": own.result.finish_reason,
+                    "text": own.text,
+                    "finish_reason": own.finish_reason,
                     **{name: scores[name][i].item() for name in METRICS},
-                    "same_answer": own.result.token_ids == self.answered[0][i].result.token_ids,
-                    "same_tokens": float(own.same.mean()),
+                    "same_answer": own.token_ids == self.answered[0][i].token_ids,
+                    "same_tokens": float(np.mean(own.same)),
                     "ttft": own.ttft,
-                    "counts": own.result.counts,
+                    "counts": own.counts,
                     "sources": list(probe.sources),
-                    "retrieved": [source.document_id for source in own.result.sources],
+                    "retrieved": own.retrieved,
                     "recall": _recall(probe, own) if probe.sources else None,
-                    "notes": own.result.notes,
+                    "notes": own.notes,
                 })  # fmt: skip
         return lines
 
@@ -262,16 +291,16 @@ def evaluate(
             shown = [full[0].token_ids[: options.max_new_tokens - 1]]
             [wanted], _ = forced_logits(settings[0], asked[:1], shown)
             first = wanted.argmax(1)
-            answered[0].append(Answered(*full, np.ones(len(first), np.bool_)))
+            answered[0].append(Answered.of(*full, np.ones(len(first), np.bool_)))
             bar.update()
             for i, own in enumerate(others, 1):
                 [logits], _ = forced_logits(settings[i], asked[i : i + 1], shown)
-                answered[i].append(Answered(*own, logits.argmax(1) == first))
+                answered[i].append(Answered.of(*own, logits.argmax(1) == first))
                 bar.update()
     notes = dict.fromkeys(note for one in settings for note in _notes(one, questions))
     return Evaluation(
         probes=probes,
-        methods=tuple(one.method for one in settings),
+        methods=tuple(_asked(one.method) for one in settings),
         template=settings[0].template.name,
         k=settings[0].ask.k,
         max_new_tokens=settings[0].ask.max_new_tokens,
@@ -293,6 +322,11 @@ def whole(parts: Sequence[Evaluation]) -> Evaluation:
         ),
         notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
     )
+
+
+def _asked(method: Method) -> AskedMethod:
+    ratio = method.recompute_ratio if method.recomputes else None
+    return AskedMethod(method.name, method.encoder, ratio)
 
 
 def _ready(file: QuestionFile, settings: Settings, probe: Probe) -> ReadyQuestion:
@@ -337,5 +371,4 @@ def _notes(settings: Settings, questions: QuestionFile) -> list[str]:
 
 def _recall(probe: Probe, own: Answered) -> float:
     """Share of the probe's sources that are among what was retrieved."""
-    found = {source.document_id for source in own.result.sources}
-    return len(found.intersection(probe.sources)) / len(probe.sources)
+    return len(set(own.retrieved).intersection(probe.sources)) / len(probe.sources)

@@ -203,6 +203,10 @@ class Connections:
         """A new connection, for uvicorn."""
         return HttpConnection(self, **parts)
 
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._open)
+
     def admit(self, connection: HttpConnection) -> None:
         """One more; where there are too many, that goes whose request is waited for longest."""
         self._open.add(connection)

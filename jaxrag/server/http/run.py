@@ -7,7 +7,8 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import uvicorn
 
@@ -15,6 +16,7 @@ from jaxrag.base.errors import ConfigError
 from jaxrag.server.errors import unavailable
 from jaxrag.server.http.app import make_app
 from jaxrag.server.http.connections import ACCEPTS, BACKLOG, Connections
+from jaxrag.server.http.handover import Predecessor, Successors
 from jaxrag.server.http.health import fail_stuck, watchdog
 from jaxrag.server.http.logs import logging_requests
 from jaxrag.server.settings import ServerSettings
@@ -32,21 +34,34 @@ _GRACE = 2  # seconds for what was said last to reach its readers
 _SHOWN = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where everybody is listened to
 
 
+def address_of(settings: ServerSettings) -> tuple[Any, ...]:
+    """Family, kind, protocol, name and address of the settings. Raises ConfigError."""
+    host = settings.host
+    check_host(host, settings.keys is not None, settings.open_to_all)
+    try:
+        found = socket.getaddrinfo(
+            host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except OSError as error:
+        why = f"host {host!r}: {error.strerror}; name an address of this machine"
+        raise ConfigError(why) from None
+    return found[0]
+
+
 def bind(settings: ServerSettings) -> socket.socket:
     """A socket on the address of the settings. Raises ConfigError where it cannot be had."""
     host, port = settings.host, settings.port
-    check_host(host, settings.keys is not None, settings.open_to_all)
+    found = address_of(settings)
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         # With its protocol, by which asyncio knows TCP and turns Nagle's algorithm off: a body in a
         # second write would wait 40 ms for the acknowledgement of the head.
-        bound = socket.socket(*found[0][:3])
+        bound = socket.socket(*found[:3])
     except OSError as error:
         why = f"host {host!r}: {error.strerror}; name an address of this machine"
         raise ConfigError(why) from None
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        bound.bind(found[0][4])
+        bound.bind(found[4])
     except OSError as error:
         bound.close()
         raise ConfigError(
@@ -70,10 +85,23 @@ class Server:
       app: how.
     """
 
-    def __init__(self, state: ServerState, bound: socket.socket) -> None:
-        """Takes no requests yet."""
+    def __init__(
+        self,
+        state: ServerState,
+        bound: socket.socket,
+        about: Mapping[str, Any] | None = None,
+        before: Predecessor | None = None,
+    ) -> None:
+        """Takes no requests yet.
+
+        Args:
+          state: what it serves.
+          bound: where it listens.
+          about: what a process is told that takes over from this one, JSON-able.
+          before: the process that this one takes over from, whose socket ``bound`` is.
+        """
         self.state = state
-        self._bound = bound
+        self._bound, self._about, self._before = bound, about or {}, before
         self.app = make_app(state)
         self._connections = Connections(state.settings)
         state.max_requests = self._connections.limit - self._connections.limit // _PROBES
@@ -117,6 +145,9 @@ class Server:
         if signals:
             for number in _SIGNALS:
                 loop.add_signal_handler(number, self.end)
+        if self._before is not None and not await self._warm_ahead():
+            await self._close()
+            return
         serving = asyncio.ensure_future(self._uvicorn.serve([self._bound]))
         warming: asyncio.Future[None] | None = None
         watching = [
@@ -124,12 +155,16 @@ class Server:
             for it in (fail_stuck(self.state), self._connections.watch(), self._end_when_lost())
         ]
         loop.set_exception_handler(self._connections.on_error)
+        successors: Successors | None = None
         try:
             while not self._uvicorn.started and not serving.done():
                 await asyncio.sleep(_TURN)
             if self._uvicorn.started:
                 self._bound.listen(BACKLOG)
-            if self.state.settings.warm_up:
+            if self._before is not None:
+                await asyncio.to_thread(self._before.switch)
+                ready()
+            elif self.state.settings.warm_up:
                 warming = self._warm()
                 await asyncio.wait((warming, serving), return_when=asyncio.FIRST_COMPLETED)
                 if warming.done():
@@ -138,13 +173,50 @@ class Server:
                 self.state.phase = "ready"
                 self.state.metrics.started()
                 ready()
+            successors = self._successors(loop)
             await serving
         finally:
+            if successors is not None:
+                successors.close()
             self._uvicorn.should_exit = True
             await serving
             for task in watching:
                 task.cancel()
             await self._close()
+
+    async def _warm_ahead(self) -> bool:
+        """Be ready while another serves; False where the end was asked for meanwhile."""
+        if self.state.settings.warm_up:
+            warming = self._warm()
+            while not warming.done() and not self._ends:
+                await asyncio.sleep(_TURN)
+            if warming.done():
+                warming.result()
+        if self._ends:
+            return False
+        self.state.phase = "ready"
+        self.state.metrics.started()
+        return True
+
+    def _successors(self, loop: asyncio.AbstractEventLoop) -> Successors | None:
+        """Let another process take over; None where it cannot be asked for that."""
+
+        def switch() -> None:
+            asyncio.run_coroutine_threadsafe(self._leave(), loop).result()
+
+        try:
+            return Successors(self._bound, self._about, switch)
+        except OSError as error:
+            _LOG.warning("no other process can take over from this one: %s", error)
+            return None
+
+    async def _leave(self) -> None:
+        """Accept no connections, answer those that there are and close each behind its answer."""
+        for server in self._uvicorn.servers:
+            server.close()
+        self._uvicorn.server_state.default_headers.append((b"connection", b"close"))
+        if self._ending is None:
+            self._ending = asyncio.ensure_future(self._drain(lambda: len(self._connections)))
 
     async def _end_when_lost(self) -> None:
         """Another process of the model died: whoever waits is told, and nothing more is served."""
@@ -168,14 +240,15 @@ class Server:
         self._ends += 1
         self.state.phase = "draining"
         if self._ending is None:
-            self._ending = asyncio.ensure_future(self._drain())
+            self._ending = asyncio.ensure_future(self._drain(lambda: self.state.requests))
 
-    async def _drain(self) -> None:
-        """Wait for what runs, as long as it may take; the rest fails, as the server ends."""
+    async def _drain(self, left: Callable[[], int]) -> None:
+        """Wait for what is left, as long as it may take; the rest fails, as the server ends."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self.state.settings.drain_seconds
-        while self.state.requests and self._ends == 1 and loop.time() < until:
+        while left() and self._ends < 2 and loop.time() < until:
             await asyncio.sleep(_TURN)
+        self.state.phase = "draining"
         for asking in list(self.state.asking):
             asking.fail(unavailable("the server is ending; ask another, or again later"))
         self._uvicorn.should_exit = True

@@ -8,10 +8,12 @@ from typing import Protocol
 
 import numpy as np
 
+from jaxrag.base.errors import EngineUnavailable
 from jaxrag.base.types import HostArray
 from jaxrag.engine.engine import Engine
 from jaxrag.engine.jobs import SILENT_SECONDS, Job, JobNews, ReplicaReport, StoreRef, name_of
 from jaxrag.engine.progress import Progress
+from jaxrag.engine.ranks import RankLost
 from jaxrag.engine.wire import request_of
 from jaxrag.kv.store import KVStore
 
@@ -74,6 +76,7 @@ class Replica:
         try:
             number = await asyncio.to_thread(begin)
         except Exception as error:  # of this request: who asked is told
+            _check_there(error)
             yield JobNews(time.monotonic(), (Progress(job.number, error=error),))
             return
         self._running[key] = number
@@ -84,6 +87,7 @@ class Replica:
                 while not news.empty():
                     found.append(news.get_nowait())
                 ended = found[-1].last
+                _check_there(found[-1].error)
                 told = tuple(dataclasses.replace(it, number=job.number) for it in found)
                 yield JobNews(time.monotonic(), told)
         finally:
@@ -135,6 +139,12 @@ class Replica:
             silence=engine.silence,
             where=places,
         )
+
+
+def _check_there(error: BaseException | None) -> None:
+    """Raise EngineUnavailable for an error that is not of the request: the engine has ended."""
+    if isinstance(error, RankLost):
+        raise EngineUnavailable(f"a replica is gone ({error})") from None
 
 
 def _names(keys: Iterable[str]) -> HostArray:
