@@ -29,6 +29,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
     stats = add_command(actions, "stats", "counts, sizes and settings", "jaxrag kb stats kb --json")
     _add_kb(stats)
+    stats.add_argument(
+        "--walk", action="store_true",
+        help="look at every stored chunk: which are damaged, not sealed, or needed no more",
+    )  # fmt: skip
     stats.set_defaults(run=run_stats)
 
     listing = add_command(actions, "list", "every document", "jaxrag kb list kb")
@@ -127,7 +131,7 @@ _SHOWN = {"tokens": "text tokens"}  # those stored count the template's, too
 def run_stats(args: argparse.Namespace) -> None:
     """Print what the knowledge base holds and how it was made."""
     with _opened(args) as kb:
-        stats = kb.stats()
+        stats = kb.stats(walk=args.walk)
         if kb.unchecked is not None:
             note(kb.unchecked)
     if args.json:
