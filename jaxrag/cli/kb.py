@@ -3,6 +3,7 @@
 import argparse
 import collections
 import dataclasses
+import operator
 import textwrap
 from typing import TYPE_CHECKING, Any
 
@@ -163,7 +164,11 @@ def run_list(args: argparse.Namespace) -> None:
         for why in [] if documents or where is None else kb.why_nothing(where):
             note(f"--where: {why}")
     if args.json:
-        print_json({"documents": [dataclasses.asdict(document) for document in documents]})
+        from jaxrag.library.catalog import DocumentEntry
+
+        names = [field.name for field in dataclasses.fields(DocumentEntry)]
+        values = operator.attrgetter(*names)
+        print_json({"documents": [dict(zip(names, values(d), strict=True)) for d in documents]})
         return
     rows = [["document", "chunks", "title"]]
     rows += [[d.id, str(d.num_chunks), shorten(d.title, _TITLE)] for d in documents]
