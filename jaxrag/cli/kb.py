@@ -32,7 +32,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     _add_kb(stats)
     stats.add_argument(
         "--walk", action="store_true",
-        help="look at every stored chunk: which are damaged, not sealed, or needed no more",
+        help="look at every stored chunk: which have no KV, are damaged, not sealed or not needed",
     )  # fmt: skip
     stats.set_defaults(run=run_stats)
 
