@@ -1,9 +1,8 @@
 """`jaxrag serve --replicas N`: engines on a Ray cluster, each a Ray Serve application.
 
-Ray is imported here alone, and only where it is used.
+Ray is imported here and in ``ray_engine`` alone, and only where it is used.
 """
 
-import asyncio
 import contextlib
 import dataclasses
 import hashlib
@@ -17,16 +16,16 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxrag.base.errors import ConfigError, EngineUnavailable, JaxragError
+from jaxrag.base.errors import ConfigError, EngineUnavailable
 from jaxrag.base.installed import installs
 from jaxrag.base.options import names_in, option
+from jaxrag.cli.ray_engine import RayEngine
 from jaxrag.engine.routing import Routing
 
 if TYPE_CHECKING:
     from jaxrag.engine.jobs import Job, JobNews, ReplicaReport
     from jaxrag.server.settings import ServerSettings
     from jaxrag.server.state.members import ReplicaLink
-    from jaxrag.server.state.replica import Replica
     from jaxrag.server.state.replicas import Replicas
     from jaxrag.server.state.state import ServerState
 
@@ -37,8 +36,6 @@ _PARTS = "-engine-"
 _ONGOING = 100_000  # that an engine is given at once: it has its own queue
 _HEALTH_SECONDS = 2.0  # between two looks of Ray Serve at an engine
 _LOOK_SECONDS = 1.0  # between two looks at whether there are engines enough
-_TOLD_SECONDS = 5.0  # for which an engine of several processes says why it cannot start
-_SLOWEST = 60.0  # seconds between two tries of an engine that cannot start
 _VARIABLES = ("JAX_", "XLA_", "AWS_", "JAXRAG_")  # that an engine has from the server
 _OF_ENGINE = (
     "model", "knowledge_bases", "secret_file", "method", "methods", "decode", "decode_rules", "k",
@@ -93,121 +90,6 @@ class ReplicaOptions:
             if getattr(self, name) < 0:
                 flag = name.replace("_", "-")
                 raise ConfigError(f"--{flag} {getattr(self, name):g}: expected 0 or more")
-
-
-class RayEngine:
-    """What Ray Serve runs: one engine, with its model and knowledge bases.
-
-    It loads in the background, and again where that fails: what is missing may come.
-    """
-
-    def __init__(self, settings: "ServerSettings", options: ReplicaOptions) -> None:
-        self._settings, self._options = settings, options
-        self._spent = False  # of several processes: only all of them anew can serve
-        self._leading = contextlib.ExitStack()
-        self._followers: list[Any] = []
-        self._replica: Replica | None = None
-        self._state: ServerState | None = None
-        self._why = ""
-        threading.Thread(target=self._load, name="jaxrag-load", daemon=True).start()
-
-    async def serve(self, job: "Job") -> "AsyncGenerator[JobNews, None]":
-        """As ``Replica.serve``."""
-        if self._replica is None:
-            raise EngineUnavailable(self._why or "the engine is starting")
-        news = self._replica.serve(job)
-        try:
-            async for it in news:
-                yield it
-        finally:
-            await news.aclose()
-
-    async def report(self, server: str) -> "ReplicaReport":
-        """As ``Replica.report``; also of an engine that is not ready."""
-        from jaxrag.engine.jobs import ReplicaReport
-
-        if self._replica is None:
-            return ReplicaReport("failed" if self._why else "starting", self._why)
-        lost = None if self._state is None else self._state.engine.lost
-        if lost is not None:
-            return ReplicaReport("failed", str(lost))
-        return self._replica.report(server)
-
-    async def stop(self, server: str, number: int) -> None:
-        """As ``Replica.stop``."""
-        if self._replica is not None:
-            self._replica.stop(server, number)
-
-    async def drop(self, keys: list[str]) -> None:
-        """As ``Replica.drop``."""
-        if self._replica is not None:
-            await asyncio.to_thread(self._replica.drop, keys)
-
-    async def forget(self, tenant: str) -> int:
-        """As ``Replica.forget``."""
-        if self._replica is None:
-            return 0
-        return await asyncio.to_thread(self._replica.forget, tenant)
-
-    def check_health(self) -> None:
-        """What Ray Serve asks: it starts an engine anew that raises."""
-        state = self._state
-        if self._spent:
-            raise RuntimeError(self._why)
-        if state is not None and state.engine.lost is not None:
-            raise RuntimeError(str(state.engine.lost))
-        if state is not None and state.engine.silence > state.settings.stall_seconds:
-            raise RuntimeError(f"the engine has done nothing for {state.engine.silence:.0f} s")
-
-    def _load(self) -> None:
-        pause = 1.0
-        while self._replica is None:
-            try:
-                self._replica = self._made()
-            except Exception as error:
-                told = isinstance(error, JaxragError)
-                self._why = str(error) if told else f"{type(error).__name__}: {error}"
-                _LOG.error("the engine cannot start: %s", self._why, exc_info=not told)
-                if self._options.replica_processes > 1:
-                    self._give_up(self._why)
-                    return
-                time.sleep(pause)
-                pause = min(2 * pause, _SLOWEST)
-
-    def _give_up(self, why: str) -> None:
-        """Of several processes: say why for a while, then have Ray Serve start all anew."""
-        self._why = why
-        time.sleep(_TOLD_SECONDS)
-        self._spent = True
-
-    def _made(self) -> "Replica":
-        from jaxrag.cli.opening import model_of, open_bases
-        from jaxrag.cli.processes import led
-        from jaxrag.cli.replica_ranks import lead_ranks
-        from jaxrag.server.state.replica import Replica
-        from jaxrag.server.state.replica_stores import ReplicaStores, about
-        from jaxrag.server.state.state import make_state
-        from jaxrag.server.state.warm import warm_up
-
-        settings, host = self._settings, ""
-        if self._options.replica_processes > 1:
-            led_by_it = lead_ranks(settings, self._options, self._give_up)
-            settings, host, self._followers = led_by_it
-        model = model_of(settings)
-        bases = open_bases(settings, model)
-        try:
-            state = make_state(settings, model, bases)
-            if host:
-                self._leading.enter_context(led(state, (host, 0)))
-            if settings.warm_up:
-                warm_up(state)
-        except BaseException:
-            for base in bases.values():
-                base.close()
-            raise
-        stores = ReplicaStores(model, bases, len(state.tenants.names), settings.memory_bytes)
-        self._state = state
-        return Replica(state.engine, stores, about(model, bases))
 
 
 class _Link:
@@ -504,7 +386,8 @@ def application(settings: "ServerSettings", options: ReplicaOptions) -> Any:
             "runtime_env": {"env_vars": {**passed, "JAX_PLATFORMS": platforms}},
         },
     )(RayEngine)
-    return deployed.bind(settings, options)
+    each = options.replica_cpus, options.replica_gpus
+    return deployed.bind(settings, options.replica_processes, each)
 
 
 def engine_settings(settings: "ServerSettings") -> "ServerSettings":
