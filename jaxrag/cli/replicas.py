@@ -24,6 +24,7 @@ from jaxrag.engine.routing import Routing
 
 if TYPE_CHECKING:
     from jaxrag.engine.jobs import Job, JobNews, ReplicaReport
+    from jaxrag.server.http.handover import Predecessor
     from jaxrag.server.settings import ServerSettings
     from jaxrag.server.state.members import ReplicaLink
     from jaxrag.server.state.replicas import Replicas
@@ -35,6 +36,7 @@ _OURS = "jaxrag"
 _PARTS = "-engine-"
 _ONGOING = 100_000  # that an engine is given at once: it has its own queue
 _HEALTH_SECONDS = 2.0  # between two looks of Ray Serve at an engine
+_DELETE_SECONDS = 60.0  # until an engine that was told to end is no more
 _LOOK_SECONDS = 1.0  # between two looks at whether there are engines enough
 _VARIABLES = ("JAX_", "XLA_", "AWS_", "JAXRAG_")  # that an engine has from the server
 _OF_ENGINE = (
@@ -169,11 +171,13 @@ class Engines:
     Attributes:
       prefix: of the names of their applications; "" without any.
       links: the ways to them.
+      fits: of those that were started now, how many the cluster had room for at once.
       ready: whether one of them has been.
     """
 
     prefix: str = ""
     links: "list[ReplicaLink]" = dataclasses.field(default_factory=list)
+    fits: int = 0
     ready: bool = False
 
 
@@ -204,10 +208,11 @@ def engines(
     try:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
-        there = set(serve.status().applications)
+        there, fits = set(serve.status().applications), _fits(options)
         names = _deploy(settings, options, theirs)
         links = [_Link(str(at), serve.get_app_handle(name)) for at, name in enumerate(names)]
-        found = Engines(_prefix(settings, options), list(links))
+        fits = fits if set(names) - there else len(names)
+        found = Engines(_prefix(settings, options), list(links), fits)
         try:
             yield found
         except BaseException:
@@ -220,8 +225,16 @@ def engines(
 
 
 @contextlib.contextmanager
-def replicated(state: "ServerState", found: Engines, options: ReplicaOptions) -> Iterator[None]:
+def replicated(
+    state: "ServerState",
+    found: Engines,
+    options: ReplicaOptions,
+    before: "Predecessor | None" = None,
+) -> Iterator[None]:
     """Have these engines serve what the state's engine is asked, within; more, if more may be.
+
+    ``before``: the server that this one takes over from; where both have no room beside each other,
+    it ends one of its engines, and the others of these start when all of its have ended.
 
     Raises ConfigError where none of them gets ready.
     """
@@ -233,7 +246,10 @@ def replicated(state: "ServerState", found: Engines, options: ReplicaOptions) ->
     named = about(state.model, state.knowledge_bases)
     engine.open(found.links, lambda request: store_ref(state, request), named)
     try:
-        engine.wait(options.replica_seconds)
+        if before is not None and not found.fits:
+            before.make_room(state.settings.drain_seconds + _DELETE_SECONDS)
+        least = None if before is None else max(found.fits, 1)
+        engine.wait(options.replica_seconds, least)
         found.ready = True
         with _scaled(state, engine, options):
             yield
@@ -333,6 +349,35 @@ def _deploy(settings: "ServerSettings", options: ReplicaOptions, theirs: str) ->
             serve.delete(gone)
     _run([it for it in names if it not in there], settings, options)
     return names
+
+
+def _fits(options: ReplicaOptions) -> int:
+    """How many more engines the cluster has room for now."""
+    import ray
+
+    free = ray.available_resources()
+    each = {"CPU": options.replica_cpus, "GPU": options.replica_gpus}
+    needed = {name: options.replica_processes * count for name, count in each.items() if count}
+    fitting = (int(free.get(name, 0.0) // count) for name, count in needed.items())
+    return min(fitting, default=options.replicas)
+
+
+def one_less(state: "ServerState", prefix: str) -> bool:
+    """End one of a server's engines, once it has answered what it has; False where it has one."""
+    from jaxrag.server.state.replicas import Replicas
+
+    engine = state.engine
+    if not isinstance(engine, Replicas):
+        return False
+    up = [name for name, it in engine.members.items() if it["up"] and not it["leaving"]]
+    if len(up) < 2:
+        return False
+    from ray import serve
+
+    _LOG.info("replica %s ends: another server needs its place", up[-1])
+    engine.leave(up[-1], state.settings.drain_seconds)
+    serve.delete(f"{prefix}{up[-1]}")
+    return True
 
 
 def end_engines(theirs: str, mine: str) -> None:
