@@ -203,7 +203,7 @@ def fill(kb: KnowledgeBase, work: Workload, texts: Sequence[str]) -> None:
 
 def collect(kb: KnowledgeBase) -> None:
     """Drop what users uploaded: no document claims it."""
-    uploaded = kb.stats()["stored"]["orphans"]
+    uploaded = kb.stats(walk=True)["stored"]["orphans"]
     freed = kb.gc(grace_seconds=0).chunks
     if freed != uploaded:
         raise KnowledgeBaseError(f"gc freed {freed} chunks: expected the {uploaded} uploaded ones")

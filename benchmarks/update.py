@@ -79,7 +79,7 @@ def measure(folder: Path, count: int) -> dict[str, Any]:
         seconds = time.perf_counter() - seconds
         found_old, found_new = kb.search(OLD, k=1), kb.search(NEW, k=1)
         new_answer = ask(kb, question)
-        orphans = kb.stats()["stored"]
+        orphans = kb.stats(walk=True)["stored"]
         disk_changed = du(folder / "kb")
         collected = kb.gc(grace_seconds=0)
         disk_collected = du(folder / "kb")

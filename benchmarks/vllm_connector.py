@@ -20,7 +20,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -34,10 +34,19 @@ from jaxrag.connectors import manifest
 from jaxrag.kv.store import ChunkStore, content_id
 from jaxrag.measure.bench.serve_peer import vllm, write_model
 from jaxrag.measure.machine import describe
-from jaxrag.measure.zoo import SMALL_LLAMA, random_named
+from jaxrag.measure.zoo import SMALL_LLAMA, llama, random_named
 from jaxrag.models.model import Model, load_model, random_model
 from jaxrag.reuse.encode import ChunkEncoding, ChunkInContext
+from jaxrag.serve.connector_files import parts_table, write_manifest
 
+# By parameters. What the larger one computes for a token grows more than what it keeps of it.
+MODELS = {
+    "5M": SMALL_LLAMA,
+    "100M": llama(
+        num_layers=12, model_dim=768, mlp_dim=2048, num_heads=12, num_kv_heads=4, head_dim=64,
+        vocab_size=2000, eos_ids=(),
+    ),
+}  # fmt: skip
 FULL, STORED, AGAIN = "full prefill", "stored chunks", "vLLM's own prefix hit"
 
 
@@ -45,6 +54,7 @@ FULL, STORED, AGAIN = "full prefill", "stored chunks", "vLLM's own prefix hit"
 class Options:
     """What is asked."""
 
+    model: Literal["5M", "100M"] = option("5M", "parameters of the random Llama")
     rounds: int = option(20, "questions, each asked three ways", "N", parse=parse_count)
     chunks: int = option(4, "chunks of a question", "N", parse=parse_count)
     chunk_tokens: int = option(1024, "tokens of a chunk", "N", parse=parse_count)
@@ -63,7 +73,7 @@ def measure(options: Options) -> Result:
     if not options.vllm_python:
         raise RequestError("--vllm-python: name an interpreter with vLLM and jaxrag-connector")
     most = 64 + options.chunks * options.chunk_tokens + options.final
-    config = dataclasses.replace(SMALL_LLAMA, max_positions=most)
+    config = dataclasses.replace(MODELS[options.model], max_positions=most)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prefix, library = prepare(folder, config, options)
@@ -108,11 +118,11 @@ def prepare(
     wanted = {encoding.key("isolated", ids): ChunkInContext(ids) for ids in library}
     encoding.encode_missing("isolated", wanted)
     store.close()
-    write_manifest(folder, model, prefix, library)
+    write_engine(folder, model, prefix, library)
     return prefix, library
 
 
-def write_manifest(folder: Path, model: Model, prefix: HostArray, library: list[HostArray]) -> None:
+def write_engine(folder: Path, model: Model, prefix: HostArray, library: list[HostArray]) -> None:
     """What the connector reads."""
     digest = model.text_tokenizer().digest
     engine = manifest.ServedModel(
@@ -124,9 +134,9 @@ def write_manifest(folder: Path, model: Model, prefix: HostArray, library: list[
         weights=manifest.weights_of(folder / "model", folder / "memo.json"),
         encoder="isolated",
     )
-    table = manifest.parts_table((content_id(digest, ids), ids) for ids in library)
+    table = parts_table((content_id(digest, ids), ids) for ids in library)
     gate = manifest.Gate("turborag", 0, 0)  # random weights: nobody takes the answers for answers
-    manifest.write(folder / "manifest", manifest.Manifest(engine, prefix, (gate,), table))
+    write_manifest(folder / "manifest", manifest.Manifest(engine, prefix, (gate,), table))
 
 
 def ask_all(

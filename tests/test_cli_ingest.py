@@ -173,7 +173,7 @@ def test_documents_are_added_without_kv(ingest, tmp_path, capsys):
     assert "encoded when they are needed first: 1 chunk\n" in capsys.readouterr().out
     assert main(["kb", "verify", str(tmp_path / "kb")]) == 0
     assert "1 not stored, under the size limit or until" in capsys.readouterr().out
-    assert main(["kb", "stats", str(tmp_path / "kb"), "--json"]) == 0
+    assert main(["kb", "stats", str(tmp_path / "kb"), "--walk", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["stored"]["missing"] == 1
     with pytest.raises(SystemExit):
         main(["ingest", str(tmp_path / "a.txt"), *options[:2], "--encode", "later"])

@@ -37,8 +37,7 @@ def _llama3(plain: NDArray[Any], scaling: Llama3Scaling) -> NDArray[Any]:
     turns = scaling.original_max_positions * plain / (2 * math.pi)  # over the original context
     blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     blend = np.clip(blend, 0.0, 1.0)
-    mixed: NDArray[Any] = blend * plain + (1 - blend) * plain / scaling.factor
-    return mixed
+    return np.asarray(blend * plain + (1 - blend) * plain / scaling.factor)
 
 
 def _yarn(plain: NDArray[Any], rope: RopeConfig, scaling: YarnScaling) -> NDArray[Any]:
@@ -54,5 +53,4 @@ def _yarn(plain: NDArray[Any], rope: RopeConfig, scaling: YarnScaling) -> NDArra
     low, high = max(low, 0), min(high, rope.rotary_dim - 1)
     width = high - low if high != low else 0.001
     ramp = np.clip((np.arange(rope.rotary_dim // 2) - low) / width, 0.0, 1.0)
-    mixed: NDArray[Any] = plain / scaling.factor * ramp + plain * (1 - ramp)
-    return mixed
+    return np.asarray(plain / scaling.factor * ramp + plain * (1 - ramp))

@@ -3,6 +3,7 @@
 import argparse
 import collections
 import dataclasses
+import operator
 import textwrap
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
     stats = add_command(actions, "stats", "counts, sizes and settings", "jaxrag kb stats kb --json")
     _add_kb(stats)
+    stats.add_argument(
+        "--walk", action="store_true",
+        help="look at every stored chunk: which are damaged, not sealed, or needed no more",
+    )  # fmt: skip
     stats.set_defaults(run=run_stats)
 
     listing = add_command(actions, "list", "every document", "jaxrag kb list kb")
@@ -127,7 +132,7 @@ _SHOWN = {"tokens": "text tokens"}  # those stored count the template's, too
 def run_stats(args: argparse.Namespace) -> None:
     """Print what the knowledge base holds and how it was made."""
     with _opened(args) as kb:
-        stats = kb.stats()
+        stats = kb.stats(walk=args.walk)
         if kb.unchecked is not None:
             note(kb.unchecked)
     if args.json:
@@ -159,7 +164,11 @@ def run_list(args: argparse.Namespace) -> None:
         for why in [] if documents or where is None else kb.why_nothing(where):
             note(f"--where: {why}")
     if args.json:
-        print_json({"documents": [dataclasses.asdict(document) for document in documents]})
+        from jaxrag.library.catalog import DocumentEntry
+
+        names = [field.name for field in dataclasses.fields(DocumentEntry)]
+        values = operator.attrgetter(*names)
+        print_json({"documents": [dict(zip(names, values(d), strict=True)) for d in documents]})
         return
     rows = [["document", "chunks", "title"]]
     rows += [[d.id, str(d.num_chunks), shorten(d.title, _TITLE)] for d in documents]

@@ -55,6 +55,8 @@ def columns(text: str) -> int:
     """Columns of a terminal that the text takes; wide characters take two."""
     import unicodedata
 
+    if text.isascii():
+        return len(text)
     return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
 
 

@@ -20,9 +20,10 @@ COUNTERS = {
 class Counts(KVConnectorStats):
     """Sums since they were last given away."""
 
-    def add(self, key: str, value: float = 1) -> None:
-        """Count something: a key of COUNTERS, with ":reason" behind "computed"."""
-        self.data[key] = self.data.get(key, 0) + value
+    def add(self, **values: float) -> None:
+        """Add to the sums by keys of COUNTERS, with ":reason" behind "computed"."""
+        for key, value in values.items():
+            self.data[key] = self.data.get(key, 0) + value
 
     def reset(self) -> None:
         """Forget them."""
@@ -30,8 +31,7 @@ class Counts(KVConnectorStats):
 
     def aggregate(self, other: KVConnectorStats) -> "Counts":
         """The sums of both."""
-        for key, value in other.data.items():
-            self.add(key, value)
+        self.add(**other.data)
         return self
 
     def reduce(self) -> dict[str, int | float]:

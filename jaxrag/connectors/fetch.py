@@ -4,7 +4,6 @@ An engine is told of a part when its bytes lie in memory, checked and turned to 
 what is damaged, missing or late never fails behind a promise: the prompt is computed instead.
 """
 
-import contextlib
 import dataclasses
 import mmap
 import os
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from jaxrag.base.config import RopeConfig
 from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, JaxragError, StoreError
 from jaxrag.connectors.plan import PartsPlan
+from jaxrag.connectors.settings import ConnectorSettings
 from jaxrag.connectors.turn import place, rope_table
 from jaxrag.kv.store.base import KVStore
 
@@ -75,28 +75,18 @@ class Fetches:
     """Reads the parts of requests in threads, within a time and an amount of memory."""
 
     def __init__(
-        self,
-        store: KVStore,
-        rope: RopeConfig,
-        *,
-        threads: int,
-        deadline: float,
-        host_bytes: int,
-        shared: bool,
+        self, store: KVStore, rope: RopeConfig, settings: ConnectorSettings, *, shared: bool
     ) -> None:
         """Use ``ready`` from one thread.
 
         Args:
           store: of the parts.
           rope: of the model.
-          threads: that read.
-          deadline: seconds that a read may take.
-          host_bytes: the most that lies in memory.
+          settings: threads, deadline and host_bytes.
           shared: whether other processes map what was read.
         """
         self._store, self._rope = store, rope
-        self._threads, self._deadline = threads, deadline
-        self._host_bytes, self._shared = host_bytes, shared
+        self._settings, self._shared = settings, shared
         self._held: dict[str, Fetch] = {}  # by request, the oldest first
         self._abandoned: list[Fetch] = []  # not waited for; their threads still read
 
@@ -108,19 +98,15 @@ class Fetches:
           ChunkMissing, ChunkCorrupt, StoreError: as the store does.
         """
         one = self._held.get(name)
-        if one is not None and one.start > start:  # the engine has let go of pages since
+        if one is None or one.start > start:  # the engine has let go of pages since
             self.drop(name)
-            one = None
-        if one is None:
             one = self._begin(name, plan, start)
-            if one is None:
-                return False
-        if one.done.done():
-            one.done.result()
-            return True
-        if time.monotonic() - one.begun > self._deadline:
-            raise NotReadyError("late", f"the store took more than {self._deadline:g} s")
-        return False
+        if one is None or not one.done.done():
+            if one is not None and time.monotonic() - one.begun > (most := self._settings.deadline):
+                raise NotReadyError("late", f"the store took more than {most:g} s")
+            return False
+        one.done.result()
+        return True
 
     def take(self, name: str, start: int) -> "NDArray[Any] | SharedArray":
         """What was read, [L, 2, tokens from start on, K, H]; kept until ``loaded``."""
@@ -171,22 +157,21 @@ class Fetches:
 
     def _begin(self, name: str, plan: PartsPlan, start: int) -> Fetch | None:
         """Begin to read; None where there is no thread or no room at present."""
-        layout = self._store.layout
-        first = _parts_from(plan, start)[0]
-        need = layout.nbytes(plan.end - first)
-        if need > self._host_bytes:
-            raise NotReadyError("size", f"{need} bytes of parts: host_bytes={self._host_bytes}")
+        need = self._store.layout.nbytes(plan.end - _parts_from(plan, start)[0])
+        room, most = self._settings.host_bytes, self._settings.threads
+        if need > room:
+            raise NotReadyError("size", f"{need} bytes of parts: host_bytes={room}")
         for one in [it for it in self._abandoned if it.done.done()]:
             self._abandoned.remove(one)
             _close(one)
         held = [*self._held.values(), *self._abandoned]
         reads = [time.monotonic() - one.begun for one in held if not one.done.done()]
-        hanging = sum(seconds > self._deadline for seconds in reads)
+        hanging = sum(seconds > self._settings.deadline for seconds in reads)
         if hanging >= _HANGING:
             raise NotReadyError("late", "the store does not answer")
-        if len(reads) - hanging >= self._threads:
+        if len(reads) - hanging >= most:
             return None
-        over = sum(one.nbytes for one in held) + need - self._host_bytes
+        over = sum(one.nbytes for one in held) + need - room
         for other, it in list(self._held.items()):
             if over > 0 and it.taken and not it.loading:
                 over -= it.nbytes
@@ -207,8 +192,7 @@ class Fetches:
     def _read(self, one: Fetch, plan: PartsPlan, start: int) -> NDArray[Any]:
         first, parts = _parts_from(plan, start)
         one.skip = start - first
-        layout = self._store.layout
-        out = self._room(one, layout.shape(plan.end - first))
+        out = self._room(one, self._store.layout.shape(plan.end - first))
         keys = [key for key, _ in parts]
         repeats = len(set(keys)) < len(keys)  # a part that stands twice is read once
         read = self._store.get_many(keys, None if repeats else out)
@@ -220,9 +204,8 @@ class Fetches:
             if repeats:
                 out[:, :, at : at + size] = read.kv[:, :, begin : begin + size]
             at += tokens
-        table = rope_table(self._rope, first, plan.end)
-        for layer in out:
-            place(layer[0], table, self._rope)
+        table = rope_table(self._rope, 0, 1 << plan.end.bit_length())  # few lengths, all kept
+        place(out[:, 0], table[:, first : plan.end], self._rope)
         return out[:, :, one.skip :]
 
     def _room(self, one: Fetch, shape: tuple[int, ...]) -> NDArray[Any]:
@@ -238,9 +221,8 @@ def reason_of(error: JaxragError) -> str:
     """One word for counters."""
     if isinstance(error, NotReadyError):
         return error.reason
-    if isinstance(error, ChunkMissing):
-        return "missing"
-    return "damaged" if isinstance(error, ChunkCorrupt) else "store"
+    words = {ChunkMissing: "missing", ChunkCorrupt: "damaged"}
+    return next((word for kind, word in words.items() if isinstance(error, kind)), "store")
 
 
 def _parts_from(plan: PartsPlan, start: int) -> tuple[int, list[tuple[str, int]]]:
@@ -255,6 +237,4 @@ def _parts_from(plan: PartsPlan, start: int) -> tuple[int, list[tuple[str, int]]
 
 def _close(one: Fetch) -> None:
     if one.file is not None:
-        with contextlib.suppress(OSError):
-            os.close(one.file)
-        one.file = None
+        os.close(one.file)

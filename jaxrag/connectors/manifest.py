@@ -8,27 +8,29 @@ whole files, the JSON last, so that a reader has one state or the next.
 import contextlib
 import dataclasses
 import json
-import os
+import logging
 import time
-import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from jaxrag.base.config import RopeConfig, rope_from_dict, rope_to_dict
+from jaxrag.base.config import RopeConfig, rope_from_dict
 from jaxrag.base.errors import ConfigError, StoreError
 from jaxrag.base.tables import build
 from jaxrag.kv.store.layout import KVLayout
 
 FILE = "connector.json"
-VERSION = 1
+PROGRAM, VERSION = "jaxrag connector", 2
 FIRST = 16  # tokens that a part is looked up by; a shorter one by all that it has
+PART = np.dtype([("start", "<u8"), ("content", "S20")])  # start_of, and the content id's bytes
+_AGAIN = "write it with `jaxrag kb connector KB OUT`"
+_LOG = logging.getLogger("vllm.jaxrag")  # vLLM shows its own loggers only
 _REREAD = 1.0  # seconds between two looks at the file
-_BASE = np.uint64(0x9E3779B97F4A7C15)  # of the rolling hash, modulo 2**64; odd
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,77 +81,18 @@ class Manifest:
       engine: what the engine was held against.
       prefix: token ids of the prompts' common beginning, int32 [P]; may be empty.
       gates: what was judged.
-      parts: the table, uint64 [5, N]: hash of the first tokens, ascending; hash of all; content id
-        (20 bytes) and number of tokens (4) in three.
+      parts: the table, PART [N], by ascending content id.
     """
 
     engine: ServedModel
     prefix: NDArray[np.int32]
     gates: tuple[Gate, ...]
-    parts: NDArray[np.uint64]
+    parts: NDArray[np.void]
 
 
-def parts_table(contents: Iterable[tuple[str, NDArray[np.int32]]]) -> NDArray[np.uint64]:
-    """The table of parts, each a content id and its token ids int32 [T]; each once."""
-    distinct = dict(contents)
-    table = np.zeros((len(distinct), 5), np.uint64)
-    for row, (content, ids) in zip(table, distinct.items(), strict=True):
-        sums = running(ids)
-        row[0], row[1] = span_hash(sums, 0, min(FIRST, len(ids))), span_hash(sums, 0, len(ids))
-        row[2:] = np.frombuffer(bytes.fromhex(content) + len(ids).to_bytes(4, "little"), np.uint64)
-    return np.ascontiguousarray(table[np.argsort(table[:, 0], kind="stable")].T)
-
-
-def running(ids: NDArray[np.int32]) -> NDArray[np.uint64]:
-    """Hashes of the first 0 .. T tokens: uint64 [T + 1]."""
-    sums = np.zeros(len(ids) + 1, np.uint64)
-    np.cumsum((ids.astype(np.int64) + 1).astype(np.uint64) * _powers(len(ids)), out=sums[1:])
-    return sums
-
-
-def span_hash(sums: NDArray[np.uint64], start: int, ends: Any) -> Any:
-    """Hashes of the tokens from ``start`` to each of ``ends``, wherever they stand in a text."""
-    with np.errstate(over="ignore"):
-        return (sums[ends] - sums[start]) * _inverse(start)
-
-
-def _powers(count: int) -> NDArray[np.uint64]:
-    powers = np.full(count, _BASE)
-    powers[:1] = 1
-    with np.errstate(over="ignore"):
-        return np.cumprod(powers, dtype=np.uint64)
-
-
-def _inverse(power: int) -> np.uint64:
-    return np.uint64(pow(int(_BASE), -power, 1 << 64))
-
-
-def write(folder: Path, manifest: Manifest) -> None:
-    """Write or replace the files of a folder. Raises StoreError where it cannot be written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        content = np.ascontiguousarray(manifest.parts).tobytes()
-        table = folder / f"parts-{_digest(content)}.bin"
-        if not table.exists():
-            _replace(table, lambda path: path.write_bytes(content))
-        fields = {
-            "program": "jaxrag connector",
-            "version": VERSION,
-            "engine": {
-                **dataclasses.asdict(manifest.engine),
-                "rope": rope_to_dict(manifest.engine.rope),
-            },
-            "prefix": manifest.prefix.tolist(),
-            "gates": [dataclasses.asdict(gate) for gate in manifest.gates],
-            "parts": table.name,
-        }
-        text = json.dumps(fields | {"digest": _digest_of(fields)}, indent=1)
-        _replace(folder / FILE, lambda path: path.write_text(text, encoding="utf-8"))
-        for old in folder.glob("parts-*.bin"):
-            if old != table:
-                old.unlink(missing_ok=True)
-    except OSError as error:
-        raise StoreError(f"{folder}: cannot be written ({error.strerror})") from None
+def start_of(ids: NDArray[np.int32]) -> int:
+    """By what a part with token ids int32 [T] is looked up: a hash of the first, and how many."""
+    return xxhash.xxh32_intdigest(ids[:FIRST].tobytes()) << 32 | len(ids)
 
 
 def read(folder: Path) -> Manifest:
@@ -157,27 +100,22 @@ def read(folder: Path) -> Manifest:
     path = folder / FILE
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-        if (fields["program"], fields["version"]) != ("jaxrag connector", VERSION):
-            raise StoreError(f"{path} is of {fields['program']!r}, version {fields['version']}: "
-                             f"expected jaxrag connector, version {VERSION}")  # fmt: skip
-        if fields.pop("digest") != _digest_of(fields):
-            raise StoreError(f"{path} is not as it was written: run `jaxrag kb connector` again")
+        found = fields["program"], fields["version"]
+        if found != (PROGRAM, VERSION):
+            raise StoreError(f"{path} is of {found}, expected {PROGRAM, VERSION}: {_AGAIN}")
+        if fields.pop("digest") != digest_of(fields):
+            raise StoreError(f"{path} is not as it was written: {_AGAIN}")
         engine = dict(fields["engine"])
         engine["rope"] = rope_from_dict(engine["rope"], f"{path}: rope")
         engine["layout"] = KVLayout(**engine["layout"])
         gates = tuple(build(Gate, gate, f"{path}: gate") for gate in fields["gates"])
         content = (folder / fields["parts"]).read_bytes()
-        if fields["parts"] != f"parts-{_digest(content)}.bin":
-            raise StoreError(f"{folder / fields['parts']} is not what was written")
-        parts = np.frombuffer(content, np.uint64).reshape(5, -1)
+        if fields["parts"] != parts_name(content):
+            raise StoreError(f"{folder / fields['parts']} is not as it was written: {_AGAIN}")
         prefix = np.array(fields["prefix"], np.int32)
-        return Manifest(ServedModel(**engine), prefix, gates, parts)
-    except FileNotFoundError as error:
-        raise StoreError(
-            f"{error.filename}: no such file; write the folder with `jaxrag kb connector KB OUT`"
-        ) from None
+        return Manifest(ServedModel(**engine), prefix, gates, np.frombuffer(content, PART))
     except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
-        raise StoreError(f"{path} is damaged ({error}); run `jaxrag kb connector` again") from None
+        raise StoreError(f"{path} cannot be read ({error}): {_AGAIN}") from None
 
 
 class Watched:
@@ -185,39 +123,36 @@ class Watched:
 
     def __init__(self, folder: Path) -> None:
         """Raises StoreError as ``read`` does."""
-        self._folder = folder
-        self._stamp = self._now()
-        self._looked = time.monotonic()
-        self.manifest = read(folder)
-        self.error: str | None = None  # why the newest state is not used
+        self._file = folder / FILE
+        self._stamp, self._looked = self._now(), time.monotonic()
+        self.manifest = read(folder)  # as it was at the start
+        self._current: Manifest | None = self.manifest
+        self._said = ""  # of it, when it could not be read
 
     def current(self) -> Manifest | None:
         """The state of now; None where it cannot be read or is not the running engine's."""
         if time.monotonic() - self._looked >= _REREAD:
-            self._looked = time.monotonic()
-            stamp = self._now()
-            if stamp != self._stamp or self.error is not None:
-                self._stamp = stamp
-                self._reread()
-        return None if self.error else self.manifest
+            self._looked, stamp = time.monotonic(), self._now()
+            if stamp is None or stamp != self._stamp:
+                self._reread(stamp)
+        return self._current
 
-    def _reread(self) -> None:
+    def _reread(self, stamp: tuple[int, ...] | None) -> None:
         try:
-            found = read(self._folder)
+            found = read(self._file.parent)
+            if found.engine != self.manifest.engine:
+                raise StoreError(f"{self._file} is of another model or repository: start again")
+            self._current, self._stamp = found, stamp
         except StoreError as error:
-            self.error = str(error)
-            return
-        if found.engine != self.manifest.engine:
-            self.error = f"{self._folder} is of another model or repository now: start again"
-            return
-        self.manifest, self.error = found, None
+            if str(error) != self._said:
+                _LOG.warning("all prompts are computed: %s", error)
+            self._current, self._stamp, self._said = None, None, str(error)
 
     def _now(self) -> tuple[int, ...] | None:
-        try:
-            state = (self._folder / FILE).stat()
-        except OSError:
-            return None
-        return state.st_mtime_ns, state.st_ino, state.st_size
+        with contextlib.suppress(OSError):
+            state = self._file.stat()
+            return state.st_mtime_ns, state.st_ino, state.st_size
+        return None
 
 
 def weights_of(directory: Path, memo: Path) -> dict[str, str]:
@@ -236,30 +171,23 @@ def weights_of(directory: Path, memo: Path) -> dict[str, str]:
         state = path.stat()
         name = f"{path.resolve()} {state.st_size} {state.st_mtime_ns}"
         if name not in known:
-            hasher = blake3(max_threads=blake3.AUTO)
-            known[name] = hasher.update_mmap(path).hexdigest()
+            known[name] = blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
         found[path.name] = known[name]
     with contextlib.suppress(OSError):
         memo.parent.mkdir(parents=True, exist_ok=True)
-        _replace(memo, lambda path: path.write_text(json.dumps(known), encoding="utf-8"))
+        memo.write_text(json.dumps(known), encoding="utf-8")  # what is cut short is hashed again
     return found
+
+
+def parts_name(content: bytes) -> str:
+    """The name of the file with a table of these bytes."""
+    return f"parts-{_digest(content)}.bin"
+
+
+def digest_of(fields: Mapping[str, Any]) -> str:
+    """What ``connector.json`` says of its other fields."""
+    return _digest(json.dumps(fields, sort_keys=True).encode())
 
 
 def _digest(content: bytes) -> str:
     return str(blake3(content).hexdigest(20))
-
-
-def _digest_of(fields: Mapping[str, Any]) -> str:
-    return _digest(json.dumps(fields, sort_keys=True).encode())
-
-
-def _replace(path: Path, write_to: Callable[[Path], object]) -> None:
-    """Give a file new content as a whole, durable when this returns."""
-    temporary = path.with_name(f".{uuid.uuid4().hex}{path.suffix}")
-    try:
-        write_to(temporary)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

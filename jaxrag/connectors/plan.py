@@ -3,16 +3,17 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxrag.connectors.manifest import FIRST, Manifest, running, span_hash
+from jaxrag.connectors.manifest import FIRST, Manifest, start_of
 from jaxrag.kv.store.keys import chunk_key, content_id, context_id
 
 ISOLATED = "isolated"  # the encoder of what sees nothing but itself, as every prefix
+_TOKENS = (1 << 32) - 1  # the bits of start_of that say how many
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +40,11 @@ class Planner:
     """Finds the parts of prompts, for one state of a manifest."""
 
     def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
-        first, self._whole, *rest = manifest.parts
-        self._first = first
-        packed = np.ascontiguousarray(np.stack(rest, 1)).view(np.uint8).reshape(-1, 24)
-        self._contents = packed[:, :20]
-        self._lengths = np.ascontiguousarray(packed[:, 20:]).view("<u4")[:, 0].astype(np.int64)
-        self._short = sorted(set(self._lengths[self._lengths < FIRST].tolist()), reverse=True)
+        self.manifest = manifest
+        self._starts = np.unique(manifest.parts["start"])
+        self._contents = np.ascontiguousarray(manifest.parts["content"])
+        sizes = set((self._starts & _TOKENS).tolist())
+        self._sizes = sorted({min(FIRST, size) for size in sizes}, reverse=True)
 
     def plan(
         self, prompt: NDArray[np.int32], spans: Sequence[int] | None, compute_last: int
@@ -61,102 +60,60 @@ class Planner:
         Reasons: "unknown" (nothing is recognised), "spans" (which do not fit the prompt), "missing"
         (a part of the spans is not in the manifest), "computed" (compute_last leaves nothing).
         """
-        sums, prefix = running(prompt), len(self._manifest.prefix)
-        led = bool(prefix) and (spans is None or list(spans[:1]) == [prefix])
-        led = led and np.array_equal(prompt[:prefix], self._manifest.prefix)
-        if prefix and not led and self._manifest.engine.encoder != ISOLATED:
+        engine, prefix = self.manifest.engine, self.manifest.prefix
+        led = np.array_equal(prompt[: len(prefix)], prefix) and len(prompt) > len(prefix) > 0
+        led = led and (spans is None or list(spans[:1]) == [len(prefix)])
+        if len(prefix) and not led and engine.encoder != ISOLATED:
             return None, "unknown"  # its chunks have seen the prefix
-        found: list[tuple[str, int]] = []
+        at = len(prefix) if led else 0
+        found = [(self.content(prefix), at)] if led else []
         if spans is None:
-            found += self._recognised(prompt, sums, prefix if led else 0)
-        else:
-            at = 0
-            for length in spans:
-                if type(length) is not int or length < 1 or at + length >= len(prompt):
-                    return None, "spans"
-                if not at and led and length == prefix:
-                    content: str | None = self._prefix_id(prompt)
-                else:
-                    content = self.find(prompt, sums, at, length)
-                if content is None:
-                    return None, "missing"
-                found.append((content, length))
-                at += length
+            while (one := self.longest(prompt, at)) is not None:
+                found.append(one)
+                at += one[1]
+        for length in (spans or ())[len(found) :]:
+            if length < 1 or at + length >= len(prompt):
+                return None, "spans"
+            content = self.content(prompt[at : at + length])
+            if not self.holds(content):
+                return None, "missing"
+            found.append((content, length))
+            at += length
         chunks = len(found) - led
         if not chunks:
             return None, "unknown"  # a prefix alone is exact, and the engine keeps it itself
         if chunks <= compute_last:
             return None, "computed"
-        found = found[: len(found) - compute_last]
-        return PartsPlan(tuple(self._keyed(prompt, found, led))), ""
+        seen = prefix[:0] if engine.encoder == ISOLATED else prefix
+        contexts = context_id(engine.encoder, seen), context_id(ISOLATED, prefix[:0])
+        return PartsPlan(
+            tuple(
+                (chunk_key(engine.fingerprint, content, contexts[led and not number]), length)
+                for number, (content, length) in enumerate(found[: len(found) - compute_last])
+            )
+        ), ""
 
-    def _recognised(
-        self, prompt: NDArray[np.int32], sums: NDArray[np.uint64], prefix: int
-    ) -> Iterator[tuple[str, int]]:
-        """Content ids and tokens of the parts, up to the first place that none begins at."""
-        at = 0
-        if 0 < prefix < len(prompt):
-            yield self._prefix_id(prompt), prefix
-            at = prefix
-        while (one := self.longest(prompt, sums, at)) is not None:
-            yield one
-            at += one[1]
-
-    def longest(
-        self, prompt: NDArray[np.int32], sums: NDArray[np.uint64], at: int
-    ) -> tuple[str, int] | None:
+    def longest(self, prompt: NDArray[np.int32], at: int) -> tuple[str, int] | None:
         """The longest part that begins here and leaves a token to be computed."""
-        for size in (FIRST, *self._short):
-            if at + size >= len(prompt):
-                continue
-            rows = self._rows(span_hash(sums, at, at + size))
-            lengths = self._lengths[rows]
-            fit = (lengths >= size) & (at + lengths < len(prompt))
-            if size < FIRST:
-                fit &= lengths == size
-            rows, lengths = rows[fit], lengths[fit]
-            rows = rows[self._whole[rows] == span_hash(sums, at, at + lengths)]
-            for row in rows[np.argsort(-self._lengths[rows], kind="stable")]:
-                length = int(self._lengths[row])
-                content = content_id(self._tokenizer, prompt[at : at + length])
-                if content == self._contents[row].tobytes().hex():
-                    return content, length
+        for size in self._sizes:
+            first = start_of(prompt[at : at + size]) & ~_TOKENS
+            low, high = np.searchsorted(self._starts, np.array([first, first | _TOKENS], np.uint64))
+            for length in (self._starts[low:high] & _TOKENS).tolist()[::-1]:
+                if at + length < len(prompt):
+                    content = self.content(prompt[at : at + length])
+                    if self.holds(content):
+                        return content, length
         return None
 
-    def find(
-        self, prompt: NDArray[np.int32], sums: NDArray[np.uint64], at: int, length: int
-    ) -> str | None:
-        """The content id of a part with so many tokens; None where there is no such part."""
-        rows = self._rows(span_hash(sums, at, at + min(FIRST, length)))
-        rows = rows[self._lengths[rows] == length]
-        content = content_id(self._tokenizer, prompt[at : at + length])
-        known = (self._contents[row].tobytes().hex() for row in rows)
-        return content if content in known else None
+    def content(self, ids: NDArray[np.int32]) -> str:
+        """The content id of token ids int32 [T]."""
+        return content_id(self.manifest.engine.tokenizer, ids)
 
-    def _rows(self, first: np.uint64) -> NDArray[np.int64]:
-        """The rows of parts that begin with tokens of this hash."""
-        start = int(np.searchsorted(self._first, first, "left"))
-        end = int(np.searchsorted(self._first, first, "right"))
-        return np.arange(start, end)
-
-    def _keyed(
-        self, prompt: NDArray[np.int32], found: Sequence[tuple[str, int]], led: bool
-    ) -> Iterator[tuple[str, int]]:
-        engine, nothing = self._manifest.engine, prompt[:0]
-        seen = nothing if engine.encoder == ISOLATED else self._manifest.prefix
-        for number, (content, length) in enumerate(found):
-            is_prefix = led and not number
-            context = context_id(
-                ISOLATED if is_prefix else engine.encoder, nothing if is_prefix else seen
-            )
-            yield chunk_key(engine.fingerprint, content, context), length
-
-    def _prefix_id(self, prompt: NDArray[np.int32]) -> str:
-        return content_id(self._tokenizer, prompt[: len(self._manifest.prefix)])
-
-    @property
-    def _tokenizer(self) -> str:
-        return self._manifest.engine.tokenizer
+    def holds(self, content: str) -> bool:
+        """Whether a part with this content id is stored."""
+        wanted = np.array(bytes.fromhex(content), self._contents.dtype)
+        at = np.searchsorted(self._contents, wanted)
+        return bool(at < len(self._contents) and self._contents[at] == wanted)
 
 
 def spans_of(params: Any) -> tuple[bool, list[int] | None]:
@@ -164,8 +121,7 @@ def spans_of(params: Any) -> tuple[bool, list[int] | None]:
 
     Raises ValueError for parameters that are none.
     """
-    if params is None:
-        return True, None
+    params = {} if params is None else params
     if not isinstance(params, dict) or set(params) - {"spans", "off"}:
         raise ValueError(f'jaxrag={params!r}: expected {{"spans": [37, 241]}} or {{"off": true}}')
     spans = params.get("spans")

@@ -1,7 +1,6 @@
 """What a user of the connector may set, and what speaks for its answers."""
 
 import dataclasses
-from pathlib import Path
 
 from jaxrag.base.errors import ConfigError
 from jaxrag.connectors.manifest import Gate, Manifest
@@ -38,12 +37,8 @@ class ConnectorSettings:
     untested_devices: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("compute_last", 0),
-            ("threads", 1),
-            ("host_bytes", 1),
-            ("wanted_bytes", 0),
-        ):
+        lowest = {"compute_last": 0, "threads": 1, "host_bytes": 1, "wanted_bytes": 0}
+        for name, least in lowest.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected at least {least}")
         if not 0 < self.deadline < float("inf"):
@@ -55,13 +50,7 @@ class ConnectorSettings:
             raise ConfigError(f"the chunks are sealed with secret {sealed}: set secret_file")
         return None if self.secret_file is None else read_secret(self.secret_file)
 
-    @property
-    def memo(self) -> Path:
-        """Where digests of weights are remembered."""
-        return Path.home() / ".cache" / "jaxrag" / "engine-weights.json"
-
 
 def verdict(manifest: Manifest, compute_last: int) -> Gate | None:
     """What speaks for these answers: training for blocks, or a gate of no fewer computed chunks."""
-    fit = (gate for gate in manifest.gates if gate.compute_last <= compute_last)
-    return next(fit, None)
+    return next((it for it in manifest.gates if it.compute_last <= compute_last), None)

@@ -3,6 +3,7 @@
 Beside an engine's forward pass the parallel loops of torch wait for each other; NumPy's do not.
 """
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,12 @@ from jaxrag.base.rotary import attention_factor, frequencies
 _ROWS = 256  # tokens turned at a time, so that they stay in the processor's cache
 
 
+@functools.cache
 def rope_table(rope: RopeConfig, first: int, end: int) -> NDArray[np.float32]:
     """Cosines, then sines, of positions first .. end - 1: [2, T, R/2].
 
-    Angles in float64; multiplied by the attention factor, as engines hold it in their tables.
+    Angles in float64; multiplied by the attention factor, as engines hold it in their tables. The
+    same table for the same arguments: it is not to be written to.
     """
     angles = np.arange(first, end, dtype=np.float64)[:, None] * frequencies(rope)
     both = np.stack((np.cos(angles), np.sin(angles))) * attention_factor(rope)
@@ -25,18 +28,23 @@ def rope_table(rope: RopeConfig, first: int, end: int) -> NDArray[np.float32]:
 
 
 def place(keys: NDArray[Any], table: NDArray[np.float32], rope: RopeConfig) -> None:
-    """Give keys [T, K, H] before RoPE the positions of ``table`` [2, T, R/2], in their place.
+    """Give keys [L, T, K, H] before RoPE the positions of ``table`` [2, T, R/2], in their place.
 
     Computed in float32 and rounded once, to the dtype of the keys.
     """
     half, dim = rope.rotary_dim // 2, rope.rotary_dim
-    if rope.interleaved:
-        one, other = slice(0, dim, 2), slice(1, dim, 2)
-    else:
-        one, other = slice(0, half), slice(half, dim)
-    for start in range(0, len(keys), _ROWS):
-        rows = keys[start : start + _ROWS]
+    pairs = (slice(0, dim, 2), slice(1, dim, 2)), (slice(half), slice(half, dim))
+    one, other = pairs[0 if rope.interleaved else 1]
+    for start in range(0, keys.shape[1], _ROWS):
+        block = keys[:, start : start + _ROWS, :, :dim]
         cos, sin = table[:, start : start + _ROWS, None]
-        a, b = (rows[..., part].astype(np.float32) for part in (one, other))
-        rows[..., one] = a * cos - b * sin
-        rows[..., other] = b * cos + a * sin
+        turns = np.empty((2, *block.shape[1:]), np.float32)  # for all heads: no short inner loops
+        turns[0][..., one] = turns[0][..., other] = cos
+        turns[1][..., one], turns[1][..., other] = -sin, sin
+        for rows in block:
+            kept = rows.astype(np.float32)
+            moved = np.empty_like(kept)
+            moved[..., one], moved[..., other] = kept[..., other], kept[..., one]
+            kept *= turns[0]
+            moved *= turns[1]
+            rows[...] = np.add(kept, moved, out=kept)

@@ -43,6 +43,7 @@ from jaxrag.kv.store.layout import HeadShare, KVLayout
 
 _LOG = logging.getLogger("vllm.jaxrag")  # vLLM shows its own loggers only
 _ROWS = 64  # of the engine's table of angles that are compared
+_MEMO = Path.home() / ".cache" / "jaxrag" / "engine-weights.json"  # digests of weights
 _PASSAGES = 256  # tokens behind the parts that may hold a passage, beside a question
 
 
@@ -74,15 +75,6 @@ class WrittenLoads(KVConnectorWorkerMetadata):
         return WrittenLoads(self.counts + other.counts)
 
 
-@dataclasses.dataclass
-class PlannedRequest:
-    """A request with a plan."""
-
-    request: Any
-    plan: PartsPlan
-    own_salt: str | None
-
-
 class JaxragConnector(KVConnectorBase_V1):
     """See the module."""
 
@@ -90,93 +82,76 @@ class JaxragConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         given = self._kv_transfer_config.kv_connector_extra_config
         self._settings = build(ConnectorSettings, given, "kv_connector_extra_config")
-        self._watched = Watched(Path(self._settings.manifest))
+        folder = Path(self._settings.manifest)
+        self._watched = Watched(folder)
         self._block_size = vllm_config.cache_config.block_size
         engine = self._watched.manifest.engine
-        _check(vllm_config, kv_cache_config, self._watched.manifest, self._settings)
+        _check(vllm_config, kv_cache_config.kv_cache_groups, self._watched.manifest, self._settings)
         parallel = vllm_config.parallel_config
         self._ways = parallel.tensor_parallel_size
+        self._counts = Counts()
         if role == KVConnectorRole.WORKER:
             ways = min(self._ways, engine.layout.num_kv_heads)
             self._share = HeadShare(parallel.rank % self._ways * ways // self._ways, ways)
             self._written: collections.Counter[str] = collections.Counter()
             return
         secret = self._settings.secret(engine.sealed)
-        self._store = ChunkStore.open(
-            engine.store, engine.fingerprint, engine.layout, secret=secret
-        )
-        self._fetches = Fetches(
-            self._store,
-            engine.rope,
-            threads=self._settings.threads,
-            deadline=self._settings.deadline,
-            host_bytes=self._settings.host_bytes,
-            shared=parallel.world_size > 1,
-        )
-        limit = self._settings.wanted_bytes
-        folder = Path(self._settings.manifest)
-        self._wanted = Wanted(folder, engine.tokenizer, limit) if limit else None
+        place = engine.store, engine.fingerprint, engine.layout
+        self._store = ChunkStore.open(*place, secret=secret)
+        shared = parallel.world_size > 1
+        self._fetches = Fetches(self._store, engine.rope, self._settings, shared=shared)
+        self._wanted = Wanted(folder, engine.tokenizer, self._settings.wanted_bytes)
         self._planner = Planner(self._watched.manifest)
-        self._planned = self._watched.manifest
-        self._asked: dict[str, PlannedRequest] = {}
+        self._asked: dict[str, tuple[PartsPlan, str | None]] = {}  # and their own salts
         self._loads: list[PageLoad] = []
-        self._counts = Counts()
         self._told: dict[str, dict[str, Any]] = {}  # what a request that asked is answered
-        if not verdict(self._planned, self._settings.compute_last):
-            _LOG.warning(
-                "require_gate is off: nothing says that answers from stored parts are good"
-            )
 
     # In the scheduler's process.
 
     def on_new_request(self, request: Any) -> None:
-        """PartsPlan a request before anything is looked up for it."""
+        """Plan a request before anything is looked up for it."""
         params = (request.kv_transfer_params or {}).get("jaxrag")
-        if (
-            request.prompt_token_ids is None
-            or request.prompt_embeds is not None
-            or request.mm_features
-            or request.lora_request
-            or request.pooling_params
-            or request.resumable
-            or request.skip_reading_prefix_cache
-        ):
+        others = [request.mm_features, request.lora_request, request.pooling_params]
+        others += [request.resumable, request.skip_reading_prefix_cache]
+        ids = request.prompt_token_ids
+        if ids is None or request.prompt_embeds is not None or any(others):
             return
-        plan, reason = self._plan(request.prompt_token_ids, params)
+        plan, reason = self._plan(ids, params)
         if params is not None:
             self._told[request.request_id] = {"stored": 0 if plan is None else plan.end}
         if plan is None:
             self._tell(request.request_id, reason)
             return
-        self._asked[request.request_id] = PlannedRequest(request, plan, request.cache_salt)
-        salt = plan.salt(self._planned.engine.fingerprint)
+        self._asked[request.request_id] = plan, request.cache_salt
+        salt = plan.salt(self._store.fingerprint)
         self._salt(request, (request.cache_salt or "") + salt)
 
-    def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """What lies in memory behind the engine's own pages; None: ask again."""
-        asked = self._asked.get(request.request_id)
-        if asked is None or asked.plan.end <= num_computed_tokens:
+        name = request.request_id
+        plan, own_salt = self._asked.get(name, (PartsPlan(()), None))
+        if plan.end <= computed:
             return 0, False
         try:
-            ready = self._fetches.ready(request.request_id, asked.plan, num_computed_tokens)
+            ready = self._fetches.ready(name, plan, computed)
         except JaxragError as error:
-            _LOG.warning("request %s is computed: %s", request.request_id, error)
-            self._give_up(asked, reason_of(error))
+            _LOG.warning("request %s is computed: %s", name, error)
+            del self._asked[name]
+            self._fetches.end(name)
+            self._salt(request, own_salt)
+            self._tell(name, reason_of(error))
             return None, False  # its own pages are to be looked for without the salt
-        return (asked.plan.end - num_computed_tokens if ready else None), False
+        return (plan.end - computed if ready else None), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The engine takes the promise."""
         if num_external_tokens > 0:
             name = request.request_id
-            start = self._asked[name].plan.end - num_external_tokens
+            start = self._asked[name][0].end - num_external_tokens
             kv = self._fetches.take(name, start)
-            self._counts.add("requests")
-            self._counts.add("tokens", num_external_tokens)
-            self._counts.add("bytes", self._store.layout.nbytes(num_external_tokens))
-            self._counts.add("seconds", self._fetches.seconds(name))
+            nbytes = self._store.layout.nbytes(num_external_tokens)
+            seconds = self._fetches.seconds(name)
+            self._counts.add(requests=1, tokens=num_external_tokens, bytes=nbytes, seconds=seconds)
             self._loads.append(PageLoad(name, kv, start, list(blocks.get_block_ids()[0])))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
@@ -200,10 +175,8 @@ class JaxragConnector(KVConnectorBase_V1):
 
     def get_kv_connector_stats(self) -> Counts | None:
         """What was counted since the last call."""
-        if self._role == KVConnectorRole.WORKER or self._counts.is_empty():
-            return None
         counts, self._counts = self._counts, Counts()
-        return counts
+        return None if counts.is_empty() else counts
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Counts:
@@ -211,11 +184,9 @@ class JaxragConnector(KVConnectorBase_V1):
         return Counts(data or {})
 
     @classmethod
-    def build_prom_metrics(
-        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
-    ) -> ConnectorMetrics:
+    def build_prom_metrics(cls, *args: Any) -> ConnectorMetrics:
         """The counters of vLLM's /metrics."""
-        return ConnectorMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        return ConnectorMetrics(*args)
 
     # In a worker's process.
 
@@ -233,9 +204,7 @@ class JaxragConnector(KVConnectorBase_V1):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """All layers were written before the forward pass."""
 
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
-    ) -> None:
+    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
         """Chunks are made offline."""
 
     def wait_for_save(self) -> None:
@@ -251,8 +220,8 @@ class JaxragConnector(KVConnectorBase_V1):
         manifest = self._watched.current()
         if manifest is None:
             return None, "manifest"
-        if manifest is not self._planned:
-            self._planner, self._planned = Planner(manifest), manifest
+        if manifest is not self._planner.manifest:
+            self._planner = Planner(manifest)
         try:
             wanted, spans = spans_of(params)
         except ValueError as error:
@@ -262,9 +231,8 @@ class JaxragConnector(KVConnectorBase_V1):
             return None, "off"
         prompt = np.array(ids, np.int32)
         plan, reason = self._planner.plan(prompt, spans, self._settings.compute_last)
-        rest = len(prompt) - (plan.end if plan is not None else 0)
-        lacks = reason in ("missing", "unknown") or (spans is None and rest >= _PASSAGES)
-        if self._wanted is not None and lacks:
+        rest = len(prompt) - (plan.end if plan else 0)
+        if reason in ("missing", "unknown") or (spans is None and rest >= _PASSAGES):
             self._wanted.note(prompt, spans)
         return plan, reason
 
@@ -274,15 +242,8 @@ class JaxragConnector(KVConnectorBase_V1):
         request.block_hashes.clear()
         request.update_block_hashes()
 
-    def _give_up(self, asked: PlannedRequest, reason: str) -> None:
-        name = asked.request.request_id
-        del self._asked[name]
-        self._fetches.end(name)
-        self._salt(asked.request, asked.own_salt)
-        self._tell(name, reason)
-
     def _tell(self, name: str, reason: str) -> None:
-        self._counts.add(f"computed:{reason}")
+        self._counts.add(**{f"computed:{reason}": 1})
         if name in self._told:
             self._told[name] = {"stored": 0, "computed": reason}
 
@@ -292,42 +253,33 @@ class JaxragConnector(KVConnectorBase_V1):
         positions = np.arange(load.start, load.start + kv.shape[2])
         blocks = np.array(load.blocks, np.int64)[positions // self._block_size]
         slots = torch.from_numpy(blocks * self._block_size + positions % self._block_size)
+        dtype = getattr(torch, kv.dtype.name)  # from_numpy does not know NumPy's bfloat16
         layers = self._vllm_config.compilation_config.static_forward_context
         for name in self._kv_cache_config.kv_cache_groups[0].layer_names:
             layer = layers[name]
-            both = kv[extract_layer_index(name)][:, :, first:end]
-            key, value = (_tensor(it).to(layer.kv_cache.device) for it in both)
-            device_slots = slots.to(layer.kv_cache.device)
-            layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, device_slots)
+            pages = layer.kv_cache
+            content = np.ascontiguousarray(kv[extract_layer_index(name)][:, :, first:end])
+            both = torch.from_numpy(content.view(np.uint8)).view(dtype).to(pages.device)
+            layer.impl.do_kv_cache_update(layer, both[0], both[1], pages, slots.to(pages.device))
 
 
-def _tensor(array: NDArray[Any]) -> torch.Tensor:
-    array = np.ascontiguousarray(array)
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
-
-
-def _check(
-    vllm_config: Any, kv_cache_config: Any, manifest: Manifest, settings: ConnectorSettings
-) -> None:
+def _check(config: Any, groups: Any, manifest: Manifest, settings: ConnectorSettings) -> None:
     """Refuse, in one line, an engine that stored parts are not for. Raises ConfigError."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    model, parallel = config.model_config, config.parallel_config
     engine = manifest.engine
-    if not hasattr(KVConnectorBase_V1, "on_new_request") or not hasattr(
-        Request, "update_block_hashes"
-    ):
+    salts = hasattr(KVConnectorBase_V1, "on_new_request")
+    if not salts or not hasattr(Request, "update_block_hashes"):
         raise ConfigError("this vLLM cannot salt the pages of a request: use vLLM 0.24 or newer")
-    if vllm_config.kv_transfer_config.kv_role != "kv_consumer":
+    if config.kv_transfer_config.kv_role != "kv_consumer":
         raise ConfigError("kv_role: expected kv_consumer, as nothing is saved")
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    specs = [group.kv_cache_spec for group in groups]
     if len(specs) != 1 or type(specs[0]) is not FullAttentionSpec or specs[0].sliding_window:
         kinds = ", ".join(type(spec).__name__ for spec in specs)
         raise ConfigError(f"the model keeps {kinds}: expected full attention in every layer")
     for name in ("pipeline", "decode_context", "prefill_context"):
         if getattr(parallel, f"{name}_parallel_size", 1) > 1:
             raise ConfigError(f"{name}_parallel_size: expected 1; tensor parallel works")
-    layers = len(kv_cache_config.kv_cache_groups[0].layer_names)
+    layers = len(groups[0].layer_names)
     dtype = str(model.dtype).removeprefix("torch.")
     theirs = KVLayout(layers, model.get_total_num_kv_heads(), specs[0].head_size, dtype)  # type: ignore[arg-type]
     ours = dataclasses.replace(engine.layout, stored="native")
@@ -338,19 +290,16 @@ def _check(
     folder = Path(model.model)
     if not folder.is_dir():
         raise ConfigError(f"{model.model}: serve the folder that `jaxrag kb connector` looked at")
-    if weights_of(folder, settings.memo) != engine.weights:
-        raise ConfigError(
-            f"{folder} holds other weights than the chunks were made with: `jaxrag kb connector "
-            "KB OUT --serve DIR` with the folder that vLLM serves"
-        )
-    _check_rope(vllm_config, manifest)
+    if weights_of(folder, _MEMO) != engine.weights:
+        fix = "`jaxrag kb connector KB OUT --serve DIR` with the folder that vLLM serves"
+        raise ConfigError(f"{folder} holds other weights than the chunks were made with: {fix}")
+    _check_rope(config, manifest)
     if settings.require_gate and not verdict(manifest, settings.compute_last):
         raise ConfigError(
-            "nothing says that these weights answer well from stored chunks alone: run `jaxrag kb "
-            "gate --recompute-ratios 0` and `jaxrag kb connector` again, or use `jaxrag serve`, "
-            "which recomputes; require_gate=false insists"
+            "nothing says that answers from stored chunks alone are good: run `jaxrag kb gate "
+            "--recompute-ratios 0`, or use `jaxrag serve`; require_gate=false starts all the same"
         )
-    if vllm_config.device_config.device_type != "cpu" and not settings.untested_devices:
+    if config.device_config.device_type != "cpu" and not settings.untested_devices:
         raise ConfigError("written for GPUs and run on CPUs only: untested_devices=true tries it")
 
 
@@ -362,9 +311,8 @@ def _check_rope(vllm_config: Any, manifest: Manifest) -> None:
     if not given or "mrope_section" in given:
         raise ConfigError(f"rope_parameters={given}: expected rotary positions of one axis")
     if rope.interleaved != config.model_type.startswith("glm"):
-        raise ConfigError(
-            f"model_type={config.model_type!r} pairs other dimensions than the chunks'"
-        )
+        kind = config.model_type
+        raise ConfigError(f"model_type={kind!r} pairs other dimensions than the chunks'")
     with set_current_vllm_config(vllm_config):
         table = get_rope(
             manifest.engine.layout.head_dim,

@@ -4,6 +4,7 @@ One file in the manifest's folder, a line of JSON for each. It holds prompts, so
 the engine may read it; `jaxrag kb connector` encodes what it finds in them.
 """
 
+import errno
 import json
 import logging
 import os
@@ -29,20 +30,19 @@ class Wanted:
         Args:
           folder: of the manifest.
           tokenizer: digest of the one whose ids are noted.
-          limit: bytes that the file may have.
+          limit: bytes that the file may have; 0 makes none and notes nothing.
 
         Raises ConfigError where it cannot be written.
         """
         self._path, self._tokenizer, self._limit = folder / FILE, tokenizer, limit
-        self._open = True
+        self._noted: set[bytes] = set()
         try:
-            self._opened().close()
-            self._noted = set(self._path.read_bytes().splitlines(keepends=True))
+            if limit:
+                self._opened().close()
+                self._noted |= set(self._path.read_bytes().splitlines(keepends=True))
         except OSError as error:
-            raise ConfigError(
-                f"{self._path}: cannot be written ({error.strerror}), which wanted_bytes={limit} "
-                "needs; 0 notes nothing"
-            ) from None
+            reason = f"cannot be written ({error.strerror}), which wanted_bytes={limit} needs"
+            raise ConfigError(f"{self._path}: {reason}; 0 notes nothing") from None
 
     def note(self, ids: NDArray[np.int32], spans: Sequence[int] | None) -> None:
         """Note token ids int32 [T], and the spans that their client named.
@@ -51,24 +51,20 @@ class Wanted:
         """
         fields = {"tokenizer": self._tokenizer, "ids": ids.tolist(), "spans": spans}
         line = json.dumps(fields).encode() + b"\n"
-        if not self._open or line in self._noted:
+        if not self._limit or line in self._noted:
             return
         try:
             with self._opened() as file:
-                self._open = file.tell() + len(line) <= self._limit
-                if self._open:
-                    file.write(line)
-                    self._noted.add(line)
-                else:
-                    _LOG.warning("%s is full: wanted_bytes=%d", self._path, self._limit)
+                if file.tell() + len(line) > self._limit:
+                    raise OSError(errno.EDQUOT, f"it is full: wanted_bytes={self._limit}")
+                file.write(line)
+                self._noted.add(line)
         except OSError as error:
-            self._open = False
+            self._limit = 0
             _LOG.warning("%s: cannot be written (%s)", self._path, error.strerror)
 
     def _opened(self) -> BinaryIO:
-        def private(path: str, flags: int) -> int:
-            return os.open(path, flags | os.O_NOFOLLOW, 0o600)
-
-        file = open(self._path, "ab", opener=private)  # noqa: SIM115, its callers close it
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+        file = os.fdopen(os.open(self._path, flags, 0o600), "ab")
         os.fchmod(file.fileno(), 0o600)
         return file

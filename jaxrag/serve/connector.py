@@ -10,8 +10,7 @@ from typing import Any
 
 from jaxrag.base.errors import KnowledgeBaseError, RequestError
 from jaxrag.base.types import HostArray
-from jaxrag.connectors import manifest
-from jaxrag.connectors.manifest import Gate, Manifest, ServedModel
+from jaxrag.connectors.manifest import Gate, Manifest, ServedModel, weights_of
 from jaxrag.kv.store import ChunkStore, ReadThrough
 from jaxrag.kv.store.keys import content_id
 from jaxrag.library.knowledge_base import KnowledgeBase
@@ -22,6 +21,7 @@ from jaxrag.models.text.passage_rules import passage_rules as rules_of
 from jaxrag.reuse.encode import ChunkEncoding, ChunkInContext, encoder_named, prefix_key
 from jaxrag.reuse.methods import METHODS
 from jaxrag.serve import wanted
+from jaxrag.serve.connector_files import parts_table, write_manifest
 from jaxrag.serve.suits import gate_subject
 
 # By the encoder of stored chunks: the method that reuses them as they are, and computes nothing.
@@ -111,12 +111,12 @@ def write_connector(
         layout=kb.store.layout,
         rope=model.config.rope,
         tokenizer=tokenizer.digest,
-        weights=manifest.weights_of(folder, cache_directory() / "engine-weights.json"),
+        weights=weights_of(folder, cache_directory() / "engine-weights.json"),
         encoder=chosen,
         sealed=store.sealed_by,
     )
     gates = tuple(_gates(kb, model, METHOD_OF[chosen]))
-    known = Manifest(engine, prefix, gates, manifest.parts_table(parts.items()))
+    known = Manifest(engine, prefix, gates, parts_table(parts.items()))
     trained = any(gate.questions == 0 for gate in gates)
     prompts = wanted.read(path, tokenizer.digest)
     noted = {
@@ -129,8 +129,8 @@ def write_connector(
     chunks = {encoding.key(chosen, ids): ChunkInContext(ids) for ids in noted.values()}
     encoded = encoding.encode_missing(chosen, chunks)
     parts |= noted
-    table = manifest.parts_table(parts.items())
-    manifest.write(path, dataclasses.replace(known, parts=table))
+    table = parts_table(parts.items())
+    write_manifest(path, dataclasses.replace(known, parts=table))
     keys = [encoding.key(chosen, ids) for ids in parts.values()]
     if len(prefix):
         keys.append(prefix_key(kb.store.fingerprint, tokenizer.digest, prefix))

@@ -15,14 +15,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from jaxrag.base.errors import StoreError
 from jaxrag.base.types import HostArray
-from jaxrag.connectors.manifest import FIRST, Manifest, running
+from jaxrag.connectors.manifest import FIRST, Manifest
 from jaxrag.connectors.plan import ISOLATED, Planner
 from jaxrag.connectors.wanted import FILE
-from jaxrag.kv.store.keys import content_id
 from jaxrag.models.text.passage_rules import PassageRules
 from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.serve.plain import text_pieces
@@ -91,7 +89,7 @@ def lacking(
     """
     planner = Planner(known)
     found = (part for it in prompts for part in _lacking(known, planner, it, tokenizer, rules))
-    return {content_id(known.engine.tokenizer, part): part for part in found}
+    return {planner.content(part): part for part in found}
 
 
 def _lacking(
@@ -101,7 +99,7 @@ def _lacking(
     tokenizer: Tokenizer,
     rules: PassageRules | None,
 ) -> Iterator[HostArray]:
-    ids, sums, prefix = prompt.ids, running(prompt.ids), known.prefix
+    ids, prefix = prompt.ids, known.prefix
     led = len(prefix) > 0 and np.array_equal(ids[: len(prefix)], prefix)
     if len(prefix) and not led and known.engine.encoder != ISOLATED:
         return
@@ -111,11 +109,12 @@ def _lacking(
             if at + length >= len(ids):
                 return
             is_prefix = led and not at and length == len(prefix)
-            if not is_prefix and planner.find(ids, sums, at, length) is None:
-                yield ids[at : at + length]
+            part = ids[at : at + length]
+            if not is_prefix and not planner.holds(planner.content(part)):
+                yield part
             at += length
         return
-    stored = list(_stored(planner, ids, sums, len(prefix) if led else 0))
+    stored = list(_stored(planner, ids, len(prefix) if led else 0))
     edges = [len(prefix) if led else 0, *itertools.chain(*stored), len(ids)]
     gaps = list(zip(edges[::2], edges[1::2], strict=True))
     passages = []
@@ -136,15 +135,13 @@ def _lacking(
         at = last
 
 
-def _stored(
-    planner: Planner, ids: HostArray, sums: NDArray[np.uint64], at: int
-) -> Iterator[tuple[int, int]]:
+def _stored(planner: Planner, ids: HostArray, at: int) -> Iterator[tuple[int, int]]:
     """First and one past the last token of the stored parts anywhere in a prompt, ascending.
 
     Those of fewer than FIRST tokens may stand there by chance.
     """
     while at < len(ids):
-        one = planner.longest(ids, sums, at)
+        one = planner.longest(ids, at)
         if one is None or one[1] < FIRST:
             at += 1
             continue

@@ -242,7 +242,7 @@ def test_what_does_not_add_up_is_refused():
     with pytest.raises(KnowledgeBaseError, match="2 passages became 1 chunks"):
         reuse.fill(kb, work, ["a", "b"])
     kb = SimpleNamespace(
-        stats=lambda: {"stored": {"orphans": 3}},
+        stats=lambda walk: {"stored": {"orphans": 3}},
         gc=lambda grace_seconds: SimpleNamespace(chunks=2),
     )
     with pytest.raises(KnowledgeBaseError, match="gc freed 2 chunks: expected the 3"):

@@ -106,7 +106,7 @@ def install(monkeypatch):
     """Put the stand-ins where the connector imports them from."""
     roles = SimpleNamespace(SCHEDULER="scheduler", WORKER="worker")
     contents = {
-        "torch": {"from_numpy": from_numpy, "Tensor": Tensor},
+        "torch": {"from_numpy": from_numpy, "Tensor": Tensor, "float32": np.float32},
         "vllm.config": {"set_current_vllm_config": lambda config: contextlib.nullcontext()},
         "vllm.distributed.kv_transfer.kv_connector.v1.base": {
             "KVConnectorBase_V1": Base,

@@ -13,6 +13,7 @@ from jaxrag.kv.store import ChunkStore, content_id, derive
 from jaxrag.models.export import export_hf
 from jaxrag.models.model import load_model, random_model
 from jaxrag.reuse.methods import METHODS
+from jaxrag.serve.connector_files import parts_table, write_manifest
 
 COUNT = 16  # tokens of an answer
 PREFIX = 37
@@ -55,9 +56,9 @@ def make(folder, config, *, encoder="isolated", stored="native", questions=25, l
         weights=manifest.weights_of(folder / "model", folder / "memo.json"),
         encoder=encoder,
     )
-    parts = manifest.parts_table((content_id(digest, it), it) for it in chunks)
+    parts = parts_table((content_id(digest, it), it) for it in chunks)
     gate = manifest.Gate(METHOD[encoder], 0, 0)
-    manifest.write(folder / "manifest", manifest.Manifest(engine, prefix, (gate,), parts))
+    write_manifest(folder / "manifest", manifest.Manifest(engine, prefix, (gate,), parts))
     data = {
         "prefix": prefix.tolist(),
         "chunks": [it.tolist() for it in chunks],

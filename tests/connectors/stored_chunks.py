@@ -8,6 +8,7 @@ import numpy as np
 from jaxrag.base.config import RopeConfig
 from jaxrag.connectors import manifest
 from jaxrag.kv.store import ChunkStore, KVLayout, Provenance, chunk_key, content_id, context_id
+from jaxrag.serve.connector_files import parts_table, write_manifest
 
 FINGERPRINT = "ab" * 32
 ROPE = RopeConfig(theta=10000.0, rotary_dim=32, interleaved=False, scaling=None)
@@ -69,9 +70,9 @@ class Stored:
             encoder=self.encoder,
         )
         engine = dataclasses.replace(engine, **changes)
-        table = manifest.parts_table((content_id("t", ids), ids) for ids in chunks)
+        table = parts_table((content_id("t", ids), ids) for ids in chunks)
         gates = (manifest.Gate("turborag", 0, 50),)
-        manifest.write(self.out, manifest.Manifest(engine, self.prefix, gates, table))
+        write_manifest(self.out, manifest.Manifest(engine, self.prefix, gates, table))
 
     def prompt(self, *numbers, final=5):
         parts = [self.prefix, *(self.chunks[at] for at in numbers)]

@@ -15,6 +15,7 @@ import pytest
 from test_in_vllm import CONFIG, command, made, result
 
 from jaxrag.connectors import manifest
+from jaxrag.serve.connector_files import write_manifest
 
 __all__ = ["made"]
 pytestmark = pytest.mark.vllm
@@ -30,7 +31,7 @@ def copied(made, tmp_path):
     shutil.copytree(folder / "store", tmp_path / "store")
     known = manifest.read(folder / "manifest")
     engine = dataclasses.replace(known.engine, store=str(tmp_path / "store"))
-    manifest.write(tmp_path / "manifest", dataclasses.replace(known, engine=engine))
+    write_manifest(tmp_path / "manifest", dataclasses.replace(known, engine=engine))
     job = {"manifest": str(tmp_path / "manifest"), "store": str(tmp_path / "store"), **SLOW}
     return folder, data, job
 

@@ -14,6 +14,7 @@ from stored_chunks import ROPE
 from jaxrag.connectors import fetch, manifest
 from jaxrag.connectors.fetch import _HANGING, Fetches, NotReadyError, SharedArray
 from jaxrag.connectors.plan import Planner
+from jaxrag.connectors.settings import ConnectorSettings
 from jaxrag.kv.store import ChunkStore
 
 ROOT = Path(__file__).parents[2]
@@ -26,8 +27,10 @@ def parts(stored):
     made = []
 
     def fetches(**options):
-        given = {"threads": 1, "deadline": 5.0, "host_bytes": 1 << 30, "shared": False, **options}
-        made.append(Fetches(store, ROPE, **given))
+        given = {"threads": 1, "deadline": 5.0, "host_bytes": 1 << 30, **options}
+        shared = given.pop("shared", False)
+        settings = ConnectorSettings(str(stored.out), **given)
+        made.append(Fetches(store, ROPE, settings, shared=shared))
         return made[-1]
 
     yield fetches

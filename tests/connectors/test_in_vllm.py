@@ -28,6 +28,7 @@ from jaxrag.models.model import random_model
 from jaxrag.models.reading import Reading
 from jaxrag.models.text.passage_rules import passage_rules
 from jaxrag.serve.connector import write_connector
+from jaxrag.serve.connector_files import write_manifest
 from jaxrag.serve.wanted import NotedPrompt, lacking
 
 pytestmark = pytest.mark.vllm
@@ -125,7 +126,7 @@ def test_damaged_and_missing_chunks_make_exact_answers(made, tmp_path):
     shutil.copytree(folder / "store", tmp_path / "store")
     known = manifest.read(folder / "manifest")
     engine = dataclasses.replace(known.engine, store=str(tmp_path / "store"))
-    manifest.write(tmp_path / "manifest", dataclasses.replace(known, engine=engine))
+    write_manifest(tmp_path / "manifest", dataclasses.replace(known, engine=engine))
 
     def folder_of(number):
         ids = np.array(data["chunks"][number], np.int32)
@@ -327,7 +328,7 @@ def test_pasted_passages_are_warm_after_the_command_in_any_order(tmp_path, token
     parts, rests = [], []
     for ids in prompts:
         known = manifest.read(out)
-        nothing = dataclasses.replace(known, parts=known.parts[:, :0])
+        nothing = dataclasses.replace(known, parts=known.parts[:0])
         found = lacking(nothing, [NotedPrompt(ids, None)], model.tokenizer, kept)
         plan, _ = Planner(known).plan(ids, None, 0)
         lengths = [tokens for _, tokens in plan.parts]

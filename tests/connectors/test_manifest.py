@@ -14,9 +14,10 @@ from structure import lines_of
 from jaxrag.base.config import Llama3Scaling
 from jaxrag.base.errors import StoreError
 from jaxrag.connectors import manifest
+from jaxrag.serve.connector_files import write_manifest
 
 ROOT = Path(__file__).parents[2]
-MOST_LINES = 968  # of code, with the angles that moved out of models/rope.py
+MOST_LINES = 800  # of code, with the angles that moved out of models/rope.py
 
 
 def test_it_comes_back(stored):
@@ -24,7 +25,7 @@ def test_it_comes_back(stored):
         manifest.read(stored.out).engine.rope, scaling=Llama3Scaling(8.0, 1.0, 4.0, 64)
     ))  # fmt: skip
     found = manifest.read(stored.out)
-    manifest.write(stored.folder / "again", found)
+    write_manifest(stored.folder / "again", found)
     again = manifest.read(stored.folder / "again")
     assert again.engine == found.engine
     assert again.gates == found.gates
@@ -59,7 +60,7 @@ def test_other_files_are_refused(stored, text):
         manifest.read(stored.out)
 
 
-def test_it_is_read_again(stored, monkeypatch):
+def test_it_is_read_again(stored, monkeypatch, caplog):
     now = [0.0]
     monkeypatch.setattr(manifest.time, "monotonic", lambda: now[0])
     watched = manifest.Watched(stored.out)
@@ -68,7 +69,7 @@ def test_it_is_read_again(stored, monkeypatch):
     assert watched.current() is first  # looked at once a second
     now[0] += 1.5
     second = watched.current()
-    assert second.parts.shape[1] == 2
+    assert len(second.parts) == 2
     assert len(list(stored.out.glob("parts-*.bin"))) == 1
     (stored.out / "connector.json").write_text("{")
     now[0] += 1.5
@@ -76,10 +77,10 @@ def test_it_is_read_again(stored, monkeypatch):
     stored.write(stored.chunks, fingerprint="cd" * 32)
     now[0] += 1.5
     assert watched.current() is None
-    assert "another model" in watched.error
+    assert "another model" in caplog.text
     stored.write(stored.chunks)
     now[0] += 1.5
-    assert watched.current().parts.shape[1] == len(stored.chunks)
+    assert len(watched.current().parts) == len(stored.chunks)
 
 
 def test_weights_are_hashed_once(tmp_path, monkeypatch):

@@ -29,7 +29,7 @@ def test_as_the_models_place_keys(name, dtype, rng):
     keys = rng.standard_normal((600, 2, 16)).astype(dtype)
     table = models.rope_table(rope, 700)
     right = models.place(jnp.asarray(keys), jnp.arange(50, 650), table, rope)
-    place(keys, rope_table(rope, 50, 650), rope)
+    place(keys[None], rope_table(rope, 50, 650), rope)
     loose = 2e-2 if dtype == ml_dtypes.bfloat16 else 1e-5
     np.testing.assert_allclose(
         keys.astype(np.float32), np.asarray(right, np.float32), atol=loose, rtol=loose

@@ -26,15 +26,14 @@ def wanted(stored, numbers, ids):
         key = stored.prefix_key if number is None else stored.key(stored.chunks[number])
         kv = np.array(stored.kv[key])
         table = rope_table(ROPE, at, at + kv.shape[2])
-        for layer in kv:
-            place(layer[0], table, ROPE)
+        place(kv[:, 0], table, ROPE)
         found[:, :, at : at + kv.shape[2]] = kv
         at += kv.shape[2]
     return found
 
 
 def write(path, fields):
-    path.write_text(json.dumps(fields | {"digest": manifest._digest_of(fields)}))
+    path.write_text(json.dumps(fields | {"digest": manifest.digest_of(fields)}))
 
 
 @pytest.mark.parametrize("named", [False, True])

@@ -172,7 +172,7 @@ def test_the_file_is_bounded(tmp_path, caplog):
         wanted.note(np.arange(first, first + 10, dtype=np.int32), None)
     assert 100 < (tmp_path / FILE).stat().st_size <= 200
     assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path / FILE} is full: wanted_bytes=200"
+        f"{tmp_path / FILE}: cannot be written (it is full: wanted_bytes=200)"
     ]
 
 

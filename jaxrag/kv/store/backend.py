@@ -52,6 +52,7 @@ class Backend:
         if io_mode not in get_args(IOMode):
             raise StoreError(f"io_mode={io_mode!r}: expected one of {', '.join(get_args(IOMode))}")
         self.io_mode = io_mode
+        self.durable = durable
         self._context = ts.Context(
             {
                 "file_io_mode": {"mode": io_mode},

@@ -19,28 +19,12 @@ from typing import Any
 import xxhash
 
 from jaxrag.kv.store.keys import ID_DIGITS, is_hex
+from jaxrag.kv.store.ledger import Seen
 from jaxrag.kv.store.namespace import COMMIT, Namespace
 from jaxrag.kv.store.record import Record
 
-PARTS = tuple(f"{number:02x}" for number in range(256))
 _FOLDER = "census"
 _SETTLED_SECONDS = 2.0  # a folder this young may change again within one tick of the clock
-
-
-@dataclasses.dataclass(frozen=True)
-class Seen:
-    """What counts of a record."""
-
-    tokens: int
-    nbytes: int
-    encoder: str
-    aux: Mapping[str, int]  # bytes of auxiliary arrays by name
-
-    @classmethod
-    def of(cls, record: Record) -> "Seen":
-        """What counts of this one."""
-        aux = {name: array.nbytes for name, array in record.aux.items()}
-        return cls(record.tokens, record.nbytes, record.encoder, aux)
 
 
 class Census:

@@ -7,7 +7,6 @@ changes them. A writer that dies leaves an attempt that no record names, for gc.
 
 import dataclasses
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -26,9 +25,10 @@ from jaxrag.kv.store.base import (
     Stats,
     describe_arrays,
 )
-from jaxrag.kv.store.census import PARTS, Census, Seen
+from jaxrag.kv.store.census import Census
 from jaxrag.kv.store.layout import KVLayout
 from jaxrag.kv.store.leases import Leases
+from jaxrag.kv.store.ledger import FOLDER, PARTS, Ledger, Seen, Sums
 from jaxrag.kv.store.loading import Loader
 from jaxrag.kv.store.namespace import Namespace
 from jaxrag.kv.store.prefetch import DEFAULT_HOST_BYTES, Prefetcher, Tier
@@ -60,8 +60,13 @@ class ChunkStore(KVStore):
         super().__init__(fingerprint, layout, max_tokens)
         self.mode = mode
         self._backend = backend
-        self._repository = Repository(backend)
-        self._space = Namespace(backend, fingerprint, layout, max_tokens, sealer)
+        anyones = Namespace(backend, fingerprint, layout)
+        if backend.directory is not None and backend.durable:
+            path = backend.directory / FOLDER / f"{fingerprint[:16]}.sqlite"
+            ledger = Ledger(path, mode == "rw", anyones.folders, anyones.find)
+            anyones = dataclasses.replace(anyones, ledger=ledger)
+        self._anyones = anyones  # the chunks of the fingerprint, however long, sealed or not
+        self._space = dataclasses.replace(anyones, max_tokens=max_tokens, sealer=sealer)
         self._loader = Loader(self._space)
         self._leases = Leases(backend.location, fingerprint)
         self._limit: SizeLimit | None = None
@@ -111,9 +116,9 @@ class ChunkStore(KVStore):
         backend = Backend(location, io_mode, durable)
         sealer = None if secret is None else Sealer(secret)
         store = cls(backend, fingerprint, layout, mode, max_tokens, host_bytes, sealer)
-        store._repository.declare(layout, fingerprint, writable=mode == "rw")
+        Repository(backend).declare(layout, fingerprint, writable=mode == "rw")
         if mode == "rw":
-            store._limit = SizeLimit.open(store._repository, fingerprint, max_bytes)
+            store._limit = SizeLimit.open(store._anyones, max_bytes)
         return store
 
     @property
@@ -199,6 +204,27 @@ class ChunkStore(KVStore):
         """What is known of the folders of chunks; None where there are no folders."""
         return None if self.directory is None else Census(space, self.directory)
 
+    def counted(self) -> Sums:
+        """What is committed under the fingerprint and believed, by encoder.
+
+        In a directory its writers have noted that, and only records of which they did not say how
+        a change ended are read. All are, as ``seen`` reads them, of a store with a secret, of one
+        elsewhere, and where no one has put or removed anything since an earlier version wrote it.
+        """
+        ledger, space = self._anyones.ledger, self._everything
+        known = None if ledger is None or space.sealer is not None else ledger.counted()
+        if known is None:
+            found = Sums()
+            for _, seen in self.seen():
+                if isinstance(seen, Seen):
+                    found.add(seen)
+            return found
+        found, changing = known
+        for record in space.find(changing).values():
+            if isinstance(record, Record):
+                found.add(Seen.of(record))
+        return found
+
     def stats(self) -> Stats:
         """What is committed under the fingerprint; reads every commit record of it."""
         return Stats.of(self._everything.find_all())
@@ -206,7 +232,7 @@ class ChunkStore(KVStore):
     @property
     def _everything(self) -> Namespace:
         """The chunks of the fingerprint, however long."""
-        return dataclasses.replace(self._space, max_tokens=sys.maxsize)
+        return dataclasses.replace(self._anyones, sealer=self._space.sealer)
 
     def gc(
         self,
@@ -240,9 +266,10 @@ class ChunkStore(KVStore):
         """
         if not dry_run:
             self._require_writable()
-        anyones = dataclasses.replace(self._everything, sealer=None)
-        census = self._census(anyones)
-        report = sweep(anyones, live, grace_seconds, dry_run, busy, named, census)
+        census = self._census(self._anyones)
+        report = sweep(self._anyones, live, grace_seconds, dry_run, busy, named, census)
+        if self._anyones.ledger is not None and not dry_run:
+            self._anyones.ledger.check()
         if self._limit is not None:
             self._limit.recount(self.keys)
         if not dry_run:
@@ -270,6 +297,8 @@ class ChunkStore(KVStore):
         """Let go of threads and files, and write down which chunks were read."""
         self._prefetcher.close()
         self._leases.close()
+        if self._anyones.ledger is not None:
+            self._anyones.ledger.close()
         if self._limit is not None:
             self._limit.close()
             self._limit = None
@@ -393,7 +422,11 @@ class ChunkStore(KVStore):
             raise
         commit = self._space.commit(attempt.key)
         # An error of the commit may hide that it happened, so then the attempt has to stay.
-        if self._backend.write_if(commit, record.to_json(), attempt.generation) is None:
+        with self._space.changing(attempt.key) as note:
+            won = self._backend.write_if(commit, record.to_json(), attempt.generation) is not None
+            if won:
+                note(record)
+        if not won:
             self._space.discard(attempt.key, attempt.attempt)
             return PutResult(won=False, attempt=None)
         if not self._space.complete(record):
@@ -442,7 +475,11 @@ class ChunkStore(KVStore):
         except StoreError:
             self._space.discard(own.key, own.attempt)
             raise
-        if self._backend.write_if(commit, own.to_json(), generation) is None:
+        with self._space.changing(own.key) as note:
+            won = self._backend.write_if(commit, own.to_json(), generation) is not None
+            if won:
+                note(own)
+        if not won:
             self._space.discard(own.key, own.attempt)
         if self._limit is not None:
             self._limit.settle(own.key, own.nbytes)

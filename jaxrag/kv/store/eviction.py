@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from jaxrag.base.errors import StoreError
-from jaxrag.kv.store.wal import use_write_ahead_log
+from jaxrag.kv.store.sqlite import use_write_ahead_log
 
 FILE = "heat.sqlite"
 HALF_LIFE_SECONDS = 86_400.0  # a read counts half as much a day later

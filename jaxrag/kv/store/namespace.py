@@ -13,6 +13,7 @@ Layout under the location::
 import contextlib
 import dataclasses
 import itertools
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
@@ -21,6 +22,7 @@ from jaxrag.kv.store.backend import Backend
 from jaxrag.kv.store.grid import Grid, aux_grid, kv_grid
 from jaxrag.kv.store.keys import ID_DIGITS, is_hex
 from jaxrag.kv.store.layout import KVLayout
+from jaxrag.kv.store.ledger import Ledger
 from jaxrag.kv.store.reading import Lookup
 from jaxrag.kv.store.record import MAX_SEALED_BYTES, Record, read_record
 from jaxrag.kv.store.seal import Sealer
@@ -40,11 +42,29 @@ class Namespace:
     layout: KVLayout
     max_tokens: int = sys.maxsize
     sealer: Sealer | None = None  # what its seals are believed, and made, by
+    ledger: Ledger | None = None  # told of every record that comes or goes
 
     @property
     def prefix(self) -> str:
         """The path that all chunks are under."""
         return f"kv/{self.fingerprint[:16]}/"
+
+    def folders(self, part: str) -> list[str]:
+        """The keys of a part, its first two digits, that have folders in a directory."""
+        assert self.backend.directory is not None
+        try:
+            names = os.listdir(self.backend.directory / self.prefix / part)
+        except FileNotFoundError:
+            return []
+        return [name for name in names if is_hex(name, ID_DIGITS)]
+
+    def changing(
+        self, key: str
+    ) -> contextlib.AbstractContextManager[Callable[[Record | None], None]]:
+        """``Ledger.changing``, where there is a ledger."""
+        if self.ledger is None:
+            return contextlib.nullcontext(lambda record: None)
+        return self.ledger.changing(key)
 
     def listings(self) -> Iterator[tuple[str, list[tuple[str, str]]]]:
         """Every (key, path under the chunk), in listings of one prefix each, ascending.
@@ -154,12 +174,15 @@ class Namespace:
             return None
         if isinstance(found, Record) and attempt not in (None, found.attempt):
             return None
-        if not self.backend.delete_if(commit, generation):
-            return None  # somebody else removed or replaced it
-        if not isinstance(found, Record):
-            return None
-        if keep is not None and keep(found) and self._restore(found):
-            return None
+        with self.changing(key) as note:
+            if not self.backend.delete_if(commit, generation):
+                return None  # somebody else removed or replaced it
+            if not isinstance(found, Record):
+                note(None)
+                return None
+            if keep is not None and keep(found) and self._restore(found):
+                return None
+            note(None)
         self.discard(key, found.attempt)
         return found
 

@@ -4,26 +4,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from jaxrag.base.errors import StoreError
 from jaxrag.kv.store.eviction import FILE, Counted, Heat, Name
+from jaxrag.kv.store.namespace import Namespace
 from jaxrag.kv.store.record import Record
-from jaxrag.kv.store.repository import Repository
 
 
 class SizeLimit:
     """The limit of one fingerprint in a local repository: on its own chunks; only they leave."""
 
-    def __init__(self, heat: Heat, repository: Repository) -> None:
+    def __init__(self, heat: Heat, space: Namespace) -> None:
         """Use ``SizeLimit.open``."""
         self._heat = heat
-        self._repository = repository
+        self._space = space
 
     @classmethod
-    def open(
-        cls,
-        repository: Repository,
-        fingerprint: str,
-        max_bytes: int | None,
-    ) -> "SizeLimit | None":
+    def open(cls, space: Namespace, max_bytes: int | None) -> "SizeLimit | None":
         """The limit of a fingerprint; None when none is given and the repository never had one.
+
+        ``space`` has its chunks however long, sealed or not.
 
         Chunks that stand there uncounted are counted, which reads their records. What is beyond
         the limit leaves at once.
@@ -32,7 +29,7 @@ class SizeLimit:
             StoreError: a limit on something other than a directory, or one that is no positive
                 number; the count cannot be read or written.
         """
-        backend = repository.backend
+        backend, fingerprint = space.backend, space.fingerprint
         if backend.directory is None:
             if max_bytes is None:
                 return None
@@ -45,13 +42,12 @@ class SizeLimit:
             return None
 
         def standing() -> Iterator[Counted]:
-            space = repository.space(fingerprint)
-            for found in () if space is None else space.find_all():
+            for found in space.find_all():
                 if isinstance(found, Record):
                     yield Counted(Name(fingerprint, found.key), found.nbytes, found.age)
 
         heat = Heat(path, fingerprint, max_bytes, standing)
-        limit = cls(heat, repository)
+        limit = cls(heat, space)
         limit._heat.enforce(limit._drop)
         return limit
 
@@ -90,7 +86,5 @@ class SizeLimit:
         return Name(self._heat.fingerprint, key)
 
     def _drop(self, names: Sequence[Name]) -> None:
-        space = self._repository.space(self._heat.fingerprint)
-        if space is not None:
-            for name in names:
-                space.delete(name.key)
+        for name in names:
+            self._space.delete(name.key)

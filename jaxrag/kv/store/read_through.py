@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from jaxrag.base.errors import ChunkMissing, StoreError
 from jaxrag.kv.store.attempts import Attempt, WrittenShard
 from jaxrag.kv.store.base import Aux
-from jaxrag.kv.store.census import Seen
 from jaxrag.kv.store.chunk_store import ChunkStore
+from jaxrag.kv.store.ledger import Seen, Sums
 from jaxrag.kv.store.prefetch import Tier
 from jaxrag.kv.store.reading import Lookup, ReadRequest, Refused
 from jaxrag.kv.store.record import AuxArray, Provenance, Record
@@ -107,6 +107,10 @@ class ReadThrough(StoreWrapper):
     def seen(self) -> Iterator[tuple[str, Seen | Lookup]]:
         """``ChunkStore.seen`` of the remote store."""
         return self.remote.seen()
+
+    def counted(self) -> Sums:
+        """``ChunkStore.counted`` of the remote store."""
+        return self.remote.counted()
 
     def gc(
         self,

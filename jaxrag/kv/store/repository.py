@@ -8,7 +8,6 @@ from typing import Any
 from jaxrag.base.errors import StoreError
 from jaxrag.kv.store.backend import Backend
 from jaxrag.kv.store.layout import KVLayout
-from jaxrag.kv.store.namespace import Namespace
 from jaxrag.kv.store.record import FORMAT, MAX_RECORD_BYTES, parse_object
 
 _ROOT = "jaxrag.json"
@@ -57,17 +56,6 @@ class Repository:
                 f"{location}: chunks of fingerprint {fingerprint} are {declared}, expected {wanted}"
             )
 
-    def space(self, fingerprint: str) -> Namespace | None:
-        """The chunks of one model, however long; None when there is no such model here.
-
-        Raises:
-            StoreError: its declaration is damaged.
-        """
-        fields = self._read_object(_layout_path(fingerprint))
-        if fields is None:
-            return None
-        return Namespace(self.backend, fingerprint, _parse_layout(fingerprint, fields))
-
     def _declare(self, path: str, fields: dict[str, Any], writable: bool) -> dict[str, Any] | None:
         """The JSON object at ``path``; where there is none, ``fields`` are written if we may."""
         present = self._read_object(path)
@@ -93,14 +81,3 @@ def _layout_path(fingerprint: str) -> str:
 
 def _layout_fields(fingerprint: str, layout: KVLayout) -> dict[str, Any]:
     return {"format": FORMAT, "fingerprint": fingerprint, **dataclasses.asdict(layout)}
-
-
-def _parse_layout(fingerprint: str, fields: dict[str, Any]) -> KVLayout:
-    sizes = {field.name: fields.get(field.name) for field in dataclasses.fields(KVLayout)}
-    try:
-        layout = KVLayout(**sizes)  # type: ignore[arg-type]  # it checks every one of them
-    except StoreError as error:
-        raise StoreError(f"{_layout_path(fingerprint)} is damaged: {error}") from None
-    if fields != _layout_fields(fingerprint, layout):
-        raise StoreError(f"{_layout_path(fingerprint)} is {fields}: expected a layout of its name")
-    return layout

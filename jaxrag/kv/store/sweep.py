@@ -21,8 +21,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 
 from jaxrag.base.errors import ChunkMissing, StoreError
-from jaxrag.kv.store.census import PARTS, Census
+from jaxrag.kv.store.census import Census
 from jaxrag.kv.store.keys import ID_DIGITS, is_hex
+from jaxrag.kv.store.ledger import PARTS
 from jaxrag.kv.store.namespace import COMMIT, SWEPT, Namespace
 from jaxrag.kv.store.reading import Lookup
 from jaxrag.kv.store.record import ATTEMPT_DIGITS, Record, attempt_age, new_attempt

@@ -3,28 +3,22 @@
 The file is in WAL mode with ``synchronous=FULL``: several processes may read while one writes, and
 a returned commit survives a power cut. Each page ends in a checksum of its bytes, which SQLite's
 checksum VFS writes with the page and compares at every read: a flipped bit is an error, not a row.
-
-The library is APSW's SQLite, not that of ``sqlite3``. A process never has one file open in both:
-closing it in one drops the POSIX locks of the other.
 """
 
 import contextlib
-import functools
 import json
 import os
 import threading
-import urllib.parse
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import apsw
-import apsw.sqlite_extra
 
 from jaxrag.base.errors import DamagedCatalogError, KnowledgeBaseError, StoreError
 from jaxrag.base.types import Connection
-from jaxrag.kv.store.wal import use_write_ahead_log
-from jaxrag.library.catalog.pages import CHECKSUM_BYTES, PAGE_BYTES
+from jaxrag.kv.store.sqlite import CHECKSUM_BYTES, connect_checked, use_write_ahead_log
+from jaxrag.library.catalog.pages import PAGE_BYTES
 from jaxrag.library.retrieve.packed import PACKED
 
 FORMAT = 4  # of one whose postings are not packed; PACKED is that of others
@@ -32,7 +26,6 @@ UNCHECKED = 3  # neither pages nor rows have digests; it is read as it is
 BUSY_SECONDS = 60.0
 _CHECKPOINT_SECONDS = 1.0  # that a checkpoint waits for readers of an older state
 _APPLICATION = 0x4A524147  # "JRAG", SQLite's application_id
-_CHECKSUMS = "cksmvfs"  # the name under which SQLite knows the checksum VFS
 
 _OPEN: weakref.WeakSet["Database"] = weakref.WeakSet()  # of this process
 _OPEN_LOCK = threading.Lock()
@@ -352,16 +345,9 @@ def _begin(connection: apsw.Connection, how: str) -> None:
 
 
 def _connect(path: Path, writable: bool) -> apsw.Connection:
-    _load_checksums()
     with _as_store_errors(path):
-        connection = apsw.Connection(
-            _address(path, writable),
-            flags=apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE | apsw.SQLITE_OPEN_URI,
-            vfs=_CHECKSUMS,
-        )
+        connection = connect_checked(path, writable, BUSY_SECONDS)
         try:
-            connection.set_busy_timeout(round(1000 * BUSY_SECONDS))
-            connection.reserve_bytes("main", CHECKSUM_BYTES)  # of a file that is yet to be made
             connection.execute("PRAGMA synchronous = FULL")
             connection.execute("PRAGMA foreign_keys = ON")
             connection.execute("PRAGMA secure_delete = ON")  # removed text is overwritten
@@ -369,21 +355,6 @@ def _connect(path: Path, writable: bool) -> apsw.Connection:
             connection.close()
             raise
         return connection
-
-
-@functools.cache
-def _load_checksums() -> None:
-    """Make the checksum VFS known to this process's SQLite, once."""
-    connection = apsw.Connection(":memory:")
-    try:
-        apsw.sqlite_extra.load(connection, "cksumvfs")
-    except (apsw.Error, LookupError, apsw.sqlite_extra.NotAvailable) as error:
-        raise StoreError(
-            f"apsw {apsw.apsw_version()} lacks SQLite's checksum VFS ({error}); install apsw "
-            "from its wheels, as constraints.txt pins it"
-        ) from error
-    finally:
-        connection.close()
 
 
 def _rewrite(path: Path, change: Callable[[Connection], None]) -> None:
@@ -421,20 +392,6 @@ def remove_files(path: Path) -> None:
     """Remove a database and what SQLite leaves beside it."""
     for suffix in ("-journal", "-wal", "-shm", ""):
         path.with_name(path.name + suffix).unlink(missing_ok=True)
-
-
-def _address(path: Path, writable: bool) -> str:
-    """The file's URI. Without WAL frames beside it, a read-only file is opened as immutable.
-
-    SQLite opens a WAL file only where it can make a shared-memory file beside it, unless it is
-    asked to take it as unchanging. Frames that wait in a WAL file would be left out then.
-    """
-    address = f"file:{urllib.parse.quote(os.fspath(path.absolute()))}"
-    if writable:
-        return address
-    log = path.with_name(path.name + "-wal")
-    waiting = log.exists() and log.stat().st_size > 0
-    return f"{address}?{'mode=ro' if waiting else 'immutable=1'}"
 
 
 @contextlib.contextmanager

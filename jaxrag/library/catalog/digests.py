@@ -34,6 +34,9 @@ CREATE_TOTALS = (
 
 _EIGHT = struct.Struct("<q").pack
 _INTEGER = b"i" + _EIGHT(8)
+_NOTHING = b"n" + _EIGHT(0)
+_SHORT = 256
+_TEXTS = tuple(b"t" + _EIGHT(length) for length in range(_SHORT))  # what stands before short ones
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,19 +49,23 @@ class DigestTable:
     def digest(self, values: Iterable[object]) -> int:
         """xxh3-64 of a row as a signed integer: name, then kind, length and bytes of each value."""
         parts = [self.name.encode()]
+        add = parts.append
         for value in values:
             if isinstance(value, str):
-                data, kind = value.encode(), b"t"
+                data = value.encode()
+                add(_TEXTS[len(data)] if len(data) < _SHORT else b"t" + _EIGHT(len(data)))
             elif isinstance(value, int):
-                parts += (_INTEGER, _EIGHT(value))
-                continue
+                add(_INTEGER)
+                data = _EIGHT(value)
             elif isinstance(value, bytes):
-                data, kind = value, b"b"
+                data = value
+                add(b"b" + _EIGHT(len(data)))
             elif value is None:
-                data, kind = b"", b"n"
+                data = _NOTHING
             else:
-                data, kind = str(value).encode(), b"f"
-            parts += (kind, _EIGHT(len(data)), data)
+                data = str(value).encode()
+                add(b"f" + _EIGHT(len(data)))
+            add(data)
         found = xxhash.xxh3_64_intdigest(b"".join(parts))
         return found - (1 << 64) if found >> 63 else found
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from jaxrag.base.types import HostArray
+from jaxrag.kv.store.sqlite import CHECKSUM_BYTES
 
 PAGE_BYTES = 4096  # SQLite's default, and so of every catalog
-CHECKSUM_BYTES = 8
 
 _USABLE = PAGE_BYTES - CHECKSUM_BYTES
 _WORDS = _USABLE // 4  # under the checksum

@@ -79,7 +79,7 @@ class CatalogReader(ContextReader):
         """The document of that id, or None."""
         with self._database.use() as connection:
             found = self._documents(connection, "WHERE id = ?", (document_id,))
-        return found[0].entry() if found else None
+        return found[0] if found else None
 
     def documents(self, where: Filter | None = None) -> list[DocumentEntry]:
         """Every document whose metadata matches, by id."""
@@ -88,7 +88,7 @@ class CatalogReader(ContextReader):
             found = self._documents(connection, f"WHERE {condition} ORDER BY id", values)
             if where is None:
                 self._check_documents(connection, len(found))
-        return [row.entry() for row in found]
+        return found
 
     def has_documents(self) -> bool:
         """Whether there is any document."""
@@ -404,17 +404,17 @@ class CatalogReader(ContextReader):
 
     def _documents(
         self, connection: Connection, rest: str, values: Sequence[Any]
-    ) -> list[DocumentRow]:
-        """Rows of documents, held against their digests."""
+    ) -> list[DocumentEntry]:
+        """Documents, their rows held against their digests."""
         rows = connection.execute(
             f"SELECT {DOCUMENTS.select(self.checked)} FROM documents {rest}", values
-        ).fetchall()
-        return [self._document(row) for row in rows]
+        )
+        return [DocumentEntry.of_row(self._whole_document(row)) for row in rows]
 
-    def _document(self, row: Sequence[Any]) -> DocumentRow:
+    def _whole_document(self, row: Sequence[Any]) -> Sequence[Any]:
         if self.checked and not DOCUMENTS.is_whole(row):
             raise unlike(self.path, f"document {row[0]!r} is")
-        return DocumentRow(*row[:-1])
+        return row
 
     def _chunks(
         self, connection: Connection, condition: str, values: Sequence[Any]
@@ -433,7 +433,7 @@ class CatalogReader(ContextReader):
             if self.checked and not CHUNKS.is_whole(own):
                 raise unlike(self.path, f"chunk {own[2]} of document {own[1]!r} is")
             if its not in documents:
-                documents[its] = self._document(its)
+                documents[its] = DocumentRow(*self._whole_document(its)[:-1])
             found.append((ChunkRow(*own[:-1]), documents[its]))
         return found
 

@@ -18,7 +18,7 @@ from jaxrag.base.errors import (
 from jaxrag.base.tables import require_kind
 from jaxrag.base.types import HostArray
 from jaxrag.kv.store import ChunkStore, ReadThrough, Record
-from jaxrag.kv.store.census import Seen
+from jaxrag.kv.store.ledger import Seen
 from jaxrag.library.catalog import Catalog, Hit
 from jaxrag.library.catalog.audit import RowsReport
 from jaxrag.library.knowledge_base import upkeep
@@ -268,17 +268,23 @@ class Maintained(Parts):
             self._catalog.set(GATE + method, dict(gate))
         self._settings[GATE + method] = dict(gate)
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self, *, walk: bool = False) -> dict[str, Any]:
         """Counts and settings, JSON-able.
 
         ``stored`` is what the chunk store holds under this knowledge base's fingerprint, the KV of
-        the template's prefix among it; ``missing`` counts KV of chunks that it does not hold, as
-        where that is encoded on demand. Of a store in a directory, commit records are read that are
-        new since the last time, of another all.
+        the template's prefix among it, as its writers noted it (``ChunkStore.counted``).
+
+        Args:
+          walk: look at every stored chunk, and add to ``stored`` how many chunks have no KV yet
+            ("missing"), how many records are "corrupt" or "unsealed", and chunks and bytes that the
+            knowledge base does not need ("orphans", "orphan_bytes").
         """
-        return collect_stats(
+        found = collect_stats(
             self.path, self._catalog, self._catalog.settings(), self.store, self._vectors
-        ) | {"gates": {name: gate["ratio"] for name, gate in self.gates.items()}}
+        )
+        if walk:
+            found["stored"] |= unneeded(self._catalog, self._catalog.settings(), self.store)
+        return found | {"gates": {name: gate["ratio"] for name, gate in self.gates.items()}}
 
     @property
     def _behind_others(self) -> tuple[str, ...]:
@@ -311,29 +317,10 @@ def collect_stats(
     store: ChunkStore | ReadThrough,
     vectors: ChunkVectors | None,
 ) -> dict[str, Any]:
-    """Counts and settings, JSON-able; reads what is new in the store."""
-    counts = catalog.counts()
-    claim = Claim.of(catalog, settings)
-    variants: collections.Counter[str] = collections.Counter()
-    orphans: collections.Counter[str] = collections.Counter()
-    indexed: collections.Counter[str] = collections.Counter()
-    refused: collections.Counter[type] = collections.Counter()
-    stored: collections.Counter[str] = collections.Counter()
-    named = upkeep.NamedKeys([catalog])
-    for key, seen in store.seen():
-        if not isinstance(seen, Seen):
-            refused[type(seen)] += 1
-            continue
-        variants[seen.encoder] += 1
-        stored.update(chunks=1, tokens=seen.tokens, bytes=seen.nbytes)
-        if nbytes := indexes_nbytes(seen.aux):
-            indexed.update(chunks=1, bytes=nbytes)
-        if key in named:
-            stored["named"] += 1
-        else:
-            record = store.find([key])[key]
-            if isinstance(record, Record) and not claim.holds(record):
-                orphans.update(chunks=1, bytes=store.layout.nbytes(record.tokens))
+    """Counts and settings, JSON-able."""
+    counts, stored = catalog.counts(), store.counted()
+    kept = stored.encoders
+    indexes = {name: one for name, one in stored.aux.items() if indexes_nbytes({name: 1})}
     known = settings["vectors"]
     indexing = settings.get("attention_index")
     return {
@@ -356,23 +343,18 @@ def collect_stats(
             "salted": bool(settings["salt"]),
             "sealed": settings.get("sealed") is not None,
             "max_bytes": settings["max_bytes"],
-            "chunks": stored["chunks"],
-            "tokens": stored["tokens"],
-            "bytes": stored["bytes"],
-            "missing": catalog.num_keys() - stored["named"],
-            "corrupt": refused[ChunkCorrupt],
-            "unsealed": refused[ChunkNotSealed],
-            "variants": dict(sorted(variants.items())),
-            "orphans": orphans["chunks"],
-            "orphan_bytes": orphans["bytes"],
+            "chunks": sum(one.chunks for one in kept.values()),
+            "tokens": sum(one.tokens for one in kept.values()),
+            "bytes": sum(one.nbytes for one in kept.values()),
+            "variants": {name: one.chunks for name, one in sorted(kept.items())},
         },
         "attention_index": None
         if indexing is None
         else {
             "kind": indexing["kind"],
             "from_tokens": indexing["exact_below"],
-            "chunks": indexed["chunks"],
-            "bytes": indexed["bytes"],
+            "chunks": max((one.chunks for one in indexes.values()), default=0),
+            "bytes": sum(one.nbytes for one in indexes.values()),
         },
         "vectors": None
         if known is None or vectors is None
@@ -385,4 +367,31 @@ def collect_stats(
             "complete": settings["vectors_complete"] and not len(vectors.compared(catalog).lost),
         },
         "last_gc": settings["last_gc"],
+    }
+
+
+def unneeded(
+    catalog: Catalog, settings: Mapping[str, Any], store: ChunkStore | ReadThrough
+) -> dict[str, int]:
+    """What only a look at every stored chunk tells; reads what is new in the store."""
+    claim = Claim.of(catalog, settings)
+    named = upkeep.NamedKeys([catalog])
+    refused: collections.Counter[type] = collections.Counter()
+    orphans: collections.Counter[str] = collections.Counter()
+    missing = catalog.num_keys()
+    for key, seen in store.seen():
+        if not isinstance(seen, Seen):
+            refused[type(seen)] += 1
+        elif key in named:
+            missing -= 1
+        else:
+            record = store.find([key])[key]
+            if isinstance(record, Record) and not claim.holds(record):
+                orphans.update(chunks=1, bytes=store.layout.nbytes(record.tokens))
+    return {
+        "missing": missing,
+        "corrupt": refused[ChunkCorrupt],
+        "unsealed": refused[ChunkNotSealed],
+        "orphans": orphans["chunks"],
+        "orphan_bytes": orphans["bytes"],
     }

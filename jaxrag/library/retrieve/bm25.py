@@ -28,7 +28,7 @@ from jaxrag.base.types import Connection
 from jaxrag.library.retrieve.base import Found
 from jaxrag.library.retrieve.filters import Filter, Scalar
 from jaxrag.library.retrieve.maxscore import BestChunks, BM25Weights
-from jaxrag.library.retrieve.packed import MOST_CHUNKS, Head, Packed, damaged
+from jaxrag.library.retrieve.packed import MOST_CHUNKS, Head, Packed, PackedChunks, damaged
 from jaxrag.library.retrieve.terms import TermPostings, gathered, terms
 
 _MANY_CHUNKS = 10_000  # from here on, words that most chunks hold are not looked at
@@ -74,6 +74,7 @@ class _Seen:
     version: Hashable = None
     terms: dict[str, tuple[int, list[Head]]] = dataclasses.field(default_factory=dict)  # holders
     allowed: dict[str, NDArray[np.int64]] = dataclasses.field(default_factory=dict)
+    places: tuple[NDArray[np.int64], PackedChunks, NDArray[np.bool_]] | None = None  # of a filter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,26 +204,32 @@ class BM25Index:
         Raises DamagedCatalogError where postings were lost.
         """
         heads = self.packed.heads(words) if self.checked else {}
-        found = {}
-        clearing = self.checked and self.packed.clearing()
-        for term in words:
-            if clearing:
+        asked = (json.dumps(words),)
+        if self.checked and self.packed.clearing():
+            loose = {}
+            for term in words:
                 statement = "SELECT chunk_id, count FROM postings WHERE term = ?"
                 rows = self._beside(self.connection.execute(statement, (term,)).fetchall(), 0)
-                holders, weight = len(rows), _weight(rows)
-            else:
-                holders, weight = self.connection.execute(
-                    f"SELECT {_POSTINGS} FROM postings WHERE term = ?", (term,)
-                ).fetchone()
-            if self.checked:
-                holders += sum(head.holders for head in heads[term])
-                weight += sum(head.weight for head in heads[term])
-                known = self.connection.execute(
-                    "SELECT holders, weight FROM terms WHERE term = ?", (term,)
-                ).fetchone()
-                if (holders, weight) != (known or (0, 0)):
-                    raise self._damaged(term)
-            found[term] = int(holders), heads.get(term, [])
+                loose[term] = len(rows), _weight(rows)
+        else:
+            loose = _by_term(self.connection.execute(
+                f"SELECT term, {_POSTINGS} FROM json_each(?) AS words CROSS JOIN postings "
+                "ON term = words.value GROUP BY words.key", asked,
+            ))  # fmt: skip
+        known = {}
+        if self.checked:
+            known = _by_term(self.connection.execute(
+                "SELECT term, holders, weight FROM json_each(?) CROSS JOIN terms ON term = value",
+                asked,
+            ))  # fmt: skip
+        found = {}
+        for term in words:
+            holders, weight = loose.get(term, (0, 0))
+            holders += sum(head.holders for head in heads.get(term, ()))
+            weight += sum(head.weight for head in heads.get(term, ()))
+            if self.checked and (holders, weight) != known.get(term, (0, 0)):
+                raise self._damaged(term)
+            found[term] = holders, heads.get(term, [])
         return found
 
     def _beside(self, rows: list[Any], column: int) -> list[Any]:
@@ -324,29 +331,37 @@ class BM25Index:
         ).fetchall()
         if self.packed.clearing():
             rows = self._beside(rows, 1)
-        allowed = None
+        chunks = self.packed.chunks()
+        ids = allowed = None
         if where is not None:
             ids = self.matching(where, version)
-            last = max((int(block.ids.max()) for block in self.packed.blocks()), default=0)
-            last = max(last, *(row[1] for row in rows)) if rows else last
-            allowed = np.zeros(max(last, int(ids[-1]) if len(ids) else 0) + 1, bool)
-            allowed[ids] = True
-            allowed[0] = False  # the place of a chunk that left
+            allowed = self._allowed(ids, chunks)
         best: list[tuple[float, int]] = []
         if rows:
             value, chunk_ids, counts, lengths = np.array(rows, np.float64).T
             weights = scoring.weights(value, counts, lengths)
             own, inverse = np.unique(chunk_ids.astype(np.int64), return_inverse=True)
             scores = np.bincount(inverse, weights)
-            if allowed is not None:
-                own, scores = own[allowed[own]], scores[allowed[own]]
+            if ids is not None:
+                stay = np.isin(own, ids)
+                own, scores = own[stay], scores[stay]
             order = np.lexsort((own, -scores))[:k]
             best = list(zip(scores[order].tolist(), own[order].tolist(), strict=True))
         least = best[k - 1][0] if len(best) >= k else 0.0
         heads = {term: self._seen.terms[term][1] for term in idf}
-        best += BestChunks(self.packed, idf, heads, k, scoring, allowed).found(least)
+        best += BestChunks(self.packed, chunks, idf, heads, k, scoring, allowed).found(least)
         best.sort(key=lambda pair: (-pair[0], pair[1]))
         return [Found(chunk_id, score / _UNIT) for score, chunk_id in best[:k]]
+
+    def _allowed(self, ids: NDArray[np.int64], chunks: PackedChunks) -> NDArray[np.bool_]:
+        """Of every place whether its chunk is among these, which ascend; remembered as they are."""
+        last = self._seen.places
+        if last is None or last[0] is not ids or last[1] is not chunks:
+            held = np.zeros(max(int(chunks.ids.max()), *ids[-1:].tolist(), 0) + 1, bool)
+            held[ids] = True
+            held[0] = False  # the place of a chunk that left
+            last = self._seen.places = ids, chunks, held[chunks.ids]
+        return last[2]
 
     def matching(self, where: Filter, version: Hashable = None) -> NDArray[np.int64]:
         """Ids of the chunks whose documents match, ascending; ``version`` as of ``search``."""
@@ -524,6 +539,10 @@ class BM25Snapshot:
             found = found[scores[found] >= least]
         found = found[np.lexsort((found, -scores[found]))][:k]
         return [Found(int(self.chunk_ids[row]), float(scores[row]) / _UNIT) for row in found]
+
+
+def _by_term(rows: Iterable[Any]) -> dict[str, tuple[int, int]]:
+    return {term: (holders, weight) for term, holders, weight in rows}
 
 
 def _weight(postings: TermPostings) -> int:

@@ -483,6 +483,7 @@ def _unless_in_conflict() -> Iterator[None]:
 
 
 def _lancedb() -> tuple[Any, Any]:
+    os.environ.setdefault("LANCEDB_LOG", "error")  # it warns on stderr of what its upkeep meets
     try:
         import lancedb
         import lancedb.index

@@ -7,13 +7,15 @@ finds.
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxrag.library.retrieve.packed import Head, Packed, PostingBlock, PostingPlaces
+from jaxrag.library.retrieve.packed import Head, Packed, PackedChunks
+
+_WORTH = 2000  # postings of the next term, for each term left, from which early looks save time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,10 +28,10 @@ class BM25Weights:
     unit: float
 
     def weights(
-        self, idf: float, times: NDArray[np.int64], lengths: NDArray[np.float64]
+        self, idf: float, times: NDArray[Any], lengths: NDArray[np.float64]
     ) -> NDArray[np.float64]:
         """What a term adds to chunks that hold it so many times, in the order of SQL's search."""
-        found = np.multiply(times, idf, dtype=np.float64)
+        found: NDArray[np.float64] = np.multiply(times, idf, dtype=np.float64)
         found *= self.k1 + 1
         below = times + self.base
         below += self.per_term * lengths
@@ -52,82 +54,111 @@ class BestChunks:
 
     Attributes:
       idf: of the terms that are searched by.
-      heads: of each of them.
-      allowed: by chunk id, whether it may be found; None: all may.
+      heads: of each of them, in the order of blocks.
+      allowed: [N] of each place, whether its chunk may be found; None: all may.
     """
 
     packed: Packed
+    chunks: PackedChunks
     idf: Mapping[str, float]
     heads: Mapping[str, Sequence[Head]]
     k: int
     scoring: BM25Weights
     allowed: NDArray[np.bool_] | None
 
-    @functools.cached_property
-    def blocks(self) -> dict[int, PostingBlock]:
-        """All blocks by number."""
-        return {block.number: block for block in self.packed.blocks()}
-
     def found(self, least: float) -> list[tuple[float, int]]:
         """Chunks among which are the best: (score in units, chunk id).
 
         ``least`` is a score that at least k chunks elsewhere have.
         """
-        blocks = self.blocks
         bounds = {it: self.scoring.bound(value, self.heads[it]) for it, value in self.idf.items()}
         order = sorted((it for it in self.idf if self.heads[it]), key=lambda term: -bounds[term])
-        left = np.cumsum([bounds[term] for term in reversed(order)])[::-1].tolist()
-        scores = {number: np.zeros(len(block.ids)) for number, block in blocks.items()}
-        chosen: dict[int, PostingPlaces] | None = None  # places that may win; None: all may still
+        left = [*np.cumsum([bounds[term] for term in reversed(order)])[::-1].tolist(), 0.0]
+        scores = np.zeros(len(self.chunks.ids))
+        brought: list[NDArray[np.int32]] = []  # places by the terms so far
+        top = _Top(self.k)
+        chosen: NDArray[np.int32] | None = None  # places that may win; None: all may still
         for place, term in enumerate(order):
             if chosen is None and least > left[place]:
-                chosen = {
-                    it: np.flatnonzero(own >= least - left[place]) for it, own in scores.items()
-                }
+                chosen = _above(scores, brought, least - left[place])
             elif chosen is not None:
-                for number, places in chosen.items():
-                    chosen[number] = places[scores[number][places] + left[place] >= least]
-            touched = []
-            for head in self.heads[term]:
-                own = scores[head.block]
-                if chosen is not None:
-                    places, more = self._added(head, chosen[head.block])
-                else:
-                    places, times = self.packed.postings(head)
-                    block = blocks[head.block]
-                    if self.allowed is not None:
-                        stay = self.allowed[block.ids[places]]
-                        places, times = places[stay], times[stay]
-                    more = self.scoring.weights(self.idf[term], times, block.lengths[places])
-                if len(places):
-                    more += own[places]
-                    own[places] = more
-                    touched.append(more[more > least])
-            if touched:
-                least = max(least, _kth(np.concatenate(touched), self.k))
-        found: list[tuple[float, int]] = []
-        for number, all_scores in scores.items():
-            enough = max(least, 1.0)  # what a word adds is a whole number
-            best = np.flatnonzero(all_scores >= enough) if chosen is None else chosen[number]
-            best = best[all_scores[best] >= enough]
-            found += zip(all_scores[best].tolist(), blocks[number].ids[best].tolist(), strict=True)
-        return found
+                chosen = chosen[scores[chosen] + left[place] >= least]
+            if chosen is not None and not len(chosen):
+                break
+            places, more = self._added(term, chosen)
+            if not len(places):
+                continue
+            more += scores[places]
+            scores[places] = more
+            if chosen is None:
+                brought.append(places)
+                rest = order[place + 1 :]
+                if rest and self._holders(rest[0]) > _WORTH * len(rest):
+                    fresh = top.take(places, more)
+                    least = max(least, top.least(self._whole(fresh, scores, rest)))
+        enough = max(least, 1.0)  # what a word adds is a whole number
+        best = np.flatnonzero(scores >= enough) if chosen is None else chosen
+        best = best[scores[best] >= enough]
+        return list(zip(scores[best].tolist(), self.chunks.ids[best].tolist(), strict=True))
+
+    def _holders(self, term: str) -> int:
+        return sum(head.holders for head in self.heads[term])
 
     def _added(
-        self, head: Head, places: PostingPlaces
-    ) -> tuple[PostingPlaces, NDArray[np.float64]]:
-        """Which of some places of a block hold a term, and what it adds there."""
-        if not len(places):
-            return places, np.zeros(0)
-        holders, counts = self.packed.stored(head)
-        own = np.searchsorted(holders, places.astype(holders.dtype))
-        own[own == len(holders)] = 0
-        held = holders[own] == places
-        places, times = places[held], counts[own[held]].astype(np.int64)
-        lengths = self.blocks[head.block].lengths[places]
-        return places, self.scoring.weights(self.idf[head.term], times, lengths)
+        self, term: str, chosen: NDArray[np.int32] | None
+    ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
+        """The places of a term, or those among chosen ones, and what it adds there."""
+        places, times = self.packed.postings(self.heads[term], self.chunks)
+        if chosen is not None:
+            own = np.searchsorted(places, chosen)
+            own[own == len(places)] = 0
+            held = places[own] == chosen
+            places, times = chosen[held], times[own[held]]
+        elif self.allowed is not None:
+            stay = self.allowed[places]
+            places, times = places[stay], times[stay]
+        return places, self.scoring.weights(self.idf[term], times, self.chunks.lengths[places])
+
+    def _whole(
+        self, places: NDArray[np.int32], scores: NDArray[np.float64], order: Sequence[str]
+    ) -> NDArray[np.float64]:
+        """The scores of places, which ascend, with what terms to come add."""
+        whole = scores[places]
+        for term in order if len(places) else ():
+            own, more = self._added(term, places)
+            whole[np.searchsorted(places, own)] += more
+        return whole
 
 
-def _kth(scores: NDArray[np.float64], k: int) -> float:
-    """The k-th largest; 0 where there are fewer."""
-    return float(np.partition(scores, -k)[-k]) if len(scores) >= k else 0.0
+class _Top:
+    """The chunks with the most so far, whose whole scores say early what it takes to win."""
+
+    def __init__(self, k: int) -> None:
+        self._k = k
+        self._known: set[int] = set()  # places
+        self._whole = np.zeros(0)  # the largest whole scores of these, at most k
+
+    def take(self, places: NDArray[np.int32], scores: NDArray[np.float64]) -> NDArray[np.int32]:
+        """Those of the k largest of these scores that were not taken yet, ascending."""
+        if len(places) > self._k:
+            places = places[np.argpartition(scores, -self._k)[-self._k :]]
+        fresh = set(places.tolist()) - self._known
+        self._known |= fresh
+        return np.array(sorted(fresh), np.int32)
+
+    def least(self, whole: NDArray[np.float64]) -> float:
+        """The k-th largest of the whole scores of all that were taken; 0 where they are fewer."""
+        self._whole = np.sort(np.concatenate([self._whole, whole]))[-self._k :]
+        return float(self._whole[0]) if len(self._whole) == self._k else 0.0
+
+
+def _above(
+    scores: NDArray[np.float64], brought: Sequence[NDArray[np.int32]], least: float
+) -> NDArray[np.int32]:
+    """The places with at least a score, which is positive, ascending."""
+    if sum(map(len, brought)) > len(scores) // 8:
+        return np.flatnonzero(scores >= least).astype(np.int32)
+    places = np.concatenate([np.zeros(0, np.int32), *brought])
+    places = np.sort(places[scores[places] >= least])
+    different: NDArray[np.bool_] = np.diff(places, prepend=np.int32(-1)) != 0
+    return places[different]

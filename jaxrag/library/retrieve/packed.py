@@ -12,7 +12,7 @@ at once.
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from jaxrag.base.types import Connection
 PACKED = 5  # the format of a catalog that may have blocks
 MOST_CHUNKS = 1 << 16  # of a block: places are 16 bits
 _ROWS = 2048  # that are read or written at once
-_MOST_HELD = 64 << 20  # bytes of postings that are remembered
+_MOST_HELD = 96 << 20  # bytes of postings that are remembered
 _LOW = 0xFFFFFFFF
 _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS blocks (block INTEGER PRIMARY KEY, chunks INTEGER NOT NULL, "
@@ -69,6 +69,34 @@ class PostingBlock:
     lengths: NDArray[np.float64]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class PackedChunks:
+    """The chunks of all blocks, one block behind the other; a place here counts through them.
+
+    Attributes:
+      blocks: the number and the digest of each.
+      starts: the place of its first chunk, by number.
+      ids: [N] int64, 0 where a chunk has left.
+      lengths: [N] float64, terms of each chunk, repeats counted.
+    """
+
+    blocks: tuple[tuple[int, int], ...]
+    starts: Mapping[int, int]
+    ids: NDArray[np.int64]
+    lengths: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, blocks: Sequence[PostingBlock]) -> "PackedChunks":
+        """Those of these blocks."""
+        ends = itertools.accumulate(len(block.ids) for block in blocks)
+        return cls(
+            tuple((block.number, block.xxh3) for block in blocks),
+            dict(zip((block.number for block in blocks), (0, *ends), strict=False)),
+            np.concatenate([block.ids for block in blocks]),
+            np.concatenate([block.lengths for block in blocks]),
+        )
+
+
 class Head(NamedTuple):
     """What a term's row of a block says of its postings.
 
@@ -95,29 +123,31 @@ class Head(NamedTuple):
 
 
 PackedRow = tuple[Head, NDArray[np.int64], NDArray[np.int64]]  # places and counts
+Held = tuple[NDArray[np.int32], NDArray[Any]]  # ascending places in PackedChunks, and counts
 
 
-class HeldBytes:
-    """Bytes by their digest, up to so many in all: what was asked for longest ago goes first."""
+class HeldPostings:
+    """Postings of terms, up to so many bytes: what was asked for longest ago goes first."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._total = 0
-        self._parts: dict[int, bytes] = {}
+        self._parts: dict[Hashable, Held] = {}
 
-    def get(self, digest: int) -> bytes | None:
-        """The bytes of this digest, if they are held."""
-        found = self._parts.pop(digest, None)
+    def get(self, name: Hashable) -> Held | None:
+        """The postings of this name, if they are held."""
+        found = self._parts.pop(name, None)
         if found is not None:
-            self._parts[digest] = found  # the last to go now
+            self._parts[name] = found  # the last to go now
         return found
 
-    def put(self, digest: int, data: bytes) -> None:
-        """Hold bytes, which have this digest and are not held."""
-        self._parts[digest] = data
-        self._total += len(data)
+    def put(self, name: Hashable, postings: Held) -> None:
+        """Hold postings, of which none have this name."""
+        self._parts[name] = postings
+        self._total += sum(part.nbytes for part in postings)
         while self._total > self._most:
-            self._total -= len(self._parts.pop(next(iter(self._parts))))
+            gone = self._parts.pop(next(iter(self._parts)))
+            self._total -= sum(part.nbytes for part in gone)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -127,7 +157,10 @@ class Packed:
     connection: Connection
     path: Path  # of the catalog, as errors name it
     _blocks: dict[int, PostingBlock] = dataclasses.field(default_factory=dict, repr=False)
-    _held: HeldBytes = dataclasses.field(default_factory=lambda: HeldBytes(_MOST_HELD), repr=False)
+    _held: HeldPostings = dataclasses.field(
+        default_factory=lambda: HeldPostings(_MOST_HELD), repr=False
+    )
+    _together: list[PackedChunks] = dataclasses.field(default_factory=list, repr=False)  # the last
 
     def is_there(self) -> bool:
         """Whether the catalog may have blocks."""
@@ -325,23 +358,40 @@ class Packed:
             found[head.term].append(head)
         return found
 
-    def postings(self, head: Head) -> tuple[PostingPlaces, NDArray[np.int64]]:
-        """Places and counts of a row, held against their digest. Raises DamagedCatalogError."""
-        places, counts = self.stored(head)
-        return places.astype(np.int64), counts.astype(np.int64)
+    def chunks(self) -> PackedChunks:
+        """The chunks of all blocks, of which there is one at least."""
+        blocks = self.blocks()
+        known = tuple((block.number, block.xxh3) for block in blocks)
+        if not self._together or self._together[0].blocks != known:
+            self._together[:] = [PackedChunks.of(blocks)]
+        return self._together[0]
 
-    def stored(self, head: Head) -> tuple[NDArray[Any], NDArray[Any]]:
-        """``postings`` in the types that they are stored in."""
-        held = self._held.get(head.content)
+    def postings(self, heads: Sequence[Head], chunks: PackedChunks) -> Held:
+        """The postings of a term, given its heads in the order of blocks.
+
+        They are held against their digests. Raises DamagedCatalogError.
+        """
+        name = tuple((chunks.starts[head.block], head.content) for head in heads)
+        held = self._held.get(name)
         if held is None:
-            row = self.connection.execute(
-                "SELECT postings FROM packed WHERE block = ? AND term = ?", (head.block, head.term)
-            ).fetchone()
-            if row is None or _digest(row[0]) != head.content:
-                raise self._damaged(head.term)
-            held = row[0]
-            self._held.put(head.content, held)
-        return self._views(head.term, held, head.holders)
+            rows = dict(
+                self.connection.execute(
+                    "SELECT block, postings FROM json_each(?) CROSS JOIN packed "
+                    "ON block = value AND term = ?",
+                    (json.dumps([head.block for head in heads]), heads[0].term),
+                ).fetchall()
+            )
+            places, counts = [], []
+            for head in heads:
+                data = rows.get(head.block)
+                if data is None or _digest(data) != head.content:
+                    raise self._damaged(head.term)
+                own, times = self._views(head.term, data, head.holders)
+                places.append(own + np.int32(chunks.starts[head.block]))
+                counts.append(times)
+            held = np.concatenate(places), np.concatenate(counts)
+            self._held.put(name, held)
+        return held
 
     def _unpacked(
         self, term: str, postings: bytes, holders: int

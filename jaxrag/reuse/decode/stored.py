@@ -11,8 +11,8 @@ from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, RetrievalError
 from jaxrag.base.types import HostArray
 from jaxrag.kv.store.base import KVStore
-from jaxrag.kv.store.census import Seen
 from jaxrag.kv.store.layout import WHOLE, HeadShare
+from jaxrag.kv.store.ledger import Seen
 from jaxrag.kv.store.record import Record
 from jaxrag.reuse.attention_index import AttentionIndex, Searcher, open_index
 from jaxrag.reuse.attention_index.document import (

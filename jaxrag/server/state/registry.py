@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from jaxrag.base.errors import StoreError, disk_errors
-from jaxrag.kv.store.wal import use_write_ahead_log
+from jaxrag.kv.store.sqlite import use_write_ahead_log
 from jaxrag.server.durable import PRIVATE_FILE, REGISTRY, make_private
 
 FORMAT = 1

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from jaxrag.kv.store import census, reading
-from jaxrag.kv.store.census import Seen
+from jaxrag.kv.store.ledger import Seen
 from jaxrag.kv.store.namespace import Namespace
 
 

@@ -30,20 +30,20 @@ def test_only_what_is_asked_for_is_encoded(make_kb, encoded):
     assert sum(encoded) == 0
     assert (report.documents, report.encoded, report.reused, report.on_demand) == (3, 0, 0, 3)
     assert kb.search("gneiss", k=1)[0].document_id == "gneiss"
-    assert (kb.stats()["chunks"], kb.stats()["stored"]["missing"]) == (3, 3)
+    assert (kb.stats()["chunks"], kb.stats(walk=True)["stored"]["missing"]) == (3, 3)
     first = ask(kb, "gneiss")
     assert first.counts["encoded"] and not first.counts["reused"]
     assert ask(kb, "gneiss").counts["encoded"] == 0
-    assert kb.stats()["stored"]["missing"] == 2
+    assert kb.stats(walk=True)["stored"]["missing"] == 2
     other.add(DOCUMENTS)
     assert first.text == ask(other, "gneiss").text
-    assert other.stats()["stored"]["missing"] == 0
+    assert other.stats(walk=True)["stored"]["missing"] == 0
     # What is stored already is not encoded again, on demand or now.
     again = kb.add([*DOCUMENTS, Document("marble", "marble is one")], encode="on demand")
     assert (again.reused, again.on_demand, again.unchanged) == (1, 3, 3)
     now = kb.add(DOCUMENTS)
     assert (now.encoded, now.reused, now.on_demand) == (2, 1, 0)
-    assert kb.stats()["stored"]["missing"] == 1
+    assert kb.stats(walk=True)["stored"]["missing"] == 1
 
 
 def test_missing_kv_is_no_damage_there(make_kb):
@@ -89,7 +89,7 @@ def test_a_document_that_is_removed_while_it_is_encoded(make_kb, monkeypatch):
     assert kb.search("alder", k=1) == []
     kb.gc(grace_seconds=0)
     assert kb.verify_forgotten("alder").nothing
-    stats = kb.stats()["stored"]
+    stats = kb.stats(walk=True)["stored"]
     assert (stats["orphans"], stats["missing"]) == (0, 1)
     deadline = time.monotonic() + 30
     while any(it.is_file() for it in (kb.path / "leases").rglob("*")):

@@ -101,7 +101,7 @@ def test_kv_that_was_planted_later_is_a_miss_is_told_and_replaced(make_kb, ask, 
     assert ask(kb).notes == [] and ask(kb).token_ids == right
     report = kb.verify()
     assert (report.ok, len(report.damaged), len(report.unsealed)) == (3, 1, 1)
-    assert kb.stats()["stored"]["unsealed"] == 1
+    assert kb.stats(walk=True)["stored"]["unsealed"] == 1
     repaired = kb.verify(repair=True)
     assert (repaired.repaired, repaired.damaged, repaired.unsealed) == (1, (), ())
     assert kb.verify().ok == 4

@@ -88,12 +88,12 @@ def test_variants_of_a_live_chunk_and_the_prefix_stay(make_kb):
     kb.add([Document("a", "basalt"), Document("b", "gneiss")])
     answer = generate("basalt?", kb=kb, method="full_reuse", k=1, max_new_tokens=2)
     assert answer.counts["encoded"] > 0
-    stats = kb.stats()["stored"]
+    stats = kb.stats(walk=True)["stored"]
     assert stats["variants"] == {"after_prefix": 1, "isolated": 3}
     assert stats["orphans"] == 0
     assert kb.gc(grace_seconds=0).chunks == 0
     kb.remove(["a"])
-    assert kb.stats()["stored"]["orphans"] == 2
+    assert kb.stats(walk=True)["stored"]["orphans"] == 2
     assert kb.gc(grace_seconds=0).chunks == 2
     assert kb.stats()["stored"]["variants"] == {"isolated": 2}
 
@@ -310,7 +310,8 @@ def test_chunks_in_an_object_store_are_read_through_the_folder(make_kb, s3_locat
     assert kb.verify().ok == 2
     kb.remove(["a"])
     assert kb.gc(grace_seconds=0).chunks == 1
-    assert kb.stats()["stored"] | {"chunks": 1, "orphans": 0} == kb.stats()["stored"]
+    stored = kb.stats(walk=True)["stored"]
+    assert (stored["chunks"], stored["orphans"]) == (1, 0)
     assert kb.stats()["stored"]["location"] == s3_location
 
 

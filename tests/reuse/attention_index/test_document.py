@@ -17,7 +17,7 @@ from jaxrag.kv.store import (
     context_id,
     fingerprint,
 )
-from jaxrag.kv.store.census import Seen
+from jaxrag.kv.store.ledger import Seen
 from jaxrag.reuse.attention_index import ProjectedGraph, QueryLists, open_index, rotated
 from jaxrag.reuse.attention_index import document as documents
 

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from jaxrag.kv.store.wal import use_write_ahead_log
+from jaxrag.kv.store.sqlite import use_write_ahead_log
 
 
 @pytest.fixture
