@@ -1,9 +1,8 @@
 """`jaxrag serve --replicas N`: engines on a Ray cluster, each a Ray Serve application.
 
-Ray is imported here alone, and only where it is used.
+Ray is imported here and in ``ray_engine`` alone, and only where it is used.
 """
 
-import asyncio
 import contextlib
 import dataclasses
 import hashlib
@@ -17,16 +16,17 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxrag.base.errors import ConfigError, EngineUnavailable, JaxragError
+from jaxrag.base.errors import ConfigError, EngineUnavailable
 from jaxrag.base.installed import installs
 from jaxrag.base.options import names_in, option
+from jaxrag.cli.ray_engine import RayEngine
 from jaxrag.engine.routing import Routing
 
 if TYPE_CHECKING:
     from jaxrag.engine.jobs import Job, JobNews, ReplicaReport
+    from jaxrag.server.http.handover import Predecessor
     from jaxrag.server.settings import ServerSettings
     from jaxrag.server.state.members import ReplicaLink
-    from jaxrag.server.state.replica import Replica
     from jaxrag.server.state.replicas import Replicas
     from jaxrag.server.state.state import ServerState
 
@@ -36,9 +36,8 @@ _OURS = "jaxrag"
 _PARTS = "-engine-"
 _ONGOING = 100_000  # that an engine is given at once: it has its own queue
 _HEALTH_SECONDS = 2.0  # between two looks of Ray Serve at an engine
+_DELETE_SECONDS = 60.0  # until an engine that was told to end is no more
 _LOOK_SECONDS = 1.0  # between two looks at whether there are engines enough
-_TOLD_SECONDS = 5.0  # for which an engine of several processes says why it cannot start
-_SLOWEST = 60.0  # seconds between two tries of an engine that cannot start
 _VARIABLES = ("JAX_", "XLA_", "AWS_", "JAXRAG_")  # that an engine has from the server
 _OF_ENGINE = (
     "model", "knowledge_bases", "secret_file", "method", "methods", "decode", "decode_rules", "k",
@@ -93,121 +92,6 @@ class ReplicaOptions:
             if getattr(self, name) < 0:
                 flag = name.replace("_", "-")
                 raise ConfigError(f"--{flag} {getattr(self, name):g}: expected 0 or more")
-
-
-class RayEngine:
-    """What Ray Serve runs: one engine, with its model and knowledge bases.
-
-    It loads in the background, and again where that fails: what is missing may come.
-    """
-
-    def __init__(self, settings: "ServerSettings", options: ReplicaOptions) -> None:
-        self._settings, self._options = settings, options
-        self._spent = False  # of several processes: only all of them anew can serve
-        self._leading = contextlib.ExitStack()
-        self._followers: list[Any] = []
-        self._replica: Replica | None = None
-        self._state: ServerState | None = None
-        self._why = ""
-        threading.Thread(target=self._load, name="jaxrag-load", daemon=True).start()
-
-    async def serve(self, job: "Job") -> "AsyncGenerator[JobNews, None]":
-        """As ``Replica.serve``."""
-        if self._replica is None:
-            raise EngineUnavailable(self._why or "the engine is starting")
-        news = self._replica.serve(job)
-        try:
-            async for it in news:
-                yield it
-        finally:
-            await news.aclose()
-
-    async def report(self, server: str) -> "ReplicaReport":
-        """As ``Replica.report``; also of an engine that is not ready."""
-        from jaxrag.engine.jobs import ReplicaReport
-
-        if self._replica is None:
-            return ReplicaReport("failed" if self._why else "starting", self._why)
-        lost = None if self._state is None else self._state.engine.lost
-        if lost is not None:
-            return ReplicaReport("failed", str(lost))
-        return self._replica.report(server)
-
-    async def stop(self, server: str, number: int) -> None:
-        """As ``Replica.stop``."""
-        if self._replica is not None:
-            self._replica.stop(server, number)
-
-    async def drop(self, keys: list[str]) -> None:
-        """As ``Replica.drop``."""
-        if self._replica is not None:
-            await asyncio.to_thread(self._replica.drop, keys)
-
-    async def forget(self, tenant: str) -> int:
-        """As ``Replica.forget``."""
-        if self._replica is None:
-            return 0
-        return await asyncio.to_thread(self._replica.forget, tenant)
-
-    def check_health(self) -> None:
-        """What Ray Serve asks: it starts an engine anew that raises."""
-        state = self._state
-        if self._spent:
-            raise RuntimeError(self._why)
-        if state is not None and state.engine.lost is not None:
-            raise RuntimeError(str(state.engine.lost))
-        if state is not None and state.engine.silence > state.settings.stall_seconds:
-            raise RuntimeError(f"the engine has done nothing for {state.engine.silence:.0f} s")
-
-    def _load(self) -> None:
-        pause = 1.0
-        while self._replica is None:
-            try:
-                self._replica = self._made()
-            except Exception as error:
-                told = isinstance(error, JaxragError)
-                self._why = str(error) if told else f"{type(error).__name__}: {error}"
-                _LOG.error("the engine cannot start: %s", self._why, exc_info=not told)
-                if self._options.replica_processes > 1:
-                    self._give_up(self._why)
-                    return
-                time.sleep(pause)
-                pause = min(2 * pause, _SLOWEST)
-
-    def _give_up(self, why: str) -> None:
-        """Of several processes: say why for a while, then have Ray Serve start all anew."""
-        self._why = why
-        time.sleep(_TOLD_SECONDS)
-        self._spent = True
-
-    def _made(self) -> "Replica":
-        from jaxrag.cli.opening import model_of, open_bases
-        from jaxrag.cli.processes import led
-        from jaxrag.cli.replica_ranks import lead_ranks
-        from jaxrag.server.state.replica import Replica
-        from jaxrag.server.state.replica_stores import ReplicaStores, about
-        from jaxrag.server.state.state import make_state
-        from jaxrag.server.state.warm import warm_up
-
-        settings, host = self._settings, ""
-        if self._options.replica_processes > 1:
-            led_by_it = lead_ranks(settings, self._options, self._give_up)
-            settings, host, self._followers = led_by_it
-        model = model_of(settings)
-        bases = open_bases(settings, model)
-        try:
-            state = make_state(settings, model, bases)
-            if host:
-                self._leading.enter_context(led(state, (host, 0)))
-            if settings.warm_up:
-                warm_up(state)
-        except BaseException:
-            for base in bases.values():
-                base.close()
-            raise
-        stores = ReplicaStores(model, bases, len(state.tenants.names), settings.memory_bytes)
-        self._state = state
-        return Replica(state.engine, stores, about(model, bases))
 
 
 class _Link:
@@ -287,11 +171,13 @@ class Engines:
     Attributes:
       prefix: of the names of their applications; "" without any.
       links: the ways to them.
+      fits: of those that were started now, how many the cluster had room for at once.
       ready: whether one of them has been.
     """
 
     prefix: str = ""
     links: "list[ReplicaLink]" = dataclasses.field(default_factory=list)
+    fits: int = 0
     ready: bool = False
 
 
@@ -322,10 +208,11 @@ def engines(
     try:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
-        there = set(serve.status().applications)
+        there, fits = set(serve.status().applications), _fits(options)
         names = _deploy(settings, options, theirs)
         links = [_Link(str(at), serve.get_app_handle(name)) for at, name in enumerate(names)]
-        found = Engines(_prefix(settings, options), list(links))
+        fits = fits if set(names) - there else len(names)
+        found = Engines(_prefix(settings, options), list(links), fits)
         try:
             yield found
         except BaseException:
@@ -338,8 +225,16 @@ def engines(
 
 
 @contextlib.contextmanager
-def replicated(state: "ServerState", found: Engines, options: ReplicaOptions) -> Iterator[None]:
+def replicated(
+    state: "ServerState",
+    found: Engines,
+    options: ReplicaOptions,
+    before: "Predecessor | None" = None,
+) -> Iterator[None]:
     """Have these engines serve what the state's engine is asked, within; more, if more may be.
+
+    ``before``: the server that this one takes over from; where both have no room beside each other,
+    it ends one of its engines, and the others of these start when all of its have ended.
 
     Raises ConfigError where none of them gets ready.
     """
@@ -351,7 +246,10 @@ def replicated(state: "ServerState", found: Engines, options: ReplicaOptions) ->
     named = about(state.model, state.knowledge_bases)
     engine.open(found.links, lambda request: store_ref(state, request), named)
     try:
-        engine.wait(options.replica_seconds)
+        if before is not None and not found.fits:
+            before.make_room(state.settings.drain_seconds + _DELETE_SECONDS)
+        least = None if before is None else max(found.fits, 1)
+        engine.wait(options.replica_seconds, least)
         found.ready = True
         with _scaled(state, engine, options):
             yield
@@ -453,6 +351,35 @@ def _deploy(settings: "ServerSettings", options: ReplicaOptions, theirs: str) ->
     return names
 
 
+def _fits(options: ReplicaOptions) -> int:
+    """How many more engines the cluster has room for now."""
+    import ray
+
+    free = ray.available_resources()
+    each = {"CPU": options.replica_cpus, "GPU": options.replica_gpus}
+    needed = {name: options.replica_processes * count for name, count in each.items() if count}
+    fitting = (int(free.get(name, 0.0) // count) for name, count in needed.items())
+    return min(fitting, default=options.replicas)
+
+
+def one_less(state: "ServerState", prefix: str) -> bool:
+    """End one of a server's engines, once it has answered what it has; False where it has one."""
+    from jaxrag.server.state.replicas import Replicas
+
+    engine = state.engine
+    if not isinstance(engine, Replicas):
+        return False
+    up = [name for name, it in engine.members.items() if it["up"] and not it["leaving"]]
+    if len(up) < 2:
+        return False
+    from ray import serve
+
+    _LOG.info("replica %s ends: another server needs its place", up[-1])
+    engine.leave(up[-1], state.settings.drain_seconds)
+    serve.delete(f"{prefix}{up[-1]}")
+    return True
+
+
 def end_engines(theirs: str, mine: str) -> None:
     """End the engines of a server that is no more, unless they are this one's."""
     from ray import serve
@@ -504,7 +431,8 @@ def application(settings: "ServerSettings", options: ReplicaOptions) -> Any:
             "runtime_env": {"env_vars": {**passed, "JAX_PLATFORMS": platforms}},
         },
     )(RayEngine)
-    return deployed.bind(settings, options)
+    each = options.replica_cpus, options.replica_gpus
+    return deployed.bind(settings, options.replica_processes, each)
 
 
 def engine_settings(settings: "ServerSettings") -> "ServerSettings":

@@ -23,6 +23,7 @@ from jaxrag.cli.replicas import (
     end_engines,
     engines,
     one_device,
+    one_less,
     replicated,
 )
 from jaxrag.server.options import ServerOptions
@@ -141,10 +142,13 @@ def opened(args: argparse.Namespace) -> "Iterator[Server | None]":
                 state = make_state(settings, model, bases, make if options.replicas else Engine)
                 with (
                     led(state, address) if args.distributed else contextlib.nullcontext(),
-                    replicated(state, found, options) if found.links else contextlib.nullcontext(),
+                    replicated(state, found, options, before)
+                    if found.links
+                    else contextlib.nullcontext(),
                 ):
                     about = {_ENGINES: found.prefix}
-                    yield None if bound is None else Server(state, bound, about, before)
+                    room = functools.partial(one_less, state, found.prefix)
+                    yield None if bound is None else Server(state, bound, about, before, room)
             finally:
                 for base in bases.values():
                     base.close()

@@ -237,7 +237,7 @@ class Transfers:
             chunk.release()
             return
         if found is None:
-            chunk.wait(self._state.clock())
+            chunk.wait(self._state.moment())
             return
         chunk.deadline, chunk.found, chunk.stores = None, found, stores
         if chunk.load.misses == "encode":

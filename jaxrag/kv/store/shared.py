@@ -70,6 +70,16 @@ class SharedStore(StoreWrapper):
         self.share = share
         self._exchange = exchange
 
+    def lease(self, key: str) -> bool:
+        """``KVStore.lease`` of the process that leads, for all of them, which call it together."""
+        if self.inner.private:
+            return True
+        return all(self._exchange(self.inner.lease(key) if self.share.leads else True))
+
+    def release(self, key: str) -> None:
+        """``KVStore.release``; of each process on its own."""
+        self.inner.release(key)
+
     def writer(self, max_inflight_bytes: int = DEFAULT_INFLIGHT_BYTES) -> ChunkWriter:
         """A writer that puts at once: all processes exchange in one order."""
         return _DirectWriter(self.put, max_inflight_bytes)

@@ -5,6 +5,8 @@ and has the listening socket itself: connections that nobody has accepted yet ar
 
     new  --- (connects) ----->  old     its socket, and what else is said of it
          <-- socket, about ---
+         --- room ----------->          it ends an engine, where there is no place for another
+         <-- made, or none ---
          ... loads, and accepts connections of its own ...
          --- switch --------->          it accepts none any more, answers what it has, and ends
          <-- done ------------
@@ -25,7 +27,7 @@ from typing import Any
 from jaxrag.base.errors import ConfigError
 
 _MOST = 1 << 16  # bytes that the old process says of itself
-_SWITCH, _DONE = b"s", b"d"
+_SWITCH, _ROOM, _DONE, _NONE = b"s", b"r", b"d", b"n"
 _SECONDS = 30.0  # for one answer of the other process
 _CREDENTIALS = struct.Struct("3i")  # pid, uid and gid
 
@@ -34,7 +36,11 @@ class Successors:
     """Has another process take over the socket of this one, if it asks."""
 
     def __init__(
-        self, bound: socket.socket, about: Mapping[str, Any], switch: Callable[[], None]
+        self,
+        bound: socket.socket,
+        about: Mapping[str, Any],
+        switch: Callable[[], None],
+        room: Callable[[], bool] = lambda: False,
     ) -> None:
         """Wait for it on a thread, until ``close``.
 
@@ -42,7 +48,9 @@ class Successors:
           bound: the socket that clients connect to.
           about: what it is told of this process, JSON-able.
           switch: accepts no connection any more, answers what there is, and ends; on that thread.
+          room: ends one of several engines; False where there is but one.
         """
+        self._room = room
         self._bound, self._about, self._switch = bound, dict(about), switch
         self._asked = socket.socket(socket.AF_UNIX)
         self._asked.bind(_place(bound.getsockname()))
@@ -71,7 +79,9 @@ class Successors:
     def _hand_over(self, asking: socket.socket) -> None:
         about = json.dumps(self._about | {"pid": os.getpid()}).encode()
         socket.send_fds(asking, [about], [self._bound.fileno()])
-        if asking.recv(1) != _SWITCH:  # it has ended, or was not ready in time
+        while (wanted := asking.recv(1)) == _ROOM:
+            asking.sendall(_DONE if self._room() else _NONE)
+        if wanted != _SWITCH:  # it has ended, or was not ready in time
             return
         self.close()
         self._kept = asking
@@ -108,17 +118,33 @@ class Predecessor:
         self.about: dict[str, Any] = json.loads(about)
         self.ended: Callable[[], None] = lambda: None
 
+    def make_room(self, seconds: float) -> None:
+        """Have it end one of its engines, once that has answered what it has.
+
+        Raises ConfigError where it has but one, or has not done so in time.
+        """
+        self._asked.settimeout(seconds)
+        done = self._ask(_ROOM)
+        self._asked.settimeout(_SECONDS)
+        if done != _DONE:
+            raise ConfigError(
+                "--take-over: the cluster has no room for another engine, and the server that runs "
+                "has but one; add a machine, or end that server first"
+            )
+
+    def _ask(self, what: bytes) -> bytes:
+        try:
+            self._asked.sendall(what)
+            return self._asked.recv(1)
+        except OSError:
+            return b""
+
     def switch(self) -> None:
         """Have it accept no more connections, and end once it has answered what it has.
 
         To be called when this process accepts them. Raises ConfigError where it does not answer.
         """
-        try:
-            self._asked.sendall(_SWITCH)
-            done = self._asked.recv(1)
-        except OSError:
-            done = b""
-        if done != _DONE:
+        if self._ask(_SWITCH) != _DONE:
             raise ConfigError(
                 f"--take-over: process {self.about['pid']} does not answer; end it with SIGTERM"
             )

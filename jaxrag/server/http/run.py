@@ -91,6 +91,7 @@ class Server:
         bound: socket.socket,
         about: Mapping[str, Any] | None = None,
         before: Predecessor | None = None,
+        room: Callable[[], bool] = lambda: False,
     ) -> None:
         """Takes no requests yet.
 
@@ -99,8 +100,10 @@ class Server:
           bound: where it listens.
           about: what a process is told that takes over from this one, JSON-able.
           before: the process that this one takes over from, whose socket ``bound`` is.
+          room: as of ``Successors``.
         """
         self.state = state
+        self._room = room
         self._bound, self._about, self._before = bound, about or {}, before
         self.app = make_app(state)
         self._connections = Connections(state.settings)
@@ -205,7 +208,7 @@ class Server:
             asyncio.run_coroutine_threadsafe(self._leave(), loop).result()
 
         try:
-            return Successors(self._bound, self._about, switch)
+            return Successors(self._bound, self._about, switch, self._room)
         except OSError as error:
             _LOG.warning("no other process can take over from this one: %s", error)
             return None

@@ -123,15 +123,16 @@ class Replicas(Engine):
 
         self._do(go())
 
-    def wait(self, seconds: float) -> int:
-        """Until every engine is ready or has failed; how many are ready.
+    def wait(self, seconds: float, least: int | None = None) -> int:
+        """Until every engine, or so many, are ready or have failed; how many are ready.
 
         Raises ConfigError where none is ready then, or after so many seconds.
         """
         until = self._clock() + seconds
 
         def settled() -> bool:
-            return all(it.up or it.refused for it in list(self._members.values()))
+            over = [it.up or bool(it.refused) for it in list(self._members.values())]
+            return all(over) or (least is not None and sum(over) >= least)
 
         with self._changed:
             while not settled() and (left := until - self._clock()) > 0:

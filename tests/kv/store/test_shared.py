@@ -3,12 +3,21 @@
 import concurrent.futures
 import pickle
 import threading
+import time
 
 import numpy as np
 import pytest
 
 from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, StoreError
-from jaxrag.kv.store import HeadShare, KVLayout, MemoryStore, PutResult, ReadThrough, SharedStore
+from jaxrag.kv.store import (
+    ChunkStore,
+    HeadShare,
+    KVLayout,
+    MemoryStore,
+    PutResult,
+    ReadThrough,
+    SharedStore,
+)
 
 WIDE = KVLayout(num_layers=3, num_kv_heads=4, head_dim=5, dtype="float16")
 WIDE8 = KVLayout(num_layers=3, num_kv_heads=4, head_dim=5, dtype="float16", stored="int8")
@@ -195,3 +204,23 @@ def test_shares_pass_through_a_local_tier(s3_location, open_store, chunk, model,
     remote = Processes([one.remote for one in stores], HALVES)
     for share, read in zip(HALVES, remote.run(get(c)), strict=True):
         assert read.kv.tobytes() == own(c.kv, share).tobytes()
+
+
+def test_one_lease_is_that_of_all_processes(tmp_path, model, chunk):
+    """Two models of two processes each want one chunk: one of them encodes it."""
+    stores = [ChunkStore.open(tmp_path / "kb", model, WIDE, mode="rw") for _ in range(4)]
+    one, other = (Processes(stores[at : at + 2], HALVES) for at in (0, 2))
+    key = chunk(1, layout=WIDE).key
+
+    def lease(store, share):
+        return store.lease(key)
+
+    assert one.run(lease) == [True, True] and other.run(lease) == [False, False]
+    for store in one.stores:
+        store.release(key)
+    deadline = time.monotonic() + 30
+    while other.run(lease) == [False, False]:
+        assert time.monotonic() < deadline
+    assert one.run(lease) == [False, False]
+    for store in stores:
+        store.close()
