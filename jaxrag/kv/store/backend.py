@@ -6,7 +6,7 @@ import json
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -78,8 +78,13 @@ class Backend:
 
     def generation(self, path: str) -> bytes:
         """Which value ``path`` holds at this moment, or that it holds none, for ``write_if``."""
+        return self.looked_up(path)[0]
+
+    def looked_up(self, path: str) -> tuple[bytes, bool]:
+        """``generation``, and whether there is a value."""
         with self._errors(f"read {path}"):
-            return bytes(self._kv.read(path).result().stamp.generation)
+            found = self._kv.read(path).result()
+            return bytes(found.stamp.generation), found.state == "value"
 
     def read_many(self, paths: Sequence[str], limit: int) -> list[bytes | None]:
         """The values at ``paths``: None when absent, cut to ``limit + 1`` bytes when longer.
@@ -157,6 +162,20 @@ class Backend:
         with self._errors(f"list {prefix}"):
             found = self._kv.list(_range(prefix), strip_prefix_length=len(prefix)).result()
             return sorted(path.decode() for path in found)
+
+    def names(self, prefix: str) -> list[str]:
+        """The first parts of ``paths``."""
+        if self.directory is None:
+            return sorted({path.partition("/")[0] for path in self.paths(prefix)})
+        with self._errors(f"list {prefix}"), contextlib.suppress(FileNotFoundError):
+            return sorted(os.listdir(self.directory / prefix))
+        return []
+
+    def holds(self, prefix: str, paths: Iterable[str]) -> bool:
+        """Whether there is a value at every one of these paths, which start with ``prefix``."""
+        if self.directory is None:
+            return {prefix + path for path in self.paths(prefix)}.issuperset(paths)
+        return all(os.path.isfile(self.directory / path) for path in paths)
 
     def delete_prefix(self, prefix: str) -> None:
         """Remove every path that starts with ``prefix``, and the folders that are empty then."""

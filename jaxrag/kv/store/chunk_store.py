@@ -328,8 +328,8 @@ class ChunkStore(KVStore):
                 "which no writer has then; expected 1"
             )
         # The generation is read before the record: whoever commits in between makes ours stale.
-        generation = self._backend.generation(self._space.commit(key))
-        if not replace and isinstance(self._find([key])[key], Record):
+        generation, there = self._backend.looked_up(self._space.commit(key))
+        if there and not replace and isinstance(self._find([key])[key], Record):
             return None
         attempt = Attempt(key, new_attempt(), tokens, ways, record, generation)
         if self._limit is not None:

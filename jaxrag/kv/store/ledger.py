@@ -164,7 +164,7 @@ class Ledger:
             connection = self._connection()
             connection.execute("BEGIN")
             try:
-                if not _has_tables(connection):
+                if not (self._whole or _has_tables(connection)):
                     return None  # whoever was making it was killed
                 (parts,) = connection.execute("SELECT COUNT(*) FROM counted").fetchone()
                 if parts < len(PARTS):
@@ -253,7 +253,7 @@ class Ledger:
             connection = self._connection()
             connection.execute("BEGIN IMMEDIATE")
             try:
-                if not _has_tables(connection):
+                if not (self._whole or _has_tables(connection)):
                     for statement in _SCHEMA:
                         connection.execute(statement)
                 yield connection

@@ -147,10 +147,9 @@ class Namespace:
         attempt, or its mark or the lack of a file is seen here.
         """
         base = self.bytes_of(record)
-        if any(path.startswith(SWEPT) for path in self.backend.paths(base)):
+        if any(name.startswith(SWEPT) for name in self.backend.names(base)):
             return False
-        found = {base + path for path in self.backend.paths(base)}  # not before the marks
-        return found.issuperset(self.files(record))
+        return self.backend.holds(base, self.files(record))  # not before the marks
 
     def delete(
         self,
