@@ -131,6 +131,24 @@ def test_chunks_are_read_while_the_leader_waits(led, wide_model_dir):
 
 
 @pytest.mark.slow
+def test_processes_encode_what_is_missing_as_one_device(led, wide_model_dir, tmp_path):
+    """Of documents without KV, under one lease of all of them."""
+    model = load_model(wide_model_dir, cache_tokens=1024)
+    cut = {"chunk_tokens": 64, "overlap": 0, "encoders": ["isolated"]}
+    documents = [Document(id=str(at), text=text) for at, text in enumerate(DOCUMENTS)]
+    for name, encode in (("kb", "on demand"), ("other", "now")):
+        with KnowledgeBase.open(tmp_path / name, model, **cut) as kb:
+            kb.add(documents, encode=encode)
+            asked = {"method": "turborag", "max_new_tokens": TOKENS}
+            wanted = generate(FEW, kb=kb, **asked) if encode == "now" else []
+    found = led(2, 1, questions=FEW, kb=str(tmp_path / "kb"), pool=512)
+    served_as(found, [it.token_ids for it in wanted], preempts=False)
+    with KnowledgeBase.open(tmp_path / "kb") as kb:
+        assert any(kb.store.keys())
+        assert not any(it.is_file() for it in (kb.path / "leases").rglob("*"))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", ["native", "int8"])
 @pytest.mark.parametrize("method", ["turborag", "fusionrag", "cacheblend", "epic"])
 def test_processes_read_a_knowledge_base_as_one_device(
