@@ -314,6 +314,9 @@ def test_a_replica_of_two_processes_is_one(village):
     with process(*options) as (_, client):
         assert said(client) == "falcon"
         assert [said(client, it) for it in QUESTIONS] == [said(client, it) for it in QUESTIONS]
+        refused = ask(client, documents=["Zed Ibsen keeps a falcon."])
+        assert refused.status_code == 400, refused.text
+        assert "this request reads a store that only one process has" in refused.text
         [before] = [it["pid"] for it in replicas(client).values()]
         long = {"max_tokens": 250, "logit_bias": {str(EOS): -100}}
         _, error = streamed(client, QUESTION, lambda: os.kill(*follower(), signal.SIGKILL), **long)
