@@ -5,6 +5,7 @@ JAXRAG_VLLM_REQUESTS sets how many random requests there are (150).
 
 import dataclasses
 import hashlib
+import itertools
 import os
 import shutil
 import signal
@@ -12,6 +13,7 @@ import subprocess
 import time
 
 import pytest
+from random_cases import COUNT
 from test_in_vllm import CONFIG, command, made, result
 
 from jaxrag.connectors import manifest
@@ -37,8 +39,10 @@ def copied(made, tmp_path):
 
 
 def test_random_requests_while_the_store_fails(copied, tmp_path):
-    folder, _, job = copied
-    engine = {"num_gpu_blocks_override": 36, "max_model_len": 1120}
+    folder, data, job = copied
+    longest = max(map(len, prompts_of(data))) + COUNT
+    blocks = -(-longest // 32)  # of 32 tokens: so few that requests are preempted
+    engine = {"num_gpu_blocks_override": blocks + 1, "max_model_len": 32 * blocks}
     extra = {"deadline": 1.0}
     job |= {"requests": REQUESTS, "seed": 5, "engine": engine, "extra": extra}
     started = command(folder, job, "chaos_in_vllm.py", JAXRAG_SLOW=str(tmp_path / "slow"))
@@ -72,6 +76,13 @@ def test_killed_while_it_loads_no_byte_of_the_store_changes(copied, tmp_path):
     os.killpg(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     assert contents(tmp_path / "store") == before
+
+
+def prompts_of(data):
+    """The token ids of each case."""
+    for case in data["cases"]:
+        chunks = (data["chunks"][at] for at in case["chunks"])
+        yield [*data["prefix"], *itertools.chain(*chunks), *case["final"]]
 
 
 def contents(folder):

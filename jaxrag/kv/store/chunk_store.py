@@ -28,8 +28,9 @@ from jaxrag.kv.store.base import (
 from jaxrag.kv.store.census import Census
 from jaxrag.kv.store.layout import KVLayout
 from jaxrag.kv.store.leases import Leases
-from jaxrag.kv.store.ledger import FOLDER, PARTS, Ledger, Seen, Sums
+from jaxrag.kv.store.ledger import FOLDER, PARTS, Ledger, Seen, Sums, disown
 from jaxrag.kv.store.loading import Loader
+from jaxrag.kv.store.mounts import is_shared
 from jaxrag.kv.store.namespace import Namespace
 from jaxrag.kv.store.prefetch import DEFAULT_HOST_BYTES, Prefetcher, Tier
 from jaxrag.kv.store.quota import SizeLimit
@@ -62,9 +63,13 @@ class ChunkStore(KVStore):
         self._backend = backend
         anyones = Namespace(backend, fingerprint, layout)
         if backend.directory is not None and backend.durable:
-            path = backend.directory / FOLDER / f"{fingerprint[:16]}.sqlite"
-            ledger = Ledger(path, mode == "rw", anyones.folders, anyones.find)
-            anyones = dataclasses.replace(anyones, ledger=ledger)
+            folder = backend.directory / FOLDER
+            if not is_shared(folder):
+                path = folder / f"{fingerprint[:16]}.sqlite"
+                ledger = Ledger(path, mode == "rw", anyones.folders, anyones.find)
+                anyones = dataclasses.replace(anyones, ledger=ledger)
+            elif mode == "rw":
+                disown(folder)
         self._anyones = anyones  # the chunks of the fingerprint, however long, sealed or not
         self._space = dataclasses.replace(anyones, max_tokens=max_tokens, sealer=sealer)
         self._loader = Loader(self._space)
@@ -209,7 +214,8 @@ class ChunkStore(KVStore):
 
         In a directory its writers have noted that, and only records of which they did not say how
         a change ended are read. All are, as ``seen`` reads them, of a store with a secret, of one
-        elsewhere, and where no one has put or removed anything since an earlier version wrote it.
+        elsewhere or that several machines write, and where no one has put or removed anything since
+        an earlier version wrote it.
         """
         ledger, space = self._anyones.ledger, self._everything
         known = None if ledger is None or space.sealer is not None else ledger.counted()

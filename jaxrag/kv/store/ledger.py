@@ -8,6 +8,9 @@ read by whoever counts. So what is counted is what is there.
 A repository of before there was a ledger is counted by its first writer, in transactions of a part
 each, whose writers go on meanwhile: what they say of a key comes after what was read of it.
 
+SQLite's log is of one machine. Over a file system that several share nobody notes, and whoever may
+write leaves the file ``shared``: with it, nothing that is noted is believed.
+
 A power cut may undo the last notes, which wait for no disk; a collection of garbage holds them
 against the folders.
 """
@@ -23,12 +26,13 @@ from typing import Any
 
 import apsw
 
-from jaxrag.base.errors import StoreError
+from jaxrag.base.errors import StoreError, disk_errors
 from jaxrag.kv.store.record import Record
 from jaxrag.kv.store.sqlite import connect_checked, use_write_ahead_log
 
 PARTS = tuple(f"{number:02x}" for number in range(256))  # of keys, by their first digits
 FOLDER = "ledger"
+_SHARED = "shared"  # file there
 _BUSY_SECONDS = 60.0
 _TURN_SECONDS = 0.05  # of one transaction that counts what was there before
 _STALE_SECONDS = 3600.0  # a change that takes longer was killed
@@ -153,13 +157,13 @@ class Ledger:
     def counted(self) -> tuple[Sums, list[str]] | None:
         """What is noted, and the keys that are not in it, as they may be changing.
 
-        None where there is no ledger, or not all is counted yet.
+        None where there is no ledger, not all is counted yet, or others may not note.
 
         Raises:
             StoreError: the file cannot be read.
         """
         with self._lock, self._errors():
-            if not self._path.exists():
+            if not self._path.exists() or (self._path.parent / _SHARED).exists():
                 return None
             connection = self._connection()
             connection.execute("BEGIN")
@@ -271,6 +275,16 @@ class Ledger:
                 f"{self._path}: {error}; check the disk and your permissions, or remove the file "
                 "to count anew while nothing has the repository open"
             ) from error
+
+
+def disown(folder: Path) -> None:
+    """Say that somebody may change records without a note, as over a shared file system.
+
+    Raises StoreError where that cannot be written.
+    """
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / _SHARED).touch()
 
 
 def _has_tables(connection: Any) -> bool:

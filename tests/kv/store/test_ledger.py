@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxrag.base.errors import StoreError
-from jaxrag.kv.store import ledger
+from jaxrag.kv.store import chunk_store, ledger
 from jaxrag.kv.store.backend import Backend
 from jaxrag.kv.store.ledger import Seen, Sums
 from jaxrag.kv.store.namespace import Namespace
@@ -29,6 +29,19 @@ def read(monkeypatch):
 
     monkeypatch.setattr(Namespace, "find", counting)
     return keys
+
+
+def test_over_a_shared_file_system_records_are_read(open_store, chunk, read, monkeypatch):
+    chunks = [chunk(n, tokens=3 + n) for n in range(3)]
+    local = open_store()
+    put(local, chunks[0])
+    monkeypatch.setattr(chunk_store, "is_shared", lambda folder: True)
+    put(open_store(), chunks[1])
+    monkeypatch.undo()
+    put(local, chunks[2])
+    for store in (local, open_store(mode="r")):
+        assert store.counted() == walked(store)
+        assert store.counted().encoders[chunks[0].record.encoder].chunks == 3
 
 
 def put(store, *chunks, **arguments):
