@@ -21,6 +21,7 @@ from crash_work import KINDS, Job, where
 
 from jaxrag.base.errors import StoreError
 from jaxrag.kv.store.dropping import dropped_tokens
+from jaxrag.kv.store.ledger import Seen, Sums
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.library.knowledge_base.neighbours import recorded_chunks
 from jaxrag.models.model import Model
@@ -89,10 +90,12 @@ class Experiment:
         changes = [change for events in told for change in replay(events, self.state)]
         with self._open("r") as kb:
             self._settle(self._standing(kb, counts), changes, counts)
+            self._check_sums(kb)
         self._keep_calm()
         with self._open("rw") as kb:
             self._finish(kb, told, seed, counts)
             self._check_chunks(kb, counts)
+            self._check_sums(kb)
             self._check_words(kb)
             self._check_answers(kb, seed, counts)
             kb.gc(grace_seconds=0.0)
@@ -268,6 +271,17 @@ class Experiment:
         if kb._vectors is not None:
             lost = kb._vectors.compared(kb._catalog).lost
             require(not len(lost), f"{len(lost)} chunks have no vector")
+
+    def _check_sums(self, kb: KnowledgeBase) -> None:
+        """What writers noted of the stored chunks is what is there."""
+        walked = Sums()
+        for _, seen in kb.store.seen():
+            if isinstance(seen, Seen):
+                walked.add(seen)
+        noted = kb.store.counted()
+        for found, known in ((noted.encoders, walked.encoders), (noted.aux, walked.aux)):
+            there = {name: one for name, one in found.items() if one.chunks}
+            require(there == known, f"noted are {there} of stored chunks, there are {known}")
 
     def _check_words(self, kb: KnowledgeBase) -> None:
         """What stands is found, what was replaced is not."""

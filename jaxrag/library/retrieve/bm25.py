@@ -28,7 +28,7 @@ from jaxrag.base.types import Connection
 from jaxrag.library.retrieve.base import Found
 from jaxrag.library.retrieve.filters import Filter, Scalar
 from jaxrag.library.retrieve.maxscore import BestChunks, BM25Weights
-from jaxrag.library.retrieve.packed import MOST_CHUNKS, Head, Packed, PackedChunks, damaged
+from jaxrag.library.retrieve.packed import MOST_CHUNKS, Head, Packed, damaged
 from jaxrag.library.retrieve.terms import TermPostings, gathered, terms
 
 _MANY_CHUNKS = 10_000  # from here on, words that most chunks hold are not looked at
@@ -74,7 +74,6 @@ class _Seen:
     version: Hashable = None
     terms: dict[str, tuple[int, list[Head]]] = dataclasses.field(default_factory=dict)  # holders
     allowed: dict[str, NDArray[np.int64]] = dataclasses.field(default_factory=dict)
-    places: tuple[NDArray[np.int64], PackedChunks, NDArray[np.bool_]] | None = None  # of a filter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,31 +205,27 @@ class BM25Index:
         heads = self.packed.heads(words) if self.checked else {}
         asked = (json.dumps(words),)
         if self.checked and self.packed.clearing():
-            loose = {}
-            for term in words:
-                statement = "SELECT chunk_id, count FROM postings WHERE term = ?"
-                rows = self._beside(self.connection.execute(statement, (term,)).fetchall(), 0)
-                loose[term] = len(rows), _weight(rows)
+            statement = "SELECT chunk_id, count FROM postings WHERE term = ?"
+            rows = ((it, self.connection.execute(statement, (it,)).fetchall()) for it in words)
+            found = ((term, self._beside(own, 0)) for term, own in rows)
+            loose = {term: (len(own), _weight(own)) for term, own in found}
         else:
-            loose = _by_term(self.connection.execute(
+            statement = (
                 f"SELECT term, {_POSTINGS} FROM json_each(?) AS words CROSS JOIN postings "
-                "ON term = words.value GROUP BY words.key", asked,
-            ))  # fmt: skip
-        known = {}
-        if self.checked:
-            known = _by_term(self.connection.execute(
-                "SELECT term, holders, weight FROM json_each(?) CROSS JOIN terms ON term = value",
-                asked,
-            ))  # fmt: skip
-        found = {}
+                "ON term = words.value GROUP BY words.key"
+            )
+            loose = _by_term(self.connection.execute(statement, asked))
+        statement = "SELECT terms.* FROM json_each(?) CROSS JOIN terms ON term = value"
+        known = _by_term(self.connection.execute(statement, asked)) if self.checked else {}
+        made = {}
         for term in words:
             holders, weight = loose.get(term, (0, 0))
             holders += sum(head.holders for head in heads.get(term, ()))
             weight += sum(head.weight for head in heads.get(term, ()))
             if self.checked and (holders, weight) != known.get(term, (0, 0)):
                 raise self._damaged(term)
-            found[term] = holders, heads.get(term, [])
-        return found
+            made[term] = holders, heads.get(term, [])
+        return made
 
     def _beside(self, rows: list[Any], column: int) -> list[Any]:
         """Those rows of which the chunk, in a column, is in no block."""
@@ -332,10 +327,8 @@ class BM25Index:
         if self.packed.clearing():
             rows = self._beside(rows, 1)
         chunks = self.packed.chunks()
-        ids = allowed = None
-        if where is not None:
-            ids = self.matching(where, version)
-            allowed = self._allowed(ids, chunks)
+        ids = None if where is None else self.matching(where, version)
+        allowed = None if ids is None else chunks.hold(ids)
         best: list[tuple[float, int]] = []
         if rows:
             value, chunk_ids, counts, lengths = np.array(rows, np.float64).T
@@ -352,16 +345,6 @@ class BM25Index:
         best += BestChunks(self.packed, chunks, idf, heads, k, scoring, allowed).found(least)
         best.sort(key=lambda pair: (-pair[0], pair[1]))
         return [Found(chunk_id, score / _UNIT) for score, chunk_id in best[:k]]
-
-    def _allowed(self, ids: NDArray[np.int64], chunks: PackedChunks) -> NDArray[np.bool_]:
-        """Of every place whether its chunk is among these, which ascend; remembered as they are."""
-        last = self._seen.places
-        if last is None or last[0] is not ids or last[1] is not chunks:
-            held = np.zeros(max(int(chunks.ids.max()), *ids[-1:].tolist(), 0) + 1, bool)
-            held[ids] = True
-            held[0] = False  # the place of a chunk that left
-            last = self._seen.places = ids, chunks, held[chunks.ids]
-        return last[2]
 
     def matching(self, where: Filter, version: Hashable = None) -> NDArray[np.int64]:
         """Ids of the chunks whose documents match, ascending; ``version`` as of ``search``."""

@@ -26,7 +26,7 @@ from jaxrag.base.types import Connection
 PACKED = 5  # the format of a catalog that may have blocks
 MOST_CHUNKS = 1 << 16  # of a block: places are 16 bits
 _ROWS = 2048  # that are read or written at once
-_MOST_HELD = 96 << 20  # bytes of postings that are remembered
+_MOST_HELD = 160 << 20  # bytes of postings that are remembered
 _LOW = 0xFFFFFFFF
 _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS blocks (block INTEGER PRIMARY KEY, chunks INTEGER NOT NULL, "
@@ -84,6 +84,9 @@ class PackedChunks:
     starts: Mapping[int, int]
     ids: NDArray[np.int64]
     lengths: NDArray[np.float64]
+    _held: list[tuple[NDArray[np.int64], NDArray[np.bool_]]] = dataclasses.field(
+        default_factory=list, repr=False
+    )
 
     @classmethod
     def of(cls, blocks: Sequence[PostingBlock]) -> "PackedChunks":
@@ -95,6 +98,18 @@ class PackedChunks:
             np.concatenate([block.ids for block in blocks]),
             np.concatenate([block.lengths for block in blocks]),
         )
+
+    def hold(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Of every place whether its chunk is among these, which ascend: bool [N].
+
+        Remembered of the last array of ids.
+        """
+        if not self._held or self._held[0][0] is not ids:
+            held = np.zeros(max(int(self.ids.max()), *ids[-1:].tolist(), 0) + 1, bool)
+            held[ids] = True
+            held[0] = False  # the place of a chunk that left
+            self._held[:] = [(ids, held[self.ids])]
+        return self._held[0][1]
 
 
 class Head(NamedTuple):

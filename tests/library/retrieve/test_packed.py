@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrag.base.errors import DamagedCatalogError
-from jaxrag.library.retrieve import bm25, joining, packed, packing
+from jaxrag.library.retrieve import bm25, joining, maxscore, packed, packing
 from jaxrag.library.retrieve.bm25 import BM25Index
 from jaxrag.library.retrieve.filters import Filter
 from jaxrag.library.retrieve.joining import Joining
@@ -109,7 +109,9 @@ def pair():
 
 
 @pytest.mark.parametrize(("seed", "steps"), [(1, 100), (2, 100), (3, 1), (4, 2), (5, 3)])
-def test_packed_postings_answer_as_others(pair, seed, steps):
+def test_packed_postings_answer_as_others(pair, monkeypatch, seed, steps):
+    if seed % 2:
+        monkeypatch.setattr(maxscore, "_WORTH", 0)  # early looks, however few postings are left
     rng = np.random.default_rng(seed)
     pair.steps = steps  # of packing: the next change comes amid it
     last = 0
