@@ -26,7 +26,7 @@ from jaxrag.base.types import Connection
 PACKED = 5  # the format of a catalog that may have blocks
 MOST_CHUNKS = 1 << 16  # of a block: places are 16 bits
 _ROWS = 2048  # that are read or written at once
-_MOST_HELD = 160 << 20  # bytes of postings that are remembered
+_MOST_HELD = 64 << 20  # bytes of postings that are remembered
 _LOW = 0xFFFFFFFF
 _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS blocks (block INTEGER PRIMARY KEY, chunks INTEGER NOT NULL, "
