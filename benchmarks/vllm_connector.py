@@ -42,7 +42,7 @@ from jaxrag.serve.connector_files import parts_table, write_manifest
 # By parameters. What the larger one computes for a token grows more than what it keeps of it.
 MODELS = {
     "5M": SMALL_LLAMA,
-    "100M": llama(
+    "77M": llama(
         num_layers=12, model_dim=768, mlp_dim=2048, num_heads=12, num_kv_heads=4, head_dim=64,
         vocab_size=2000, eos_ids=(),
     ),
@@ -54,7 +54,7 @@ FULL, STORED, AGAIN = "full prefill", "stored chunks", "vLLM's own prefix hit"
 class Options:
     """What is asked."""
 
-    model: Literal["5M", "100M"] = option("5M", "parameters of the random Llama")
+    model: Literal["5M", "77M"] = option("5M", "parameters of the random Llama")
     rounds: int = option(20, "questions, each asked three ways", "N", parse=parse_count)
     chunks: int = option(4, "chunks of a question", "N", parse=parse_count)
     chunk_tokens: int = option(1024, "tokens of a chunk", "N", parse=parse_count)
