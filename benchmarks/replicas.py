@@ -99,6 +99,7 @@ class Asked:
 
 def run(options: Options) -> dict[str, Any]:
     """Measure; JSON-able."""
+    machine = describe()  # which fails, where it does, before ten minutes of work
     rng = np.random.default_rng(options.seed)
     with (
         tempfile.TemporaryDirectory(prefix="jaxrag-replicas-") as folder,
@@ -126,7 +127,7 @@ def run(options: Options) -> dict[str, Any]:
         "options": dataclasses.asdict(options),
         "together": workloads,
         "kills": killed,
-        "machine": describe(),
+        "machine": machine,
     }
 
 
