@@ -273,9 +273,13 @@ class VectorIndex:
     def get(self, ids: Ids) -> Vectors:
         """The vectors of ids [N] in their order, float32 [N, E]; StoreError when one is missing."""
         wanted = checked_ids(ids)
+        return in_order(wanted, *self._rows_of(wanted), self._folder)
+
+    def _rows_of(self, ids: Ids) -> tuple[Ids, Vectors]:
+        """Of the rows with these ids those that are there: distinct ids and their vectors."""
         found, rows = [np.zeros(0, np.int64)], [np.zeros((0, self._dim), np.float32)]
-        for start in range(0, len(wanted), _LISTED_IDS):
-            asked = np.unique(wanted[start : start + _LISTED_IDS])
+        for start in range(0, len(ids), _LISTED_IDS):
+            asked = np.unique(ids[start : start + _LISTED_IDS])
             with _errors(self._folder):
                 ask = self._table.search().where(_among(asked)).select(["id", "vector"])
                 table = ask.limit(len(asked)).to_arrow()
@@ -283,7 +287,7 @@ class VectorIndex:
             found.append(table["id"].to_numpy().astype(np.int64))
             rows.append(vectors.reshape(-1, self._dim).astype(np.float32))
         named, first = np.unique(np.concatenate(found), return_index=True)
-        return in_order(wanted, named, np.concatenate(rows)[first], self._folder)
+        return named, np.concatenate(rows)[first]
 
     def getter(self, count: int) -> Callable[[Ids], Vectors]:
         """``get`` for calls that ask for about ``count`` ids together, of the rows there are now.
@@ -421,7 +425,7 @@ class VectorIndex:
         if known is not None and known.rows <= count < _GROWN * known.rows:
             return
         ids = self.ids()
-        queries = self.get(ids[:: math.ceil(len(ids) / probes.ASKED)])
+        _, queries = self._rows_of(ids[:: math.ceil(len(ids) / probes.ASKED)])  # others may remove
         exact = [named for named, _ in self._ask(queries, probes.DEPTH, None)]
 
         def ask(partitions: int) -> list[Ids]:

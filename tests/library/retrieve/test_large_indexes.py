@@ -135,6 +135,19 @@ def test_vectors_without_clusters_get_more_partitions(grown):
     assert recall(index.search(queries, 10)[0], rows(), queries, 10) < 0.9, "the number is used"
 
 
+def test_rows_that_others_remove_meanwhile_are_not_compared(tmp_path, monkeypatch):
+    """Another process may remove rows after the ids were read; an addition goes on."""
+    data = clustered(1, ROWS)
+    ids = VectorIndex.ids
+    monkeypatch.setattr(
+        VectorIndex, "ids", lambda self: np.concatenate(([10**6], ids(self), [10**6 + 1]))
+    )
+    index = VectorIndex.open(tmp_path, DIM)
+    index.add(np.arange(ROWS), data)
+    assert is_approximate(index)
+    assert probes.read(tmp_path).rows == ROWS
+
+
 def test_without_the_file_every_partition_is_compared(grown):
     known = (grown / probes.FILE).read_bytes()
     (grown / probes.FILE).unlink()
