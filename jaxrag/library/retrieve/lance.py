@@ -431,8 +431,7 @@ class VectorIndex:
         def ask(partitions: int) -> list[Ids]:
             return [named for named, _ in self._ask(queries, probes.DEPTH, partitions)]
 
-        most = 2 * math.ceil(count / _ROWS_OF_PARTITION)
-        self._probes = probes.measured(count, most, exact, ask)
+        self._probes = probes.measured(count, 2 * math.ceil(count / _ROWS_OF_PARTITION), exact, ask)
         probes.write(self._folder, self._probes)
 
     @contextlib.contextmanager
@@ -489,7 +488,6 @@ def _unless_in_conflict() -> Iterator[None]:
 def _lancedb() -> tuple[Any, Any]:
     os.environ.setdefault("LANCEDB_LOG", "error")  # it warns on stderr of what its upkeep meets
     try:
-        import lancedb
         import lancedb.index
         import pyarrow
     except ImportError:
