@@ -155,9 +155,10 @@ def test_damaged_and_missing_chunks_make_exact_answers(made, tmp_path):
 def test_preempted_requests(made):
     folder, data = made
     engine = {"num_gpu_blocks_override": 48, "max_model_len": 1504}
-    found = run(folder, [{"how": "spans", "batch": True}], engine=engine)
+    steps = [{"how": "spans", "batch": True, "count": 96}]  # which grow beyond the pages there are
+    found = run(folder, steps, engine=engine)
     assert found["preemptions"] >= 1
-    assert found["steps"][0]["tokens"] == data["stored"]
+    assert [it[: random_cases.COUNT] for it in found["steps"][0]["tokens"]] == data["stored"]
 
 
 def test_two_workers(made):
