@@ -19,6 +19,7 @@ from jaxrag.kv.store.record import MAX_RECORD_BYTES, new_attempt, parse_object
 
 LEASE_SECONDS = 10.0  # without a word of its holder, after which a lease is over
 _RENEWALS = 3  # in the time of a lease
+_TRIES = 3  # to write a lease that is not there
 _REMEMBERED = 10  # times of a lease for which one of others is watched
 
 
@@ -55,13 +56,16 @@ class Leases:
             if key in self._held:
                 return True
         path = self._prefix + key
-        generation = self._backend.generation(path)
-        found = self._backend.read_many([path], MAX_RECORD_BYTES)[0]
-        if found is not None and not self._is_over(key, generation, found):
-            return False
-        mine = self._backend.write_if(path, self._text(), generation)
-        if mine is None:
-            return False
+        for _ in range(_TRIES):
+            generation = self._backend.generation(path)
+            found = self._backend.read_many([path], MAX_RECORD_BYTES)[0]
+            if found is not None and not self._is_over(key, generation, found):
+                return False
+            mine = self._backend.write_if(path, self._text(), generation)
+            if mine is not None:  # else another was first, who is found there now
+                break
+        else:  # as where there is no bucket
+            raise StoreError(f"{self._location}: {path} is not there, and cannot be written")
         with self._changed:
             self._watched.pop(key, None)
             self._held[key] = mine

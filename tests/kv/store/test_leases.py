@@ -47,6 +47,14 @@ def died(holder):
     holder._renew = lambda key, generation: None
 
 
+def test_without_a_bucket_nobody_is_waited_for(s3_location, model):
+    """It reads as one without leases, and refuses writes as one that another was first at."""
+    holder = Leases(s3_location.replace("//chunks/", "//gone/"), model)
+    with pytest.raises(StoreError, match="cannot be written"):
+        holder.take("ab" * 20)
+    holder.close()
+
+
 def test_one_of_many_gets_a_lease(holders):
     found = holders(8)
     start, won = threading.Barrier(len(found)), []
