@@ -12,7 +12,7 @@ for writing. The table is made beside its place and moved there when it is durab
 the files go: whatever ends this, the vectors are in the files or in the table. Opened for reading,
 the files stay, and their rows are in a table in memory.
 
-This is the only file that knows LanceDB, which is imported when an index is opened.
+What the rows look like is in ``lance_rows``; no other file knows LanceDB.
 """
 
 import contextlib
@@ -23,11 +23,11 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from jaxrag.base.errors import RetrievalError, StoreError
@@ -43,17 +43,26 @@ from jaxrag.library.retrieve.base import (
     checked_vectors,
     in_order,
 )
+from jaxrag.library.retrieve.lance_rows import (
+    CHECK,
+    NUMBER,
+    among,
+    arrow_rows,
+    checks,
+    lancedb_and_arrow,
+    numbered,
+    schema,
+)
+from jaxrag.library.retrieve.row_ids import RowIds
 
 KINDS = ("exact", "lance")
 EARLIER_KINDS: Mapping[str, str] = {"faiss": "lance"}
 
 _TABLE = "chunks"
 _MOVING = "moving"  # folder of a table that is being made of earlier files
-_CHECK = "check"  # column of the digests of rows
 _INDEX_FROM = 20_000  # rows; below, comparing all of them is as fast
-_ROWS_OF_PARTITION = 8192  # LanceDB joins and splits partitions until they are about as large
+_ROWS_OF_PARTITION = 1024  # of an index that is made
 _EVERY = 1 << 20  # partitions: more than there are
-_GROWN = 1.5  # times as many rows as when it was measured how many partitions to compare
 _BEYOND = 1.5  # times as many candidates as should hold enough of those that a filter allows
 _OPTIMIZE_EVERY = 20  # changes: small files are merged, new rows indexed, old versions removed
 _KEPT = datetime.timedelta(hours=1)  # versions this young may be in use by a reader
@@ -124,13 +133,16 @@ class VectorIndex:
 
     @property
     def _table(self) -> Any:
+        return self._current()[0]
+
+    def _current(self) -> tuple[Any, RowIds]:
         with self._lock:
             if self._in_memory and self._path.is_dir():  # another process moved the rows there
                 self._opened = self._open()
             return self._opened
 
-    def _open(self) -> Any:
-        """The table that there is, or that is made."""
+    def _open(self) -> tuple[Any, RowIds]:
+        """The table that there is, or that is made, and the ids of its rows."""
         rows = None
         if self._mode == "rw" and earlier.files(self._folder):
             self._move()
@@ -144,7 +156,8 @@ class VectorIndex:
         self._in_memory = rows is not None and self._mode == "r"
         with _errors(self._folder):
             if self._in_memory:
-                return self._make("memory://", rows)
+                table = self._make("memory://", rows)
+                return table, RowIds(None, partial(numbered, table))
             table = self._make(self._folder)
             found = table.schema.field("vector").type.list_size
         if found != self._dim:
@@ -154,25 +167,18 @@ class VectorIndex:
             )
         self._check_rows(table)
         self.trusted = self.exact or index_files.are_whole(self._folder, self._index_files)
-        return table
+        return table, RowIds(self._path, partial(numbered, table))
 
     def _make(self, place: str | Path, rows: tuple[Ids, Vectors] | None = None) -> Any:
         """The table of a database, made where it is missing; of these rows if there are any."""
-        lancedb, arrow = _lancedb()
+        lancedb, _ = lancedb_and_arrow()
         # A reader looks for a newer version at every search.
         database = lancedb.connect(place, read_consistency_interval=datetime.timedelta(0))
         if isinstance(place, Path) and (place / f"{_TABLE}.lance").is_dir():
             return database.open_table(_TABLE)
-        schema = arrow.schema(
-            [
-                arrow.field("id", arrow.int64(), nullable=False),
-                arrow.field("vector", arrow.list_(arrow.float32(), self._dim), nullable=False),
-                arrow.field(_CHECK, arrow.int64(), nullable=False),
-            ]
-        )
-        table = database.create_table(_TABLE, schema=schema, exist_ok=True)
+        table = database.create_table(_TABLE, schema=schema(self._dim), exist_ok=True)
         if rows is not None and len(rows[0]):
-            table.add(_arrow_rows(*rows, self._dim))
+            table.add(arrow_rows(*rows, self._dim))
         return table
 
     def _move(self) -> None:
@@ -194,9 +200,9 @@ class VectorIndex:
         ids, vectors = checked_rows(ids, vectors, self._dim)
         if not len(ids):
             return
-        rows = _arrow_rows(ids, vectors, self._dim)
-        if _CHECK not in self._table.schema.names:
-            rows = rows.drop_columns([_CHECK])
+        rows = arrow_rows(ids, vectors, self._dim)
+        if CHECK not in self._table.schema.names:
+            rows = rows.drop_columns([CHECK])
         with self._changing():
             merge = self._table.merge_insert("id")
             merge.when_matched_update_all().when_not_matched_insert_all().execute(rows)
@@ -208,7 +214,7 @@ class VectorIndex:
             return
         with self._changing():
             for start in range(0, len(ids), _LISTED_IDS):
-                self._table.delete(_among(ids[start : start + _LISTED_IDS]))
+                self._table.delete(among(ids[start : start + _LISTED_IDS]))
 
     def collect(self, grace_seconds: float) -> None:
         """Free the bytes of rows that left, and of versions of the table, longer ago than that.
@@ -281,7 +287,7 @@ class VectorIndex:
         for start in range(0, len(ids), _LISTED_IDS):
             asked = np.unique(ids[start : start + _LISTED_IDS])
             with _errors(self._folder):
-                ask = self._table.search().where(_among(asked)).select(["id", "vector"])
+                ask = self._table.search().where(among(asked)).select(["id", "vector"])
                 table = ask.limit(len(asked)).to_arrow()
             vectors = table["vector"].combine_chunks().flatten().to_numpy()
             found.append(table["id"].to_numpy().astype(np.int64))
@@ -326,15 +332,16 @@ class VectorIndex:
             self._held = None
             if self._changes:
                 self._optimize()
+            self._opened[1].close()
 
     def _check_rows(self, table: Any) -> None:
-        if _CHECK not in table.schema.names:
+        if CHECK not in table.schema.names:
             return
         with _errors(self._folder):
-            for batch in table.search().select(["id", "vector", _CHECK]).to_batches():
+            for batch in table.search().select(["id", "vector", CHECK]).to_batches():
                 ids = batch.column("id").to_numpy()
                 vectors = batch.column("vector").flatten().to_numpy().reshape(-1, self._dim)
-                if not np.array_equal(_checks(ids, vectors), batch.column(_CHECK).to_numpy()):
+                if not np.array_equal(checks(ids, vectors), batch.column(CHECK).to_numpy()):
                     raise ValueError("rows differ from their digests")
 
     def _compare_all(
@@ -372,7 +379,8 @@ class VectorIndex:
         self, queries: Vectors, limit: int, partitions: int | None, where: str | None = None
     ) -> list[tuple[Ids, NDArray[np.float32]]]:
         """Ids and scores of each query, in no fixed order; partitions None: of every row."""
-        ask = self._table.search(queries).distance_type("dot").select(["id", "_distance"])
+        table, row_ids = self._current()
+        ask = table.search(queries).distance_type("dot").select(["_distance"]).with_row_id(True)
         ask = ask.limit(limit)
         if where is not None:
             ask = ask.where(where, prefilter=True)
@@ -382,13 +390,17 @@ class VectorIndex:
             ask = ask.minimum_nprobes(partitions)  # 0: as many more as filtered rows need
             ask = ask.maximum_nprobes(partitions if where is None else 0)
         rows = ask.to_arrow()
-        named = rows["id"].to_numpy().astype(np.int64)
+        named = row_ids.of(rows[NUMBER].to_numpy().astype(np.int64), table.count_rows())
         score = 1 - rows["_distance"].to_numpy().astype(np.float32)  # Lance's is 1 - product
         if "query_index" in rows.column_names:
             owner = rows["query_index"].to_numpy()
         else:
             owner = np.zeros(len(named), np.int32)
-        return [(named[owner == query], score[owner == query]) for query in range(len(queries))]
+        there = named != NOTHING
+        return [
+            (named[chosen], score[chosen])
+            for chosen in (there & (owner == query) for query in range(len(queries)))
+        ]
 
     def _ask_for_allowed(
         self, queries: Vectors, k: int, allowed: Ids
@@ -400,7 +412,7 @@ class VectorIndex:
         count = self._table.count_rows()
         limit = math.ceil(_BEYOND * k * max(1.0, count / len(allowed)))
         if limit > _DEEPEST and len(allowed) <= _LISTED_IDS:
-            return self._ask(queries, k, self._partitions(), _among(allowed))
+            return self._ask(queries, k, self._partitions(), among(allowed))
         while True:
             partitions = None if limit >= count else 2 * self._partitions()  # it lies deeper
             found = []
@@ -419,11 +431,8 @@ class VectorIndex:
                 self._probes = probes.read(self._folder) or probes.Probes(0, _EVERY)
             return self._probes.partitions
 
-    def _measure_probes(self, count: int) -> None:
-        """Find out how many partitions to compare, of an index that has grown."""
-        known = probes.read(self._folder)
-        if known is not None and known.rows <= count < _GROWN * known.rows:
-            return
+    def _measure_probes(self, count: int, partitions: int) -> None:
+        """Find out how many partitions to compare, of so many that were just made."""
         ids = self.ids()
         _, queries = self._rows_of(ids[:: math.ceil(len(ids) / probes.ASKED)])  # others may remove
         exact = [named for named, _ in self._ask(queries, probes.DEPTH, None)]
@@ -431,7 +440,7 @@ class VectorIndex:
         def ask(partitions: int) -> list[Ids]:
             return [named for named, _ in self._ask(queries, probes.DEPTH, partitions)]
 
-        self._probes = probes.measured(count, 2 * math.ceil(count / _ROWS_OF_PARTITION), exact, ask)
+        self._probes = probes.measured(count, partitions, exact, ask)
         probes.write(self._folder, self._probes)
 
     @contextlib.contextmanager
@@ -458,21 +467,29 @@ class VectorIndex:
             index_files.record(self._folder, self._index_files)
 
     def _index_when_large(self) -> None:
-        lancedb, _ = _lancedb()
         count = self._table.count_rows()
-        if count >= _INDEX_FROM and not (self.trusted and len(self._table.list_indices()) == 2):
-            partitions = math.ceil(count / _ROWS_OF_PARTITION)
-            vectors = lancedb.index.IvfFlat(distance_type="dot", num_partitions=partitions)
-            with _unless_in_conflict():
+        if count < _INDEX_FROM:
+            return
+        known = probes.read(self._folder)
+        whole = self.trusted and len(self._table.list_indices()) == 2
+        if not whole or known is None or not known.fits(count):
+            self._make_index(count, anew=not whole)
+        self._indexed = len(self._table.list_indices()) == 2
+
+    def _make_index(self, count: int, anew: bool) -> None:
+        """Index the vectors of so many rows, and their ids where both are made anew."""
+        lancedb, _ = lancedb_and_arrow()
+        partitions = math.ceil(count / _ROWS_OF_PARTITION)
+        with _unless_in_conflict():
+            if anew:
                 self._table.create_index("id", config=lancedb.index.BTree())
-                self._table.create_index("vector", config=vectors)
-                if not self.trusted:  # files of before stay as long as another writer may need them
-                    index_files.forget(self._folder)
-                    self.trusted = True
-                self._record()
-        self._indexed = count >= _INDEX_FROM and len(self._table.list_indices()) == 2
-        if self._indexed:
-            self._measure_probes(count)
+            vectors = lancedb.index.IvfFlat(distance_type="dot", num_partitions=partitions)
+            self._table.create_index("vector", config=vectors)
+            if not self.trusted:  # files of before stay as long as another writer may need them
+                index_files.forget(self._folder)
+                self.trusted = True
+            self._record()
+            self._measure_probes(count, partitions)
 
 
 @contextlib.contextmanager
@@ -483,39 +500,6 @@ def _unless_in_conflict() -> Iterator[None]:
     except RuntimeError as error:
         if "conflict" not in str(error).lower():
             raise
-
-
-def _lancedb() -> tuple[Any, Any]:
-    os.environ.setdefault("LANCEDB_LOG", "error")  # it warns on stderr of what its upkeep meets
-    try:
-        import lancedb.index
-        import pyarrow
-    except ImportError:
-        raise RetrievalError(
-            "an index of vectors needs the package lancedb; pip install lancedb"
-        ) from None
-    return lancedb, pyarrow
-
-
-def _arrow_rows(ids: Ids, vectors: Vectors, dim: int) -> Any:
-    """Rows as LanceDB takes them."""
-    _, arrow = _lancedb()
-    values = arrow.FixedSizeListArray.from_arrays(arrow.array(vectors.reshape(-1)), dim)
-    checks = arrow.array(_checks(ids, vectors))
-    return arrow.table({"id": arrow.array(ids), "vector": values, _CHECK: checks})
-
-
-def _checks(ids: Ids, vectors: Vectors) -> NDArray[np.int64]:
-    """The xxh3-64 of every id and its vector, int64 [N]."""
-    digests = (
-        xxhash.xxh3_64_intdigest(row.data, seed=number)
-        for number, row in zip(ids.tolist(), np.ascontiguousarray(vectors), strict=True)
-    )
-    return np.fromiter(digests, np.uint64, len(ids)).view(np.int64)
-
-
-def _among(ids: Ids) -> str:
-    return f"id IN ({','.join(map(str, ids.tolist()))})"
 
 
 def _sync(folder: Path) -> None:

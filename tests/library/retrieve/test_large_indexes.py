@@ -93,9 +93,9 @@ def test_partitions_are_added_until_enough_is_found():
     def ask(partitions):
         return [np.arange(min(10, partitions // 4))] * 4
 
-    assert probes.measured(7, 1000, exact, ask) == Probes(7, 60)
-    assert probes.measured(7, 20, exact, ask) == Probes(7, 20)
-    assert probes.measured(7, 1000, exact, lambda partitions: exact) == Probes(7, 12)
+    assert probes.measured(7, 1000, exact, ask) == Probes(7, 51, 1000)
+    assert probes.measured(7, 20, exact, ask) == Probes(7, 20, 20)
+    assert probes.measured(7, 1000, exact, lambda partitions: exact) == Probes(7, 10, 1000)
 
 
 def test_what_was_measured_is_kept_and_a_damaged_file_tells_nothing(tmp_path):
@@ -223,7 +223,7 @@ def test_an_index_that_cannot_be_trusted_is_made_anew_at_the_next_change(tmp_pat
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(index_files, "record", lambda *_: None)
             index = VectorIndex.open(tmp_path, DIM)
-            index._table.create_index("id", config=lance._lancedb()[0].index.BTree())
+            index._table.create_index("id", config=lance.lancedb_and_arrow()[0].index.BTree())
         index = VectorIndex.open(tmp_path, DIM)
     assert not index.trusted
     assert recall(index.search(queries, 10)[0], data[:2000], queries, 10) == 1
