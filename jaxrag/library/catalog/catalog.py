@@ -45,6 +45,8 @@ from jaxrag.library.retrieve.bm25 import BM25Index, IndexChange
 from jaxrag.library.retrieve.joining import Joining
 from jaxrag.library.retrieve.packing import Packing
 
+_JOIN_STEPS = 64  # of a call
+_CHUNKS_OF_STEP = 16  # that bring one more; joining takes a step for 40 of the chunks that come
 _TURN = 0.001  # seconds that threads which wait for the catalog have between two transactions
 _REMOVED_AT_ONCE = 256  # documents whose texts are held
 
@@ -239,13 +241,14 @@ class Catalog(CatalogReader):
             self._forget(connection, gone)
             if vectors != "null":
                 connection.executemany("INSERT INTO leaving VALUES (?)", [(i,) for i in left])
-        self._pack(at_once)
+        self._pack(len(texts) if at_once else 0)
         return left
 
-    def _pack(self, more: bool) -> None:
-        """Pack chunks where enough have come; where some were packed (``more``) join blocks.
+    def _pack(self, count: int) -> None:
+        """Pack chunks where enough have come; where some were, also ``count`` before, join blocks.
 
-        In many short transactions: whoever is killed between two leaves the rest to the next.
+        In many short transactions, and not more than some for each chunk, though there be more to
+        join: whoever is killed between two, or ends here, leaves the rest to the next.
         """
         if not self.checked:
             return
@@ -253,7 +256,9 @@ class Catalog(CatalogReader):
             due = Packing(self._index, Totals.read(connection, self.path).chunks).is_due()
         while due and self._pack_some():
             time.sleep(_TURN)
-        while (more or due) and self._join():
+        steps = _JOIN_STEPS + count // _CHUNKS_OF_STEP if count or due else 0
+        while steps and self._join():
+            steps -= 1
             time.sleep(_TURN)
 
     def _pack_some(self) -> bool:

@@ -19,12 +19,13 @@ from jaxrag.base.errors import DamagedCatalogError, KnowledgeBaseError, StoreErr
 from jaxrag.base.types import Connection
 from jaxrag.kv.store.sqlite import CHECKSUM_BYTES, connect_checked, use_write_ahead_log
 from jaxrag.library.catalog.pages import PAGE_BYTES
-from jaxrag.library.retrieve.packed import PACKED
+from jaxrag.library.retrieve.packed import PACKED_FORMATS
 
-FORMAT = 4  # of one whose postings are not packed; PACKED is that of others
+FORMAT = 4  # of one whose postings are not packed; PACKED_FORMATS are those of others
 UNCHECKED = 3  # neither pages nor rows have digests; it is read as it is
 BUSY_SECONDS = 60.0
 _CHECKPOINT_SECONDS = 1.0  # that a checkpoint waits for readers of an older state
+_READING_CACHE = 16 << 20  # bytes; a search of a million chunks passes by pages of SQLite's 2 MB
 _APPLICATION = 0x4A524147  # "JRAG", SQLite's application_id
 
 _OPEN: weakref.WeakSet["Database"] = weakref.WeakSet()  # of this process
@@ -81,7 +82,7 @@ class Database:
         self._inode = _inode(path)
         self.writable = os.access(path.parent, os.W_OK)
         self._seen = _state(path)  # before it is read
-        self._reading = _connect(path, self.writable)
+        self._reading = _connect(path, self.writable, _READING_CACHE)
         self._writing: apsw.Connection | None = None  # until the first transaction
         self._writer: int | None = None  # the thread that is in a transaction
         self._changes = 0  # of connections before this one
@@ -137,7 +138,7 @@ class Database:
         if state != self._seen:
             self._changes += self._reading.total_changes() + 1
             self._reading.close()
-            self._reading = _connect(self.path, self.writable)
+            self._reading = _connect(self.path, self.writable, _READING_CACHE)
             self._seen = state
 
     @contextlib.contextmanager
@@ -238,7 +239,7 @@ class Database:
                 try:
                     _rewrite(self.path, change)
                 finally:
-                    self._reading = _connect(self.path, self.writable)
+                    self._reading = _connect(self.path, self.writable, _READING_CACHE)
                 self.check_format()
             return self.checked
 
@@ -263,11 +264,10 @@ class Database:
             raise KnowledgeBaseError(
                 f"{self.path} is not a knowledge base catalog; name another folder"
             )
-        if found not in (PACKED, FORMAT, UNCHECKED):
+        if found not in (*PACKED_FORMATS, FORMAT, UNCHECKED):
             raise KnowledgeBaseError(
                 f"{self.path} has format {found}, this version reads format "
-                f"{FORMAT} and {PACKED}; "
-                "use the version that wrote it or ingest again"
+                f"{FORMAT} to {max(PACKED_FORMATS)}; use the version that wrote it or ingest again"
             )
         # Without the reserved bytes no page is checked, not even the one that says so.
         if found != UNCHECKED and self._reserved() != CHECKSUM_BYTES:
@@ -344,10 +344,13 @@ def _begin(connection: apsw.Connection, how: str) -> None:
     connection.execute(how)
 
 
-def _connect(path: Path, writable: bool) -> apsw.Connection:
+def _connect(path: Path, writable: bool, cache_bytes: int = 0) -> apsw.Connection:
+    """SQLite's connection; ``cache_bytes`` are those of pages that it keeps, 0 as it is wont."""
     with _as_store_errors(path):
         connection = connect_checked(path, writable, BUSY_SECONDS)
         try:
+            if cache_bytes:
+                connection.execute(f"PRAGMA cache_size = -{cache_bytes >> 10}")
             connection.execute("PRAGMA synchronous = FULL")
             connection.execute("PRAGMA foreign_keys = ON")
             connection.execute("PRAGMA secure_delete = ON")  # removed text is overwritten

@@ -336,7 +336,7 @@ class BM25Index:
             own, inverse = np.unique(chunk_ids.astype(np.int64), return_inverse=True)
             scores = np.bincount(inverse, weights)
             if ids is not None:
-                stay = np.isin(own, ids)
+                stay = np.searchsorted(ids, own) < np.searchsorted(ids, own, "right")
                 own, scores = own[stay], scores[stay]
             order = np.lexsort((own, -scores))[:k]
             best = list(zip(scores[order].tolist(), own[order].tolist(), strict=True))

@@ -22,7 +22,7 @@ from jaxrag.library.retrieve.packed import (
     packed_row,
 )
 
-_TIERS = (1 << 12, 1 << 16)  # blocks below a size become one when they have so many chunks together
+_TIERS = (1 << 12, 1 << 16, MOST_CHUNKS)  # blocks below a size become one of about that size
 _TERMS = 512  # of each block that are joined in one step
 _DROPPED = 4096  # rows that are removed in one step
 
@@ -36,7 +36,7 @@ class Joining:
     def step(self) -> bool:
         """Do a little; whether there is more to do. In a transaction of its own."""
         connection = self.packed.connection
-        self.packed.make_tables()
+        self.packed.start()
         left = connection.execute("SELECT block FROM leftover LIMIT 1").fetchone()
         if left is not None:
             connection.execute(
@@ -102,6 +102,7 @@ class Joining:
             rows.append(
                 packed_row(
                     number,
+                    int(stays.sum()),
                     term,
                     np.concatenate(own),
                     np.concatenate(counts),

@@ -61,9 +61,10 @@ EARLIER_KINDS: Mapping[str, str] = {"faiss": "lance"}
 _TABLE = "chunks"
 _MOVING = "moving"  # folder of a table that is being made of earlier files
 _INDEX_FROM = 20_000  # rows; below, comparing all of them is as fast
-_ROWS_OF_PARTITION = 1024  # of an index that is made
+_ROWS_OF_PARTITION = 8192  # LanceDB joins and splits partitions until they are about as large
 _EVERY = 1 << 20  # partitions: more than there are
 _BEYOND = 1.5  # times as many candidates as should hold enough of those that a filter allows
+_DEEPER = 1.25  # times as many partitions where a filter has the best lie deeper
 _OPTIMIZE_EVERY = 20  # changes: small files are merged, new rows indexed, old versions removed
 _KEPT = datetime.timedelta(hours=1)  # versions this young may be in use by a reader
 _MOMENT = datetime.timedelta(milliseconds=1)  # the least that LanceDB takes without a warning
@@ -390,7 +391,7 @@ class VectorIndex:
             ask = ask.minimum_nprobes(partitions)  # 0: as many more as filtered rows need
             ask = ask.maximum_nprobes(partitions if where is None else 0)
         rows = ask.to_arrow()
-        named = row_ids.of(rows[NUMBER].to_numpy().astype(np.int64), table.count_rows())
+        named = row_ids.of(rows[NUMBER].to_numpy().astype(np.int64), table.count_rows)
         score = 1 - rows["_distance"].to_numpy().astype(np.float32)  # Lance's is 1 - product
         if "query_index" in rows.column_names:
             owner = rows["query_index"].to_numpy()
@@ -414,7 +415,7 @@ class VectorIndex:
         if limit > _DEEPEST and len(allowed) <= _LISTED_IDS:
             return self._ask(queries, k, self._partitions(), among(allowed))
         while True:
-            partitions = None if limit >= count else 2 * self._partitions()  # it lies deeper
+            partitions = None if limit >= count else math.ceil(_DEEPER * self._partitions())
             found = []
             for named, score in self._ask(queries, min(limit, count), partitions):
                 place = np.minimum(np.searchsorted(allowed, named), len(allowed) - 1)
@@ -431,8 +432,11 @@ class VectorIndex:
                 self._probes = probes.read(self._folder) or probes.Probes(0, _EVERY)
             return self._probes.partitions
 
-    def _measure_probes(self, count: int, partitions: int) -> None:
-        """Find out how many partitions to compare, of so many that were just made."""
+    def _measure_probes(self, count: int) -> None:
+        """Find out how many partitions to compare, of an index that has grown."""
+        known = probes.read(self._folder)
+        if known is not None and known.serves(count):
+            return
         ids = self.ids()
         _, queries = self._rows_of(ids[:: math.ceil(len(ids) / probes.ASKED)])  # others may remove
         exact = [named for named, _ in self._ask(queries, probes.DEPTH, None)]
@@ -440,7 +444,7 @@ class VectorIndex:
         def ask(partitions: int) -> list[Ids]:
             return [named for named, _ in self._ask(queries, probes.DEPTH, partitions)]
 
-        self._probes = probes.measured(count, partitions, exact, ask)
+        self._probes = probes.measured(count, 2 * math.ceil(count / _ROWS_OF_PARTITION), exact, ask)
         probes.write(self._folder, self._probes)
 
     @contextlib.contextmanager
@@ -467,29 +471,21 @@ class VectorIndex:
             index_files.record(self._folder, self._index_files)
 
     def _index_when_large(self) -> None:
-        count = self._table.count_rows()
-        if count < _INDEX_FROM:
-            return
-        known = probes.read(self._folder)
-        whole = self.trusted and len(self._table.list_indices()) == 2
-        if not whole or known is None or not known.fits(count):
-            self._make_index(count, anew=not whole)
-        self._indexed = len(self._table.list_indices()) == 2
-
-    def _make_index(self, count: int, anew: bool) -> None:
-        """Index the vectors of so many rows, and their ids where both are made anew."""
         lancedb, _ = lancedb_and_arrow()
-        partitions = math.ceil(count / _ROWS_OF_PARTITION)
-        with _unless_in_conflict():
-            if anew:
-                self._table.create_index("id", config=lancedb.index.BTree())
+        count = self._table.count_rows()
+        if count >= _INDEX_FROM and not (self.trusted and len(self._table.list_indices()) == 2):
+            partitions = math.ceil(count / _ROWS_OF_PARTITION)
             vectors = lancedb.index.IvfFlat(distance_type="dot", num_partitions=partitions)
-            self._table.create_index("vector", config=vectors)
-            if not self.trusted:  # files of before stay as long as another writer may need them
-                index_files.forget(self._folder)
-                self.trusted = True
-            self._record()
-            self._measure_probes(count, partitions)
+            with _unless_in_conflict():
+                self._table.create_index("id", config=lancedb.index.BTree())
+                self._table.create_index("vector", config=vectors)
+                if not self.trusted:  # files of before stay as long as another writer may need them
+                    index_files.forget(self._folder)
+                    self.trusted = True
+                self._record()
+        self._indexed = count >= _INDEX_FROM and len(self._table.list_indices()) == 2
+        if self._indexed:
+            self._measure_probes(count)
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ class BM25Weights:
     unit: float
 
     def weights(
-        self, idf: float, times: NDArray[Any], lengths: NDArray[np.float64]
+        self, idf: float, times: NDArray[Any], lengths: NDArray[Any]
     ) -> NDArray[np.float64]:
         """What a term adds to chunks that hold it so many times, in the order of SQL's search."""
         found: NDArray[np.float64] = np.multiply(times, idf, dtype=np.float64)
@@ -74,10 +74,10 @@ class BestChunks:
         bounds = {it: self.scoring.bound(value, self.heads[it]) for it, value in self.idf.items()}
         order = sorted((it for it in self.idf if self.heads[it]), key=lambda term: -bounds[term])
         left = [*np.cumsum([bounds[term] for term in reversed(order)])[::-1].tolist(), 0.0]
-        scores = np.zeros(len(self.chunks.ids))
-        brought: list[NDArray[np.int32]] = []  # places by the terms so far
+        scores = self.chunks.zeros()
+        brought: list[NDArray[np.intp]] = []  # places that each term so far was the first to reach
         top = _Top(self.k)
-        chosen: NDArray[np.int32] | None = None  # places that may win; None: all may still
+        chosen: NDArray[np.intp] | None = None  # places that may win; None: all may still
         for place, term in enumerate(order):
             if chosen is None and least > left[place]:
                 chosen = _above(scores, brought, least - left[place])
@@ -88,39 +88,45 @@ class BestChunks:
             places, more = self._added(term, chosen)
             if not len(places):
                 continue
-            more += scores[places]
+            before = scores[places]
+            more += before
             scores[places] = more
             if chosen is None:
-                brought.append(places)
+                brought.append(places[before == 0.0])  # what a word adds is more than 0
                 rest = order[place + 1 :]
                 if rest and self._holders(rest[0]) > _WORTH * len(rest):
                     fresh = top.take(places, more)
                     least = max(least, top.least(self._whole(fresh, scores, rest)))
         enough = max(least, 1.0)  # what a word adds is a whole number
-        best = np.flatnonzero(scores >= enough) if chosen is None else chosen
-        best = best[scores[best] >= enough]
-        return list(zip(scores[best].tolist(), self.chunks.ids[best].tolist(), strict=True))
+        best = _above(scores, brought if chosen is None else [chosen], enough)
+        found = list(zip(scores[best].tolist(), self.chunks.ids[best].tolist(), strict=True))
+        for places in brought:  # nowhere else was anything added
+            scores[places] = 0.0
+        self.chunks.take_back(scores)
+        return found
 
     def _holders(self, term: str) -> int:
         return sum(head.holders for head in self.heads[term])
 
     def _added(
-        self, term: str, chosen: NDArray[np.int32] | None
-    ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
+        self, term: str, chosen: NDArray[np.intp] | None
+    ) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
         """The places of a term, or those among chosen ones, and what it adds there."""
-        places, times = self.packed.postings(self.heads[term], self.chunks)
+        found, times = self.packed.postings(self.heads[term], self.chunks)
         if chosen is not None:
-            own = np.searchsorted(places, chosen)
-            own[own == len(places)] = 0
-            held = places[own] == chosen
+            own = np.searchsorted(found, chosen.astype(found.dtype))  # of one type, or all is cast
+            own[own == len(found)] = 0
+            held = found[own] == chosen
             places, times = chosen[held], times[own[held]]
-        elif self.allowed is not None:
-            stay = self.allowed[places]
-            places, times = places[stay], times[stay]
+        else:
+            places = found.astype(np.intp)  # NumPy takes twice as long with indexes of 32 bits
+            if self.allowed is not None:
+                stay = self.allowed[places]
+                places, times = places[stay], times[stay]
         return places, self.scoring.weights(self.idf[term], times, self.chunks.lengths[places])
 
     def _whole(
-        self, places: NDArray[np.int32], scores: NDArray[np.float64], order: Sequence[str]
+        self, places: NDArray[np.intp], scores: NDArray[np.float64], order: Sequence[str]
     ) -> NDArray[np.float64]:
         """The scores of places, which ascend, with what terms to come add."""
         whole = scores[places]
@@ -138,13 +144,13 @@ class _Top:
         self._known: set[int] = set()  # places
         self._whole = np.zeros(0)  # the largest whole scores of these, at most k
 
-    def take(self, places: NDArray[np.int32], scores: NDArray[np.float64]) -> NDArray[np.int32]:
+    def take(self, places: NDArray[np.intp], scores: NDArray[np.float64]) -> NDArray[np.intp]:
         """Those of the k largest of these scores that were not taken yet, ascending."""
         if len(places) > self._k:
             places = places[np.argpartition(scores, -self._k)[-self._k :]]
         fresh = set(places.tolist()) - self._known
         self._known |= fresh
-        return np.array(sorted(fresh), np.int32)
+        return np.array(sorted(fresh), np.intp)
 
     def least(self, whole: NDArray[np.float64]) -> float:
         """The k-th largest of the whole scores of all that were taken; 0 where they are fewer."""
@@ -153,12 +159,9 @@ class _Top:
 
 
 def _above(
-    scores: NDArray[np.float64], brought: Sequence[NDArray[np.int32]], least: float
-) -> NDArray[np.int32]:
-    """The places with at least a score, which is positive, ascending."""
-    if sum(map(len, brought)) > len(scores) // 8:
-        return np.flatnonzero(scores >= least).astype(np.int32)
-    places = np.concatenate([np.zeros(0, np.int32), *brought])
-    places = np.sort(places[scores[places] >= least])
-    different: NDArray[np.bool_] = np.diff(places, prepend=np.int32(-1)) != 0
-    return places[different]
+    scores: NDArray[np.float64], brought: Sequence[NDArray[np.intp]], least: float
+) -> NDArray[np.intp]:
+    """Those of different places that have at least a score."""
+    places = np.concatenate([np.zeros(0, np.intp), *brought])
+    found: NDArray[np.intp] = places[scores[places] >= least]
+    return found

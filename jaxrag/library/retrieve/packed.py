@@ -1,8 +1,10 @@
 """Postings of many chunks in few rows.
 
-A block holds up to 65,536 chunks, by place. Of every term that they hold it has one row: the places
-of the holders, ascending, and how often each holds it. The row's head bounds what the term can add
-to a score.
+A block holds up to 262,144 chunks, by place. Of every term that they hold it has one row: the
+places of the holders, ascending, and how often each holds it. A place is 16 bits; the row of a
+block of more chunks begins with how many holders are among each 65,536. The row's head bounds what
+the term can add to a score. Postings longer than a few bytes stand in a table of their own, as
+SQLite's search through rows passes by fewer pages the shorter these are.
 
 A block is made of the postings of chunks (``bm25``), or of smaller blocks (``joining``), in
 transactions of the catalog. A chunk that leaves is taken out of its block's rows
@@ -23,10 +25,12 @@ from numpy.typing import NDArray
 from jaxrag.base.errors import DamagedCatalogError
 from jaxrag.base.types import Connection
 
-PACKED = 5  # the format of a catalog that may have blocks
-MOST_CHUNKS = 1 << 16  # of a block: places are 16 bits
+PACKED = 6  # the format of a catalog that may have blocks
+PACKED_FORMATS = (5, PACKED)  # format 5 has blocks of up to 65,536 chunks, and no table of lists
+MOST_CHUNKS = 1 << 18  # of a block: removing a chunk writes the rows of all of its terms anew
+_PART = 16  # bits of a place that are in a row
 _ROWS = 2048  # that are read or written at once
-_MOST_HELD = 64 << 20  # bytes of postings that are remembered
+_MOST_HELD = 96 << 20  # bytes of postings that are remembered
 _LOW = 0xFFFFFFFF
 _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS blocks (block INTEGER PRIMARY KEY, chunks INTEGER NOT NULL, "
@@ -35,6 +39,11 @@ _SCHEMA = (
     "weight INTEGER NOT NULL, most INTEGER NOT NULL, least INTEGER NOT NULL, "
     "content INTEGER NOT NULL, xxh3 INTEGER NOT NULL, postings BLOB NOT NULL, "
     "PRIMARY KEY (block, term)) WITHOUT ROWID",
+    # Of longer postings ``packed`` has the number here.
+    "CREATE TABLE IF NOT EXISTS lists (number INTEGER PRIMARY KEY, postings BLOB NOT NULL)",
+    "CREATE TRIGGER IF NOT EXISTS list_gone AFTER DELETE ON packed "
+    "WHEN typeof(old.postings) = 'integer' "
+    "BEGIN DELETE FROM lists WHERE number = old.postings; END",
     # Of ``joining.Joining``: the block that is made, digests of its sources, the last term; and
     # blocks whose rows are to go.
     "CREATE TABLE IF NOT EXISTS joining (block INTEGER PRIMARY KEY, sources TEXT NOT NULL, "
@@ -42,6 +51,11 @@ _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS leftover (block INTEGER PRIMARY KEY)",
 )
 _INSERT = "INSERT INTO packed VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_SHORT = 32  # bytes of postings that stand in the row of their term
+_POSTINGS = (
+    "COALESCE(lists.postings, CASE typeof(packed.postings) WHEN 'blob' THEN packed.postings END)"
+)
+_LISTS = "LEFT JOIN lists ON number = packed.postings"
 
 PostingPlaces = NDArray[np.int64]
 
@@ -60,13 +74,13 @@ class PostingBlock:
 
     Attributes:
       ids: [N] int64, 0 where a chunk has left.
-      lengths: [N] float64, terms of each chunk, repeats counted.
+      lengths: [N] uint32, terms of each chunk, repeats counted.
     """
 
     number: int
     xxh3: int
     ids: NDArray[np.int64]
-    lengths: NDArray[np.float64]
+    lengths: NDArray[np.uint32]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -76,28 +90,45 @@ class PackedChunks:
     Attributes:
       blocks: the number and the digest of each.
       starts: the place of its first chunk, by number.
+      sizes: how many chunks it has, by number.
       ids: [N] int64, 0 where a chunk has left.
-      lengths: [N] float64, terms of each chunk, repeats counted.
+      lengths: [N] unsigned, as short as they go, so that they stay in the processor's cache: terms
+        of each chunk, repeats counted.
     """
 
     blocks: tuple[tuple[int, int], ...]
     starts: Mapping[int, int]
+    sizes: Mapping[int, int]
     ids: NDArray[np.int64]
-    lengths: NDArray[np.float64]
+    lengths: NDArray[np.unsignedinteger[Any]]
     _held: list[tuple[NDArray[np.int64], NDArray[np.bool_]]] = dataclasses.field(
         default_factory=list, repr=False
     )
+    _zeros: list[NDArray[np.float64]] = dataclasses.field(default_factory=list, repr=False)
 
     @classmethod
     def of(cls, blocks: Sequence[PostingBlock]) -> "PackedChunks":
         """Those of these blocks."""
         ends = itertools.accumulate(len(block.ids) for block in blocks)
+        lengths = np.concatenate([block.lengths for block in blocks])
         return cls(
             tuple((block.number, block.xxh3) for block in blocks),
             dict(zip((block.number for block in blocks), (0, *ends), strict=False)),
+            {block.number: len(block.ids) for block in blocks},
             np.concatenate([block.ids for block in blocks]),
-            np.concatenate([block.lengths for block in blocks]),
+            lengths.astype(np.min_scalar_type(int(lengths.max()))),
         )
+
+    def zeros(self) -> NDArray[np.float64]:
+        """[N] zeros, for one search at a time; to be given back to ``take_back``."""
+        try:
+            return self._zeros.pop()
+        except IndexError:
+            return np.zeros(len(self.ids))
+
+    def take_back(self, zeros: NDArray[np.float64]) -> None:
+        """Keep what is zeros again: new ones cost more than most searches write."""
+        self._zeros[:] = [zeros]
 
     def hold(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Of every place whether its chunk is among these, which ascend: bool [N].
@@ -179,8 +210,15 @@ class Packed:
 
     def is_there(self) -> bool:
         """Whether the catalog may have blocks."""
+        return self._format() in PACKED_FORMATS
+
+    def _format(self) -> int:
         (version,) = self.connection.execute("PRAGMA user_version").fetchone()
-        return bool(version == PACKED)
+        return int(version)
+
+    def _postings(self) -> tuple[str, str]:
+        """The expression of a row's postings, and the table that it is to be joined with."""
+        return (_POSTINGS, _LISTS) if self._format() == PACKED else ("packed.postings", "")
 
     def blocks(self) -> list[PostingBlock]:
         """All blocks, ascending; those that did not change are not read again."""
@@ -205,7 +243,7 @@ class Packed:
             number,
             xxh3,
             np.frombuffer(ids, "<i8"),
-            np.frombuffer(lengths, "<u4").astype(np.float64),
+            np.frombuffer(lengths, "<u4"),
         )
 
     def _damaged(self, term: str) -> DamagedCatalogError:
@@ -214,8 +252,9 @@ class Packed:
     # Changes
 
     def start(self) -> None:
-        """Call before the first block is put: from then on the catalog may have some."""
-        self.make_tables()
+        """Call before blocks are changed: from then on the catalog may have some."""
+        for statement in _SCHEMA:
+            self.connection.execute(statement)
         self.connection.execute(f"PRAGMA user_version = {PACKED}")
 
     def clearing(self) -> bool:
@@ -259,11 +298,6 @@ class Packed:
             for term, (holders, counts) in pairs
         )
 
-    def make_tables(self) -> None:
-        """Make the tables that are not there."""
-        for statement in _SCHEMA:
-            self.connection.execute(statement)
-
     def new_number(self) -> int:
         """The number of a block to come."""
         (number,) = self.connection.execute(
@@ -281,10 +315,19 @@ class Packed:
             (number, len(ids), _digest(b"".join(parts)), *parts),
         )
 
-    def put_rows(self, rows: Iterable[tuple[object, ...]]) -> None:
+    def put_rows(self, rows: Iterable[tuple[Any, ...]]) -> None:
         """Add rows of terms."""
+        (last,) = self.connection.execute("SELECT COALESCE(MAX(number), 0) FROM lists").fetchone()
         for some in itertools.batched(rows, _ROWS):
-            self.connection.executemany(_INSERT, some)
+            long = [row for row in some if len(row[-1]) > _SHORT]
+            numbers = {id(row): last + place for place, row in enumerate(long, 1)}
+            last += len(long)
+            self.connection.executemany(
+                "INSERT INTO lists VALUES (?, ?)", [(numbers[id(row)], row[-1]) for row in long]
+            )
+            self.connection.executemany(
+                _INSERT, [(*row[:-1], numbers.get(id(row), row[-1])) for row in some]
+            )
 
     def _drop(self, number: int) -> None:
         self.connection.execute("DELETE FROM packed WHERE block = ?", (number,))
@@ -294,7 +337,7 @@ class Packed:
     def clear(self) -> None:
         """Forget all blocks."""
         if self.is_there():
-            self.make_tables()
+            self.start()
             for table in ("packed", "blocks", "joining", "leftover"):
                 self.connection.execute(f"DELETE FROM {table}")
             self.connection.execute("DROP TABLE IF EXISTS clearing")
@@ -305,7 +348,7 @@ class Packed:
 
         What no search sees goes altogether, as it may be of these chunks.
         """
-        self.make_tables()
+        self.start()
         for table in ("joining", "leftover"):
             self.connection.execute(
                 f"DELETE FROM packed WHERE block IN (SELECT block FROM {table})"
@@ -322,33 +365,32 @@ class Packed:
                     leaving.setdefault(term, []).append(place)
             ids, lengths = block.ids.copy(), block.lengths.astype(np.int64)
             for some in itertools.batched(sorted(leaving), _ROWS):
-                written, empty = [], []
+                written = []
                 for term, holders, postings in self._rows(block.number, some):
-                    own, counts = self._unpacked(term, postings, holders)
+                    own, counts = self._unpacked(block, term, postings, holders)
                     stay = ~np.isin(own, leaving[term])
                     if stay.any():
                         written.append(
                             _row(block.number, term, ids, lengths, own[stay], counts[stay])
                         )
-                    else:
-                        empty.append((block.number, term))
-                self.connection.executemany(
-                    _INSERT.replace("INSERT", "INSERT OR REPLACE", 1), written
+                self.connection.execute(
+                    "DELETE FROM packed WHERE block = ? AND term IN "
+                    "(SELECT value FROM json_each(?))",
+                    (block.number, json.dumps(some)),
                 )
-                self.connection.executemany(
-                    "DELETE FROM packed WHERE block = ? AND term = ?", empty
-                )
+                self.put_rows(written)
             ids[places] = lengths[places] = 0
             if ids.any():
                 self.put_chunks(block.number, ids, lengths)
             else:
                 self._drop(block.number)
 
-    def _rows(self, number: int, terms: Sequence[str]) -> list[tuple[str, int, bytes]]:
+    def _rows(self, number: int, terms: Sequence[str]) -> list[tuple[str, int, bytes | None]]:
         """Terms, holders and postings of a block's rows."""
+        postings, lists = self._postings()
         return self.connection.execute(
-            "SELECT term, holders, postings FROM json_each(?) CROSS JOIN packed "
-            "ON block = ? AND term = json_each.value",
+            f"SELECT term, holders, {postings} FROM json_each(?) CROSS JOIN packed "
+            f"ON block = ? AND term = json_each.value {lists}",
             (json.dumps(terms), number),
         ).fetchall()
 
@@ -389,10 +431,11 @@ class Packed:
         name = tuple((chunks.starts[head.block], head.content) for head in heads)
         held = self._held.get(name)
         if held is None:
+            postings, lists = self._postings()
             rows = dict(
                 self.connection.execute(
-                    "SELECT block, postings FROM json_each(?) CROSS JOIN packed "
-                    "ON block = value AND term = ?",
+                    f"SELECT block, {postings} FROM json_each(?) CROSS JOIN packed "
+                    f"ON block = value AND term = ? {lists}",
                     (json.dumps([head.block for head in heads]), heads[0].term),
                 ).fetchall()
             )
@@ -401,7 +444,8 @@ class Packed:
                 data = rows.get(head.block)
                 if data is None or _digest(data) != head.content:
                     raise self._damaged(head.term)
-                own, times = self._views(head.term, data, head.holders)
+                number = chunks.sizes[head.block]
+                own, times = self._views(number, head.term, data, head.holders)
                 places.append(own + np.int32(chunks.starts[head.block]))
                 counts.append(times)
             held = np.concatenate(places), np.concatenate(counts)
@@ -409,17 +453,27 @@ class Packed:
         return held
 
     def _unpacked(
-        self, term: str, postings: bytes, holders: int
+        self, block: PostingBlock, term: str, postings: bytes | None, holders: int
     ) -> tuple[PostingPlaces, NDArray[np.int64]]:
-        places, counts = self._views(term, postings, holders)
+        places, counts = self._views(len(block.ids), term, postings, holders)
         return places.astype(np.int64), counts.astype(np.int64)
 
-    def _views(self, term: str, postings: bytes, holders: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        width, rest = divmod(len(postings) - 2 * holders, max(1, holders))
+    def _views(
+        self, chunks: int, term: str, postings: bytes | None, holders: int
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Places and counts of a row of a block of so many chunks."""
+        data, parts = postings or b"", _parts(chunks)
+        start = 4 * parts
+        width, rest = divmod(len(data) - start - 2 * holders, max(1, holders))
         if width not in (1, 2, 4) or rest:
             raise self._damaged(term)
-        places = np.frombuffer(postings, "<u2", holders)
-        return places, np.frombuffer(postings, f"<u{width}", holders, 2 * holders)
+        places: NDArray[Any] = np.frombuffer(data, "<u2", holders, start)
+        if parts:
+            sizes = np.frombuffer(data, "<u4", parts)
+            if sizes.sum() != holders:
+                raise self._damaged(term)
+            places = places + np.repeat(np.arange(parts, dtype=np.int32) << _PART, sizes)
+        return places, np.frombuffer(data, f"<u{width}", holders, start + 2 * holders)
 
     def all_postings(self) -> Iterator[tuple[str, NDArray[np.int64], NDArray[np.int64]]]:
         """Term, chunk ids and counts of every row of every block, in no order of terms."""
@@ -434,15 +488,16 @@ class Packed:
     def checked_rows(self, block: PostingBlock, after: str, limit: int) -> list[PackedRow]:
         """The next rows of a block by term, held against digests. Raises DamagedCatalogError."""
         found = []
+        column, lists = self._postings()
         for term, number, *values, xxh3, postings in self.connection.execute(
-            "SELECT term, block, holders, weight, most, least, content, xxh3, postings FROM packed "
-            "WHERE block = ? AND term > ? ORDER BY term LIMIT ?",
+            f"SELECT term, block, holders, weight, most, least, content, xxh3, {column} "
+            f"FROM packed {lists} WHERE block = ? AND term > ? ORDER BY term LIMIT ?",
             (block.number, after, limit),
         ).fetchall():
             head = Head(number, term, *values)
-            if head.xxh3 != xxh3 or _digest(postings) != head.content:
+            if head.xxh3 != xxh3 or postings is None or _digest(postings) != head.content:
                 raise self._damaged(head.term)
-            found.append((head, *self._unpacked(head.term, postings, head.holders)))
+            found.append((head, *self._unpacked(block, head.term, postings, head.holders)))
         return found
 
 
@@ -453,27 +508,36 @@ def _row(
     lengths: NDArray[np.int64],
     places: NDArray[np.int64],
     counts: NDArray[np.int64],
-) -> tuple[object, ...]:
+) -> tuple[Any, ...]:
     """The row of a term."""
     weight = int(((ids[places] * (2 * counts + 1)) & _LOW).sum())
     least = int(lengths[places].min())
-    return packed_row(number, term, places, counts, weight, int(counts.max()), least)
+    return packed_row(number, len(ids), term, places, counts, weight, int(counts.max()), least)
 
 
 def packed_row(
     number: int,
+    chunks: int,
     term: str,
     places: NDArray[np.int64],
     counts: NDArray[np.int64],
     weight: int,
     most: int,
     least: int,
-) -> tuple[object, ...]:
-    """The row of a term; the last three are those of ``Head``."""
+) -> tuple[Any, ...]:
+    """The row of a term in a block of so many chunks; the last three are those of ``Head``."""
     width = 1 if most < 1 << 8 else 2 if most < 1 << 16 else 4
-    postings = places.astype("<u2").tobytes() + counts.astype(f"<u{width}").tobytes()
+    own = places & ((1 << _PART) - 1)
+    postings = own.astype("<u2").tobytes() + counts.astype(f"<u{width}").tobytes()
+    if parts := _parts(chunks):
+        postings = np.bincount(places >> _PART, minlength=parts).astype("<u4").tobytes() + postings
     head = Head(number, term, len(places), weight, most, least, _digest(postings))
     return (*head, head.xxh3, postings)
+
+
+def _parts(chunks: int) -> int:
+    """Of how many parts a row of a block of so many chunks tells how many holders they have."""
+    return -(-chunks >> _PART) if chunks > 1 << _PART else 0
 
 
 def _digest(data: bytes) -> int:

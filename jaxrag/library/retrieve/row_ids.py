@@ -38,18 +38,20 @@ class RowIds:
     def _forget(self) -> None:
         self._held: tuple[Ids, Ids] = np.zeros(0, np.int64), np.zeros(0, np.int64)
 
-    def of(self, numbers: Ids, rows: int) -> Ids:
-        """The ids of rows [N] that were just found in a table of so many rows, int64 [N].
+    def of(self, numbers: Ids, count: Callable[[], int]) -> Ids:
+        """The ids of rows [N] that were just found, int64 [N]; ``count`` tells how many there are.
 
         NOTHING stands for a row that is gone by now.
         """
         if not len(numbers):
             return numbers
         with self._lock:
-            if self._is_another() or len(self._held[0]) > max(_LEFT * rows, _FEW):
+            if self._is_another():
                 self._forget()
             found = self._among_held(numbers)
             if (found == NOTHING).any():
+                if len(self._held[0]) > max(_LEFT * count(), _FEW):
+                    self._forget()
                 self._add()
                 found = self._among_held(numbers)
             return found

@@ -20,7 +20,7 @@ from jaxrag.library.documents import Document
 from jaxrag.library.documents.chunking import Chunk
 from jaxrag.library.retrieve import bm25, joining, packed, packing
 from jaxrag.library.retrieve.bm25 import BM25Index
-from jaxrag.library.retrieve.packed import PACKED
+from jaxrag.library.retrieve.packed import PACKED, Packed
 
 WORDS = [f"w{n}" for n in range(80)]
 
@@ -29,11 +29,13 @@ def pack_early():
     """Few chunks are many, so that postings are packed and blocks joined all the time."""
     bm25._MANY_CHUNKS, bm25._AT_ONCE, packing._LOOSE = 30, 6, 6
     joining._TIERS, packed._ROWS, joining._TERMS, joining._DROPPED = (16, 64), 7, 2, 5
+    packed._PART, packed._SHORT = 4, 12
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     names = [(bm25, "_MANY_CHUNKS"), (bm25, "_AT_ONCE"), (packing, "_LOOSE"), (packed, "_ROWS")]
+    names += [(packed, "_PART"), (packed, "_SHORT")]
     for module, name in [*names, *((joining, it) for it in ("_TIERS", "_TERMS", "_DROPPED"))]:
         monkeypatch.setattr(module, name, getattr(module, name))
     pack_early()
@@ -262,6 +264,7 @@ def test_joining_that_ends_between_any_two_steps_goes_on_later(tmp_path, monkeyp
                 unfinished += catalog._database.connection.execute(rows).fetchone()[0] > 0
     assert unfinished > 10
     left[0] = 10**6
+    monkeypatch.setattr("jaxrag.library.catalog.catalog._JOIN_STEPS", 10**6)
     with contextlib.closing(Catalog.open(path)) as catalog:
         for n in range(60, 64):
             catalog.put([entry(catalog, f"d{n}", rng)])
@@ -270,3 +273,68 @@ def test_joining_that_ends_between_any_two_steps_goes_on_later(tmp_path, monkeyp
             "SELECT DISTINCT block FROM packed")}  # fmt: skip
         assert numbers == {block.number for block in blocks}, "nothing is left of what was joined"
         check(catalog)
+
+
+def test_an_addition_joins_for_some_steps_and_later_ones_go_on(tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxrag.library.catalog.catalog._JOIN_STEPS", 3)
+    step, taken = joining.Joining.step, []
+    monkeypatch.setattr(joining.Joining, "step", lambda self: taken.append(1) or step(self))
+    rng = random.Random(6)
+    with contextlib.closing(Catalog.create(tmp_path / "c.sqlite", {"vectors": None})) as catalog:
+        most = []
+        for n in range(400):
+            taken.clear()
+            catalog.put([entry(catalog, f"d{n}", rng)])
+            most.append(len(taken))
+        assert max(most) == 3 and sum(most) > 300
+        check(catalog)
+        sizes = [len(block.ids) for block in catalog._index.packed.blocks()]
+        assert max(sizes) > 16, "blocks are joined nevertheless"
+
+
+@pytest.mark.parametrize("first", ["add", "remove"])
+def test_a_catalog_of_format_5_is_read_and_gets_lists_when_it_is_written(
+    tmp_path, monkeypatch, first
+):
+    path = tmp_path / "catalog.sqlite"
+    rng = random.Random(7)
+    with monkeypatch.context() as before:
+        before.setattr(packed, "PACKED", 5)
+        before.setattr(packed, "_SHORT", 10**9)
+        before.setattr(packed, "_SCHEMA", [it for it in packed._SCHEMA if "list" not in it])
+        before.setattr(packed, "_LISTS", "")
+        before.setattr(packed, "_POSTINGS", "packed.postings")
+        before.setattr(Packed, "put_rows", put_rows_of_format_5)
+        with contextlib.closing(Catalog.create(path, {"vectors": None})) as catalog:
+            for n in range(30):
+                catalog.put([entry(catalog, f"d{n}", rng)])
+            catalog.remove(["d3"])
+
+    def state(catalog):
+        connection = catalog._database.connection
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master")}
+        return version, "lists" in tables
+
+    with contextlib.closing(Catalog.open(path)) as catalog:
+        check(catalog)
+        assert state(catalog) == (5, False), "nothing was written"
+        if first == "add":
+            catalog.put([entry(catalog, f"new{n}", rng) for n in range(3)])
+        else:
+            catalog.remove(["d4"])
+        check(catalog)
+        assert state(catalog) == (6, True)
+        for n in range(5, 25):
+            catalog.put([entry(catalog, f"d{n}", rng, 1)])
+            catalog.remove([f"d{n - 1}"])
+        check(catalog)
+        count = "SELECT COUNT(*) FROM {}".format
+        (lists,) = catalog._database.connection.execute(count("lists")).fetchone()
+        where = " WHERE typeof(postings) = 'integer'"
+        (named,) = catalog._database.connection.execute(count("packed") + where).fetchone()
+        assert lists == named > 0, "a list goes with its row"
+
+
+def put_rows_of_format_5(self, rows):
+    self.connection.executemany(packed._INSERT, rows)

@@ -1,5 +1,7 @@
 """Indexes that are approximate when large, made to be so with few rows: recall, growth, filters."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -93,9 +95,9 @@ def test_partitions_are_added_until_enough_is_found():
     def ask(partitions):
         return [np.arange(min(10, partitions // 4))] * 4
 
-    assert probes.measured(7, 1000, exact, ask) == Probes(7, 51, 1000)
-    assert probes.measured(7, 20, exact, ask) == Probes(7, 20, 20)
-    assert probes.measured(7, 1000, exact, lambda partitions: exact) == Probes(7, 10, 1000)
+    assert probes.measured(7, 1000, exact, ask) == Probes(7, 40)
+    assert probes.measured(7, 20, exact, ask) == Probes(7, 20)
+    assert probes.measured(7, 1000, exact, lambda partitions: exact) == Probes(7, 8)
 
 
 def test_what_was_measured_is_kept_and_a_damaged_file_tells_nothing(tmp_path):
@@ -146,6 +148,32 @@ def test_rows_that_others_remove_meanwhile_are_not_compared(tmp_path, monkeypatc
     index.add(np.arange(ROWS), data)
     assert is_approximate(index)
     assert probes.read(tmp_path).rows == ROWS
+
+
+def test_what_was_measured_for_another_recall_is_measured_again(tmp_path):
+    index = VectorIndex.open(tmp_path, DIM)
+    index.add(np.arange(ROWS), clustered(1, ROWS))
+    index.close()
+    known = Probes(ROWS, 3, 0.995)
+    old = {"rows": ROWS, "partitions": 3, "xxh3": known.xxh3}  # as it was before it told the recall
+    (tmp_path / probes.FILE).write_text(json.dumps(old))
+    assert probes.read(tmp_path) == known
+    index = VectorIndex.open(tmp_path, DIM)
+    index.add(np.array([ROWS]), clustered(2, 1))
+    assert probes.read(tmp_path).recall == probes.RECALL
+
+
+def test_removing_some_does_not_measure_again(tmp_path):
+    index = VectorIndex.open(tmp_path, DIM)
+    index.add(np.arange(ROWS), clustered(1, ROWS))
+    for place in range(50):
+        index.remove(np.arange(10 * place, 10 * place + 10))
+    assert probes.read(tmp_path).rows == ROWS
+    index.remove(np.arange(500, 800))
+    index.close()
+    index = VectorIndex.open(tmp_path, DIM)
+    index.remove(np.array([800]))
+    assert probes.read(tmp_path).rows == 1199
 
 
 def test_without_the_file_every_partition_is_compared(grown):

@@ -37,6 +37,8 @@ def small(monkeypatch):
     monkeypatch.setattr(joining, "MOST_CHUNKS", 100)
     monkeypatch.setattr(packed, "MOST_CHUNKS", 100)
     monkeypatch.setattr(packed, "_ROWS", 5)
+    monkeypatch.setattr(packed, "_PART", 4)
+    monkeypatch.setattr(packed, "_SHORT", 12)
     monkeypatch.setattr(joining, "_TERMS", 7)
     monkeypatch.setattr(joining, "_DROPPED", 11)
 

@@ -1,6 +1,5 @@
 """Ids of found rows, which are held in memory: rows that come, leave, move, and another table."""
 
-import contextlib
 import shutil
 
 import numpy as np
@@ -8,7 +7,6 @@ import pytest
 
 from jaxrag.library.retrieve import lance, row_ids
 from jaxrag.library.retrieve.lance import VectorIndex
-from jaxrag.library.retrieve.probes import Probes
 from jaxrag.library.retrieve.row_ids import RowIds
 
 DIM = 8
@@ -41,15 +39,17 @@ def test_only_rows_that_came_since_are_read(tmp_path):
     table = Table()
     table.ids = {0: 70, 1: 71, 1 << 32: 80}
     known = RowIds(tmp_path, table.read)
-    assert known.of(np.array([1 << 32, 0, 1]), 3).tolist() == [80, 70, 71]
-    assert known.of(np.array([1, 0]), 3).tolist() == [71, 70] and table.asked == [0]
+    assert known.of(np.array([1 << 32, 0, 1]), lambda: 3).tolist() == [80, 70, 71]
+    assert known.of(np.array([1, 0]), lambda: 3).tolist() == [71, 70] and table.asked == [0]
     table.ids |= {(1 << 32) + 1: 81, 2 << 32: 90}
-    assert known.of(np.array([2 << 32, 0]), 5).tolist() == [90, 70]
+    assert known.of(np.array([2 << 32, 0]), lambda: 5).tolist() == [90, 70]
     assert table.asked == [0, (1 << 32) + 1]
-    assert known.of(np.array([5 << 32, 1]), 5).tolist() == [-1, 71], "a row that is gone by now"
-    assert known.of(np.zeros(0, np.int64), 5).tolist() == []
+    assert known.of(np.array([5 << 32, 1]), lambda: 5).tolist() == [-1, 71], (
+        "a row that is gone by now"
+    )
+    assert known.of(np.zeros(0, np.int64), lambda: 5).tolist() == []
     known.close()
-    assert known.of(np.array([0]), 5).tolist() == [70], "closed, it starts again"
+    assert known.of(np.array([0]), lambda: 5).tolist() == [70], "closed, it starts again"
 
 
 def test_rows_that_left_are_let_go(tmp_path, monkeypatch):
@@ -57,11 +57,12 @@ def test_rows_that_left_are_let_go(tmp_path, monkeypatch):
     table = Table()
     table.ids = {number: number + 100 for number in range(100)}
     known = RowIds(tmp_path, table.read)
-    known.of(np.array([3]), 100)
+    known.of(np.array([3]), lambda: 100)
     for number in range(90):
         del table.ids[number]
-    assert known.of(np.array([95]), 10).tolist() == [195]
-    assert len(known._held[0]) == 10
+    table.ids[100] = 200
+    assert known.of(np.array([95, 100]), lambda: 11).tolist() == [195, 200]
+    assert len(known._held[0]) == 11
 
 
 def test_another_folder_in_its_place_is_read_anew(tmp_path):
@@ -69,14 +70,14 @@ def test_another_folder_in_its_place_is_read_anew(tmp_path):
     folder.mkdir()
     table.ids = {0: 1, 1: 2}
     known = RowIds(folder, table.read)
-    assert known.of(np.array([0, 1]), 2).tolist() == [1, 2]
+    assert known.of(np.array([0, 1]), lambda: 2).tolist() == [1, 2]
     for ids in ({0: 2, 1: 1}, {0: 9, 1: 8}):  # the numbers are the same
         shutil.rmtree(folder)
         folder.mkdir()
         table.ids = ids
-        assert known.of(np.array([0, 1]), 2).tolist() == list(ids.values())
+        assert known.of(np.array([0, 1]), lambda: 2).tolist() == list(ids.values())
     in_memory = RowIds(None, table.read)
-    assert in_memory.of(np.array([1]), 2).tolist() == [8]
+    assert in_memory.of(np.array([1]), lambda: 2).tolist() == [8]
 
 
 @pytest.mark.parametrize("rows_of_index", [10**9, 100], ids=["compared", "indexed"])
@@ -102,18 +103,3 @@ def test_found_ids_are_those_of_the_vectors_whatever_happens_to_rows(
             assert nearest(one, data[list(held.values())]) == list(held)
     index.close()
     reader.close()
-
-
-def test_an_index_of_before_is_made_anew_with_smaller_partitions(tmp_path, monkeypatch):
-    monkeypatch.setattr(lance, "_INDEX_FROM", 1000)
-    monkeypatch.setattr(lance, "_ROWS_OF_PARTITION", 20)
-    with contextlib.closing(VectorIndex.open(tmp_path, DIM)) as index:
-        index.add(np.arange(2000), vectors(1, 2000))
-    known = lance.probes.read(tmp_path)
-    assert known.of == 100 and known.rows == 2000
-    lance.probes.write(tmp_path, Probes(2000, 3))
-    with contextlib.closing(VectorIndex.open(tmp_path, DIM)) as index:
-        assert index._partitions() == 3
-        index.add(np.array([2000]), vectors(2, 1))
-        assert lance.probes.read(tmp_path).of == 101
-        assert index._partitions() == lance.probes.read(tmp_path).partitions > 3
