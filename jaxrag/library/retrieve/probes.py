@@ -24,7 +24,7 @@ DEPTH = 10
 ASKED = 64  # vectors
 _FEWEST = 8
 _STEP = 1.2  # times as many partitions
-_GROWN = 1.5  # times as many rows, or as few, from which it is measured again
+_GROWN = 1.2  # times as many rows, or as few, from which it is measured again
 _RECALL_BEFORE = 0.995  # of files that do not tell
 
 
