@@ -89,6 +89,7 @@ class Database:
         self._lock = threading.RLock()  # of the connection that reads
         self._write_lock = threading.RLock()  # of the other one; taken first where both are
         self._depth = 0  # of ``use`` within ``use``
+        self._closed = False
         self.checked = True
         with _OPEN_LOCK:
             _OPEN.add(self)
@@ -96,6 +97,7 @@ class Database:
     def close(self) -> None:
         """Close the file; nothing can be done with it afterwards."""
         with self._write_lock, self._lock:
+            self._closed = True
             self._close()
         with _OPEN_LOCK:
             _OPEN.discard(self)
@@ -174,7 +176,8 @@ class Database:
         """The connection of transactions, held by this thread."""
         with self._write_lock, _as_store_errors(self.path):
             if self._writing is None:
-                _ = self._reading.filename  # an error where it was closed
+                if self._closed:
+                    raise apsw.ConnectionClosedError("The connection has been closed")
                 self._writing = _connect(self.path, self.writable)
             before, self._writer = self._writer, threading.get_ident()
             try:

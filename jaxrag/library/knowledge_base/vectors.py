@@ -66,7 +66,7 @@ class ChunkVectors:
         self.settings = settings
         self._given = embedder
         self._mode: Mode = mode
-        self._compared: tuple[object, Compared] | None = None  # the last comparison
+        self._compared: tuple[tuple[object, int], Compared] | None = None  # the last comparison
         self._compared_at = (-math.inf, 0.0)  # when that was, and how long it took
         self._index: VectorIndex | None = None
         self._opening = threading.Lock()  # two threads that ask first get one index
@@ -128,12 +128,13 @@ class ChunkVectors:
         every chunk was embedded only damage leaves one without. The ids are compared one by one:
         vectors of chunks that are gone must not stand for others.
         """
-        version = (catalog.version(), len(self.index))
         start = time.monotonic()
         at, taken = self._compared_at
-        recent = start - at < _SHARE * taken and version[1] >= _MANY
-        if lately and recent and self._compared is not None:
-            return self._compared[1]
+        if lately and self._compared is not None and start - at < _SHARE * taken:
+            (_, count), compared = self._compared
+            if count >= _MANY:
+                return compared
+        version = (catalog.version(), len(self.index))
         if self._compared is None or self._compared[0] != version:
             self._compare(version, catalog)
             end = time.monotonic()
@@ -141,7 +142,7 @@ class ChunkVectors:
         assert self._compared is not None
         return self._compared[1]
 
-    def _compare(self, version: object, catalog: Catalog) -> None:
+    def _compare(self, version: tuple[object, int], catalog: Catalog) -> None:
         totals, held = catalog.totals(), self.index.ids()
         if totals is not None and totals.has_ids(held):
             self._compared = version, Compared(held[:0], held[:0])

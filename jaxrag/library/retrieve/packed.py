@@ -30,7 +30,7 @@ PACKED_FORMATS = (5, PACKED)  # format 5 has blocks of up to 65,536 chunks, and 
 MOST_CHUNKS = 1 << 18  # of a block: removing a chunk writes the rows of all of its terms anew
 _PART = 16  # bits of a place that are in a row
 _ROWS = 2048  # that are read or written at once
-_MOST_HELD = 128 << 20  # bytes of postings that are remembered
+_MOST_HELD = 96 << 20  # bytes of postings that are remembered
 _LOW = 0xFFFFFFFF
 _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS blocks (block INTEGER PRIMARY KEY, chunks INTEGER NOT NULL, "

@@ -279,6 +279,34 @@ def test_commits_are_durable_and_concurrent(catalog):
     assert connection.execute("PRAGMA synchronous").fetchone() == (2,)
 
 
+def test_the_first_change_does_not_touch_what_another_thread_reads(catalog):
+    """SQLite's library refuses a connection that is busy in another thread."""
+    begun, end = threading.Event(), threading.Event()
+    statement = "WITH n(i) AS (VALUES (1) UNION ALL SELECT i + 1 FROM n) SELECT SUM(seen(i)) FROM n"
+
+    def seen(_):
+        begun.set()
+        if end.is_set():
+            raise StopIteration
+        return 1
+
+    def read():
+        with contextlib.suppress(Exception), catalog._database.use() as connection:
+            connection.create_scalar_function("seen", seen)
+            connection.execute(statement).fetchall()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        assert begun.wait(10)
+        for _ in range(20):
+            catalog._database._writing = None
+            catalog.reserve(1)
+    finally:
+        end.set()
+        reader.join()
+
+
 def test_threads_share_one_catalog(catalog):
     catalog.put([entry(catalog, "a", "lamp")])
     found, errors = [], []
