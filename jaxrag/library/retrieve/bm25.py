@@ -352,8 +352,8 @@ class BM25Index:
         name = json.dumps([condition, operands])
         if version is not None and version == self._seen.version and name in self._seen.allowed:
             return self._seen.allowed[name]
-        rows = self.connection.execute(_MATCHING.format(condition), operands).fetchall()
-        found = np.sort(np.fromiter((row[0] for row in rows), np.int64, len(rows)))
+        rows = self.connection.execute(_MATCHING.format(condition), operands)
+        found = np.sort(np.fromiter((row[0] for row in rows), np.int64))
         if version is not None:
             if version != self._seen.version:
                 self._seen.version, self._seen.terms, self._seen.allowed = version, {}, {}
