@@ -83,6 +83,7 @@ class Joining:
         ids = np.concatenate([block.ids for block in blocks])
         stays = ids > 0
         places = np.cumsum(stays) - 1  # of those that stay
+        count = int(stays.sum())
         starts = np.cumsum([0, *(len(block.ids) for block in blocks)]).tolist()
         parts = [self.packed.checked_rows(block, after, _TERMS) for block in blocks]
         ends = [part[-1][0].term for part in parts if len(part) == _TERMS]
@@ -102,7 +103,7 @@ class Joining:
             rows.append(
                 packed_row(
                     number,
-                    int(stays.sum()),
+                    count,
                     term,
                     np.concatenate(own),
                     np.concatenate(counts),

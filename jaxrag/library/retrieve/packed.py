@@ -319,15 +319,14 @@ class Packed:
         """Add rows of terms."""
         (last,) = self.connection.execute("SELECT COALESCE(MAX(number), 0) FROM lists").fetchone()
         for some in itertools.batched(rows, _ROWS):
-            long = [row for row in some if len(row[-1]) > _SHORT]
-            numbers = {id(row): last + place for place, row in enumerate(long, 1)}
-            last += len(long)
-            self.connection.executemany(
-                "INSERT INTO lists VALUES (?, ?)", [(numbers[id(row)], row[-1]) for row in long]
-            )
-            self.connection.executemany(
-                _INSERT, [(*row[:-1], numbers.get(id(row), row[-1])) for row in some]
-            )
+            lists, made = [], []
+            for *head, postings in some:
+                if len(postings) > _SHORT:
+                    last += 1
+                    lists.append((last, postings))
+                made.append((*head, last if len(postings) > _SHORT else postings))
+            self.connection.executemany("INSERT INTO lists VALUES (?, ?)", lists)
+            self.connection.executemany(_INSERT, made)
 
     def _drop(self, number: int) -> None:
         self.connection.execute("DELETE FROM packed WHERE block = ?", (number,))
@@ -444,8 +443,8 @@ class Packed:
                 data = rows.get(head.block)
                 if data is None or _digest(data) != head.content:
                     raise self._damaged(head.term)
-                number = chunks.sizes[head.block]
-                own, times = self._views(number, head.term, data, head.holders)
+                size = chunks.sizes[head.block]
+                own, times = self._views(size, head.term, data, head.holders)
                 places.append(own + np.int32(chunks.starts[head.block]))
                 counts.append(times)
             held = np.concatenate(places), np.concatenate(counts)

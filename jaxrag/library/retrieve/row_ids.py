@@ -2,8 +2,9 @@
 
 A search of an index finds rows by number. Reading the ids of 50 of a million rows takes longer than
 comparing the question with 100,000. A row's number never names another row of the same table, so
-what was read stays right: rows that came since have larger numbers, and those that left are not
-found any more.
+what was read stays right, and those that left are not found any more. Rows that came since have
+larger numbers, but for those that a compaction moved while another process added some: it reserves
+its numbers beforehand.
 """
 
 import contextlib
@@ -54,6 +55,10 @@ class RowIds:
                     self._forget()
                 self._add()
                 found = self._among_held(numbers)
+            if (found == NOTHING).any():  # of a compaction, or gone
+                self._forget()
+                self._add()
+                found = self._among_held(numbers)
             return found
 
     def _among_held(self, numbers: Ids) -> Ids:
@@ -90,3 +95,7 @@ class RowIds:
             if self._descriptor is not None:
                 os.close(self._descriptor)
                 self._descriptor = None
+
+    def __del__(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)

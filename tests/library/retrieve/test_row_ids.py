@@ -1,5 +1,6 @@
 """Ids of found rows, which are held in memory: rows that come, leave, move, and another table."""
 
+import os
 import shutil
 
 import numpy as np
@@ -50,6 +51,25 @@ def test_only_rows_that_came_since_are_read(tmp_path):
     assert known.of(np.zeros(0, np.int64), lambda: 5).tolist() == []
     known.close()
     assert known.of(np.array([0]), lambda: 5).tolist() == [70], "closed, it starts again"
+
+
+def test_rows_that_came_with_smaller_numbers_are_found(tmp_path):
+    """A compaction reserves its numbers, and another process adds rows before it is done."""
+    table = Table()
+    table.ids = {0: 70, 9 << 32: 90}
+    known = RowIds(tmp_path, table.read)
+    assert known.of(np.array([9 << 32]), lambda: 2).tolist() == [90]
+    table.ids = {5 << 32: 70, 9 << 32: 90}
+    assert known.of(np.array([5 << 32, 9 << 32]), lambda: 2).tolist() == [70, 90]
+
+
+def test_an_open_folder_is_let_go(tmp_path):
+    table = Table()
+    table.ids = {0: 1}
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        RowIds(tmp_path, table.read).of(np.array([0]), lambda: 1)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_rows_that_left_are_let_go(tmp_path, monkeypatch):
