@@ -22,12 +22,11 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from script import More, run_script
+from script import run_script
 
 from jaxrag.base.config import DType, ModelConfig
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import option, parse_count, parse_counts
-from jaxrag.cli.options import add_earlier_name
 from jaxrag.engine.away import start_row
 from jaxrag.engine.decoding import Lane, lane_of
 from jaxrag.engine.direct import map_request, prefill_observed, unmap
@@ -334,13 +333,9 @@ def _share(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.1f}%"
 
 
-def _earlier_name(parser: argparse.ArgumentParser) -> None:
-    add_earlier_name(parser, "--rules", "rules", type=rules_of)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; returns the exit code."""
-    return run_script(__doc__, DecodeOptions, run, report, argv, more=More(_earlier_name))
+    return run_script(__doc__, DecodeOptions, run, report, argv)
 
 
 if __name__ == "__main__":

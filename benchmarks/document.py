@@ -29,12 +29,11 @@ import jax
 import numpy as np
 from decode_rules import DecodeOptions
 from ingest_throughput import invented_texts
-from script import More, run_script
+from script import run_script
 from tokenizers import Tokenizer
 
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import option, parse_count
-from jaxrag.cli.options import add_earlier_name
 from jaxrag.measure.machine import describe
 from jaxrag.measure.zoo import random_named
 from jaxrag.models.export import export_hf
@@ -280,8 +279,7 @@ def report(result: dict[str, Any]) -> Iterator[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; returns the exit code."""
-    earlier = More(lambda parser: add_earlier_name(parser, "--questions", "questions"))
-    return run_script(__doc__, DocumentOptions, run, report, argv, more=earlier)
+    return run_script(__doc__, DocumentOptions, run, report, argv)
 
 
 if __name__ == "__main__":

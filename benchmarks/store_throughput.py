@@ -7,7 +7,6 @@ they were dropped from it and seen to be gone.
 example: python benchmarks/store_throughput.py --chunks 8 --layers 32 --chunk-tokens 512
 """
 
-import argparse
 import ctypes
 import dataclasses
 import functools
@@ -26,12 +25,11 @@ from typing import Any
 
 import numpy as np
 from rounds import in_turn, seconds_of
-from script import More, run_script
+from script import run_script
 
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import option, parse_count
 from jaxrag.base.types import HostArray
-from jaxrag.cli.options import add_earlier_name
 from jaxrag.kv.store import (
     ChunkStore,
     KVLayout,
@@ -284,14 +282,9 @@ def _cells(rate: dict[str, float] | None, base: dict[str, float] | None) -> str:
     return f" {rate['median']:7.2f} {rate['best']:7.2f}{ratio}"
 
 
-def _earlier_names(parser: argparse.ArgumentParser) -> None:
-    add_earlier_name(parser, "--rounds", "rounds")
-    add_earlier_name(parser, "--tokens", "tokens")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; returns the exit code."""
-    return run_script(__doc__, StoreOptions, run, report, argv, more=More(_earlier_names))
+    return run_script(__doc__, StoreOptions, run, report, argv)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,7 @@ nothing and touches no device.
 """
 
 import importlib
-import sys
 from typing import TYPE_CHECKING, Any
-
-from jaxrag.base.moved import MovedFinder
 
 if TYPE_CHECKING:
     from jaxrag.base.errors import JaxragError
@@ -56,8 +53,6 @@ _MODULES = {
     "read_paths": "jaxrag.library.documents",
     "warm_up": "jaxrag.serve.warm",
 }
-
-sys.meta_path.append(MovedFinder())
 
 __all__ = [
     "METHODS",

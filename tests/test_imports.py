@@ -2,7 +2,6 @@
 
 import ast
 import graphlib
-import importlib
 import json
 import os
 import subprocess
@@ -10,8 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from jaxrag.base.moved import MOVED
 
 ROOT = Path(__file__).parents[1]
 
@@ -248,26 +245,3 @@ print(json.dumps({
         "x64": False,
         "precision": None,
     }
-
-
-def test_paths_of_version_0_1_lead_to_the_modules_of_today():
-    program = """
-import importlib, json, sys, warnings
-for name, now in json.loads(sys.argv[1]).items():
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
-        earlier = importlib.import_module(f"jaxrag.{name}")
-    module = importlib.import_module(f"jaxrag.{now}")
-    assert earlier is module and module.__spec__.name == module.__name__ == f"jaxrag.{now}"
-    assert [str(one.message) for one in heard] == [f"jaxrag.{name} is jaxrag.{now} now"]
-"""
-    command = [sys.executable, "-c", program, json.dumps(MOVED)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_name_that_never_was_is_not_found():
-    with pytest.raises(ModuleNotFoundError):
-        importlib.import_module("jaxrag.nowhere")
-    with pytest.warns(DeprecationWarning), pytest.raises(ModuleNotFoundError):
-        importlib.import_module("jaxrag.store.nowhere")

@@ -17,7 +17,6 @@ import re
 import tarfile
 import tempfile
 import typing
-import warnings
 from pathlib import Path
 
 import pytest
@@ -34,12 +33,6 @@ PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples")
 MADE = ("Document", "Method", "PromptTemplate", "Sampling", "SamplingParams")  # by users
 WHOLE = ("KnowledgeBase", "Result", "Stream", "AsyncStream")  # their methods are public, too
 OF_MODEL = ("fingerprint", "logits", "prompt_format", "text_tokenizer")  # docs/api.md
-# Benchmarks that are scripts since 0.2: their names refuse, in one line that says which script
-# (tests/cli), and take no options.
-SCRIPTS = (
-    "explain", "document", "decode", "decode-throughput", "ingest", "prefill", "store",
-    "train-step",
-)  # fmt: skip
 BY_ORDER = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -239,14 +232,7 @@ def lost(before, now, where=""):
 
 @pytest.mark.parametrize("part", [it for it in PARTS if it != "functions"])
 def test_nothing_is_lost(golden, part):
-    moved = tuple(f"[jaxrag bench {name}]" for name in SCRIPTS)
-    moved += ("[jaxrag bench serve][--fusionrag]",)
-    assert not [it for it in lost(golden[part], PARTS[part]()) if not it.startswith(moved)]
-
-
-def test_benchmarks_that_are_scripts_keep_their_names(golden):
-    assert {f"jaxrag bench {name}" for name in SCRIPTS} <= golden["commands"].keys()
-    assert {f"jaxrag bench {name}" for name in SCRIPTS} <= commands().keys()
+    assert not lost(golden[part], PARTS[part]())
 
 
 def test_calls_go_on_working(golden):
@@ -259,13 +245,10 @@ def test_calls_go_on_working(golden):
 
 
 def test_imports_of_the_pages_go_on_working(golden):
-    """Also those of modules that lie elsewhere now, which may say so."""
     assert golden["documented"]
     for module, names in golden["documented"].items():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            found = importlib.import_module(module)
-            assert not [name for name in names if not hasattr(found, name)], module
+        found = importlib.import_module(module)
+        assert not [name for name in names if not hasattr(found, name)], module
 
 
 @pytest.mark.parametrize(

@@ -1,41 +1,13 @@
 """`jaxrag bench`: measurements that anybody can repeat."""
 
 import argparse
-import shlex
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from jaxrag.cli.bench_serve import add_serve
 from jaxrag.cli.fields import add_fields, from_fields
-from jaxrag.cli.options import add_command, add_earlier_name, add_peer, add_result, peer_of
+from jaxrag.cli.options import add_command, add_peer, add_result, peer_of
 from jaxrag.cli.output import give_out, require_folder, require_folders
 from jaxrag.measure.bench.options import TimelineOptions, TtftOptions
-
-# What a checkout measures; no wheel has these scripts. They take the options of the command.
-IN_A_CHECKOUT = {
-    "decode": "decode_rules.py",
-    "decode-throughput": "decode_throughput.py",
-    "document": "document.py",
-    "explain": "explain.py",
-    "ingest": "ingest_throughput.py",
-    "prefill": "prefill.py",
-    "store": "store_throughput.py",
-    "train-step": "train_step.py",
-}
-
-
-class InACheckout(argparse.ArgumentParser):
-    """Of a benchmark that is a script now: it says which, and takes nothing."""
-
-    def __init__(self, prog: str, script: str) -> None:
-        super().__init__(prog=prog, add_help=False)
-        self._script = script
-
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """End the program with the command to type."""
-        command = shlex.join(["python", f"benchmarks/{self._script}", *(args or ())])
-        self.exit(2, f"{self.prog}: error: no part of the package; in a checkout: {command}\n")
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -49,7 +21,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "jaxrag bench ttft --peer transformers --peer-python PEER/bin/python --out result.json",
     )
     add_fields(ttft, TtftOptions)
-    add_earlier_name(ttft, "--ratios", "ratios")
     add_result(ttft)
     add_peer(ttft)
     ttft.set_defaults(run=run)
@@ -64,8 +35,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     timeline.add_argument("--plot", metavar="FILE", help="also draw the phases there")
     timeline.set_defaults(run=run_timeline)
     add_serve(kinds)
-    for name, script in IN_A_CHECKOUT.items():
-        kinds.choices[name] = InACheckout(f"{parser.prog} {name}", script)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxrag.cli.fields import add_fields, from_fields
-from jaxrag.cli.options import add_command, add_earlier_name, add_result
+from jaxrag.cli.options import add_command, add_result
 from jaxrag.cli.output import give_out, require_folders
 from jaxrag.measure.bench.options import ServeOptions, Slo, Traffic
 
@@ -31,21 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the benchmark."""
     for options in (ServeOptions, Traffic, Slo):
         add_fields(parser, options)
-    add_earlier_name(parser, "--peer", "peer")
-    add_earlier_name(parser, "--documents", "documents")
-    add_earlier_name(parser, "--question", "question")
-    add_earlier_name(parser, "--answers", "answers")
     add_result(parser, markdown=True)
     parser.add_argument("--plot", metavar="FILE", help="also draw first-token times there")
-    parser.add_argument("--fusionrag", action=_InAScript, nargs=0, help=argparse.SUPPRESS)
-
-
-class _InAScript(argparse.Action):
-    """Refuses what a script measures."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> None:
-        """End the program."""
-        parser.error("--fusionrag: in a checkout, python benchmarks/fusionrag.py measures that")
 
 
 def run_serve(

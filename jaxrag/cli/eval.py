@@ -6,12 +6,10 @@ import sys
 from pathlib import Path
 
 from jaxrag.base.errors import RequestError
-from jaxrag.base.options import parse_names
 from jaxrag.cli import eval_dataset, eval_long, eval_own
 from jaxrag.cli.fields import add_fields, from_fields
 from jaxrag.cli.options import (
     add_command,
-    add_earlier_name,
     add_json,
     add_result,
     add_task,
@@ -47,7 +45,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="a model directory and what to call it; repeatable",
     )
     add_fields(synthetic, SyntheticOptions)
-    add_earlier_name(synthetic, "--questions", "questions")
     add_task(synthetic)
     synthetic.add_argument(
         "--compare",
@@ -66,9 +63,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--methods turborag,fusionrag,cacheblend,random --recompute-ratios 0,0.15,1.0 --out x.json",
     )
     add_fields(methods, MethodsOptions)
-    add_earlier_name(methods, "--ratios", "ratios")
-    add_earlier_name(methods, "--encoders", "encoders", type=parse_names)
-    add_earlier_name(methods, "--questions", "questions")
     add_task(methods)
     add_result(methods, markdown=True)
     methods.set_defaults(run=run_methods)

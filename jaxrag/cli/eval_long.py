@@ -12,7 +12,7 @@ from jaxrag.base.errors import RequestError
 from jaxrag.base.options import parse_names
 from jaxrag.cli.fields import add_fields, from_fields
 from jaxrag.cli.opening import mesh_of
-from jaxrag.cli.options import add_command, add_distributed, add_earlier_name, add_result
+from jaxrag.cli.options import add_command, add_distributed, add_result
 from jaxrag.cli.output import give_out_tables, measured, print_json, require_folders
 from jaxrag.cli.processes import joined
 from jaxrag.measure.evals.options import GRID_DEPTHS, LongOptions
@@ -60,8 +60,6 @@ def _add_arguments(parser: argparse.ArgumentParser, suite: str) -> None:
     parser.set_defaults(questions=number)
     add_fields(parser, ModelOptions, only=("mesh",))
     add_distributed(parser)
-    add_earlier_name(parser, "--lengths", "lengths")
-    add_earlier_name(parser, "--questions", "questions")
     if suite == "needle":
         parser.add_argument(
             "--depths",

@@ -8,7 +8,6 @@ from jaxrag.cli.fields import add_fields, from_fields
 from jaxrag.cli.opening import open_kb, where_of
 from jaxrag.cli.options import (
     add_command,
-    add_earlier_name,
     add_found,
     add_json,
     add_model,
@@ -41,7 +40,6 @@ def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     )
     add_fields(parser, GateOptions)
     add_fields(parser, Target)
-    add_earlier_name(parser, "--ratios", "ratios")
     add_found(parser)
     add_model(parser)
     add_json(parser)

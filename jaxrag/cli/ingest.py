@@ -14,7 +14,7 @@ from jaxrag.base.errors import KnowledgeBaseError, RequestError
 from jaxrag.base.options import parse_bytes
 from jaxrag.cli.fields import add_fields, from_fields, given_fields
 from jaxrag.cli.opening import load, model_of_kb, secret_of
-from jaxrag.cli.options import add_command, add_earlier_name, add_json, add_model, add_secret
+from jaxrag.cli.options import add_command, add_json, add_model, add_secret
 from jaxrag.cli.output import counted, human_count, note, print_json
 from jaxrag.cli.parts import add_ray, in_parts
 from jaxrag.library.options import KnowledgeBaseOptions
@@ -62,7 +62,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "it, for a server with --plain: langchain:1000:200 (size and overlap), open-webui, "
         "anythingllm, haystack, llamaindex",
     )
-    add_earlier_name(parser, "--kv", "stored")
     add_secret(parser)
     parser.add_argument(
         "--encoding",
@@ -259,10 +258,7 @@ def ingest(
 ) -> "AddReport":
     """Ingest one part of the documents into the knowledge base that the arguments describe."""
     from jaxrag.library.knowledge_base import KnowledgeBase
-    from jaxrag.library.retrieve.lance import EARLIER_KINDS
 
-    if args.index in EARLIER_KINDS:
-        note(f"--index {args.index} is an earlier name of {EARLIER_KINDS[args.index]}")
     if args.sync and shard.count > 1:
         raise RequestError(
             f"--sync needs all documents, and part {shard} has some; run it once without parts"

@@ -59,22 +59,6 @@ def add_model(
     add_fields(group, ModelOptions, but=() if kv else ("kv",), defaults=defaults)
 
 
-def add_earlier_name(parser: Options, name: str, now: str, **read: Any) -> None:
-    """An option's earlier spelling, understood and shown nowhere.
-
-    Args:
-      now: the destination of the option.
-      read: how its value was written, where that was another way.
-    """
-    if read:
-        parser.add_argument(
-            name, dest=now, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **read
-        )
-        return
-    (action,) = (one for one in parser._actions if one.dest == now and one.option_strings)
-    parser._option_string_actions[name] = action
-
-
 def add_json(parser: Options) -> None:
     """--json."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -3,12 +3,11 @@
 import argparse
 import collections
 import re
-import shlex
 from pathlib import Path
 
 import pytest
 
-from jaxrag.cli import main, make_parser
+from jaxrag.cli import make_parser
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,56 +92,3 @@ def test_earlier_spellings_are_not_shown(now):
 def test_questions_are_a_file_and_their_number_is_called_so():
     assert set(USES["--questions"]) == {"FILE"}
     assert set(USES["--num-questions"]) == {"N"}
-
-
-@pytest.mark.parametrize(
-    ("command", "earlier", "value", "field", "read"),
-    [
-        ("eval needle --model m", "--lengths", "1k,7", "lengths", (1024, 7)),
-        ("eval ruler --model m --contexts 4k", "--questions", "5", "questions", 5),
-        ("eval methods --model m", "--questions", "5", "questions", 5),
-        ("eval methods --model m", "--encoders", "a,b", "encoders", ("a", "b")),
-        ("eval methods --model m", "--ratios", "0,0.5", "ratios", (0.0, 0.5)),
-        ("eval synthetic", "--questions", "5", "questions", 5),
-        ("kb gate kb --questions q", "--ratios", "0,0.5", "ratios", (0.0, 0.5)),
-        ("ingest d --kb kb", "--kv", "int8", "stored", "int8"),
-        ("bench ttft", "--ratios", "0,0.5", "ratios", (0.0, 0.5)),
-        ("bench serve", "--documents", "5", "documents", 5),
-        ("bench serve", "--question", "5", "question", 5),
-        ("bench serve", "--answers", "5,6", "answers", (5, 6)),
-        ("bench serve", "--peer", "http://x", "peer", "http://x"),
-    ],
-)
-def test_an_earlier_name_is_understood_and_not_shown(capsys, command, earlier, value, field, read):
-    parser, words = make_parser(), command.split()
-    assert getattr(parser.parse_args([*words, earlier, value]), field) == read
-    with pytest.raises(SystemExit):
-        parser.parse_args([*words, "--help"])
-    assert not re.search(rf"{earlier}\b(?!-)", capsys.readouterr().out.split("\nexample:")[0])
-
-
-@pytest.mark.parametrize(
-    ("words", "script"),
-    [
-        ("decode --decode dense", "decode_rules.py --decode dense"),
-        ("decode-throughput --batch 1,8 --resume", "decode_throughput.py --batch 1,8 --resume"),
-        ("document --tokens 8k", "document.py --tokens 8k"),
-        ("explain --kb kb --question 'Who built it?'", "explain.py --kb kb --question 'Who"),
-        ("ingest --tokens 16384", "ingest_throughput.py --tokens 16384"),
-        ("prefill", "prefill.py"),
-        ("store --no-cold", "store_throughput.py --no-cold"),
-        ("train-step --help", "train_step.py --help"),
-    ],
-)
-def test_what_only_a_checkout_measures_names_its_script(capsys, words, script):
-    with pytest.raises(SystemExit) as leaving:
-        main(["bench", *shlex.split(words)])
-    (line,) = capsys.readouterr().err.splitlines()
-    assert leaving.value.code == 2 and f"in a checkout: python benchmarks/{script}" in line
-    assert (ROOT / "benchmarks" / script.split()[0]).is_file()
-
-
-def test_figures_of_a_paper_are_a_script(capsys):
-    with pytest.raises(SystemExit) as leaving:
-        main(["bench", "serve", "--fusionrag", "--rates", "2"])
-    assert leaving.value.code == 2 and "benchmarks/fusionrag.py" in capsys.readouterr().err

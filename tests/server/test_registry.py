@@ -2,8 +2,6 @@
 
 import contextlib
 import sqlite3
-import subprocess
-import sys
 
 import pytest
 
@@ -120,19 +118,6 @@ INSERT INTO members VALUES
 PRAGMA application_id = 1246904659;
 PRAGMA user_version = 1;
 """
-KILLED = """
-import os, sys
-from pathlib import Path
-import jaxrag.server.state.registry as registry
-registry._LATER = (*registry._LATER, "SELECT stop()")
-connect = registry._connect
-def stopping(path):
-    connection = connect(path)
-    connection.create_function("stop", 0, lambda: os._exit(9))
-    return connection
-registry._connect = stopping
-registry.Registry(Path(sys.argv[1]))
-"""
 
 
 @pytest.fixture
@@ -143,46 +128,11 @@ def old(tmp_path):
     return tmp_path
 
 
-def tables(folder):
-    with contextlib.closing(sqlite3.connect(folder / REGISTRY)) as connection:
-        return {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
-
-
-def test_a_registry_of_an_earlier_server_learns_when_stores_expire(old):
-    with contextlib.closing(Registry(old, lambda: 5000.0)) as opened:
-        [store] = opened.stores("acme")
-        assert (store.active, store.days, store.expires, store.gone) == (1000, None, None, False)
-        assert not opened.is_expired(store)
-        assert opened.bytes_of_tenant("acme") == len("file-1{}torn")
-        opened.use_store("vs_1")
-        opened.write_uses()
-    with contextlib.closing(Registry(old, lambda: 1e9)) as again:
-        assert again.store("acme", "vs_1").active == 5000
-        again.change_store("vs_1", "other", {}, 2)
-        [store] = again.stores()
-        assert (store.name, store.expires) == ("other", 10**9 + 2 * 86400)
-
-
-def test_an_earlier_server_reads_what_a_later_one_wrote(old):
-    with contextlib.closing(Registry(old)) as opened:
-        opened.add_store("vs_2", "acme", "more", {}, 3)
-    with contextlib.closing(sqlite3.connect(old / REGISTRY)) as connection:
-        assert connection.execute("PRAGMA user_version").fetchone() == (1,)
-        connection.execute("INSERT INTO stores VALUES (NULL, 'vs_3', 'acme', 'c', '{}', 1)")
-        connection.execute("DELETE FROM stores WHERE id = 'vs_2'")
-        connection.commit()
-    with contextlib.closing(Registry(old)) as again:
-        assert [it.id for it in again.stores()] == ["vs_1", "vs_3"]
-
-
-def test_whoever_is_killed_in_an_upgrade_leaves_the_old_registry(old):
-    before = tables(old)
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(old)], check=False)
-    assert killed.returncode == 9
-    assert tables(old) == before
-    with contextlib.closing(Registry(old)) as opened:
-        assert [it.id for it in opened.stores()] == ["vs_1"]
-    assert {"ages", "responses"} <= tables(old)
+def test_a_registry_of_the_first_servers_is_refused_and_left_alone(old):
+    before = (old / REGISTRY).read_bytes()
+    with pytest.raises(StoreError, match="of version 0.1; name another data folder"):
+        Registry(old)
+    assert (old / REGISTRY).read_bytes() == before
 
 
 def test_what_is_empty_counts_all_the_same(registry):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +71,8 @@ class Intake:
         self,
         given: Iterable[DocumentSource],
         shard: Shard,
-        known: Callable[[Document], Document] = lambda document: document,
     ) -> None:
-        """Refuse with DocumentError what is one document and not a list of them.
-
-        ``known`` gives a document the id under which it is known already.
-        """
+        """Refuse with DocumentError what is one document and not a list of them."""
         one = isinstance(given, str | bytes | Path | Document | Mapping)
         if one or not isinstance(given, Iterable):
             raise DocumentError(
@@ -85,7 +81,6 @@ class Intake:
             )
         self._given = given.only(shard.holds) if isinstance(given, DocumentFiles) else given
         self.part = shard
-        self._known = known
         self.characters = 0
         self.seen: set[str] = set()
         self.paths: list[Path] = []
@@ -100,7 +95,6 @@ class Intake:
         """The documents of the shard; an id that came before comes as a BadDocument."""
         for found in self._found():
             if isinstance(found, Document):
-                found = self._known(found)
                 if found.id in self.seen:
                     self._refused.add(found.file or "")
                     yield BadDocument(

@@ -6,7 +6,6 @@ import csv
 import dataclasses
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from jaxrag.base.errors import DocumentError
@@ -242,13 +241,6 @@ def _named(document: Document, values: Mapping[str, Any], file: File) -> Documen
     if "id" not in values:
         return document
     return dataclasses.replace(document, id=f"{file.name}/{document.id}")
-
-
-def earlier_id(document: Document) -> str | None:
-    """The id that a row had when ids were without their file; None for what has none."""
-    if document.file is None:
-        return None
-    return document.id.partition(f"{Path(document.file).name}/")[2] or None
 
 
 def _skip_line(stream: BinaryIO) -> None:

@@ -14,14 +14,12 @@ from jaxrag.kv.store.chunk_store import Mode
 from jaxrag.kv.store.prefetch import Tier
 from jaxrag.library.catalog import DocumentEntry
 from jaxrag.library.documents import (
-    Document,
     DocumentFiles,
     DocumentSource,
     Intake,
     Shard,
     read_paths,
 )
-from jaxrag.library.documents.records import earlier_id
 from jaxrag.library.export import (
     ChunkSelector,
     ExportedChunk,
@@ -250,7 +248,7 @@ class KnowledgeBase(Maintained):
         preparer = Preparer(
             self._encoding(model), self.template, self.chunking, alone, self._catalog, cut
         )
-        intake = Intake(documents, part, self._as_known)
+        intake = Intake(documents, part)
         with self._acknowledged():
             if encode == "on demand" and not self._settings.get("on_demand"):
                 self._catalog.set("on_demand", True)
@@ -291,7 +289,7 @@ class KnowledgeBase(Maintained):
 
     def gone(self, paths: Iterable[str | Path] | DocumentFiles, *, empty: bool = False) -> Gone:
         """What ``sync`` would remove; reads the files and changes nothing."""
-        intake = Intake(_files_of(paths, empty), Shard(), self._as_known)
+        intake = Intake(_files_of(paths, empty), Shard())
         for _ in intake:
             pass
         found = compare(self._catalog.documents(), intake.paths, intake.seen, intake.whole)
@@ -319,17 +317,9 @@ class KnowledgeBase(Maintained):
             self._encoding(model), self.template, self.chunking, alone, self._catalog
         )
         planner = AddPlanner(preparer, near, behind)
-        found = planner.look(Intake(documents, Shard(), self._as_known))
+        found = planner.look(Intake(documents, Shard()))
         leaving = (*found.leaving, *removed)
         return dataclasses.replace(found, leaving=leaving, behind=planner.count_behind(leaving))
-
-    def _as_known(self, document: Document) -> Document:
-        """A row under the id that it was given when ids were without their file."""
-        earlier = earlier_id(document)
-        known = None if earlier is None else self._catalog.document(earlier)
-        if earlier is None or known is None or known.file != document.file:
-            return document
-        return dataclasses.replace(document, id=earlier)
 
     def _without_gone(self, report: AddReport, intake: Intake, removes: _Removes) -> AddReport:
         """Remove what has left the files that were read, or report it."""

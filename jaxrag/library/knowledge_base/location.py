@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from jaxrag.library.knowledge_base.settings import (
 )
 from jaxrag.library.knowledge_base.vectors import VECTORS, ChunkVectors
 from jaxrag.library.knowledge_base.writers import FOLDER as WRITERS
-from jaxrag.library.retrieve.lance import EARLIER_KINDS
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import TEMPLATES
 from jaxrag.reuse.encode import ENCODERS
@@ -239,9 +237,6 @@ def _extend(
     if vectors is not None and settings["vectors"] is None:
         if mode == "r":
             raise KnowledgeBaseError(f"{folder} has no embedder; open it for writing to add one")
-        if wanted.index in EARLIER_KINDS:
-            message = f"index={wanted.index!r} is an earlier name of {vectors['index']!r}"
-            warnings.warn(message, DeprecationWarning, stacklevel=4)
         ChunkVectors(folder, vectors, wanted.embedder, mode).make()
         catalog.set("vectors_complete", False)
         catalog.set("vectors", vectors)

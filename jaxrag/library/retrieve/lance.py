@@ -22,7 +22,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -56,7 +56,6 @@ from jaxrag.library.retrieve.lance_rows import (
 from jaxrag.library.retrieve.row_ids import RowIds
 
 KINDS = ("exact", "lance")
-EARLIER_KINDS: Mapping[str, str] = {"faiss": "lance"}
 
 _TABLE = "chunks"
 _MOVING = "moving"  # folder of a table that is being made of earlier files
@@ -75,14 +74,10 @@ _SCORES = 1 << 24  # products of an exact search that are held at once
 
 
 def kind_named(name: str) -> str:
-    """The kind of index of that name: one of KINDS, also for what it was called earlier.
-
-    Raises RetrievalError for an unknown name.
-    """
-    kind = EARLIER_KINDS.get(name, name)
-    if kind not in KINDS:
+    """The kind of index of that name, one of KINDS; RetrievalError for an unknown one."""
+    if name not in KINDS:
         raise RetrievalError(f"index {name!r}: expected one of {', '.join(KINDS)}")
-    return kind
+    return name
 
 
 class VectorIndex:

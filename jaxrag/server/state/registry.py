@@ -33,15 +33,6 @@ _FILES = ("", "-wal", "-shm")  # endings of SQLite's files
 _APPLICATION = 0x4A524153  # "JRAS", SQLite's application_id
 _ID_BYTES = 12
 
-_LATER = (  # what a registry of an earlier server lacks, and such a server does not look at
-    """CREATE TABLE IF NOT EXISTS responses (
-        number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL,
-        body TEXT NOT NULL, grounds TEXT NOT NULL, created INTEGER NOT NULL)""",
-    """CREATE TABLE IF NOT EXISTS ages (
-        store TEXT PRIMARY KEY, active INTEGER NOT NULL, days INTEGER,
-        gone INTEGER NOT NULL DEFAULT 0)""",
-    "CREATE INDEX IF NOT EXISTS failed_members ON members (tenant) WHERE status = 'failed'",
-)
 _SCHEMA = (
     """CREATE TABLE files (
         number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL,
@@ -58,6 +49,13 @@ _SCHEMA = (
     "CREATE INDEX members_by_file ON members (file)",
     "CREATE INDEX files_by_tenant ON files (tenant)",
     "CREATE INDEX stores_by_tenant ON stores (tenant)",
+    """CREATE TABLE responses (
+        number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL,
+        body TEXT NOT NULL, grounds TEXT NOT NULL, created INTEGER NOT NULL)""",
+    """CREATE TABLE ages (
+        store TEXT PRIMARY KEY, active INTEGER NOT NULL, days INTEGER,
+        gone INTEGER NOT NULL DEFAULT 0)""",
+    "CREATE INDEX failed_members ON members (tenant) WHERE status = 'failed'",
 )
 _AGED = "stores LEFT JOIN ages ON ages.store = id"
 _AGE = (
@@ -491,13 +489,12 @@ class Registry:
                 connection.execute(f"PRAGMA user_version = {FORMAT}")
         (application,) = connection.execute("PRAGMA application_id").fetchone()
         (version,) = connection.execute("PRAGMA user_version").fetchone()
-        if (application, version) != (_APPLICATION, FORMAT):
+        found = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'ages'").fetchone()
+        if (application, version) != (_APPLICATION, FORMAT) or found is None:
             raise StoreError(
-                f"{self.path} is no registry of format {FORMAT}; name another data folder"
+                f"{self.path} is no registry of format {FORMAT}, or of version 0.1; name another "
+                "data folder"
             )
-        with self._change():
-            for statement in _LATER:
-                connection.execute(statement)
 
     def _now(self) -> int:
         return int(self.clock())

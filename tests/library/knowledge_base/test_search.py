@@ -198,16 +198,6 @@ def test_an_index_without_an_embedder_or_of_no_kind_is_refused(tmp_path, model, 
     assert not (tmp_path / "kb").exists()
 
 
-def test_faiss_is_an_earlier_name_of_lance(tmp_path, model, embedder):
-    options = {"embedder": embedder, "index": "faiss", "chunk_tokens": 20}
-    with pytest.warns(DeprecationWarning, match="index='faiss' is an earlier name of 'lance'"):
-        made = KnowledgeBase.open(tmp_path / "kb", model, **options)
-    assert made.index == "lance"
-    made.close()
-    for name in ("faiss", "lance"):
-        KnowledgeBase.open(tmp_path / "kb", model, embedder=embedder, index=name).close()
-
-
 def test_vectors_of_chunks_that_left_are_removed_after_a_crash(
     tmp_path, vector_kb, model, embedder
 ):

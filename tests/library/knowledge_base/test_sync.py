@@ -7,7 +7,7 @@ import pytest
 
 from jaxrag.base.errors import DocumentError, KnowledgeBaseError
 from jaxrag.cli import main
-from jaxrag.library.documents import Document, read_paths
+from jaxrag.library.documents import read_paths
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.library.knowledge_base.upkeep import Gone, compare
 
@@ -50,15 +50,6 @@ def test_a_file_that_is_gone_leaves_with_its_chunks(kb, folder):
     assert len(ids(kb)) == 3 and "a.txt" not in ids(kb)
     assert all(hit.document_id != "a.txt" for hit in kb.search("amber", 10))
     assert kb.verify().whole
-
-
-def test_a_row_keeps_the_id_that_an_earlier_version_gave_it(kb, tmp_path):
-    table = tmp_path / "rows.jsonl"
-    table.write_text(json.dumps({"id": "a", "text": "amber"}))
-    kb.add([Document("a", "amber", file=str(table))])
-    report = kb.sync([table])
-    assert (report.unchanged, report.removed, report.gone) == (1, (), ())
-    assert [entry.id for entry in kb.documents()] == ["a"]
 
 
 def test_rows_that_were_taken_out_leave(kb, tmp_path):
