@@ -1,5 +1,6 @@
 """What every test shares: eight CPU devices, full matmul precision, a small odd-sized config."""
 
+import ctypes
 import dataclasses
 import gc
 import json
@@ -60,8 +61,10 @@ jax.config.update("jax_default_matmul_precision", "highest")
 CONFIGS = Path(__file__).parents[1] / "configs"
 BLOCKWISE = Reading(("reordered", "composite"))  # it goes without a note
 SLOW = Path(__file__).with_name("slow.txt")
-MAPS = Path("/proc/self/maps")  # Linux
+PROCESS, MEMORY = Path("/proc/self"), Path("/proc/meminfo")  # Linux
 MOST_MAPS = 20_000  # of the 65,530 that Linux lets a process have
+MOST_BYTES = 1_200_000_000  # resident between two files
+A_WORKER = 2_500_000_000
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -79,12 +82,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """A worker for each core that has the memory a worker needs."""
+    if not MEMORY.exists():
+        return os.cpu_count() or 1
+    lines = dict(line.split(":") for line in MEMORY.read_text().splitlines())
+    free = 1024 * int(lines["MemAvailable"].split()[0])
+    return max(1, min(len(os.sched_getaffinity(0)), free // A_WORKER))
+
+
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Forget compiled programs before they use up the memory maps, where compiling would crash."""
+    """Forget compiled programs before they use up the memory, or the maps: compiling would crash."""
     if nextitem is not None and nextitem.path == item.path and not item.get_closest_marker("slow"):
         return
-    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
+    if not (PROCESS / "statm").exists():
+        return
+    pages = int((PROCESS / "statm").read_text().split()[1])
+    full = pages * os.sysconf("SC_PAGE_SIZE") > MOST_BYTES
+    if full or (PROCESS / "maps").read_bytes().count(b"\n") > MOST_MAPS:
         jax.clear_caches()
+        gc.collect()
+        if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc keeps what was freed
+            libc.malloc_trim(0)
 
 
 # No two sizes are equal, N * H != D and no constant is a common default, so that a swapped axis or
