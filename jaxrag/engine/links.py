@@ -11,7 +11,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 from jaxrag.base.errors import StoreError
@@ -24,7 +24,6 @@ OPEN_SECONDS = 10.0  # until a probe is let through
 _DECAY = 0.8  # of what was measured before, with every read
 _TRUSTED = 16  # times as many bytes as were measured are estimated from that
 _MOST_LATE = 8  # reads of a link that no request waits for any more: no other is begun beside them
-_LINGER = 1.0  # seconds that an idle thread waits for work before it ends
 _EXIT = 2.0  # seconds that the interpreter waits at exit for what is being fetched
 
 Order = tuple[int, int, int]  # the smallest goes first
@@ -70,9 +69,6 @@ class Read:
       then: gets what it returned or raised, on the same thread; True where the bytes stay in
         flight until ``Links.done``.
       number: among those of one order.
-      late: it was given up after it had begun.
-      held: its bytes count as in flight.
-      probe: it shows whether the link works again.
     """
 
     link: "Link"
@@ -81,10 +77,6 @@ class Read:
     then: Callable[[Any], bool]
     order: Order
     number: int
-    status: Literal["queued", "reading", "over"] = "queued"
-    late: bool = False
-    held: bool = False
-    probe: bool = False
 
 
 class Link:
@@ -93,26 +85,29 @@ class Link:
     def __init__(self, name: str) -> None:
         self.name = name
         self.queue: list[Read] = []  # that wait for their turn
-        self.running = self.reading = 0  # threads on it; those of them that read
-        self.in_flight = self.ahead = 0  # bytes; of those that are not read yet
+        self.reading: set[Read] = set()  # and were not given up
+        self.running: set[Read] = set()  # these, and those whose ``then`` runs
+        self.in_flight: set[Read] = set()  # whose bytes count
         self.late = self.reads = self.failures = self.opened = self.bytes_read = 0
         self.in_a_row = 0
         self.open_until: float | None = None
-        self.probing = False
         self.speed = Rate()  # bytes a second
-        self._since = 0.0
+        self.since = 0.0  # when the speed was last measured
 
-    def begin(self, now: float) -> None:
-        """One more is being read."""
+    def begin(self, read: Read, now: float) -> None:
+        """It is being read; over an open circuit it is a probe, and the next may go later."""
+        if self.open_until is not None:
+            self.open_until = now + OPEN_SECONDS
         if not self.reading:
-            self._since = now
-        self.reading += 1
+            self.since = now
+        for reads in (self.reading, self.running, self.in_flight):
+            reads.add(read)
 
-    def end(self, now: float, nbytes: int) -> None:
-        """One has been read; the time in which several were counts once."""
-        self.reading -= 1
-        self.speed.add(nbytes, max(now - self._since, 0.0), _DECAY)
-        self._since = now
+    def end(self, read: Read, now: float, nbytes: int) -> None:
+        """So much of it came; the time in which several were read counts once."""
+        self.reading.remove(read)
+        self.speed.add(nbytes, max(now - self.since, 0.0), _DECAY)
+        self.since = now
 
     def failed(self, now: float) -> None:
         """A read failed, or was given up."""
@@ -130,7 +125,12 @@ class Link:
 
 
 class Links:
-    """All links of an engine. Safe to share between threads."""
+    """All links of an engine. Safe to share between threads.
+
+    Every read has a thread of its own. An executor's would not do: its threads are waited for when
+    the interpreter ends, so that a store that hangs would keep it for ever, and none of them is
+    free again for others when a read is given up.
+    """
 
     def __init__(self, clock: Callable[[], float], threads: int, max_bytes: int) -> None:
         """No thread runs yet.
@@ -140,17 +140,16 @@ class Links:
           threads: that read over one link at a time.
           max_bytes: in flight on one link; a read that is larger goes alone.
         """
-        self._clock, self._threads, self._max_bytes = clock, threads, max_bytes
-        self._changed = threading.Condition()
+        self._clock, self._most, self._max_bytes = clock, threads, max_bytes
+        self._lock = threading.RLock()
         self._tiers: weakref.WeakKeyDictionary[Any, dict[str, Link]] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
-        self._workers: set[threading.Thread] = set()
-        self._idle = 0
+        self._threads: set[threading.Thread] = set()
         self._closed = False
 
     def of(self, tier: Any, name: str) -> Link:
         """A link of a tier, any object, by its name; made when it is first asked for."""
-        with self._changed:
+        with self._lock:
             links: dict[str, Link] = self._tiers.setdefault(tier, {})
             return links.setdefault(name, Link(name))
 
@@ -164,23 +163,21 @@ class Links:
     ) -> Read:
         """Read over a link when its turn comes; the arguments are those of ``Read``."""
         read = Read(link, nbytes, fetch, then, order, next(self._numbers))
-        with self._changed:
+        with self._lock:
             link.queue.append(read)
-            self._employ()
+            self._begin(link)
         return read
 
     def hasten(self, read: Read, order: Order) -> None:
         """Somebody more urgent waits for it."""
-        with self._changed:
-            if read.status == "queued":
-                read.order = min(order, read.order)
+        with self._lock:
+            read.order = min(order, read.order)
 
     def cancel(self, read: Read) -> bool:
         """Nobody wants it any more; True where it was not begun and never will be."""
-        with self._changed:
-            if read.status != "queued":
+        with self._lock:
+            if read not in read.link.queue:
                 return False
-            read.status = "over"
             read.link.queue.remove(read)
             return True
 
@@ -189,55 +186,54 @@ class Links:
 
         False where it is not being read.
         """
-        with self._changed:
-            if read.status != "reading" or read.late:
+        with self._lock:
+            link, now = read.link, self._clock()
+            if read not in link.reading:
                 return False
-            read.late = True
-            link = read.link
             link.late += 1
-            link.running -= 1
-            self._count(read, 0)
-            self._release(read)
-            self._failed(read)
-            self._employ()
+            link.end(read, now, 0)
+            link.failed(now)
+            link.running.remove(read)
+            self.done(read)
             return True
 
     def done(self, read: Read) -> None:
         """What it brought is where it was to go, or was dropped."""
-        with self._changed:
-            self._release(read)
-            self._employ()
+        with self._lock:
+            read.link.in_flight.discard(read)
+            self._begin(read.link)
 
     def is_open(self, link: Link) -> bool:
         """Would a read not be tried now?"""
-        with self._changed:
-            return self._shut(link)
+        with self._lock:
+            waits = link.open_until is not None and self._clock() < link.open_until
+            return waits or link.late >= _MOST_LATE
 
     def backlog(self, link: Link) -> int:
         """Bytes that are still to be read."""
-        with self._changed:
-            return link.ahead + sum(read.nbytes for read in link.queue)
+        with self._lock:
+            return _bytes(link.reading) + _bytes(link.queue)
 
     def seconds(self, link: Link, order: Order, nbytes: int) -> float:
         """When so many bytes more would be read, by what goes before them; 0 where unknown.
 
         It is where much less was measured: that was latency, not the rate.
         """
-        with self._changed:
-            before = sum(read.nbytes for read in link.queue if read.order <= order)
-            ahead = link.ahead + before + nbytes
-            rate = link.speed.per_second
+        with self._lock:
+            before = [*link.reading, *(read for read in link.queue if read.order <= order)]
+            ahead, rate = _bytes(before) + nbytes, link.speed.per_second
             return ahead / rate if rate and ahead <= _TRUSTED * link.speed.amount else 0.0
 
     def states(self) -> tuple[LinkState, ...]:
         """Every link that is in use, by name."""
-        with self._changed:
+        with self._lock:
+            links = [link for links in self._tiers.values() for link in links.values()]
             return tuple(
                 LinkState(
                     name=it.name,
                     rate=it.speed.per_second,
                     bytes_read=it.bytes_read,
-                    bytes_in_flight=it.in_flight,
+                    bytes_in_flight=_bytes(it.in_flight),
                     queued=len(it.queue),
                     late=it.late,
                     reads=it.reads,
@@ -245,152 +241,74 @@ class Links:
                     circuit="closed" if it.open_until is None else "open",
                     opened=it.opened,
                 )
-                for it in sorted(self._all(), key=lambda it: it.name)
+                for it in sorted(links, key=lambda it: it.name)
             )
 
     def close(self) -> None:
         """Begin nothing more, and wait a while for what was begun."""
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
-            workers = list(self._workers)
+            threads = list(self._threads)
         end = time.monotonic() + _EXIT
-        for worker in workers:
-            worker.join(max(end - time.monotonic(), 0.0))
+        for thread in threads:
+            thread.join(max(end - time.monotonic(), 0.0))
 
-    # Under the lock.
+    def _begin(self, link: Link) -> None:
+        """Begin what may be read now, the most urgent first; refuse all over an open circuit."""
+        link.queue.sort(key=lambda read: (read.order, read.number))
+        while link.queue and not self._closed:
+            if self.is_open(link):
+                refused, link.queue = link.queue, []
+                self._start(self._refuse, refused)
+                return
+            read, held = link.queue[0], _bytes(link.in_flight)
+            if len(link.running) >= self._most or 0 < held > self._max_bytes - read.nbytes:
+                return
+            link.queue.pop(0)
+            link.begin(read, self._clock())
+            self._start(self._read, read)
 
-    def _all(self) -> list[Link]:
-        return [link for links in self._tiers.values() for link in links.values()]
+    def _start(self, job: Callable[[Any], None], of: Any) -> None:
+        def work() -> None:
+            job(of)
+            with self._lock:
+                self._threads.discard(thread)
+                if not self._threads and not self._closed:
+                    atexit.unregister(self.close)
 
-    def _shut(self, link: Link) -> bool:
-        if link.late >= _MOST_LATE:
-            return True
-        if link.open_until is None:
-            return False
-        return link.probing or self._clock() < link.open_until
-
-    def _next(self) -> Read | None:
-        """Take the most urgent read that may begin now; one over an open circuit ends at once."""
-        firsts = []
-        for link in self._all():
-            if not link.queue:
-                continue
-            read = min(link.queue, key=_turn)
-            room = not link.in_flight or link.in_flight + read.nbytes <= self._max_bytes
-            if self._shut(link) or (link.running < self._threads and room):
-                firsts.append(read)
-        best = min(firsts, key=_turn, default=None)
-        if best is not None:
-            best.link.queue.remove(best)
-        return best
-
-    def _employ(self) -> None:
-        """Have a thread look whether there is anything to do."""
-        if self._closed or not any(link.queue for link in self._all()):
-            return
-        if self._idle:
-            self._changed.notify()
-            return
-        if len(self._workers) >= self._most_workers():
-            return
-        worker = threading.Thread(target=self._work, name="jaxrag-load", daemon=True)
-        worker.start()
-        if not self._workers:
+        thread = threading.Thread(target=work, name="jaxrag-load", daemon=True)
+        if not self._threads:
             atexit.register(self.close)
-        self._workers.add(worker)
+        self._threads.add(thread)
+        thread.start()
 
-    def _most_workers(self) -> int:
-        return sum(self._threads + link.late for link in self._all())
+    def _read(self, read: Read) -> None:
+        """On a thread of its own."""
+        link, answer = read.link, result_of(read.fetch)
+        with self._lock:
+            if read not in link.reading:
+                link.late -= 1
+            elif isinstance(answer, BaseException):
+                link.end(read, self._clock(), 0)
+                link.failed(self._clock())
+            else:
+                link.end(read, self._clock(), read.nbytes)
+                link.worked(read.nbytes)
+        kept = result_of(lambda: read.then(answer))
+        with self._lock:
+            link.running.discard(read)
+            if kept is not True:
+                link.in_flight.discard(read)
+            self._begin(link)
 
-    def _release(self, read: Read) -> None:
-        if read.held:
-            read.held = False
-            read.link.in_flight -= read.nbytes
-
-    def _failed(self, read: Read) -> None:
-        if read.probe:
-            read.link.probing = read.probe = False
-        read.link.failed(self._clock())
-
-    def _begin(self, read: Read) -> bool:
-        """Count a read as begun; False where its link is not to be used."""
-        link = read.link
-        if self._shut(link):
-            read.status = "over"
-            return False
-        if link.open_until is not None:
-            read.probe = link.probing = True
-        read.status, read.held = "reading", True
-        link.running += 1
-        link.in_flight += read.nbytes
-        link.ahead += read.nbytes
-        link.begin(self._clock())
-        return True
-
-    def _count(self, read: Read, nbytes: int) -> None:
-        read.link.ahead -= read.nbytes
-        read.link.end(self._clock(), nbytes)
-
-    def _end(self, read: Read, answer: Any) -> None:
-        """Count a read as ended."""
-        link = read.link
-        read.status = "over"
-        if read.late:
-            link.late -= 1
-        elif isinstance(answer, BaseException):
-            self._count(read, 0)
-            self._failed(read)
-        else:
-            self._count(read, read.nbytes)
-            link.worked(read.nbytes)
-            if read.probe:
-                link.probing = read.probe = False
-
-    # On a thread.
-
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                read = None if self._closed else self._next()
-                if read is None:
-                    self._idle += 1
-                    called = not self._closed and self._changed.wait(_LINGER)
-                    self._idle -= 1
-                    if not called and (self._closed or not self._waits()):
-                        self._workers.discard(threading.current_thread())
-                        if not self._workers and not self._closed:
-                            atexit.unregister(self.close)
-                        return
-                    continue
-                begun = self._begin(read)
-                self._employ()
-            if not begun:
-                why = f"{read.link.name} failed {read.link.in_a_row} times in a row"
-                result_of(lambda read=read, why=why: read.then(LinkOpen(why)))  # type: ignore[misc]
-                continue
-            answer = result_of(read.fetch)
-            with self._changed:
-                self._end(read, answer)
-            kept = result_of(lambda: read.then(answer))  # noqa: B023
-            del answer
-            with self._changed:
-                if kept is not True:
-                    self._release(read)
-                if not read.late:
-                    read.link.running -= 1
-                self._employ()
-
-    def _waits(self) -> bool:
-        """Is there anything that could begin now?"""
-        return any(
-            link.queue and (self._shut(link) or link.running < self._threads)
-            for link in self._all()
-        )
+    def _refuse(self, reads: Iterable[Read]) -> None:
+        for read in reads:
+            why = f"{read.link.name} failed {read.link.in_a_row} times in a row"
+            result_of(lambda: read.then(LinkOpen(why)))  # noqa: B023
 
 
-def _turn(read: Read) -> tuple[Order, int]:
-    return read.order, read.number
+def _bytes(reads: Iterable[Read]) -> int:
+    return sum(read.nbytes for read in reads)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -281,7 +281,7 @@ def test_in_lockstep_nothing_depends_on_time(serving, stored, asked, at_rest):
         [number] = served.add(*served.moved(request))
         assert served.ended([number]) == expected and set(served.how(number)) == {how}
     assert served.engine.tiers().host == ArenaState(0, 0, 0, 0)
-    assert not served.engine._core.state.links._workers
+    assert not served.engine._core.state.links._threads
     at_rest(served.engine)
 
 

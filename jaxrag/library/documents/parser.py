@@ -1,26 +1,27 @@
 """A process that parses files, so that no file stops or takes down who reads it.
 
 Parsers build trees of what strangers wrote: a file that crashes its parser, takes its memory or
-never ends costs only itself. ``parser_process`` is what runs there.
+never ends costs only itself. ``parser_process`` is what runs there. It is a plain process, not one
+of ``multiprocessing`` or an executor's: those run the caller's script once more, and give what a
+file holds only when all of it is parsed.
 """
 
 import base64
-import contextlib
 import dataclasses
 import json
 import os
-import select
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxrag.base.errors import DocumentError
 from jaxrag.library.documents.document import BadDocument, Document
 from jaxrag.library.documents.files import ReadOptions
-from jaxrag.library.documents.parser_process import LENGTH, parse_frame, write_frame
+from jaxrag.library.documents.parser_process import receive, send
 from jaxrag.library.documents.readers import is_of_records
 
 if TYPE_CHECKING:
@@ -30,11 +31,10 @@ if TYPE_CHECKING:
 _START_SECONDS = 120.0  # for the interpreter and its imports, on a machine that is busy
 _LOOK_SECONDS = 0.2  # between two looks at whether the file is wanted still
 _LEAST_BYTES = 256 << 20  # of address space
-_PIECE = 1 << 20  # bytes that are taken from the process at a time
 # Without site, which would cost as much as all else; modules are found where they are found here.
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from jaxrag.library.documents.parser_process import main; main()"
+    "from jaxrag.library.documents.parser_process import main; main(int(sys.argv[2]))"
 )
 
 
@@ -93,7 +93,7 @@ class Parser:
         self._limits = limits
         self._tokenizer = tokenizer
         self._process: subprocess.Popen[bytes] | None = None
-        self._received = bytearray()  # of frames that are not taken yet
+        self._pipe: Connection | None = None
 
     def __enter__(self) -> "Parser":
         return self
@@ -132,14 +132,14 @@ class Parser:
         done = False
         left = self._limits.seconds
         try:
-            process = self._running(wanted)
-            self._send(process, {
+            pipe = self._running(wanted)
+            self._send(pipe, {
                 "path": os.path.abspath(path), "filename": filename, "name": name,
                 "options": dataclasses.asdict(options), "reported": reported,
                 "chunking": None if chunking is None else dataclasses.asdict(chunking),
             })  # fmt: skip
             while not done:
-                message, waited = self._receive(process, left, wanted)
+                message, waited = self._receive(pipe, left, wanted)
                 # Each record is a document; pages that cannot be read are parts of one.
                 left = self._limits.seconds if is_of_records(filename) else left - waited
                 if "document" in message:
@@ -161,74 +161,62 @@ class Parser:
     def close(self) -> None:
         """End the process."""
         process, self._process = self._process, None
-        self._received.clear()
         if process is not None:
             process.kill()
             process.wait()
-            for stream in (process.stdin, process.stdout):
-                if stream is not None:
-                    with contextlib.suppress(OSError):
-                        stream.close()
+        if self._pipe is not None:
+            self._pipe.close()
 
-    def _running(self, wanted: Callable[[], bool]) -> "subprocess.Popen[bytes]":
-        if self._process is not None and self._process.poll() is None:
-            return self._process
+    def _running(self, wanted: Callable[[], bool]) -> Connection:
+        if self._pipe is not None and self._process is not None and self._process.poll() is None:
+            return self._pipe
         self.close()
-        places = [str(Path(__file__).parents[3]), *sys.path]
-        process = self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _PROGRAM, json.dumps(places)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "JAX_PLATFORMS": "cpu"},
-            bufsize=0,
-            start_new_session=True,  # an interrupt of the terminal is the parent's affair
-        )
+        places = json.dumps([str(Path(__file__).parents[3]), *sys.path])
+        self._pipe, theirs = Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _PROGRAM, places, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "JAX_PLATFORMS": "cpu"},
+                start_new_session=True,  # an interrupt of the terminal is the parent's affair
+            )
         tokenizer = None if self._tokenizer is None else self._tokenizer.to_json()
-        self._send(process, {"tokenizer": tokenizer, **dataclasses.asdict(self._limits)})
-        self._receive(process, _START_SECONDS, wanted)
-        return process
+        self._send(self._pipe, {"tokenizer": tokenizer, **dataclasses.asdict(self._limits)})
+        self._receive(self._pipe, _START_SECONDS, wanted)
+        return self._pipe
 
-    def _send(self, process: "subprocess.Popen[bytes]", message: dict[str, Any]) -> None:
-        assert process.stdin is not None
+    def _send(self, pipe: Connection, message: dict[str, Any]) -> None:
         try:
-            write_frame(process.stdin, message)
+            send(pipe, message)
         except OSError:
-            raise self._ended(process) from None
+            raise self._ended() from None
 
     def _receive(
-        self, process: "subprocess.Popen[bytes]", seconds: float, wanted: Callable[[], bool]
+        self, pipe: Connection, seconds: float, wanted: Callable[[], bool]
     ) -> tuple[dict[str, Any], float]:
-        """The next frame, in so many seconds, and how many it took."""
-        assert process.stdout is not None
+        """The next message, in so many seconds, and how many it took."""
         begun = time.monotonic()
-        looks = select.poll()
-        looks.register(process.stdout, select.POLLIN)
-        data, start = self._received, LENGTH.size
-        while len(data) < start or len(data) < start + LENGTH.unpack_from(data)[0]:
-            if not wanted():
-                raise InterruptedError
-            left = begun + seconds - time.monotonic()
-            if left <= 0:
-                raise ParserFailed(
-                    f"took more than {self._limits.seconds:g} s to parse; split the file or save "
-                    "it anew",
-                    "parse_seconds",
-                )
-            if not looks.poll(1000 * min(left, _LOOK_SECONDS)):
-                continue
-            piece = os.read(process.stdout.fileno(), _PIECE)
-            if not piece:
-                raise self._ended(process)
-            data += piece
-        end = start + LENGTH.unpack_from(data)[0]
-        with memoryview(data) as view:
-            message = parse_frame(view[start:end])
-        del data[:end]
-        return message, time.monotonic() - begun
+        try:
+            while wanted():
+                left = begun + seconds - time.monotonic()
+                if left <= 0:
+                    raise ParserFailed(
+                        f"took more than {self._limits.seconds:g} s to parse; split the file or "
+                        "save it anew",
+                        "parse_seconds",
+                    )
+                if pipe.poll(min(left, _LOOK_SECONDS)):
+                    return receive(pipe), time.monotonic() - begun
+        except (EOFError, OSError):
+            raise self._ended() from None
+        raise InterruptedError
 
-    def _ended(self, process: "subprocess.Popen[bytes]") -> ParserFailed:
-        code = process.wait()
+    def _ended(self) -> ParserFailed:
+        assert self._process is not None
+        code = self._process.wait()
         why = f"signal {-code}" if code < 0 else f"exit code {code}"
         return ParserFailed(
             f"its parser ended with {why}; save the file anew, or in another format"

@@ -110,12 +110,12 @@ def test_bad_pages_take_from_the_time_of_their_file_and_bad_records_do_not(
     bad = {"bad": {"source": filename, "reason": "cannot be read"}}
     frames = iter([(bad, 3), (bad, 3), ({}, 0)])
 
-    def receive(process, seconds, wanted):
+    def receive(pipe, seconds, wanted):
         given.append(seconds)
         return next(frames)
 
     monkeypatch.setattr(parser, "_running", lambda wanted: None)
-    monkeypatch.setattr(parser, "_send", lambda process, message: None)
+    monkeypatch.setattr(parser, "_send", lambda pipe, message: None)
     monkeypatch.setattr(parser, "_receive", receive)
     assert len(list(parser.parse(tmp_path / filename, filename, NAME, HOW))) == 2
     assert given == left
@@ -140,7 +140,7 @@ def test_a_file_that_is_wanted_no_more_is_left(worker, endless, parsed):
 def test_the_process_ends_with_its_parent(worker, parsed):
     parsed(b"Giso", "a.txt")
     process = worker._process
-    process.stdin.close()  # as the end of the parent does
+    worker._pipe.close()  # as the end of the parent does
     deadline = time.monotonic() + 60
     while process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
