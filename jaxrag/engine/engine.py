@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
 
 from jaxrag.base.errors import ContextExceeded, EngineError, RequestError
@@ -300,7 +300,7 @@ class Engine:
                 raise progress.error
         return programs + sum(self.compiled.values()) - before
 
-    def iterate(self, requests: Sequence[Request]) -> Iterator[Progress]:
+    def iterate(self, requests: Sequence[Request]) -> Generator[Progress]:
         """Serve requests and iterate over their progress, in the order it comes.
 
         ``Progress.number`` counts the requests from 0. Closing the iterator aborts what is left.

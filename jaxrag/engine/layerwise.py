@@ -126,12 +126,6 @@ class LayerPrefill:
                 raise AssertionError("a piece that was not counted")
         return -(-width // self._runner.model.config.num_layers)
 
-    def bank_of(self, row: int) -> PromptQueries:
-        """The queries that were kept of one request."""
-        bank = self.prefilled.bank
-        kept = (bank.queries[:, row : row + 1], bank.positions[row : row + 1])
-        return on_host(PromptQueries, *kept)
-
     def _run(
         self, row: int, request: RequestState, widths: Sequence[tuple[int, int]]
     ) -> Iterator[int]:

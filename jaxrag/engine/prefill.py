@@ -39,6 +39,10 @@ class Prefilled(NamedTuple):
     table: PageTable
     bank: PromptQueries
 
+    def row(self, row: int) -> "Prefilled":
+        """One of its requests, a batch of one."""
+        return self if len(self.logits) == 1 else _row(self, np.int32(row))
+
 
 def observed_tokens(
     requests: Sequence[RequestState], observe: Observe | None, rows: int
@@ -125,13 +129,6 @@ class Prefill:
         del self.left[0]
         return width
 
-    def bank_of(self, row: int) -> PromptQueries:
-        """The queries that were kept of one request."""
-        bank = self.prefilled.bank
-        if len(bank.positions) == 1:
-            return bank
-        return _bank_row(bank, np.int32(row))
-
     def lower(self) -> dict[int, Lowered]:
         """The programs of the pieces that are left, by width, not compiled yet."""
         pool = self._runner.cache.pool
@@ -169,9 +166,11 @@ class Prefill:
 
 
 @jax.jit
-def _bank_row(bank: PromptQueries, row: Array) -> PromptQueries:
+def _row(prefilled: Prefilled, row: Array) -> Prefilled:
+    logits, table, bank = prefilled
     queries, positions = bank.queries[:, row][:, None], bank.positions[row][None]
-    return PromptQueries(queries=queries, positions=positions)
+    bank = PromptQueries(queries=queries, positions=positions)
+    return Prefilled(logits[row][None], jax.tree.map(lambda x: x[row][None], table), bank)
 
 
 @functools.partial(

@@ -15,7 +15,7 @@ from jaxrag.engine.decoding import LaneKey
 from jaxrag.engine.lanes import Lanes
 from jaxrag.engine.layerwise import LayerPrefill, start_prefill
 from jaxrag.engine.mapping import RequestState, map_planned
-from jaxrag.engine.prefill import PREFILL_TOKENS, Prefill, select_tokens
+from jaxrag.engine.prefill import PREFILL_TOKENS, Prefill, Prefilled, select_tokens
 from jaxrag.engine.request import Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.state import Broken, EngineSettings, RunningRequest, State
@@ -88,7 +88,7 @@ class PrefillQueue:
                 left -= group.prefill.next_piece() * len(group.members)
                 if not group.prefill.left:
                     del self._groups[0]
-                    self._end(group, group.prefill)
+                    self._end(group, group.prefill.prefilled)
             except Exception as error:
                 raise Broken(error, group.members) from error
         return left < budget or self._look_ahead()
@@ -178,9 +178,9 @@ class PrefillQueue:
         shape = group.shape
         return start_prefill(self._state.runner, states, shape.observe, shape.rows)
 
-    def _end(self, group: _Group, prefill: Prefill | LayerPrefill) -> None:
+    def _end(self, group: _Group, prefilled: Prefilled) -> None:
         """Prompts are in the pool: their lane has them next, or who makes the rule's indexes."""
-        state, logits = self._state, prefill.prefilled.logits
+        state, logits = self._state, prefilled.logits
         lane = group.shape.lane
         place: list[RunningRequest | None] = []
         begins = lane is not None and (lane.rule.sparse or state.runner.model.placement.away)
@@ -194,12 +194,14 @@ class PrefillQueue:
                     self._release(running)
                 continue
             assert running.state is not None
+            if running.request.on_prefill is not None:
+                running.request.on_prefill(state.runner, running.state, prefilled.row(row))
             for key, part in running.state.keep.items():
                 state.scheduler.share(running.number, key, part.pages, len(part.ids))
             if lane is None or not begins:
                 state.scheduler.prefilled(running.number)
             else:
-                self._begin_rule(running, lane, [*[None] * row, running], prefill)
+                self._begin_rule(running, lane, [*[None] * row, running], prefilled)
         if lane is None or not begins:
             self._lanes.join(place, logits)
 
@@ -208,12 +210,12 @@ class PrefillQueue:
         running: RunningRequest,
         lane: LaneKey,
         place: list[RunningRequest | None],
-        prefill: Prefill | LayerPrefill,
+        prefilled: Prefilled,
     ) -> None:
         """Make what a sparse rule carries; ``place`` ends with the request, at its row."""
         state, mapped = self._state, running.state
         assert mapped is not None
-        bank, logits = prefill.bank_of(len(place) - 1), prefill.prefilled.logits
+        bank, logits = prefilled.row(len(place) - 1).bank, prefilled.logits
         begin = functools.partial(start_row, state.runner, lane, running.request, mapped, bank)
         host = state.runner.searches(lane.rule)
         if host is None:

@@ -1,6 +1,7 @@
 """What the engine is asked: token ids, how to reuse their KV, and how many to generate."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -77,6 +78,10 @@ class Request:
       timeout: seconds from when it is added after which it fails; None: never.
       grammar: that its answer follows, of ``sampling.guide``.
       cited: its outcome says which chunks each token was chosen for.
+      on_prefill: called on the engine's thread once the prompt is in the pool, before its first
+        token is drawn and again where it is begun again: ``hook(runner, state, prefilled)`` with
+        where its KV lies and what prefill gave, a batch of one. It may write to the slots of the
+        answer, which is of no use then.
     """
 
     prompt: Prompt
@@ -95,6 +100,7 @@ class Request:
     timeout: float | None = None
     grammar: Grammar | None = None
     cited: bool = False
+    on_prefill: Callable[..., None] | None = None
 
     def over(self, ways: int) -> "Request":
         """With rows in as many equal parts, which is as many as the devices need at least."""
