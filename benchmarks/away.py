@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from attention_heads import Heads, draw
 from decode_rules import DecodeOptions
-from index_measure import HEADS
+from index import HEADS
 from tqdm import tqdm
 
 from jaxrag.base.config import DType, ModelConfig

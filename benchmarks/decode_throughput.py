@@ -23,10 +23,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bandwidth import bandwidth
-from rounds import between, in_turn, ratios, spread
-from rows import BESIDE_PEER, OURS, Rows, RowsOptions, draw
-from script import run_script
+from script import (
+    BESIDE_PEER,
+    OURS,
+    Rows,
+    RowsOptions,
+    bandwidth,
+    between,
+    draw,
+    in_turn,
+    ratios,
+    run_script,
+    spread,
+)
 from tqdm import tqdm
 
 from jaxrag.base.config import DType
@@ -163,7 +172,9 @@ def _peers(
     """The peers that were asked for, started on the model; they end with the stack."""
     peers = {}
     if options.peer_python:
-        peers[TRANSFORMERS] = Peer(options.peer_python, HERE / "peer_decode.py", path, dtype)
+        peers[TRANSFORMERS] = Peer(
+            options.peer_python, HERE / "peer_transformers.py", "decode", path, dtype
+        )
         stack.callback(peers[TRANSFORMERS].close)
     if options.llama_python:
         peers[LLAMA] = Peer(

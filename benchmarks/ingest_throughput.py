@@ -38,8 +38,7 @@ from unittest import mock
 
 import jax
 import numpy as np
-from limits import matmul_peak
-from script import run_script
+from script import matmul_peak, run_script
 
 from jaxrag.base.config import DType, ModelConfig
 from jaxrag.base.errors import RequestError

@@ -18,21 +18,329 @@ example: python benchmarks/kcache.py --out benchmarks/results/kcache.json
 
 import argparse
 import dataclasses
+import functools
 import itertools
+import statistics
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kcache_measure import QUICK, Options, throughput, traffic
+import numpy as np
+from decode_rules import DecodeOptions
+from tqdm import tqdm
 
+from jaxrag.base.config import DType, ModelConfig
+from jaxrag.base.errors import RequestError
 from jaxrag.base.options import parse_bytes
+from jaxrag.base.types import HostArray
 from jaxrag.cli import run_command
 from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
+from jaxrag.engine.decoding import Lane, lane_of, start_decoding
+from jaxrag.engine.direct import map_request, prefill_observed, unmap
+from jaxrag.engine.engine import engine_of
+from jaxrag.engine.mapping import RequestState
+from jaxrag.engine.request import DECODE_BLOCK, Prompt, Request
+from jaxrag.engine.runner import ModelRunner
+from jaxrag.kv.cache import PAGE
+from jaxrag.kv.store import KVStore
+from jaxrag.kv.store.memory import MemoryStore
+from jaxrag.measure.bench.options import CHUNK_TOKENS
 from jaxrag.measure.evals.long.run import run as run_eval
 from jaxrag.measure.evals.options import LongOptions
 from jaxrag.measure.machine import describe
 from jaxrag.measure.zoo import random_named
+from jaxrag.models.model import Model, random_model
+from jaxrag.reuse.decode import DecodeRule, Dense, TopN
+from jaxrag.reuse.methods import METHODS
+
+PARTS = ("throughput", "quality", "traffic")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to measure.
+
+    Attributes:
+      contexts: tokens of the chunks of a prompt, of throughput.
+      batches: rows that decode together.
+      device_bytes: of the pool on the device.
+      n: rows of V that a query head reads.
+      device_layers: layers whose V stays on the device.
+      question: tokens of a prompt's final block, which are run.
+      steps: tokens that are timed, after ``DECODE_BLOCK`` others.
+      layers: of the random model.
+      prompts: tokens of a prompt, of traffic.
+      model: a model directory, of quality.
+      kept: numbers of layers whose V is read whole, L of table 2.
+      counts: rows of V that a query head reads, N of table 2.
+    """
+
+    parts: tuple[str, ...] = PARTS
+    contexts: tuple[int, ...] = (4096, 16_384)
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16)
+    device_bytes: int = 176_000_000
+    n: int = 128
+    device_layers: int = 1
+    question: int = 16
+    steps: int = 64
+    layers: int = 4
+    dtype: DType = "float32"
+    prompts: tuple[int, ...] = (4096, 8192, 16_384)
+    model: str = "checkpoints/synthetic-0.8m/long"
+    suite: str = "ruler"
+    flavour: str = "village"
+    tasks: tuple[str, ...] = ("majority", "cwe")
+    length: int = 2048
+    questions: int = 100
+    kept: tuple[int, ...] = (0, 1, 2, 3)
+    counts: tuple[int, ...] = (32, 64, 128, 256)
+    batch_size: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be measured: RequestError."""
+        unknown = [part for part in self.parts if part not in PARTS]
+        if unknown:
+            raise RequestError(f"--parts {unknown[0]}: expected some of {','.join(PARTS)}")
+        for name in ("device_bytes", "n", "question", "layers"):
+            if getattr(self, name) < 1:
+                raise RequestError(f"{name}={getattr(self, name)}: expected a positive integer")
+        if self.steps < 1 or self.steps % DECODE_BLOCK:
+            raise RequestError(f"steps={self.steps}: expected a multiple of {DECODE_BLOCK}")
+        for batch in self.batches:
+            if batch < 1:
+                raise RequestError(f"batches: {batch} rows: expected at least 1")
+        for context in (*self.contexts, *self.prompts):
+            if context < 1 or context % CHUNK_TOKENS:
+                raise RequestError(f"context {context}: expected a multiple of {CHUNK_TOKENS}")
+        if not 0 <= self.device_layers < self.layers:
+            raise RequestError(
+                f"device_layers={self.device_layers}: expected fewer than the {self.layers} layers"
+            )
+
+    def config(self) -> ModelConfig:
+        """That of `decode_rules.py`: 8 query heads on 2 KV heads of 64 dimensions."""
+        longest = max(*self.contexts, *self.prompts) + CHUNK_TOKENS
+        options = DecodeOptions(
+            contexts=(longest,),
+            rules=("dense",),
+            dtype=self.dtype,
+            layers=self.layers,
+            question_tokens=self.question,
+            steps=self.steps,
+            warm=DECODE_BLOCK,
+        )
+        return options.config()
+
+    @property
+    def room(self) -> int:
+        """Tokens that a request generates; the first one is drawn from prefill."""
+        return 1 + DECODE_BLOCK + self.steps
+
+
+QUICK = Options(
+    contexts=(512, 1024),
+    batches=(1, 2, 4),
+    device_bytes=3_600_000,
+    n=16,
+    steps=8,
+    layers=2,
+    prompts=(1024,),
+    suite="infinitebench",
+    tasks=("kv_retrieval",),
+    length=1000,
+    questions=2,
+    kept=(0, 1),
+    counts=(8, 64),
+)
+
+
+def throughput(options: Options, config: ModelConfig) -> list[dict[str, Any]]:
+    """Rows by context, rule and batch."""
+    rows: list[dict[str, Any]] = []
+    base = random_model(config, options.seed)
+    store = MemoryStore(base.fingerprint, base.kv_layout, max_tokens=config.max_positions)
+    rules: tuple[DecodeRule, ...] = (
+        Dense(),
+        TopN(n=options.n, device_layers=options.device_layers),
+    )
+    with tqdm(total=len(options.contexts) * len(rules), desc="throughput", disable=None) as bar:
+        for rule, context in itertools.product(rules, options.contexts):
+            tokens = options.device_bytes // rule.placement.device_bytes(config, 1)
+            model = dataclasses.replace(
+                base, cache_tokens=tokens // PAGE * PAGE, placement=rule.placement
+            )
+            measure = functools.partial(
+                _batches, options=options, store=store, rule=rule, context=context
+            )
+            rows += engine_of(model).call(measure)
+            bar.update()
+    return sorted(rows, key=lambda row: (row["context"], row["batch"], row["rule"]))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Ready:
+    """A request that is prefilled, and what follows from that."""
+
+    request: Request
+    state: RequestState
+    logits: Any  # [1, V]
+    decoding: Any
+
+
+def _batches(
+    runner: ModelRunner, options: Options, store: KVStore, rule: DecodeRule, context: int
+) -> list[dict[str, Any]]:
+    """All batches of a rule at a context. For the engine's thread."""
+    ready: list[_Ready] = []
+    refused = ""
+    try:
+        while not refused and len(ready) < max(options.batches):
+            try:
+                request = _request(options, runner, store, rule, context, len(ready))
+                ready.append(_prefilled(runner, request))
+            except RequestError as error:
+                refused = str(error)
+        fit = len(ready)
+        sizes = {batch for batch in options.batches if batch <= fit} | ({fit} if fit else set())
+        kv = runner.cache.pool
+        of_all = {
+            "rule": rule.name,
+            "context": context,
+            "prompt_tokens": context + options.question,
+            "pool_tokens": runner.cache.allocator.num_pages * PAGE,
+            "device_bytes": kv.k.nbytes + kv.v.nbytes,
+            "host_bytes": 0 if runner.cache.host is None else runner.cache.host.nbytes,
+        }
+        rows = [of_all | _timed(runner, options, ready[:batch]) for batch in sorted(sizes)]
+        beyond = [batch for batch in options.batches if batch > fit]
+        return rows + [of_all | {"batch": batch, "refused": refused} for batch in beyond]
+    finally:
+        for one in ready:
+            unmap(runner, one.state)
+
+
+def _request(
+    options: Options, runner: ModelRunner, store: KVStore, rule: DecodeRule, context: int, row: int
+) -> Request:
+    """The request of one row: chunks that no other row has, and a question."""
+    vocab = runner.model.config.vocab_size
+    per_row = context // CHUNK_TOKENS
+    chunks = tuple(
+        _ids((options.seed, number), CHUNK_TOKENS, vocab)
+        for number in range(row * per_row, (row + 1) * per_row)
+    )
+    final = _ids((options.seed, row, context), options.question, vocab)
+    method = dataclasses.replace(METHODS["turborag"], decode=rule)
+    return Request(Prompt(final[:0], chunks, final), store, method, options.room)
+
+
+def _ids(seed: Sequence[int], count: int, vocab: int) -> HostArray:
+    return np.random.default_rng(tuple(seed)).integers(3, vocab, count).astype(np.int32)
+
+
+def _prefilled(runner: ModelRunner, request: Request) -> _Ready:
+    state = map_request(runner, request, request.room)
+    try:
+        rule = request.method.decode
+        logits, _, bank = prefill_observed(runner, [state], rule.observe)
+        key = lane_of(request, len(state.table.pages))
+        assert key is not None
+        return _Ready(request, state, logits, start_decoding(runner, [state], rule, bank, key.room))
+    except BaseException:
+        unmap(runner, state)
+        raise
+
+
+def _lane(runner: ModelRunner, ready: Sequence[_Ready]) -> Lane:
+    """The requests in the rows of a lane, each after its first token."""
+    request = dataclasses.replace(ready[0].request, rows=len(ready))
+    key = lane_of(request, max(len(one.state.table.pages) for one in ready))
+    assert key is not None
+    lane = Lane(runner, key)
+    for row, one in enumerate(ready):
+        lane.join([row], [(one.request, one.state)], one.logits, one.decoding)
+    return lane
+
+
+def _timed(runner: ModelRunner, options: Options, ready: Sequence[_Ready]) -> dict[str, Any]:
+    """Seconds of a batch, of blocks of steps, and what they moved."""
+    lane = _lane(runner, ready)
+    np.asarray(lane.step(DECODE_BLOCK)[0])  # compiles
+    before = runner.cache.moved
+    seconds = []
+    for _ in range(options.steps // DECODE_BLOCK):
+        start = time.perf_counter()
+        np.asarray(lane.step(DECODE_BLOCK)[0])
+        seconds.append((time.perf_counter() - start) / DECODE_BLOCK)
+    moved = runner.cache.moved - before
+    batch = len(ready)
+    return {
+        "batch": batch,
+        "seconds_per_step": statistics.median(seconds),
+        "best_seconds_per_step": min(seconds),
+        "tokens_per_second": batch / statistics.median(seconds),
+        "rows_per_step": moved.rows / options.steps,
+        "brought_per_step": moved.brought / options.steps,
+    }
+
+
+def traffic(options: Options, config: ModelConfig) -> list[dict[str, Any]]:
+    """Bytes that prefill and steps of decoding move, by tokens of the prompt."""
+    rule = TopN(n=options.n, device_layers=options.device_layers)
+    model = random_model(
+        config, options.seed, cache_tokens=max(options.prompts) + options.room + 4 * PAGE
+    )
+    model = model.placed(rule.placement)
+    measure = functools.partial(_traffic, options=options, model=model, rule=rule)
+    return [
+        engine_of(model).call(functools.partial(measure, tokens=tokens))
+        for tokens in tqdm(options.prompts, desc="traffic", disable=None)
+    ]
+
+
+def _traffic(
+    runner: ModelRunner, options: Options, model: Model, rule: TopN, tokens: int
+) -> dict[str, Any]:
+    config, store = model.config, engine_of(model).memory
+    ids = _ids((options.seed, tokens), tokens, config.vocab_size)
+    method = dataclasses.replace(METHODS["full_attention"], decode=rule)
+    request = Request(Prompt(ids[:0], (), ids), store, method, options.room)
+    values = runner.cache.values
+    assert values is not None
+    start = runner.cache.moved
+    ready = _prefilled(runner, request)
+    try:
+        np.asarray(ready.logits)
+        prefill = runner.cache.moved - start
+        lane = _lane(runner, [ready])
+        values.measure = True
+        start = runner.cache.moved
+        np.asarray(lane.step(DECODE_BLOCK)[0])
+        step = runner.cache.moved - start
+    finally:
+        values.measure = False
+        unmap(runner, ready.state)
+    away = config.num_layers - options.device_layers
+    row = config.kv_bytes_per_token // (2 * config.num_layers * config.num_kv_heads)
+    of_v = away * tokens * row * config.num_kv_heads
+    wanted = away * config.num_heads * options.n * DECODE_BLOCK
+    return {
+        "prompt_tokens": tokens,
+        "host_v_bytes": of_v,
+        "prefill": dataclasses.asdict(prefill),
+        "pushed_of_v": prefill.pushed / of_v,
+        "brought_of_v": prefill.brought / of_v,
+        "by": "callback" if values.mapped is None else "kernel, which counts nothing",
+        "steps": DECODE_BLOCK,
+        "decode": dataclasses.asdict(step),
+        "rows_of_n": step.rows / wanted,
+        "brought_of_n_rows": step.brought / (wanted * row),
+        "calls_per_layer": step.calls / (away * DECODE_BLOCK),
+        "distinct_share": step.distinct / max(step.rows, 1),
+    }
 
 
 def run(options: Options) -> dict[str, Any]:

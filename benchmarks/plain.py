@@ -22,23 +22,25 @@ are the files of Markdown or text below ``documents``, cut as splitters do.
 example: python benchmarks/plain.py --out benchmarks/results/plain.json
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
+import http.client
 import itertools
 import json
 import random
 import re
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
-from plain_arms import Found, PrefixCache, ids_of
-from plain_peer import Asked, started
 from script import Result, run_script
 from stack_prompts import (
     HELD_OUT,
@@ -57,8 +59,9 @@ from tqdm import tqdm
 
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import option
+from jaxrag.base.types import HostArray
 from jaxrag.engine.engine import engine_of
-from jaxrag.measure.bench.serve_peer import HttpPeer
+from jaxrag.measure.bench.serve_peer import HttpPeer, vllm
 from jaxrag.measure.machine import describe
 from jaxrag.measure.zoo import llama
 from jaxrag.models.model import Model, random_model
@@ -68,7 +71,156 @@ from jaxrag.models.text.passage_rules import PassageRules, passage_rules
 from jaxrag.models.text.passages import MOST_CHARACTERS, cut
 from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.serve.conversation import FoundChunk
+from jaxrag.serve.generate import generate
 from jaxrag.serve.plain import plain_prompt
+
+_PAGE = 16  # tokens of a block of a prefix cache
+
+
+class Found:
+    """Answers with reuse and without: tokens from KV, and seconds to the first token."""
+
+    def __init__(self, model: Model, method: str) -> None:
+        self._model, self._method = model, method
+        self._tokens = self._from_kv = self._of_passages = 0
+        self.seconds, self._full = list[float](), list[float]()
+
+    def ask(self, messages: Messages, first: bool) -> None:
+        """Both ways, with reuse first or last."""
+        for reuse in (first, not first):
+            (self._ask if reuse else self._ask_plainly)(messages)
+
+    def _ask(self, messages: Messages) -> None:
+        result, seconds = self._timed(messages, method=self._method, plain="passages")
+        rows = [it for it in result.reuse if it.part.startswith("chunk")]
+        found = sum(it.tokens for it in rows if it.how == "chunk hit")
+        self._of_passages += sum(it.tokens for it in rows)
+        self._from_kv += found
+        self._tokens += len(ids_of(self._model.text_tokenizer(), messages))
+        self.seconds.append(seconds)
+
+    def _ask_plainly(self, messages: Messages) -> None:
+        self._full.append(self._timed(messages, method="full_attention")[1])
+
+    def told(self) -> Result:
+        """Shares of tokens from KV, seconds, and how many times sooner reuse was."""
+        spent = {"reuse": self.seconds, "full_attention": self._full}
+        seconds = {
+            name: {f"p{at}": round(float(np.percentile(it, at)), 4) for at in (50, 95)}
+            for name, it in spent.items()
+        }
+        ratio = float(np.median(np.array(self._full) / np.array(self.seconds)))
+        return {
+            "prompts": len(self.seconds),
+            "prompt_tokens": round(self._tokens / len(self.seconds)),
+            "of_prompts": round(self._from_kv / self._tokens, 4),
+            "of_passages": round(self._from_kv / max(self._of_passages, 1), 4),
+            "seconds": seconds,
+            "sooner": round(ratio, 2),
+        }
+
+    def _timed(self, messages: Messages, **how: Any) -> tuple[Any, float]:
+        begun = time.perf_counter()
+        given: Any = {"messages": messages, "max_new_tokens": 1} | how
+        result = generate(model=self._model, **given)
+        return result, time.perf_counter() - begun
+
+
+class PrefixCache:
+    """What a prefix cache without bound finds: whole blocks of tokens behind equal ones."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self._seen = tokenizer, set[bytes]()
+        self._found = self._tokens = 0
+
+    def ask(self, messages: Messages) -> None:
+        """The next prompt: its blocks are kept."""
+        ids = ids_of(self._tokenizer, messages)
+        name, matches = b"", True
+        for at in range(0, len(ids) - _PAGE + 1, _PAGE):
+            name = hashlib.blake2b(name + ids[at : at + _PAGE].tobytes()).digest()
+            matches = matches and name in self._seen
+            self._found += _PAGE * matches
+            self._seen.add(name)
+        self._tokens += len(ids)
+
+    def share(self) -> float:
+        """Of all tokens, those that were kept before."""
+        return round(self._found / self._tokens, 4)
+
+
+def ids_of(tokenizer: Tokenizer, messages: Messages) -> Any:
+    """Token ids of the prompt that messages make, [T]."""
+    prompt, _ = plain_prompt(tokenizer, messages, None)
+    return np.concatenate([prompt.prefix, *prompt.chunks, prompt.final])
+
+
+_KV_GIB = 4  # 54,000 tokens of a model of 100M parameters, more than a stream has
+_TOLD = ("--enable-prompt-tokens-details",)  # how many tokens its prefix cache had
+
+
+@contextlib.contextmanager
+def started(python: str, model: Model, max_tokens: int) -> Iterator[HttpPeer | None]:
+    """vLLM on the same weights until the block ends; None without a ``python`` that has it."""
+    if not python:
+        yield None
+        return
+    with tempfile.TemporaryDirectory() as name, vllm(
+        python, model, Path(name), max_tokens, _TOLD, _KV_GIB
+    ) as peer:  # fmt: skip
+        asked(peer, np.arange(3, 67, dtype=np.int32), "warm-up")
+        yield peer
+
+
+def asked(peer: HttpPeer, ids: HostArray, salt: str) -> tuple[float, int]:
+    """Seconds to the one token of an answer, and tokens of the prompt that were not computed.
+
+    Raises RequestError where it refuses.
+    """
+    body = {
+        "model": peer.model, "prompt": ids.tolist(), "max_tokens": 1, "temperature": 0,
+        "ignore_eos": True, "cache_salt": salt,
+    }  # fmt: skip
+    sent, parts = json.dumps(body), urlsplit(peer.url)
+    connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=600)
+    try:
+        begun = time.perf_counter()
+        connection.request("POST", "/v1/completions", sent, {"Content-Type": "application/json"})
+        answer = json.loads(connection.getresponse().read())
+        took = time.perf_counter() - begun
+    finally:
+        connection.close()
+    if "error" in answer:
+        raise RequestError(f"vLLM: {answer['error']}")
+    details = answer["usage"].get("prompt_tokens_details") or {}
+    return took, int(details.get("cached_tokens") or 0)
+
+
+class Asked:
+    """What it took over some prompts, one at a time."""
+
+    def __init__(self, peer: HttpPeer, salt: str) -> None:
+        """``salt``: prompts find what others of the same one have left, and nothing else."""
+        self._peer, self._salt = peer, salt
+        self._seconds = list[float]()
+        self._cached = self._tokens = 0
+
+    def ask(self, ids: HostArray) -> None:
+        """The next prompt."""
+        took, cached = asked(self._peer, ids, self._salt)
+        self._seconds.append(took)
+        self._cached += cached
+        self._tokens += len(ids)
+
+    def told(self, ours: list[float]) -> Result:
+        """Share of tokens from its cache, seconds, and how many times as long as ``ours`` each."""
+        theirs: Any = np.array(self._seconds)
+        return {
+            "of_prompts": round(self._cached / self._tokens, 4),
+            "seconds": {f"p{at}": round(float(np.percentile(theirs, at)), 4) for at in (50, 95)},
+            "reuse_sooner": round(float(np.median(theirs / np.array(ours))), 2),
+        }
+
 
 _CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

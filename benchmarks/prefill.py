@@ -15,10 +15,20 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from limits import matmul_peak, matmul_side
-from rounds import between, in_turn, ratios, spread
-from rows import BESIDE_PEER, OURS, Rows, RowsOptions, draw
-from script import run_script
+from script import (
+    BESIDE_PEER,
+    OURS,
+    Rows,
+    RowsOptions,
+    between,
+    draw,
+    in_turn,
+    matmul_peak,
+    matmul_side,
+    ratios,
+    run_script,
+    spread,
+)
 from tqdm import tqdm
 
 from jaxrag.base.config import DType

@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rounds import between, in_turn, spread
+from script import between, in_turn, spread
 
 from jaxrag.base.errors import RequestError
 from jaxrag.cli import make_parser, run_command

@@ -6,25 +6,30 @@ without KV, so that these two are what is measured. Vectors are sums of word vec
 next to nothing. A run that was cut short goes on in the same --folder; it measures in a process of
 its own at each of --sizes, and ends after --minutes.
 
+With --questions, whether searches of a knowledge base that was grown find what looking at
+everything finds: the passages of HotpotQA and of RGB in Chinese are added to it, and their
+questions are asked: by words, held against the sums of all postings; by vectors, held against the
+products of all vectors; and by both. Each question whose 10 hits differ is listed.
+
 example: python benchmarks/scale.py --texts TEXTS --folder /tmp/scale --sizes 10000,60000
 """
 
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scale_texts import Texts
-from trained import trained_tokenizer
 
 from jaxrag.base.types import HostArray
 from jaxrag.cli import run_command
@@ -35,11 +40,96 @@ from jaxrag.library.documents import Document
 from jaxrag.library.documents.chunking import Chunk
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.library.knowledge_base.search import SearchMode
-from jaxrag.library.retrieve.base import searched_text
+from jaxrag.library.retrieve.base import Found, searched_text
+from jaxrag.library.retrieve.lance import VectorIndex
+from jaxrag.library.retrieve.retrievers import fuse
 from jaxrag.library.retrieve.terms import terms
 from jaxrag.measure.machine import describe
 from jaxrag.measure.zoo import llama
 from jaxrag.models.model import Model, random_model
+from jaxrag.models.text import byte_level
+from jaxrag.models.text.tokenizer import Tokenizer
+
+_ENDS = re.compile("(?<=[.!?])\\s+|(?<=[\u3002\uff01\uff1f])")
+_CJK = re.compile(r"[\u4e00-\u9fff]")
+_SENTENCES = 4  # of a chunk
+_EXCHANGED = 0.1  # of the words of an English sentence
+_CHINESE = 0.25  # of the chunks
+
+
+class Texts:
+    """Sentences and questions of a folder of JSON, JSON lines and text files."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read them. Raises ValueError for a folder without sentences."""
+        english, chinese = dict[str, None](), dict[str, None]()
+        questions = dict[str, None]()
+        for path in sorted(folder.rglob("*")):
+            if path.suffix not in (".json", ".jsonl", ".txt") or "kv-retrieval" in path.parts:
+                continue
+            for name, text in _strings(path):
+                if name in ("question", "query") and len(text) < 300:
+                    questions[text] = None
+                    continue
+                for sentence in _ENDS.split(text[:200_000]):
+                    if _CJK.search(sentence) and 12 <= len(sentence) <= 120:
+                        chinese[sentence] = None
+                    elif 40 <= len(sentence) <= 250 and not _CJK.search(sentence):
+                        english[sentence] = None
+        if not english:
+            raise ValueError(f"{folder} holds no sentences")
+        self.english = [one.split() for one in english]
+        self.chinese = list(chinese)
+        self.words = sorted({word for one in self.english for word in one})
+        known = list(questions)
+        foreign = [it for it in known if _CJK.search(it)]
+        self.questions = [it for it in known if not _CJK.search(it)], foreign
+
+    def chunk(self, number: int) -> str:
+        """The text of a chunk, about 80 words or 200 characters; the same for the same number."""
+        rng = np.random.default_rng([41, number])
+        if self.chinese and rng.random() < _CHINESE:
+            return "".join(self.chinese[i] for i in rng.integers(len(self.chinese), size=6))
+        found = []
+        for place in rng.integers(len(self.english), size=_SENTENCES):
+            words = list(self.english[place])
+            for exchanged in np.flatnonzero(rng.random(len(words)) < _EXCHANGED):
+                words[exchanged] = self.words[rng.integers(len(self.words))]
+            found.append(" ".join(words))
+        return f"{' '.join(found)} No. {number}."
+
+    def asked(self, count: int) -> list[str]:
+        """Real questions, English ones and Chinese ones in turns, the same for each call."""
+        rng = np.random.default_rng(7)
+        pools = [pool for pool in self.questions if pool]
+        return [pools[n % len(pools)][rng.integers(len(pools[n % len(pools)]))]
+                for n in range(count)]  # fmt: skip
+
+
+def _strings(path: Path) -> Iterator[tuple[str, str]]:
+    """Texts of a file with the name of the field that each stands in."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if path.suffix == ".txt":
+        yield "", text
+        return
+    try:
+        values = [json.loads(text)]
+    except ValueError:
+        values = [json.loads(line) for line in text.splitlines() if line.strip()]
+    for value in values:
+        yield from _within("", value)
+
+
+def _within(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield name, value
+    elif isinstance(value, list):
+        for one in value:
+            yield from _within(name, one)
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            yield from _within(key, one)
+
 
 DIM = 64  # of vectors
 CHUNKS = 10  # of a document
@@ -64,11 +154,12 @@ def main() -> int:
     parser.add_argument("--sizes", default="10000,60000", metavar="N,N", help="(10000,60000)")
     parser.add_argument("--kv", type=int, default=0, metavar="N", help="chunks with KV (0)")
     parser.add_argument("--minutes", type=float, default=90, metavar="M", help="(90)")
+    parser.add_argument("--questions", action="store_true", help="ask instead, as said above")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", metavar="FILE", help="also write the JSON result there")
     add_json(parser)
     args = parser.parse_args()
-    return run_command(measure if args.measure else grow, args)
+    return run_command(ask if args.questions else measure if args.measure else grow, args)
 
 
 def embed(texts: Sequence[str]) -> HostArray:
@@ -86,7 +177,8 @@ WORDS = np.random.default_rng(3).normal(size=(1 << 16, DIM)).astype(np.float32)
 
 def one_layer(texts: Texts) -> Model:
     """A random model with a tokenizer of these texts."""
-    tokenizer = trained_tokenizer([texts.chunk(n) for n in range(300)], 4096)
+    made = byte_level.train([texts.chunk(n) for n in range(300)], 4096)
+    tokenizer = Tokenizer(made.to_str().encode(), {}, {})
     config = llama(
         vocab_size=tokenizer.vocab_size, num_layers=1, model_dim=32, mlp_dim=64, num_heads=4,
         num_kv_heads=2, head_dim=8, max_positions=2048, tie_embeddings=False, bos_id=None,
@@ -296,6 +388,80 @@ def slopes(points: Sequence[Point]) -> dict[str, float]:
         rows = [point[name]["p95"] if isinstance(value, dict) else point[name] for point in points]
         if name not in ("chunks", "documents") and all(isinstance(it, int | float) for it in rows):
             found[name] = round(float(np.polyfit(sizes, np.log(np.maximum(rows, 1e-9)), 1)[0]), 2)
+    return found
+
+
+ASKED = 60  # questions of each set
+K = 10
+CANDIDATES = 50  # of each ranking that is fused, as the hybrid search has them
+FIRST = 2 * 10**9  # number of the first passage
+PASSAGES = 1000  # of one commit
+
+
+def ask(args: argparse.Namespace) -> int:
+    """Add the passages, then ask."""
+    require_folder(args.out)
+    data = Path(args.texts)
+    questions, passages = sets(data)
+    with opened(args, Texts(data)) as kb:
+        there = kb._catalog.document("passage 0") is not None  # of an earlier run
+        for some in batched([] if there else enumerate(passages), PASSAGES):
+            put_parts(kb, [(Document(f"passage {n}", text), FIRST + n) for n, text in some])
+        result = {
+            "benchmark": "scale_questions",
+            "chunks": kb.counts()["chunks"],
+            "sets": {name: asked(kb, own) for name, own in questions.items()},
+            "machine": describe(),
+        }
+    give_out(args, result, [json.dumps(result, indent=1, ensure_ascii=False)])
+    return 0
+
+
+def sets(data: Path) -> tuple[dict[str, list[str]], list[str]]:
+    """The questions of each set, and the passages of both, each once."""
+    hotpot = json.loads((data / "hippo-multihop" / "hotpotqa_train.json").read_text())
+    rgb = [json.loads(it) for it in (data / "rgb" / "zh_refine.json").read_text().splitlines()]
+    passages = [" ".join(text) for it in hotpot for _, text in it["context"]]
+    passages += [text for it in rgb for text in (*it["positive"], *it["negative"])]
+    questions = {
+        "HotpotQA": [it["question"] for it in hotpot[:ASKED]],
+        "RGB zh": [it["query"] for it in rgb[:ASKED]],
+    }
+    one_line = (" ".join(text.split()) for text in passages)
+    return questions, list(dict.fromkeys(text for text in one_line if text))
+
+
+def asked(kb: KnowledgeBase, questions: Sequence[str]) -> dict[str, Any]:
+    """For each way to search the recall, and the questions whose hits differ."""
+    assert kb._vectors is not None
+    words = kb._catalog.words()
+    exact = VectorIndex.open(kb.path / "vectors", embed([""]).shape[1], "exact", mode="r")
+
+    def by_vectors(question: str, k: int) -> list[Found]:
+        ids, scores = exact.search(embed([question]), k)
+        return [Found(*it) for it in zip(ids[0].tolist(), scores[0].tolist(), strict=True)]
+
+    def by_both(question: str, k: int) -> list[Found]:
+        rankings = words.search(question, CANDIDATES), by_vectors(question, CANDIDATES)
+        return fuse(rankings, k)
+
+    ways: dict[SearchMode, Callable[[str, int], list[Found]]] = {
+        "bm25": words.search,
+        "vector": by_vectors,
+        "hybrid": by_both,
+    }
+    found: dict[str, Any] = {"questions": len(questions)}
+    for mode, all_of_it in ways.items():
+        hits = wanted = 0
+        differ = []
+        for question in questions:
+            expected = [it.chunk_id for it in all_of_it(question, K)]
+            got = [hit.chunk_id for hit in kb.search(question, K, mode=mode)]
+            hits, wanted = hits + len(set(got) & set(expected)), wanted + len(expected)
+            if got != expected:
+                differ.append({"question": question, "missed": sorted({*expected} - {*got}),
+                               "instead": sorted({*got} - {*expected})})  # fmt: skip
+        found[mode] = {"recall": round(hits / wanted, 5), "differ": differ}
     return found
 
 

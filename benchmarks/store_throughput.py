@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rounds import in_turn, seconds_of
-from script import run_script
+from script import in_turn, run_script, seconds_of
 
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import option, parse_count

@@ -50,7 +50,7 @@ from jaxrag.train.step import Program, TrainState, make_step, new_state, program
 CHUNK_TOKENS = 64
 FINAL_TOKENS = 64
 RATE = 1e-4
-PEER_TRAIN = Path(__file__).with_name("peer_train.py")
+PEER_SCRIPT = Path(__file__).with_name("peer_transformers.py")
 
 
 _NARROW = {"model_dim": 128, "mlp_dim": 320, "num_heads": 4, "num_kv_heads": 4, "head_dim": 32}
@@ -163,7 +163,9 @@ def run(options: TrainStepOptions) -> dict[str, Any]:
             trainer, peer = Trainer(model, options.seed), None
             if options.peer_python:
                 export_hf(work / "model", trainer.state.trained, model)  # type: ignore[arg-type]
-                peer = Peer(options.peer_python, PEER_TRAIN, str(work / "model"), str(RATE))
+                peer = Peer(
+                    options.peer_python, PEER_SCRIPT, "train", str(work / "model"), str(RATE)
+                )
                 stack.callback(peer.close)
                 about = peer.about
             shape = (options.rows, options.row_tokens)

@@ -7,16 +7,14 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import bandwidth
 import decode_throughput
 import jax
-import limits
 import numpy as np
 import prefill
 import pytest
+import script
 from decode_throughput import ThroughputOptions, report, same, step_bytes
-from rounds import in_turn, ratios
-from rows import LLAMA_300M, Rows, RowsOptions, draw
+from script import LLAMA_300M, Rows, RowsOptions, draw, in_turn, ratios
 
 from jaxrag.base.errors import RequestError
 from jaxrag.engine.engine import engine_of
@@ -61,8 +59,8 @@ class FakePeer:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr("jaxrag.measure.machine.SETTLE_SECONDS", 0)
-    monkeypatch.setattr(bandwidth, "BYTES", 1 << 20)
-    monkeypatch.setitem(limits._MATMUL, "cpu", 16)
+    monkeypatch.setattr(script, "BYTES", 1 << 20)
+    monkeypatch.setitem(script._MATMUL, "cpu", 16)
 
 
 @pytest.fixture(scope="module")
@@ -196,8 +194,8 @@ def test_a_copy_counts_what_is_read_and_what_is_written(monkeypatch):
         job()
         return 0.5
 
-    monkeypatch.setattr(bandwidth, "best_seconds", half_a_second)
-    assert bandwidth.bandwidth() == {"read": 2 << 20, "copy": 4 << 20}
+    monkeypatch.setattr(script, "best_seconds", half_a_second)
+    assert script.bandwidth() == {"read": 2 << 20, "copy": 4 << 20}
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,6 @@ import json
 
 import attention_heads
 import index
-import index_distance
-import index_measure
-import index_report
 import numpy as np
 import pytest
 
@@ -15,7 +12,7 @@ from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.reuse.attention_index import QueryLists, spec_from
 from jaxrag.reuse.decode import DECODE_RULES, Retrieval
 
-TINY = index_measure.Options(
+TINY = index.Options(
     contexts=(1200,),
     heads=("ivf24",),
     engines=("flat fp32", "flat fp16", "ivf fp16", "lists fp32"),
@@ -31,7 +28,7 @@ SMALL = attention_heads.HeadSpec(seed=3, head_dim=32, model_dim=64, words=512, t
 
 @pytest.fixture(scope="module")
 def result():
-    return index_measure.run(TINY)
+    return index.measured(TINY)
 
 
 @pytest.fixture(scope="module")
@@ -91,18 +88,18 @@ def test_a_context_of_window_only_is_refused():
 
 def test_what_is_measured_is_the_rule(heads):
     """Only the lengths at which an index is built, and how much what is compared with may scan."""
-    for rule in index_measure.ENGINES.values():
+    for rule in index.ENGINES.values():
         default = DECODE_RULES[rule.name]()
         assert dataclasses.replace(rule, index=default.index, trained_at="answer") == default
         kind = type(rule.index)
         free = ("exact_below", "min_queries", "most_scanned", "storage", "share")
         changed = {name: getattr(rule.index, name) for name in free if hasattr(rule.index, name)}
         assert rule.index == dataclasses.replace(kind(), **changed)
-    assert type(index_measure.ENGINES["lists fp32"].index) is type(Retrieval().index)
-    lists = index_measure.ENGINES["lists fp32"]
+    assert type(index.ENGINES["lists fp32"].index) is type(Retrieval().index)
+    lists = index.ENGINES["lists fp32"]
     rule = dataclasses.replace(lists, queries=100, k=20)
     keys = heads.placed_keys()
-    made = index_measure.index_of(heads, rule, keys, 60)
+    made = index.index_of(heads, rule, keys, 60)
     half = dataclasses.replace(
         heads,
         bank=dataclasses.replace(
@@ -118,7 +115,7 @@ def test_what_is_measured_is_the_rule(heads):
 
 def test_blocks_of_steps():
     found = np.concatenate([np.ones((2, 32)), np.full((2, 32), 0.5), np.zeros((2, 3))], 1)
-    assert index_measure.of_blocks(found) == [1.0, 0.5, 0.0]
+    assert index.of_blocks(found) == [1.0, 0.5, 0.0]
 
 
 def test_every_engine_is_measured(result):
@@ -140,7 +137,7 @@ def test_every_engine_is_measured(result):
 
 
 def test_the_report_has_a_line_for_each(result):
-    lines = list(index_report.report(result))
+    lines = list(index.report(result))
     for engine in TINY.engines:
         assert any(line.startswith(engine) for line in lines)
     assert any("1200 tokens, 560 keys" in line for line in lines)
@@ -161,19 +158,17 @@ def test_break_even_is_where_it_stays_cheaper():
         row("lists fp32", 2000, 21),
         row("lists fp32", 4000, 30, 2),
     ]
-    (found,) = index_report.break_even(flat + lists)
+    (found,) = index.break_even(flat + lists)
     assert found["from_context"] == 4000
     assert found["searches"] == pytest.approx(1.0 / 10e-6)  # a second a head, 10 us saved
-    never = index_report.break_even([*flat, row("lists fp32", 4000, 50, 2)])
+    never = index.break_even([*flat, row("lists fp32", 4000, 50, 2)])
     assert never == [{"head": "x", "engine": "lists fp32", "from_context": None, "searches": None}]
 
 
 def test_slow_builds_are_left_out_of_long_contexts():
     options = dataclasses.replace(TINY, engines=("flat fp16", "hnsw fp32"), slow_up_to=1000)
-    ((_, heads),) = index_measure.generated(options)
-    assert [row["engine"] for row in index_measure.measure(heads, "ivf24", options)] == [
-        "flat fp16"
-    ]
+    ((_, heads),) = index.generated(options)
+    assert [row["engine"] for row in index.measure(heads, "ivf24", options)] == ["flat fp16"]
 
 
 @pytest.mark.parametrize(
@@ -190,23 +185,6 @@ def test_slow_builds_are_left_out_of_long_contexts():
 def test_options_that_cannot_be_measured(change, message):
     with pytest.raises(RequestError, match=message):
         dataclasses.replace(TINY, **change)
-
-
-@pytest.mark.slow
-def test_distances(capsys):
-    kind = "lists:exact_below=0,min_queries=1,probes=3"
-    result = index_distance.run(TINY, (kind,), (0, 3000))
-    assert [(row["spread"], row["distance"]) for row in result["rows"]] == [
-        (over, distance) for over in index_distance.SPREADS for distance in (0, 3000)
-    ]
-    rows = {(row["spread"], row["distance"]): row for row in result["rows"]}
-    assert rows["near", 0]["recall"] > rows["near", 3000]["recall"]
-    lines = list(index_distance.report(result))
-    assert [line.split()[0] for line in lines[-4:]] == list(index_distance.SPREADS)
-    with pytest.raises(ConfigError, match="--kinds: kind='exact' learns nothing"):
-        index_distance.run(TINY, ("exact",), (0,))
-    with pytest.raises(RequestError, match="no distances"):
-        index_distance.run(TINY, (kind,), ())
 
 
 def test_the_command(tmp_path, capsys):

@@ -4,8 +4,7 @@ import dataclasses
 
 import kcache
 import pytest
-from kcache import main, report, run
-from kcache_measure import QUICK, Options
+from kcache import QUICK, Options, main, report, run
 
 from jaxrag.base.errors import RequestError
 from jaxrag.kv.placement import ON_DEVICE, KVPlacement

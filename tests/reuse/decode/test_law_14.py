@@ -10,11 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from answer_heads import answer_heads, searched
 from attention_heads import HeadSpec, draw
 from decode_rules import counted
-from index_answers import searched
-from index_measure import HEADS, exact_rows, index_of, of_blocks, quality
-from model_heads import answer_heads
+from index import HEADS, exact_rows, index_of, of_blocks, quality
 
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of

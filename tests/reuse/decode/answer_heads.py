@@ -1,4 +1,4 @@
-"""Queries and keys of a model's own heads over a text, for the index benchmarks."""
+"""Queries and keys of a model's own heads over an answer, and what an index finds for them."""
 
 import dataclasses
 import functools
@@ -8,12 +8,9 @@ from collections.abc import Iterator, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from attention_heads import Heads
 from decode_rules import generate
-from index_measure import Options
 
 from jaxrag.base.config import ModelConfig, RopeConfig
-from jaxrag.base.errors import RequestError
 from jaxrag.base.types import FINAL, Array, HostArray, Tokens
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
@@ -23,67 +20,16 @@ from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.measure.subject import format_of
 from jaxrag.models.attention import PackedAttend
 from jaxrag.models.decoder import forward
-from jaxrag.models.model import Model, as_token_ids
+from jaxrag.models.model import Model
 from jaxrag.models.rope import RopeTable
 from jaxrag.models.spec import Params
 from jaxrag.models.taps import Tap
-from jaxrag.reuse.attention_index import QueryBank
+from jaxrag.reuse.attention_index import Exact, QueryBank, nearest, open_index, rotated
+from jaxrag.reuse.decode import Retrieval
+from jaxrag.reuse.decode.checks import RecallChecks
 from jaxrag.reuse.methods import METHODS
 from jaxrag.tasks.long.case import Frame
 from jaxrag.tasks.long.tasks import SUITES, Draw
-
-
-def model_heads(
-    model: Model, ids: Sequence[int], options: Options, layers: Sequence[int] | None = None
-) -> Iterator[tuple[str, Heads]]:
-    """Every KV head of some layers, for every context of the options, named "layer.head".
-
-    The tokens behind a context are those that follow it in ``ids``: they are run with it, so what
-    they ask is what decoding them would ask.
-
-    Raises:
-        RequestError: too few ids, a layer that the model does not have, or a model with sliding
-            windows, which never ask for what an index holds.
-    """
-    config = model.config
-    chosen = range(config.num_layers) if layers is None else layers
-    if odd := [layer for layer in chosen if not 0 <= layer < config.num_layers]:
-        raise RequestError(f"layer {odd[0]}: expected 0 to {config.num_layers - 1}")
-    if config.sliding_window is not None:
-        raise RequestError(
-            f"a model with a sliding window of {config.sliding_window} tokens: expected one whose "
-            "layers see the whole context"
-        )
-    needed = max(options.contexts) + options.ask
-    if len(ids) < needed:
-        raise RequestError(f"{len(ids)} tokens: expected {needed}, the longest context and --ask")
-    return _heads(model, as_token_ids(ids[:needed], config, "text"), options, chosen)
-
-
-def _heads(
-    model: Model, ids: HostArray, options: Options, layers: Sequence[int]
-) -> Iterator[tuple[str, Heads]]:
-    config = model.config
-    for context in options.contexts:
-        queries, keys = queries_and_keys(model, ids[: context + options.ask])
-        strided = np.unique(np.linspace(options.sink, context - 1, options.train).astype(np.int64))
-        inside = slice(options.sink, context - options.recent)
-        for layer in layers:
-            shape = (queries.shape[1], config.num_kv_heads, -1, config.head_dim)
-            groups = queries[layer].reshape(shape)
-            for head in range(config.num_kv_heads):
-                group = groups[:, head].swapaxes(0, 1)  # [G, T, H]
-                yield (
-                    f"{layer}.{head}",
-                    Heads(
-                        config.rope,
-                        keys[layer, inside, head],
-                        options.sink,
-                        QueryBank(group[:, strided], strided.astype(np.int32)),
-                        group[:, context:],
-                        context,
-                    ),
-                )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -169,14 +115,8 @@ def _answered(model: Model, name: str, ids: HostArray, prompt: int) -> Iterator[
         yield AnswerHeads(name, ids, model.config.rope, q[there], k[there], v[there], prompt)
 
 
-def queries_and_keys(model: Model, ids: HostArray) -> tuple[HostArray, HostArray]:
-    """Q [L, T, N, H] and K [L, T, K, H] float32 before rotation, of tokens [T] run together."""
-    queries, keys, _ = queries_keys_values(model, ids)
-    return queries, keys
-
-
 def queries_keys_values(model: Model, ids: HostArray) -> tuple[HostArray, HostArray, HostArray]:
-    """As ``queries_and_keys``, and V [L, T, K, H]."""
+    """Q [L, T, N, H], K and V [L, T, K, H] float32 before rotation, of tokens run together."""
     tokens = Tokens(
         ids=jnp.asarray(ids)[None],
         positions=jnp.arange(len(ids), dtype=jnp.int32)[None],
@@ -195,3 +135,52 @@ def _run(
     attend = Tap(packed, lambda q, k, v: (q[0], k[0], v[0]))
     collected: tuple[Array, Array, Array] = forward(params, config, tokens, None, attend)[2]
     return collected
+
+
+def searched(
+    heads: AnswerHeads, rule: Retrieval, placed: HostArray
+) -> tuple[HostArray, dict[str, HostArray]]:
+    """Positions that indexes find [steps, K, G, k], checked as decoding checks them; and stats."""
+    assert rule.observe is not None
+    count, total, dim = placed.shape
+    chosen, room = rule.observe.chosen(heads.prompt), total - heads.prompt
+    end = max(heads.prompt + 1 - rule.recent, rule.sink)
+    grouped = heads.queries.reshape(total, count, -1, dim).transpose(1, 2, 0, 3)  # [K, G, T, H]
+    shape = (room, count, grouped.shape[1])
+    found = np.full((*shape, rule.k), -1, np.int32)
+    recall, scanned = np.ones(shape), np.ones(shape)
+    exact = np.zeros(shape[1:], bool)
+    checks = RecallChecks.of(rule.index, heads.prompt, shape[1:])
+    for kv_head, queries in enumerate(grouped):
+        keys = placed[kv_head, rule.sink : end]
+        bank = QueryBank(queries[:, chosen], chosen.astype(np.int32))
+        index = rule.index_head(keys, bank, heads.rope, heads.prompt, room)
+        searcher = open_index(index)
+        exact[kv_head] = isinstance(index.spec, Exact)
+        for head in range(shape[2]):
+            behind = np.arange(heads.prompt, total)
+            asked = rotated(queries[head, heads.prompt :], behind, heads.rope)
+            best = nearest(asked, keys, min(rule.k, len(keys))).ids
+            for step in range(room):
+                wanted, at = best[step], (step, kv_head, head)
+                ids = wanted
+                times = int(checks.times[at[1:]]) if checks else 1
+                if not exact[kv_head, head] and times:
+                    effort = searcher.chosen_effort(head) * times
+                    query = asked[step : step + 1]
+                    one = searcher.search_head(head, query, rule.k, effort=effort, count=True)
+                    ids, scanned[at] = one.ids[0], one.scanned[0] / len(keys)
+                    if checks is not None and checks.due(at[1:], heads.prompt + step):
+                        checks.judge(at[1:], heads.prompt + step, ids, wanted)
+                        ids, scanned[at] = wanted, scanned[at] + 1
+                recall[at] = np.isin(wanted, ids).mean()
+                found[at][: len(ids)] = np.where(ids >= 0, ids + rule.sink, -1)
+    failed = np.zeros(shape[1:], bool) if checks is None else checks.times == 0
+    more = np.zeros(shape[1:], bool) if checks is None else checks.times > 1
+    return found, {
+        "searched": recall.reshape(room, -1),
+        "scanned": scanned.reshape(room, -1),
+        "exact": exact.reshape(-1),
+        "failed": failed.reshape(-1),
+        "more": more.reshape(-1),
+    }

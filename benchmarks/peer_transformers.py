@@ -1,10 +1,16 @@
-"""The transformers side of `decode_throughput.py`; run by the peer's own interpreter.
+"""The transformers side of `decode_throughput.py` and `train_step.py`, run by its interpreter.
 
 Imports torch and transformers and nothing of jaxrag. Reads one JSON line per measurement from
-stdin, {"ids": [...], "rows": B, "tokens": n, "cache": "dynamic" or "static"}, and answers
-{"seconds": s, "ids": [...]}: ``generate`` of n tokens in each of B rows, greedy, with SDPA, behind
-the same prompt; the ids of the first row, from that which follows the prompt. The prompt is run
-once and its KV copied to every row; neither is timed.
+stdin, and answers with one.
+
+decode DIR DTYPE: {"ids": [...], "rows": B, "tokens": n, "cache": "dynamic" or "static"}, answered
+by {"seconds": s, "ids": [...]}: ``generate`` of n tokens in each of B rows, greedy, with SDPA,
+behind the same prompt; the ids of the first row, from that which follows the prompt. The prompt is
+run once and its KV copied to every row; neither is timed.
+
+train DIR RATE: {"ids": [[...]], "segments": [[...]] or null}, answered by {"seconds": s, "loss":
+x}: one training step in float32 with SDPA: forward, next-token loss, backward, clip to 1, AdamW.
+Segments ask for the block mask, which torch takes as a dense T x T array; making it is not timed.
 """
 
 import json
@@ -44,15 +50,13 @@ class Prefilled:
 
 def main() -> None:
     """Load the model named on the command line and answer until stdin closes."""
-    directory, dtype = sys.argv[1:]
+    task, directory, setting = sys.argv[1:]
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = getattr(torch, setting) if task == "decode" else torch.float32
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=getattr(torch, dtype), attn_implementation="sdpa"
-    )
-    model = model.to(device).eval()
-    model.generation_config.eos_token_id = None  # exactly so many tokens
-    model.generation_config.pad_token_id = 0
+        directory, dtype=dtype, attn_implementation="sdpa"
+    ).to(device)
     hello = {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -60,6 +64,16 @@ def main() -> None:
         "device": device,
     }
     print(json.dumps(hello), flush=True)
+    if task == "decode":
+        decode(model.eval())
+    else:
+        train(model.train(), float(setting))
+
+
+def decode(model: transformers.PreTrainedModel) -> None:
+    """Answer with seconds and ids."""
+    model.generation_config.eos_token_id = None  # exactly so many tokens
+    model.generation_config.pad_token_id = 0
     prefilled = None
     with torch.inference_mode():
         for line in sys.stdin:
@@ -95,6 +109,34 @@ def measure(
     if len(new) != tokens + 1:
         raise RuntimeError(f"generate gave {len(new) - 1} tokens where {tokens} were asked for")
     return {"seconds": seconds, "ids": new}
+
+
+def train(model: transformers.PreTrainedModel, rate: float) -> None:
+    """Answer with seconds and loss."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0, fused=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        ids = torch.tensor(asked["ids"], device=model.device)
+        mask = None if asked["segments"] is None else block_mask(asked["segments"], model.device)
+        synchronise(model.device)
+        start = time.perf_counter()
+        loss = model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        value = float(loss.detach())
+        synchronise(model.device)
+        seconds = time.perf_counter() - start
+        print(json.dumps({"seconds": seconds, "loss": value}), flush=True)
+
+
+def block_mask(segments: list[list[int]], device: torch.device) -> torch.Tensor:
+    """Additive [B, 1, T, T]: same segment or final block (2), never later."""
+    rows = torch.tensor(segments, device=device)
+    see = (rows[:, :, None] == rows[:, None, :]) | (rows[:, :, None] == 2)
+    see &= torch.ones(see.shape[1:], dtype=torch.bool, device=device).tril()
+    return torch.where(see, 0.0, float("-inf"))[:, None]
 
 
 def synchronise(device: torch.device) -> None:
