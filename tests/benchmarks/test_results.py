@@ -1,20 +1,42 @@
-"""The results of the repository: each is of a commit, but for those from before that was asked."""
+"""The results of the repository: each is of a commit, and a page says what it shows."""
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = [
+    *(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md"), *ROOT.glob("checkpoints/*/README.md"),
+    ROOT / "pallas_kernels" / "README.md",
+]  # fmt: skip
 # Measured before `--out` refused a tree with changes. Measure one again, and take it out of here.
 OF_CHANGED_TREES = {
-    "continuous", "digests", "index-distance",
-    "long-documents-20", "long-documents-50", "long-documents-6", "long-infinitebench",
-    "long-needle", "long-tasks", "methods-full", "seal", "serve",
+    "long-infinitebench", "long-needle", "long-tasks", "methods-full", "serve",
     "ttft-cpu-bfloat16",
 }  # fmt: skip
+
+
+def cited():
+    """Names of results with the pages that name them; a log of changes is no page."""
+    found = {}
+    for page in PAGES:
+        if page.name != "CHANGELOG.md":
+            for name in re.findall(r"\bresults/([\w.-]+\w)", page.read_text(encoding="utf-8")):
+                found.setdefault(name, set()).add(str(page.relative_to(ROOT)))
+    return found
+
+
+def test_every_result_is_cited_by_a_page_and_every_citation_is_a_result():
+    there = {path.name for path in RESULTS.iterdir()}
+    found = cited()
+    assert len(found) > 50
+    assert not there - set(found), "no page says what they show: cite or delete them"
+    assert not {name: found[name] for name in set(found) - there}, "pages cite what is not there"
 
 
 def commit_of(path):
