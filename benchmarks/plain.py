@@ -12,25 +12,19 @@ are the files of Markdown or text below ``documents``, cut as splitters do.
   token ids, without bound; and seconds to the first token, from text, beside full attention asked
   in turn with it, and beside vLLM with its own prefix cache, which gets token ids over HTTP, if
   ``vllm_python`` names an interpreter that has it;
-- *zipf*: the share of the passages' characters in blocks known from any earlier of 1,600 prompts of
-  ``passages``, drawn by Zipf's law of 800, as the cut alone decides it; no model runs;
 - *cut*: of one processor, milliseconds to find the passages of a prompt of 40,000 characters;
-  seconds for 10 MB of walls, labels and brackets, and with it the longest such text that is cut;
-- *coding*: a replayed task of ``turns`` turns. Each shows the files worked on last, those changed
-  last in front; files are read again, functions move, and a file is edited.
+  seconds for 10 MB of walls, labels and brackets, and with it the longest such text that is cut.
 
 example: python benchmarks/plain.py --out benchmarks/results/plain.json
 """
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import http.client
 import itertools
 import json
 import random
-import re
 import sys
 import tempfile
 import time
@@ -241,11 +235,9 @@ class Options:
 
     documents: str = option("docs", "folder of .md and .txt files", "DIR")
     stacks: str = option("", "with streams, by ';'; none, or empty for all six", "NAMES")
-    code: str = option("jaxrag", "folder of .py files, for the coding task", "DIR")
     questions: int = option(40, "of a stack's stream", "N")
     talks: int = option(4, "of six turns, for each stack", "N")
     passages: int = option(8, "of a prompt", "N")
-    turns: int = option(40, "of the coding task", "N")
     layers: int = option(4, "of the model", "N")
     width: int = option(256, "of the model", "N")
     vocabulary: int = option(4096, "of the tokenizer", "N")
@@ -272,9 +264,7 @@ def run(options: Options) -> Result:
         "peer": peer and peer.about,
         "second_sight": _second_sights(options, tokenizer, rules, texts),
         "streams": streams,
-        "zipf": _zipf(options, tokenizer, rules, chunks),
         "cut": _cut_seconds(options, rules, chunks),
-        "coding": _coding(options, tokenizer, rules),
         "parameters": num_params(model.config),
         "machine": describe(),
     }
@@ -350,28 +340,6 @@ def _covered(messages: Messages, text: str, spans: Sequence[tuple[str, int, int]
                 )
                 return covered * len(text) / len(form)
     raise RequestError(f"a passage is not in its prompt: {text[:60]!r}")
-
-
-def _zipf(
-    options: Options, tokenizer: Tokenizer, rules: PassageRules, chunks: Sequence[tuple[str, str]]
-) -> Result:
-    """Shares of the first 100 prompts, the next 300 and the last 1,200, of each stack."""
-    drawn = random.Random(options.seed).sample(chunks, min(800, len(chunks)))
-    weights = [1 / rank for rank in range(1, len(drawn) + 1)]
-    told: Result = {"passages": len(drawn)}
-    for name, stack in tqdm(STACKS.items(), "zipf", file=sys.stderr):
-        draw = random.Random(options.seed)
-        known, shares = set[str](), list[float]()
-        encode = functools.lru_cache(None)(tokenizer.encode)
-        for _ in range(1600):
-            passages = _drawn(draw, drawn, weights, options.passages)
-            messages = stack(passages, draw.choice(_ASKED))
-            _, blocks = plain_prompt(tokenizer, messages, rules, encode)
-            shares.append(_share(messages, passages, blocks, known))
-            known.update(it.source.text for it in blocks)
-        parts = {"first 100": shares[:100], "next 300": shares[100:400], "last 1,200": shares[400:]}
-        told[name] = {part: round(float(np.mean(it)), 4) for part, it in parts.items()}
-    return told
 
 
 def _streamed(
@@ -479,53 +447,6 @@ def _cut_seconds(
     return {"milliseconds": spent, "hostile_seconds": worst}
 
 
-def _coding(options: Options, tokenizer: Tokenizer, rules: PassageRules) -> Result:
-    """Shares of the prompts' tokens; no model runs, as the cut alone decides."""
-    draw = random.Random(options.seed)
-    texts = _texts(Path(options.code), "*.py")
-    files = {name: texts[name] for name in draw.sample(sorted(texts), min(12, len(texts)))}
-    open_files = list(files)[:6]
-    known, prefix = set[bytes](), PrefixCache(tokenizer)
-    total = found = 0
-    for turn in range(options.turns):
-        if turn and draw.random() < 0.5:  # another file is read, or one of before again
-            name = draw.choice(sorted(files))
-            open_files = [name, *[it for it in open_files if it != name]][:6]
-        if turn and draw.random() < 0.2:
-            files[open_files[0]] = _moved(draw, files[open_files[0]])
-        if turn == options.turns // 2:
-            edited = files[open_files[0]].replace("return ", "return not ", 1)
-            files[open_files[0]] = edited
-        shown = "\n".join(f'<file path="{it}">\n{files[it]}\n</file>' for it in open_files)
-        messages = [
-            {"role": "system", "content": "You change code. Say which lines you change, and why."},
-            {"role": "user", "content": f"{shown}\n\nStep {turn}: go on with the task."},
-        ]
-        _, blocks = plain_prompt(tokenizer, messages, rules)
-        for it in blocks:
-            digest = hashlib.blake2b(it.ids.tobytes()).digest()
-            found += len(it.ids) * (digest in known)
-            known.add(digest)
-        total += len(ids_of(tokenizer, messages))
-        prefix.ask(messages)
-    return {
-        "turns": options.turns,
-        "prompt_tokens": round(total / options.turns),
-        "of_prompts": round(found / total, 4),
-        "prefix_cache": prefix.share(),
-    }
-
-
-def _moved(draw: random.Random, text: str) -> str:
-    """A function of the file stands elsewhere."""
-    parts = re.split(r"(?m)^(?=def |class )", text)
-    if len(parts) < 3:
-        return text
-    at, to = draw.randrange(1, len(parts)), draw.randrange(1, len(parts))
-    parts.insert(to, parts.pop(at))
-    return "".join(parts)
-
-
 def _texts(folder: Path, *patterns: str) -> dict[str, str]:
     """Files of some length, by name. Raises RequestError where there are none."""
     found = {
@@ -583,17 +504,10 @@ def report(result: Result) -> Iterator[str]:
                 f"{'  vLLM':26} {kind:10} {'':8} {'':7} {theirs['of_prompts']:13.3f} {'':6} "
                 f"{theirs['seconds']['p50']:5.3f} {theirs['reuse_sooner']:7.2f}"
             )
-    for name in STACKS:
-        yield f"{name:26} zipf, last 1,200: {result['zipf'][name]['last 1,200']:.3f}"
     took = result["cut"]
     yield (
         f"cut: {max(took['milliseconds'].values()):.1f} ms for 40,000 characters; "
         f"{max(took['hostile_seconds'].values()):.2f} s for 10 MB at worst"
-    )
-    coding = result["coding"]
-    yield (
-        f"coding, {coding['turns']} turns of {coding['prompt_tokens']} tokens: "
-        f"{coding['of_prompts']:.3f} from KV, a prefix cache {coding['prefix_cache']:.3f}"
     )
 
 
