@@ -37,12 +37,8 @@ from urllib.parse import urlsplit
 import numpy as np
 from script import Result, run_script
 from stack_prompts import (
-    HELD_OUT,
-    HELD_OUT_LAST,
-    HELD_OUT_LATER,
-    HELD_OUT_NEWEST,
     HELD_OUT_SPLITTERS,
-    HELD_OUT_UNSEEN,
+    KINDS,
     SPLITTERS,
     STACKS,
     Messages,
@@ -273,14 +269,6 @@ def run(options: Options) -> Result:
 def _second_sights(
     options: Options, tokenizer: Tokenizer, rules: PassageRules, texts: Mapping[str, str]
 ) -> Result:
-    kinds = {
-        "stacks": STACKS,
-        "held_out": HELD_OUT,
-        "held_out_later": HELD_OUT_LATER,
-        "held_out_last": HELD_OUT_LAST,
-        "held_out_newest": HELD_OUT_NEWEST,
-        "held_out_unseen": HELD_OUT_UNSEEN,
-    }
     others = {**HELD_OUT_SPLITTERS, **SPLITTERS}
     return {
         kind: {
@@ -288,7 +276,7 @@ def _second_sights(
             for name, stack in stacks.items()
             for split, by in (SPLITTERS if kind == "stacks" else others).items()
         }
-        for kind, stacks in tqdm(kinds.items(), "second sight", file=sys.stderr)
+        for kind, stacks in tqdm(KINDS.items(), "second sight", file=sys.stderr)
     }
 
 

@@ -10,7 +10,7 @@ Each takes passages [(name, text)] and a question, and gives the messages of a c
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 Passages = Sequence[tuple[str, str]]
 Messages = list[dict[str, str]]
@@ -454,3 +454,14 @@ def _parts(text: str, size: int) -> Iterator[str]:
 def as_json(messages: Messages) -> str:
     """A recorded request."""
     return json.dumps({"messages": messages}, ensure_ascii=False)
+
+
+# By when they were written down, beside the rules that were made with the first.
+KINDS: dict[str, Mapping[str, Stack]] = {
+    "stacks": STACKS,
+    "held_out": HELD_OUT,
+    "held_out_later": HELD_OUT_LATER,
+    "held_out_last": HELD_OUT_LAST,
+    "held_out_newest": HELD_OUT_NEWEST,
+    "held_out_unseen": HELD_OUT_UNSEEN,
+}
