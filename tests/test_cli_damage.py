@@ -1,22 +1,14 @@
-"""What the command line says of a damaged catalog, and of one from before checksums."""
+"""What the command line says of a damaged catalog."""
 
-import contextlib
 import json
 import shutil
-from pathlib import Path
 
-import apsw
 import numpy as np
 import pytest
 
 from jaxrag.cli import main
-from jaxrag.library.catalog import Catalog
 from jaxrag.library.catalog.pages import PAGE_BYTES
 
-GOLDEN = Path(__file__).parent / "goldens" / "catalog" / "format3.sqlite"
-UNCHECKED = (
-    "note: catalog of format 3: rows are not checked; `jaxrag kb verify --repair` adds digests"
-)
 POOL = ("--cache-tokens", "2048")
 
 
@@ -110,53 +102,3 @@ def test_what_cannot_be_repaired_is_refused_in_a_line(jaxrag, kb):
     code, out, err = jaxrag("kb", "verify", kb, "--repair", *POOL)
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert "0 bytes, nothing can be read of it" in err
-
-
-def as_format_3(path):
-    """Write the catalog anew as it was before checksums: in the golden file's tables."""
-    old = path.with_name("old.sqlite")
-    flags = apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE | apsw.SQLITE_OPEN_URI
-    with contextlib.closing(apsw.Connection(str(old), flags=flags)) as made:
-        golden = f"file:{GOLDEN}?immutable=1"
-        made.execute("ATTACH ? AS golden", (golden,))
-        made.execute("ATTACH ? AS new", (str(path),))
-        rows = made.execute("SELECT sql FROM golden.sqlite_master WHERE sql NOT NULL").fetchall()
-        for (statement,) in rows:
-            made.execute(statement)
-        tables = made.execute("SELECT name FROM main.sqlite_master WHERE type = 'table'").fetchall()
-        for (name,) in tables:
-            columns = made.execute(f"PRAGMA main.table_info({name})").fetchall()
-            listed = ", ".join(column[1] for column in columns)
-            made.execute(f"INSERT INTO main.{name} SELECT {listed} FROM new.{name}")
-        for pragma in ("application_id", "user_version"):
-            (value,) = made.execute(f"PRAGMA golden.{pragma}").fetchone()
-            made.execute(f"PRAGMA main.{pragma} = {value}")
-        made.execute("PRAGMA main.journal_mode = WAL").fetchall()
-    old.replace(path)
-
-
-def test_format_3_is_told_and_upgraded_by_a_repair(jaxrag, kb):
-    listed = jaxrag("kb", "list", kb)
-    as_format_3(kb / "catalog.sqlite")
-    assert jaxrag("kb", "list", kb) == listed
-    for command in ("stats", "verify"):
-        code, _, err = jaxrag("kb", command, kb)
-        assert (code, err) == (0, f"{UNCHECKED}\n")
-    code, _, err = jaxrag("kb", "verify", kb, "--repair", *POOL)
-    assert (code, err) == (0, "")
-    assert jaxrag("kb", "stats", kb)[2] == ""
-    assert jaxrag("kb", "list", kb) == listed
-
-
-def test_format_3_is_upgraded_by_an_add_where_nobody_else_has_it_open(jaxrag, kb, whole, model_dir):
-    listed = jaxrag("kb", "list", kb)
-    as_format_3(kb / "catalog.sqlite")
-    added = ("ingest", whole.parent / "texts", "--kb", kb, "--model", model_dir)
-    with contextlib.closing(Catalog.open(kb / "catalog.sqlite")):
-        code, _, err = jaxrag(*added)
-        assert (code, err.splitlines()[-1]) == (0, UNCHECKED)
-    code, _, err = jaxrag(*added)
-    assert code == 0
-    assert UNCHECKED not in err
-    assert jaxrag("kb", "list", kb) == listed
-    assert jaxrag("kb", "verify", kb)[0] == 0

@@ -275,8 +275,6 @@ def ingest(
         else:
             part = (shard.index, shard.count)
             report = kb.add(files, progress=progress, shard=part, encode=encode)
-        if kb.unchecked is not None:
-            note(kb.unchecked)
         return report
 
 

@@ -133,8 +133,6 @@ def run_stats(args: argparse.Namespace) -> None:
     """Print what the knowledge base holds and how it was made."""
     with _opened(args) as kb:
         stats = kb.stats(walk=args.walk)
-        if kb.unchecked is not None:
-            note(kb.unchecked)
     if args.json:
         print_json(stats)
         return
@@ -242,8 +240,6 @@ def run_verify(args: argparse.Namespace) -> int:
             )
             for key in keys
         ]
-        if kb.unchecked is not None:
-            note(kb.unchecked)
     if args.json:
         salvaged = None if mended is None else dataclasses.asdict(mended)
         print_json(dataclasses.asdict(report) | {"catalog": salvaged, "settings": settings})

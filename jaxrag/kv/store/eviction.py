@@ -37,8 +37,15 @@ _FLUSH_READS = 4096
 _VICTIMS = 256  # of one round
 _ROUNDS = 8  # of one put
 
-# Index, sums and triggers. A fingerprint has its sum from when its chunks were counted.
-_TOTALS = (
+_SCHEMA = (
+    # heat: log2 of the sum over reads of 2^(time of read / half-life). last: time of the last read,
+    # for whoever looks into the file. pending: when a put that is not over was admitted, else 0.
+    # version: random, per admission.
+    """CREATE TABLE chunks (
+        fingerprint TEXT NOT NULL, key TEXT NOT NULL, nbytes INTEGER NOT NULL,
+        heat REAL NOT NULL, last REAL NOT NULL, pending REAL NOT NULL, version INTEGER NOT NULL,
+        PRIMARY KEY (fingerprint, key)) WITHOUT ROWID""",
+    # Index, sums and triggers. A fingerprint has its sum from when its chunks were counted.
     "CREATE INDEX chunks_by_heat ON chunks (fingerprint, heat)",
     "CREATE TABLE totals (fingerprint TEXT PRIMARY KEY, nbytes INTEGER NOT NULL) WITHOUT ROWID",
     """CREATE TRIGGER counted AFTER INSERT ON chunks BEGIN
@@ -48,30 +55,6 @@ _TOTALS = (
     """CREATE TRIGGER resized AFTER UPDATE OF nbytes ON chunks BEGIN
         UPDATE totals SET nbytes = nbytes - old.nbytes + new.nbytes
         WHERE fingerprint = new.fingerprint; END""",
-)
-
-_SCHEMA = (
-    # heat: log2 of the sum over reads of 2^(time of read / half-life). last: time of the last read,
-    # for whoever looks into the file. pending: when a put that is not over was admitted, else 0.
-    # version: random, per admission.
-    """CREATE TABLE chunks (
-        fingerprint TEXT NOT NULL, key TEXT NOT NULL, nbytes INTEGER NOT NULL,
-        heat REAL NOT NULL, last REAL NOT NULL, pending REAL NOT NULL, version INTEGER NOT NULL,
-        PRIMARY KEY (fingerprint, key)) WITHOUT ROWID""",
-    *_TOTALS,
-    f"PRAGMA user_version = {_FORMAT}",
-)
-
-
-# From format 1, which had one sum over all fingerprints; everything in it was counted.
-_UPGRADE = (
-    "DROP TRIGGER counted",
-    "DROP TRIGGER struck",
-    "DROP TRIGGER resized",
-    "DROP TABLE total",
-    "DROP INDEX chunks_by_heat",
-    *_TOTALS,
-    "INSERT INTO totals SELECT fingerprint, SUM(nbytes) FROM chunks GROUP BY fingerprint",
     f"PRAGMA user_version = {_FORMAT}",
 )
 
@@ -137,12 +120,12 @@ class Heat:
         try:
             with self._transaction() as connection:
                 (version,) = connection.execute("PRAGMA user_version").fetchone()
-                if version not in (0, 1, _FORMAT):
+                if version not in (0, _FORMAT):
                     raise StoreError(
                         f"{path} has format {version}, this version reads {_FORMAT}; remove the "
                         "file to count anew"
                     )
-                for statement in {0: _SCHEMA, 1: _UPGRADE}.get(version, ()):
+                for statement in _SCHEMA if version == 0 else ():
                     connection.execute(statement)
                 self._count(connection, standing)
         except BaseException:

@@ -166,16 +166,15 @@ class Audit:
             return self._report(connection, faults, lost, unnamed, repaired=True)
 
     def _stored(self, connection: Connection, name: str) -> StoredDocument:
-        checked = self.database.checked
         documents = connection.execute(
-            f"SELECT {DOCUMENTS.select(checked)} FROM documents WHERE id = ?", (name,)
+            f"SELECT {DOCUMENTS.select()} FROM documents WHERE id = ?", (name,)
         ).fetchall()
         chunks = connection.execute(
-            f"SELECT {CHUNKS.select(checked)} FROM chunks WHERE document_id = ? ORDER BY number",
+            f"SELECT {CHUNKS.select()} FROM chunks WHERE document_id = ? ORDER BY number",
             (name,),
         ).fetchall()
         keys = connection.execute(
-            f"SELECT {KEYS.select(checked)} FROM chunk_keys "
+            f"SELECT {KEYS.select()} FROM chunk_keys "
             "WHERE chunk_id IN (SELECT id FROM chunks WHERE document_id = ?)",
             (name,),
         ).fetchall()
@@ -185,19 +184,19 @@ class Audit:
         found = []
         for row in keys:
             behind = seen.get(row[:2], ())
-            whole = not checked or KEYS.is_whole((*row[:-1], *behind, row[-1]))
+            whole = KEYS.is_whole((*row[:-1], *behind, row[-1]))
             chunk_id, encoder, key, digest = row
             found.append(Raw(KeyRow(chunk_id, encoder, key, tuple(behind)), digest, whole))
         return StoredDocument(
             name,
-            next((_raw(DOCUMENTS, DocumentRow, row, checked) for row in documents), None),
-            [_raw(CHUNKS, ChunkRow, row, checked) for row in chunks],
+            next((_raw(DOCUMENTS, DocumentRow, row) for row in documents), None),
+            [_raw(CHUNKS, ChunkRow, row) for row in chunks],
             found,
         )
 
     def _sums(self, connection: Connection) -> tuple[list[Fault], int]:
         """Faults of words, totals and rows of nothing, and how many documents are gone."""
-        index = BM25Index(connection, path=self.database.path, checked=self.database.checked)
+        index = BM25Index(connection, path=self.database.path)
         faults = []
         (homeless,) = connection.execute(
             "SELECT (SELECT COUNT(*) FROM chunk_keys WHERE chunk_id NOT IN (SELECT id FROM chunks))"
@@ -210,8 +209,6 @@ class Audit:
             faults.append(Fault(WORDS, count=count))
         if count := len(unlike_rows(connection)):
             faults.append(Fault(REMOVAL, count=count))
-        if not self.database.checked:
-            return faults, 0
         counted = Totals.counted(connection)
         try:
             known = Totals.read(connection, self.database.path)
@@ -256,7 +253,7 @@ class Audit:
         )
         unlike = [(name,) for name in unlike_rows(connection)]
         connection.executemany("DELETE FROM forgotten WHERE name = ?", unlike)
-        index = BM25Index(connection, path=self.database.path, checked=self.database.checked)
+        index = BM25Index(connection, path=self.database.path)
         index.clear()
         for some in itertools.batched(_texts(connection), _INDEXED_AT_ONCE):
             index.add(dict(some))
@@ -277,10 +274,8 @@ class Audit:
         return RowsReport(documents, chunks, tuple(faults), tuple(lost), unnamed, repaired)
 
 
-def _raw[Row](
-    table: DigestTable, kind: Callable[..., Row], row: Sequence[Any], checked: bool
-) -> Raw[Row]:
-    return Raw(kind(*row[:-1]), row[-1], not checked or table.is_whole(row))
+def _raw[Row](table: DigestTable, kind: Callable[..., Row], row: Sequence[Any]) -> Raw[Row]:
+    return Raw(kind(*row[:-1]), row[-1], table.is_whole(row))
 
 
 def _document_ids(connection: Connection) -> list[str]:

@@ -28,7 +28,6 @@ from jaxrag.library.catalog.digests import (
     Totals,
     sum_of_ids,
     unlike,
-    upgrade,
 )
 from jaxrag.library.catalog.forgotten import (
     CREATE_FORGOTTEN,
@@ -104,22 +103,14 @@ class Catalog(CatalogReader):
                         connection.execute(CREATE_TOTALS)
                         connection.execute(CREATE_FORGOTTEN)
                         connection.executemany(
-                            SETTINGS.insert(True),
+                            SETTINGS.insert(),
                             [
-                                SETTINGS.row((name, to_json(value)), True)
+                                SETTINGS.row((name, to_json(value)))
                                 for name, value in settings.items()
                             ],
                         )
                         Totals().with_settings(connection).write(connection)
         return cls.open(path)
-
-    def upgrade(self) -> bool:
-        """Give a catalog of format 3 its checksums and digests; what it holds is taken as it is.
-
-        Safe against being killed. Returns whether it has them now: not where the file cannot be
-        written, or anybody else has it open.
-        """
-        return self.checked or (self.writable and self._database.upgrade(_upgrade))
 
     def audit(self) -> Audit:
         """All rows as they are, to be checked and repaired."""
@@ -163,25 +154,21 @@ class Catalog(CatalogReader):
         """Remove settings; one that is not there is passed over."""
         with self._database.transaction() as connection:
             connection.executemany("DELETE FROM settings WHERE name = ?", [(n,) for n in names])
-            if self.checked:
-                Totals.read(connection, self.path).with_settings(connection).write(connection)
+            Totals.read(connection, self.path).with_settings(connection).write(connection)
 
     def _setting(self, connection: Connection, name: str) -> Any:
         """A setting's value, None where it is not there."""
         row = connection.execute(
-            f"SELECT {SETTINGS.select(self.checked)} FROM settings WHERE name = ?", (name,)
+            f"SELECT {SETTINGS.select()} FROM settings WHERE name = ?", (name,)
         ).fetchone()
-        if row is not None and self.checked and not SETTINGS.is_whole(row):
+        if row is not None and not SETTINGS.is_whole(row):
             raise unlike(self.path, f"the setting {name!r} is")
         return None if row is None else json.loads(row[1])
 
     def _set(self, connection: Connection, name: str, value: Any) -> None:
         values = (name, to_json(value))
-        connection.execute(
-            SETTINGS.insert(self.checked, "INSERT OR REPLACE"), SETTINGS.row(values, self.checked)
-        )
-        if self.checked:
-            Totals.read(connection, self.path).with_settings(connection).write(connection)
+        connection.execute(SETTINGS.insert("INSERT OR REPLACE"), SETTINGS.row(values))
+        Totals.read(connection, self.path).with_settings(connection).write(connection)
 
     # Changes
 
@@ -235,7 +222,7 @@ class Catalog(CatalogReader):
                 title = entry.document.title
                 for chunk_id, chunk in zip(entry.chunk_ids, entry.chunks, strict=True):
                     texts[chunk_id] = searched_text(title, chunk.text)
-            chunks = Totals.read(connection, self.path).chunks if self.checked else 0
+            chunks = Totals.read(connection, self.path).chunks
             at_once = self._index.is_packed_at_once(len(texts), chunks)
             self._count(connection, self._index.add(texts, chunks), 1, texts, len(staying))
             self._forget(connection, gone)
@@ -250,8 +237,6 @@ class Catalog(CatalogReader):
         In many short transactions, and not more than some for each chunk, though there be more to
         join: whoever is killed between two, or ends here, leaves the rest to the next.
         """
-        if not self.checked:
-            return
         with self._database.snapshot() as connection:
             due = Packing(self._index, Totals.read(connection, self.path).chunks).is_due()
         while due and self._pack_some():
@@ -295,8 +280,8 @@ class Catalog(CatalogReader):
                     if chunk_ids:
                         rows = [(i, encoder, key) for i, key in zip(chunk_ids, own, strict=True)]
                         connection.executemany(
-                            KEYS.insert(self.checked, "INSERT OR REPLACE"),
-                            [KEYS.row(row, self.checked) for row in rows],
+                            KEYS.insert("INSERT OR REPLACE"),
+                            [KEYS.row(row) for row in rows],
                         )
 
     def put_contexts(
@@ -326,8 +311,8 @@ class Catalog(CatalogReader):
                     "DELETE FROM chunk_keys WHERE chunk_id = ? AND encoder = ?", (chunk_id, encoder)
                 )
                 row = (chunk_id, encoder, key)
-                digest = (KEYS.digest((*row, *content_ids)),) if self.checked else ()
-                connection.execute(KEYS.insert(self.checked), (*row, *digest))
+                digest = KEYS.digest((*row, *content_ids))
+                connection.execute(KEYS.insert(), (*row, digest))
                 connection.executemany(
                     "INSERT INTO contexts VALUES (?, ?, ?, ?)",
                     [(chunk_id, encoder, place, c) for place, c in enumerate(content_ids)],
@@ -374,8 +359,7 @@ class Catalog(CatalogReader):
         if not dry_run:
             with self._database.transaction() as connection:
                 connection.execute(f"DELETE FROM reservations WHERE {rule}", cutoff)
-        totals = self.totals()
-        if totals is not None and totals.has_ids(chunk_ids):
+        if self.totals().has_ids(chunk_ids):
             return chunk_ids[:0]
         with self._database.use() as connection:
             young = connection.execute(
@@ -412,15 +396,14 @@ class Catalog(CatalogReader):
         documents: int,
     ) -> None:
         """Add to the totals what a change added, or with ``sign`` -1 removed."""
-        if self.checked:
-            totals = Totals.read(connection, self.path).plus(
-                documents=sign * documents,
-                chunks=sign * len(chunk_ids),
-                chunk_ids=sign * sum_of_ids(chunk_ids),
-                terms=sign * indexed.terms,
-                words=sign * indexed.words,
-            )
-            totals.write(connection)
+        totals = Totals.read(connection, self.path).plus(
+            documents=sign * documents,
+            chunks=sign * len(chunk_ids),
+            chunk_ids=sign * sum_of_ids(chunk_ids),
+            terms=sign * indexed.terms,
+            words=sign * indexed.words,
+        )
+        totals.write(connection)
 
     def _forget(self, connection: Connection, gone: Sequence[LeftChunk]) -> None:
         """Forget the keys of KV that has seen a content which no chunk has for its readers now.
@@ -444,12 +427,11 @@ class Catalog(CatalogReader):
 
     def _insert(self, connection: Connection, entry: NewDocument, now: str) -> None:
         document, chunks = entry.document, entry.chunks
-        checked = self.checked
         row = DocumentRow(
             document.id, document.title, document.file, to_json(document.metadata),
             entry.digest, len(chunks), sum(len(chunk.ids) for chunk in chunks), now,
         )  # fmt: skip
-        connection.execute(DOCUMENTS.insert(checked), DOCUMENTS.row(row, checked))
+        connection.execute(DOCUMENTS.insert(), DOCUMENTS.row(row))
         owned = zip(chunks, entry.chunk_ids, entry.content_ids, strict=True)
         rows = [
             ChunkRow(chunk_id, document.id, chunk.index, chunk.start, chunk.end, chunk.page,
@@ -458,11 +440,11 @@ class Catalog(CatalogReader):
         ]  # fmt: skip
         for chunk_id in entry.chunk_ids:
             self._require_reserved(connection, chunk_id)
-        connection.executemany(CHUNKS.insert(checked), [CHUNKS.row(row, checked) for row in rows])
+        connection.executemany(CHUNKS.insert(), [CHUNKS.row(row) for row in rows])
         connection.executemany(
-            KEYS.insert(checked),
+            KEYS.insert(),
             [
-                KEYS.row((chunk_id, encoder, key), checked)
+                KEYS.row((chunk_id, encoder, key))
                 for encoder, keys in entry.keys.items()
                 for chunk_id, key in zip(entry.chunk_ids, keys, strict=True)
             ],
@@ -478,9 +460,3 @@ class Catalog(CatalogReader):
                 f"catalog {self.path}: chunk id {chunk_id} is not reserved, or was for longer than "
                 "the grace of a gc; add the documents again"
             )
-
-
-def _upgrade(connection: Connection) -> None:
-    """Give a catalog of format 3 what it lacks, in the caller's transaction."""
-    upgrade(connection)
-    connection.execute(CREATE_FORGOTTEN)

@@ -25,11 +25,6 @@ class ContextReader:
         """The file."""
         return self._database.path
 
-    @property
-    def checked(self) -> bool:
-        """Whether rows have digests; those of a catalog of format 3 are taken as they are."""
-        return self._database.checked
-
     def contexts(self, chunk_ids: Iterable[int], encoder: str) -> dict[int, list[str]]:
         """What stood in front of chunks when they were encoded: content ids in order, by chunk id.
 
@@ -38,7 +33,7 @@ class ContextReader:
         asked = json.dumps([int(i) for i in chunk_ids])
         with self._database.use() as connection:
             rows = connection.execute(
-                f"SELECT {KEYS.select(self.checked)}, content_id FROM chunk_keys "
+                f"SELECT {KEYS.select()}, content_id FROM chunk_keys "
                 "LEFT JOIN contexts USING (chunk_id, encoder) WHERE chunk_keys.encoder = ? "
                 "AND chunk_keys.chunk_id IN (SELECT value FROM json_each(?)) "
                 "ORDER BY chunk_keys.chunk_id, place",
@@ -49,7 +44,7 @@ class ContextReader:
             these = list(group)
             found[chunk_id] = [row[-1] for row in these if row[-1] is not None]
             *key, xxh3, _ = these[0]
-            if self.checked and not KEYS.is_whole((*key, *found[chunk_id], xxh3)):
+            if not KEYS.is_whole((*key, *found[chunk_id], xxh3)):
                 raise unlike(self.path, f"the {encoder} key of chunk {chunk_id} is")
         return found
 

@@ -10,7 +10,7 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import apsw
@@ -19,10 +19,10 @@ from jaxrag.base.errors import DamagedCatalogError, KnowledgeBaseError, StoreErr
 from jaxrag.base.types import Connection
 from jaxrag.kv.store.sqlite import CHECKSUM_BYTES, connect_checked, use_write_ahead_log
 from jaxrag.library.catalog.pages import PAGE_BYTES
-from jaxrag.library.retrieve.packed import PACKED_FORMATS
+from jaxrag.library.retrieve.packed import PACKED
 
-FORMAT = 4  # of one whose postings are not packed; PACKED_FORMATS are those of others
-UNCHECKED = 3  # neither pages nor rows have digests; it is read as it is
+FORMAT = 4  # of one whose postings are not packed; PACKED is that of others
+_FORMATS = (FORMAT, PACKED)
 BUSY_SECONDS = 60.0
 _CHECKPOINT_SECONDS = 1.0  # that a checkpoint waits for readers of an older state
 _READING_CACHE = 16 << 20  # bytes; a search of a million chunks passes by pages of SQLite's 2 MB
@@ -73,8 +73,6 @@ class Database:
 
     Attributes:
       writable: False where its folder cannot be written.
-      checked: whether its pages and rows have digests; those of format 3 have none until
-        ``upgrade``.
     """
 
     def __init__(self, path: Path) -> None:
@@ -90,7 +88,6 @@ class Database:
         self._write_lock = threading.RLock()  # of the other one; taken first where both are
         self._depth = 0  # of ``use`` within ``use``
         self._closed = False
-        self.checked = True
         with _OPEN_LOCK:
             _OPEN.add(self)
 
@@ -223,29 +220,6 @@ class Database:
         with self.use():
             use_write_ahead_log(self.connection, BUSY_SECONDS)
 
-    def upgrade(self, change: Callable[[Connection], None]) -> bool:
-        """Bring a file of format 3 to FORMAT; whoever is killed meanwhile leaves one or the other.
-
-        A copy with checksums is made beside the file, changed, and written back in one transaction
-        of SQLite, with the file held alone: others keep what they have open, and cannot mix both.
-
-        Args:
-          change: gives the tables of the copy what they lack, in a transaction.
-
-        Returns whether the file has FORMAT now: not where anybody else has it open. Objects made on
-        ``connection`` are to be made anew.
-        """
-        with self._write_lock, self._lock, _as_store_errors(self.path):
-            if not self.checked:
-                self._changes += self._reading.total_changes() + 1
-                self._close()
-                try:
-                    _rewrite(self.path, change)
-                finally:
-                    self._reading = _connect(self.path, self.writable, _READING_CACHE)
-                self.check_format()
-            return self.checked
-
     def make_tables(self) -> None:
         """Make the tables and mark the file, in the caller's transaction."""
         for statement in _SCHEMA:
@@ -253,34 +227,39 @@ class Database:
         mark(self.connection)
 
     def check_format(self) -> None:
-        """Find out the format of the file.
+        """Find out whether the file can be read here.
 
         Raises KnowledgeBaseError unless it is a catalog of a format that is read here,
         DamagedCatalogError where its header contradicts that.
         """
-        with self.use() as connection:
-            (application,) = connection.execute("PRAGMA application_id").fetchone()
-            (found,) = connection.execute("PRAGMA user_version").fetchone()
         if self._inode is not None and self._inode != _inode(self.path):
             raise StoreError(f"catalog {self.path} was repaired in this moment; open it again")
-        if application != _APPLICATION:
+        if self._header("application_id") != _APPLICATION:
             raise KnowledgeBaseError(
                 f"{self.path} is not a knowledge base catalog; name another folder"
             )
-        if found not in (*PACKED_FORMATS, FORMAT, UNCHECKED):
-            raise KnowledgeBaseError(
-                f"{self.path} has format {found}, this version reads format "
-                f"{FORMAT} to {max(PACKED_FORMATS)}; use the version that wrote it or ingest again"
-            )
+        self.check_version()
         # Without the reserved bytes no page is checked, not even the one that says so.
-        if found != UNCHECKED and self._reserved() != CHECKSUM_BYTES:
-            self.checkpoint()  # of an upgrade that was killed behind its commit
-            if self._reserved() != CHECKSUM_BYTES:
-                raise damaged(self.path, f"byte 20 is {self._reserved()}, not {CHECKSUM_BYTES}")
+        if self._reserved() != CHECKSUM_BYTES:
+            raise damaged(self.path, f"byte 20 is {self._reserved()}, not {CHECKSUM_BYTES}")
         self._check_size()
-        self.checked = found != UNCHECKED
-        if self.checked and self.writable:  # that this was read says that no upgrade is under way
-            remove_files(_copy(self.path))
+
+    def check_version(self) -> None:
+        """Raise KnowledgeBaseError for a whole catalog that another version made."""
+        with self.use() as connection:
+            application, found = self._header("application_id"), self._header("user_version")
+            statement = "SELECT 1 FROM sqlite_master WHERE name = 'forgotten'"
+            old = found in _FORMATS and connection.execute(statement).fetchone() is None
+        if application == _APPLICATION and (old or found not in _FORMATS):
+            raise KnowledgeBaseError(
+                f"{self.path} has format {found}{old * ' of version 0.1'}, this version reads "
+                f"formats {' and '.join(map(str, _FORMATS))} of version 0.2; ingest the documents "
+                "again into a new folder"
+            )
+
+    def _header(self, name: str) -> int:
+        with self.use() as connection:
+            return int(connection.execute(f"PRAGMA {name}").fetchone()[0])
 
     def _reserved(self) -> int:
         """Bytes that the file, without its log, says are reserved in each page."""
@@ -361,37 +340,6 @@ def _connect(path: Path, writable: bool, cache_bytes: int = 0) -> apsw.Connectio
             connection.close()
             raise
         return connection
-
-
-def _rewrite(path: Path, change: Callable[[Connection], None]) -> None:
-    """The work of ``Database.upgrade``; nothing is done where anybody else has the file open."""
-    copy = _copy(path)
-    with contextlib.closing(_connect(path, True)) as file:
-        file.execute("PRAGMA locking_mode = EXCLUSIVE").fetchall()
-        file.set_busy_timeout(0)
-        try:
-            _begin(file, "BEGIN IMMEDIATE")  # in this mode with a lock on the whole file, kept
-        except apsw.BusyError:
-            return
-        file.execute("ROLLBACK")
-        try:
-            remove_files(copy)
-            file.execute("VACUUM INTO ?", (os.fspath(copy),))
-            with contextlib.closing(_connect(copy, True)) as changed:
-                changed.execute("BEGIN")
-                change(changed)
-                mark(changed)
-                changed.execute("COMMIT")
-                with file.backup("main", changed, "main") as backup:
-                    backup.step()
-            file.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-        finally:
-            remove_files(copy)
-
-
-def _copy(path: Path) -> Path:
-    """Where an upgrade makes its copy."""
-    return path.with_name(f"{path.name}-upgrade")
 
 
 def remove_files(path: Path) -> None:

@@ -17,10 +17,8 @@ import xxhash
 from jaxrag.base.errors import DamagedCatalogError
 from jaxrag.base.types import Connection, HostArray
 from jaxrag.library.catalog.database import damaged
-from jaxrag.library.retrieve.bm25 import BM25Index
 
 _LOW = 0xFFFFFFFF
-_ROWS = 1000  # that are filled at once
 
 # Tells which chunk ids there are, with their number: in SQL, and of an array below.
 IDS = f"COUNT(*), COALESCE(SUM(({{0}} * {{0}} + {{0}}) & {_LOW}), 0)"
@@ -69,19 +67,18 @@ class DigestTable:
         found = xxhash.xxh3_64_intdigest(b"".join(parts))
         return found - (1 << 64) if found >> 63 else found
 
-    def insert(self, checked: bool, how: str = "INSERT") -> str:
+    def insert(self, how: str = "INSERT") -> str:
         """The statement that adds ``row``."""
-        places = ", ".join("?" * (len(self.columns) + checked))
+        places = ", ".join("?" * (len(self.columns) + 1))
         return f"{how} INTO {self.name} VALUES ({places})"
 
-    def row(self, values: Sequence[Any], checked: bool) -> Sequence[Any]:
-        """The values of a row with its digest, where rows have one."""
-        return (*values, self.digest(values)) if checked else values
+    def row(self, values: Sequence[Any]) -> Sequence[Any]:
+        """The values of a row with its digest."""
+        return (*values, self.digest(values))
 
-    def select(self, checked: bool) -> str:
-        """The columns of a row as a query names them, its digest last; NULL where it has none."""
-        named = [f"{self.name}.{column}" for column in self.columns]
-        return ", ".join([*named, f"{self.name}.xxh3" if checked else "NULL"])
+    def select(self) -> str:
+        """The columns of a row as a query names them, its digest last."""
+        return ", ".join(f"{self.name}.{column}" for column in (*self.columns, "xxh3"))
 
     def is_whole(self, row: Sequence[Any]) -> bool:
         """Whether the values of a row, its digest last, are those that it was written with."""
@@ -133,7 +130,7 @@ class Totals:
     @classmethod
     def read(cls, connection: Connection, path: Path) -> "Totals":
         """The totals as they are remembered. Raises DamagedCatalogError."""
-        row = connection.execute(f"SELECT {TOTALS.select(True)} FROM totals").fetchone()
+        row = connection.execute(f"SELECT {TOTALS.select()} FROM totals").fetchone()
         if row is None or not TOTALS.is_whole(row):
             raise unlike(path, "its totals are")
         return cls(*row[1:-1])
@@ -150,7 +147,7 @@ class Totals:
     def write(self, connection: Connection) -> None:
         """Remember them, in the caller's transaction."""
         values = (1, *dataclasses.astuple(self))
-        connection.execute(TOTALS.insert(True, "INSERT OR REPLACE"), TOTALS.row(values, True))
+        connection.execute(TOTALS.insert("INSERT OR REPLACE"), TOTALS.row(values))
 
     def plus(self, **changes: int) -> "Totals":
         """With some of them changed by so much."""
@@ -216,49 +213,6 @@ def check_rows(connection: Connection, path: Path, totals: Totals) -> None:
     ):
         if found != known:
             raise unlike(path, what)
-
-
-def upgrade(connection: Connection) -> None:
-    """Give a catalog of format 3 its digests and totals, in the caller's transaction.
-
-    What is there is taken as it is. The caller marks the file.
-    """
-    for table in (SETTINGS, DOCUMENTS, CHUNKS, KEYS):
-        connection.execute(f"ALTER TABLE {table.name} ADD COLUMN xxh3 INTEGER NOT NULL DEFAULT 0")
-    connection.execute(CREATE_TOTALS)
-    fill(connection)
-    BM25Index(connection).count_terms()
-    Totals.counted(connection).write(connection)
-
-
-def fill(connection: Connection) -> None:
-    """Compute the digests of all rows from what they hold, in the caller's transaction."""
-    seen = contexts(connection)
-    for table, key in ((SETTINGS, 1), (DOCUMENTS, 1), (CHUNKS, 1), (KEYS, 2)):
-        names = table.columns[:key]
-        statement = (
-            f"UPDATE {table.name} SET xxh3 = ? WHERE {' AND '.join(f'{n} = ?' for n in names)}"
-        )
-        order = ", ".join(names)
-        after: tuple[Any, ...] = ()
-        while True:
-            behind = f"WHERE ({order}) > ({', '.join('?' * key)}) " if after else ""
-            rows = connection.execute(
-                f"SELECT {', '.join(table.columns)} FROM {table.name} {behind}"
-                f"ORDER BY {order} LIMIT {_ROWS}",
-                after,
-            ).fetchall()
-            if not rows:
-                break
-            extra = [seen.get(row[:2], ()) if table is KEYS else () for row in rows]
-            connection.executemany(
-                statement,
-                [
-                    (table.digest((*row, *more)), *row[:key])
-                    for row, more in zip(rows, extra, strict=True)
-                ],
-            )
-            after = tuple(rows[-1][:key])
 
 
 def contexts(

@@ -24,7 +24,7 @@ from jaxrag.library.retrieve.packed import Packed
 SECRET = "forgotten_by"  # the setting that holds the key of the digests, 64 hex digits
 FORGOTTEN = DigestTable("forgotten", ("name", "removed", "contents", "chunk_ids"))
 CREATE_FORGOTTEN = (
-    "CREATE TABLE IF NOT EXISTS forgotten (name TEXT PRIMARY KEY, removed TEXT NOT NULL, "
+    "CREATE TABLE forgotten (name TEXT PRIMARY KEY, removed TEXT NOT NULL, "
     "contents BLOB NOT NULL, chunk_ids BLOB NOT NULL, xxh3 INTEGER NOT NULL) WITHOUT ROWID"
 )
 _BYTES = 16  # of a digest
@@ -68,7 +68,6 @@ def new_secret() -> str:
 
 def remember(connection: Connection, path: Path, secret: bytes, left: Iterable[LeftChunk]) -> None:
     """Note chunks that leave, beside what is known of their documents, in a transaction."""
-    connection.execute(CREATE_FORGOTTEN)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
     by_document = sorted(left, key=lambda chunk: chunk.document_id)
     for document_id, chunks in itertools.groupby(by_document, lambda chunk: chunk.document_id):
@@ -85,7 +84,7 @@ def remember(connection: Connection, path: Path, secret: bytes, left: Iterable[L
             b"".join(sorted(contents)),
             np.array(sorted(ids), "<i8").tobytes(),
         )
-        connection.execute(FORGOTTEN.insert(True, "INSERT OR REPLACE"), FORGOTTEN.row(row, True))
+        connection.execute(FORGOTTEN.insert("INSERT OR REPLACE"), FORGOTTEN.row(row))
 
 
 def recall(connection: Connection, path: Path, secret: bytes, document_id: str) -> Trace | None:
@@ -93,10 +92,8 @@ def recall(connection: Connection, path: Path, secret: bytes, document_id: str) 
 
     Raises DamagedCatalogError for a row that is not as written.
     """
-    if not _is_there(connection):
-        return None
     row: Sequence[str | bytes] | None = connection.execute(
-        f"SELECT {FORGOTTEN.select(True)} FROM forgotten WHERE name = ?",
+        f"SELECT {FORGOTTEN.select()} FROM forgotten WHERE name = ?",
         (_digest(secret, document_id).hex(),),
     ).fetchone()
     if row is None:
@@ -115,16 +112,8 @@ def recall(connection: Connection, path: Path, secret: bytes, document_id: str) 
 
 def unlike_rows(connection: Connection) -> list[str]:
     """Names of rows that are not as written."""
-    if not _is_there(connection):
-        return []
-    rows = connection.execute(f"SELECT {FORGOTTEN.select(True)} FROM forgotten")
+    rows = connection.execute(f"SELECT {FORGOTTEN.select()} FROM forgotten")
     return [str(row[0]) for row in rows if not FORGOTTEN.is_whole(row)]
-
-
-def _is_there(connection: Connection) -> bool:
-    """Whether the catalog has the table: that of version 0.1.0 has none before a removal."""
-    statement = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'forgotten'"
-    return connection.execute(statement).fetchone() is not None
 
 
 def trace_of(

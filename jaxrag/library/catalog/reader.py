@@ -9,7 +9,7 @@ from typing import Any
 from jaxrag.base.types import Connection, HostArray
 from jaxrag.kv.store.keys import ID_DIGITS, is_hex
 from jaxrag.library.catalog.contexts import ContextReader
-from jaxrag.library.catalog.database import Database, damaged
+from jaxrag.library.catalog.database import Database
 from jaxrag.library.catalog.digests import (
     CHUNKS,
     DOCUMENTS,
@@ -65,15 +65,9 @@ class CatalogReader(ContextReader):
     def settings(self) -> dict[str, Any]:
         """The settings by name, as given at creation and changed since."""
         with self._database.snapshot() as connection:
-            rows = connection.execute(
-                f"SELECT {SETTINGS.select(self.checked)} FROM settings"
-            ).fetchall()
-            if self.checked:
-                check_settings(self.path, rows, Totals.read(connection, self.path))
-        try:
-            return {name: json.loads(value) for name, value, _ in rows}
-        except (ValueError, TypeError, RecursionError) as error:  # only where there are no digests
-            raise damaged(self.path, f"a setting is no JSON ({error})") from error
+            rows = connection.execute(f"SELECT {SETTINGS.select()} FROM settings").fetchall()
+            check_settings(self.path, rows, Totals.read(connection, self.path))
+        return {name: json.loads(value) for name, value, _ in rows}
 
     def document(self, document_id: str) -> DocumentEntry | None:
         """The document of that id, or None."""
@@ -217,12 +211,12 @@ class CatalogReader(ContextReader):
         with self._database.snapshot() as connection:
             version = self.version()
             totals = self._totals(connection)
-            sizes = None if totals is None else Sizes(totals.chunks, totals.terms)
+            sizes = Sizes(totals.chunks, totals.terms)
             matches = self._index.search(question, k, where, sizes, version)
             asked = (json.dumps([match.chunk_id for match in matches]),)
             statement = "SELECT COUNT(*) FROM chunks WHERE id IN (SELECT value FROM json_each(?))"
             rows = connection.execute(statement, asked).fetchone()
-            if self.checked and rows != (len(matches),):
+            if rows != (len(matches),):
                 raise unlike(self.path, "the rows of chunks that were found are")
         return matches
 
@@ -360,29 +354,27 @@ class CatalogReader(ContextReader):
         with self._database.snapshot() as connection:
             self._totals(connection)
 
-    def totals(self) -> Totals | None:
-        """What the tables hold together, as remembered and found; None for format 3."""
+    def totals(self) -> Totals:
+        """What the tables hold together, as remembered and found."""
         with self._database.snapshot() as connection:
             return self._totals(connection)
 
     @property
     def _index(self) -> BM25Index:
-        """The full-text index; another one on another connection, as after an upgrade."""
+        """The full-text index; another one on another connection."""
         connection = self._database.connection
         found = self._words.get(connection)
         if found is None:
-            found = BM25Index(connection, path=self.path, checked=self.checked)
+            found = BM25Index(connection, path=self.path)
             known = self._words if len(self._words) < _CONNECTIONS else {}
             self._words = {**known, connection: found}
         return found
 
-    def _totals(self, connection: Connection) -> Totals | None:
+    def _totals(self, connection: Connection) -> Totals:
         """What the tables hold together; counted again after every change of the file.
 
         Of many chunks not at every one: counting takes at most 1 / _SHARE of the time.
         """
-        if not self.checked:
-            return None
         version = self.version()
         if self._whole is not None and self._whole[0] == version:
             return self._whole[1]
@@ -399,20 +391,18 @@ class CatalogReader(ContextReader):
         return totals
 
     def _check_documents(self, connection: Connection, count: int) -> None:
-        if self.checked and count != Totals.read(connection, self.path).documents:
+        if count != Totals.read(connection, self.path).documents:
             raise unlike(self.path, "its documents are")
 
     def _documents(
         self, connection: Connection, rest: str, values: Sequence[Any]
     ) -> list[DocumentEntry]:
         """Documents, their rows held against their digests."""
-        rows = connection.execute(
-            f"SELECT {DOCUMENTS.select(self.checked)} FROM documents {rest}", values
-        )
+        rows = connection.execute(f"SELECT {DOCUMENTS.select()} FROM documents {rest}", values)
         return [DocumentEntry.of_row(self._whole_document(row)) for row in rows]
 
     def _whole_document(self, row: Sequence[Any]) -> Sequence[Any]:
-        if self.checked and not DOCUMENTS.is_whole(row):
+        if not DOCUMENTS.is_whole(row):
             raise unlike(self.path, f"document {row[0]!r} is")
         return row
 
@@ -421,7 +411,7 @@ class CatalogReader(ContextReader):
     ) -> list[tuple[ChunkRow, DocumentRow]]:
         """Rows of chunks and of their documents, held against their digests."""
         rows = connection.execute(
-            f"SELECT {CHUNKS.select(self.checked)}, {DOCUMENTS.select(self.checked)} FROM chunks "
+            f"SELECT {CHUNKS.select()}, {DOCUMENTS.select()} FROM chunks "
             f"JOIN documents ON documents.id = document_id WHERE {condition}",
             values,
         ).fetchall()
@@ -430,7 +420,7 @@ class CatalogReader(ContextReader):
         documents: dict[Sequence[Any], DocumentRow] = {}  # each is checked once
         for row in rows:
             own, its = row[:width], row[width:]
-            if self.checked and not CHUNKS.is_whole(own):
+            if not CHUNKS.is_whole(own):
                 raise unlike(self.path, f"chunk {own[2]} of document {own[1]!r} is")
             if its not in documents:
                 documents[its] = DocumentRow(*self._whole_document(its)[:-1])
@@ -448,7 +438,7 @@ class CatalogReader(ContextReader):
         asked = {int(chunk_id) for chunk_id in chunk_ids}
         among, values = "IN (SELECT value FROM json_each(?))", (json.dumps(sorted(asked)),)
         found = self._chunks(connection, f"chunks.id {among}", values)
-        if self.checked and len(found) < len(asked):
+        if len(found) < len(asked):
             statement = f"SELECT COUNT(*) FROM chunks WHERE id {among}"
             if connection.execute(statement, values).fetchone() != (len(found),):
                 raise unlike(self.path, "the documents of its chunks are")

@@ -25,7 +25,6 @@ from jaxrag.base.errors import DamagedCatalogError, StoreError
 from jaxrag.base.types import Connection, HostArray
 from jaxrag.library.catalog.catalog import Catalog
 from jaxrag.library.catalog.database import (
-    UNCHECKED,
     Database,
     damaged,
     is_open,
@@ -83,19 +82,20 @@ def salvage(path: Path, needed: Collection[str]) -> Salvage | None:
     """Make a damaged catalog whole; None where all of its pages are.
 
     The damaged file is kept as ``catalog.sqlite.damaged``. Who is killed meanwhile leaves one of
-    them in place. Nothing is done, and None returned, while anybody has the catalog open, and to
-    one of format 3, which has no checksums.
+    them in place. Nothing is done, and None returned, while anybody has the catalog open.
 
     Args:
       needed: the settings without which a catalog is of no use.
 
     Raises:
       DamagedCatalogError: too little of it is left.
+      KnowledgeBaseError: it is whole, and another version made it.
       StoreError: files cannot be written.
     """
     if is_open(path):
         return None
     with contextlib.suppress(StoreError), contextlib.closing(Database(path)) as database:
+        database.check_version()
         database.checkpoint()
     new = path.with_name(f"{path.name}-salvage")
     try:
@@ -104,7 +104,7 @@ def salvage(path: Path, needed: Collection[str]) -> Salvage | None:
             if not _lock(file.fileno()):
                 return None
             pages = _pages(path, file)
-            found = None if _is_unchecked(pages[0]) else _saved(path, pages, new, needed)
+            found = _saved(path, pages, new, needed)
             if found is not None:
                 _replace(path, new, Path(found.kept))
             return found
@@ -134,13 +134,6 @@ def _pages(path: Path, file: BinaryIO) -> HostArray:
     if not count:
         raise damaged(path, f"it has {size} bytes, nothing can be read of it")
     return np.memmap(file, np.uint8, "c", shape=(count, PAGE_BYTES))
-
-
-def _is_unchecked(page: HostArray) -> bool:
-    """Whether the first page is that of a catalog of format 3."""
-    header = page[:100].tobytes()
-    version = int.from_bytes(header[60:64], "big")
-    return header.startswith(b"SQLite format 3\0") and header[20] == 0 and version == UNCHECKED
 
 
 def _saved(path: Path, pages: HostArray, new: Path, needed: Collection[str]) -> Salvage | None:
@@ -300,7 +293,7 @@ def _has_types(row: tuple[Any, ...], *types: type) -> bool:
 
 def _insert(connection: Connection, table: DigestTable, rows: Iterable[tuple[Any, ...]]) -> None:
     """Rows with the digests that they have."""
-    connection.executemany(table.insert(True), rows)
+    connection.executemany(table.insert(), rows)
 
 
 def _replace(path: Path, new: Path, kept: Path) -> None:
@@ -341,10 +334,10 @@ def mend_settings(
     changed: list[str] = []
     with contextlib.closing(Database(path)) as database:
         database.check_format()
-        if not database.checked or not database.writable:
+        if not database.writable:
             return ()
         with database.transaction() as connection:
-            rows = connection.execute(f"SELECT {SETTINGS.select(True)} FROM settings").fetchall()
+            rows = connection.execute(f"SELECT {SETTINGS.select()} FROM settings").fetchall()
             whole = {row[0]: json.loads(row[1]) for row in rows if SETTINGS.is_whole(row)}
             digests = {row[0]: row[2] for row in rows if row[0] not in whole}
             gone = set(needed) - whole.keys() - digests.keys()
@@ -357,7 +350,7 @@ def mend_settings(
                     )
                 connection.execute("DELETE FROM settings WHERE name = ?", (name,))
                 if value is not None:
-                    connection.execute(SETTINGS.insert(True), SETTINGS.row((name, value), True))
+                    connection.execute(SETTINGS.insert(), SETTINGS.row((name, value)))
                 changed.append(name)
             try:
                 known: Totals | None = Totals.read(connection, path)

@@ -107,8 +107,7 @@ def look_for(
     if not len(trace.chunk_ids) and not rows.documents:
         raise KnowledgeBaseError(
             f"{catalog.path.parent} has no document {document_id!r} and does not remember the "
-            "removal of one; look at its id in what you removed, and note that version 0.1 "
-            "remembered none"
+            "removal of one; look at its id in what you removed"
         )
     found = [
         *_in_rows(rows),

@@ -239,7 +239,6 @@ class KnowledgeBase(Maintained):
                 f"{self.path} keeps {' and '.join(self._behind_others)} KV, encoded behind similar "
                 "chunks: add with encode='now', or make one that keeps after_prefix only"
             )
-        self._catalog.upgrade()
         if self._vectors is not None:
             _ = self._vectors.embedder  # refused before any work
             if not self._all_embedded(lately=True):

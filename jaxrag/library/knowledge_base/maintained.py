@@ -244,7 +244,6 @@ class Maintained(Parts):
         if not repair:
             return dataclasses.replace(audit.check(look), unchecked=why)
         with self._acknowledged():
-            self._catalog.upgrade()
             report = self._catalog.audit().repair(look)
         self._finish_removals()
         return report

@@ -30,10 +30,6 @@ from jaxrag.reuse.attention_index.document import Indexing, indexing_from
 from jaxrag.reuse.encode import ChunkEncoding
 
 _LOG = logging.getLogger("jaxrag")
-UNCHECKED_ROWS = (
-    "catalog of format 3: rows are not checked; `jaxrag kb verify --repair` adds digests"
-)
-
 REPLACED = (
     "{folder}: its catalog is new, and the store has chunks of an earlier one; restore that from a "
     "backup, or add the documents again and free the rest with `jaxrag kb gc {folder} --gone {id}`"
@@ -101,11 +97,6 @@ class Parts:
         """What a retriever may ask about chunks (retrieve.adapters, retrieve.adapters)."""
         catalog = self._catalog
         return CatalogChunks(catalog.texts, catalog.ids_of_document, catalog.search)
-
-    @property
-    def unchecked(self) -> str | None:
-        """What is to be said of a catalog without digests; None of all others."""
-        return None if self._catalog.checked else UNCHECKED_ROWS
 
     @property
     def embedder(self) -> Embedder | None:

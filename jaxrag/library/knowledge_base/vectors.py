@@ -144,7 +144,7 @@ class ChunkVectors:
 
     def _compare(self, version: tuple[object, int], catalog: Catalog) -> None:
         totals, held = catalog.totals(), self.index.ids()
-        if totals is not None and totals.has_ids(held):
+        if totals.has_ids(held):
             self._compared = version, Compared(held[:0], held[:0])
             return
         named = catalog.chunk_ids()

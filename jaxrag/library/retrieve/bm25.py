@@ -86,15 +86,12 @@ class BM25Index:
       k1: how soon repeats of a word stop counting.
       b: how much long chunks are held back, 0 to 1.
       path: of the database, as errors name it.
-      checked: whether the table ``terms`` is there, which tells of every term how many postings it
-        has and what they are; catalogs of format 3 lack it.
     """
 
     connection: Connection
     k1: float = 1.2
     b: float = 0.75
     path: Path = Path("catalog.sqlite")
-    checked: bool = True
     _seen: _Seen = dataclasses.field(default_factory=_Seen, compare=False, repr=False)
 
     def create(self) -> None:
@@ -108,13 +105,6 @@ class BM25Index:
         )
         self.connection.execute(_CREATE_TERMS)
 
-    def count_terms(self) -> None:
-        """Make the table ``terms`` of the postings that are there."""
-        self.connection.execute(_CREATE_TERMS)
-        self.connection.execute(
-            f"INSERT INTO terms SELECT term, {_POSTINGS} FROM postings GROUP BY term"
-        )
-
     @functools.cached_property
     def packed(self) -> Packed:
         """The postings that are packed."""
@@ -122,12 +112,12 @@ class BM25Index:
 
     def is_large(self, chunks: int) -> bool:
         """Whether an index of so many chunks is packed."""
-        return self.checked and chunks >= _MANY_CHUNKS
+        return chunks >= _MANY_CHUNKS
 
     def clear(self) -> None:
         """Forget every chunk."""
         self.packed.clear()
-        for table in ("postings", "lengths", "terms")[: 2 + self.checked]:
+        for table in ("postings", "lengths", "terms"):
             self.connection.execute(f"DELETE FROM {table}")
 
     def add(self, texts: Mapping[int, str], chunks: int = 0) -> IndexChange:
@@ -146,14 +136,12 @@ class BM25Index:
                 [(term, *posting) for term, found in by_term for posting in found],
             )
         self.connection.executemany("INSERT INTO lengths VALUES (?, ?)", lengths)
-        words = 0
-        if self.checked:
-            words = len(by_term) - self._count_known([term for term, _ in by_term])
-            self.connection.executemany(
-                "INSERT INTO terms VALUES (?, ?, ?) ON CONFLICT (term) DO UPDATE SET "
-                "holders = holders + excluded.holders, weight = weight + excluded.weight",
-                [(term, len(found), _weight(found)) for term, found in by_term],
-            )
+        words = len(by_term) - self._count_known([term for term, _ in by_term])
+        self.connection.executemany(
+            "INSERT INTO terms VALUES (?, ?, ?) ON CONFLICT (term) DO UPDATE SET "
+            "holders = holders + excluded.holders, weight = weight + excluded.weight",
+            [(term, len(found), _weight(found)) for term, found in by_term],
+        )
         return IndexChange(sum(length for _, length in lengths), words)
 
     def is_packed_at_once(self, count: int, chunks: int) -> bool:
@@ -184,17 +172,15 @@ class BM25Index:
         self.connection.executemany(
             "DELETE FROM lengths WHERE chunk_id = ?", [row[:1] for row in lengths]
         )
-        words = 0
-        if self.checked:
-            known = self._count_known([term for term, _ in by_term])
-            self.connection.executemany(
-                "UPDATE terms SET holders = holders - ?, weight = weight - ? WHERE term = ?",
-                [(len(found), _weight(found), term) for term, found in by_term],
-            )
-            self.connection.executemany(
-                "DELETE FROM terms WHERE term = ? AND holders = 0", [row[:1] for row in by_term]
-            )
-            words = known - self._count_known([term for term, _ in by_term])
+        known = self._count_known([term for term, _ in by_term])
+        self.connection.executemany(
+            "UPDATE terms SET holders = holders - ?, weight = weight - ? WHERE term = ?",
+            [(len(found), _weight(found), term) for term, found in by_term],
+        )
+        self.connection.executemany(
+            "DELETE FROM terms WHERE term = ? AND holders = 0", [row[:1] for row in by_term]
+        )
+        words = known - self._count_known([term for term, _ in by_term])
         return IndexChange(sum(length for _, length in lengths), words)
 
     def _look_up(self, words: list[str]) -> dict[str, tuple[int, list[Head]]]:
@@ -202,9 +188,9 @@ class BM25Index:
 
         Raises DamagedCatalogError where postings were lost.
         """
-        heads = self.packed.heads(words) if self.checked else {}
+        heads = self.packed.heads(words)
         asked = (json.dumps(words),)
-        if self.checked and self.packed.clearing():
+        if self.packed.clearing():
             statement = "SELECT chunk_id, count FROM postings WHERE term = ?"
             rows = ((it, self.connection.execute(statement, (it,)).fetchall()) for it in words)
             found = ((term, self._beside(own, 0)) for term, own in rows)
@@ -216,13 +202,13 @@ class BM25Index:
             )
             loose = _by_term(self.connection.execute(statement, asked))
         statement = "SELECT terms.* FROM json_each(?) CROSS JOIN terms ON term = value"
-        known = _by_term(self.connection.execute(statement, asked)) if self.checked else {}
+        known = _by_term(self.connection.execute(statement, asked))
         made = {}
         for term in words:
             holders, weight = loose.get(term, (0, 0))
             holders += sum(head.holders for head in heads.get(term, ()))
             weight += sum(head.weight for head in heads.get(term, ()))
-            if self.checked and (holders, weight) != known.get(term, (0, 0)):
+            if (holders, weight) != known.get(term, (0, 0)):
                 raise self._damaged(term)
             made[term] = holders, heads.get(term, [])
         return made
@@ -234,7 +220,7 @@ class BM25Index:
 
     def _packed_ids(self) -> tuple[str]:
         """The chunks whose rows in ``postings`` are passed over, as JSON."""
-        clearing = self.checked and self.packed.clearing()
+        clearing = self.packed.clearing()
         blocks = self.packed.blocks() if clearing else []
         return (json.dumps([chunk_id for block in blocks for chunk_id in block.ids.tolist()]),)
 
@@ -281,7 +267,7 @@ class BM25Index:
         telling = _telling(idf, found.chunks)
         mean_terms = found.terms / found.chunks
         base, per_term = self.k1 * (1 - self.b), self.k1 * self.b / mean_terms
-        if self.checked and self.packed.blocks():
+        if self.packed.blocks():
             scoring = BM25Weights(self.k1, base, per_term, _UNIT)
             return self._search_packed(telling, k, where, scoring, version)
         restriction = ""
@@ -375,13 +361,12 @@ class BM25Index:
         Raises DamagedCatalogError where they are not those that were written.
         """
         found = sorted((term, *sums) for term, sums in self._sums().items())
-        if self.checked:
-            known = self.connection.execute(
-                "SELECT term, holders, weight FROM terms ORDER BY term"
-            ).fetchall()
-            if found != known:
-                term, *_ = min(set(found) ^ set(known))
-                raise self._damaged(term)
+        known = self.connection.execute(
+            "SELECT term, holders, weight FROM terms ORDER BY term"
+        ).fetchall()
+        if found != known:
+            term, *_ = min(set(found) ^ set(known))
+            raise self._damaged(term)
         return found
 
     def _sums(self) -> dict[str, tuple[int, int]]:
@@ -414,11 +399,8 @@ class BM25Index:
             sums = self._sums()
         except DamagedCatalogError:
             sums = {}  # of a block that cannot be read nothing is known: all words are made anew
-        tables = [sums]
-        if self.checked:
-            rows = self.connection.execute("SELECT term, holders, weight FROM terms")
-            tables.append({term: (holders, weight) for term, holders, weight in rows})
-        for table in tables:
+        rows = self.connection.execute("SELECT term, holders, weight FROM terms")
+        for table in (sums, {term: (holders, weight) for term, holders, weight in rows}):
             unlike.update(str(term) for term, _ in table.items() ^ words.items())
         held: dict[int, int] = dict(
             self.connection.execute("SELECT chunk_id, num_terms FROM lengths").fetchall()

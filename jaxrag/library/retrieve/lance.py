@@ -1,16 +1,10 @@
 """Vectors in a LanceDB table: no index for small tables, IVF_FLAT above, old versions cleaned up.
 
 LanceDB does not notice a damaged value. So every row has the xxh3-64 of its id and vector in the
-column ``check``, and all rows are held against theirs when the table is opened. Tables of before
-that column go on without it.
+column ``check``, and all rows are held against theirs when the table is opened.
 
 An index of the kind "exact" compares every row: it reads the table into memory, and again when it
 has changed, as LanceDB takes ten times as long for the same.
-
-What version 0.1.0 kept in files of its own (``retrieve.earlier``) becomes a table when it is opened
-for writing. The table is made beside its place and moved there when it is durable, and only then
-the files go: whatever ends this, the vectors are in the files or in the table. Opened for reading,
-the files stay, and their rows are in a table in memory.
 
 What the rows look like is in ``lance_rows``; no other file knows LanceDB.
 """
@@ -18,8 +12,6 @@ What the rows look like is in ``lance_rows``; no other file knows LanceDB.
 import contextlib
 import datetime
 import math
-import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,7 +24,7 @@ from numpy.typing import NDArray
 
 from jaxrag.base.errors import RetrievalError, StoreError
 from jaxrag.kv.store.chunk_store import Mode
-from jaxrag.library.retrieve import earlier, index_files, probes
+from jaxrag.library.retrieve import index_files, probes
 from jaxrag.library.retrieve.base import (
     NOTHING,
     Ids,
@@ -58,7 +50,6 @@ from jaxrag.library.retrieve.row_ids import RowIds
 KINDS = ("exact", "lance")
 
 _TABLE = "chunks"
-_MOVING = "moving"  # folder of a table that is being made of earlier files
 _INDEX_FROM = 20_000  # rows; below, comparing all of them is as fast
 _ROWS_OF_PARTITION = 8192  # LanceDB joins and splits partitions until they are about as large
 _EVERY = 1 << 20  # partitions: more than there are
@@ -106,8 +97,7 @@ class VectorIndex:
         self._held: tuple[int, Ids, Vectors] | None = None  # version of the table, and its rows
         self.trusted = True  # every file of the index is as it was written
         self._probes: probes.Probes | None = None  # as read or measured last
-        self._in_memory = False  # of earlier files, as long as they are there
-        self._opened = self._open()
+        self._table, self._row_ids = self._open()
 
     @classmethod
     def open(cls, folder: Path, dim: int, kind: str = "lance", *, mode: Mode = "rw") -> Self:
@@ -127,34 +117,15 @@ class VectorIndex:
     def _index_files(self) -> Path:
         return self._path / "_indices"
 
-    @property
-    def _table(self) -> Any:
-        return self._current()[0]
-
-    def _current(self) -> tuple[Any, RowIds]:
-        with self._lock:
-            if self._in_memory and self._path.is_dir():  # another process moved the rows there
-                self._opened = self._open()
-            return self._opened
-
     def _open(self) -> tuple[Any, RowIds]:
         """The table that there is, or that is made, and the ids of its rows."""
-        rows = None
-        if self._mode == "rw" and earlier.files(self._folder):
-            self._move()
-        elif not self._path.is_dir():
-            rows = earlier.read(self._folder, self._dim)
-        if rows is None and not self._path.is_dir() and self._mode == "r":
+        if not self._path.is_dir() and self._mode == "r":
             raise StoreError(
                 f"{self._folder} holds no vector index; open the knowledge base for writing with "
                 "its embedder to make it again"
             )
-        self._in_memory = rows is not None and self._mode == "r"
         with _errors(self._folder):
-            if self._in_memory:
-                table = self._make("memory://", rows)
-                return table, RowIds(None, partial(numbered, table))
-            table = self._make(self._folder)
+            table = self._make()
             found = table.schema.field("vector").type.list_size
         if found != self._dim:
             raise StoreError(
@@ -165,31 +136,14 @@ class VectorIndex:
         self.trusted = self.exact or index_files.are_whole(self._folder, self._index_files)
         return table, RowIds(self._path, partial(numbered, table))
 
-    def _make(self, place: str | Path, rows: tuple[Ids, Vectors] | None = None) -> Any:
-        """The table of a database, made where it is missing; of these rows if there are any."""
+    def _make(self) -> Any:
+        """The table, made where it is missing."""
         lancedb, _ = lancedb_and_arrow()
         # A reader looks for a newer version at every search.
-        database = lancedb.connect(place, read_consistency_interval=datetime.timedelta(0))
-        if isinstance(place, Path) and (place / f"{_TABLE}.lance").is_dir():
+        database = lancedb.connect(self._folder, read_consistency_interval=datetime.timedelta(0))
+        if self._path.is_dir():
             return database.open_table(_TABLE)
-        table = database.create_table(_TABLE, schema=schema(self._dim), exist_ok=True)
-        if rows is not None and len(rows[0]):
-            table.add(arrow_rows(*rows, self._dim))
-        return table
-
-    def _move(self) -> None:
-        """Make a table of earlier files and remove them; nothing, where another process did."""
-        moving = self._folder / _MOVING
-        with earlier.locked(self._folder), _errors(self._folder):
-            shutil.rmtree(moving, ignore_errors=True)
-            if not self._path.is_dir():
-                rows = earlier.read(self._folder, self._dim)
-                self._make(moving, rows)
-                _sync(moving)
-                os.rename(moving / self._path.name, self._path)
-                shutil.rmtree(moving)
-                _sync(self._folder)
-            earlier.remove(self._folder)
+        return database.create_table(_TABLE, schema=schema(self._dim), exist_ok=True)
 
     def add(self, ids: Ids, vectors: Vectors) -> None:
         """Add vectors [N, E] under ids [N] >= 0; an id that is there gets the new vector."""
@@ -197,8 +151,6 @@ class VectorIndex:
         if not len(ids):
             return
         rows = arrow_rows(ids, vectors, self._dim)
-        if CHECK not in self._table.schema.names:
-            rows = rows.drop_columns([CHECK])
         with self._changing():
             merge = self._table.merge_insert("id")
             merge.when_matched_update_all().when_not_matched_insert_all().execute(rows)
@@ -218,7 +170,7 @@ class VectorIndex:
         A row that leaves is only marked. Where a file's marks are older than the grace its other
         rows are written anew. A file has up to 1,048,576 rows.
         """
-        if self._mode == "r" or self._in_memory:
+        if self._mode == "r":
             return
         younger = max(datetime.timedelta(seconds=grace_seconds), _MOMENT)
         with self._change_lock, _errors(self._folder), _unless_in_conflict():
@@ -328,11 +280,9 @@ class VectorIndex:
             self._held = None
             if self._changes:
                 self._optimize()
-            self._opened[1].close()
+            self._row_ids.close()
 
     def _check_rows(self, table: Any) -> None:
-        if CHECK not in table.schema.names:
-            return
         with _errors(self._folder):
             for batch in table.search().select(["id", "vector", CHECK]).to_batches():
                 ids = batch.column("id").to_numpy()
@@ -375,8 +325,9 @@ class VectorIndex:
         self, queries: Vectors, limit: int, partitions: int | None, where: str | None = None
     ) -> list[tuple[Ids, NDArray[np.float32]]]:
         """Ids and scores of each query, in no fixed order; partitions None: of every row."""
-        table, row_ids = self._current()
-        ask = table.search(queries).distance_type("dot").select(["_distance"]).with_row_id(True)
+        ask = (
+            self._table.search(queries).distance_type("dot").select(["_distance"]).with_row_id(True)
+        )
         ask = ask.limit(limit)
         if where is not None:
             ask = ask.where(where, prefilter=True)
@@ -386,7 +337,8 @@ class VectorIndex:
             ask = ask.minimum_nprobes(partitions)  # 0: as many more as filtered rows need
             ask = ask.maximum_nprobes(partitions if where is None else 0)
         rows = ask.to_arrow()
-        named = row_ids.of(rows[NUMBER].to_numpy().astype(np.int64), table.count_rows)
+        numbers = rows[NUMBER].to_numpy().astype(np.int64)
+        named = self._row_ids.of(numbers, self._table.count_rows)
         score = 1 - rows["_distance"].to_numpy().astype(np.float32)  # Lance's is 1 - product
         if "query_index" in rows.column_names:
             owner = rows["query_index"].to_numpy()
@@ -491,16 +443,6 @@ def _unless_in_conflict() -> Iterator[None]:
     except RuntimeError as error:
         if "conflict" not in str(error).lower():
             raise
-
-
-def _sync(folder: Path) -> None:
-    """Make everything below a folder durable, and its own entries."""
-    for path in (*folder.rglob("*"), folder):
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 @contextlib.contextmanager

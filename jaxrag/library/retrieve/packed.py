@@ -26,7 +26,6 @@ from jaxrag.base.errors import DamagedCatalogError
 from jaxrag.base.types import Connection
 
 PACKED = 6  # the format of a catalog that may have blocks
-PACKED_FORMATS = (5, PACKED)  # format 5 has blocks of up to 65,536 chunks, and no table of lists
 MOST_CHUNKS = 1 << 18  # of a block: removing a chunk writes the rows of all of its terms anew
 _PART = 16  # bits of a place that are in a row
 _ROWS = 2048  # that are read or written at once
@@ -210,15 +209,8 @@ class Packed:
 
     def is_there(self) -> bool:
         """Whether the catalog may have blocks."""
-        return self._format() in PACKED_FORMATS
-
-    def _format(self) -> int:
         (version,) = self.connection.execute("PRAGMA user_version").fetchone()
-        return int(version)
-
-    def _postings(self) -> tuple[str, str]:
-        """The expression of a row's postings, and the table that it is to be joined with."""
-        return (_POSTINGS, _LISTS) if self._format() == PACKED else ("packed.postings", "")
+        return int(version) == PACKED
 
     def blocks(self) -> list[PostingBlock]:
         """All blocks, ascending; those that did not change are not read again."""
@@ -336,7 +328,6 @@ class Packed:
     def clear(self) -> None:
         """Forget all blocks."""
         if self.is_there():
-            self.start()
             for table in ("packed", "blocks", "joining", "leftover"):
                 self.connection.execute(f"DELETE FROM {table}")
             self.connection.execute("DROP TABLE IF EXISTS clearing")
@@ -347,7 +338,6 @@ class Packed:
 
         What no search sees goes altogether, as it may be of these chunks.
         """
-        self.start()
         for table in ("joining", "leftover"):
             self.connection.execute(
                 f"DELETE FROM packed WHERE block IN (SELECT block FROM {table})"
@@ -386,10 +376,9 @@ class Packed:
 
     def _rows(self, number: int, terms: Sequence[str]) -> list[tuple[str, int, bytes | None]]:
         """Terms, holders and postings of a block's rows."""
-        postings, lists = self._postings()
         return self.connection.execute(
-            f"SELECT term, holders, {postings} FROM json_each(?) CROSS JOIN packed "
-            f"ON block = ? AND term = json_each.value {lists}",
+            f"SELECT term, holders, {_POSTINGS} FROM json_each(?) CROSS JOIN packed "
+            f"ON block = ? AND term = json_each.value {_LISTS}",
             (json.dumps(terms), number),
         ).fetchall()
 
@@ -430,11 +419,10 @@ class Packed:
         name = tuple((chunks.starts[head.block], head.content) for head in heads)
         held = self._held.get(name)
         if held is None:
-            postings, lists = self._postings()
             rows = dict(
                 self.connection.execute(
-                    f"SELECT block, {postings} FROM json_each(?) CROSS JOIN packed "
-                    f"ON block = value AND term = ? {lists}",
+                    f"SELECT block, {_POSTINGS} FROM json_each(?) CROSS JOIN packed "
+                    f"ON block = value AND term = ? {_LISTS}",
                     (json.dumps([head.block for head in heads]), heads[0].term),
                 ).fetchall()
             )
@@ -487,10 +475,9 @@ class Packed:
     def checked_rows(self, block: PostingBlock, after: str, limit: int) -> list[PackedRow]:
         """The next rows of a block by term, held against digests. Raises DamagedCatalogError."""
         found = []
-        column, lists = self._postings()
         for term, number, *values, xxh3, postings in self.connection.execute(
-            f"SELECT term, block, holders, weight, most, least, content, xxh3, {column} "
-            f"FROM packed {lists} WHERE block = ? AND term > ? ORDER BY term LIMIT ?",
+            f"SELECT term, block, holders, weight, most, least, content, xxh3, {_POSTINGS} "
+            f"FROM packed {_LISTS} WHERE block = ? AND term > ? ORDER BY term LIMIT ?",
             (block.number, after, limit),
         ).fetchall():
             head = Head(number, term, *values)

@@ -33,7 +33,7 @@ class Packing:
 
     def is_due(self) -> bool:
         """Whether ``step`` has something to do."""
-        clearing = self.index.checked and self.index.packed.clearing()
+        clearing = self.index.packed.clearing()
         return clearing or len(self._loose(_LOOSE)) > 0
 
     def step(self, texts: Callable[[list[int]], Mapping[int, str]]) -> bool:

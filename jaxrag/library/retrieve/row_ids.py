@@ -24,11 +24,10 @@ _FEW = 10_000  # rows that are held in any case
 class RowIds:
     """The ids of a table's rows by number, 16 bytes for each."""
 
-    def __init__(self, folder: Path | None, read: Callable[[int], tuple[Ids, Ids]]) -> None:
+    def __init__(self, folder: Path, read: Callable[[int], tuple[Ids, Ids]]) -> None:
         """``read(first)`` gives the numbers from ``first`` on and their ids, in any order.
 
-        ``folder`` is the table's, None of one in memory: where another one stands in its place all
-        is read again.
+        ``folder`` is the table's: where another one stands in its place all is read again.
         """
         self._folder = folder
         self._read = read
@@ -77,8 +76,6 @@ class RowIds:
 
     def _is_another(self) -> bool:
         """Whether the folder is not the one of before. One that is open keeps its inode."""
-        if self._folder is None:
-            return False
         if self._descriptor is not None:
             known = os.fstat(self._descriptor)
             with contextlib.suppress(FileNotFoundError):

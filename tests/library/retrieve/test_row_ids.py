@@ -96,8 +96,6 @@ def test_another_folder_in_its_place_is_read_anew(tmp_path):
         folder.mkdir()
         table.ids = ids
         assert known.of(np.array([0, 1]), lambda: 2).tolist() == list(ids.values())
-    in_memory = RowIds(None, table.read)
-    assert in_memory.of(np.array([1]), lambda: 2).tolist() == [8]
 
 
 @pytest.mark.parametrize("rows_of_index", [10**9, 100], ids=["compared", "indexed"])

@@ -1,10 +1,9 @@
-"""Make the archives and the answers of ``test_old_bases.py``; no test runs this.
+"""Make the archives and the answers of ``test_bases.py``; no test runs this.
 
-    python tests/formats/make_old_bases.py
+    python tests/formats/make_bases.py
 
-What lies beside this file was made so by version 0.1.0, commit e23284c. With another version it
-makes what that version writes, which is no test of what an earlier one wrote: give such archives
-names of their own. It makes what is not there, and writes over nothing.
+What lies beside this file was made so by commit 47e959d6. It makes what is not there, and writes
+over nothing.
 """
 
 import gzip
@@ -17,10 +16,11 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from jaxrag.methods import method_named
-from test_old_bases import ANSWERS, FIRST, KINDS, LATER, MODEL, archive, document, seen, unpack
+from test_bases import ANSWERS, FIRST, KINDS, LATER, MODEL, archive, document, seen, unpack
 
 from jaxrag import KnowledgeBase, load_model
+from jaxrag.library.retrieve import bm25, packing
+from jaxrag.reuse.methods import method_named
 from jaxrag.serve.suits import gate_subject
 
 EXTRA = "rino-dirow.md"  # added and removed again
@@ -29,6 +29,7 @@ EXTRA = "rino-dirow.md"  # added and removed again
 def make(name, folder, model):
     """Make a knowledge base in which documents came, changed and left."""
     kind = KINDS[name]
+    bm25._MANY_CHUNKS, packing._LOOSE = (1, 1) if name == "packed" else (10_000, 512)
     kb = KnowledgeBase.open(folder, model, **kind.made)
     first, *others = map(document, FIRST)
     other = document(LATER)
@@ -95,6 +96,7 @@ def main():
             make(name, folder, load_model(Path(work, "model")))
             pack(folder, archive(name))
             shutil.rmtree(folder)  # its path leads nowhere, as that of an archive
+            bm25._MANY_CHUNKS, packing._LOOSE = 10_000, 512
             answers[name] = seen(name, unpack(name, Path(work)), load_model(MODEL))
             print(name, archive(name).stat().st_size)
     ANSWERS.write_text(lines_of({name: answers[name] for name in KINDS}), encoding="utf-8")

@@ -1,9 +1,9 @@
-"""Knowledge bases that an earlier version made: they open, answer, are checked, and change.
+"""Knowledge bases that were made before: they open, answer, are checked, and change.
 
-Every archive beside this file is the folder of one knowledge base of version 0.1.0, commit e23284c,
-made by ``make_old_bases.py``, which wrote ``answers.json`` as well: all that was seen of each of
-them then. They are never made again: a base of a later version goes beside them, under a name of
-its own.
+Every archive of KINDS beside this file is the folder of one knowledge base of commit 47e959d6, made
+by ``make_bases.py``, which wrote ``answers.json`` as well: all that was seen of each of them then.
+They are made anew only where the format becomes another. ``version-0.1.tar.gz`` is a base of
+version 0.1.0, commit e23284c, which is refused.
 """
 
 import contextlib
@@ -20,13 +20,17 @@ import numpy as np
 import pytest
 
 from jaxrag import Document, KnowledgeBase, generate, load_model
+from jaxrag.base.errors import KnowledgeBaseError
 from jaxrag.cli import main
+from jaxrag.kv.store.sqlite import connect_checked
+from jaxrag.library.knowledge_base.location import CATALOG
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 MODEL = ROOT / "checkpoints" / "synthetic-0.8m" / "dual"
 ANSWERS = HERE / "answers.json"
 MOST_BYTES = 2 << 20  # of all archives together
+OLD = "version-0.1"
 
 SECRET = bytes(range(32))
 FIRST = ("kora-felell.md", "mela-forow.md", "hinus-kolell.txt")
@@ -78,16 +82,10 @@ class Kind:
         return {name: self.options[name] for name in self.needed}
 
 
-def with_vectors(index: str) -> Kind:
-    return Kind({"embedder": hash_embed, "index": index, "stored": "int8"}, ("embedder",))
-
-
 KINDS = {
-    "plain": Kind(asked=(("turborag", None), ("full_attention", "topn:n=8"))),
-    "lance": with_vectors("lance"),
-    "exact": with_vectors("exact"),
-    "faiss": with_vectors("faiss"),
+    "lance": Kind({"embedder": hash_embed, "index": "lance", "stored": "int8"}, ("embedder",)),
     "int8": Kind({"stored": "int8"}),
+    "packed": Kind({"stored": "int8"}),  # its words are packed, as those of many chunks
     "sealed": Kind({"secret": SECRET, "stored": "int8"}, ("secret",)),
     "salted": Kind({"salt": "tenant", "stored": "int8"}),
     "limited": Kind({"max_bytes": 1 << 24, "stored": "int8"}),
@@ -251,15 +249,54 @@ def model():
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_an_old_knowledge_base_is_as_it_was(name, model, tmp_path):
+def test_a_knowledge_base_is_as_it_was(name, model, tmp_path):
     wanted = json.loads(ANSWERS.read_text(encoding="utf-8"))[name]
     found = seen(name, unpack(name, tmp_path), model)
     for step in wanted:
         assert found[step] == wanted[step], step
 
 
+@pytest.mark.parametrize("form", [None, 3, 5])
+def test_a_base_of_another_version_is_refused_in_one_line_and_left_as_it_is(
+    form, model, tmp_path, capsys
+):
+    """By whatever opens it; ``form`` is written over its format."""
+    folder = unpack(OLD, tmp_path).with_name("int8")  # as it was called
+    catalog = folder / CATALOG
+    if form is not None:
+        with contextlib.closing(connect_checked(catalog, True, 1.0)) as connection:
+            connection.execute(f"PRAGMA user_version = {form}")
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    before = files_of(folder)
+    has = "4 of version 0.1" if form is None else form
+    said = (
+        f"{catalog} has format {has}, this version reads formats 4 and 6 of version 0.2; ingest "
+        "the documents again into a new folder"
+    )
+    for options in ({"mode": "r"}, {}, {"embedder": hash_embed}, {"accept_older": True}):
+        with pytest.raises(KnowledgeBaseError) as refused:
+            KnowledgeBase.open(folder, model, **options)
+        assert str(refused.value) == said
+    document = ROOT / "examples" / "village" / LATER
+    for words in (
+        ["kb", "list", folder],
+        ["kb", "verify", folder, "--repair"],
+        ["ingest", document, "--kb", folder, "--model", MODEL],
+        ["ask", QUESTIONS[0], "--kb", folder, "--model", MODEL],
+    ):
+        assert main([*map(str, words)]) == 1
+        assert capsys.readouterr().err.splitlines()[-1] == f"jaxrag: error: {said}"
+    assert files_of(folder) == before
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {
+        str(it.relative_to(folder)): it.read_bytes() for it in folder.rglob("*") if it.is_file()
+    }
+
+
 def test_every_archive_is_asked_and_all_are_small():
-    packed = {path.name.removesuffix(".tar.gz") for path in HERE.glob("*.tar.gz")}
+    packed = {path.name.removesuffix(".tar.gz") for path in HERE.glob("*.tar.gz")} - {OLD}
     assert packed == KINDS.keys() == json.loads(ANSWERS.read_text(encoding="utf-8")).keys()
     assert sum(archive(name).stat().st_size for name in KINDS) < MOST_BYTES
 
