@@ -12,7 +12,7 @@ from jaxrag.base.options import option, parse_bytes, parse_count
 
 ChunkBy = Literal["tokens", "sentence", "markdown", "passages"]
 SimilarBy = Literal["vectors", "bm25"]
-FORMATS = ("native", "int8", "int4", "int4-half", "int4-third")  # of stored KV: kv.store's STORED
+FORMATS = ("native", "int8", "int4", "int4-half")  # of stored KV: kv.store's STORED
 DEFAULT_TOP_N = 10  # neighbours of a chunk: FusionRAG section 5.3.2
 
 
@@ -79,8 +79,8 @@ class KnowledgeBaseOptions:
     )
     attention_index: Any = option(
         None,
-        "indexes that long chunks are stored with, for --decode retrieval: lists, graph or "
-        "roargraph, with settings as lists:exact_below=16384,reach=8192",
+        "indexes that long chunks are stored with, for --decode retrieval: lists or "
+        "graph, with settings as lists:exact_below=16384,reach=8192",
         "KIND",
         unset="none",
         parse=str,

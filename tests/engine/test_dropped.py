@@ -80,7 +80,7 @@ def test_nobody_sees_them(engine_on, long, alone):
     assert engine.call(mapped) == (hidden, 160)
 
 
-@pytest.mark.parametrize("stored", ["native", "int4", "int4-half", "int4-third"])
+@pytest.mark.parametrize("stored", ["native", "int4", "int4-half"])
 @pytest.mark.parametrize("method", ["turborag", "epic"])
 def test_who_comes_first_gets_what_the_next_one_gets(engine_on, long, alone, stored, method):
     first, again = engine_on(), engine_on()
@@ -96,7 +96,7 @@ def test_who_comes_first_gets_what_the_next_one_gets(engine_on, long, alone, sto
 def test_ratio_1_is_full_attention(engine_on, long, name, encoder):
     """Law 3: all tokens are computed again, the dropped among them."""
     engine = engine_on()
-    store = store_of(engine.runner.model, "int4-third")
+    store = store_of(engine.runner.model, "int4-half")
     method = dataclasses.replace(
         METHODS["epic"], encoder=encoder, selector=SELECTORS[name], recompute_ratio=1.0
     )

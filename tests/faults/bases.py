@@ -133,7 +133,6 @@ BASES: dict[str, Base] = {
     "int8": Base({"stored": "int8"}),
     "int4": Base({"stored": "int4"}),
     "int4-half": Base({"stored": "int4-half"}),
-    "int4-third": Base({"stored": "int4-third"}),
     "neighbours": Base(
         {"encoders": ["after_prefix", "neighbours"], "neighbours": 2},
         methods=("full_reuse", "fusionrag"),

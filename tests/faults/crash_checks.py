@@ -29,7 +29,7 @@ from jaxrag.models.model import Model
 TOLERANCE = 1e-4  # of fp32 KV, between a packed and a single encoding
 ROUNDED = {  # formats, and how far an element may be, as a share of the largest one
     "int8": 0.02,
-    **dict.fromkeys(("int4", "int4-half", "int4-third"), 0.13),
+    **dict.fromkeys(("int4", "int4-half"), 0.13),
 }
 FIRST = 8  # documents that stand before the first round
 QUESTIONS = 2

@@ -192,7 +192,6 @@ KINDS: Mapping[str, Kind] = {
     "int8": Kind(BASES["int8"], (change, change)),
     "int4": Kind(BASES["int4"], (change, change)),
     "int4-half": Kind(BASES["int4-half"], (change, change)),
-    "int4-third": Kind(BASES["int4-third"], (change, change)),
     "attention index": Kind(BASES["attention index"], (change, change)),
     "gc without grace": Kind(BASES["native"], (collect, change)),
     "remove": Kind(BASES["native"], (remove,)),

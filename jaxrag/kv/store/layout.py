@@ -15,11 +15,11 @@ from jaxrag.base.config import DTYPES, DType
 from jaxrag.base.errors import StoreError
 from jaxrag.kv.int4 import head_nbytes
 
-Stored = Literal["native", "int8", "int4", "int4-half", "int4-third"]
+Stored = Literal["native", "int8", "int4", "int4-half"]
 STORED: tuple[str, ...] = get_args(Stored)
 
 KEPT: Mapping[str, Fraction] = MappingProxyType(
-    {"int4-half": Fraction(1, 2), "int4-third": Fraction(1, 3)}
+    {"int4-half": Fraction(1, 2)}
 )  # of the tokens of a chunk, where not all are
 MIN_KEPT = 32  # tokens of a chunk that no format drops
 

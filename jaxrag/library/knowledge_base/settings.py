@@ -22,6 +22,7 @@ from jaxrag.library.options import DEFAULT_TOP_N, FORMATS, KnowledgeBaseOptions,
 from jaxrag.library.retrieve.lance import kind_named
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import PromptTemplate, template_named
+from jaxrag.reuse.attention_index import INDEXES
 from jaxrag.reuse.attention_index.document import indexing_from
 from jaxrag.reuse.encode import encoder_named, prefix_provenance
 from jaxrag.reuse.methods import default_choice
@@ -252,6 +253,7 @@ def check_settings(
     folder: Path, settings: Mapping[str, Any], model: Model | None, wanted: WantedSettings
 ) -> None:
     """Refuse whatever is not as it is remembered. Raises KnowledgeBaseError."""
+    _check_forms(folder, settings)
     if model is not None:
         _check_model(folder, settings, model)
     if wanted.template is not None and wanted.template.to_dict() != settings["template"]:
@@ -292,6 +294,20 @@ def check_settings(
                 f"{folder} holds vectors of the embedder {vectors['embedder']['path'] or known} "
                 f"with digest {known}, not of this one with {given}; use its embedder or "
                 "ingest into another folder"
+            )
+
+
+def _check_forms(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Refuse forms of KV and of indexes that there are no more."""
+    indexes = settings.get("attention_index")
+    for name, value, known in (
+        ("stored", settings["layout"]["stored"], FORMATS),
+        ("attention_index", indexes and indexes["kind"], (None, *INDEXES)),
+    ):
+        if value not in known:
+            raise KnowledgeBaseError(
+                f"{folder} has {name}={value}, which this version does not know; ingest the "
+                "documents again into a new folder"
             )
 
 

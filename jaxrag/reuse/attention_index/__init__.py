@@ -1,7 +1,7 @@
 """Indexes over cached keys that know what queries want (RetrievalAttention, section 3.2).
 
 RetrievalAttention: Accelerating Long-Context LLM Inference via Vector Retrieval (arXiv:2409.10516).
-RoarGraph (arXiv:2408.08933), FAISS's inverted file and its HNSW are there to compare with.
+FAISS's inverted file and its HNSW are there to compare with.
 """
 
 from jaxrag.reuse.attention_index.bank import QueryBank, rotated, spread, turned
@@ -17,7 +17,6 @@ from jaxrag.reuse.attention_index.spec import (
     Ivf,
     ProjectedGraph,
     QueryLists,
-    RoarGraph,
     Spec,
     name_of,
     spec_from,
@@ -35,7 +34,6 @@ __all__ = [
     "ProjectedGraph",
     "QueryBank",
     "QueryLists",
-    "RoarGraph",
     "Searcher",
     "Spec",
     "build",

@@ -16,7 +16,6 @@ from jaxrag.reuse.attention_index.spec import (
     Ivf,
     ProjectedGraph,
     QueryLists,
-    RoarGraph,
     Spec,
     Trained,
     effort_of,
@@ -149,18 +148,12 @@ def _trained(
     return AttentionIndex(spec, "", stored, wanted, tables)
 
 
-def _graphs(
-    heads: list[HostArray], keys: HostArray, spec: ProjectedGraph | RoarGraph
-) -> dict[str, HostArray]:
+def _graphs(heads: list[HostArray], keys: HostArray, spec: ProjectedGraph) -> dict[str, HostArray]:
     degree = spec.degree * (2 if spec.share == "group" else 1)
     tables: dict[str, HostArray] = {}
     entries = []
     for number, found in enumerate(heads):
-        tables[f"links_{number}"] = (
-            graph.project(found, len(keys), degree, spec.span, spec.top)
-            if isinstance(spec, ProjectedGraph)
-            else graph.project_roar(found, keys, degree)
-        )
+        tables[f"links_{number}"] = graph.project(found, len(keys), degree, spec.span, spec.top)
         entries.append(int(np.bincount(found[:, :_ENTRY_RANKS].ravel()).argmax()))
     return {**tables, "entries": np.array(entries, np.int32)}
 

@@ -21,12 +21,11 @@ from jaxrag.reuse.attention_index.spec import (
     Ivf,
     ProjectedGraph,
     QueryLists,
-    RoarGraph,
 )
 
 _QUERIES = 128  # of a head, about, that an effort is chosen by
 _COUNTED = 16  # of them by which the scanned share is estimated
-_Open = ProjectedGraph | RoarGraph | QueryLists | Ivf | Hnsw  # kinds whose effort may be open
+_Open = ProjectedGraph | QueryLists | Ivf | Hnsw  # kinds whose effort may be open
 _LEAP = 4  # rungs, a factor of two, between two efforts that are tried first
 
 

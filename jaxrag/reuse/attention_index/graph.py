@@ -1,9 +1,6 @@
-"""The two projections of query-to-key links onto the keys: ours, and RoarGraph's as an ablation.
+"""The projection of query-to-key links onto the keys.
 
-RoarGraph: A Projected Bipartite Graph for Efficient Cross-Modal Approximate Nearest Neighbor Search
-(section 4.2, arXiv:2408.08933).
-
-Both take the ranked lists of training queries, [m, c] ids of keys with the best first, and give
+It takes the ranked lists of training queries, [m, c] ids of keys with the best first, and gives
 links [W, degree] int32 padded with -1, for keys 0 .. W-1.
 """
 
@@ -66,46 +63,3 @@ def _half_and_spread(rank: HostArray, size: HostArray, degree: int) -> tuple[Hos
     kept = fits | (rank < half) | chosen
     place = np.where(fits | (rank < half), rank, half + number.astype(np.int64))
     return kept, place
-
-
-def project_roar(lists: HostArray, keys: HostArray, degree: int) -> HostArray:
-    """RoarGraph's projection (section 4.2) by the first neighbour, then reverse links.
-
-    ``keys`` [W, H] float32. A candidate is occluded by a link that is nearer to it (by inner
-    product) than the key itself is; rows are filled up with occluded ones.
-    """
-    links: list[list[int]] = [[] for _ in range(len(keys))]
-    last = {int(row[0]): number for number, row in enumerate(lists)}
-    for pivot, number in last.items():
-        links[pivot] = _pruned(pivot, lists[number, 1:], keys, degree)
-    for source in range(len(keys)):
-        for target in tuple(links[source]):
-            row = links[target]
-            if source in row:
-                continue
-            row.append(source)
-            if len(row) > degree:
-                links[target] = _pruned(target, np.array(row, np.int32), keys, degree)
-    table = np.full((len(keys), degree), -1, np.int32)
-    for source, row in enumerate(links):
-        table[source, : len(row)] = row
-    return table
-
-
-def _pruned(key: int, candidates: HostArray, keys: HostArray, degree: int) -> list[int]:
-    """Up to ``degree`` of the candidates by descending inner product, occlusion-pruned, filled."""
-    candidates = candidates[candidates != key]
-    scores = keys[candidates] @ keys[key]
-    order = np.argsort(-scores, kind="stable")
-    candidates, scores = candidates[order], scores[order]
-    between = keys[candidates] @ keys[candidates].T
-    kept: list[int] = []
-    for number in range(len(candidates)):
-        if len(kept) == degree:
-            break
-        if not kept or (between[number, kept] <= scores[number]).all():
-            kept.append(number)
-    taken = set(kept)
-    occluded = [number for number in range(len(candidates)) if number not in taken]
-    kept += occluded[: degree - len(kept)]
-    return [int(candidates[number]) for number in kept]

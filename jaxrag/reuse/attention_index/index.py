@@ -17,7 +17,6 @@ from jaxrag.reuse.attention_index.spec import (
     Ivf,
     ProjectedGraph,
     QueryLists,
-    RoarGraph,
     Spec,
     effort_of,
     spec_from,
@@ -58,7 +57,7 @@ class AttentionIndex:
     def parts(self) -> int | None:
         """E: query heads that have a graph or lists of their own; None where any may ask."""
         match self.spec:
-            case ProjectedGraph(share="q_head") | RoarGraph(share="q_head"):
+            case ProjectedGraph(share="q_head"):
                 return len(self.tables["entries"])
             case QueryLists(share="q_head"):
                 return len(self.tables["centroids"])
@@ -179,7 +178,7 @@ def _check(index: AttentionIndex) -> None:
             f"efforts {list(index.efforts)} of a saved index: expected one from 1 on for each head"
         )
     match index.spec:
-        case ProjectedGraph() | RoarGraph():
+        case ProjectedGraph():
             parts = range(len(tables.get("entries", ())))
             expected = {"entries", *(f"links_{part}" for part in parts)}
         case QueryLists():

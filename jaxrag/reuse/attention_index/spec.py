@@ -71,32 +71,6 @@ class ProjectedGraph:
 
 
 @dataclasses.dataclass(frozen=True)
-class RoarGraph:
-    """RoarGraph's bipartite projection (section 4.2, arXiv:2408.08933), without its last stage.
-
-    The best key of a training query is linked to the others of its list, occlusion-pruned; a later
-    query with the same best key replaces the links; links are then reversed.
-
-    Attributes:
-      degree: links a key has at most; twice that where the group shares one graph.
-      knn: keys of every training query's list.
-    """
-
-    degree: int = 35
-    knn: int = 100
-    ef: int | None = None
-    target_recall: float = 0.95
-    most_scanned: float = 0.25
-    share: Share = "q_head"
-    storage: Storage = "float16"
-    exact_below: int = 32768
-    min_queries: int = 1024
-
-    def __post_init__(self) -> None:
-        _check(self)
-
-
-@dataclasses.dataclass(frozen=True)
 class QueryLists:
     """Training queries in clusters, and for each cluster the keys that its queries want.
 
@@ -167,13 +141,12 @@ class Hnsw:
         _check(self)
 
 
-Spec = Exact | ProjectedGraph | RoarGraph | QueryLists | Ivf | Hnsw
-Trained = ProjectedGraph | RoarGraph | QueryLists
+Spec = Exact | ProjectedGraph | QueryLists | Ivf | Hnsw
+Trained = ProjectedGraph | QueryLists
 
 INDEXES: dict[str, type[Spec]] = {
     "exact": Exact,
     "graph": ProjectedGraph,
-    "roargraph": RoarGraph,
     "lists": QueryLists,
     "ivf": Ivf,
     "hnsw": Hnsw,

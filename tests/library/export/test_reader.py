@@ -69,7 +69,7 @@ def test_it_reads_int8_chunks(fill, reader, tmp_path):
 
 
 @pytest.mark.parametrize("ways", [1, 2])
-@pytest.mark.parametrize("stored", ["int4", "int4-half", "int4-third"])
+@pytest.mark.parametrize("stored", ["int4", "int4-half"])
 def test_it_reads_packed_chunks(reader, tmp_path, rng, stored, ways):
     if ways > 1 and stored != "int4":
         pytest.skip("no two ranks choose the same tokens: test_dropping.py")

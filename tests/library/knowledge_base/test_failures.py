@@ -313,3 +313,22 @@ with opened(template="plain", chunk_tokens=64) as kb:
         assert wanted <= set(stored)
         assert len([p for p in (folder / "kv").rglob("*") if p.is_file()]) == 3 * len(stored)
         assert generate("amber?", kb=kb, method="turborag", max_new_tokens=2).notes == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("layout", {"stored": "int4-third"}, "stored=int4-third"),
+        ("attention_index", {"kind": "roargraph"}, "attention_index=roargraph"),
+    ],
+)
+def test_a_form_that_is_not_known_any_more_is_refused_in_one_line(kb, make_kb, name, value, said):
+    kb._catalog.set(name, {**(kb._catalog.settings()[name] or {}), **value})
+    kb.close()
+    for mode in ("r", "rw"):
+        with pytest.raises(KnowledgeBaseError) as refused:
+            make_kb(mode=mode)
+        assert str(refused.value) == (
+            f"{kb.path} has {said}, which this version does not know; ingest the documents again "
+            "into a new folder"
+        )

@@ -224,7 +224,7 @@ def test_int8_keeps_half_the_bytes_and_answers(make_kb):
 
 def test_packed_formats_keep_less_and_answer(make_kb, tmp_path):
     sizes, layout = {}, None
-    for stored in ("native", "int4", "int4-half", "int4-third"):
+    for stored in ("native", "int4", "int4-half"):
         kb = make_kb(stored, stored=stored, chunk_tokens=150)
         kb.add([Document("a", "basalt columns of the coast and gneiss " * 20)])
         layout = kb.store.layout
@@ -238,20 +238,18 @@ def test_packed_formats_keep_less_and_answer(make_kb, tmp_path):
         assert kb.verify().whole
         name = next(kb._catalog.all_keys())
         assert kb.store.get(name).dtype == np.float32
-        if stored in ("int4-half", "int4-third"):
+        if stored == "int4-half":
             with pytest.raises(StoreError, match=f"stored='{stored}' leaves tokens out"):
                 kb.export(tmp_path / "out")
     assert sizes["int4"][0] < 0.2 * sizes["native"][0]  # of float32
     assert sizes["int4-half"][0] < 0.6 * sizes["int4"][0]
-    assert sizes["int4-third"][0] < 0.8 * sizes["int4-half"][0]
     with pytest.raises(KnowledgeBaseError, match="stored=int4, not int4-half"):
         make_kb("int4", stored="int4-half", chunk_tokens=150)
 
 
-@pytest.mark.parametrize("stored", ["int4-half", "int4-third"])
-def test_dropped_tokens_have_no_index(make_kb, stored):
-    with pytest.raises(KnowledgeBaseError, match="attention_index with stored='int4-"):
-        make_kb("odd", stored=stored, attention_index="lists")
+def test_dropped_tokens_have_no_index(make_kb):
+    with pytest.raises(KnowledgeBaseError, match="attention_index with stored='int4-half'"):
+        make_kb("odd", stored="int4-half", attention_index="lists")
 
 
 def test_an_unknown_format_is_refused(make_kb):

@@ -12,7 +12,6 @@ from jaxrag.reuse.attention_index import (
     Exact,
     ProjectedGraph,
     QueryLists,
-    RoarGraph,
     build,
     graph,
     lists,
@@ -116,38 +115,6 @@ def test_projection(head, degree, span, top):
     np.testing.assert_array_equal(links, slow_projection(found, len(head.keys), degree, span, top))
 
 
-def slow_roar(found, keys, degree):
-    """RoarGraph's projection with reverse links, every distance computed where it is used."""
-    near = keys.astype(np.float64) @ keys.astype(np.float64).T
-    links = {a: [] for a in range(len(keys))}
-
-    def prune(a, candidates):
-        order = sorted((c for c in candidates if c != a), key=lambda c: -near[a, c])
-        kept = []
-        for c in order:
-            if len(kept) < degree and all(near[c, x] <= near[a, c] for x in kept):
-                kept.append(c)
-        return (kept + [c for c in order if c not in kept])[:degree]
-
-    for number, ranked in enumerate(found.tolist()):
-        if all(later[0] != ranked[0] for later in found.tolist()[number + 1 :]):
-            links[ranked[0]] = prune(ranked[0], ranked[1:])
-    for a in range(len(keys)):
-        for b in tuple(links[a]):
-            if a not in links[b]:
-                links[b].append(a)
-                if len(links[b]) > degree:
-                    links[b] = prune(b, links[b])
-    return links
-
-
-def test_roar_projection(head):
-    found = nearest(head.train[0][:60], head.keys, 20).ids
-    links = graph.project_roar(found, head.keys, 6)
-    slow = slow_roar(found, head.keys, 6)
-    assert {a: [int(b) for b in row if b >= 0] for a, row in enumerate(links)} == slow
-
-
 def test_clusters_are_unit_vectors_and_queries_are_with_the_nearest(head):
     centroids, owner = lists.cluster(head.train[0], 12, 8, 0)
     np.testing.assert_allclose(np.linalg.norm(centroids, axis=1), 1, rtol=1e-5)
@@ -187,7 +154,6 @@ SMALL = {"exact_below": 0, "min_queries": 1}
 @pytest.mark.parametrize(
     "spec",
     [ProjectedGraph(degree=8, knn=10, ef=80, **SMALL),
-     RoarGraph(degree=8, knn=10, ef=80, **SMALL),
      QueryLists(clusters=6, cap=50, knn=10, probes=3, **SMALL)],
 )  # fmt: skip
 def test_wanted_keys_come_first_and_hottest(head, spec):
@@ -223,7 +189,7 @@ def test_bytes_are_those_of_the_arrays(head):
     assert index.keys.nbytes == head.keys.size * 2
 
 
-@pytest.mark.parametrize("kind", [ProjectedGraph, RoarGraph, QueryLists])
+@pytest.mark.parametrize("kind", [ProjectedGraph, QueryLists])
 def test_short_contexts_and_small_banks_are_exact_and_say_so(head, kind):
     short = build(head.keys, head.train, kind())
     assert isinstance(short.spec, Exact)

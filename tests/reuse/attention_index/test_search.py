@@ -15,7 +15,6 @@ from jaxrag.reuse.attention_index import (
     Ivf,
     ProjectedGraph,
     QueryLists,
-    RoarGraph,
     build,
     open_index,
 )
@@ -27,7 +26,6 @@ SPECS = {
     "exact": Exact(),
     "graph": GRAPH,
     "group graph": ProjectedGraph(degree=16, knn=40, ef=100, share="group", **SMALL),
-    "roargraph": RoarGraph(degree=16, knn=40, ef=100, **SMALL),
     "lists": LISTS,
     "half lists": QueryLists(clusters=8, cap=200, knn=40, probes=2, storage="float16", **SMALL),
     "group lists": QueryLists(clusters=8, cap=300, knn=40, probes=2, share="group", **SMALL),

@@ -24,7 +24,6 @@ from jaxrag.reuse.attention_index import (
     Ivf,
     ProjectedGraph,
     QueryLists,
-    RoarGraph,
     open_index,
     rotated,
 )
@@ -43,7 +42,6 @@ RULES = {
     "graph": Retrieval(index=ProjectedGraph(**ANY)),
     "lists": Retrieval(index=QueryLists(**ANY)),
     "ivf": IvfRetrieval(index=Ivf(**ANY)),
-    "roargraph": Retrieval(index=RoarGraph(**ANY)),
     "graph, own positions": Retrieval(index=ProjectedGraph(**ANY), trained_at="own"),
     "lists, own positions": Retrieval(index=QueryLists(**ANY), trained_at="own"),
 }
