@@ -1,4 +1,4 @@
-"""`jaxrag plan`: what a corpus and its questions will take, before anything is bought."""
+"""`jaxrag plan`: what a corpus and its questions will take, before anything is made."""
 
 import argparse
 from pathlib import Path
@@ -12,7 +12,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = add_command(
         commands,
         "plan",
-        "estimate disks, time to first token, engines and dollars of a corpus and its questions",
+        "estimate disks, time to first token and engines of a corpus and its questions",
         "jaxrag plan llama-3-8b-on-one-h200 --set corpus.chunks=20000000",
     )
     parser.add_argument(

@@ -25,13 +25,6 @@ def test_tables_and_a_picture(tmp_path, capsys):
     assert [one["method"] for one in record["methods"]] == record["settings"]["methods"]
 
 
-def test_json_has_no_infinity(capsys):
-    dear = "tiers=[{name='store', bandwidth=1e9, dollars_per_read=1.0}]"
-    assert main(["plan", PLAN, "--set", dear, "--json"]) == 0
-    record = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert record["methods"][0]["break_even"] is None
-
-
 def test_half_the_bytes_in_int8(capsys):
     sizes = []
     for stored in ("native", "int8"):

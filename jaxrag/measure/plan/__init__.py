@@ -1,1 +1,1 @@
-"""What a corpus and its questions take of disks, processors and money, from sums alone."""
+"""What a corpus and its questions take of disks and processors, from sums alone."""

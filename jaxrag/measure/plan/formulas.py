@@ -8,13 +8,12 @@ import math
 from collections.abc import Sequence
 
 from jaxrag.base.config import ModelConfig
-from jaxrag.measure.plan.settings import HOURS_PER_MONTH, PlanSettings, StorageTier
+from jaxrag.measure.plan.settings import PlanSettings, StorageTier
 from jaxrag.models.flops import forward_flops, score_flops
 from jaxrag.models.spec import num_params
 from jaxrag.reuse.methods import METHODS, Method
 from jaxrag.reuse.select import CacheCraft, KvDeviation, QueryGuided
 
-_GB = 1e9
 _EXACT_TERMS = 1000  # of a harmonic sum, before the integral takes over
 
 
@@ -181,12 +180,6 @@ class MethodPlan:
       first_token: seconds, expected over all tiers.
       token: seconds of a further token, in a full batch.
       engines: that the busiest hour needs; None where the pool holds no single prompt.
-      dollars_per_hour: of these engines, and of storing all chunks.
-      break_even: finds of a chunk a month from which on storing it costs less than encoding it
-        each time; 0 where storing is free, None where nothing is stored.
-      worth_storing: share of the chunks that are found so often.
-      popular_dollars_per_hour: of engines and store if only these are stored, and the others are
-        encoded each time.
     """
 
     method: str
@@ -197,10 +190,6 @@ class MethodPlan:
     first_token: float
     token: float
     engines: int | None
-    dollars_per_hour: float | None
-    break_even: float | None
-    worth_storing: float | None
-    popular_dollars_per_hour: float | None
 
 
 def plan_method(name: str, settings: PlanSettings, config: ModelConfig) -> MethodPlan:
@@ -219,15 +208,6 @@ def plan_method(name: str, settings: PlanSettings, config: ModelConfig) -> Metho
     rows = decode_rows(settings, config)
     token = step_seconds(max(rows, 1), settings, config)
     busy = computed + queries.answer_tokens * token / max(rows, 1)
-    kept = _kept_dollars(stored, settings.tiers[-1])
-    engines = _engines(busy, settings) if rows else None
-    break_even = _break_even(chunk * forms, settings, config) if forms else None
-    worth = None if break_even is None else _worth_storing(break_even, settings)
-    popular = None
-    if rows and worth is not None:
-        missed = 1 - popular_share(worth * corpus.chunks, corpus.chunks, queries.popularity)
-        needed = _engines(busy + missed * encoded, settings)
-        popular = needed * settings.engine.dollars_per_hour + worth * kept
     return MethodPlan(
         method=name,
         corpus_bytes=stored,
@@ -236,13 +216,7 @@ def plan_method(name: str, settings: PlanSettings, config: ModelConfig) -> Metho
         tiers=tiers,
         first_token=sum(tier.share * tier.first_token for tier in tiers),
         token=token,
-        engines=engines,
-        dollars_per_hour=(
-            None if engines is None else engines * settings.engine.dollars_per_hour + kept
-        ),
-        break_even=break_even,
-        worth_storing=worth,
-        popular_dollars_per_hour=popular,
+        engines=math.ceil(queries.rate * busy / settings.engine.load) if rows else None,
     )
 
 
@@ -269,46 +243,6 @@ def _tiers(
         found.append(FoundIn(name, held, upto - before, computed + wait))
         before = upto
     return tuple(found)
-
-
-def _kept_dollars(num_bytes: float, tier: StorageTier) -> float:
-    """Of one hour, for what the last tier keeps."""
-    return num_bytes / _GB * tier.dollars_per_gb_month / HOURS_PER_MONTH
-
-
-def _engines(busy: float, settings: PlanSettings) -> int:
-    """For questions that keep an engine busy for so many seconds each."""
-    return math.ceil(settings.queries.rate * busy / settings.engine.load)
-
-
-def _break_even(chunk_bytes: int, settings: PlanSettings, config: ModelConfig) -> float:
-    """Dollars to keep a chunk for a month over dollars that each use of it saves.
-
-    Engines are paid for at all hours and bought for the busiest one. Infinite where a read costs
-    more than the encoding.
-    """
-    last, engine, queries = settings.tiers[-1], settings.engine, settings.queries
-    mean_rate = queries.questions_per_month / (HOURS_PER_MONTH * 3600)
-    second = engine.dollars_per_hour / 3600 / engine.load * queries.rate / mean_rate
-    kept = chunk_bytes / _GB * last.dollars_per_gb_month
-    seconds = compute_seconds(encode_flops(settings, config), settings)
-    saved = seconds * second - last.dollars_per_read
-    if saved <= 0:
-        return math.inf
-    return kept / saved
-
-
-def _worth_storing(finds: float, settings: PlanSettings) -> float:
-    """Share of the chunks, the most popular ones, that are found so often in a month."""
-    corpus, queries = settings.corpus, settings.queries
-    if finds <= 0:
-        return 1.0
-    most = queries.questions_per_month * queries.k / harmonic(corpus.chunks, queries.popularity)
-    if most < finds:
-        return 0.0
-    if queries.popularity == 0:
-        return 1.0
-    return min((most / finds) ** (1 / queries.popularity) / corpus.chunks, 1.0)
 
 
 def plan(settings: PlanSettings, config: ModelConfig) -> Sequence[MethodPlan]:

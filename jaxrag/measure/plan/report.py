@@ -1,7 +1,6 @@
 """A plan as JSON and as tables."""
 
 import dataclasses
-import math
 from typing import Any
 
 from jaxrag.base.config import ModelConfig
@@ -21,7 +20,7 @@ _BYTES = ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def plan_record(settings: PlanSettings, config: ModelConfig) -> dict[str, Any]:
-    """All sums as plain values: seconds, bytes, dollars; null for what there is not."""
+    """All sums as plain values: seconds, bytes; null for what there is not."""
     return {
         "settings": dataclasses.asdict(settings),
         "model": {
@@ -33,19 +32,9 @@ def plan_record(settings: PlanSettings, config: ModelConfig) -> dict[str, Any]:
         "pool_tokens": pool_tokens(settings, config),
         "decode_rows": decode_rows(settings, config),
         "methods": [
-            _finite(dataclasses.asdict(plan_method(name, settings, config)))
-            for name in settings.methods
+            dataclasses.asdict(plan_method(name, settings, config)) for name in settings.methods
         ],
     }
-
-
-def _finite(values: Any) -> Any:
-    """JSON has no infinity: null."""
-    if isinstance(values, dict):
-        return {name: _finite(value) for name, value in values.items()}
-    if isinstance(values, (list, tuple)):
-        return [_finite(value) for value in values]
-    return None if isinstance(values, float) and math.isinf(values) else values
 
 
 def plan_tables(record: dict[str, Any]) -> list[Table]:
@@ -56,17 +45,11 @@ def plan_tables(record: dict[str, Any]) -> list[Table]:
 
 def _stored(record: dict[str, Any]) -> Table:
     corpus, model = record["settings"]["corpus"], record["model"]
-    rows = [["method", "stored", "after a year", "worth storing", "from finds a month"]]
+    rows = [["method", "stored", "after a year"]]
     for one in record["methods"]:
         if not one["corpus_bytes"]:
             continue
-        rows.append([
-            one["method"],
-            _sized(one["corpus_bytes"]),
-            _sized(one["grown_bytes"]),
-            f"{100 * one['worth_storing']:.3g} %",
-            "never" if one["break_even"] is None else f"{one['break_even']:.3g}",
-        ])  # fmt: skip
+        rows.append([one["method"], _sized(one["corpus_bytes"]), _sized(one["grown_bytes"])])
     title = (
         f"stored KV of {corpus['chunks']:,} chunks of {corpus['chunk_tokens']} tokens, "
         f"{_sized(model['stored_bytes_per_token'])} a token ({record['settings']['stored']})"
@@ -97,7 +80,7 @@ def _found(methods: list[dict[str, Any]]) -> Table:
 
 
 def _serving(methods: list[dict[str, Any]]) -> Table:
-    rows = [["method", "TFLOP", "a token", "engines", "all stored", "popular stored"]]
+    rows = [["method", "TFLOP", "a token", "engines"]]
     for one in methods:
         none = one["engines"] is None
         rows.append([
@@ -105,15 +88,8 @@ def _serving(methods: list[dict[str, Any]]) -> Table:
             f"{one['flops'] / 1e12:.3g}",
             _seconds(one["token"]),
             "no prompt fits" if none else f"{one['engines']:,}",
-            *(
-                "" if one[name] is None else f"{one[name]:,.2f}"
-                for name in ("dollars_per_hour", "popular_dollars_per_hour")
-            ),
         ])  # fmt: skip
-    title = (
-        "work to the first token, time of a further one, engines for the busiest hour, and dollars "
-        "an hour"
-    )
+    title = "work to the first token, time of a further one, engines for the busiest hour"
     return Table(title, rows)
 
 

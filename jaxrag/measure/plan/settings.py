@@ -14,16 +14,7 @@ from jaxrag.models.model import read_config
 from jaxrag.reuse.methods import METHODS
 
 _AT_MOST_ONE = {"utilisation", "bandwidth_share", "pool_share", "load"}
-_FROM_ZERO = {
-    "growth",
-    "popularity",
-    "prefix_tokens",
-    "latency",
-    "overhead",
-    "dollars_per_gb_month",
-    "dollars_per_read",
-    "dollars_per_hour",
-}
+_FROM_ZERO = {"growth", "popularity", "prefix_tokens", "latency", "overhead"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +38,6 @@ class QueryLoad:
 
     Attributes:
       rate: questions a second, at the busiest hour.
-      mean_rate: questions a second over a month; None: half of ``rate``.
       k: chunks a question.
       prefix_tokens: of the system text.
       question_tokens: the question, and what the template writes around it.
@@ -59,15 +49,8 @@ class QueryLoad:
     k: int
     question_tokens: int
     answer_tokens: int
-    mean_rate: float | None = None
     prefix_tokens: int = 32
     popularity: float = 1.0
-
-    @property
-    def questions_per_month(self) -> float:
-        """Questions in 730 hours."""
-        rate = self.rate / 2 if self.mean_rate is None else self.mean_rate
-        return rate * HOURS_PER_MONTH * 3600
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,14 +68,12 @@ class EngineHardware:
       pool_share: of the memory that the weights leave, for cached KV.
       load: share of its time that an engine may be busy, so that nobody waits long.
       overhead: seconds of a request that are no products: text to ids, search, first dispatch.
-      dollars_per_hour: of all its devices and their host.
     """
 
     flops: float
     utilisation: float
     memory: float
     bandwidth: float
-    dollars_per_hour: float
     devices: int = 1
     bandwidth_share: float = 0.6
     rows: int = 32
@@ -110,16 +91,12 @@ class StorageTier:
       bytes: what it holds; None: everything.
       bandwidth: bytes a second towards the engine.
       latency: seconds until a read begins.
-      dollars_per_gb_month: of 1e9 bytes kept; 0 where the engine's price has it.
-      dollars_per_read: of one request.
     """
 
     name: str
     bandwidth: float
     bytes: float | None = None
     latency: float = 0.0
-    dollars_per_gb_month: float = 0.0
-    dollars_per_read: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +140,6 @@ class PlanSettings:
             )
 
 
-HOURS_PER_MONTH = 730
 STORED = ("native", "int8")
 
 

@@ -33,12 +33,10 @@ def settings(**changes):
         "model": "configs/models/synthetic-6m.toml",
         "corpus": CorpusSize(chunks=10_000, chunk_tokens=256),
         "queries": QueryLoad(rate=2.0, k=4, question_tokens=32, answer_tokens=64),
-        "engine": EngineHardware(
-            flops=1e12, utilisation=0.5, memory=1e9, bandwidth=1e11, dollars_per_hour=2.0
-        ),
+        "engine": EngineHardware(flops=1e12, utilisation=0.5, memory=1e9, bandwidth=1e11),
         "tiers": (
             StorageTier("host", bandwidth=1e10, bytes=1e10),
-            StorageTier("store", bandwidth=1e9, latency=0.01, dollars_per_gb_month=0.02),
+            StorageTier("store", bandwidth=1e9, latency=0.01),
         ),
     }
     return PlanSettings(**(parts | changes))
@@ -89,22 +87,6 @@ def test_tiers_hold_all_finds_and_slow_down(small):
     assert found.tiers[1].chunks == pytest.approx(1e10 / (256 * small.kv_bytes_per_token))
 
 
-def test_storing_pays_for_what_is_asked_for(small):
-    asked = formulas.plan_method("turborag", settings(), small)
-    assert 0 < asked.break_even < math.inf and 0 < asked.worth_storing <= 1
-    assert asked.popular_dollars_per_hour <= asked.dollars_per_hour
-    dear = dataclasses.replace(settings().tiers[-1], dollars_per_gb_month=2.0)
-    rare = formulas.plan_method("turborag", settings(tiers=(dear,)), small)
-    assert rare.break_even == pytest.approx(100 * asked.break_even)
-    assert rare.worth_storing < asked.worth_storing
-    free = dataclasses.replace(dear, dollars_per_gb_month=0.0)
-    assert formulas.plan_method("turborag", settings(tiers=(free,)), small).worth_storing == 1.0
-    read = dataclasses.replace(dear, dollars_per_read=1.0)
-    never = formulas.plan_method("turborag", settings(tiers=(read,)), small)
-    assert never.break_even == math.inf and never.worth_storing == 0.0
-    assert formulas.plan_method("full_attention", settings(), small).break_even is None
-
-
 def test_engines_follow_the_rate_and_the_pool(small):
     busy = dataclasses.replace(settings().queries, rate=2000.0)
     few, many = (
@@ -114,7 +96,7 @@ def test_engines_follow_the_rate_and_the_pool(small):
     assert few == 1 < many
     tight = dataclasses.replace(settings().engine, memory=3e7)
     none = formulas.plan_method("turborag", settings(engine=tight), small)
-    assert none.engines is None and none.dollars_per_hour is None
+    assert none.engines is None
 
 
 def on_cpu(question, context):
