@@ -20,7 +20,7 @@ from jaxrag.library.documents import Document
 from jaxrag.library.documents.chunking import Chunk
 from jaxrag.library.retrieve import bm25, joining, packed, packing
 from jaxrag.library.retrieve.bm25 import BM25Index
-from jaxrag.library.retrieve.packed import PACKED, Packed
+from jaxrag.library.retrieve.packed import PACKED
 
 WORDS = [f"w{n}" for n in range(80)]
 
@@ -290,51 +290,3 @@ def test_an_addition_joins_for_some_steps_and_later_ones_go_on(tmp_path, monkeyp
         check(catalog)
         sizes = [len(block.ids) for block in catalog._index.packed.blocks()]
         assert max(sizes) > 16, "blocks are joined nevertheless"
-
-
-@pytest.mark.parametrize("first", ["add", "remove"])
-def test_a_catalog_of_format_5_is_read_and_gets_lists_when_it_is_written(
-    tmp_path, monkeypatch, first
-):
-    path = tmp_path / "catalog.sqlite"
-    rng = random.Random(7)
-    with monkeypatch.context() as before:
-        before.setattr(packed, "PACKED", 5)
-        before.setattr(packed, "_SHORT", 10**9)
-        before.setattr(packed, "_SCHEMA", [it for it in packed._SCHEMA if "list" not in it])
-        before.setattr(packed, "_LISTS", "")
-        before.setattr(packed, "_POSTINGS", "packed.postings")
-        before.setattr(Packed, "put_rows", put_rows_of_format_5)
-        with contextlib.closing(Catalog.create(path, {"vectors": None})) as catalog:
-            for n in range(30):
-                catalog.put([entry(catalog, f"d{n}", rng)])
-            catalog.remove(["d3"])
-
-    def state(catalog):
-        connection = catalog._database.connection
-        (version,) = connection.execute("PRAGMA user_version").fetchone()
-        tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master")}
-        return version, "lists" in tables
-
-    with contextlib.closing(Catalog.open(path)) as catalog:
-        check(catalog)
-        assert state(catalog) == (5, False), "nothing was written"
-        if first == "add":
-            catalog.put([entry(catalog, f"new{n}", rng) for n in range(3)])
-        else:
-            catalog.remove(["d4"])
-        check(catalog)
-        assert state(catalog) == (6, True)
-        for n in range(5, 25):
-            catalog.put([entry(catalog, f"d{n}", rng, 1)])
-            catalog.remove([f"d{n - 1}"])
-        check(catalog)
-        count = "SELECT COUNT(*) FROM {}".format
-        (lists,) = catalog._database.connection.execute(count("lists")).fetchone()
-        where = " WHERE typeof(postings) = 'integer'"
-        (named,) = catalog._database.connection.execute(count("packed") + where).fetchone()
-        assert lists == named > 0, "a list goes with its row"
-
-
-def put_rows_of_format_5(self, rows):
-    self.connection.executemany(packed._INSERT, rows)
