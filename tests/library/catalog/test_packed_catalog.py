@@ -104,6 +104,14 @@ def check(catalog):
             question = " ".join(rng.choices(WORDS, k=4))
             found = [(hit.chunk_id, hit.score) for hit in catalog.search(question, 5)]
             assert found == [tuple(it) for it in plain.search(question, 5)]
+    if not catalog._index.packed.is_there():
+        return
+    with catalog._database.use() as connection:
+        count = "SELECT COUNT(*) FROM {}".format
+        (lists,) = connection.execute(count("lists")).fetchone()
+        where = " WHERE typeof(postings) = 'integer'"
+        (named,) = connection.execute(count("packed") + where).fetchone()
+    assert lists == named, "a list goes with its row"
 
 
 def started(call):
