@@ -34,7 +34,6 @@ from jaxrag.reuse.attention_index import (
     ProjectedGraph,
     QueryBank,
     QueryLists,
-    RoarGraph,
     Searcher,
     nearest,
     open_index,
@@ -146,7 +145,6 @@ ENGINES: dict[str, Retrieval] = {
     "graph 8-bit": Retrieval(index=ProjectedGraph(storage="uint8", **_ANY)),
     "graph fp16, group": Retrieval(index=ProjectedGraph(share="group", **_ANY)),
     "graph fp16, own positions": Retrieval(index=ProjectedGraph(**_ANY | _ALL), trained_at="own"),
-    "roargraph projection fp16": Retrieval(index=RoarGraph(**_ANY | _ALL)),
     "lists fp32": Retrieval(index=QueryLists(**_ANY)),
     "lists fp16": Retrieval(index=QueryLists(storage="float16", **_ANY)),
     "lists fp32, own positions": Retrieval(index=QueryLists(**_ANY | _ALL), trained_at="own"),
@@ -169,7 +167,7 @@ class Options:
       cold_bytes: of the KV heads visited in turn; several times the last cache.
       searches: in a round.
       rounds: of which the best counts.
-      slow_up_to: longest context for HNSW and for RoarGraph, whose builds are slow.
+      slow_up_to: longest context for HNSW, whose builds are slow.
       seed: of the token streams.
     """
 
@@ -264,8 +262,7 @@ def measure(heads: Heads, name: str, options: Options) -> Iterator[dict[str, Any
     chosen = [
         engine
         for engine in options.engines
-        if heads.context <= options.slow_up_to
-        or not isinstance(ENGINES[engine].index, Hnsw | RoarGraph)
+        if heads.context <= options.slow_up_to or not isinstance(ENGINES[engine].index, Hnsw)
     ]
     for engine in tqdm(chosen, desc=f"{name} {heads.context}", disable=None):
         rule = dataclasses.replace(ENGINES[engine], k=options.k)

@@ -92,7 +92,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Forget compiled programs before they use up the memory, or the maps: compiling would crash."""
+    """Forget compiled programs before they use up the memory, or the maps: compiling crashes."""
     if nextitem is not None and nextitem.path == item.path and not item.get_closest_marker("slow"):
         return
     if not (PROCESS / "statm").exists():
