@@ -12,7 +12,7 @@ from jaxrag.base.errors import JaxragError
 from jaxrag.base.guide import Guide
 from jaxrag.models.model import load_model
 from jaxrag.server.errors import Problem
-from jaxrag.server.fields import Body, generation_of
+from jaxrag.server.fields import Generation
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "checkpoints/synthetic-0.8m/dual"
@@ -66,7 +66,7 @@ def test_speculative_decoding(capsys):
 )
 def test_fields_of_requests(what, fields):
     with pytest.raises(Problem) as refused:
-        generation_of(Body(fields))
+        Generation.read(fields)
     assert any(words in refused.value.message for words in quoted(what))
 
 

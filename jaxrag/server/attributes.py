@@ -1,13 +1,14 @@
 """What is said of documents: attributes that clients send, and the files that they come from."""
 
+import functools
 import math
 import re
-from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
 
 from jaxrag.base.groups import FIELD, MAX_GROUPS, wrong_groups
 from jaxrag.server.errors import invalid
-from jaxrag.server.fields import Body
 
 _MOST_ATTRIBUTES = 16
 _KEY_CHARACTERS = 64
@@ -16,9 +17,8 @@ _INTEGERS = range(-(2**63), 2**63)  # of attributes; more than a filter compares
 _OF_FILE = re.compile(r"file-[0-9a-f]{24}")
 
 
-def attributes_of(body: Body, name: str) -> dict[str, Any]:
-    """Names and plain values; {} where there are none."""
-    given: Mapping[str, Any] = body.table(name) or {}
+def _checked(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Names and plain values. Raises Problem 400."""
     if len(given) > _MOST_ATTRIBUTES:
         raise invalid(f"{name} has {len(given)} keys: expected at most {_MOST_ATTRIBUTES}", name)
     for key, value in given.items():
@@ -33,7 +33,7 @@ def attributes_of(body: Body, name: str) -> dict[str, Any]:
                 "another number, true or false",
                 name,
             )
-    return dict(given)
+    return given
 
 
 def _is_plain(value: Any) -> bool:
@@ -42,6 +42,10 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, float):
         return math.isfinite(value)
     return isinstance(value, int) and value in _INTEGERS
+
+
+Attributes = Annotated[dict[str, Any], AfterValidator(functools.partial(_checked, "attributes"))]
+Metadata = Annotated[dict[str, Any], AfterValidator(functools.partial(_checked, "metadata"))]
 
 
 def is_upload(document_id: str) -> bool:

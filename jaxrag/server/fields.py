@@ -1,31 +1,30 @@
-"""Request bodies: known fields of the right type, or 400; others are ignored."""
+"""Request bodies as models: known fields of the right type, or 400; others are ignored."""
 
 import dataclasses
+import itertools
 import json
-import math
 import reprlib
 import secrets
-from collections.abc import Callable, Mapping, Sequence, Sized
-from typing import Any, TypeGuard
+from collections.abc import Mapping, Sequence, Set
+from typing import Annotated, Any, Self, TypeGuard
 
-from jaxrag.base.guide import Guide
-from jaxrag.base.options import choices_of, kind_of
-from jaxrag.engine.sampling_params import MOST_BIASES, MOST_K, MOST_SEED, MOST_TOP, SamplingParams
-from jaxrag.serve.ask import Ask, is_ids
+import pydantic
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
+from pydantic_core import PydanticCustomError
+
+from jaxrag.base.guide import Guide, GuideKind
+from jaxrag.engine.sampling_params import MOST_BIASES, MOST_SEED, MOST_TOP, SamplingParams
+from jaxrag.library.knowledge_base.search import SearchMode
+from jaxrag.reuse.methods import Misses
+from jaxrag.serve.ask import Cite, EarlierTurns, Plain, Unanswerable, is_ids
 from jaxrag.serve.conversation import Conversation, Passage, Text, conversation_of
 from jaxrag.server.errors import invalid
 
 LONG_BODY = 256 << 10  # bytes; a longer one makes no other thread wait while it is read
 MOST_TEXTS = 4096  # messages, documents or blocks of a request
+_MOST_NOTED = 16  # unknown fields
 MOST_CHOICES = 64  # answers to a request, of all its prompts together
-_MOST = {"k": 1000, "stop": 16, "blocks": MOST_TEXTS}
-_MOST_INTEGER = 2**63 - 1  # where a field has no bound of its own
-# Of ``Ask``: not those that a body says in other words, and not what is the server's to say.
-_OTHERS = ("template", "max_new_tokens", "sampling", "batch_size", "groups", "passage_rules")
-_FIELDS = {it.name: it for it in dataclasses.fields(Ask) if it.name not in _OTHERS}
-_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 _CHOICE = {"tools": "tool_choice", "functions": "function_call"}  # "none": they are not read
-_STRUCTURED = ("json", "regex", "choice")
 _UNSUPPORTED = {  # field: what it may be all the same
     "groups": (),  # the key and the proxy say these
     "tools": ([],),
@@ -39,9 +38,35 @@ _UNSUPPORTED = {  # field: what it may be all the same
     "suffix": ("",),
     "guided_grammar": (),
 }
+_SAMPLING = (
+    "temperature", "top_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "min_tokens",
+)  # fmt: skip
+_GUIDES = ("response_format", "guided_json", "guided_regex", "guided_choice")
+_EXPECTED = {  # by the kind of pydantic's error
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "extra_forbidden": "one of json, regex, choice",
+    "finite_number": "a finite number",
+    "float_type": "a number",
+    "greater_than": "a number above {gt}",
+    "greater_than_equal": "an integer, {ge} or more",
+    "int_type": "an integer",
+    "less_than_equal": "an integer, at most {le}",
+    "list_type": "a list",
+    "literal_error": "one of {expected}",
+    "missing": "a value",
+    "model_type": "an object",
+    "string_pattern_mismatch": "a text of the pattern {pattern}",
+    "string_too_long": "a text of at most {max_length} characters",
+    "string_too_short": "a text that is not empty",
+    "string_type": "a text",
+    "too_long": "at most {max_length} entries",
+    "too_short": "at least {min_length} entries",
+}
 
 
-def body_of(raw: bytes) -> "Body":
+def body_of(raw: bytes) -> dict[str, Any]:
     """The JSON object that a request carries. Raises Problem 400."""
     try:
         values = json.loads(raw, parse_constant=_refuse_constant, **_hooks(len(raw)))
@@ -54,7 +79,7 @@ def body_of(raw: bytes) -> "Body":
         raise invalid(f"the body is not JSON ({why}); send one object") from None
     if not isinstance(values, dict):
         raise invalid(f"the body is {reprlib.repr(values)}; send one JSON object")
-    return Body(values)
+    return values
 
 
 def _hooks(size: int) -> dict[str, Any]:
@@ -72,327 +97,310 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no number in JSON")
 
 
-class Body:
-    """The fields of a request; null is as good as absent. Every reader raises Problem 400.
+class Fields(pydantic.BaseModel):
+    """Fields of a body, or of an object in it; null is as good as absent."""
 
-    Attributes:
-      values: all that are not null.
-      nulls: names of the others.
-    """
+    model_config = pydantic.ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self.nulls = frozenset(name for name, value in values.items() if value is None)
-        self.values = {name: value for name, value in values.items() if value is not None}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.values
-
-    def text(self, name: str) -> str | None:
-        """A text; None where it is absent."""
-        return self._of(name, str, "a text")
-
-    def flag(self, name: str, default: bool = False) -> bool:
-        """True or false."""
-        found = self._of(name, bool, "true or false")
-        return default if found is None else found
-
-    def table(self, name: str) -> dict[str, Any] | None:
-        """An object."""
-        return self._of(name, dict, "an object")
-
-    def integer(self, name: str, least: int, most: int = _MOST_INTEGER) -> int | None:
-        """An integer from ``least`` to ``most``."""
-        value = self.values.get(name)
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            unbounded = most == _MOST_INTEGER and not (isinstance(value, int) and value > most)
-            to = " or more" if unbounded else f" to {most}"
-            raise self.wrong(name, f"an integer, {least}{to}")
-        return value
-
-    def number(self, name: str) -> float | None:
-        """A finite number."""
-        value = self.values.get(name)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.wrong(name, "a number")
+    @classmethod
+    def read(cls, values: Mapping[str, Any], at: str = "") -> Self:
+        """Those of a body, or of an object ``at`` a place in it. Raises Problem 400."""
+        given: Any = values
+        if isinstance(values, dict):  # of which the rest may be very much
+            given = {name: values[name] for name in cls.names() if name in values}
         try:
-            found = float(value)
-        except OverflowError:
-            found = math.inf
-        if not math.isfinite(found):
-            raise self.wrong(name, "a finite number")
-        return found
+            return cls.model_validate(given)
+        except pydantic.ValidationError as errors:
+            error = errors.errors(include_url=False)[0]
+        kind, context = error["type"], error.get("ctx", {})
+        if kind == "literal_error":
+            context = {"expected": context["expected"].replace("'", "").replace(" or ", ", ")}
+        expected = _EXPECTED[kind].format(**context) if kind in _EXPECTED else error["msg"]
+        place = "".join(f"[{it}]" if isinstance(it, int) else f".{it}" for it in error["loc"])
+        value = None if kind == "missing" else error["input"]
+        raise wrong((at + place).removeprefix("."), value, expected)
 
-    def choice(self, name: str, among: Sequence[str]) -> str | None:
-        """One of some texts."""
-        value = self.text(name)
-        if value is not None and value not in among:
-            raise self.wrong(name, f"one of {', '.join(among)}")
-        return value
+    @classmethod
+    def names(cls) -> Set[str]:
+        """Those that a body has them under."""
+        return {field.alias or name for name, field in cls.model_fields.items()}
 
-    def texts(self, name: str, most: int | None = None) -> tuple[str, ...]:
-        """A text or a list of them; () where it is absent."""
-        value = self.values.get(name, [])
-        found = [value] if isinstance(value, str) else value
-        if isinstance(found, list) and most is not None:
-            _check_count(name, found, most)
-        if not isinstance(found, list) or not all(isinstance(it, str) and it for it in found):
-            raise self.wrong(name, "a text that is not empty, or a list of these")
-        return tuple(found)
-
-    def field(self, name: str) -> Any:
-        """A field of ``Ask``, by its type there."""
-        field = _FIELDS[name]
-        choices, kind = choices_of(field), kind_of(field)
-        if choices is not None:
-            return self.choice(name, choices)
-        if kind is int:
-            return self.integer(name, 1, _MOST.get(name, _MOST_INTEGER))
-        if name in ("blocks", "stop"):
-            return self.texts(name, _MOST[name])
-        readers: dict[Any, Callable[[str], Any]] = {
-            str: self.text, bool: self.flag, float: self.number
-        }  # fmt: skip
-        return readers.get(kind, self.table)(name)
-
-    def wrong(self, name: str, expected: str) -> Exception:
-        """The problem of a field that is not what was expected."""
-        shown = reprlib.repr(self.values.get(name))
-        return invalid(f"{name}={shown}: expected {expected}", name)
-
-    def _of[T](self, name: str, kind: type[T], expected: str) -> T | None:
-        value = self.values.get(name)
-        if value is not None and not isinstance(value, kind):
-            raise self.wrong(name, expected)
-        return value
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if value is not None}
 
 
-@dataclasses.dataclass(frozen=True)
-class Generation:
-    """What chats and completions have in common.
-
-    Attributes:
-      said: fields of ``Ask`` that the body has, by name.
-      documents: chunks that are given; None: none are, (): there are to be none.
-      choices: answers to each prompt.
-      ignore_eos: it goes on behind what would end it.
-      logprobs: those of its tokens are given.
-      stream: it comes piece by piece.
-      include_usage: and its length at the end.
-      priority: class; None: the tenant's own.
-      timeout: seconds; None: as the server has it.
-      return_text: sources have their texts.
-    """
-
-    said: Mapping[str, Any]
-    documents: tuple[Passage, ...] | None
-    choices: int
-    ignore_eos: bool
-    logprobs: bool
-    stream: bool
-    include_usage: bool
-    priority: int | None
-    timeout: float | None
-    return_text: bool
+def wrong(place: str, value: Any, expected: str) -> Exception:
+    """The problem of a field, or of a place in it, that is not what was expected."""
+    name = place.partition(".")[0].partition("[")[0]
+    return invalid(f"{place}={reprlib.repr(value):.120}: expected {expected}", name)
 
 
-def generation_of(body: Body) -> Generation:
-    """The common fields of a body. Raises Problem 400, or RequestError for a bad sampling."""
-    _refuse_unsupported(body)
-    ignore_eos, said = body.flag("ignore_eos"), asked_of(body)
-    timeout = body.number("timeout")
-    if timeout is not None and timeout <= 0:
-        raise body.wrong("timeout", "seconds above 0")
-    options = body.table("stream_options") or {}
-    return Generation(
-        said=said,
-        documents=_documents(body),
-        choices=_choices(body),
-        ignore_eos=ignore_eos,
-        logprobs="logprobs" in body and body.values["logprobs"] is not False,
-        stream=body.flag("stream"),
-        include_usage=options.get("include_usage") is True,
-        priority=body.integer("priority", 0),
-        timeout=timeout,
-        return_text=body.flag("return_text"),
+def _whole(value: Any) -> Any:
+    """JSON may write an integer as 1.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def listed(value: Any) -> Any:
+    """A text as a list of one."""
+    return [value] if isinstance(value, str) else value
+
+
+def _unlike(expected: str) -> Exception:
+    return PydanticCustomError("expected", expected)
+
+
+def _guide_of(kind: GuideKind) -> AfterValidator:
+    return AfterValidator(
+        lambda value: Guide(kind, value if isinstance(value, str) else json.dumps(value))
     )
 
 
-def asked_of(body: Body) -> dict[str, Any]:
-    """The fields of ``Ask`` that a body has; what it asks for in OpenAI's words among them.
-
-    Raises Problem 400 for one of another type, and RequestError for a bad sampling.
-    """
-    said = {name: body.field(name) for name in _FIELDS if name in body}
-    for name in ("max_completion_tokens", "max_tokens"):
-        if name in body:
-            said["max_new_tokens"] = body.integer(name, 1)
-            break
-    return said | {"sampling": _sampling(body)}
+def _logprobs(value: Any) -> bool | int:
+    value = _whole(value)
+    if not isinstance(value, int) or not 0 <= value <= MOST_TOP:  # True and False are integers
+        raise _unlike(f"true, false, or an integer, 0 to {MOST_TOP}")
+    return value
 
 
-def _refuse_unsupported(body: Body) -> None:
-    for name, harmless in _UNSUPPORTED.items():
-        unread = body.values.get(_CHOICE.get(name, "")) == "none"
-        if unread and not isinstance(body.values.get(name, []), list):
-            raise body.wrong(name, "a list")
-        if name in body and body.values[name] not in harmless and not unread:
-            raise invalid(
-                f"{name}={reprlib.repr(body.values[name])}: this server does not do that; leave it "
-                "out",
-                name,
-            )
-
-
-def _choices(body: Body) -> int:
-    """How many answers to each prompt; ``best_of`` says the same or nothing."""
-    count = body.integer("n", 1, MOST_CHOICES) or 1
-    if body.integer("best_of", 1) not in (None, count):
-        raise body.wrong("best_of", f"n, which is {count}")
-    return count
-
-
-def _sampling(body: Body) -> SamplingParams:
-    """Greedy where nothing is said; without a seed another draw every time."""
-    temperature = body.number("temperature") or 0.0
-    top_k = body.integer("top_k", -1, MOST_K)
-    top_p = body.number("top_p")
-    seed = body.integer("seed", -_MOST_INTEGER - 1)
-    if seed is None:
-        seed = secrets.randbelow(MOST_SEED + 1) if temperature else 0
-    more: dict[str, Any] = {name: body.number(name) for name in _PENALTIES if name in body}
-    return SamplingParams(
-        logit_bias=_biases(body),
-        min_tokens=body.integer("min_tokens", 0, MOST_K) or 0,
-        top_logprobs=_top_logprobs(body),
-        guide=_guide(body),
-        **more,
-        temperature=temperature,
-        top_k=max(top_k or 0, 0),
-        top_p=1.0 if top_p is None else top_p,
-        seed=seed % (MOST_SEED + 1),
-    )
-
-
-def _guide(body: Body) -> Guide | None:
-    """What the answer has to be, in the words of OpenAI or vLLM; Problem 400 for two of them."""
-    told = {"response_format": _formatted(body)}
-    told |= {f"guided_{name}": _structured(body, f"guided_{name}") for name in _STRUCTURED}
-    if outputs := body.table("structured_outputs"):
-        if unknown := set(outputs) - set(_STRUCTURED):
-            expected = ", ".join(_STRUCTURED)
-            raise invalid(
-                f"structured_outputs.{sorted(unknown)[0]}: expected one of {expected}",
-                "structured_outputs",
-            )
-        told |= {f"structured_outputs.{it}": _structured(Body(outputs), it) for it in outputs}
-    given = {name: guide for name, guide in told.items() if guide is not None}
-    if len(given) > 1:
-        raise invalid(f"{' and '.join(given)}: expected one of them", next(iter(given)))
-    if given and body.flag("ignore_eos"):
-        raise invalid(f"ignore_eos with {next(iter(given))}: leave one out", "ignore_eos")
-    return next(iter(given.values()), None)
-
-
-def _formatted(body: Body) -> Guide | None:
-    """``response_format``."""
-    asked = body.table("response_format")
-    if asked is None or asked.get("type") == "text":
-        return None
-    if asked.get("type") == "json_object":
-        return Guide("json_schema", json.dumps({"type": "object"}))
-    schema = Body(asked).table("json_schema") or {}
-    if asked.get("type") != "json_schema" or not isinstance(schema.get("schema"), dict):
-        raise body.wrong(
-            "response_format", "a type: text, json_object, or json_schema with json_schema.schema"
-        )
-    return Guide("json_schema", json.dumps(schema["schema"]))
-
-
-def _structured(body: Body, name: str) -> Guide | None:
-    """A schema, an expression, or texts, as vLLM takes them."""
-    value = body.values.get(name)
-    if value is None:
-        return None
-    kind = name.removeprefix("guided_")
-    if kind == "regex":
-        return Guide("regex", body.text(name) or "")
-    if kind == "choice":
-        return Guide("choice", json.dumps(body.texts(name, most=MOST_TEXTS)))
-    return Guide("json_schema", value if isinstance(value, str) else json.dumps(value))
-
-
-def _top_logprobs(body: Body) -> int:
-    """How many of the likeliest tokens are told with each; completions say it in ``logprobs``."""
-    count = body.integer("top_logprobs", 0, MOST_TOP) or 0
-    value = body.values.get("logprobs", False)
-    if not isinstance(value, bool):
-        return max(count, body.integer("logprobs", 0, MOST_TOP) or 0)
-    if count and not value:
-        raise invalid(f"top_logprobs={count}: expected logprobs=true with it", "top_logprobs")
-    return count
-
-
-def _biases(body: Body) -> tuple[tuple[int, float], ...]:
+def _biases(value: dict[str, Any]) -> tuple[tuple[int, Any], ...]:
     """Token ids, which are texts in JSON, and what is added to their logits."""
-    given = body.table("logit_bias") or {}
-    _check_count("logit_bias", given, MOST_BIASES)
-    if not all(name.isascii() and name.isdecimal() and len(name) < 11 for name in given):
-        raise body.wrong("logit_bias", "token ids and a number for each")
-    biases = Body(given)
-    return tuple((int(name), biases.number(name) or 0.0) for name in biases.values)
+    if not all(name.isascii() and name.isdecimal() and len(name) < 11 for name in value):
+        raise _unlike("token ids and a number for each")
+    return tuple((int(name), it) for name, it in value.items() if it is not None)
 
 
-def conversation(body: Body) -> Conversation:
-    """What the messages of a body say. Raises Problem 400 or RequestError."""
-    given = body.values.get("messages")
-    if isinstance(given, list):
-        _check_count("messages", given, MOST_TEXTS)
-    return conversation_of(given, body.text("query"), wire=True)
-
-
-def _check_count(name: str, given: Sized, most: int) -> None:
-    if len(given) > most:
-        raise invalid(f"{name} has {len(given)} entries: expected at most {most}", name)
-
-
-def _documents(body: Body) -> tuple[Passage, ...] | None:
+def _passages(given: list[Any]) -> tuple[Passage, ...]:
     """Texts, lists of token ids, or objects with a text and perhaps a title and an id."""
-    if "documents" not in body:
-        return None
-    given = body.values["documents"]
-    if not isinstance(given, list):
-        raise body.wrong("documents", "a list of texts, or of objects with a text")
-    _check_count("documents", given, MOST_TEXTS)
-    return tuple(_document(f"documents[{i}]", one) for i, one in enumerate(given))
+    return tuple(_passage(f"documents[{place}]", one) for place, one in enumerate(given))
 
 
-def _document(what: str, value: Any) -> Passage:
-    if isinstance(value, dict):
-        fields = Body(value)
-        text, title = fields.values.get("text"), fields.values.get("title", "")
-        name = fields.values.get("id")
-        if isinstance(name, int) and not isinstance(name, bool):
-            name = str(name)
-        if not (is_text(text) and isinstance(title, str) and isinstance(name, str | None)):
-            raise invalid(
-                f"{what}={reprlib.repr(value)}: expected a text, and perhaps a title and an id",
-                "documents",
-            )
-        return Passage(text, title, name)
-    if not is_text(value):
-        raise invalid(
-            f"{what}={reprlib.repr(value)}: expected a text, token ids, or an object with a text",
-            "documents",
-        )
-    return Passage(value)
+def _passage(what: str, value: Any) -> Passage:
+    if is_text(value):
+        return Passage(value)
+    if not isinstance(value, dict):
+        raise wrong(what, value, "a text, token ids, or an object with a text")
+    text, title, name = value.get("text"), value.get("title"), value.get("id")
+    if isinstance(name, int) and not isinstance(name, bool):
+        name = str(name)
+    if not (is_text(text) and isinstance(title, str | None) and isinstance(name, str | None)):
+        raise wrong(what, value, "a text, and perhaps a title and an id")
+    return Passage(text, title or "", name)
 
 
 def is_text(value: Any) -> TypeGuard[Text]:
     """Is it a text, or a list of token ids?"""
     return isinstance(value, str) or is_ids(value)
+
+
+def _formatted(asked: dict[str, Any]) -> Guide | None:
+    """``response_format``."""
+    kind, schema = asked.get("type"), asked.get("json_schema")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Guide("json_schema", json.dumps({"type": "object"}))
+    schema = schema.get("schema") if isinstance(schema, dict) else None
+    if kind != "json_schema" or not isinstance(schema, dict):
+        raise _unlike("a type: text, json_object, or json_schema with json_schema.schema")
+    return Guide("json_schema", json.dumps(schema))
+
+
+Int = Annotated[int, Field(ge=-(2**63), le=2**63 - 1), BeforeValidator(_whole)]
+Count = Annotated[Int, Field(ge=1)]
+Texts = Annotated[
+    list[Annotated[str, Field(min_length=1)]],
+    Field(fail_fast=True),
+    BeforeValidator(listed),
+    AfterValidator(tuple),
+]
+_Schema = Annotated[Any, _guide_of("json_schema")]
+_Regex = Annotated[str, _guide_of("regex")]
+_Many = Annotated[Texts, Field(max_length=MOST_TEXTS)]
+_Choice = Annotated[_Many, _guide_of("choice")]
+
+
+class Named(Fields):
+    """What a request names to ask, in its body."""
+
+    model: str | None = None
+    knowledge_base: str | None = None
+
+
+class Asked(Fields):
+    """Those of ``Ask``, in its words; None where it does not say."""
+
+    blocks: _Many | None = None
+    earlier_turns: EarlierTurns | None = None
+    plain: Plain | None = None
+    method: str | None = None
+    recompute_ratio: float | None = None
+    misses: Misses | None = None
+    prefix_cache: bool | None = None
+    decode: str | None = None
+    k: Annotated[Count, Field(le=1000)] | None = None
+    where: dict[str, Any] | None = None
+    search_mode: SearchMode | None = None
+    min_score: float | None = None
+    unanswerable: Unanswerable | None = None
+    stop: Annotated[Texts, Field(max_length=16)] | None = None
+    cite: Cite | None = None
+
+
+class _Structured(Fields, extra="forbid"):
+    """What an answer has to be, as vLLM writes it."""
+
+    as_json: _Schema | None = Field(None, alias="json")
+    regex: _Regex | None = None
+    choice: _Choice | None = None
+
+
+class Generation(Asked, Named):
+    """What chats and completions have in common, in the words of OpenAI and vLLM.
+
+    Attributes:
+      documents: chunks that are given; None: none are, (): there are to be none.
+      choices: answers to each prompt.
+      ignore_eos: it goes on behind what would end it.
+      logprobs: whether those of its tokens are told, or of how many in the place of each.
+      stream: it comes piece by piece.
+      priority: class; None: the tenant's own.
+      timeout: seconds; None: as the server has it.
+      return_text: sources have their texts.
+    """
+
+    max_completion_tokens: Count | None = None
+    max_tokens: Count | None = None
+    choices: Annotated[Count, Field(le=MOST_CHOICES)] = Field(1, alias="n")
+    best_of: Int | None = None
+    temperature: float = 0.0
+    top_k: Int = 0
+    top_p: float = 1.0
+    seed: Int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Annotated[
+        dict[str, Any], Field(max_length=MOST_BIASES), AfterValidator(_biases)
+    ] = Field({})
+    min_tokens: Int = 0
+    top_logprobs: Int = 0
+    logprobs: Annotated[bool | int, PlainValidator(_logprobs)] = False
+    response_format: Annotated[dict[str, Any], AfterValidator(_formatted)] | None = None
+    guided_json: _Schema | None = None
+    guided_regex: _Regex | None = None
+    guided_choice: _Choice | None = None
+    structured_outputs: _Structured = Field(default_factory=lambda: _Structured.read({}))
+    ignore_eos: bool = False
+    documents: (
+        Annotated[list[Any], Field(max_length=MOST_TEXTS), AfterValidator(_passages)] | None
+    ) = None
+    stream: bool = False
+    stream_options: dict[str, Any] = Field({})
+    priority: Annotated[Int, Field(ge=0)] | None = None
+    timeout: Annotated[float, Field(gt=0)] | None = None
+    return_text: bool = False
+    _sampling: SamplingParams = pydantic.PrivateAttr()
+    _ignored: list[str] = pydantic.PrivateAttr()
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], at: str = "") -> Self:
+        """Problem 400 also for what is not done."""
+        names = cls.names()
+        for name, harmless in _UNSUPPORTED.items():
+            value = values.get(name) if name not in names else None
+            unread = values.get(_CHOICE.get(name, "")) == "none"
+            if unread and not isinstance(value, list | None):
+                raise wrong(name, value, "a list")
+            if value is not None and not unread:
+                refuse(name, value, harmless, "this server")
+        found = super().read(values, at)
+        unknown = (it for it in values if it not in names and it not in _UNSUPPORTED)
+        found._ignored = list(itertools.islice(unknown, _MOST_NOTED))
+        return found
+
+    def model_post_init(self, _: Any) -> None:
+        """Raises Problem 400 for what cannot be, and RequestError for a bad sampling."""
+        if self.best_of not in (None, self.choices):
+            raise wrong("best_of", self.best_of, f"n, which is {self.choices}")
+        if self.top_logprobs and self.logprobs is False:
+            raise wrong("top_logprobs", self.top_logprobs, "logprobs=true with it")
+        seed = self.seed
+        if seed is None:  # another draw every time
+            seed = secrets.randbelow(MOST_SEED + 1) if self.temperature else 0
+        self._sampling = SamplingParams(
+            **{name: getattr(self, name) for name in _SAMPLING},
+            top_k=max(self.top_k, 0),
+            seed=seed % (MOST_SEED + 1),
+            logit_bias=tuple(self.logit_bias),  # type: ignore[arg-type]
+            top_logprobs=max(self.top_logprobs, 0 if self.logprobs is True else self.logprobs),
+            guide=self._guide(),
+        )
+
+    def _guide(self) -> Guide | None:
+        """What the answer has to be; Problem 400 where it is said twice."""
+        outputs = self.structured_outputs
+        asked = {name: getattr(self, name) for name in _GUIDES}
+        asked |= {
+            "structured_outputs.json": outputs.as_json,
+            "structured_outputs.regex": outputs.regex,
+            "structured_outputs.choice": outputs.choice,
+        }
+        given = {name: guide for name, guide in asked.items() if guide is not None}
+        if len(given) > 1:
+            raise invalid(f"{' and '.join(given)}: expected one of them", next(iter(given)))
+        if given and self.ignore_eos:
+            raise invalid(f"ignore_eos with {next(iter(given))}: leave one out", "ignore_eos")
+        return next(iter(given.values()), None)
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How its tokens are chosen."""
+        return self._sampling
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """Fields of ``Ask`` that the body has, by name."""
+        said = {name: getattr(self, name) for name in Asked.model_fields}
+        said["max_new_tokens"] = self.max_completion_tokens or self.max_tokens
+        said["sampling"] = self.sampling
+        return {name: value for name, value in said.items() if value is not None}
+
+    @property
+    def include_usage(self) -> bool:
+        """Does its length come at the end of a stream?"""
+        return self.stream_options.get("include_usage") is True
+
+    @property
+    def ignored(self) -> list[str]:
+        """Names of the first fields that nothing is made of."""
+        return self._ignored
+
+    def guided(self, guide: Guide) -> Self:
+        """With what the answer has to be."""
+        found = self.model_copy()
+        found._sampling = dataclasses.replace(self.sampling, guide=guide)
+        return found
+
+
+def refuse(name: str, value: Any, harmless: Sequence[Any], who: str) -> None:
+    """Problem 400 for a field that asks for what is not done."""
+    if value not in harmless:
+        shown = reprlib.repr(value)
+        raise invalid(f"{name}={shown}: {who} does not do that; leave it out", name)
+
+
+class Talk(Fields):
+    """Messages, and what chunks are found for where that is another text."""
+
+    messages: Any = None
+    query: str | None = None
+
+    def conversation(self) -> Conversation:
+        """What the messages say. Raises Problem 400 or RequestError."""
+        if isinstance(self.messages, list) and len(self.messages) > MOST_TEXTS:
+            raise wrong("messages", self.messages, f"at most {MOST_TEXTS} entries")
+        return conversation_of(self.messages, self.query, wire=True)

@@ -17,7 +17,7 @@ from jaxrag.reuse.decode import DECODE_RULES
 from jaxrag.reuse.methods import Misses
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.generate import AskFields
-from jaxrag.server.fields import Body, asked_of
+from jaxrag.server.fields import Generation
 
 FIELDS = {field.name: field for field in dataclasses.fields(Ask)}
 SAID = {
@@ -46,7 +46,7 @@ def test_the_same_things_said_in_options_and_in_a_body():
         "--k 3 --search bm25 --min-score 0.5 --unanswerable ask --stop x --cite spans"
     )
     assert from_fields(Ask, parser.parse_args(words.split())) == Ask(**SAID)
-    found = asked_of(Body({**SAID, "stop": "x", "max_tokens": 7, "temperature": 0}))
+    found = Generation.read({**SAID, "stop": "x", "max_tokens": 7, "temperature": 0}).said
     sampling = found.pop("sampling")
     assert sampling.temperature == 0 and found == {**SAID, "max_new_tokens": 7}
 

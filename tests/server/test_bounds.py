@@ -70,7 +70,7 @@ def test_more_texts_than_anybody_sends_are_refused_unread(server, monkeypatch, n
     monkeypatch.setattr(Tokenizer, "encode", short)
     monkeypatch.setattr(Tokenizer, "encode_with_offsets", None)
     body = {"messages": ASKED, name: [entry] * (MOST_TEXTS + 1)}
-    refused(server.post(CHAT, **body), name, "4097 entries: expected at most 4096")
+    refused(server.post(CHAT, **body), name, "at most 4096 entries")
 
 
 @pytest.mark.parametrize("name", ["prompt", "echo", "documents", "messages", "ids", "query"])
@@ -127,9 +127,9 @@ def test_a_long_body_is_not_read_on_the_event_loop(server, threads_of, path, tex
 def test_a_long_body_is_read_as_a_short_one_is():
     values = {"a": [{"b": {}, "c": [1, -2, 2**70, 1.5, 1e300]}], "d": None, "e": "ü"}
     padded = json.dumps(values | {"pad": "x" * (300 << 10)}).encode()
-    read = dict(entry.body_of(padded).values)
+    read = entry.body_of(padded)
     assert len(read.pop("pad")) == 300 << 10
-    assert read == entry.body_of(json.dumps(values).encode()).values == {"a": values["a"], "e": "ü"}
+    assert read == entry.body_of(json.dumps(values).encode()) == values
     for wrong in (b"NaN", b"9" * 5000):
         with pytest.raises(Problem, match="JSON"):
             entry.body_of(b'{"a": %b, "pad": "%b"}' % (wrong, b"x" * (300 << 10)))

@@ -19,7 +19,7 @@ from jaxrag.server.answers.forms import ChatForm
 from jaxrag.server.answers.sse import EventStream
 from jaxrag.server.answers.visit import Visit
 from jaxrag.server.errors import Problem
-from jaxrag.server.fields import Body, generation_of
+from jaxrag.server.fields import Generation
 from jaxrag.server.state.entry import Call
 
 CHAT = "/v1/chat/completions"
@@ -181,7 +181,7 @@ def test_a_prompt_ends_with_its_request_though_nobody_began_to_read(server, held
         scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [], "app": server.app}
         visit = Visit(Request(scope))
         visit.call = Call(visit.call.request, server.state.access(visit.call.request))
-        fields = generation_of(Body(BODY | {"stream": True}))
+        fields = Generation.read(BODY | {"stream": True})
         talk = conversation_of(BODY["messages"], wire=True)
         access = visit.call.access
         make = functools.partial(make_ready, server.state, access, fields, talk, "village")

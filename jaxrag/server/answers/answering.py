@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import reprlib
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any
@@ -171,6 +172,10 @@ def _account(visit: Visit, fields: Generation, results: Sequence[Result]) -> dic
         asking.account(result, fields.return_text, visit.call.access)
         for asking, result in zip(visit.askings, results, strict=True)
     ]
+    if fields.ignored:
+        note = f"unknown fields {reprlib.repr(fields.ignored)} of the request are ignored"
+        for account in accounts:
+            account["notes"] = [*account["notes"], note]
     found = {
         "usage": usage(visit.askings, results, fields.choices),
         "jaxrag": accounts[0] if len(accounts) == 1 else accounts,

@@ -2,21 +2,20 @@
 
 import dataclasses
 import json
-import re
 import reprlib
 import uuid
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from jaxrag.base.guide import Guide
 from jaxrag.models.model import Model
 from jaxrag.serve.calls import ToolCall, calls_of, form_of, sure_text
 from jaxrag.server.errors import invalid
-from jaxrag.server.fields import Body, Generation
+from jaxrag.server.fields import Fields, Generation, wrong
 
 MOST_TOOLS = 128
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 _ANY = {"type": "object"}
 
 
@@ -61,56 +60,59 @@ class Calling:
         return Guide("json_schema", json.dumps(wanted))
 
 
-def calling_of(body: Body) -> Calling | None:
-    """The tools of a body that may be called; None where none may. Raises Problem 400."""
-    given = body.values.get("tools", [])
-    if not isinstance(given, list):
-        raise body.wrong("tools", "a list")
-    choice = body.values.get("tool_choice", "auto")
-    if choice == "none" or not given:
-        if choice not in ("none", "auto"):
-            raise body.wrong("tool_choice", "none or auto, as there are no tools")
-        return None
-    if len(given) > MOST_TOOLS:
-        raise invalid(f"tools: {len(given)} of them; expected at most {MOST_TOOLS}", "tools")
-    tools = tuple(_tool(place, it) for place, it in enumerate(given))
-    names = [it["function"]["name"] for it in tools]
-    if len(set(names)) < len(names):
-        raise invalid("tools: two have one name", "tools")
-    if isinstance(choice, dict):
-        named = Body(Body(choice).table("function") or {}).text("name")
-        if named not in names:
-            raise invalid(
-                f"tool_choice={reprlib.repr(choice)}: expected the name of one of the tools",
-                "tool_choice",
-            )
-        choice = named
-    elif choice not in ("auto", "required"):
-        raise body.wrong("tool_choice", "none, auto, required, or a function by its name")
-    return Calling(tools, choice, body.flag("parallel_tool_calls", True))
+class _Function(Fields):
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    parameters: dict[str, Any] | None = None
 
 
-def without_tools(body: Body) -> Body:
-    """The other fields of a body."""
-    return Body({name: it for name, it in body.values.items() if name not in _FIELDS})
+class _Tool(Fields):
+    type: Literal["function"]
+    function: _Function
+
+
+class Tools(Fields):
+    """Tools that are offered, and which of them are to be called."""
+
+    tools: Annotated[list[Any], Field(max_length=MOST_TOOLS)] = Field([])
+    tool_choice: Any = "auto"
+    parallel_tool_calls: bool = True
+
+    def calling(self) -> Calling | None:
+        """Those that may be called; None where none may. Raises Problem 400."""
+        choice = self.tool_choice
+        if choice == "none" or not self.tools:
+            if choice not in ("none", "auto"):
+                raise wrong("tool_choice", choice, "none or auto, as there are no tools")
+            return None
+        tools = tuple(_tool(place, it) for place, it in enumerate(self.tools))
+        names = [it["function"]["name"] for it in tools]
+        if len(set(names)) < len(names):
+            raise invalid("tools: two have one name", "tools")
+        if isinstance(choice, dict):
+            function = choice.get("function")
+            named = function.get("name") if isinstance(function, dict) else None
+            if named not in names:
+                raise wrong("tool_choice", choice, "the name of one of the tools")
+            choice = named
+        elif choice not in ("auto", "required"):
+            expected = "none, auto, required, or a function by its name"
+            raise wrong("tool_choice", choice, expected)
+        return Calling(tools, choice, self.parallel_tool_calls)
 
 
 def with_tools(fields: Generation, calling: Calling) -> Generation:
     """The fields of an answer that calls what it has to. Raises Problem 400 beside a form."""
     if (guide := calling.guide) is None:
         return fields
-    sampling = fields.said["sampling"]
-    if sampling.guide is not None or fields.ignore_eos:
+    if fields.sampling.guide is not None or fields.ignore_eos:
         other = "ignore_eos" if fields.ignore_eos else "response_format"
         raise invalid(f"tool_choice={calling.choice!r} with {other}: leave one out", "tool_choice")
-    return dataclasses.replace(
-        fields, said={**fields.said, "sampling": dataclasses.replace(sampling, guide=guide)}
-    )
+    return fields.guided(guide)
 
 
 def refuse_knowledge(fields: Generation, base: str | None) -> None:
     """Problem 400 for tools beside what is put into a prompt of another form."""
-    if base is not None or fields.documents or fields.said.get("blocks"):
+    if base is not None or fields.documents or fields.blocks:
         raise invalid(
             "tools with a knowledge base, documents or blocks: name the model alone, and paste "
             "passages into a message, or give a tool that finds them",
@@ -120,23 +122,9 @@ def refuse_knowledge(fields: Generation, base: str | None) -> None:
 
 def _tool(place: int, given: Any) -> dict[str, Any]:
     """A definition of a function, with the schema of its arguments. Raises Problem 400."""
-    function = given.get("function") if isinstance(given, dict) else None
-    if not isinstance(function, dict) or given.get("type") != "function":
-        raise invalid(
-            f"tools[{place}]={reprlib.repr(given)}: expected an object of the type function",
-            "tools",
-        )
-    name = function.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise invalid(
-            f"tools[{place}].function.name={reprlib.repr(name)}: expected at most 64 letters, "
-            "digits, _ and -",
-            "tools",
-        )
-    parameters = function.get("parameters") or _ANY
-    if not isinstance(parameters, dict):
-        raise invalid(f"tools[{place}].function.parameters: expected a JSON schema", "tools")
-    return {"type": "function", "function": {**function, "parameters": parameters}}
+    tool = _Tool.read(given, f"tools[{place}]")
+    parameters = tool.function.parameters or _ANY
+    return {"type": "function", "function": {**given["function"], "parameters": parameters}}
 
 
 class CallReader:
@@ -177,10 +165,9 @@ def shown_call(call: ToolCall) -> dict[str, Any]:
     }
 
 
-def functions_of(body: Body) -> Calling | None:
+def functions_of(given: Tools) -> Calling | None:
     """The functions that may be called; None where no tool is one. Raises Problem 400."""
-    given = body.values.get("tools")
-    kinds = [it.get("type") if isinstance(it, dict) else None for it in _listed(given)]
+    kinds = [it.get("type") if isinstance(it, dict) else None for it in given.tools]
     if "function" not in kinds:
         return None
     if set(kinds) != {"function"}:
@@ -189,12 +176,11 @@ def functions_of(body: Body) -> Calling | None:
             "alone",
             "tools",
         )
-    tools = [{"type": "function", "function": _without(it, "type")} for it in _listed(given)]
-    choice = body.values.get("tool_choice")
+    tools = [{"type": "function", "function": _without(it, "type")} for it in given.tools]
+    choice = given.tool_choice
     if isinstance(choice, dict):
         choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
-    several = body.values.get("parallel_tool_calls")
-    return calling_of(Body({"tools": tools, "tool_choice": choice, "parallel_tool_calls": several}))
+    return given.model_copy(update={"tools": tools, "tool_choice": choice}).calling()
 
 
 def called(item: Mapping[str, Any]) -> dict[str, Any]:
@@ -238,10 +224,6 @@ def input_items(place: int, message: Mapping[str, Any]) -> Iterator[dict[str, An
             "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments),
             **done,
         }
-
-
-def _listed(given: Any) -> list[Any]:
-    return given if isinstance(given, list) else []
 
 
 def _without(given: Mapping[str, Any], name: str) -> dict[str, Any]:

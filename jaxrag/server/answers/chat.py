@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
+from typing import Any
 
 from starlette.responses import Response
 
@@ -10,14 +12,13 @@ from jaxrag.server.answers.answering import respond, visited
 from jaxrag.server.answers.asking import make_ready
 from jaxrag.server.answers.calling import (
     Calling,
-    calling_of,
+    Tools,
     refuse_knowledge,
     with_tools,
-    without_tools,
 )
 from jaxrag.server.answers.forms import CallingForm, ChatForm
 from jaxrag.server.answers.visit import Visit
-from jaxrag.server.fields import Body, Generation, conversation, generation_of
+from jaxrag.server.fields import Generation, Talk
 
 
 @visited("messages")
@@ -35,10 +36,14 @@ async def chat_completions(visit: Visit) -> Response:
     return await respond(visit, fields, [make], form)
 
 
-def _asked(body: Body) -> tuple[Generation, Conversation, Calling | None]:
+class _ChatFields(Generation, Talk, Tools):
+    """All of them."""
+
+
+def _asked(body: Mapping[str, Any]) -> tuple[Generation, Conversation, Calling | None]:
     """What a body asks for, and the tools that may be called."""
-    calling, others = calling_of(body), without_tools(body)
-    fields, talk = generation_of(others), conversation(others)
+    fields = _ChatFields.read(body)
+    calling, talk = fields.calling(), fields.conversation()
     if calling is None:
         return fields, talk, None
     return with_tools(fields, calling), dataclasses.replace(talk, tools=calling.tools), calling

@@ -1,7 +1,7 @@
 """POST /v1/completions: prompts to go on from, with chunks before them or without any."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,11 @@ from jaxrag.serve.questions import ReadyQuestion
 from jaxrag.server.answers.answering import respond, visited
 from jaxrag.server.answers.asking import make_ready
 from jaxrag.server.answers.forms import Form, TokenTexts, token_text
-from jaxrag.server.answers.scoring import Scoring, scored, scoring_of
+from jaxrag.server.answers.scoring import ScoringFields, scored
 from jaxrag.server.answers.tokenize import text_ids
 from jaxrag.server.answers.visit import Visit
 from jaxrag.server.errors import invalid
-from jaxrag.server.fields import Body, Generation, generation_of
+from jaxrag.server.fields import Generation, wrong
 
 _MOST_PROMPTS = 64
 
@@ -28,10 +28,10 @@ _MOST_PROMPTS = 64
 @visited("prompt")
 async def completions(visit: Visit) -> Response:
     """Go on from every prompt."""
-    prompts, fields, scoring = await visit.read(_asked)
-    if scoring is not None:
+    prompts, fields = await visit.read(_asked)
+    if isinstance(fields, ScoringFields):
         jobs = [functools.partial(_ids, visit.state.model, it) for it in prompts]
-        return await scored(visit, jobs, scoring)
+        return await scored(visit, jobs, fields)
     fields = visit.with_header(fields)
     base = visit.choose_base(fields, default=False)
     makes = [functools.partial(_make_ready, visit, fields, base, it) for it in prompts]
@@ -39,13 +39,17 @@ async def completions(visit: Visit) -> Response:
     return await respond(visit, fields, makes, form)
 
 
-def _asked(body: Body) -> tuple[list[Text], Generation, Scoring | None]:
-    """The prompts of a body and its fields; what to tell of the prompts, where they are scored."""
-    prompts = prompts_of(body)
-    if body.flag("echo"):
-        scoring = scoring_of(body)
-        return prompts, scoring.fields, scoring
-    return prompts, generation_of(Body({**body.values, "earlier_turns": None})), None
+class _CompletionFields(Generation):
+    """What has no turns, and is not scored."""
+
+    prompt: Any = None
+    echo: bool = False
+
+
+def _asked(body: Mapping[str, Any]) -> tuple[list[Text], Generation]:
+    """The prompts of a body, and how they are gone on from or scored."""
+    fields: Any = (ScoringFields if body.get("echo") is True else _CompletionFields).read(body)
+    return prompts_of(fields.prompt), fields.model_copy(update={"earlier_turns": None})
 
 
 def _make_ready(
@@ -57,22 +61,21 @@ def _make_ready(
 ) -> ReadyQuestion:
     """One of the prompts as the engine is asked; on a thread."""
     asked: Text | Conversation = prompt
-    if base is None and not fields.documents and not fields.said.get("blocks"):
-        plain = fields.said.get("plain", visit.state.settings.plain) == "passages"
+    if base is None and not fields.documents and not fields.blocks:
+        plain = (fields.plain or visit.state.settings.plain) == "passages"
         text = prompt if plain and isinstance(prompt, str) else None
         asked = Conversation((_ids(visit.state.model, prompt),), prompt=text)
     return make_ready(visit.state, visit.call.access, fields, asked, base, check_cancelled)
 
 
-def prompts_of(body: Body) -> list[Text]:
+def prompts_of(given: Any) -> list[Text]:
     """A text, token ids, or a list of either. Raises Problem 400."""
-    given: Any = body.values.get("prompt")
     if isinstance(given, str) or is_ids(given):
         return [given]
     if not isinstance(given, list) or not given:
-        raise body.wrong("prompt", "a text, token ids, or a list of either")
+        raise wrong("prompt", given, "a text, token ids, or a list of either")
     if not (all(isinstance(it, str) for it in given) or all(is_ids(it) for it in given)):
-        raise body.wrong("prompt", "a list of texts alone, or of lists of token ids alone")
+        raise wrong("prompt", given, "a list of texts alone, or of lists of token ids alone")
     if len(given) > _MOST_PROMPTS:
         raise invalid(
             f"prompt has {len(given)} entries: expected at most {_MOST_PROMPTS}", "prompt"

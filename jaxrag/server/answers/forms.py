@@ -160,7 +160,7 @@ class Form:
         return self._head | {"choices": list(choices)}
 
     def _logprobs(self, place: int, piece: Piece) -> dict[str, Any] | None:
-        return self.logprobs(place, piece) if self.fields.logprobs else None
+        return self.logprobs(place, piece) if self.fields.logprobs is not False else None
 
 
 class ChatForm(Form):

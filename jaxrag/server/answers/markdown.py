@@ -5,12 +5,14 @@ are their descriptions, and links lead to web and mail addresses only.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
+from pydantic import Field
 
 from jaxrag.server.errors import invalid
+from jaxrag.server.fields import Fields, Texts
 from jaxrag.server.state.entry import Call
 
 MOST_TEXTS = 100
@@ -27,9 +29,13 @@ _PARSER = MarkdownIt("commonmark", {"html": False, "maxNesting": 100})
 _PARSER.enable(["table", "strikethrough"])
 
 
+class _Fields(Fields):
+    texts: Annotated[Texts, Field(max_length=MOST_TEXTS)] = Field([])
+
+
 def markdown(call: Call) -> dict[str, Any]:
     """The nodes of every text in ``texts``, in ``nodes``. Raises Problem 400 for too much text."""
-    texts = call.body.texts("texts", most=MOST_TEXTS)
+    texts = _Fields.read(call.body).texts
     if sum(map(len, texts)) > MOST_CHARACTERS:
         raise invalid(f"texts: expected at most {MOST_CHARACTERS} characters in all", "texts")
     return {"object": "markdown", "nodes": [nodes_of(text) for text in texts]}

@@ -92,11 +92,7 @@ class ResponseForm(Form):
                 yield self.told(f"file_search_call.{what}", **at)
             done = self._searched("completed", _best_first(self._visit))
             yield self.told("output_item.done", output_index=0, item=done)
-        item = self.said("in_progress", [])
-        yield self.told("output_item.added", output_index=self._at["output_index"], item=item)
-        yield self.told(
-            "content_part.added", **self._at, content_index=0, part=said_text("", [], [])
-        )
+        yield from self.opened()
 
     def opened(self) -> Iterator[dict[str, Any]]:
         """The message begins."""
@@ -189,7 +185,7 @@ class ResponseForm(Form):
 
     def _tokens(self, piece: Piece) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
-        if self.fields.logprobs:
+        if self.fields.logprobs is not False:
             found = logprobs_of(self.model, piece)
             for one in found:
                 for it in (one, *one["top_logprobs"]):
@@ -200,7 +196,7 @@ class ResponseForm(Form):
         """The items of the response."""
         found = sorted(result.sources, key=lambda it: it.number)
         status = "incomplete" if result.finish_reason == "length" else "completed"
-        measured = self.fields.said.get("cite", "no") != "no"
+        measured = self.fields.cite not in (None, "no")
         text = said_text(result.text, of_response(result, measured), logprobs)
         search = [] if self._asked.search is None else [self._searched("completed", found)]
         return [*search, self.said(status, [text])]

@@ -4,14 +4,18 @@ import asyncio
 import dataclasses
 import functools
 import reprlib
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args
 
+from pydantic import Field
 from starlette.responses import Response
 
+from jaxrag.engine.sampling_params import MOST_TOP
 from jaxrag.serve.conversation import conversation_of
 from jaxrag.server.answers.answering import respond, visited
 from jaxrag.server.answers.asking import make_ready
 from jaxrag.server.answers.calling import (
+    Tools,
     answered,
     called,
     functions_of,
@@ -27,15 +31,16 @@ from jaxrag.server.answers.response_form import (
 )
 from jaxrag.server.answers.stored import keeps_responses, kept_response
 from jaxrag.server.answers.visit import Visit
-from jaxrag.server.attributes import attributes_of
+from jaxrag.server.attributes import Metadata
 from jaxrag.server.errors import invalid
-from jaxrag.server.fields import MOST_TEXTS, Body, generation_of
+from jaxrag.server.fields import MOST_TEXTS, Count, Fields, Generation, Int, refuse, wrong
 from jaxrag.server.state.entry import Call
 from jaxrag.server.state.lists import page_of
 from jaxrag.server.state.registry import ResponseRow
 from jaxrag.server.where import where_of
 
-_RESULTS, _LOGPROBS = "file_search_call.results", "message.output_text.logprobs"
+_Included = Literal["file_search_call.results", "message.output_text.logprobs"]
+_RESULTS, _LOGPROBS = get_args(_Included)
 _NOT_DONE = {  # field: what it may be all the same
     "background": (False,),
     "conversation": (),
@@ -49,17 +54,49 @@ _NOT_DONE = {  # field: what it may be all the same
 }
 _MOST_FOUND = 50  # passages of a search
 _PARTS = ("text", "input_text", "output_text")
-_OURS = (
-    *_NOT_DONE, "text", "input", "instructions", "include", "tools", "tool_choice",
-    "parallel_tool_calls", "top_logprobs", "previous_response_id", "store", "metadata",
-)  # fmt: skip
+
+
+class _Text(Fields):
+    """What ``text`` says of the answer's form."""
+
+    verbosity: Literal["medium"] = "medium"
+    format: dict[str, Any] = Field({"type": "text"})
+
+
+class _Ranking(Fields):
+    score_threshold: float | None = None
+    hybrid_search: Any = None
+
+
+class _SearchTool(Fields):
+    """The one tool that there is beside functions."""
+
+    vector_store_ids: Annotated[list[str], Field(min_length=1, max_length=1, fail_fast=True)]
+    max_num_results: Annotated[Count, Field(le=_MOST_FOUND)] | None = None
+    ranking_options: _Ranking = _Ranking.read({})
+    filters: dict[str, Any] | None = None
+
+
+class _ResponseFields(Tools):
+    """Those that are not of a chat; the others are read as its."""
+
+    previous_response_id: str | None = None
+    include: Annotated[list[_Included], Field(max_length=16, fail_fast=True)] = Field([])
+    instructions: str | None = None
+    query: str | None = None
+    input: Any = None
+    text: _Text = _Text.read({})
+    top_logprobs: Annotated[Int, Field(ge=0, le=MOST_TOP)] = 0
+    max_output_tokens: Count | None = None
+    metadata: Metadata = Field({})
+    store: bool = True
 
 
 @visited("input")
 async def responses(visit: Visit) -> Response:
     """Answer the last message of the input, behind those of a response before it."""
     access, state = visit.call.access, visit.state
-    earlier = await visit.read(lambda body: body.text("previous_response_id"))
+    earlier = await visit.read(lambda body: _ResponseFields.read(body).previous_response_id)
     before = None
     if earlier is not None:
         if not keeps_responses(state, access):
@@ -84,7 +121,7 @@ async def responses(visit: Visit) -> Response:
     base = named if asked.search is None else asked.search.store
     fields, calling = asked.generation, asked.calling
     if base is None and calling is None and not asked.talk.has_tools:
-        fields = dataclasses.replace(fields, documents=())
+        fields = fields.model_copy(update={"documents": ()})
     visit.knowledge_base = base
     form = ResponseForm(visit, asked, before)
     if calling is not None:
@@ -94,16 +131,13 @@ async def responses(visit: Visit) -> Response:
     return await respond(visit, fields, [make], form)
 
 
-def _text_format(body: Body) -> dict[str, Any]:
+def _text_format(body: _ResponseFields) -> dict[str, Any]:
     """What ``text`` says of the answer's form. Raises Problem 400 for what it is not."""
-    said = Body(body.table("text") or {})
-    if said.values.get("verbosity", "medium") != "medium":
-        raise invalid("text.verbosity: expected medium, or leave it out", "text")
-    form = said.table("format") or {"type": "text"}
+    form = body.text.format
     if form.get("type") not in ("text", "json_object", "json_schema"):
-        raise said.wrong("format", "a type: text, json_object or json_schema")
+        raise wrong("text.format", form, "a type: text, json_object or json_schema")
     if form["type"] == "json_schema" and not isinstance(form.get("schema"), dict):
-        raise said.wrong("format", "a schema with the type json_schema")
+        raise wrong("text.format", form, "a schema with the type json_schema")
     return form
 
 
@@ -129,68 +163,59 @@ def delete_response(call: Call) -> dict[str, Any]:
     return {"id": row.id, "object": "response", "deleted": True}
 
 
-def request_of(body: Body, before: ResponseRow | None = None) -> ResponseRequest:
+def request_of(given: Mapping[str, Any], before: ResponseRow | None = None) -> ResponseRequest:
     """What a body asks for. Raises Problem 400, or RequestError for a bad sampling."""
+    body = _ResponseFields.read(given)
     for name, harmless in _NOT_DONE.items():
-        if name in body and body.values[name] not in harmless:
-            shown = reprlib.repr(body.values[name])
-            raise invalid(f"{name}={shown}: /v1/responses does not do that; leave it out", name)
-    include = body.texts("include", most=16)
-    if unknown := [it for it in include if it not in (_RESULTS, _LOGPROBS)]:
-        raise invalid(
-            f"include={unknown[0][:80]!r}: expected some of {_RESULTS}, {_LOGPROBS}", "include"
-        )
+        if given.get(name) is not None:
+            refuse(name, given[name], harmless, "/v1/responses")
+    names = {*body.names(), *_NOT_DONE, "stream_options"}
     calling = functions_of(body)
     search = None if calling else _search(body)
-    instructions = body.text("instructions")
-    system = [{"role": "system", "content": instructions}] if instructions else []
-    messages = [*(before.body["messages"] if before else ()), *_items(body)]
-    talk = conversation_of([*system, *messages], body.text("query"), wire=True)
+    system = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    messages = [*(before.body["messages"] if before else ()), *_items(body.input)]
+    talk = conversation_of([*system, *messages], body.query, wire=True)
     if calling is not None:
         talk = dataclasses.replace(talk, tools=calling.tools)
-    top = body.integer("top_logprobs", 0, 20) or 0
-    ours = {name: value for name, value in body.values.items() if name not in _OURS}
-    ours |= {"max_tokens": body.integer("max_output_tokens", 1), "stream_options": None}
-    form = _text_format(body)
-    ours |= {
-        "response_format": form
-        if form["type"] != "json_schema"
-        else {
-            "type": "json_schema",
-            "json_schema": form,
+    form, results = _text_format(body), _RESULTS in body.include
+    fields = Generation.read(
+        {name: value for name, value in given.items() if name not in names}
+        | {
+            "max_tokens": body.max_output_tokens,
+            "response_format": {**form, "json_schema": form},
+            "logprobs": _LOGPROBS in body.include or body.top_logprobs > 0,
+            "top_logprobs": body.top_logprobs,
+            "return_text": results,
         }
-    }
-    ours |= {"logprobs": _LOGPROBS in include or top > 0, "top_logprobs": top}
-    fields = generation_of(Body(ours | ({} if search is None else dict(search.fields))))
+        | (dict(search.fields) if search else {})
+    )
     if calling is not None:
         fields = with_tools(fields, calling)
     echo = {
-        "instructions": instructions,
-        "max_output_tokens": ours["max_tokens"],
-        "metadata": attributes_of(body, "metadata"),
-        "parallel_tool_calls": body.flag("parallel_tool_calls", True),
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata,
+        "parallel_tool_calls": body.parallel_tool_calls,
         "previous_response_id": None if before is None else before.id,
         "reasoning": {"effort": None, "summary": None},
-        "store": body.flag("store", True),
-        "temperature": fields.said["sampling"].temperature,
+        "store": body.store,
+        "temperature": fields.temperature,
         "text": {"format": form},
-        "tool_choice": body.values.get("tool_choice", "auto"),
-        "tools": body.values["tools"] if search or calling else [],
-        "top_logprobs": top,
-        "top_p": fields.said["sampling"].top_p,
+        "tool_choice": body.tool_choice,
+        "tools": body.tools if search or calling else [],
+        "top_logprobs": body.top_logprobs,
+        "top_p": fields.top_p,
         "truncation": "disabled",
     }
-    generation = dataclasses.replace(fields, return_text=_RESULTS in include)
-    return ResponseRequest(generation, messages, talk, search, echo, _RESULTS in include, calling)
+    return ResponseRequest(fields, messages, talk, search, echo, results, calling)
 
 
-def _items(body: Body) -> list[dict[str, Any]]:
+def _items(given: Any) -> list[dict[str, Any]]:
     """The messages of the input, calls and results; earlier searches are no part of the talk."""
-    given = body.values.get("input")
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
-        raise body.wrong("input", "a text, or a list of messages")
+        raise wrong("input", given, "a text, or a list of messages")
     if len(given) > MOST_TEXTS:
         raise invalid(f"input has {len(given)} entries: expected at most {MOST_TEXTS}", "input")
     found: list[dict[str, Any]] = []
@@ -228,16 +253,14 @@ def _text_part(place: int, part: Any) -> dict[str, Any]:
     return {"type": "text", "text": part.get("text")}
 
 
-def _search(body: Body) -> FileSearch | None:
+def _search(body: Tools) -> FileSearch | None:
     """The one tool that there is; None where none is to be used."""
-    tools, choice = body.values.get("tools", []), body.values.get("tool_choice", "auto")
-    if not isinstance(tools, list):
-        raise body.wrong("tools", "a list")
-    if choice == "none" or not tools:
+    choice = body.tool_choice
+    if choice == "none" or not body.tools:
         if choice not in ("none", "auto"):
-            raise body.wrong("tool_choice", "none or auto, as there are no tools")
+            raise wrong("tool_choice", choice, "none or auto, as there are no tools")
         return None
-    kinds = [it.get("type") if isinstance(it, dict) else None for it in tools]
+    kinds = [it.get("type") if isinstance(it, dict) else None for it in body.tools]
     if kinds != ["file_search"]:
         raise invalid(
             f"tools of the types {reprlib.repr(kinds)}: expected one, file_search; or pass "
@@ -245,26 +268,17 @@ def _search(body: Body) -> FileSearch | None:
             "tools",
         )
     if choice not in ("auto", "required", {"type": "file_search"}):
-        raise body.wrong("tool_choice", "none, auto, required, or the type file_search")
-    tool = Body(tools[0])
-    stores = tool.values.get("vector_store_ids")
-    if not isinstance(stores, list) or len(stores) != 1 or not isinstance(stores[0], str):
-        raise invalid(
-            f"tools[0].vector_store_ids={reprlib.repr(stores)}: expected a list of one id; a "
-            "prompt is made from one vector store",
-            "tools",
-        )
-    ranking = Body(tool.table("ranking_options") or {})
-    if "hybrid_search" in ranking:
+        raise wrong("tool_choice", choice, "none, auto, required, or the type file_search")
+    tool = _SearchTool.read(body.tools[0], "tools[0]")
+    if tool.ranking_options.hybrid_search is not None:
         raise invalid(
             "tools[0].ranking_options.hybrid_search: the weights of a vector store are its own; "
             "leave it out",
             "tools",
         )
-    filters = tool.table("filters")
     fields = {
-        "k": tool.integer("max_num_results", 1, _MOST_FOUND),
-        "where": None if filters is None else where_of(filters),
-        "min_score": ranking.number("score_threshold") or None,
+        "k": tool.max_num_results,
+        "where": None if tool.filters is None else where_of(tool.filters),
+        "min_score": tool.ranking_options.score_threshold or None,
     }
-    return FileSearch(stores[0], {name: it for name, it in fields.items() if it is not None})
+    return FileSearch(tool.vector_store_ids[0], fields)

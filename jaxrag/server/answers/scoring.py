@@ -5,13 +5,13 @@ time between two steps of the engine, so that its log-probabilities depend on it
 """
 
 import asyncio
-import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 from starlette.responses import JSONResponse
 
 from jaxrag.base.errors import ContextExceeded, DeadlineExceeded
@@ -23,59 +23,43 @@ from jaxrag.server.answers.asking import LATE
 from jaxrag.server.answers.forms import TokenTexts, head, token_text
 from jaxrag.server.answers.visit import Visit
 from jaxrag.server.errors import invalid
-from jaxrag.server.fields import Body, Generation, generation_of
+from jaxrag.server.fields import Generation, Int, wrong
 from jaxrag.server.state.entry import Call
 
 MOST = 5  # most likely tokens that are named
 
 
-@dataclasses.dataclass(frozen=True)
-class Scoring:
-    """What is told of prompts.
+class ScoringFields(Generation):
+    """What is told of prompts: of how many of the most likely tokens, and of a next one."""
 
-    Attributes:
-      fields: common ones.
-      count: of the most likely tokens that are named.
-      more: tokens to generate, 0 or 1.
-    """
+    prompt: Any = None
+    echo: bool = True
+    max_tokens: Annotated[Int, Field(ge=0, le=1)] | None = None
+    logprobs: Annotated[Int, Field(ge=0, le=MOST)] = -1
 
-    fields: Generation
-    count: int
-    more: int
-
-
-def scoring_of(body: Body) -> Scoring:
-    """How the prompts of a body are scored. Raises Problem 400 for what cannot be."""
-    if body.values.get("logprobs") is True:
-        raise body.wrong("logprobs", f"an integer, 0 to {MOST}")
-    count = body.integer("logprobs", 0, MOST)
-    if count is None:
-        raise invalid(
-            "echo: a prompt is told with its log-probabilities; pass logprobs=1 and max_tokens=0, "
-            "or leave echo out",
-            "echo",
-        )
-    more = body.integer("max_tokens", 0, 1)
-    if more is None:
-        raise invalid("max_tokens: echo with logprobs needs 0, or 1 for the next token",
-                      "max_tokens")  # fmt: skip
-    fields = generation_of(Body({**body.values, "logprobs": 1, "max_tokens": 1}))
-    if fields.stream:
-        raise invalid("stream: a prompt is scored whole; leave stream out", "stream")
-    temperature = fields.said["sampling"].temperature
-    if temperature:
-        raise invalid(
-            f"temperature={temperature:g}: expected 0 with echo and logprobs",
-            "temperature",
-        )
-    return Scoring(fields, count, more)
+    def model_post_init(self, context: Any) -> None:
+        """Problem 400 for what cannot be scored, too."""
+        super().model_post_init(context)
+        if self.logprobs < 0:
+            raise invalid(
+                "echo: a prompt is told with its log-probabilities; pass logprobs=1 and "
+                "max_tokens=0, or leave echo out",
+                "echo",
+            )
+        if self.max_tokens is None:
+            raise invalid("max_tokens: echo with logprobs needs 0, or 1 for the next token",
+                          "max_tokens")  # fmt: skip
+        if self.stream:
+            raise invalid("stream: a prompt is scored whole; leave stream out", "stream")
+        if self.temperature:
+            raise wrong("temperature", self.temperature, "0 with echo and logprobs")
 
 
 async def scored(
-    visit: Visit, jobs: Sequence[Callable[[], HostArray]], scoring: Scoring
+    visit: Visit, jobs: Sequence[Callable[[], HostArray]], fields: ScoringFields
 ) -> JSONResponse:
     """Log-probabilities of prompts as a completion; ``jobs`` give their ids [T] each."""
-    fields, count, more = scoring.fields, scoring.count, scoring.more
+    count, more = fields.logprobs, fields.max_tokens or 0
     _refuse_chunks(visit, fields)
     state, model = visit.state, visit.state.model
     visit.enter(len(jobs))

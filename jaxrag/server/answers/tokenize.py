@@ -9,19 +9,30 @@ from jaxrag.models.model import Model, as_token_ids
 from jaxrag.serve.ask import Ask, is_ids
 from jaxrag.serve.questions import prepare, resolve
 from jaxrag.server.errors import invalid
-from jaxrag.server.fields import Body, conversation
+from jaxrag.server.fields import Fields, Talk, wrong
 from jaxrag.server.state.entry import Call
 from jaxrag.server.state.state import ServerState
 
 MOST = 1 << 19  # characters of a text, or token ids
 
 
+class _Fields(Talk):
+    prompt: str | None = None
+    content: str | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class _Tokens(Fields):
+    tokens: Any = None
+
+
 def tokenize(call: Call) -> dict[str, Any]:
     """Token ids of a text, or of messages as they would be asked without any chunks."""
-    model, body = call.state.model, call.body
-    ids = _ids(call.state, body)
+    model, fields = call.state.model, _Fields.read(call.body)
+    ids = _ids(call.state, fields)
     answer = {"tokens": ids, "count": len(ids), "max_model_len": model.config.max_positions}
-    if body.flag("return_token_strs"):
+    if fields.return_token_strs:
         tokenizer = model.text_tokenizer()
         texts = {it: tokenizer.decode([it], skip_special=False) for it in set(ids)}
         answer["token_strs"] = [texts[it] for it in ids]
@@ -30,26 +41,25 @@ def tokenize(call: Call) -> dict[str, Any]:
 
 def detokenize(call: Call) -> dict[str, Any]:
     """The text of token ids, special ones too."""
-    given = call.body.values.get("tokens")
+    given = _Tokens.read(call.body).tokens
     if isinstance(given, list) and len(given) > MOST:
         raise invalid(f"tokens has {len(given)} entries: expected at most {MOST}", "tokens")
     if given != [] and not is_ids(given):
-        raise call.body.wrong("tokens", "a list of token ids")
+        raise wrong("tokens", given, "a list of token ids")
     model = call.state.model
     ids: HostArray | list[int] = as_token_ids(given, model.config, "tokens") if given else []
     text = model.text_tokenizer().decode(ids, skip_special=False)
     return {"prompt": text, "content": text}
 
 
-def _ids(state: ServerState, body: Body) -> list[int]:
+def _ids(state: ServerState, fields: _Fields) -> list[int]:
     model = state.model
-    if "messages" in body:
+    if fields.messages is not None:
         method = next(iter(state.methods.values()))
         settings = resolve(Ask(method=method, max_new_tokens=1, prefix_cache=False), model=model)
-        prompt = prepare(settings, conversation(body)).request.prompt
+        prompt = prepare(settings, fields.conversation()).request.prompt
         return [int(it) for it in np.concatenate((prompt.prefix, *prompt.chunks, prompt.final))]
-    text = body.text("prompt")
-    text = body.text("content") if text is None else text
+    text = fields.content if fields.prompt is None else fields.prompt
     if text is None:
         raise invalid("prompt: expected a text, or messages in its place", "prompt")
     if len(text) > MOST:
@@ -57,7 +67,7 @@ def _ids(state: ServerState, body: Body) -> list[int]:
             f"prompt has {len(text)} characters: expected at most {MOST}; send it in pieces",
             "prompt",
         )
-    return [int(it) for it in text_ids(model, text, leading=body.flag("add_special_tokens", True))]
+    return [int(it) for it in text_ids(model, text, leading=fields.add_special_tokens)]
 
 
 def text_ids(model: Model, text: str, *, leading: bool = True) -> HostArray:

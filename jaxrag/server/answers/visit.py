@@ -2,9 +2,8 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import Executor
 from typing import Any, get_args
 
@@ -15,7 +14,7 @@ from jaxrag.serve.answers import Result
 from jaxrag.serve.ask import Plain
 from jaxrag.server.answers.asking import Asking
 from jaxrag.server.errors import LEFT, ClientLeft, Problem, invalid, problem_of
-from jaxrag.server.fields import LONG_BODY, Body, Generation
+from jaxrag.server.fields import LONG_BODY, Generation
 from jaxrag.server.state.entry import Call
 from jaxrag.server.state.limits import Ticket
 from jaxrag.server.state.state import Ended, Served
@@ -58,7 +57,7 @@ class Visit:
         """Those that prepare, for jobs of its tenant."""
         return self.state.prepare.of(self.call.access.tenant)
 
-    async def read[T](self, read: Callable[[Body], T]) -> T:
+    async def read[T](self, read: Callable[[Mapping[str, Any]], T]) -> T:
         """What ``read`` makes of the body; on a thread where that is long."""
         call = self.call
         if len(call.raw) <= LONG_BODY:
@@ -73,7 +72,7 @@ class Visit:
         that is not served, 400 for two different knowledge bases.
         """
         name = self.call.named_base()
-        blocks = fields.said.get("blocks")
+        blocks = fields.blocks
         if name is not None and (fields.documents or blocks):
             what = "documents" if fields.documents else "blocks"
             raise invalid(
@@ -98,10 +97,9 @@ class Visit:
         if header not in get_args(Plain):
             known = ", ".join(get_args(Plain))
             raise invalid(f"{PLAIN_HEADER}: {header!r}: expected one of {known}", "plain")
-        if fields.said.get("plain", header) != header:
-            said = fields.said["plain"]
-            raise invalid(f"plain={said!r} and {PLAIN_HEADER}: {header}; send one", "plain")
-        return dataclasses.replace(fields, said={**fields.said, "plain": header})
+        if fields.plain not in (None, header):
+            raise invalid(f"plain={fields.plain!r} and {PLAIN_HEADER}: {header}; send one", "plain")
+        return fields.model_copy(update={"plain": header})
 
     def enter(self, prompts: int) -> None:
         """Let it in, to wait for its first token. Raises Problem 429."""

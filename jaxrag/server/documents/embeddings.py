@@ -1,16 +1,17 @@
 """POST /v1/embeddings and /v1/prefetch: vectors, and KV closer before it is asked for."""
 
 import base64
-from typing import Any, get_args
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import BeforeValidator, Field
 
 from jaxrag.base.types import HostArray
 from jaxrag.kv.store.keys import ID_DIGITS, is_hex
 from jaxrag.kv.store.prefetch import Tier
 from jaxrag.library.embed import BertEmbedder, Embedder
 from jaxrag.server.errors import forbidden, invalid
-from jaxrag.server.fields import Body
+from jaxrag.server.fields import Count, Named, Texts
 from jaxrag.server.state.entry import Call
 from jaxrag.server.state.state import ServerState
 from jaxrag.server.tenants import Access
@@ -19,16 +20,40 @@ _MOST_KEYS = 10_000
 _MOST_CHUNKS = 1000
 _MOST_TEXTS = 2048
 _TEXT_CHARACTERS = 1 << 16
-_KINDS = {"document": "passage", "passage": "passage", "query": "query"}
+
+
+def _no_ids(given: Any) -> Any:
+    if isinstance(given, list) and given and not isinstance(given[0], str):
+        raise invalid(
+            "input holds token ids; send texts (LangChain: check_embedding_ctx_length=False)",
+            "input",
+        )
+    return [given] if isinstance(given, str) else given
+
+
+class _EmbeddingFields(Named):
+    input: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=_TEXT_CHARACTERS)]],
+        Field(min_length=1, max_length=_MOST_TEXTS, fail_fast=True),
+        BeforeValidator(_no_ids),
+    ]
+    encoding_format: Literal["float", "base64"] = "float"
+    input_type: Literal["document", "passage", "query"] = "passage"
+    dimensions: Count | None = None
+
+
+class _PrefetchFields(Named):
+    question: str | None = None
+    keys: Annotated[Texts, Field(max_length=_MOST_KEYS)] = Field([])
+    tier: Tier = "page"
+    k: Annotated[Count, Field(le=_MOST_CHUNKS)] | None = None
 
 
 def create_embeddings(call: Call) -> dict[str, Any]:
     """Vectors of texts, as base64 of little-endian float32 or as numbers."""
-    state, body = call.state, call.body
-    texts = _texts(body)
-    form = body.choice("encoding_format", ("float", "base64")) or "float"
-    kind = _KINDS[body.choice("input_type", tuple(_KINDS)) or "passage"]
-    dimensions = body.integer("dimensions", 1)
+    state, fields = call.state, _EmbeddingFields.read(call.body)
+    texts, form, dimensions = list(fields.input), fields.encoding_format, fields.dimensions
+    kind = "query" if fields.input_type == "query" else "passage"
     embedder, of = _embedder(state, call.access, call.named_base())
     if dimensions not in (None, embedder.dim):
         raise invalid(
@@ -52,40 +77,21 @@ def prefetch(call: Call) -> dict[str, Any]:
     """For admins: bring KV of a question's chunks, or of store keys, closer; answers when it is."""
     if not call.access.admin:
         raise forbidden("prefetch is for admins; ask for a key that is one")
-    state, body = call.state, call.body
-    question, keys = body.text("question"), body.texts("keys", most=_MOST_KEYS)
+    state, fields = call.state, _PrefetchFields.read(call.body)
+    question, keys = fields.question, fields.keys
     if (question is None) == (not keys):
         raise invalid("expected a question or keys, one of them", "question")
     bad = next((key for key in keys if not is_hex(key, ID_DIGITS)), None)
     if bad is not None:
         raise invalid(f"keys: {bad[:80]!r}: expected {ID_DIGITS} lower-case hex digits", "keys")
-    tier = body.choice("tier", get_args(Tier)) or "page"
-    k = body.integer("k", 1, _MOST_CHUNKS) or state.settings.k
     name = call.named_base() or state.default_base(call.access)
     if name is None:
         raise invalid("there is no knowledge base; name one", "knowledge_base")
     base = state.knowledge_base(call.access, name)
     what = list(keys) if question is None else question
-    loading = base.prefetch(what, k=k, tier=tier, groups=call.access.groups)  # type: ignore[arg-type]
-    nbytes = loading.result()
-    return {"object": "prefetch", "knowledge_base": name, "tier": tier, "bytes": nbytes}
-
-
-def _texts(body: Body) -> list[str]:
-    given = body.values.get("input")
-    texts = [given] if isinstance(given, str) else given
-    if isinstance(texts, list) and texts and not isinstance(texts[0], str):
-        raise invalid(
-            "input holds token ids; send texts (LangChain: check_embedding_ctx_length=False)",
-            "input",
-        )
-    if not isinstance(texts, list) or not all(isinstance(it, str) and it for it in texts):
-        raise body.wrong("input", "a text that is not empty, or a list of these")
-    if not 0 < len(texts) <= _MOST_TEXTS:
-        raise invalid(f"input has {len(texts)} texts: expected 1 to {_MOST_TEXTS}", "input")
-    if any(len(it) > _TEXT_CHARACTERS for it in texts):
-        raise invalid(f"input: expected texts of at most {_TEXT_CHARACTERS} characters", "input")
-    return texts
+    k, groups = fields.k or state.settings.k, call.access.groups
+    nbytes = base.prefetch(what, k=k, tier=fields.tier, groups=groups).result()
+    return {"object": "prefetch", "knowledge_base": name, "tier": fields.tier, "bytes": nbytes}
 
 
 def _embedder(state: ServerState, access: Access, name: str | None) -> tuple[Embedder, str]:

@@ -3,14 +3,16 @@
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
 
 from jaxrag.library.catalog import DocumentEntry, Hit
-from jaxrag.library.knowledge_base.search import Hits
+from jaxrag.library.knowledge_base.search import Hits, SearchMode
 from jaxrag.serve.suits import suited
-from jaxrag.server.attributes import attributes_of, file_id_of, is_upload
+from jaxrag.server.attributes import Attributes, Metadata, file_id_of, is_upload
 from jaxrag.server.errors import invalid
-from jaxrag.server.fields import Body
+from jaxrag.server.fields import Count, Fields, Int, Texts, listed, wrong
 from jaxrag.server.state.entry import Call
 from jaxrag.server.state.library import Library
 from jaxrag.server.state.lists import page_of
@@ -26,7 +28,95 @@ _QUESTION_CHARACTERS = 1 << 16
 _NAME_CHARACTERS = 256
 _ID_CHARACTERS = 64
 _ANCHOR, _MOST_DAYS = "last_active_at", 365  # of what expires
-_LEAST_CHUNK, _MOST_CHUNK = 1, 4096  # tokens
+_MOST_CHUNK = 4096  # tokens
+
+
+# What clients send
+
+
+class _Expiry(Fields):
+    anchor: Literal["last_active_at"]
+    days: Annotated[Count, Field(le=_MOST_DAYS)]
+
+
+class _Static(Fields):
+    max_chunk_size_tokens: Annotated[Count, Field(le=_MOST_CHUNK)]
+    chunk_overlap_tokens: Annotated[Int, Field(ge=0)] | None = None
+
+
+class _Chunking(Fields):
+    type: Literal["auto", "static"]
+    static: _Static | None = None
+
+
+class _Cut(Fields):
+    """How files are cut."""
+
+    chunking_strategy: _Chunking | None = None
+
+    def sizes(self) -> dict[str, int | None]:
+        """Settings of how a vector store cuts; {} where the client names none."""
+        strategy = self.chunking_strategy
+        if strategy is None or strategy.type == "auto":
+            return {}
+        if (static := strategy.static) is None:
+            raise wrong("chunking_strategy.static", None, "its sizes")
+        size, overlap = static.max_chunk_size_tokens, static.chunk_overlap_tokens
+        if overlap is not None and overlap >= size:
+            place = "chunking_strategy.static.chunk_overlap_tokens"
+            raise wrong(place, overlap, f"an integer, 0 to {size - 1}")
+        return {"chunk_tokens": size, "overlap": overlap}
+
+
+class _StoreFields(_Cut):
+    name: Annotated[str, Field(max_length=_NAME_CHARACTERS)] | None = None
+    metadata: Metadata | None = None
+    expires_after: _Expiry | None = None
+    file_ids: Annotated[Texts, Field(max_length=_MOST_FILES)] = Field([])
+
+    @property
+    def days(self) -> int | None:
+        """Those after which a vector store expires; None: never."""
+        return None if self.expires_after is None else self.expires_after.days
+
+
+class _SearchFields(Fields):
+    query: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=_QUESTION_CHARACTERS)]],
+        Field(min_length=1, max_length=_MOST_QUESTIONS, fail_fast=True),
+        BeforeValidator(listed),
+    ]
+    max_num_results: Annotated[Count, Field(le=_MOST_FOUND)] = _FOUND
+    filters: dict[str, Any] | None = None
+    where: dict[str, Any] | None = None
+    search_mode: SearchMode | None = None
+    min_score: float | None = None
+
+
+class _Members(_Cut):
+    """A vector store cuts all its files in one way, so that equal texts have equal KV."""
+
+    attributes: Attributes = Field({})
+
+    def model_post_init(self, _: Any) -> None:
+        """Problem 400 for another way."""
+        if self.sizes():
+            raise invalid(
+                "chunking_strategy: a vector store cuts all files in the way it was made with; "
+                "name it when the vector store is created",
+                "chunking_strategy",
+            )
+
+
+class _MemberFields(_Members):
+    file_id: str = ""
+
+
+class _BatchFields(_Members):
+    file_ids: Annotated[Texts, Field(max_length=_MOST_FILES)] = Field([])
+    files: Annotated[list[_MemberFields], Field(max_length=_MOST_FILES, fail_fast=True)] | None = (
+        None
+    )
 
 
 # Vector stores
@@ -34,16 +124,14 @@ _LEAST_CHUNK, _MOST_CHUNK = 1, 4096  # tokens
 
 def create_store(call: Call) -> dict[str, Any]:
     """Make one, with files or without."""
-    library, access, body = call.library, call.access, call.body
-    name = _name(body) or ""
-    metadata = attributes_of(body, "metadata")
-    cut, days = _chunking(body), _days(body)
-    file_ids = body.texts("file_ids", most=_MOST_FILES)
-    for file_id in file_ids:
+    library, access, fields = call.library, call.access, _StoreFields.read(call.body)
+    for file_id in fields.file_ids:
         library.file(access, file_id)
-    shelf = library.create(access, name, metadata, days, **cut)
-    if file_ids:
-        library.put(access, shelf.name, [(file_id, {}) for file_id in file_ids])
+    shelf = library.create(
+        access, fields.name or "", fields.metadata or {}, fields.days, **fields.sizes()
+    )
+    if fields.file_ids:
+        library.put(access, shelf.name, [(file_id, {}) for file_id in fields.file_ids])
     return _shown(library, shelf)
 
 
@@ -61,13 +149,11 @@ def get_store(call: Call) -> dict[str, Any]:
 
 def change_store(call: Call) -> dict[str, Any]:
     """Rename one, give it other metadata, or another time to expire."""
-    body, given = call.body, dict[str, Any]()
-    if "name" in body:
-        given["name"] = _name(body)
-    if "metadata" in body:
-        given["metadata"] = attributes_of(body, "metadata")
-    if "expires_after" in body or "expires_after" in body.nulls:
-        given["days"] = _days(body)
+    fields = _StoreFields.read(call.body)
+    said = {"name": fields.name, "metadata": fields.metadata}
+    given: dict[str, Any] = {name: it for name, it in said.items() if it is not None}
+    if "expires_after" in call.body:  # null: never
+        given["days"] = fields.days
     return _shown(call.library, call.library.change(call.access, call.path["store"], **given))
 
 
@@ -79,29 +165,21 @@ def delete_store(call: Call) -> dict[str, Any]:
 
 def search_store(call: Call) -> dict[str, Any]:
     """The chunks that fit a question best."""
-    body = call.body
-    questions = body.texts("query", most=_MOST_QUESTIONS)
-    if not questions:
-        raise invalid("query: expected a text, or a list of them", "query")
-    count = body.integer("max_num_results", 1, _MOST_FOUND) or _FOUND
-    if any(len(it) > _QUESTION_CHARACTERS for it in questions):
-        raise invalid(
-            f"query: expected texts of at most {_QUESTION_CHARACTERS} characters", "query"
-        )
-    given = body.table("filters")
+    fields = _SearchFields.read(call.body)
+    questions, count, given = list(fields.query), fields.max_num_results, fields.filters
     base = call.library.base(call.library.shelf(call.access, call.path["store"]), uses=True)
     rankings = base.search(
-        list(questions),
+        questions,
         count,
-        where=body.table("where") if given is None else where_of(given),
-        mode=body.field("search_mode"),
-        min_score=body.number("min_score"),
+        where=fields.where if given is None else where_of(given),
+        mode=fields.search_mode,
+        min_score=fields.min_score,
         groups=call.access.groups,
     )
     hits = _together(rankings, count)
     return {
         "object": "vector_store.search_results.page",
-        "search_query": list(questions),
+        "search_query": questions,
         "data": [_shown_hit(hit) for hit in hits],
         "has_more": False,
         "next_page": None,
@@ -127,16 +205,15 @@ def _together(rankings: Sequence[Hits], k: int) -> Hits:
 
 def add_member(call: Call) -> dict[str, Any]:
     """Put a file in; its status says when it is found."""
-    file_id = call.body.text("file_id")
-    if not file_id:
+    fields = _MemberFields.read(call.body)
+    if not fields.file_id:
         raise invalid("file_id: expected the id of an uploaded file", "file_id")
-    _refuse_chunking(call.body)
-    return _put(call, file_id, attributes_of(call.body, "attributes"))
+    return _put(call, fields.file_id, fields.attributes)
 
 
 def change_member(call: Call) -> dict[str, Any]:
     """Give a file other attributes; it is indexed anew, from the KV that is there."""
-    attributes = attributes_of(call.body, "attributes")
+    attributes = _MemberFields.read(call.body).attributes
     get_member(call)
     return _put(call, call.path["file"], attributes)
 
@@ -188,17 +265,9 @@ def member_content(call: Call) -> dict[str, Any]:
 
 def create_batch(call: Call) -> dict[str, Any]:
     """Put several files in."""
-    body = call.body
-    _refuse_chunking(body)
-    given = body.values.get("files")
-    files: list[tuple[str, dict[str, Any]]] = []
-    if given is None:
-        attributes = attributes_of(body, "attributes")
-        files = [(it, attributes) for it in body.texts("file_ids", most=_MOST_FILES)]
-    elif isinstance(given, list) and all(isinstance(it, dict) for it in given):
-        for one in map(Body, given[: _MOST_FILES + 1]):
-            _refuse_chunking(one)
-            files.append((one.text("file_id") or "", attributes_of(one, "attributes")))
+    fields = _BatchFields.read(call.body)
+    given = [(it, fields.attributes) for it in fields.file_ids]
+    files = given if fields.files is None else [(it.file_id, it.attributes) for it in fields.files]
     names = {name for name, _ in files}
     wrong = [it for it in names if not 0 < len(it) <= _ID_CHARACTERS]
     if wrong or not 0 < len(files) <= _MOST_FILES or len(names) < len(files):
@@ -360,61 +429,9 @@ def _shown_hit(hit: Hit) -> dict[str, Any]:
     }
 
 
-# What clients send
-
-
-def _name(body: Body) -> str | None:
-    """That of a vector store; None where the body has none."""
-    name = body.text("name")
-    if name is not None and len(name) > _NAME_CHARACTERS:
-        raise invalid(
-            f"name has {len(name)} characters: expected at most {_NAME_CHARACTERS}", "name"
-        )
-    return name
-
-
-def _days(body: Body) -> int | None:
-    """Those after which a vector store expires; None: never."""
-    given = body.table("expires_after")
-    if given is None:
-        return None
-    if given.get("anchor") != _ANCHOR:
-        raise body.wrong("expires_after", f'{{"anchor": "{_ANCHOR}", "days": 1 to {_MOST_DAYS}}}')
-    days = Body(given).integer("days", 1, _MOST_DAYS)
-    if days is None:
-        raise body.wrong("expires_after", f"days, 1 to {_MOST_DAYS}")
-    return days
-
-
-def _chunking(body: Body) -> dict[str, int | None]:
-    """Settings of how a vector store cuts; {} where the client names none."""
-    strategy = body.table("chunking_strategy")
-    if strategy is None or strategy.get("type") == "auto":
-        return {}
-    static = strategy.get("static")
-    if strategy.get("type") != "static" or not isinstance(static, dict):
-        raise body.wrong("chunking_strategy", '{"type": "auto"} or {"type": "static", "static"}')
-    sizes = Body(static)
-    size = sizes.integer("max_chunk_size_tokens", _LEAST_CHUNK, _MOST_CHUNK)
-    if size is None:
-        raise body.wrong("chunking_strategy", "max_chunk_size_tokens in static")
-    overlap = sizes.integer("chunk_overlap_tokens", 0, size - 1)
-    return {"chunk_tokens": size, "overlap": overlap}
-
-
 def _filter(call: Call) -> str | None:
     """The status of the files that are listed; None: any."""
     status = call.query.get("filter")
     if status is not None and status not in STATUSES:
         raise invalid(f"filter={status[:80]!r}: expected one of {', '.join(STATUSES)}", "filter")
     return status
-
-
-def _refuse_chunking(body: Body) -> None:
-    """A vector store cuts all its files in one way, so that equal texts have equal KV."""
-    if _chunking(body):
-        raise invalid(
-            "chunking_strategy: a vector store cuts all files in the way it was made with; name it "
-            "when the vector store is created",
-            "chunking_strategy",
-        )

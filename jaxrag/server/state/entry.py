@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from jaxrag.server.errors import invalid, not_found, unavailable
-from jaxrag.server.fields import Body, body_of
+from jaxrag.server.fields import Named, body_of
 from jaxrag.server.state.library import Library
 from jaxrag.server.state.state import ServerState, state_of
 from jaxrag.server.tenants import Access
@@ -56,7 +56,7 @@ class Call:
         return self.request.query_params
 
     @functools.cached_property
-    def body(self) -> Body:
+    def body(self) -> dict[str, Any]:
         """The JSON object that it carries. Raises Problem 400."""
         return body_of(self.raw)
 
@@ -66,7 +66,8 @@ class Call:
         Raises Problem 404 for a model that is not served, 400 for two different knowledge bases.
         What is named is not looked for here.
         """
-        knowledge_base, model = self.body.text("knowledge_base"), self.body.text("model")
+        fields = Named.read(self.body)
+        knowledge_base, model = fields.knowledge_base, fields.model
         named = {} if knowledge_base is None else {"knowledge_base": knowledge_base}
         if model is not None:
             name, at, behind = model.partition("@")
