@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from jaxrag.base.guide import Guide, GuideKind
-from jaxrag.engine.sampling_params import MOST_BIASES, MOST_SEED, MOST_TOP, SamplingParams
+from jaxrag.engine.sampling_params import MOST_BIASES, MOST_K, MOST_SEED, MOST_TOP, SamplingParams
 from jaxrag.library.knowledge_base.search import SearchMode
 from jaxrag.reuse.methods import Misses
 from jaxrag.serve.ask import Cite, EarlierTurns, Plain, Unanswerable, is_ids
@@ -209,7 +209,7 @@ def _formatted(asked: dict[str, Any]) -> Guide | None:
     return Guide("json_schema", json.dumps(schema))
 
 
-Int = Annotated[int, Field(ge=-(2**63), le=2**63 - 1), BeforeValidator(_whole)]
+Int = Annotated[int, BeforeValidator(_whole)]
 Count = Annotated[Int, Field(ge=1)]
 Texts = Annotated[
     list[Annotated[str, Field(min_length=1)]],
@@ -217,6 +217,7 @@ Texts = Annotated[
     BeforeValidator(listed),
     AfterValidator(tuple),
 ]
+_Length = Annotated[Count, Field(le=MOST_K)]
 _Schema = Annotated[Any, _guide_of("json_schema")]
 _Regex = Annotated[str, _guide_of("regex")]
 _Many = Annotated[Texts, Field(max_length=MOST_TEXTS)]
@@ -272,8 +273,8 @@ class Generation(Asked, Named):
       return_text: sources have their texts.
     """
 
-    max_completion_tokens: Count | None = None
-    max_tokens: Count | None = None
+    max_completion_tokens: _Length | None = None
+    max_tokens: _Length | None = None
     choices: Annotated[Count, Field(le=MOST_CHOICES)] = Field(1, alias="n")
     best_of: Int | None = None
     temperature: float = 0.0
@@ -300,7 +301,7 @@ class Generation(Asked, Named):
     ) = None
     stream: bool = False
     stream_options: dict[str, Any] = Field({})
-    priority: Annotated[Int, Field(ge=0)] | None = None
+    priority: Annotated[Int, Field(ge=0, le=MOST_K)] | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
     return_text: bool = False
     _sampling: SamplingParams = pydantic.PrivateAttr()
