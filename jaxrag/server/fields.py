@@ -231,7 +231,7 @@ class Named(Fields):
     knowledge_base: str | None = None
 
 
-class AskFields(Fields):
+class SaidFields(Fields):
     """Those of ``Ask``, in its words; None where it does not say."""
 
     blocks: _Many | None = None
@@ -259,7 +259,7 @@ class _Structured(Fields, extra="forbid"):
     choice: _Choice | None = None
 
 
-class Generation(AskFields, Named):
+class Generation(SaidFields, Named):
     """What chats and completions have in common, in the words of OpenAI and vLLM.
 
     Attributes:
@@ -365,7 +365,7 @@ class Generation(AskFields, Named):
     @property
     def said(self) -> dict[str, Any]:
         """Fields of ``Ask`` that the body has, by name."""
-        said = {name: getattr(self, name) for name in AskFields.model_fields}
+        said = {name: getattr(self, name) for name in SaidFields.model_fields}
         said["max_new_tokens"] = self.max_completion_tokens or self.max_tokens
         said["sampling"] = self.sampling
         return {name: value for name, value in said.items() if value is not None}
