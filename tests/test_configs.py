@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from refusal import refused
 
 from jaxrag.base.config import config_from_dict, config_to_dict
 from jaxrag.base.errors import ConfigError, RequestError
@@ -59,7 +60,7 @@ def test_only_a_key_that_may_be_none_may_be_left_out():
     for key in ("norm_eps", "eos_ids", "rope"):
         with pytest.raises(ConfigError, match=key):
             config_from_dict({k: v for k, v in values.items() if k != key})
-    with pytest.raises(ConfigError, match="rope_theta"):
+    with refused(ConfigError, "rope_theta"):
         config_from_dict({**values, "rope_theta": 1e4})
 
 
@@ -85,8 +86,8 @@ def test_method_files_are_strict(tmp_path):
     path.write_text('encoder = "isolated"\npositions = "composite"\n', encoding="utf-8")
     assert method_named(str(path)).positions == "composite"
     path.write_text('encodr = "isolated"\n', encoding="utf-8")
-    with pytest.raises(ConfigError, match="unknown key 'encodr'"):
+    with refused(ConfigError, "'encodr'"):
         method_named(str(path))
-    with pytest.raises(RequestError, match="'turbo': expected one of full_attention"):
+    with refused(RequestError, "'turbo'"):
         method_named("turbo")
     assert method_named("turborag") is METHODS["turborag"]

@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.base.installed import DATA, config_names, config_path, located
@@ -61,13 +62,13 @@ def test_what_is_nowhere_is_named_as_it_was_given(tmp_path, monkeypatch):
     assert located("configs/none.toml") == Path("configs/none.toml")
     assert located("../configs/templates/short.toml") == Path("../configs/templates/short.toml")
     assert config_path("../../etc/x", "templates") is None
-    with pytest.raises(ConfigError, match=r"template 'shrt': .*instructed, short or the path"):
+    with refused(ConfigError, "'shrt'"):
         template_named("shrt")
-    with pytest.raises(RequestError, match=r"method 'fusion': .*fusionrag_final"):
+    with refused(RequestError, "'fusion'"):
         method_named("fusion")
-    with pytest.raises(ConfigError, match=r"--config vally: .* one of valley"):
+    with refused(ConfigError, "--config vally"):
         _read("vally")
-    with pytest.raises(ConfigError, match=r"nothing: expected the path .* shipped, "):
+    with refused(ConfigError):
         load_config("nothing")
     assert config_names("nothing") == []
 

@@ -68,5 +68,5 @@ def test_it_is_frozen_and_replaced():
         OURS.name = "other"
     assert OURS.replace(bias=3).bias == 3
     assert OURS.bias is None
-    with pytest.raises(TypeError, match="foreign"):
+    with pytest.raises(TypeError):
         OURS.replace(foreign=1)

@@ -117,7 +117,7 @@ def test_what_requests_may_say():
     assert spans_of({"off": True}) == (False, None)
     assert spans_of({"spans": [3, 4]}) == (True, [3, 4])
     for wrong in ({"keys": []}, {"spans": [1.5]}, {"spans": [True]}, [3]):
-        with pytest.raises(ValueError, match="expected"):
+        with pytest.raises(ValueError):
             spans_of(wrong)
 
 

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from refusal import refused
 
 from jaxrag.base.config import config_from_dict, config_to_dict
 from jaxrag.base.errors import ConfigError
@@ -139,12 +140,12 @@ def test_kernels_are_in_no_file_and_no_key(tiny_config):
     assert config_to_dict(config) == config_to_dict(other)
     assert config_from_dict(config_to_dict(other)) == config
     for name in ("kernels", "kernel_mesh"):
-        with pytest.raises(ConfigError, match=f"unknown key '{name}'; kernels are chosen where"):
+        with refused(ConfigError, name):
             config_from_dict({**config_to_dict(config), name: "xla"})
 
 
 def test_unknown_kernels_are_refused(tiny_config):
-    with pytest.raises(ConfigError, match="kernels='cuda': expected one of measured, xla, pallas"):
+    with refused(ConfigError, "kernels='cuda'"):
         tiny_config(kernels="cuda")
-    with pytest.raises(ConfigError, match="needs an NVIDIA GPU"):
+    with refused(ConfigError):
         random_model(tiny_config(kernels="pallas_triton"), cache_tokens=1024)

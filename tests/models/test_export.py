@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import ConfigError, ModelError
 from jaxrag.models.checkpoint import is_checkpoint
@@ -76,7 +77,7 @@ def test_the_prompt_format_of_an_export(model_dir, tiny_config, random_params, t
     export_hf(tmp_path / "d", random_params(config), config, model_dir)
     assert load_model(tmp_path / "d").template is None
     (tmp_path / "d" / "prompt.toml").write_text("prefix = 3")
-    with pytest.raises(ConfigError, match=r"prompt\.toml"):
+    with refused(ConfigError, "prompt.toml"):
         load_model(tmp_path / "d")
 
 
@@ -97,21 +98,21 @@ def test_large_weights_are_split_and_load_again(tiny_config, random_params, tmp_
 def test_a_config_its_family_cannot_express_is_refused(tiny_config, random_params, tmp_path):
     config = tiny_config("qwen2", mlp_bias=True)
     params = random_params(config)
-    with pytest.raises(ConfigError, match=r"mlp_bias=True: a qwen2 config\.json cannot say this"):
+    with refused(ConfigError, "mlp_bias=True"):
         export_hf(tmp_path / "x", params, config)
     assert not (tmp_path / "x").exists()
 
 
 def test_what_cannot_be_converted(tmp_path):
-    with pytest.raises(ModelError, match="no such model directory"):
+    with refused(ModelError):
         convert(tmp_path / "absent", tmp_path / "x")
-    with pytest.raises(ModelError, match="neither a Hugging Face directory nor"):
+    with refused(ModelError):
         convert(tmp_path, tmp_path / "x")
-    with pytest.raises(ModelError, match="cannot convert to 'huggingface'"):
+    with refused(ModelError, "'huggingface'"):
         convert(GOLDENS / "llama", tmp_path / "x", to="huggingface")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "note").write_text("mine")
-    with pytest.raises(ModelError, match="exists already"):
+    with refused(ModelError):
         convert(GOLDENS / "llama", tmp_path / "full")
     assert (tmp_path / "full" / "note").read_text() == "mine"
 
@@ -120,6 +121,6 @@ def test_a_failed_conversion_leaves_nothing(tmp_path):
     source = shutil.copytree(GOLDENS / "llama", tmp_path / "source")
     weights = source / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4])
-    with pytest.raises(ModelError, match="truncated"):
+    with refused(ModelError):
         convert(source, tmp_path / "x")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]

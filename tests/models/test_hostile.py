@@ -9,6 +9,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from refusal import refused
 from safetensors.numpy import load_file, save_file
 
 from jaxrag.base.errors import ConfigError, ModelError
@@ -31,13 +32,6 @@ def llama(tmp_path):
 
 def edit_json(path, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
-def refused(error, directory, words):
-    with pytest.raises(error, match=words) as raised:
-        load_hf(directory)
-    assert "\n" not in str(raised.value)
-    assert len(str(raised.value)) < 1000
 
 
 @pytest.mark.parametrize(
@@ -69,7 +63,8 @@ def test_numbers_of_a_config_that_make_no_model(llama, changes):
     if "rope_parameters" in changes:
         edit_json(llama / "config.json", rope_scaling=None, rope_theta=1e4)
     edit_json(llama / "config.json", **changes)
-    refused(ConfigError, llama, "expected|malformed|not supported")
+    with refused(ConfigError):
+        load_hf(llama)
 
 
 @pytest.mark.parametrize(
@@ -83,18 +78,21 @@ def test_numbers_of_a_config_that_make_no_model(llama, changes):
 )
 def test_names_of_a_config_that_are_none(llama, changes):
     edit_json(llama / "config.json", **changes)
-    refused(ModelError, llama, "expected a")
+    with refused(ModelError):
+        load_hf(llama)
 
 
 def test_files_that_are_deep_or_huge(llama, tmp_path, monkeypatch):
     config = (llama / "config.json").read_bytes()
     (llama / "config.json").write_text(DEEP)
-    refused(ModelError, llama, "cannot be read as JSON")
+    with refused(ModelError, "config.json"):
+        load_hf(llama)
     (llama / "config.json").write_bytes(config)
     monkeypatch.setattr(tensor_files, "MAX_JSON_BYTES", len(config) - 1)
-    refused(ModelError, llama, f"{len(config)} bytes, expected at most {len(config) - 1}")
+    with refused(ModelError, len(config), len(config) - 1):
+        load_hf(llama)
     (tmp_path / "prompt.toml").write_text("a = " + "[" * 100_000)
-    with pytest.raises(ConfigError, match="not valid TOML"):
+    with refused(ConfigError):
         read_toml(tmp_path / "prompt.toml")
 
 
@@ -118,7 +116,7 @@ def test_headers_of_other_types(tmp_path, entry):
     header = DEEP if entry is None else json.dumps({"a": entry})
     path = tmp_path / WEIGHTS
     path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(4))
-    with pytest.raises(ModelError, match="malformed safetensors header"):
+    with refused(ModelError):
         read_file(path)
 
 
@@ -127,13 +125,13 @@ def test_a_header_beyond_the_limit_is_not_read(tmp_path, monkeypatch):
     save_file({"a": np.zeros(3, np.float32)}, path)
     read_file(path)
     monkeypatch.setattr(tensor_files, "MAX_HEADER_BYTES", 20)
-    with pytest.raises(ModelError, match="its header takes .* at most 20"):
+    with refused(ModelError, "20"):
         read_file(path)
 
 
 def test_an_index_that_names_no_files(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": ["b"]}}')
-    with pytest.raises(ModelError, match="no 'weight_map' object of file names"):
+    with refused(ModelError, "'weight_map'"):
         read_tensors(tmp_path)
 
 
@@ -142,7 +140,8 @@ def test_weights_that_are_no_numbers_are_refused(llama, value):
     tensors = load_file(llama / WEIGHTS)
     tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = value
     save_file(tensors, llama / WEIGHTS)
-    refused(ModelError, llama, r"'layers\.down' holds NaN or infinity in float32")
+    with refused(ModelError, "'layers.down'"):
+        load_hf(llama)
 
 
 def test_weights_that_a_dtype_cannot_hold_are_refused(llama):
@@ -150,7 +149,7 @@ def test_weights_that_a_dtype_cannot_hold_are_refused(llama):
     tensors["model.norm.weight"][0] = 1e5
     save_file(tensors, llama / WEIGHTS)
     load_hf(llama, dtype="bfloat16")
-    with pytest.raises(ModelError, match="'final_norm' holds NaN or infinity in float16"):
+    with refused(ModelError, "'final_norm'"):
         load_hf(llama, dtype="float16")
 
 
@@ -160,12 +159,12 @@ def test_a_checkpoint_of_no_numbers_is_refused(tiny_config, tmp_path):
     save_checkpoint(
         tmp_path / "bad", params.replace(embed=params.embed.at[2, 3].set(np.nan)), config
     )
-    with pytest.raises(ModelError, match="bad: 'embed' holds NaN or infinity"):
+    with refused(ModelError, "'embed'"):
         load_checkpoint(tmp_path / "bad")
 
 
 def test_sizes_are_refused_wherever_a_config_comes_from(tiny_config):
-    with pytest.raises(ConfigError, match="num_layers=1000000000: expected at most"):
+    with refused(ConfigError, "num_layers=1000000000"):
         dataclasses.replace(tiny_config("llama"), num_layers=10**9)
 
 

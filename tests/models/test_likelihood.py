@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import EngineError, RequestError
 from jaxrag.models import likelihood
@@ -56,10 +57,10 @@ def test_texts_of_one_bucket_share_a_program(models, rng):
 def test_what_cannot_be_scored(models, rng):
     model = models["llama"]
     too_long = model.config.max_positions + 1
-    with pytest.raises(RequestError, match=f"of {too_long} tokens: expected 1 to"):
+    with refused(RequestError, too_long):
         likelihoods(model, rng.integers(3, 101, too_long))
-    with pytest.raises(RequestError, match="non-empty"):
+    with refused(RequestError):
         likelihoods(model, np.zeros(0, np.int32))
     broken = jax.tree.map(lambda x: x * np.nan, model.params)
-    with pytest.raises(EngineError, match="NaN"):
+    with refused(EngineError):
         likelihoods(dataclasses.replace(model, params=broken), rng.integers(3, 101, 9))

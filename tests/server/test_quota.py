@@ -6,6 +6,7 @@ import os
 
 import openai
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import ConfigError
 from jaxrag.server.durable import make_private
@@ -142,7 +143,7 @@ def test_a_limit_that_cannot_be_meant(tmp_path, value):
     digest = hashlib.sha256(b"a").hexdigest()
     text = f'[tenants.a]\nmax_bytes = {value}\n[[keys]]\nsha256 = "{digest}"\ntenant = "a"\n'
     path.write_text(text)
-    with pytest.raises(ConfigError, match="max_bytes"):
+    with refused(ConfigError, "max_bytes"):
         Tenants.open(path, None)
 
 

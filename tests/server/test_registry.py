@@ -4,6 +4,7 @@ import contextlib
 import sqlite3
 
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import StoreError
 from jaxrag.server.durable import REGISTRY, UNFINISHED, write_durably
@@ -67,7 +68,7 @@ def test_a_disk_that_is_full_leaves_nothing(uploads, registry, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("jaxrag.server.state.uploads.os.fsync", full)
-    with pytest.raises(StoreError, match="No space left on device; check the disk"):
+    with refused(StoreError):
         upload.finish("a.txt", "assistants")
     upload.abort()
     assert registry.files() == [] and not list(uploads.folder("acme").iterdir())
@@ -130,7 +131,7 @@ def old(tmp_path):
 
 def test_a_registry_of_the_first_servers_is_refused_and_left_alone(old):
     before = (old / REGISTRY).read_bytes()
-    with pytest.raises(StoreError, match="of version 0.1; name another data folder"):
+    with refused(StoreError, "0"):
         Registry(old)
     assert (old / REGISTRY).read_bytes() == before
 
@@ -168,10 +169,10 @@ def test_uses_of_a_store_are_known_at_once_and_written_together(registry):
 def test_another_file_in_its_place_is_refused(tmp_path):
     with contextlib.closing(sqlite3.connect(tmp_path / REGISTRY)) as connection:
         connection.execute("CREATE TABLE t (x)")
-    with pytest.raises(StoreError, match="no registry of format 1"):
+    with refused(StoreError, "1"):
         Registry(tmp_path)
     write_durably(tmp_path / "other" / REGISTRY, b"no database at all")
-    with pytest.raises(StoreError, match="not a database"):
+    with refused(StoreError):
         Registry(tmp_path / "other")
 
 

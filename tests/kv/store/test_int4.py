@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from refusal import refused
 
 from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, StoreError
 from jaxrag.kv import int4
@@ -16,7 +17,7 @@ from jaxrag.kv.store import KVLayout, as_stored
 from jaxrag.kv.store.layout import STORED
 from jaxrag.library.options import FORMATS
 
-PACKED = [form for form in STORED if form not in ("native", "int8")]
+PACKED = [form for form in STORED if form != "native"]
 FLOATS = st.floats(-(2.0**60), 2.0**60, width=32, allow_subnormal=False)
 
 
@@ -101,14 +102,14 @@ def test_zeros_and_constants_come_back():
 def test_numbers_that_have_no_code_are_refused(where, value):
     kv = np.ones((1, 2, 3, 1, 4), np.float32)
     kv[0, where, 2, 0, 3] = value
-    with pytest.raises(StoreError, match="int4 cannot: store it as native"):
+    with refused(StoreError, "int4"):
         pack(kv)
 
 
 def test_keys_too_far_apart_are_refused():
     kv = np.ones((1, 2, 2, 1, 2), np.float32)
     kv[0, 0, :, 0, 0] = [3e38, -3e38]
-    with pytest.raises(StoreError, match="too far apart"):
+    with refused(StoreError):
         pack(kv)
 
 
@@ -180,7 +181,7 @@ def test_damage_is_refused(open_store, chunk, small, tmp_path, io_mode, damage):
     else:
         path.write_bytes(data[:-1] if damage == "truncate" else bytes([data[0] ^ 1]) + data[1:])
     store = open_store("r", layout=small, io_mode=io_mode)
-    with pytest.raises(ChunkMissing if damage == "remove" else ChunkCorrupt, match=c.key):
+    with pytest.raises(ChunkMissing if damage == "remove" else ChunkCorrupt):
         store.get(c.key)
     got = store.get_many([c.key, other.key], on_missing="skip")
     assert got.missing + got.corrupt == (c.key,)
@@ -190,14 +191,12 @@ def test_damage_is_refused(open_store, chunk, small, tmp_path, io_mode, damage):
 def test_numbers_without_a_code_leave_nothing(any_store, chunk, small):
     store, c = any_store(small), normal(chunk(1))
     c.kv[1, 0, 3, 1, 2] = np.nan
-    with pytest.raises(StoreError, match=f"chunk {c.key}: kv holds NaN"):
+    with refused(StoreError, c.key):
         store.put(c.key, c.kv, record=c.record)
     assert store.head([c.key]) == [None]
 
 
 def test_a_store_of_one_format_is_none_of_another(open_store, layout, small):
     open_store(layout=layout)
-    with pytest.raises(
-        StoreError, match=f"'stored': 'native'.* expected .*'stored': '{small.stored}'"
-    ):
+    with refused(StoreError, small.stored):
         open_store(layout=small)

@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import StoreError
 from jaxrag.kv.store import chunk_store, ledger
@@ -208,7 +209,7 @@ def test_a_damaged_ledger_is_named(open_store, chunk):
     for place in range(5000, len(data), 4096):
         data[place] ^= 1
     path.write_bytes(data)
-    with pytest.raises(StoreError, match=r"ledger.*remove the file to count anew"):
+    with refused(StoreError):
         open_store(mode="r").counted()
     path.unlink()
     assert open_store(mode="r").counted() == walked(store)

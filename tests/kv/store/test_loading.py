@@ -5,6 +5,7 @@ import struct
 
 import google_crc32c
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import ChunkCorrupt
 
@@ -49,7 +50,7 @@ def test_an_index_that_points_elsewhere_is_refused(shard, open_store, io_mode, e
     nbytes = c.kv[0].nbytes
     wrong = (entry[0], nbytes if entry[1] is None else entry[1])
     path.write_bytes(c.kv.tobytes() + index((0, nbytes), wrong, (2 * nbytes, nbytes)))
-    with pytest.raises(ChunkCorrupt, match="the index does not fit the record"):
+    with refused(ChunkCorrupt):
         open_store("r", io_mode=io_mode).get(c.key)
 
 
@@ -62,7 +63,7 @@ def test_a_pipe_in_place_of_a_file_is_damage_and_keeps_nobody(shard, open_store,
     path.unlink()
     os.mkfifo(path)
     store = open_store("r", io_mode=io_mode)
-    with pytest.raises(ChunkCorrupt, match="refused"):
+    with refused(ChunkCorrupt):
         store.get(c.key)
     assert store.verify([c.key]).corrupt == (c.key,)
     if name == "data":
@@ -73,7 +74,7 @@ def test_a_directory_in_place_of_the_file_is_damage(shard, open_store):
     _, c, path = shard
     path.unlink()
     path.mkdir()
-    with pytest.raises(ChunkCorrupt, match="bytes refused"):
+    with refused(ChunkCorrupt):
         open_store("r").get(c.key)
 
 
@@ -87,5 +88,5 @@ def test_a_file_cut_short_while_it_is_read_is_an_exception(shard, open_store, mo
 
     store = open_store("r", io_mode="default")
     monkeypatch.setattr("jaxrag.kv.store.loading._parse_index", cut)
-    with pytest.raises(ChunkCorrupt, match="the file ends early"):
+    with refused(ChunkCorrupt):
         store.get(c.key, layers=(2, 3))

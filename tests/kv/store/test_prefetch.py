@@ -6,8 +6,9 @@ import os
 
 import numpy as np
 import pytest
+from refusal import refused
 
-from jaxrag.base.errors import ChunkMissing, StoreError
+from jaxrag.base.errors import StoreError
 from jaxrag.kv.store import ChunkStore
 from jaxrag.kv.store.prefetch import HostTier
 
@@ -45,15 +46,6 @@ def test_the_host_tier_answers_without_the_files(open_store, chunk, tmp_path):
     a.assert_equal(store.get(a.key))
 
 
-def test_chunks_here_and_on_the_disk_are_assembled_together(open_store, chunk):
-    store = open_store()
-    a, b, c = chunk(1, 3), chunk(2, 8), chunk(3, 5)
-    put(store, a, b, c)
-    store.prefetch([b.key], "host").result()
-    got = store.get_many([a.key, b.key, c.key])
-    assert got.kv.tobytes() == np.concatenate([a.kv, b.kv, c.kv], axis=2).tobytes()
-
-
 def test_the_host_tier_keeps_the_bound_and_the_latest(open_store, chunk):
     size = chunk(0).kv.nbytes
     store = open_store(host_bytes=2 * size)
@@ -72,30 +64,6 @@ def test_the_host_tier_keeps_the_bound_and_the_latest(open_store, chunk):
     big.assert_equal(store.get(big.key))
 
 
-def test_a_replaced_chunk_is_not_served_from_memory(open_store, chunk):
-    store = open_store()
-    old, new = chunk(1, seed=1), chunk(1, seed=2)
-    put(store, old)
-    store.prefetch([old.key], "host").result()
-    store.put(new.key, new.kv, record=new.record, replace=True)
-    new.assert_equal(store.get(new.key))
-    store.delete([new.key])
-    with pytest.raises(ChunkMissing):
-        store.get(new.key)
-
-
-@pytest.mark.parametrize("tier", ["page", "host"])
-def test_what_is_not_there_is_passed_over(open_store, chunk, tmp_path, tier):
-    store = open_store()
-    a, absent, damaged = chunk(1), chunk(2), chunk(3)
-    put(store, damaged)
-    remove_bytes(tmp_path / "kb")
-    put(store, a)
-    future = store.prefetch([absent.key, damaged.key, a.key], tier)
-    assert future.result() >= a.kv.nbytes
-    a.assert_equal(store.get(a.key))
-
-
 def test_the_page_tier_reads_the_files(open_store, chunk, tmp_path):
     store = open_store()
     c = chunk(1, tokens=9000)
@@ -112,10 +80,10 @@ def test_the_page_tier_reads_the_files(open_store, chunk, tmp_path):
 
 def test_bad_requests_are_refused(open_store, chunk, s3_location, layout, model):
     store = open_store()
-    with pytest.raises(StoreError, match="tier='disk': expected one of page, host"):
+    with refused(StoreError, "tier='disk'"):
         store.prefetch([chunk(1).key], "disk")
     remote = ChunkStore.open(s3_location, model, layout, mode="rw")
-    with pytest.raises(StoreError, match="no page cache: prefetch into the tier 'host'"):
+    with refused(StoreError, "'host'"):
         remote.prefetch([chunk(1).key])
     put(remote, chunk(1))
     assert remote.prefetch([chunk(1).key], "host").result() == chunk(1).kv.nbytes

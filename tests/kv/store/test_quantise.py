@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from refusal import refused
 
 from jaxrag.base.errors import StoreError
 from jaxrag.kv.store.quantise import dequantise, quantise
@@ -59,7 +60,7 @@ def test_zeros_and_the_smallest_numbers():
 def test_numbers_that_have_no_integer_are_refused(value):
     kv = np.ones((1, 2, 3, 1, 4), np.float32)
     kv[0, 1, 2, 0, 3] = value
-    with pytest.raises(StoreError, match="NaN or infinity"):
+    with refused(StoreError):
         quantise(kv)
 
 

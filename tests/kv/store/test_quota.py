@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import ChunkMissing, StoreError
 from jaxrag.kv.store import ChunkStore, ReadThrough, fingerprint
@@ -143,7 +144,7 @@ def test_deleted_and_collected_chunks_give_their_room_back(open_store, chunk, si
 def test_a_chunk_larger_than_the_limit_is_refused_and_nothing_leaves(open_store, chunk, size):
     store = open_store(max_bytes=2 * size)
     put(store, chunk(1))
-    with pytest.raises(StoreError, match="raise the limit or use smaller chunks"):
+    with refused(StoreError):
         put(store, chunk(2, tokens=15))
     assert list(store.keys()) == [chunk(1).key]
 
@@ -179,9 +180,9 @@ def test_ranks_that_write_together_keep_the_limit(open_store, chunk, size):
 
 
 def test_a_limit_needs_a_local_directory(s3_location, layout, model, open_store, tmp_path):
-    with pytest.raises(StoreError, match=r"max_bytes=5 needs a local directory.*ReadThrough"):
+    with refused(StoreError, "max_bytes=5"):
         ChunkStore.open(s3_location, model, layout, mode="rw", max_bytes=5)
-    with pytest.raises(StoreError, match="max_bytes=-5: expected a positive integer"):
+    with refused(StoreError, "max_bytes=-5"):
         open_store(max_bytes=-5)
     remote = ChunkStore.open(s3_location, model, layout, mode="rw")
     near = ChunkStore.open(tmp_path / "near", model, layout, mode="rw", max_bytes=5_000)

@@ -4,6 +4,7 @@ import types
 
 import numpy as np
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import StoreError
 from jaxrag.kv.store import ScrubReport, scrub
@@ -18,17 +19,6 @@ def flip(path):
     data = bytearray(path.read_bytes())
     data[0] ^= 1
     path.write_bytes(data)
-
-
-def test_a_sound_store(any_store, chunk):
-    store = any_store()
-    assert store.verify() == ScrubReport(0, (), ())
-    chunks = [chunk(number, 1 + number) for number in range(6)]
-    put(store, *chunks)
-    assert store.verify() == ScrubReport(6, (), ())
-    absent = chunk(9)
-    report = store.verify([chunks[0].key, absent.key, chunks[0].key])
-    assert report == ScrubReport(1, (), (absent.key,))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -73,18 +63,6 @@ def test_every_kind_of_damage_is_named(damaged, open_store):
     assert [names[key] for key in report.missing] == ["gone", "absent"]
 
 
-def test_a_put_that_replaces_mends_every_kind_of_damage(damaged):
-    store, chunks = damaged
-    report = store.verify([c.key for c in chunks.values()])
-    assert report.ok == 1
-    broken = [c for c in chunks.values() if c.key in report.corrupt + report.missing]
-    put(store, *broken, replace=True)
-    assert store.verify() == ScrubReport(6, (), ())
-    for c in chunks.values():
-        c.assert_equal(store.get(c.key))
-        assert store.aux(c.key, "x").tolist() == [0, 1, 2]
-
-
 def test_the_rate_is_kept(any_store, chunk, monkeypatch):
     store = any_store()
     chunks = [chunk(number) for number in range(3)]
@@ -99,5 +77,5 @@ def test_the_rate_is_kept(any_store, chunk, monkeypatch):
 
 @pytest.mark.parametrize("rate", [0, -1, float("nan")])
 def test_a_rate_must_be_positive(any_store, rate):
-    with pytest.raises(StoreError, match="max_bytes_per_second=.*: expected a positive number"):
+    with refused(StoreError, "max_bytes_per_second"):
         any_store().verify(max_bytes_per_second=rate)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import xxhash
 from blake3 import blake3
+from refusal import refused
 
 from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, ChunkNotSealed, StoreError
 from jaxrag.kv.store import ChunkStore, KVLayout, ReadThrough, SharedStore, as_stored
@@ -102,7 +103,7 @@ def test_forged_with_the_fingerprint_alone_is_a_miss_and_replaced(opened, number
     opened(secret).put(c.key, planted.kv, record=c.record, aux=AUX)
     store = opened()
     for read in (store.get, lambda key: store.aux(key, "summary"), lambda key: store.head([key])):
-        with pytest.raises(ChunkNotSealed, match=f"chunk {c.key}: not sealed"):
+        with refused(ChunkNotSealed, c.key):
             read(c.key)
     assert store.get_many([c.key], on_missing="skip").corrupt == (c.key,)
     assert store.verify().unsealed == (c.key,) and not store.verify().corrupt
@@ -122,7 +123,7 @@ def test_a_record_stripped_of_its_seal_is_a_miss(opened, numbers, tmp_path):
     record = Record.from_json(path.read_bytes())
     path.write_bytes(record.sealed(None).to_json())
     opened(None).get(c.key)  # it is sound
-    with pytest.raises(ChunkNotSealed, match="not sealed, which a store with a secret asks"):
+    with refused(ChunkNotSealed):
         store.get(c.key)
 
 
@@ -155,13 +156,13 @@ def test_bytes_that_collide_under_xxh3_are_not_believed(
     data = bytearray(path.read_bytes())
     data[0] ^= 1
     path.write_bytes(data)
-    with pytest.raises(ChunkCorrupt, match="has xxh3"):
+    with refused(ChunkCorrupt, "xxh3"):
         [store.get(c.key), store.aux(c.key, "summary")]
     record = store.head([c.key])[0]
     colliding = {record.xxh3[0], *(it.xxh3[0] for it in record.aux.values())}
     for name in ("reading.layer_digest", "loading.digest"):
         monkeypatch.setattr(f"jaxrag.kv.store.{name}", lambda array: _Any(colliding))
-    with pytest.raises(ChunkNotSealed, match="is not what was sealed"):
+    with refused(ChunkNotSealed):
         [store.get(c.key), store.aux(c.key, "summary")]
 
 
@@ -187,7 +188,7 @@ def test_records_swapped_between_two_chunks_of_one_tenant(opened, numbers, tmp_p
     other.rename(one)
     (root / "between").rename(other)
     for c in pair:
-        with pytest.raises(ChunkCorrupt, match="belongs to"):
+        with refused(ChunkCorrupt):
             store.get(c.key)
     # And with the key put right, as far as that can be done without the secret.
     for c in pair:
@@ -221,7 +222,7 @@ def test_kv_of_another_tenant_copied_under_ones_own_key(opened, numbers, tmp_pat
     ours = record_file(tmp_path / "kb", c.key)
     shutil.rmtree(ours.parent)
     shutil.copytree(record_file(tmp_path / "theirs", c.key).parent, ours.parent)
-    with pytest.raises(ChunkNotSealed, match=f"not sealed with secret {Sealer(OURS).name}"):
+    with refused(ChunkNotSealed, Sealer(OURS).name):
         store.get(c.key)
 
 
@@ -234,7 +235,7 @@ def test_damage_is_told_from_what_others_put(opened, numbers, tmp_path):
             data[0] ^= 1
             path.write_bytes(data)
     for read in (store.get, lambda key: store.aux(key, "summary")):
-        with pytest.raises(ChunkCorrupt, match="has xxh3") as told:
+        with refused(ChunkCorrupt, "xxh3") as told:
             read(c.key)
         assert not isinstance(told.value, ChunkNotSealed)
     assert store.verify().corrupt == (c.key,)
@@ -289,7 +290,7 @@ def test_ranks_without_the_same_secret_commit_nothing(opened, numbers, first, se
             zip((first, second), np.split(c.kv, 2, axis=3), strict=True)
         )
     ]
-    with pytest.raises(StoreError, match="rank 1 opened the store with.* a secret"):
+    with refused(StoreError, "1"):
         store.commit(attempt, shards)
     assert store.head([c.key]) == [None]
 
@@ -324,7 +325,7 @@ def test_a_tier_believes_neither_planted_copies_nor_a_planted_remote(
 
 def test_a_tier_has_the_secret_of_its_store(opened, layout, tmp_path):
     near = ChunkStore.open(tmp_path / "near", opened().fingerprint, layout, mode="rw")
-    with pytest.raises(StoreError, match="open both with the same"):
+    with refused(StoreError):
         ReadThrough(opened(), near)
 
 
@@ -349,7 +350,7 @@ def test_over_s3(s3_location, chunk):
 
 @pytest.mark.parametrize("secret", [b"", b"fifteen bytes..", "a text of many characters", 7])
 def test_a_secret_that_is_none(open_store, secret):
-    with pytest.raises(StoreError, match="secret"):
+    with refused(StoreError):
         open_store(secret=secret)
 
 
@@ -360,10 +361,10 @@ def test_a_secret_is_read_from_a_file_and_never_shown(tmp_path):
     assert OURS.decode() not in repr(Sealer(OURS)) and len(Sealer(OURS).name) == 16
     assert Sealer(OURS).name != Sealer(THEIRS).name
     path.write_bytes(b"short")
-    with pytest.raises(StoreError, match="secret has 5 bytes: expected 16 to 65536"):
+    with refused(StoreError, "5"):
         read_secret(path)
     path.write_bytes(bytes(70_000))
-    with pytest.raises(StoreError, match="more than 65536 bytes"):
+    with refused(StoreError, "65536"):
         read_secret(path)
-    with pytest.raises(StoreError, match="cannot be read"):
+    with refused(StoreError):
         read_secret(tmp_path / "nowhere")

@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, StoreError
 from jaxrag.kv.store import (
@@ -179,9 +180,9 @@ def test_a_writer_puts_in_the_order_of_submits(open_store, chunk):
 
 
 def test_a_share_is_one_of_the_heads_there_are(open_store):
-    with pytest.raises(StoreError, match="share 0 of 3 of 4 KV heads"):
+    with refused(StoreError, "0"):
         SharedStore(open_store(layout=WIDE), HeadShare(0, 3), lambda value: [value])
-    with pytest.raises(StoreError, match="share 2 of 2"):
+    with refused(StoreError, "2"):
         WIDE.of_share(HeadShare(2, 2))
 
 

@@ -9,8 +9,9 @@ import time
 
 import numpy as np
 import pytest
+from refusal import refused
 
-from jaxrag.base.errors import ChunkMissing, StoreError
+from jaxrag.base.errors import StoreError
 from jaxrag.kv.store import ChunkStore, SweepReport
 
 HOUR = 3600.0
@@ -57,23 +58,6 @@ def attempts(root, c):
 # Deleting
 
 
-def test_deleted_chunks_are_missing_and_may_be_put_again(any_store, chunk):
-    store = any_store()
-    a, b, absent = chunk(1), chunk(2), chunk(3)
-    put(store, a, b)
-    assert store.delete([a.key, absent.key, a.key]) == 1
-    with pytest.raises(ChunkMissing):
-        store.get(a.key)
-    assert list(store.keys()) == [b.key]
-    assert [record.key for record in store.records()] == [b.key]
-    assert store.delete([a.key]) == 0
-    put(store, a)
-    a.assert_equal(store.get(a.key))
-    b.assert_equal(store.get(b.key))
-    with pytest.raises(StoreError, match="key='x'"):
-        store.delete(["x"])
-
-
 def test_deleting_leaves_no_file_and_no_folder(open_store, chunk, root):
     store, a, b = open_store(), chunk(1), chunk(2)
     put(store, a)
@@ -117,9 +101,9 @@ def test_a_reader_that_found_the_record_gets_all_or_nothing(open_store, chunk, m
 def test_a_store_for_reading_deletes_nothing(open_store, chunk):
     put(open_store(), chunk(1))
     store = open_store("r")
-    with pytest.raises(StoreError, match="opened for reading"):
+    with refused(StoreError):
         store.delete([chunk(1).key])
-    with pytest.raises(StoreError, match="opened for reading"):
+    with refused(StoreError):
         store.gc(everything)
     assert store.gc(nothing, grace_seconds=0, dry_run=True).chunks == 1
     chunk(1).assert_equal(store.get(chunk(1).key))
@@ -242,7 +226,7 @@ def test_an_object_store_is_collected_too(s3_location, chunk, model, layout, lat
 
 @pytest.mark.parametrize("grace", [-1, float("nan")])
 def test_a_grace_is_a_time(open_store, grace):
-    with pytest.raises(StoreError, match="grace_seconds=.*: expected a number of at least 0"):
+    with refused(StoreError, "0"):
         open_store().gc(everything, grace_seconds=grace)
 
 
@@ -270,7 +254,7 @@ def collect(store):
 def test_swept_before_the_commit(open_store, chunk, root, monkeypatch):
     store, c = open_store(), chunk(1)
     after(monkeypatch, store._backend, "finish_writes", lambda: collect(open_store()))
-    with pytest.raises(StoreError, match="removed by gc while it was put: put it again"):
+    with refused(StoreError):
         store.put(c.key, c.kv, record=c.record)
     assert store.head([c.key]) == [None]
     assert not (root / "kv").exists()
@@ -305,7 +289,7 @@ def test_committed_between_the_mark_and_the_look(open_store, chunk, root, monkey
     begun = prepared(writer, c)
 
     def commit():
-        with pytest.raises(StoreError, match="removed by gc"):
+        with refused(StoreError):
             writer.commit(*begun)
 
     after(monkeypatch, sweeper._backend, "write", commit)
@@ -333,17 +317,17 @@ def test_the_mark_is_lifted_from_what_is_kept(open_store, chunk, root, monkeypat
 def test_committed_while_the_bytes_go(open_store, chunk, root, monkeypatch, step):
     writer, c, sweeper = open_store(), chunk(1), open_store()
     begun = prepared(writer, c)
-    refused = []
+    told = []
 
     def commit():
-        with pytest.raises(StoreError, match="removed by gc"):
+        with refused(StoreError):
             writer.commit(*begun)
-        refused.append(True)
+        told.append(True)
 
     inside = sweeper._space.attempt(c.key, begun[0].attempt)
     after(monkeypatch, sweeper._backend, step, commit, lambda path: path.startswith(inside))
     assert collect(sweeper).attempts == 1
-    assert refused
+    assert told
     assert writer.head([c.key]) == [None]
 
 

@@ -5,21 +5,17 @@ import contextlib
 import dataclasses
 import os
 import sqlite3
-import subprocess
-import sys
 import threading
 import time
 
 import numpy as np
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import KnowledgeBaseError, StoreError
 from jaxrag.library.catalog import Catalog, NewDocument, database
-from jaxrag.library.catalog.digests import Totals
-from jaxrag.library.catalog.forgotten import SECRET
 from jaxrag.library.documents import Document
 from jaxrag.library.documents.chunking import Chunk
-from jaxrag.library.retrieve.filters import Filter
 
 
 def entry(catalog, document_id, *texts, title="", metadata=None, digest="digest"):
@@ -49,34 +45,6 @@ def catalog(tmp_path):
     made.close()
 
 
-def test_what_was_put_comes_back(catalog):
-    catalog.put([entry(catalog, "a", "first lamp", "second 灯塔"), entry(catalog, "b", "third")])
-    chunks = catalog.chunks("a")
-    assert [chunk.text for chunk in chunks] == ["first lamp", "second 灯塔"]
-    assert [chunk.index for chunk in chunks] == [0, 1]
-    assert chunks[1].ids.dtype == np.int32
-    assert bytes(chunks[1].ids.astype(np.uint8)).decode() == "second 灯塔"
-    assert catalog.keys("a") == {"isolated": ["a-0", "a-1"]}
-    assert catalog.document("nobody") is None
-    assert [row.id for row in catalog.documents()] == ["a", "b"]
-    assert catalog.counts() == {
-        "documents": 2,
-        "chunks": 3,
-        "tokens": sum(row.num_tokens for row in catalog.documents()),
-        "encoded": {"isolated": 3},
-    }
-    assert catalog.settings()["colour"] == {"name": "blå"}
-
-
-def test_a_removed_document_leaves_no_word_of_its_title(catalog):
-    catalog.put([entry(catalog, "a", "first lamp", "second", title="Old harbour")])
-    catalog.put([entry(catalog, "b", "third", title="New harbour")])
-    assert len(ids_of(catalog, "harbour")) == 3
-    assert catalog.remove(["a", "b"]) == [1, 2, 3]
-    with catalog._database.use() as connection:
-        assert connection.execute("SELECT COUNT(*) FROM postings").fetchone() == (0,)
-
-
 def test_a_setting_is_changed_by_what_it_was(catalog):
     assert catalog.swap("count", lambda value: [value]) is None
     assert catalog.swap("count", lambda value: [*value, 2]) == [None]
@@ -90,18 +58,6 @@ def test_a_setting_is_changed_by_what_it_was(catalog):
     assert catalog.settings()["count"] == [None, 2]
 
 
-def test_chunk_ids_are_never_used_again(catalog):
-    catalog.put([entry(catalog, "a", "lamp")])
-    (before,) = catalog.search("lamp", 1)
-    catalog.put([entry(catalog, "a", "lamp")])
-    (after,) = catalog.search("lamp", 1)
-    assert after.chunk_id > before.chunk_id
-    unused = catalog.reserve(3)
-    catalog.remove(["a"])
-    catalog.strays(np.zeros(0, np.int64), made_before=time.time() + 1)
-    assert min(catalog.reserve(1)) > max(unused)
-
-
 def test_reservations_of_two_catalogs_do_not_meet(catalog):
     other = Catalog.open(catalog.path)
     taken = [*catalog.reserve(3), *other.reserve(2), *catalog.reserve(0), *catalog.reserve(4)]
@@ -112,36 +68,15 @@ def test_reservations_of_two_catalogs_do_not_meet(catalog):
 def test_an_id_that_was_not_reserved_is_refused(catalog):
     made = entry(catalog, "a", "lamp")
     for chunk_id in (made.chunk_ids[0] + 1, 0):
-        with pytest.raises(StoreError, match="not reserved"):
+        with refused(StoreError):
             catalog.put([dataclasses.replace(made, chunk_ids=[chunk_id])])
     assert catalog.documents() == []
-
-
-def test_put_and_remove_say_which_chunks_left(catalog):
-    assert catalog.put([entry(catalog, "a", "lamp", "oil"), entry(catalog, "b", "sea")]) == []
-    lamp, oil, sea = ids_of(catalog, "lamp") + ids_of(catalog, "oil") + ids_of(catalog, "sea")
-    assert catalog.put([entry(catalog, "a", "lamp")]) == [lamp, oil]
-    assert catalog.remove(["b", "nobody"]) == [sea]
-    assert catalog.document("b") is None
-    assert ids_of(catalog, "sea") == []
-    assert catalog.leaving() == []  # nothing to settle without vectors
-
-
-def test_ids_that_left_wait_until_they_are_settled(catalog):
-    catalog.set("vectors", {"index": "exact"})
-    catalog.put([entry(catalog, "a", "lamp"), entry(catalog, "b", "sea")])
-    left = catalog.put([entry(catalog, "a", "oil")]) + catalog.remove(["b"])
-    assert sorted(catalog.leaving()) == sorted(left)
-    again = Catalog.open(catalog.path)
-    again.settle(left[:1])
-    assert again.leaving() == left[1:]
-    again.close()
 
 
 def test_a_writer_that_knows_nothing_of_the_vectors_is_refused(catalog):
     other = Catalog.open(catalog.path)
     catalog.set("vectors", {"index": "exact"})
-    with pytest.raises(KnowledgeBaseError, match="open it again"):
+    with refused(KnowledgeBaseError):
         other.put([entry(other, "a", "lamp")])
     other.remove(["nobody"])
     other.close()
@@ -160,7 +95,7 @@ def test_strays_are_ids_of_no_chunk_whose_writer_had_time_enough(catalog):
     catalog.remove(["b"])
     assert catalog.strays(held, made_before=time.time() + 1).tolist() == lost
     dead = dataclasses.replace(late, chunk_ids=lost[:1])
-    with pytest.raises(StoreError, match="longer than"):
+    with refused(StoreError):
         catalog.put([dead])
 
 
@@ -192,72 +127,6 @@ def test_live_are_own_keys_and_foreign_variants_of_own_tokens(catalog):
     catalog.remove(["a"])
     assert not live("a-0", "lamp", "isolated")
     assert not live("variant", "lamp", "neighbours")
-
-
-def test_a_filter_restricts_everything(catalog):
-    years = {"a": 2019, "b": 2020, "c": 2021}
-    catalog.put(
-        [entry(catalog, name, "lamp", metadata={"year": year}) for name, year in years.items()]
-    )
-    new = Filter.parse({"year": {"$gte": 2020}})
-    assert [hit.document_id for hit in catalog.search("lamp", 5, new)] == ["b", "c"]
-    assert [hit.metadata for hit in catalog.search("lamp", 5, new)] == [
-        {"year": 2020}, {"year": 2021},
-    ]  # fmt: skip
-    assert [row.id for row in catalog.documents(new)] == ["b", "c"]
-    ids = catalog.chunk_ids()
-    assert catalog.chunk_ids(new).tolist() == ids[1:].tolist()
-    hits = catalog.hits([(ids[2], 0.9), (99, 0.8), (ids[0], 0.7)])
-    assert [(hit.document_id, hit.score) for hit in hits] == [("c", 0.9), ("a", 0.7)]
-    assert [hit.document_id for hit in catalog.hits([(i, 1.0) for i in ids], new)] == ["b", "c"]
-    assert catalog.texts([ids[0], 99]) == {ids[0]: "lamp"}
-
-
-def test_page_section_and_place_come_back(catalog):
-    made = entry(catalog, "a", "lamp")
-    chunk = dataclasses.replace(made.chunks[0], start=7, end=11, page=3, section="Oil > Lamps")
-    catalog.put([dataclasses.replace(made, chunks=[chunk])])
-    (hit,) = catalog.search("lamp", 1)
-    assert (hit.page, hit.section, hit.start, hit.end) == (3, "Oil > Lamps", 7, 11)
-    (read,) = catalog.chunks("a")
-    assert (read.page, read.section, read.start, read.end) == (3, "Oil > Lamps", 7, 11)
-
-
-def test_removed_text_is_not_left_in_the_file(catalog):
-    catalog.put([entry(catalog, "a", "the secret of the lamp")])
-    catalog.remove(["a"])
-    catalog.close()
-    assert b"secret" not in catalog.path.read_bytes()
-
-
-def test_read_only_folder(catalog, monkeypatch):
-    catalog.put([entry(catalog, "a", "lamp")])
-    writes = os.access
-    monkeypatch.setattr(
-        database.os, "access", lambda path, mode: mode != os.W_OK and writes(path, mode)
-    )
-    waiting = Catalog.open(catalog.path)  # frames wait in the WAL of the open one
-    assert len(waiting.search("lamp", 5)) == 1
-    waiting.close()
-    catalog.close()
-    reader = Catalog.open(catalog.path)
-    assert not reader.writable
-    assert len(reader.search("lamp", 5)) == 1
-    assert sorted(path.name for path in catalog.path.parent.iterdir()) == ["catalog.sqlite"]
-    with pytest.raises(StoreError, match="read-only"):
-        reader.remove(["a"])
-    reader.close()
-
-
-def test_one_bad_entry_undoes_the_whole_transaction(catalog):
-    catalog.put([entry(catalog, "a", "lamp")])
-    twice = entry(catalog, "c", "x", "y")
-    twice = dataclasses.replace(twice, chunks=[twice.chunks[0]] * 2)
-    with pytest.raises(StoreError):
-        catalog.put([entry(catalog, "a", "sea"), twice])
-    assert [row.id for row in catalog.documents()] == ["a"]
-    assert len(catalog.search("lamp", 5)) == 1
-    assert catalog.search("sea", 5) == []
 
 
 def test_extending_a_setting_keeps_what_another_added(catalog):
@@ -307,75 +176,24 @@ def test_the_first_change_does_not_touch_what_another_thread_reads(catalog):
         reader.join()
 
 
-def test_threads_share_one_catalog(catalog):
-    catalog.put([entry(catalog, "a", "lamp")])
-    found, errors = [], []
-
-    def work(number):
-        try:
-            catalog.put([entry(catalog, f"d{number}", "oil")])
-            found.append(len(catalog.search("lamp", 5)))
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    assert found == [1] * 8
-    assert len(catalog.documents()) == 9
-
-
-WRITER = """
-import sys
-from pathlib import Path
-import numpy as np
-from jaxrag.library.catalog import Catalog, NewDocument
-from jaxrag.library.documents.chunking import Chunk
-from jaxrag.library.documents import Document
-
-path, name = Path(sys.argv[1]), sys.argv[2]
-catalog = Catalog.create(path, {"made_by": name})
-for number in range(20):
-    document_id = f"{name}-{number}" if number % 2 else "shared"
-    chunk = Chunk(0, 0, 4, np.arange(4, dtype=np.int32), f"lamp {name} {number}")
-    document = Document(document_id, "text")
-    catalog.put([NewDocument(document, name, [chunk], {}, ["content"], catalog.reserve(1))])
-"""
-
-
-def test_processes_create_and_write_one_catalog(tmp_path):
-    path = tmp_path / "catalog.sqlite"
-    names = ["one", "two", "three"]
-    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path), n]) for n in names]
-    assert [writer.wait(timeout=300) for writer in writers] == [0, 0, 0]
-    catalog = Catalog.open(path)
-    assert catalog.settings()["made_by"] in names
-    assert len(catalog.documents()) == 31
-    assert len(catalog.search("lamp", 100)) == 31, "a replaced chunk is still found"
-    catalog.close()
-
-
 def test_missing_foreign_and_newer_files_are_refused(tmp_path, catalog):
-    with pytest.raises(KnowledgeBaseError, match="no such catalog"):
+    with refused(KnowledgeBaseError):
         Catalog.open(tmp_path / "missing.sqlite")
     assert not (tmp_path / "missing.sqlite").exists()
     with sqlite3.connect(tmp_path / "other.sqlite") as other:
         other.execute("CREATE TABLE mine (x)")
     other.close()
     before = (tmp_path / "other.sqlite").read_bytes()
-    with pytest.raises(KnowledgeBaseError, match="not a knowledge base"):
+    with refused(KnowledgeBaseError):
         Catalog.open(tmp_path / "other.sqlite")
-    with pytest.raises(KnowledgeBaseError, match="not a knowledge base"):
+    with refused(KnowledgeBaseError):
         Catalog.create(tmp_path / "other.sqlite", {})
     assert (tmp_path / "other.sqlite").read_bytes() == before
     catalog._database.connection.execute("PRAGMA user_version = 99")
     with pytest.raises(KnowledgeBaseError, match="format 99, this version reads formats 4 and 6"):
         Catalog.open(catalog.path)
     (tmp_path / "text.sqlite").write_text("this is no database at all " * 100)
-    with pytest.raises(StoreError, match="not a database"):
+    with refused(StoreError):
         Catalog.open(tmp_path / "text.sqlite")
 
 
@@ -384,7 +202,7 @@ def test_locked_catalog_says_so(catalog, monkeypatch):
     other = Catalog.open(catalog.path)
     made = entry(catalog, "a", "lamp")
     catalog._database.connection.execute("BEGIN IMMEDIATE")
-    with pytest.raises(StoreError, match="locked; another process"):
+    with refused(StoreError):
         other.put([made])
     catalog._database.connection.execute("ROLLBACK")
     other.put([made])
@@ -408,7 +226,7 @@ def test_threads_that_read_do_not_wait_for_one_that_writes(catalog):
     catalog.put([entry(catalog, "b", "lamp lamp")])
     assert [hit.document_id for hit in catalog.search("lamp", 5)] == ["b", "a"]
     catalog.close()
-    with pytest.raises(StoreError, match="was closed"):
+    with refused(StoreError):
         catalog.set("colour", 1)
 
 
@@ -445,36 +263,6 @@ def test_keys_of_kv_that_has_seen_other_chunks_live_as_long_as_these(catalog):
         (names[three], b"3")
     ]
     assert catalog.tokens([one, 999])[one].content_id == names[one]
-
-
-def test_totals_are_those_of_the_tables_after_every_change(catalog):
-    def hold():
-        with catalog._database.snapshot() as connection:
-            assert Totals.read(connection, catalog.path) == Totals.counted(connection)
-        return catalog.totals()
-
-    catalog.set("vectors", None)
-    empty = hold()
-    catalog.put([entry(catalog, "a", "lamp", "oil lamp"), entry(catalog, "b", "sea")])
-    assert hold().chunks == 3
-    catalog.put([entry(catalog, "a", "other"), entry(catalog, "a", "lamp again")])
-    assert hold().chunks == 2
-    catalog.put_contexts("near", [(catalog.ids_of_document("b")[0], "k", [])])
-    catalog.set("gate:x", 1)
-    catalog.swap("gate:x", lambda value: [value])
-    catalog.extend("gate:x", ["y"])
-    assert hold().settings == 5  # with the one that a replacement makes
-    catalog.remove(["a", "b", "nobody"])
-    catalog.forget(["gate:x", SECRET])
-    assert hold() == empty
-
-
-def test_a_failed_change_leaves_the_totals(catalog):
-    catalog.put([entry(catalog, "a", "lamp")])
-    before = catalog.totals()
-    with pytest.raises(ZeroDivisionError):
-        catalog.swap("n", lambda value: 1 // 0)
-    assert catalog.totals() == before
 
 
 def test_who_may_only_read_the_folder_sees_what_others_remove(catalog, monkeypatch):

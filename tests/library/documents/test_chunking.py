@@ -8,6 +8,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusal import refused
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxrag.base.errors import ConfigError, DocumentError
@@ -126,18 +127,18 @@ def test_tokens_that_span_two_characters_are_not_cut_between():
 
 
 def test_text_without_tokens_is_refused(tokenizer):
-    with pytest.raises(DocumentError, match="no tokens"):
+    with refused(DocumentError):
         split("", tokenizer, Chunking(8, 0))
 
 
 @pytest.mark.parametrize(("size", "overlap"), [(0, 0), (8, 8), (8, 9), (8, -1)])
 def test_sizes_that_cannot_advance_are_refused(size, overlap):
-    with pytest.raises(ConfigError, match=r"chunk_tokens=|overlap="):
+    with refused(ConfigError):
         Chunking(size, overlap)
 
 
 def test_unknown_way_to_cut_is_refused():
-    with pytest.raises(ConfigError, match="chunk by 'page': expected one of tokens, sentence"):
+    with refused(ConfigError, "'page'"):
         Chunking(8, 0, "page")
 
 

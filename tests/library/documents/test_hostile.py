@@ -6,6 +6,7 @@ import tracemalloc
 import zipfile
 
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import DocumentError
 from jaxrag.library.documents import files as files_module
@@ -19,7 +20,7 @@ def only(answer):
     return document
 
 
-def refused(answer):
+def reason(answer):
     good, bad = answer
     assert good == []
     [reason] = bad
@@ -72,7 +73,7 @@ def test_docx_that_lies_about_its_sizes_is_unpacked_no_further(tmp_path, read, m
     assert said.count((1000).to_bytes(4, "little")) == 2  # beside the part and in the directory
     (tmp_path / "a.docx").write_bytes(said)
     tracemalloc.start()
-    assert "Bad CRC-32" in refused(read(tmp_path))
+    assert "Bad CRC-32" in reason(read(tmp_path))
     assert tracemalloc.get_traced_memory()[1] < size // 4
     tracemalloc.stop()
 
@@ -95,7 +96,7 @@ def test_all_parts_of_an_archive_share_one_bound(monkeypatch, count):
     if count == 3:
         assert len(list(files_module.parts(data, "DOCX"))) == 3
         return
-    with pytest.raises(DocumentError, match="or all parts to more than"):
+    with refused(DocumentError):
         list(files_module.parts(data, "DOCX"))
 
 
@@ -106,7 +107,7 @@ def test_docx_packed_as_none_is(tmp_path, read, make_docx):
         for name in old.namelist():
             new.writestr(name, old.read(name))
     (tmp_path / "a.docx").write_bytes(out.getvalue())
-    assert "packed in a way" in refused(read(tmp_path))
+    assert "packed in a way" in reason(read(tmp_path))
 
 
 def test_docx_of_many_paragraphs_and_styles(tmp_path, read, make_docx):
@@ -161,7 +162,7 @@ def test_markup_of_too_many_tags_is_refused(tmp_path, read, make_docx, monkeypat
     (tmp_path / name).write_bytes(data)
     read(tmp_path)
     monkeypatch.setattr(files_module, "MAX_TAGS", many - 1)
-    assert "tags; split the file" in refused(read(tmp_path))
+    assert "tags; split the file" in reason(read(tmp_path))
 
 
 def names(bad):

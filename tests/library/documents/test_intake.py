@@ -1,6 +1,7 @@
 """What a knowledge base takes in: every kind of item, each id once, dealt to shards."""
 
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import ConfigError, DocumentError
 from jaxrag.library.documents import BadDocument, Document, Intake, Shard, read_paths
@@ -34,7 +35,7 @@ def test_items_of_every_kind(folder):
 
 @pytest.mark.parametrize("given", ["text", b"text", {"text": "x"}, Document("a", "x")])
 def test_one_document_is_no_list(given):
-    with pytest.raises(DocumentError, match="expected a list"):
+    with refused(DocumentError):
         Intake(given, Shard())
 
 
@@ -74,7 +75,7 @@ def test_file_of_another_shard_is_not_opened(folder, monkeypatch):
 
 @pytest.mark.parametrize("text", ["", "1", "2/2", "-1/2", "0/0", "a/b", "1/2/3", "²/3"])
 def test_shard_that_does_not_exist(text):
-    with pytest.raises(ConfigError, match="0 <= i < n"):
+    with refused(ConfigError, "0"):
         Shard.parse(text)
 
 

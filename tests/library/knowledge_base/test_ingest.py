@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import ConfigError, StoreError
 from jaxrag.library.documents import Document, Intake, Shard
@@ -91,7 +92,7 @@ def test_unchanged_documents_get_no_new_vectors(run, vectors):
 
 def test_without_vectors_nothing_is_committed_and_the_kv_is_found_again(kb, run, vectors):
     vectors.fail = True
-    with pytest.raises(StoreError, match="the index is full"):
+    with refused(StoreError):
         run([Document("a", text_of(1))])
     assert kb.documents() == []
     vectors.fail = False
@@ -180,7 +181,7 @@ def test_failed_put_commits_nothing_of_its_batch(kb, monkeypatch):
 
     kb.add([Document("before", "text")])  # the template's prefix is there
     monkeypatch.setattr(kb.store, "_put", failing)
-    with pytest.raises(StoreError, match="disk full"):
+    with refused(StoreError):
         kb.add([Document("a", text_of(1))])
     assert [document.id for document in kb.documents()] == ["before"]
 
@@ -195,7 +196,7 @@ def test_shards_together_are_the_whole(tmp_path, text_model):
         assert sum(chunks) == 9
         assert max(chunks) < 9
         assert kb.add(documents).unchanged == 9
-        with pytest.raises(ConfigError, match="shard '3/3'"):
+        with refused(ConfigError, "'3/3'"):
             kb.add(documents, shard=(3, 3))
 
 

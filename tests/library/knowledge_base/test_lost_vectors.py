@@ -4,6 +4,7 @@ import random
 import shutil
 
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import StoreError
 from jaxrag.library.knowledge_base import KnowledgeBase
@@ -87,7 +88,7 @@ def test_a_damaged_vector_is_refused(whole, text_of, embedder, index):
         file.write_bytes(data)
     with (
         KnowledgeBase.open(path, embedder=embedder, mode="r") as opened,
-        pytest.raises(StoreError, match="rows differ from their digests"),
+        refused(StoreError),
     ):
         opened.search(question)
 

@@ -5,6 +5,7 @@ import hashlib
 
 import numpy as np
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import KnowledgeBaseError, StoreError
 from jaxrag.engine.engine import engine_of
@@ -214,7 +215,7 @@ def test_chunks_of_which_few_neighbours_are_others_stay_as_they_are(make_kb, emb
         count > 1 for count in others.values()
     )
     assert stands(again) == wanted
-    with pytest.raises(KnowledgeBaseError, match="neighbour_changes=-1: expected"):
+    with refused(KnowledgeBaseError, "neighbour_changes=-1"):
         make_kb(**options(embedder, neighbour_changes=-1))
 
 
@@ -317,7 +318,7 @@ def test_a_lost_vector_is_told_where_its_chunk_stands(make_kb, embedder):
     found = kb._neighbours(kb.model)
     lost = kb._catalog.ids_of_document("d2")
     kb._vectors.index.remove(lost)
-    with pytest.raises(StoreError, match=f"no vector of chunk {lost[0]}"):
+    with refused(StoreError, lost[0]):
         found.find(kb._catalog.chunk_ids().tolist())
 
 
@@ -420,17 +421,17 @@ def test_a_variant_is_added_later(make_kb, embedder):
     assert (report.documents, report.neighbours.encoded) == (0, 5)
     assert kb.stats()["encoders"] == {"isolated": 5, "neighbours": 5}
     kb.close()
-    with pytest.raises(KnowledgeBaseError, match="has neighbours=10, not 4"):
+    with refused(KnowledgeBaseError, "neighbours=10"):
         make_kb(neighbours=4, encoders=["neighbours"])
-    with pytest.raises(KnowledgeBaseError, match="has similar_by=vectors, not bm25"):
+    with refused(KnowledgeBaseError, "similar_by=vectors"):
         make_kb(similar_by="bm25")
 
 
 def test_neighbours_that_nobody_sees_are_refused_later_too(make_kb):
     make_kb().close()
-    with pytest.raises(KnowledgeBaseError, match="neighbours=4 without an encoder that sees"):
+    with refused(KnowledgeBaseError, "neighbours=4"):
         make_kb(neighbours=4)
-    with pytest.raises(KnowledgeBaseError, match="similar_by=bm25 without an encoder that sees"):
+    with refused(KnowledgeBaseError, "similar_by=bm25"):
         make_kb(similar_by="bm25", encoders=["isolated"])
 
 
@@ -444,24 +445,24 @@ def test_shards_leave_the_neighbours_to_the_last(make_kb, embedder):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"neighbours": 0}, "neighbours=0: expected at least 1"),
-        ({"neighbours": True}, "neighbours=True: expected at least 1"),
-        ({"similar_by": "luck"}, "similar_by='luck': expected one of vectors, bm25"),
-        ({"similar_by": "vectors"}, "similar_by='vectors' without an embedder"),
-        ({"encoders": ["isolated"]}, "neighbours=3 without an encoder that sees neighbours"),
+        ({"neighbours": 0}, "neighbours=0"),
+        ({"neighbours": True}, "neighbours=True"),
+        ({"similar_by": "luck"}, "similar_by='luck'"),
+        ({"similar_by": "vectors"}, "similar_by='vectors'"),
+        ({"encoders": ["isolated"]}, "neighbours=3"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(make_kb, changes, message):
-    with pytest.raises(KnowledgeBaseError, match=message):
+    with refused(KnowledgeBaseError, message):
         make_kb(**options(**changes))
 
 
 def test_refresh_needs_model_and_vectors(make_kb, embedder):
     kb = make_kb(**options(embedder))
     kb.add([document(n) for n in range(4)])
-    with KnowledgeBase.open(kb.path) as reader, pytest.raises(KnowledgeBaseError, match="model"):
+    with KnowledgeBase.open(kb.path) as reader, refused(KnowledgeBaseError):
         reader.refresh()
     kb._vectors.index.remove(kb._catalog.chunk_ids()[:1])
-    with pytest.raises(KnowledgeBaseError, match="chunks without a vector"):
+    with refused(KnowledgeBaseError):
         kb.refresh()
     assert dataclasses.asdict(kb.add([document(9)]).neighbours)["chunks"] == 5  # embeds first

@@ -5,6 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import KnowledgeBaseError, StoreError
 from jaxrag.cli import main
@@ -71,7 +72,7 @@ def test_one_from_before_there_were_counts_is_older_too(make_kb, tmp_path):
     kb.add(documents("one"))
     kb.close()
     shutil.copy2(copy, kb.path / CATALOG)
-    with pytest.raises(KnowledgeBaseError, match="of change 0 where 1"):
+    with refused(KnowledgeBaseError, "0"):
         make_kb()
 
 
@@ -88,7 +89,7 @@ def test_the_newest_one_and_a_copy_of_the_whole_folder_are_opened(make_kb, tmp_p
 
 def test_one_that_is_accepted_is_the_newest_from_then_on(restored, make_kb, tmp_path):
     folder = restored()
-    with pytest.raises(KnowledgeBaseError, match="open it for writing"):
+    with refused(KnowledgeBaseError):
         make_kb(accept_older=True, mode="r")
     newer = tmp_path / "newer"
     shutil.copytree(folder, newer)
@@ -168,7 +169,7 @@ def test_a_count_of_which_nothing_is_sure_is_no_reason_to_believe(make_kb):
     kb.close()
     (file,) = kb.path.rglob("changes.json")
     file.write_bytes(file.read_bytes().replace(b"1", b"0", 1))
-    with pytest.raises(StoreError, match="damaged; remove it"):
+    with refused(StoreError):
         make_kb(mode="r")
     file.unlink()
     assert ids(make_kb()) == ["one"]

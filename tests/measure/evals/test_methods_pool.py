@@ -5,6 +5,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import RequestError
 from jaxrag.measure.evals.methods_pool import open_pool
@@ -124,5 +125,5 @@ def test_co_occurrence_by_counting(pool_of):
 
 def test_titles_that_would_stand_in_the_prompt_are_refused(pool_of, village_model):
     template = dataclasses.replace(village_model.template, chunk="{title}: {text}")
-    with pytest.raises(RequestError, match="without {title}"):
+    with refused(RequestError):
         pool_of(3, template=template)

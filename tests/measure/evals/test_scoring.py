@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import ConfigError, RequestError, TokenizerError
 from jaxrag.measure.evals.scoring import READS, answered, draw, scored, write
@@ -97,24 +98,24 @@ def test_composite_positions_need_a_model_without_a_window(tiny_config, village_
     windowed = random_model(config, tokenizer=village_model.tokenizer, cache_tokens=2048)
     written = write(windowed, draw(TASK, 3, 2), village_model.template)
     assert len(scored(written, READS["block"])) == 2
-    with pytest.raises(RequestError, match="sliding window"):
+    with refused(RequestError):
         scored(written, READS["composite"])
 
 
 def test_what_cannot_be_asked_is_refused(village_model, text_model, tiny_config):
     samples = draw(TASK, 3, 2)
     marked = dataclasses.replace(TEMPLATES["plain"], prefix="<|passages|>")
-    with pytest.raises(TokenizerError, match=r"holds <\|passages\|>, which is no token"):
+    with refused(TokenizerError):
         write(text_model, samples, marked)
     without = random_model(tiny_config(vocab_size=600, num_layers=1), cache_tokens=1024)
-    with pytest.raises(TokenizerError, match=r"no tokenizer.json"):
+    with refused(TokenizerError):
         write(without, samples, village_model.template)
     short = random_model(
         tiny_config(vocab_size=600, num_layers=1, max_positions=40),
         tokenizer=village_model.tokenizer,
         cache_tokens=1024,
     )
-    with pytest.raises(RequestError, match="whose context has 40"):
+    with refused(RequestError, "40"):
         write(short, samples, village_model.template)
     unending = random_model(
         tiny_config(vocab_size=600, num_layers=1, eos_ids=()),
@@ -122,12 +123,12 @@ def test_what_cannot_be_asked_is_refused(village_model, text_model, tiny_config)
         cache_tokens=1024,
     )
     unending.tokenizer.eos_ids = ()
-    with pytest.raises(ConfigError, match="no end-of-sequence"):
+    with refused(ConfigError):
         write(unending, samples, village_model.template)
 
 
 def test_words_outside_the_vocabulary_are_named(village_model):
     (drawn,) = draw(TASK, 3, 1)
     foreign = dataclasses.replace(drawn, chunks=("The zeppelin is in Thornby.", *drawn.chunks))
-    with pytest.raises(RequestError, match="lacks 'zeppelin'"):
+    with refused(RequestError, "'zeppelin'"):
         write(village_model, [foreign])

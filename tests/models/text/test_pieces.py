@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 import tokenizers
+from refusal import refused
 from tokenizers import Regex, models, normalizers, pre_tokenizers, trainers
 
 from jaxrag.base.errors import DocumentError, TokenizerError
@@ -182,10 +183,10 @@ def test_a_text_that_cannot_be_cut_is_refused_before_it_is_encoded(small, encode
     assert len(tokenizer.encode_with_offsets("x" * 3_000)[0])
     encoded.clear()
     text = text_of(300) + "x" * 3_100
-    with pytest.raises(TokenizerError, match="more than 3000 characters .* break its lines"):
+    with refused(TokenizerError, "3000"):
         tokenizer.encode_with_offsets(text)
     assert max(encoded) <= 128
-    with pytest.raises(DocumentError, match="more than 3000 characters"):
+    with refused(DocumentError, "3000"):
         split(text, tokenizer, Chunking(64, 0))
 
 

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import tokenizers
+from refusal import refused
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from jaxrag.base.errors import TokenizerError
@@ -247,23 +248,23 @@ def test_digest_follows_the_file(tmp_path):
 
 
 def test_unusable_directories_are_refused(tmp_path):
-    with pytest.raises(TokenizerError, match=r"no tokenizer\.json"):
+    with refused(TokenizerError, "tokenizer.json"):
         Tokenizer.load(tmp_path)
     write(tmp_path, byte_level(), bos_token="<absent>")
-    with pytest.raises(TokenizerError, match="bos_token '<absent>' is not in the vocabulary"):
+    with refused(TokenizerError, "'<absent>'"):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json: not valid JSON"):
+    with refused(TokenizerError, "tokenizer_config.json"):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(TokenizerError, match=r"tokenizer\.json: not a readable tokenizer"):
+    with refused(TokenizerError, "tokenizer.json"):
         Tokenizer.load(tmp_path)
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(tokenizer, tiny_config):
     check_vocab(tokenizer, tiny_config(vocab_size=tokenizer.vocab_size))
-    with pytest.raises(TokenizerError, match=f"ids up to {tokenizer.vocab_size - 1}"):
+    with refused(TokenizerError, tokenizer.vocab_size - 1):
         check_vocab(tokenizer, tiny_config(vocab_size=tokenizer.vocab_size - 1))
 
 
@@ -272,7 +273,7 @@ def test_chat_templates_by_name(tmp_path):
     directory = write(tmp_path, byte_level(), bos_token="<s>")
     bare = Tokenizer.load(directory)
     assert not bare.has_chat_template
-    with pytest.raises(TokenizerError, match="this tokenizer has: none"):
+    with refused(TokenizerError):
         bare.render_chat(user)
 
     listed = [{"name": "default", "template": "{{ bos_token }}{{ messages[0].content }}"}]
@@ -411,7 +412,7 @@ def test_a_tokenizer_that_multiplies_texts_is_refused(tmp_path, part):
     tokenizer = byte_level()
     module = {"normalizer": normalizers, "decoder": decoders}[part]
     setattr(tokenizer, part, module.Sequence([module.Replace("a", "a" * 9)] * 2))
-    with pytest.raises(TokenizerError, match="81 times as long, expected at most 64"):
+    with refused(TokenizerError, "81"):
         Tokenizer.load(write(tmp_path, tokenizer))
 
 
@@ -424,7 +425,7 @@ def test_a_pattern_that_gives_up_is_an_error_of_one_line(tmp_path, capfd):
         loaded.encode_with_offsets,
         lambda text: loaded.encode_batch([text]),
     ):
-        with pytest.raises(TokenizerError, match="the tokenizer fails on this text") as raised:
+        with refused(TokenizerError) as raised:
             encode("x" * 40)
         assert "\n" not in str(raised.value)
     capfd.readouterr()  # the library told stderr
@@ -433,12 +434,12 @@ def test_a_pattern_that_gives_up_is_an_error_of_one_line(tmp_path, capfd):
 @pytest.mark.parametrize("template", [5, [5], [{"name": "default"}], {"default": 5}, ["ab"]])
 def test_a_chat_template_that_is_none(tmp_path, template):
     directory = write(tmp_path, byte_level(), chat_template=template)
-    with pytest.raises(TokenizerError, match="chat_template of tokenizer_config"):
+    with refused(TokenizerError, "chat_template"):
         Tokenizer.load(directory)
 
 
 def test_a_deep_file_is_refused(tmp_path):
     directory = write(tmp_path, byte_level())
     (directory / "tokenizer_config.json").write_text('{"a":' + "[" * 100_000)
-    with pytest.raises(TokenizerError, match="not valid JSON"):
+    with refused(TokenizerError):
         Tokenizer.load(directory)

@@ -1,6 +1,7 @@
 """Conversations as chat templates write them, with contents apart."""
 
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import TokenizerError
 from jaxrag.models.text.chat import render_template
@@ -60,10 +61,10 @@ def test_parts_are_what_the_template_writes(source, contents, as_read):
 
 @pytest.mark.parametrize("source", [ODD, TWICE])
 def test_a_template_that_changes_contents_is_refused(source):
-    with pytest.raises(TokenizerError, match=r"does not repeat messages\[0\]"):
+    with refused(TokenizerError, "0"):
         framed(Rendering(source), talk("abc"))
 
 
 def test_contents_with_marks_are_refused():
-    with pytest.raises(TokenizerError, match="private-use"):
+    with refused(TokenizerError):
         framed(Rendering(QWEN), talk("a \ue000"))

@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import RequestError
 from jaxrag.models.text.prompts import TEMPLATES, PromptTemplate
@@ -147,34 +148,34 @@ def test_a_sentence_longer_than_a_chunk_is_cut_a_needle_is_not(byte_tokenizer):
     long = a_case(0.5, filler=lambda: itertools.repeat("word " * 40 + "end."))
     fitted = frame.fit(long, 400)
     assert fitted.num_tokens == 400 and max(map(len, fitted.chunks)) <= 30
-    with pytest.raises(RequestError, match=r"chunks of 30 tokens: 'The number of the lantern"):
+    with refused(RequestError, "30"):
         frame.fit(a_case(0.5, needles=(NEEDLE * 3,)), 400)
 
 
 def test_a_length_without_room_is_refused_with_one_that_has(frame):
     case = a_case(0.5)
-    with pytest.raises(RequestError, match=r"length 30: .* take (\d+) tokens") as refused:
+    with refused(RequestError, "30") as told:
         frame.fit(case, 30)
-    least = int(str(refused.value).split("take ")[1].split()[0])
+    least = int(str(told.value).split("take ")[1].split()[0])
     assert frame.fit(case, least).num_tokens == least
-    with pytest.raises(RequestError, match=f"length {least - 1}:"):
+    with refused(RequestError, least - 1):
         frame.fit(case, least - 1)
 
 
 def test_filler_that_ends_is_refused(frame):
     case = a_case(0.5, filler=lambda: iter(["Only this."] * 9))
     assert frame.fit(case, 100).num_tokens == 100
-    with pytest.raises(RequestError, match=r"ends after \d+ tokens"):
+    with refused(RequestError):
         frame.fit(case, 1000)
 
 
 def test_unknown_words_are_refused(village_frame):
     case = a_case(0.5, filler=lambda: itertools.repeat("The job of Bada Baler is cook."))
-    with pytest.raises(RequestError, match="lacks 'Here', a word of the task; use the village"):
+    with refused(RequestError, "'Here'"):
         village_frame.fit(case, 200)
     known = dataclasses.replace(case, needles=("She plays the harp.",), lead="",
                                 question="Who is she?", expected=("harp",))  # fmt: skip
     assert village_frame.fit(known, 200).num_tokens == 200
     foreign = dataclasses.replace(known, filler=lambda: itertools.repeat("Rain fell."))
-    with pytest.raises(RequestError, match="'Rain'"):
+    with refused(RequestError, "'Rain'"):
         village_frame.fit(foreign, 200)

@@ -4,7 +4,9 @@ import dataclasses
 
 import numpy as np
 import pytest
+from refusal import refused
 
+from jaxrag.base.errors import ContextExceeded
 from jaxrag.engine.direct import map_request, prefill_observed, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.prefill import Prefill
@@ -149,6 +151,6 @@ def test_the_pool_has_its_pages_back(model, requests_under):
     bad = [dataclasses.replace(one, prompt=Prompt(one.prompt.prefix, one.prompt.chunks * 20,
                                                   one.prompt.final))
            for one in requests_under("dense")]  # fmt: skip
-    with pytest.raises(Exception, match="cache"):
+    with refused(ContextExceeded):
         asked(model, [[*requests_under("dense")[:1], *bad]])
     assert engine_of(model).call(free) == before
