@@ -345,10 +345,3 @@ def test_every_tenant_has_a_part_of_the_budget():
     bodies.release("a", 90)
     bodies.hold("b", 1)
     assert bodies.held == 26
-
-
-def test_one_body_fits_into_the_budget():
-    with refused(ConfigError, "max_bodies_bytes=10"):
-        ServerSettings(max_bodies_bytes=10)
-    with refused(ConfigError, "head_seconds=0"):
-        ServerSettings(head_seconds=0)

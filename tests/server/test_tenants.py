@@ -15,7 +15,6 @@ from jaxrag.base.errors import ChunkMissing, ConfigError
 from jaxrag.kv.store import ChunkStore
 from jaxrag.library.documents import Document
 from jaxrag.library.knowledge_base import KnowledgeBase
-from jaxrag.server.settings import ServerSettings
 from jaxrag.server.tenants import Tenants, bearer, check_host, folder_name
 
 KEYS = """
@@ -399,17 +398,3 @@ def test_a_header_of_a_trusted_proxy_takes_groups_away(running, served_model, tm
             headers = {"x-groups": "sales", **forged}
             answer = server.client.post(ask[0], json=ask[1], headers=headers)
             assert answer.status_code == 403 and "X-Groups from 127.0.0.1" in answer.text
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"groups_header": "X-Groups"}, ""),
-        ({"trusted_proxies": ("10.0.0.1",)}, ""),
-        ({"groups_header": "X-Groups", "trusted_proxies": ("proxy",)}, ""),
-        ({"groups_header": "a b", "trusted_proxies": ("10.0.0.1",)}, ""),
-    ],
-)
-def test_settings_of_a_proxy_that_cannot_be_meant(settings, message):
-    with refused(ConfigError, message):
-        ServerSettings(**settings)

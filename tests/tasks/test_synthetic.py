@@ -174,32 +174,6 @@ def test_the_shortcut_is_measured():
     assert 0.25 < rows["all"]["shortcut"] < 0.45  # far below what the task asks for
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"chunks": (3, 2)}, ""),
-        ({"chunks": (0, 2)}, ""),
-        ({"chunks": (2, 4), "places": 2}, ""),
-        ({"chunks": (4, 99)}, ""),
-        ({"relations": 1}, ""),
-        ({"relations": 9}, ""),
-        ({"relations": 7, "bridge": False}, ""),
-        ({"pairs": -0.1}, ""),
-        ({"plain": 2.0}, ""),
-        ({"values": 1}, ""),
-        ({"mix": {"hop3": 1.0}}, ""),
-        ({"mix": {"hop1": 0.0}}, ""),
-        ({"mix": {"hop1": -1.0}}, ""),
-        ({"headers": 1.5}, ""),
-        ({"questions": 0}, ""),
-        ({"split": "dev"}, ""),
-    ],
-)
-def test_impossible_settings_are_refused(settings, named):
-    with refused(ConfigError, named):
-        SyntheticTask(**settings)
-
-
 def test_a_kind_that_never_occurs_is_an_error():
     with refused(ConfigError):
         sample(SyntheticTask(chunks=(1, 1), mix={"latest": 1.0}), 0, 0)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from refusal import refused
 
-from jaxrag.base.errors import ConfigError, RequestError
+from jaxrag.base.errors import RequestError
 from jaxrag.kv.cache import PageAllocator
 from jaxrag.kv.cache import heat as of_heat
 
@@ -111,12 +111,6 @@ def test_names_are_forgotten_once_they_are_cold():
     assert heat.of(0) == of_heat.NEVER < heat.of(4999)
     coldest.check()
     assert coldest.first() == "resident"
-
-
-@pytest.mark.parametrize("half_life", [0, -1.0, float("nan"), float("inf")])
-def test_a_half_life_is_a_number_of_requests(half_life):
-    with refused(ConfigError, "0"):
-        PageAllocator(4, half_life)
 
 
 def test_the_check_sees_an_order_that_is_wrong():

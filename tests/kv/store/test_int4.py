@@ -97,15 +97,6 @@ def test_zeros_and_constants_come_back():
     assert (restored(kv) == kv).all()
 
 
-@pytest.mark.parametrize("where", [0, 1])
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_numbers_that_have_no_code_are_refused(where, value):
-    kv = np.ones((1, 2, 3, 1, 4), np.float32)
-    kv[0, where, 2, 0, 3] = value
-    with refused(StoreError, "int4"):
-        pack(kv)
-
-
 def test_keys_too_far_apart_are_refused():
     kv = np.ones((1, 2, 2, 1, 2), np.float32)
     kv[0, 0, :, 0, 0] = [3e38, -3e38]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from refusal import refused
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from jaxrag.base.errors import ConfigError, DocumentError
+from jaxrag.base.errors import DocumentError
 from jaxrag.library.documents.chunking import Chunking, Spans, split
 from jaxrag.models.text.tokenizer import Tokenizer
 
@@ -129,17 +129,6 @@ def test_tokens_that_span_two_characters_are_not_cut_between():
 def test_text_without_tokens_is_refused(tokenizer):
     with refused(DocumentError):
         split("", tokenizer, Chunking(8, 0))
-
-
-@pytest.mark.parametrize(("size", "overlap"), [(0, 0), (8, 8), (8, 9), (8, -1)])
-def test_sizes_that_cannot_advance_are_refused(size, overlap):
-    with refused(ConfigError):
-        Chunking(size, overlap)
-
-
-def test_unknown_way_to_cut_is_refused():
-    with refused(ConfigError, "'page'"):
-        Chunking(8, 0, "page")
 
 
 def texts(chunks):

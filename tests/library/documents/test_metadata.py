@@ -148,11 +148,6 @@ def test_front_matter_that_cannot_be_read_is_named(tmp_path, read, head, reason)
     assert reason in bad[0].reason
 
 
-def test_broken_toml_is_named():
-    with refused(DocumentError):
-        front_matter("+++\nyear = \n+++\ntext")
-
-
 def test_pages_tell_of_themselves(tmp_path, read):
     (tmp_path / "a.html").write_text(
         '<html lang="de"><head><title>Salz</title><meta charset="utf-8">'
@@ -173,14 +168,6 @@ def test_a_page_gives_only_so_many_names(tmp_path, read):
     [page] = read(tmp_path)[0]
     assert len(page.metadata) == 64
     assert json.dumps(page.metadata)
-
-
-@pytest.mark.parametrize(
-    "groups", [None, "sales", [], ["a b"], [""], ["é"], [1], ["x" * 65], ["a"] * 33, {"a": 1}]
-)
-def test_groups_are_a_list_of_names(groups):
-    with refused(DocumentError, "1"):
-        Document("a", "amber", metadata={"groups": groups})
 
 
 def test_groups_of_files(tmp_path, read):

@@ -239,21 +239,6 @@ def test_a_file_that_takes_too_long_is_left_out_alone(many):
     )
 
 
-@pytest.mark.parametrize(
-    "limits",
-    [
-        {"parse_seconds": 0},
-        {"parse_seconds": float("nan")},
-        {"parse_seconds": float("inf")},
-        {"parse_bytes": 1},
-    ],
-    ids=repr,
-)
-def test_limits_that_no_file_keeps_are_refused(tmp_path, limits):
-    with refused(DocumentError, next(iter(limits))):
-        read_paths([tmp_path], **limits)
-
-
 def test_the_process_waits_for_neither_jax_nor_a_tokenizer():
     program = (
         "import sys, jaxrag.library.documents.parser_process; "

@@ -134,21 +134,6 @@ def test_missing_path_is_refused_before_anything_is_read(tmp_path):
         read_paths(str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("paths", "options", "why"),
-    [
-        (3, {}, "paths=3"),
-        ([3], {}, "paths[0]=3"),
-        ([b"a"], {}, "paths[0]=b"),
-        ([], {"parse_seconds": "9"}, "parse_seconds='9'"),
-        ([], {"parse_bytes": None}, "parse_bytes=None"),
-    ],
-)
-def test_what_is_no_list_of_paths(paths, options, why):
-    with refused(DocumentError, why):
-        read_paths(paths, **options)
-
-
 def test_a_document_is_printed_on_one_short_line():
     document = Document("a.txt", "word\n" * 10_000)
     assert repr(document) == f"<Document 'a.txt', 50000 characters: {'word\n' * 12 + '…'!r}>"

@@ -3,10 +3,8 @@
 import json
 
 import pytest
-from refusal import refused
 
-from jaxrag.base.errors import DocumentError
-from jaxrag.library.documents import files, read_paths, records
+from jaxrag.library.documents import files, records
 
 
 def test_json_holds_a_list_an_object_or_documents(tmp_path, read):
@@ -183,9 +181,3 @@ def test_byte_order_mark_is_stronger_than_the_named_encoding(tmp_path, read):
     good, bad = read(tmp_path, encoding="gb18030")
     assert bad == []
     assert [d.text for d in good] == ["盐井", "盐井"]
-
-
-@pytest.mark.parametrize("encoding", ["klingon", "base64", "rot13", "undefined", "", "a\0b"])
-def test_encoding_that_is_none_is_refused_before_anything_is_read(tmp_path, encoding):
-    with refused(DocumentError):
-        read_paths([tmp_path], encoding=encoding)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from refusal import refused
 
-from jaxrag.base.errors import ConfigError, DocumentError
+from jaxrag.base.errors import DocumentError
 from jaxrag.library.documents.chunking import Chunking, split
 from jaxrag.library.documents.stacks import STACKS, stack_blocks, stack_named
 from jaxrag.models.text.passage_rules import passage_rules
@@ -93,21 +93,3 @@ def test_a_file_is_pasted_whole(word_tokenizer):
 def test_what_is_too_short_to_be_read_from_kv_is_left_out(word_tokenizer):
     with refused(DocumentError):
         split("Otters eat fish.", word_tokenizer, Chunking(512, 10, "langchain"))
-
-
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("dify", "'dify'"),
-        ("langchain:a", "'langchain:a'"),
-        ("langchain:1:2:3", "'langchain:1:2:3'"),
-        ("langchain:0:0", ""),
-        ("langchain:10:10", "0"),
-    ],
-)
-def test_stacks_that_are_none_are_refused(name, why):
-    with refused(ConfigError, why):
-        stack_named(name)
-    if name != "dify":
-        with refused(ConfigError, why):
-            Chunking(512, 10, name)

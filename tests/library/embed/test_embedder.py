@@ -151,28 +151,6 @@ def test_the_identity_of_a_function():
             as_embedder(nameless)
 
 
-def test_something_that_is_no_embedder():
-    with refused(ConfigError):
-        as_embedder(7)
-
-
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (lambda texts: [1.0, 2.0], "returned [2]: expected [1, E]"),
-        (lambda texts: [[1.0]] * (len(texts) + 1), "returned [2, 1]: expected [1, E]"),
-        (lambda texts: [[] for _ in texts], "returned [1, 0]"),
-        (lambda texts: [["one"] for _ in texts], "returned list: expected numbers"),
-        (lambda texts: None, "returned []"),
-        (lambda texts: [[float("nan")] for _ in texts], "text 0 that is not finite"),
-        (lambda texts: [[1.0], [1.0, 2.0]], "returned list"),
-    ],
-)
-def test_a_function_that_returns_no_vectors(function, message):
-    with refused(EmbedderError, message):
-        as_embedder(function, name="bad")
-
-
 def test_a_function_that_changes_its_mind():
     found = as_embedder(lambda texts: [[1.0] * len(texts)] * len(texts), name="bad")
     with refused(EmbedderError, "2"):

@@ -212,20 +212,6 @@ def test_filters_of_the_most_values_are_searched(connection, where, found):
 
 
 @pytest.mark.parametrize(
-    "where",
-    [
-        {"a": list(range(MAX_VALUES + 1))},
-        {f"f{n}": n for n in range(MAX_VALUES + 1)},
-        {"$or": [{"a": n} for n in range(MAX_VALUES)], "b": 1},
-    ],
-    ids=["values", "fields", "joined"],
-)
-def test_filters_of_more_values_are_refused(where):
-    with refused(RequestError, MAX_VALUES + 1):
-        Filter.parse(where)
-
-
-@pytest.mark.parametrize(
     ("where", "why"),
     [
         ({"$or": [{"lang": "en"}, {"year": 2020}]}, False),

@@ -14,7 +14,7 @@ import pytest
 import tokenizers
 from refusal import refused
 
-from jaxrag.base.errors import ConfigError, RequestError
+from jaxrag.base.errors import RequestError
 from jaxrag.cli import main
 from jaxrag.kv.store import MemoryStore, Provenance, chunk_key, content_id, context_id
 from jaxrag.measure.bench import serve
@@ -301,23 +301,6 @@ def test_arms_are_settings():
     assert some.resolved.recompute_ratio == 0.3
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("statical", "'statical': expected one of static, static_full"),
-        ("static;static", "each once"),
-        ("", "expected some of"),
-        ("static:engine.threads=3", "unknown key 'threads'"),
-        ("static:link=-1", "link=-1.0: expected bytes a second"),
-        ("full:recompute_ratio=0.3", "computes the whole prompt"),
-        ("inline:method=turbo", "method 'turbo': expected one of"),
-    ],
-)
-def test_arms_that_are_none_are_refused(text, message):
-    with pytest.raises((ConfigError, RequestError), match=message):
-        arms_of(text)
-
-
 # Whole runs
 
 
@@ -407,37 +390,6 @@ def test_the_program_writes_what_it_measured(model_dir, tmp_path, capsys):
         assert file.read() == markdown(result)
     with open(picture, encoding="utf-8") as file:
         assert "<svg" in file.read()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"rates": (0.0,)}, "0"),
-        ({"rates": (1.0, 1.0)}, ""),
-        ({"rates": (math.inf,), "highest_rate": True}, ""),
-        ({"rows": 0}, "rows=0"),
-        ({"peer": "http://x", "peer_python": "y"}, ""),
-        ({"folder": "nowhere"}, ""),
-    ],
-)
-def test_bad_options_are_refused(change, message):
-    with refused(RequestError, message):
-        dataclasses.replace(ServeOptions(), **change)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"requests": 0}, "requests=0"),
-        ({"documents": 3}, "chunks=4"),
-        ({"neighbours": 160}, "0"),
-        ({"answers": (4, 0)}, "1"),
-        ({"focus": 1.5}, "0"),
-    ],
-)
-def test_bad_traffic_is_refused(change, message):
-    with refused(RequestError, message):
-        dataclasses.replace(Traffic(), **change)
 
 
 def test_rates_and_links_are_read():

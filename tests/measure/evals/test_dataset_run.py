@@ -211,18 +211,6 @@ def test_a_knowledge_base_keeps_the_kv_of_documents(options, result, folder, tex
     assert all(line["methods"]["turborag"]["counts"]["encoded"] == 0 for line in lines.values())
 
 
-def test_bad_options():
-    for change, said in (
-        ({"data": ()}, "--data FILE"),
-        ({"methods": ("a", "a")}, "--method a"),
-        ({"number": 0}, "--num 0"),
-        ({"model": None}, "--model"),
-        ({"server": "http://x"}, "--server http"),
-    ):
-        with refused(RequestError, said):
-            DatasetOptions(**{"name": "rgb_en", "data": ("x",), "model": "m", **change})
-
-
 def test_unknown_names_are_refused_before_anything_is_read(options):
     metric = dataclasses.replace(options, metrics=("bleu",), model="nowhere")
     with refused(RequestError, "--metric bleu"):

@@ -240,19 +240,6 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
     assert "\n" not in str(told.value)
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"held_out_share": 1.0}, "--held-out-share 1"),
-        ({"passages": 0}, "--num-questions 0"),
-        ({"batch_size": 0}, "--batch-size 0"),
-    ],
-)
-def test_options_out_of_range(options, match):
-    with refused(RequestError, match):
-        RowsOptions(**options)
-
-
 def test_files_that_are_none_of_ours(tmp_path):
     path = tmp_path / "rows.jsonl"
     with refused(RequestError), RowFiles.open(path, path):

@@ -5,9 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from refusal import refused
 
-from jaxrag.base.errors import RequestError
 from jaxrag.measure.evals import synthetic as accuracy
 from jaxrag.measure.evals.options import ModelRead, SyntheticOptions
 from jaxrag.measure.evals.scoring import READS, draw
@@ -118,26 +116,3 @@ def test_a_loss_that_is_none_has_no_recovery(verdicts):
     result = run(options, progress=False)
     assert {row["read"]: row["recovery"] for row in result["recovery"]}["block"] is None
     assert "undefined" in page(tables(result))
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"models": {}}, ""),
-        ({"models": {"a b": "x"}}, "'a b'"),
-        ({"models": {"a:b": "x"}}, "'a:b'"),
-        ({"reads": ("full", "sideways")}, ""),
-        ({"reads": ()}, "--read"),
-        ({"reads": ("full", "full")}, ""),
-        ({"questions": 0}, "--num-questions 0"),
-        ({"answer": 4001}, "--generate 4001"),
-        ({"answer": -1}, "--generate -1"),
-        ({"baseline": "other"}, "--baseline other"),
-        ({"compare": ((ModelRead("raw", "block"), ModelRead("other", "full")),)}, ""),
-        ({"reads": ("full",), "compare": ((ModelRead("raw", "full"), ModelRead("raw", "block")),)},
-         ""),
-    ],
-)  # fmt: skip
-def test_impossible_options_are_refused(changes, named):
-    with refused(RequestError, named):
-        SyntheticOptions(**{"models": MODELS, **changes})

@@ -6,10 +6,8 @@ import math
 from pathlib import Path
 
 import pytest
-from refusal import refused
 
 from jaxrag.base.config import config_from_dict
-from jaxrag.base.errors import ConfigError
 from jaxrag.base.tables import read_toml
 from jaxrag.measure.plan import formulas
 from jaxrag.measure.plan.settings import (
@@ -145,29 +143,3 @@ def test_the_plans_that_come_along(name):
     for method in settings.methods:
         found = formulas.plan_method(method, settings, config)
         assert found.engines >= 1 and found.first_token > 0
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ("corpus.chunks=0", "chunks=0"),
-        ("queries.k=99999999999", ""),
-        ("queries.rate=-1", "rate=-1"),
-        ("engine.utilisation=1.5", "1"),
-        ("engine.flops=inf", "flops=inf"),
-        ("stored='int3'", "int8"),
-        ("methods=['turbo']", "'turbo'"),
-        ("methods=[]", ""),
-        ("tiers=[{name='disk', bandwidth=1e9, bytes=1e9}]", "'bytes'"),
-        ("corpus.chunk=3", "'chunk'"),
-        ("model='configs/models/none.toml'", ""),
-    ],
-)
-def test_settings_that_mean_nothing_are_refused(change, words):
-    with refused(ConfigError, words):
-        load_plan("qwen2.5-0.5b-on-two-cores", [change])
-
-
-def test_a_plan_that_is_none_is_refused():
-    with refused(ConfigError):
-        load_plan("nowhere")

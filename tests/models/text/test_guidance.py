@@ -11,7 +11,7 @@ import pytest
 from refusal import refused
 
 from jaxrag.base.errors import EngineError, RequestError
-from jaxrag.base.guide import MOST_GUIDE, Guide
+from jaxrag.base.guide import Guide
 from jaxrag.models.text.guidance import Grammar
 from jaxrag.models.text.tokenizer import Tokenizer
 
@@ -149,13 +149,6 @@ def test_what_no_answer_can_be_is_refused_in_one_line(grammar_of, kind, text, wo
     with refused(RequestError, words) as caught:
         grammar_of(kind, text)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
-
-
-def test_what_cannot_be_read_is_refused_before():
-    with refused(RequestError, "json_schema"):
-        Guide("lark", "start: a")
-    with refused(RequestError, MOST_GUIDE):
-        Guide("regex", "a" * (MOST_GUIDE + 1))
 
 
 def test_a_model_without_an_end_is_refused(grammar_of):

@@ -4,10 +4,8 @@ import random
 import textwrap
 
 import pytest
-from refusal import refused
 
-from jaxrag.base.errors import ConfigError
-from jaxrag.models.text.passage_rules import PassageRules, passage_rules
+from jaxrag.models.text.passage_rules import passage_rules
 from jaxrag.models.text.passages import MOST_CHARACTERS, MOST_LINES, cut, passage_blocks
 
 RULES = passage_rules("common")
@@ -275,23 +273,3 @@ def test_a_text_beyond_the_bounds_is_no_block(body):
     text = f"<source>{body}</source>"
     [piece] = cut(text, RULES)
     assert (piece.start, piece.end, piece.block) == (0, len(text), False)
-
-
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"walls": {"a": "("}}, "'a'"),
-        ({"least": 0}, "least=0"),
-        ({"reach": 5000}, "reach=5000"),
-        ({"worth": 0}, "worth=0"),
-    ],
-)
-def test_rules_that_cut_nothing_are_refused(changes, why):
-    values = {"certain": {}, "walls": {}, "least": 64, "whole": 4800, "reach": 512} | changes
-    with refused(ConfigError, why):
-        PassageRules(**{"apart": 200, "worth": 1024} | values)
-
-
-def test_unknown_rules_are_named():
-    with refused(ConfigError, "'none'"):
-        passage_rules("none")

@@ -232,26 +232,6 @@ def test_a_chat_template_that_leaves_out_what_was_said_is_refused(load_with):
         template.conversation(last, ["Who?", "Why?"])
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"chunk": "no text"}, ""),
-        ({"chunk": "{text}{text}"}, ""),
-        ({"chunk": "{text}{question}"}, ""),
-        ({"final": "no question"}, ""),
-        ({"final": "{question} {title}"}, ""),
-        ({"prefix": "{question}"}, ""),
-        ({"final": "{history}\n{question}"}, ""),
-        ({"prefix": "{date}"}, ""),
-        ({"chunk_order": "random"}, "best_first"),
-    ],
-)
-def test_a_template_that_would_lose_something_is_refused(changes, words):
-    values = {"name": "t", "prefix": "", "chunk": "{text}", "final": "{question}"}
-    with refused(ConfigError, words):
-        PromptTemplate(**{**values, **changes})
-
-
 def test_braces_that_are_no_placeholder_are_text(tokenizer):
     template = PromptTemplate("t", "{}", '{"a": {text}}', "{0} {question}")
     assert shown(tokenizer, template.chunk_ids(tokenizer, tokenizer.encode("x"))) == '{"a": x}'
@@ -342,9 +322,3 @@ def test_retrieved_chunks_are_arranged(order, places):
     template = PromptTemplate("t", "", "{text}", "{question}", chunk_order=order)
     assert template.arrange(FOUND) == [FOUND[i] for i in places]
     assert template.arrange([]) == []
-
-
-@pytest.mark.parametrize("name", ["turborga", "missing.toml", ""])
-def test_an_unknown_template_is_refused(name):
-    with pytest.raises(ConfigError, match=name or "expected one of turborag"):
-        template_named(name)

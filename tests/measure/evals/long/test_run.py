@@ -276,39 +276,6 @@ def test_prompts_can_be_trained_on(monkeypatch, village_model):
     assert len(asked) == 4 and {split_of(*name) for name in asked} == {"train"}
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"flavour": "city"}, "--flavour city"),
-        ({"answers": 0}, "--answers 0"),
-        ({"answers": 17}, "--answers 17"),
-        ({"tasks": ("niah",)}, "--tasks niah"),
-        ({"lengths": ()}, "--contexts"),
-        ({"lengths": (5, 5)}, "--contexts 5"),
-        ({"lengths": (0,)}, "--contexts 0"),
-        ({"depths": (0.5, 1.01)}, "--depths 1"),
-        ({"depths": (float("nan"),)}, "--depths nan"),
-        ({"depths": ()}, "--depths"),
-        ({"questions": 0}, "--num-questions 0"),
-        ({"batch_size": 0}, "--batch-size 0"),
-        ({"chunk_tokens": 0}, "--chunk-tokens 0"),
-        ({"max_new_tokens": 0}, "--max-new-tokens 0"),
-        ({"split": "dev"}, "--split dev"),
-        ({"filler": ("x.txt",)}, "--filler x"),
-        ({"methods": ()}, "--methods"),
-        ({"methods": ("turborag", "turborag")}, ""),
-        ({"methods": ("turbo",)}, "'turbo'"),
-        ({"host_values": True}, "--host-values"),
-        ({"decode": ("topn:n=0",)}, "n=0"),
-        ({"decode": ("a=dense", "a=topn")}, "full_attention"),
-        ({"decode": ("dense", "dense")}, "full_attention"),
-    ],
-)
-def test_impossible_options_are_refused(changes, named):
-    with refused(RequestError, named):
-        dataclasses.replace(NEEDLE, **changes)
-
-
 def test_a_length_beyond_the_context_is_refused_before_any_prompt(village_frame):
     options = dataclasses.replace(NEEDLE, lengths=(100, 1020))
     with refused(RequestError, "--contexts 1020"):
