@@ -48,7 +48,7 @@ def started(tmp_path, name, *arguments):
         "SLURM_JOB_ID": "1",
     }
     subprocess.run(
-        ["bash", CLUSTER / name, *arguments], cwd=tmp_path, env=environment, check=True, timeout=60
+        ["bash", CLUSTER / name, *arguments], cwd=tmp_path, env=environment, check=True, timeout=600
     )
     lines = commands.read_text().splitlines()
     return [make_parser().parse_args(shlex.split(line)) for line in lines]

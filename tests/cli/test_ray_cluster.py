@@ -165,7 +165,7 @@ def test_slurm_starts_ray_on_every_node_and_the_server_again(tmp_path):
         "bin/hostname": "echo node7",
         "bin/sleep": ":",
         ".venv/bin/ray": 'printf "ray %s\\n" "$*" >>"$LOG"; echo "$RAY_AUTH_TOKEN" >>"$LOG.token"',
-        ".venv/bin/jaxrag": 'printf "%q " "$@" >>"$LOG"; echo >>"$LOG"\n'
+        ".venv/bin/jaxrag": 'echo "$(printf "%q " "$@")" >>"$LOG"\n'
         'until grep -q -- --block "$LOG"; do :; done; [ "$(grep -c ^serve "$LOG")" -ge 2 ]',
     }
     for path, text in programs.items():
@@ -178,7 +178,7 @@ def test_slurm_starts_ray_on_every_node_and_the_server_again(tmp_path):
         "SLURM_NNODES": "3",
     }
     command = ["bash", str(CLUSTER / "replicas.slurm"), "a kb", "--replicas", "16"]
-    subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=60)
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=600)
     lines = log.read_text().splitlines()
     assert lines.count("ray start --head --node-ip-address node7 --port 6379") == 1
     assert lines.count("ray start --address node7:6379 --block") == 1
