@@ -67,6 +67,12 @@ def led(state: "ServerState", address: tuple[str, int]) -> Iterator[None]:
 
     from jaxrag.engine.ranks import Leader, meet
 
+    if state.settings.plain_store_bytes:
+        raise ConfigError(
+            f"--plain-store-bytes {state.settings.plain_store_bytes} with --distributed: what "
+            "several processes keep of passages is in memory only; leave it out"
+        )
+
     def lost(why: str) -> None:
         print(f"jaxrag: error: {printable(why)}", file=sys.stderr, flush=True)
         os._exit(1)

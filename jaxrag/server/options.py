@@ -46,8 +46,8 @@ class ServerOptions:
       plain_gate: file of a gate over recorded requests that was passed; ``method``, where none is
         named, is the gate's at the gate's ratio.
       passage_rules: how passages are found; a name of configs/passages, or a TOML file.
-      plain_store_bytes: of KV of passages that came twice, in the data folder, all tenants
-        together; 0: it is in memory only.
+      plain_store_bytes: of KV of passages in the data folder, all tenants together; 0: it is in
+        memory.
       max_new_tokens: bound of an answer whose request names none, or less where the context ends.
       rows: answers that are decoded together.
       allow_history_dependent: requests may use what depends on what the pool held before:
@@ -102,7 +102,7 @@ class ServerOptions:
         Ask.passage_rules, "how passages are found, or a .toml file", "NAME"
     )
     plain_store_bytes: int = option(
-        0, "of KV of passages that came twice, in the data folder; 0: none", "BYTES",
+        0, "of KV of passages in the data folder, for all tenants; 0: it is in memory", "BYTES",
         parse=parse_bytes,
     )  # fmt: skip
     max_new_tokens: int = option(256, "of an answer", "N", parse=parse_count)

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxrag.base.errors import StoreError
+from jaxrag.kv.store import Provenance
 from jaxrag.models.model import load_model
 from jaxrag.models.reading import Reading, write_reading
 from jaxrag.server.state.memory import PLAIN
@@ -86,11 +88,6 @@ def said(answer):
     return json.dumps(answer["choices"])
 
 
-def settle(serving):
-    """What was seen twice is on disk."""
-    serving.state.memory._writes.submit(lambda: None).result()
-
-
 def seen_how(answer):
     return {it["how"] for it in answer["jaxrag"]["plain"]}
 
@@ -108,7 +105,6 @@ def run_histories(serve, seeds):
         serving.state.engine.forget()  # the pool and the arena
         for body, _ in requests:
             told["evicted"].append(said(ask(serving, body)))
-        settle(serving)
     with serve(plain_store_bytes=0) as serving:
         for body, _ in requests:
             told["restarted"].append(said(ask(serving, body)))
@@ -139,7 +135,6 @@ def test_a_tenant_forgets_all_that_is_kept(serve, tmp_path):
     with serve() as serving:
         first = ask(serving, body)
         ask(serving, body)
-        settle(serving)
         assert any(it.is_file() for it in folder.rglob("c/**/*"))
         blocks = len(first["jaxrag"]["plain"])
         gone = serving.client.delete("/v1/plain").raise_for_status().json()
@@ -152,6 +147,37 @@ def test_a_tenant_forgets_all_that_is_kept(serve, tmp_path):
         assert serving.client.delete("/v1/plain").json()["passages"] == blocks
     with serve() as serving:
         assert seen_how(ask(serving, body)) == {"first sight"}
+
+
+def test_what_comes_after_a_tenant_has_forgotten_is_not_kept(serve, tmp_path):
+    """As of a request that is answered meanwhile."""
+    body, _ = request_of(1)
+    with serve() as serving:
+        ask(serving, body)
+        store = serving.state.memory.store("")
+        record = next(store.records())
+        made = Provenance(record.encoder, record.content_id, record.context_id)
+        kv = store.get(record.key)
+        serving.client.delete("/v1/plain").raise_for_status()
+        with pytest.raises(StoreError, match="has all forgotten"):
+            store.put(record.key, kv, record=made, replace=True)
+        assert not any(it.is_file() for it in (tmp_path / "data" / PLAIN).rglob("c/**/*"))
+
+
+def test_passages_on_disk_have_a_bound(serve, tmp_path):
+    """Each by itself fits, all together do not; the answers are those of the first time."""
+    requests = [request_of(seed)[0] for seed in range(4)]
+    with serve() as serving:
+        told = [said(ask(serving, body)) for body in requests]
+        most = max(it.nbytes for it in serving.state.memory.store("").records())
+        serving.client.delete("/v1/plain").raise_for_status()
+    bound = 3 * most
+    with serve(plain_store_bytes=bound) as serving:
+        for body, wanted in zip(requests * 2, told * 2, strict=True):
+            assert said(ask(serving, body)) == wanted
+            serving.state.engine.forget()
+            held = sum(it.nbytes for it in serving.state.memory.store("").records())
+            assert 0 < held <= bound
 
 
 def run_tenants(serve, tmp_path, count):
@@ -193,11 +219,11 @@ def test_a_tenant_finds_none_of_1000_texts_of_another(serve, tmp_path):
 
 
 KILLED = """
-import sys, os, signal, threading, time
+import sys, os, signal, threading
+from jaxrag.kv.store import MemoryStore, Provenance
 from jaxrag.models.model import load_model
 from jaxrag.server.settings import ServerSettings
 from jaxrag.server.state.state import make_state
-from jaxrag.engine.mapping import plan_request
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.conversation import conversation_of
 from jaxrag.serve.questions import prepare, resolve
@@ -208,16 +234,16 @@ settings = ServerSettings(plain="passages", passage_rules=rules, data=data,
 model = load_model(folder, cache_tokens=8192)
 state = make_state(settings, model)
 store = state.memory.store("")
+here = MemoryStore(store.fingerprint, store.layout)
 ask = Ask(method="turborag", plain="passages", passage_rules=rules, max_new_tokens=1)
 talk = conversation_of(json.loads(body)["messages"], wire=True)
-request = prepare(resolve(ask, model=model, store=store), talk).request
-from jaxrag.engine.direct import map_request, unmap
-unmap(state.engine.runner, map_request(state.engine.runner, request, 1))
-keys = [load.key for load in plan_request(model, request, 0).loads.values()]
+list(state.engine.iterate([prepare(resolve(ask, model=model, store=here), talk).request]))
+made = {it.key: Provenance(it.encoder, it.content_id, it.context_id) for it in here.records()}
 print("made", flush=True)
 threading.Timer(float(after), os.kill, (os.getpid(), signal.SIGKILL)).start()
-state.memory.sighted("", keys)
-time.sleep(60)
+while made:
+    for key, record in made.items():
+        store.put(key, here.get(key), record=record, replace=True)
 """
 
 
@@ -238,5 +264,5 @@ def test_a_kill_while_passages_are_written_loses_time_only(
         assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, "made\n"), ended.stderr
         with serve() as serving:
             assert said(ask(serving, body)) == wanted
-            report = serving.state.memory.store("").disk.verify()
+            report = serving.state.memory.store("").inner.verify()
             assert (report.corrupt, report.missing) == ((), ())

@@ -74,10 +74,6 @@ class MemoryStore(KVStore):
         with self._lock:
             return iter([self._peek(key).record for key in sorted(self._chunks)])
 
-    def holds(self, record: Record) -> bool:
-        """Whether it is here what the record says, neither replaced nor dropped."""
-        return self._held(record) is not None
-
     def stats(self) -> Stats:
         """What is stored at this moment."""
         return Stats.of(self.records())

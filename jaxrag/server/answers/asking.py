@@ -101,7 +101,6 @@ def make_ready(
         loads = list(plan_request(state.model, request, 0).loads.values())
         bases = [it for name, it in state.knowledge_bases.items() if access.may_read(name)]
         bring_ingested(state.model, state.memory.store(access.tenant), bases, loads)
-        state.memory.sighted(access.tenant, [load.key for load in loads])
     room = state.model.config.max_positions - request.prompt.num_tokens
     request = dataclasses.replace(
         request,

@@ -1,23 +1,60 @@
-"""KV of what tenants bring with their requests: in memory, and on disk what came twice."""
+"""KV of what tenants bring with their requests: in memory, or in their folders on disk."""
 
 import json
 import secrets
 import shutil
 import threading
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from jaxrag.base.errors import ConfigError
+from numpy.typing import NDArray
+
+from jaxrag.base.errors import ConfigError, StoreError
 from jaxrag.kv.store import ChunkStore, KVStore, MemoryStore
+from jaxrag.kv.store.base import Aux
 from jaxrag.kv.store.keys import derive
-from jaxrag.kv.store.second_sight import SecondSight
+from jaxrag.kv.store.record import AuxArray, Provenance
+from jaxrag.kv.store.wrapper import StoreWrapper
+from jaxrag.kv.store.writer import PutResult
 from jaxrag.models.model import Model
 from jaxrag.server.durable import make_folder, write_durably
 from jaxrag.server.tenants import Tenants, folder_name
 
 PLAIN = "plain"  # in the data folder
 _CURRENT = "current.json"
+
+
+class TenantStore(StoreWrapper):
+    """A tenant's store on disk, which takes nothing any more once it is closed."""
+
+    inner: ChunkStore
+
+    def __init__(self, inner: ChunkStore) -> None:
+        """Over a store that is open for writing."""
+        super().__init__(inner)
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def close(self) -> None:
+        """Let go of files; when this returns nothing is being written, nor will be."""
+        with self._lock:
+            self._closed = True
+        self.inner.close()
+
+    def _put(
+        self,
+        key: str,
+        kv: NDArray[Any],
+        record: Provenance,
+        aux: Aux,
+        described: Mapping[str, AuxArray],
+        replace: bool,
+    ) -> PutResult:
+        with self._lock:
+            if self._closed:
+                raise StoreError(f"chunk {key}: the tenant has all forgotten meanwhile")
+            return super()._put(key, kv, record, aux, described, replace)
 
 
 class TenantMemory:
@@ -42,8 +79,8 @@ class TenantMemory:
           model: whose KV it is.
           tenants: who brings documents.
           max_bytes: in memory, for all tenants together; each gets an equal part.
-          folder: where KV that is asked for twice outlives the process; None: nowhere.
-          disk_bytes: there, likewise.
+          folder: where KV lies that is to outlive the process; None: it is in memory.
+          disk_bytes: there, likewise; what was read least leaves first.
         """
         count = len(tenants.names)
         self._model, self._tenants, self._folder = model, tenants, folder
@@ -51,7 +88,6 @@ class TenantMemory:
         self._stores: dict[str, KVStore] = {}
         self._eras: dict[str, str] = {}
         self._lock = threading.Lock()
-        self._writes = ThreadPoolExecutor(1, "jaxrag-second-sight")
 
     def store(self, tenant: str) -> KVStore:
         """The store of a tenant. Raises StoreError for a folder that cannot be used."""
@@ -60,14 +96,8 @@ class TenantMemory:
                 self._stores[tenant] = self._open(tenant)
             return self._stores[tenant]
 
-    def sighted(self, tenant: str, keys: Iterable[str]) -> None:
-        """The tenant asks for these chunks; what was here already is written to disk."""
-        store = self.store(tenant)
-        if isinstance(store, SecondSight):
-            store.sighted(keys)
-
     def forget(self, tenant: str) -> list[str]:
-        """Drop all of a tenant, here and on disk; the keys of what there was.
+        """Drop all of a tenant, in memory or on disk; the keys of what there was.
 
         What is being answered ends as it began. Raises StoreError where the disk fails.
         """
@@ -76,7 +106,7 @@ class TenantMemory:
         with self._lock:
             self._eras[tenant] = secrets.token_hex(8)
             del self._stores[tenant]
-            if isinstance(store, SecondSight):
+            if isinstance(store, TenantStore):
                 store.close()
                 self._begin(tenant, self._eras[tenant])
         return keys
@@ -84,9 +114,8 @@ class TenantMemory:
     def close(self) -> None:
         """Let go of files; what is to be written yet is not."""
         for store in self._stores.values():
-            if isinstance(store, SecondSight):
+            if isinstance(store, TenantStore):
                 store.close()
-        self._writes.shutdown()
 
     def _open(self, tenant: str) -> KVStore:
         folder = None if self._folder is None else self._folder / folder_name(tenant)
@@ -95,9 +124,9 @@ class TenantMemory:
         salt, layout = self._tenants.salt(tenant), self._model.kv_layout
         fingerprint = derive(self._model.fingerprint, salt=salt + self._eras.get(tenant, ""))
         positions = self._model.config.max_positions
-        memory = MemoryStore(fingerprint, layout, max_tokens=positions, max_bytes=self._max_bytes)
         if folder is None:
-            return memory
+            most = self._max_bytes
+            return MemoryStore(fingerprint, layout, max_tokens=positions, max_bytes=most)
         disk = ChunkStore.open(
             folder / self._eras[tenant],
             fingerprint,
@@ -105,9 +134,10 @@ class TenantMemory:
             mode="rw",
             max_tokens=positions,
             max_bytes=self._disk_bytes,
+            durable=False,  # what a power cut takes is encoded again
             secret=self._tenants.seal_secret(tenant),
         )
-        return SecondSight(memory, disk, self._writes)
+        return TenantStore(disk)
 
     def _era(self, folder: Path) -> str | None:
         """That of a tenant's folder; None where it holds none of this model."""

@@ -1,7 +1,6 @@
 """Chunks of odd sizes with arbitrary bits, and both kinds of store to put them in."""
 
 import dataclasses
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from jaxrag.kv.store import (
     context_id,
     fingerprint,
 )
-from jaxrag.kv.store.second_sight import SecondSight
 
 FINGERPRINT = fingerprint({"weights": "a model"})
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=5, dtype="bfloat16")
@@ -65,16 +63,8 @@ def open_store(tmp_path):
     return open_
 
 
-@pytest.fixture
-def threads():
-    with ThreadPoolExecutor(1) as pool:
-        yield pool
-
-
-@pytest.fixture(
-    params=["directory", "directory, default io", "memory", "s3", "tier", "second sight"]
-)
-def any_store(request, open_store, tmp_path, threads):
+@pytest.fixture(params=["directory", "directory, default io", "memory", "s3", "tier"])
+def any_store(request, open_store, tmp_path):
     """``any_store(layout=LAYOUT)``: an empty store of each kind."""
 
     def open_(layout=LAYOUT, **options):
@@ -88,11 +78,6 @@ def any_store(request, open_store, tmp_path, threads):
                 tmp_path / "near", FINGERPRINT, layout, mode="rw", durable=False, **options
             )
             return ReadThrough(open_store(layout=layout, **options), near)
-        if request.param == "second sight":
-            if layout.stored != "native":
-                pytest.skip("it keeps KV as it is: test_codes_are_refused")
-            memory = MemoryStore(FINGERPRINT, layout, **options)
-            return SecondSight(memory, open_store(layout=layout, **options), threads)
         io_mode = "default" if "default" in request.param else "memmap"
         return open_store(layout=layout, io_mode=io_mode, **options)
 
