@@ -24,19 +24,7 @@ _NAME = "model"
 
 
 class OwnServer(HttpPeer):
-    """A server of this package.
-
-    Attributes:
-      pid: of its process; None: not of this machine.
-    """
-
-    pid: int | None = None
-
-    def peak_bytes(self) -> int:
-        """The most memory that its process has held so far."""
-        status = Path(f"/proc/{self.pid}/status").read_text(encoding="utf-8")
-        [line] = [it for it in status.splitlines() if it.startswith("VmHWM:")]
-        return int(line.split()[1]) << 10
+    """A server of this package."""
 
     def body(self, asked: AskedRequest, salt: str) -> dict[str, Any]:
         """The request for exactly so many greedy tokens, streamed; chunks as documents."""
@@ -81,10 +69,8 @@ def own_server(
         f"[model]\npath = {json.dumps(str(folder / _NAME))}\ncache_tokens = {cache_tokens}\n"
         f"dtype = {json.dumps(model.config.dtype)}\n"
     )
-    with serving(settings, folder) as (url, pid):
-        server = OwnServer(url, {"name": "jaxrag serve, in a process of its own"})
-        server.pid = pid
-        yield server
+    with serving(settings, folder) as (url, _):
+        yield OwnServer(url, {"name": "jaxrag serve, in a process of its own"})
 
 
 @contextlib.contextmanager

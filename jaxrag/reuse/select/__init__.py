@@ -17,7 +17,7 @@ from jaxrag.reuse.select.base import Selection, SelectionBatch, SelectionInput, 
 from jaxrag.reuse.select.cache_craft import CacheCraft
 from jaxrag.reuse.select.extremes import AllTokens, NoTokens
 from jaxrag.reuse.select.first_k import FirstK
-from jaxrag.reuse.select.kv_deviation import KvDeviation, layer_deviations
+from jaxrag.reuse.select.kv_deviation import KvDeviation
 from jaxrag.reuse.select.query_guided import QueryGuided
 from jaxrag.reuse.select.random_tokens import RandomTokens
 
@@ -36,7 +36,6 @@ __all__ = [
     "Selector",
     "budget_of",
     "choose",
-    "layer_deviations",
     "selector_from",
 ]
 

@@ -21,9 +21,9 @@ from jaxrag.base.errors import RequestError
 from jaxrag.base.shapes import bucket
 from jaxrag.base.sharding import to_host
 from jaxrag.base.types import Array, HostArray, Step
-from jaxrag.kv.cache import PAGE, PagedCache, PagePool, PageTable, TableBuilder
+from jaxrag.kv.cache import PAGE, PagePool, PageTable, TableBuilder
 from jaxrag.models.attention import Attend, PackedAttend, PagedAttend
-from jaxrag.models.decoder import Decoder, forward, keys_and_values
+from jaxrag.models.decoder import Decoder, keys_and_values
 from jaxrag.models.flops import turborag_flops
 from jaxrag.models.model import Model
 from jaxrag.models.rope import place
@@ -203,21 +203,6 @@ def _kept(width: float, budget: int, available: int) -> int:
     return min(math.ceil(width * budget), available)
 
 
-def layer_deviations(
-    model: Model, cache: PagedCache, scene: SelectionInput
-) -> tuple[HostArray, HostArray]:
-    """Deviation of every chunk token in every layer, of K and of V: [L, C] float32 each.
-
-    The stored KV against one pass of full attention over all of the prompt before the final block
-    (FusionRAG equation 7); squared differences, summed over KV heads and dimensions.
-    """
-    batch = SelectionBatch(model, cache, [scene])
-    table, prompts = _whole(batch)
-    both = _layer_deviations(cache.pool, model.decoder(prompts.ids.shape[1]), table, prompts)
-    k, v = (np.stack([batch.gather(rows)[0] for rows in to_host(out)]) for out in both)
-    return k, v
-
-
 class _Where(struct.PyTreeNode):
     """Where the cached KV of tokens lies; int32 [B, T]."""
 
@@ -337,24 +322,6 @@ def _write(
 
     layers = first + jnp.arange(len(fresh[0]), dtype=jnp.int32)
     return lax.scan(layer, pool, (layers, *fresh))[0]
-
-
-@jax.jit
-def _layer_deviations(
-    pool: PagePool, decoder: Decoder, table: PageTable, prompts: _Prompts
-) -> tuple[Array, Array]:
-    """Deviation of K and of V [L, B, T] of prompts in their slots."""
-    params, config = decoder.params, decoder.config
-    packed = PackedAttend(config, decoder.rope, prefix_visible=True)
-    attend = Tap(packed, lambda q, k, v: (k, v))
-    _, _, fresh = forward(params, config, in_order(prompts.ids, prompts.segments), None, attend)
-
-    def of_layer(scanned: tuple[Array, tuple[Array, Array]]) -> tuple[Array, Array]:
-        layer, (k, v) = scanned
-        at = (decoder, pool, table.pages, prompts.where, {"k": k, "v": v}, layer)
-        return _deviation(*at, "k"), _deviation(*at, "v")
-
-    return lax.map(of_layer, (jnp.arange(config.num_layers), fresh))
 
 
 @functools.partial(jax.jit, static_argnames=("layers", "part"), donate_argnames=("pool",))
