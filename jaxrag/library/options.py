@@ -56,7 +56,7 @@ class KnowledgeBaseOptions:
     stored: str | None = option(
         None,
         "how KV is stored: in the model's dtype, int8 in half the bytes or less, int4 in three "
-        "tenths of bfloat16's, or int4 of half or a third of a chunk's tokens",
+        "tenths of bfloat16's, or int4 of half of a chunk's tokens",
         unset="native", choices=FORMATS,
     )  # fmt: skip
     salt: str | None = option(None, "of a tenant; other salts share no KV", "TEXT")

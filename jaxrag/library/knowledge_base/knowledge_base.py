@@ -126,8 +126,7 @@ class KnowledgeBase(Maintained):
           embedder: directory of an embedding model, or a function from texts to vectors; chunks
             then have vectors. An existing knowledge base without one gets it from now on; ``embed``
             makes the vectors of the chunks that are there.
-          index: kind of vector index, "lance" or "exact", which compares all vectors ("lance",
-            earlier also called "faiss").
+          index: kind of vector index, "lance" or "exact", which compares all vectors ("lance").
           attention_index: kind and settings of the indexes that long chunks are stored with, for
             the decode rule "retrieval": such as "lists" or "lists:exact_below=16384,reach=8192"
             (none). An existing knowledge base without them keeps them from now on; adding a

@@ -262,7 +262,7 @@ def check_settings(
             f"this {wanted.template.name!r}; leave the template out or ingest into another folder"
         )
     vectors, neighbours = settings["vectors"], settings["neighbours"] or {}
-    indexing = wanted.indexing_table  # older catalogs have no such setting
+    indexing = wanted.indexing_table
     index = None if wanted.index is None else kind_named(wanted.index)
     if not neighbours:
         neighbour_settings(wanted, wanted.embedder is not None or vectors is not None)
