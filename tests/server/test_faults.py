@@ -4,11 +4,9 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
-import json
 import random
 import resource
 import shutil
-import socket
 import threading
 import time
 
@@ -207,28 +205,6 @@ def test_a_pool_asked_for_ten_times_what_it_holds_answers_everybody(start, serve
         idle(server.state)
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])
-def test_idle_connections_keep_nobody_out(server, count):
-    host, port = server.url.removeprefix("http://").split(":")
-    silent = [socket.create_connection((host, int(port))) for _ in range(count)]
-    try:
-        for one in silent[::2]:
-            one.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n")  # and no more
-        assert text_of(server.post(CHAT, **BODY)) == "falcon"
-    finally:
-        for one in silent:
-            one.close()
-
-
-def test_a_body_of_100_mb_is_413_before_it_is_sent(server):
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=60) as one:
-        one.sendall(
-            f"POST {CHAT} HTTP/1.1\r\nHost: [::1]\r\nContent-Length: {100 << 20}\r\n\r\n".encode()
-        )
-        assert one.recv(1 << 12).startswith(b"HTTP/1.1 413 ")
-
-
 def test_a_body_without_an_end_is_413_and_is_not_kept(server):
     """No length is given; the sender may be cut off before it reads the answer."""
     refused = 'jaxrag_refused_total{reason="request_too_large"} '
@@ -247,31 +223,6 @@ def test_a_body_without_an_end_is_413_and_is_not_kept(server):
     assert grown < 3 * server.state.settings.max_body_bytes
     assert count() == before + 1
     assert text_of(server.post(CHAT, **BODY)) == "falcon"
-
-
-def test_a_flood_is_refused_with_a_time_to_come_back(start, served_model, village, held, idle):
-    """While nothing is served, no more wait than may; the others are told when to come again."""
-    with start(served_model, {"village": village}, max_waiting=4) as server:
-        text_of(server.post(CHAT, **BODY))
-        with concurrent.futures.ThreadPoolExecutor(40) as threads:
-            with held(server.state):
-                asked = [threads.submit(server.post, CHAT, **BODY) for _ in range(40)]
-                refused = 0
-                for done in concurrent.futures.as_completed(asked):
-                    refused += done.result().status_code == 429
-                    if refused == 36:
-                        break
-            answers = [it.result() for it in asked]
-        assert sorted(it.status_code for it in answers) == [200] * 4 + [429] * 36
-        for answer in answers:
-            if answer.status_code == 429:
-                assert 1 <= int(answer.headers["retry-after"]) <= 120
-                assert json.loads(answer.text)["error"]["code"] == "overloaded"
-            else:
-                assert text_of(answer) == "falcon"
-        told = server.client.get("/metrics").text
-        assert 'jaxrag_refused_total{reason="overloaded"} 36.0' in told
-        idle(server.state)
 
 
 def test_what_is_removed_and_swept_while_it_is_asked_about(

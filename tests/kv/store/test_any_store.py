@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from refusal import refused
 
-from jaxrag.base.errors import ChunkMissing, StoreError
+from jaxrag.base.errors import StoreError
 from jaxrag.kv.store import KVLayout
 
 SHAPES = [(1, 1, 1, 1), (2, 3, 1, 7), (5, 1, 33, 3), (3, 2, 130, 16)]  # L, K, T, H
@@ -47,17 +47,6 @@ def test_what_was_put_does_not_follow_the_callers_array(any_store, chunk):
     c.assert_equal(store.get(c.key))
 
 
-def test_get_many_assembles_in_the_order_asked_for(any_store, chunk):
-    store = any_store()
-    a, b, c = chunk(1, 3), chunk(2, 8), chunk(3, 1)
-    put(store, a, b, c)
-    got = store.get_many([c.key, a.key, b.key, a.key])
-    assert got.offsets == {c.key: (0, 1), a.key: (1, 3), b.key: (4, 8)}
-    assert list(got.offsets) == [c.key, a.key, b.key]
-    assert (got.missing, got.corrupt) == ((), ())
-    assert got.kv.tobytes() == np.concatenate([c.kv, a.kv, b.kv], axis=2).tobytes()
-
-
 @pytest.mark.parametrize("verify", ["always", "never"])
 def test_get_many_into_a_part_of_a_larger_buffer(any_store, chunk, layout, verify):
     store = any_store()
@@ -71,30 +60,6 @@ def test_get_many_into_a_part_of_a_larger_buffer(any_store, chunk, layout, verif
     assert pool[1:, :, 13:24].tobytes() == got.kv.tobytes()
     pool[1:, :, 13:24] = 7
     assert (pool == 7).all()  # nothing outside was touched
-
-
-def test_get_into_a_buffer_returns_the_part_it_filled(any_store, chunk, layout):
-    store = any_store()
-    c = chunk(1, 4)
-    put(store, c)
-    out = np.zeros(layout.shape(6), layout.numpy_dtype)
-    kv = store.get(c.key, out)
-    assert np.shares_memory(kv, out)
-    c.assert_equal(kv)
-
-
-def test_a_missing_chunk_is_raised_or_skipped(any_store, chunk):
-    store = any_store()
-    a, absent, b = chunk(1, 3), chunk(2), chunk(3, 4)
-    put(store, a, b)
-    with refused(ChunkMissing, absent.key):
-        store.get(absent.key)
-    with refused(ChunkMissing, absent.key):
-        store.get_many([a.key, absent.key, b.key])
-    got = store.get_many([a.key, absent.key, b.key], on_missing="skip")
-    assert got.missing == (absent.key,)
-    assert got.offsets == {a.key: (0, 3), b.key: (3, 4)}
-    assert got.kv.tobytes() == np.concatenate([a.kv, b.kv], axis=2).tobytes()
 
 
 def test_nothing_found_is_an_empty_buffer(any_store, chunk, layout):

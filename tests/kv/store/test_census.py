@@ -85,19 +85,6 @@ def test_a_collection_passes_over_what_is_named_and_as_it_was(open_store, chunk,
     assert counted(store).keys() == named
 
 
-def test_what_a_dead_writer_left_in_a_known_folder_is_collected(open_store, chunk, tmp_path):
-    store, one = open_store(), chunk(1)
-    put(store, one)
-    store.gc(lambda record: True, grace_seconds=0, named=lambda key: True)
-    folder = next(store.directory.glob(f"kv/*/*/{one.key}"))
-    left = store.begin(one.key, 7, one.record, ways=1, replace=True)
-    (folder / left.attempt / "part").write_bytes(b"half")
-    report = store.gc(lambda record: True, grace_seconds=0, named=lambda key: True)
-    assert report.attempts == 1
-    assert not (folder / left.attempt).exists()
-    one.assert_equal(store.get(one.key))
-
-
 @pytest.mark.parametrize("data", [b"", b"{}", b"0123456789abcdef\n{}", b"\xff" * 99])
 def test_a_damaged_file_counts_as_none(open_store, chunk, data):
     store, one = open_store(), chunk(1)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from refusal import refused
 
-from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, StoreError
+from jaxrag.base.errors import StoreError
 from jaxrag.kv import int4
 from jaxrag.kv.int4 import CHANNELS, GROUP, head_nbytes, pack, unpack, wide_channels
 from jaxrag.kv.store import KVLayout, as_stored
@@ -157,26 +157,6 @@ def test_into_a_part_of_a_larger_buffer(any_store, chunk, small, verify):
     assert kv.tobytes() == as_stored(c.kv, small).tobytes()
     pool[:, :, 5:12] = 7
     assert (pool == 7).all()
-
-
-@pytest.mark.parametrize("io_mode", ["memmap", "default"])
-@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
-def test_damage_is_refused(open_store, chunk, small, tmp_path, io_mode, damage):
-    store, c, other = open_store(layout=small), normal(chunk(1, 50)), normal(chunk(2, 50))
-    for one in (c, other):
-        store.put(one.key, one.kv, record=one.record)
-    (path,) = (tmp_path / "kb").glob(f"kv/*/*/{c.key}/*/c/0/0/0/0/0")
-    data = path.read_bytes()
-    if damage == "remove":
-        path.unlink()
-    else:
-        path.write_bytes(data[:-1] if damage == "truncate" else bytes([data[0] ^ 1]) + data[1:])
-    store = open_store("r", layout=small, io_mode=io_mode)
-    with pytest.raises(ChunkMissing if damage == "remove" else ChunkCorrupt):
-        store.get(c.key)
-    got = store.get_many([c.key, other.key], on_missing="skip")
-    assert got.missing + got.corrupt == (c.key,)
-    assert got.kv.tobytes() == as_stored(other.kv, small).tobytes()
 
 
 def test_numbers_without_a_code_leave_nothing(any_store, chunk, small):

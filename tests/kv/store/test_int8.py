@@ -41,15 +41,3 @@ def test_every_dtype_comes_back_as_its_integers_say(any_store, chunk, dtype):
     assert (record.stored, record.dtype) == ("int8", dtype)
     assert record.nbytes == layout.stored_nbytes(4) == elements.nbytes + scale.nbytes
     assert store.stats().nbytes == layout.stored_nbytes(13)
-
-
-def test_the_same_kv_makes_the_same_bytes(open_store, chunk, small, tmp_path):
-    c = normal(chunk(1))
-    for number in (1, 2):
-        store = open_store(layout=small)
-        store.put(c.key, c.kv, record=c.record, replace=True)
-        record = store.head([c.key])[0]
-        digests = (record.xxh3, record.aux)
-        if number == 1:
-            first = digests
-    assert digests == first

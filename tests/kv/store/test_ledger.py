@@ -1,6 +1,5 @@
 """What writers note of their records is what is there, however they end."""
 
-import dataclasses
 import os
 import shutil
 import stat
@@ -236,15 +235,3 @@ def test_with_a_secret_records_are_read(open_store, chunk):
     put(open_store(), chunk(1))
     assert open_store(secret=b"x" * 16).counted().encoders["isolated"].chunks == 1
     assert open_store().counted().encoders["isolated"].chunks == 2
-
-
-def test_a_record_counts_once(chunk):
-    seen = Seen(7, 100, "isolated", {"scale": 20})
-    found = Sums()
-    found.add(seen)
-    found.add(dataclasses.replace(seen, encoder="after_prefix"))
-    found.add(seen, -1)
-    assert {name: one.chunks for name, one in found.encoders.items()} == {
-        "isolated": 0, "after_prefix": 1,
-    }  # fmt: skip
-    assert found.aux["scale"].nbytes == 20

@@ -18,6 +18,7 @@ from hypothesis.stateful import (
 
 from jaxrag.base.errors import ChunkCorrupt, ChunkMissing
 from jaxrag.kv.store import ChunkStore, MemoryStore, ReadThrough, as_stored
+from jaxrag.kv.store.layout import STORED
 
 NUMBERS = range(5)
 SECRET = b"the secret of this tenant"
@@ -192,9 +193,11 @@ class Bytes(RuleBasedStateMachine):
             assert [it.provenance for it in found] == [c.record for c in kept]
 
 
-@pytest.mark.parametrize("kind", ["directory", "default io", "memory", "tier", "sealed", "int8"])
+@pytest.mark.parametrize(
+    "kind", ["directory", "default io", "memory", "tier", "sealed", "int8", "int4"]
+)
 def test_bytes_or_nothing(kind, chunk, model, layout):
-    layout = dataclasses.replace(layout, stored="int8" if kind == "int8" else "native")
+    layout = dataclasses.replace(layout, stored=kind if kind in STORED else "native")
     given = {"kind": kind, "chunk": staticmethod(chunk), "model": model, "layout": layout}
     machine = type(kind.title(), (Bytes,), given)
     run_state_machine_as_test(

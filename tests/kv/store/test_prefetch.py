@@ -1,6 +1,5 @@
 """Chunks brought nearer before they are asked for."""
 
-import concurrent.futures
 import ctypes
 import os
 
@@ -87,17 +86,6 @@ def test_bad_requests_are_refused(open_store, chunk, s3_location, layout, model)
         remote.prefetch([chunk(1).key])
     put(remote, chunk(1))
     assert remote.prefetch([chunk(1).key], "host").result() == chunk(1).kv.nbytes
-
-
-def test_threads_share_a_host_tier():
-    tier = HostTier(100)
-    arrays = {f"{i}": np.full(10, i, np.uint8) for i in range(30)}
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda item: tier.keep(*item), list(arrays.items()) * 5))
-    assert tier.nbytes == 100
-    held = [name for name in arrays if tier.get(name) is not None]
-    assert len(held) == 10
-    assert all((tier.get(name) == arrays[name]).all() for name in held)
 
 
 def test_the_kv_used_last_stays_in_the_host_tier():

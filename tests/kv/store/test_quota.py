@@ -45,17 +45,6 @@ def test_a_put_makes_room(open_store, chunk, size, tmp_path):
     assert bytes_on_disk(tmp_path / "kb") < 4 * size
 
 
-def test_the_chunk_that_was_read_most_stays(open_store, chunk, size):
-    store = open_store(max_bytes=2 * size)
-    put(store, chunk(1), chunk(2))
-    for _ in range(5):
-        store.get(chunk(1).key)
-    store.get(chunk(2).key)
-    put(store, chunk(3))
-    assert store.head([chunk(1).key])[0] is not None
-    assert store.head([chunk(2).key]) == [None]
-
-
 def test_a_dropped_chunk_can_be_put_again(open_store, chunk, size):
     store = open_store(max_bytes=size)
     put(store, chunk(1), chunk(2))
@@ -114,21 +103,6 @@ def test_the_chunks_of_others_are_neither_counted_nor_dropped(open_store, chunk,
         c.assert_equal(open_store("r", model=OTHER).get(c.key))
 
 
-def test_every_fingerprint_has_a_limit_of_its_own(open_store, chunk, size):
-    one, two = open_store(max_bytes=3 * size), open_store(model=OTHER, max_bytes=2 * size)
-    for number in range(5):
-        put(one, chunk(number))
-        put(two, chunk(number, model=OTHER))
-    assert [len(list(store.keys())) for store in (one, two)] == [3, 2]
-
-
-def test_a_limit_that_comes_late_counts_what_stood_there(open_store, chunk, size):
-    """Also where the file that counts was made by another fingerprint long before."""
-    open_store(max_bytes=2 * size).close()
-    put(open_store(model=OTHER), *(chunk(number, model=OTHER) for number in range(4)))
-    assert len(list(open_store(model=OTHER, max_bytes=3 * size).keys())) == 3
-
-
 def test_deleted_and_collected_chunks_give_their_room_back(open_store, chunk, size):
     store = open_store(max_bytes=3 * size)
     put(store, chunk(1), chunk(2), chunk(3))
@@ -158,14 +132,6 @@ def test_reading_changes_nothing_on_disk(open_store, chunk, size, tmp_path):
     reader.get(chunk(1).key)
     reader.close()
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "kb").rglob("*")} == before
-
-
-def test_a_writer_in_the_background_keeps_the_limit(open_store, chunk, size):
-    store = open_store(max_bytes=4 * size)
-    with store.writer() as writer:
-        for number in range(20):
-            writer.submit(chunk(number).key, chunk(number).kv, chunk(number).record)
-    assert 1 <= len(list(store.keys())) <= 4
 
 
 def test_ranks_that_write_together_keep_the_limit(open_store, chunk, size):

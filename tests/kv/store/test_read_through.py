@@ -67,17 +67,6 @@ def test_layers_of_a_chunk_that_is_not_here_yet(far, near, chunk):
     c.assert_equal(near().get(c.key))
 
 
-def test_auxiliary_arrays_come_with_the_chunk(far, near, chunk, rng):
-    c = chunk(1)
-    index = rng.standard_normal((4, 3)).astype(np.float32)
-    far.put(c.key, c.kv, record=c.record, aux={"index": index})
-    store = ReadThrough(far, near())
-    for _ in range(2):
-        assert (store.aux(c.key, "index") == index).all()
-    far.delete([c.key])
-    assert (store.aux(c.key, "index") == index).all()
-
-
 @pytest.mark.parametrize("how", ["flipped", "truncated", "missing"])
 def test_a_damaged_copy_is_fetched_again(far, near, chunk, tmp_path, how):
     c, other = chunk(1), chunk(2, 9)
@@ -138,18 +127,6 @@ def test_a_chunk_too_large_to_stay_is_read_all_the_same(far, near, chunk, rng):
     assert got.kv.tobytes() == np.concatenate([small.kv, c.kv], axis=2).tobytes()
     assert list(local.keys()) == [small.key]
     assert (store.aux(c.key, "index") == index).all()
-
-
-def test_chunks_of_several_ranks_are_copied_as_they_are(tmp_path, model, layout, near, chunk):
-    far = ChunkStore.open(tmp_path / "far", model, layout, mode="rw")
-    c = chunk(1)
-    attempt = far.begin(c.key, 7, c.record, ways=2)
-    halves = [c.kv[:, :, :, rank : rank + 1].copy() for rank in (0, 1)]
-    far.commit(attempt, [far.put_shard(attempt, rank, kv) for rank, kv in enumerate(halves)])
-    store = ReadThrough(far, near())
-    for _ in range(2):
-        c.assert_equal(store.get(c.key))
-    assert len(data_files(tmp_path / "near")) == 2
 
 
 def test_delete_and_gc_reach_both(far, near, chunk):

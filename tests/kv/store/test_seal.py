@@ -337,17 +337,6 @@ def test_host_memory_keeps_nothing_that_is_not_sealed(opened, numbers):
     assert store.prefetch([c.key], "page").result() == 0
 
 
-def test_over_s3(s3_location, chunk):
-    c, planted = (chunk(1, model="0" * 64, seed=seed) for seed in (0, 9))
-    ours = ChunkStore.open(s3_location, "0" * 64, LAYOUT, mode="rw", secret=OURS)
-    none = ChunkStore.open(s3_location, "0" * 64, LAYOUT, mode="rw")
-    none.put(c.key, planted.kv, record=c.record)
-    with pytest.raises(ChunkNotSealed):
-        ours.get(c.key)
-    ours.put(c.key, c.kv, record=c.record)
-    c.assert_equal(ours.get(c.key))
-
-
 @pytest.mark.parametrize("secret", [b"", b"fifteen bytes..", "a text of many characters", 7])
 def test_a_secret_that_is_none(open_store, secret):
     with refused(StoreError):

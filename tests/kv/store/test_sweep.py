@@ -12,7 +12,7 @@ import pytest
 from refusal import refused
 
 from jaxrag.base.errors import StoreError
-from jaxrag.kv.store import ChunkStore, SweepReport
+from jaxrag.kv.store import SweepReport
 
 HOUR = 3600.0
 
@@ -109,18 +109,6 @@ def test_a_store_for_reading_deletes_nothing(open_store, chunk):
     chunk(1).assert_equal(store.get(chunk(1).key))
 
 
-def test_records_are_of_one_model(open_store, chunk, model):
-    other_model = "ab" * 32
-    mine, other = chunk(1), chunk(1, model=other_model)
-    put(open_store(), mine)
-    put(open_store(model=other_model), other)
-    store = open_store("r")
-    assert [record.key for record in store.records()] == [mine.key]
-    assert [it.key for it in open_store("r", model=other_model).records()] == [other.key]
-    open_store(model=other_model).gc(nothing, grace_seconds=0)
-    mine.assert_equal(store.get(mine.key))
-
-
 # Collecting
 
 
@@ -208,20 +196,6 @@ def test_files_of_others_stay(open_store, chunk, root, later):
     later(2 * HOUR)
     assert store.gc(everything) == SweepReport()
     assert all(path.read_text() == "mine" for path in mine)
-
-
-def test_an_object_store_is_collected_too(s3_location, chunk, model, layout, later):
-    store = ChunkStore.open(s3_location, model, layout, mode="rw")
-    keep, drop, lost = chunk(1), chunk(2), chunk(3)
-    put(store, keep, drop)
-    store.put_shard(store.begin(lost.key, 7, lost.record, ways=1), 0, lost.kv)
-    assert store.gc(nothing, grace_seconds=HOUR) == SweepReport()
-    later(2 * HOUR)
-    report = store.gc(lambda record: record.key == keep.key, grace_seconds=HOUR)
-    assert (report.chunks, report.attempts, report.locks) == (1, 1, 0)
-    assert list(store.keys()) == [keep.key]
-    assert all(keep.key in path for path in store._backend.paths("kv/"))
-    keep.assert_equal(store.get(keep.key))
 
 
 @pytest.mark.parametrize("grace", [-1, float("nan")])

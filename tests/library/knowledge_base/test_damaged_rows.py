@@ -243,15 +243,6 @@ def test_verify_without_a_tokenizer_says_what_it_left_out(whole, tmp_path):
         assert rows.unchecked.startswith("tokens and keys were not checked")
 
 
-def test_vectors_that_are_gone_are_counted(make_kb, embedder):
-    kb = make_kb(embedder=embedder, index="exact")
-    kb.add(DOCUMENTS)
-    kb._vectors.remove([1])
-    report = kb.verify()
-    assert (report.vectors_lost, report.whole, report.rows.whole) == (1, False, True)
-    assert kb.verify(repair=True).whole
-
-
 def test_vectors_of_documents_that_a_repair_drops_leave(make_kb, embedder):
     kb = make_kb(embedder=embedder, index="exact")
     kb.add(DOCUMENTS)

@@ -77,17 +77,6 @@ def test_a_damaged_chunk_is_encoded_again_told_and_healed(full_kb, damage, why):
     assert full_kb.verify().damaged == ()
 
 
-def test_a_damaged_record_is_encoded_again(full_kb):
-    good = ask(full_kb)
-    record = shards(full_kb)[-1].parents[6] / "commit.json"
-    assert record.is_file()
-    flip_bit(record)
-    result = ask(full_kb)
-    assert result.token_ids == good.token_ids
-    assert "1 corrupt there) and stored" in result.notes[0]
-    assert ask(full_kb).notes == []
-
-
 def test_a_chunk_of_another_model_is_never_served(full_kb, make_kb, config, text_of, tmp_path):
     """The files of another model's chunk under this chunk's name: refused, not read."""
     good = ask(full_kb)
@@ -103,17 +92,6 @@ def test_a_chunk_of_another_model_is_never_served(full_kb, make_kb, config, text
     assert "1 corrupt there) and stored" in result.notes[0]
     with refused(KnowledgeBaseError):
         KnowledgeBase.open(full_kb.path, other_model)
-
-
-def test_verify_finds_damage_and_repair_heals_it(full_kb):
-    flip_bit(shards(full_kb)[-1])
-    shards(full_kb)[-2].unlink()
-    report = full_kb.verify()
-    assert len(report.damaged) == 2
-    repaired = full_kb.verify(repair=True)
-    assert (repaired.repaired, repaired.damaged) == (2, ())
-    assert full_kb.verify().damaged == ()
-    assert ask(full_kb).notes == []
 
 
 def test_a_knowledge_base_open_for_reading_uses_what_it_encodes_and_keeps_nothing(full_kb):

@@ -72,17 +72,6 @@ def run(kb, vectors):
     )
 
 
-def test_kv_then_vectors_then_catalog(kb, run, vectors):
-    report = run([Document("a", text_of(1)), Document("b", text_of(2))])
-    ids = kb._catalog.chunk_ids().tolist()
-    assert sorted(vectors.texts) == ids
-    assert len(ids) == report.chunks
-    run([Document("a", text_of(3))])
-    left = set(ids) - set(kb._catalog.chunk_ids().tolist())
-    assert left
-    assert set(vectors.removed) == left
-
-
 def test_unchanged_documents_get_no_new_vectors(run, vectors):
     run([Document("a", text_of(1))])
     before = dict(vectors.texts)

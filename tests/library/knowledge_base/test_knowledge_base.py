@@ -129,23 +129,6 @@ def test_interrupted_run_is_continued(tmp_path, model, monkeypatch, text_of):
         assert report.encoded == report.chunks - 7
 
 
-def test_failed_commit_leaves_the_catalog_as_it_was(kb, monkeypatch):
-    kb.add([Document("a", "old basalt")])
-    before = kb.documents()
-
-    def failing(*_):
-        raise StoreError("disk full")
-
-    monkeypatch.setattr(kb._catalog._index.__class__, "add", failing)
-    with refused(StoreError):
-        kb.add([Document("a", "new gneiss"), Document("b", "new schist")])
-    monkeypatch.undo()
-    assert kb.documents() == before
-    assert len(kb.search("basalt", k=5)) == 1
-    kb.add([Document("a", "new gneiss")])
-    assert kb.search("basalt", k=5) == []
-
-
 def test_lost_kv_is_made_again(kb, tmp_path, text_of):
     report = kb.add([Document("a", text_of(1))])
     for commit in (tmp_path / "kb").rglob("commit.json"):

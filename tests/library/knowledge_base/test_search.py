@@ -182,17 +182,6 @@ def test_vectors_of_a_commit_that_never_came_go_with_gc(vector_kb):
     assert lost[0] not in vector_kb._vectors.index.ids()
 
 
-def test_vectors_that_were_lost_are_made_again(vector_kb):
-    chunk_id = vector_kb.search("cedar", k=1)[0].chunk_id
-    vector_kb._vectors.index.remove(np.array([chunk_id]))
-    assert not vector_kb.stats()["vectors"]["complete"]
-    vector_kb.verify(repair=True)
-    assert vector_kb.stats()["vectors"]["complete"]
-    vector_kb._vectors.index.remove(np.array([chunk_id]))
-    vector_kb.add(["larch"])
-    assert names(vector_kb.search("amber birch cedar", k=1, mode="vector")) == ["a"]
-
-
 class LangChainLike:
     """What a LangChain retriever has: ``invoke``, which gives documents."""
 

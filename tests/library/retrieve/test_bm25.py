@@ -43,21 +43,6 @@ def test_terms(text, expected):
     assert terms(text) == expected
 
 
-def test_rarer_and_more_frequent_words_rank_higher(index):
-    index.add_all(
-        [
-            (1, "the harbour and the boats"),
-            (2, "the lighthouse lamp of the harbour"),
-            (3, "a lamp"),
-            (4, "the sea and the harbour and the rain"),
-        ]
-    )
-    assert [m.chunk_id for m in index.search("Where is the lighthouse lamp?", 3)] == [2, 3, 4]
-    scores = [m.score for m in index.search("Where is the lighthouse lamp?", 4)]
-    assert scores == sorted(scores, reverse=True)
-    assert min(scores) > 0
-
-
 def test_score_is_okapi_bm25(index):
     texts = {1: "red red blue", 2: "blue green", 3: "green", 4: "grey grey grey grey"}
     index.add_all(texts)

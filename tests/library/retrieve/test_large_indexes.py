@@ -78,17 +78,6 @@ def test_filtered_searches_find_as_many_as_there_are(tmp_path):
     index.close()
 
 
-def test_an_exact_index_compares_all(tmp_path):
-    data, queries = clustered(1, ROWS), clustered(2, 30)
-    index = VectorIndex.open(tmp_path, DIM, "exact")
-    index.add(np.arange(ROWS), data)
-    assert not is_approximate(index)
-    assert recall(index.search(queries, 10)[0], data, queries, 10) == 1
-    allowed = np.arange(0, ROWS, 3)
-    found = index.search(queries, 10, allowed)[0]
-    assert recall(np.searchsorted(allowed, found), data[allowed], queries, 10) == 1
-
-
 def test_partitions_are_added_until_enough_is_found():
     exact = [np.arange(10)] * 4
 

@@ -82,16 +82,6 @@ def test_a_getter_gives_what_get_gives(index, count):
         get(np.array([ids[0], 1000]))
 
 
-def test_only_allowed_ids_are_found(index):
-    data, queries = vectors(60), vectors(3, seed=1)
-    index.add(np.arange(60), data)
-    held = dict(enumerate(data))
-    for allowed in ([], [7], [3, 9, 41, 999], list(range(0, 60, 2)), list(range(60))):
-        found, scores = index.search(queries, 4, np.array(allowed, np.int64))
-        assert found.tolist() == expected(held, queries, 4, allowed).tolist()
-        assert (np.isneginf(scores) == (found < 0)).all()
-
-
 def test_fewer_than_k_are_padded(index):
     empty, scores = index.search(vectors(2), 3)
     assert empty.tolist() == [[-1] * 3] * 2 and np.isneginf(scores).all()
@@ -100,15 +90,6 @@ def test_fewer_than_k_are_padded(index):
     assert found.tolist() == [[5, -1, -1]] * 2
     assert np.isneginf(scores[:, 1:]).all() and np.isfinite(scores[:, 0]).all()
     assert index.search(vectors(0), 3)[0].shape == (0, 3)
-
-
-def test_an_id_added_again_has_the_new_vector(index):
-    data = np.eye(DIM, dtype=np.float32)
-    index.add(np.arange(3), data[:3])
-    index.add(np.array([1, 7]), data[[5, 6]])
-    found, scores = index.search(data[[1, 5]], 1)
-    assert found[1].tolist() == [1] and scores[0, 0] == 0
-    assert index.ids().tolist() == [0, 1, 2, 7]
 
 
 def test_what_a_killed_writer_left_among_the_marks_is_passed_over(index, tmp_path):
