@@ -35,7 +35,7 @@ class Bytes(RuleBasedStateMachine):
         if self.layout.stored == "native":
             return c
         kv = np.random.default_rng([number, seed]).normal(size=c.kv.shape).astype(c.kv.dtype)
-        return dataclasses.replace(c, kv=as_stored(kv, self.layout))
+        return dataclasses.replace(c, kv=kv)
 
     def __init__(self):
         super().__init__()
@@ -76,7 +76,7 @@ class Bytes(RuleBasedStateMachine):
         if number not in self.held or replace:
             assert won
         if won:
-            self.held[number] = c, aux
+            self.held[number] = dataclasses.replace(c, kv=as_stored(c.kv, self.layout)), aux
             self.damaged.discard(number)
 
     @rule(number=number, seed=st.integers(0, 2))
