@@ -1,12 +1,11 @@
 """`jaxrag bench`: measurements that anybody can repeat."""
 
 import argparse
-from pathlib import Path
 
 from jaxrag.cli.bench_serve import add_serve
 from jaxrag.cli.fields import add_fields, from_fields
 from jaxrag.cli.options import add_command, add_peer, add_result, peer_of
-from jaxrag.cli.output import give_out, require_folder, require_folders
+from jaxrag.cli.output import give_out, require_folder
 from jaxrag.measure.bench.options import TimelineOptions, TtftOptions
 
 
@@ -17,7 +16,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     ttft = add_command(
         kinds,
         "ttft",
-        "time to first token: full prefill, cached chunks from pool and disk, a peer, batches",
+        "time to first token: full prefill, cached chunks from pool and disk, a peer",
         "jaxrag bench ttft --peer transformers --peer-python PEER/bin/python --out result.json",
     )
     add_fields(ttft, TtftOptions)
@@ -28,11 +27,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         kinds,
         "timeline",
         "one request from text to first byte, phase by phase: chunks in the pool, and in the store",
-        "jaxrag bench timeline --requests 20 --plot timeline.png --out timeline.json",
+        "jaxrag bench timeline --requests 20 --out timeline.json",
     )
     add_fields(timeline, TimelineOptions)
     add_result(timeline)
-    timeline.add_argument("--plot", metavar="FILE", help="also draw the phases there")
     timeline.set_defaults(run=run_timeline)
     add_serve(kinds)
 
@@ -47,14 +45,9 @@ def run(args: argparse.Namespace) -> None:
 
 
 def run_timeline(args: argparse.Namespace) -> None:
-    """Print a table, or one JSON object; with a picture where one is asked for."""
-    from jaxrag.measure.bench.timeline import draw, report, run
-    from jaxrag.measure.evals.plots import check_picture
+    """Print a table, or one JSON object."""
+    from jaxrag.measure.bench.timeline import report, run
 
-    require_folders(args, "out", "plot")
-    if args.plot:
-        check_picture(Path(args.plot))
+    require_folder(args.out)
     result = run(from_fields(TimelineOptions, args))
-    if args.plot:
-        draw(result, Path(args.plot))
     give_out(args, result, report(result))

@@ -145,16 +145,12 @@ FIELDS = {
         ]),
         (arms_of, ["full:recompute_ratio=0.3", "inline:method=turbo"]),
         (ServeOptions, {"rates": [(0.0,), (1.0, 1.0)], "rows": [0], "folder": ["nowhere"]}),
-        (functools.partial(ServeOptions, rates=(INF,)), {"highest_rate": [True]}),
         (functools.partial(ServeOptions, peer="http://x"), {"peer_python": ["y"]}),
         (Traffic, {"requests": [0], "documents": [3], "neighbours": [160], "answers": [(4, 0)],
                    "focus": [1.5]}),
         (TtftOptions, {
             "method": ["full_attention"], "contexts": [(500,)], "repeats": [(0,), (3, 1)],
-            "batch_repeats": [0], "batch_context": [500], "batches": [(1, 0), (2, 2)],
-            "ratios": [(0.1,)],
         }),
-        (functools.partial(TtftOptions, method="cacheblend"), {"ratios": [(0.1, 1.5), (0.1, 0.1)]}),
         (NEEDLE, {
             "flavour": ["city"], "answers": [0, 17], "tasks": [("niah",)],
             "lengths": [(), (5, 5), (0,)], "depths": [(0.5, 1.01), (NAN,), ()], "questions": [0],

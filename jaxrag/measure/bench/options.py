@@ -3,18 +3,16 @@
 import argparse
 import contextlib
 import dataclasses
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxrag.base.config import DType
 from jaxrag.base.errors import RequestError
-from jaxrag.base.options import option, parse_bytes, parse_count, parse_counts, parse_ratios
+from jaxrag.base.options import option, parse_bytes, parse_count, parse_counts
 from jaxrag.library.options import FORMATS
 
 if TYPE_CHECKING:
     from jaxrag.measure.bench.serve_arms import Arm
-    from jaxrag.reuse.methods import Method
 
 CHUNK_TOKENS = 512  # tokens, of which contexts are multiples
 DTYPE = "of weights, activations and KV"
@@ -55,26 +53,9 @@ class TtftOptions:
     )
     question_tokens: int = option(50, "of the question", "N", parse=parse_count)
     method: str = option("full_reuse", "a method that reuses", "NAME")
-    ratios: tuple[float, ...] = option(
-        (),
-        "recompute ratios such as 0,0.05,0.15,0.30,1.0, of a method that recomputes",
-        "R,...",
-        parse=parse_ratios,
-        flag="--recompute-ratios",
-        unset="its own",
-    )
     repeats: tuple[int, ...] = option(
         (5,), "after a warm-up, for all contexts or for each", "N[,N,...]"
     )
-    batches: tuple[int, ...] = option(
-        (),
-        "also batches of so many requests at one moment, such as 1,2,4,8",
-        "N,...",
-        flag="--batch",
-        unset="none",
-    )
-    batch_context: int = option(4096, "of each request", "N", parse=parse_count)
-    batch_repeats: int = option(3, WARM, "N")
     peer_python: str | None = None
     seed: int = option(0, DRAWN, "N")
 
@@ -84,45 +65,15 @@ class TtftOptions:
         if METHODS.get(self.method) is None or METHODS[self.method].encoder is None:
             reusing = ", ".join(name for name, m in METHODS.items() if m.encoder)
             raise RequestError(f"method {self.method!r}: expected one that reuses: {reusing}")
-        for name, sizes in (("contexts", self.contexts), ("batch context", (self.batch_context,))):
-            if min(sizes) < CHUNK_TOKENS or any(n % CHUNK_TOKENS for n in sizes):
-                raise RequestError(f"{name} {sizes}: expected multiples of {CHUNK_TOKENS}")
-        if min(*self.repeats, self.batch_repeats, self.question_tokens) < 1:
+        if min(self.contexts) < CHUNK_TOKENS or any(n % CHUNK_TOKENS for n in self.contexts):
+            raise RequestError(f"contexts {self.contexts}: expected multiples of {CHUNK_TOKENS}")
+        if min(*self.repeats, self.question_tokens) < 1:
             raise RequestError("repeats and question tokens must be positive")
         if len(self.repeats) not in (1, len(self.contexts)):
             raise RequestError(
                 f"repeats {self.repeats}: expected one number, or one for each of the "
                 f"{len(self.contexts)} contexts"
             )
-        if any(size < 1 for size in self.batches) or len(set(self.batches)) != len(self.batches):
-            raise RequestError(f"batches {self.batches}: expected sizes of 1 or more, each once")
-        if len(set(self.ratios)) != len(self.ratios):
-            raise RequestError(f"ratios {self.ratios}: expected each of them once")
-        if self.ratios and not METHODS[self.method].recomputes:
-            choosing = ", ".join(name for name, m in METHODS.items() if m.recomputes)
-            raise RequestError(
-                f"method {self.method!r} recomputes nothing; leave the ratios out, or take one of "
-                f"{choosing}"
-            )
-        self.recomputing()  # refuses a ratio out of range
-
-    def plain(self) -> "Method":
-        """The method with nothing recomputed."""
-        method = self._method
-        return method.with_ratio(0) if method.recomputes else method
-
-    def recomputing(self) -> "list[Method]":
-        """The method at every ratio that is measured; empty for one that recomputes nothing."""
-        method = self._method
-        if not method.recomputes:
-            return []
-        return [method.with_ratio(ratio) for ratio in sorted(self.ratios)] or [method]
-
-    @property
-    def _method(self) -> "Method":
-        from jaxrag.reuse.methods import METHODS
-
-        return METHODS[self.method]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +109,6 @@ class Traffic:
       focus: the probability that a chunk is of the request's topic, and not any.
       neighbours: chunks in front of which a chunk is encoded, for encoders that see some: the most
         popular others of its topic.
-      batch: requests that come at one moment; above 1 these moments are equally far apart.
     """
 
     requests: int = option(60, "at every rate", "N")
@@ -174,16 +124,13 @@ class Traffic:
     )
     zipf: float = option(1.0, "exponent", "S")
     topics: int = option(8, "that the chunks of a request mostly share", "N")
-    tenants: int = option(4, "that requests are of", "N")
     seed: int = option(0, DRAWN, "N")
     focus: float = 0.8
     neighbours: int = 2
-    batch: int = 1
 
     def __post_init__(self) -> None:
         check_positive(
             self, "requests", "documents", "chunk_tokens", "chunks", "question", "topics",
-            "tenants", "batch",
         )  # fmt: skip
         if self.chunks > self.documents:
             raise RequestError(
@@ -204,15 +151,10 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True)
 class Slo:
-    """What a request must meet to be good.
-
-    Attributes:
-      share: of the requests that must be good for a rate to be sustained.
-    """
+    """What a request must meet to be good."""
 
     first: float = option(1.0, "of a good request", "S", flag="--first-within")
     per_token: float = option(0.1, "of a good one", "S", flag="--per-token-within")
-    share: float = 0.95
 
 
 def rates_of(text: str) -> tuple[float, ...]:
@@ -242,7 +184,6 @@ class ServeOptions:
       watched: each token is read as it comes; else an engine may run several at once.
       slo: what a good request meets.
       patience: seconds after the last request was due in which all answers must come.
-      probe_seconds: for how long requests come at each rate that is tried for it.
     """
 
     model: str | None = option(None, metavar="MODEL", unset="a random Llama of 6 layers, width 256")
@@ -253,8 +194,6 @@ class ServeOptions:
         flag="--unwatched",
     )
     pool_chunks: int = option(64, "that the page pool holds", "N")
-    highest_rate: bool = option(False, "also the highest rate with 95 % good, by arm")
-    http: bool = option(False, "also `jaxrag serve`, and the same engine beside it")
     peer: str | None = option(
         None, "a server that answers /v1/completions", "URL", flag="--peer-url"
     )
@@ -268,12 +207,6 @@ class ServeOptions:
         "follow a colon, as in asynchronous:engine.load_threads=4,method=cacheblend",
         "ARM;...",
     )
-    engine: str = option(
-        "",
-        "settings of the engine under all arms, such as load_threads=4",
-        "NAME=VALUE,...",
-        unset="its defaults",
-    )
     rates: tuple[float, ...] = option(
         (2.0, 4.0), "requests a second; inf: at once", "N,N,...", parse=rates_of
     )
@@ -283,14 +216,11 @@ class ServeOptions:
     traffic: Traffic = dataclasses.field(default_factory=Traffic)
     slo: Slo = dataclasses.field(default_factory=Slo)
     patience: float = 120.0
-    probe_seconds: float = 10.0
 
     def __post_init__(self) -> None:
         if not self.rates or min(self.rates) <= 0 or len(set(self.rates)) < len(self.rates):
             raise RequestError(f"rates {self.rates}: expected numbers above 0, each once")
-        check_positive(self, "rows", "pool_chunks", "patience", "probe_seconds")
-        if self.highest_rate and math.isinf(min(self.rates)):
-            raise RequestError("the highest rate is looked for from a finite one; add it to rates")
+        check_positive(self, "rows", "pool_chunks", "patience")
         if self.peer is not None and self.peer_python is not None:
             raise RequestError("a peer by URL or by its interpreter, not both; leave one out")
         check_folder(self.folder)
@@ -301,4 +231,4 @@ class ServeOptions:
         """The arms."""
         from jaxrag.measure.bench.serve_arms import arms_of
 
-        return arms_of(self.arms, self.engine)
+        return arms_of(self.arms)

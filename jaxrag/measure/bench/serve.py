@@ -5,8 +5,7 @@ and moments, and read chunk KV from one store, over one link. Every arm starts w
 and compiled programs. Times count from when a request was due.
 
 The peer serves the same weights over HTTP, with its prefix cache on: the prompts as they come
-(``peer``), and all of them once more (``peer_repeated``), its best case. Our own server
-(``serve_http``) has the rows ``http``, beside ``in_process`` of an engine that has the same.
+(``peer``), and all of them once more (``peer_repeated``), its best case.
 """
 
 import contextlib
@@ -16,8 +15,7 @@ import gc
 import math
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +27,10 @@ from jaxrag.engine.request import Request, check_length
 from jaxrag.engine.state import EngineSettings
 from jaxrag.kv.store import ChunkStore, KVStore
 from jaxrag.measure.bench.options import ServeOptions, Traffic
-from jaxrag.measure.bench.serve_arms import FULL, Arm, arms_of
+from jaxrag.measure.bench.serve_arms import FULL, Arm
 from jaxrag.measure.bench.serve_client import offer, offer_http
-from jaxrag.measure.bench.serve_http import HTTP, IN_PROCESS, OwnServer, own_server
 from jaxrag.measure.bench.serve_peer import HttpPeer, vllm
-from jaxrag.measure.bench.serve_records import ServedRequest, highest_rate, ratios, summary
+from jaxrag.measure.bench.serve_records import ServedRequest, summary
 from jaxrag.measure.bench.serve_workload import AskedRequest, draw, like
 from jaxrag.measure.bench.throttle import SlowLink, Throttled
 from jaxrag.measure.machine import describe, settle
@@ -45,14 +42,10 @@ from jaxrag.reuse.methods import METHODS, Method
 
 PEER, REPEATED = "peer", "peer_repeated"
 _WARM = 3  # requests of every length of an answer
-_PROBE_REQUESTS = 10  # at least, at a rate that is tried
-_DOUBLINGS, _HALVINGS = 5, 3  # of the search for the highest rate
 
 
-def run(
-    options: ServeOptions, also: "Callable[[Bench], dict[str, Any]] | None" = None
-) -> dict[str, Any]:
-    """All arms at all rates, what is measured ``also``, then the peer; JSON-able."""
+def run(options: ServeOptions) -> dict[str, Any]:
+    """All arms at all rates, then the peer; JSON-able."""
     model = random_model(SMALL_LLAMA) if options.model is None else load_model(options.model)
     with contextlib.ExitStack() as stack:
         name = stack.enter_context(
@@ -60,8 +53,6 @@ def run(
         )
         bench = Bench(model, options, Path(name) / "store")
         rows: list[dict[str, Any]] = []
-        highest: dict[str, Any] = {}
-        extra: dict[str, Any] = {}
         steps = len(options.compared) * len(options.rates)
         bar = stack.enter_context(progress_bar(steps, "serve", "arm"))
         for rate in options.rates:
@@ -69,20 +60,6 @@ def run(
                 bar.set_postfix_str(f"{arm.name} at {rate:g}/s", refresh=False)
                 rows.append(bench.measure(arm, rate))
                 bar.update()
-        if options.highest_rate:
-            for arm in options.compared:
-                bar.set_postfix_str(f"highest rate of {arm.name}", refresh=False)
-                highest[arm.name] = bench.highest(arm)
-        if also is not None:
-            bar.set_postfix_str("more", refresh=False)
-            extra = also(bench)
-        if options.http:
-            bar.set_postfix_str("our own server", refresh=False)
-            for rate in options.rates:
-                rows.append(bench.measure_in_process(rate))
-            with bench.own_server(Path(name)) as own:
-                for rate in options.rates:
-                    rows.append(bench.measure_http(own, rate))
         peer = None
         if options.peer_python is not None or options.peer is not None:
             bar.set_postfix_str("peer", refresh=False)
@@ -110,10 +87,6 @@ def run(
         "link_bytes_per_second": options.link,
         "slo": dataclasses.asdict(options.slo),
         "rows": rows,
-        "ratios": ratios(rows, "asynchronous"),
-        "http": _http_costs(rows),
-        "highest_rate": highest,
-        **extra,
         "equal": equal,
         "peer": peer,
         "machine": describe(),
@@ -142,10 +115,10 @@ class Bench:
         for it in self._draw(options.traffic):
             check_length(model, it.prompt, it.tokens)
 
-    def measure(self, arm: Arm, rate: float, traffic: Traffic | None = None) -> dict[str, Any]:
+    def measure(self, arm: Arm, rate: float) -> dict[str, Any]:
         """One arm at one rate, from an empty pool; a row of the result."""
-        asked = self._draw(traffic or self.options.traffic)
-        self._prepare(arm.resolved, traffic or self.options.traffic)
+        asked = self._draw(self.options.traffic)
+        self._prepare(arm.resolved, self.options.traffic)
         engine = self._warm(arm)
         speed = self.options.link if arm.link is None else arm.link
         link = SlowLink(speed) if speed else None
@@ -156,23 +129,8 @@ class Bench:
         row = self._row(arm.name, rate, served)
         row["compiled"] = sorted((engine.compiled - before).elements())
         row["read_bytes"] = None if link is None else link.carried
-        if traffic is None:
-            self._keep(arm.name, rate, arm.resolved, served)
+        self._keep(arm.name, rate, arm.resolved, served)
         return row
-
-    def highest(self, arm: Arm) -> dict[str, Any]:
-        """The highest rate that an arm sustains, and the rates that were tried."""
-        options = self.options
-
-        def good(rate: float) -> float:
-            count = max(math.ceil(rate * options.probe_seconds), _PROBE_REQUESTS)
-            row = self.measure(arm, rate, dataclasses.replace(options.traffic, requests=count))
-            return float(row["good"])
-
-        rate, tried = highest_rate(
-            good, min(options.rates), options.slo.share, doublings=_DOUBLINGS, halvings=_HALVINGS
-        )
-        return {"rate": rate, "tried": [{"rate": at, "good": share} for at, share in tried]}
 
     def measure_peer(self, peer: HttpPeer, rate: float) -> list[dict[str, Any]]:
         """The peer at one rate: on documents as they come, then the same prompts once more."""
@@ -197,59 +155,6 @@ class Bench:
             self._keep(name, rate, None, served)
             rows.append(self._row(name, rate, served) | {"compiled": None, "read_bytes": None})
         return rows
-
-    def measure_in_process(self, rate: float) -> dict[str, Any]:
-        """An engine of this process whose documents are all in its memory."""
-        method, asked = arms_of("asynchronous")[0].resolved, self._draw(self.options.traffic)
-        engine = self._engine(EngineSettings())
-
-        def request_of(one: AskedRequest) -> Request:
-            return self._request(engine.memory, method, one)
-
-        def ask(some: Sequence[AskedRequest], at: float) -> list[ServedRequest]:
-            return offer(engine, some, at, request_of, self.options.patience)
-
-        _complete(ask(self._primes(), math.inf))
-        before = engine.compiled.copy()
-        settle()
-        served = ask(asked, rate)
-        self._keep(IN_PROCESS, rate, method, served)
-        compiled = sorted((engine.compiled - before).elements())
-        row = self._row(IN_PROCESS, rate, served)
-        return row | {"compiled": compiled, "read_bytes": None}
-
-    def own_server(self, folder: Path) -> contextlib.AbstractContextManager[OwnServer]:
-        """A server with the same rows and pool; its files go into ``folder``."""
-        work = folder / "http"
-        work.mkdir()
-        assert self._model.cache_tokens is not None
-        return own_server(
-            self._model, work, method=arms_of("asynchronous")[0].method, rows=self.options.rows,
-            cache_tokens=self._model.cache_tokens, requests=self.options.traffic.requests + 1000,
-        )  # fmt: skip
-
-    def measure_http(self, server: OwnServer, rate: float) -> dict[str, Any]:
-        """The same requests to a server that has met these documents before."""
-        body_of = functools.partial(server.body, salt="")
-
-        def ask(some: Sequence[AskedRequest], at: float) -> list[ServedRequest]:
-            return offer_http(server.url, some, at, body_of, self.options.patience)
-
-        _complete(ask(self._primes(), math.inf))
-        before = Counter(server.programs())
-        settle()
-        served = ask(self._draw(self.options.traffic), rate)
-        for one in served:
-            one.ids = server.ids_of(one.text)
-        self._keep(HTTP, rate, arms_of("asynchronous")[0].resolved, served)
-        compiled = sorted((Counter(server.programs()) - before).elements())
-        return self._row(HTTP, rate, served) | {"compiled": compiled, "read_bytes": None}
-
-    def _primes(self) -> list[AskedRequest]:
-        """Requests for all documents, then some of every length of an answer."""
-        traffic, vocabulary = self.options.traffic, self._model.config.vocab_size
-        every = [dataclasses.replace(it, tokens=1) for it in self._draw(traffic)]
-        return [*every, *like(traffic, vocabulary, _WARM)]
 
     def equal(self) -> dict[str, Any]:
         """Requests whose tokens are equal under all arms of one method, and the peer's as full's.
@@ -285,7 +190,7 @@ class Bench:
     def _request(self, store: KVStore, method: Method, asked: AskedRequest) -> Request:
         return Request(
             asked.prompt, store, method, asked.tokens,
-            rows=self.options.rows, watched=self.options.watched, tenant=asked.tenant,
+            rows=self.options.rows, watched=self.options.watched,
         )  # fmt: skip
 
     def _engine(self, settings: EngineSettings) -> Engine:
@@ -322,33 +227,6 @@ class Bench:
         engine.forget()
         settle()
         return engine
-
-
-def _complete(served: Sequence[ServedRequest]) -> None:
-    """RequestError unless all were answered in full."""
-    if lost := [it.error for it in served if not it.complete]:
-        raise RequestError(
-            f"{len(lost)} of {len(served)} requests to warm up were not answered in full: "
-            f"{lost[0] or 'fewer tokens than were asked for'}"
-        )
-
-
-def _http_costs(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By rate, what the server adds to an engine in this process; JSON-able."""
-    engines = {row["rate"]: row for row in rows if row["arm"] == IN_PROCESS}
-    costs = []
-    for row in rows:
-        beside = engines.get(row["rate"])
-        if row["arm"] != HTTP or beside is None or not row["first_token"]:
-            continue
-        first = {p: row["first_token"][p] - beside["first_token"][p] for p in ("p50", "p95")}
-        costs.append({
-            "rate": row["rate"],
-            "first_token_seconds": first,
-            "events_per_second": row["tokens_per_second"],
-            "events_per_second_in_process": beside["tokens_per_second"],
-        })  # fmt: skip
-    return costs
 
 
 def _same(answers: Sequence[dict[int, list[int]]]) -> float:

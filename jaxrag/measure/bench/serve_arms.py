@@ -54,22 +54,20 @@ class Arm:
         return method if ratio is None else method.with_ratio(ratio)
 
 
-def arms_of(text: str, engine: str = "") -> tuple[Arm, ...]:
+def arms_of(text: str) -> tuple[Arm, ...]:
     """Arms such as "static;asynchronous:engine.load_threads=4", separated by semicolons.
 
-    Behind the colon stand fields of ``Arm``, and of the engine's settings as ``engine.NAME``;
-    ``engine`` are settings of all of them, such as "load_threads=1,prefill_tokens=256". Raises
-    ConfigError for an arm that is not among ARMS, an unknown field and one that is named twice.
+    Behind the colon stand fields of ``Arm``, and of the engine's settings as ``engine.NAME``.
+    Raises ConfigError for an arm that is not among ARMS, an unknown field and one that is named
+    twice.
     """
     arms = []
-    common = {"engine": table_from(f":{engine}", "--engine")}
-    del common["engine"]["name"]
     for part in filter(None, text.split(";")):
         given = table_from(part, "--arms")
         kind = given.pop("name")
         if kind not in ARMS:
             raise ConfigError(f"--arms: {kind!r}: expected one of {', '.join(ARMS)}")
-        values = {"name": part, **_merged(_merged(common, ARMS[kind]), given)}
+        values = {"name": part, **_merged(ARMS[kind], given)}
         arms.append(build(Arm, values, f"--arms: {part}"))
     if not arms or len({arm.name for arm in arms}) < len(arms):
         raise ConfigError(f"--arms {text!r}: expected some of {', '.join(ARMS)}, each once")

@@ -1,14 +1,16 @@
 """One client that sends at given times and never waits for answers, to an engine or over HTTP.
 
 Over HTTP it speaks OpenAI's ``/v1/completions`` with token ids as the prompt, and reads the stream
-of events by hand: one connection a request, nothing between the bytes and the clock.
+of events: one connection and one thread a request, nothing between the bytes and the clock.
 """
 
-import asyncio
+import contextlib
+import http.client
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,22 +20,6 @@ from jaxrag.engine.progress import Progress
 from jaxrag.engine.request import Request
 from jaxrag.measure.bench.serve_records import ServedRequest
 from jaxrag.measure.bench.serve_workload import AskedRequest
-
-_LINE = 1 << 22  # bytes of one event at most
-
-
-class RefusedByServer(RequestError):
-    """A status that is not 200.
-
-    Attributes:
-      retry_after: seconds that its header says; None where it has none.
-    """
-
-    def __init__(self, status: int, headers: Mapping[str, str], text: str) -> None:
-        super().__init__(f"the peer answered {status}: {text}")
-        self.status = status
-        after = headers.get("retry-after", "")
-        self.retry_after = float(after) if after.replace(".", "", 1).isdigit() else None
 
 
 def offer(
@@ -47,7 +33,7 @@ def offer(
 
     What has no complete answer so many seconds after the last was sent is aborted, and lost.
     """
-    served = [ServedRequest(it.at(rate), it.tokens, it.tenant) for it in asked]
+    served = [ServedRequest(it.at(rate), it.tokens) for it in asked]
     requests = [request_of(it) for it in asked]
     left = threading.Semaphore(0)
     start = time.perf_counter()
@@ -90,35 +76,25 @@ def offer_http(
     patience: float,
 ) -> list[ServedRequest]:
     """As ``offer``, to a server that speaks OpenAI's completions; ``url`` as http://HOST:PORT."""
-    return asyncio.run(_offer_http(url, asked, rate, body_of, patience))
-
-
-async def _offer_http(
-    url: str,
-    asked: Sequence[AskedRequest],
-    rate: float,
-    body_of: Callable[[AskedRequest], Mapping[str, Any]],
-    patience: float,
-) -> list[ServedRequest]:
-    served = [ServedRequest(it.at(rate), it.tokens, it.tenant) for it in asked]
-    bodies = [json.dumps(body_of(it)).encode() for it in asked]
+    served = [ServedRequest(it.at(rate), it.tokens) for it in asked]
+    bodies = [json.dumps(body_of(it)) for it in asked]
     start = time.perf_counter()
 
-    async def ask(one: ServedRequest, body: bytes) -> None:
-        await asyncio.sleep(max(0.0, one.due - (time.perf_counter() - start)))
+    def ask(one: ServedRequest, body: str) -> None:
+        time.sleep(max(0.0, one.due - (time.perf_counter() - start)))
+        until = time.perf_counter() + patience
         try:
-            async with asyncio.timeout(patience + one.due):
-                async for event in _events(url, body):
-                    _take(one, event, time.perf_counter() - start)
-        except RefusedByServer as error:
-            one.error = f"RequestError: {error}"
-            one.status, one.retry_after = error.status, error.retry_after
+            for event in _events(url, body, patience):
+                if time.perf_counter() > until:
+                    raise TimeoutError
+                _take(one, event, time.perf_counter() - start)
         except TimeoutError:
             one.error = f"no complete answer within {patience} s"
-        except (OSError, EOFError, ValueError, RequestError) as error:
+        except (OSError, http.client.HTTPException, ValueError, RequestError) as error:
             one.error = f"{type(error).__name__}: {error}"
 
-    await asyncio.gather(*(ask(*it) for it in zip(served, bodies, strict=True)))
+    with ThreadPoolExecutor(len(asked)) as threads:
+        list(threads.map(ask, served, bodies))
     return served
 
 
@@ -129,65 +105,26 @@ def _take(one: ServedRequest, event: Mapping[str, Any], now: float) -> None:
     for choice in event.get("choices", ()):
         ids = choice.get("token_ids") or []
         one.came(now, len(ids) or bool(choice.get("text")), ids)
-        one.text += choice.get("text") or ""
         one.done = one.done or choice.get("finish_reason") is not None
     usage = event.get("usage")
     if usage:  # exact, where one event brought several tokens and no ids
         one.tokens = int(usage["completion_tokens"])
 
 
-async def _events(url: str, body: bytes) -> AsyncIterator[dict[str, Any]]:
+def _events(url: str, body: str, patience: float) -> Iterator[dict[str, Any]]:
     """The events of one streamed completion. RequestError for any status but 200."""
     parts = urlsplit(url)
-    host, port = parts.hostname or "", parts.port or 80
-    reader, writer = await asyncio.open_connection(host, port, limit=_LINE)
-    try:
-        writer.write(
-            f"POST {parts.path.rstrip('/')}/v1/completions HTTP/1.1\r\n"
-            f"Host: {host}:{port}\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode()
-            + body
-        )
-        await writer.drain()
-        status, headers = await _head(reader)
-        lines = _lines(_chunks(reader) if headers.get("transfer-encoding") else _rest(reader))
-        if status != 200:
-            text = b" ".join([line async for line in lines]).decode(errors="replace")
-            raise RefusedByServer(status, headers, " ".join(text.split())[:300])
-        async for line in lines:
+    connection = http.client.HTTPConnection(
+        parts.hostname or "", parts.port or 80, timeout=patience
+    )
+    with contextlib.closing(connection):
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", f"{parts.path.rstrip('/')}/v1/completions", body, headers)
+        answer = connection.getresponse()
+        if answer.status != 200:
+            text = " ".join(answer.read().decode(errors="replace").split())
+            raise RequestError(f"the peer answered {answer.status}: {text[:300]}")
+        for line in answer:
             name, _, data = line.partition(b":")
             if name == b"data" and data.strip() != b"[DONE]":
                 yield json.loads(data)
-    finally:
-        writer.close()
-
-
-async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
-    lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-    status = int(lines[0].split()[1])
-    pairs = (line.partition(":") for line in lines[1:] if line)
-    return status, {name.strip().lower(): value.strip() for name, _, value in pairs}
-
-
-async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """The body of a response in HTTP's chunks."""
-    while size := int((await reader.readline()).split(b";")[0], 16):
-        yield await reader.readexactly(size)
-        await reader.readexactly(2)
-
-
-async def _rest(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """The body of a response that ends with its connection."""
-    while data := await reader.read(1 << 16):
-        yield data
-
-
-async def _lines(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Lines, wherever they were cut."""
-    rest = b""
-    async for part in parts:
-        *whole, rest = (rest + part).split(b"\n")
-        for line in whole:
-            yield line.rstrip(b"\r")
-    if rest:
-        yield rest

@@ -36,7 +36,6 @@ class AskedRequest:
     due: float
     prompt: Prompt
     tokens: int
-    tenant: str
 
     def at(self, rate: float) -> float:
         """When it comes at so many requests a second, in seconds after the start."""
@@ -59,8 +58,7 @@ def draw(traffic: Traffic, vocab_size: int) -> list[AskedRequest]:
             _ids(rng, traffic.question, vocab_size),
             tuple(neighbours[at] for at in chosen),
         )
-        tokens, tenant = int(rng.choice(traffic.answers)), f"tenant {rng.integers(traffic.tenants)}"
-        asked.append(AskedRequest(number, due[number], prompt, tokens, tenant))
+        asked.append(AskedRequest(number, due[number], prompt, int(rng.choice(traffic.answers))))
     return asked
 
 
@@ -77,13 +75,9 @@ def like(traffic: Traffic, vocab_size: int, count: int) -> list[AskedRequest]:
 
 def _arrivals(traffic: Traffic) -> list[float]:
     """Seconds at one request a second."""
-    moments = -(-traffic.requests // traffic.batch)
-    if traffic.batch > 1:
-        times = np.arange(moments) * float(traffic.batch)
-    else:
-        rng = np.random.default_rng((traffic.seed, _ARRIVALS))
-        times = np.cumsum(rng.exponential(1.0, moments))
-    return [float(it) for it in np.repeat(times, traffic.batch)[: traffic.requests]]
+    rng = np.random.default_rng((traffic.seed, _ARRIVALS))
+    times: list[float] = np.cumsum(rng.exponential(1.0, traffic.requests)).tolist()
+    return times
 
 
 def documents(traffic: Traffic, vocab_size: int) -> list[HostArray]:

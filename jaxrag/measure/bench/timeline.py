@@ -24,7 +24,6 @@ from jaxrag.library.documents import Document
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.measure.bench.options import TimelineOptions
 from jaxrag.measure.bench.serve_http import serving
-from jaxrag.measure.evals.plots import COLOURS, check_picture, figure_class
 from jaxrag.measure.machine import describe
 from jaxrag.measure.zoo import SMALL_LLAMA, random_named, write_random
 from jaxrag.models.model import Model, load_model
@@ -270,34 +269,3 @@ def report(result: dict[str, Any]) -> Iterator[str]:
     yield f"{'phases / whole':<26}" + "".join(
         f"{it['sum_over_whole']:>12.3f}" for it in hits.values()
     )
-
-
-def draw(result: dict[str, Any], path: Path) -> None:
-    """Write a picture: a bar for each kind of hit, the phases one after the other.
-
-    Raises ConfigError when matplotlib is not installed, RequestError for a file it cannot write.
-    """
-    check_picture(path)
-    hits = result["hits"]
-    figure = figure_class()(figsize=(9, 1.4 + 0.8 * len(hits)), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
-    shown = [
-        name
-        for name, _ in PHASES
-        if any(it["phases"][name] > 0.005 * it["seconds"] for it in hits.values())
-    ]
-    for row, one in enumerate(reversed(hits.values())):
-        at = 0.0
-        for name, _ in PHASES:
-            width = 1e3 * one["phases"][name]
-            if name in shown:
-                colour = COLOURS[shown.index(name) % len(COLOURS)]
-                hatch = "//" if shown.index(name) >= len(COLOURS) else None
-                axes.barh(row, width, left=at, color=colour, hatch=hatch, edgecolor="white",
-                          label=name if row == 0 else None)  # fmt: skip
-            at += width
-    axes.set_yticks(range(len(hits)), list(reversed(hits)))
-    axes.set_xlabel("milliseconds since the request was sent")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
-    figure.savefig(path)

@@ -1,13 +1,12 @@
 """Time to first token: full prefill and reuse of cached chunks, beside a peer's full prefill.
 
 A row is one context length; its measurements alternate, and the first round, which compiles, does
-not count. A method that recomputes tokens has one more row for every recompute ratio, the
-selector's own passes included. Chunks encoded behind neighbours have the other chunks of the prompt
-for neighbours; the time of that encoding is part of no row. Batches: ``bench.ttft_batch``.
+not count. A method that recomputes tokens does so at its own ratio, the selector's passes included.
+Chunks encoded behind neighbours have the other chunks of the prompt for neighbours; the time of
+that encoding is part of no row.
 """
 
 import contextlib
-import dataclasses
 import functools
 import os
 import statistics
@@ -17,10 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
-from jaxrag.engine.direct import map_request, prefill, unmap
 from jaxrag.engine.engine import Engine, engine_of
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.runner import ModelRunner
@@ -30,11 +27,9 @@ from jaxrag.kv.store import ChunkStore, KVStore
 from jaxrag.library.knowledge_base.neighbours import each_other
 from jaxrag.measure.bench.options import CHUNK_TOKENS, TtftOptions
 from jaxrag.measure.bench.peer import Peer
-from jaxrag.measure.bench.ttft_batch import measure_batches, report_batches
-from jaxrag.measure.bench.ttft_ratios import report_ratios, slopes
 from jaxrag.measure.machine import describe, settle
 from jaxrag.measure.zoo import LLAMA_100M, random_named, write_random
-from jaxrag.models.flops import block_attention_flops, turborag_flops
+from jaxrag.models.flops import block_attention_flops
 from jaxrag.models.model import Model, load_model
 from jaxrag.models.text.progress import progress_bar
 from jaxrag.reuse.encode import chunk_key, encoder_named
@@ -50,10 +45,7 @@ def run(options: TtftOptions) -> dict[str, Any]:
         path = options.model or str(
             write_random(work / "model", LLAMA_100M, options.dtype, options.seed)
         )
-        in_batch = max(options.batches, default=0) * (
-            options.batch_context + options.question_tokens
-        )
-        longest = max(max(options.contexts) + options.question_tokens, in_batch)
+        longest = max(options.contexts) + options.question_tokens
         # Prompts under full attention and their chunks for reuse lie in the pool together.
         tokens = 2 * longest + 8 * PAGE * (longest // CHUNK_TOKENS + 8)
         model = load_model(path, dtype=options.dtype, cache_tokens=tokens)
@@ -76,17 +68,16 @@ def run(options: TtftOptions) -> dict[str, Any]:
             for context, count in zip(options.contexts, repeats, strict=True):
                 rows.append(_measure(model, store, work / "store", options, context, count, peer))
                 bar.update()
-        plain = options.plain()
+        method = METHODS[options.method]
         return {
             "benchmark": "ttft",
             "model": options.model or random_named(model.config),
             "dtype": options.dtype,
             "method": options.method,
-            "encoders": {"first": plain.encoder_of(0), "others": plain.encoder_of(1)},
+            "encoders": {"first": method.encoder_of(0), "others": method.encoder_of(1)},
             "question_tokens": options.question_tokens,
             "chunk_tokens": CHUNK_TOKENS,
             "rows": rows,
-            "batches": _batches(model, store, options) if options.batches else None,
             "peer": None if peer is None else {"name": "transformers", **peer.about},
             "machine": describe(),
         }
@@ -97,9 +88,7 @@ class First(NamedTuple):
 
     seconds: float
     top: int
-    recomputed: int  # chunk tokens
-    flops: int  # all of it
-    selection_flops: int  # of these
+    flops: int
 
 
 def _measure(
@@ -113,27 +102,24 @@ def _measure(
 ) -> dict[str, Any]:
     prompt = _draw(model, options, context)
     whole = np.concatenate((*prompt.chunks, prompt.final))
-    full, reuse = METHODS["full_attention"], options.plain()
+    full, reuse = METHODS["full_attention"], METHODS[options.method]
     times: dict[str, list[float]] = {name: [] for name in ("full", "pool", "disk", "cold", "peer")}
     tops: dict[str, int] = {}
-    recomputing = [_Recomputing(method) for method in options.recomputing()]
+    flops: dict[str, int] = {}
     for _ in range(repeats + 1):
         _forget(model, reuse, prompt)
         settle()
         first = first_token(model, store, full, prompt)
-        tops["full"] = first.top
+        tops["full"], flops["full"] = first.top, first.flops
         times["full"].append(first.seconds)
         for name in ("cold", "disk", "pool"):
             if name == "cold":
                 _drop_page_cache(store_path)
             if name != "pool":
                 _forget(model, reuse, prompt)
-            times[name].append(first_token(model, store, reuse, prompt).seconds)
-        for it in recomputing:
-            for name in ("disk", "pool"):
-                if name == "disk":
-                    _forget(model, it.method, prompt)
-                it.firsts[name].append(first_token(model, store, it.method, prompt))
+            first = first_token(model, store, reuse, prompt)
+            flops["reuse"] = first.flops
+            times[name].append(first.seconds)
         if peer is not None:
             settle()
             answer = peer.ask({"ids": whole.tolist()})
@@ -150,15 +136,11 @@ def _measure(
         "full_over_pool": median["full"] / median["pool"],
         "full_over_disk": median["full"] / median["disk"],
         "flops": {
-            "full": turborag_flops(model.config, len(whole), len(whole)),
-            "reuse": turborag_flops(model.config, len(prompt.final), len(whole)),
+            **flops,
             "full_block_attention": block_attention_flops(model.config, len(whole)),
             "reuse_block_attention": block_attention_flops(model.config, len(prompt.final)),
         },
     }
-    if recomputing:
-        row["ratios"] = [it.row(row, context, tops["full"]) for it in recomputing]
-        row["slope"] = slopes(row)
     if peer is not None:
         row["peer_over_full"] = median["peer"] / median["full"]
         row["peer_over_full_best"] = best["peer"] / best["full"]
@@ -167,9 +149,9 @@ def _measure(
     return row
 
 
-def _draw(model: Model, options: TtftOptions, context: int, number: int = 0) -> Prompt:
+def _draw(model: Model, options: TtftOptions, context: int) -> Prompt:
     """A prompt of random chunks, which have each other for neighbours."""
-    rng = np.random.default_rng((options.seed, context, *([number] if number else [])))
+    rng = np.random.default_rng((options.seed, context))
 
     def ids(count: int) -> np.ndarray[Any, Any]:
         return rng.integers(3, model.config.vocab_size, count).astype(np.int32)
@@ -179,70 +161,15 @@ def _draw(model: Model, options: TtftOptions, context: int, number: int = 0) -> 
     return Prompt(np.zeros(0, np.int32), chunks, ids(options.question_tokens), neighbours)
 
 
-def _batches(model: Model, store: KVStore, options: TtftOptions) -> dict[str, Any]:
-    reuse, context = options.plain(), options.batch_context
-    prompts = [_draw(model, options, context, number) for number in range(max(options.batches))]
-    rows = measure_batches(
-        engine_of(model),
-        store,
-        (METHODS["full_attention"], reuse),
-        prompts,
-        functools.partial(_forget, model, reuse),
-        sizes=options.batches,
-        repeats=options.batch_repeats,
-    )
-    return {"context": context, "rows": rows}
-
-
-@dataclasses.dataclass
-class _Recomputing:
-    """A method at one recompute ratio, and its measurements of one prompt."""
-
-    method: Method
-    firsts: dict[str, list[First]] = dataclasses.field(
-        default_factory=lambda: {"pool": [], "disk": []}
-    )
-
-    def row(self, context_row: dict[str, Any], chunk_tokens: int, full_top: int) -> dict[str, Any]:
-        """Medians and best of all measurements but the first, beside the row of the context."""
-        times = {name: [it.seconds for it in kept[1:]] for name, kept in self.firsts.items()}
-        median = {name: statistics.median(seconds) for name, seconds in times.items()}
-        full, last = context_row["seconds"]["full"], self.firsts["pool"][-1]
-        return {
-            "ratio": self.method.recompute_ratio,
-            "recomputed_tokens": last.recomputed,
-            "recomputed_share": last.recomputed / chunk_tokens,
-            "seconds": median,
-            "best_seconds": {name: min(seconds) for name, seconds in times.items()},
-            "full_over_pool": full / median["pool"],
-            "full_over_disk": full / median["disk"],
-            "flops": last.flops,
-            "selection_flops": last.selection_flops,
-            "flops_over_full": last.flops / context_row["flops"]["full"],
-            "same_first_token_as_full": last.top == full_top,
-        }
-
-
 def first_token(model: Model, store: KVStore, method: Method, prompt: Prompt) -> First:
-    """From token ids to the first token's id on the host."""
-    return engine_of(model).call(lambda runner: _timed(runner, store, method, prompt))
-
-
-def _timed(runner: ModelRunner, store: KVStore, method: Method, prompt: Prompt) -> First:
-    model = runner.model
+    """From token ids to the first token's id on the host, through the engine."""
     start = time.perf_counter()
-    mapped = map_request(runner, Request(prompt, store, method, 1), reserve_tokens=0)
-    try:
-        logits, _ = prefill(runner, [mapped])
-        top = int(jnp.argmax(logits[0]))
-        seconds = time.perf_counter() - start
-        choice = mapped.choice
-        selection = 0 if choice is None else choice.flops
-        computed = turborag_flops(model.config, len(mapped.ids), prompt.num_tokens)
-        recomputed = 0 if choice is None else len(choice.tokens)
-        return First(seconds, top, recomputed, computed + selection, selection)
-    finally:
-        unmap(runner, mapped)
+    [told] = engine_of(model).iterate([Request(prompt, store, method, 1)])
+    seconds = time.perf_counter() - start
+    if told.error is not None:
+        raise told.error
+    assert told.outcome is not None  # of its only token
+    return First(seconds, told.new[0], told.outcome.flops)
 
 
 def _forget(model: Model, method: Method, prompt: Prompt) -> None:
@@ -287,7 +214,3 @@ def report(result: dict[str, Any]) -> Iterator[str]:
                 f" {row['peer_over_full_best']:>5.2f} {row['peer_over_pool']:>9.1f}"
             )
         yield line
-    if any("ratios" in row for row in result["rows"]):
-        yield from report_ratios(result)
-    if result["batches"]:
-        yield from report_batches(result)

@@ -22,18 +22,9 @@ from jaxrag.measure.bench.options import ServeOptions, Slo, Traffic, link_of, ra
 from jaxrag.measure.bench.serve import run
 from jaxrag.measure.bench.serve_arms import arms_of
 from jaxrag.measure.bench.serve_client import offer_http
-from jaxrag.measure.bench.serve_http import HTTP, IN_PROCESS, OwnServer
 from jaxrag.measure.bench.serve_peer import HttpPeer, vllm, write_model
-from jaxrag.measure.bench.serve_records import (
-    ServedRequest,
-    highest_rate,
-    jain,
-    percentiles,
-    ratios,
-    summary,
-)
-from jaxrag.measure.bench.serve_report import draw as plot
-from jaxrag.measure.bench.serve_report import markdown, report
+from jaxrag.measure.bench.serve_records import ServedRequest, percentiles, summary
+from jaxrag.measure.bench.serve_report import report
 from jaxrag.measure.bench.serve_workload import documents, draw, like
 from jaxrag.measure.bench.throttle import SlowLink, Throttled
 from jaxrag.models.export import export_hf
@@ -42,7 +33,7 @@ from jaxrag.models.spec import init_params
 
 TINY = Traffic(
     requests=6, documents=6, chunk_tokens=20, chunks=2, question=5, answers=(3, 5), topics=2,
-    tenants=2, neighbours=1,
+    neighbours=1,
 )  # fmt: skip
 
 
@@ -69,9 +60,7 @@ def ids_of(asked):
 def test_a_seed_says_who_asks_what_and_when():
     one, two = draw(Traffic(), 2000), draw(Traffic(), 2000)
     assert ids_of(one) == ids_of(two)
-    assert [(it.due, it.tokens, it.tenant) for it in one] == [
-        (it.due, it.tokens, it.tenant) for it in two
-    ]
+    assert [(it.due, it.tokens) for it in one] == [(it.due, it.tokens) for it in two]
     other = draw(Traffic(seed=1), 2000)
     assert ids_of(one) != ids_of(other)
     assert [it.due for it in one] != [it.due for it in other]
@@ -95,11 +84,6 @@ def test_arrivals_are_a_poisson_process():
     assert due[-1] == pytest.approx(4000, rel=0.05)
     assert gaps.std() == pytest.approx(gaps.mean(), rel=0.1)  # exponential
     assert np.corrcoef(gaps[:-1], gaps[1:])[0, 1] == pytest.approx(0, abs=0.05)
-
-
-def test_batches_come_at_one_moment():
-    asked = draw(Traffic(requests=5, batch=2), 2000)
-    assert [it.due for it in asked] == [0, 0, 2, 2, 4]
 
 
 def test_documents_are_popular_by_zipf_and_share_topics():
@@ -171,8 +155,8 @@ def test_what_is_good(served, good):
 
 
 def test_summary_of_hand_made_records():
-    served = [record(0, 0.1, 0.3, 3, tenant="a"), record(1, 1.2, 5.2, 5, tenant="b")]
-    lost = ServedRequest(2, 3, "b", error="gone")
+    served = [record(0, 0.1, 0.3, 3), record(1, 1.2, 5.2, 5)]
+    lost = ServedRequest(2, 3, error="gone")
     lost.came(2.5, 1)
     found = summary([*served, lost], SLO)
     assert (found["requests"], found["lost"], found["errors"]) == (3, 1, ["gone"])
@@ -183,49 +167,13 @@ def test_summary_of_hand_made_records():
     assert found["seconds"] == pytest.approx(5.2)
     assert found["tokens_per_second"] == pytest.approx(9 / 5.2)
     assert found["good_per_second"] == pytest.approx(1 / 5.2)
-    a, b = 3 / 0.3, 5 / (4.2 + 0.5)
-    assert found["fairness"] == pytest.approx((a + b) ** 2 / (2 * (a * a + b * b)))
     assert found["first_tokens"] == [0.1, 0.2, 0.5]
 
 
-def test_percentiles_and_fairness():
+def test_percentiles():
     assert percentiles([]) is None
     found = percentiles(list(range(101)))
     assert found == {"mean": 50.0, "p50": 50.0, "p95": 95.0, "p99": 99.0}
-    assert jain([2.0, 2.0, 2.0]) == 1.0
-    assert jain([3.0, 0.0, 0.0]) == pytest.approx(1 / 3)
-    assert jain([]) == jain([0.0, 0.0]) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("limit", "found", "tries"),
-    [(5.0, 5.0, 6), (0.6, 0.5625, 6), (1000.0, 64.0, 6), (0.0, 0.0, 6)],
-)
-def test_the_highest_rate_is_bisected(limit, found, tries):
-    rate, tried = highest_rate(
-        lambda at: 1.0 if at <= limit else 0.5, 2.0, 0.95, doublings=5, halvings=3
-    )
-    assert rate == found
-    assert len(tried) <= tries
-    assert all(share == (1.0 if at <= limit else 0.5) for at, share in tried)
-
-
-def test_ratios_are_of_one_rate():
-    def row(arm, rate, first):
-        times = {"mean": first, "p50": first}
-        return {"arm": arm, "rate": rate, **dict.fromkeys(
-            ("first_token", "per_token", "end_to_end"), times)}  # fmt: skip
-
-    rows = [row("a", 1, 2.0), row("b", 1, 3.0), row("a", 2, 5.0), row("b", 2, 5.0), row("c", 3, 1)]
-    found = ratios(rows, "a")
-    assert [(it["arm"], it["over"], it["rate"]) for it in found] == [("a", "b", 1), ("a", "b", 2)]
-    assert [it["first_token"]["p50"] for it in found] == [2 / 3, 1.0]
-    found = ratios([row("a:link=0", 1, 2.0), row("a", 1, 4.0), row("b", 1, 8.0)], "a")
-    assert [(it["arm"], it["over"]) for it in found] == [
-        ("a:link=0", "b"),
-        ("a", "a:link=0"),
-        ("a", "b"),
-    ]
 
 
 # The link
@@ -294,9 +242,6 @@ def test_arms_are_settings():
     assert (beside.engine.load_threads, beside.engine.lockstep) == (7, False)
     assert (full.method, full.engine.prefill_tokens) == ("full_attention", 64)
     assert full.name == "full:engine.prefill_tokens=64"
-    few, one = arms_of("inline;asynchronous:engine.load_threads=1", "load_threads=5")
-    assert (few.engine.load_threads, few.engine.lockstep) == (5, True)
-    assert one.engine.load_threads == 1
     [some] = arms_of("asynchronous:method=cacheblend,recompute_ratio=0.3")
     assert some.resolved.recompute_ratio == 0.3
 
@@ -309,7 +254,7 @@ def tiny(model_dir, **changes):
     return dataclasses.replace(options, **changes)
 
 
-def test_all_arms_give_the_same_tokens_and_lose_nothing(model_dir, tmp_path):
+def test_all_arms_give_the_same_tokens_and_lose_nothing(model_dir):
     result = run(tiny(model_dir, rates=(30.0, math.inf), link=1e7))
     rows = result["rows"]
     arms = ["static", "inline", "asynchronous", "full"]
@@ -331,10 +276,7 @@ def test_all_arms_give_the_same_tokens_and_lose_nothing(model_dir, tmp_path):
             assert row["read_bytes"] == read > 0
     assert result["equal"] == {"arms": 1.0, "peer_as_full": None}
     lines = "\n".join(report(result))
-    assert "asynchronous over inline, at 30/s" in lines and "store of 10 MB/s" in lines
-    assert markdown(result).count("\n| ") == 10
-    plot(result, tmp_path / "first.png")
-    assert (tmp_path / "first.png").stat().st_size > 0
+    assert "asynchronous" in lines and "30/s" in lines and "store of 10 MB/s" in lines
     json.dumps(result, allow_nan=False)
 
 
@@ -345,16 +287,6 @@ def test_arms_that_recompute_find_their_chunks_stored(model_dir):
         assert (row["lost"], row["compiled"]) == (0, [])
         assert set(row["found"]) <= {"pool", "host", "store"} and row["found"]["store"]
     assert result["equal"]["arms"] == 1.0
-
-
-@pytest.mark.slow
-def test_the_highest_rate_of_an_arm(model_dir):
-    """Every rate is sustained where any time is good: it is doubled as often as it may be."""
-    anyhow = Slo(first=math.inf, per_token=math.inf)
-    options = tiny(model_dir, arms="inline", slo=anyhow, probe_seconds=0.02)
-    [(arm, found)] = run(dataclasses.replace(options, highest_rate=True))["highest_rate"].items()
-    assert (arm, found["rate"]) == ("inline", 50 * 2**5)
-    assert found["tried"] == [{"rate": 50.0 * 2**n, "good": 1.0} for n in range(6)]
 
 
 def test_answers_that_differ_are_seen(model_dir):
@@ -374,22 +306,17 @@ def test_requests_that_come_too_late_are_lost(model_dir):
 
 
 def test_the_program_writes_what_it_measured(model_dir, tmp_path, capsys):
-    out, page, picture = (str(tmp_path / name) for name in ("r.json", "r.md", "r.svg"))
+    out = str(tmp_path / "r.json")
     sizes = ["--requests", "4", "--documents", "6", "--chunk-tokens", "20", "--chunks", "2"]
     sizes += ["--question", "5", "--answers", "3", "--rows", "2", "--pool-chunks", "10"]
     given = ["--arms", "inline;asynchronous", "--rates", "40", "--link", "10MB/s", "--topics", "2"]
-    files = ["--out", out, "--markdown", page, "--plot", picture]
-    assert main(["bench", "serve", "--model", model_dir, *sizes, *given, *files]) == 0
+    assert main(["bench", "serve", "--model", model_dir, *sizes, *given, "--out", out]) == 0
     shown = capsys.readouterr().out
     with open(out, encoding="utf-8") as file:
         result = json.load(file)
     assert shown.splitlines() == list(report(result))
     assert result["link_bytes_per_second"] == 1e7
     assert result["traffic"]["answers"] == [3]
-    with open(page, encoding="utf-8") as file:
-        assert file.read() == markdown(result)
-    with open(picture, encoding="utf-8") as file:
-        assert "<svg" in file.read()
 
 
 def test_rates_and_links_are_read():
@@ -529,45 +456,6 @@ def test_a_peer_is_measured_fresh_and_repeated(server, model_dir):
     assert result["equal"] == {"arms": None, "peer_as_full": 0.0}
     assert result["peer"]["version"] == "1.2"
     assert any(it.startswith("peer: name given") for it in report(result))
-
-
-def test_our_own_server_is_asked_for_the_same_chunks_and_tokens(server, model_dir):
-    """The body of a request, by a server that only listens."""
-    own = OwnServer(server.url, {})
-    asked = draw(TINY, 101)[0]
-    body = own.body(asked, "")
-    assert body["prompt"] == asked.prompt.final.tolist()
-    assert body["documents"] == [chunk.tolist() for chunk in asked.prompt.chunks]
-    assert (body["max_tokens"], body["ignore_eos"]) == (asked.tokens, True)
-    assert own.ids_of("t3 t17 t5") == [3, 17, 5] and own.ids_of("") == []
-
-
-def test_what_http_costs_is_told_by_rate():
-    def row(arm, rate, first, tokens):
-        times = {"p50": first, "p95": 2 * first}
-        return {"arm": arm, "rate": rate, "first_token": times, "tokens_per_second": tokens}
-
-    rows = [row(IN_PROCESS, 2, 0.5, 90), row(IN_PROCESS, None, 1.0, 80), row("full", 2, 9, 9)]
-    rows += [row(HTTP, 2, 0.75, 88), row(HTTP, None, 1.5, 70), row(HTTP, 4, 1, 1)]
-    found = serve._http_costs(rows)
-    assert [it["rate"] for it in found] == [2, None]
-    assert found[0]["first_token_seconds"] == {"p50": 0.25, "p95": 0.5}
-    assert (found[1]["events_per_second"], found[1]["events_per_second_in_process"]) == (70, 80)
-
-
-@pytest.mark.slow
-def test_our_own_server_gives_the_tokens_of_the_engine(model_dir):
-    """In a process of its own; the most rows at once that the server is meant for."""
-    traffic = dataclasses.replace(TINY, requests=64)
-    result = run(tiny(
-        model_dir, traffic=traffic, arms="asynchronous", rates=(math.inf,), rows=64,
-        http=True,
-    ))  # fmt: skip
-    assert [row["arm"] for row in result["rows"]] == ["asynchronous", IN_PROCESS, HTTP]
-    assert [row["lost"] for row in result["rows"]] == [0, 0, 0]
-    assert result["rows"][2]["compiled"] == []
-    assert result["equal"]["arms"] == 1.0
-    assert any(it.startswith("http over in_process, at once") for it in report(result))
 
 
 def test_the_copy_of_the_model_has_the_same_weights_and_a_word_a_token(model_dir, tmp_path):
