@@ -1,6 +1,6 @@
 """The shape of the source tree in numbers, from its syntax alone: nothing is imported or run.
 
-    python scripts/structure.py [TREE ...] [--json]
+    python scripts/structure.py [TREE ...] [--options] [--json]
 
 One column a tree; the tree of this script where none is named. How each row is counted:
 
@@ -28,6 +28,14 @@ One column a tree; the tree of this script where none is named. How each row is 
 - long files: files of more than 400 lines of code, in all four places.
 - lines: of code, of docstrings, of comments that have a line to themselves, and blank ones.
   A blank line of a docstring is one of the docstring.
+- code lines: lines without blank ones, comments, docstrings and imports; of ``jaxrag``,
+  ``pallas_kernels`` and ``scripts`` together, of ``tests``, and of ``benchmarks``.
+- benchmark scripts beside the GPU's: ``benchmarks/*.py`` but for ``gpu*.py``.
+- options, with --options alone, as each command's --help is run for it: those of all commands, of
+  the command that has most, and the most that one --help shows.
+- fields of one request: those of the classes that a request is from `generate` to its token, where
+  a tree has them (``OF_A_REQUEST``).
+- objects of one request: how many such classes there are.
 """
 
 import argparse
@@ -36,6 +44,8 @@ import dataclasses
 import itertools
 import json
 import os
+import re
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -48,6 +58,16 @@ PLACES = (*PACKAGES, "scripts", "benchmarks")
 MAX_PARAMETERS = 8
 MAX_LINES = 400  # of code
 MOST_ORDERED = 8  # rooms of one circle whose orders are all tried
+COUNTED = {
+    "code lines": ("jaxrag", "pallas_kernels", "scripts"),
+    "code lines, tests": ("tests",),
+    "code lines, benchmarks": ("benchmarks",),
+}
+OF_A_REQUEST = (
+    "Ask", "ReadyQuestion", "Prompt", "Request", "RequestPlan", "RequestState", "RunningRequest",
+    "Entry", "Sequence",
+)  # fmt: skip
+OF_REQUESTS = ("jaxrag/serve", "jaxrag/engine")  # where these classes are
 
 Graph = dict[str, set[str]]
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -100,6 +120,78 @@ def lines_of(text: str) -> Lines:
             kind = "comments" if line.strip() else "blank"
         counts[kind] += 1
     return Lines(**counts)
+
+
+def code_lines(text: str) -> int:
+    """Lines of a Python file that are not blank, comments, docstrings or imports."""
+    left_out: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            left_out |= _span(node)
+        elif (
+            isinstance(node, (ast.Module, ast.ClassDef, *_FUNCTIONS))
+            and ast.get_docstring(node, clean=False) is not None
+        ):
+            left_out |= _span(node.body[0])
+    numbered = enumerate(text.splitlines(), 1)
+    return sum(n not in left_out and line.strip()[:1] not in ("", "#") for n, line in numbered)
+
+
+def fields_of(tree: Path) -> dict[str, int]:
+    """Fields of the classes that a request is: annotated ones, else those that it is made with."""
+    found: dict[str, int] = {}
+    for folder in OF_REQUESTS:
+        for path in sorted((tree / folder).glob("*.py")):
+            for node in _parsed(path).body:
+                if isinstance(node, ast.ClassDef) and node.name in OF_A_REQUEST:
+                    found[node.name] = found.get(node.name, 0) + _num_fields(node)
+    return found
+
+
+def _num_fields(node: ast.ClassDef) -> int:
+    annotated = sum(isinstance(it, ast.AnnAssign) for it in node.body)
+    made = [it for it in node.body if isinstance(it, _FUNCTIONS) and it.name == "__init__"]
+    stored = {
+        it.attr
+        for function in made
+        for it in ast.walk(function)
+        if isinstance(it, ast.Attribute) and isinstance(it.ctx, ast.Store)
+        if isinstance(it.value, ast.Name) and it.value.id == "self"
+    }
+    return annotated + len(stored)
+
+
+def options_of(tree: Path) -> dict[str, dict[str, int]]:
+    """How many options each command has, in "all" and as "shown" by its --help; these are run.
+
+    The commands are those that ``tests/goldens/public_names.json`` has, here or in the tree.
+    """
+    commands: dict[str, None] = {}
+    for root in (Path(__file__).parents[1], tree):
+        golden = root / "tests" / "goldens" / "public_names.json"
+        commands |= dict.fromkeys(json.loads(golden.read_text(encoding="utf-8"))["commands"])
+
+    def printed(command: str, option: str) -> str:
+        words = [sys.executable, "-m", *command.split(), option]
+        environment = os.environ | {"PYTHONPATH": str(tree.resolve()), "COLUMNS": "200"}
+        ran = subprocess.run(  # 0.1 has commands that only refuse
+            words, capture_output=True, text=True, env=environment
+        )
+        return ran.stdout
+
+    found = {}
+    for command in commands:
+        shown = every = options_in(text := printed(command, "--help"))
+        if "--help-all" in text:
+            every = options_in(printed(command, "--help-all"))
+        found[command] = {"all": len(every), "shown": len(shown)}
+    return found
+
+
+def options_in(text: str) -> set[str]:
+    """The options that a help describes, but for those that print help; --no-x is that of --x."""
+    named = re.findall(r"(?m)^[\s│*]*(?:-\w\b[ ,/|]*\w*[ ,/|]*)?--([a-z][\w-]*)", text)
+    return {name for name in named if not name.startswith("help") and name[3:] not in named}
 
 
 def _span(node: Any) -> set[int]:
@@ -314,6 +406,14 @@ def measure(tree: Path) -> dict[str, Any]:
         total = sum((lines[name] for name in names), Lines())
         found[f"files, {place}"] = len(names)
         found[f"lines, {place}"] = {"all": total.total, **dataclasses.asdict(total)}
+    for row, places in COUNTED.items():
+        paths = [path for place in places for path in (tree / place).rglob("*.py")]
+        found[row] = sum(code_lines(path.read_text(encoding="utf-8")) for path in paths)
+    scripts = [path.stem for path in (tree / "benchmarks").glob("*.py")]
+    found["benchmark scripts beside the GPU's"] = sum(not it.startswith("gpu") for it in scripts)
+    fields = fields_of(tree)
+    found["fields of one request"] = sum(fields.values())
+    found["objects of one request"] = fields
     return found
 
 
@@ -361,6 +461,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("trees", nargs="*", metavar="TREE", help="checkouts (that of this script)")
+    parser.add_argument("--options", action="store_true", help="also count options, by --help")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)
     trees = args.trees or [os.path.relpath(Path(__file__).parents[1])]
@@ -368,6 +469,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not (Path(tree) / "jaxrag").is_dir():
             parser.error(f"{tree}: there is no jaxrag in it; name a checkout of this repository")
     found = {tree: measure(Path(tree)) for tree in trees}
+    for tree in trees if args.options else ():
+        options = options_of(Path(tree)).values()
+        found[tree]["options"] = sum(it["all"] for it in options)
+        found[tree]["options, most of a command"] = max(it["all"] for it in options)
+        found[tree]["options, most that one --help shows"] = max(it["shown"] for it in options)
     if args.json:
         print(json.dumps(found, indent=1))
     else:

@@ -3,10 +3,13 @@
 ``python scripts/structure.py --json`` names what is counted, and its docstring says how.
 """
 
+import json
 from pathlib import Path
 
 import pytest
 import structure
+
+from jaxrag.cli import main
 
 ROOT = Path(__file__).parents[1]
 MOST = {
@@ -18,6 +21,15 @@ MOST = {
     "names in docstrings that do not resolve": 0,
     "long signatures, jaxrag": 7,
 }
+AT_MOST = {  # of what shrinks and grows with every change
+    "code lines": 58_600,
+    "code lines, tests": 55_500,
+    "code lines, benchmarks": 6_000,
+    "benchmark scripts beside the GPU's": 22,
+    "fields of one request": 123,
+    "objects of one request": 8,
+}
+MOST_OPTIONS = 52  # that the --help of one command shows
 
 
 def verdict(row, number, most):
@@ -37,6 +49,23 @@ def test_a_number_is_its_maximum(found, row):
     number = structure.number_of(row, found[row])
     said = verdict(row, number, MOST[row])
     assert not said, f"{said}\n{found[row]}" if number > MOST[row] else said
+
+
+@pytest.mark.parametrize("row", AT_MOST)
+def test_a_number_is_within_its_maximum(found, row):
+    assert structure.number_of(row, found[row]) <= AT_MOST[row], found[row]
+
+
+def test_a_help_shows_few_options(capsys):
+    golden = json.loads((ROOT / "tests/goldens/public_names.json").read_text(encoding="utf-8"))
+    shown = {}
+    for command in golden["commands"]:
+        with pytest.raises(SystemExit):
+            main([*command.split()[1:], "--help"])
+        shown[command] = structure.options_in(capsys.readouterr().out)
+    assert sum(map(len, shown.values())) > 100
+    many = {name: len(it) for name, it in shown.items() if len(it) > MOST_OPTIONS}
+    assert not many, f"at most {MOST_OPTIONS} options in a --help"
 
 
 @pytest.mark.parametrize(

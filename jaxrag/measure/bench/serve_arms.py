@@ -57,7 +57,7 @@ class Arm:
 def arms_of(text: str) -> tuple[Arm, ...]:
     """Arms such as "static;asynchronous:engine.load_threads=4", separated by semicolons.
 
-    Behind the colon stand fields of ``Arm``, and of the engine's settings as ``engine.NAME``.
+    Behind the colon stand fields of ``Arm``, and of the engine's settings behind ``engine.``.
     Raises ConfigError for an arm that is not among ARMS, an unknown field and one that is named
     twice.
     """
