@@ -307,8 +307,17 @@ def test_requests_that_come_too_late_are_lost(model_dir):
 
 def test_the_program_writes_what_it_measured(model_dir, tmp_path, capsys):
     out = str(tmp_path / "r.json")
-    sizes = ["--requests", "4", "--documents", "6", "--chunk-tokens", "20", "--chunks", "2"]
-    sizes += ["--question", "5", "--answers", "3", "--rows", "2", "--pool-chunks", "10"]
+    sizes = ["--requests", "4", "--num-documents", "6", "--chunk-tokens", "20", "--chunks", "2"]
+    sizes += [
+        "--question-tokens",
+        "5",
+        "--answer-lengths",
+        "3",
+        "--rows",
+        "2",
+        "--pool-chunks",
+        "10",
+    ]
     given = ["--arms", "inline;asynchronous", "--rates", "40", "--link", "10MB/s", "--topics", "2"]
     assert main(["bench", "serve", "--model", model_dir, *sizes, *given, "--out", out]) == 0
     shown = capsys.readouterr().out
