@@ -11,7 +11,6 @@ which is not timed.
 example: python benchmarks/decode_rules.py --contexts 4k,128k --decode dense --decode retrieval
 """
 
-import argparse
 import dataclasses
 import itertools
 import statistics
@@ -106,7 +105,7 @@ def rules_of(text: str) -> tuple[str, ...]:
     """Decode rules, split at semicolons, or at commas where no rule has settings."""
     rules = tuple(filter(None, text.split(";" if ";" in text or ":" in text else ",")))
     if not rules:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected names such as dense or topn:n=64")
+        raise ValueError(f"{text!r}: expected names such as dense or topn:n=64")
     return rules
 
 

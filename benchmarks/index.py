@@ -23,7 +23,6 @@ from tqdm import tqdm
 from jaxrag.base.errors import RequestError
 from jaxrag.base.types import HostArray
 from jaxrag.cli import run_command
-from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
 from jaxrag.measure.machine import describe
 from jaxrag.reuse.attention_index import (
@@ -399,7 +398,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="after a warm-up (3)")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
     parser.add_argument("--out", metavar="FILE", help="also write the JSON result there")
-    add_json(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     return run_command(run, parser.parse_args(argv))
 
 

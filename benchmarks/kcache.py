@@ -35,7 +35,6 @@ from jaxrag.base.errors import RequestError
 from jaxrag.base.options import parse_bytes
 from jaxrag.base.types import HostArray
 from jaxrag.cli import run_command
-from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
 from jaxrag.engine.decoding import Lane, lane_of, start_decoding
 from jaxrag.engine.direct import map_request, prefill_observed, unmap
@@ -470,7 +469,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.add_argument(name, type=type(default), help=f"({default})")
     parser.add_argument("--quick", action="store_true", help="small sizes, a minute in all")
     parser.add_argument("--out", metavar="FILE", help="write the result here, as JSON")
-    add_json(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     return run_command(_main, parser.parse_args(argv))
 
 

@@ -43,8 +43,8 @@ import numpy as np
 from script import between, in_turn, spread
 
 from jaxrag.base.errors import RequestError
-from jaxrag.cli import make_parser, run_command
-from jaxrag.cli.options import add_json
+from jaxrag.cli import PROGRAM, run_command
+from jaxrag.cli.command import parse
 from jaxrag.cli.output import give_out, require_folder
 from jaxrag.cli.serve import opened
 from jaxrag.engine.routing import Routing
@@ -158,7 +158,8 @@ def _server(
         f"[knowledge_bases]\ncorpus = {json.dumps(str(work / 'kb'))}\n[engine]\narena_bytes = 0\n",
         encoding="utf-8",
     )
-    args = make_parser().parse_args(
+    args = parse(
+        PROGRAM,
         ["serve", "--config", str(file), "--replicas", str(options.replicas), "--ray-address=local",
          "--replica-cpus=0.5"]
     )  # fmt: skip
@@ -384,7 +385,7 @@ def main() -> int:
         parser.add_argument(
             f"--{field.name.replace('_', '-')}", type=kind, default=field.default, metavar="N"
         )
-    add_json(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--out", metavar="FILE", help="write the result as JSON")
     return run_command(_run, parser.parse_args())
 

@@ -33,13 +33,12 @@ import numpy as np
 
 from jaxrag.base.types import HostArray
 from jaxrag.cli import run_command
-from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
 from jaxrag.library.catalog import NewDocument
 from jaxrag.library.documents import Document
 from jaxrag.library.documents.chunking import Chunk
 from jaxrag.library.knowledge_base import KnowledgeBase
-from jaxrag.library.knowledge_base.search import SearchMode
+from jaxrag.library.options import SearchMode
 from jaxrag.library.retrieve.base import Found, searched_text
 from jaxrag.library.retrieve.lance import VectorIndex
 from jaxrag.library.retrieve.retrievers import fuse
@@ -157,7 +156,7 @@ def main() -> int:
     parser.add_argument("--questions", action="store_true", help="ask instead, as said above")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", metavar="FILE", help="also write the JSON result there")
-    add_json(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
     return run_command(ask if args.questions else measure if args.measure else grow, args)
 

@@ -6,13 +6,13 @@ that a slow moment of the machine falls on all of them; and rows of a result, ke
 one, so that a run that ends early loses none of them.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import itertools
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,8 +29,9 @@ from jaxrag.base.errors import RequestError
 from jaxrag.base.options import option, parse_counts, parse_names
 from jaxrag.base.types import HostArray
 from jaxrag.cli import run_command
-from jaxrag.cli.fields import add_fields, from_fields
-from jaxrag.cli.options import add_peer, add_result, peer_of
+from jaxrag.cli.command import Args, Parameter, command, fields, from_fields, parse
+from jaxrag.cli.options import PEER as PEER_OPTIONS
+from jaxrag.cli.options import peer_of, result_options
 from jaxrag.cli.output import give_out, require_folder
 from jaxrag.measure.machine import describe, settle
 from jaxrag.measure.zoo import llama, random_named, write_random
@@ -43,15 +44,15 @@ class More:
     """Arguments beside those of the dataclass.
 
     Attributes:
-      add: adds them to the parser.
+      options: of the command.
       fields: the fields of the dataclass that they fill, by name.
     """
 
-    add: Callable[[argparse.ArgumentParser], None] = lambda parser: None
-    fields: Callable[[argparse.Namespace], dict[str, Any]] = lambda args: {}
+    options: Sequence[Parameter] = ()
+    fields: Callable[[Args], dict[str, Any]] = lambda args: {}
 
 
-PEER = More(add_peer, lambda args: {"peer_python": peer_of(args)})
+PEER = More(PEER_OPTIONS, lambda args: {"peer_python": peer_of(args)})
 
 
 def indented(result: Result) -> list[str]:
@@ -84,7 +85,7 @@ def run_script(
     """
     more = more or More()
 
-    def command(args: argparse.Namespace) -> int:
+    def measured(args: Args) -> int:
         require_folder(args.out)
         if markdown is not None:
             require_folder(args.markdown, "--markdown")
@@ -92,13 +93,10 @@ def run_script(
         give_out(args, result, report(result), markdown)
         return 0 if passed(result) else 1
 
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_fields(parser, options)
-    more.add(parser)
-    add_result(parser, markdown=markdown is not None)
-    return run_command(command, parser.parse_args(argv))
+    results = result_options(markdown=markdown is not None)
+    name = Path(sys.argv[0]).name
+    script = command(name, measured, doc or "", None, fields(options), more.options, results)
+    return run_command(measured, parse(script, argv))
 
 
 _MATMUL = {"cpu": 2048}  # side of the square matrices whose product is the peak; 8192 elsewhere
@@ -274,7 +272,7 @@ class RowsOptions:
             yield str(path), Path(folder)
 
 
-BESIDE_PEER = More(PEER.add, lambda args: {**PEER.fields(args), "out": args.out})
+BESIDE_PEER = More(PEER.options, lambda args: {**PEER.fields(args), "out": args.out})
 
 
 @dataclasses.dataclass

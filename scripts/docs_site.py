@@ -5,16 +5,17 @@ links to outside of docs/ is a page or a file of the site at the same path. Wher
 ``<!-- commands -->`` every command of the program is described, from its own parser.
 """
 
-import argparse
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
+import click
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from jaxrag.cli import make_parser
+from jaxrag.cli import PROGRAM
+from jaxrag.cli.command import commands_of
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = "<!-- commands -->"
@@ -63,39 +64,22 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return PurePosixPath(_name(target)).relative_to(above, walk_up=True).as_posix()
 
     markdown = _LINK.sub(moved, markdown)
-    return markdown.replace(COMMANDS, "\n".join(describe(make_parser())))
+    return markdown.replace(COMMANDS, "\n".join(describe(PROGRAM)))
 
 
-def describe(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Markdown of a parser's commands, each with its usage, options and example."""
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for command in dict.fromkeys(action.choices.values()):
-                yield from _command(command)
-
-
-def _command(parser: argparse.ArgumentParser) -> Iterator[str]:
-    level = "#" * len(parser.prog.split())
-    yield f"\n#{level[1:]} {parser.prog}\n\n{parser.description or ''}\n"
-    if any(isinstance(action, argparse._SubParsersAction) for action in parser._actions):
-        yield from describe(parser)
-        return
-    formatter = argparse.HelpFormatter(parser.prog, width=88)
-    formatter.add_usage(parser.usage, parser._actions, parser._mutually_exclusive_groups)
-    yield f"```text\n{formatter.format_help().strip()}\n```\n"
-    yield "| option | meaning |\n|---|---|"
-    for action in parser._actions:
-        if action.help is argparse.SUPPRESS or isinstance(action, argparse._HelpAction):
+def describe(program: click.Command) -> Iterator[str]:
+    """Markdown of a program's commands, each with its usage, options and example."""
+    for path, command in list(commands_of(program))[1:]:
+        ctx = click.Context(command, info_name=path, **command.context_settings)
+        yield f"\n{'#' * len(path.split())} {path}\n\n{command.help or ''}\n"
+        if isinstance(command, click.Group):
             continue
-        value = action.metavar or ("|".join(map(str, action.choices)) if action.choices else "")
-        if isinstance(value, tuple):
-            value = " ".join(value)
-        if not value and action.nargs != 0:
-            value = action.dest.upper()
-        names = [f"{name} {value}".strip() for name in action.option_strings] or [value]
-        shown = ", ".join(f"`{name}`" for name in names).replace("|", "\\|")
-        told = (action.help or "").replace("%%", "%").replace("|", "\\|").replace("<", "&lt;")
-        yield f"| {shown} | {told} |"
-    if parser.epilog:
-        told = parser.epilog.removeprefix("example: ")
-        yield f"\n```text\n{told}\n```\n"
+        yield f"```text\n{command.get_usage(ctx)}\n```\n"
+        yield "| option | meaning |\n|---|---|"
+        for parameter in command.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            shown, told = (
+                one.replace("|", "\\|").replace("<", "&lt;") for one in record or ("", "")
+            )
+            yield f"| `{shown}` | {told} |"
+        yield f"\n```text\n{(command.epilog or '').removeprefix('example: ')}\n```\n"

@@ -11,31 +11,32 @@ from anybody else. The folder of the knowledge base holds an SQLite file: it mus
 system whose locks work among the processes.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 
 from jaxrag.base.errors import RequestError
 from jaxrag.cli import run_command
-from jaxrag.cli.ingest import add_arguments
+from jaxrag.cli.command import Args, command, parse
+from jaxrag.cli.ingest import BASIC, PARAMETERS
 from jaxrag.cli.ingest import run as ingest
-from jaxrag.cli.options import add_distributed, join
+from jaxrag.cli.options import distributed_options, join
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the arguments and run; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example: srun python scripts/ingest.py docs/ --kb kb --model models/llama "
-        "--distributed",
+    part = command(
+        "ingest.py",
+        run,
+        __doc__ or "",
+        "srun python scripts/ingest.py docs/ --kb kb --model models/llama --distributed",
+        PARAMETERS,
+        distributed_options("take the part of this process's rank"),
+        basic=BASIC,
     )
-    add_arguments(parser)
-    add_distributed(parser, "take the part of this process's rank")
-    return run_command(run, parser.parse_args(argv))
+    return run_command(run, parse(part, argv))
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     """Ingest the part of this process, which uses its own devices only."""
     if args.distributed and args.shard is not None:
         raise RequestError(f"--shard {args.shard} with --distributed: pass one of the two")

@@ -17,7 +17,7 @@ from tokenizers import models, pre_tokenizers
 
 from jaxrag import KnowledgeBase
 from jaxrag.base.options import parse_bytes, parse_count, parse_counts, parse_seconds
-from jaxrag.cli import COMMANDS, main
+from jaxrag.cli import main
 from jaxrag.cli.account import explained, sources, summary, times_sooner
 from jaxrag.cli.output import columns, shorten, table, titled
 from jaxrag.engine.reuse import PartReuse
@@ -498,24 +498,12 @@ def test_one_bad_document_costs_only_itself(jaxrag, model_dir, tmp_path):
     assert [bad["source"] for bad in report["skipped"]] == [str(folder / "50b.txt")]
 
 
-@pytest.mark.parametrize(
-    "command", [(c.__name__.split(".")[-1].removeprefix("plain_"),) for c in COMMANDS]
-    + [("kb", name) for name in ("stats", "list", "remove", "gc", "verify")]
-    + [("bench", name) for name in ("ttft", "serve")],
-    ids=" ".join,
-)  # fmt: skip
-def test_every_help_has_an_example(jaxrag, command):
-    code, out, err = jaxrag(*command, "--help")
-    assert (code, err) == (0, "")
-    assert f"example: jaxrag {command[0]} " in " ".join(out.split())
-    assert out.startswith(f"usage: jaxrag {' '.join(command)} ")
-
-
 def test_program_without_a_command_is_bad_usage(jaxrag):
     code, out, err = jaxrag()
     assert (code, out) == (2, "")
-    assert "COMMAND" in err
-    assert jaxrag("nothing")[0] == 2
+    assert "Missing command" in err
+    code, out, err = jaxrag("srve")
+    assert (code, out) == (2, "") and "'serve'" in err
     assert jaxrag("--help")[0] == 0
 
 
@@ -649,7 +637,7 @@ def test_bad_questions(refused, kb):
 def test_numbers_must_be_numbers(jaxrag, kb):
     code, out, err = jaxrag("ask", QUESTION, "--kb", kb, "--k", "many")
     assert (code, out) == (2, "")
-    assert "invalid int value: 'many'" in err
+    assert "Invalid value for '--k': 'many' is not a valid integer" in err
 
 
 def test_knowledge_base_that_is_none(refused, model_dir, documents, tmp_path):

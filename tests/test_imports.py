@@ -37,7 +37,7 @@ ROOMS = {
         ("retrieve",),
         ("",),
     ),
-    "reuse": (("methods",), ("encode", "decode"), ("attention_index", "select")),
+    "reuse": (("methods",), ("encode", "decode"), ("attention_index", "select", "names")),
     "models": (("",), ("text",)),
     "kv": (("cache", "store"), ("int4", "placement")),
 }

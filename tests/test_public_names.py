@@ -6,7 +6,6 @@ writes that file. No test does: run it where names were added, or taken away on 
 be added at any time, and so may a parameter that need not be given.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import importlib
@@ -19,10 +18,12 @@ import tempfile
 import typing
 from pathlib import Path
 
+import click
 import pytest
 
 import jaxrag
-from jaxrag.cli import main, make_parser
+from jaxrag.cli import PROGRAM, main
+from jaxrag.cli.command import commands_of
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = Path(__file__).parent / "goldens" / "public_names.json"
@@ -113,19 +114,12 @@ IMPORTED = re.compile(r"^from (jaxrag[\w.]*) import ([\w, ]+)$", re.MULTILINE)
 def commands():
     """Options of every command, each with its choices, and what stands without an option."""
     found = {}
-
-    def walk(parser):
-        options = found[parser.prog] = {}
-        for action in parser._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                for child in action.choices.values():
-                    walk(child)
-                continue
-            choices = None if action.choices is None else sorted(map(str, action.choices))
-            for name in action.option_strings or [f"<{action.dest}>"]:
-                options[name] = choices
-
-    walk(make_parser())
+    for path, command in commands_of(PROGRAM):
+        options = found[path] = {}
+        for it in command.get_params(click.Context(command, **command.context_settings)):
+            choices = sorted(it.type.choices) if isinstance(it.type, click.Choice) else None
+            named = it.opts if isinstance(it, click.Option) else [f"<{it.name}>"]
+            options |= dict.fromkeys(named, choices)
     return found
 
 

@@ -1,18 +1,16 @@
 """Fields of dataclasses that the command line fills: what is said of them, and how a text is read.
 
 A setting is written once, in the dataclass that holds it: name, type and default are the field's,
-and ``option`` adds what only people need, and its check. ``cli.fields`` makes arguments of it.
+and ``option`` adds what only people need, and its check. ``cli.command`` makes one
+of the program of it, by click, which nothing here imports.
 Modules with such a dataclass import nothing heavy, for every `--help` reads them.
 """
 
-import argparse
 import dataclasses
-import functools
 import re
 import types
 import typing
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 _KEY = "option"  # of a field's metadata
@@ -30,11 +28,11 @@ class Option:
       help: a few words, the default not among them.
       metavar: the name of the value.
       unset: what the default means, where the value itself says too little.
-      parse: reads a text; None: by the type of the field.
+      parse: reads a text, and raises ValueError with what it expected; None: by the type of the
+        field.
       choices: the texts that are taken; None: those of a Literal, else any.
       flag: its name, dashes in front; None: that of the field, with --no- where it is True.
       repeatable: given once for each value of a tuple, and not once with all of them.
-      group: the heading under which it is shown, where a dataclass has several.
       shown: whether the command line has it.
       check: refuses a value, by the name of the field; see ``check_fields``.
     """
@@ -46,7 +44,6 @@ class Option:
     choices: tuple[str, ...] | None = None
     flag: str | None = None
     repeatable: bool = False
-    group: str | None = None
     shown: bool = True
     check: Callable[[str, Any], None] | None = None
 
@@ -107,28 +104,6 @@ def choices_of(field: "dataclasses.Field[Any]") -> tuple[str, ...] | None:
     return typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else None
 
 
-@functools.cache
-def names_in(module: str, name: str) -> tuple[str, ...]:
-    """The keys of a table, or the texts of a Literal, that a module of ours defines at its top.
-
-    Found in the source, for help texts: to import the module may be to import JAX. Raises
-    LookupError.
-    """
-    path = Path(__file__).parents[2].joinpath(*module.split("."))
-    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    found = re.search(
-        rf"^{name}(?:: [^=]+)? = (?:Literal\[([^]]+)\]|{{(.+?)^}})",
-        path.read_text(encoding="utf-8"),
-        re.MULTILINE | re.DOTALL,
-    )
-    if found is None:
-        raise LookupError(f"{module} defines no table {name}")
-    texts, table = found.groups()
-    if texts is not None:
-        return tuple(re.findall(r'"(\w+)"', texts))
-    return tuple(re.findall(r'^    "(\w+)":', table, re.MULTILINE))
-
-
 def parse_seconds(text: str) -> float:
     """90s, 30m, 1h or 7d as seconds."""
     return _scaled(text, _SECONDS, "a time such as 30m or 1h")
@@ -143,7 +118,7 @@ def parse_count(text: str) -> int:
     """4096 or 4k (1024 times as many; also M) as a number of tokens."""
     found = re.fullmatch(r"([0-9]+)([kKM]?)", text)
     if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of tokens, as 4096 or 4k")
+        raise ValueError(f"{text!r}: expected a number of tokens, as 4096 or 4k")
     return int(found[1]) * {"": 1, "k": 1024, "K": 1024, "M": 1024**2}[found[2]]
 
 
@@ -156,7 +131,7 @@ def parse_integers(text: str) -> tuple[int, ...]:
     """Integers such as 8,16,32; none of an empty text."""
     parts = [part for part in text.split(",") if part]
     if not all(re.fullmatch(r"[0-9]+", part) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected integers such as 8,16,32")
+        raise ValueError(f"{text!r}: expected integers such as 8,16,32")
     return tuple(map(int, parts))
 
 
@@ -165,7 +140,7 @@ def parse_numbers(text: str) -> tuple[float, ...]:
     try:
         return tuple(map(float, filter(None, text.split(","))))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers such as 0,0.15,1.0") from None
+        raise ValueError(f"{text!r}: expected numbers such as 0,0.15,1.0") from None
 
 
 def parse_ratios(text: str) -> tuple[float, ...]:
@@ -173,9 +148,7 @@ def parse_ratios(text: str) -> tuple[float, ...]:
     parts = [part for part in text.split(",") if part]
     for part in parts:
         if not re.fullmatch(r"0*(0?\.[0-9]+|0|1(\.0*)?)", part):
-            raise argparse.ArgumentTypeError(
-                f"{text!r}: {part!r} is no number from 0 to 1, such as 0.15"
-            )
+            raise ValueError(f"{text!r}: {part!r} is no number from 0 to 1, such as 0.15")
     return tuple(map(float, parts))
 
 
@@ -198,9 +171,7 @@ def written(value: Any, parse: Callable[[str], Any] | None) -> str:
 def _scaled(text: str, units: Mapping[str, int], expected: str) -> float:
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([A-Za-z]+)", text)
     if found is None or found[2] not in units:
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: expected {expected}; the units are {', '.join(units)}"
-        )
+        raise ValueError(f"{text!r}: expected {expected}; the units are {', '.join(units)}")
     return float(found[1]) * units[found[2]]
 
 

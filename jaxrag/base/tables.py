@@ -7,6 +7,7 @@ word for it; in place of the table of a dataclass may stand an instance.
 """
 
 import dataclasses
+import difflib
 import re
 import reprlib
 import types
@@ -99,8 +100,10 @@ def build(cls: type[T], values: Any, where: str, *, keep_ints: bool = False) -> 
         raise ConfigError(f"{where}={values!r}: expected a table")
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     if unknown := sorted(set(values) - set(fields)):
+        near = difflib.get_close_matches(str(unknown[0]), fields, 1)
+        meant = f"did you mean {near[0]!r}? The" if near else "the"
         raise ConfigError(
-            f"{where}: unknown key {unknown[0]!r}; the keys are {', '.join(sorted(fields))}"
+            f"{where}: unknown key {unknown[0]!r}; {meant} keys are {', '.join(sorted(fields))}"
         )
     read: dict[str, Any] = {}
     for name, field in fields.items():

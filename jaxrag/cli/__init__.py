@@ -1,62 +1,41 @@
 """The `jaxrag` program: one file a command, heavy imports only when a command runs."""
 
-import argparse
 import io
 import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
 
+import click
+
 from jaxrag.base.errors import JaxragError
 from jaxrag.base.installed import __version__
-from jaxrag.cli import (
-    ask,
-    bench,
-    check,
-    convert,
-    demo,
-    eval,
-    generate,
-    ingest,
-    kb,
-    mcp,
-    plain,
-    plain_gate,
-    plan,
-    serve,
-    train,
-)
+from jaxrag.cli.command import CliProgram, parse
 from jaxrag.cli.waiting import stop_telling
 from jaxrag.models.text.printable import printable
 
-COMMANDS = (
-    demo, ingest, ask, generate, serve, mcp, plain, plain_gate, kb, check, plan, convert, train,
-    eval, bench,
-)  # fmt: skip
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """The parser of the program, with all commands."""
-    parser = argparse.ArgumentParser(
-        prog="jaxrag",
-        description="Retrieval-augmented generation that never prefills a document twice.",
-        epilog="example: jaxrag ingest docs/ --kb kb --model MODEL && "
-        'jaxrag ask "Who built the bridge?" --kb kb',
-    )
-    parser.add_argument("--version", action="version", version=f"jaxrag {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in COMMANDS:
-        command.add_parser(commands)
-    return parser
+PROGRAM = CliProgram(
+    "jaxrag",
+    help="Retrieval-augmented generation that never prefills a document twice.",
+    epilog="example: jaxrag ingest docs/ --kb kb --model MODEL && "
+    'jaxrag ask "Who built the bridge?" --kb kb',
+    no_args_is_help=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+click.version_option(__version__, message="%(prog)s %(version)s")(PROGRAM)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 success, 1 a reported error, 2 bad usage."""
-    args = make_parser().parse_args(argv)
-    return run_command(args.run, args)
+    return run_command(_run, argv)
 
 
-def run_command(run: Callable[[argparse.Namespace], int | None], args: argparse.Namespace) -> int:
+def _run(argv: Sequence[str] | None) -> int | None:
+    args = parse(PROGRAM, argv)
+    return args.run(args)  # type: ignore[no-any-return]
+
+
+def run_command[T](run: Callable[[T], int | None], args: T) -> int:
     """Run a command and report in one line what a user can meet; returns the exit code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":

@@ -1,6 +1,5 @@
 """`jaxrag ask`: a question to a knowledge base, or to documents given on the spot."""
 
-import argparse
 import contextlib
 import dataclasses
 import statistics
@@ -11,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from jaxrag.base.config import ModelOptions
 from jaxrag.base.errors import ConfigError, DocumentError, RequestError
 from jaxrag.cli.account import explained, sources, summary, times_sooner
-from jaxrag.cli.fields import from_fields
+from jaxrag.cli.command import SUMMARIES, Args, argument, command, flag, from_fields, value, values
 from jaxrag.cli.opening import asked_of, few_collections, load, method_of, open_kb
-from jaxrag.cli.options import add_command, add_generation, add_json, add_model, add_secret
+from jaxrag.cli.options import GENERATION, JSON, SECRET, model_options
 from jaxrag.cli.output import note, print_json
 from jaxrag.cli.waiting import untold
 from jaxrag.models.text.printable import printable
@@ -26,55 +25,24 @@ if TYPE_CHECKING:
 _TIMED = 3  # rounds of the comparison, after one that compiles
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Register the command."""
-    parser = add_command(
-        commands,
-        "ask",
-        "answer a question from cached chunks",
-        'jaxrag ask "Who built the bridge?" --kb kb --method cacheblend --recompute-ratio 0.15',
-    )
-    parser.add_argument("question", help="the question, as text")
-    parser.add_argument("--kb", metavar="DIR", help="knowledge base to retrieve from")
-    add_secret(parser)
-    parser.add_argument(
-        "--documents", nargs="+", metavar="FILE", help="use these texts as the chunks instead"
-    )
-    add_model(parser, kv=True)
-    add_generation(parser)
-    shown = parser.add_argument_group("what is printed")
-    shown.add_argument(
-        "--explain",
-        action="store_true",
-        help="what was reused, recomputed and encoded, and why, with the times of the phases",
-    )
-    shown.add_argument(
-        "--show-prompt",
-        action="store_true",
-        help="the prompt too, part by part, as the model reads it",
-    )
-    add_json(shown)
-    parser.set_defaults(run=run)
-
-
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     """Print the answer as it grows; on stderr its sources and its account. Or one JSON object."""
     with few_collections():
         return _ask(args)
 
 
-def _ask(args: argparse.Namespace) -> int:
+def _ask(args: Args) -> int:
     from jaxrag.serve.answers import Result
     from jaxrag.serve.generate import generate
 
     method = method_of(args)  # refused before a model is read
-    documents = None if args.documents is None else _read(args.documents)
+    documents = _read(args.documents) if args.documents else None
     options: dict[str, Any] = {
         **vars(asked_of(args)),
         "documents": None if documents is None else [document.text for document in documents],
     }
     if args.kb is None:
-        if args.model is None or args.documents is None:
+        if args.model is None or not args.documents:
             raise RequestError("pass --kb DIR, or --documents FILE... and --model DIR")
         options["model"] = load(args.model, from_fields(ModelOptions, args), method)
     else:
@@ -135,8 +103,8 @@ def _named(result: "Result", documents: "Sequence[Document] | None") -> "Result"
     )
 
 
-def _account(args: argparse.Namespace, result: "Result") -> None:
-    lines = list(sources(result, args.documents is not None))
+def _account(args: Args, result: "Result") -> None:
+    lines = list(sources(result, bool(args.documents)))
     _tell("".join(f"\n{line}" for line in lines) + "\n" * bool(lines))
     _tell(summary(result, args.max_new_tokens))
     for line in explained(result, sys.stderr.encoding) if args.explain else ():
@@ -169,3 +137,25 @@ def _write(piece: str) -> None:
 def _tell(text: str) -> None:
     """Beside the answer, which a pipe gets alone."""
     print(text, file=sys.stderr, flush=True)
+
+
+COMMAND = command(
+    "ask",
+    run,
+    SUMMARIES["ask"],
+    'jaxrag ask "Who built the bridge?" --kb kb --method cacheblend --recompute-ratio 0.15',
+    argument("question", "QUESTION", "the question, as text"),
+    value("--kb", "DIR", "knowledge base to retrieve from"),
+    SECRET,
+    values("--documents", "FILE", "use these texts as the chunks instead", greedy=True),
+    model_options(kv=True),
+    GENERATION,
+    flag(
+        "--explain",
+        "what was reused, recomputed and encoded, and why, with the times of the phases",
+    ),
+    flag("--show-prompt", "the prompt too, part by part, as the model reads it"),
+    JSON,
+    basic="kb documents model method recompute-ratio decode k where max-new-tokens "
+    "explain show-prompt json",
+)

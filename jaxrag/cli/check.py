@@ -1,15 +1,14 @@
 """`jaxrag check`: what a model directory is, whether it runs here, and what to type next."""
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from jaxrag.base.config import ModelOptions
-from jaxrag.cli.fields import add_fields
+from jaxrag.cli.command import SUMMARIES, Args, argument, command, fields, flag, value
 from jaxrag.cli.opening import mesh_of
-from jaxrag.cli.options import add_command, add_json
+from jaxrag.cli.options import JSON
 from jaxrag.cli.output import human_count, print_json, shorten
 from jaxrag.cli.waiting import loading, tell_programs
 from jaxrag.models.text.printable import printable
@@ -26,35 +25,7 @@ _LABEL = 14
 _DIFFERS = 3  # exit code where transformers gives other logits
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Register the command."""
-    parser = add_command(
-        commands,
-        "check",
-        "say what a model is understood as, what it takes here, and which methods suit",
-        "jaxrag check models/llama-3-8b-instruct --quick",
-    )
-    parser.add_argument("model", metavar="MODEL", help="a directory, or ORG/NAME of the hub")
-    parser.add_argument(
-        "--quick", action="store_true", help="read no weights: files, headers and memory only"
-    )
-    add_fields(parser, ModelOptions, only=("dtype", "mesh", "cache_tokens"))
-    parser.add_argument(
-        "--measure",
-        action="store_true",
-        help="measure which forms of attention and of products run fastest on this processor with "
-        "this model's shapes, and keep them for new processes (JAXRAG_FORMS=default: use none)",
-    )
-    parser.add_argument(
-        "--peer-python",
-        metavar="FILE",
-        help="interpreter with torch and transformers, to compare logits (this one)",
-    )
-    add_json(parser)
-    parser.set_defaults(run=run)
-
-
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     """Exit code 0; 1 for what cannot be served; 3 where transformers gives other logits."""
     import jax
 
@@ -312,3 +283,26 @@ def _command(words: Sequence[str]) -> str:
         else:
             lines[-1] += f" {word}"
     return "\n".join(lines)
+
+
+COMMAND = command(
+    "check",
+    run,
+    SUMMARIES["check"],
+    "jaxrag check models/llama-3-8b-instruct --quick",
+    argument("model", "MODEL", "a directory, or ORG/NAME of the hub"),
+    flag("--quick", "read no weights: files, headers and memory only"),
+    fields(ModelOptions, only=("dtype", "mesh", "cache_tokens")),
+    flag(
+        "--measure",
+        "measure which forms of attention and of products run fastest on this "
+        "processor with this model's shapes, and keep them for new processes "
+        "(JAXRAG_FORMS=default: use none)",
+    ),
+    value(
+        "--peer-python",
+        "FILE",
+        "interpreter with torch and transformers, to compare logits (this one)",
+    ),
+    JSON,
+)

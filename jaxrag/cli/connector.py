@@ -1,52 +1,14 @@
 """`jaxrag kb connector`: let vLLM read the chunks of a knowledge base."""
 
-import argparse
 import dataclasses
 
+from jaxrag.cli.command import Args, argument, command, value, values
 from jaxrag.cli.opening import open_kb
-from jaxrag.cli.options import add_command, add_json, add_model, add_secret
+from jaxrag.cli.options import JSON, KB, SECRET, model_options
 from jaxrag.cli.output import counted, note, print_json
 
 
-def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Register the action."""
-    parser = add_command(
-        actions,
-        "connector",
-        "write the folder by which vLLM reads the chunks, or refresh it, and print the line that "
-        "starts vLLM",
-        "jaxrag kb connector kb kb-vllm",
-    )
-    parser.add_argument("kb", metavar="DIR", help="folder of the knowledge base")
-    parser.add_argument("out", metavar="OUT", help="folder to write")
-    parser.add_argument(
-        "--encoder", metavar="NAME", help="KV variant (the first kept of isolated, after_prefix)"
-    )
-    parser.add_argument(
-        "--serve",
-        metavar="DIR",
-        help="Hugging Face directory that vLLM loads (the model's own)",
-    )
-    parser.add_argument(
-        "--group",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="also documents of this group; repeatable (those without groups only)",
-    )
-    parser.add_argument(
-        "--passage-rules",
-        default="common",
-        metavar="NAME",
-        help="how passages are found in prompts that vLLM noted: a name, or a .toml file (common)",
-    )
-    add_secret(parser)
-    add_model(parser)
-    add_json(parser)
-    parser.set_defaults(run=run)
-
-
-def run(args: argparse.Namespace) -> None:
+def run(args: Args) -> None:
     """Write the folder once."""
     from jaxrag.serve.connector import write_connector
 
@@ -74,3 +36,29 @@ def run(args: argparse.Namespace) -> None:
             "start: run `jaxrag kb gate`, then this again"
         )
     print(report.command)
+
+
+COMMAND = command(
+    "connector",
+    run,
+    "write the folder by which vLLM reads the chunks, or refresh it, and print the "
+    "line that starts vLLM",
+    "jaxrag kb connector kb kb-vllm",
+    KB,
+    argument("out", "OUT", "folder to write"),
+    value("--encoder", "NAME", "KV variant (the first kept of isolated, after_prefix)"),
+    value("--serve", "DIR", "Hugging Face directory that vLLM loads (the model's own)"),
+    values(
+        "--group", "NAME", "also documents of this group; repeatable (those without groups only)"
+    ),
+    value(
+        "--passage-rules",
+        "NAME",
+        "how passages are found in prompts that vLLM noted: a name, or a .toml file (common)",
+        "common",
+    ),
+    SECRET,
+    model_options(),
+    JSON,
+    basic="encoder serve group passage-rules secret-file model dtype mesh json",
+)

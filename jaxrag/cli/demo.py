@@ -6,7 +6,6 @@ question time, or the fine-tuned model gave a wrong answer. Then questions over 
 tokens, both ways, which show what reuse saves.
 """
 
-import argparse
 import dataclasses
 import json
 import shutil
@@ -17,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxrag.base.installed import DATA, unpack
-from jaxrag.cli.options import add_command, add_json
+from jaxrag.cli.command import SUMMARIES, Args, command, value
+from jaxrag.cli.options import JSON
 from jaxrag.cli.output import human_count, print_json, shorten, table
 
 METHODS = ("full_attention", "turborag", "block_attention")
@@ -43,41 +43,7 @@ class DemoQuestion:
         return self.results[method].text.strip() in self.answers
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Register the command."""
-    parser = add_command(
-        commands,
-        "demo",
-        "ingest the example documents and ask about them, with the model that comes along",
-        "jaxrag demo --k 6",
-    )
-    parser.add_argument("--k", type=int, default=6, metavar="N", help="chunks a question (6)")
-    parser.add_argument(
-        "--work",
-        type=Path,
-        default=Path("jaxrag-demo"),
-        metavar="DIR",
-        help="for the knowledge bases, made anew each time (jaxrag-demo)",
-    )
-    parser.add_argument(
-        "--models",
-        type=Path,
-        default=DATA / "checkpoints" / "synthetic-0.8m",
-        metavar="DIR",
-        help="with the model directories full/ and dual/ (those that come along)",
-    )
-    parser.add_argument(
-        "--unpack",
-        type=Path,
-        metavar="DIR",
-        help="instead, copy model, documents and configurations there, as the manual names them: "
-        "checkpoints/, examples/ and configs/",
-    )
-    add_json(parser)
-    parser.set_defaults(run=run)
-
-
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     """Run the demo and print it, or one JSON object."""
     if args.unpack is not None:
         made = [str(path) for path in unpack(args.unpack)]
@@ -304,3 +270,34 @@ def _print_saved(saved: dict[str, Any], asked: Sequence[DemoQuestion]) -> None:
         f"(medians; {right[turbo]} of {count} right, {right[full]}\nwith full attention), "
         f"{saved['reused_tokens']:,} of {saved['passage_tokens']:,} passage tokens reused"
     )
+
+
+COMMAND = command(
+    "demo",
+    run,
+    SUMMARIES["demo"],
+    "jaxrag demo --k 6",
+    value("--k", "N", "chunks a question (6)", 6, type=int),
+    value(
+        "--work",
+        "DIR",
+        "for the knowledge bases, made anew each time (jaxrag-demo)",
+        Path("jaxrag-demo"),
+        type=Path,
+    ),
+    value(
+        "--models",
+        "DIR",
+        "with the model directories full/ and dual/ (those that come along)",
+        DATA / "checkpoints" / "synthetic-0.8m",
+        type=Path,
+    ),
+    value(
+        "--unpack",
+        "DIR",
+        "instead, copy model, documents and configurations there, as the manual names "
+        "them: checkpoints/, examples/ and configs/",
+        type=Path,
+    ),
+    JSON,
+)

@@ -1,90 +1,28 @@
 """`jaxrag eval`: how well models answer."""
 
-import argparse
 import re
 import sys
 from pathlib import Path
 
 from jaxrag.base.errors import RequestError
 from jaxrag.cli import eval_dataset, eval_long, eval_own
-from jaxrag.cli.fields import add_fields, from_fields
-from jaxrag.cli.options import (
-    add_command,
-    add_json,
-    add_result,
-    add_task,
-    task_of,
+from jaxrag.cli.command import (
+    SUMMARIES,
+    Args,
+    argument,
+    command,
+    fields,
+    from_fields,
+    group,
+    value,
+    values,
 )
+from jaxrag.cli.options import JSON, TASK, result_options, task_of
 from jaxrag.cli.output import give_out_tables, measured, print_json, require_folders
 from jaxrag.measure.evals.options import MethodsOptions, ModelRead, SyntheticOptions
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Register the command and its parts."""
-    parser = add_command(
-        commands,
-        "eval",
-        "measure how well models answer",
-        "jaxrag eval own --kb kb --questions questions.jsonl",
-    )
-    kinds = parser.add_subparsers(title="evaluations", metavar="NAME", required=True)
-    eval_own.add_parser(kinds)
-    eval_dataset.add_parser(kinds)
-    synthetic = add_command(
-        kinds,
-        "synthetic",
-        "exact match on the synthetic multi-document task, read in full and block-wise",
-        "jaxrag eval synthetic --model full=checkpoints/synthetic-0.8m/full "
-        "--model dual=checkpoints/synthetic-0.8m/dual --compare dual:block,full:full --out x.json",
-    )
-    synthetic.add_argument(
-        "--model",
-        action="append",
-        default=[],
-        metavar="NAME=DIR",
-        help="a model directory and what to call it; repeatable",
-    )
-    add_fields(synthetic, SyntheticOptions)
-    add_task(synthetic)
-    synthetic.add_argument(
-        "--compare",
-        action="append",
-        default=[],
-        metavar="A:READ,B:READ",
-        help="also the paired difference of these two; repeatable",
-    )
-    add_result(synthetic, markdown=True)
-    synthetic.set_defaults(run=run_synthetic)
-    methods = add_command(
-        kinds,
-        "methods",
-        "methods of reuse on the synthetic task, by recompute ratio",
-        "jaxrag eval methods --model checkpoints/synthetic-0.8m/dual "
-        "--methods turborag,fusionrag,cacheblend,random --recompute-ratios 0,0.15,1.0 --out x.json",
-    )
-    add_fields(methods, MethodsOptions)
-    add_task(methods)
-    add_result(methods, markdown=True)
-    methods.set_defaults(run=run_methods)
-    eval_long.add_parsers(kinds)
-    curve = add_command(
-        kinds,
-        "curve",
-        "draw accuracy over training steps, of one or more runs",
-        "jaxrag eval curve dual=runs/dual control=runs/control --out curve.png",
-    )
-    curve.add_argument(
-        "runs", nargs="+", metavar="RUN", help="folder of a run, or NAME=FOLDER for the legend"
-    )
-    curve.add_argument("--out", required=True, metavar="FILE", help="a .png, .svg or .pdf file")
-    curve.add_argument(
-        "--names", default="", metavar="NAME,...", help="which [[eval]] of the runs (all)"
-    )
-    add_json(curve)
-    curve.set_defaults(run=run_curve)
-
-
-def run_synthetic(args: argparse.Namespace) -> None:
+def run_synthetic(args: Args) -> None:
     """Print the tables, or one JSON object."""
     from jaxrag.measure.evals.synthetic import run
     from jaxrag.measure.evals.synthetic_report import tables
@@ -94,7 +32,7 @@ def run_synthetic(args: argparse.Namespace) -> None:
     give_out_tables(args, measured(args, run, options), tables)
 
 
-def run_methods(args: argparse.Namespace) -> int:
+def run_methods(args: Args) -> int:
     """Print the tables, or one JSON object; exit code 3 where ratio 1 is not full attention."""
     from jaxrag.measure.evals.methods import run
     from jaxrag.measure.evals.methods_report import tables
@@ -114,7 +52,7 @@ def run_methods(args: argparse.Namespace) -> int:
     return 3 if differing else 0
 
 
-def run_curve(args: argparse.Namespace) -> None:
+def run_curve(args: Args) -> None:
     """Write the picture; print its points as one JSON object, or where it is."""
     from jaxrag.measure.evals.plots import check_picture, draw_curves, read_curves
 
@@ -131,7 +69,7 @@ def run_curve(args: argparse.Namespace) -> None:
         print(f"{out}: " + ", ".join(f"{curve.run} {curve.name}" for curve in curves))
 
 
-def _synthetic(args: argparse.Namespace) -> SyntheticOptions:
+def _synthetic(args: Args) -> SyntheticOptions:
     models: dict[str, str] = {}
     for text in args.model:
         name, path = _named(text)
@@ -160,3 +98,51 @@ def _compared(text: str) -> tuple[ModelRead, ModelRead]:
     if found is None:
         raise RequestError(f"--compare {text}: expected MODEL:READ,MODEL:READ")
     return ModelRead(found[1], found[2]), ModelRead(found[3], found[4])
+
+
+COMMAND = group(
+    "eval",
+    SUMMARIES["eval"],
+    "jaxrag eval own --kb kb --questions questions.jsonl",
+    eval_own.COMMAND,
+    eval_dataset.COMMAND,
+    command(
+        "synthetic",
+        run_synthetic,
+        "exact match on the synthetic multi-document task, read in full and block-wise",
+        "jaxrag eval synthetic --model full=checkpoints/synthetic-0.8m/full --model "
+        "dual=checkpoints/synthetic-0.8m/dual --compare dual:block,full:full --out "
+        "x.json",
+        values("--model", "NAME=DIR", "a model directory and what to call it; repeatable"),
+        fields(SyntheticOptions),
+        TASK,
+        values("--compare", "A:READ,B:READ", "also the paired difference of these two; repeatable"),
+        result_options(markdown=True),
+        basic="model num-questions read baseline generate template chunks split compare out "
+        "markdown json",
+    ),
+    command(
+        "methods",
+        run_methods,
+        "methods of reuse on the synthetic task, by recompute ratio",
+        "jaxrag eval methods --model checkpoints/synthetic-0.8m/dual --methods "
+        "turborag,fusionrag,cacheblend,random --recompute-ratios 0,0.15,1.0 --out "
+        "x.json",
+        fields(MethodsOptions),
+        TASK,
+        result_options(markdown=True),
+        basic="model methods recompute-ratios encoder num-questions retrieve template dtype "
+        "chunks out markdown json",
+    ),
+    *eval_long.COMMANDS,
+    command(
+        "curve",
+        run_curve,
+        "draw accuracy over training steps, of one or more runs",
+        "jaxrag eval curve dual=runs/dual control=runs/control --out curve.png",
+        argument("runs", "RUN", "folder of a run, or NAME=FOLDER for the legend", several=True),
+        value("--out", "FILE", "a .png, .svg or .pdf file", required=True),
+        value("--names", "NAME,...", "which [[eval]] of the runs (all)", ""),
+        JSON,
+    ),
+)

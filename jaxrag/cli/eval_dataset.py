@@ -1,45 +1,19 @@
 """`jaxrag eval dataset`: a published data set put to a model, method by method."""
 
-import argparse
 import functools
 from pathlib import Path
 
 from jaxrag.base.config import ModelOptions
 from jaxrag.base.errors import RequestError
-from jaxrag.base.options import names_in
-from jaxrag.cli.fields import add_fields, from_fields
+from jaxrag.cli.command import Args, argument, command, fields, from_fields, value
 from jaxrag.cli.opening import load
-from jaxrag.cli.options import add_command, add_distributed, add_model, add_result
+from jaxrag.cli.options import distributed_options, model_options, result_options
 from jaxrag.cli.output import give_out_tables, measured, note, require_folders
 from jaxrag.cli.processes import joined
-from jaxrag.measure.evals.datasets.options import DatasetOptions
+from jaxrag.measure.evals.datasets.options import DATASET_NAMES, DatasetOptions
 
 
-def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Register the evaluation."""
-    names = names_in("jaxrag.measure.evals.datasets.table", "DATASETS")
-    parser = add_command(
-        kinds,
-        "dataset",
-        "a published data set in its authors' form: scores by method, time and reuse",
-        "jaxrag eval dataset rgb_zh --data rgb/zh_refine.json --model MODEL --num 50 "
-        "--method full_attention --method turborag --out rgb.json",
-    )
-    parser.add_argument("name", metavar="NAME", help=", ".join(names))
-    add_model(parser, "what the knowledge base remembers")
-    add_distributed(parser)
-    parser.add_argument("--kb", metavar="DIR", help="keep the KV of documents in this one")
-    add_fields(parser, DatasetOptions)
-    parser.add_argument(
-        "--write-template",
-        metavar="FILE",
-        help="write the data set's prompt there, for `jaxrag serve --template FILE`, and end",
-    )
-    add_result(parser, markdown=True)
-    parser.set_defaults(run=run)
-
-
-def run(args: argparse.Namespace) -> None:
+def run(args: Args) -> None:
     """Print the tables, or one JSON object."""
     from jaxrag.measure.evals.datasets import run as dataset_run
     from jaxrag.measure.evals.datasets.report import notes, tables
@@ -70,3 +44,24 @@ def run(args: argparse.Namespace) -> None:
     if not args.json:
         for text in notes(result):
             note(text)
+
+
+COMMAND = command(
+    "dataset",
+    run,
+    "a published data set in its authors' form: scores by method, time and reuse",
+    "jaxrag eval dataset rgb_zh --data rgb/zh_refine.json --model MODEL --num 50 "
+    "--method full_attention --method turborag --out rgb.json",
+    argument("name", "NAME", ", ".join(DATASET_NAMES)),
+    model_options("what the knowledge base remembers"),
+    distributed_options(),
+    value("--kb", "DIR", "keep the KV of documents in this one"),
+    fields(DatasetOptions),
+    value(
+        "--write-template",
+        "FILE",
+        "write the data set's prompt there, for `jaxrag serve --template FILE`, and end",
+    ),
+    result_options(markdown=True),
+    basic="model kb data method server num metric max-new-tokens write-template out markdown json",
+)

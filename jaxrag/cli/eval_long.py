@@ -1,6 +1,5 @@
 """`jaxrag eval needle|ruler|infinitebench`: tasks on long prompts, by method."""
 
-import argparse
 import functools
 import json
 import re
@@ -10,80 +9,24 @@ from pathlib import Path
 from jaxrag.base.config import ModelOptions
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import parse_names
-from jaxrag.cli.fields import add_fields, from_fields
+from jaxrag.cli.command import (
+    Args,
+    CliCommand,
+    Parameter,
+    command,
+    fields,
+    flag,
+    from_fields,
+    value,
+)
 from jaxrag.cli.opening import mesh_of
-from jaxrag.cli.options import add_command, add_distributed, add_result
+from jaxrag.cli.options import distributed_options, result_options
 from jaxrag.cli.output import give_out_tables, measured, print_json, require_folders
 from jaxrag.cli.processes import joined
 from jaxrag.measure.evals.options import GRID_DEPTHS, LongOptions
 
-_TASKS = {  # for the help; jaxrag.tasks.long.tasks has them
-    "ruler": "niah_single_1 to _3, niah_multikey_1 to _3, niah_multivalue, niah_multiquery, vt, "
-    "cwe, fwe; of the village flavour niah_multivalue, niah_multiquery, vt, majority, cwe, copy",
-    "infinitebench": "passkey, number_string, kv_retrieval",
-}
 
-
-def add_parsers(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Register the three evaluations."""
-    needle = add_command(
-        kinds,
-        "needle",
-        "needle in a haystack, by length and depth",
-        "jaxrag eval needle --model MODEL --template plain --contexts 1k,2k,4k --depths 0,0.5,1 "
-        "--methods full_attention,turborag --chunk-tokens 512 --heatmap needle.png",
-    )
-    ruler = add_command(
-        kinds,
-        "ruler",
-        "RULER's needles, variable tracking and word counts, in words of our own",
-        "jaxrag eval ruler --model MODEL --template plain --contexts 4k,8k "
-        "--tasks niah_single_2,niah_multikey_2 --num-questions 50 --out ruler.json",
-    )
-    infinitebench = add_command(
-        kinds,
-        "infinitebench",
-        "InfiniteBench's passkey, number and key-value retrieval, in words of our own",
-        "jaxrag eval infinitebench --model checkpoints/synthetic-0.8m/dual --flavour village "
-        "--contexts 256,512,1000 --decode dense --decode static_window:sink=4,recent=64 "
-        "--num-questions 100 --batch-size 16",
-    )
-    for suite, parser in (("needle", needle), ("ruler", ruler), ("infinitebench", infinitebench)):
-        _add_arguments(parser, suite)
-        parser.set_defaults(run=run, suite=suite)
-
-
-def _add_arguments(parser: argparse.ArgumentParser, suite: str) -> None:
-    number = 3 if suite == "needle" else 20
-    but = {"needle": ("answers",), "ruler": (), "infinitebench": ("answers", "filler")}[suite]
-    add_fields(parser, LongOptions, but=but, unset={"questions": str(number)})
-    parser.set_defaults(questions=number)
-    add_fields(parser, ModelOptions, only=("mesh",))
-    add_distributed(parser)
-    if suite == "needle":
-        parser.add_argument(
-            "--depths",
-            default="0,0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9,1",
-            metavar="D,...",
-            help="shares of the filler that stand before the needle (0,0.1,...,1)",
-        )
-        parser.add_argument("--heatmap", metavar="FILE", help="draw a .png, .svg or .pdf file")
-    else:
-        parser.add_argument(
-            "--tasks", default="", metavar="NAME,...", help=f"{_TASKS[suite]} (all of them)"
-        )
-    parser.add_argument(
-        "--prompts",
-        metavar="FILE",
-        help="only write the prompts, as JSONL that `jaxrag train` reads, and ask nothing",
-    )
-    parser.add_argument(
-        "--no-items", action="store_true", help="leave the single questions out of the JSON"
-    )
-    add_result(parser, markdown=True)
-
-
-def run(args: argparse.Namespace) -> None:
+def run(args: Args) -> None:
     """Print the tables, or one JSON object; write what was asked for."""
     from jaxrag.measure.evals.long.heatmap import draw_heatmap
     from jaxrag.measure.evals.long.report import tables
@@ -121,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
             print(picture)
 
 
-def _options(args: argparse.Namespace) -> LongOptions:
+def _options(args: Args) -> LongOptions:
     depths = tuple(map(_depth, parse_names(args.depths))) if args.suite == "needle" else GRID_DEPTHS
     return from_fields(
         LongOptions,
@@ -148,3 +91,75 @@ def grouped(notes: Iterable[str]) -> list[str]:
         first + (f" (and {len(more)} more with other numbers)" if more else "")
         for first, *more in like.values()
     ]
+
+
+def _command(
+    suite: str, help: str, example: str, own: list[Parameter], *but: str, questions: int = 20
+) -> CliCommand:
+    return command(
+        suite,
+        run,
+        help,
+        example,
+        fields(LongOptions, but=but, defaults={"questions": questions}),
+        fields(ModelOptions, only=("mesh",)),
+        distributed_options(),
+        own,
+        value(
+            "--prompts",
+            "FILE",
+            "only write the prompts, as JSONL that `jaxrag train` reads, and ask nothing",
+        ),
+        flag("--no-items", "leave the single questions out of the JSON"),
+        result_options(markdown=True),
+        basic="model contexts methods decode num-questions chunk-tokens template out markdown json "
+        + " ".join(it.opts[0].lstrip("-") for it in own),
+        suite=suite,
+    )
+
+
+def _tasks(names: str) -> list[Parameter]:
+    return [value("--tasks", "NAME,...", f"{names} (all of them)", "")]
+
+
+COMMANDS = (
+    _command(
+        "needle",
+        "needle in a haystack, by length and depth",
+        "jaxrag eval needle --model MODEL --template plain --contexts 1k,2k,4k "
+        "--depths 0,0.5,1 --methods full_attention,turborag --chunk-tokens 512 "
+        "--heatmap needle.png",
+        [
+            value(
+                "--depths",
+                "D,...",
+                "shares of the filler that stand before the needle (0,0.1,...,1)",
+                "0,0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9,1",
+            ),
+            value("--heatmap", "FILE", "draw a .png, .svg or .pdf file"),
+        ],
+        "answers",
+        questions=3,
+    ),
+    _command(
+        "ruler",
+        "RULER's needles, variable tracking and word counts, in words of our own",
+        "jaxrag eval ruler --model MODEL --template plain --contexts 4k,8k --tasks "
+        "niah_single_2,niah_multikey_2 --num-questions 50 --out ruler.json",
+        _tasks(
+            "niah_single_1 to _3, niah_multikey_1 to _3, niah_multivalue, niah_multiquery, "
+            "vt, cwe, fwe; of the village flavour niah_multivalue, niah_multiquery, vt, "
+            "majority, cwe, copy"
+        ),
+    ),
+    _command(
+        "infinitebench",
+        "InfiniteBench's passkey, number and key-value retrieval, in words of our own",
+        "jaxrag eval infinitebench --model checkpoints/synthetic-0.8m/dual --flavour "
+        "village --contexts 256,512,1000 --decode dense --decode "
+        "static_window:sink=4,recent=64 --num-questions 100 --batch-size 16",
+        _tasks("passkey, number_string, kv_retrieval"),
+        "answers",
+        "filler",
+    ),
+)

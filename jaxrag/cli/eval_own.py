@@ -1,6 +1,5 @@
 """`jaxrag eval own`: one's own questions to one's own knowledge base, method by method."""
 
-import argparse
 import json
 import textwrap
 from collections.abc import Callable
@@ -8,18 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxrag.base.errors import RequestError
-from jaxrag.cli.fields import add_fields, from_fields
+from jaxrag.cli.command import Args, command, fields, from_fields, value
 from jaxrag.cli.opening import open_kb, where_of
-from jaxrag.cli.options import (
-    add_command,
-    add_distributed,
-    add_found,
-    add_json,
-    add_model,
-    add_secret,
-)
+from jaxrag.cli.options import FOUND, JSON, SECRET, distributed_options, model_options
 from jaxrag.cli.output import print_json, require_folder, titled
-from jaxrag.cli.parts import add_ray, in_parts
+from jaxrag.cli.parts import RayOptions, in_parts
 from jaxrag.cli.processes import joined
 from jaxrag.measure.evals.options import OwnOptions
 from jaxrag.models.text.printable import printable
@@ -29,37 +21,7 @@ if TYPE_CHECKING:
     from jaxrag.measure.evals.own import Evaluation
 
 
-def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Register the evaluation."""
-    parser = add_command(
-        kinds,
-        "own",
-        "your questions to your knowledge base: right answers, recall, agreement with full "
-        "attention and time, by method",
-        "jaxrag eval own --kb kb --questions questions.jsonl --k 6",
-    )
-    parser.add_argument("--kb", required=True, metavar="DIR", help="folder of the knowledge base")
-    add_secret(parser)
-    parser.add_argument(
-        "--questions",
-        required=True,
-        metavar="FILE",
-        help='JSON lines, {"question": "...", "answers": ["...", ...], "sources"?: [ids of '
-        "documents]}, or a .csv file with these columns, lists parted by |",
-    )
-    add_fields(parser, OwnOptions)
-    add_found(parser)
-    parser.add_argument(
-        "--out", metavar="FILE", help="also write a JSON line for every question and method there"
-    )
-    add_model(parser)
-    add_distributed(parser)
-    add_ray(parser)
-    add_json(parser)
-    parser.set_defaults(run=run)
-
-
-def run(args: argparse.Namespace) -> None:
+def run(args: Args) -> None:
     """Print the tables, or one JSON object."""
     from jaxrag.measure.evals.own import evaluate, whole
     from jaxrag.serve.question_files import QuestionFile
@@ -84,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
         give(args, found)
 
 
-def evaluate_part(args: argparse.Namespace) -> "Callable[[Shard], Evaluation]":
+def evaluate_part(args: Args) -> "Callable[[Shard], Evaluation]":
     """What a worker of --ray does with a part of the questions; with --out a killed run goes on."""
     from jaxrag.measure.evals.own import evaluate
     from jaxrag.measure.evals.own_parts import evaluate_once
@@ -102,11 +64,11 @@ def evaluate_part(args: argparse.Namespace) -> "Callable[[Shard], Evaluation]":
     return work
 
 
-def _part_file(args: argparse.Namespace, part: int, parts: int) -> Path:
+def _part_file(args: Args, part: int, parts: int) -> Path:
     return Path(f"{args.out}.{part}-of-{parts}")
 
 
-def options_of(args: argparse.Namespace) -> OwnOptions:
+def options_of(args: Args) -> OwnOptions:
     """What is asked. RequestError, before a model is read, for a method or folder that is none."""
     from jaxrag.reuse.methods import method_named
 
@@ -117,7 +79,7 @@ def options_of(args: argparse.Namespace) -> OwnOptions:
     return options
 
 
-def give(args: argparse.Namespace, found: "Evaluation") -> None:
+def give(args: Args, found: "Evaluation") -> None:
     """Print what was found, and write its lines."""
     from jaxrag.measure.evals.own_report import heading, tables, warnings
     from jaxrag.measure.machine import describe
@@ -133,3 +95,29 @@ def give(args: argparse.Namespace, found: "Evaluation") -> None:
     print("\n".join(titled(tables(result))))
     for warning in warnings(result):
         print(textwrap.fill(f"note: {printable(warning)}", 80))
+
+
+COMMAND = command(
+    "own",
+    run,
+    "your questions to your knowledge base: right answers, recall, agreement with "
+    "full attention and time, by method",
+    "jaxrag eval own --kb kb --questions questions.jsonl --k 6",
+    value("--kb", "DIR", "folder of the knowledge base", required=True),
+    SECRET,
+    value(
+        "--questions",
+        "FILE",
+        'JSON lines, {"question": "...", "answers": ["...", ...], "sources"?: [ids of '
+        "documents]}, or a .csv file with these columns, lists parted by |",
+        required=True,
+    ),
+    fields(OwnOptions),
+    FOUND,
+    value("--out", "FILE", "also write a JSON line for every question and method there"),
+    model_options(),
+    distributed_options(),
+    fields(RayOptions),
+    JSON,
+    basic="kb questions methods template max-new-tokens k where model dtype ray out json",
+)

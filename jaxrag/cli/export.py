@@ -1,10 +1,10 @@
 """`jaxrag kb export`: chunk KV as files for transformers, LMCache and zarr."""
 
-import argparse
 import dataclasses
 
+from jaxrag.cli.command import Args, argument, command, exclusive, flag, value, values
 from jaxrag.cli.opening import secret_of, where_of
-from jaxrag.cli.options import add_command, add_found, add_json, add_secret
+from jaxrag.cli.options import FOUND, JSON, KB, SECRET
 from jaxrag.cli.output import human_count, print_json
 from jaxrag.models.text.printable import printable
 
@@ -12,70 +12,10 @@ FORMATS = ("safetensors", "lmcache", "zarr")
 UNFINISHED = 3  # exit code when some chunks could not be exported
 
 
-def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Register the action."""
-    parser = add_command(
-        actions,
-        "export",
-        "write the KV of chunks to files for other programs",
-        'jaxrag kb export kb out --question "Who built the bridge?" --k 3',
-    )
-    parser.add_argument("kb", metavar="DIR", help="folder of the knowledge base")
-    parser.add_argument(
-        "out", metavar="OUT", help="new or empty folder, or that of an export to go on with"
-    )
-    parser.add_argument(
-        "--format",
-        choices=FORMATS,
-        default="safetensors",
-        help="transformers' cache layout, LMCache's, or a zarr v3 tree (safetensors)",
-    )
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument(
-        "--document",
-        action="append",
-        metavar="ID",
-        help="only its chunks, as `jaxrag kb list` names it; repeatable (every document)",
-    )
-    what.add_argument(
-        "--key", action="append", metavar="KEY", help="a chunk by its key; repeatable"
-    )
-    what.add_argument(
-        "--question",
-        metavar="TEXT",
-        help="the prompt of a question as one file: prefix, retrieved chunks, final block's ids",
-    )
-    add_found(parser)
-    parser.add_argument(
-        "--joined",
-        action="store_true",
-        help="prefix and chunks as one file, rotated to their places in one prompt",
-    )
-    parser.add_argument(
-        "--encoder", metavar="NAME", help="KV variant (the first that the knowledge base keeps)"
-    )
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument(
-        "--rotate", action="store_true", help="rotate keys to positions 0, 1, ... of every file"
-    )
-    where.add_argument(
-        "--positions",
-        type=int,
-        metavar="START",
-        help="rotate keys to positions START, START + 1, ... of every file",
-    )
-    parser.add_argument(
-        "--model",
-        metavar="DIR",
-        help="for its tokenizer (the one that the knowledge base remembers)",
-    )
-    add_secret(parser)
-    add_json(parser)
-    parser.set_defaults(run=run)
-
-
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     """Exit code 0 when everything was exported, 3 when chunks were missing or damaged."""
+    exclusive(args, "document", "key", "question")
+    exclusive(args, "rotate", "positions")
     from jaxrag.library.knowledge_base import KnowledgeBase
     from jaxrag.models.text.tokenizer import Tokenizer
 
@@ -84,8 +24,8 @@ def run(args: argparse.Namespace) -> int:
         report = kb.export(
             args.out,
             format=args.format,
-            documents=args.document,
-            keys=args.key or (),
+            documents=args.document or None,
+            keys=args.key,
             question=args.question,
             k=args.k,
             where=where_of(args),
@@ -105,3 +45,45 @@ def run(args: argparse.Namespace) -> int:
         for name, reason in report.refused:
             print(f"not exported: {printable(name)}: {printable(reason)}")
     return UNFINISHED if report.refused else 0
+
+
+COMMAND = command(
+    "export",
+    run,
+    "write the KV of chunks to files for other programs",
+    'jaxrag kb export kb out --question "Who built the bridge?" --k 3',
+    KB,
+    argument("out", "OUT", "new or empty folder, or that of an export to go on with"),
+    value(
+        "--format",
+        None,
+        "transformers' cache layout, LMCache's, or a zarr v3 tree (safetensors)",
+        "safetensors",
+        choices=FORMATS,
+    ),
+    values(
+        "--document",
+        "ID",
+        "only its chunks, as `jaxrag kb list` names it; repeatable (every document)",
+    ),
+    values("--key", "KEY", "a chunk by its key; repeatable"),
+    value(
+        "--question",
+        "TEXT",
+        "the prompt of a question as one file: prefix, retrieved chunks, final block's ids",
+    ),
+    FOUND,
+    flag("--joined", "prefix and chunks as one file, rotated to their places in one prompt"),
+    value("--encoder", "NAME", "KV variant (the first that the knowledge base keeps)"),
+    flag("--rotate", "rotate keys to positions 0, 1, ... of every file"),
+    value(
+        "--positions",
+        "START",
+        "rotate keys to positions START, START + 1, ... of every file",
+        type=int,
+    ),
+    value("--model", "DIR", "for its tokenizer (the one that the knowledge base remembers)"),
+    SECRET,
+    JSON,
+    basic="format document key question k where joined rotate positions model secret-file json",
+)

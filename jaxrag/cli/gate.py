@@ -1,18 +1,11 @@
 """`jaxrag kb gate`: the recompute ratio that a method needs on a knowledge base."""
 
-import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from jaxrag.cli.fields import add_fields, from_fields
+from jaxrag.cli.command import Args, command, fields, from_fields, value
 from jaxrag.cli.opening import open_kb, where_of
-from jaxrag.cli.options import (
-    add_command,
-    add_found,
-    add_json,
-    add_model,
-    add_secret,
-)
+from jaxrag.cli.options import FOUND, JSON, KB, SECRET, model_options
 from jaxrag.cli.output import print_json, table
 from jaxrag.measure.evals.options import GateOptions, Target
 
@@ -20,33 +13,7 @@ if TYPE_CHECKING:
     from jaxrag.measure.evals.gate import GateReport
 
 
-def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Register the action."""
-    parser = add_command(
-        actions,
-        "gate",
-        "find the smallest recompute ratio at which a method answers as full attention does, and "
-        "remember it",
-        "jaxrag kb gate kb --questions probes.jsonl --method fusionrag --target-agreement 0.95 && "
-        'jaxrag ask "Who built the bridge?" --kb kb --method fusionrag',
-    )
-    parser.add_argument("kb", metavar="DIR", help="folder of the knowledge base")
-    add_secret(parser)
-    parser.add_argument(
-        "--questions",
-        required=True,
-        metavar="FILE",
-        help="probes, as of `jaxrag eval own`: JSON lines or .csv; right answers are not looked at",
-    )
-    add_fields(parser, GateOptions)
-    add_fields(parser, Target)
-    add_found(parser)
-    add_model(parser)
-    add_json(parser)
-    parser.set_defaults(run=run)
-
-
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     """Exit code 0 when a ratio was found and is remembered, 3 when none reaches the target."""
     from jaxrag.measure.evals.gate import gate
     from jaxrag.reuse.methods import method_named
@@ -107,3 +74,29 @@ def _print_report(report: "GateReport") -> None:
             f"remembered: {report.method} recomputes {report.ratio:g} of the chunk tokens where no "
             "ratio is named"
         )
+
+
+COMMAND = command(
+    "gate",
+    run,
+    "find the smallest recompute ratio at which a method answers as full attention "
+    "does, and remember it",
+    "jaxrag kb gate kb --questions probes.jsonl --method fusionrag "
+    '--target-agreement 0.95 && jaxrag ask "Who built the bridge?" --kb kb '
+    "--method fusionrag",
+    KB,
+    SECRET,
+    value(
+        "--questions",
+        "FILE",
+        "probes, as of `jaxrag eval own`: JSON lines or .csv; right answers are not looked at",
+        required=True,
+    ),
+    fields(GateOptions),
+    fields(Target),
+    FOUND,
+    model_options(),
+    JSON,
+    basic="questions method recompute-ratios answer-tokens target-agreement max-kl "
+    "target-answers k where model secret-file json",
+)

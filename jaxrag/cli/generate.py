@@ -1,6 +1,5 @@
 """`jaxrag generate`: a file of questions, one JSON line in, one JSON line out, for clusters."""
 
-import argparse
 import dataclasses
 import sys
 import time
@@ -9,18 +8,11 @@ from typing import TYPE_CHECKING
 
 from jaxrag.base.config import ModelOptions
 from jaxrag.base.errors import RequestError
-from jaxrag.cli.fields import from_fields
+from jaxrag.cli.command import SUMMARIES, Args, command, fields, from_fields, value
 from jaxrag.cli.opening import asked_of, load, method_of, open_kb
-from jaxrag.cli.options import (
-    add_command,
-    add_distributed,
-    add_generation,
-    add_json,
-    add_model,
-    add_secret,
-)
+from jaxrag.cli.options import GENERATION, JSON, SECRET, distributed_options, model_options
 from jaxrag.cli.output import print_json
-from jaxrag.cli.parts import add_ray, in_parts
+from jaxrag.cli.parts import RayOptions, in_parts
 from jaxrag.cli.processes import joined
 
 if TYPE_CHECKING:
@@ -40,35 +32,7 @@ _ABOUT = (
 )
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Register the command."""
-    parser = add_command(
-        commands,
-        "generate",
-        "answer a file of questions: one JSON line in, one JSON line out",
-        "jaxrag generate --questions nq.jsonl --kb kb --out answers.$SLURM_PROCID.jsonl "
-        "--shard $SLURM_PROCID/$SLURM_NTASKS",
-    )
-    parser.description = f"{parser.description} {_ABOUT}"
-    parser.add_argument("--questions", required=True, metavar="FILE", help="JSON lines")
-    parser.add_argument("--out", required=True, metavar="FILE", help="made, or continued")
-    parser.add_argument("--kb", metavar="DIR", help="knowledge base to retrieve from")
-    add_secret(parser)
-    add_model(parser, kv=True)
-    add_generation(parser)
-    parser.add_argument(
-        "--batch-size", type=int, default=8, metavar="N", help="questions run together (8)"
-    )
-    parser.add_argument(
-        "--shard", default="0/1", metavar="I/N", help="only lines I, I+N, ... from line 0 (0/1)"
-    )
-    add_distributed(parser)
-    add_ray(parser)
-    add_json(parser)
-    parser.set_defaults(run=run)
-
-
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     """Answer, and print the throughput."""
     if args.ray:
         return _answer_in_parts(args)
@@ -76,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         return _answer(args, first)
 
 
-def _answer_in_parts(args: argparse.Namespace) -> int:
+def _answer_in_parts(args: Args) -> int:
     """Answer on a Ray cluster: each part into a file of its own, then all of them into --out."""
     from jaxrag.serve.answer_files import joined_parts
     from jaxrag.serve.batch import all_parts
@@ -92,7 +56,7 @@ def _answer_in_parts(args: argparse.Namespace) -> int:
     return _tell(args, all_parts(reports, time.perf_counter() - start))
 
 
-def answer_part(args: argparse.Namespace) -> "Callable[[Shard], BatchReport]":
+def answer_part(args: Args) -> "Callable[[Shard], BatchReport]":
     """What a worker of --ray does with a part of the questions; it goes on where one stopped."""
     from jaxrag.serve.batch import answer_file
 
@@ -105,11 +69,11 @@ def answer_part(args: argparse.Namespace) -> "Callable[[Shard], BatchReport]":
     return work
 
 
-def _part_file(args: argparse.Namespace, part: int, parts: int) -> str:
+def _part_file(args: Args, part: int, parts: int) -> str:
     return f"{args.out}.{part}-of-{parts}"
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check(args: Args) -> None:
     """What can be refused before a model is read."""
     method_of(args)
     if args.kb is None and args.model is None:
@@ -118,7 +82,7 @@ def _check(args: argparse.Namespace) -> None:
         )
 
 
-def _opened(args: argparse.Namespace) -> "tuple[QuestionFile, Settings]":
+def _opened(args: Args) -> "tuple[QuestionFile, Settings]":
     """The questions, and what answers them; its knowledge base is the caller's to close."""
     from jaxrag.serve.question_files import QuestionFile
     from jaxrag.serve.questions import resolve
@@ -136,7 +100,7 @@ def _opened(args: argparse.Namespace) -> "tuple[QuestionFile, Settings]":
         raise
 
 
-def _answer(args: argparse.Namespace, first: bool) -> int:
+def _answer(args: Args, first: bool) -> int:
     from jaxrag.library.documents import Shard
     from jaxrag.serve.answer_files import written_once
     from jaxrag.serve.batch import answer_file
@@ -161,7 +125,7 @@ def _answer(args: argparse.Namespace, first: bool) -> int:
     return _tell(args, report)
 
 
-def _tell(args: argparse.Namespace, report: "BatchReport") -> int:
+def _tell(args: Args, report: "BatchReport") -> int:
     """Print what became of the questions; the exit code."""
     for bad in report.refused:
         print(f"refused {bad.id}: {bad.reason}", file=sys.stderr)
@@ -177,3 +141,24 @@ def _tell(args: argparse.Namespace, report: "BatchReport") -> int:
             f"{rates['reused_tokens_per_second']:.3g} reused chunk tokens/s"
         )
     return 0 if report.complete else 3
+
+
+COMMAND = command(
+    "generate",
+    run,
+    f"{SUMMARIES['generate']}. {_ABOUT}",
+    "jaxrag generate --questions nq.jsonl --kb kb --out "
+    "answers.$SLURM_PROCID.jsonl --shard $SLURM_PROCID/$SLURM_NTASKS",
+    value("--questions", "FILE", "JSON lines", required=True),
+    value("--out", "FILE", "made, or continued", required=True),
+    value("--kb", "DIR", "knowledge base to retrieve from"),
+    SECRET,
+    model_options(kv=True),
+    GENERATION,
+    value("--batch-size", "N", "questions run together (8)", 8, type=int),
+    value("--shard", "I/N", "only lines I, I+N, ... from line 0 (0/1)", "0/1"),
+    distributed_options(),
+    fields(RayOptions),
+    JSON,
+    basic="questions out kb model method k where max-new-tokens batch-size shard distributed json",
+)

@@ -1,22 +1,31 @@
 """`jaxrag ingest`: documents into a knowledge base."""
 
-import argparse
 import dataclasses
 import itertools
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxrag.base.config import ModelOptions
 from jaxrag.base.errors import KnowledgeBaseError, RequestError
 from jaxrag.base.options import parse_bytes
-from jaxrag.cli.fields import add_fields, from_fields, given_fields
+from jaxrag.cli.command import (
+    SUMMARIES,
+    Args,
+    argument,
+    command,
+    fields,
+    flag,
+    from_fields,
+    given_fields,
+    value,
+)
 from jaxrag.cli.opening import load, model_of_kb, secret_of
-from jaxrag.cli.options import add_command, add_json, add_model, add_secret
+from jaxrag.cli.options import JSON, SECRET, model_options
 from jaxrag.cli.output import counted, human_count, note, print_json
-from jaxrag.cli.parts import add_ray, in_parts
+from jaxrag.cli.parts import RayOptions, in_parts
 from jaxrag.library.options import KnowledgeBaseOptions
 from jaxrag.models.text.printable import printable
 
@@ -27,107 +36,7 @@ if TYPE_CHECKING:
     from jaxrag.models.model import Model
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Register the command."""
-    parser = add_command(
-        commands,
-        "ingest",
-        "encode documents into a knowledge base, once",
-        "jaxrag ingest docs/ notes.jsonl --kb kb --model models/llama",
-    )
-    add_arguments(parser)
-    parser.set_defaults(run=run)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to read, how to read it, and how it is cut, encoded and kept."""
-    parser.add_argument(
-        "paths",
-        nargs="+",
-        metavar="PATH",
-        help="a folder, or a file: .txt .md .rst .org .html .pdf .epub .docx .pptx .xlsx .ipynb "
-        ".eml (one document each), .jsonl .json .csv .tsv (one an object or row); pictures, sound, "
-        "archives and programs in a folder are passed over, and any other file that cannot be read "
-        "makes the exit code 3",
-    )
-    parser.add_argument("--kb", required=True, metavar="DIR", help="made when missing")
-    add_model(parser, "the one that --kb remembers")
-    add_fields(parser, KnowledgeBaseOptions)
-    parser.add_argument(
-        "--like",
-        dest="chunk_by",
-        default=argparse.SUPPRESS,
-        metavar="STACK",
-        help="cut as a stack does that pastes passages into chats, and keep KV as such chats have "
-        "it, for a server with --plain: langchain:1000:200 (size and overlap), open-webui, "
-        "anythingllm, haystack, llamaindex",
-    )
-    add_secret(parser)
-    parser.add_argument(
-        "--encoding",
-        metavar="NAME",
-        help="of text files without a byte order mark, such as gb18030 (utf-8)",
-    )
-    parser.add_argument(
-        "--text-field",
-        metavar="NAME",
-        help="key or column that holds the text of a record (text; in tables also content or body)",
-    )
-    parser.add_argument(
-        "--follow-links",
-        action="store_true",
-        help="read what links in a folder name outside of it, and linked folders (reported only)",
-    )
-    parser.add_argument(
-        "--parse-seconds",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="that a file may take to parse, but for text, tables and JSON lines, else it is left "
-        "out (60)",
-    )
-    parser.add_argument(
-        "--parse-bytes",
-        type=parse_bytes,
-        default=4 << 30,
-        metavar="SIZE",
-        help="of memory that it may take (4GiB)",
-    )
-    parser.add_argument(
-        "--shard",
-        metavar="I/N",
-        help="only the documents that fall to part I of N by their id, so that N processes share "
-        "the work; a last run without it encodes what sees neighbours (0/1)",
-    )
-    parser.add_argument(
-        "--encode",
-        choices=("now", "on-demand"),
-        default="now",
-        help="on-demand: only make the documents findable; the KV of a chunk is encoded by the "
-        "first question that needs it, once for all who share the repository (now)",
-    )
-    parser.add_argument(
-        "--sync",
-        action="store_true",
-        help="then remove the documents whose files or rows below the paths are gone",
-    )
-    parser.add_argument(
-        "--sync-empty",
-        action="store_true",
-        help="with --sync also those of paths that are missing and of folders that are empty, "
-        "as a disk is that is not mounted",
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="say how much would be encoded, with --sync also what would be removed, and change "
-        "nothing",
-    )
-    add_ray(parser)
-    add_json(parser)
-
-
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     """Exit code 0 when everything was ingested, 3 when documents were left out."""
     from jaxrag.library.documents import Shard
 
@@ -152,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     return 3 if report.skipped else 0
 
 
-def ingest_part(args: argparse.Namespace) -> "Callable[[Shard], AddReport]":
+def ingest_part(args: Args) -> "Callable[[Shard], AddReport]":
     """What a worker of --ray does with a part of the documents."""
     model = model_for(args)
     return lambda shard: ingest(args, model, files_of(args), shard, progress=False)
@@ -174,13 +83,13 @@ def merged(reports: "Sequence[AddReport]", seconds: float) -> "AddReport":
     )
 
 
-def _dry_run(args: argparse.Namespace, files: "DocumentFiles") -> int:
+def _dry_run(args: Args, files: "DocumentFiles") -> int:
     """Say what would be encoded, and what --sync would remove."""
     from jaxrag.library.knowledge_base import KnowledgeBase
     from jaxrag.library.knowledge_base.upkeep import Gone
 
     model = model_for(args)
-    options = given_fields(KnowledgeBaseOptions, args)
+    options = _settings(args)
     secret = secret_of(args.secret_file)
     with KnowledgeBase.open(args.kb, model=model, secret=secret, mode="r", **options) as kb:
         found = kb.gone(files, empty=args.sync_empty) if args.sync else Gone()
@@ -207,7 +116,14 @@ def _dry_run(args: argparse.Namespace, files: "DocumentFiles") -> int:
     return 0
 
 
-def model_for(args: argparse.Namespace) -> "Model":
+def _settings(args: Args) -> dict[str, Any]:
+    """What was given of the settings of a knowledge base; --like says how chunks are cut."""
+    return given_fields(KnowledgeBaseOptions, args) | (
+        {} if args.like is None else {"chunk_by": args.like}
+    )
+
+
+def model_for(args: Args) -> "Model":
     """The model of --model, else the one that an existing knowledge base remembers."""
     if args.model is not None:
         return load(args.model, from_fields(ModelOptions, args))
@@ -234,7 +150,7 @@ def _tell_default(model: "Model") -> None:
         )
 
 
-def files_of(args: argparse.Namespace) -> "DocumentFiles":
+def files_of(args: Args) -> "DocumentFiles":
     """The documents of the paths; DocumentError for one that does not exist."""
     from jaxrag.library.documents import read_paths
 
@@ -250,7 +166,7 @@ def files_of(args: argparse.Namespace) -> "DocumentFiles":
 
 
 def ingest(
-    args: argparse.Namespace,
+    args: Args,
     model: "Model",
     files: "DocumentFiles",
     shard: "Shard",
@@ -263,7 +179,7 @@ def ingest(
         raise RequestError(
             f"--sync needs all documents, and part {shard} has some; run it once without parts"
         )
-    options = given_fields(KnowledgeBaseOptions, args)
+    options = _settings(args)
     default = progress and "encoders" not in options and not _is_kb(args.kb)
     secret = secret_of(args.secret_file)
     with KnowledgeBase.open(args.kb, model=model, secret=secret, **options) as kb:
@@ -336,3 +252,82 @@ def _print_left(gone: Sequence[str], kept: int, sync: bool) -> None:
         print(f"{counted(len(gone), 'document')} no longer in the files: --sync removes them")
     if kept:
         print(f"kept {counted(kept, 'document')} of files that were not read to their end")
+
+
+PARAMETERS = [
+    argument(
+        "paths",
+        "PATH",
+        "a folder, or a file: .txt .md .rst .org .html .pdf .epub .docx .pptx .xlsx "
+        ".ipynb .eml (one document each), .jsonl .json .csv .tsv (one an object or "
+        "row); pictures, sound, archives and programs in a folder are passed over, and "
+        "any other file that cannot be read makes the exit code 3",
+        several=True,
+    ),
+    value("--kb", "DIR", "made when missing", required=True),
+    *model_options("the one that --kb remembers"),
+    *fields(KnowledgeBaseOptions),
+    value(
+        "--like",
+        "STACK",
+        "cut as a stack does that pastes passages into chats, and keep KV as such "
+        "chats have it, for a server with --plain: langchain:1000:200 (size and "
+        "overlap), open-webui, anythingllm, haystack, llamaindex",
+    ),
+    SECRET,
+    value("--encoding", "NAME", "of text files without a byte order mark, such as gb18030 (utf-8)"),
+    value(
+        "--text-field",
+        "NAME",
+        "key or column that holds the text of a record (text; in tables also content or body)",
+    ),
+    flag(
+        "--follow-links",
+        "read what links in a folder name outside of it, and linked folders (reported only)",
+    ),
+    value(
+        "--parse-seconds",
+        "S",
+        "that a file may take to parse, but for text, tables and JSON lines, else it "
+        "is left out (60)",
+        60.0,
+        type=float,
+    ),
+    value("--parse-bytes", "SIZE", "of memory that it may take (4GiB)", 4 << 30, type=parse_bytes),
+    value(
+        "--shard",
+        "I/N",
+        "only the documents that fall to part I of N by their id, so that N processes "
+        "share the work; a last run without it encodes what sees neighbours (0/1)",
+    ),
+    value(
+        "--encode",
+        None,
+        "on-demand: only make the documents findable; the KV of a chunk is encoded by "
+        "the first question that needs it, once for all who share the repository (now)",
+        "now",
+        choices=("now", "on-demand"),
+    ),
+    flag("--sync", "then remove the documents whose files or rows below the paths are gone"),
+    flag(
+        "--sync-empty",
+        "with --sync also those of paths that are missing and of folders that are "
+        "empty, as a disk is that is not mounted",
+    ),
+    flag(
+        "--dry-run",
+        "say how much would be encoded, with --sync also what would be removed, and change nothing",
+    ),
+    *fields(RayOptions),
+    JSON,
+]
+BASIC = "kb model encoder template chunk-tokens overlap chunk-by stored embedder sync "
+"dry-run json"
+COMMAND = command(
+    "ingest",
+    run,
+    SUMMARIES["ingest"],
+    "jaxrag ingest docs/ notes.jsonl --kb kb --model models/llama",
+    PARAMETERS,
+    basic=BASIC,
+)

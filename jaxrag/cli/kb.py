@@ -1,6 +1,5 @@
 """`jaxrag kb`: look into a knowledge base and keep it in order."""
 
-import argparse
 import collections
 import dataclasses
 import operator
@@ -10,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import parse_bytes, parse_seconds
 from jaxrag.cli import connector, export, gate, kb_questions
+from jaxrag.cli.command import SUMMARIES, Args, argument, command, flag, group, value, values
 from jaxrag.cli.opening import open_kb, secret_of, where_of
-from jaxrag.cli.options import add_command, add_json, add_model, add_secret, add_where
+from jaxrag.cli.options import JSON, KB, SECRET, WHERE, model_options
 from jaxrag.cli.output import counted, human_count, note, print_json, shorten, table
 from jaxrag.models.text.printable import printable
 
@@ -21,115 +21,12 @@ if TYPE_CHECKING:
     from jaxrag.library.knowledge_base.upkeep import VerifyReport
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Register the command and its actions."""
-    parser = add_command(
-        commands, "kb", "look into a knowledge base and keep it in order", "jaxrag kb stats kb"
-    )
-    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-
-    stats = add_command(actions, "stats", "counts, sizes and settings", "jaxrag kb stats kb --json")
-    _add_kb(stats)
-    stats.add_argument(
-        "--walk", action="store_true",
-        help="look at every stored chunk: which have no KV, are damaged, not sealed or not needed",
-    )  # fmt: skip
-    stats.set_defaults(run=run_stats)
-
-    listing = add_command(actions, "list", "every document", "jaxrag kb list kb")
-    _add_kb(listing)
-    add_where(listing)
-    listing.set_defaults(run=run_list)
-
-    remove = add_command(
-        actions,
-        "remove",
-        "remove documents; they cannot be found any more when this ends",
-        "jaxrag kb remove kb notes.md old/report.txt && jaxrag kb gc kb",
-    )
-    _add_kb(remove)
-    remove.add_argument("ids", nargs="+", metavar="ID", help="as `jaxrag kb list` shows them")
-    remove.set_defaults(run=run_remove)
-
-    gc = add_command(
-        actions,
-        "gc",
-        "free what removed and changed documents and killed runs have left behind",
-        "jaxrag kb gc kb --grace 1h --dry-run",
-    )
-    _add_kb(gc)
-    gc.add_argument(
-        "--grace",
-        type=parse_seconds,
-        default=3600.0,
-        metavar="TIME",
-        help="touch nothing younger, such as 90s, 30m, 1h, 7d (1h)",
-    )
-    gc.add_argument("--dry-run", action="store_true", help="only count")
-    gc.add_argument(
-        "--others",
-        nargs="+",
-        default=[],
-        metavar="DIR",
-        help="folders of knowledge bases in the same repository that have moved",
-    )
-    gc.add_argument(
-        "--gone",
-        nargs="+",
-        default=[],
-        metavar="ID",
-        help="ids of knowledge bases in it that exist no more",
-    )
-    gc.set_defaults(run=run_gc)
-
-    verify = add_command(
-        actions,
-        "verify",
-        "check every row of the catalog and the KV of every chunk, or that a document is forgotten",
-        "jaxrag kb verify kb --repair --rate 200MB",
-    )
-    _add_kb(verify)
-    verify.add_argument(
-        "--repair",
-        action="store_true",
-        help="mend rows, drop what nothing proves, encode damaged and missing chunks again, and "
-        "make vectors that are missing",
-    )
-    verify.add_argument(
-        "--rate", type=parse_bytes, metavar="SIZE", help="read at most so much a second"
-    )
-    verify.add_argument(
-        "--reseal",
-        action="store_true",
-        help="with --repair: take this secret, or none, in place of the one that it was sealed "
-        "with; what that sealed is encoded again",
-    )
-    verify.add_argument(
-        "--accept-older",
-        action="store_true",
-        help="take a catalog that its store knows for an older copy, as from a backup, as it is "
-        "from now on",
-    )
-    verify.add_argument(
-        "--forgotten",
-        metavar="ID",
-        help="instead: list what is left of this document, which was removed or replaced",
-    )
-    add_model(verify, use="for --repair")
-    verify.set_defaults(run=run_verify)
-
-    gate.add_parser(actions)
-    kb_questions.add_parser(actions)
-    export.add_parser(actions)
-    connector.add_parser(actions)
-
-
 _TITLE = 30  # columns of it, so that an id of forty has place beside it in 80
 _GROUPS = ("stored", "attention_index", "vectors", "last_gc", "gates")  # a line for each number
 _SHOWN = {"tokens": "text tokens"}  # those stored count the template's, too
 
 
-def run_stats(args: argparse.Namespace) -> None:
+def run_stats(args: Args) -> None:
     """Print what the knowledge base holds and how it was made."""
     with _opened(args) as kb:
         stats = kb.stats(walk=args.walk)
@@ -137,24 +34,24 @@ def run_stats(args: argparse.Namespace) -> None:
         print_json(stats)
         return
     rows = []
-    for name, value in stats.items():
-        if name in _GROUPS and value is not None:
+    for name, it in stats.items():
+        if name in _GROUPS and it is not None:
             prefix = name.replace("_", " ")
             rows += [
                 [f"{prefix} {part.replace('_', ' ')}", _plain(number)]
-                for part, number in value.items()
+                for part, number in it.items()
             ]
         else:
-            rows.append([_SHOWN.get(name, name.replace("_", " ")), _plain(value)])
+            rows.append([_SHOWN.get(name, name.replace("_", " ")), _plain(it)])
     room = 80 - 2 - max(len(name) for name, _ in rows)
     wrapped = []
-    for name, value in rows:
-        lines = textwrap.wrap(value, room, break_long_words=False, break_on_hyphens=False)
+    for name, text in rows:
+        lines = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False)
         wrapped += [[name if i == 0 else "", line] for i, line in enumerate(lines or [""])]
     print(table(wrapped))
 
 
-def run_list(args: argparse.Namespace) -> None:
+def run_list(args: Args) -> None:
     """Print one line a document, or a JSON object with all that is known of them."""
     with _opened(args) as kb:
         where = where_of(args)
@@ -173,7 +70,7 @@ def run_list(args: argparse.Namespace) -> None:
     print(table(rows, right=(1,)))
 
 
-def run_remove(args: argparse.Namespace) -> int:
+def run_remove(args: Args) -> int:
     """Exit code 0 when every document was there, 3 when some were not."""
     with _opened(args, mode="rw") as kb:
         report = kb.remove(args.ids)
@@ -187,7 +84,7 @@ def run_remove(args: argparse.Namespace) -> int:
     return 3 if report.unknown else 0
 
 
-def run_gc(args: argparse.Namespace) -> None:
+def run_gc(args: Args) -> None:
     """Print what was freed, or with --dry-run would be."""
     with _opened(args, mode="rw") as kb:
         report = kb.gc(
@@ -203,7 +100,7 @@ def run_gc(args: argparse.Namespace) -> None:
     )
 
 
-def run_verify(args: argparse.Namespace) -> int:
+def run_verify(args: Args) -> int:
     """Exit code 0 when all rows and chunks are whole at the end and nothing is lost, 3 when not.
 
     With --forgotten 0 when nothing is left of the document, 3 when something is.
@@ -256,7 +153,7 @@ def run_verify(args: argparse.Namespace) -> int:
     return 0 if report.whole and not (mended is not None and mended.is_loss) else 3
 
 
-def _run_forgotten(args: argparse.Namespace) -> int:
+def _run_forgotten(args: Args) -> int:
     from jaxrag.library.knowledge_base.forgotten import look_in
     from jaxrag.library.knowledge_base.settings import find_folder
     from jaxrag.server.state.uploads import upload_of
@@ -326,16 +223,10 @@ def _about_rows(report: "VerifyReport") -> list[str]:
     return lines
 
 
-def _opened(args: argparse.Namespace, **options: Any) -> "KnowledgeBase":
+def _opened(args: Args, **options: Any) -> "KnowledgeBase":
     from jaxrag.library.knowledge_base import KnowledgeBase
 
     return KnowledgeBase.open(args.kb, secret=secret_of(args.secret_file), **options)
-
-
-def _add_kb(action: argparse.ArgumentParser) -> None:
-    action.add_argument("kb", metavar="DIR", help="folder of the knowledge base")
-    add_secret(action)
-    add_json(action)
 
 
 def _plain(value: object) -> str:
@@ -344,3 +235,87 @@ def _plain(value: object) -> str:
     if value is None or isinstance(value, bool):
         return "yes" if value else "no" if value is False else "none"
     return human_count(value) if isinstance(value, int) and value >= 10_000 else str(value)
+
+
+_HEAD = [KB, SECRET, JSON]
+COMMAND = group(
+    "kb",
+    SUMMARIES["kb"],
+    "jaxrag kb stats kb",
+    command(
+        "stats",
+        run_stats,
+        "counts, sizes and settings",
+        "jaxrag kb stats kb --json",
+        _HEAD,
+        flag(
+            "--walk",
+            "look at every stored chunk: which have no KV, are damaged, not sealed or not needed",
+        ),
+    ),
+    command("list", run_list, "every document", "jaxrag kb list kb", _HEAD, WHERE),
+    command(
+        "remove",
+        run_remove,
+        "remove documents; they cannot be found any more when this ends",
+        "jaxrag kb remove kb notes.md old/report.txt && jaxrag kb gc kb",
+        _HEAD,
+        argument("ids", "ID", "as `jaxrag kb list` shows them", several=True),
+    ),
+    command(
+        "gc",
+        run_gc,
+        "free what removed and changed documents and killed runs have left behind",
+        "jaxrag kb gc kb --grace 1h --dry-run",
+        _HEAD,
+        value(
+            "--grace",
+            "TIME",
+            "touch nothing younger, such as 90s, 30m, 1h, 7d (1h)",
+            3600.0,
+            type=parse_seconds,
+        ),
+        flag("--dry-run", "only count"),
+        values(
+            "--others",
+            "DIR",
+            "folders of knowledge bases in the same repository that have moved",
+            greedy=True,
+        ),
+        values("--gone", "ID", "ids of knowledge bases in it that exist no more", greedy=True),
+    ),
+    command(
+        "verify",
+        run_verify,
+        "check every row of the catalog and the KV of every chunk, or that a document is forgotten",
+        "jaxrag kb verify kb --repair --rate 200MB",
+        _HEAD,
+        flag(
+            "--repair",
+            "mend rows, drop what nothing proves, encode damaged and missing chunks again, "
+            "and make vectors that are missing",
+        ),
+        value("--rate", "SIZE", "read at most so much a second", type=parse_bytes),
+        flag(
+            "--reseal",
+            "with --repair: take this secret, or none, in place of the one that it was "
+            "sealed with; what that sealed is encoded again",
+        ),
+        flag(
+            "--accept-older",
+            "take a catalog that its store knows for an older copy, as from a backup, as "
+            "it is from now on",
+        ),
+        value(
+            "--forgotten",
+            "ID",
+            "instead: list what is left of this document, which was removed or replaced",
+        ),
+        model_options(use="for --repair"),
+        basic="repair rate reseal accept-older forgotten model secret-file json",
+    ),
+    gate.COMMAND,
+    kb_questions.COMMAND,
+    export.COMMAND,
+    connector.COMMAND,
+)

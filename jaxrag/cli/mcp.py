@@ -1,46 +1,17 @@
 """`jaxrag mcp`: the knowledge bases of a running server as tools of agents."""
 
-import argparse
 import os
 from urllib.parse import urlsplit
 
 from jaxrag.base.errors import ConfigError
-from jaxrag.cli.options import add_command
+from jaxrag.cli.command import SUMMARIES, Args, command, flag, value, values
 from jaxrag.cli.output import note
 
 KEY_VARIABLE = "JAXRAG_API_KEY"  # in the environment: the key of every request
 _URL = "http://127.0.0.1:8000"
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Register the command."""
-    parser = add_command(
-        commands,
-        "mcp",
-        "give agents the knowledge bases of a running `jaxrag serve` as tools (Model Context "
-        f"Protocol, on standard input and output); a key is taken from {KEY_VARIABLE}",
-        "jaxrag mcp --url http://127.0.0.1:8000",
-    )
-    parser.add_argument("--url", default=_URL, help=f"of the server ({_URL})")
-    parser.add_argument(
-        "--write", action="store_true", help="also a tool that adds documents (search, ask, list)"
-    )
-    parser.add_argument(
-        "--listen",
-        metavar="HOST:PORT",
-        help="serve streamable HTTP at /mcp instead; requests keep the Authorization of who calls",
-    )
-    parser.add_argument(
-        "--allowed-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="with --listen: a name by which it may be called; repeatable (that of --listen)",
-    )
-    parser.set_defaults(run=run)
-
-
-def run(args: argparse.Namespace) -> None:
+def run(args: Args) -> None:
     """Serve until the client leaves or a signal comes."""
     if urlsplit(args.url).scheme not in ("http", "https") or not urlsplit(args.url).hostname:
         raise ConfigError(f"--url {args.url}: expected http://HOST:PORT")
@@ -70,3 +41,24 @@ def _address(text: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(f"--listen {text}: expected HOST:PORT, as in 127.0.0.1:8001")
     return host, int(port)
+
+
+COMMAND = command(
+    "mcp",
+    run,
+    f"{SUMMARIES['mcp']} (Model Context Protocol, on standard input and output); a key is "
+    f"taken from {KEY_VARIABLE}",
+    "jaxrag mcp --url http://127.0.0.1:8000",
+    value("--url", None, f"of the server ({_URL})", _URL),
+    flag("--write", "also a tool that adds documents (search, ask, list)"),
+    value(
+        "--listen",
+        "HOST:PORT",
+        "serve streamable HTTP at /mcp instead; requests keep the Authorization of who calls",
+    ),
+    values(
+        "--allowed-host",
+        "NAME",
+        "with --listen: a name by which it may be called; repeatable (that of --listen)",
+    ),
+)

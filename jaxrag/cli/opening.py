@@ -1,6 +1,5 @@
 """Objects that commands work with, from their arguments: secret, filter, method, model, base."""
 
-import argparse
 import atexit
 import contextlib
 import dataclasses
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrag.base.config import ModelOptions
 from jaxrag.base.errors import ConfigError, KnowledgeBaseError, RequestError
-from jaxrag.cli.fields import from_fields
+from jaxrag.cli.command import Args, from_fields
 from jaxrag.cli.options import SECRET_VARIABLE
 from jaxrag.cli.waiting import loading, tell_programs
 from jaxrag.engine.sampling_params import SamplingParams
@@ -57,7 +56,7 @@ def secret_of(given: str | None) -> bytes | None:
     return None if not path else read_secret(path)
 
 
-def where_of(args: argparse.Namespace) -> dict[str, Any] | None:
+def where_of(args: Args) -> dict[str, Any] | None:
     """The filter of --where; RequestError when it is not JSON of an object."""
     if args.where is None:
         return None
@@ -74,13 +73,13 @@ def where_of(args: argparse.Namespace) -> dict[str, Any] | None:
     return where
 
 
-def asked_of(args: argparse.Namespace) -> Ask:
+def asked_of(args: Args) -> Ask:
     """What the arguments of ``add_generation`` say."""
     sampling = from_fields(SamplingParams, args)
     return from_fields(Ask, args, where=where_of(args), sampling=sampling)
 
 
-def method_of(args: argparse.Namespace) -> "Method":
+def method_of(args: Args) -> "Method":
     """The method of --method, --recompute-ratio and --decode, as far as it is known unopened."""
     from jaxrag.reuse.decode import rule_from
     from jaxrag.reuse.methods import method_named
@@ -134,7 +133,7 @@ def mesh_of(text: str | None) -> "Mesh | None":
     return make_mesh(data, fsdp, tensor)
 
 
-def open_kb(args: argparse.Namespace, method: "Method | None" = None) -> "KnowledgeBase":
+def open_kb(args: Args, method: "Method | None" = None) -> "KnowledgeBase":
     """The knowledge base of --kb with the model it remembers, or that of --model, as ``load``."""
     from jaxrag.library.knowledge_base import KnowledgeBase
 
@@ -142,7 +141,7 @@ def open_kb(args: argparse.Namespace, method: "Method | None" = None) -> "Knowle
     return KnowledgeBase.open(args.kb, model=model, secret=secret_of(args.secret_file))
 
 
-def model_of_kb(args: argparse.Namespace, method: "Method | None" = None) -> "Model":
+def model_of_kb(args: Args, method: "Method | None" = None) -> "Model":
     """The model that the knowledge base of --kb remembers, or that of --model, as ``load``.
 
     The knowledge base is opened without a model first, so that what is wrong with it is said before

@@ -1,6 +1,5 @@
 """Arguments that several commands share."""
 
-import argparse
 import os
 import re
 import socket
@@ -10,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrag.base.config import ModelOptions
 from jaxrag.base.errors import RequestError
-from jaxrag.cli.fields import Options, add_fields
+from jaxrag.cli.command import Args, Parameter, argument, fields, flag, value, values
 from jaxrag.engine.sampling_params import SamplingParams
-from jaxrag.serve.ask import ANSWER, READING, RETRIEVAL, Ask
+from jaxrag.serve.ask import Ask
 
 if TYPE_CHECKING:
     from jaxrag.tasks.synthetic import SyntheticTask
@@ -22,116 +21,69 @@ REMEMBERED = "the one that the knowledge base remembers"  # --model, where it is
 MEET_SECONDS = 300.0  # in which all processes come together, before they read a model
 _LONGEST_RUN = 30 * 86_400  # seconds that the first process to end waits for the last
 
+JSON = flag("--json", "print one JSON object")
+KB = argument("kb", "DIR", "folder of the knowledge base")
+SECRET = value(
+    "--secret-file",
+    "FILE",
+    "file of the secret that seals the KV of --kb, 16 random bytes or more (the file that "
+    f"{SECRET_VARIABLE} names)",
+)
+[WHERE] = fields(Ask, only=("where",))
+FOUND = fields(Ask, only=("k", "where"))
+GENERATION = [*fields(Ask), *fields(SamplingParams)]
+PEER = [
+    value("--peer", None, "measure this one beside ours", choices=("transformers",)),
+    value("--peer-python", "FILE", "interpreter that imports the peer (this one)"),
+]
+TASK = [
+    value("--chunks", "N|N-M", "documents of a question, as 6 or 4-6 (6)", "6"),
+    value("--split", None, "(test)", "test", choices=("test", "train")),
+    values("--set", "KEY=VALUE", "another setting of the task, such as relations=4; repeatable"),
+]
 
-def add_command(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
-    name: str,
-    summary: str,
-    example: str,
-) -> argparse.ArgumentParser:
-    """A sub-command whose help ends with an example."""
-    return commands.add_parser(
-        name,
-        help=summary,
-        description=summary[0].upper() + summary[1:] + ".",
-        epilog=f"example: {example}",
-    )
 
-
-def add_model(
-    to: argparse.ArgumentParser,
-    unset: str = REMEMBERED,
-    *,
-    use: str = "",
-    required: bool = False,
-    kv: bool = False,
-    defaults: bool = True,
-) -> None:
+def model_options(
+    unset: str = REMEMBERED, *, use: str = "", required: bool = False, kv: bool = False
+) -> list[Parameter]:
     """--model and ModelOptions.
 
     Args:
       unset: what is meant without --model.
       use: what it is for, where that is not plain.
     """
-    group = to.add_argument_group("the model, and where it runs")
     text = f"{use}{'; ' * bool(use)}a directory, or ORG/NAME of the hub ({unset})"
-    group.add_argument("--model", metavar="MODEL", required=required, help=text)
-    add_fields(group, ModelOptions, but=() if kv else ("kv",), defaults=defaults)
+    of_model = value("--model", "MODEL", text, required=required)
+    return [of_model, *fields(ModelOptions, but=() if kv else ("kv",))]
 
 
-def add_json(parser: Options) -> None:
-    """--json."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def add_result(parser: Options, *, markdown: bool = False) -> None:
+def result_options(*, markdown: bool = False) -> list[Parameter]:
     """--out and --json, and --markdown."""
-    parser.add_argument("--out", metavar="FILE", help="also write the JSON result there")
-    if markdown:
-        parser.add_argument("--markdown", metavar="FILE", help="also write the tables there")
-    add_json(parser)
+    tables = [value("--markdown", "FILE", "also write the tables there")] * markdown
+    return [value("--out", "FILE", "also write the JSON result there"), *tables, JSON]
 
 
-def add_peer(parser: Options) -> None:
-    """--peer and --peer-python."""
-    parser.add_argument("--peer", choices=("transformers",), help="measure this one beside ours")
-    parser.add_argument(
-        "--peer-python", metavar="FILE", help="interpreter that imports the peer (this one)"
-    )
+def distributed_options(
+    what: str = "one model on the devices of all processes (--mesh 1,1,N of N devices)",
+) -> list[Parameter]:
+    """Options that ``join`` reads; ``what`` is the help of --distributed."""
+    return [
+        flag("--distributed", what),
+        value("--coordinator", "HOST:PORT", "of process 0, where needed"),
+        value("--processes", "N", "how many, where needed", type=int),
+        value("--process-id", "I", "which one, where needed", type=int),
+    ]
 
 
-def peer_of(args: argparse.Namespace) -> str | None:
+def peer_of(args: Args) -> str | None:
     """The interpreter of the peer; None without --peer. RequestError for one without the other."""
     if args.peer_python and not args.peer:
         raise RequestError("--peer-python without --peer; add --peer transformers")
     return (args.peer_python or sys.executable) if args.peer else None
 
 
-def add_secret(parser: Options) -> None:
-    """--secret-file."""
-    parser.add_argument(
-        "--secret-file",
-        metavar="FILE",
-        help="file of the secret that seals the KV of --kb, 16 random bytes or more (the file that "
-        f"{SECRET_VARIABLE} names)",
-    )
-
-
-def add_where(parser: Options) -> None:
-    """--where."""
-    add_fields(parser, Ask, only=("where",))
-
-
-def add_found(parser: Options) -> None:
-    """--k and --where."""
-    add_fields(parser, Ask, only=("k", "where"))
-
-
-def add_generation(to: argparse.ArgumentParser) -> None:
-    """Ask and SamplingParams."""
-    for title in (READING, RETRIEVAL, ANSWER):
-        group = to.add_argument_group(title)
-        add_fields(group, Ask, group=title)
-    add_fields(group, SamplingParams)
-
-
-def add_task(parser: argparse.ArgumentParser) -> None:
-    """--chunks, --split and --set: the synthetic task."""
-    parser.add_argument(
-        "--chunks", default="6", metavar="N|N-M", help="documents of a question, as 6 or 4-6 (6)"
-    )
-    parser.add_argument("--split", choices=("test", "train"), default="test", help="(test)")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="another setting of the task, such as relations=4; repeatable",
-    )
-
-
-def task_of(args: argparse.Namespace) -> "SyntheticTask":
-    """What ``add_task`` says. RequestError or ConfigError for what is no task."""
+def task_of(args: Args) -> "SyntheticTask":
+    """What ``TASK`` says. RequestError or ConfigError for what is no task."""
     from jaxrag.base.tables import build, override
     from jaxrag.tasks.synthetic import SyntheticTask
 
@@ -149,18 +101,7 @@ def chunks_of(text: str) -> list[int]:
     return [int(found[1]), int(found[2] or found[1])]
 
 
-def add_distributed(
-    parser: argparse.ArgumentParser,
-    what: str = "one model on the devices of all processes (--mesh 1,1,N of N devices)",
-) -> None:
-    """Flags that ``join`` reads; ``what`` is the help text of --distributed."""
-    parser.add_argument("--distributed", action="store_true", help=what)
-    parser.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, where needed")
-    parser.add_argument("--processes", type=int, metavar="N", help="how many, where needed")
-    parser.add_argument("--process-id", type=int, metavar="I", help="which one, where needed")
-
-
-def join(args: argparse.Namespace) -> bool:
+def join(args: Args) -> bool:
     """Join jax.distributed where --distributed says so; returns whether it did.
 
     Slurm, Open MPI and TPU pods are known to JAX; anybody else names coordinator, number and rank.

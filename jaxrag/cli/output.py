@@ -1,6 +1,5 @@
 """What commands print: JSON, tables, texts cut to a width; and the files they write."""
 
-import argparse
 import json
 import sys
 import textwrap
@@ -10,9 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrag.base.errors import RequestError
 from jaxrag.base.installed import CHANGED, RESULTS, TREE, commit
+from jaxrag.cli.command import Args
 from jaxrag.models.text.printable import printable
 
 if TYPE_CHECKING:
+    from argparse import Namespace
+
     from jaxrag.measure.table import Table
 
 
@@ -107,7 +109,7 @@ def _require_commit(out: Path, option: str, tree: Path) -> None:
 
 
 def give_out(
-    args: argparse.Namespace,
+    args: "Args | Namespace",
     result: dict[str, Any],
     lines: Iterable[str],
     markdown: Callable[[dict[str, Any]], str] | None = None,
@@ -123,14 +125,14 @@ def give_out(
         print("\n".join(lines))
 
 
-def require_folders(args: argparse.Namespace, *options: str) -> None:
+def require_folders(args: Args, *options: str) -> None:
     """``require_folder`` of several options, by the names of their values."""
     for option in options:
         require_folder(getattr(args, option), f"--{option}")
 
 
 def give_out_tables(
-    args: argparse.Namespace,
+    args: "Args | Namespace",
     result: dict[str, Any],
     tables: "Callable[[dict[str, Any]], Iterable[Table]]",
     notes: Iterable[str] = (),
@@ -142,7 +144,7 @@ def give_out_tables(
 
 
 def measured(
-    args: argparse.Namespace, run: Callable[..., dict[str, Any]], options: Any, shown: bool = True
+    args: Args, run: Callable[..., dict[str, Any]], options: Any, shown: bool = True
 ) -> dict[str, Any]:
     """What ``run`` measures, beside the machine that it ran on; programs are kept compiled.
 

@@ -1,6 +1,5 @@
 """`--ray N`: one command over a Ray cluster, its work dealt into parts by Ray Data."""
 
-import argparse
 import dataclasses
 import os
 from collections.abc import Callable
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from jaxrag.base.errors import JaxragError, RequestError
 from jaxrag.base.installed import installs
 from jaxrag.base.options import option
-from jaxrag.cli.fields import add_fields, from_fields
+from jaxrag.cli.command import Args, from_fields
 
 if TYPE_CHECKING:
     from jaxrag.library.documents import Shard
@@ -49,15 +48,10 @@ class RayOptions:
         return parts
 
 
-def add_ray(parser: argparse.ArgumentParser) -> None:
-    """--ray, and what it is about."""
-    add_fields(parser, RayOptions)
-
-
 class RayWorker:
     """Does one part after another, with what it loaded once."""
 
-    def __init__(self, args: argparse.Namespace, make: Callable[..., Work], count: int) -> None:
+    def __init__(self, args: Args, make: Callable[..., Work], count: int) -> None:
         self._work, self._count = make(args), count
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -71,15 +65,13 @@ class RayWorker:
             return {"part": shard.index, "report": None, "error": str(error)}
 
 
-def in_parts(
-    args: argparse.Namespace, make: Callable[[argparse.Namespace], Work], name: str
-) -> list[Any]:
+def in_parts(args: Args, make: Callable[[Args], Work], name: str) -> list[Any]:
     """The reports of all parts, in their order, from the workers of a cluster.
 
     A part whose worker dies is begun again by another. On stderr stands how many are done.
 
     Args:
-      args: the command's, with those of ``add_ray``.
+      args: the command's, with those of ``RayOptions``.
       make: loads what a worker needs; called in each. A function of a module.
       name: of the work.
 

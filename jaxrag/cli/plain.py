@@ -1,42 +1,21 @@
 """`jaxrag plain`: how a request's messages are read, and what of them as blocks."""
 
-import argparse
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from jaxrag.cli.fields import add_fields
-from jaxrag.cli.options import add_command, add_json
+from jaxrag.cli.command import SUMMARIES, Args, argument, command, fields, value
+from jaxrag.cli.options import JSON
 from jaxrag.cli.output import human_count, print_json
 from jaxrag.models.text.printable import printable
+from jaxrag.server.options import ServerOptions
 
 _BLOCK, _END = "\033[30;46m", "\033[0m"
 _SHOWN = 60  # characters of each end of a part
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Register the command."""
-    from jaxrag.server.options import ServerOptions
-
-    parser = add_command(
-        commands,
-        "plain",
-        "show which passages a server with --plain would find in a request",
-        "jaxrag plain request.json --model models/qwen2.5-7b-instruct",
-    )
-    parser.add_argument(
-        "request", metavar="FILE", help="JSON: a list of messages, or an object with messages"
-    )
-    parser.add_argument(
-        "--model", required=True, metavar="DIR", help="whose chat template and tokenizer"
-    )
-    add_fields(parser, ServerOptions, only=("passage_rules",))
-    add_json(parser)
-    parser.set_defaults(run=run)
-
-
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     """Exit code 0; 1 for a file that holds no messages, and for what the template refuses."""
     from jaxrag.models.text.passage_rules import passage_rules
     from jaxrag.models.text.tokenizer import Tokenizer
@@ -90,3 +69,15 @@ def _messages(path: Path) -> Any:
     except (OSError, ValueError) as error:
         raise RequestError(f"{path}: expected JSON with messages ({error})") from None
     return found.get("messages") if isinstance(found, dict) else found
+
+
+COMMAND = command(
+    "plain",
+    run,
+    SUMMARIES["plain"],
+    "jaxrag plain request.json --model models/qwen2.5-7b-instruct",
+    argument("request", "FILE", "JSON: a list of messages, or an object with messages"),
+    value("--model", "DIR", "whose chat template and tokenizer", required=True),
+    fields(ServerOptions, only=("passage_rules",)),
+    JSON,
+)

@@ -1,48 +1,20 @@
 """`jaxrag gate`: whether a method may read the passages of recorded requests as blocks."""
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
 from jaxrag.base.config import ModelOptions
-from jaxrag.cli.fields import add_fields, from_fields
+from jaxrag.cli.command import SUMMARIES, Args, command, fields, from_fields, value
 from jaxrag.cli.gate import print_gate, refusal
 from jaxrag.cli.opening import load
-from jaxrag.cli.options import add_command, add_json, add_model
+from jaxrag.cli.options import JSON, model_options
 from jaxrag.cli.output import print_json, require_folder
 from jaxrag.measure.evals.options import GateOptions, Target
+from jaxrag.server.options import ServerOptions
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Register the command."""
-    from jaxrag.server.options import ServerOptions
-
-    parser = add_command(
-        commands,
-        "gate",
-        "compare a method with full attention on recorded requests, passages read as blocks",
-        "jaxrag gate --requests requests.jsonl --model models/qwen --out gate.json && "
-        "jaxrag serve --model models/qwen --plain passages --plain-gate gate.json",
-    )
-    parser.add_argument(
-        "--requests",
-        required=True,
-        metavar="FILE",
-        help="JSON lines: a list of messages, or an object with messages",
-    )
-    parser.add_argument(
-        "--out", required=True, metavar="FILE", help="for `jaxrag serve --plain-gate`"
-    )
-    add_fields(parser, GateOptions, only=("method", "ratios", "answer_tokens", "batch_size"))
-    add_fields(parser, Target)
-    add_fields(parser, ServerOptions, only=("passage_rules",))
-    add_model(parser, required=True)
-    add_json(parser)
-    parser.set_defaults(run=run)
-
-
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     """Exit code 0 when a ratio was found and written, 3 when none reaches the target."""
     from jaxrag.measure.evals.plain_gate import gate_requests, read_requests
     from jaxrag.reuse.methods import method_named
@@ -69,3 +41,26 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         print(f"written: {args.out}, for {report.method} at recompute ratio {report.ratio:g}")
     return 0
+
+
+COMMAND = command(
+    "gate",
+    run,
+    SUMMARIES["gate"],
+    "jaxrag gate --requests requests.jsonl --model models/qwen --out gate.json && "
+    "jaxrag serve --model models/qwen --plain passages --plain-gate gate.json",
+    value(
+        "--requests",
+        "FILE",
+        "JSON lines: a list of messages, or an object with messages",
+        required=True,
+    ),
+    value("--out", "FILE", "for `jaxrag serve --plain-gate`", required=True),
+    fields(GateOptions, only=("method", "ratios", "answer_tokens", "batch_size")),
+    fields(Target),
+    fields(ServerOptions, only=("passage_rules",)),
+    model_options(required=True),
+    JSON,
+    basic="requests out method recompute-ratios answer-tokens target-agreement max-kl "
+    "target-answers passage-rules model dtype json",
+)

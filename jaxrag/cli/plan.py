@@ -1,36 +1,13 @@
 """`jaxrag plan`: what a corpus and its questions will take, before anything is made."""
 
-import argparse
 from pathlib import Path
 
-from jaxrag.cli.options import add_command, add_result
+from jaxrag.cli.command import SUMMARIES, Args, argument, command, value, values
+from jaxrag.cli.options import result_options
 from jaxrag.cli.output import give_out_tables, require_folders
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Register the command."""
-    parser = add_command(
-        commands,
-        "plan",
-        "estimate disks, time to first token and engines of a corpus and its questions",
-        "jaxrag plan llama-3-8b-on-one-h200 --set corpus.chunks=20000000",
-    )
-    parser.add_argument(
-        "plan", metavar="PLAN", help="a .toml file as in configs/plans, or the name of one of them"
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="replace a setting, such as queries.rate=20; repeatable",
-    )
-    parser.add_argument("--plot", metavar="FILE", help="also draw the times: .png, .svg or .pdf")
-    add_result(parser, markdown=True)
-    parser.set_defaults(run=run)
-
-
-def run(args: argparse.Namespace) -> None:
+def run(args: Args) -> None:
     """Print the sums; nothing is measured and no weight is read."""
     from jaxrag.measure.evals.plots import check_picture
     from jaxrag.measure.plan.report import plan_record, plan_tables
@@ -51,3 +28,15 @@ def run(args: argparse.Namespace) -> None:
         plan_tables,
         ["Sums of the settings, not measurements; docs/scale.md has every formula."],
     )
+
+
+COMMAND = command(
+    "plan",
+    run,
+    SUMMARIES["plan"],
+    "jaxrag plan llama-3-8b-on-one-h200 --set corpus.chunks=20000000",
+    argument("plan", "PLAN", "a .toml file as in configs/plans, or the name of one of them"),
+    values("--set", "KEY=VALUE", "replace a setting, such as queries.rate=20; repeatable"),
+    value("--plot", "FILE", "also draw the times: .png, .svg or .pdf"),
+    result_options(markdown=True),
+)

@@ -1,6 +1,5 @@
 """One program in several processes that hold one model: joining them, and ending all of them."""
 
-import argparse
 import contextlib
 import hashlib
 import os
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from jaxrag.base.errors import ConfigError, JaxragError
 from jaxrag.base.installed import __version__
+from jaxrag.cli.command import Args
 from jaxrag.cli.options import join
 from jaxrag.models.text.printable import printable
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def joined(args: argparse.Namespace) -> Iterator[bool]:
+def joined(args: Args) -> Iterator[bool]:
     """Join the other processes, if there are any; yields whether this is the first.
 
     Without --mesh the model lies over all devices, by heads.

@@ -4,7 +4,6 @@ Of several processes, Ray actors in one placement group, the first is the engine
 others, and they end with it.
 """
 
-import argparse
 import asyncio
 import contextlib
 import dataclasses
@@ -16,6 +15,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import TYPE_CHECKING, Any
 
 from jaxrag.base.errors import EngineUnavailable, JaxragError
+from jaxrag.cli.command import Args
 
 if TYPE_CHECKING:
     from jaxrag.engine.jobs import Job, JobNews, ReplicaReport
@@ -219,11 +219,7 @@ def _joined(
 ) -> "ServerSettings":
     from jaxrag.cli.options import join
 
-    join(
-        argparse.Namespace(
-            distributed=True, coordinator=coordinator, processes=count, process_id=rank
-        )
-    )
+    join(Args(distributed=True, coordinator=coordinator, processes=count, process_id=rank))
     import jax
 
     mesh = settings.model.mesh or f"1,1,{jax.device_count()}"

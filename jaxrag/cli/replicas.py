@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrag.base.errors import ConfigError, EngineUnavailable
 from jaxrag.base.installed import installs
-from jaxrag.base.options import names_in, option
+from jaxrag.base.options import option
 from jaxrag.cli.ray_engine import RayEngine
 from jaxrag.engine.routing import Routing
 
@@ -64,7 +64,6 @@ class ReplicaOptions:
     replicas: int = option(0, "engines on a Ray cluster that share the work; 0: none", "N")
     routing: Routing = option(
         "residency", "which of them gets a request",
-        choices=names_in("jaxrag.engine.routing", "Routing"),
     )  # fmt: skip
     replica_cpus: float = option(1.0, "that each of them has", "N")
     replica_gpus: float = option(0.0, "likewise", "N")

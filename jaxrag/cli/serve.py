@@ -1,7 +1,7 @@
 """`jaxrag serve`: a model and its knowledge bases over HTTP."""
 
-import argparse
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -10,12 +10,26 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from jaxrag.base.config import ModelOptions
 from jaxrag.base.errors import ConfigError
 from jaxrag.base.installed import installs
-from jaxrag.cli.fields import add_fields, from_fields, given_fields
+from jaxrag.cli.command import (
+    SUMMARIES,
+    Args,
+    Parameter,
+    command,
+    fields,
+    flag,
+    from_fields,
+    given_fields,
+    take_table,
+    value,
+    values,
+)
 from jaxrag.cli.opening import model_of, open_bases
-from jaxrag.cli.options import add_command, add_distributed, add_model, add_secret
+from jaxrag.cli.options import SECRET, distributed_options, model_options
 from jaxrag.cli.processes import joined, led, plan_address
 from jaxrag.cli.replicas import (
     ReplicaOptions,
@@ -37,56 +51,14 @@ if TYPE_CHECKING:
 _COMMON = "the of and is in a to"  # finds some passage of most English documents
 _WORDS = 8
 _ENGINES = "engines"  # what the names of a server's engines begin with, for who takes over
+_BESIDE = {  # options of --config that no settings are
+    *("distributed", "coordinator", "processes", "process_id", "plan", "take_over"),
+    *(field.name for field in dataclasses.fields(ReplicaOptions)),
+}
 _NAMED = re.compile(r"([\w.-]+)=(.+)")
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Register the command."""
-    parser = add_command(
-        commands,
-        "serve",
-        "serve a model and its knowledge bases over HTTP, as OpenAI's clients ask",
-        "jaxrag serve --kb kb --kb laws=other/kb --port 8000",
-    )
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="TOML with the keys of ServerSettings, or the name of an installed one: valley",
-    )
-    parser.add_argument(
-        "--kb",
-        action="append",
-        default=[],
-        metavar="[NAME=]DIR",
-        help="a knowledge base, and its name (that of its folder); repeatable, the first is asked "
-        "where a chat names none",
-    )
-    parser.add_argument("--name", help="what clients call the model (the name of its folder)")
-    add_secret(parser)
-    add_fields(parser, ServerOptions, defaults=False)
-    add_model(parser, "the one that the first knowledge base remembers", kv=True, defaults=False)
-    add_distributed(
-        parser,
-        "one model on the devices of all processes (--mesh 1,1,N of N devices); the first answers "
-        "HTTP and plans, the others take the same arguments",
-    )
-    parser.add_argument(
-        "--plan",
-        metavar="HOST[:PORT]",
-        help="with --distributed: where the first process listens for the others (the "
-        "coordinator's host, any port)",
-    )
-    parser.add_argument(
-        "--take-over",
-        action="store_true",
-        help="take the place of the server that listens on this address: load, then answer all new "
-        "connections, while it answers those that it has, and ends",
-    )
-    add_fields(parser, ReplicaOptions)
-    parser.set_defaults(run=run)
-
-
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     """Serve until a signal ends it."""
     with opened(args) as server:
         if server is not None:
@@ -99,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def opened(args: argparse.Namespace) -> "Iterator[Server | None]":
+def opened(args: Args) -> "Iterator[Server | None]":
     """The server that the arguments name, which takes no requests yet; closed at the end.
 
     None in a process of several that has followed the first, until that ended.
@@ -154,12 +126,13 @@ def opened(args: argparse.Namespace) -> "Iterator[Server | None]":
                     base.close()
 
 
-def settings_of(args: argparse.Namespace) -> "ServerSettings":
+def settings_of(args: Args) -> "ServerSettings":
     """Those of --config, and of flags in front of them. Raises ConfigError."""
     from jaxrag.base.tables import build
     from jaxrag.server.settings import ServerSettings
 
     values: dict[str, Any] = {} if args.config is None else _read(args.config)
+    values = {name: it for name, it in values.items() if name not in _BESIDE}
     where = args.config or "jaxrag serve"
     values |= given_fields(ServerOptions, args)
     if args.secret_file is not None:
@@ -172,6 +145,14 @@ def settings_of(args: argparse.Namespace) -> "ServerSettings":
     if args.kb:
         values["knowledge_bases"] = dict(_named(kb) for kb in args.kb)
     return build(ServerSettings, values, where)
+
+
+def _take_beside(ctx: click.Context, param: Parameter, config: str | None) -> str | None:
+    """Read those options of --config that are no settings of the server."""
+    if config is not None:
+        beside = {name: it for name, it in _read(config).items() if name in _BESIDE}
+        take_table(ctx, beside, f"--config {config}")
+    return config
 
 
 def _read(config: str) -> dict[str, Any]:
@@ -223,3 +204,45 @@ def banner(url: str, name: str, bases: "Sequence[str]", question: str | None) ->
         f"{served}; try\n"
         f"  curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"
     )
+
+
+COMMAND = command(
+    "serve",
+    run,
+    SUMMARIES["serve"],
+    "jaxrag serve --kb kb --kb laws=other/kb --port 8000",
+    value(
+        "--config",
+        "FILE",
+        "TOML with the keys of ServerSettings, or the name of an installed one: valley",
+        is_eager=True,
+        callback=_take_beside,
+    ),
+    values(
+        "--kb",
+        "[NAME=]DIR",
+        "a knowledge base, and its name (that of its folder); repeatable, the first is "
+        "asked where a chat names none",
+    ),
+    value("--name", None, "what clients call the model (the name of its folder)"),
+    SECRET,
+    fields(ServerOptions),
+    model_options("the one that the first knowledge base remembers", kv=True),
+    distributed_options(
+        "one model on the devices of all processes (--mesh 1,1,N of N devices); the "
+        "first answers HTTP and plans, the others take the same arguments"
+    ),
+    value(
+        "--plan",
+        "HOST[:PORT]",
+        "with --distributed: where the first process listens for the others (the "
+        "coordinator's host, any port)",
+    ),
+    flag(
+        "--take-over",
+        "take the place of the server that listens on this address: load, then answer "
+        "all new connections, while it answers those that it has, and ends",
+    ),
+    fields(ReplicaOptions),
+    basic="config kb model name host port data keys method k max-new-tokens plain replicas",
+)

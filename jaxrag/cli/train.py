@@ -1,11 +1,11 @@
 """`jaxrag train`: a training run from a TOML file."""
 
-import argparse
 import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxrag.cli.options import add_command, add_distributed, add_json, join
+from jaxrag.cli.command import SUMMARIES, Args, argument, command, flag, value, values
+from jaxrag.cli.options import JSON, distributed_options, join
 from jaxrag.cli.output import human_count, print_json, table
 
 if TYPE_CHECKING:
@@ -15,36 +15,7 @@ if TYPE_CHECKING:
 TERMINATED = 143  # 128 + SIGTERM: a scheduler starts the same command again, with --resume
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Register the command."""
-    parser = add_command(
-        commands,
-        "train",
-        "train a model, or fine-tune it to block attention",
-        "jaxrag train configs/train/turborag-qwen2-7b.toml --out runs/turborag --resume",
-    )
-    parser.add_argument("config", metavar="CONFIG", help="a .toml file as in configs/train")
-    parser.add_argument("--out", metavar="DIR", help="folder of the run (runs/NAME of the config)")
-    parser.add_argument(
-        "--resume", action="store_true", help="go on where the run in --out stopped"
-    )
-    parser.add_argument("--steps", type=int, metavar="N", help="stop after step N (all)")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="replace a setting, such as optimizer.learning_rate=1e-4; repeatable",
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print sizes and estimated cost, train nothing"
-    )
-    add_distributed(parser, "one process of a run on many hosts; see scripts/cluster")
-    add_json(parser)
-    parser.set_defaults(run=run)
-
-
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     """Exit code 0 when the run (or its first --steps) is done, 143 when SIGTERM ended it."""
     import jax
 
@@ -123,3 +94,21 @@ def _dry_run(config: "TrainConfig", as_json: bool) -> int:
     ]
     print(table(rows, right=(1,)))
     return 0
+
+
+COMMAND = command(
+    "train",
+    run,
+    SUMMARIES["train"],
+    "jaxrag train configs/train/turborag-qwen2-7b.toml --out runs/turborag --resume",
+    argument("config", "CONFIG", "a .toml file as in configs/train"),
+    value("--out", "DIR", "folder of the run (runs/NAME of the config)"),
+    flag("--resume", "go on where the run in --out stopped"),
+    value("--steps", "N", "stop after step N (all)", type=int),
+    values(
+        "--set", "KEY=VALUE", "replace a setting, such as optimizer.learning_rate=1e-4; repeatable"
+    ),
+    flag("--dry-run", "print sizes and estimated cost, train nothing"),
+    distributed_options("one process of a run on many hosts; see scripts/cluster"),
+    JSON,
+)

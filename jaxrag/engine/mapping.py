@@ -21,7 +21,8 @@ from jaxrag.models.model import Model
 from jaxrag.models.segments import Layout, lay_out
 from jaxrag.reuse.decode import Carried
 from jaxrag.reuse.encode import PREFIX_ENCODER, ChunkEncoding, ChunkInContext, encoder_named
-from jaxrag.reuse.methods import Method, Misses
+from jaxrag.reuse.methods import Method
+from jaxrag.reuse.names import Misses
 from jaxrag.reuse.select import Selection, SelectionInput, Selector
 
 

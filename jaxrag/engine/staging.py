@@ -37,7 +37,7 @@ from jaxrag.reuse.encode import (
     seen_prefix,
 )
 from jaxrag.reuse.encode.neighbours import compute_own_kv
-from jaxrag.reuse.methods import Misses
+from jaxrag.reuse.names import Misses
 
 HitKind = Literal["pool", "host", "store", "encoded", "in place"]
 

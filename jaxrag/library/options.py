@@ -12,6 +12,7 @@ from jaxrag.base.options import option, parse_bytes, parse_count
 
 ChunkBy = Literal["tokens", "sentence", "markdown", "passages"]
 SimilarBy = Literal["vectors", "bm25"]
+SearchMode = Literal["bm25", "vector", "hybrid"]
 FORMATS = ("native", "int8", "int4", "int4-half")  # of stored KV: kv.store's STORED
 DEFAULT_TOP_N = 10  # neighbours of a chunk: FusionRAG section 5.3.2
 

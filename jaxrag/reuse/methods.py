@@ -16,7 +16,7 @@ decode.DECODE_RULES, and go with any of these methods.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import get_args
 
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import RequestError
@@ -26,6 +26,7 @@ from jaxrag.kv.placement import KVPlacement
 from jaxrag.models.reading import Reading
 from jaxrag.models.segments import POSITION_SCHEMES, PositionScheme
 from jaxrag.reuse.decode import DecodeRule, Dense, Retrieval, TopN, rule_from
+from jaxrag.reuse.names import Misses
 from jaxrag.reuse.select import (
     CacheCraft,
     FirstK,
@@ -35,8 +36,6 @@ from jaxrag.reuse.select import (
     Selector,
     selector_from,
 )
-
-Misses = Literal["encode", "in_place"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,25 +13,22 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from jaxrag.base.errors import RequestError
 from jaxrag.base.groups import check_own
-from jaxrag.base.options import check_fields, names_in, option, parse_count
+from jaxrag.base.options import check_fields, option, parse_count
 from jaxrag.base.tables import require_kind
 from jaxrag.engine.sampling_params import SamplingParams
+from jaxrag.library.options import SearchMode
+from jaxrag.reuse.names import DECODE_NAMES, METHOD_NAMES, Misses
 
 if TYPE_CHECKING:
     from jaxrag.base.types import HostArray
-    from jaxrag.library.knowledge_base.search import SearchMode
     from jaxrag.models.text.prompts import PromptTemplate
     from jaxrag.reuse.decode import DecodeRule
-    from jaxrag.reuse.methods import Method, Misses
+    from jaxrag.reuse.methods import Method
 
 EarlierTurns = Literal["exact", "blocks"]
 Plain = Literal["off", "passages"]  # what is read as blocks in messages that bring no documents
 Unanswerable = Literal["abstain", "ask"]  # what to do where nothing is found
 Cite = Literal["no", "spans", "marks"]  # whether an answer says which passages it is from
-
-READING = "how chunks are reused and read"
-RETRIEVAL = "what is retrieved"
-ANSWER = "the answer"
 
 
 def check_count(name: str, value: Any) -> None:
@@ -149,11 +146,10 @@ class Ask:
     passage_rules: str = option("common", shown=False)
     method: "str | Method | None" = option(
         None,
-        f"{', '.join(names_in('jaxrag.reuse.methods', 'METHODS'))}, or a .toml file",
+        f"{', '.join(METHOD_NAMES)}, or a .toml file",
         "NAME",
         unset="turborag for a model that was trained to read chunks apart, else cacheblend or "
         "fusionrag where --kb has KV for them",
-        group=READING,
         check=_check_method,
     )
     recompute_ratio: float | None = option(
@@ -161,90 +157,75 @@ class Ask:
         "share of the chunk tokens computed again, 0 to 1",
         "R",
         unset="what `jaxrag kb gate` found, else the method's own",
-        group=READING,
         check=_check_ratio,
     )
-    misses: "Misses | None" = option(
+    misses: Misses | None = option(
         None,
         "chunks that the store does not hold: encode and keep them, or compute them where they "
         "stand, over all that precedes them, and keep nothing",
-        choices=names_in("jaxrag.reuse.methods", "Misses"),
         unset="the method's own",
-        group=READING,
     )
     prefix_cache: bool | None = option(
         None,
         "keep leading parts as full attention computed them, for prompts that begin alike",
-        group=READING,
         check=check_flag,
     )
     decode: "str | DecodeRule | None" = option(
         None,
-        f"how generated tokens attend: {', '.join(names_in('jaxrag.reuse.decode', 'DECODE_RULES'))}"
+        f"how generated tokens attend: {', '.join(DECODE_NAMES)}"
         "; settings follow a colon, as in topn:n=64",
         "RULE",
         unset="the method's own",
-        group=READING,
     )
     template: "str | PromptTemplate | None" = option(
         None,
         "a template's name or .toml file",
         "NAME",
         unset="that of --kb or --model",
-        group=READING,
         check=_check_template,
     )
-    k: int = option(5, "chunks to retrieve", "N", group=RETRIEVAL, check=check_count)
+    k: int = option(5, "chunks to retrieve", "N", check=check_count)
     where: Mapping[str, Any] | None = option(
         None,
         'only documents with this metadata, such as \'{"year": {"$gte": 2020}}\'',
         "JSON",
         parse=str,
-        group=RETRIEVAL,
     )
-    search_mode: "SearchMode | None" = option(
+    search_mode: SearchMode | None = option(
         None,
         "by words, by meaning, or by both",
-        choices=names_in("jaxrag.library.knowledge_base.search", "SearchMode"),
         flag="--search",
         unset="hybrid where every chunk has a vector, else bm25",
-        group=RETRIEVAL,
     )
     min_score: float | None = option(
         None,
         "leave out chunks that score less, by words or by meaning",
         "X",
         unset="none",
-        group=RETRIEVAL,
     )
     groups: tuple[str, ...] | None = option(
         None,
         "what readers of these groups may read: of documents with groups, only theirs",
         "A,B",
         unset="everything",
-        group=RETRIEVAL,
         check=check_own,
     )
     unanswerable: Unanswerable = option(
         "abstain",
         "where no chunk is found: say so, or ask without any",
-        group=RETRIEVAL,
         check=_check_choice,
     )
-    max_new_tokens: int = option(
-        64, "of the answer", "N", parse=parse_count, group=ANSWER, check=check_count
-    )
+    max_new_tokens: int = option(64, "of the answer", "N", parse=parse_count, check=check_count)
     sampling: SamplingParams | Sequence[SamplingParams] | None = option(
         None, check=_check_sampling, shown=False
     )
     stop: Sequence[str] = option(
-        (), "ends the answer; repeatable", "TEXT", repeatable=True, group=ANSWER, check=_check_stop,
+        (), "ends the answer; repeatable", "TEXT", repeatable=True, check=_check_stop,
     )  # fmt: skip
     cite: Cite = option(
         "no",
         "say which passage a part of the answer is from, by where the model looked: beside it, or "
         "as [1] in its text",
-        group=ANSWER,
         check=_check_choice,
     )
     batch_size: int | None = option(None, check=_check_optional_count, shown=False)

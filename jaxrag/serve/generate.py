@@ -10,11 +10,12 @@ from jaxrag.base.errors import RequestError
 from jaxrag.base.shapes import bucket
 from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.library.knowledge_base import KnowledgeBase
-from jaxrag.library.knowledge_base.search import SearchMode
+from jaxrag.library.options import SearchMode
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.reuse.decode import DecodeRule
-from jaxrag.reuse.methods import Method, Misses
+from jaxrag.reuse.methods import Method
+from jaxrag.reuse.names import Misses
 from jaxrag.serve.answers import AsyncStream, Result, Stream, answer, serve
 from jaxrag.serve.ask import Ask, Cite, EarlierTurns, Plain, Unanswerable, check_flag, check_texts
 from jaxrag.serve.conversation import Conversation, Text, conversation_of, questions_of

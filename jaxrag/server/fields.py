@@ -14,8 +14,8 @@ from pydantic_core import PydanticCustomError
 
 from jaxrag.base.guide import Guide, GuideKind
 from jaxrag.engine.sampling_params import MOST_BIASES, MOST_K, MOST_SEED, MOST_TOP, SamplingParams
-from jaxrag.library.knowledge_base.search import SearchMode
-from jaxrag.reuse.methods import Misses
+from jaxrag.library.options import SearchMode
+from jaxrag.reuse.names import Misses
 from jaxrag.serve.ask import Cite, EarlierTurns, Plain, Unanswerable, is_ids
 from jaxrag.serve.conversation import Conversation, Passage, Text, conversation_of
 from jaxrag.server.errors import invalid

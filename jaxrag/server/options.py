@@ -3,7 +3,7 @@
 import dataclasses
 
 from jaxrag.base.config import ModelOptions
-from jaxrag.base.options import names_in, option, parse_bytes, parse_count
+from jaxrag.base.options import option, parse_bytes, parse_count
 from jaxrag.serve.ask import Ask, Plain
 
 
@@ -89,7 +89,6 @@ class ServerOptions:
     k: int = option(Ask.k, "chunks to retrieve", "N")
     plain: Plain = option(
         Ask.plain, "what is read as blocks in messages that bring no documents",
-        choices=names_in("jaxrag.serve.ask", "Plain"),
     )  # fmt: skip
     plain_ungated: bool = option(
         False, "--plain with weights that neither training nor a gate speaks for"

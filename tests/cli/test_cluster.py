@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jaxrag.cli import make_parser
+from jaxrag.cli import PROGRAM
+from jaxrag.cli.command import parse
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "scripts" / "cluster"
@@ -51,13 +52,13 @@ def started(tmp_path, name, *arguments):
         ["bash", CLUSTER / name, *arguments], cwd=tmp_path, env=environment, check=True, timeout=600
     )
     lines = commands.read_text().splitlines()
-    return [make_parser().parse_args(shlex.split(line)) for line in lines]
+    return [parse(PROGRAM, shlex.split(line)) for line in lines]
 
 
 def test_ingest_is_shared_and_one_process_ends_it(tmp_path):
     runs = started(tmp_path, "ingest.slurm", "my docs", "kb", "--model", "a model")
     assert [run.shard for run in runs] == ["0/2", "1/2", None]
-    assert all(run.paths == ["my docs"] and run.kb == "kb" for run in runs)
+    assert all(run.paths == ("my docs",) and run.kb == "kb" for run in runs)
     assert all(run.model == "a model" for run in runs)
 
 
@@ -80,10 +81,10 @@ def test_generate_with_one_model_makes_one_file(tmp_path):
 
 def test_train_and_serve_run_as_one(tmp_path):
     (train, _) = started(tmp_path, "train.slurm", "a.toml", "runs/a", "optimizer.lr=1e-4")
-    assert (train.config, train.set, train.distributed) == ("a.toml", ["optimizer.lr=1e-4"], True)
+    assert (train.config, train.set, train.distributed) == ("a.toml", ("optimizer.lr=1e-4",), True)
     (tmp_path / "commands").unlink()
     (serve, _) = started(tmp_path, "serve.slurm", "kb", "--keys", "keys.toml")
-    assert (serve.kb, serve.keys, serve.distributed) == (["kb"], "keys.toml", True)
+    assert (serve.kb, serve.keys, serve.distributed) == (("kb",), "keys.toml", True)
 
 
 @pytest.mark.parametrize("path", sorted(CLUSTER.glob("*.yaml")), ids=lambda path: path.name)
@@ -96,7 +97,7 @@ def test_pods_run_a_command_that_exists(path):
     (line,) = container["args"]
     words = shlex.split(line)
     assert words[:2] == ["exec", "jaxrag"]
-    args = make_parser().parse_args(["0" if word.startswith("$") else word for word in words[2:]])
+    args = parse(PROGRAM, ["0" if word.startswith("$") else word for word in words[2:]])
     assert args.distributed and args.processes == pods
     name = job["metadata"]["name"]
     domain = job["spec"].get("serviceName") or job["spec"]["template"]["spec"]["subdomain"]

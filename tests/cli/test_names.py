@@ -1,13 +1,14 @@
 """One name per option: what is meant by two commands is called the same, and taken the same way."""
 
-import argparse
 import collections
 import re
 from pathlib import Path
 
+import click
 import pytest
 
-from jaxrag.cli import make_parser
+from jaxrag.cli import PROGRAM
+from jaxrag.cli.command import CliCommand, commands_of, parse
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,23 +40,14 @@ SHARED = {"", "none", "of each", "repeatable", "after a warm-up", "at most", "of
 
 
 def options():
-    """Every option that is shown: (command, option, what stands for its value, help)."""
+    """Every option: (command, option, what stands for its value, help)."""
     found = []
-
-    def walk(parser):
-        for action in parser._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                for child in action.choices.values():
-                    walk(child)
-            elif action.option_strings and action.help is not argparse.SUPPRESS:
-                value = action.metavar or (
-                    "{" + ",".join(action.choices) + "}" if action.choices else ""
-                )
-                if action.nargs != 0 and not value:
-                    value = action.dest.upper()
-                found.append((parser.prog, action.option_strings[-1], value, action.help))
-
-    walk(make_parser())
+    for path, command in commands_of(PROGRAM):
+        ctx = click.Context(command)
+        for it in command.params:
+            if isinstance(it, click.Option) and not it.is_eager:
+                value = "" if it.is_flag else it.make_metavar(ctx)
+                found.append((path, it.opts[-1], value, it.help))
     return found
 
 
@@ -92,3 +84,21 @@ def test_earlier_spellings_are_not_shown(now):
 def test_questions_are_a_file_and_their_number_is_called_so():
     assert set(USES["--questions"]) == {"FILE"}
     assert set(USES["--num-questions"]) == {"N"}
+
+
+@pytest.mark.parametrize(("path", "command"), list(commands_of(PROGRAM)))
+def test_short_help_has_at_most_15_options_and_no_name_that_is_none(path, command, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        parse(PROGRAM, [*path.split()[1:], "--help"])
+    out = capsys.readouterr().out
+    assert out.startswith(f"Usage: {path} ") and "\n  example: " in out
+    shown = re.findall(
+        r"^  (?:-h, )?--([\w-]+)", out.partition("Options:")[2].partition("example:")[0], re.M
+    )
+    assert len(shown) <= 15
+    if isinstance(command, CliCommand):
+        assert set(shown) == (command.basic or set(shown))
+        with pytest.raises(SystemExit, match="0"):
+            parse(PROGRAM, [*path.split()[1:], "--help-all"])
+        every = re.findall(r"^  (?:-h, )?(--[\w-]+)", capsys.readouterr().out, re.MULTILINE)
+        assert {it.opts[-1] for it in command.params if isinstance(it, click.Option)} < set(every)

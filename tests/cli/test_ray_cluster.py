@@ -10,7 +10,8 @@ import jsonschema
 import pytest
 import yaml
 
-from jaxrag.cli import make_parser
+from jaxrag.cli import PROGRAM
+from jaxrag.cli.command import parse
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "scripts" / "cluster"
@@ -123,7 +124,7 @@ def test_the_head_serves_with_as_many_engines_as_there_are_workers(cluster):
     [script] = container["args"]
     subprocess.run(["bash", "-n", "-c", script], check=True)
     command = re.search(r"jaxrag (serve .*?);", script)[1]
-    args = make_parser().parse_args(shlex.split(command))
+    args = parse(PROGRAM, shlex.split(command))
     [workers] = cluster["spec"]["workerGroupSpecs"]
     limits = workers["template"]["spec"]["containers"][0]["resources"]["limits"]
     assert args.replicas == workers["replicas"] == workers["maxReplicas"]
@@ -183,7 +184,7 @@ def test_slurm_starts_ray_on_every_node_and_the_server_again(tmp_path):
     assert lines.count("ray start --head --node-ip-address node7 --port 6379") == 1
     assert lines.count("ray start --address node7:6379 --block") == 1
     assert {"srun --nodes=2", "srun --ntasks=2", "srun --exclude=node7"} <= set(lines)
-    served = [make_parser().parse_args(shlex.split(it)) for it in lines if it.startswith("serve")]
+    served = [parse(PROGRAM, shlex.split(it)) for it in lines if it.startswith("serve")]
     assert len(served) == 2  # the first ended with an error
     assert {(it.kb[0], it.replicas, it.ray_address) for it in served} == {
         ("a kb", 16, "node7:6379")

@@ -42,7 +42,6 @@ from crash_work import KINDS, at_work
 from fault_report import foot, markdown
 
 from jaxrag.cli import run_command
-from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
 from jaxrag.measure.machine import describe
 from jaxrag.models.model import Model
@@ -309,7 +308,7 @@ def main() -> int:
     )
     parser.add_argument("--out", metavar="FILE", help="also write the JSON result there")
     parser.add_argument("--markdown", metavar="FILE", help="also write the table there")
-    add_json(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     return run_command(measure, parser.parse_args())
 
 

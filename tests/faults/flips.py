@@ -50,7 +50,6 @@ from tqdm import tqdm
 
 from jaxrag.base.errors import JaxragError
 from jaxrag.cli import run_command
-from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
 from jaxrag.library.knowledge_base.location import mend_catalog
 from jaxrag.measure.machine import describe
@@ -473,7 +472,7 @@ def main() -> int:
     )
     parser.add_argument("--out", metavar="FILE", help="also write the JSON result there")
     parser.add_argument("--markdown", metavar="FILE", help="also write the tables there")
-    add_json(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     return run_command(measure, parser.parse_args())
 
 

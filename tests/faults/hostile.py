@@ -49,7 +49,6 @@ from tqdm import tqdm
 
 from jaxrag.cli import main as jaxrag
 from jaxrag.cli import run_command
-from jaxrag.cli.options import add_json
 from jaxrag.cli.output import give_out, require_folder
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.measure.machine import describe
@@ -347,7 +346,7 @@ def main() -> int:
     parser.add_argument("--folder", metavar="DIR", help="where the files go (temporary files)")
     parser.add_argument("--out", metavar="FILE", help="also write the JSON result there")
     parser.add_argument("--markdown", metavar="FILE", help="also write the tables there")
-    add_json(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     return run_command(measure, parser.parse_args())
 
 

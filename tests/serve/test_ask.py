@@ -1,6 +1,5 @@
 """What is said of a question: one dataclass, read by the command line, Python and HTTP."""
 
-import argparse
 import dataclasses
 import typing
 from typing import get_args
@@ -9,12 +8,12 @@ import pytest
 
 from jaxrag import METHODS, agenerate, generate
 from jaxrag.base.errors import RequestError
-from jaxrag.base.options import names_in, option_of
-from jaxrag.cli.fields import from_fields
-from jaxrag.cli.options import add_generation
-from jaxrag.library.knowledge_base.search import SearchMode
+from jaxrag.base.options import choices_of
+from jaxrag.cli.command import command, from_fields, parse
+from jaxrag.cli.options import GENERATION
+from jaxrag.library.options import SearchMode
 from jaxrag.reuse.decode import DECODE_RULES
-from jaxrag.reuse.methods import Misses
+from jaxrag.reuse.names import DECODE_NAMES, METHOD_NAMES, Misses
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.generate import AskFields
 from jaxrag.server.fields import Generation
@@ -39,25 +38,21 @@ def test_a_keyword_that_is_none_is_refused_at_the_call(function):
 
 
 def test_the_same_things_said_in_options_and_in_a_body():
-    parser = argparse.ArgumentParser()
-    add_generation(parser)
+    asking = command("ask", print, "ask", None, GENERATION)
     words = (
         "--method epic --recompute-ratio 0.5 --misses in_place --prefix-cache --decode snapkv "
         "--k 3 --search bm25 --min-score 0.5 --unanswerable ask --stop x --cite spans"
     )
-    assert from_fields(Ask, parser.parse_args(words.split())) == Ask(**SAID)
+    assert from_fields(Ask, parse(asking, words.split())) == Ask(**SAID)
     found = Generation.read({**SAID, "stop": "x", "max_tokens": 7, "temperature": 0}).said
     sampling = found.pop("sampling")
     assert sampling.temperature == 0 and found == {**SAID, "max_new_tokens": 7}
 
 
-def test_lists_in_help_are_those_of_the_tables():
-    assert option_of(FIELDS["method"]).help.startswith(", ".join(METHODS) + ", or")
-    assert ": " + ", ".join(DECODE_RULES) + ";" in option_of(FIELDS["decode"]).help
-    assert option_of(FIELDS["misses"]).choices == get_args(Misses)
-    assert option_of(FIELDS["search_mode"]).choices == get_args(SearchMode)
-    with pytest.raises(LookupError, match=r"jaxrag.reuse.methods defines no table RULES"):
-        names_in("jaxrag.reuse.methods", "RULES")
+def test_names_for_help_are_the_keys_of_the_tables():
+    assert tuple(METHODS) == METHOD_NAMES and tuple(DECODE_RULES) == DECODE_NAMES
+    assert choices_of(FIELDS["misses"]) == get_args(Misses)
+    assert choices_of(FIELDS["search_mode"]) == get_args(SearchMode)
 
 
 @pytest.mark.parametrize(

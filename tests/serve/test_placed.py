@@ -1,6 +1,5 @@
 """Methods that free device memory: models are loaded for them, or the answer says what is not."""
 
-import argparse
 import dataclasses
 from pathlib import Path
 
@@ -10,9 +9,9 @@ from jaxrag import KnowledgeBase, generate
 from jaxrag.base.config import ModelOptions
 from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.base.sharding import make_mesh
-from jaxrag.cli.fields import from_fields
+from jaxrag.cli.command import command, from_fields, parse
 from jaxrag.cli.opening import load, method_of
-from jaxrag.cli.options import add_generation, add_model
+from jaxrag.cli.options import GENERATION, model_options
 from jaxrag.engine.engine import engine_of
 from jaxrag.kv.placement import AWAY, ON_DEVICE, KVPlacement
 from jaxrag.models.model import random_model
@@ -30,11 +29,9 @@ def loaded(model_dir):
     """``loaded(*options)``: the model as `jaxrag ask` loads it, and the method."""
 
     def make(*options):
-        parser = argparse.ArgumentParser()
-        add_model(parser, required=True, kv=True)
-        add_generation(parser)
+        asking = command("ask", print, "ask", None, model_options(kv=True), GENERATION)
         pool = ["--model", str(model_dir), "--cache-tokens", "2048"]
-        args = parser.parse_args([*pool, *map(str, options)])
+        args = parse(asking, [*pool, *map(str, options)])
         method = method_of(args)
         return load(args.model, from_fields(ModelOptions, args), method), method
 

@@ -16,7 +16,8 @@ import httpx
 import pytest
 from refusal import refused
 
-from jaxrag.cli import main
+from jaxrag.cli import PROGRAM, main
+from jaxrag.cli.command import parse
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.server.http.run import bind
 from jaxrag.server.settings import ServerSettings
@@ -212,13 +213,7 @@ def test_settings_come_from_a_file_and_flags_go_first(tmp_path):
 
 def arguments(*words):
     """What the program's parser makes of words."""
-    import argparse
-
-    from jaxrag.cli import serve
-
-    parser = argparse.ArgumentParser()
-    serve.add_parser(parser.add_subparsers())
-    return parser.parse_args(["serve", *words])
+    return parse(PROGRAM, ["serve", *words])
 
 
 def test_what_the_program_prints_works(server, served_model, village):

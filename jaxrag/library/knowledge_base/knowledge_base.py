@@ -34,11 +34,11 @@ from jaxrag.library.knowledge_base.maintained import Maintained
 from jaxrag.library.knowledge_base.plan import AddPlanner
 from jaxrag.library.knowledge_base.prepare import Cut, Preparer
 from jaxrag.library.knowledge_base.reports import AddPlan, AddReport
-from jaxrag.library.knowledge_base.search import Hits, Search, SearchMode
+from jaxrag.library.knowledge_base.search import Hits, Search
 from jaxrag.library.knowledge_base.settings import WantedSettings, find_folder
 from jaxrag.library.knowledge_base.upkeep import Gone, compare
 from jaxrag.library.knowledge_base.vectors import GivenEmbedder
-from jaxrag.library.options import ChunkBy, SimilarBy
+from jaxrag.library.options import ChunkBy, SearchMode, SimilarBy
 from jaxrag.library.retrieve.adapters import adopted
 from jaxrag.library.retrieve.base import Reranker, Retriever
 from jaxrag.library.retrieve.filters import Filter

@@ -7,11 +7,12 @@ found, however long the index remembers it.
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from jaxrag.base.errors import RequestError
 from jaxrag.library.catalog import Catalog, Hit
 from jaxrag.library.knowledge_base.vectors import ChunkVectors
+from jaxrag.library.options import SearchMode
 from jaxrag.library.retrieve.adapters import ForeignRetriever
 from jaxrag.library.retrieve.base import Ids, Reranker, Retriever
 from jaxrag.library.retrieve.filters import Filter
@@ -21,8 +22,6 @@ from jaxrag.library.retrieve.retrievers import (
     Reranked,
     VectorRetriever,
 )
-
-SearchMode = Literal["bm25", "vector", "hybrid"]
 
 
 class Hits(list[Hit]):

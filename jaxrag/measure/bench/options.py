@@ -1,6 +1,5 @@
 """What each benchmark measures: its settings, which the command line fills, and their checks."""
 
-import argparse
 import contextlib
 import dataclasses
 from pathlib import Path
@@ -164,16 +163,16 @@ def rates_of(text: str) -> tuple[float, ...]:
     except ValueError:
         rates = ()
     if not rates or not all(rate > 0 for rate in rates):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers above 0 such as 2,4, or inf")
+        raise ValueError(f"{text!r}: expected numbers above 0 such as 2,4, or inf")
     return rates
 
 
 def link_of(text: str) -> float:
     """Bytes a second of a text such as 40MB/s."""
-    with contextlib.suppress(argparse.ArgumentTypeError):
+    with contextlib.suppress(ValueError):
         if text.endswith("/s") and (number := parse_bytes(text.removesuffix("/s"))) > 0:
             return float(number)
-    raise argparse.ArgumentTypeError(f"{text!r}: expected a speed such as 40MB/s")
+    raise ValueError(f"{text!r}: expected a speed such as 40MB/s")
 
 
 @dataclasses.dataclass(frozen=True)

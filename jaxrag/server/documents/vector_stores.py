@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from jaxrag.library.catalog import DocumentEntry, Hit
-from jaxrag.library.knowledge_base.search import Hits, SearchMode
+from jaxrag.library.knowledge_base.search import Hits
+from jaxrag.library.options import SearchMode
 from jaxrag.serve.suits import suited
 from jaxrag.server.attributes import Attributes, Metadata, file_id_of, is_upload
 from jaxrag.server.errors import invalid

@@ -7,7 +7,8 @@ from refusal import refused
 
 from jaxrag import agenerate, generate
 from jaxrag.base.errors import RequestError
-from jaxrag.cli import make_parser
+from jaxrag.cli import PROGRAM
+from jaxrag.cli.command import parse
 from jaxrag.cli.opening import asked_of
 from jaxrag.library.documents import Document
 from jaxrag.library.knowledge_base import KnowledgeBase
@@ -135,5 +136,5 @@ def test_kv_of_a_copy_that_stays_in_a_group_is_forgotten(make_kb):
 @pytest.mark.parametrize(("said", "groups"), [("a,b", ("a", "b")), ("", ()), (None, None)])
 def test_the_command_line_says_groups(said, groups):
     option = [] if said is None else ["--groups", said]
-    args = make_parser().parse_args(["ask", "Giso?", "--kb", "kb", *option])
+    args = parse(PROGRAM, ["ask", "Giso?", "--kb", "kb", *option])
     assert asked_of(args).groups == groups

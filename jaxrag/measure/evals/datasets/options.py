@@ -5,6 +5,12 @@ import dataclasses
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import option, parse_count, parse_ratios
 
+DATASET_NAMES = (  # keys of datasets.table
+    "rgb_en", "rgb_zh", "nq_open", "musique", "cacheblend_musique", "hotpotqa", "2wikimultihopqa",
+    "longbench_narrativeqa", "longbench_qasper", "longbench_multifieldqa_en",
+    "longbench_multifieldqa_zh", "longbench_hotpotqa", "longbench_2wikimqa", "longbench_musique",
+    "longbench_passage_count", "longbench_passage_retrieval_en", "longbench_passage_retrieval_zh",
+)  # fmt: skip
 _FILL = "give one of --model DIR, --kb DIR and --server URL"
 
 
