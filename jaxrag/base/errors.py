@@ -41,6 +41,10 @@ class ChunkMissing(StoreError):
     """No committed chunk under this key (or its bytes are gone)."""
 
 
+class ChunkAbsent(ChunkMissing):
+    """Nothing was ever committed under this key, or it was removed."""
+
+
 class ChunkCorrupt(StoreError):
     """A chunk whose record or bytes do not match their digests; it is never served."""
 

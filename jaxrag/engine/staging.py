@@ -16,7 +16,7 @@ from jax import lax
 from jax.stages import Lowered
 
 from jaxrag.base.config import ModelConfig
-from jaxrag.base.errors import ChunkCorrupt, ChunkNotSealed
+from jaxrag.base.errors import ChunkAbsent, ChunkCorrupt, ChunkNotSealed
 from jaxrag.base.types import Array, HostArray
 from jaxrag.engine.runner import BLOCK_TOKENS, ModelRunner
 from jaxrag.kv.cache import PAGE, PagedCache, PagePool
@@ -232,12 +232,8 @@ def is_elsewhere(load: ChunkLoad, reason: Refused) -> bool:
 
     Where not, and this one is to encode it, its lease is held from now on.
     """
-    absent = load.misses == "encode" and _is_absent(load, reason)
+    absent = load.misses == "encode" and isinstance(reason, ChunkAbsent)
     return absent and not load.encoding.store.lease(load.key)
-
-
-def _is_absent(load: ChunkLoad, reason: Refused) -> bool:
-    return str(reason).startswith(f"chunk {load.key}: not in ")
 
 
 def why_refused(load: ChunkLoad, reason: Refused) -> ChunkOrigin:
@@ -257,7 +253,7 @@ def why_refused(load: ChunkLoad, reason: Refused) -> ChunkOrigin:
     corrupt = isinstance(reason, ChunkCorrupt) and not unsealed
     if corrupt:
         text = f"damaged: {text}"
-    why = "not in the store" if _is_absent(load, reason) else text
+    why = "not in the store" if isinstance(reason, ChunkAbsent) else text
     if known:
         why += f" under {load.encoder}, but under {' and '.join(known)}"
     return ChunkOrigin(

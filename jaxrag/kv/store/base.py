@@ -191,7 +191,7 @@ class KVStore(abc.ABC):
                 opened, and these are read whole: a digest is of all of a layer in one file.
 
         Raises:
-            ChunkMissing: no chunk is committed under a key, or its bytes are gone.
+            ChunkMissing: no chunk is committed under a key (ChunkAbsent), or its bytes are gone.
             ChunkCorrupt: a record or the bytes of a chunk do not match their digests.
             StoreError: ``out`` does not fit, a range is not in the chunk, or the storage failed.
         """
@@ -277,7 +277,10 @@ class KVStore(abc.ABC):
 
     @abc.abstractmethod
     def _find(self, keys: Sequence[str]) -> dict[str, Lookup]:
-        """Per key, in order, its record or why there is none. The keys are distinct and valid."""
+        """Per key, in order, its record or why there is none: ChunkAbsent where none is committed.
+
+        The keys are distinct and valid.
+        """
 
     def _nearest(self, keys: Sequence[str]) -> dict[str, Lookup]:
         """``_find`` for a reader, which may be given the record of a copy."""

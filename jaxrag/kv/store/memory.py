@@ -9,7 +9,7 @@ import cachetools
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, StoreError
+from jaxrag.base.errors import ChunkAbsent, ChunkCorrupt, StoreError
 from jaxrag.kv.store.base import DEFAULT_MAX_TOKENS, Aux, KVStore, Stats
 from jaxrag.kv.store.layout import KVLayout
 from jaxrag.kv.store.quantise import to_stored
@@ -115,7 +115,7 @@ class MemoryStore(KVStore):
     def _find(self, keys: Sequence[str]) -> dict[str, Lookup]:
         with self._lock:
             found = {key: self._chunks.get(key) for key in keys}
-        return {key: held.record if held else _missing(key) for key, held in found.items()}
+        return {key: held.record if held else _absent(key) for key, held in found.items()}
 
     def _load(self, wanted: Sequence[ReadRequest]) -> list[Refused | None]:
         return [self._load_one(want) for want in wanted]
@@ -123,7 +123,7 @@ class MemoryStore(KVStore):
     def _load_one(self, want: ReadRequest) -> Refused | None:
         arrays = self._held(want.record)
         if arrays is None:
-            return _missing(want.record.key)  # replaced or dropped since its record was read
+            return _absent(want.record.key)  # replaced or dropped since its record was read
         for layer in range(*want.layers):
             stored = arrays[_KV][layer]
             if want.direct:
@@ -138,7 +138,7 @@ class MemoryStore(KVStore):
     def _read_aux(self, record: Record, name: str) -> NDArray[Any] | Refused:
         arrays = self._held(record)
         if arrays is None:
-            return _missing(record.key)
+            return _absent(record.key)
         array: NDArray[Any] = np.copy(arrays[name])
         if digest(array) != record.aux[name].xxh3[0]:
             return ChunkCorrupt(f"chunk {record.key}: auxiliary array {name!r} has changed")
@@ -159,5 +159,5 @@ class MemoryStore(KVStore):
         return cachetools.Cache.__getitem__(self._chunks, key)
 
 
-def _missing(key: str) -> ChunkMissing:
-    return ChunkMissing(f"chunk {key}: not in memory")
+def _absent(key: str) -> ChunkAbsent:
+    return ChunkAbsent(f"chunk {key}: not in memory")

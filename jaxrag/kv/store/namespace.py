@@ -17,7 +17,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
-from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, StoreError
+from jaxrag.base.errors import ChunkAbsent, ChunkCorrupt, ChunkMissing, StoreError
 from jaxrag.kv.store.backend import Backend
 from jaxrag.kv.store.grid import Grid, aux_grid, kv_grid
 from jaxrag.kv.store.keys import ID_DIGITS, is_hex
@@ -118,7 +118,7 @@ class Namespace:
         found: dict[str, Lookup] = {}
         for key, data in zip(keys, values, strict=True):
             if data is None:
-                found[key] = ChunkMissing(f"chunk {key}: not in {self.backend.location}")
+                found[key] = ChunkAbsent(f"chunk {key}: not in {self.backend.location}")
                 continue
             try:
                 found[key] = read_record(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from refusal import refused
 
-from jaxrag.base.errors import StoreError
+from jaxrag.base.errors import ChunkAbsent, StoreError
 from jaxrag.kv.store import KVLayout
 
 SHAPES = [(1, 1, 1, 1), (2, 3, 1, 7), (5, 1, 33, 3), (3, 2, 130, 16)]  # L, K, T, H
@@ -63,8 +63,9 @@ def test_get_many_into_a_part_of_a_larger_buffer(any_store, chunk, layout, verif
 
 
 def test_nothing_found_is_an_empty_buffer(any_store, chunk, layout):
-    got = any_store().get_many([chunk(1).key], on_missing="skip")
-    assert got.kv.shape == layout.shape(0)
+    absent = chunk(1).key
+    got = any_store().get_many([absent], on_missing="skip")
+    assert got.kv.shape == layout.shape(0) and isinstance(got.refused[absent], ChunkAbsent)
     assert got.offsets == {}
 
 

@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
-from jaxrag.base.errors import ChunkCorrupt, ChunkMissing
+from jaxrag.base.errors import ChunkAbsent, ChunkCorrupt
 from jaxrag.kv.store import KVStore, PutResult, Stats
 from jaxrag.kv.store.reading import settle
 from jaxrag.kv.store.record import layer_digests, new_attempt, new_record
@@ -44,7 +44,7 @@ class FolderStore(KVStore):
     def _find(self, keys):
         paths = {key: self.folder / f"{key}.record" for key in keys}
         return {
-            key: pickle.loads(path.read_bytes()) if path.exists() else ChunkMissing(f"no {key}")
+            key: pickle.loads(path.read_bytes()) if path.exists() else ChunkAbsent(f"no {key}")
             for key, path in paths.items()
         }
 
@@ -101,5 +101,5 @@ def test_a_new_store_serves_nothing_that_is_damaged_or_gone(store, chunk):
         store.get(one.key)
     assert store.verify().corrupt
     assert store.delete([one.key]) == 1
-    with pytest.raises(ChunkMissing):
+    with pytest.raises(ChunkAbsent):
         store.get(one.key)
