@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from jaxrag.base.errors import ConfigError, RequestError
+from jaxrag.base.shapes import bucket
 from jaxrag.base.sharding import make_mesh
 from jaxrag.base.types import HIDDEN
 from jaxrag.engine import decoding as answer
-from jaxrag.engine import direct, prefill
+from jaxrag.engine import prefill
 from jaxrag.engine import staging as load
-from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
+from jaxrag.engine.prefilled import prefilled
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.kv.cache import PAGE
 from jaxrag.models.model import random_model
@@ -54,30 +55,23 @@ def a_prompt(rng, prefix=5, chunks=(37, 20, 1, 16), final=9):
 def online_logits(model, method, prompt):
     """Logits of the last token through pool and page tables."""
     method = METHODS[method] if isinstance(method, str) else method
-    (logits,), _, _ = prefilled(model, method, [prompt])
+    [(_, logits, _)] = served(model, method, [prompt])
     return logits
 
 
-def prefilled(model, method, prompts):
-    """Logits of the last tokens of a batch [B, V], where its parts lie, and what its table shows.
+def served(model, method, prompts):
+    """Of each prompt where its parts lay, its last token's logits, and how many slots were shown.
 
-    The last is how many slots of every row, those of padding too.
+    All ask at once, of one program where their shapes are alike.
     """
-    requests = [Request(prompt, engine_of(model).memory, method, 1) for prompt in prompts]
+    engine, rows = engine_of(model), bucket(len(prompts), 1)
+    requests = [Request(prompt, engine.memory, method, 1, rows=rows) for prompt in prompts]
 
-    def run(runner):
-        mapped = []
-        try:
-            for request in requests:
-                mapped.append(map_request(runner, request, 0))
-            logits, table = direct.prefill(runner, mapped)
-            shown = np.asarray(table.slot_position != HIDDEN).sum(1).tolist()
-            return np.asarray(logits)[: len(mapped)], mapped, shown
-        finally:
-            for part in mapped:
-                unmap(runner, part)
+    def seen(runner, state, there):
+        shown = int(np.asarray(there.table.slot_position != HIDDEN).sum())
+        return state, np.asarray(there.logits)[0], shown
 
-    return engine_of(model).call(run)
+    return prefilled(engine, requests, seen)
 
 
 def packed_logits(model, prompt, scheme, prefix_visible=False, full=False):
@@ -170,12 +164,14 @@ def test_law_5_one_copy_serves_two_places(rng, model_of):
     empty = shared[:0]
     first = Prompt(empty, (shared, other), one)
     second = Prompt(empty, (other, other, shared), two)
-    together, mapped, _ = prefilled(model, METHODS["turborag"], [first, second])
-    pages = [set(m.parts[1 + at].resident.pages) for m, at in zip(mapped, (0, 2), strict=True)]
+    together = served(model, METHODS["turborag"], [first, second])
+    pages = [
+        set(state.parts[1 + at].resident.pages)
+        for (state, *_), at in zip(together, (0, 2), strict=True)
+    ]
     assert pages[0] == pages[1]
-    for row, prompt in enumerate((first, second)):
-        expected = packed_logits(model, prompt, "reordered")
-        np.testing.assert_allclose(together[row], expected, **CLOSE)
+    for (_, logits, _), prompt in zip(together, (first, second), strict=True):
+        np.testing.assert_allclose(logits, packed_logits(model, prompt, "reordered"), **CLOSE)
 
 
 def test_law_12_a_batch_equals_one_at_a_time(rng, model_of):
@@ -321,11 +317,11 @@ def test_a_prompt_in_pieces_equals_one_forward(rng, model_of, monkeypatch, famil
     monkeypatch.setattr(prefill, "PREFILL_TOKENS", 64)
     model = model_of(family)
     prompts = [a_prompt(rng, final=n) for n in (9, 150, 60)]
-    logits, _, shown = prefilled(model, METHODS["full_attention"], prompts)
-    for row, prompt in enumerate(prompts):
+    seen = served(model, METHODS["full_attention"], prompts)
+    for (_, logits, shown), prompt in zip(seen, prompts, strict=True):
         expected = packed_logits(model, prompt, "reordered", full=True)
-        np.testing.assert_allclose(logits[row], expected, **CLOSE)
-    assert shown == [*(prompt.num_tokens for prompt in prompts), 0]
+        np.testing.assert_allclose(logits, expected, **CLOSE)
+        assert shown == prompt.num_tokens
 
 
 def test_pieces_of_a_long_prompt_are_few_shapes():
@@ -350,27 +346,26 @@ def test_pieces_of_a_long_prompt_are_few_shapes():
 def test_pool_evicts_unused_chunks_and_refuses_what_cannot_fit(rng, tiny_config):
     model = random_model(tiny_config(num_layers=2), cache_tokens=9 * PAGE)
     one, two, three, final = ids(rng, 3 * PAGE, 3 * PAGE, 3 * PAGE, 1)
-    store = engine_of(model).memory
+    key = chunk_key(model.fingerprint, model, "isolated", final[:0], one)
 
-    def asked(*chunks):
-        return Request(Prompt(final[:0], chunks, final), store, METHODS["turborag"], 1)
+    def look(*chunks):
+        """Where the first chunk came from, free pages, and whether the first of all is there."""
+        prompt = Prompt(final[:0], chunks, final)
+        request = Request(prompt, engine_of(model).memory, METHODS["turborag"], 1)
 
-    def fill_and_evict(runner):
-        allocator = runner.cache.allocator
-        held = map_request(runner, asked(one, two), 0)
-        with pytest.raises(RequestError, match="raise cache_tokens"):
-            map_request(runner, asked(three), 0)
-        assert allocator.num_free == 2
-        unmap(runner, held)
-        again = map_request(runner, asked(three), 0)
-        key = chunk_key(model.fingerprint, model, "isolated", final[:0], one)
-        assert key not in allocator  # the least recently used left, the store keeps it
-        unmap(runner, again)
-        back = map_request(runner, asked(one), 0)
-        assert back.parts[1].found.how == "store"
-        unmap(runner, back)
+        def seen(runner, state, there):
+            allocator = runner.cache.allocator
+            return state.parts[1].found.how, allocator.num_free, key in allocator
 
-    engine_of(model).call(fill_and_evict)
+        [found] = prefilled(engine_of(model), [request], seen)
+        return found
+
+    assert look(one, two) == ("encoded", 2, True)
+    with pytest.raises(RequestError, match="raise cache_tokens"):
+        look(one, two, three)
+    # The least recently used left, the store keeps it.
+    assert look(three) == ("encoded", 2, False)
+    assert look(one)[::2] == ("store", True)
 
 
 def test_refused_combinations():

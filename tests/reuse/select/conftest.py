@@ -7,10 +7,13 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrag.base.shapes import bucket
 from jaxrag.base.types import FINAL, Tokens
-from jaxrag.engine.direct import map_request, prefill, unmap
-from jaxrag.engine.engine import engine_of
+from jaxrag.engine import prefill_queue
+from jaxrag.engine.engine import Engine, engine_of
+from jaxrag.engine.prefilled import prefilled
 from jaxrag.engine.request import Prompt, Request
+from jaxrag.engine.state import EngineSettings
 from jaxrag.models.decoder import forward
 from jaxrag.models.model import random_model
 from jaxrag.models.rope import place
@@ -27,7 +30,9 @@ def model_of(tiny_config):
     def make(family="llama", **changes):
         key = (family, *sorted(changes.items()))
         if key not in made:
-            made[key] = random_model(tiny_config(family, **changes), cache_tokens=2048)
+            made[key] = model = random_model(tiny_config(family, **changes), cache_tokens=2048)
+            # Those who ask at once are in the pool at once, whatever has to be read or encoded.
+            model.engine = Engine(model, EngineSettings(lockstep=True))
         return made[key]
 
     return make
@@ -90,26 +95,63 @@ class Work:
         return Method("tried", encoder=encoder, selector=selector, recompute_ratio=ratio)
 
     @staticmethod
+    def served(model, method, *prompts, stores=None, look=None, tokens=1):
+        """Of each prompt where its KV lay, its last token's logits [V], and what ``look`` saw.
+
+        ``look(runner, state)`` is called while the request is in the pool. All ask at once, each
+        from its own store or all from the model's, and answers with up to ``tokens``: none ends
+        before another has begun where these are many.
+        """
+        engine, rows = engine_of(model), bucket(len(prompts), 1)
+        stores = stores or [engine.memory] * len(prompts)
+        requests = [
+            Request(prompt, store, method, tokens, rows=rows)
+            for prompt, store in zip(prompts, stores, strict=True)
+        ]
+
+        def seen(runner, state, there):
+            return state, np.asarray(there.logits)[0], look and look(runner, state)
+
+        return prefilled(engine, requests, seen)
+
+    @staticmethod
     @contextlib.contextmanager
-    def mapped(model, method, *prompts):
-        """Requests mapped into the pool; their pages go back at the end."""
-        store, parts = engine_of(model).memory, []
-        runner = engine_of(model).call(lambda runner: runner)  # nothing is in flight any more
-        try:
-            for prompt in prompts:
-                parts.append(map_request(runner, Request(prompt, store, method, 1), 0))
-            yield parts
-        finally:
-            for part in parts:
-                unmap(runner, part)
+    def selecting(before=lambda runner, state: None, after=lambda runner, state: None):
+        """What is called with each request before and after its tokens are selected."""
+        select = prefill_queue.select_tokens
+
+        def selects(runner, states):
+            for state in states:
+                before(runner, state)
+            select(runner, states)
+            for state in states:
+                after(runner, state)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(prefill_queue, "select_tokens", selects)
+            yield
 
     @classmethod
-    def online(cls, model, method, *prompts):
+    def scene(cls, model, method, *prompts, look):
+        """What ``look(runner, scene)`` makes of each prompt before anything of it is selected."""
+        found = []
+        with cls.selecting(before=lambda runner, it: found.append(look(runner, it.scene))):
+            cls.served(model, method, *prompts)
+        return found
+
+    @classmethod
+    def online(cls, model, method, *prompts, stores=None):
         """Logits of each prompt's last token, and what was recomputed (None: nothing at all)."""
-        with cls.mapped(model, method, *prompts) as parts:
-            logits, _ = prefill(engine_of(model).runner, parts)
-            chosen = [None if p.choice is None else p.choice.tokens for p in parts]
-            return np.asarray(logits)[: len(prompts)], chosen
+        served = cls.served(model, method, *prompts, stores=stores)
+        chosen = [None if it.choice is None else it.choice.tokens for it, *_ in served]
+        return np.stack([logits for _, logits, _ in served]), chosen
+
+    @staticmethod
+    def pool_kv(runner, pages):
+        """K and V in pages of the pool, [L, n, page, K, H] each."""
+        layers = np.arange(runner.model.config.num_layers) * runner.cache.allocator.num_pages
+        rows = layers[:, None] + np.array(pages)
+        return [np.asarray(x[rows]) for x in (runner.cache.pool.k, runner.cache.pool.v)]
 
     @staticmethod
     def dense(model, prompt, chosen, encoder="after_prefix", fresh_layers=()):

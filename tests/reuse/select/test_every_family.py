@@ -4,17 +4,13 @@ Requests come in pairs whose prompts share chunks, and the longest run of new to
 always the same padded length, whatever is chosen: one prefill a family serves all of these tests.
 """
 
-import contextlib
 import dataclasses
 import itertools
 
 import numpy as np
 import pytest
 
-from jaxrag.engine import direct, prefill
-from jaxrag.engine.direct import map_request, unmap
-from jaxrag.engine.engine import engine_of
-from jaxrag.engine.request import Prompt, Request
+from jaxrag.engine.request import Prompt
 from jaxrag.kv.store import MemoryStore, derive
 from jaxrag.reuse.methods import METHODS, Method
 from jaxrag.reuse.select import (
@@ -70,28 +66,10 @@ def new_store(model):
     return MemoryStore(fingerprint, model.kv_layout, max_tokens=512)
 
 
-@contextlib.contextmanager
-def mapped(model, method, *prompts, stores=None):
-    """Requests in the pool, each from its own store or all from the model's."""
-    parts = []
-    runner = engine_of(model).call(lambda runner: runner)  # nothing is in flight any more
-    try:
-        for prompt, store in zip(
-            prompts, stores or [engine_of(model).memory] * len(prompts), strict=True
-        ):
-            parts.append(map_request(runner, Request(prompt, store, method, 1), 0))
-        yield parts
-    finally:
-        for part in parts:
-            unmap(runner, part)
-
-
-def run(model, method, *prompts, stores=None):
+def run(work, model, method, *prompts):
     """Logits after each prompt [B, V], and the tokens that each recomputed (None: nothing)."""
-    with mapped(model, method, *prompts, stores=stores) as parts:
-        logits, _ = direct.prefill(engine_of(model).runner, parts)
-        chosen = [None if p.choice is None else p.choice.tokens.tolist() for p in parts]
-        return np.asarray(logits)[: len(prompts)], chosen
+    logits, chosen = work.online(model, method, *prompts)
+    return logits, [None if tokens is None else tokens.tolist() for tokens in chosen]
 
 
 def full(model, *prompts):
@@ -111,12 +89,14 @@ def test_law_3_ratio_1_is_full_attention(rng, work, model_of, family, name):
     """Also where the selector is asked itself, which ratio 1 makes needless."""
     model, prompts = model_of(family), pair(rng, work)
     method = method_with(name, 1)
-    with mapped(model, method, *prompts) as parts:
-        choices = method.selector.select(
-            model, engine_of(model).runner.cache, [part.scene for part in parts]
-        )
-    assert [choice.tokens.tolist() for choice in choices] == [list(range(24)), list(range(13))]
-    logits, chosen = run(model, method, *prompts)
+
+    def select(runner, scene):
+        [choice] = method.selector.select(model, runner.cache, [scene])
+        return choice.tokens.tolist()
+
+    choices = work.scene(model, method, *prompts, look=select)
+    assert choices == [list(range(24)), list(range(13))]
+    logits, chosen = run(work, model, method, *prompts)
     assert list(map(len, chosen)) == [24, 13]
     np.testing.assert_allclose(logits, full(model, *prompts), **CLOSE)
 
@@ -126,8 +106,8 @@ def test_law_3_ratio_1_is_full_attention(rng, work, model_of, family, name):
 def test_law_3_ratio_0_is_plain_reuse(rng, work, model_of, family, name):
     """Bit for bit, and plain reuse is not full attention."""
     model, prompts = model_of(family), pair(rng, work)
-    plain, _ = run(model, Method("plain", encoder="isolated"), *prompts)
-    logits, chosen = run(model, method_with(name, 0), *prompts)
+    plain, _ = run(work, model, Method("plain", encoder="isolated"), *prompts)
+    logits, chosen = run(work, model, method_with(name, 0), *prompts)
     assert chosen == [None, None]
     np.testing.assert_array_equal(logits, plain)
     assert np.abs(plain - full(model, *prompts)).max() > 1e-2
@@ -146,7 +126,7 @@ def test_law_3_a_single_chunk_is_full_attention(rng, work, model_of, family, nam
         ]
         expected = full(model, *alone)
         for ratio in (0.1, 0.6):
-            logits, chosen = run(model, method_with(name, ratio, encoder), *alone)
+            logits, chosen = run(work, model, method_with(name, ratio, encoder), *alone)
             assert chosen == ([None, None] if name == "none" else [[], []])
             np.testing.assert_allclose(logits, expected, **CLOSE)
 
@@ -159,25 +139,18 @@ def test_law_4_later_tokens_change_nothing(rng, work, model_of, family, name):
 
     def computed(cut=None):
         """K and V [L, n, K, H] of the tokens that each request runs, others from ``cut`` on."""
-        with mapped(model, method_with(name, 0.4), *prompts) as parts:
-            prefill.select_tokens(engine_of(model).runner, parts)
-            for part in parts if cut is not None else ():
-                part.ids[cut:] = 3 + (part.ids[cut:] + 5) % 90
-            direct.prefill(engine_of(model).runner, parts)
-            layers = (
-                np.arange(model.config.num_layers)[:, None]
-                * engine_of(model).runner.cache.allocator.num_pages
-            )
-            found = []
-            for part in parts:
-                for buffer in (
-                    engine_of(model).runner.cache.pool.k,
-                    engine_of(model).runner.cache.pool.v,
-                ):
-                    rows = np.asarray(buffer[layers + np.array(part.table.pages)])
-                    flat = rows.reshape(rows.shape[0], -1, *rows.shape[3:])
-                    found.append(flat[:, part.slots])
-            return found
+
+        def change(runner, state):
+            if cut is not None:
+                state.ids[cut:] = 3 + (state.ids[cut:] + 5) % 90
+
+        def look(runner, state):
+            pages = work.pool_kv(runner, state.table.pages)
+            return [x.reshape(x.shape[0], -1, *x.shape[3:])[:, state.slots] for x in pages]
+
+        with work.selecting(after=change):
+            served = work.served(model, method_with(name, 0.4), *prompts, look=look)
+        return [kv for *_, both in served for kv in both]
 
     before = computed()
     fewest = min(kv.shape[1] for kv in before)
@@ -193,10 +166,6 @@ def test_law_4_later_tokens_change_nothing(rng, work, model_of, family, name):
 def test_law_5_shared_chunks_give_what_separate_copies_give(rng, work, model_of, family, name):
     """Two requests at once, over one copy at different places, and over a copy each."""
     model, prompts, method = model_of(family), pair(rng, work), method_with(name, 0.4)
-    layers = (
-        np.arange(model.config.num_layers)[:, None]
-        * engine_of(model).runner.cache.allocator.num_pages
-    )
 
     def residents(parts):
         """Pages of chunk b and of chunk c in each request."""
@@ -205,28 +174,28 @@ def test_law_5_shared_chunks_give_what_separate_copies_give(rng, work, model_of,
             for part, places in zip(parts, ((1, 2), (1, 0)), strict=True)
         ]
 
-    with mapped(model, method, *prompts) as parts:
-        first, second = residents(parts)
-        assert first == second
-        shared = layers + np.array([page for pages in first for page in pages])
-        before = [
-            np.asarray(x[shared])
-            for x in (engine_of(model).runner.cache.pool.k, engine_of(model).runner.cache.pool.v)
-        ]
-        together, _ = direct.prefill(engine_of(model).runner, parts)
-        after = [
-            np.asarray(x[shared])
-            for x in (engine_of(model).runner.cache.pool.k, engine_of(model).runner.cache.pool.v)
-        ]
-        chosen = [[] if part.choice is None else part.choice.tokens.tolist() for part in parts]
-    for old, new in zip(before, after, strict=True):
-        np.testing.assert_array_equal(old, new)
+    def look(runner, state):
+        """K and V of both shared chunks, which are the last of either prompt."""
+        shared = [page for part in state.parts[-2:] for page in part.resident.pages]
+        return work.pool_kv(runner, shared)
+
+    before = {}
+    with work.selecting(before=lambda runner, it: before.update({len(it.parts): look(runner, it)})):
+        served = work.served(model, method, *prompts, look=look)
+    first, second = residents([state for state, *_ in served])
+    assert first == second
+    for state, _, after in served:
+        for one, other in zip(before[len(state.parts)], after, strict=True):
+            np.testing.assert_array_equal(one, other)
     stores = [new_store(model), new_store(model)]
-    with mapped(model, method, *prompts, stores=stores) as parts:
-        first, second = residents(parts)
-        assert not {*itertools.chain(*first)} & {*itertools.chain(*second)}
-        apart, _ = direct.prefill(engine_of(model).runner, parts)
-        again = [[] if part.choice is None else part.choice.tokens.tolist() for part in parts]
+    separate = work.served(model, method, *prompts, stores=stores)
+    first, second = residents([state for state, *_ in separate])
+    assert not {*itertools.chain(*first)} & {*itertools.chain(*second)}
+    together, apart = ([logits for _, logits, _ in it] for it in (served, separate))
+    chosen, again = (
+        [[] if state.choice is None else state.choice.tokens.tolist() for state, *_ in it]
+        for it in (served, separate)
+    )
     assert chosen == again
     assert [bool(tokens) for tokens in chosen] == [name != "none"] * 2
     np.testing.assert_allclose(together, apart, **CLOSE)

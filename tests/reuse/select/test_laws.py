@@ -1,13 +1,14 @@
 """Laws 3, 4, 5 and 12 for every selector, on random models of every family, in float32."""
 
 import dataclasses
+import itertools
 
 import jax
 import numpy as np
 import pytest
 
 from jaxrag.base.sharding import make_mesh
-from jaxrag.engine import direct, prefill
+from jaxrag.engine import prefill
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt
 from jaxrag.kv.cache import PagePool
@@ -133,9 +134,14 @@ def test_law_3_ratio_1_is_full_attention(rng, work, model_of, family, encoder):
 def test_law_3_a_selector_that_may_take_everything_does(rng, work, model_of, name):
     """Run on its own, without the shortcut of ratio 1."""
     model, prompt = model_of(), work.prompt(rng)
-    with work.mapped(model, work.method(SELECTORS[name], 1, "isolated"), prompt) as (part,):
-        (choice,) = SELECTORS[name].select(model, engine_of(model).runner.cache, [part.scene])
-    assert choice.tokens.tolist() == list(range(74))
+    selector = SELECTORS[name]
+
+    def select(runner, scene):
+        [choice] = selector.select(model, runner.cache, [scene])
+        return choice.tokens.tolist()
+
+    [chosen] = work.scene(model, work.method(selector, 1, "isolated"), prompt, look=select)
+    assert chosen == list(range(74))
 
 
 @pytest.mark.parametrize("method", ["fusionrag", "cacheblend", "cache_craft", "epic"])
@@ -204,17 +210,11 @@ def test_law_4_a_recomputed_token_never_sees_a_later_one(rng, work, model_of, fa
     method = work.method(Fixed(tokens=(3, 38, 40, 50, 57, 73)), 0.5, "isolated")
 
     def recomputed(change, prompt):
-        with work.mapped(model, method, prompt) as (part,):
-            prefill.select_tokens(engine_of(model).runner, [part])
-            change(part)
-            direct.prefill(engine_of(model).runner, [part])
-            pool, page = engine_of(model).runner.cache.pool, part.own[0]
-            every = (
-                page
-                + np.arange(model.config.num_layers)
-                * engine_of(model).runner.cache.allocator.num_pages
+        with work.selecting(after=lambda runner, state: change(state)):
+            [(_, _, kv)] = work.served(
+                model, method, prompt, look=lambda runner, it: work.pool_kv(runner, it.own[:1])
             )
-            return np.asarray(pool.k[every]), np.asarray(pool.v[every])
+        return [x[:, 0] for x in kv]
 
     def nothing(part):
         pass
@@ -250,30 +250,24 @@ def test_law_5_shared_pages_stay_and_serve_two_selections(rng, work, model_of, f
     ]
     method = work.method(QueryGuided(over="cache"), 0.3)
     alone = [work.online(model, method, prompt) for prompt in prompts]
-    with work.mapped(model, method, *prompts) as parts:
-        residents = [parts[0].parts[2].resident, parts[1].parts[1].resident]
-        assert residents[0].pages == residents[1].pages
-        assert parts[1].parts[3].resident.pages == residents[0].pages
-        layers = (
-            np.arange(model.config.num_layers) * engine_of(model).runner.cache.allocator.num_pages
-        )
-        pages = layers[:, None] + np.array(residents[0].pages)
-        before = [
-            np.asarray(x[pages])
-            for x in (engine_of(model).runner.cache.pool.k, engine_of(model).runner.cache.pool.v)
-        ]
-        together, _ = direct.prefill(engine_of(model).runner, parts)
-        after = [
-            np.asarray(x[pages])
-            for x in (engine_of(model).runner.cache.pool.k, engine_of(model).runner.cache.pool.v)
-        ]
-        chosen = [part.choice.tokens for part in parts]
-        assert not set(parts[0].own) & set(parts[1].own)
-    for old, new in zip(before, after, strict=True):
-        np.testing.assert_array_equal(old, new)
-    for row, (logits, tokens) in enumerate(alone):
-        np.testing.assert_array_equal(chosen[row], tokens[0])
-        np.testing.assert_allclose(together[row], logits[0], **CLOSE)
+
+    def look(runner, state):
+        """K and V of the shared chunk, the second of two or the first of three."""
+        return work.pool_kv(runner, state.parts[2 if len(state.parts) == 3 else 1].resident.pages)
+
+    before = []
+    with work.selecting(before=lambda runner, it: before.append(look(runner, it))):
+        (one, first, after), (two, second, more) = work.served(model, method, *prompts, look=look)
+    residents = [one.parts[2].resident, two.parts[1].resident]
+    assert residents[0].pages == residents[1].pages
+    assert two.parts[3].resident.pages == residents[0].pages
+    assert not set(one.own) & set(two.own)
+    for old, new in itertools.product(before, (after, more)):
+        for x, y in zip(old, new, strict=True):
+            np.testing.assert_array_equal(x, y)
+    for state, logits, (expected, tokens) in zip((one, two), (first, second), alone, strict=True):
+        np.testing.assert_array_equal(state.choice.tokens, tokens[0])
+        np.testing.assert_allclose(logits, expected[0], **CLOSE)
 
 
 @pytest.mark.parametrize("name", SELECTORS)

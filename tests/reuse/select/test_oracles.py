@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from jaxrag.base.rotary import attention_factor, frequencies
-from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt
 from jaxrag.reuse.select import (
     CacheCraft,
@@ -77,10 +76,13 @@ def tried(work, model_of, rng, yarn_rope):
         family = "llama" if family == "yarn" else family
         model = model_of(family, **changes)
         prompt = dataclasses.replace(work.prompt(rng), question=(2, 6))
-        with work.mapped(model, work.method(selector, ratio, encoder), prompt) as (part,):
-            cache = engine_of(model).runner.cache
-            (choice,) = selector.select(model, cache, [part.scene])
-            return model, prompt, choice.tokens.tolist(), of(model, cache, [part.scene])
+
+        def look(runner, scene):
+            (choice,) = selector.select(model, runner.cache, [scene])
+            return choice.tokens.tolist(), of(model, runner.cache, [scene])
+
+        [seen] = work.scene(model, work.method(selector, ratio, encoder), prompt, look=look)
+        return model, prompt, *seen
 
     return run
 
@@ -291,9 +293,12 @@ def test_cache_craft_behind_neighbours(work, model_of, rng):
     method = dataclasses.replace(
         work.method(selector, None, "neighbours"), first_encoder="after_prefix"
     )
-    with work.mapped(model, method, prompt) as (part,):
-        seen = part.scene.seen
-        (choice,) = selector.select(model, engine_of(model).runner.cache, [part.scene])
+
+    def look(runner, scene):
+        (choice,) = selector.select(model, runner.cache, [scene])
+        return scene.seen, choice
+
+    [(seen, choice)] = work.scene(model, method, prompt, look=look)
     assert seen == ((), (0,), (1, 0), (2, 1, 0))
     attention = chunk_attention(work, model, prompt)
 

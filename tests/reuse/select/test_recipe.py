@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from jaxrag.base.sharding import to_host
-from jaxrag.engine.engine import engine_of
 from jaxrag.reuse.select import SELECTORS, Selector
 from jaxrag.serve.generate import generate
 
@@ -81,10 +80,8 @@ def test_what_it_chooses(model_of, work, rng):
     selectors = {name: SELECTORS[name]() for name in ("middle", "long")}
     chosen = {}
     for name, selector in selectors.items():
-        with work.mapped(model, work.method(selector, 0.1), prompt) as (part,):
-            cache = engine_of(model).runner.cache
-            (choice,) = selector.select(model, cache, [part.scene])
-        chosen[name] = choice.tokens.tolist()
+        _, (tokens,) = work.online(model, work.method(selector, 0.1), prompt)
+        chosen[name] = tokens.tolist()
     starts = np.cumsum([0, *map(len, prompt.chunks)])
     middles = [(start + end) / 2 for start, end in itertools.pairwise(starts[1:])]
     distance = {t: min(abs(t - m) for m in middles) for t in range(37, 74)}
