@@ -86,7 +86,7 @@ def test_numbers_that_are_none_are_refused(capsys):
     ):
         with pytest.raises(SystemExit):
             main(["bench", "ttft", "--method", "epic", option, text])
-        assert f"{option}: {words}" in capsys.readouterr().err
+        assert f"'{option}': {words}" in capsys.readouterr().err
 
 
 def test_report_shows_the_peer():
