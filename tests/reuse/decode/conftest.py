@@ -11,13 +11,14 @@ import pytest
 from jaxrag.base.shapes import bucket
 from jaxrag.base.types import Step
 from jaxrag.engine import decoding as answer
-from jaxrag.engine import direct
-from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
+from jaxrag.engine.mapping import batch_tables
+from jaxrag.engine.prefilled import prefilled
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.kv.cache import table_width
 from jaxrag.models.decoder import unembed
 from jaxrag.models.model import random_model
+from jaxrag.reuse.decode import PromptQueries
 from jaxrag.reuse.methods import METHODS
 
 
@@ -70,15 +71,9 @@ def next_logits():
     return _next_logits
 
 
-@pytest.fixture(scope="session")
-def rule_logits():
-    """The same of requests that are mapped and prefilled already."""
-    return _rule_logits
-
-
 @pytest.fixture
 def accounts():
-    """Accounts of the batches that ``next_logits`` and ``rule_logits`` searched for, in order."""
+    """Accounts of the batches that ``next_logits`` searched for, in order."""
     _ACCOUNTS.clear()
     return _ACCOUNTS
 
@@ -86,40 +81,17 @@ def accounts():
 _ACCOUNTS = []
 
 
-def _decoded(model, method, prompts, rule, steps=12, block=4):
-    """Token ids [B, steps] of greedy decoding in a lane, each prompt prefilled by ``method``."""
+def _decoded(model, method, prompts, rule, steps=12):
+    """Token ids [B, steps] of greedy answers, served at once; ``method`` with another rule."""
     method = dataclasses.replace(METHODS[method], decode=rule)
-    store = engine_of(model).memory
-    requests = [Request(p, store, method, steps, rows=len(prompts)) for p in prompts]
-    return engine_of(model).call(lambda runner: _in_a_lane(runner, requests, steps, block))
-
-
-def _in_a_lane(runner, requests, steps, block):
-    """As the engine does it: every request is prefilled, joins a row, and all rows step."""
-    rule = requests[0].method.decode
-    mapped = []
-    host, numbers = admitted(runner, rule, len(requests))
-    try:
-        for request in requests:
-            mapped.append(map_request(runner, request, request.room))
-        width = max(table_width(part.table) for part in mapped)
-        lane = answer.Lane(runner, answer.lane_of(requests[0], width))
-        out = []
-        for row, (request, part) in enumerate(zip(requests, mapped, strict=True)):
-            logits, _, bank = direct.prefill_observed(runner, [part], rule.observe)
-            decoding = answer.start_decoding(
-                runner, [part], rule, bank, lane.key.room, numbers[row : row + 1]
-            )
-            out.append(lane.join([row], [(request, part)], logits, decoding)[0][0])
-        out = [np.asarray(out)[:, None]]
-        while sum(part.shape[1] for part in out) < steps:
-            out.append(np.asarray(lane.step(block)[0])[:, :block])
-        return np.concatenate(out, axis=1)[:, :steps]
-    finally:
-        if host is not None:
-            host.release(numbers)
-        for part in mapped:
-            unmap(runner, part)
+    engine = engine_of(model)
+    requests = [Request(p, engine.memory, method, steps, rows=len(prompts)) for p in prompts]
+    out = [[] for _ in requests]
+    for progress in engine.iterate(requests):
+        if progress.error is not None:
+            raise progress.error
+        out[progress.number] += progress.new
+    return np.array(out)
 
 
 def admitted(runner, rule, count):
@@ -133,21 +105,56 @@ def admitted(runner, rule, count):
 def _next_logits(model, method, prompts, rule, given):
     """Logits [B, n, V] after each of the ``given`` [B, n] tokens, decoded one at a time."""
     method = dataclasses.replace(METHODS[method], decode=rule)
-    requests = [Request(p, engine_of(model).memory, method, 1) for p in prompts]
     given = np.asarray(given)
+    engine, rows = engine_of(model), bucket(len(prompts), 1)
+    room = given.shape[1] + 1  # the answer's slots are for what is given
+    requests = [Request(p, engine.memory, method, room, rows=rows) for p in prompts]
+    if len(requests) > 1:  # their chunks are there, so that none waits while another decodes
+        prefilled(engine, [dataclasses.replace(it, max_new_tokens=1) for it in requests], _nothing)
+    found = []
 
-    def logits(runner):
-        mapped = []
-        try:
-            for request in requests:
-                mapped.append(map_request(runner, request, given.shape[1]))
-            _, table, bank = direct.prefill_observed(runner, mapped, rule.observe)
-            return _rule_logits(model, mapped, table, rule, bank, given)
-        finally:
-            for part in mapped:
-                unmap(runner, part)
+    def look(runner, state, there):
+        found.append((state, there.bank))
+        if len(found) < len(requests):
+            return None
+        found.sort(key=lambda it: _place(prompts, it[0]))
+        mapped = [state for state, _ in found]
+        table = batch_tables(mapped, rows, max(table_width(it.table) for it in mapped))
+        table = jax.tree.map(jnp.asarray, table)
+        bank = _together([bank for _, bank in found], rows)
+        return _rule_logits(model, mapped, table, rule, bank, given)
 
-    return engine_of(model).call(logits)
+    [logits] = [it for it in prefilled(engine, requests, look) if it is not None]
+    return logits
+
+
+def _nothing(runner, state, there):
+    pass
+
+
+def _place(prompts, state):
+    """Which of the prompts a request is of."""
+    return next(
+        at
+        for at, it in enumerate(prompts)
+        if it.num_tokens == state.next_position and (it.ids[-len(state.ids) :] == state.ids).all()
+    )
+
+
+def _together(banks, rows):
+    """The queries of requests that were prefilled each, in one batch of ``rows``."""
+    width = max(bank.positions.shape[1] for bank in banks)
+
+    def padded(x, axis, size, value):
+        pad = [(0, 0)] * x.ndim
+        pad[axis] = (0, size - x.shape[axis])
+        return np.pad(x, pad, constant_values=value)
+
+    queries = [padded(np.asarray(bank.queries), 2, width, 0) for bank in banks]
+    positions = [padded(np.asarray(bank.positions), 1, width, -1) for bank in banks]
+    queries = padded(np.concatenate(queries, 1), 1, rows, 0)
+    positions = padded(np.concatenate(positions), 0, rows, -1)
+    return PromptQueries(queries=jnp.asarray(queries), positions=jnp.asarray(positions))
 
 
 def _rule_logits(model, mapped, table, rule, bank, given):
