@@ -9,9 +9,10 @@ import numpy as np
 
 from jaxrag.base.shapes import bucket
 from jaxrag.base.types import Array, HostArray
-from jaxrag.engine.direct import map_request, prefill, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.mapping import PromptPart, RequestState
+from jaxrag.engine.prefill import Prefilled
+from jaxrag.engine.prefilled import prefilled
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.kv.cache import PAGE, PagePool
@@ -39,28 +40,24 @@ def kv_deviation(
 ) -> Deviation:
     """Deviation of the chunk tokens' KV as the answers to these prompts see it.
 
-    After recomputation: a recomputed token counts with its new KV. Prompts are mapped and prefilled
-    one at a time, in the way ``generate`` does; each has a chunk. Raises RequestError as
-    ``map_request`` does.
+    After recomputation: a recomputed token counts with its new KV. Prompts are served one at a
+    time; each has a chunk. Raises as ``prefilled`` does.
     """
-    return engine_of(model).call(lambda runner: _deviation(runner, store, method, prompts))
-
-
-def _deviation(
-    runner: ModelRunner, store: KVStore, method: Method, prompts: Sequence[Prompt]
-) -> Deviation:
-    model = runner.model
+    engine = engine_of(model)
     shape = (model.config.num_layers, 2)
     apart, length, tokens = np.zeros(shape), np.zeros(shape), 0
     whole = [np.concatenate((it.prefix, *it.chunks)) for it in prompts]
-    fresh = dict(encode_chunks(model, "isolated", whole[0][:0], whole))  # plain causal attention
+    fresh = engine.call(  # plain causal attention
+        lambda runner: dict(encode_chunks(model, "isolated", whole[0][:0], whole))
+    )
     for index, prompt in enumerate(prompts):
-        mapped = map_request(runner, Request(prompt, store, method, 1), 0)
-        try:
-            prefill(runner, [mapped])
-            one = _of_request(runner, mapped, prompt, fresh[index])
-        finally:
-            unmap(runner, mapped)
+
+        def look(
+            runner: ModelRunner, state: RequestState, there: Prefilled, at: int = index
+        ) -> HostArray:
+            return _of_request(runner, state, prompts[at], fresh[at])
+
+        [one] = prefilled(engine, [Request(prompt, store, method, 1)], look)
         apart, length = apart + one[0], length + one[1]
         tokens += sum(map(len, prompt.chunks))
     return Deviation(apart / tokens, apart / length)

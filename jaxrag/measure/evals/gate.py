@@ -19,10 +19,10 @@ from jaxrag.base.shapes import bucket
 from jaxrag.base.sharding import to_host
 from jaxrag.base.types import Array, HostArray, Step
 from jaxrag.engine.decoding import run_tokens
-from jaxrag.engine.direct import map_request, prefill, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.mapping import RequestState
-from jaxrag.engine.request import Request
+from jaxrag.engine.prefill import Prefilled
+from jaxrag.engine.prefilled import prefilled
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.kv.cache import PagePool, PageTable
@@ -32,6 +32,7 @@ from jaxrag.measure.evals.options import GateOptions, Target
 from jaxrag.measure.evals.statistics import Estimate, share
 from jaxrag.models.decoder import Decoder, unembed
 from jaxrag.models.text.progress import progress_bar
+from jaxrag.reuse.decode import Dense
 from jaxrag.reuse.methods import METHODS, method_named
 from jaxrag.reuse.select import NoTokens
 from jaxrag.serve.answers import Result, serve
@@ -228,49 +229,40 @@ def forced_logits(
     logits: list[HostArray] = []
     recomputed = 0
     for question, answer in zip(questions, answers, strict=True):
-        job = functools.partial(_forced_logits, question.request, np.asarray(answer, np.int32))
-        one, count = engine.call(job)
+        method = dataclasses.replace(question.request.method, decode=Dense())
+        request = dataclasses.replace(
+            question.request, method=method, max_new_tokens=len(answer) + 1, watched=True
+        )
+        look = functools.partial(_forced_logits, np.asarray(answer, np.int32))
+        [(one, count)] = prefilled(engine, [request], look)
         logits.append(one)
         recomputed += count
     return logits, recomputed
 
 
 def _forced_logits(
-    request: Request, answer: HostArray, runner: ModelRunner
+    answer: HostArray, runner: ModelRunner, state: RequestState, there: Prefilled
 ) -> tuple[HostArray, int]:
     """Logits float32 [len(answer) + 1, V] of one answer; how many tokens were recomputed for it."""
-    state = map_request(runner, request, len(answer))
-    try:
-        first, table = prefill(runner, [state])
-        rest = _feed(runner, [state], table, [answer])
-    finally:
-        unmap(runner, state)
+    rest = _feed(runner, state, there.table, answer)
     recomputed = 0 if state.choice is None else len(state.choice.tokens)
-    return np.concatenate((to_host(first), rest[0, : len(answer)])), recomputed
+    return np.concatenate((to_host(there.logits), rest)), recomputed
 
 
 def _feed(
-    runner: ModelRunner,
-    states: Sequence[RequestState],
-    table: PageTable,
-    answers: Sequence[HostArray],
+    runner: ModelRunner, state: RequestState, table: PageTable, answer: HostArray
 ) -> HostArray:
-    """Logits float32 [B', T, V] after each token of answers that follow prefilled prompts."""
-    model = runner.model
-    longest = max(map(len, answers))
-    rows, hidden_slot = table.slot_position.shape
-    if not longest:
-        return np.zeros((rows, 0, model.config.vocab_size), np.float32)
-    shape = (rows, bucket(longest, 1))
-    ids, positions = np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
-    slots = np.full(shape, hidden_slot, np.int32)
-    for row, (request, answer) in enumerate(zip(states, answers, strict=True)):
-        at = np.arange(len(answer))
-        ids[row, at] = answer
-        positions[row, at] = request.next_position + at
-        slots[row, at] = request.next_slot + at
-    step = Step(*(model.put_batch(x, rows) for x in (ids, positions, slots)))
-    return to_host(runner.cache.run(_forced, model.decoder(hidden_slot), table, step))
+    """Logits float32 [T, V] after each token of an answer that follows a prefilled prompt."""
+    model, count = runner.model, len(answer)
+    if not count:
+        return np.zeros((0, model.config.vocab_size), np.float32)
+    num_slots, pad = table.slot_position.shape[1], bucket(count, 1) - count
+    at = np.arange(count, dtype=np.int32)
+    ids = np.pad(answer, (0, pad))
+    positions = np.pad(state.next_position + at, (0, pad), constant_values=-1)
+    slots = np.pad(state.next_slot + at, (0, pad), constant_values=num_slots)
+    step = Step(*(model.put_batch(x[None].astype(np.int32), 1) for x in (ids, positions, slots)))
+    return to_host(runner.cache.run(_forced, model.decoder(num_slots), table, step))[0, :count]
 
 
 @functools.partial(jax.jit, donate_argnames=("pool",))
