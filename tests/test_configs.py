@@ -58,7 +58,7 @@ def test_only_a_key_that_may_be_none_may_be_left_out():
     values = read_toml(MODELS / "qwen2-7b.toml")
     assert config_from_dict(values).sliding_window is None
     for key in ("norm_eps", "eos_ids", "rope"):
-        with pytest.raises(ConfigError, match=key):
+        with refused(ConfigError, key):
             config_from_dict({k: v for k, v in values.items() if k != key})
     with refused(ConfigError, "rope_theta"):
         config_from_dict({**values, "rope_theta": 1e4})

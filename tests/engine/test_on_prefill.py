@@ -54,7 +54,7 @@ def test_what_looking_raises_is_the_callers_and_the_request_of_others_goes_on(en
     def fails(*_):
         raise LookupError("not seen")
 
-    with pytest.raises(LookupError, match="not seen"):
+    with pytest.raises(LookupError):
         prefilled(engine, [asked(engine)], fails)
     [(logits, *_)] = prefilled(engine, [asked(engine, tokens=1)], seen)
     assert np.isfinite(logits).all()

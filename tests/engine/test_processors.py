@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import RequestError
 from jaxrag.engine.admission import SchedulerSettings
@@ -201,5 +202,5 @@ def test_what_is_out_of_range_is_refused(changes, words):
 def test_a_bias_of_no_token_is_refused(engine_on, asked):
     engine = engine_on()
     request = asked(engine, sampling=SamplingParams(logit_bias=((VOCAB + 40, 1.0),)))
-    with pytest.raises(RequestError, match=f"logit_bias={VOCAB + 40}: expected token ids from 0"):
+    with refused(RequestError, VOCAB + 40):
         engine.add(request, print)

@@ -8,6 +8,7 @@ import threading
 
 import numpy as np
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import ConfigError, EngineError, RequestError
 from jaxrag.engine import ranks, wire
@@ -137,7 +138,7 @@ def test_what_is_no_turn_is_refused(change):
     turn = wire.EngineTurn(9, 1.5, (wire.Submit(4, 1.25, "kb:a", asked(METHODS["turborag"])),))
     table = json.loads(wire.turn_bytes(turn))
     change(table)
-    with pytest.raises(EngineError, match="the leader sent no turn"):
+    with refused(EngineError):
         wire.turn_of(json.dumps(table).encode(), STORES)
 
 
@@ -248,5 +249,5 @@ def test_who_does_not_come_is_waited_for_a_while(gathered, monkeypatch):
 def test_a_store_that_one_process_has_is_refused(gathered):
     leader, _ = gathered((1, ABOUT, SECRET))
     assert leader.name_of(STORES["tenant:"]) == "tenant:"
-    with pytest.raises(RequestError, match="a store that only one process has"):
+    with refused(RequestError):
         leader.name_of(object())

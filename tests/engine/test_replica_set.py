@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import (
     Cancelled,
@@ -212,7 +213,7 @@ def test_an_engine_that_comes_back_serves(several, begun):
     links[0].dead = True
     while engine.members["0"]["up"]:
         time.sleep(0.01)
-    with pytest.raises(EngineUnavailable, match="none of 1 replicas serves now; ask again"):
+    with refused(EngineUnavailable, "1"):
         engine.add(request, lambda progress: None)
     assert engine.silence > 0
     links[0].dead = False
@@ -239,7 +240,7 @@ def test_an_engine_with_other_weights_is_named_and_not_used(several, begun, capl
 
 def test_where_none_is_ready_the_reason_is_told(several):
     engine, _, _ = several(1, about={"weights": "x"}, wait=False)
-    with pytest.raises(ConfigError, match="no replica serves: replica 0 has weights w"):
+    with refused(ConfigError, "0"):
         engine.wait(TIMEOUT)
 
 
@@ -436,7 +437,7 @@ def test_what_a_tenant_brought_is_forgotten_by_every_engine(several, begun):
 
 def test_a_request_that_fits_no_pool_is_refused_at_once(several, begun):
     engine, _, store = several(1, cache_tokens=64)
-    with pytest.raises(RequestError, match="the pool has 64"):
+    with refused(RequestError, "64"):
         engine.add(begun(engine, store, tokens=900), lambda progress: None)
 
 

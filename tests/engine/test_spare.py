@@ -5,6 +5,7 @@ import threading
 import time
 
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import ConfigError
 from jaxrag.engine.state import EngineSettings
@@ -55,5 +56,5 @@ def test_spare_jobs_share_the_engine_with_a_request(engine_on, asked, at_rest):
 
 
 def test_a_wait_below_zero_is_refused():
-    with pytest.raises(ConfigError, match="spare_wait=-1"):
+    with refused(ConfigError, "spare_wait=-1"):
         EngineSettings(spare_wait=-1.0)

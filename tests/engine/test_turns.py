@@ -5,6 +5,7 @@ import threading
 
 import numpy as np
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import RequestError
 from jaxrag.engine.admission import SchedulerSettings
@@ -277,7 +278,7 @@ def test_composite_positions_have_no_turns(engine_on, rng):
     talk = Talk(engine_on(), rng, METHODS["turborag_composite"])
     talk.put()
     talk.heard([5, 6])
-    with pytest.raises(RequestError, match="earlier turns see all that precedes them by position"):
+    with refused(RequestError):
         talk.put()
 
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from refusal import refused
 
 import jaxrag
 from jaxrag.base.errors import RequestError
@@ -118,9 +119,9 @@ def test_a_stream_cites_at_its_end(village):
 
 
 def test_refused_before_work_begins():
-    with pytest.raises(RequestError, match="cite='yes': expected one of no, spans, marks"):
+    with refused(RequestError, "cite='yes'"):
         jaxrag.generate("?", documents=["a"], cite="yes")
     model = jaxrag.load_model("checkpoints/synthetic-0.8m/dual", kv="host")
-    with pytest.raises(RequestError, match=r"cite: .* kv='host' .* leave cite out"):
+    with refused(RequestError, "kv='host'"):
         jaxrag.generate("What is the home of Giso Berow?", documents=DOCUMENTS, model=model,
             decode="retrieval", cite="spans")  # fmt: skip

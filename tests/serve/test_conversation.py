@@ -5,6 +5,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from refusal import refused
 
 from jaxrag import KnowledgeBase, Sampling, agenerate, generate, load_model
 from jaxrag.base.errors import RequestError, TokenizerError
@@ -55,7 +56,7 @@ def test_messages_of_one_role_are_joined_at_once():
     said = [user(Once(name)) for name in "abc"]
     found = conversation_of([*said, assistant("d"), *said], wire=True)
     assert (found.questions, found.answers) == (("a\n\nb\n\nc", "a\n\nb\n\nc"), ("d",))
-    with pytest.raises(RequestError, match=r"messages\[1\]: two of the user in a row"):
+    with refused(RequestError, "1"):
         conversation_of([user("a"), user([5])], wire=True)
     assert conversation_of([user([5, 6])], wire=True).questions == ([5, 6],)
 
@@ -359,49 +360,46 @@ def test_law_2_earlier_turns_as_blocks(text_model):
     assert result.sources[-1].document_id == "turn 0"
     assert result.sources[-1].text == "Question: Who?\nAnswer:A brick."
     assert "an approximation" in " ".join(result.notes)
-    with pytest.raises(RequestError, match="earlier_turns='blocks': method 'full_attention'"):
+    with refused(RequestError, "earlier_turns='blocks'"):
         generate(messages=messages, earlier_turns="blocks", method="full_attention", **options)
 
 
 @pytest.mark.parametrize(
     ("messages", "why"),
     [
-        ([], r"messages=\[\]: expected a list of objects with role and content"),
-        ("Who?", "messages='Who\\?': expected a list"),
-        (["Who?"], r"messages\[0\]='Who\?': expected an object with role and content"),
-        ([{"role": "user"}], r"messages\[0\]=.*: expected an object with role and content"),
-        ([{**user("Who?"), "name": "x"}], r"messages\[0\]=.*: expected an object with role and"),
-        ([{"role": "tool", "content": "x"}], r"messages\[0\] has role='tool': expected one of sys"),
-        ([user(" ")], r"messages\[0\] has content=' ': expected a text with words in it"),
-        ([user(None)], r"messages\[0\] has content=None: expected a text"),
-        ([user("Who?"), assistant("")], r"messages\[1\] has content='': expected a text"),
-        ([assistant("Clay.")], r"messages\[0\] is of the assistant: expected one of the user"),
-        ([user("Who?"), user("Why?")], r"messages\[1\] is of the user: expected one of the assi"),
-        ([user("Who?"), assistant("Clay.")], "the last of messages is not of the user"),
-        ([{"role": "system", "content": "x"}], "the last of messages is not of the user"),
+        ([], "messages=[]"),
+        ("Who?", "messages='Who?'"),
+        (["Who?"], "messages[0]='Who?'"),
+        ([{"role": "user"}], "0"),
+        ([{**user("Who?"), "name": "x"}], "0"),
+        ([{"role": "tool", "content": "x"}], "role='tool'"),
+        ([user(" ")], "content=' '"),
+        ([user(None)], "content=None"),
+        ([user("Who?"), assistant("")], "content=''"),
+        ([assistant("Clay.")], "0"),
+        ([user("Who?"), user("Why?")], "1"),
+        ([user("Who?"), assistant("Clay.")], ""),
+        ([{"role": "system", "content": "x"}], ""),
         (
             [{"role": "system", "content": "x"}, assistant("y")],
-            r"messages\[1\] is of the assistant",
+            "1",
         ),
         (
             [user("Who?"), {"role": "system", "content": "x"}],
-            r"messages\[1\] is of the system: expected one of the assistant",
+            "1",
         ),
-        ([{"role": "system", "content": [5]}, user("Who?")], r"messages\[0\]: expected a text of"),
-        ([user([5]), assistant([6]), user("Who?")], "all of system and user as text, or all as"),
+        ([{"role": "system", "content": [5]}, user("Who?")], "0"),
+        ([user([5]), assistant([6]), user("Who?")], ""),
     ],
 )
 def test_bad_messages_are_refused(text_model, messages, why):
-    with pytest.raises(RequestError, match=why) as refused:
+    with refused(RequestError, why):
         generate(messages=messages, documents=DOCUMENTS, model=text_model)
-    assert "\n" not in str(refused.value)
 
 
 def test_a_conversation_beyond_the_context_is_refused(text_model):
     messages = [user("Who?"), assistant("Clay. " * 600), user("Why?")]
-    with pytest.raises(
-        RequestError, match=r"\d+ earlier turn \+ \d+ question .* leave earlier turns"
-    ):
+    with refused(RequestError):
         generate(messages=messages, documents=DOCUMENTS, model=text_model)
 
 
@@ -421,21 +419,21 @@ def test_a_stop_string_ends_the_answer_and_not_the_turn(text_model):
 
 def test_what_does_not_go_together_is_refused(text_model):
     messages, options = [user("Who?")], {"documents": DOCUMENTS, "model": text_model}
-    with pytest.raises(RequestError, match="a question and messages= were given"):
+    with refused(RequestError):
         generate("Who?", messages=messages, **options)
-    with pytest.raises(RequestError, match="earlier_turns='near': expected one of exact, blocks"):
+    with refused(RequestError, "earlier_turns='near'"):
         generate(messages=messages, earlier_turns="near", **options)
-    with pytest.raises(RequestError, match="earlier_turns='blocks' is about messages="):
+    with refused(RequestError, "earlier_turns='blocks'"):
         generate("Who?", earlier_turns="blocks", **options)
-    with pytest.raises(RequestError, match="blocks='x' is one text: expected a list"):
+    with refused(RequestError, "blocks='x'"):
         generate("Who?", blocks="x", **options)
-    with pytest.raises(RequestError, match=r"blocks\[0\] is empty"):
+    with refused(RequestError, "0"):
         generate("Who?", blocks=[" "], **options)
-    with pytest.raises(RequestError, match="composite positions overlap"):
+    with refused(RequestError):
         generate(
             messages=[user("Who?"), assistant("Clay."), user("Why?")],
             method="turborag_composite",
             **options,
         )
-    with pytest.raises(RequestError, match="agenerate needs kb= or documents="):
+    with refused(RequestError):
         asyncio.run(agenerate("Who?", model=text_model))

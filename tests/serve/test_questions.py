@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import tokenizers
+from refusal import refused
 from tokenizers import models, pre_tokenizers
 
 from jaxrag import KnowledgeBase, generate
@@ -66,9 +67,9 @@ def test_the_template_of_caller_knowledge_base_model_and_method(word_model, text
 
 def test_a_word_level_model_refuses_words_it_does_not_know(word_model):
     assert prepared(word_model, "Where does Kora Felell live?").notes == []
-    with pytest.raises(RequestError, match=r"question holds 'Hamburg', '!': not in this model's"):
+    with refused(RequestError, "'Hamburg'"):
         prepared(word_model, "Where is Hamburg Hamburg!")
-    with pytest.raises(RequestError, match=r"'f' and 2 more: not in this model's vocabulary of"):
+    with refused(RequestError, "'f'"):
         prepared(word_model, "b c d e f g h")
 
 
@@ -76,7 +77,7 @@ def test_the_refusal_comes_before_any_work(word_model, tmp_path):
     with KnowledgeBase.open(tmp_path, word_model) as kb:
         kb.add(DOCUMENTS)
         kb.retriever = Unasked()
-        with pytest.raises(RequestError, match="holds 'there', 'anybody'"):
+        with refused(RequestError, "'there'"):
             generate("is there anybody?", kb=kb)
 
 
@@ -101,14 +102,14 @@ def test_what_fits_no_context_is_refused_before_it_is_tokenised(word_model, monk
         ("Who?", [[2] * 600, [2] * 600]), (Conversation(("Who?",), (), words), DOCUMENTS),
         (Conversation(("Who?",), query=words), DOCUMENTS),
     ):  # fmt: skip
-        with pytest.raises(ContextExceeded, match="context is 1024 tokens, for which at most"):
+        with refused(ContextExceeded, "1024"):
             prepared(word_model, question, given)
 
 
 def test_texts_of_long_tokens_may_have_more_characters(word_model, monkeypatch):
     monkeypatch.setattr(word_model.tokenizer, "longest_token", 100)
     check_size(word_model, ["x" * 100 * 1024])
-    with pytest.raises(ContextExceeded, match="102401 characters"):
+    with refused(ContextExceeded, "102401"):
         check_size(word_model, ["x" * 100 * 1024, "x"])
 
 
@@ -143,7 +144,7 @@ def test_a_sub_word_model_refuses_only_a_question_it_cannot_read_at_all(tiny_con
         tiny_config(num_layers=1), tokenizer=Tokenizer(made.to_str().encode(), {}, {})
     )
     plain = PromptTemplate("t", "", "{text}", "{question}")
-    with pytest.raises(RequestError, match="'\u6851\u6851'"):
+    with refused(RequestError, "'桑桑'"):
         prepared(model, "\u6851\u6851?", ["text"], plain)
     assert prepared(model, "who is \u6851\u6851?", ["text"], plain).notes == [
         "the model's vocabulary lacks words of the question: '\u6851\u6851'"
@@ -173,7 +174,7 @@ def test_a_recorded_template_with_split_markers_is_used_with_a_note(text_model, 
         assert settings.template == marked
         (note,) = settings.notes
         assert "template 'old' holds <|passage|>, which is no token" in note
-        with pytest.raises(TokenizerError, match=r"holds <\|passage\|>.*choose another template"):
+        with refused(TokenizerError):
             generate("Who?", kb=kb, template=marked)
-    with pytest.raises(TokenizerError, match="choose another template"):
+    with refused(TokenizerError):
         KnowledgeBase.open(tmp_path / "new", text_model, template=marked)

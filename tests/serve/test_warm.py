@@ -1,6 +1,7 @@
 """What was warmed up is not compiled again."""
 
 import pytest
+from refusal import refused
 
 import jaxrag
 from jaxrag.base.errors import RequestError
@@ -35,9 +36,9 @@ def test_questions_like_those_that_come(kb):
 
 
 def test_what_is_no_question_is_refused(kb):
-    with pytest.raises(RequestError, match=r"questions='Who\?' is one text: expected a list"):
+    with refused(RequestError, "questions='Who?'"):
         jaxrag.warm_up("Who?", kb=kb)
-    with pytest.raises(RequestError, match="no model: pass model="):
+    with refused(RequestError):
         jaxrag.warm_up()
 
 

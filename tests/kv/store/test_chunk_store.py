@@ -153,10 +153,9 @@ def test_a_damaged_record_is_refused_before_anything_is_allocated(
     good = chunk(2, 4)
     store.put(good.key, good.kv, record=good.record)
     RECORD_DAMAGE[damage](store, c, commit_of(root, c.key))
-    refused = f"chunk {c.key}: commit record refused: "
-    with pytest.raises(ChunkCorrupt, match=refused):
+    with refused(ChunkCorrupt, c.key):
         store.head([good.key, c.key])
-    with pytest.raises(ChunkCorrupt, match=refused):
+    with refused(ChunkCorrupt, c.key):
         store.get(c.key)
     assert store.head([c.key, good.key], on_corrupt="skip")[0] is None
     got = store.get_many([c.key, good.key], on_missing="skip")
@@ -249,7 +248,7 @@ def test_an_unknown_format_is_refused_at_open(stored, open_store, root, mode, te
 @pytest.mark.parametrize("mode", ["r", "rw"])
 def test_a_model_with_other_sizes_is_refused_at_open(stored, open_store, layout, mode):
     for change in ({"num_layers": 4}, {"head_dim": 6}, {"dtype": "float16"}):
-        with pytest.raises(StoreError, match="expected .*" + str(next(iter(change.values())))):
+        with refused(StoreError, *change.values()):
             open_store(mode, layout=dataclasses.replace(layout, **change))
 
 

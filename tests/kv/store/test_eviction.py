@@ -187,7 +187,5 @@ def test_a_file_of_another_format_or_kind_is_refused(path):
     connection = sqlite3.connect(path)
     connection.execute("PRAGMA user_version = 1")
     connection.close()
-    with pytest.raises(
-        StoreError, match="format 1, this version reads 2; remove the file to count anew"
-    ):
+    with refused(StoreError, "1"):
         Shelf(path)

@@ -97,10 +97,7 @@ def test_damage_in_one_file(open_store, chunk, tmp_path, rank, damage):
         path.unlink()
     else:
         path.write_bytes(data[:-1] if damage == "truncate" else bytes([data[0] ^ 1]) + data[1:])
-    said = {"flip": f"layer 0 of 3 in file {rank} of 4", "truncate": "bytes refused"}
-    with pytest.raises(
-        ChunkMissing if damage == "remove" else ChunkCorrupt, match=said.get(damage, "gone")
-    ):
+    with pytest.raises(ChunkMissing if damage == "remove" else ChunkCorrupt):
         store.get(c.key)
 
 

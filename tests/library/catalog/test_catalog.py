@@ -190,7 +190,7 @@ def test_missing_foreign_and_newer_files_are_refused(tmp_path, catalog):
         Catalog.create(tmp_path / "other.sqlite", {})
     assert (tmp_path / "other.sqlite").read_bytes() == before
     catalog._database.connection.execute("PRAGMA user_version = 99")
-    with pytest.raises(KnowledgeBaseError, match="format 99, this version reads formats 4 and 6"):
+    with refused(KnowledgeBaseError, "99"):
         Catalog.open(catalog.path)
     (tmp_path / "text.sqlite").write_text("this is no database at all " * 100)
     with refused(StoreError):

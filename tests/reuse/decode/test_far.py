@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from refusal import refused
 
 from jaxrag.base.config import RopeConfig, YarnScaling
 from jaxrag.base.errors import RequestError, RetrievalError
@@ -369,7 +370,7 @@ def test_indexes_stored_with_chunks_are_searched_where_the_keys_lie(tiny_config,
             prompt_of(case, rule, threads), carried=carried, documents=documents
         )
         far = rule.far(prompt)
-        with pytest.raises(RequestError, match="may take 80 bytes of host memory, max_host_b"):
+        with refused(RequestError, "80"):
             dataclasses.replace(rule, max_host_bytes=79).far(prompt)
         alone = dataclasses.replace(rule, stored=False).far(prompt)
     assert documents.opened == [("first", LAYER), ("third", LAYER)]
@@ -497,13 +498,13 @@ def test_bits_do_not_depend_on_threads_and_company(tiny_config, rule, monkeypatc
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        (TopN(), "decode rule 'topn' reads K and V on the device, .* use decode='retrieval', or"),
-        (StaticWindow(positions="cache"), "decode rule 'static_window' reads K and V on the dev"),
-        (InfLLM(positions="cache"), "decode rule 'infllm' reads K and V on the device"),
+        (TopN(), "decode='retrieval'"),
+        (StaticWindow(positions="cache"), "'static_window'"),
+        (InfLLM(positions="cache"), "'infllm'"),
     ],
 )
 def test_a_rule_without_a_host_part_says_so(tiny_config, rule, message):
-    with pytest.raises(RequestError, match=message) as caught:
+    with refused(RequestError, message) as caught:
         rule.check_placement(tiny_config(), AWAY)
     assert "\n" not in str(caught.value)
 
@@ -511,5 +512,5 @@ def test_a_rule_without_a_host_part_says_so(tiny_config, rule, message):
 def test_a_model_with_sliding_windows_keeps_its_keys_on_the_device(tiny_config):
     for rule in (Dense(), Flat()):
         rule.check_placement(tiny_config(), AWAY)
-        with pytest.raises(RequestError, match="7 tokens only .sliding window., which kv='host'"):
+        with refused(RequestError, "kv='host'"):
             rule.check_placement(tiny_config("mistral"), AWAY)

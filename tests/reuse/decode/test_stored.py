@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import RequestError, RetrievalError
 from jaxrag.engine.engine import engine_of
@@ -189,7 +190,7 @@ def test_the_ceiling_counts_stored_indexes(model, prompt, given, next_logits):
     put(model, prompt)
     keys = model.config.num_layers * (70 + 64) * model.config.num_kv_heads * 10 * 4
     rule = dataclasses.replace(RULE, max_host_bytes=keys)
-    with pytest.raises(RequestError, match=f"max_host_bytes={keys}; raise it") as caught:
+    with refused(RequestError, keys) as caught:
         next_logits(model, "turborag", [prompt], rule, given)
     assert "\n" not in str(caught.value)
     roomy = dataclasses.replace(RULE, max_host_bytes=100 * keys)
@@ -204,7 +205,7 @@ def test_indexes_of_a_layer_come_without_keys(model, prompt, damaged):
     chunk = stored.Carried(store, key, 2, np.arange(70))
     indexes = stored.StoredIndexes()
     if damaged:
-        with pytest.raises(RetrievalError, match="damaged"):
+        with refused(RetrievalError):
             indexes.known(chunk, config)
         return
     known = indexes.known(chunk, config)

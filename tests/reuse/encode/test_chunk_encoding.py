@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from refusal import refused
 
 from jaxrag.base.errors import StoreError
 from jaxrag.kv.store import MemoryStore
@@ -86,7 +87,7 @@ def test_an_offer_says_why_a_chunk_is_not_kept(encoding, rng, monkeypatch):
 
     monkeypatch.setattr(encoding.store, "_put", full)
     assert encoding.offer(made) == "disk full"
-    with pytest.raises(StoreError, match="disk full"):
+    with refused(StoreError):
         encoding.encode_missing("after_prefix", chunks(encoding, "after_prefix", rng))
     monkeypatch.setattr(MemoryStore, "writable", False)
     assert "for reading only" in encoding.offer(made)
@@ -103,7 +104,7 @@ def test_kv_that_is_no_number_is_not_kept(tiny_config, rng, dtype, value):
     store = MemoryStore(model.fingerprint, model.kv_layout)
     encoding = ChunkEncoding(model, store, ids(rng, 5))
     wanted = chunks(encoding, "isolated", rng)
-    with pytest.raises(StoreError, match="its KV holds NaN or infinity in " + dtype):
+    with refused(StoreError, dtype):
         encoding.encode_missing("isolated", wanted)
     assert list(store.keys()) == []
     made = next(encoding.encode("isolated", wanted))
