@@ -17,7 +17,8 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,14 +35,14 @@ from jaxrag.base.config import DType, ModelConfig
 from jaxrag.base.types import Array, HostArray, on_host
 from jaxrag.engine import decoding
 from jaxrag.engine.away import start_row
-from jaxrag.engine.decoding import Lane, lane_of
+from jaxrag.engine.decoding import Lane
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.layerwise import start_prefill
-from jaxrag.engine.mapping import RequestState
 from jaxrag.engine.prefill import select_tokens
-from jaxrag.engine.request import Prompt, Request
+from jaxrag.engine.request import Prompt, Request, lane_of
 from jaxrag.engine.runner import ModelRunner
+from jaxrag.engine.sequence import Sequence
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.cache.host_pool import rows_of
 from jaxrag.kv.placement import KVPlacement
@@ -198,7 +199,7 @@ def _row(
 
 
 def _prefill(
-    runner: ModelRunner, mapped: RequestState, request: Request, live: Callable[[], int]
+    runner: ModelRunner, mapped: Sequence, request: Request, live: Callable[[], int]
 ) -> tuple[Array, PromptQueries, int, float]:
     start, most = time.perf_counter(), 0
     select_tokens(runner, [mapped])
@@ -210,7 +211,7 @@ def _prefill(
     return logits, work.prefilled.bank, most, time.perf_counter() - start
 
 
-def _put(runner: ModelRunner, mapped: RequestState, drawn: Drawn) -> PromptQueries:
+def _put(runner: ModelRunner, mapped: Sequence, drawn: Drawn) -> PromptQueries:
     """Generated keys in the place of the model's, and their training queries."""
     pages, offsets, slot_position = mapped.table.rows(len(mapped.table.pages))
     slot_position[mapped.slots] = mapped.positions
@@ -229,7 +230,7 @@ def _put(runner: ModelRunner, mapped: RequestState, drawn: Drawn) -> PromptQueri
 
 def _decode(
     runner: ModelRunner,
-    mapped: RequestState,
+    mapped: Sequence,
     request: Request,
     options: Options,
     logits: Array,
@@ -250,8 +251,8 @@ def _decode(
         assert key is not None
         lane = Lane(runner, key)
         start = time.perf_counter()
-        begun = start_row(runner, key, request, mapped, bank, number)
-        lane.join([0], [(request, mapped)], logits, begun)[0].block_until_ready()
+        begun = start_row(runner, key, mapped, bank, number)
+        lane.join([0], [mapped], logits, begun)[0].block_until_ready()
         del begun
         prepared = time.perf_counter() - start
         seconds = []
@@ -338,7 +339,7 @@ def report(result: dict[str, Any]) -> Iterator[str]:
             yield f"{row['heads']} {row['rule']}: {note}"
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: abc.Sequence[str] | None = None) -> None:
     """Measure as the options say, print the table, and write the result."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -16,7 +16,8 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import abc
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import jax
@@ -27,12 +28,12 @@ from jaxrag.base.config import DType, ModelConfig
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import option, parse_count, parse_counts
 from jaxrag.engine.away import start_row
-from jaxrag.engine.decoding import Lane, lane_of
+from jaxrag.engine.decoding import Lane
 from jaxrag.engine.direct import map_request, prefill_observed, unmap
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.mapping import RequestState
-from jaxrag.engine.request import Prompt, Request
+from jaxrag.engine.request import Prompt, Request, lane_of
 from jaxrag.engine.runner import ModelRunner
+from jaxrag.engine.sequence import Sequence
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.placement import KVPlacement
 from jaxrag.measure.bench.options import CHUNK_TOKENS, DRAWN, DTYPE, check_positive
@@ -202,7 +203,7 @@ def _row(
 
 
 def generate(
-    runner: ModelRunner, mapped: RequestState, request: Request, count: int
+    runner: ModelRunner, mapped: Sequence, request: Request, count: int
 ) -> tuple[list[float], float, list[int], list[Account], int]:
     """Seconds of every step, of preparing the rule, the ids, index accounts, state bytes.
 
@@ -218,8 +219,8 @@ def generate(
     assert key is not None
     lane = Lane(runner, key)
     start = time.perf_counter()
-    begun = start_row(runner, key, request, mapped, bank, number)
-    ids = [int(lane.join([0], [(request, mapped)], logits, begun)[0][0])]  # it comes from prefill
+    begun = start_row(runner, key, mapped, bank, number)
+    ids = [int(lane.join([0], [mapped], logits, begun)[0][0])]  # it comes from prefill
     prepared = time.perf_counter() - start
     state = _live_bytes() - before
     seconds: list[float] = []
@@ -235,9 +236,7 @@ def generate(
     return seconds, prepared, ids, accounts, state
 
 
-def counted(
-    runner: ModelRunner, mapped: RequestState, request: Request, steps: int
-) -> dict[str, Any]:
+def counted(runner: ModelRunner, mapped: Sequence, request: Request, steps: int) -> dict[str, Any]:
     """What the indexes of a mapped request scan and find in so many steps, beside exact search.
 
     For the engine's thread. ``keys`` of a head; the share of them ``scanned`` by a search and the
@@ -332,7 +331,7 @@ def _share(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.1f}%"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: abc.Sequence[str] | None = None) -> int:
     """Measure and print; returns the exit code."""
     return run_script(__doc__, DecodeOptions, run, report, argv)
 

@@ -41,10 +41,10 @@ from tqdm import tqdm
 from jaxrag.base.config import DType
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import option, parse_count, parse_counts
-from jaxrag.engine.decoding import Lane, lane_of
+from jaxrag.engine.decoding import Lane
 from jaxrag.engine.direct import map_request, prefill, unmap
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.request import DECODE_BLOCK, Prompt, Request
+from jaxrag.engine.request import DECODE_BLOCK, Prompt, Request, lane_of
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.swap import swap_in, swap_out
 from jaxrag.kv.cache import PAGE
@@ -116,7 +116,7 @@ class SamePrompt:
         """Every row generates its tokens, from the prompt on."""
         lane, left = self._lane, self._request.room
         rows = range(self._request.rows)
-        first = lane.join(rows, [(self._request, it) for it in self._mapped], self._logits)
+        first = lane.join(rows, self._mapped, self._logits)
         ids = [np.asarray(first.ids)[:, None]]
         jax.block_until_ready(runner.cache.pool)
         start = time.perf_counter()

@@ -102,10 +102,10 @@ def decoding_seconds(model: Any, store: Any, method: Any, prompts: Sequence[Any]
     import numpy as np
 
     from jaxrag.engine.decoding import DECODE_BLOCK as BLOCK
-    from jaxrag.engine.decoding import Lane, lane_of
+    from jaxrag.engine.decoding import Lane
     from jaxrag.engine.direct import map_request, prefill, unmap
     from jaxrag.engine.engine import engine_of
-    from jaxrag.engine.request import Request
+    from jaxrag.engine.request import Request, lane_of
     from jaxrag.kv.cache import table_width
 
     tokens = 1 + (RUNS + 1) * BLOCK
@@ -120,7 +120,7 @@ def decoding_seconds(model: Any, store: Any, method: Any, prompts: Sequence[Any]
             assert key is not None
             lane = Lane(runner, key)
             logits, _ = prefill(runner, mapped)
-            lane.join(range(len(asked)), list(zip(asked, mapped, strict=True)), logits)
+            lane.join(range(len(asked)), mapped, logits)
             np.asarray(lane.step(BLOCK)[0])  # compiles
             found = []
             for _ in range(RUNS):

@@ -23,7 +23,8 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import abc
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -36,12 +37,12 @@ from jaxrag.base.options import parse_bytes
 from jaxrag.base.types import HostArray
 from jaxrag.cli import run_command
 from jaxrag.cli.output import give_out, require_folder
-from jaxrag.engine.decoding import Lane, lane_of, start_decoding
+from jaxrag.engine.decoding import Lane, start_decoding
 from jaxrag.engine.direct import map_request, prefill_observed, unmap
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.mapping import RequestState
-from jaxrag.engine.request import DECODE_BLOCK, Prompt, Request
+from jaxrag.engine.request import DECODE_BLOCK, Prompt, Request, lane_of
 from jaxrag.engine.runner import ModelRunner
+from jaxrag.engine.sequence import Sequence
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.store import KVStore
 from jaxrag.kv.store.memory import MemoryStore
@@ -184,7 +185,7 @@ class _Ready:
     """A request that is prefilled, and what follows from that."""
 
     request: Request
-    state: RequestState
+    state: Sequence
     logits: Any  # [1, V]
     decoding: Any
 
@@ -236,7 +237,7 @@ def _request(
     return Request(Prompt(final[:0], chunks, final), store, method, options.room)
 
 
-def _ids(seed: Sequence[int], count: int, vocab: int) -> HostArray:
+def _ids(seed: abc.Sequence[int], count: int, vocab: int) -> HostArray:
     return np.random.default_rng(tuple(seed)).integers(3, vocab, count).astype(np.int32)
 
 
@@ -253,18 +254,18 @@ def _prefilled(runner: ModelRunner, request: Request) -> _Ready:
         raise
 
 
-def _lane(runner: ModelRunner, ready: Sequence[_Ready]) -> Lane:
+def _lane(runner: ModelRunner, ready: abc.Sequence[_Ready]) -> Lane:
     """The requests in the rows of a lane, each after its first token."""
     request = dataclasses.replace(ready[0].request, rows=len(ready))
     key = lane_of(request, max(len(one.state.table.pages) for one in ready))
     assert key is not None
     lane = Lane(runner, key)
     for row, one in enumerate(ready):
-        lane.join([row], [(one.request, one.state)], one.logits, one.decoding)
+        lane.join([row], [one.state], one.logits, one.decoding)
     return lane
 
 
-def _timed(runner: ModelRunner, options: Options, ready: Sequence[_Ready]) -> dict[str, Any]:
+def _timed(runner: ModelRunner, options: Options, ready: abc.Sequence[_Ready]) -> dict[str, Any]:
     """Seconds of a batch, of blocks of steps, and what they moved."""
     lane = _lane(runner, ready)
     np.asarray(lane.step(DECODE_BLOCK)[0])  # compiles
@@ -452,7 +453,7 @@ def _percent(score: dict[str, float]) -> str:
     return f"{100 * score['value']:.1f}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: abc.Sequence[str] | None = None) -> int:
     """Parse the arguments, run, print and save."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

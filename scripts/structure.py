@@ -63,10 +63,7 @@ COUNTED = {
     "code lines, tests": ("tests",),
     "code lines, benchmarks": ("benchmarks",),
 }
-OF_A_REQUEST = (
-    "Ask", "ReadyQuestion", "Prompt", "Request", "RequestPlan", "RequestState", "RunningRequest",
-    "Entry", "Sequence",
-)  # fmt: skip
+OF_A_REQUEST = ("Ask", "ReadyQuestion", "Prompt", "Request", "Sequence")
 OF_REQUESTS = ("jaxrag/serve", "jaxrag/engine")  # where these classes are
 
 Graph = dict[str, set[str]]

@@ -355,7 +355,7 @@ def test_pool_evicts_unused_chunks_and_refuses_what_cannot_fit(rng, tiny_config)
 
         def seen(runner, state, there):
             allocator = runner.cache.allocator
-            return state.parts[1].found.how, allocator.num_free, key in allocator
+            return state.parts[1].origin.how, allocator.num_free, key in allocator
 
         [found] = prefilled(engine_of(model), [request], seen)
         return found

@@ -6,7 +6,7 @@ that heads that look at one place count, and those that look everywhere do not.
 """
 
 import functools
-from collections.abc import Sequence
+from collections import abc
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,8 @@ import numpy as np
 from jaxrag.base.errors import RequestError
 from jaxrag.base.shapes import bucket
 from jaxrag.base.types import Array, HostArray, Step
-from jaxrag.engine.looks import LooksSoFar
-from jaxrag.engine.mapping import RequestState
-from jaxrag.engine.request import Prompt
 from jaxrag.engine.runner import ModelRunner
+from jaxrag.engine.sequence import Sequence
 from jaxrag.kv.cache import PAGE, PagePool, PageTable
 from jaxrag.kv.cache.tables import table_width
 from jaxrag.models.decoder import Decoder, forward
@@ -28,16 +26,11 @@ from jaxrag.models.taps import PartsAttend
 PIECE = 64  # tokens of an answer that are read once more together
 
 
-def read_again(
-    runner: ModelRunner,
-    state: RequestState,
-    prompt: Prompt,
-    tokens: Sequence[int],
-    so_far: LooksSoFar,
-) -> None:
+def read_again(runner: ModelRunner, sequence: Sequence) -> None:
     """Hand the next piece of an answer to the device; all but its last token were run."""
+    so_far, tokens = sequence.looks, sequence.tokens[: sequence.read]
     end = min(so_far.done + PIECE, len(tokens))
-    so_far.pieces.append(_dispatch(runner, state, prompt, tokens, slice(so_far.done, end)))
+    so_far.pieces.append(_dispatch(runner, sequence, tokens, slice(so_far.done, end)))
     so_far.done = end
 
 
@@ -51,12 +44,12 @@ def check_cited(model: Model) -> None:
         )
 
 
-def slot_chunks(state: RequestState, prompt: Prompt) -> HostArray:
+def slot_chunks(state: Sequence) -> HostArray:
     """[S] int32: which chunk of the prompt each slot of the table holds; -1 for anything else."""
     chunks = np.full(state.table.num_slots, -1, np.int32)
     for part in state.parts:
         chunks[part.slots] = part.chunk
-    context = state.positions < state.next_position - len(prompt.final)
+    context = state.positions < state.next_position - len(state.request.prompt.final)
     for part in state.parts:  # what was run in its place, or once more
         here = (state.positions >= part.position) & (
             state.positions < part.position + len(part.ids)
@@ -66,11 +59,7 @@ def slot_chunks(state: RequestState, prompt: Prompt) -> HostArray:
 
 
 def _dispatch(
-    runner: ModelRunner,
-    state: RequestState,
-    prompt: Prompt,
-    tokens: Sequence[int],
-    piece: slice,
+    runner: ModelRunner, state: Sequence, tokens: abc.Sequence[int], piece: slice
 ) -> tuple[Array, Array]:
     """Votes and most of the answer's tokens ``piece``, [PIECE, C] on the device.
 
@@ -83,7 +72,7 @@ def _dispatch(
     run = np.arange(piece.stop - 1)  # tokens whose KV these queries may see
     seen[state.next_slot + run] = state.next_position + run
     of = np.full(num_pages * PAGE, -1, np.int32)
-    chunks = slot_chunks(state, prompt)
+    chunks = slot_chunks(state)
     of[: len(chunks)] = chunks
     ids, positions = np.zeros(PIECE, np.int32), np.full(PIECE, -1, np.int32)
     ids[:count] = [state.ids[-1], *tokens][piece]
@@ -95,7 +84,7 @@ def _dispatch(
 
     table = PageTable(put(pages), put(offsets), put(seen))
     step = Step(put(ids), put(positions), put(nowhere))
-    width = bucket(len(prompt.chunks))
+    width = bucket(len(state.request.prompt.chunks))
     found: tuple[Array, Array] = _looks(
         runner.cache.pool, model.decoder(num_pages * PAGE), table, put(of), step, width
     )

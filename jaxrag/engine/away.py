@@ -7,10 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from jaxrag.base.shapes import bucket
-from jaxrag.engine.decoding import FEWEST_ROOM, LaneKey, OnPool, start_decoding
-from jaxrag.engine.mapping import RequestState, carried_chunks
-from jaxrag.engine.request import Request
+from jaxrag.engine.decoding import OnPool, start_decoding
+from jaxrag.engine.mapping import carried_chunks
+from jaxrag.engine.request import FEWEST_ROOM, LaneKey
 from jaxrag.engine.runner import ModelRunner
+from jaxrag.engine.sequence import Sequence
 from jaxrag.kv.cache.host_pool import rows_of
 from jaxrag.models.shares import with_heads
 from jaxrag.reuse.decode import DecodeRule, Decoding, PromptQueries
@@ -21,8 +22,7 @@ from jaxrag.reuse.decode.far import HostPrompt
 def start_row(
     runner: ModelRunner,
     key: LaneKey,
-    request: Request,
-    state: RequestState,
+    sequence: Sequence,
     bank: PromptQueries,
     number: int | None = None,
     on_pool: OnPool | None = None,
@@ -33,14 +33,15 @@ def start_row(
     """
     if runner.model.placement.away:
         assert number is not None
-        return start_away(runner, state, key.rule, bank, bucket(request.room, FEWEST_ROOM), number)
+        room = bucket(sequence.request.room, FEWEST_ROOM)
+        return start_away(runner, sequence, key.rule, bank, room, number)
     numbers = [] if number is None else [number]
-    return start_decoding(runner, [state], key.rule, bank, key.room, numbers, on_pool)
+    return start_decoding(runner, [sequence], key.rule, bank, key.room, numbers, on_pool)
 
 
 def start_away(
     runner: ModelRunner,
-    request: RequestState,
+    sequence: Sequence,
     rule: DecodeRule,
     bank: PromptQueries,
     room: int,
@@ -55,18 +56,18 @@ def start_away(
     """
     model, host, window = runner.model, runner.cache.host, rule.static_pattern
     assert host is not None and window is not None
-    pages, offsets, slot_position = request.table.rows(len(request.table.pages))
-    slot_position[request.slots] = request.positions
+    pages, offsets, slot_position = sequence.table.rows(len(sequence.table.pages))
+    slot_position[sequence.slots] = sequence.positions
     layers = host_layers(
-        host, pages, offsets, slot_position, request.next_position, request.next_slot, room
+        host, pages, offsets, slot_position, sequence.next_position, sequence.next_slot, room
     )
-    search, position = runner.host_search, request.next_position - 1
+    search, position = runner.host_search, sequence.next_position - 1
     positions = np.asarray(bank.positions[0])
     there = positions >= 0
     rows = rows_of(pages)
     carried = [
         dataclasses.replace(it, slots=rows[it.slots].astype(np.int32))
-        for it in carried_chunks(request)
+        for it in carried_chunks(sequence)
     ]
     parts = search.parts
     config = with_heads(model.config, parts * search.share.ways)

@@ -3,8 +3,8 @@
 import dataclasses
 import logging
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import abc, deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -15,6 +15,7 @@ from jaxrag.base.errors import (
     EngineError,
     JaxragError,
 )
+from jaxrag.engine.admission import SchedulerSettings
 from jaxrag.engine.arena import HostArena, default_arena_bytes
 from jaxrag.engine.attribution import PIECE, read_again
 from jaxrag.engine.lanes import Lanes
@@ -23,11 +24,11 @@ from jaxrag.engine.looks import Looks
 from jaxrag.engine.outcome import outcome_of
 from jaxrag.engine.prefill_queue import PrefillQueue
 from jaxrag.engine.progress import Outcome, Progress, Top
-from jaxrag.engine.request import FinishReason
 from jaxrag.engine.runner import ModelRunner
-from jaxrag.engine.scheduler import Ending, Entry, RequestStatus, Scheduler
-from jaxrag.engine.staging import ChunkLoad
-from jaxrag.engine.state import Broken, EngineSettings, Post, RunningRequest, State
+from jaxrag.engine.sampling_params import FinishReason
+from jaxrag.engine.scheduler import Scheduler
+from jaxrag.engine.sequence import Ending, RequestStatus, Sequence
+from jaxrag.engine.state import Broken, EngineSettings, Post, State
 from jaxrag.engine.status import EngineStatus, Tiers, status_of, tiers_of
 from jaxrag.engine.thread import result_of
 from jaxrag.engine.transfers import Transfers
@@ -58,7 +59,7 @@ class Core:
         self.state = State(
             runner=runner,
             settings=settings,
-            scheduler=Scheduler(runner.cache.allocator, settings.scheduler),
+            scheduler=Scheduler(runner.cache.allocator, _preempting(runner, settings)),
             post=post,
             clock=clock,
             compile_times=compile_times,
@@ -66,10 +67,12 @@ class Core:
             links=Links(clock, settings.load_threads, settings.max_loading_bytes),
             events=deque(maxlen=settings.keep_events),
         )
-        self._new: list[RunningRequest] = []
+        self._new: list[Sequence] = []
         self._transfers = Transfers(self.state, self._fail)
         self._lanes = Lanes(self.state, self._took, self._release)
-        self._prefills = PrefillQueue(self.state, self._lanes, self._release)
+        self._prefills = PrefillQueue(
+            self.state, self._lanes.join, self._lanes.put_back, self._release
+        )
         self._jobs: deque[tuple[Callable[[ModelRunner], Any], Future[Any]]] = deque()
         self._spare: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._spare_due = 0.0
@@ -77,28 +80,28 @@ class Core:
 
     # From clients.
 
-    def submit(self, running: RunningRequest, entry: Entry) -> None:
+    def submit(self, sequence: Sequence) -> None:
         """Queue a request; its client is notified where the queue is full."""
-        self.state.live[running.number] = running
+        self.state.live[sequence.number] = sequence
         try:
-            self.state.scheduler.submit(entry, self.state.moment())
-            self._new.append(running)
+            self.state.scheduler.submit(sequence, self.state.moment())
+            self._new.append(sequence)
         except JaxragError as error:
-            self._fail(running, error)
+            self._fail(sequence, error)
 
     def abort(self, number: int) -> None:
         """The client wants nothing more of a request; a turn that it has read of stays."""
-        running = self.state.live.get(number)
-        if running is not None:
-            self._leave_turn(running)
-            self._fail(running, Cancelled(f"request {number} was aborted"), "cancelled")
+        sequence = self.state.live.get(number)
+        if sequence is not None:
+            self._leave_turn(sequence)
+            self._fail(sequence, Cancelled(f"request {number} was aborted"), "cancelled")
 
     def stop(self, number: int) -> None:
         """The client wants no more tokens of a request, and its outcome, if it has one by now."""
-        running = self.state.live.get(number)
+        sequence = self.state.live.get(number)
         # One that begins again on a new pool has been sent a token, and is not mapped yet.
-        if running is not None and running.first is not None and running.state is not None:
-            self._finish(running, "stop")
+        if sequence is not None and "first" in sequence.moments and sequence.is_mapped:
+            self._finish(sequence, "stop")
         else:
             self.abort(number)
 
@@ -123,15 +126,11 @@ class Core:
         """Every process has read its part of a batch of chunks."""
         self._transfers.loaded(number)
 
-    def drop(self, keys: Sequence[str]) -> None:
+    def drop(self, keys: abc.Sequence[str]) -> None:
         """Let chunks leave the pool, if no request maps them, and the arena."""
         for key in keys:
             self.state.runner.cache.allocator.evict(key)
         self.state.arena.drop(keys)
-
-    def prefetch(self, loads: Iterable[ChunkLoad]) -> None:
-        """Read chunks into the arena, for a request that is going to ask for them."""
-        self._transfers.prefetch(loads)
 
     def tiers(self) -> Tiers:
         """Where chunk KV came from, and lies; on any thread."""
@@ -176,20 +175,19 @@ class Core:
         self._run_jobs()
         admitted = [] if self._jobs else state.scheduler.admit(now)
         for one in admitted:
-            running = state.live.get(one.number)
+            sequence = state.live.get(one.number)
             if (
-                running is None
+                sequence is None
             ):  # a chunk that it shares with one before it was waited for, and failed
                 for key in one.loads:
                     state.scheduler.refused(key)
                 continue
-            running.admitted = now if running.admitted is None else running.admitted
-            self._transfers.start(running, one)
-            entry = state.scheduler.live.get(one.number)
-            if entry is not None and entry.status is RequestStatus.READY:
-                running.ready = state.clock()
+            sequence.moments.setdefault("admitted", now)
+            self._transfers.start(sequence, one)
+            if sequence.status is RequestStatus.READY:
+                sequence.moments["ready"] = state.clock()
             else:
-                self._prefills.expect(running)
+                self._prefills.expect(sequence)
         for number in state.scheduler.outgrown():
             self._fail(state.live[number], self._too_large(state.live[number]))
         self._prefetch_waiting()
@@ -216,10 +214,9 @@ class Core:
     def _prefetch_waiting(self) -> None:
         """Those who came and found no room wait for it while their chunks are read."""
         new, self._new = self._new, []
-        for running in new:
-            entry = self.state.scheduler.live.get(running.number)
-            if entry is not None and entry.status is RequestStatus.WAITING:
-                self._transfers.prefetch(running.plan.loads.values())
+        for sequence in new:
+            if sequence.status is RequestStatus.WAITING:
+                self._transfers.prefetch(sequence.loads.values())
 
     def rest(self) -> None:
         """There is nothing to do: what lanes hold on the device goes."""
@@ -255,140 +252,131 @@ class Core:
     # Ends.
 
     def _took(
-        self, running: RunningRequest, ids: list[int], probability: list[float], top: list[Top]
+        self, sequence: Sequence, ids: list[int], probability: list[float], top: list[Top]
     ) -> None:
         """Hand new tokens to the client."""
-        skip = max(len(running.tokens) - running.read, 0)  # sent before it was begun again
+        skip = max(len(sequence.tokens) - sequence.read, 0)  # sent before it was begun again
         try:
-            new, reason = running.accept(ids)
+            new, reason = sequence.accept(ids)
         except EngineError as error:
-            self._fail(running, error)
+            self._fail(sequence, error)
             return
         here = slice(skip, skip + len(new))
-        told = Progress(running.number, new, probability[here], top=top[here])
-        self.state.scheduler.generated(running.number, len(new))
+        told = Progress(sequence.number, new, probability[here], top=top[here])
+        self.state.scheduler.generated(sequence.number, len(new))
         if reason is not None:
-            self._finish(running, reason, told)
-        elif new and self._tell(running, told):
-            self._finish(running, "stop")
-        elif running.request.cited and running.read - running.looks.done >= PIECE:
+            self._finish(sequence, reason, told)
+        elif new and self._tell(sequence, told):
+            self._finish(sequence, "stop")
+        elif sequence.request.cited and sequence.read - sequence.looks.done >= PIECE:
             try:
-                self._read_again(running)
+                self._read_again(sequence)
             except Exception as error:
-                self._fail(running, error)
+                self._fail(sequence, error)
 
-    def _read_again(self, running: RunningRequest) -> None:
+    def _read_again(self, sequence: Sequence) -> None:
         """The next piece of an answer, for its citations."""
-        assert running.state is not None
-        tokens = running.tokens[: running.read]
-        prompt = running.request.prompt
-        read_again(self.state.runner, running.state, prompt, tokens, running.looks)
+        read_again(self.state.runner, sequence)
 
-    def _looks(self, running: RunningRequest) -> Looks | None:
+    def _looks(self, sequence: Sequence) -> Looks | None:
         """Which chunks the tokens of an answer were chosen for, where that is asked and known."""
-        if not running.request.cited or not running.read or running.swapped is not None:
+        if not sequence.request.cited or not sequence.read or sequence.swapped is not None:
             return None
-        while running.looks.done < running.read:
-            self._read_again(running)
-        return running.looks.whole(len(running.request.prompt.chunks))
+        while sequence.looks.done < sequence.read:
+            self._read_again(sequence)
+        return sequence.looks.whole(len(sequence.request.prompt.chunks))
 
     def _finish(
         self,
-        running: RunningRequest,
+        sequence: Sequence,
         reason: FinishReason,
         told: Progress | None = None,
     ) -> None:
         """The answer is complete: its outcome, and everything it holds is given back."""
         try:
-            outcome = self._outcome(running)
+            outcome = self._outcome(sequence)
         except Exception as error:  # of reading it once more
-            self._fail(running, error)
+            self._fail(sequence, error)
             return
-        self._leave_turn(running)
-        self._end(running, "finished")
-        last = told or Progress(running.number)
-        self._tell(running, dataclasses.replace(last, finish_reason=reason, outcome=outcome))
+        self._leave_turn(sequence)
+        self._end(sequence, "finished")
+        last = told or Progress(sequence.number)
+        self._tell(sequence, dataclasses.replace(last, finish_reason=reason, outcome=outcome))
 
-    def _leave_turn(self, running: RunningRequest) -> None:
+    def _leave_turn(self, sequence: Sequence) -> None:
         """A request gets no more tokens: its turn stays in the pool for prompts that go on from it.
 
         Nothing stays of one that is set aside, as its pages are others' now.
         """
-        for key, page, tokens in running.turn_pages():
-            self.state.scheduler.share(running.number, key, (page,), tokens)
+        for key, page, tokens in sequence.turn_pages():
+            self.state.scheduler.share(sequence.number, key, (page,), tokens)
 
-    def _fail(self, running: RunningRequest, error: BaseException, why: Ending = "failed") -> None:
-        self._end(running, why)
-        self._tell(running, Progress(running.number, error=error))
+    def _fail(self, sequence: Sequence, error: BaseException, why: Ending = "failed") -> None:
+        self._end(sequence, why)
+        self._tell(sequence, Progress(sequence.number, error=error))
 
-    def _tell(self, running: RunningRequest, progress: Progress) -> bool:
+    def _tell(self, sequence: Sequence, progress: Progress) -> bool:
         """Tell the client; a client that fails ends its request, and no other."""
         try:
-            return bool(running.sink(progress))
+            return bool(sequence.sink(progress))
         except Exception as error:
-            _LOG.warning("the client of request %d failed: %s", running.number, error)
-            if not running.ended:
-                self._end(running, "cancelled")
+            _LOG.warning("the client of request %d failed: %s", sequence.number, error)
+            if not sequence.ended:
+                self._end(sequence, "cancelled")
             return False
 
     def _expire(self, number: int) -> None:
-        running = self.state.live.get(number)
-        if running is not None:
-            over = f"request {number} took longer than timeout={running.request.timeout} s"
-            self._fail(running, DeadlineExceeded(f"{over}; allow more, or ask for less"), "expired")
+        sequence = self.state.live.get(number)
+        if sequence is not None:
+            over = f"request {number} took longer than timeout={sequence.request.timeout} s"
+            self._fail(
+                sequence, DeadlineExceeded(f"{over}; allow more, or ask for less"), "expired"
+            )
 
-    def _too_large(self, running: RunningRequest) -> ContextExceeded:
-        tokens, pool = running.request.prompt.num_tokens, self.state.runner.num_pages * PAGE
+    def _too_large(self, sequence: Sequence) -> ContextExceeded:
+        tokens, pool = sequence.request.prompt.num_tokens, self.state.runner.num_pages * PAGE
         return ContextExceeded(
             f"the prompt of {tokens} tokens needs more than the {pool} tokens of the pool, now that"
             " chunks of it were not found; raise cache_tokens or use fewer chunks"
         )
 
-    def _outcome(self, running: RunningRequest) -> Outcome:
-        now = self.state.clock()
-        assert running.state is not None and running.first is not None
-        admitted = running.added if running.admitted is None else running.admitted
-        ready = admitted if running.ready is None else running.ready
+    def _outcome(self, sequence: Sequence) -> Outcome:
         searched = None
-        if running.search is not None:
-            searched = self.state.runner.host_search.account_of([running.search])
-        outcome = outcome_of(
+        if sequence.search is not None:
+            searched = self.state.runner.host_search.account_of([sequence.search])
+        return outcome_of(
             self.state.runner.model,
-            running.request,
-            running.state,
+            sequence,
             searched,
-            moments=(running.added, admitted, ready, running.first, now),
+            now=self.state.clock(),
             compiling=self.state.compile_times.between,
-            tokens=running.read,
+            looks=self._looks(sequence),
         )
-        told = {
-            **running.moments,
-            "added": running.added,
-            "admitted": admitted,
-            "ready": ready,
-            "first": running.first,
-        }
-        return dataclasses.replace(outcome, moments=told, looks=self._looks(running))
 
-    def _end(self, running: RunningRequest, why: Ending) -> None:
+    def _end(self, sequence: Sequence, why: Ending) -> None:
         """Nothing more is done for a request; what it holds goes with what is in flight for it."""
-        running.ended, running.why = True, why
-        self.state.ending[running.number] = self.state.live.pop(running.number)
-        self._lanes.leave(running)
-        if not running.in_flight:
-            self._release(running)
+        sequence.ending = why
+        self._prefills.forget(sequence)
+        self.state.ending[sequence.number] = self.state.live.pop(sequence.number)
+        self._lanes.leave(sequence)
+        if not sequence.in_flight:
+            self._release(sequence)
 
-    def _release(self, running: RunningRequest) -> None:
+    def _release(self, sequence: Sequence) -> None:
         """Nothing in flight needs what a request holds."""
         runner = self.state.runner
-        self._lanes.free(running)
+        self._lanes.free(sequence)
         if runner.cache.host is not None:
             # Callbacks of what is in flight reach into host memory of its pages.
             arrived(runner.cache.pool.k)
-        if running.search is not None:
-            runner.host_search.release([running.search])
-        del self.state.ending[running.number]
-        self.state.scheduler.finish(running.number, running.why)
+        if sequence.search is not None:
+            runner.host_search.release([sequence.search])
+        del self.state.ending[sequence.number]
+        self._finished(sequence)
+
+    def _finished(self, sequence: Sequence) -> None:
+        assert sequence.ending is not None
+        self.state.scheduler.finish(sequence.number, sequence.ending)
 
     # Preemption.
 
@@ -398,13 +386,13 @@ class Core:
         if victims:
             self._lanes.deliver()
         for number in victims:
-            running = self.state.live.get(number)
-            if running is None:  # its last token was among what was read
+            sequence = self.state.live.get(number)
+            if sequence is None:  # its last token was among what was read
                 continue
             try:
-                self._lanes.set_aside(running)
+                self._lanes.set_aside(sequence)
             except Exception as error:
-                raise Broken(error, [running]) from error
+                raise Broken(error, [sequence]) from error
             self.state.scheduler.swapped(number)
 
     # Failure.
@@ -417,35 +405,34 @@ class Core:
         error = broken.error
         suspects = [it for it in dict.fromkeys(broken.suspects) if not it.ended]
         if isinstance(error, JaxragError) and not (broken.shared or self.state.runner.cache.lost):
-            for running in suspects:
-                self._fail(running, error)
+            for sequence in suspects:
+                self._fail(sequence, error)
             return
         if self.state.now is not None:  # other processes may not have failed
             raise error
         _LOG.error("a step of the engine failed, its pool is made anew", exc_info=error)
         self.state.restarts += 1
-        for running in suspects:
-            running.strikes += 1
-            self.state.scheduler.live[running.number].alone = True
+        for sequence in suspects:
+            sequence.strikes += 1
         self._rebuild()
-        for running in suspects:
-            if running.strikes >= _STRIKES:
+        for sequence in suspects:
+            if sequence.strikes >= _STRIKES:
                 text = " ".join(str(error).split())[:300]
-                broke = f"request {running.number} broke the engine {running.strikes} times"
-                self._fail(running, EngineError(f"{broke}: {type(error).__name__}: {text}"))
+                broke = f"request {sequence.number} broke the engine {sequence.strikes} times"
+                self._fail(sequence, EngineError(f"{broke}: {type(error).__name__}: {text}"))
 
     def fail_all(self, error: BaseException) -> None:
         """Every client is told, and the pool is made anew."""
         self._rebuild()
-        for running in list(self.state.live.values()):
-            self._fail(running, error)
+        for sequence in list(self.state.live.values()):
+            self._fail(sequence, error)
         self._drop_jobs(error)
 
     def abandon(self, error: BaseException) -> None:
         """Every client is told, and nothing else is touched: this object is done."""
-        for running in list(self.state.live.values()):
-            running.ended = True
-            self._tell(running, Progress(running.number, error=error))
+        for sequence in list(self.state.live.values()):
+            sequence.ending = "failed"
+            self._tell(sequence, Progress(sequence.number, error=error))
         self.state.live.clear()
         self._drop_jobs(error)
 
@@ -461,13 +448,12 @@ class Core:
         for part in (self._lanes, self._transfers, self._prefills):
             part.clear()
         state.runner.forget_cache()
-        for running in (*state.live.values(), *state.ending.values()):
-            if running.search is not None:
-                state.runner.host_search.release([running.search])
-                running.search = None
-            running.restart()
-        for running in state.ending.values():
-            state.scheduler.finish(running.number, running.why)
+        for sequence in (*state.live.values(), *state.ending.values()):
+            if sequence.search is not None:
+                state.runner.host_search.release([sequence.search])
+            sequence.restart()
+        for sequence in state.ending.values():
+            self._finished(sequence)
         state.ending.clear()
         state.scheduler.reset(state.runner.cache.allocator)
 
@@ -477,6 +463,13 @@ def _settle(future: "Future[Any]", answer: Any) -> None:
         future.set_exception(answer)
     else:
         future.set_result(answer)
+
+
+def _preempting(runner: ModelRunner, settings: EngineSettings) -> SchedulerSettings:
+    """Nobody is set aside whose KV is not all on the device."""
+    if runner.model.placement.on_device:
+        return settings.scheduler
+    return dataclasses.replace(settings.scheduler, max_preemptions=0)
 
 
 def _arena_bytes(runner: ModelRunner, settings: EngineSettings) -> int:

@@ -7,7 +7,8 @@ others.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import abc
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -17,17 +18,16 @@ from jax import lax
 from jax.stages import Lowered
 
 from jaxrag.base import struct
-from jaxrag.base.shapes import bucket
 from jaxrag.base.types import HIDDEN, Array, HostArray, Step, on_host
-from jaxrag.engine.mapping import RequestState, batch_tables, carried_chunks
+from jaxrag.engine.mapping import batch_tables, carried_chunks
 from jaxrag.engine.processors import ProcessorRows, all_allowed
-from jaxrag.engine.request import DECODE_BLOCK, Request
+from jaxrag.engine.request import DECODE_BLOCK, FAILED, LaneKey, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sampling import sample
 from jaxrag.engine.sampling_params import MOST_TOP, SamplingParams
-from jaxrag.kv.cache import MIN_TABLE_PAGES, PAGE, PagePool, PageTable, table_width
+from jaxrag.engine.sequence import Sequence
+from jaxrag.kv.cache import PAGE, PagePool, PageTable, table_width
 from jaxrag.kv.cache.host import HostValues
-from jaxrag.kv.placement import ON_DEVICE, KVPlacement
 from jaxrag.models.attention import PagedAttend
 from jaxrag.models.decoder import Decoder, forward, unembed
 from jaxrag.reuse.decode import (
@@ -44,11 +44,8 @@ from jaxrag.reuse.decode.away import AwayAttend
 from jaxrag.reuse.decode.view import PromptSlots
 
 DENSE = Dense()
-FAILED = -1  # in the place of a token whose logits hold a NaN
 
 OnPool = Callable[[Callable[[PagePool], Any]], Any]  # calls a function with the pool
-
-FEWEST_ROOM = 64  # slots for generated tokens that a rule's state is made for; more in powers of 2
 
 
 class Drawn(NamedTuple):
@@ -63,36 +60,6 @@ class Drawn(NamedTuple):
     top: tuple[Array, Array] | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class LaneKey:
-    """What a lane's program is compiled for.
-
-    Attributes:
-      pages: of every row's table; 0 where KV is in host memory.
-      room: for generated tokens in the state of a sparse rule; 0 for others.
-      rows: how many requests it serves at once.
-    """
-
-    rule: DecodeRule
-    pages: int
-    room: int
-    rows: int
-
-
-def lane_of(request: Request, num_pages: int, placement: KVPlacement = ON_DEVICE) -> LaneKey | None:
-    """The lane of a request with so many pages; None where a single token is all it asks for.
-
-    Where its KV is in host memory the lane is the same whatever its length.
-    """
-    if not request.room:
-        return None
-    rule = request.method.decode
-    if placement.away:
-        return LaneKey(rule, 0, 0, request.rows)
-    room = bucket(request.room, FEWEST_ROOM) if rule.sparse else 0
-    return LaneKey(rule, bucket(num_pages, MIN_TABLE_PAGES), room, request.rows)
-
-
 class SamplingRows(struct.PyTreeNode):
     """SamplingParams of every row of a batch, [B] each; ``processors`` where somebody asks."""
 
@@ -103,7 +70,7 @@ class SamplingRows(struct.PyTreeNode):
     processors: ProcessorRows | None = None
 
     @classmethod
-    def of(cls, settings: Sequence[SamplingParams]) -> "SamplingRows":
+    def of(cls, settings: abc.Sequence[SamplingParams]) -> "SamplingRows":
         """On the host."""
         return on_host(
             cls,
@@ -180,16 +147,16 @@ class Lane:
 
     def join(
         self,
-        rows: Sequence[int | None],
-        requests: Sequence[tuple[Request, RequestState]],
+        rows: abc.Sequence[int | None],
+        sequences: abc.Sequence[Sequence],
         logits: Array,
         decoding: Decoding | None = None,
     ) -> Drawn:
         """Give rows to requests that were prefilled together.
 
         Args:
-          rows: of each of ``requests``, free ones; None for one that does not join now.
-          requests: what is asked, and where its KV lies, in the order of ``logits``.
+          rows: of each of ``sequences``, free ones; None for one that does not join now.
+          sequences: that were mapped and prefilled, in the order of ``logits``.
           logits: [B', V] float32 after the last token of each; B' is at least their number.
           decoding: of the one that joins, by ``start``; None for a rule that leaves no key out.
 
@@ -198,34 +165,33 @@ class Lane:
         nowhere = self.key.rows
         at = np.full(len(logits), nowhere, np.int32)
         at[: len(rows)] = [nowhere if row is None else row for row in rows]
-        if any(request.sampling.processes for request, _ in requests):
+        if any(it.request.sampling.processes for it in sequences):
             self._have_processors()
-        joining = self._joining(requests, len(logits))
+        joining = self._joining(sequences, len(logits))
         self._rows, first = _join(self._rows, at, joining, logits)
         if decoding is not None:
             [row] = [row for row in rows if row is not None]
             self._take(row, decoding)
         return first
 
-    def _joining(self, requests: Sequence[tuple[Request, RequestState]], count: int) -> LaneRows:
+    def _joining(self, sequences: abc.Sequence[Sequence], count: int) -> LaneRows:
         """The rows of requests before their first token, on the host, padded to ``count``."""
-        pad = count - len(requests)
-        states = [state for _, state in requests] if self.key.pages else []
-        position = [state.next_position for _, state in requests]
-        last = [p + it.room - 1 for p, (it, _) in zip(position, requests, strict=True)]
-        slot = [state.next_slot for _, state in requests]
+        pad = count - len(sequences)
+        position = [it.next_position for it in sequences]
+        last = [p + it.request.room - 1 for p, it in zip(position, sequences, strict=True)]
+        slot = [it.next_slot for it in sequences]
         zeros = np.zeros(count, np.int32)
         position_, last_, slot_ = (
             np.array([*x, *[0] * pad], np.int32) for x in (position, last, slot)
         )
         sampling = sampling_rows(
-            [it for it, _ in requests],
+            [it.request for it in sequences],
             count,
             self._runner.model.config.vocab_size if self._has_processors else None,
         )
         return on_host(
             LaneRows,
-            batch_tables(states, count, self.key.pages),
+            batch_tables(sequences if self.key.pages else [], count, self.key.pages),
             zeros,
             position_,
             slot_,
@@ -301,11 +267,11 @@ class Lane:
         return _row(self._rows, self._decoding, np.int32(row))
 
     def put_back(
-        self, row: int, state: RequestState, taken: tuple[LaneRows, Decoding | None]
+        self, row: int, sequence: Sequence, taken: tuple[LaneRows, Decoding | None]
     ) -> None:
         """Give a row to a request that had one, whose pages may be others now."""
         before, decoding = taken
-        pages, offsets, _ = state.table.rows(self.key.pages)
+        pages, offsets, _ = sequence.table.rows(self.key.pages)
         if before.sampling.processors is not None:
             self._have_processors()
         elif self._has_processors:
@@ -317,31 +283,31 @@ class Lane:
 
 def start_decoding(
     runner: ModelRunner,
-    requests: Sequence[RequestState],
+    sequences: abc.Sequence[Sequence],
     rule: DecodeRule,
     bank: PromptQueries,
     room: int,
-    numbers: Sequence[int] = (),
+    numbers: abc.Sequence[int] = (),
     on_pool: OnPool | None = None,
 ) -> Decoding | None:
     """What the rule carries from step to step; None where it leaves no key out.
 
     Args:
       runner: the model on its device.
-      requests: prefilled, in the rows of ``bank``.
+      sequences: prefilled, in the rows of ``bank``.
       bank: the queries that it asked prefill for.
-      numbers: those of the requests in ``runner.host_search``, where the rule searches.
+      numbers: theirs in ``runner.host_search``, where the rule searches.
       on_pool: calls a function with the pool, for whoever is not on the engine's thread.
     """
     if not rule.sparse:
         return None
     model = runner.model
     rows = bank.positions.shape[0]
-    num_pages = max(table_width(r.table) for r in requests)
-    pad = rows - len(requests)
-    table = batch_tables(requests, rows, num_pages)
-    next_position = np.array([r.next_position for r in requests] + [-1] * pad, np.int32)
-    next_slot = np.array([r.next_slot for r in requests] + [num_pages * PAGE] * pad, np.int32)
+    num_pages = max(table_width(it.table) for it in sequences)
+    pad = rows - len(sequences)
+    table = batch_tables(sequences, rows, num_pages)
+    next_position = np.array([it.next_position for it in sequences] + [-1] * pad, np.int32)
+    next_slot = np.array([it.next_slot for it in sequences] + [num_pages * PAGE] * pad, np.int32)
     order = order_of(np.asarray(table.slot_position), next_position, next_slot)
     last = np.where(next_position >= 0, next_position - 1, -1)
     put = functools.partial(model.put_batch, batch=rows)
@@ -353,14 +319,14 @@ def start_decoding(
         bank=bank,
         room=room,
         numbers=numbers,
-        carried=[carried_chunks(request) for request in requests],
+        carried=[carried_chunks(it) for it in sequences],
         host=None if rule.searches is None else runner.host_search,
     )
     return Decoding(order=put(order), state=rule.begin(prompts))
 
 
 def sampling_rows(
-    requests: Sequence[Request], count: int, vocab_size: int | None = None
+    requests: abc.Sequence[Request], count: int, vocab_size: int | None = None
 ) -> SamplingRows:
     """Of requests before their first tokens, and of others up to ``count``, on the host.
 

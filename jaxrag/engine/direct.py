@@ -3,17 +3,18 @@
 For jobs that have the engine's thread to themselves (``Engine.call``).
 """
 
-from collections.abc import Sequence
+import dataclasses
+from collections import abc
 
 from jaxrag.base.types import Array
 from jaxrag.engine.layerwise import start_prefill
-from jaxrag.engine.mapping import RequestPlan, RequestState, map_planned, plan_request
+from jaxrag.engine.mapping import map_sequence, sequence_of
 from jaxrag.engine.prefill import Prefilled, select_tokens
 from jaxrag.engine.request import Request
 from jaxrag.engine.runner import ModelRunner
+from jaxrag.engine.sequence import Sequence
 from jaxrag.engine.staging import (
     ChunkLoad,
-    ChunkOrigin,
     drop,
     encode,
     fetch,
@@ -26,20 +27,20 @@ from jaxrag.kv.cache import CachedChunk, PageTable, pages_for
 from jaxrag.reuse.decode import Observe
 
 
-def map_request(runner: ModelRunner, request: Request, reserve_tokens: int) -> RequestState:
+def map_request(runner: ModelRunner, request: Request, reserve_tokens: int) -> Sequence:
     """Bring a prompt's chunks into the pool and reserve pages for what must be computed.
 
     ``reserve_tokens`` is room for generated tokens. Undo with ``unmap``. Raises RequestError where
     the pool has no room for it now.
     """
-    plan = plan_request(runner.model, request, reserve_tokens)
-    found: dict[str, ChunkOrigin] = {}
-    while (state := _try(runner, plan, found)) is None:
+    request = dataclasses.replace(request, max_new_tokens=reserve_tokens + 1)
+    sequence = sequence_of(runner.model, request)
+    while not _try(runner, sequence):
         pass
-    return state
+    return sequence
 
 
-def unmap(runner: ModelRunner, mapped: RequestState) -> None:
+def unmap(runner: ModelRunner, mapped: Sequence) -> None:
     """Give a request's pages back and let its chunks go."""
     allocator = runner.cache.allocator
     allocator.free(mapped.own)
@@ -47,7 +48,7 @@ def unmap(runner: ModelRunner, mapped: RequestState) -> None:
         allocator.release(key)
 
 
-def prefill(runner: ModelRunner, requests: Sequence[RequestState]) -> tuple[Array, PageTable]:
+def prefill(runner: ModelRunner, requests: abc.Sequence[Sequence]) -> tuple[Array, PageTable]:
     """Select what is to be recomputed, then run every request's tokens.
 
     Returns logits [B', V] float32 after each request's last token, and the table with all prefilled
@@ -58,7 +59,7 @@ def prefill(runner: ModelRunner, requests: Sequence[RequestState]) -> tuple[Arra
 
 
 def prefill_observed(
-    runner: ModelRunner, requests: Sequence[RequestState], observe: Observe | None
+    runner: ModelRunner, requests: abc.Sequence[Sequence], observe: Observe | None
 ) -> Prefilled:
     """As ``prefill``, and keep queries of tokens that were run: the last, or evenly spread ones.
 
@@ -74,25 +75,22 @@ def prefill_observed(
     return run.prefilled
 
 
-def _keep_leading(runner: ModelRunner, mapped: RequestState) -> None:
+def _keep_leading(runner: ModelRunner, mapped: Sequence) -> None:
     """The leading parts of a request are computed: later prompts may begin with them."""
     allocator = runner.cache.allocator
-    for key, part in mapped.keep.items():
+    for key, part in mapped.kept_parts.items():
         if key not in allocator:  # another request may have been first
             allocator.insert(key, part.pages, len(part.ids))
-            mapped.held.append(key)
-            mapped.own = [page for page in mapped.own if page not in part.pages]
-    mapped.keep = {}
+            mapped.held = (*mapped.held, key)
+            mapped.own = tuple(page for page in mapped.own if page not in part.pages)
 
 
-def _try(
-    runner: ModelRunner, plan: RequestPlan, found: dict[str, ChunkOrigin]
-) -> RequestState | None:
-    """Map a request; None where a chunk turned out to be computed in place, which needs others."""
+def _try(runner: ModelRunner, sequence: Sequence) -> bool:
+    """Map a request; False where a chunk turned out to be computed in place, which needs others."""
     allocator = runner.cache.allocator
     held: dict[str, CachedChunk] = {}
     own: tuple[int, ...] = ()
-    need = plan.need(allocator.__contains__)
+    need = sequence.need(allocator.__contains__)
     allocator.tick()
     try:
         for key in need.chunks:  # what is there is held before anything is evicted
@@ -101,24 +99,23 @@ def _try(
                 held[key] = resident
         for key in need.chunks:
             if key not in held:
-                brought = _bring_in(runner, plan.loads[key], found)
+                brought = _bring_in(runner, sequence, sequence.loads[key])
                 if brought is None:
-                    plan.gone.add(key)
                     _let_go(runner, held, own)
-                    return None
+                    return False
                 held[key] = brought
-        prompt = plan.request.prompt
-        why = f"a request of {prompt.num_tokens} tokens and {plan.reserve} to generate"
+        room = sequence.request.room
+        why = f"a request of {sequence.num_tokens} tokens and {room} to generate"
         own = allocator.allocate(need.own, why)
-        return map_planned(plan, held, own, found)
+        sequence.own, sequence.held = own, tuple(held)
+        map_sequence(sequence, held)
     except BaseException:
         _let_go(runner, held, own)
         raise
+    return True
 
 
-def _bring_in(
-    runner: ModelRunner, load: ChunkLoad, found: dict[str, ChunkOrigin]
-) -> CachedChunk | None:
+def _bring_in(runner: ModelRunner, sequence: Sequence, load: ChunkLoad) -> CachedChunk | None:
     """Read or encode one chunk into pages of the pool; None where it is computed in place."""
     allocator = runner.cache.allocator
     pages = allocator.allocate(pages_for(load.tokens), f"a chunk of {load.tokens} tokens")
@@ -126,14 +123,15 @@ def _bring_in(
         fetched = fetch(runner, [load])
         if load.key in fetched.refused:
             drop(runner, fetched)
-            found[load.key] = why_refused(load, fetched.refused[load.key])
+            why = why_refused(load, fetched.refused[load.key])
             if load.misses == "in_place":
+                sequence.came(load.key, why)
                 allocator.free(pages)
                 return None
             [made] = encode([load])
-            fetched = keep(load, found[load.key], made)
+            fetched = keep(load, why, made)
         staged = stage(runner, runner.cache, fetched, [load], {load.key: pages})
-        found[load.key] = fetched.found[load.key]
+        sequence.came(load.key, fetched.found[load.key])
         place(runner, staged, {load.key: pages})
     except BaseException:
         allocator.free(pages)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from jaxrag.engine.state import PendingChunk
+from jaxrag.engine.pending import PendingChunk
 
 
 class EncodeQueue:

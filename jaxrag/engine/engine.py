@@ -10,21 +10,20 @@ import queue
 import threading
 import time
 import weakref
-from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Sequence
+from collections import Counter, abc, deque
+from collections.abc import AsyncIterator, Callable, Generator, Iterable
 from concurrent.futures import Future
 
 from jaxrag.base.errors import ContextExceeded, EngineError, RequestError
 from jaxrag.base.sharding import collectives_by, processes_of
-from jaxrag.engine.admission import Entry
 from jaxrag.engine.core import Core
-from jaxrag.engine.decoding import lane_of
-from jaxrag.engine.mapping import most_pages, plan_request
-from jaxrag.engine.progress import CommandedSink, Progress, Sink, Where
+from jaxrag.engine.mapping import most_pages, sequence_of
+from jaxrag.engine.progress import CommandedSink, Progress, Sink, Where, unheard
 from jaxrag.engine.ranks import Follower, Leader
 from jaxrag.engine.request import Request
 from jaxrag.engine.runner import ModelRunner
-from jaxrag.engine.state import ChunkEvent, EngineSettings, RunningRequest
+from jaxrag.engine.sequence import Sequence
+from jaxrag.engine.state import ChunkEvent, EngineSettings
 from jaxrag.engine.status import EngineStatus, Tiers
 from jaxrag.engine.thread import Event as Posted
 from jaxrag.engine.thread import Mailbox, ask
@@ -38,7 +37,6 @@ from jaxrag.models.model import Model
 _LOG = logging.getLogger("jaxrag")
 
 _MEMORY_BYTES = 4 << 30  # of KV of documents passed without a knowledge base
-_REUSED = 0.02  # of a computed token: what a chunk token costs a tenant that comes from the pool
 _MAKING = threading.Lock()  # two threads that ask a model for the first time get one engine
 
 
@@ -127,12 +125,14 @@ class Engine:
 
     def check_fits(self, request: Request) -> None:
         """ContextExceeded for a request that the pool could not hold if it held nothing else."""
-        pages, there = most_pages(request), self.num_pages
-        if pages > there:
+        self._check_pages(most_pages(request), request)
+
+    def _check_pages(self, pages: int, request: Request) -> None:
+        if pages > self.num_pages:
             raise ContextExceeded(
                 f"the prompt of {request.prompt.num_tokens} tokens and its answer need "
-                f"{pages * PAGE} tokens of cache, the pool has {there * PAGE}; raise cache_tokens "
-                "or use fewer chunks"
+                f"{pages * PAGE} tokens of cache, the pool has {self.num_pages * PAGE}; raise "
+                "cache_tokens or use fewer chunks"
             )
 
     def add(self, request: Request, sink: Sink) -> int:
@@ -143,7 +143,7 @@ class Engine:
         """
         return self.add_all([(request, sink)])[0]
 
-    def add_all(self, asked: Sequence[tuple[Request, Sink]]) -> list[int]:
+    def add_all(self, asked: abc.Sequence[tuple[Request, Sink]]) -> list[int]:
         """As ``add``, for requests that come at one moment."""
         if self.lost is not None:
             raise self.lost
@@ -152,14 +152,14 @@ class Engine:
             _ = self.runner.cache  # the first request is refused where the pool has no room
 
         def event() -> None:
-            for running, entry in made:
+            for sequence in made:
                 try:
-                    self._at_work.submit(running, entry)
+                    self._at_work.submit(sequence)
                 except Exception as error:
-                    running.sink(Progress(running.number, error=error))
+                    sequence.sink(Progress(sequence.number, error=error))
 
-        self._post(event, [self._command(running) for running, _ in made])
-        return [running.number for running, _ in made]
+        self._post(event, [self._command(sequence) for sequence in made])
+        return [sequence.number for sequence in made]
 
     def abort(self, number: int) -> None:
         """Nothing more is wanted of a request; its client gets ``Cancelled`` if it still runs."""
@@ -211,7 +211,7 @@ class Engine:
         """Make the pool anew, and the arena: chunks are read when they are next asked for."""
         ask(lambda event: self._post(event, [Forget()]), lambda: self._at_work.forget())
 
-    def drop(self, keys: Sequence[str]) -> None:
+    def drop(self, keys: abc.Sequence[str]) -> None:
         """Let the KV of chunks leave the pool and the arena, where no request reads it now.
 
         Raises RequestError where several processes hold the model.
@@ -219,25 +219,6 @@ class Engine:
         self._check_alone()
         if self._core is not None:
             ask(self._mail.post, lambda: self._at_work.drop(keys))
-
-    def prefetch(self, requests: Iterable[Request]) -> None:
-        """Read into host memory what these requests will ask for and is not near yet.
-
-        To be called as soon as their chunks are known: reading goes on while they are made ready,
-        and while they wait for room. Nothing of it reaches the device, and it may be in vain. An
-        engine that has served no request yet does nothing.
-        """
-        if self._core is None or self.settings.lockstep:
-            return
-        far = [request for request in requests if not request.store.private]
-        plans = [plan_request(self.runner.model, request, 0) for request in far]
-
-        def event() -> None:
-            for plan in plans:
-                self._at_work.prefetch(plan.loads.values())
-
-        if plans:
-            self._mail.post(event)
 
     def tiers(self) -> Tiers | None:
         """Where chunk KV came from, and lies now; None before the first request."""
@@ -268,10 +249,12 @@ class Engine:
     def where(self, number: int) -> Where | None:
         """Status of a request; None for one that is over, or not begun."""
         core = self._core
-        entry = None if core is None else core.state.scheduler.live.get(number)
-        if entry is None:
+        scheduler = None if core is None else core.state.scheduler
+        sequence = None if scheduler is None else scheduler.live.get(number)
+        if scheduler is None or sequence is None:
             return None
-        return Where(entry.status.value, len(entry.held) - len(entry.missing), len(entry.held))
+        chunks, missing = len(sequence.held), len(scheduler.missing(sequence))
+        return Where(sequence.status.value, chunks - missing, chunks)
 
     def held(self) -> tuple[list[str], list[str]]:
         """Keys of the KV in its pool, or on its way there, and of that in its host arena."""
@@ -285,7 +268,7 @@ class Engine:
         core = self._core
         return [] if core is None else list(core.state.events)
 
-    def warm_up(self, requests: Sequence[Request]) -> int:
+    def warm_up(self, requests: abc.Sequence[Request]) -> int:
         """Compile what requests like these need, before others wait for it; how many programs.
 
         The large ones are compiled side by side, then every request is served once, for the rest.
@@ -300,7 +283,7 @@ class Engine:
                 raise progress.error
         return programs + sum(self.compiled.values()) - before
 
-    def iterate(self, requests: Sequence[Request]) -> Generator[Progress]:
+    def iterate(self, requests: abc.Sequence[Request]) -> Generator[Progress]:
         """Serve requests and iterate over their progress, in the order it comes.
 
         ``Progress.number`` counts the requests from 0. Closing the iterator aborts what is left.
@@ -363,8 +346,8 @@ class Engine:
     def _carry_out(self, core: Core, command: Command) -> None:
         """What the leader's client asked for; the leader alone answers."""
         if isinstance(command, Submit):
-            made = self._entered(command.request, _unheard, command.number, command.added)
-            core.handle(lambda: core.submit(*made))
+            made = self._entered(command.request, unheard, command.number, command.added)
+            core.handle(lambda: core.submit(made))
         elif isinstance(command, Forget):
             core.handle(core.forget)
         else:
@@ -383,13 +366,13 @@ class Engine:
         """What a client answers is the leader's alone: it becomes a command to all."""
         return sink if self._leader is None else CommandedSink(sink, self.abort, self.stop)
 
-    def _command(self, running: RunningRequest) -> Submit | None:
+    def _command(self, sequence: Sequence) -> Submit | None:
         if self._leader is None:
             return None
-        store = self._leader.name_of(running.request.store)
-        return Submit(running.number, running.added, store, running.request)
+        store = self._leader.name_of(sequence.request.store)
+        return Submit(sequence.number, sequence.moments["added"], store, sequence.request)
 
-    def _post(self, event: Posted, commands: Sequence[Command | None]) -> None:
+    def _post(self, event: Posted, commands: abc.Sequence[Command | None]) -> None:
         """Have the engine's thread do something, and every other process with it."""
         given = () if self._leader is None else tuple(it for it in commands if it is not None)
         self._mail.post(_Commanded(event, given) if given else event)
@@ -408,7 +391,7 @@ class Engine:
 
     def _entered(
         self, request: Request, sink: Sink, number: int | None = None, now: float | None = None
-    ) -> tuple[RunningRequest, Entry]:
+    ) -> Sequence:
         model, rule = self.runner.model, request.method.decode
         placement = model.placement
         request = request.over(model.batch_ways)
@@ -417,28 +400,13 @@ class Engine:
         if request.room or placement.away:
             check = request.method.check_placement
             check(model.config, placement, generates=bool(request.room))
-        self.check_fits(request)
         request.sampling.check_ids(model.config.vocab_size)
-        plan = plan_request(model, request, request.room)
-        need = plan.need(lambda key: False)
-        lane = lane_of(request, need.pages, placement)
         number = next(self._numbers) if number is None else number
-        now = self._clock() if now is None else now
-        prompt = request.prompt
-        reused = sum(len(it.ids) for it in plan.parts if it.load is not None or it.turn)
-        entry = Entry(
-            number=number,
-            need=plan.need,
-            lane=lane,
-            rows=request.rows,
-            tokens=prompt.num_tokens,
-            cost=prompt.num_tokens - reused + _REUSED * reused,
-            priority=request.priority,
-            tenant=request.tenant,
-            deadline=None if request.timeout is None else now + request.timeout,
-            swappable=placement.on_device and not plan.looks,
-        )
-        return RunningRequest(number, request, plan, lane, sink, now), entry
+        sequence = sequence_of(model, request, number)
+        self._check_pages(sequence.need(lambda key: False).pages, request)
+        sequence.sink = sink
+        sequence.moments["added"] = self._clock() if now is None else now
+        return sequence
 
     @property
     def _at_work(self) -> Core:
@@ -526,10 +494,6 @@ class _Commanded:
 
     def __call__(self) -> None:
         self.event()
-
-
-def _unheard(progress: Progress) -> None:
-    """A sink of a process that answers nobody."""
 
 
 def _serve(engine: "weakref.ref[Engine]", mail: Mailbox) -> None:

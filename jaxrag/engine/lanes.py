@@ -1,31 +1,34 @@
 """The lanes of an engine, who has which row, and the steps in flight."""
 
 import dataclasses
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import abc, defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from jaxrag.base.sharding import to_host
-from jaxrag.base.types import Array
-from jaxrag.engine.decoding import Drawn, Lane, LaneKey, sample_first, sampling_rows
-from jaxrag.engine.mapping import RequestState
+from jaxrag.base.types import Array, HostArray
+from jaxrag.engine.decoding import Drawn, Lane, sample_first, sampling_rows
 from jaxrag.engine.progress import Top
-from jaxrag.engine.request import DECODE_BLOCK
-from jaxrag.engine.scheduler import RequestStatus
-from jaxrag.engine.state import Broken, RunningRequest, State, Swapped
+from jaxrag.engine.request import DECODE_BLOCK, LaneKey
+from jaxrag.engine.sequence import RequestStatus, Sequence, Swapped
+from jaxrag.engine.state import Broken, State
 from jaxrag.engine.swap import swap_in, swap_out
 from jaxrag.reuse.decode import Decoding
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Ticket:
-    """A step in flight: new tokens of every row, and who is to have how many of which."""
+    """A step in flight: new tokens of every row, and who is to have how many of which.
 
+    ``epoch``: of the pool that it runs on; it is void on another.
+    """
+
+    epoch: int
     new: Drawn
     block: int
-    rows: list[tuple[int, RunningRequest, int, int]]  # row, request, its run, tokens
+    rows: list[tuple[int, Sequence, int]]  # row, request, tokens
 
 
 class Lanes:
@@ -34,17 +37,15 @@ class Lanes:
     def __init__(
         self,
         state: State,
-        took: Callable[[RunningRequest, list[int], list[float], list[Top]], None],
-        release: Callable[[RunningRequest], None],
+        took: Callable[[Sequence, list[int], list[float], list[Top]], None],
+        release: Callable[[Sequence], None],
     ) -> None:
         """``took`` gets new tokens; ``release`` a request that ended, once nothing runs it."""
         self._state, self._took, self._release = state, took, release
         self._lanes: dict[LaneKey, Lane] = {}
-        self._rows: dict[LaneKey, list[RunningRequest | None]] = {}
+        self._rows: dict[LaneKey, list[Sequence | None]] = {}
         self._left: dict[LaneKey, set[int]] = defaultdict(set)  # rows that still run for no request
-        self._first: list[
-            tuple[list[tuple[int, RunningRequest, int]], Drawn]
-        ] = []  # sampled tokens that were not read
+        self._first: list[tuple[int, list[tuple[int, Sequence]], Drawn]] = []  # epoch, who, what
         self._in_flight: list[_Ticket] = []
 
     @property
@@ -54,16 +55,16 @@ class Lanes:
 
     def join(
         self,
-        requests: Sequence[RunningRequest | None],
+        requests: abc.Sequence[Sequence | None],
         logits: Array,
-        decoding: Decoding | None = None,
+        decoding: Decoding | None,
     ) -> None:
         """Requests of one lane are prefilled: their first tokens are sampled, and they have rows.
 
         Args:
           requests: in the order of ``logits``; None for one that does not join now.
           logits: [B', V] float32, B' at least their number.
-          decoding: what the rule of the one that joins carries, if it carries anything.
+          decoding: what the rule of the one that joins carries; None where it carries nothing.
         """
         joining = [it for it in requests if it is not None]
         if not joining:
@@ -76,53 +77,50 @@ class Lanes:
             first = sample_first(logits, sampling_rows(here, len(logits), vocab_size))
         else:
             rows = [
-                None if running is None else self._take_row(running, key) for running in requests
+                None if sequence is None else self._take_row(sequence, key) for sequence in requests
             ]
-            asked = [(it.request, it.state) for it in joining if it.state is not None]
-            places = iter(asked)
-            every = [asked[0] if it is None else next(places) for it in requests]
+            every = [it or joining[0] for it in requests]
             first = self._lanes[key].join(rows, every, logits, decoding)
-        for running in joining:
-            running.left = 0 if key is None else running.request.room
-        told = [
-            (at, running, running.run) for at, running in enumerate(requests) if running is not None
-        ]
-        self._first.append((told, first))
+        for sequence in joining:
+            sequence.left = 0 if key is None else sequence.request.room
+        told = [(at, it) for at, it in enumerate(requests) if it is not None]
+        self._first.append((self._state.epoch, told, first))
 
-    def set_aside(self, running: RunningRequest) -> None:
+    def set_aside(self, sequence: Sequence) -> None:
         """Copy what a request has on the device to the host, and take it from its row."""
-        assert running.lane is not None and running.row is not None
-        own = self._state.scheduler.live[running.number].own
-        content = swap_out(self._state.runner, own)
-        running.swapped = Swapped(content, self._lanes[running.lane].take_out(running.row))
-        self._left[running.lane].add(running.row)
-        self.free(running)
+        assert sequence.lane is not None and sequence.row is not None
+        content = swap_out(self._state.runner, sequence.own)
+        sequence.swapped = Swapped(content, self._lanes[sequence.lane].take_out(sequence.row))
+        self._left[sequence.lane].add(sequence.row)
+        self.free(sequence)
 
-    def put_back(self, running: RunningRequest, mapped: RequestState) -> None:
-        """A request that was set aside goes on where it was, over pages that may be others."""
-        assert (
-            running.lane is not None and running.state is not None and running.swapped is not None
-        )
-        own = self._state.scheduler.live[running.number].own
-        swap_in(self._state.runner, own, running.swapped.pages)
-        if running.state.choice is not None and running.state.choice.copied:
-            mapped.use_copies()
-        running.state.table = mapped.table
-        row = self._take_row(running, running.lane)
-        self._lanes[running.lane].put_back(row, running.state, running.swapped.row)
-        running.swapped = None
+    def put_back(self, sequence: Sequence) -> None:
+        """A request that was set aside, and is mapped again, goes on where it was."""
+        assert sequence.lane is not None and sequence.swapped is not None
+        swap_in(self._state.runner, sequence.own, sequence.swapped.pages)
+        row = self._take_row(sequence, sequence.lane)
+        self._lanes[sequence.lane].put_back(row, sequence, sequence.swapped.row)
+        sequence.swapped = None
 
-    def leave(self, running: RunningRequest) -> None:
+    def leave(self, sequence: Sequence) -> None:
         """A request wants no more steps; those in flight still run it."""
-        if running.row is not None and running.lane is not None and running.left:
-            running.left = 0
-            self._left[running.lane].add(running.row)
+        place = self._place(sequence)
+        if place is not None and sequence.left:
+            sequence.left = 0
+            self._left[place[0]].add(place[1])
 
-    def free(self, running: RunningRequest) -> None:
+    def free(self, sequence: Sequence) -> None:
         """Nothing in flight runs a request: others may have its row."""
-        if running.row is not None and running.lane is not None:
-            self._rows[running.lane][running.row] = None
-            running.row = None
+        place = self._place(sequence)
+        if place is not None:
+            self._rows[place[0]][place[1]] = None
+
+    def _place(self, sequence: Sequence) -> tuple[LaneKey, int] | None:
+        """The lane and the row of a request that has joined it."""
+        lane, row = sequence.lane, sequence.row
+        if lane is None or row is None or lane not in self._rows:
+            return None
+        return (lane, row) if self._rows[lane][row] is sequence else None
 
     def step(self) -> None:
         """Dispatch a step of every lane that has anything to run."""
@@ -133,7 +131,7 @@ class Lanes:
             lane = self._lanes[key]
             block = self._block(key, [it for _, it in active])
             try:
-                if guided := {row: it.allowed for row, it in active if it.allowed is not None}:
+                if guided := _allowed(active):
                     lane.allow(guided)
                 if left := self._left.pop(key, None):
                     lane.leave(left)
@@ -141,12 +139,12 @@ class Lanes:
             except Exception as error:
                 raise Broken(error, [it for _, it in active]) from error
             told = []
-            for row, running in active:
-                count = min(block, running.left)
-                running.left -= count
-                running.in_flight += 1
-                told.append((row, running, running.run, count))
-            self._in_flight.append(_Ticket(new, block, told))
+            for row, sequence in active:
+                count = min(block, sequence.left)
+                sequence.left -= count
+                sequence.in_flight += 1
+                told.append((row, sequence, count))
+            self._in_flight.append(_Ticket(self._state.epoch, new, block, told))
 
     def turn(self) -> None:
         """Dispatch the next steps, then read what was in flight before them."""
@@ -161,9 +159,9 @@ class Lanes:
         finally:
             in_flight, self._in_flight = self._in_flight, before
         now = self._state.clock()
-        for told, _ in self._first:
-            for _, running, _ in told:
-                running.moments["stepped"] = now
+        for _, told, _ in self._first:
+            for _, sequence in told:
+                sequence.moments["stepped"] = now
         self.deliver()
         self._in_flight = in_flight
 
@@ -182,17 +180,16 @@ class Lanes:
 
     def _deliver_first(self) -> None:
         firsts, self._first = self._first, []
-        for requests, first in firsts:
+        for epoch, requests, first in firsts:
             try:
                 drawn = jax.tree.map(to_host, first)
             except Exception as error:
-                raise Broken(error, [running for _, running, _ in requests]) from error
-            for at, running, run in requests:
-                if running.ended or run != running.run:
+                raise Broken(error, [sequence for _, sequence in requests]) from error
+            for at, sequence in requests:
+                if sequence.ended or epoch != self._state.epoch:
                     continue
-                if running.first is None:
-                    running.first = self._state.clock()
-                self._took(running, *_told(drawn, running, (slice(at, at + 1),)))
+                sequence.moments.setdefault("first", self._state.clock())
+                self._took(sequence, *_told(drawn, sequence, (slice(at, at + 1),)))
 
     def _deliver_steps(self) -> None:
         tickets, self._in_flight = self._in_flight, []
@@ -200,15 +197,15 @@ class Lanes:
             try:
                 drawn = jax.tree.map(to_host, ticket.new)
             except Exception as error:
-                raise Broken(error, [running for _, running, _, _ in ticket.rows]) from error
-            for row, running, run, count in ticket.rows:
-                if run != running.run:
-                    continue
-                running.in_flight -= 1
-                if not running.ended:
-                    self._took(running, *_told(drawn, running, (row, slice(count))))
-                elif not running.in_flight:
-                    self._release(running)
+                raise Broken(error, [sequence for _, sequence, _ in ticket.rows]) from error
+            for row, sequence, count in ticket.rows:
+                if ticket.epoch != self._state.epoch:  # a client had the pool made anew
+                    break
+                sequence.in_flight -= 1
+                if not sequence.ended:
+                    self._took(sequence, *_told(drawn, sequence, (row, slice(count))))
+                elif not sequence.in_flight:
+                    self._release(sequence)
 
     def clear(self) -> None:
         """Nobody has a row; what the lanes hold on the device goes."""
@@ -218,22 +215,22 @@ class Lanes:
         self._first.clear()
         self._in_flight.clear()
 
-    def _take_row(self, running: RunningRequest, key: LaneKey) -> int:
+    def _take_row(self, sequence: Sequence, key: LaneKey) -> int:
         """The row that a request was given, in its lane, which is made where it is the first."""
         if key not in self._lanes:
             self._lanes[key] = Lane(self._state.runner, key)
             self._rows[key] = [None] * key.rows
-        row = self._state.scheduler.live[running.number].row
+        row = sequence.row
         assert row is not None and self._rows[key][row] is None
         self._left[key].discard(row)
-        running.row, self._rows[key][row] = row, running
+        self._rows[key][row] = sequence
         return row
 
-    def _block(self, key: LaneKey, here: Sequence[RunningRequest]) -> int:
+    def _block(self, key: LaneKey, here: abc.Sequence[Sequence]) -> int:
         """Tokens of the next step: many where no client watches and none could join before."""
         if (
-            any(running.request.watched or running.request.grammar for running in here)
-            or max(running.left for running in here) == 1
+            any(sequence.request.watched or sequence.request.grammar for sequence in here)
+            or max(sequence.left for sequence in here) == 1
         ):
             return 1
         scheduler = self._state.scheduler
@@ -242,19 +239,27 @@ class Lanes:
 
 
 def _told(
-    drawn: Drawn, running: RunningRequest, here: tuple[Any, ...]
+    drawn: Drawn, sequence: Sequence, here: tuple[Any, ...]
 ) -> tuple[list[int], list[float], list[Top]]:
     """Some tokens on the host, their log-probabilities, and the likeliest that were asked for."""
     ids, logprobs = drawn.ids[here].tolist(), drawn.logprobs[here].tolist()
-    count = running.request.sampling.top_logprobs
+    count = sequence.request.sampling.top_logprobs
     if drawn.top is None or not count:
         return ids, logprobs, []
     pairs = zip(*(x[here][:, :count].tolist() for x in drawn.top), strict=True)
     return ids, logprobs, [list(zip(*pair, strict=True)) for pair in pairs]
 
 
-def _active(rows: Sequence[RunningRequest | None]) -> list[tuple[int, RunningRequest]]:
+def _allowed(active: abc.Sequence[tuple[int, Sequence]]) -> dict[int, HostArray]:
+    """By row what may come next in answers that follow a grammar."""
+    matchers = [(row, it.matcher) for row, it in active if it.matcher is not None]
+    return {row: it.next for row, it in matchers if it.next is not None}
+
+
+def _active(rows: abc.Sequence[Sequence | None]) -> list[tuple[int, Sequence]]:
     """Rows with tokens to run, and whose they are."""
     return [
-        (row, running) for row, running in enumerate(rows) if running is not None and running.left
+        (row, sequence)
+        for row, sequence in enumerate(rows)
+        if sequence is not None and sequence.left
     ]

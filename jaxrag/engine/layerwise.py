@@ -7,7 +7,8 @@ that is in host memory already comes in once, in blocks.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections import abc
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -19,9 +20,10 @@ from jaxrag.base import struct
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.shapes import bucket, pieces
 from jaxrag.base.types import HIDDEN, Array, HostArray, Partial, on_host
-from jaxrag.engine.mapping import RequestState, batch_tables
+from jaxrag.engine.mapping import batch_tables
 from jaxrag.engine.prefill import PREFILL_TOKENS, Prefill, Prefilled, observed_tokens
 from jaxrag.engine.runner import ModelRunner
+from jaxrag.engine.sequence import Sequence
 from jaxrag.kv.cache import PAGE, PagePool, PageTable
 from jaxrag.kv.cache.host_pool import rows_of
 from jaxrag.models.attention import Pages, attend_placed, merge
@@ -97,7 +99,7 @@ class LayerPrefill:
     def __init__(
         self,
         runner: ModelRunner,
-        requests: Sequence[RequestState],
+        requests: abc.Sequence[Sequence],
         observe: Observe | None,
         rows: int | None = None,
     ) -> None:
@@ -127,7 +129,7 @@ class LayerPrefill:
         return -(-width // self._runner.model.config.num_layers)
 
     def _run(
-        self, row: int, request: RequestState, widths: Sequence[tuple[int, int]]
+        self, row: int, request: Sequence, widths: abc.Sequence[tuple[int, int]]
     ) -> Iterator[int]:
         """The width of every piece of every layer, once it is dispatched."""
         model = self._runner.model
@@ -162,7 +164,7 @@ class LayerPrefill:
                         self.prefilled = before._replace(logits=before.logits.at[row].set(logits))
                 yield width
 
-    def _prompt(self, row: int, request: RequestState, size: int) -> _Prompt:
+    def _prompt(self, row: int, request: Sequence, size: int) -> _Prompt:
         pad = size - len(request.ids)
         nowhere = len(request.table.pages) * PAGE
         return on_host(
@@ -215,7 +217,7 @@ class LayerPrefill:
 
 def start_prefill(
     runner: ModelRunner,
-    requests: Sequence[RequestState],
+    requests: abc.Sequence[Sequence],
     observe: Observe | None,
     rows: int | None = None,
 ) -> Prefill | LayerPrefill:
@@ -384,12 +386,12 @@ def _logits(params: Params, config: ModelConfig, x: Array, last: Array) -> Array
     return unembed(params, rms_norm(x[0, last], params.final_norm, config.norm_eps))
 
 
-def _cut(arrays: Sequence[Array], start: Array, width: int) -> list[Array]:
+def _cut(arrays: abc.Sequence[Array], start: Array, width: int) -> list[Array]:
     """``width`` tokens from ``start`` on, along the second axis."""
     return [lax.dynamic_slice_in_dim(x, start, width, 1) for x in arrays]
 
 
-def _put(arrays: Sequence[Array], news: Sequence[Any], start: Array) -> list[Array]:
+def _put(arrays: abc.Sequence[Array], news: abc.Sequence[Any], start: Array) -> list[Array]:
     """Arrays with these tokens replaced from ``start`` on."""
     pairs = zip(arrays, news, strict=True)
     return [lax.dynamic_update_slice_in_dim(x, new, start, 1) for x, new in pairs]

@@ -2,15 +2,16 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Collection, Iterator
 from typing import Literal
 
 import numpy as np
 
-from jaxrag.engine.mapping import PromptPart, RequestState
+from jaxrag.engine.looks import Looks
 from jaxrag.engine.progress import Outcome
-from jaxrag.engine.request import Request
 from jaxrag.engine.reuse import How, KVTier, PartReuse
+from jaxrag.engine.sequence import PromptPart, Sequence
 from jaxrag.engine.staging import ChunkOrigin
 from jaxrag.kv.store.memory import MemoryStore
 from jaxrag.models.flops import turborag_flops
@@ -23,23 +24,26 @@ INDEX_COUNTS = ("keys", "stored", "trained")  # of decode.Account
 
 def outcome_of(
     model: Model,
-    request: Request,
-    state: RequestState,
+    sequence: Sequence,
     searched: Account | None,
     *,
-    moments: tuple[float, float, float, float, float],
+    now: float,
     compiling: Callable[[float, float], float],
-    tokens: int,
+    looks: Looks | None,
 ) -> Outcome:
     """The account of a request that is done.
 
     Args:
-      moments: when it was added, admitted, ready, had its first token, and its last.
+      now: when it had its last token.
       compiling: seconds between two moments in which the engine compiled.
-      tokens: of its answer.
+      looks: which chunks its tokens were chosen for, where that is asked and known.
     """
+    request, tokens, moments = sequence.request, sequence.read, dict(sequence.moments)
+    moments.setdefault("admitted", moments["added"])
+    moments.setdefault("ready", moments["admitted"])
+    ends = [*(moments[name] for name in ("added", "admitted", "ready", "first")), now]
     wait, load, prefill, decode = (
-        end - start - compiling(start, end) for start, end in itertools.pairwise(moments)
+        end - start - compiling(start, end) for start, end in itertools.pairwise(ends)
     )
     rule = request.method.decode
     searched = searched or Account()  # the first token needs no index
@@ -48,36 +52,38 @@ def outcome_of(
         load_seconds=load,
         prefill_seconds=prefill,
         per_token=decode / (tokens - 1) if tokens > 1 else 0.0,
-        compile_seconds=compiling(moments[0], moments[3]),
-        computed=len(state.ids),
-        flops=_flops(model, request, state),
-        reuse=account(request.method, state, request.encoders),
+        compile_seconds=compiling(moments["added"], moments["first"]),
+        computed=len(sequence.ids),
+        flops=_flops(model, sequence),
+        reuse=account(sequence),
         indexes={} if rule.searches is None else {n: getattr(searched, n) for n in INDEX_COUNTS},
         notes=[
-            *notes_on_missed(state, isinstance(request.store, MemoryStore)),
+            *notes_on_missed(sequence, isinstance(request.store, MemoryStore)),
             *(f"decode rule {rule.name!r}: {note}" for note in searched.notes),
         ],
+        looks=looks,
+        moments=moments,
     )
 
 
-def _flops(model: Model, request: Request, state: RequestState) -> int:
-    flops = turborag_flops(model.config, len(state.ids), request.prompt.num_tokens)
-    flops += 0 if state.choice is None else state.choice.flops
-    runs = [run for part in state.distinct for run in part.found.runs]  # type: ignore[union-attr]
+def _flops(model: Model, sequence: Sequence) -> int:
+    flops = turborag_flops(model.config, len(sequence.ids), sequence.num_tokens)
+    flops += 0 if sequence.choice is None else sequence.choice.flops
+    runs = [run for part in sequence.distinct if part.origin for run in part.origin.runs]
     return flops + sum(turborag_flops(model.config, *run) for run in runs)
 
 
-def notes_on_missed(state: RequestState, in_memory: bool = False) -> Iterator[str]:
+def notes_on_missed(sequence: Sequence, in_memory: bool = False) -> Iterator[str]:
     """A line on what was not found of the prefix, and one on the chunks of each encoder.
 
     ``in_memory``: the store is the engine's own and ends with it.
     """
     stored = "kept in memory" if in_memory else "stored"
     groups: dict[tuple[bool, str], list[tuple[int, ChunkOrigin]]] = {}
-    for part in state.distinct:
-        if part.load is not None and part.found is not None and not part.found.hit:
-            group = (part is not state.parts[0], part.load.encoder)
-            groups.setdefault(group, []).append((len(part.ids), part.found))
+    for part in sequence.distinct:
+        if part.load is not None and part.origin is not None and not part.origin.hit:
+            group = (part is not sequence.parts[0], part.load.encoder)
+            groups.setdefault(group, []).append((len(part.ids), part.origin))
     for missed in groups.values():
         found = [it for _, it in missed]
         corrupt, unsealed = sum(it.corrupt for it in found), sum(it.unsealed for it in found)
@@ -96,27 +102,22 @@ def notes_on_missed(state: RequestState, in_memory: bool = False) -> Iterator[st
         yield f"{len(missed)} chunk(s), {tokens} tokens, {done} ({why}) and {kept}"
 
 
-def account(
-    method: Method, mapped: RequestState, maintained: Collection[str] | None = None
-) -> list[PartReuse]:
-    """What became of the prefix (unless it is empty), of every chunk and of every turn.
-
-    ``maintained`` are the encoders under which a knowledge base keeps the chunks, where all of them
-    were retrieved from one: it tells a chunk whose KV is gone from one that never had any.
-    """
-    chunks = mapped.parts[1:]
+def account(sequence: Sequence) -> list[PartReuse]:
+    """What became of the prefix (unless it is empty), of every chunk and of every turn."""
+    method, maintained = sequence.request.method, sequence.request.encoders
+    chunks = sequence.parts[1:]
     recomputed = np.zeros(len(chunks), int)
-    if mapped.choice is not None:
+    if sequence.choice is not None:
         ends = np.cumsum([len(part.ids) for part in chunks])
-        of = np.searchsorted(ends, mapped.choice.tokens, side="right")
+        of = np.searchsorted(ends, sequence.choice.tokens, side="right")
         recomputed = np.bincount(of, minlength=len(chunks))
     rows: list[PartReuse] = []
-    names = _names(mapped.parts)
-    for name, part, again in zip(names, mapped.parts, (0, *recomputed), strict=True):
+    names = _names(sequence.parts)
+    for name, part, again in zip(names, sequence.parts, (0, *recomputed), strict=True):
         if not len(part.ids):
             continue
         how, where, why = _turn(method, part) if part.turn else _found(method, part)
-        if why and part.chunk >= 0 and part.found is not None and maintained is not None:
+        if why and part.chunk >= 0 and part.origin is not None and maintained is not None:
             why += _since_ingest(method.encoder_of(part.chunk), maintained)
         row = PartReuse(name, len(part.ids), how, where, int(again), why)
         same = [at for at, it in enumerate(rows) if (it.part, it.how) == (name, how)]
@@ -128,7 +129,7 @@ def account(
     return rows
 
 
-def _names(parts: Sequence[PromptPart]) -> list[str]:
+def _names(parts: abc.Sequence[PromptPart]) -> list[str]:
     """Of every part, chunks and turns counted each on their own."""
     numbers: dict[int, str] = {-1: "prefix"}
     counts = {"chunk": 0, "turn": 0}
@@ -151,7 +152,7 @@ def _turn(method: Method, part: PromptPart) -> tuple[How, Literal["pool"] | None
 def _found(method: Method, part: PromptPart) -> tuple[How, KVTier | None, str]:
     if part.kept:
         return "prefix hit", "pool", ""
-    found = part.found
+    found = part.origin
     if found is None:
         why = f"{method.name} reuses no chunk"
         if method.prefix_cache:

@@ -1,7 +1,8 @@
 """Online prefill: new tokens run through the model against the paged pool."""
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections import abc
 from typing import Any, NamedTuple
 
 import jax
@@ -13,8 +14,9 @@ from jax.stages import Lowered
 from jaxrag.base import struct
 from jaxrag.base.shapes import bucket, pieces
 from jaxrag.base.types import Array, HostArray, Step
-from jaxrag.engine.mapping import RequestState
+from jaxrag.engine.mapping import recompute
 from jaxrag.engine.runner import ModelRunner
+from jaxrag.engine.sequence import Sequence
 from jaxrag.kv.cache import PagePool, PageTable, batch_table
 from jaxrag.models.attention import Attend, PagedAttend
 from jaxrag.models.decoder import Decoder, forward, unembed
@@ -45,7 +47,7 @@ class Prefilled(NamedTuple):
 
 
 def observed_tokens(
-    requests: Sequence[RequestState], observe: Observe | None, rows: int
+    requests: abc.Sequence[Sequence], observe: Observe | None, rows: int
 ) -> tuple[HostArray, HostArray]:
     """Which of the tokens to run are observed, and their positions: [rows, W] each, -1: none.
 
@@ -74,18 +76,20 @@ class _Piece(struct.PyTreeNode):
     observed: Array  # [B, W] indices of the observed tokens among them; -1: in another piece
 
 
-def select_tokens(runner: ModelRunner, requests: Sequence[RequestState]) -> None:
+def select_tokens(runner: ModelRunner, requests: abc.Sequence[Sequence], ahead: Any = None) -> None:
     """Choose the chunk tokens that each request computes again, and hide their stored KV from it.
 
     They join the tokens to run, at their own positions, before the final block. Runs once a
-    request; those that recompute nothing are left as they are.
+    request; those that recompute nothing are left as they are. ``ahead``: what ``Selector.ahead``
+    made of their final blocks.
     """
-    for selector in dict.fromkeys(r.selector for r in requests if r.selector is not None):
-        here = [r for r in requests if r.selector == selector]
-        scenes = [r.scene for r in here if r.scene is not None]
+    choosing = [it for it in requests if it.request.method.recomputes and it.choice is None]
+    for selector in dict.fromkeys(it.request.method.selector for it in choosing):
+        here = [it for it in choosing if it.request.method.selector == selector]
+        scenes = [dataclasses.replace(it.scene, ahead=ahead) for it in here]
         choices = choose(runner.model, runner.cache, selector, scenes)
-        for request, choice in zip(here, choices, strict=True):
-            request.recompute(choice)
+        for it, scene, choice in zip(here, scenes, choices, strict=True):
+            recompute(it, scene, choice)
 
 
 class Prefill:
@@ -99,14 +103,14 @@ class Prefill:
     def __init__(
         self,
         runner: ModelRunner,
-        requests: Sequence[RequestState],
+        requests: abc.Sequence[Sequence],
         observe: Observe | None,
         rows: int | None = None,
     ) -> None:
         """Runs nothing yet. ``rows`` is how many the program has; None: a power of two."""
         self._runner, self._requests = runner, requests
         model, rows = runner.model, rows or bucket(len(requests), 1)
-        table = batch_table([r.table for r in requests], rows, model.put_batch)
+        table = batch_table([it.table for it in requests], rows, model.put_batch)
         logits = model.zeros((rows, model.config.vocab_size), "float32")
         self._observed, positions = observed_tokens(requests, observe, rows)
         shape = (model.config.num_layers, *positions.shape)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections import deque
+from collections import abc, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,14 +11,13 @@ from jaxrag.base.errors import EngineError
 from jaxrag.base.shapes import pieces
 from jaxrag.base.types import Array
 from jaxrag.engine.away import start_row
-from jaxrag.engine.decoding import LaneKey
-from jaxrag.engine.lanes import Lanes
 from jaxrag.engine.layerwise import LayerPrefill, start_prefill
-from jaxrag.engine.mapping import RequestState, map_planned
+from jaxrag.engine.mapping import map_sequence
 from jaxrag.engine.prefill import PREFILL_TOKENS, Prefill, Prefilled, select_tokens
-from jaxrag.engine.request import Request
+from jaxrag.engine.request import LaneKey, Request
 from jaxrag.engine.runner import ModelRunner
-from jaxrag.engine.state import Broken, EngineSettings, RunningRequest, State
+from jaxrag.engine.sequence import Sequence
+from jaxrag.engine.state import Broken, EngineSettings, State
 from jaxrag.engine.thread import ask, result_of
 from jaxrag.kv.cache import PagePool, table_width
 from jaxrag.reuse.decode import Decoding, Observe
@@ -58,7 +57,7 @@ class _Group:
     """Prompts that are run together; none joins once the first piece has been run."""
 
     shape: _Shape
-    members: list[RunningRequest]
+    members: list[Sequence]
     prefill: Prefill | LayerPrefill | None = None
 
 
@@ -66,12 +65,20 @@ class PrefillQueue:
     """Prefills requests, together where their pieces are small, and hands them to their lanes."""
 
     def __init__(
-        self, state: State, lanes: Lanes, release: Callable[[RunningRequest], None]
+        self,
+        state: State,
+        join: Callable[[abc.Sequence[Sequence | None], Array, Decoding | None], None],
+        put_back: Callable[[Sequence], None],
+        release: Callable[[Sequence], None],
     ) -> None:
-        """``release`` gets a request that ended while something was made for it."""
-        self._state, self._lanes, self._release = state, lanes, release
+        """``join`` and ``put_back`` are as of ``Lanes``.
+
+        ``release`` gets a request that ended while something was made for it.
+        """
+        self._state, self._join, self._put_back, self._release = state, join, put_back, release
         self._groups: list[_Group] = []
-        self._expected: deque[RunningRequest] = deque()
+        self._expected: deque[Sequence] = deque()
+        self._ahead: dict[int, Any] = {}  # what selectors made of questions whose chunks come yet
         self._indexers: ThreadPoolExecutor | None = None
 
     def run(self) -> bool:
@@ -93,24 +100,25 @@ class PrefillQueue:
                 raise Broken(error, group.members) from error
         return left < budget or self._look_ahead()
 
-    def expect(self, running: RunningRequest) -> None:
+    def expect(self, sequence: Sequence) -> None:
         """The chunks of a request are on their way; its selector may begin with the question."""
-        method = running.request.method
+        method = sequence.request.method
         if method.recomputes and method.recompute_ratio != 1:
-            self._expected.append(running)
+            self._expected.append(sequence)
 
     def _look_ahead(self) -> bool:
         """Have one selector begin, where nothing else is to be run before the next step."""
         while self._expected:
-            running = self._expected.popleft()
-            if running.ended or running.state is not None:
+            sequence = self._expected.popleft()
+            if sequence.ended or sequence.is_mapped:
                 continue
-            request, model = running.request, self._state.runner.model
+            request, model = sequence.request, self._state.runner.model
             try:
-                running.ahead = request.method.selector.ahead(model, request.prompt.final)
+                ahead = request.method.selector.ahead(model, request.prompt.final)
             except Exception as error:
-                raise Broken(error, [running], shared=False) from error
-            if running.ahead is not None:
+                raise Broken(error, [sequence], shared=False) from error
+            if ahead is not None:
+                self._ahead[sequence.number] = ahead
                 return True
         return False
 
@@ -118,126 +126,123 @@ class PrefillQueue:
         """The pool was lost."""
         self._groups.clear()
         self._expected.clear()
+        self._ahead.clear()
+
+    def forget(self, sequence: Sequence) -> None:
+        """A request ended."""
+        self._ahead.pop(sequence.number, None)
 
     def _take(self) -> None:
         """Take every request that is ready and has a row.
 
         Not behind one that leaves parts of its prompt to those after it.
         """
-        while not any(it.state and it.state.keep for g in self._groups for it in g.members):
+        while not any(it.kept_parts for group in self._groups for it in group.members):
             number = self._state.scheduler.next_prefill()
             if number is None:
                 return
-            running = self._state.live[number]
+            sequence = self._state.live[number]
             try:
-                self._begin(running)
+                self._begin(sequence)
             except Exception as error:
-                raise Broken(error, [running], shared=False) from error
+                raise Broken(error, [sequence], shared=False) from error
 
-    def _begin(self, running: RunningRequest) -> None:
+    def _begin(self, sequence: Sequence) -> None:
         """Map a request over its chunks, have its tokens selected, and put it in a group."""
         state = self._state
-        if running.plan.looks:
-            state.scheduler.revise(running.number)
-        entry = state.scheduler.live[running.number]
-        chunks = {key: state.runner.cache.allocator.chunks[key] for key in entry.held}
-        mapped = map_planned(running.plan, chunks, entry.own, running.found)
-        if running.swapped is not None:
-            self._lanes.put_back(running, mapped)
-            state.scheduler.prefilled(running.number)
+        if sequence.attends_kept:
+            state.scheduler.revise(sequence.number)
+        pool = state.runner.cache.allocator.chunks
+        map_sequence(sequence, {key: pool[key] for key in sequence.held})
+        if sequence.swapped is not None:
+            self._put_back(sequence)
+            state.scheduler.prefilled(sequence.number)
             return
-        running.state = mapped
-        if mapped.scene is not None:
-            mapped.scene = dataclasses.replace(mapped.scene, ahead=running.ahead)
-            running.ahead = None
-        select_tokens(state.runner, [mapped])
-        running.moments["mapped"] = state.clock()
-        shape = self._shape(running, mapped, entry.alone)
-        running.in_flight += 1
+        select_tokens(state.runner, [sequence], self._ahead.pop(sequence.number, None))
+        sequence.moments["mapped"] = state.clock()
+        shape = self._shape(sequence)
+        sequence.in_flight += 1
         for group in self._groups:
             if group.shape == shape and group.prefill is None and len(group.members) < shape.rows:
-                group.members.append(running)
+                group.members.append(sequence)
                 return
-        self._groups.append(_Group(shape, [running]))
+        self._groups.append(_Group(shape, [sequence]))
 
-    def _shape(self, running: RunningRequest, mapped: RequestState, alone: bool) -> _Shape:
+    def _shape(self, sequence: Sequence) -> _Shape:
         """Pages, pieces and queries of a request's prefill."""
-        widths = tuple(width for _, width in pieces(len(mapped.ids), PREFILL_TOKENS))
-        rule = running.request.method.decode
+        widths = tuple(width for _, width in pieces(len(sequence.ids), PREFILL_TOKENS))
+        rule = sequence.request.method.decode
         return _Shape(
-            lane=running.lane,
-            pages=table_width(mapped.table),
+            lane=sequence.lane,
+            pages=table_width(sequence.table),
             widths=widths,
-            observe=None if running.lane is None else rule.observe,  # one token needs no rule
-            rows=rows_together(self._state.runner, self._state.settings, running.request, widths),
-            alone=running.number if alone else None,
+            observe=None if sequence.lane is None else rule.observe,  # one token needs no rule
+            rows=rows_together(self._state.runner, self._state.settings, sequence.request, widths),
+            alone=sequence.number if sequence.alone else None,
         )
 
     def _start(self, group: _Group) -> Prefill | LayerPrefill:
-        states = [running.state for running in group.members if running.state is not None]
         shape = group.shape
-        return start_prefill(self._state.runner, states, shape.observe, shape.rows)
+        return start_prefill(self._state.runner, group.members, shape.observe, shape.rows)
 
     def _end(self, group: _Group, prefilled: Prefilled) -> None:
         """Prompts are in the pool: their lane has them next, or who makes the rule's indexes."""
         state, logits = self._state, prefilled.logits
         lane = group.shape.lane
-        place: list[RunningRequest | None] = []
+        place: list[Sequence | None] = []
         begins = lane is not None and (lane.rule.sparse or state.runner.model.placement.away)
         now = state.clock()
-        for row, running in enumerate(group.members):
-            running.in_flight -= 1
-            running.moments["prefilled"] = now
-            place.append(None if running.ended else running)
-            if running.ended:
-                if not running.in_flight:
-                    self._release(running)
+        for row, sequence in enumerate(group.members):
+            sequence.in_flight -= 1
+            sequence.moments["prefilled"] = now
+            place.append(None if sequence.ended else sequence)
+            if sequence.ended:
+                if not sequence.in_flight:
+                    self._release(sequence)
                 continue
-            assert running.state is not None
-            if running.request.on_prefill is not None:
-                running.request.on_prefill(state.runner, running.state, prefilled.row(row))
-            for key, part in running.state.keep.items():
-                state.scheduler.share(running.number, key, part.pages, len(part.ids))
+            if sequence.request.on_prefill is not None:
+                sequence.request.on_prefill(state.runner, sequence, prefilled.row(row))
+            for key, part in sequence.kept_parts.items():
+                state.scheduler.share(sequence.number, key, part.pages, len(part.ids))
             if lane is None or not begins:
-                state.scheduler.prefilled(running.number)
+                state.scheduler.prefilled(sequence.number)
             else:
-                self._begin_rule(running, lane, [*[None] * row, running], prefilled)
+                self._begin_rule(sequence, lane, [*[None] * row, sequence], prefilled)
         if lane is None or not begins:
-            self._lanes.join(place, logits)
+            self._join(place, logits, None)
 
     def _begin_rule(
         self,
-        running: RunningRequest,
+        sequence: Sequence,
         lane: LaneKey,
-        place: list[RunningRequest | None],
+        place: list[Sequence | None],
         prefilled: Prefilled,
     ) -> None:
         """Make what a sparse rule carries; ``place`` ends with the request, at its row."""
-        state, mapped = self._state, running.state
-        assert mapped is not None
+        state = self._state
         bank, logits = prefilled.row(len(place) - 1).bank, prefilled.logits
-        begin = functools.partial(start_row, state.runner, lane, running.request, mapped, bank)
+        begin = functools.partial(start_row, state.runner, lane, sequence, bank)
         host = state.runner.searches(lane.rule)
         if host is None:
-            state.scheduler.prefilled(running.number)
-            self._lanes.join(place, logits, begin())
+            state.scheduler.prefilled(sequence.number)
+            self._join(place, logits, begin())
             return
-        running.search = host.admit()
-        state.scheduler.prefilled(running.number, indexing=True)
-        self._index(running, functools.partial(begin, running.search), place, logits)
+        sequence.search = host.admit()
+        state.scheduler.prefilled(sequence.number, indexing=True)
+        self._index(sequence, functools.partial(begin, sequence.search), place, logits)
 
     def _index(
         self,
-        running: RunningRequest,
+        sequence: Sequence,
         start: Callable[..., Decoding | None],
-        place: list[RunningRequest | None],
+        place: list[Sequence | None],
         logits: Array,
     ) -> None:
         """Have the indexes of a request made, by a thread of their own."""
-        running.in_flight += 1
-        state, run, epoch = self._state, running.run, self._state.epoch
+        sequence.in_flight += 1
+        state, epoch = self._state, self._state.epoch
         if state.settings.lockstep:
-            self._indexed(running, run, result_of(start), place, logits)
+            self._indexed(sequence, epoch, result_of(start), place, logits)
             return
         if self._indexers is None:
             self._indexers = ThreadPoolExecutor(1, "index")
@@ -252,28 +257,28 @@ class PrefillQueue:
 
         def index() -> None:
             answer = result_of(functools.partial(start, on_pool=on_pool))
-            state.post(lambda: self._indexed(running, run, answer, place, logits))
+            state.post(lambda: self._indexed(sequence, epoch, answer, place, logits))
 
         self._indexers.submit(index)
 
     def _indexed(
         self,
-        running: RunningRequest,
-        run: int,
+        sequence: Sequence,
+        epoch: int,
         answer: Decoding | BaseException | None,
-        place: list[RunningRequest | None],
+        place: list[Sequence | None],
         logits: Array,
     ) -> None:
-        if run != running.run:
+        if epoch != self._state.epoch:  # it began again
             return
-        running.in_flight -= 1
-        if running.ended:
-            self._release(running)
+        sequence.in_flight -= 1
+        if sequence.ended:
+            self._release(sequence)
             return
         if isinstance(answer, BaseException):
-            raise Broken(answer, [running], shared=False) from answer
-        self._state.scheduler.indexed(running.number)
+            raise Broken(answer, [sequence], shared=False) from answer
+        self._state.scheduler.indexed(sequence.number)
         try:
-            self._lanes.join(place, logits, answer)
+            self._join(place, logits, answer)
         except Exception as error:
-            raise Broken(error, [running], shared=False) from error
+            raise Broken(error, [sequence], shared=False) from error

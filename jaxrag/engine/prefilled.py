@@ -2,21 +2,22 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from typing import Any
 
 from jaxrag.engine.engine import Engine
-from jaxrag.engine.mapping import RequestState
 from jaxrag.engine.prefill import Prefilled
 from jaxrag.engine.request import Request
 from jaxrag.engine.runner import ModelRunner
+from jaxrag.engine.sequence import Sequence
 from jaxrag.engine.thread import result_of
 
 
 def prefilled[Result](
     engine: Engine,
-    requests: Sequence[Request],
-    look: Callable[[ModelRunner, RequestState, Prefilled], Result],
+    requests: abc.Sequence[Request],
+    look: Callable[[ModelRunner, Sequence, Prefilled], Result],
 ) -> list[Result]:
     """Serve requests as far as their first tokens; what ``look`` makes of each in the pool.
 

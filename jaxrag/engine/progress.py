@@ -5,8 +5,8 @@ import logging
 from collections.abc import Callable
 
 from jaxrag.engine.looks import Looks
-from jaxrag.engine.request import FinishReason
 from jaxrag.engine.reuse import PartReuse
+from jaxrag.engine.sampling_params import FinishReason
 
 _LOG = logging.getLogger("jaxrag")
 
@@ -107,6 +107,10 @@ class Where:
 # Is called on the engine's thread, and must not wait. True: no more tokens are wanted; the outcome
 # still comes.
 Sink = Callable[[Progress], bool | None]
+
+
+def unheard(progress: Progress) -> None:
+    """A sink of a request that answers nobody."""
 
 
 class CommandedSink:

@@ -2,21 +2,24 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal
 
 import numpy as np
 
 from jaxrag.base.errors import ContextExceeded, RequestError
+from jaxrag.base.shapes import bucket
 from jaxrag.base.types import HostArray
 from jaxrag.engine.sampling_params import SamplingParams
+from jaxrag.kv.cache import MIN_TABLE_PAGES
+from jaxrag.kv.placement import ON_DEVICE, KVPlacement
 from jaxrag.kv.store import KVStore
 from jaxrag.models.model import Model
 from jaxrag.models.text.guidance import Grammar
 from jaxrag.reuse.attention_index.document import Indexing
+from jaxrag.reuse.decode import DecodeRule
 from jaxrag.reuse.methods import Method
 
-FinishReason = Literal["stop", "length"]
-
+FAILED = -1  # in the place of a token whose logits hold a NaN
+FEWEST_ROOM = 64  # slots for generated tokens that a rule's state is made for; more in powers of 2
 DECODE_BLOCK = 8  # tokens of a row between two looks at it, when no client watches
 
 
@@ -146,3 +149,33 @@ def check_length(model: Model, prompt: Prompt, max_new_tokens: int) -> None:
             f"{max_new_tokens} may be generated: {need} in all, the model's context is {limit}; "
             f"ask a shorter question, {fewer}use fewer or shorter chunks, or generate fewer tokens"
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class LaneKey:
+    """What a lane's program is compiled for.
+
+    Attributes:
+      pages: of every row's table; 0 where KV is in host memory.
+      room: for generated tokens in the state of a sparse rule; 0 for others.
+      rows: how many requests it serves at once.
+    """
+
+    rule: DecodeRule
+    pages: int
+    room: int
+    rows: int
+
+
+def lane_of(request: Request, num_pages: int, placement: KVPlacement = ON_DEVICE) -> LaneKey | None:
+    """The lane of a request with so many pages; None where a single token is all it asks for.
+
+    Where its KV is in host memory the lane is the same whatever its length.
+    """
+    if not request.room:
+        return None
+    rule = request.method.decode
+    if placement.away:
+        return LaneKey(rule, 0, 0, request.rows)
+    room = bucket(request.room, FEWEST_ROOM) if rule.sparse else 0
+    return LaneKey(rule, bucket(num_pages, MIN_TABLE_PAGES), room, request.rows)

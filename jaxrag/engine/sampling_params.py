@@ -3,12 +3,14 @@
 import dataclasses
 import hashlib
 import reprlib
-from typing import Any
+from typing import Any, Literal
 
 from jaxrag.base.errors import RequestError
 from jaxrag.base.guide import Guide
 from jaxrag.base.options import option
 from jaxrag.base.tables import require_kind
+
+FinishReason = Literal["stop", "length"]
 
 _COLDEST, _HOTTEST = 1e-6, 1e6  # of a temperature; far inside of float32, with its logits, too
 _LEAST_P = 1e-30  # the engine holds it as float32, where less may be 0, which keeps no token

@@ -1,37 +1,24 @@
 """Requests in the engine, and what the parts of its loop share; for the engine's thread."""
 
 import dataclasses
-import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, get_args
+from collections import abc, deque
+from collections.abc import Callable
+from typing import Literal, get_args
 
-import numpy as np
-
-from jaxrag.base.errors import ConfigError, EngineError
+from jaxrag.base.errors import ConfigError
 from jaxrag.base.rates import WorkRate
-from jaxrag.base.types import HostArray
 from jaxrag.engine.admission import SchedulerSettings
 from jaxrag.engine.arena import HostArena
-from jaxrag.engine.decoding import FAILED, LaneKey, LaneRows
-from jaxrag.engine.links import Link, Links, LoadDeadline, Read
-from jaxrag.engine.looks import LooksSoFar
-from jaxrag.engine.mapping import RequestPlan, RequestState
-from jaxrag.engine.progress import Sink
-from jaxrag.engine.request import FinishReason, Request
+from jaxrag.engine.links import Link, Links, LoadDeadline
 from jaxrag.engine.runner import ModelRunner
-from jaxrag.engine.scheduler import Ending, Scheduler
-from jaxrag.engine.staging import ChunkLoad, ChunkOrigin, Fetched, Staged
-from jaxrag.kv.cache import PAGE, PagedCache
+from jaxrag.engine.scheduler import Scheduler
+from jaxrag.engine.sequence import Sequence
 from jaxrag.kv.cache.heat import HALF_LIFE
-from jaxrag.kv.store import KVStore, OwnRead, SharedStore
+from jaxrag.kv.store import KVStore, SharedStore
 from jaxrag.models.compiled import CompileTimes
-from jaxrag.models.text.guidance import Matcher
-from jaxrag.reuse.decode import Decoding
 
 SlowLoad = Literal["wait", "compute"]
 Happening = Literal["prefetch", "admitted", "read", "placed"]
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between two looks for what others encode
 Post = Callable[[Callable[[], None]], None]  # has a function called on the engine's thread
 
 
@@ -93,232 +80,6 @@ class EngineSettings:
             raise ConfigError(f"load_deadline={self.load_deadline}: expected seconds of 0 or more")
 
 
-@dataclasses.dataclass(eq=False)
-class Swapped:
-    """What a request that was set aside had on the device.
-
-    Attributes:
-      pages: K and V of its own pages, [L, n, page, K, H] each.
-      row: of its lane, and what its rule carried.
-    """
-
-    pages: tuple[HostArray, HostArray]
-    row: tuple[LaneRows, Decoding | None]
-
-
-@dataclasses.dataclass(eq=False)
-class RunningRequest:
-    """One request from ``add`` until nothing of it is left.
-
-    Attributes:
-      lane: that it decodes in; None where a single token is all.
-      added: when, by the engine's clock; the other times likewise, None before.
-      run: counts how often it was begun or set aside; what was started in an earlier run is void.
-      moments: of ``progress.MOMENTS`` those with no attribute of their own.
-      found: by key where the chunks came from that were loaded for it.
-      state: where its KV lies, once it is mapped.
-      tokens: its answer so far, as its client has it.
-      read: tokens of this run that were read; fewer than ``tokens`` after it was begun again.
-      left: tokens that are still to be run.
-      row: its place in the lane.
-      search: its number in the host's search.
-      ahead: what its selector made of the question before its chunks were there.
-      in_flight: what was started for it and has not come back.
-      ended: its client was sent the last of it.
-      strikes: steps that broke while it took part.
-      matcher: how far this run of its answer has come in its grammar, if there is one.
-      allowed: what may come next by that, as ``Matcher.allowed``.
-      looks: of this run of its answer, if it is ``cited``.
-    """
-
-    number: int
-    request: Request
-    plan: RequestPlan
-    lane: LaneKey | None
-    sink: Sink
-    added: float
-    run: int = 0
-    moments: dict[str, float] = dataclasses.field(default_factory=dict)
-    found: dict[str, ChunkOrigin] = dataclasses.field(default_factory=dict)
-    admitted: float | None = None
-    ready: float | None = None
-    first: float | None = None
-    state: RequestState | None = None
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    read: int = 0
-    left: int = 0
-    row: int | None = None
-    search: int | None = None
-    ahead: Any = None
-    in_flight: int = 0
-    ended: bool = False
-    why: Ending = "failed"
-    strikes: int = 0
-    swapped: Swapped | None = None
-    matcher: Matcher | None = None
-    allowed: HostArray | None = None
-    looks: LooksSoFar = dataclasses.field(default_factory=LooksSoFar)
-
-    def accept(self, ids: Sequence[int]) -> tuple[list[int], FinishReason | None]:
-        """Take what was sampled, up to the end: what is new of it, and why the answer ends here.
-
-        Raises EngineError for logits that hold a NaN, and for an answer that differs from what was
-        sent before the request was begun again.
-        """
-        new: list[int] = []
-        grammar = self.request.grammar
-        if grammar is not None and self.matcher is None:
-            self.matcher = grammar.matcher()
-        for token_id in ids:
-            if token_id == FAILED:
-                raise EngineError(
-                    f"the logits of token {self.read} hold a NaN; check the model's weights, and "
-                    "encode stored KV that is no numbers again with jaxrag kb verify --repair"
-                )
-            if token_id in self.request.eos_ids:
-                return new, "stop"
-            if self.read < len(self.tokens):
-                if self.tokens[self.read] != token_id:
-                    raise EngineError(
-                        f"token {self.read} came out as {token_id} and was "
-                        f"{self.tokens[self.read]} before the engine was restarted; ask again"
-                    )
-            else:
-                self.tokens.append(token_id)
-                new.append(token_id)
-            self.read += 1
-            if self.matcher is not None:
-                self.allowed = self.matcher.take(token_id)
-                if self.allowed is None:
-                    return new, "stop"
-            if self.read == self.request.max_new_tokens:
-                return new, "length"
-        return new, None
-
-    def turn_pages(self) -> Iterator[tuple[str, int, int]]:
-        """Key, page and number of tokens of every page with question and answer, if they stay.
-
-        The answer's last token is not among them, as it may never have been run. Under a sparse
-        decode rule no answer is: its KV is not what prefill computes.
-        """
-        state = self.state
-        if state is None or self.swapped is not None or not self.read:
-            return
-        if not self.request.keeps_turns:
-            return
-        sparse = self.request.method.decode.sparse
-        answer = np.array([] if sparse else self.tokens[: self.read - 1], np.int32)
-        turn = np.concatenate((self.request.prompt.final, answer)).astype(np.int32)
-        pages = state.table.pages[state.first_slot // PAGE :]
-        for page, (key, piece) in zip(pages, self.plan.context.pieces(turn), strict=False):
-            if not sparse or len(piece) == PAGE:  # a shorter one would begin another page
-                yield key, page, len(piece)
-
-    def restart(self) -> None:
-        """Begin from the start; what was sent is not sent again."""
-        self.run += 1
-        self.state = self.row = self.swapped = self.matcher = self.allowed = None
-        self.read = self.left = self.in_flight = 0
-        self.found, self.looks = {}, LooksSoFar()
-        self.plan.gone.clear()
-
-
-@dataclasses.dataclass(eq=False)
-class PendingChunk:
-    """A chunk that the pool waits for.
-
-    Attributes:
-      owner: the request that asked first.
-      pages: of the pool, for its KV.
-      deadline: by the engine's clock, when it is computed instead, or with a ``pause`` looked for
-        again; None: it is waited for.
-      batch: that it is read in.
-      late: it is read and computed, and the first to finish claims it.
-      found: why it is to be encoded.
-      stores: its store gets it once it is encoded.
-      pause: another process encodes it: seconds until it is looked for again.
-    """
-
-    load: ChunkLoad
-    owner: RunningRequest
-    cache: PagedCache
-    pages: tuple[int, ...]
-    deadline: float | None
-    batch: "ReadBatch | None" = None
-    late: bool = False
-    found: ChunkOrigin = dataclasses.field(default_factory=lambda: ChunkOrigin("encoded"))
-    stores: bool = True
-    pause: float = 0.0
-    _claim: threading.Lock = dataclasses.field(default_factory=threading.Lock)
-
-    def claim(self) -> bool:
-        """True for the first caller: only its KV is placed. On any thread."""
-        return self._claim.acquire(blocking=False)
-
-    @property
-    def claimed(self) -> bool:
-        """Is its KV there, or given up?"""
-        return self._claim.locked()
-
-    def abandon(self) -> bool:
-        """As ``claim``, for nothing to be placed."""
-        self.release()
-        return self.claim()
-
-    def wait(self, now: float) -> None:
-        """Another process encodes it: it is looked for again, less often with every time."""
-        self.pause = min(2 * self.pause or _FIRST_PAUSE, _LONGEST_PAUSE)
-        self.deadline = now + self.pause
-
-    def release(self) -> None:
-        """Other processes may encode it, or find it in the store; on any thread."""
-        self.load.encoding.store.release(self.load.key)
-
-
-@dataclasses.dataclass(eq=False)
-class ReadBatch:
-    """Chunks that are read together, from where they are until they are placed.
-
-    Attributes:
-      waiting: by key, those that the pool waits for; once they are fetched, those claimed.
-      held: they are in the arena.
-      read: over a link; None where there is none.
-      placed: blocks that are written there.
-    """
-
-    loads: Sequence[ChunkLoad]
-    waiting: dict[str, PendingChunk]
-    held: bool = False
-    read: Read | None = None
-    staged: Staged | None = None
-    placed: int = 0
-
-    def mark(self, what: str, now: float) -> None:
-        """A moment of those who asked for its chunks first; on any thread."""
-        for chunk in list(self.waiting.values()):
-            chunk.owner.moments[what] = now
-
-    def keep(self, arena: HostArena, fetched: Fetched | BaseException) -> None:
-        """Put what was read into the arena; on any thread."""
-        if isinstance(fetched, BaseException) or self.held or not arena.max_bytes:
-            return
-        for load in self.loads:
-            if load.key in fetched.at and not load.encoding.store.private:
-                arena.put(load.key, fetched.of(load))
-
-
-@dataclasses.dataclass(eq=False)
-class SharedRead:
-    """A batch of which every process reads its part.
-
-    Attributes:
-      own: the part of this process, once it is read.
-    """
-
-    batch: ReadBatch
-    own: tuple[OwnRead, HostArray | None] | BaseException | None = None
-
-
 @dataclasses.dataclass(frozen=True)
 class ChunkEvent:
     """What happened to a chunk, and when.
@@ -365,8 +126,8 @@ class State:
     arena: HostArena
     links: Links
     events: deque[ChunkEvent]
-    live: dict[int, RunningRequest] = dataclasses.field(default_factory=dict)
-    ending: dict[int, RunningRequest] = dataclasses.field(default_factory=dict)
+    live: dict[int, Sequence] = dataclasses.field(default_factory=dict)
+    ending: dict[int, Sequence] = dataclasses.field(default_factory=dict)
     epoch: int = 0
     restarts: int = 0
     pace: WorkRate = dataclasses.field(default_factory=WorkRate)
@@ -403,7 +164,7 @@ class Broken(Exception):
     """
 
     def __init__(
-        self, error: BaseException, suspects: Sequence[RunningRequest], *, shared: bool = True
+        self, error: BaseException, suspects: abc.Sequence[Sequence], *, shared: bool = True
     ) -> None:
         super().__init__(str(error))
         self.error = error

@@ -5,15 +5,16 @@ lock, each of one moment but not all of the same.
 """
 
 import dataclasses
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, abc
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
-from jaxrag.engine.admission import QUEUED, Entry, RequestStatus
+from jaxrag.engine.admission import QUEUED
 from jaxrag.engine.arena import ArenaState
-from jaxrag.engine.decoding import LaneKey
 from jaxrag.engine.links import LinkState
-from jaxrag.engine.scheduler import GENERATED, Ending, Scheduler
+from jaxrag.engine.request import LaneKey
+from jaxrag.engine.scheduler import GENERATED, Scheduler
+from jaxrag.engine.sequence import Ending, RequestStatus, Sequence
 from jaxrag.engine.staging import HitKind
 from jaxrag.engine.state import State
 from jaxrag.kv.cache import PAGE, PageAllocator
@@ -105,18 +106,18 @@ def status_of(state: State) -> EngineStatus:
     """Look at the parts of an engine; on any thread."""
     scheduler, now = state.scheduler, state.clock()
     allocator = state.runner.cache.allocator
-    entries = list(scheduler.live.copy().values())
-    queued = [it for it in entries if it.status in QUEUED]
-    loading = [state.live.get(it.number) for it in entries if it.status is RequestStatus.LOADING]
-    admitted = [it.admitted for it in loading if it is not None and it.admitted is not None]
+    sequences = list(scheduler.live.copy().values())
+    queued = [it for it in sequences if it.status in QUEUED]
+    loading = [it.moments.copy() for it in sequences if it.status is RequestStatus.LOADING]
+    admitted = [it["admitted"] for it in loading if "admitted" in it]
     ended = dict(scheduler.ended)
     finished, new_tokens = ended.get("finished", 0), scheduler.new_tokens
     answer = GENERATED * new_tokens / finished if finished else 0.0
     return EngineStatus(
         requests={status.value: n for status, n in scheduler.counts.copy().items()},
-        pages=_pages(allocator, entries),
+        pages=_pages(allocator, sequences),
         rows=_rows(scheduler),
-        waiting=Ages.of((it.arrived for it in queued), now),
+        waiting=Ages.of((it.moments["added"] for it in queued), now),
         loading=Ages.of(admitted, now),
         waiting_tokens=scheduler.waiting_tokens,
         queued_cost=sum(it.cost + answer for it in queued),
@@ -165,7 +166,7 @@ def all_status(engines: Mapping[str, EngineStatus]) -> EngineStatus:
     )
 
 
-def all_tiers(engines: Sequence[Tiers]) -> Tiers:
+def all_tiers(engines: abc.Sequence[Tiers]) -> Tiers:
     """Of several engines as one: sums; a link for each of every engine."""
     hosts = [it.host for it in engines]
     return Tiers(
@@ -195,7 +196,7 @@ def _ages(found: Iterable[Ages]) -> Ages:
     return Ages(max((it.longest for it in ages), default=0.0), sum(it.total for it in ages))
 
 
-def _pages(allocator: PageAllocator, entries: Iterable[Entry]) -> dict[PageState, int]:
+def _pages(allocator: PageAllocator, sequences: Iterable[Sequence]) -> dict[PageState, int]:
     """Of the pool by state; all but what is read in between adds up to its pages."""
     chunks = list(allocator.chunks.copy().values())
     return {
@@ -203,7 +204,7 @@ def _pages(allocator: PageAllocator, entries: Iterable[Entry]) -> dict[PageState
         "unpinned": sum(len(it.pages) for it in chunks if it.ready and not it.ref_count),
         "pinned": sum(len(it.pages) for it in chunks if it.ready and it.ref_count),
         "loading": sum(len(it.pages) for it in chunks if not it.ready),
-        "own": sum(len(it.own) for it in entries),
+        "own": sum(len(it.own) for it in sequences),
     }
 
 

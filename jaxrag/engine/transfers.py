@@ -7,13 +7,15 @@ late may be encoded meanwhile: the first to have its KV claims it, and what come
 import functools
 import itertools
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, abc, deque
+from collections.abc import Callable, Iterable, Mapping
 
 from jaxrag.base.types import HostArray
 from jaxrag.engine.encode_queue import EncodeQueue
 from jaxrag.engine.links import Link, LinkOpen, Order
+from jaxrag.engine.pending import PendingChunk, ReadBatch, SharedRead
 from jaxrag.engine.scheduler import Admitted
+from jaxrag.engine.sequence import Sequence
 from jaxrag.engine.staging import (
     ChunkLoad,
     ChunkOrigin,
@@ -34,14 +36,7 @@ from jaxrag.engine.staging import (
     stage,
     why_refused,
 )
-from jaxrag.engine.state import (
-    Broken,
-    PendingChunk,
-    ReadBatch,
-    RunningRequest,
-    SharedRead,
-    State,
-)
+from jaxrag.engine.state import Broken, State
 from jaxrag.engine.thread import result_of
 from jaxrag.kv.store import OwnRead
 
@@ -55,7 +50,7 @@ class Transfers:
       hits: chunks of admitted requests, by where their KV came from.
     """
 
-    def __init__(self, state: State, fail: Callable[[RunningRequest, BaseException], None]) -> None:
+    def __init__(self, state: State, fail: Callable[[Sequence, BaseException], None]) -> None:
         """``fail`` ends a request that cannot have its chunk."""
         self._state, self._fail = state, fail
         self._pending: dict[str, PendingChunk] = {}
@@ -72,13 +67,12 @@ class Transfers:
         """Is any chunk on its way into the pool?"""
         return bool(self._pending)
 
-    def start(self, running: RunningRequest, admitted: Admitted) -> None:
+    def start(self, sequence: Sequence, admitted: Admitted) -> None:
         """Load the chunks of a request that no other is loading."""
         state = self._state
-        entry = state.scheduler.live[running.number]
-        assert entry.order is not None
-        order = (0, entry.priority, entry.order)
-        planned = running.plan.loads
+        assert sequence.order is not None
+        order = (0, sequence.request.priority, sequence.order)
+        planned = sequence.loads
         loads = [planned[key] for key in admitted.loads]
         state.arena.asked(admitted.chunks)
         self.hits["pool"] += len(admitted.chunks) - len(loads)
@@ -88,7 +82,7 @@ class Transfers:
         for load in loads:
             deadline = state.clock() + allowed if self._may_compute(load) else None
             pages = admitted.chunks[load.key]
-            new[load.key] = PendingChunk(load, running, cache, pages, deadline)
+            new[load.key] = PendingChunk(load, sequence, cache, pages, deadline)
             state.note("admitted", load.key)
         self._pending |= new
         self._fetch(new, order)
@@ -134,13 +128,13 @@ class Transfers:
         state = self._state
         self._done(batch)
         for load, found, _ in staged.chunks:
-            self._pending.pop(load.key).owner.found[load.key] = found
+            self._pending.pop(load.key).owner.came(load.key, found)
             self.hits[found.counted] += 1
             state.note("placed", load.key)
             for number in state.scheduler.staged(
                 load.key, load.tokens, staged.dropped.get(load.key)
             ):
-                state.live[number].ready = state.clock()
+                state.live[number].moments["ready"] = state.clock()
 
     def clear(self) -> None:
         """The pool was lost, and what was on its way to it; what is read goes to the arena."""
@@ -246,13 +240,12 @@ class Transfers:
         chunk.claim()
         state, key = self._state, chunk.load.key
         del self._pending[key]
-        chunk.owner.found[key] = found
+        chunk.owner.came(key, found)
         self.hits["in place"] += 1
         for number in state.scheduler.refused(key):  # they ask for other pages then
-            running = state.live[number]
-            if running.plan.loads[key].misses == "in_place":
-                running.plan.gone.add(key)
-                running.found[key] = found
+            sequence = state.live[number]
+            if sequence.loads[key].misses == "in_place":
+                sequence.came(key, found)
 
     def _failed(self, chunks: Iterable[PendingChunk], error: BaseException) -> None:
         """A read failed: its chunks are computed where they may be, else their requests fail."""
@@ -291,7 +284,7 @@ class Transfers:
                 held[key] = kv
                 found[key] = ChunkOrigin("store" if arena.use(key) else "host")
 
-        def batch(group: Sequence[ChunkLoad], held: bool) -> ReadBatch:
+        def batch(group: abc.Sequence[ChunkLoad], held: bool) -> ReadBatch:
             return ReadBatch(group, {load.key: new[load.key] for load in group}, held)
 
         for group in groups(new[key].load for key in held):
@@ -415,7 +408,7 @@ class Transfers:
         self,
         batch: ReadBatch,
         staged: Staged | BaseException | None,
-        refused: Sequence[tuple[PendingChunk, ChunkOrigin | None]] = (),
+        refused: abc.Sequence[tuple[PendingChunk, ChunkOrigin | None]] = (),
     ) -> None:
         """Take over what a thread staged; on the engine's."""
         there = [chunk for chunk in batch.waiting.values() if self._is_pending(chunk)]

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from jax.stages import Lowered
 
 from jaxrag.base.shapes import pieces
-from jaxrag.engine.decoding import Lane, lane_of, sample_first, sampling_rows
-from jaxrag.engine.mapping import map_planned, plan_request
+from jaxrag.engine.decoding import Lane, sample_first, sampling_rows
+from jaxrag.engine.mapping import map_sequence, sequence_of
 from jaxrag.engine.prefill import PREFILL_TOKENS, Prefill
 from jaxrag.engine.prefill_queue import rows_together
 from jaxrag.engine.request import Request
@@ -34,17 +34,18 @@ def compile_for(runner: ModelRunner, settings: EngineSettings, requests: Iterabl
         return 0
     lowered: dict[Hashable, Lowered] = {}
     for request in (it.over(runner.model.batch_ways) for it in requests):
-        plan = plan_request(runner.model, request, request.room)
-        need = plan.need(lambda key: False)
+        sequence = sequence_of(runner.model, request)
+        need = sequence.need(lambda key: False)
+        sequence.own = (0,) * need.own
         nowhere = {key: CachedChunk((0,) * pages, 0) for key, pages in need.chunks.items()}
-        state = map_planned(plan, nowhere, (0,) * need.own, {})
-        rule, lane = request.method.decode, lane_of(request, need.pages)
-        widths = [width for _, width in pieces(len(state.ids), PREFILL_TOKENS)]
+        map_sequence(sequence, nowhere)
+        rule, lane = request.method.decode, sequence.lane
+        widths = [width for _, width in pieces(len(sequence.ids), PREFILL_TOKENS)]
         rows = rows_together(runner, settings, request, widths)
-        prefill = Prefill(runner, [state], None if lane is None else rule.observe, rows)
+        prefill = Prefill(runner, [sequence], None if lane is None else rule.observe, rows)
         for width, program in prefill.lower().items():
             lowered.setdefault(
-                (rows, table_width(state.table), lane is None or rule, width), program
+                (rows, table_width(sequence.table), lane is None or rule, width), program
             )
         if ("first", rows) not in lowered:
             sampling = sampling_rows([request] * rows, rows)

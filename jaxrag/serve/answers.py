@@ -20,8 +20,8 @@ from jaxrag.base.errors import KnowledgeBaseError
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.looks import Looks
 from jaxrag.engine.progress import Outcome, Progress, Top
-from jaxrag.engine.request import FinishReason
 from jaxrag.engine.reuse import PartReuse, token_counts
+from jaxrag.engine.sampling_params import FinishReason
 from jaxrag.library.documents.document import begun
 from jaxrag.serve.ask import check_count
 from jaxrag.serve.citing import Citation, citations_of, marked

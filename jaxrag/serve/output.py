@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
-from jaxrag.engine.request import FinishReason
+from jaxrag.engine.sampling_params import FinishReason
 
 
 class Detokeniser(Protocol):

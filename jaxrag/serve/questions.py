@@ -185,10 +185,9 @@ def prepare(
 ) -> ReadyQuestion:
     """Retrieve the chunks, or take the documents, and turn every part into token ids.
 
-    Runs nothing on the device; an engine that serves already begins to read the chunks into host
-    memory. Documents are before the first question of a conversation; what is retrieved, before the
-    question that it was found for, and once. Words that the tokenizer lacks are named in the notes.
-    Greedy without ``sampling``.
+    Runs nothing on the device. Documents are before the first question of a conversation; what is
+    retrieved, before the question that it was found for, and once. Words that the tokenizer lacks
+    are named in the notes. Greedy without ``sampling``.
 
     Raises:
       RequestError: a question that cannot be served: empty, of words that the model cannot read
@@ -246,8 +245,6 @@ def prepare(
         cited=settings.ask.cite != "no",
     )
     engine_of(settings.model).check_fits(request)
-    if not abstains:
-        engine_of(settings.model).prefetch([request])
     return ReadyQuestion(
         settings, request, numbered(members, found[-1]), retrieve_seconds, notes, retrieved,
         abstains,

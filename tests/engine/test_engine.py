@@ -12,12 +12,11 @@ import pytest
 
 import jaxrag
 from jaxrag.base.errors import Cancelled, EngineError, RequestError
-from jaxrag.engine.decoding import FAILED
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.kept import Context
-from jaxrag.engine.mapping import RequestPlan, plan_request
-from jaxrag.engine.request import Prompt, Request
-from jaxrag.engine.state import EngineSettings, RunningRequest
+from jaxrag.engine.mapping import sequence_of
+from jaxrag.engine.request import FAILED, Prompt, Request
+from jaxrag.engine.sequence import Sequence
+from jaxrag.engine.state import EngineSettings
 from jaxrag.kv.cache import PAGE
 from jaxrag.models.model import random_model
 from jaxrag.reuse.decode import rule_from
@@ -33,10 +32,7 @@ def request(ids, model=None, method="full_attention", tokens=4, **more):
 
 
 def a_live(tokens=4):
-    asked = request([1], tokens=tokens)
-    return RunningRequest(
-        0, asked, RequestPlan(asked, [], Context("", "", ""), 0), None, lambda progress: None, 0.0
-    )
+    return Sequence(0, request([1], tokens=tokens), [])
 
 
 @pytest.mark.parametrize(
@@ -300,7 +296,7 @@ def test_heat_is_counted_in_requests_and_halves_as_the_settings_say(engine_on, a
         ]
         alone(engine, [requests[at] for at in (0, 0, 0, 1, 1, 2, 3, 2, 3, 4, 4)])
         pool = engine.runner.cache.allocator
-        plans = [plan_request(engine.runner.model, request, 1) for request in requests]
+        plans = [sequence_of(engine.runner.model, request) for request in requests]
         return [at for at, plan in enumerate(plans) if plan.parts[1].load.key not in pool]
 
     assert left(half_life=1000) == [1]  # two uses, and those are the oldest

@@ -207,7 +207,7 @@ def test_a_nan_in_one_row_fails_that_row(engine_on, asked, alone, serve, at_rest
     bad = dataclasses.replace(
         requests[0], prompt=dataclasses.replace(requests[0].prompt, chunks=(poison,))
     )
-    plan = jaxrag.engine.mapping.plan_request(engine.runner.model, bad, 0)
+    plan = jaxrag.engine.mapping.sequence_of(engine.runner.model, bad)
     load = plan.parts[1].load
     [made] = jaxrag.engine.staging.encode([load])
     made.chunk.kv[:, 1, 3] = np.nan
@@ -317,7 +317,9 @@ def test_an_interrupt_of_the_caller_aborts_what_it_asked(shared_models, rng, at_
     stream = iter(jaxrag.generate(ids, **options, stream=True))
 
     def interrupt():
-        while not engine._core or not any(it.first for it in engine._core.state.live.values()):
+        while not engine._core or not any(
+            "first" in it.moments for it in engine._core.state.live.values()
+        ):
             pass
         _thread.interrupt_main()
 

@@ -13,7 +13,7 @@ import pytest
 from jaxrag.base.errors import Cancelled, DeadlineExceeded, StoreError
 from jaxrag.engine import transfers
 from jaxrag.engine.links import FAILURES, OPEN_SECONDS
-from jaxrag.engine.mapping import plan_request
+from jaxrag.engine.mapping import sequence_of
 from jaxrag.engine.staging import encode
 from jaxrag.engine.thread import ask
 
@@ -280,7 +280,7 @@ def test_what_cannot_be_read_is_encoded_and_healed(serving, stored, at_rest, tmp
 
 def served_prefix(served, request):
     """The key of a request's prefix."""
-    plan = plan_request(served.engine.runner.model, *served.moved(request), 0)
+    plan = sequence_of(served.engine.runner.model, *served.moved(request))
     return plan.parts[0].load.key
 
 

@@ -7,14 +7,12 @@ import time
 import numpy as np
 import pytest
 
-import jaxrag
 from jaxrag.base.errors import ConfigError, StoreError
 from jaxrag.engine import prefill, staging, transfers
 from jaxrag.engine import runner as running
 from jaxrag.engine.arena import ArenaState
-from jaxrag.engine.engine import engine_of
 from jaxrag.engine.links import FAILURES, LoadDeadline
-from jaxrag.engine.mapping import plan_request
+from jaxrag.engine.mapping import sequence_of
 from jaxrag.engine.state import EngineSettings
 from jaxrag.reuse.methods import METHODS
 from jaxrag.reuse.select import QueryGuided
@@ -124,7 +122,7 @@ def test_tokens_are_equal_in_any_order_of_loads(
         numbers = []
         for request in served.moved(*requests):
             if rng.random() < 0.7:
-                served.engine.prefetch([request])
+                read_ahead(served.engine, [request])
             if rng.random() < 0.5:
                 time.sleep(rng.random() * 0.004)
             numbers += served.add(request)
@@ -137,6 +135,12 @@ def test_tokens_are_equal_in_any_order_of_loads(
         assert served.engine.tiers().host.evicted
 
 
+def read_ahead(engine, requests):
+    """Have chunks read as those of requests are that wait for room."""
+    loads = [list(sequence_of(engine.runner.model, it).loads.values()) for it in requests]
+    engine._mail.post(lambda: [engine._at_work._transfers.prefetch(it) for it in loads])
+
+
 def happened(served, what):
     """Keys of the events of one kind, in order."""
     return [it.key for it in served.engine.events() if it.what == what]
@@ -146,14 +150,12 @@ def test_a_read_begins_before_admission_and_is_the_only_one(serving, stored, ask
     """Asked for ahead, the pool full; admitted while it is read; found in the arena after."""
     [request, other], expected = stored(2, chunks=2)
     served = serving(arena_bytes=ARENA, keep_events=100)
-    served.engine.prefetch(served.moved(request))
-    assert served.engine.tiers() is None and not served.engine.events()  # it serves nobody yet
     alone(served.engine, [asked(served.engine, "full_attention", tokens=1)])
     served.store.gate.clear()
     for _ in range(2):
-        served.engine.prefetch(served.moved(request))
+        read_ahead(served.engine, served.moved(request))
     served.store.until_read()
-    keys = list(plan_request(served.engine.runner.model, *served.moved(request), 0).loads)
+    keys = list(sequence_of(served.engine.runner.model, *served.moved(request)).loads)
     missing = [key for key in keys if key in happened(served, "prefetch")]
     assert len(missing) >= 2 and set(happened(served, "read")) >= set(missing)
     assert not set(happened(served, "admitted")) & set(missing)  # it began before admission
@@ -163,13 +165,13 @@ def test_a_read_begins_before_admission_and_is_the_only_one(serving, stored, ask
     served.store.gate.set()
     assert served.ended(numbers) == expected[:1] * 2
     assert len(served.store.reads) == 1
-    served.engine.prefetch(served.moved(request))  # it is in the pool
+    read_ahead(served.engine, served.moved(request))  # it is in the pool
     served.evict()
-    served.engine.prefetch(served.moved(request))  # and now in the arena
+    read_ahead(served.engine, served.moved(request))  # and now in the arena
     [number] = served.add(*served.moved(request))
     assert served.ended([number]) == expected[:1]
     assert len(served.store.reads) == 1 and "host" in served.how(number)
-    served.engine.prefetch(served.moved(other))
+    read_ahead(served.engine, served.moved(other))
     served.engine.call(lambda runner: None)
     served.until_idle()
     reads = len(served.store.reads)
@@ -195,26 +197,6 @@ def test_who_waits_for_room_is_read_for_meanwhile(serving, stored, asked, at_res
     at_rest(served.engine)
 
 
-def test_a_knowledge_bases_hits_are_read_ahead(tmp_path, text_model):
-    """``generate`` says what it found before anybody is admitted."""
-    model = dataclasses.replace(text_model)
-    engine = model.engine = jaxrag.engine.engine.Engine(model, EngineSettings(keep_events=100))
-    with jaxrag.KnowledgeBase.open(tmp_path / "kb", model, template="plain") as kb:
-        kb.add([jaxrag.library.documents.Document("tea", "Tea bricks were traded for salt.")])
-        jaxrag.generate("Who traded salt?", documents=["wool"], model=model, max_new_tokens=1)
-        before = len(engine.events())
-        result = jaxrag.generate("Who traded tea?", kb=kb, max_new_tokens=1)
-        assert engine_of(model) is engine
-    first = {}
-    for event in engine.events()[before:]:
-        first.setdefault((event.key, event.what), event.time)
-    chunks = [key for key, what in first if what == "prefetch"]
-    assert chunks and len(result.sources) == 1
-    for key in chunks:
-        assert first[key, "prefetch"] <= first[key, "read"]
-        assert first[key, "prefetch"] <= first[key, "admitted"] <= first[key, "placed"]
-
-
 def test_chunks_in_memory_are_not_held_twice(engine_on, asked, alone):
     engine = engine_on(settings=EngineSettings(arena_bytes=ARENA))
     request = asked(engine)
@@ -226,7 +208,7 @@ def test_chunks_in_memory_are_not_held_twice(engine_on, asked, alone):
     for where in ("encoded", "store"):
         alone(engine, [request])
         engine.call(evict)
-        engine.prefetch([request])
+        read_ahead(engine, [request])
         engine.call(evict)
         assert engine.tiers().hits[where] == 3 and engine.tiers().host.chunks == 0
 
@@ -277,7 +259,7 @@ def test_in_lockstep_nothing_depends_on_time(serving, stored, asked, at_rest):
             assert isinstance(error, StoreError) and str(error) == "no route"
     served.store.error = None
     for how in ("store", "pool"):
-        served.engine.prefetch(served.moved(request))
+        read_ahead(served.engine, served.moved(request))
         [number] = served.add(*served.moved(request))
         assert served.ended([number]) == expected and set(served.how(number)) == {how}
     assert served.engine.tiers().host == ArenaState(0, 0, 0, 0)

@@ -7,7 +7,7 @@ import pytest
 
 from jaxrag.engine import staging, transfers
 from jaxrag.engine.engine import Engine
-from jaxrag.engine.mapping import plan_request
+from jaxrag.engine.mapping import sequence_of
 from jaxrag.engine.state import EngineSettings
 from jaxrag.kv.store import ChunkStore, leases
 
@@ -88,7 +88,7 @@ def test_where_the_holder_dies_another_goes_on(processes, asked, told, encoded):
     (engine, store), (_, dead) = processes(seconds=0.5)
     dead._leases._renew = lambda key, generation: None
     request = asked(engine, store=store, chunks=1)
-    keys = list(plan_request(engine.runner.model, request, 0).loads)
+    keys = list(sequence_of(engine.runner.model, request).loads)
     assert all(dead.lease(key) for key in keys)
     client = told()
     begun = time.monotonic()

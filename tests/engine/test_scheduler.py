@@ -1,10 +1,10 @@
 """The scheduler alone: no model, no store, and a clock that the tests turn."""
 
-import dataclasses
 import random
 import time
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -17,15 +17,31 @@ from hypothesis.stateful import (
 )
 
 from jaxrag.base.errors import ConfigError, Overloaded, RequestError
-from jaxrag.engine.scheduler import Entry, Need, RequestStatus, Scheduler, SchedulerSettings
+from jaxrag.engine.request import Prompt, Request
+from jaxrag.engine.scheduler import Scheduler, SchedulerSettings
+from jaxrag.engine.sequence import Need, RequestStatus, Sequence
 from jaxrag.kv.cache import PageAllocator
+from jaxrag.reuse.methods import METHODS
 
 
-def entry(number, own=1, chunks=None, **more):
-    """A request that always needs the same."""
+class Sized(Sequence):
+    """A sequence of which a test says what it needs and costs, and may be done with it."""
+
+    need = cost = deadline = swappable = alone = None
+
+
+def entry(number, own=1, chunks=None, need=None, lane="full", tokens=10, **more):
+    """A request that always needs the same, or what ``need`` says."""
     needed = Need(chunks or {}, own)
-    defaults = {"lane": "full", "rows": 2, "tokens": 10, "cost": 10.0}
-    return Entry(number, lambda there: needed, **(defaults | more))
+    nothing = np.zeros(0, np.int32)
+    asked = {name: more.pop(name) for name in ("rows", "priority", "tenant") if name in more}
+    prompt = Prompt(nothing, (), np.zeros(tokens, np.int32))
+    request = Request(prompt, None, METHODS["full_attention"], 1, **{"rows": 2} | asked)
+    made = Sized(number, request, [], lane)
+    said = {"cost": 10.0, "deadline": None, "swappable": True, "alone": False, **more}
+    for name, value in ({"need": need or (lambda there: needed)} | said).items():
+        setattr(made, name, value)
+    return made
 
 
 def scheduler_of(pages, *entries, **options):
@@ -100,7 +116,7 @@ def test_who_misses_a_chunk_is_asked_again_and_keeps_its_place():
     def need(there):
         return Need({}, 4) if refused else Need({"a": 2, "b": 1}, 1)
 
-    first = dataclasses.replace(entry(0), need=need)
+    first = entry(0, need=need)
     found = scheduler_of(6, first, entry(1, own=2), entry(2, own=2))
     assert numbers(found.admit(0.0)) == [0, 1]
     refused.add("a")
@@ -135,7 +151,7 @@ def test_what_never_fits_is_refused_at_once():
 
 def test_what_outgrows_the_pool_stands_in_nobodys_way():
     sizes = {0: 4}
-    growing = dataclasses.replace(entry(0), need=lambda there: Need({}, sizes[0]))
+    growing = entry(0, need=lambda there: Need({}, sizes[0]))
     found = scheduler_of(4, entry(1), max_bypass=0)
     found.admit(0.0)
     found.submit(growing, 0.0)
@@ -150,7 +166,7 @@ def test_what_outgrows_the_pool_stands_in_nobodys_way():
 
 def test_what_outgrew_a_lost_pool_is_admitted_to_a_larger_one():
     sizes = {0: 4}
-    growing = dataclasses.replace(entry(0), need=lambda there: Need({}, sizes[0]))
+    growing = entry(0, need=lambda there: Need({}, sizes[0]))
     found = scheduler_of(4, entry(1))
     found.admit(0.0)
     found.submit(growing, 0.0)
@@ -230,9 +246,8 @@ def test_who_was_passed_keeps_its_count_behind_those_who_come_back():
     own = dict.fromkeys("abc", 1)
 
     def of(number, key):
-        return dataclasses.replace(
-            entry(number), need=lambda there: Need({key: 1} if own[key] == 1 else {}, own[key])
-        )
+        need = lambda there: Need({key: 1} if own[key] == 1 else {}, own[key])  # noqa: E731
+        return entry(number, need=need)
 
     found = scheduler_of(10, *map(of, range(3), "abc"), entry(3, own=3), max_bypass=1)
     found.admit(0.0)
@@ -265,7 +280,7 @@ def test_the_least_served_tenant_is_next_by_its_weight():
     found = scheduler_of(100, weights={"x": 2.0})
     for number in range(12):
         found.submit(entry(number, tenant="x" if number < 6 else "y"), 0.0)
-    order = [found.live[number].tenant for number in numbers(found.admit(0.0))]
+    order = [found.live[number].request.tenant for number in numbers(found.admit(0.0))]
     assert order[:9].count("x") == 6  # twice the weight, twice the service
 
 
@@ -296,7 +311,7 @@ def test_admission_does_not_look_through_a_long_queue():
             asked[number] += 1
             return Need({}, 8)
 
-        return dataclasses.replace(entry(number), need=need)
+        return entry(number, need=need)
 
     found = scheduler_of(8, *map(counting, range(10_000)))
     asked.clear()
@@ -563,7 +578,9 @@ def test_tenants_that_wait_are_served_alike(costs, weights, rows):
         running = numbers(found.admit(0.0))
         for number in running:
             found.generated(number, answers[number])
-        waiting = {it.tenant for it in found.live.values() if it.status is RequestStatus.WAITING}
+        waiting = {
+            it.request.tenant for it in found.live.values() if it.status is RequestStatus.WAITING
+        }
         served = [found.service[tenant] for tenant in waiting]
         assert not served or max(served) - min(served) <= bound
         for number in running:
@@ -625,6 +642,9 @@ class Serving(RuleBasedStateMachine):
     def status(self, *statuses):
         live = self.scheduler.live.values()
         return sorted(it.number for it in live if it.status in statuses)
+
+    def missing(self):
+        return {number: self.scheduler.missing(it) for number, it in self.scheduler.live.items()}
 
     def standing(self):
         statuses = {number: it.status for number, it in self.scheduler.live.items()}
@@ -725,8 +745,8 @@ class Serving(RuleBasedStateMachine):
             found = self.scheduler.live[number]
             place = (0, self.orders[number]) if number in self.orders else (1, 0)
             behind = not again or (0, admitted.order) > place
-            if admitted.priority > found.priority or (
-                admitted.priority == found.priority and behind
+            if admitted.request.priority > found.request.priority or (
+                admitted.request.priority == found.request.priority and behind
             ):
                 first[1] += 1
                 assert first[1] <= self.settings.max_bypass
@@ -737,7 +757,9 @@ class Serving(RuleBasedStateMachine):
         if self.loads:
             key = self.one(self.loads)
             self.loads.remove(key)
-            waiting = {n for n, it in self.scheduler.live.items() if it.missing == {key}}
+            waiting = {
+                n for n, it in self.scheduler.live.items() if self.scheduler.missing(it) == {key}
+            }
             assert set(self.scheduler.staged(key, 16 * SIZES[key])) == waiting
             assert self.scheduler.staged(key, 16) == self.scheduler.refused(key) == []
 
@@ -747,7 +769,9 @@ class Serving(RuleBasedStateMachine):
             key = self.one(self.loads)
             self.loads.remove(key)
             self.refused.add(key)
-            waiting = {n for n, it in self.scheduler.live.items() if key in it.missing}
+            waiting = {
+                n for n, it in self.scheduler.live.items() if key in self.scheduler.missing(it)
+            }
             assert set(self.scheduler.refused(key)) == waiting
             assert all(self.scheduler.live[n].status is RequestStatus.WAITING for n in waiting)
 
@@ -772,9 +796,9 @@ class Serving(RuleBasedStateMachine):
             return
         chosen = self.scheduler.live[number]
         before = [it for it in ready if it.lane == chosen.lane]
-        assert chosen is min(before, key=lambda it: (it.priority, it.turn, it.order))
-        mine = [it for it in before if it.tenant == chosen.tenant]
-        assert chosen is min(mine, key=lambda it: (it.priority, it.order))
+        assert chosen is min(before, key=lambda it: (it.request.priority, it.turn, it.order))
+        mine = [it for it in before if it.request.tenant == chosen.request.tenant]
+        assert chosen is min(mine, key=lambda it: (it.request.priority, it.order))
         if chosen.lane is not None:
             self.batches[chosen.lane] += 1
             assert not self.settings.static or self.batches[chosen.lane] <= LANES[chosen.lane]
@@ -794,13 +818,13 @@ class Serving(RuleBasedStateMachine):
     def preempt(self):
         decoding = self.status(RequestStatus.DECODE)
         wanting = self.status(RequestStatus.READY, *QUEUED)
-        best = min((self.scheduler.live[n].priority for n in wanting), default=9)
+        best = min((self.scheduler.live[n].request.priority for n in wanting), default=9)
         victims = self.scheduler.victims(self.now)
         for number in victims:
             found = self.scheduler.live[number]
             self.swaps[number] += 1
             assert number in decoding and found.status is RequestStatus.SWAPPING
-            assert found.swappable and found.priority > best
+            assert found.swappable and found.request.priority > best
             assert self.swaps[number] == found.preemptions <= self.settings.max_preemptions
         assert self.scheduler.victims(self.now) == []  # they are enough
 

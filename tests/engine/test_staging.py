@@ -12,7 +12,7 @@ from jaxrag.engine import runner as running
 from jaxrag.engine import staging as load
 from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.mapping import plan_request
+from jaxrag.engine.mapping import sequence_of
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.models.model import random_model
 from jaxrag.reuse.methods import METHODS
@@ -32,7 +32,7 @@ def stored_pages(model, request):
         mapped = map_request(runner, request, 0)
         layers, found = model.config.num_layers, []
         for part in mapped.parts[1:]:
-            assert part.found.how == "pool"
+            assert part.origin.how == "pool"
             pages = list(part.resident.pages)
             for x in (runner.cache.pool.k, runner.cache.pool.v):
                 kv = np.asarray(x).reshape(layers, -1, *x.shape[1:])[:, pages]
@@ -63,7 +63,7 @@ def test_however_chunks_are_read_they_land_alike(tiny_config, rng, monkeypatch):
 
 
 def load_of(model, request):
-    return plan_request(model, request, 0).loads.values()
+    return sequence_of(model, request).loads.values()
 
 
 @pytest.mark.parametrize("room", ["decode", "engine", "select", "serve"])

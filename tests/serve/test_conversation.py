@@ -328,7 +328,7 @@ def test_law_2_blocks_are_chunks_of_their_own_whatever_the_question(text_model):
         found, parts = logits_of(text_model, one.request)
         np.testing.assert_allclose(found, packed(text_model, prompt), rtol=1e-4, atol=2e-5)
         if question is not QUESTIONS[0]:
-            assert {part.found.how for part in parts} == {"pool"}
+            assert {part.origin.how for part in parts} == {"pool"}
 
 
 def test_blocks_are_kept_in_the_repository(kb):

@@ -1,6 +1,6 @@
 """How far the KV that an answer is read from stands from full attention's, layer by layer."""
 
-from collections.abc import Sequence
+from collections import abc
 from typing import NamedTuple
 
 import jax
@@ -10,11 +10,11 @@ import numpy as np
 from jaxrag.base.shapes import bucket
 from jaxrag.base.types import Array, HostArray
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.mapping import PromptPart, RequestState
 from jaxrag.engine.prefill import Prefilled
 from jaxrag.engine.prefilled import prefilled
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.runner import ModelRunner
+from jaxrag.engine.sequence import PromptPart, Sequence
 from jaxrag.kv.cache import PAGE, PagePool
 from jaxrag.kv.store import KVStore
 from jaxrag.models.decoder import Decoder
@@ -36,7 +36,7 @@ class Deviation(NamedTuple):
 
 
 def kv_deviation(
-    model: Model, store: KVStore, method: Method, prompts: Sequence[Prompt]
+    model: Model, store: KVStore, method: Method, prompts: abc.Sequence[Prompt]
 ) -> Deviation:
     """Deviation of the chunk tokens' KV as the answers to these prompts see it.
 
@@ -53,7 +53,7 @@ def kv_deviation(
     for index, prompt in enumerate(prompts):
 
         def look(
-            runner: ModelRunner, state: RequestState, there: Prefilled, at: int = index
+            runner: ModelRunner, state: Sequence, there: Prefilled, at: int = index
         ) -> HostArray:
             return _of_request(runner, state, prompts[at], fresh[at])
 
@@ -64,7 +64,7 @@ def kv_deviation(
 
 
 def _of_request(
-    runner: ModelRunner, mapped: RequestState, prompt: Prompt, fresh: HostArray
+    runner: ModelRunner, mapped: Sequence, prompt: Prompt, fresh: HostArray
 ) -> HostArray:
     """Sums over the chunk tokens, [2, L, 2]: squared difference, squared length of ``fresh``.
 
@@ -84,7 +84,7 @@ def _of_request(
     return np.asarray(sums, np.float64)
 
 
-def _where(mapped: RequestState, prompt: Prompt) -> tuple[HostArray, HostArray, HostArray]:
+def _where(mapped: Sequence, prompt: Prompt) -> tuple[HostArray, HostArray, HostArray]:
     """Of each chunk token, int32 [C]: its page, its slot there, what its key is rotated to."""
     prefix, count = len(prompt.prefix), sum(map(len, prompt.chunks))
     chunks = mapped.parts[1:]

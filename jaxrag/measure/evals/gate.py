@@ -8,7 +8,7 @@ next token: does it choose the same one, and how far is its distribution from fu
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections import abc
 from typing import Any
 
 import jax
@@ -20,11 +20,11 @@ from jaxrag.base.sharding import to_host
 from jaxrag.base.types import Array, HostArray, Step
 from jaxrag.engine.decoding import run_tokens
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.mapping import RequestState
 from jaxrag.engine.prefill import Prefilled
 from jaxrag.engine.prefilled import prefilled
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sampling_params import SamplingParams
+from jaxrag.engine.sequence import Sequence
 from jaxrag.kv.cache import PagePool, PageTable
 from jaxrag.library.documents import Shard
 from jaxrag.library.knowledge_base import KnowledgeBase
@@ -137,8 +137,8 @@ def gate(
 
 
 def compare(
-    settings: Sequence[Settings],
-    prepared: Sequence[Sequence[ReadyQuestion]],
+    settings: abc.Sequence[Settings],
+    prepared: abc.Sequence[abc.Sequence[ReadyQuestion]],
     target: Target,
     batch_size: int,
     *,
@@ -203,7 +203,7 @@ def _prepare(settings: Settings, questions: QuestionFile, compute_last: int) -> 
 
 
 def _answers(
-    settings: Settings, ready: Sequence[ReadyQuestion], batch_size: int
+    settings: Settings, ready: abc.Sequence[ReadyQuestion], batch_size: int
 ) -> list[list[int]]:
     """Greedy answers without their end, one token shorter than compared at most."""
     found: dict[int, Result] = {}
@@ -214,8 +214,8 @@ def _answers(
 
 def forced_logits(
     settings: Settings,
-    questions: Sequence[ReadyQuestion],
-    answers: Sequence[Sequence[int]],
+    questions: abc.Sequence[ReadyQuestion],
+    answers: abc.Sequence[abc.Sequence[int]],
 ) -> tuple[list[HostArray], int]:
     """Logits of every token of given answers and of the one after, as decoding would have them.
 
@@ -241,7 +241,7 @@ def forced_logits(
 
 
 def _forced_logits(
-    answer: HostArray, runner: ModelRunner, state: RequestState, there: Prefilled
+    answer: HostArray, runner: ModelRunner, state: Sequence, there: Prefilled
 ) -> tuple[HostArray, int]:
     """Logits float32 [len(answer) + 1, V] of one answer; how many tokens were recomputed for it."""
     rest = _feed(runner, state, there.table, answer)
@@ -249,9 +249,7 @@ def _forced_logits(
     return np.concatenate((to_host(there.logits), rest)), recomputed
 
 
-def _feed(
-    runner: ModelRunner, state: RequestState, table: PageTable, answer: HostArray
-) -> HostArray:
+def _feed(runner: ModelRunner, state: Sequence, table: PageTable, answer: HostArray) -> HostArray:
     """Logits float32 [T, V] after each token of an answer that follows a prefilled prompt."""
     model, count = runner.model, len(answer)
     if not count:
@@ -284,9 +282,9 @@ class _Tally:
 
     def add(
         self,
-        questions: Sequence[int],
-        full: Sequence[HostArray],
-        own: Sequence[HostArray],
+        questions: abc.Sequence[int],
+        full: abc.Sequence[HostArray],
+        own: abc.Sequence[HostArray],
         recomputed: int,
     ) -> None:
         for index, wanted, found in zip(questions, full, own, strict=True):

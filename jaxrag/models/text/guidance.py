@@ -56,20 +56,26 @@ class Grammar:
 
 
 class Matcher:
-    """How far an answer has come in a grammar."""
+    """How far an answer has come in a grammar.
+
+    Attributes:
+      next: what may follow, as ``allowed``; None before the first token, and where it is complete.
+    """
 
     def __init__(self, matcher: "llguidance.LLMatcher", size: int) -> None:
         """``size``: of what ``allowed`` gives."""
         self._matcher, self._size = matcher, size
+        self.next: HostArray | None = None
 
-    def take(self, token_id: int) -> HostArray | None:
-        """The answer grows by a token: what may follow, as ``allowed``; None: it is complete.
+    def take(self, token_id: int) -> bool:
+        """The answer grows by a token; False: it is complete.
 
         Raises EngineError for a token that is not allowed, and where none may follow.
         """
         if not self._matcher.consume_token(token_id):
             raise EngineError(f"a guided answer left its form: {_line(self._matcher.get_error())}")
-        return None if self._matcher.is_stopped() else self.allowed()
+        self.next = None if self._matcher.is_stopped() else self.allowed()
+        return self.next is not None
 
     def allowed(self) -> HostArray:
         """Bits of the tokens that may follow, those that end it as well: uint32 [ceil(V / 32)].

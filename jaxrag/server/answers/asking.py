@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrag.base.errors import DeadlineExceeded
-from jaxrag.engine.mapping import plan_request
+from jaxrag.engine.mapping import sequence_of
 from jaxrag.engine.progress import Progress
 from jaxrag.reuse.methods import METHODS
 from jaxrag.serve.answers import Growing, News, Piece, Result, abstained
@@ -98,7 +98,7 @@ def make_ready(
     ready = prepare(settings, asked, fields.documents, sampling)
     request = ready.request
     if base is None and server.plain == "passages" and not isinstance(state.engine, Replicas):
-        loads = list(plan_request(state.model, request, 0).loads.values())
+        loads = list(sequence_of(state.model, request).loads.values())
         bases = [it for name, it in state.knowledge_bases.items() if access.may_read(name)]
         bring_ingested(state.model, state.memory.store(access.tenant), bases, loads)
     room = state.model.config.max_positions - request.prompt.num_tokens

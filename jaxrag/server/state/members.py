@@ -7,10 +7,10 @@ from collections.abc import AsyncGenerator
 from typing import Protocol
 
 from jaxrag.engine.jobs import Job, JobNews, ReplicaReport, name_of
-from jaxrag.engine.mapping import RequestPlan
 from jaxrag.engine.progress import Sink, Where
 from jaxrag.engine.request import Request
 from jaxrag.engine.routing import PromptPiece
+from jaxrag.engine.sequence import Sequence
 
 _BYTES = 1e9  # a second of a link that was not measured yet
 _FLOOR = 1e-9
@@ -98,14 +98,14 @@ class ReplicaMember:
             self.coming -= Counter(piece.name for piece in sent.pieces)
 
 
-def pieces_of(plan: RequestPlan, token_bytes: int, private: bool) -> list[PromptPiece]:
+def pieces_of(sequence: Sequence, token_bytes: int, private: bool) -> list[PromptPiece]:
     """What an engine may hold of a prompt: its chunks, then its earlier turns.
 
     ``private``: no store but the engine's own has its chunks. The prefix is left out, which every
     engine soon holds.
     """
     chunks, turns = [], []
-    for part in plan.parts:
+    for part in sequence.parts:
         if part.chunk < 0 or not len(part.ids):
             continue
         tokens = len(part.ids)

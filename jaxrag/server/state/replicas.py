@@ -254,9 +254,6 @@ class Replicas(Engine):
     def forget(self) -> None:
         """Nothing: an engine forgets by itself what it warmed up with."""
 
-    def prefetch(self, requests: Iterable[Request]) -> None:
-        """Nothing: which engine a request goes to is not known yet."""
-
     def status(self) -> EngineStatus | None:
         """Of all engines together; None before the first of them served."""
         found = {name: it.status for name, it in self._reports().items() if it.status is not None}
@@ -311,14 +308,14 @@ class Replicas(Engine):
         )
 
     def _made(self, request: Request, sink: Sink) -> SentRequest:
-        running, entry = self._entered(request, self._heard(sink))
+        sequence = self._entered(request, self._heard(sink))
         private = request.store.private
         return SentRequest(
-            number=running.number,
-            request=running.request,
-            sink=running.sink,
-            pieces=pieces_of(running.plan, self.runner.model.kv_layout.nbytes(1), private),
-            prompt_cost=entry.cost,
+            number=sequence.number,
+            request=sequence.request,
+            sink=sequence.sink,
+            pieces=pieces_of(sequence, self.runner.model.kv_layout.nbytes(1), private),
+            prompt_cost=sequence.cost,
             since=self._clock(),
         )
 

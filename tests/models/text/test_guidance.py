@@ -46,7 +46,7 @@ def drawn(grammar, tokenizer, draw, most=400):
         token_id = int(draw.choice(choices))
         if token_id in tokenizer.eos_ids:
             return tokenizer.decode(ids), True
-        allowed = matcher.take(token_id)
+        allowed = matcher.next if matcher.take(token_id) else None
         ids.append(token_id)
     return tokenizer.decode(ids), allowed is None
 

@@ -215,7 +215,7 @@ def test_the_pool_takes_chunks_behind_their_neighbours_from_the_store(rng, model
         def look(runner):
             mapped = map_request(runner, request, 0)
             unmap(runner, mapped)
-            return [part.found for part in mapped.parts[1:]]
+            return [part.origin for part in mapped.parts[1:]]
 
         return engine_of(model).call(look)
 

@@ -1,6 +1,7 @@
 """Random models of every family, small prompts, and the two ways to run them."""
 
 import contextlib
+import copy
 import dataclasses
 
 import jax
@@ -110,7 +111,7 @@ class Work:
         ]
 
         def seen(runner, state, there):
-            return state, np.asarray(there.logits)[0], look and look(runner, state)
+            return copy.copy(state), np.asarray(there.logits)[0], look and look(runner, state)
 
         return prefilled(engine, requests, seen)
 
@@ -120,10 +121,10 @@ class Work:
         """What is called with each request before and after its tokens are selected."""
         select = prefill_queue.select_tokens
 
-        def selects(runner, states):
+        def selects(runner, states, ahead):
             for state in states:
                 before(runner, state)
-            select(runner, states)
+            select(runner, states, ahead)
             for state in states:
                 after(runner, state)
 

@@ -64,7 +64,7 @@ def run(work, model, store, method, prompt):
     """Logits of the last token, the tokens that were chosen, and the account."""
     [(state, logits, _)] = work.served(model, method, prompt, stores=[store])
     chosen = [] if state.choice is None else state.choice.tokens.tolist()
-    return logits, chosen, account(method, state)
+    return logits, chosen, account(state)
 
 
 def put(work, model, store, method, prefix, *chunks):

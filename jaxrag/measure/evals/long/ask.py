@@ -8,7 +8,7 @@ it would have asked for.
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections import abc
 
 import jax
 import numpy as np
@@ -17,19 +17,23 @@ from jaxrag.base.errors import RequestError
 from jaxrag.base.types import Array, HostArray
 from jaxrag.engine.away import start_row
 from jaxrag.engine.decoding import (
-    FAILED,
     Lane,
-    LaneKey,
     SamplingRows,
-    lane_of,
     sample_first,
 )
 from jaxrag.engine.direct import map_request, prefill_observed, unmap
-from jaxrag.engine.mapping import RequestState
 from jaxrag.engine.outcome import outcome_of
 from jaxrag.engine.prefill import Prefilled
-from jaxrag.engine.request import DECODE_BLOCK, FinishReason, Request
+from jaxrag.engine.request import (
+    DECODE_BLOCK,
+    FAILED,
+    LaneKey,
+    Request,
+    lane_of,
+)
 from jaxrag.engine.runner import ModelRunner
+from jaxrag.engine.sampling_params import FinishReason
+from jaxrag.engine.sequence import Sequence
 from jaxrag.reuse.decode import DecodeRule, Observe, PromptQueries
 
 
@@ -56,7 +60,7 @@ class Asker:
         self._runner = runner
         self._compiled: set[LaneKey] = set()
 
-    def ask(self, rules: Sequence[Sequence[Request]]) -> list[list[Generated]]:
+    def ask(self, rules: abc.Sequence[abc.Sequence[Request]]) -> list[list[Generated]]:
         """Under every rule the answers to the same prompts.
 
         Args:
@@ -64,7 +68,7 @@ class Asker:
             ``method.decode`` only.
         """
         runner, first = self._runner, rules[0]
-        mapped: list[RequestState] = []
+        mapped: list[Sequence] = []
         try:
             for request in first:
                 mapped.append(map_request(runner, request, request.room))
@@ -79,7 +83,7 @@ class Asker:
                 unmap(runner, state)
 
     def _answer(
-        self, requests: Sequence[Request], mapped: Sequence[RequestState], prefilled: Prefilled
+        self, requests: abc.Sequence[Request], mapped: abc.Sequence[Sequence], prefilled: Prefilled
     ) -> list[Generated]:
         runner, rule = self._runner, requests[0].method.decode
         pages = max(len(state.table.pages) for state in mapped)
@@ -95,7 +99,7 @@ class Asker:
             else:
                 numbers = [] if host is None else [host.admit() for _ in requests]
                 lane = Lane(runner, key)
-                first = self._join(lane, requests, mapped, prefilled, numbers)
+                first = self._join(lane, mapped, prefilled, numbers)
                 ids, seconds = self._steps(lane, requests, first)
             if (ids == FAILED).any():
                 raise RequestError(f"decode rule {rule.name!r}: the logits of a token hold a NaN")
@@ -105,10 +109,11 @@ class Asker:
                 host.release(numbers)
         found = []
         for row, (request, state) in enumerate(zip(requests, mapped, strict=True)):
+            state.moments |= {"added": 0.0, "first": 0.0}
+            searched = accounts[row] if accounts else None
             outcome = outcome_of(
-                runner.model, request, state, accounts[row] if accounts else None,
-                moments=(0.0,) * 5, compiling=lambda start, end: 0.0, tokens=0,
-            )  # fmt: skip
+                runner.model, state, searched, now=0.0, compiling=lambda start, end: 0.0, looks=None
+            )
             own = ids[row, : request.max_new_tokens].tolist()
             end = next((at for at, token in enumerate(own) if token in request.eos_ids), None)
             reason: FinishReason = "length" if end is None else "stop"
@@ -118,28 +123,26 @@ class Asker:
     def _join(
         self,
         lane: Lane,
-        requests: Sequence[Request],
-        mapped: Sequence[RequestState],
+        mapped: abc.Sequence[Sequence],
         prefilled: Prefilled,
-        numbers: Sequence[int],
+        numbers: abc.Sequence[int],
     ) -> HostArray:
         """Put every request into its row; returns the first tokens [B]."""
         rule, logits = lane.key.rule, prefilled.logits
-        pairs = list(zip(requests, mapped, strict=True))
         if not (rule.sparse or self._runner.model.placement.away):
-            return np.asarray(lane.join(range(len(pairs)), pairs, logits)[0])[: len(pairs)]
+            return np.asarray(lane.join(range(len(mapped)), mapped, logits)[0])[: len(mapped)]
         first = []
         for row, state in enumerate(mapped):
             bank = own_queries(prefilled.bank, row, state, rule)
             number = numbers[row] if numbers else None
-            started = start_row(self._runner, lane.key, requests[row], state, bank, number)
+            started = start_row(self._runner, lane.key, state, bank, number)
             rows = [*[None] * row, row]
-            drawn = lane.join(rows, pairs[: row + 1], logits, started)[0]
+            drawn = lane.join(rows, mapped[: row + 1], logits, started)[0]
             first.append(int(drawn[row]))
         return np.array(first, np.int32)
 
     def _steps(
-        self, lane: Lane, requests: Sequence[Request], first: HostArray
+        self, lane: Lane, requests: abc.Sequence[Request], first: HostArray
     ) -> tuple[HostArray, float | None]:
         """Token ids [B, <= max_new_tokens], and the seconds of a step that was compiled before."""
         ends = np.array(sorted(requests[0].eos_ids), np.int32)
@@ -158,9 +161,7 @@ class Asker:
         return np.concatenate(found, 1), seconds / steps if steps else None
 
 
-def own_queries(
-    bank: PromptQueries, row: int, state: RequestState, rule: DecodeRule
-) -> PromptQueries:
+def own_queries(bank: PromptQueries, row: int, state: Sequence, rule: DecodeRule) -> PromptQueries:
     """Of a request the queries that a rule would have asked its own prefill for; a batch of one.
 
     ``bank`` holds the queries of all tokens that were run, or just those of this rule.
