@@ -63,7 +63,10 @@ COUNTED = {
     "code lines, tests": ("tests",),
     "code lines, benchmarks": ("benchmarks",),
 }
-OF_A_REQUEST = ("Ask", "ReadyQuestion", "Prompt", "Request", "Sequence")
+OF_A_REQUEST = (  # the second line: of trees before there was a Sequence
+    "Ask", "ReadyQuestion", "Prompt", "Request", "Sequence",
+    "RequestPlan", "RequestState", "RunningRequest", "Entry",
+)  # fmt: skip
 OF_REQUESTS = ("jaxrag/serve", "jaxrag/engine")  # where these classes are
 
 Graph = dict[str, set[str]]
