@@ -177,4 +177,4 @@ def test_documents_are_added_without_kv(ingest, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["stored"]["missing"] == 1
     with pytest.raises(SystemExit):
         main(["ingest", str(tmp_path / "a.txt"), *options[:2], "--encode", "later"])
-    assert "choose from" in capsys.readouterr().err
+    assert "'later' is not one of 'now', 'on-demand'" in capsys.readouterr().err

@@ -65,7 +65,10 @@ def test_an_int_stands_for_a_float():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"nmae": "y"}, "here: unknown key 'nmae'; the keys are colours, frame, later, layer"),
+        (
+            {"nmae": "y"},
+            "here: unknown key 'nmae'; did you mean 'name'? The keys are colours",
+        ),
         ({"name": 3}, "here.name=3: expected a text"),
         ({"layer": True}, "here.layer=True: expected an integer"),
         ({"layer": "3"}, "here.layer='3': expected an integer"),

@@ -119,6 +119,10 @@ def test_loading_is_told_from_waiting(stored, serving):
     assert (standing.loading, standing.waiting) == (Ages(3.0, 3.0), Ages())
     assert standing.pages["loading"] > 0
     assert sum(standing.pages.values()) == other.engine.runner.num_pages
+    for _ in range(1000):  # its thread may be at the end of a step
+        if not other.engine.silence:
+            break
+        time.sleep(0.01)
     assert other.engine.silence == 0.0  # it waits for the store, and would hear anybody
     other.store.gate.set()
     assert other.ended(numbers) == expected

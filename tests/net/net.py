@@ -37,8 +37,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-os.environ.setdefault("JAXRAG_FORMS", "default")  # not what was measured on this machine
-os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
+if __name__ == "__main__":  # as tests/conftest.py sets them for tests
+    os.environ.setdefault("JAXRAG_FORMS", "default")  # not what was measured on this machine
+    os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 
 import numpy as np
 

@@ -2,14 +2,19 @@
 
 import hashlib
 
+from jaxrag.server.fields import Fields
 from jaxrag.server.http.app import plain
+
+
+class CountFields(Fields):
+    """What its body holds."""
+
+    text: str
 
 
 def count_tokens(call):
     """POST /v1/count: how many tokens a text has. The file of the endpoint would hold this."""
-    text = call.body.text("text")
-    if text is None:
-        raise call.body.wrong("text", "a text")
+    text = CountFields.read(call.body).text
     return {"count": len(call.state.model.text_tokenizer().encode(text))}
 
 

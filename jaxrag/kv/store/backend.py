@@ -379,7 +379,12 @@ class Backend:
         if not generation:  # TensorStore reads the empty generation as "whatever is there"
             raise StoreError(f"{self.location}: cannot {action} {path}: its generation is unknown")
         with self._errors(f"{action} {path}"):
-            return self._kv.write(path, value, if_equal=generation).result().generation or None
+            try:
+                return self._kv.write(path, value, if_equal=generation).result().generation or None
+            except ValueError as error:
+                if value is None and str(error).startswith("NOT_FOUND"):
+                    return None  # its folder was removed meanwhile
+                raise
 
     def _failure(self, action: str, error: BaseException) -> StoreError:
         return StoreError(f"{self.location}: cannot {action}: {_one_line(error)}")

@@ -71,7 +71,7 @@ class _Ranking(Fields):
 class _SearchTool(Fields):
     """The one tool that there is beside functions."""
 
-    vector_store_ids: Annotated[list[str], Field(min_length=1, max_length=1, fail_fast=True)]
+    vector_store_ids: Annotated[list[str], Field(fail_fast=True)]
     max_num_results: Annotated[Count, Field(le=_MOST_FOUND)] | None = None
     ranking_options: _Ranking = _Ranking.read({})
     filters: dict[str, Any] | None = None
@@ -270,6 +270,12 @@ def _search(body: Tools) -> FileSearch | None:
     if choice not in ("auto", "required", {"type": "file_search"}):
         raise wrong("tool_choice", choice, "none, auto, required, or the type file_search")
     tool = _SearchTool.read(body.tools[0], "tools[0]")
+    if len(tool.vector_store_ids) != 1:
+        raise invalid(
+            f"tools[0].vector_store_ids={reprlib.repr(tool.vector_store_ids)}: expected a list of "
+            "one id; a prompt is made from one vector store",
+            "tools",
+        )
     if tool.ranking_options.hybrid_search is not None:
         raise invalid(
             "tools[0].ranking_options.hybrid_search: the weights of a vector store are its own; "
