@@ -222,7 +222,7 @@ def test_langchain_uses_responses(kept):
         ({"tools": [VILLAGE, {"type": "function", "name": "f"}]}, "tools", "functions alone"),
         ({"tools": [{"type": "function", "name": "f"}]}, "tools", "need a model with a chat"),
         ({"tools": [VILLAGE, VILLAGE]}, "tools", "expected one, file_search"),
-        ({"tools": [{"type": "file_search", "vector_store_ids": []}]}, "tools", "at least 1"),
+        ({"tools": [{"type": "file_search", "vector_store_ids": []}]}, "tools", "one id"),
         ({"tools": [VILLAGE | {"max_num_results": 51}]}, "tools", "at most 50"),
         ({"tools": [VILLAGE | {"filters": {"type": "near"}}]}, "filters", "one of eq"),
         (
