@@ -5,6 +5,7 @@ links to outside of docs/ is a page or a file of the site at the same path. Wher
 ``<!-- commands -->`` every command of the program is described, from its own parser.
 """
 
+import html
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
@@ -78,8 +79,6 @@ def describe(program: click.Command) -> Iterator[str]:
         yield "| option | meaning |\n|---|---|"
         for parameter in command.get_params(ctx):
             record = parameter.get_help_record(ctx)
-            shown, told = (
-                one.replace("|", "\\|").replace("<", "&lt;") for one in record or ("", "")
-            )
-            yield f"| `{shown}` | {told} |"
+            shown, told = (html.escape(one).replace("|", "&#124;") for one in record or ("", ""))
+            yield f"| <code>{shown}</code> | {told} |"
         yield f"\n```text\n{(command.epilog or '').removeprefix('example: ')}\n```\n"
