@@ -8,26 +8,15 @@ One column a tree; the tree of this script where none is named. How each row is 
   ``__main__`` among them; ``pallas_kernels``, ``scripts`` and ``benchmarks`` are one room each.
 - arrows between rooms: pairs of rooms of which a file of the first imports something of the second,
   at the top, within a function or for a type checker only.
-- arrows up, sideways: those that contradict the table of floors in the tree's own
-  ``tests/test_imports.py`` (``FLOORS``, roof first, or ``LAYERS``, ground first): to a higher row,
-  and within a row other than the ground's. Rooms that the table does not name are left out, and "-"
-  stands where a tree has no table.
-- arrows that close a circle: the fewest that must turn round until no circle of rooms is left.
-- floors of rooms: the longest chain of rooms of which each imports the next, those of a circle
-  counted as one. Floors of files: the same of the files below ``jaxrag``, and of
-  ``pallas_kernels``.
+- floors of rooms: the longest chain of rooms of which each imports the next. Floors of files: the
+  same of the files below ``jaxrag``. Neither has a circle, which ``tests/test_imports.py`` sees to.
 - floors within a room: the longest chain of the files of a folder below a wing (those of its own
   folders among them), or of a wing's own files; shown is the largest.
-- circles of files: sets of files that import one another, in all four places.
-- loose files: ``jaxrag/*.py``.
 - long signatures: functions and methods, those within functions too, of more than 8 parameters;
   ``self`` and ``cls`` do not count, ``*args`` and ``**kwargs`` count as one each.
 - type names with two homes: public names that more than one file below ``jaxrag`` defines, at the
   top, as a class or as another name of a type (``Mode = Literal["r", "rw"]``).
 - names in docstrings that do not resolve: as ``scripts/docstring_names.py`` finds them.
-- long files: files of more than 400 lines of code, in all four places.
-- lines: of code, of docstrings, of comments that have a line to themselves, and blank ones.
-  A blank line of a docstring is one of the docstring.
 - code lines: lines without blank ones, comments, docstrings and imports; of ``jaxrag``,
   ``pallas_kernels`` and ``scripts`` together, of ``tests``, and of ``benchmarks``.
 - benchmark scripts beside the GPU's: ``benchmarks/*.py`` but for ``gpu*.py``.
@@ -40,8 +29,7 @@ One column a tree; the tree of this script where none is named. How each row is 
 
 import argparse
 import ast
-import dataclasses
-import itertools
+import graphlib
 import json
 import os
 import re
@@ -56,8 +44,6 @@ import docstring_names
 PACKAGES = ("jaxrag", "pallas_kernels")
 PLACES = (*PACKAGES, "scripts", "benchmarks")
 MAX_PARAMETERS = 8
-MAX_LINES = 400  # of code
-MOST_ORDERED = 8  # rooms of one circle whose orders are all tried
 COUNTED = {
     "code lines": ("jaxrag", "pallas_kernels", "scripts"),
     "code lines, tests": ("tests",),
@@ -72,54 +58,6 @@ OF_REQUESTS = ("jaxrag/serve", "jaxrag/engine")  # where these classes are
 Graph = dict[str, set[str]]
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _OF_TYPES = (ast.Subscript, ast.BinOp, ast.Name, ast.Attribute)  # what names a type anew
-
-
-@dataclasses.dataclass(frozen=True)
-class Lines:
-    """Lines of a file, or of many.
-
-    Attributes:
-      code: all others.
-      docstrings: of modules, classes and functions.
-      comments: alone on their line.
-      blank: outside of docstrings and of other strings.
-    """
-
-    code: int = 0
-    docstrings: int = 0
-    comments: int = 0
-    blank: int = 0
-
-    def __add__(self, other: "Lines") -> "Lines":
-        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
-        return Lines(*(mine + its for mine, its in pairs))
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return sum(dataclasses.astuple(self))
-
-
-def lines_of(text: str) -> Lines:
-    """Count the lines of a Python file."""
-    documented: set[int] = set()
-    quoted: set[int] = set()  # lines of other strings, which may be empty or begin with "#"
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.Module, ast.ClassDef, *_FUNCTIONS)):
-            if ast.get_docstring(node, clean=False) is not None:
-                documented |= _span(node.body[0])
-        elif isinstance(node, (ast.Constant, ast.JoinedStr)):
-            quoted |= _span(node)
-    counts = dict.fromkeys((field.name for field in dataclasses.fields(Lines)), 0)
-    for number, line in enumerate(text.splitlines(), 1):
-        if number in documented:
-            kind = "docstrings"
-        elif number in quoted or line.strip()[:1] not in ("", "#"):
-            kind = "code"
-        else:
-            kind = "comments" if line.strip() else "blank"
-        counts[kind] += 1
-    return Lines(**counts)
 
 
 def code_lines(text: str) -> int:
@@ -247,83 +185,12 @@ def rooms_of(files: Graph) -> Graph:
     return rooms
 
 
-def circles_of(graph: Graph) -> list[frozenset[str]]:
-    """The sets of two or more nodes of which each leads to every other."""
-    reached = {node: _reached(graph, node) for node in graph}
-    return sorted(
-        {
-            frozenset(other for other in nodes if node in reached[other])
-            for node, nodes in reached.items()
-            if node in nodes
-        },
-        key=sorted,
-    )
-
-
-def _reached(graph: Graph, start: str) -> set[str]:
-    found: set[str] = set()
-    waiting = [start]
-    while waiting:
-        fresh = graph[waiting.pop()] - found
-        found |= fresh
-        waiting += fresh
-    return found
-
-
 def floors_of(graph: Graph) -> int:
-    """The longest chain; the nodes of a circle count as one."""
-    names = {node: node for node in graph}
-    for circle in circles_of(graph):
-        names |= dict.fromkeys(circle, min(circle))
-    below: Graph = {name: set() for name in names.values()}
-    for node, others in graph.items():
-        below[names[node]] |= {names[other] for other in others} - {names[node]}
+    """The longest chain. Raises graphlib.CycleError, which names the nodes of a circle."""
     heights: dict[str, int] = {}
-
-    def height(node: str) -> int:
-        if node not in heights:
-            heights[node] = 1 + max(map(height, below[node]), default=0)
-        return heights[node]
-
-    return max(map(height, below), default=0)
-
-
-def turned(graph: Graph) -> int | None:
-    """The fewest arrows to turn until there is no circle; None where a circle is too large."""
-    count = 0
-    for circle in circles_of(graph):
-        if len(circle) > MOST_ORDERED:
-            return None
-        count += min(
-            sum(other in graph[node] for node, other in itertools.combinations(order, 2))
-            for order in itertools.permutations(circle)
-        )
-    return count
-
-
-def table_of(tree: Path) -> list[tuple[str, ...]] | None:
-    """The rows of the tree's own table of floors, the ground first; None where there is none."""
-    path = tree / "tests" / "test_imports.py"
-    for node in _parsed(path).body if path.is_file() else ():
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            match node.targets[0].id:
-                case "FLOORS":
-                    return list(ast.literal_eval(node.value))[::-1]
-                case "LAYERS":
-                    return list(ast.literal_eval(node.value))
-    return None
-
-
-def against(rooms: Graph, table: Sequence[Sequence[str]]) -> tuple[int, int]:
-    """Arrows up and arrows sideways, by a table with the ground first."""
-    rank = {room: number for number, row in enumerate(table) for room in row}
-    steps = [
-        (rank[room], rank[other])
-        for room, others in rooms.items()
-        for other in others
-        if room in rank and other in rank
-    ]
-    return sum(a < b for a, b in steps), sum(a == b > 0 for a, b in steps)
+    for node in graphlib.TopologicalSorter(graph).static_order():
+        heights[node] = 1 + max((heights[other] for other in graph[node]), default=0)
+    return max(heights.values(), default=0)
 
 
 def signatures(tree: ast.Module) -> Iterator[int]:
@@ -369,43 +236,26 @@ def measure(tree: Path) -> dict[str, Any]:
     modules = modules_of(tree)
     files = {name: imports_of(name, path, modules) for name, path in modules.items()}
     rooms = rooms_of(files)
-    table = table_of(tree)
-    up, sideways = (None, None) if table is None else against(rooms, table)
-    lines = {name: lines_of(path.read_text(encoding="utf-8")) for name, path in modules.items()}
     parsed = {name: _parsed(path) for name, path in modules.items()}
-    found: dict[str, Any] = {
-        "rooms": len(rooms),
-        "arrows between rooms": sum(map(len, rooms.values())),
-        "arrows up": up,
-        "arrows sideways": sideways,
-        "arrows that close a circle": turned(rooms),
-        "floors of rooms": floors_of(rooms),
-    }
-    for place in PACKAGES:
-        found[f"floors of files, {place}"] = floors_of(_within(files, place))
+    own = {name for name in files if name.split(".")[0] == "jaxrag"}
     inner: dict[str, set[str]] = {}
     for name, path in modules.items():
         inner.setdefault(inner_room_of(path.relative_to(tree)), set()).add(name)
-    found["floors within a room"] = {
-        room: floors_of(_part(files, names)) for room, names in sorted(inner.items())
+    found: dict[str, Any] = {
+        "rooms": len(rooms),
+        "arrows between rooms": sum(map(len, rooms.values())),
+        "floors of rooms": floors_of(rooms),
+        "floors of files, jaxrag": floors_of(_part(files, own)),
+        "floors within a room": {
+            room: floors_of(_part(files, names)) for room, names in sorted(inner.items())
+        },
+        "files, jaxrag": len(own),
     }
-    found["circles of rooms"] = [sorted(circle) for circle in circles_of(rooms)]
-    found["circles of files"] = [sorted(circle) for circle in circles_of(files)]
-    found["loose files"] = len(list((tree / "jaxrag").glob("*.py")))
-    for place in PACKAGES:
-        names = _within(files, place)
-        counts = [count for name in names for count in signatures(parsed[name])]
-        found[f"functions, {place}"] = len(counts)
-        found[f"long signatures, {place}"] = sum(count > MAX_PARAMETERS for count in counts)
-    homes = two_homes({name: tree for name, tree in parsed.items() if _place(name) == "jaxrag"})
-    found["type names with two homes"] = homes
+    counts = [count for name in own for count in signatures(parsed[name])]
+    found["functions, jaxrag"] = len(counts)
+    found["long signatures, jaxrag"] = sum(count > MAX_PARAMETERS for count in counts)
+    found["type names with two homes"] = two_homes({name: parsed[name] for name in sorted(own)})
     found["names in docstrings that do not resolve"] = docstring_names.unresolved(parsed, PACKAGES)
-    found["long files"] = [name for name in modules if lines[name].code > MAX_LINES]
-    for place in PLACES:
-        names = _within(files, place)
-        total = sum((lines[name] for name in names), Lines())
-        found[f"files, {place}"] = len(names)
-        found[f"lines, {place}"] = {"all": total.total, **dataclasses.asdict(total)}
     for row, places in COUNTED.items():
         paths = [path for place in places for path in (tree / place).rglob("*.py")]
         found[row] = sum(code_lines(path.read_text(encoding="utf-8")) for path in paths)
@@ -417,17 +267,8 @@ def measure(tree: Path) -> dict[str, Any]:
     return found
 
 
-def _within(files: Graph, place: str) -> Graph:
-    """The part of a graph of files that lies in one place."""
-    return _part(files, {name for name in files if _place(name) == place})
-
-
 def _part(files: Graph, names: set[str]) -> Graph:
     return {name: files[name] & names for name in names}
-
-
-def _place(module: str) -> str:
-    return module.split(".")[0]
 
 
 def report(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
@@ -435,24 +276,15 @@ def report(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     yield f"| | {' | '.join(found)} |"
     yield f"|---|{'---:|' * len(found)}"
     for row in next(iter(found.values())):
-        values = [numbers[row] for numbers in found.values()]
-        if row.startswith("lines, "):
-            for kind in values[0]:
-                yield _row(row if kind == "all" else f"... {kind}", [v[kind] for v in values])
-        else:
-            yield _row(row, [number_of(row, value) for value in values])
+        numbers = (number_of(row, of_tree[row]) for of_tree in found.values())
+        yield f"| {row} | {' | '.join(f'{number:,}' for number in numbers)} |"
 
 
-def number_of(row: str, value: Any) -> int | None:
+def number_of(row: str, value: Any) -> int:
     """What stands in the table for the value of a row."""
     if row == "floors within a room":
         return max(value.values())
-    return len(value) if isinstance(value, list | dict) else value
-
-
-def _row(name: str, values: Sequence[int | None]) -> str:
-    cells = ("-" if value is None else f"{value:,}" for value in values)
-    return f"| {name} | {' | '.join(cells)} |"
+    return value if isinstance(value, int) else len(value)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,12 +7,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from structure import lines_of, modules_of
+from structure import code_lines, modules_of
 
 ROOT = Path(__file__).parents[1]
-MAX_LINES = 400  # of code: docstrings, comments and blank lines are not counted
-MAX_LINES_OF_ONE_CLASS = 500
-ONE_CLASS: dict[str, str] = {}  # path -> why this class is one thing and no two
+MAX_LINES = 380  # of code: imports, docstrings, comments and blank lines are not counted
 EMPTY_NAMES = {"util", "utils", "common", "helper", "helpers", "manager", "managers", "misc"}
 # A class of one letter keeps a pattern from matching its own line.
 MACHINE = re.compile(
@@ -37,22 +35,10 @@ def tracked_files():
     return [ROOT / name for name in listing.split("\0") if name and (ROOT / name).is_file()]
 
 
-def allowed(path):
-    """The most lines of code that a file may have."""
-    return MAX_LINES_OF_ONE_CLASS if str(path.relative_to(ROOT)) in ONE_CLASS else MAX_LINES
-
-
 @pytest.mark.parametrize("path", CODE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_are_read_in_one_sitting(path):
-    lines = lines_of(path.read_text(encoding="utf-8")).code
-    assert lines <= allowed(path), f"{lines} lines of code: split it by what its parts are about"
-
-
-def test_only_long_files_of_one_class_are_excepted():
-    for name in ONE_CLASS:
-        text = (ROOT / name).read_text(encoding="utf-8")
-        assert lines_of(text).code > MAX_LINES, name
-        assert sum(isinstance(node, ast.ClassDef) for node in ast.parse(text).body) == 1, name
+    lines = code_lines(path.read_text(encoding="utf-8"))
+    assert lines <= MAX_LINES, f"{lines} lines of code: split it by what its parts are about"
 
 
 def test_module_names_say_what_is_inside():
