@@ -1,14 +1,14 @@
 """Long prompts put to a model, by several methods.
 
 Every method answers the same prompts, as ``generate`` does with ``documents=``: one document that
-holds the whole haystack, or the chunks it is cut into. Decode rules of one method share a prefill.
+holds the whole haystack, or the chunks it is cut into.
 """
 
 import dataclasses
-import functools
 import itertools
 import statistics
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,21 +18,17 @@ from jax.sharding import Mesh
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.types import HostArray
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.request import DECODE_BLOCK, Request
-from jaxrag.engine.runner import ModelRunner
-from jaxrag.engine.sampling_params import SamplingParams
+from jaxrag.engine.sampling_params import FinishReason, SamplingParams
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.placement import ON_DEVICE
-from jaxrag.measure.evals.long.ask import Asker, Generated
 from jaxrag.measure.evals.long.plan import Item, plan
 from jaxrag.measure.evals.options import LongOptions
 from jaxrag.measure.evals.statistics import LEVEL, difference, plain, share
 from jaxrag.measure.subject import described, format_of
 from jaxrag.models.model import Model, load_model
 from jaxrag.models.text.progress import progress_bar
-from jaxrag.reuse.decode import DecodeRule, Dense
+from jaxrag.reuse.decode import DecodeRule
 from jaxrag.reuse.decode.footprint import Bytes
-from jaxrag.reuse.methods import Method
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 from jaxrag.tasks.long.case import Frame
@@ -42,10 +38,18 @@ FIFTHS = 5  # of the haystack, for the table by depth
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """An answer as text, and what was generated; ``notes`` of the question are among its own."""
+    """An answer.
+
+    Attributes:
+      token_ids: without the one that ended it.
+      seconds: from one token to the next, the median; None where there is no other.
+    """
 
     text: str
-    generated: Generated
+    token_ids: list[int]
+    finish_reason: FinishReason
+    seconds: float | None
+    notes: list[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +131,7 @@ def run(options: LongOptions, progress: bool = True, mesh: Mesh | None = None) -
         **_tables(options, items, answers),
         "costs": _costs(options, model.config, items, answers),
         "notes": {
-            name: sorted({note for reply in own.replies for note in reply.generated.notes})
+            name: sorted({note for reply in own.replies for note in reply.notes})
             for name, own in answers.items()
         },
         "items": [_item(i, item, answers) for i, item in enumerate(items)],
@@ -157,7 +161,7 @@ def _cache_tokens(options: LongOptions, frame: Frame, items: Sequence[Item]) -> 
     for item in items:
         chunks = [len(chunk) + around for chunk in item.fitted.chunks]
         recomputed = max(method.room(chunks) for method in options.resolved)
-        own = item.fitted.num_tokens + recomputed + options.answer_tokens(item.task) + DECODE_BLOCK
+        own = item.fitted.num_tokens + recomputed + options.answer_tokens(item.task)
         pages = (len(chunks) + 3) * PAGE  # every part begins a page
         need = max(need, own + pages)
     return need * options.batch_size
@@ -182,45 +186,25 @@ def _answer(
 ) -> dict[str, LongAnswers]:
     """What every method answered; ``settings`` by method and task.
 
-    Prompts of one task and length are asked in batches, and every batch is prefilled once for all
-    methods of one model that differ in their decode rules only.
+    Prompts of one task and length are asked in batches, by one method after the other.
     """
     found: dict[str, dict[int, Reply]] = {method.name: {} for method in options.resolved}
     total = len(items) * len(options.resolved)
     with progress_bar(total, "eval", "answer", shown=progress) as bar:
-        for names in _sharing(options, settings):
-            engine = engine_of(settings[names[0], items[0].task].model)
-            asker = engine.call(Asker)
-            for places in _batches(options, items):
-                task = items[places[0]].task
-                bar.set_postfix_str(f"{task}, {items[places[0]].length}")
-                asked = [[_question(settings[n, task], items[i]) for i in places] for n in names]
-                requests = [
-                    [dataclasses.replace(q.request, rows=options.batch_size) for q in questions]
-                    for questions in asked
-                ]
-                for name, questions, generated in zip(
-                    names, asked, engine.call(functools.partial(_ask, asker, requests)), strict=True
-                ):
-                    for place, question, one in zip(places, questions, generated, strict=True):
-                        own = dataclasses.replace(one, notes=[*question.notes, *one.notes])
-                        found[name][place] = Reply(_text(settings[name, task], one), own)
-                bar.update(len(names) * len(places))
+        for places in _batches(options, items):
+            task = items[places[0]].task
+            bar.set_postfix_str(f"{task}, {items[places[0]].length}")
+            for name, own in found.items():
+                asked = [_question(settings[name, task], items[i]) for i in places]
+                replies = replies_to(settings[name, task].model, asked, options.batch_size)
+                own |= zip(places, replies, strict=True)
+                bar.update(len(places))
     return {
         name: LongAnswers(
             replies := [own[i] for i in range(len(items))], _scores(options, items, replies)
         )
         for name, own in found.items()
     }
-
-
-def _ask(asker: Asker, requests: list[list[Request]], runner: ModelRunner) -> list[list[Generated]]:
-    del runner  # the asker has it
-    return asker.ask(requests)
-
-
-def _text(settings: Settings, generated: Generated) -> str:
-    return settings.model.text_tokenizer().decode(generated.token_ids)
 
 
 def _scores(options: LongOptions, items: Sequence[Item], replies: Sequence[Reply]) -> HostArray:
@@ -231,14 +215,27 @@ def _scores(options: LongOptions, items: Sequence[Item], replies: Sequence[Reply
     return np.array(scores, np.float64)
 
 
-def _sharing(options: LongOptions, settings: Mapping[tuple[str, str], Settings]) -> list[list[str]]:
-    """Names of methods that a prefill serves together, in the order of the methods."""
-    found: dict[tuple[int, Method], list[str]] = {}
-    for method in options.resolved:
-        model = settings[method.name, next(iter(options.chosen))].model
-        alike = dataclasses.replace(method, name="", decode=Dense())
-        found.setdefault((id(model), alike), []).append(method.name)
-    return list(found.values())
+def replies_to(model: Model, questions: Sequence[ReadyQuestion], rows: int) -> list[Reply]:
+    """The answers to at most ``rows`` questions that are asked at once."""
+    told: list[list[tuple[int, float]]] = [[] for _ in questions]
+    replies: dict[int, Reply] = {}
+    requests = [dataclasses.replace(it.request, rows=rows, watched=True) for it in questions]
+    for news in engine_of(model).iterate(requests):
+        if news.error is not None:
+            raise news.error
+        own, now = told[news.number], time.perf_counter()
+        own += [(token_id, now) for token_id in news.new]
+        if news.outcome is not None and news.finish_reason is not None:
+            ids = [token_id for token_id, _ in own]
+            steps = np.diff([when for _, when in own])
+            replies[news.number] = Reply(
+                text=model.text_tokenizer().decode(ids),
+                token_ids=ids,
+                finish_reason=news.finish_reason,
+                seconds=float(np.median(steps)) if len(steps) else None,
+                notes=[*questions[news.number].notes, *news.outcome.notes],
+            )
+    return [replies[number] for number in range(len(questions))]
 
 
 def _batches(options: LongOptions, items: Sequence[Item]) -> Iterator[tuple[int, ...]]:
@@ -264,9 +261,9 @@ def _costs(
     for method, length in itertools.product(options.resolved, options.lengths):
         replies = answers[method.name].replies
         seconds = [
-            reply.generated.seconds
+            reply.seconds
             for item, reply in zip(items, replies, strict=True)
-            if item.length == length and reply.generated.seconds is not None
+            if item.length == length and reply.seconds is not None
         ]
         rule = method.decode
         costs.append({
@@ -332,8 +329,7 @@ def _tables(
 
 def _same(one: Reply, other: Reply) -> bool:
     """Whether two answers are the same tokens and end for the same reason."""
-    a, b = one.generated, other.generated
-    return (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason)
+    return (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason)
 
 
 def _share(scores: HostArray) -> dict[str, float] | None:
