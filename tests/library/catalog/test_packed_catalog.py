@@ -13,7 +13,6 @@ import apsw
 import numpy as np
 import pytest
 
-from jaxrag.base.errors import DamagedCatalogError
 from jaxrag.library.catalog import Catalog, NewDocument
 from jaxrag.library.catalog.audit import Examined
 from jaxrag.library.documents import Document
@@ -230,21 +229,6 @@ def test_a_failure_within_packing_leaves_the_catalog_of_before(tmp_path, monkeyp
         check(catalog)
         catalog.put([entry(catalog, "d10", rng)])
         assert catalog._index.packed.blocks()
-        check(catalog)
-
-
-def test_damage_of_what_is_packed_is_refused_and_made_anew(tmp_path):
-    path = tmp_path / "catalog.sqlite"
-    rng = random.Random(4)
-    with contextlib.closing(Catalog.create(path, {"vectors": None})) as catalog:
-        for n in range(15):
-            catalog.put([entry(catalog, f"d{n}", rng)])
-        with catalog._database.transaction() as connection:
-            connection.execute("UPDATE packed SET postings = zeroblob(length(postings))")
-        with pytest.raises(DamagedCatalogError):
-            catalog.search("w1 w2", 5)
-        assert not catalog.audit().check(lambda stored: Examined()).whole
-        assert catalog.audit().repair(lambda stored: Examined()).whole
         check(catalog)
 
 

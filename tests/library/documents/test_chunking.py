@@ -16,8 +16,6 @@ from jaxrag.library.documents.chunking import Chunking, Spans, split
 from jaxrag.models.text.tokenizer import Tokenizer
 
 ENGLISH = "The keeper climbs the stairs every evening, and the lamp is lit before dark.\n\n" * 4
-CHINESE = "看守人每天傍晚爬上楼梯，天黑之前点亮灯塔。" * 4
-MIXED = "Tea 茶 🍵🍵🍵 and naïve café — " * 6
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +31,6 @@ def tokenizer():
     )
     made.train_from_iterator([ENGLISH], trainer)
     return Tokenizer(made.to_str().encode(), {}, {})
-
-
-@pytest.mark.parametrize("by", ["tokens", "sentence", "markdown"])
-@pytest.mark.parametrize("text", [ENGLISH, CHINESE, MIXED], ids=["english", "chinese", "mixed"])
-@pytest.mark.parametrize(("size", "overlap"), [(16, 0), (16, 5), (7, 6), (5, 1), (1000, 10)])
-def test_chunks_cover_the_document_once(tokenizer, text, size, overlap, by):
-    check_cover(tokenizer, text, Chunking(size, overlap, by))
 
 
 PIECES = st.sampled_from(
@@ -87,23 +78,11 @@ def check_cover(tokenizer, text, chunking):
     assert reached_tokens == len(whole)
 
 
-def test_without_overlap_the_texts_join_to_the_document(tokenizer):
-    chunks = split(MIXED, tokenizer, Chunking(9, 0))
-    assert "".join(chunk.text for chunk in chunks) == MIXED
-    assert np.array_equal(np.concatenate([chunk.ids for chunk in chunks]), tokenizer.encode(MIXED))
-
-
 def test_overlap_repeats_that_many_tokens_where_every_cut_is_allowed(tokenizer):
     chunks = split(ENGLISH, tokenizer, Chunking(20, 6))
     assert len(chunks) > 3
     for before, after in itertools.pairwise(chunks):
         assert np.array_equal(before.ids[-6:], after.ids[:6])
-
-
-def test_text_of_exactly_one_chunk_gives_one(tokenizer):
-    size = len(tokenizer.encode(ENGLISH))
-    assert len(split(ENGLISH, tokenizer, Chunking(size, 10))) == 1
-    assert len(split(ENGLISH, tokenizer, Chunking(size - 1, 10))) == 2
 
 
 def test_character_longer_than_a_chunk_stays_whole(tokenizer):

@@ -15,7 +15,7 @@ from jaxrag.base.errors import DocumentError
 from jaxrag.library.documents import BadDocument, Document, Intake, Shard, read_paths
 from jaxrag.library.documents.chunking import Chunking, split
 from jaxrag.library.documents.files import ReadOptions
-from jaxrag.library.documents.parser import ParseLimits, Parser, ParserFailed
+from jaxrag.library.documents.parser import ParseLimits, Parser
 from jaxrag.models.text.tokenizer import Tokenizer
 
 NAME = "file-0123"
@@ -72,35 +72,12 @@ def test_every_record_is_a_document_of_the_file(parsed):
     assert last.document.id == f"{NAME}:3"
 
 
-@pytest.mark.parametrize(
-    ("data", "filename", "why"),
-    [
-        (b"\x00\x01", "a.bin", "file type '.bin'"),
-        (b"a\0b", "a.txt", "binary data"),
-        (b"PK\x03\x04", "a.docx", "cannot be parsed as DOCX"),
-        (b"", "a.txt", "empty"),
-        (b"x", "a", "file type ''"),
-    ],
-)
-def test_what_cannot_be_read_says_why(parsed, worker, data, filename, why):
-    [bad] = parsed(data, filename)
-    assert why in bad.reason
-    assert worker.pid is not None  # the same process takes the next file
-
-
 @pytest.fixture
 def endless(tmp_path):
     """A file that never ends and never begins."""
     path = tmp_path / "endless"
     os.mkfifo(path)
     return path
-
-
-def test_a_file_that_takes_too_long_fails(endless):
-    hasty = Parser(ParseLimits(0.5))
-    with pytest.raises(ParserFailed):
-        list(hasty.parse(endless, "a.txt", NAME, HOW))
-    assert hasty.pid is None
 
 
 @pytest.mark.parametrize(("filename", "left"), [("a.pdf", [10, 7, 4]), ("a.jsonl", [10, 10, 10])])

@@ -134,12 +134,6 @@ def test_missing_path_is_refused_before_anything_is_read(tmp_path):
         read_paths(str(tmp_path))
 
 
-def test_a_document_is_printed_on_one_short_line():
-    document = Document("a.txt", "word\n" * 10_000)
-    assert repr(document) == f"<Document 'a.txt', 50000 characters: {'word\n' * 12 + '…'!r}>"
-    assert repr(Document("b", "short")) == "<Document 'b', 5 characters: 'short'>"
-
-
 @pytest.mark.parametrize(
     "fields",
     [

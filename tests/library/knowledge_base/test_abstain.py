@@ -122,11 +122,6 @@ def test_bad_options_are_refused(kb, options, words):
         generate("amber?", kb=kb, **options)
 
 
-def test_what_is_retrieved_needs_a_knowledge_base(model):
-    with refused(RequestError, "min_score"):
-        generate("amber?", model=model, documents=["amber"], min_score=1.0)
-
-
 def test_the_command_says_so(tmp_path, model_dir, capsys):
     (tmp_path / "a.txt").write_text("The salt wells.")
     call = ["--kb", str(tmp_path / "cli")]

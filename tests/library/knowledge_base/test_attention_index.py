@@ -2,15 +2,11 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 
-import numpy as np
 import pytest
 from refusal import refused
 
 from jaxrag.base.errors import ConfigError, KnowledgeBaseError
-from jaxrag.cli import main
 from jaxrag.engine.engine import engine_of
 from jaxrag.library.documents import Document
 from jaxrag.models.model import random_model
@@ -151,21 +147,19 @@ def test_a_chunk_that_a_question_encodes_gets_them(indexed_kb, long):
 
 
 @pytest.mark.parametrize(
-    ("value", "error", "message"),
+    ("value", "named"),
     [
-        ("ivf", ConfigError, "kind='ivf' learns nothing.*expected one of graph"),
-        ("tree", ConfigError, "attention_index: kind='tree': expected one of exact"),
-        ("lists:reach=0", ConfigError, "reach=0: expected a positive integer"),
-        ("lists:reach", ConfigError, "'reach' of 'lists:reach': expected field=value"),
-        ("lists:ef=3", ConfigError, "attention_index: unknown key 'ef'"),
-        ("lists:logarithmic=3", ConfigError, "logarithmic=3: expected true or false"),
-        ("lists:queries=100", ConfigError, "min_queries=1024: indexes learn from 100 queries"),
+        ("ivf", "kind='ivf'"),
+        ("tree", "kind='tree'"),
+        ("lists:reach=0", "reach=0"),
+        ("lists:ef=3", "'ef'"),
+        ("lists:logarithmic=3", "logarithmic=3"),
+        ("lists:queries=100", "min_queries=1024"),
     ],
 )
-def test_bad_settings_are_one_line(make_kb, value, error, message):
-    with pytest.raises(error, match=message) as caught:
+def test_bad_settings_are_one_line(make_kb, value, named):
+    with refused(ConfigError, named):
         make_kb(attention_index=value)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_setting_comes_as_text_or_table_and_is_remembered():
@@ -184,28 +178,3 @@ def test_another_setting_is_refused(make_kb, indexed_kb):
         make_kb("other", attention_index="lists", encoders=["neighbours"])
     make_kb(attention_index=EXHAUSTIVE)
     make_kb()
-
-
-@pytest.mark.slow
-def test_command_line_and_a_new_process(tmp_path, model_dir, capsys):
-    (tmp_path / "long.txt").write_text("The salt well of Yanjing. " * 40)
-    kb = ["--kb", str(tmp_path / "kb")]
-    whole = EXHAUSTIVE.replace("=200", "=2000")
-    options = ["--attention-index", whole, "--chunk-tokens", "400", "--template", "plain"]
-    made = ["ingest", str(tmp_path / "long.txt"), *kb, "--model", str(model_dir), *options]
-    assert main(made) == 0
-    capsys.readouterr()
-    assert main(["kb", "stats", str(tmp_path / "kb")]) == 0
-    assert "attention index kind" in capsys.readouterr().out
-    decode = "retrieval:k=6,sink=4,recent=8"
-    question = ["ask", "Which well?", *kb, "--max-new-tokens", "5", "--json", "--decode", decode]
-    done = subprocess.run(
-        [sys.executable, "-m", "jaxrag", *question], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
-    assert answer["counts"]["encoded"] == 0
-    assert answer["indexes"]["trained"] == 0 and answer["indexes"]["stored"] > 0
-    assert main([*question[:-1], "flat:k=6,sink=4,recent=8"]) == 0
-    assert json.loads(capsys.readouterr().out)["token_ids"] == answer["token_ids"]
-    assert np.all(np.array(answer["token_ids"]) >= 0)

@@ -11,7 +11,7 @@ import pytest
 from refusal import refused
 
 from jaxrag import generate
-from jaxrag.base.errors import KnowledgeBaseError, StoreError
+from jaxrag.base.errors import KnowledgeBaseError
 from jaxrag.engine.engine import engine_of
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.models.model import random_model
@@ -101,20 +101,6 @@ def test_a_knowledge_base_open_for_reading_uses_what_it_encodes_and_keeps_nothin
         for _ in range(2):
             assert "not stored: the store is open for reading only" in ask(reader).notes[0]
     assert sorted(path.name for path in full_kb.path.rglob("*")) == before
-
-
-@pytest.mark.parametrize("how", ["overwritten", "truncated", "removed"])
-def test_a_damaged_catalog_is_one_clear_error(full_kb, how):
-    full_kb.close()
-    path = full_kb.path / "catalog.sqlite"
-    if how == "overwritten":
-        path.write_bytes(b"\0" * 4096 + path.read_bytes()[4096:])
-    elif how == "truncated":
-        path.write_bytes(path.read_bytes()[:5000])
-    else:
-        path.unlink()
-    with pytest.raises((StoreError, KnowledgeBaseError)):
-        KnowledgeBase.open(full_kb.path, full_kb.model, mode="r").documents()
 
 
 PROGRAM = """
@@ -249,49 +235,6 @@ print(json.dumps({
     # A variant that no ingestion made is encoded for a question, which is answered all the same.
     assert "and not stored: " in seen["not_kept"][0]
     assert "No space left" in seen["not_kept"][0]
-
-
-@pytest.mark.slow
-def test_four_processes_that_ingest_the_same_documents_agree(tmp_path, model_dir, text_model):
-    body = """
-print("ready", flush=True)
-sys.stdin.readline()
-with opened(template="plain", chunk_tokens=64) as kb:
-    for start in range(0, 24, 3):
-        kb.add([{"id": f"d{number}", "text": text(number)} for number in range(start, start + 3)])
-"""
-    folder = tmp_path / "kb"
-    command = [sys.executable, "-c", PROGRAM + body, str(model_dir), str(folder)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    writers = [
-        subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(4)
-    ]
-    for writer in writers:
-        assert writer.stdout.readline() == "ready\n"
-    for writer in writers:
-        writer.stdin.write("go\n")
-        writer.stdin.flush()
-    errors = [writer.communicate(timeout=300)[1] for writer in writers]
-    assert [writer.returncode for writer in writers] == [0] * 4, errors
-    with KnowledgeBase.open(folder, text_model) as kb:
-        assert len(kb.documents()) == 24
-        report = kb.verify()
-        assert report.ok >= 24
-        assert report.damaged == ()
-        kb.gc(grace_seconds=0.0)
-        stored = sorted(kb.store.keys())
-        wanted = {key for i in range(24) for key in kb._catalog.keys(f"d{i}")["isolated"]}
-        assert wanted <= set(stored)
-        assert len([p for p in (folder / "kv").rglob("*") if p.is_file()]) == 3 * len(stored)
-        assert generate("amber?", kb=kb, method="turborag", max_new_tokens=2).notes == []
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 
 import numpy as np
@@ -72,13 +71,6 @@ def run(kb, vectors):
     )
 
 
-def test_unchanged_documents_get_no_new_vectors(run, vectors):
-    run([Document("a", text_of(1))])
-    before = dict(vectors.texts)
-    assert run([Document("a", text_of(1))]).unchanged == 1
-    assert vectors.texts == before
-
-
 def test_without_vectors_nothing_is_committed_and_the_kv_is_found_again(kb, run, vectors):
     vectors.fail = True
     with refused(StoreError):
@@ -111,18 +103,6 @@ def test_documents_are_read_as_they_are_needed(kb, monkeypatch):
 
     assert kb.add(stream()).documents == 40
     assert most_ahead < 12
-
-
-def test_batches_are_committed_while_the_next_is_encoded(kb, monkeypatch):
-    monkeypatch.setattr(ingest, "BATCH_TOKENS", 100)
-    threads = set()
-    put = kb._catalog.put
-    monkeypatch.setattr(
-        kb._catalog, "put", lambda entries: threads.add(threading.current_thread()) or put(entries)
-    )
-    kb.add([Document(str(seed), text_of(seed)) for seed in range(4)])
-    assert threading.current_thread() not in threads
-    assert len(kb.documents()) == 4
 
 
 def test_no_document_is_committed_before_its_kv_is_stored(kb, monkeypatch):
@@ -259,17 +239,6 @@ def check_whole(reports, path):
         keys = {key for d in kb.documents() for key in kb._catalog.keys(d.id)["isolated"]}
         assert len(keys) == chunks // 2
         assert None not in kb.store.head(sorted(keys))
-
-
-@pytest.mark.slow
-def test_processes_with_shards_fill_one_knowledge_base(folder, model_dir, tmp_path):
-    path = tmp_path / "kb"
-    options = ("--kb", path, "--model", model_dir, "--template", "plain", "--chunk-tokens", 64)
-    running = [
-        start("-m", "jaxrag", "ingest", folder, *options, "--shard", f"{i}/2", "--json")
-        for i in range(2)
-    ]
-    check_whole(outcome(running), path)
 
 
 @pytest.mark.slow

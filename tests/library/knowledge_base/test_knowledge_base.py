@@ -3,7 +3,6 @@
 import dataclasses
 import inspect
 import json
-import re
 from pathlib import Path
 
 import numpy as np
@@ -56,12 +55,6 @@ def test_hits_say_where_they_come_from(kb, tmp_path, text_of):
     assert hit.chunk_index == kb.documents()[0].num_chunks - 1
     assert hit.score > 0
     assert hit.ids.dtype == np.int32
-
-
-def test_equal_chunks_are_encoded_once(kb, encoded):
-    report = kb.add([Document("a", "same text"), Document("b", "same text")])
-    assert (report.chunks, report.encoded, report.reused) == (2, 1, 1)
-    assert sum(encoded) == 1
 
 
 def test_bad_documents_cost_only_themselves(kb, text_of):
@@ -127,14 +120,6 @@ def test_interrupted_run_is_continued(tmp_path, model, monkeypatch, text_of):
         assert report.documents == 4
         assert report.unchanged == len(committed)
         assert report.encoded == report.chunks - 7
-
-
-def test_lost_kv_is_made_again(kb, tmp_path, text_of):
-    report = kb.add([Document("a", text_of(1))])
-    for commit in (tmp_path / "kb").rglob("commit.json"):
-        commit.unlink()
-    again = kb.add([Document("a", text_of(1))])
-    assert (again.unchanged, again.encoded) == (1, report.encoded)
 
 
 def test_second_encoder_is_added_to_the_documents_that_are_there(tmp_path, model, text_of):
@@ -233,21 +218,6 @@ def test_question_without_words_finds_nothing(kb):
 def test_progress_draws_nothing_where_there_is_no_terminal(kb, capfd, text_of):
     kb.add([Document("a", text_of(1))], progress=True)
     assert capfd.readouterr() == ("", "")
-
-
-def test_progress_tells_rate_time_left_and_what_was_there(kb, capfd, text_of, monkeypatch):
-    monkeypatch.setattr("jaxrag.models.text.progress._SECONDS", 0)  # as if it took long
-    monkeypatch.setattr("jaxrag.library.knowledge_base.ingest.BATCH_TOKENS", 1)
-    monkeypatch.setattr("jaxrag.library.knowledge_base.prepare._AHEAD_CHARACTERS", 1)
-    documents = [Document(f"d{number}", text_of(number)) for number in range(6)]
-    kb.add(documents[:4])
-    report = kb.add(documents, progress=True)
-    assert report.unchanged == 4
-    lines = capfd.readouterr().err.splitlines()
-    assert any(
-        re.search(rf"/{report.chunks} \[\S+<\S+, .*chunk/?s?.*KV of \d+ was there\]", line)
-        for line in lines
-    ), lines
 
 
 def test_opened_for_reading_nothing_changes(tmp_path, model):

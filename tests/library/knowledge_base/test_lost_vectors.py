@@ -1,8 +1,5 @@
 """Vectors that damage took away: a search over the rest says so, and they are made again."""
 
-import random
-import shutil
-
 import pytest
 from refusal import refused
 
@@ -91,48 +88,6 @@ def test_a_damaged_vector_is_refused(whole, text_of, embedder, index):
         refused(StoreError),
     ):
         opened.search(question)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("index", KINDS)
-def test_flips_and_cuts_are_refused_or_told(whole, text_of, embedder, tmp_path, index):
-    """Of 60 flipped bits and 30 cuts none is answered otherwise than before without a note."""
-    kb = whole(index)
-    kb.remove(["doc1"])
-    path = kb.path
-    questions = [text_of(100 + number, 6) for number in range(3)]
-    kb.close()
-
-    def ask(folder):
-        with KnowledgeBase.open(folder, embedder=embedder, mode="r") as kb:
-            return [found(kb, question) for question in questions]
-
-    before = ask(path)
-    files = [it for it in sorted((path / "vectors").rglob("*")) if it.is_file()]
-    dice = random.Random(index)
-    outcomes = {"same": 0, "refused": 0, "told": 0}
-    work = tmp_path / "work"
-    for trial in range(90):
-        shutil.rmtree(work, ignore_errors=True)
-        shutil.copytree(path, work)
-        file = work / dice.choice(files).relative_to(path)
-        data = bytearray(file.read_bytes())
-        place = dice.randrange(len(data))
-        if trial < 60:
-            data[place] ^= 1 << dice.randrange(8)
-        else:
-            del data[place:]
-        file.write_bytes(data)
-        try:
-            after = ask(work)
-        except StoreError:
-            outcomes["refused"] += 1
-            continue
-        noted = all(notes for _, notes in after)
-        assert noted or after == before, (file.name, place)
-        outcomes["told" if noted else "same"] += 1
-    assert outcomes["refused"] > 0
-    assert outcomes["same"] > 0
 
 
 def test_an_index_that_cannot_be_trusted_is_said_and_all_is_found(whole, text_of):

@@ -1,15 +1,10 @@
 """Documents that are added without KV: found at once, encoded by the first question."""
 
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
-import pytest
 from refusal import refused
 
-import jaxrag
 from jaxrag.base.errors import JaxragError, KnowledgeBaseError, RequestError
 from jaxrag.engine import staging, transfers
 from jaxrag.library.documents import Document
@@ -111,25 +106,3 @@ transfers.encode = encode
 with jaxrag.KnowledgeBase.open(sys.argv[1], model=jaxrag.load_model(sys.argv[2])) as kb:
     jaxrag.generate(sys.argv[3], kb=kb, k=6, max_new_tokens=4)
 """
-
-
-@pytest.mark.slow
-def test_a_process_that_is_killed_while_it_encodes_holds_up_others_for_a_while(tmp_path):
-    model = jaxrag.load_model(SHIPPED)
-    settings = {"chunk_by": "sentence", "chunk_tokens": 20, "overlap": 0}
-    question = "Which animal does Kora Felell keep?"
-    with KnowledgeBase.open(tmp_path / "kb", model=model, **settings) as kb:
-        kb.add(jaxrag.read_paths([ROOT / "examples/village"]), encode="on demand")
-        started = subprocess.Popen(
-            [sys.executable, "-c", STUCK, str(tmp_path / "kb"), str(SHIPPED), question],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            assert started.stdout.readline().startswith("encodes")
-        finally:
-            started.send_signal(signal.SIGKILL)
-            started.wait()
-            started.stdout.close()
-        out = generate(question, kb=kb, k=6, max_new_tokens=4)
-    assert out.text == "falcon" and out.counts["encoded"]

@@ -66,13 +66,6 @@ def test_chunks_of_another_kind_are_not_held(opened, text_model):
         assert held(kb, text_model, [text_model.text_tokenizer().encode(TEXT)]) == {}
 
 
-def test_damaged_rows_are_told_from_sound_ones(opened):
-    with opened() as kb:
-        kb.add([Document(id="a", text=TEXT)])
-        report = kb.verify()
-        assert (report.damaged, report.ok > 0) == ((), True)
-
-
 @pytest.mark.parametrize(
     ("settings", "why"),
     [

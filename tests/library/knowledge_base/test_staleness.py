@@ -105,28 +105,6 @@ def test_every_list_that_changed_is_searched_and_few_others(rng, index):
     assert 0 < needed <= searched < total / 2
 
 
-def test_nothing_is_searched_where_nothing_changed(rng, index):
-    chunks = Chunks({i: str(i) for i in range(1, 9)}, {i: ["1", "2", "3"] for i in range(1, 9)})
-    for kind in (index, None):
-        search = NeighbourSearch.begin(chunks, HOW)
-        if kind is index:
-            assert search.outdated(["neighbours"], TOP_N, kind).tolist() == list(range(1, 9))
-        else:
-            assert search.outdated(["neighbours"], TOP_N, kind).tolist() == []
-        search.finish()
-    del chunks.lists[5]  # its KV was lost
-    search = NeighbourSearch.begin(chunks, HOW)
-    assert search.outdated(["neighbours"], TOP_N, None).tolist() == [5]
-    assert search.outdated([], TOP_N, None).tolist() == []
-    search.finish()
-    del chunks.contents[8], chunks.lists[8]
-    search = NeighbourSearch.begin(chunks, HOW)  # words weigh something else now
-    assert search.outdated(["neighbours"], TOP_N, None).tolist() == list(range(1, 8))
-    search.finish()
-    other = NeighbourSearch.begin(chunks, {**HOW, "top_n": 4})
-    assert other.outdated(["neighbours"], 4, None).tolist() == list(range(1, 8))
-
-
 def remembered(chunks):
     return bool(chunks.value) and "chunks" in chunks.value
 

@@ -10,7 +10,6 @@ from jaxrag.base.errors import DocumentError, KnowledgeBaseError
 from jaxrag.cli import main
 from jaxrag.library.documents import read_paths
 from jaxrag.library.knowledge_base import KnowledgeBase
-from jaxrag.library.knowledge_base.upkeep import Gone, compare
 
 
 @pytest.fixture
@@ -230,19 +229,3 @@ def test_pictures_are_counted_and_no_failure(tmp_path, folder, model_dir, capsys
     assert "skipped" not in err
     (docs / "d.tex").write_text("\\section{Wells}")
     assert main(["ingest", str(docs), "--kb", str(tmp_path / "cli")]) == 3
-
-
-def test_a_folder_whose_name_only_begins_alike_is_another(kb, folder):
-    docs, old = folder("a.txt"), folder("b.txt", "c.txt", under="docs-old")
-    kb.sync([docs])
-    kb.sync([old])
-    (old / "b.txt").unlink()
-    assert kb.gone([docs]) == Gone()
-    assert kb.gone([old]).ids == ("b.txt",)
-
-
-def test_what_came_from_a_folder_that_is_missing_is_doubtful(kb, folder):
-    docs = folder("a.txt", "sub/b.txt")
-    kb.sync([docs])
-    docs.rename(docs.with_name("moved"))
-    assert compare(kb.documents(), [docs], set(), set()) == Gone(doubtful=("a.txt", "sub/b.txt"))

@@ -1,6 +1,5 @@
 """Writers at work: what they have announced is not collected, at any grace."""
 
-import concurrent.futures
 import os
 import signal
 import subprocess
@@ -132,29 +131,3 @@ def test_what_a_dead_writer_put_is_collected_at_once(make_kb, text_of, monkeypat
     time.sleep(1.1)  # records have whole seconds
     assert kb.gc(grace_seconds=0).chunks > 0
     assert kb.stats()["stored"]["chunks"] == whole
-
-
-@pytest.mark.slow
-def test_adds_beside_gc_without_grace_lose_nothing(make_kb, text_of, embedder):
-    """Two writers and a collector that never rests, each with files of its own."""
-    options = {"embedder": embedder, "index": "exact"}
-    collector, *writing = (make_kb(**options) for _ in range(3))
-    with concurrent.futures.ThreadPoolExecutor(2) as threads:
-
-        def work(place):
-            for number in range(place, 24, 2):
-                writing[place].add([{"id": str(number), "text": text_of(number, 120)}])
-                if number % 6 == place:
-                    writing[place].remove([str(number)])
-
-        running = [threads.submit(work, place) for place in (0, 1)]
-        rounds = 0
-        while not all(it.done() for it in running):
-            collector.gc(grace_seconds=0)
-            rounds += 1
-        for it in running:
-            it.result()
-    assert rounds > 1
-    assert len(collector.documents()) == 16
-    assert collector.verify().damaged == ()
-    assert np.array_equal(collector._vectors.index.ids(), collector._catalog.chunk_ids())
