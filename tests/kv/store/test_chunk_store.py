@@ -1,12 +1,9 @@
 """What lies on disk, and that nothing damaged, foreign or half-written is served."""
 
 import dataclasses
-import importlib.util
 import json
 import os
-import shutil
 
-import numpy as np
 import pytest
 from refusal import refused
 
@@ -68,16 +65,6 @@ def test_what_lies_on_disk(stored, root, model, layout):
     shard = shard_of(root, c.key).read_bytes()
     assert shard[: c.kv.nbytes] == c.kv.tobytes()
     assert len(shard) == c.kv.nbytes + 16 * layout.num_layers + 4
-
-
-def test_zarr_reads_the_array_where_it_is_installed(stored, root):
-    if importlib.util.find_spec("zarr") is None:
-        pytest.skip("zarr is not installed")
-    import zarr
-
-    _, c = stored
-    array = zarr.open_array(shard_of(root, c.key).parents[5], mode="r")
-    assert np.asarray(array[...]).tobytes() == c.kv.tobytes()
 
 
 @pytest.mark.parametrize(("options", "waits"), [({}, True), ({"durable": False}, False)])
@@ -184,19 +171,6 @@ def test_the_second_of_two_replacements_loses(stored, root, chunk, monkeypatch):
     theirs.assert_equal(store.get(mine.key))
 
 
-def test_a_chunk_of_another_model_is_refused(stored, open_store, root, chunk, layout):
-    """A record copied between namespaces is not what the key promises."""
-    _, c = stored
-    other_model = fingerprint({"weights": "another"})
-    other = open_store(model=other_model)
-    assert other.head([c.key]) == [None]
-    source = commit_of(root, c.key).parent
-    target = root / "kv" / other_model[:16] / c.key[:2] / c.key
-    shutil.copytree(source, target)
-    with refused(ChunkCorrupt, other_model):
-        other.get(c.key)
-
-
 def test_stats_cover_its_own_model_alone(stored, open_store, chunk, model, layout):
     store, _ = stored
     other_model = fingerprint({"weights": "another"})
@@ -265,13 +239,6 @@ def test_reading_where_no_repository_is(open_store, root, there):
         open_store("r")
     assert root.exists() == there
     assert files(root) == []
-
-
-@pytest.mark.parametrize("mode", ["r", "rw"])
-def test_a_file_in_place_of_the_directory(open_store, root, mode):
-    root.write_text("x")
-    with refused(StoreError):
-        open_store(mode)
 
 
 @pytest.mark.parametrize(

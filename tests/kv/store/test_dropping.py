@@ -102,16 +102,6 @@ def test_a_record_of_other_tokens_is_refused(open_store, chunk, small):
         Record.from_json(json.dumps(values).encode())
 
 
-@pytest.mark.parametrize("stored", ["native", "int8", "int4"])
-def test_other_records_have_no_such_field(open_store, chunk, layout, stored):
-    layout = dataclasses.replace(layout, stored=stored)
-    record = put(open_store(layout=layout), numbers(chunk(1)))
-    values = json.loads(record.to_json())
-    assert "kept" not in values
-    with refused(StoreError, "'kept'"):
-        Record.from_json(json.dumps({**values, "kept": ""}).encode())
-
-
 def test_processes_with_some_of_the_heads_are_refused(open_store, chunk, small):
     store, c = open_store(layout=small), numbers(chunk(1, 100))
     with refused(StoreError, "1"):

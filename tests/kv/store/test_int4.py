@@ -11,7 +11,6 @@ from hypothesis.extra import numpy as hnp
 from refusal import refused
 
 from jaxrag.base.errors import StoreError
-from jaxrag.kv import int4
 from jaxrag.kv.int4 import CHANNELS, GROUP, head_nbytes, pack, unpack, wide_channels
 from jaxrag.kv.store import KVLayout, as_stored
 from jaxrag.kv.store.layout import STORED
@@ -137,15 +136,6 @@ def test_every_store_gives_what_the_codes_say(any_store, chunk, dtype, form):
     assert (record.stored, record.dtype, record.shape) == (form, dtype, a.kv.shape)
     assert record.nbytes == layout.stored_nbytes(40)
     assert store.stats().nbytes == layout.stored_nbytes(40) + layout.stored_nbytes(90)
-
-
-def test_the_bytes_in_the_file_are_the_codes(open_store, chunk, layout, tmp_path):
-    layout = dataclasses.replace(layout, stored="int4")
-    store, c = open_store(layout=layout), normal(chunk(1))
-    store.put(c.key, c.kv, record=c.record)
-    (path,) = (tmp_path / "kb").glob(f"kv/*/*/{c.key}/*/c/0/0/0/0/0")
-    codes = int4.pack(c.kv).tobytes()
-    assert path.read_bytes()[: len(codes)] == codes
 
 
 @pytest.mark.parametrize("verify", ["always", "never"])

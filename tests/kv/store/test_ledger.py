@@ -75,15 +75,6 @@ def test_what_is_noted_is_what_is_there(open_store, chunk, read):
     assert (there.aux["queries"].chunks, there.aux["queries"].nbytes) == (2, 220)
 
 
-def test_a_size_limit_is_noted_as_well(open_store, chunk, read):
-    store = open_store(max_bytes=3 * chunk(0).kv.nbytes)
-    put(store, *map(chunk, range(8)))
-    there = walked(store)
-    read.clear()
-    assert store.counted() == there
-    assert (read, there.encoders["isolated"].chunks) == ([], 3)
-
-
 @pytest.mark.parametrize("done", [False, True])
 def test_of_a_change_that_did_not_end_the_record_is_read(open_store, chunk, monkeypatch, done):
     store = open_store()

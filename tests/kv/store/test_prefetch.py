@@ -45,24 +45,6 @@ def test_the_host_tier_answers_without_the_files(open_store, chunk, tmp_path):
     a.assert_equal(store.get(a.key))
 
 
-def test_the_host_tier_keeps_the_bound_and_the_latest(open_store, chunk):
-    size = chunk(0).kv.nbytes
-    store = open_store(host_bytes=2 * size)
-    put(store, *(chunk(number) for number in range(3)))
-    keys = [chunk(number).key for number in range(3)]
-    for key in keys:
-        store.prefetch([key], "host").result()
-    host = store._prefetcher.host
-    assert host.nbytes == 2 * size
-    held = [record.attempt for record in store.head(keys)]
-    assert host.get(held[0]) is None
-    assert host.get(held[2]) is not None
-    big = chunk(9, tokens=20)
-    put(store, big)
-    assert store.prefetch([big.key], "host").result() == 0
-    big.assert_equal(store.get(big.key))
-
-
 def test_the_page_tier_reads_the_files(open_store, chunk, tmp_path):
     store = open_store()
     c = chunk(1, tokens=9000)

@@ -7,9 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from refusal import refused
-
-from jaxrag.base.errors import StoreError
 
 # Every process builds the chunks of these numbers; the bytes are ``value`` everywhere.
 PROGRAM = """
@@ -124,53 +121,3 @@ for number in range(10_000):
         if key in got.offsets:
             first, tokens = got.offsets[key]
             assert (got.kv[:, :, first : first + tokens] == number).all()
-
-
-def test_a_full_disk_is_one_clear_error_and_nothing_visible(tmp_path, shared):
-    """A file size limit makes the write of the shard fail in the middle, as a full disk does."""
-    body = """
-store = open_store()
-key, kv, record = chunk(1, 1)
-resource.setrlimit(resource.RLIMIT_FSIZE, (kv.nbytes // 2, resource.RLIM_INFINITY))
-for attempt in range(2):
-    try:
-        store.put(key, kv, record=record)
-    except StoreError as error:
-        print(error)
-try:
-    with store.writer() as writer:
-        writer.submit(key, kv, record)
-except StoreError as error:
-    print(error)
-print(store.head([key]))
-resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-print(store.put(key, kv, record=record).won)
-"""
-    *errors, head, won = run(tmp_path, body).splitlines()
-    assert len(errors) == 3
-    assert all("cannot write" in line and "File too large" in line for line in errors)
-    assert (head, won) == ("[None]", "True")
-    key, kv, _ = shared["chunk"](1, 1)
-    assert (open_here(shared, tmp_path).get(key) == kv).all()
-    assert sum(path.is_file() for path in (tmp_path / "kv").rglob("*")) == 3
-
-
-def test_a_read_only_directory_serves_reads_and_refuses_writes(tmp_path, shared):
-    root = tmp_path / "kb"
-    key, kv, record = shared["chunk"](1, 1)
-    open_here(shared, root, "rw").put(key, kv, record=record)
-    other_key, other, other_record = shared["chunk"](2, 2)
-    directories = [root, *(path for path in root.rglob("*") if path.is_dir())]
-    for directory in directories:
-        directory.chmod(0o555)
-    try:
-        assert (open_here(shared, root).get(key) == kv).all()
-        store = open_here(shared, root, "rw")  # nothing has to be written yet
-        if os.geteuid() == 0:
-            pytest.skip("permissions do not bind the superuser")
-        with refused(StoreError):
-            store.put(other_key, other, record=other_record)
-        assert store.head([other_key]) == [None]
-    finally:
-        for directory in directories:
-            directory.chmod(0o755)

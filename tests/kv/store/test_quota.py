@@ -45,23 +45,6 @@ def test_a_put_makes_room(open_store, chunk, size, tmp_path):
     assert bytes_on_disk(tmp_path / "kb") < 4 * size
 
 
-def test_a_dropped_chunk_can_be_put_again(open_store, chunk, size):
-    store = open_store(max_bytes=size)
-    put(store, chunk(1), chunk(2))
-    assert store.head([chunk(1).key]) == [None]
-    assert put(store, chunk(1))[0].won
-    chunk(1).assert_equal(store.get(chunk(1).key))
-
-
-def test_replacing_counts_a_chunk_once(open_store, chunk, size):
-    store = open_store(max_bytes=2 * size)
-    put(store, chunk(1), chunk(2))
-    again = chunk(1, seed=5)
-    assert store.put(again.key, again.kv, record=again.record, replace=True).won
-    assert len(list(store.keys())) == 2
-    again.assert_equal(store.get(again.key))
-
-
 def test_auxiliary_arrays_count(open_store, chunk, size):
     store = open_store(max_bytes=4 * size)
     c = chunk(1)
@@ -78,12 +61,6 @@ def test_chunks_that_stand_already_are_counted_when_a_limit_is_set(open_store, c
     store.close()
     lower = open_store(max_bytes=2 * size)
     assert len(list(lower.keys())) == 2
-
-
-def test_a_store_that_had_a_limit_keeps_counting_without_one(open_store, chunk, size):
-    put(open_store(max_bytes=2 * size), chunk(1))
-    put(open_store(), chunk(2), chunk(3), chunk(4))
-    assert len(list(open_store(max_bytes=2 * size).keys())) == 2
 
 
 def test_the_chunks_of_others_are_neither_counted_nor_dropped(open_store, chunk, size):

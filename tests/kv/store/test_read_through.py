@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from refusal import refused
 
-from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, StoreError
+from jaxrag.base.errors import ChunkCorrupt, StoreError
 from jaxrag.kv.store import ChunkStore, KVLayout, ReadThrough, Record
 
 
@@ -57,14 +57,6 @@ def test_the_second_read_is_local(far, near, chunk):
     far.delete([a.key, b.key])  # copies remain readable
     assert store.head([a.key]) == [None]  # but the remote store is asked what exists
     a.assert_equal(store.get(a.key))
-
-
-def test_layers_of_a_chunk_that_is_not_here_yet(far, near, chunk):
-    c = chunk(1, 9)
-    put(far, c)
-    store = ReadThrough(far, near())
-    assert store.get(c.key, layers=(1, 2)).tobytes() == c.kv[1:2].tobytes()
-    c.assert_equal(near().get(c.key))
 
 
 @pytest.mark.parametrize("how", ["flipped", "truncated", "missing"])
@@ -127,19 +119,6 @@ def test_a_chunk_too_large_to_stay_is_read_all_the_same(far, near, chunk, rng):
     assert got.kv.tobytes() == np.concatenate([small.kv, c.kv], axis=2).tobytes()
     assert list(local.keys()) == [small.key]
     assert (store.aux(c.key, "index") == index).all()
-
-
-def test_delete_and_gc_reach_both(far, near, chunk):
-    a, b, c = chunk(1), chunk(2), chunk(3)
-    put(far, a, b, c)
-    store = ReadThrough(far, near())
-    store.get_many([a.key, b.key, c.key])
-    assert store.delete([a.key]) == 1
-    report = store.gc(lambda record: record.key == c.key, grace_seconds=0.0)
-    assert report.chunks == 1
-    assert list(far.keys()) == list(near().keys()) == [c.key]
-    with pytest.raises(ChunkMissing):
-        store.get(a.key)
 
 
 @pytest.mark.parametrize("tier", ["page", "host"])

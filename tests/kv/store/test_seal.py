@@ -127,22 +127,6 @@ def test_a_record_stripped_of_its_seal_is_a_miss(opened, numbers, tmp_path):
         store.get(c.key)
 
 
-def test_bytes_changed_with_all_digests_made_right(opened, numbers, tmp_path):
-    """xxh3 is no barrier to who can choose bytes; the seal is."""
-    c, planted = numbers(1), numbers(2, seed=9)
-    store = opened()
-    for one in (c, planted):
-        store.put(one.key, one.kv, record=one.record, aux=AUX)
-    root = tmp_path / "kb"
-    ours, theirs = (record_file(root, one.key) for one in (c, planted))
-    values = json.loads(theirs.read_text())
-    shutil.copytree(theirs.parent / values["attempt"], ours.parent / values["attempt"])
-    rewritten(ours, attempt=values["attempt"], xxh3=values["xxh3"], aux=values["aux"])
-    assert opened(None).get(c.key).tobytes() == opened(None).get(planted.key).tobytes()
-    with pytest.raises(ChunkNotSealed):
-        store.get(c.key)
-
-
 @pytest.mark.parametrize("part", ["c/0/0/0/0/0", "aux/summary/c/0", "aux/scale/c/0/0/0/0"])
 def test_bytes_that_collide_under_xxh3_are_not_believed(
     opened, numbers, layout, monkeypatch, tmp_path, part
@@ -211,19 +195,6 @@ def test_an_old_record_of_the_same_key_gives_what_was_sealed_or_nothing(opened, 
         store.get(c.key)
     shutil.copytree(tmp_path / "kept", folder)
     assert store.get(c.key).tobytes() == kv  # its own, sealed before
-
-
-def test_kv_of_another_tenant_copied_under_ones_own_key(opened, numbers, tmp_path):
-    c = numbers(1)
-    opened(THEIRS).put(c.key, numbers(1, seed=9).kv, record=c.record)
-    shutil.copytree(tmp_path / "kb", tmp_path / "theirs")
-    store = opened()
-    store.put(c.key, c.kv, record=c.record)
-    ours = record_file(tmp_path / "kb", c.key)
-    shutil.rmtree(ours.parent)
-    shutil.copytree(record_file(tmp_path / "theirs", c.key).parent, ours.parent)
-    with refused(ChunkNotSealed, Sealer(OURS).name):
-        store.get(c.key)
 
 
 def test_damage_is_told_from_what_others_put(opened, numbers, tmp_path):

@@ -61,17 +61,6 @@ def test_any_reader_reads_the_whole(open_store, chunk, tmp_path, ways, layout, i
     assert len(list((tmp_path / "kb").glob(f"kv/*/*/{c.key}/*/c/0/0/0/*/0"))) == ways
 
 
-def test_an_object_store_holds_shards_too(s3_location, chunk, model):
-    from jaxrag.kv.store import ChunkStore
-
-    store = ChunkStore.open(s3_location, model, WIDE, mode="rw")
-    c = chunk(1, 6, WIDE)
-    attempt, shards = put_shards(store, c, 2)
-    assert store.commit(attempt, shards).won
-    c.assert_equal(store.get(c.key))
-    assert store.get(c.key, layers=(1, 2)).tobytes() == c.kv[1:2].tobytes()
-
-
 def test_attempts_and_shards_travel_between_processes(open_store, chunk):
     store, c = open_store(layout=WIDE), chunk(1, 6, WIDE)
     attempt = pickle.loads(pickle.dumps(store.begin(c.key, 6, c.record, ways=2)))
@@ -107,15 +96,6 @@ def test_begin_says_when_there_is_nothing_to_do(open_store, chunk):
     assert store.begin(first.key, 6, first.record, ways=2) is None
     assert store.commit(*put_shards(store, second, 2, replace=True)).won
     second.assert_equal(store.get(first.key))
-
-
-def test_the_first_commit_wins(open_store, chunk, tmp_path):
-    store, first, second = open_store(layout=WIDE), chunk(1, 6, WIDE, seed=1), chunk(1, 6, WIDE)
-    slow = put_shards(store, second, 2)
-    store.put(first.key, first.kv, record=first.record)
-    assert store.commit(*slow) == PutResult(won=False, attempt=None)
-    first.assert_equal(store.get(first.key))
-    assert len([p for p in (tmp_path / "kb").glob(f"kv/*/*/{first.key}/*") if p.is_dir()]) == 1
 
 
 def test_what_does_not_fit_is_refused(open_store, chunk):

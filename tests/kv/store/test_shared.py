@@ -166,19 +166,6 @@ def test_a_store_in_memory_holds_the_share(chunk, model):
     assert together.run(lambda store, share: store.head([c.key])) == [[None]] * 2
 
 
-def test_a_writer_puts_in_the_order_of_submits(open_store, chunk):
-    chunks = [chunk(n, 3, WIDE) for n in range(5)]
-    together = Processes([open_store(layout=WIDE) for _ in HALVES], HALVES)
-
-    def write(store, share):
-        with store.writer() as writer:
-            return [writer.submit(c.key, own(c.kv, share), c.record).result().won for c in chunks]
-
-    assert together.run(write) == [[True] * 5] * 2
-    for c in chunks:
-        c.assert_equal(open_store("r", layout=WIDE).get(c.key))
-
-
 def test_a_share_is_one_of_the_heads_there_are(open_store):
     with refused(StoreError, "0"):
         SharedStore(open_store(layout=WIDE), HeadShare(0, 3), lambda value: [value])

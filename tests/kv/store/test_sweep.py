@@ -98,17 +98,6 @@ def test_a_reader_that_found_the_record_gets_all_or_nothing(open_store, chunk, m
     b.assert_equal(got.kv)
 
 
-def test_a_store_for_reading_deletes_nothing(open_store, chunk):
-    put(open_store(), chunk(1))
-    store = open_store("r")
-    with refused(StoreError):
-        store.delete([chunk(1).key])
-    with refused(StoreError):
-        store.gc(everything)
-    assert store.gc(nothing, grace_seconds=0, dry_run=True).chunks == 1
-    chunk(1).assert_equal(store.get(chunk(1).key))
-
-
 # Collecting
 
 
@@ -408,15 +397,6 @@ def test_a_chunk_put_while_it_was_removed_stays(open_store, chunk, root):
     assert store.gc(live, grace_seconds=0).chunks == 1
     new.assert_equal(store.get(new.key))
     assert attempts(root, new) == [store.head([new.key])[0].attempt]
-
-
-def test_what_was_replaced_a_moment_ago_stays_readable(open_store, chunk, root, later):
-    store, old, new = open_store(), chunk(1, seed=1), chunk(1, seed=2)
-    put(store, old)
-    later(2 * HOUR)
-    store.put(new.key, new.kv, record=new.record, replace=True)
-    assert store.gc(everything, grace_seconds=HOUR) == SweepReport()
-    assert len(attempts(root, new)) == 2
 
 
 def test_a_lock_that_is_held_stays(open_store, chunk, root):

@@ -20,25 +20,6 @@ def test_everything_submitted_is_stored(any_store, chunk):
         c.assert_equal(store.get(c.key))
 
 
-def test_a_chunk_larger_than_the_bound_passes(any_store, chunk):
-    store = any_store()
-    with store.writer(max_inflight_bytes=1) as writer:
-        for number in range(3):
-            c = chunk(number)
-            writer.submit(c.key, c.kv, c.record)
-    assert len(list(store.keys())) == 3
-
-
-def test_replace_is_passed_on(any_store, chunk):
-    store = any_store()
-    old, new = chunk(1, seed=1), chunk(1, seed=2)
-    store.put(old.key, old.kv, record=old.record)
-    with store.writer() as writer:
-        assert not writer.submit(new.key, new.kv, new.record).result(WAIT).won
-        assert writer.submit(new.key, new.kv, new.record, replace=True).result(WAIT).won
-    new.assert_equal(store.get(new.key))
-
-
 class Gate:
     """A put that waits until it is let through, and counts the bytes under way."""
 
