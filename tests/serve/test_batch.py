@@ -244,12 +244,6 @@ def test_other_settings_are_refused_by_name(answer, settings, tmp_path):
     answer(LINES, batch_size=3)  # this one changes nothing that is written
 
 
-def test_two_shards_never_share_a_file(answer):
-    answer(LINES, shard=Shard(0, 2))
-    with refused(ConfigError, "shard='0/2'"):
-        answer(LINES, shard=Shard(1, 2))
-
-
 def test_a_file_in_use_is_refused(answer):
     with AnswerFile(answer.out, {}), refused(ConfigError):
         AnswerFile(answer.out, {})
@@ -359,25 +353,6 @@ def script(kb_dir, tmp_path, capsys):
         return code, *capsys.readouterr()
 
     return call
-
-
-@pytest.mark.slow
-def test_script(script, text_model, model_dir, tmp_path):
-    questions = write(tmp_path / "questions.jsonl", [*LINES, {"id": "none", "question": ""}])
-    code, out, err = script("--questions", questions, "--json")
-    assert code == 3
-    report = json.loads(out)
-    assert (report["questions"], report["answered"]) == (5, 4)
-    assert {"questions_per_second", "generated_tokens_per_second"} <= set(report)
-    assert "refused none: the question is empty" in err
-    code, out, _ = script("--questions", questions)
-    assert code == 3
-    assert "0 answered, 0 refused, 5 there before, of 5" in out
-    assert "reused chunk tokens/s" in out
-    code, _, err = script("--questions", questions, "--k", "1")
-    assert code == 1
-    assert err.startswith("jaxrag: error: ")
-    assert "was begun with k=5, this run has 1" in err
 
 
 def test_script_without_a_knowledge_base(script, model_dir, tmp_path):

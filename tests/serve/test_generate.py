@@ -8,16 +8,12 @@ import numpy as np
 import pytest
 from refusal import refused
 
-import jaxrag
 from jaxrag import KnowledgeBase, Sampling, generate
 from jaxrag.base.errors import ConfigError, RequestError, TokenizerError
 from jaxrag.engine.engine import engine_of
 from jaxrag.kv.cache import PAGE
 from jaxrag.library.documents import Document
-from jaxrag.serve.answers import serve
-from jaxrag.serve.ask import Ask
 from jaxrag.serve.conversation import Source
-from jaxrag.serve.questions import prepare, resolve
 
 DOCUMENTS = [
     Document("salt", "The salt wells of Yanjing are worked by hand.", title="Salt"),
@@ -76,10 +72,6 @@ def test_result_of_retrieval(kb, text_model):
     assert json.loads(json.dumps(result.to_dict())) == result.to_dict()
 
 
-def test_fewer_chunks(kb):
-    assert len(generate(QUESTION, kb=kb, k=1, max_new_tokens=1).sources) == 1
-
-
 def test_best_chunk_stands_last_where_the_template_says_so(kb):
     template = dataclasses.replace(kb.template, chunk_order="best_last")
     found = generate(QUESTION, kb=kb, template=template, max_new_tokens=1).sources
@@ -118,27 +110,6 @@ def test_documents_with_a_knowledge_base_are_used_instead_of_retrieval_and_kept(
     assert "and stored" in result.notes[0]
 
 
-def test_nothing_found_is_asked_without_chunks_and_said(kb):
-    result = generate("?!", kb=kb, max_new_tokens=2)
-    assert result.sources == []
-    assert sum(result.counts.values()) == 0
-    assert "no chunk was found" in result.notes[0]
-
-
-def test_knowledge_base_that_is_read_only_keeps_nothing_and_says_so(kb_dir, model_dir, text_model):
-    model = jaxrag.load_model(model_dir, cache_tokens=text_model.cache_tokens)
-    with KnowledgeBase.open(kb_dir, model, mode="r") as kb:
-        before = kb.stats()["stored"]
-        result = generate(QUESTION, kb=kb, method="full_reuse", max_new_tokens=1)
-        assert result.counts["encoded"] == sum(result.counts.values()) > 0
-        assert any("not stored: the store is open for reading only" in n for n in result.notes)
-        assert kb.stats()["stored"] == before
-        engine_of(model).forget()
-        assert (
-            generate(QUESTION, kb=kb, method="full_reuse", max_new_tokens=1).counts["encoded"] > 0
-        )
-
-
 @pytest.mark.parametrize("sampling", [None, WARM], ids=["greedy", "sampled"])
 def test_a_batch_is_the_questions_one_at_a_time(kb, sampling):
     questions = [QUESTION, "What crosses the river?", "Tea?", "Wool", "What was traded for salt"]
@@ -158,16 +129,6 @@ def test_every_question_may_have_its_own_sampling(kb):
     assert alone.token_ids == two.token_ids
     greedy, _ = generate([QUESTION] * 2, kb=kb, sampling=[Sampling(), seeds[0]], max_new_tokens=10)
     assert greedy.token_ids == generate(QUESTION, kb=kb, max_new_tokens=10).token_ids
-
-
-@pytest.mark.parametrize(("question", "count"), [("a", 1), (["a"], 2), (["a", "b"], 1)])
-def test_sampling_must_be_one_for_all_or_one_for_each(kb, question, count):
-    settings = [Sampling()] * count
-    if isinstance(question, str):  # one question may be a list of one setting
-        assert generate(question, kb=kb, sampling=settings, max_new_tokens=1).token_ids
-        return
-    with refused(RequestError, count):
-        generate(question, kb=kb, sampling=settings)
 
 
 @pytest.mark.parametrize("sampling", [None, WARM], ids=["greedy", "sampled"])
@@ -227,30 +188,6 @@ def test_token_ids_need_no_tokenizer(bare_model, kind):
     assert batch[0].token_ids == one.token_ids
 
 
-@pytest.mark.slow  # tests/engine/test_faults.py asks a pool for ten times what it holds
-def test_a_small_cache_makes_questions_wait(bare_model):
-    """Those that do not fit beside others are served after them; the answers are the same."""
-
-    def served(cache_tokens):
-        model = dataclasses.replace(bare_model, cache_tokens=cache_tokens)
-        settings = resolve(Ask(method="turborag", k=1, max_new_tokens=4), model=model)
-        questions = [
-            prepare(settings, [5] * tokens, [[6] * 400], Sampling())
-            for tokens in (300, 40, 280, 290, 40, 50)
-        ]
-        done = {}
-        for one in serve(questions, batch_size=8):
-            assert not done.keys() & one.keys()
-            done |= one
-        assert num_free(model) > 0
-        return [done[index].token_ids for index in range(len(questions))]
-
-    document, largest = 400 // PAGE, -(-303 // PAGE)
-    assert served((document + largest) * PAGE) == served(8192)
-    with refused(RequestError, "cache_tokens"):
-        served((document + largest - 1) * PAGE)
-
-
 def test_a_prompt_larger_than_the_cache_is_refused(bare_model):
     tight = dataclasses.replace(bare_model, cache_tokens=20 * PAGE)
     with refused(RequestError, "320"):
@@ -298,11 +235,6 @@ def test_bad_questions_are_refused(kb, question):
         generate(question, kb=kb, documents=["x"])
 
 
-def test_one_question_at_a_time_is_streamed(kb):
-    with refused(RequestError):
-        generate([QUESTION], kb=kb, stream=True)
-
-
 def test_text_and_token_ids_are_told_apart(kb, bare_model):
     with refused(RequestError):
         generate([5, 6], kb=kb)
@@ -322,7 +254,3 @@ def test_knowledge_base_without_a_model_answers_nothing(kb_dir):
 def test_unknown_template_is_refused(kb):
     with refused(ConfigError):
         generate(QUESTION, kb=kb, template="nonsense")
-
-
-def test_no_questions_no_results(kb):
-    assert generate([], kb=kb) == []

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from refusal import refused
 
-from jaxrag import Document, KnowledgeBase, generate
+from jaxrag import KnowledgeBase, generate
 from jaxrag.base.errors import RequestError
 from jaxrag.base.sharding import make_mesh
 from jaxrag.engine.engine import engine_of
@@ -50,17 +50,6 @@ METHODS = pytest.mark.parametrize("method", ["turborag", "fusionrag"])
 def cases_of(method):
     """Those that it works with: the selector of fusionrag reads KV on the device."""
     return HERE if method == "fusionrag" else tuple(CASES)
-
-
-@pytest.fixture(scope="module")
-def stored_in_int8(wide_model_dir, tmp_path_factory):
-    """The folder of a knowledge base."""
-    path = tmp_path_factory.mktemp("int8") / "kb"
-    cut = {"chunk_tokens": 64, "overlap": 0, "encoders": ["isolated", "after_prefix", "neighbours"]}
-    model = load_model(wide_model_dir, cache_tokens=1024)
-    with KnowledgeBase.open(path, model=model, stored="int8", **cut) as kb:
-        kb.add([Document(id=str(at), text=text) for at, text in enumerate(DOCUMENTS)])
-    return path
 
 
 def answers(folder, case, questions, mesh=None, batch=1, method="turborag", path=None):
@@ -134,14 +123,6 @@ def check_processes(found, folder, cases, questions, processes, method="turborag
         assert found[case] == [wanted, nbytes // processes], case
 
 
-@pytest.mark.slow  # test_ranks.py has the two processes of every run
-def test_two_processes_have_half_of_the_heads_each(wide_model_dir, run_processes, tmp_path):
-    """A process searches and fetches what it holds, and has half of the host memory."""
-    asked = (("away",), QUESTIONS[:3], 2)
-    found = processes_answer(run_processes, tmp_path, wide_model_dir, *asked, (1, 1, 2))
-    check_processes(found, wide_model_dir, *asked)
-
-
 @pytest.mark.slow
 @PROCESSES
 @METHODS
@@ -149,30 +130,6 @@ def test_every_rule_over_processes(wide_model_dir, run_processes, tmp_path, proc
     asked = (cases_of(method), QUESTIONS, processes)
     found = processes_answer(run_processes, tmp_path, wide_model_dir, *asked, (1, 1, 4), method)
     check_processes(found, wide_model_dir, *asked, method)
-
-
-@pytest.mark.slow
-@METHODS
-def test_int8_on_meshes(wide_model_dir, stored_in_int8, method):
-    for case in cases_of(method):
-        of = {"method": method, "path": stored_in_int8}
-        wanted = answers(wide_model_dir, case, QUESTIONS, **of)
-        for sizes in [(1, 1, 2), (1, 1, 4), (2, 1, 2)]:
-            found = answers(wide_model_dir, case, QUESTIONS, make_mesh(*sizes), 3, **of)
-            assert found == wanted, (case, sizes)
-
-
-@pytest.mark.slow
-@PROCESSES
-@METHODS
-def test_int8_over_processes(
-    wide_model_dir, stored_in_int8, run_processes, tmp_path, processes, method
-):
-    asked, kb = (cases_of(method), QUESTIONS, processes), str(stored_in_int8)
-    found = processes_answer(
-        run_processes, tmp_path, wide_model_dir, *asked, (1, 1, 4), method, kb=kb
-    )
-    check_processes(found, wide_model_dir, *asked, method, stored_in_int8)
 
 
 @pytest.mark.slow

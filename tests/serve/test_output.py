@@ -1,8 +1,8 @@
 """An answer as it grows: stop strings, end of sequence, length, and what is shown when."""
 
-import itertools
-
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.serve.output import Answer
@@ -22,107 +22,40 @@ class Words:
         return self.tail
 
 
-def play(pieces, stop=(), limit=100, tail=""):
-    """Push every piece as one token: the answer, and what each push showed."""
-    answer = Answer(tuple(stop), Words(["", *pieces], tail))
-    shown = []
+PIECES = st.lists(st.text("ab\n", max_size=3), min_size=1, max_size=8)
+STOPS = st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3)
+
+
+@settings(max_examples=400)
+@given(pieces=PIECES, stop=STOPS, tail=st.text("ab", max_size=2), limit=st.integers(1, 9))
+@example(["a", "b", "c", "x"], ["abcd", "bc"], "", 9)  # one inside another that may still come
+@example(["a ", "St", "x"], ["Stop"], "", 2)
+@example(["a", ""], ["\ufffd"], "\ufffdz", 2)
+def test_what_is_shown_is_the_text_up_to_the_first_stop_string(pieces, stop, tail, limit):
+    """Shown is never taken back; held is only what a stop string may begin with."""
+    answer, shown = Answer(tuple(stop), Words(["", *pieces], tail)), ""
     for token_id in range(1, len(pieces) + 1):
-        shown.append(answer.push([token_id], "length" if token_id == limit else None))
+        last = token_id == limit
+        shown += answer.push([token_id], "length" if last else None)
+        given = "".join(pieces[:token_id]) + (tail if last else "")
+        cuts = [given.index(word) for word in stop if word in given]
         if answer.finish_reason:
-            break
-    return answer, shown
-
-
-def test_pieces_are_shown_as_they_come():
-    answer, shown = play(["one ", "two ", "three"])
-    assert shown == ["one ", "two ", "three"]
-    assert answer.text == "one two three"
-    assert answer.token_ids == [1, 2, 3]
-    assert answer.finish_reason is None
-
-
-def test_stop_string_over_several_tokens_never_shows():
-    answer, shown = play(["yes", " a", "b", "c", " more"], stop=[" abc"])
-    assert shown == ["yes", "", "", ""]
-    assert answer.text == "yes"
-    assert answer.finish_reason == "stop"
-    assert answer.token_ids == [1, 2, 3, 4]
-
-
-def test_text_held_back_comes_out_when_it_is_no_stop_string():
-    answer, shown = play(["x", "##", "#", "# y"], stop=["###!"])
-    assert shown == ["x", "", "", "#### y"]
-    assert answer.text == "x#### y"
-
-
-def test_the_longest_possible_beginning_is_held():
-    answer, shown = play(["aab", "aab", "aac"], stop=["aabaac"])
-    assert shown == ["", "aab", ""]
-    assert answer.text == "aab"
-    assert answer.finish_reason == "stop"
-
-
-@pytest.mark.parametrize("stop", [*itertools.permutations(["bcd", "cd", "de"])])
-def test_the_stop_string_that_begins_first_wins(stop):
-    answer, _ = play(["ab", "cde"], stop=stop)
-    assert answer.text == "a"
-
-
-def test_a_stop_string_inside_another_that_may_still_come():
-    answer, shown = play(["a", "b", "c", "x"], stop=["abcd", "bc"])
-    assert shown == ["", "", "a"]
-    assert (answer.text, answer.finish_reason) == ("a", "stop")
-
-
-def test_stop_string_at_the_start_leaves_nothing():
-    answer, shown = play(["\n", "\nmore"], stop=["\n\n"])
-    assert shown == ["", ""]
-    assert (answer.text, answer.finish_reason) == ("", "stop")
-
-
-def test_text_behind_a_stop_string_in_the_same_token_is_dropped():
-    assert play(["a\n\nb"], stop=["\n"])[0].text == "a"
-
-
-def test_nothing_is_added_once_it_is_over():
-    answer, _ = play(["a\n", "b"], stop=["\n"])
-    assert answer.push([2]) == ""
-    assert (answer.text, answer.token_ids) == ("a", [1])
+            assert answer.text == shown == given[: min(cuts, default=None)]
+            assert answer.finish_reason == ("stop" if cuts else "length")
+            assert answer.token_ids == list(range(1, token_id + 1))
+            assert answer.push([token_id]) == "", "nothing is added once it is over"
+            return
+        held = given[len(shown) :]
+        assert given.startswith(shown)
+        assert not held or any(word.startswith(held) for word in stop)
+        assert answer.text.startswith(shown)
 
 
 def test_end_of_sequence_releases_what_was_held_and_is_no_part_of_the_answer():
-    answer, shown = play(["a ", "St"], stop=["Stop"])
-    assert shown == ["a ", ""]
+    answer = Answer(("Stop",), Words(["", "a ", "St"]))
+    assert [answer.push([1]), answer.push([2])] == ["a ", ""]
     assert answer.push([], "stop") == "St"
     assert (answer.text, answer.finish_reason, answer.token_ids) == ("a St", "stop", [1, 2])
-
-
-def test_end_of_sequence_at_once():
-    answer, _ = play([])
-    assert answer.push([], "stop") == ""
-    assert (answer.text, answer.finish_reason, answer.token_ids) == ("", "stop", [])
-
-
-def test_length_releases_what_was_held():
-    answer, shown = play(["a ", "St", "x"], stop=["Stop"], limit=2)
-    assert shown == ["a ", "St"]
-    assert (answer.text, answer.finish_reason, answer.token_ids) == ("a St", "length", [1, 2])
-
-
-def test_stop_string_in_the_last_token_is_a_stop():
-    assert play(["a", "b\n"], stop=["\n"], limit=2)[0].finish_reason == "stop"
-
-
-def test_stop_string_completed_by_the_last_bytes_of_a_character():
-    answer, shown = play(["a", ""], stop=["\ufffd"], limit=2, tail="\ufffdz")
-    assert shown == ["a", ""]
-    assert (answer.text, answer.finish_reason) == ("a", "stop")
-
-
-def test_incomplete_character_comes_at_the_end():
-    answer, shown = play(["a", ""], limit=2, tail="\ufffd")
-    assert shown == ["a", "\ufffd"]
-    assert answer.text == "a\ufffd"
 
 
 def test_without_a_tokenizer_only_ids_are_kept():

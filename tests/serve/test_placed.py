@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxrag import KnowledgeBase, generate
+from jaxrag import generate
 from jaxrag.base.config import ModelOptions
 from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.base.sharding import make_mesh
@@ -101,16 +101,6 @@ def test_the_answer_is_that_of_values_on_the_device_and_needs_less_there(loaded,
         f"{resolved.name} frees no device memory, as the model was loaded with K and V on the "
         "device: load_model(..., value_layers=1) frees it"
     )
-
-
-@pytest.mark.slow
-def test_a_knowledge_base_is_asked_by_a_model_that_is_placed(loaded, tmp_path):
-    model, method = loaded("--method", FUSIONRAG_KCACHE)
-    with KnowledgeBase.open(tmp_path / "kb", model) as kb:
-        kb.add(TEXTS)
-        out = generate(QUESTION, kb=kb, method=method, k=2, max_new_tokens=4)
-    assert len(out.token_ids) == 4
-    assert engine_of(model).runner.cache.values.moved.rows
 
 
 def refusal(model, method):

@@ -135,23 +135,6 @@ def test_the_answer_is_that_of_full_attention_over_the_same_tokens(model, rules_
     assert found.token_ids == full[0].token_ids
 
 
-@pytest.mark.slow  # 200 prompts, two answers each
-def test_200_answers_are_those_of_full_attention(model, rules_file):
-    """With all tokens computed again."""
-    draw, tokenizer = random.Random(4), model.text_tokenizer()
-    every = METHODS["cacheblend"].with_ratio(1.0)
-    plain = {"plain": "passages", "passage_rules": rules_file, "model": model, "max_new_tokens": 5}
-    for _ in range(200):
-        messages = pasted(draw.sample(range(1000), draw.randint(2, 5)), draw.choice(WORDS) + "?")
-        prompt, _ = plain_prompt(tokenizer, messages, passage_rules(rules_file))
-        ids = np.concatenate((prompt.prefix, *prompt.chunks, prompt.final))
-        full = jaxrag.generate(
-            [ids], model=model, documents=[], method="full_attention", max_new_tokens=5
-        )
-        found = jaxrag.generate(messages=messages, **plain | {"method": every})
-        assert found.token_ids == full[0].token_ids
-
-
 @pytest.mark.slow
 def test_control_tokens_in_1000_passages_are_text(model, rules_file):
     draw, tokenizer = random.Random(5), model.text_tokenizer()

@@ -212,24 +212,3 @@ def test_evaluation_over_two_processes_is_that_of_one(
     third = ["--finished", f"{items[0]}", "--out", str(tmp_path / "three.json")]
     over_two(run_processes, tmp_path, *asked, *third)  # nothing is left to ask
     assert not (tmp_path / "three.json.items.jsonl").read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("placed", [[], ["--host-values"]], ids=["device", "host"])
-def test_long_prompts_over_two_processes_are_answered_as_in_one(
-    wide_model_dir, run_processes, tmp_path, capsys, placed
-):
-    window = "sink=4,recent=8"
-    asked = ["eval", "needle", "--model", str(wide_model_dir), "--template", "plain", *placed]
-    asked += ["--contexts", "256,320", "--depths", "0,1", "--num-questions", "2"]
-    asked += ["--methods", "full_attention,turborag", "--chunk-tokens", "96", "--batch-size", "2"]
-    asked += ["--decode", "dense", "--decode", "topn:n=16", "--decode", f"retrieval:k=6,{window}"]
-    asked += ["--max-new-tokens", "6"]
-    assert main([*asked, "--json"]) == 0
-    wanted = json.loads(capsys.readouterr().out)
-    found = over_two(run_processes, tmp_path, *asked)
-    assert len(found["items"]) == 8 and len(found["items"][0]["answers"]) == 6
-    assert found["items"] == wanted["items"]
-    on_a_mesh = ["--mesh", "2,1,2", "--json"]
-    assert main([*asked, *on_a_mesh]) == 0
-    assert json.loads(capsys.readouterr().out)["items"] == wanted["items"]
