@@ -19,6 +19,7 @@ from starlette.applications import Starlette
 from jaxrag.library.documents import read_paths
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.models.model import Model, load_model
+from jaxrag.models.reading import Reading, write_reading
 from jaxrag.server.http.handover import Predecessor
 from jaxrag.server.http.run import Server, bind, url_of
 from jaxrag.server.options import ModelSettings
@@ -229,4 +230,22 @@ def tools_dir(chat_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) ->
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text(encoding="utf-8")) | {"chat_template": TEMPLATE}
     path.write_text(json.dumps(settings), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rules_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The common rules of passages, for prompts of a few hundred tokens."""
+    common = ROOT / "configs" / "passages" / "common.toml"
+    path = tmp_path_factory.mktemp("rules") / "small.toml"
+    path.write_text(common.read_text(encoding="utf-8").replace("worth = 1024", "worth = 60"))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def trained_dir(chat_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The chat model, said to be trained for blocks."""
+    folder = tmp_path_factory.mktemp("trained") / "qwen"
+    shutil.copytree(chat_model_dir, folder)
+    write_reading(folder, Reading(("reordered", "composite")))
     return folder

@@ -69,17 +69,6 @@ def test_files_that_are_wrong_fail_alone(client, kept):
     assert {it.file_id for it in client.vector_stores.search(store, query=HOME)} == set(good)
 
 
-def test_uploads_of_which_one_is_wrong_are_polled(client):
-    store = client.vector_stores.create().id
-    files = [("story.txt", GOOD), *((name, data) for name, (data, *_) in BAD.items())]
-    batch = client.vector_stores.file_batches.upload_and_poll(
-        store, files=files, file_ids=["file-0"], poll_interval_ms=20
-    )
-    assert batch.status == "completed" and counts(batch) == {"completed": 1, "failed": 4}
-    [hit] = client.vector_stores.search(store, query=HOME)
-    assert hit.filename == "story.txt"
-
-
 def test_a_batch_of_nothing_good_failed(client):
     store = client.vector_stores.create().id
     batch = client.vector_stores.file_batches.create_and_poll(store, file_ids=["file-0", "file-1"])

@@ -56,11 +56,6 @@ def test_no_number_breaks_the_engine(server, restarts, name):
     assert restarts(server) == before
 
 
-@pytest.mark.parametrize("value", [2**31, 2**40, 2**64])
-def test_so_many_most_likely_tokens_are_refused(server, value):
-    refused(server.chat(top_k=value), "top_k", "to 2147483647")
-
-
 @pytest.mark.parametrize(
     ("name", "entry"),
     [("messages", ASKED[0]), ("documents", "a"), ("documents", {"text": "a"}), ("blocks", "a")],

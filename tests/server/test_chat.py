@@ -125,13 +125,6 @@ def test_a_stream_has_its_parts_in_order(server):
     assert told[-1]["jaxrag"]["counts"] == server.chat().json()["jaxrag"]["counts"]
 
 
-def test_with_usage_the_account_comes_last(server):
-    told = events(server.chat(stream=True, stream_options={"include_usage": True}))
-    assert told[-1]["choices"] == []
-    assert told[-1]["usage"]["completion_tokens"] == 1
-    assert [("jaxrag" in it) for it in told] == [False] * (len(told) - 1) + [True]
-
-
 @pytest.mark.parametrize(
     "documents",
     [
@@ -179,25 +172,6 @@ def test_history_is_read_behind_the_chunks_and_found_again(server):
     assert any("blocks" in note for note in blocks["jaxrag"]["notes"])
 
 
-@pytest.mark.parametrize("role", ["system", "developer"])
-def test_what_the_system_says_stands_behind_the_chunks(server, role):
-    before = server.chat(HOME, documents=FILES).json()
-    asked = [{"role": role, "content": "Answer the question."}, user(HOME)]
-    told = server.post(CHAT, messages=asked, documents=FILES).json()
-    hows = {row["how"] for row in told["jaxrag"]["reuse"]}
-    assert hows <= {"prefix hit", "chunk hit"}, "the chunks are those without a system text"
-    assert told["usage"]["prompt_tokens"] > before["usage"]["prompt_tokens"]
-    notes = [it for it in told["jaxrag"]["notes"] if "system message" in it]
-    assert len(notes) == 1
-
-
-def test_messages_of_one_role_in_a_row_are_one(server):
-    one = {"messages": [user(f"Answer the question.\n\n{HOME}")], "documents": FILES}
-    server.post(CHAT, **one)  # the documents are in memory from then on
-    two = server.post(CHAT, messages=[user("Answer the question."), user(HOME)], documents=FILES)
-    assert two.json()["usage"] == server.post(CHAT, **one).json()["usage"]
-
-
 def test_another_query_finds_other_chunks(server):
     told = server.chat(HOME, query=QUESTION).json()
     assert told["jaxrag"]["sources"][0]["document_id"] == "kora-felell.md"
@@ -236,28 +210,6 @@ def test_a_least_score_narrows_and_unanswerable_says_what_then(server):
     assert "it was asked without any" in asked["jaxrag"]["notes"][0]
     prompt = server.post("/v1/completions", prompt=QUESTION, knowledge_base="village", **nothing)
     assert prompt.json()["choices"][0]["text"] == NOTHING_FOUND
-
-
-@pytest.mark.parametrize(
-    ("body", "param", "says"),
-    [
-        ({"search_mode": "magic"}, "search_mode", "expected one of bm25, vector, hybrid"),
-        ({"search_mode": "vector"}, None, "vector"),
-        ({"min_score": "3"}, "min_score", "expected a number"),
-        ({"min_score": 1e999}, None, "not JSON"),
-        ({"min_score": 1.0, "search_mode": "hybrid"}, None, "hybrid"),
-        ({"unanswerable": "guess"}, "unanswerable", "expected one of abstain, ask"),
-        ({"documents": ["text"], "min_score": 1.0}, "min_score", "about a knowledge base"),
-    ],
-    ids=lambda it: str(it) if isinstance(it, dict) else None,
-)
-def test_how_it_is_searched_is_refused_as_by_the_command_line(server, body, param, says):
-    content = json.dumps({"messages": [{"role": "user", "content": QUESTION}], **body})
-    headers = {"content-type": "application/json"}
-    answer = server.client.post("/v1/chat/completions", content=content, headers=headers)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == param
-    assert says in answer.json()["error"]["message"]
 
 
 def test_stop_ends_an_answer_before_the_text(server):

@@ -1,10 +1,8 @@
 """What a server owes when something fails: who is told what, who is not touched, what is left."""
 
-import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
-import random
 import resource
 import shutil
 import threading
@@ -28,51 +26,6 @@ FILES = ["File 18: Giso Berow lives in Tondorf.", "File 23: Mela Forow works as 
 def text_of(answer):
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]["message"]["content"]
-
-
-async def leave_at_random(url, count, rng):
-    """Ask so many times, streaming or not, and leave at any moment; how many left."""
-    limits = httpx.Limits(max_connections=16)
-
-    async def one(client, patience, stream):
-        body = LONG | {"stream": stream, "max_tokens": rng.randrange(1, 60)}
-        try:
-            async with asyncio.timeout(patience):
-                async with client.stream("POST", CHAT, json=body) as answer:
-                    assert answer.status_code in (200, 429)
-                    async for _ in answer.aiter_raw():
-                        pass
-        except TimeoutError:
-            return True
-        return False
-
-    async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
-        chosen = [(0.5 * rng.random() ** 3, rng.random() < 0.6) for _ in range(count)]
-        return sum(await asyncio.gather(*(one(client, *it) for it in chosen)))
-
-
-@pytest.mark.parametrize("count", [30, pytest.param(400, marks=pytest.mark.slow)])
-def test_clients_that_leave_at_any_moment_leave_nothing_behind(server, idle, count):
-    expected = text_of(server.post(CHAT, **LONG))
-    seen = []
-    server.state.observers.append(seen.append)
-    try:
-        with concurrent.futures.ThreadPoolExecutor(2) as threads:
-            leaving = threads.submit(
-                lambda: asyncio.run(leave_at_random(server.url, count, random.Random(count)))
-            )
-            answers = [text_of(server.post(CHAT, **LONG)) for _ in range(3)]
-            left = leaving.result()
-        idle(server.state)
-    finally:
-        server.state.observers.pop()
-    assert answers == [expected] * 3
-    assert left > 0
-    # Who had not sent all of its request yet was never there, and some left as they were answered.
-    ended = [it.ended for it in seen]
-    assert set(ended) <= {"finished", "cancelled", "refused"}
-    assert ended.count("cancelled") <= left
-    assert ended.count("finished") + ended.count("refused") >= count - left + 3
 
 
 def test_a_nan_in_one_row_fails_that_row_alone(server, idle, monkeypatch):

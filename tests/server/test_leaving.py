@@ -159,21 +159,6 @@ def test_a_reader_that_is_too_far_behind_is_cut_off():
     assert isinstance(told[0], SlowReader)
 
 
-@pytest.mark.slow
-def test_a_client_that_reads_nothing_is_cut_off(served_model, village, start, idle):
-    with start(served_model, {"village": village}, stream_events=16) as server:
-        seen = ended(server.state)
-        small = [
-            (socket.SOL_SOCKET, socket.SO_RCVBUF, 1024),
-            (socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536),  # small buffers at the server's end
-        ]
-        with sent(server, BODY | {"stream": True, "logprobs": True}, small):
-            wait_for(lambda: seen)
-        assert (seen[0].ended, seen[0].code) == ("failed", "slow_reader")
-        assert seen[0].first_seconds is not None and not seen[0].results
-        idle(server.state)
-
-
 def test_a_prompt_ends_with_its_request_though_nobody_began_to_read(server, held, idle):
     """The generator of a stream that was never begun does not clean up; its visit does."""
 

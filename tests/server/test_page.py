@@ -272,33 +272,6 @@ def test_settings_are_asked_with(server, chromium):
 
 
 @pytest.mark.slow
-def test_keys_write_lines_and_examples_are_asked(server, chromium):
-    from selenium.webdriver.common.keys import Keys
-
-    chromium.open(server.url)
-    chromium.typed("one", Keys.SHIFT, Keys.ENTER, Keys.NULL, "two")
-    assert chromium.one("#question").get_attribute("value") == "one\ntwo"
-    assert chromium.all(".turn") == []
-    chromium.one("#examples button").click()
-    turn = chromium.until(lambda: chromium.all(".turn"))[0]
-    chromium.until(lambda: turn.find_elements("css selector", ".of-account"))
-    assert "falcon" in turn.text
-
-
-@pytest.mark.slow
-def test_a_page_that_comes_early_waits(server, chromium):
-    server.state.phase = "starting"
-    try:
-        chromium.browser.get(server.url)
-        chromium.until(lambda: chromium.one("#state").text == "not ready yet")
-        assert chromium.all("#model option") == []
-    finally:
-        server.state.phase = "ready"
-    chromium.until(lambda: chromium.all("#model option"))
-    assert chromium.one("#state").text == "ready"
-
-
-@pytest.mark.slow
 def test_an_error_is_told_as_the_server_says_it(server, chromium):
     chromium.open(server.url)
     turn = chromium.ask("Which gizmo?")
@@ -448,16 +421,6 @@ def test_markdown_of_a_document_is_shown_and_runs_and_loads_nothing(
         )
         assert not [it for it in asked if "?" in it.replace("?limit", "") or "example" in it]
         assert chromium.complaints() == []
-
-
-@pytest.mark.slow
-def test_methods_are_grouped_and_those_that_suit_are_marked(server, chromium):
-    chromium.open(server.url)
-    groups = "return [...document.querySelectorAll('#method optgroup')].map((it) => it.label)"
-    assert [it.split(":")[0] for it in chromium.script(groups)] == ["Balanced", "Quick", "Exact"]
-    marked = "return [...document.querySelectorAll('#method option')].map((it) => it.text)"
-    found = {it.split()[0] for it in chromium.script(marked) if "suits" in it}
-    assert {"turborag", "full_attention"} <= found and "fusionrag" not in found
 
 
 @pytest.mark.slow

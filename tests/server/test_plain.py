@@ -2,9 +2,7 @@
 
 import asyncio
 import json
-import shutil
 import time
-from pathlib import Path
 
 import pytest
 from refusal import refused
@@ -12,7 +10,6 @@ from refusal import refused
 from jaxrag.base.errors import ConfigError
 from jaxrag.cli import main
 from jaxrag.models.model import load_model
-from jaxrag.models.reading import Reading, write_reading
 from jaxrag.models.text import passages
 from jaxrag.reuse.encode import packed
 from jaxrag.server.settings import ServerSettings
@@ -20,23 +17,6 @@ from jaxrag.server.state.state import make_state
 
 PASSAGES = ["Otters eat fish and sleep at day. " * 4, "Bees fly high over fields. " * 5]
 PLAIN = {"plain": "passages", "warm_up": False}
-
-
-@pytest.fixture(scope="module")
-def rules_file(tmp_path_factory):
-    common = Path(__file__).parents[2] / "configs" / "passages" / "common.toml"
-    path = tmp_path_factory.mktemp("rules") / "small.toml"
-    path.write_text(common.read_text(encoding="utf-8").replace("worth = 1024", "worth = 60"))
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def trained_dir(chat_model_dir, tmp_path_factory):
-    """The chat model, said to be trained for blocks."""
-    folder = tmp_path_factory.mktemp("trained") / "qwen"
-    shutil.copytree(chat_model_dir, folder)
-    write_reading(folder, Reading(("reordered", "composite")))
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -91,12 +71,6 @@ def test_no_passage_waits_for_its_encoding_to_be_compiled(
         long = ["Words of a passage that is long. " * count for count in (3, 9, 15)]
         assert cached(ask(running, [*PASSAGES, *long])) == 0
     assert ready and shapes == ready
-
-
-def test_a_request_may_do_without(serving):
-    ask(serving, PASSAGES)
-    answer = ask(serving, PASSAGES, plain="off")
-    assert answer["jaxrag"]["sources"] == []
 
 
 def test_a_server_without_it_says_so(start, trained_dir):

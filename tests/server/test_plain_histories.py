@@ -3,12 +3,7 @@
 import hashlib
 import itertools
 import json
-import os
 import random
-import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,28 +11,11 @@ import pytest
 from jaxrag.base.errors import StoreError
 from jaxrag.kv.store import Provenance
 from jaxrag.models.model import load_model
-from jaxrag.models.reading import Reading, write_reading
 from jaxrag.server.state.memory import PLAIN
 
 ROOT = Path(__file__).parents[2]
 WORDS = ["Otters", "bees", "fish", "fields", "sleep", "fly", "eat", "at", "day", "high", "over"]
 KINDS = ("cold", "warm", "reversed", "evicted", "restarted", "from disk")
-
-
-@pytest.fixture(scope="module")
-def rules_file(tmp_path_factory):
-    common = ROOT / "configs" / "passages" / "common.toml"
-    path = tmp_path_factory.mktemp("rules") / "small.toml"
-    path.write_text(common.read_text(encoding="utf-8").replace("worth = 1024", "worth = 60"))
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def trained_dir(chat_model_dir, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("trained") / "qwen"
-    shutil.copytree(chat_model_dir, folder)
-    write_reading(folder, Reading(("reordered", "composite")))
-    return folder
 
 
 @pytest.fixture
@@ -216,53 +194,3 @@ def test_a_tenant_finds_nothing_of_another(serve, tmp_path):
 @pytest.mark.slow  # 1,000 texts
 def test_a_tenant_finds_none_of_1000_texts_of_another(serve, tmp_path):
     check_tenants(run_tenants(serve, tmp_path, 1000))
-
-
-KILLED = """
-import sys, os, signal, threading
-from jaxrag.kv.store import MemoryStore, Provenance
-from jaxrag.models.model import load_model
-from jaxrag.server.settings import ServerSettings
-from jaxrag.server.state.state import make_state
-from jaxrag.serve.ask import Ask
-from jaxrag.serve.conversation import conversation_of
-from jaxrag.serve.questions import prepare, resolve
-import json
-folder, data, rules, body, after = sys.argv[1:]
-settings = ServerSettings(plain="passages", passage_rules=rules, data=data,
-                          plain_store_bytes=1 << 30, warm_up=False)
-model = load_model(folder, cache_tokens=8192)
-state = make_state(settings, model)
-store = state.memory.store("")
-here = MemoryStore(store.fingerprint, store.layout)
-ask = Ask(method="turborag", plain="passages", passage_rules=rules, max_new_tokens=1)
-talk = conversation_of(json.loads(body)["messages"], wire=True)
-list(state.engine.iterate([prepare(resolve(ask, model=model, store=here), talk).request]))
-made = {it.key: Provenance(it.encoder, it.content_id, it.context_id) for it in here.records()}
-print("made", flush=True)
-threading.Timer(float(after), os.kill, (os.getpid(), signal.SIGKILL)).start()
-while made:
-    for key, record in made.items():
-        store.put(key, here.get(key), record=record, replace=True)
-"""
-
-
-@pytest.mark.slow
-def test_a_kill_while_passages_are_written_loses_time_only(
-    serve, trained_dir, rules_file, tmp_path
-):
-    body, _ = request_of(2)
-    with serve(data=None, plain_store_bytes=0) as serving:
-        wanted = said(ask(serving, body))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    for after in (0.0, 0.004, 0.02):
-        given = [trained_dir, tmp_path / "data", rules_file, json.dumps(body), after]
-        ended = subprocess.run(
-            [sys.executable, "-c", KILLED, *map(str, given)],
-            env=environment, capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
-        assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, "made\n"), ended.stderr
-        with serve() as serving:
-            assert said(ask(serving, body)) == wanted
-            report = serving.state.memory.store("").inner.verify()
-            assert (report.corrupt, report.missing) == ((), ())

@@ -1,15 +1,12 @@
 """What was ingested as a stack cuts it is read from KV when the stack pastes it the first time."""
 
 import random
-import shutil
-from pathlib import Path
 
 import pytest
 
 from jaxrag.cli import main
 from jaxrag.library.documents.stacks import stack_named
 from jaxrag.models.model import load_model
-from jaxrag.models.reading import Reading, write_reading
 
 WORDS = ["Otters", "bees", "fish", "fields", "sleep", "fly", "eat", "at", "day", "high", "over"]
 STACKS = {  # what each writes around its passages
@@ -30,22 +27,6 @@ def text_of(seed):
         return " ".join(draw.choices(WORDS, k=draw.randint(25, 35))) + "."
 
     return "\n\n".join(paragraph() for _ in range(12))
-
-
-@pytest.fixture(scope="module")
-def trained_dir(chat_model_dir, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("trained") / "qwen"
-    shutil.copytree(chat_model_dir, folder)
-    write_reading(folder, Reading(("reordered", "composite")))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def rules_file(tmp_path_factory):
-    common = Path(__file__).parents[2] / "configs" / "passages" / "common.toml"
-    path = tmp_path_factory.mktemp("rules") / "small.toml"
-    path.write_text(common.read_text(encoding="utf-8").replace("worth = 1024", "worth = 60"))
-    return str(path)
 
 
 def ingested(folder, trained_dir, stack):

@@ -9,14 +9,12 @@ import asyncio
 import contextlib
 import gc
 import json
-import shutil
 from pathlib import Path
 
 import httpx
 import pytest
 
 from jaxrag.models.model import load_model
-from jaxrag.models.reading import Reading, write_reading
 
 REQUESTS = Path(__file__).parent / "requests"
 PASSAGES = json.loads((REQUESTS / "passages.json").read_text(encoding="utf-8"))["passages"]
@@ -24,15 +22,10 @@ QUESTIONS = ("Who sleeps?", "Who flies high?")
 
 
 @pytest.fixture(scope="module")
-def serving(start, chat_model_dir, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("trained") / "qwen"
-    shutil.copytree(chat_model_dir, folder)
-    write_reading(folder, Reading(("reordered", "composite")))
-    common = Path(__file__).parents[2] / "configs" / "passages" / "common.toml"
-    rules = folder / "small.toml"
-    rules.write_text(common.read_text(encoding="utf-8").replace("worth = 1024", "worth = 60"))
-    model = load_model(folder, cache_tokens=8192)
-    settings = {"plain": "passages", "passage_rules": str(rules), "data": str(folder / "data")}
+def serving(start, trained_dir, rules_file, tmp_path_factory):
+    model = load_model(trained_dir, cache_tokens=8192)
+    data = str(tmp_path_factory.mktemp("stacks"))
+    settings = {"plain": "passages", "passage_rules": rules_file, "data": data}
     with start(model, {}, warm_up=False, max_new_tokens=4, **settings) as running:
         yield running
 

@@ -99,43 +99,6 @@ def test_vector_stores_are_those_of_a_tenant(registry):
     assert (registry.stores("acme")[0].name, registry.stores("blue")) == ("other", [])
 
 
-OLD = """
-PRAGMA journal_mode = wal;
-CREATE TABLE files (number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE,
-    tenant TEXT NOT NULL, filename TEXT NOT NULL, bytes INTEGER NOT NULL, purpose TEXT NOT NULL,
-    created INTEGER NOT NULL);
-CREATE TABLE stores (number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE,
-    tenant TEXT NOT NULL, name TEXT NOT NULL, metadata TEXT NOT NULL, created INTEGER NOT NULL);
-CREATE TABLE members (number INTEGER PRIMARY KEY AUTOINCREMENT, store TEXT NOT NULL,
-    file TEXT NOT NULL, tenant TEXT NOT NULL, attributes TEXT NOT NULL, batch TEXT,
-    status TEXT NOT NULL, code TEXT, message TEXT, counts TEXT NOT NULL, created INTEGER NOT NULL,
-    UNIQUE (store, file));
-CREATE INDEX members_by_file ON members (file);
-CREATE INDEX files_by_tenant ON files (tenant);
-CREATE INDEX stores_by_tenant ON stores (tenant);
-INSERT INTO stores VALUES (1, 'vs_1', 'acme', 'notes', '{"a": "b"}', 1000);
-INSERT INTO members VALUES
-    (1, 'vs_1', 'file-1', 'acme', '{}', NULL, 'failed', 'invalid_file', 'torn', '{}', 1000);
-PRAGMA application_id = 1246904659;
-PRAGMA user_version = 1;
-"""
-
-
-@pytest.fixture
-def old(tmp_path):
-    """A data folder with a registry as the first servers made it."""
-    with contextlib.closing(sqlite3.connect(tmp_path / REGISTRY)) as connection:
-        connection.executescript(OLD)
-    return tmp_path
-
-
-def test_a_registry_of_the_first_servers_is_refused_and_left_alone(old):
-    before = (old / REGISTRY).read_bytes()
-    with refused(StoreError, "0"):
-        Registry(old)
-    assert (old / REGISTRY).read_bytes() == before
-
-
 def test_what_is_empty_counts_all_the_same(registry):
     for number, size in enumerate((0, 0, 5)):
         registry.add_file(f"file-{number}", "acme", "a.txt", size, "assistants")
@@ -164,6 +127,16 @@ def test_uses_of_a_store_are_known_at_once_and_written_together(registry):
     registry.use_store("vs_3")  # one that is gone
     registry.write_uses()
     assert [it.id for it in registry.stores()] == ["vs_1", "vs_2"]
+
+
+def test_one_of_another_format_is_refused_and_left_alone(tmp_path, registry):
+    registry.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / REGISTRY)) as connection:
+        connection.execute("PRAGMA user_version = 7")
+    before = (tmp_path / REGISTRY).read_bytes()
+    with refused(StoreError, REGISTRY):
+        Registry(tmp_path)
+    assert (tmp_path / REGISTRY).read_bytes() == before
 
 
 def test_another_file_in_its_place_is_refused(tmp_path):

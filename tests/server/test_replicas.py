@@ -13,8 +13,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.request
-from collections import Counter
 from pathlib import Path
 
 import httpx
@@ -282,31 +280,6 @@ def is_there(pid):
 
 
 @pytest.mark.slow
-def test_replicas_that_need_a_chunk_at_once_encode_it_once(served_model, tmp_path):
-    """Of documents that were added without KV, by engines that are other processes."""
-    folder = tmp_path / "kb"
-    settings = {"chunk_by": "sentence", "chunk_tokens": 20, "overlap": 0}
-    with KnowledgeBase.open(folder, model=served_model, **settings) as kb:
-        kb.add(read_paths([str(ROOT / "examples/village")]), encode="on demand")
-    options = ["--kb", str(folder), "--replicas", "2", "--ray-address", "local",
-               "--routing", "round_robin", "--k", "6"]  # fmt: skip
-    encoded, found = Counter(), Counter()
-    with process(*options) as (_, client), concurrent.futures.ThreadPoolExecutor(10) as threads:
-        first = ask(client).json()["jaxrag"]["sources"]
-        answers = list(threads.map(lambda it: ask(client, it).json(), QUESTIONS * 2))
-    for answer in answers:
-        sources = answer["jaxrag"]["sources"]
-        rows = [row for row in answer["jaxrag"]["reuse"] if row["part"] != "prefix"]
-        for source, row in zip(sources, rows, strict=True):
-            chunk = source["document_id"], source["chunk_index"]
-            (encoded if row["how"] == "encoded" else found)[chunk] += 1
-    assert encoded and set(encoded.values()) == {1}
-    with KnowledgeBase.open(folder) as kb:
-        missing = kb.stats(walk=True)["stored"]["missing"]
-        assert missing == kb.counts()["chunks"] - len(encoded) - len(first)
-
-
-@pytest.mark.slow
 def test_a_replica_of_two_processes_is_one(village):
     """One model over both; where one of them dies both start anew."""
     options = ["--kb", f"village={village}", "--replicas", "1", "--replica-processes", "2",
@@ -398,31 +371,6 @@ def test_a_replica_without_its_model_is_named_and_the_rest_serves(served_model, 
         assert why.startswith("replica 1: ") and str(model) in why
         why = restarted_without(client, swapped())
         assert why.startswith("replica 1: ") and "other" in why
-
-
-@pytest.mark.slow
-def test_replicas_read_one_bucket_through_a_tier_of_their_machine(
-    served_model, s3_endpoint, s3_location, tmp_path
-):
-    """Also while the bucket is away: what nobody can read is encoded."""
-    folder, tier = tmp_path / "kb", tmp_path / "tier"
-    settings = {"chunk_by": "sentence", "chunk_tokens": 20, "overlap": 0, "store": s3_location}
-    with KnowledgeBase.open(folder, model=served_model, **settings) as kb:
-        kb.add(read_paths([str(ROOT / "examples/village")]))
-    options = ["--kb", str(folder), "--replicas", "2", "--ray-address", "local", f"--tier={tier}",
-               "--routing", "round_robin"]  # fmt: skip
-    with process(*options) as (_, client):
-        answers = [ask(client, it).json() for it in QUESTIONS]
-        rows = [row for it in answers for row in it["jaxrag"]["reuse"]]
-        assert {row["how"] for row in rows} <= {"chunk hit", "prefix hit"}
-        assert "store" in {row["where"] for row in rows}
-        [copies] = tier.iterdir()
-        until(lambda: len(list(copies.rglob("commit.json"))) >= len(QUESTIONS))
-        texts = [it["choices"][0]["message"]["content"] for it in answers]
-        urllib.request.urlopen(f"{s3_endpoint}/moto-api/reset", data=b"").close()  # all is gone
-        assert [said(client, it) for it in QUESTIONS * 2] == texts * 2
-        assert said(client, "Who was taught by Kora Felell?")  # of chunks that nobody has read
-        assert all(it["up"] for it in replicas(client).values())
 
 
 @pytest.mark.slow

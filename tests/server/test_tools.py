@@ -239,20 +239,6 @@ def test_langchain_binds_tools(serving, name):
         assert chat.bind_tools([weather]).invoke(asked).usage_metadata["input_tokens"] > 60
 
 
-def test_langchain_takes_structured_output_by_a_call(serving, name):
-    class Answer(BaseModel):
-        """What is answered."""
-
-        warm: bool
-
-    chat = ChatOpenAI(
-        base_url=f"{serving.url}/v1", api_key="any", model=name, max_retries=0, temperature=1.0,
-        seed=4, max_tokens=100,
-    )  # fmt: skip
-    asked = chat.with_structured_output(Answer, method="function_calling")
-    assert isinstance(asked.invoke("Is it warm?"), Answer)
-
-
 def test_llamaindex_takes_structured_output(serving, name):
     class Answer(BaseModel):
         """What is answered."""
