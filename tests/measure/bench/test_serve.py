@@ -16,13 +16,12 @@ from refusal import refused
 from jaxrag.base.errors import RequestError
 from jaxrag.cli import main
 from jaxrag.kv.store import MemoryStore, Provenance, chunk_key, content_id, context_id
-from jaxrag.measure.bench import serve
 from jaxrag.measure.bench.options import ServeOptions, Slo, Traffic, link_of, rates_of
 from jaxrag.measure.bench.serve import run
 from jaxrag.measure.bench.serve_arms import arms_of
 from jaxrag.measure.bench.serve_client import offer_http
 from jaxrag.measure.bench.serve_peer import HttpPeer, vllm, write_model
-from jaxrag.measure.bench.serve_records import ServedRequest, percentiles, summary
+from jaxrag.measure.bench.serve_records import ServedRequest, summary
 from jaxrag.measure.bench.serve_report import report
 from jaxrag.measure.bench.serve_workload import documents, draw, like
 from jaxrag.measure.bench.throttle import SlowLink, Throttled
@@ -63,12 +62,6 @@ def test_a_seed_says_who_asks_what_and_when():
     other = draw(Traffic(seed=1), 2000)
     assert ids_of(one) != ids_of(other)
     assert [it.due for it in one] != [it.due for it in other]
-
-
-def test_more_requests_begin_with_the_same():
-    few, many = draw(Traffic(requests=10), 2000), draw(Traffic(requests=30), 2000)
-    assert ids_of(few) == ids_of(many[:10])
-    assert [it.due for it in few] == [it.due for it in many[:10]]
 
 
 def test_rates_move_the_same_requests():
@@ -167,12 +160,6 @@ def test_summary_of_hand_made_records():
     assert found["tokens_per_second"] == pytest.approx(9 / 5.2)
     assert found["good_per_second"] == pytest.approx(1 / 5.2)
     assert found["first_tokens"] == [0.1, 0.2, 0.5]
-
-
-def test_percentiles():
-    assert percentiles([]) is None
-    found = percentiles(list(range(101)))
-    assert found == {"mean": 50.0, "p50": 50.0, "p95": 95.0, "p99": 99.0}
 
 
 # The link
@@ -286,14 +273,6 @@ def test_arms_that_recompute_find_their_chunks_stored(model_dir):
         assert (row["lost"], row["compiled"]) == (0, [])
         assert set(row["found"]) <= {"pool", "host", "store"} and row["found"]["store"]
     assert result["equal"]["arms"] == 1.0
-
-
-def test_answers_that_differ_are_seen(model_dir):
-    bench = serve.Bench.__new__(serve.Bench)
-    method = arms_of("static")[0].resolved
-    bench._methods = {"a": method, "b": method}
-    bench._answers = {("a", 1.0): {0: [1, 2], 1: [3]}, ("b", 1.0): {0: [1, 9], 1: [3]}}
-    assert bench.equal() == {"arms": 0.5, "peer_as_full": None}
 
 
 def test_requests_that_come_too_late_are_lost(model_dir):

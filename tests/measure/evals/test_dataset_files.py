@@ -386,24 +386,6 @@ def test_other_kinds_of_files(tmp_path):
             records_of(str(tmp_path / name), {})
 
 
-def test_a_name_of_the_hub(monkeypatch):
-    asked = []
-
-    def load(path, **options):
-        asked.append((path, options))
-        return [{"a": 1}]
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    assert records_of("hub:org/name:dev:validation", {"a": (int,)})[0].values == {"a": 1}
-    records_of("hub:org/name", {})
-    assert asked == [
-        ("org/name", {"name": "dev", "split": "validation"}),
-        ("org/name", {"name": None, "split": "test"}),
-    ]
-    with refused(RequestError):
-        records_of("hub:a:b:c:d", {})
-
-
 def test_without_a_network_the_hub_is_one_line():
     with refused(RequestError) as found:
         records_of("hub:nobody/nothing", {})

@@ -88,12 +88,6 @@ def test_what_is_reported(result):
     assert any("random gold passages" in note for note in said)
 
 
-def test_random_weights_are_not_scored(options):
-    found = run(dataclasses.replace(options, scores=False), progress=False)
-    assert found["metrics"] == [] and not found["methods"][0]["scores"]
-    assert [table.rows[0][0] for table in tables(found)] == ["method"]
-
-
 def test_a_killed_run_goes_on(options, result, folder, monkeypatch):
     """What is finished is not asked again, whatever follows it in the file."""
     path = folder / "nq.json"

@@ -141,20 +141,6 @@ def test_answers_are_those_that_greedy_decoding_agrees_on(kb, probes):
     assert one.answers.value == pytest.approx(sum(same) / 3)
 
 
-@pytest.mark.slow
-def test_batching_changes_nothing(kb, probes):
-    found = [
-        gate(
-            kb,
-            probes,
-            GateOptions(METHODS["full_reuse"], target=Target(0.0, 9.0), k=3, batch_size=size),
-        )
-        for size in (1, 3)
-    ]
-    assert found[0].measured[0].agreement == found[1].measured[0].agreement
-    assert found[0].measured[0].kl == pytest.approx(found[1].measured[0].kl, rel=1e-3)
-
-
 def test_nonsense_is_refused(kb, probes, folder, tmp_path):
     epic = METHODS["epic"]
     with refused(RequestError):

@@ -59,20 +59,6 @@ def test_asking_the_same_question_again_teaches_nothing(rng):
     assert apart.high - apart.low < 0.7 * (once.high - once.low)
 
 
-def test_variance_is_the_sum_of_squared_sample_totals(rng):
-    """The formula of the docstring, written out."""
-    a, samples = clustered(rng, 40)
-    b = rng.random(len(a)) < 0.4
-    found = difference(a, b, samples)
-    value = sum(int(x) - int(y) for x, y in zip(a, b, strict=True)) / len(a)
-    total = 0.0
-    for group in range(40):
-        inside = [i for i in range(len(a)) if samples[i] == group]
-        total += sum((int(a[i]) - int(b[i]) - value) / len(a) for i in inside) ** 2
-    half = Z * np.sqrt(total * 40 / 39)
-    assert found[:3] == pytest.approx((value, value - half, value + half))
-
-
 def test_standard_errors_are_those_of_a_bootstrap_of_samples(rng):
     best, samples = clustered(rng, 300, p=0.95)
     lost = best & (rng.random(len(best)) < 0.7)

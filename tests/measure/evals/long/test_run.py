@@ -10,7 +10,6 @@ from refusal import refused
 
 from jaxrag.base.errors import RequestError
 from jaxrag.measure.evals.long import run as running
-from jaxrag.measure.evals.long.heatmap import draw_heatmap
 from jaxrag.measure.evals.long.plan import plan
 from jaxrag.measure.evals.long.report import tables
 from jaxrag.measure.evals.options import LongOptions
@@ -137,16 +136,6 @@ def test_every_figure_is_of_the_prompts_it_names(asked):
     assert len(result["notes"]["turborag"]) == 2  # this model was not trained to read blocks
 
 
-def test_every_prompt_is_on_record(asked):
-    result, items, _ = asked(NEEDLE, shallow)
-    for item, row in zip(items, result["items"], strict=True):
-        assert (row["task"], row["length"], row["depth"]) == ("needle", item.length, item.depth)
-        assert row["needles_at"] == list(item.fitted.at) and 0 < row["needles_at"][0] < item.length
-        assert row["expected"] == list(item.fitted.case.expected)
-        assert row["scores"] == {"full_attention": 1, "turborag": float(item.depth >= 0.5)}
-        assert row["answers"]["turborag"] == (row["expected"][0] if item.depth >= 0.5 else "She")
-
-
 def test_fifths_of_the_haystack(asked):
     result, _, _ = asked(RETRIEVAL, lambda method, item: method == "turborag" or item.depth < 0.35)
     assert result["grid"] == [] and result["depths"] is None
@@ -211,25 +200,6 @@ def test_tables_show_the_figures(asked):
         assert {len(row) for row in table.rows} == {len(table.rows[0])}
 
 
-def test_the_heat_map_shows_the_grid(asked, tmp_path):
-    image = pytest.importorskip("matplotlib.image")
-    result, _, _ = asked(NEEDLE, shallow)
-    path = tmp_path / "map.png"
-    draw_heatmap(result, path)
-    half = image.imread(path)
-    assert half.shape[0] > 300 and half.shape[1] > half.shape[0]
-    reds = (half[..., 0] > 0.6) & (half[..., 1] < 0.1)
-    greens = (half[..., 1] > 0.35) & (half[..., 0] < 0.1)
-    assert greens.sum() > 3 * reds.sum() > 3000  # five cells of six
-    draw_heatmap(asked(NEEDLE, lambda *_: True)[0], path)
-    whole = image.imread(path)
-    assert ((whole[..., 0] > 0.6) & (whole[..., 1] < 0.1)).sum() < reds.sum() / 2
-    draw_heatmap(result, path.with_suffix(".svg"))
-    assert path.with_suffix(".svg").stat().st_size > 1000
-    with refused(RequestError):
-        draw_heatmap(result, tmp_path / "map.txt")
-
-
 def test_every_method_answers_under_every_decode_rule(asked):
     rules = ("dense", "static_window:sink=4,recent=16")
     options = dataclasses.replace(NEEDLE, decode=rules, questions=1)
@@ -244,17 +214,6 @@ def test_every_method_answers_under_every_decode_rule(asked):
     assert list(result["methods"]) == names == list(found)
     scores = {cell["method"]: cell["score"]["value"] for cell in result["cells"]}
     assert scores == dict(zip(names, (1, 0, 1, 0), strict=True))
-
-
-def test_decode_rules_are_called_what_they_are_named(asked):
-    rules = ("dense", "few=static_window:sink=4,recent=16")
-    options = dataclasses.replace(NEEDLE, decode=rules, methods=("full_attention",), questions=1)
-    result, _, _ = asked(options, shallow)
-    assert list(result["methods"]) == ["full_attention, dense", "full_attention, few"]
-    assert "sink=4, recent=16" in result["methods"]["full_attention, few"]
-    assert result["decode"] == {"dense": "dense", "few": "static_window:sink=4,recent=16"}
-    (table,) = [table for table in tables(result) if table.title == "decode rules"]
-    assert table.rows[1:] == [["few", "static_window:sink=4,recent=16"]]
 
 
 def test_prompts_can_be_trained_on(monkeypatch, village_model):
