@@ -1,16 +1,8 @@
 """The files of scripts/cluster start commands that exist, each process with its own part."""
 
-import json
 import os
-import re
 import shlex
-import signal
-import socket
 import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -104,71 +96,3 @@ def test_pods_run_a_command_that_exists(path):
     assert args.coordinator.startswith(f"{name}-0.{domain}:")
     mounted = {mount["name"] for mount in container["volumeMounts"]}
     assert mounted == {volume["name"] for volume in job["spec"]["template"]["spec"]["volumes"]}
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
-
-
-def ask_until_ready(port, running):
-    """The answer of a server that is starting."""
-    body = {
-        "model": "dual@kb",
-        "messages": [{"role": "user", "content": "Which animal does Kora Felell keep?"}],
-        "k": 6,
-    }
-    url = f"http://127.0.0.1:{port}/v1/chat/completions"
-    headers = {"content-type": "application/json"}
-    while all(one.poll() is None for one in running):
-        try:
-            asked = urllib.request.Request(url, json.dumps(body).encode(), headers)
-            with urllib.request.urlopen(asked, timeout=60) as answer:
-                return json.load(answer)["choices"][0]["message"]["content"]
-        except urllib.error.HTTPError as error:
-            error.close()
-            assert error.code == 503
-        except urllib.error.URLError:
-            pass
-        time.sleep(0.2)
-    raise AssertionError("a process of the server ended")
-
-
-@pytest.mark.slow
-def test_the_page_is_followed_on_one_machine(tmp_path):
-    """Every command of the section; those of two processes together."""
-    page = (ROOT / "docs" / "my-cluster.md").read_text(encoding="utf-8")
-    section = page.partition("## Try it on one machine")[2].partition("\n## ")[0]
-    listing = "".join(re.findall(r"```console\n(.*?)```", section, re.S)).replace("\\\n", " ")
-    lines = [shlex.split(line) for line in listing.splitlines() if line]
-    for name in ("checkpoints", "configs", "examples"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    environment |= dict(word.split("=") for word in lines[0][1:])
-    pair, ended = [], []
-    for words in lines[1:]:
-        assert words[0] == "jaxrag"
-        two = "--process-id" in words
-        if not pair:
-            port, coordinator = free_port(), f"127.0.0.1:{free_port()}"
-        words = [{"8000": port, "127.0.0.1:7000": coordinator}.get(word, word) for word in words]
-        command = [sys.executable, "-m", "jaxrag", *words[1:]]
-        pair.append(subprocess.Popen(command, cwd=tmp_path, env=environment))
-        try:
-            if two and len(pair) < 2:
-                continue
-            if words[1] == "serve":
-                assert ask_until_ready(port, pair) == "falcon"
-                pair[0].send_signal(signal.SIGINT)
-            assert [one.wait(600) for one in pair] == [0] * len(pair), words
-        finally:
-            if len(pair) == 1 + two:
-                for one in pair:
-                    one.kill()
-                    one.wait()
-                pair.clear()
-        ended.append(words[1])
-    assert ended == ["ingest", "ingest", "ask", "generate", "eval", "train", "serve"]
-    answers = (tmp_path / "answers.jsonl").read_text().splitlines()
-    assert len(answers) == 8 and not any("error" in json.loads(line) for line in answers)
-    assert (tmp_path / "run" / "model").is_dir()

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -120,40 +119,3 @@ def test_two_workers_do_what_one_process_does(tmp_path):
     assert evaluations["two"] == evaluations["one"]
     again = run(*command)  # a run that is begun again goes on where it was
     assert (again["answered"], again["earlier"]) == (0, again["questions"])
-
-
-@pytest.mark.slow
-@pytest.mark.ray
-@pytest.mark.skipif(not WITH_RAY, reason="ray is not installed; pip install 'jaxrag[ray]'")
-def test_an_evaluation_that_was_killed_goes_on(tmp_path):
-    """What an earlier run measured stands in the result as it was."""
-    kb, out = str(tmp_path / "kb"), tmp_path / "out.jsonl"
-    run(
-        "ingest", "examples/village", "--kb", kb, "--model", "checkpoints/synthetic-0.8m/dual",
-        "--chunk-by", "sentence", "--chunk-tokens", "20", "--overlap", "0",
-    )  # fmt: skip
-    command = ["eval", "own", "--questions", "examples/village-questions.jsonl", "--kb", kb,
-               "--methods", "turborag", "--out", str(out),
-               "--ray", "1", "--ray-parts", "3"]  # fmt: skip
-    started = subprocess.Popen(
-        [sys.executable, "-m", "jaxrag", *command],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    first = tmp_path / "out.jsonl.0-of-3"
-    deadline = time.monotonic() + 120
-    while not first.exists():
-        assert time.monotonic() < deadline and started.poll() is None
-        time.sleep(0.01)
-    started.kill()
-    started.wait()
-    assert not out.exists()
-    measured = json.loads(first.read_text())["evaluation"]["answered"]
-    found = run(*command)
-    records = [json.loads(line) for line in out.read_text().splitlines()]
-    times = {it["ttft"] for it in records}
-    assert len(records) == 2 * found["questions"] > len(measured[0])
-    assert {one["ttft"] for row in measured for one in row} < times
-    assert sorted(it.name for it in tmp_path.iterdir()) == ["kb", "out.jsonl"]

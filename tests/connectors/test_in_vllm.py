@@ -103,21 +103,6 @@ def test_parity_salts_and_processes(made):
     assert not found["catalog"]
 
 
-@pytest.mark.parametrize("order", [["exact", "spans"], ["spans", "exact"]])
-def test_without_salts_each_reads_the_others_pages(made, order):
-    folder, data = made
-    found = run(
-        folder,
-        [{"how": how, "batch": True} for how in order],
-        **{"class": ("Unsalted", "unsalted")},
-    )
-    first, second = (said["tokens"] for said in found["steps"])
-    right = [data["full" if how == "exact" else "stored"] for how in order]
-    assert first == right[0]
-    wrong = sum(a != b for a, b in zip(second, right[1], strict=True))
-    assert wrong >= COUNT // 2, "the salts are needed for nothing"
-
-
 def test_two_workers(made):
     folder, data = made
     steps = [{"how": how, "batch": True} for how in ("spans", "exact")]

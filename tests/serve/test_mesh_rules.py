@@ -1,19 +1,14 @@
-"""Laws 11 to 13 of decode rules that search and fetch on the host, over meshes and processes."""
-
-import json
-import sys
-from pathlib import Path
+"""Laws 11 to 13 of decode rules that search and fetch on the host, over meshes."""
 
 import pytest
 from refusal import refused
 
-from jaxrag import KnowledgeBase, generate
+from jaxrag import generate
 from jaxrag.base.errors import RequestError
 from jaxrag.base.sharding import make_mesh
 from jaxrag.engine.engine import engine_of
 from jaxrag.models.model import load_model
 
-PROGRAM = Path(__file__).with_name("mesh_rules.py")
 DOCUMENTS = [
     "Salt is worked at the wells by hands that ask for wool.",
     "The river is crossed on a raft, and the raft is pulled by a rope.",
@@ -43,7 +38,6 @@ CASES = {
 }
 FIRST = ("values", "retrieval", "away")  # of them in every run
 HERE = tuple(case for case, (_, placed) in CASES.items() if placed.get("kv") != "host")
-PROCESSES = pytest.mark.parametrize("processes", [2, 4])
 METHODS = pytest.mark.parametrize("method", ["turborag", "fusionrag"])
 
 
@@ -52,17 +46,12 @@ def cases_of(method):
     return HERE if method == "fusionrag" else tuple(CASES)
 
 
-def answers(folder, case, questions, mesh=None, batch=1, method="turborag", path=None):
-    """Token ids of each, and the host memory of K and V; of a knowledge base where there is one."""
+def answers(folder, case, questions, mesh=None, batch=1, method="turborag"):
+    """Token ids of each, and the host memory of K and V."""
     rule, placed = CASES[case]
     model = load_model(folder, mesh=mesh, cache_tokens=1024, **placed)
     given = {"decode": rule, "method": method, "max_new_tokens": 4, "batch_size": batch}
-    if path is None:
-        results = generate(questions, model=model, documents=DOCUMENTS, **given)
-    else:
-        with KnowledgeBase.open(path, model=model) as kb:
-            results = generate(questions, kb=kb, **given)
-            assert not any(one.counts["encoded"] for one in results)
+    results = generate(questions, model=model, documents=DOCUMENTS, **given)
     host = engine_of(model).runner.cache.host
     return [one.token_ids for one in results], host.nbytes if host else 0
 
@@ -85,63 +74,6 @@ def test_twenty_questions_on_meshes(wide_model_dir, case, method):
     for sizes in [(1, 1, 1), (1, 1, 2), (1, 1, 4), (2, 1, 2)]:
         found = answers(wide_model_dir, case, QUESTIONS, make_mesh(*sizes), 3, method)
         assert found == wanted, sizes
-
-
-def processes_answer(
-    run_processes, tmp_path, folder, cases, questions, processes, mesh, method="turborag", **more
-):
-    """What every process writes, which is the same."""
-    work = {
-        "processes": processes,
-        "mesh": mesh,
-        "model": str(folder),
-        "method": method,
-        "cases": {case: CASES[case] for case in cases},
-        "questions": questions,
-        "documents": DOCUMENTS,
-        "tokens": 4,
-        "batch": 3,
-        **more,
-    }
-    path = tmp_path / "work.json"
-    path.write_text(json.dumps(work))
-    run_processes(
-        lambda rank, coordinator: [sys.executable, PROGRAM, str(rank), coordinator, path],
-        tmp_path,
-        count=processes,
-        devices=mesh[0] * mesh[1] * mesh[2] // processes,
-        timeout=1200,  # all rules compile in each
-    )
-    found = [json.loads(path.with_suffix(f".{it}.json").read_text()) for it in range(processes)]
-    assert all(one == found[0] for one in found)
-    return found[0]
-
-
-def check_processes(found, folder, cases, questions, processes, method="turborag", path=None):
-    for case in cases:
-        wanted, nbytes = answers(folder, case, questions, method=method, path=path)
-        assert found[case] == [wanted, nbytes // processes], case
-
-
-@pytest.mark.slow
-@PROCESSES
-@METHODS
-def test_every_rule_over_processes(wide_model_dir, run_processes, tmp_path, processes, method):
-    asked = (cases_of(method), QUESTIONS, processes)
-    found = processes_answer(run_processes, tmp_path, wide_model_dir, *asked, (1, 1, 4), method)
-    check_processes(found, wide_model_dir, *asked, method)
-
-
-@pytest.mark.slow
-def test_rows_over_processes_are_refused_where_memory_has_owners(
-    wide_model_dir, run_processes, tmp_path
-):
-    mesh = (2, 1, 1)
-    found = processes_answer(
-        run_processes, tmp_path, wide_model_dir, ["away"], QUESTIONS[:2], 2, mesh
-    )
-    assert "a KV head has devices in several processes" in found["away"]
-    assert "\n" not in found["away"]
 
 
 def test_heads_without_an_owner_are_refused(wide_model_dir):

@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 
 import httpx
-import pytest
 from refusal import refused
 
 from jaxrag.base.errors import ConfigError
@@ -22,7 +21,6 @@ from jaxrag.server.http import handover
 from jaxrag.server.http.handover import Predecessor, Successors
 
 ROOT = Path(__file__).parents[2]
-CHECKPOINTS = ROOT / "checkpoints/synthetic-0.8m"
 CHAT = "/v1/chat/completions"
 QUESTION = "Which animal does Kora Felell keep?"
 LONG = 120.0
@@ -173,27 +171,3 @@ def process(*options):
             started.send_signal(signal.SIGTERM)
             started.wait(60)
             started.stdout.close()
-
-
-@pytest.mark.slow
-def test_weights_change_between_two_requests(village, tmp_path):
-    """Of other weights, with a knowledge base of their own, under the same name."""
-    other = tmp_path / "village"
-    cut = ["--chunk-by", "sentence", "--chunk-tokens", "20", "--overlap", "0"]
-    model = str(CHECKPOINTS / "full")
-    assert main(["ingest", str(ROOT / "examples/village"), "--kb", str(other), "--model", model,
-                 *cut]) == 0  # fmt: skip
-    named = ["--name", "synthetic"]
-    with process("--kb", f"village={village}", "--port", "0", *named) as (old, url):
-        port = url.rpartition(":")[2].strip("/")
-        with Clients(url) as clients:
-            clients.more()
-            options = ["--kb", f"village={other}", "--port", port, "--take-over", *named]
-            with process(*options) as (_, again):
-                assert again == url
-                assert old.wait(60) == 0
-                clients.more()
-                clients.end()
-        assert {(status, model) for status, model, _ in clients.answers} == {
-            (200, "synthetic@village")
-        }

@@ -223,55 +223,6 @@ def test_an_answer_grows_and_a_conversation_goes_on(server, chromium):
 
 
 @pytest.mark.slow
-def test_full_attention_stands_beside_it(server, chromium):
-    chromium.open(server.url)
-    chromium.ask(QUESTION)
-    chromium.one(".card > button").click()
-    said = chromium.until(lambda: chromium.texts(".verdict"))[0]
-    chromium.unfold()
-    assert "full attention" in chromium.texts(".saved")[0]
-    assert chromium.texts(".saved")[1].startswith("0 of")
-    assert chromium.texts(".card h3") == [
-        "turborag\nvillage",
-        "full_attention\nvillage",
-    ]
-    assert chromium.texts(".answer") == ["falcon", "falcon"]
-    assert chromium.script(FAINT) == []
-    assert "Both answers are the same." in said and "once before, unmeasured" in said
-    ours, theirs = (chromium.parts("tokens", card)[0] for card in (0, 1))
-    assert ours["sum"] == theirs["sum"] == ours["reused"] == theirs["recomputed"]
-    left, right = (box.rect for box in chromium.all(".card"))
-    assert left["y"] == right["y"] and left["x"] < right["x"]
-    chromium.one(".verdict button").click()
-    chromium.until(lambda: chromium.all(".verdict") and len(chromium.all(".card")) == 2)
-    chromium.unfold()
-    assert chromium.parts("tokens", 1)[0]["recomputed"] == theirs["sum"]  # nothing was kept of it
-    assert chromium.complaints() == []
-
-
-@pytest.mark.slow
-def test_settings_are_asked_with(server, chromium):
-    chromium.open(server.url)
-    chromium.one("#settings summary").click()
-    for name, value in (("k", "2"), ("length", "1")):
-        chromium.one(f"#{name}").clear()
-        chromium.one(f"#{name}").send_keys(value)
-    for name, value in (("method", "full_reuse"), ("decode", "quest")):
-        chromium.one(f'#{name} option[value="{value}"]').click()
-    assert "full_reuse, 2 passages" in chromium.one("#settings summary").text
-    turn = chromium.ask("What is the job of Vula Kinow?")
-    chromium.unfold()
-    assert len(turn.find_elements("css selector", ".sources li")) == 2
-    assert "full_reuse" in turn.text and "longest length" in turn.text
-    chromium.one('#model option[value="synthetic"]').click()  # no documents
-    title = chromium.one("#welcome-title").get_attribute("textContent")
-    assert title == "Ask the model"
-    turn = chromium.ask(QUESTION)
-    chromium.unfold()
-    assert "without any passage" in turn.text
-
-
-@pytest.mark.slow
 def test_an_error_is_told_as_the_server_says_it(server, chromium):
     chromium.open(server.url)
     turn = chromium.ask("Which gizmo?")

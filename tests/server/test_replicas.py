@@ -6,7 +6,6 @@ import hashlib
 import importlib.util
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -329,48 +328,6 @@ def moved(folder):
         yield
     finally:
         away.rename(folder)
-
-
-def restarted_without(client, change):
-    """Kill a replica within ``change``; what is said of the one that takes its place."""
-    name, killed = "1", replicas(client)["1"]["pid"]
-    with change:
-        os.kill(killed, signal.SIGKILL)
-        until(lambda: replicas(client)[name]["why"])
-        why = replicas(client)[name]["why"]
-        assert [said(client, it) for it in QUESTIONS] == [said(client, it) for it in QUESTIONS]
-        assert client.get("/ready").status_code == 200
-    until(lambda: replicas(client)[name]["up"])  # what was missing came back
-    assert "\n" not in why
-    return why
-
-
-@pytest.mark.slow
-def test_a_replica_without_its_model_is_named_and_the_rest_serves(served_model, tmp_path):
-    model = tmp_path / "model"
-    shutil.copytree(ROOT / "checkpoints/synthetic-0.8m/dual", model)
-    folder = tmp_path / "village"
-    settings = {"chunk_by": "sentence", "chunk_tokens": 20, "overlap": 0}
-    with KnowledgeBase.open(folder, model=load_model(model), **settings) as kb:
-        kb.add(read_paths([str(ROOT / "examples/village")]))
-    other = tmp_path / "other"
-    shutil.copytree(ROOT / "checkpoints/synthetic-0.8m/full", other)
-
-    @contextlib.contextmanager
-    def swapped():
-        with moved(model):
-            other.rename(model)
-            try:
-                yield
-            finally:
-                model.rename(other)
-
-    with process("--kb", str(folder), "--replicas", "2", "--ray-address", "local") as (_, client):
-        assert said(client) == "falcon"
-        why = restarted_without(client, moved(model))
-        assert why.startswith("replica 1: ") and str(model) in why
-        why = restarted_without(client, swapped())
-        assert why.startswith("replica 1: ") and "other" in why
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from jaxrag import KnowledgeBase, generate
+from jaxrag import KnowledgeBase
 
 ROOT = Path(__file__).parents[2]
 LONG = 300.0
@@ -74,64 +74,6 @@ def body(question, **more):
         "max_tokens": 8,
         **more,
     }
-
-
-@pytest.fixture
-def wanted(served_model, village):
-    with KnowledgeBase.open(village, model=served_model) as kb:
-        answers = generate(QUESTIONS, kb=kb, k=3, max_new_tokens=8)
-    return dict(zip(QUESTIONS, [it.text for it in answers], strict=True))
-
-
-def left(client, question):
-    """Somebody who goes away after the first piece."""
-    asked = body(question, stream=True, max_tokens=300, ignore_eos=True, priority=1)
-    with client.stream("POST", "/v1/chat/completions", json=asked) as answer:
-        assert answer.status_code == 200
-        next(answer.iter_lines())
-
-
-@pytest.mark.slow
-def test_two_hundred_requests(village, wanted, tmp_path):
-    """Each is answered as one process does, among others that leave and are set aside."""
-    with started(village, tmp_path) as (ranks, client):
-        wrong, draw = [], random.Random(0)
-        work = [(draw.choice(QUESTIONS), draw.random()) for _ in range(200)]
-        lock = threading.Lock()
-
-        def ask():
-            while True:
-                with lock:
-                    if not work:
-                        return
-                    question, kind = work.pop()
-                if kind < 0.2:
-                    left(client, question)
-                    continue
-                asked = body(question, priority=int(kind < 0.6))
-                answer = client.post("/v1/chat/completions", json=asked)
-                said = answer.json()
-                if answer.status_code != 200:
-                    wrong.append(said)
-                elif said["choices"][0]["message"]["content"] != wanted[question]:
-                    wrong.append((question, said))
-
-        threads = [threading.Thread(target=ask) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not wrong
-        metrics = client.get("/metrics").text
-        [preempted] = [
-            float(line.split()[-1])
-            for line in metrics.splitlines()
-            if line.startswith("jaxrag_preemptions_total")
-        ]
-        assert preempted >= 1
-        assert client.post("/v1/files", files={"file": ("a.txt", b"a")}).status_code >= 400
-        ranks[0].terminate()
-        assert [one.wait(60) for one in ranks] == [0, 0]
 
 
 @pytest.mark.slow

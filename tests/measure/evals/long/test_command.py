@@ -71,35 +71,6 @@ def test_prompts_are_written_without_asking(jaxrag, village_dir, tmp_path):
 
 
 @pytest.mark.slow
-def test_values_in_host_memory_change_no_answer(jaxrag, village_dir, monkeypatch):
-    from jaxrag.measure.evals.long import run as running
-
-    layers = {}
-    resolve = running.resolve
-
-    def resolved(ask, **arguments):
-        layers[ask.method.name] = arguments["model"].placement.value_layers
-        return resolve(ask, **arguments)
-
-    monkeypatch.setattr(running, "resolve", resolved)
-    asked = (
-        "infinitebench", "--model", village_dir, "--flavour", "village", "--contexts", "100,150",
-        "--num-questions", 3, "--batch-size", 3, "--decode", "dense", "--decode",
-        "topn:n=24,device_layers=1", "--json",
-    )  # fmt: skip
-    results = []
-    for extra in ((), ("--host-values",)):
-        code, printed, err = jaxrag(*asked, *extra)
-        assert (code, err) == (0, "")
-        results.append(json.loads(printed))
-        assert layers["full_attention, dense"] is None
-        assert layers["full_attention, topn:n=24,device_layers=1"] == (1 if extra else None)
-    device, host = results
-    assert (device["host_values"], host["host_values"]) == (False, True)
-    assert [one["answers"] for one in host["items"]] == [one["answers"] for one in device["items"]]
-
-
-@pytest.mark.slow
 def test_ruler_asks_a_model_of_any_words(jaxrag, model_dir, tmp_path):
     story = tmp_path / "story.txt"
     story.write_text("The rain fell. Nobody saw it. The cat slept on, and the dog did too. " * 5)
