@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 CONFIG = "synthetic-6m"  # of configs/train
-QUESTIONS, ANSWERED = 4_000, 60  # as checkpoints/synthetic-0.8m is evaluated
+QUESTIONS = 4_000  # as checkpoints/synthetic-0.8m is evaluated
 LEAVE = 60.0  # seconds of a stage for the last checkpoint and the export
 EVALUATION = 90.0  # seconds that must be left to begin it
 # A toy: the same lessons and data, few steps.
@@ -95,7 +95,7 @@ def stage_train(training: Training, tiny: bool, found: MutableMapping[str, Any])
         return
     left = training.seconds - (time.perf_counter() - start)
     if report.stopped == "finished" and (tiny or left > EVALUATION):
-        evaluate(report.model, 8 if tiny else QUESTIONS, 2 if tiny else ANSWERED, found)
+        evaluate(report.model, 8 if tiny else QUESTIONS, found)
 
 
 def held_out(folder: Path) -> Mapping[str, dict[str, float]]:
@@ -110,12 +110,12 @@ def held_out(folder: Path) -> Mapping[str, dict[str, float]]:
     return found
 
 
-def evaluate(model: str, questions: int, answered: int, found: MutableMapping[str, Any]) -> None:
+def evaluate(model: str, questions: int, found: MutableMapping[str, Any]) -> None:
     """Exact match of the exported weights, in three ways of reading, and where it was written."""
     from jaxrag.measure.evals.options import SyntheticOptions
     from jaxrag.measure.evals.synthetic import run
 
-    options = SyntheticOptions(models={"6m": model}, questions=questions, answer=answered)
+    options = SyntheticOptions(models={"6m": model}, questions=questions)
     start = time.perf_counter()
     result = run(options, progress=False)
     seconds = time.perf_counter() - start

@@ -121,8 +121,7 @@ def test_a_template_with_markers_that_the_tokenizer_lacks_is_refused(jaxrag, kb,
     [
         ("needle", "--contexts", 500, "--num-questions", 1, "--methods", "turborag"),
         pytest.param(
-            ("methods", "--num-questions", 2, "--chunks", 2, "--methods", "turborag",
-             "--deviation", 0),
+            ("methods", "--num-questions", 2, "--chunks", 2, "--methods", "turborag"),
             marks=pytest.mark.slow,
         ),
     ],

@@ -17,7 +17,6 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxrag.base.types import HostArray
-from jaxrag.measure.evals.deviation import kv_deviation
 from jaxrag.measure.evals.methods_grid import REFERENCES, Cell, cells_of
 from jaxrag.measure.evals.methods_pool import Pool, open_pool
 from jaxrag.measure.evals.metrics import exact_match, token_f1
@@ -65,9 +64,7 @@ def run(options: MethodsOptions, progress: bool = True) -> dict[str, Any]:
     cells = cells_of(options)
     asked = AskedSamples.of(draw(options.task, options.seed, options.questions))
     model = load_model(options.model, dtype=options.dtype)
-    written = write(
-        model, asked.samples, options.template, options.response_start, options.retrieve
-    )
+    written = write(model, asked.samples, options.template, options.retrieve)
     longest = written.prompt_tokens(options.retrieve) + written.answer_tokens
     room = 4 * options.batch_size * longest  # pages are not full, and cacheblend has copies
     model = dataclasses.replace(model, cache_tokens=room)
@@ -75,7 +72,6 @@ def run(options: MethodsOptions, progress: bool = True) -> dict[str, Any]:
     for cell in cells:
         cell.method.check(model.config)
     answers: dict[Method, Answers] = {}
-    deviations: dict[Method, Any] = {}
     distinct = {cell.served: cell.method for cell in cells}
     with tempfile.TemporaryDirectory() as folder:
         pool = open_pool(options, written, list(distinct.values()), folder, progress)
@@ -85,14 +81,11 @@ def run(options: MethodsOptions, progress: bool = True) -> dict[str, Any]:
             total = len(distinct) * len(asked.kind)
             bar = progress_bar(total, "eval", "question", shown=progress)
             stack.enter_context(bar)
-            prompts = pool.prompts()
             for served, method in distinct.items():
                 bar.set_postfix_str(
                     f"{method.name} {method.encoder} {method.recompute_ratio}", refresh=False
                 )
                 answers[served] = _answer(pool, method, options.batch_size, bar)
-                if options.compared:
-                    deviations[served] = _deviation(pool, method, options.compared)
     return {
         "task": dataclasses.asdict(options.task),
         "seed": options.seed,
@@ -101,11 +94,10 @@ def run(options: MethodsOptions, progress: bool = True) -> dict[str, Any]:
         "interval": f"{LEVEL:.0%}, cluster-robust over samples (evals/statistics.py)",
         "model": described(options.model, model, written.template),
         "neighbours": options.neighbours,
-        "prompts": prompts,
+        "retrieve": options.retrieve,
         "encoders": list(options.encoders),
         "ratios": list(options.ratios),
-        "deviation_samples": min(options.compared, len(asked.samples)),
-        "cells": [_cell(cell, asked, answers, deviations) for cell in cells],
+        "cells": [_cell(cell, asked, answers) for cell in cells],
         "differences": paired(cells, asked, answers),
         "whole": _whole(cells, answers),
     }
@@ -128,16 +120,6 @@ def _answer(pool: Pool, method: Method, batch_size: int, bar: "tqdm[Any]") -> An
     )
 
 
-def _deviation(pool: Pool, method: Method, count: int) -> dict[str, Any]:
-    ((settings, questions),) = pool.asked(method, only_first=count)
-    prompts = [one.request.prompt for one in questions]
-    found = kv_deviation(settings.model, settings.store, settings.method, prompts)
-    return {
-        name: {"k": values[:, 0].tolist(), "v": values[:, 1].tolist()}
-        for name, values in found._asdict().items()
-    }
-
-
 def _groups(asked: AskedSamples) -> dict[str, HostArray]:
     """Which questions are of each group, bool [Q]: all, by hops, by kind."""
     rows = asked.groups()
@@ -145,12 +127,7 @@ def _groups(asked: AskedSamples) -> dict[str, HostArray]:
     return {ALL: rows.pop(ALL), **{name: row for name, row in hops.items() if row.any()}, **rows}
 
 
-def _cell(
-    cell: Cell,
-    asked: AskedSamples,
-    answers: Mapping[Method, Answers],
-    deviations: Mapping[Method, Any],
-) -> dict[str, Any]:
+def _cell(cell: Cell, asked: AskedSamples, answers: Mapping[Method, Answers]) -> dict[str, Any]:
     own = answers[cell.served]
     full, reuse = (answers[cell.served] for cell in REFERENCES)
     counts = [result.counts for result in own.results]
@@ -168,7 +145,6 @@ def _cell(
         "recomputed_tokens": sum(one["recomputed"] for one in counts) / len(counts),
         "encoded_tokens": sum(one["encoded"] for one in counts),
         "flops": float(np.mean([result.flops for result in own.results])),
-        "deviation": deviations.get(cell.served),
     }
 
 

@@ -8,9 +8,6 @@ question is asked over is what a search in it finds.
 import dataclasses
 import pathlib
 from collections.abc import Iterator, Sequence
-from typing import Any
-
-import numpy as np
 
 from jaxrag.base.errors import RequestError
 from jaxrag.base.types import HostArray
@@ -28,19 +25,6 @@ PoolNeighbours = tuple[tuple[HostArray, ...], ...]  # of every chunk of a sample
 
 
 @dataclasses.dataclass(frozen=True)
-class Chosen:
-    """The chunks of one prompt, as numbers in their sample.
-
-    Attributes:
-      ranked: in the order in which they were found; of a given set, in its order.
-      placed: in the order of the prompt: chunks about one person together, as they were written.
-    """
-
-    ranked: tuple[int, ...]
-    placed: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
 class Pool:
     """The knowledge bases, and what is asked of them. Make one with ``open_pool``.
 
@@ -53,59 +37,25 @@ class Pool:
     written: Written
     retrieve: int | None
     _neighbours: dict[tuple[str, int], PoolNeighbours] = dataclasses.field(default_factory=dict)
-    _chosen: dict[tuple[int, str], Chosen] = dataclasses.field(default_factory=dict)
+    _chosen: dict[tuple[int, str], Sequence[int]] = dataclasses.field(default_factory=dict)
 
-    def asked(
-        self, method: Method, only_first: int | None = None
-    ) -> Iterator[tuple[Settings, list[ReadyQuestion]]]:
-        """Every question, or the first one of so many samples, with its chunks' neighbours.
+    def asked(self, method: Method) -> Iterator[tuple[Settings, list[ReadyQuestion]]]:
+        """Every question with its chunks' neighbours.
 
         In their order, those of one knowledge base together with what they have in common.
         """
-        samples = list(enumerate(self.written.samples))[:only_first]
+        samples = list(enumerate(self.written.samples))
         alone = len(self.kbs) > 1
         for group in [[one] for one in samples] if alone else [samples]:
             settings = self._settings(self._kb(group[0][0]), method)
-            made = []
-            for number, sample in group:
-                for question in sample.questions[: None if only_first is None else 1]:
-                    made.append(self._ready(settings, number, question.question))
-            yield settings, made
-
-    def prompts(self) -> dict[str, Any]:
-        """What the prompts are made of, JSON-able (FusionRAG Fig. 7a).
-
-        ``co_occurrence`` is by the number of chunks taken, best first, the share of questions among
-        whose chunks one is a neighbour of another; ``seen`` the share of the chunks in front of a
-        chunk in its prompt that are its neighbours, over all chunks but the first; ``answer`` the
-        share of questions with a stated answer whose chunks hold its words.
-        """
-        encoder = next((n for n in self.kbs[0].encoders if encoder_named(n).sees_neighbours), None)
-        most = self.retrieve or max(len(sample.chunks) for sample in self.written.samples)
-        together: dict[int, list[bool]] = {count: [] for count in range(2, most + 1)}
-        seen: list[float] = []
-        held: list[bool] = []
-        for number, sample in enumerate(self.written.samples):
-            beside = self._beside(encoder, number) if encoder else []
-            for question in sample.questions:
-                chosen = self._choose(number, question.question)
-                texts = " ".join(sample.chunks[i] for i in chosen.placed)
-                if question.kind != "unknown":
-                    held.append(question.answer in texts)
-                if not encoder:
-                    continue
-                for count, found in together.items():
-                    first = chosen.ranked[:count]
-                    found.append(any(b in beside[a] for a in first for b in first if a != b))
-                for place, chunk in enumerate(chosen.placed[1:], 1):
-                    before = chosen.placed[:place]
-                    seen.append(float(np.mean([other in beside[chunk] for other in before])))
-        return {
-            "retrieve": self.retrieve,
-            "answer": float(np.mean(held)) if held else None,
-            "co_occurrence": {str(n): float(np.mean(it)) for n, it in together.items() if it},
-            "seen": float(np.mean(seen)) if seen else None,
-        }
+            yield (
+                settings,
+                [
+                    self._ready(settings, number, question.question)
+                    for number, sample in group
+                    for question in sample.questions
+                ],
+            )
 
     def _kb(self, sample: int) -> KnowledgeBase:
         return self.kbs[sample if len(self.kbs) > 1 else 0]
@@ -117,23 +67,25 @@ class Pool:
 
     def _ready(self, settings: Settings, number: int, question: str) -> ReadyQuestion:
         sample, chosen = self.written.samples[number], self._choose(number, question)
-        texts = [sample.chunks[i] for i in chosen.placed]
+        texts = [sample.chunks[i] for i in chosen]
         one = prepare(settings, question, texts, SamplingParams())
         names = [it for it in (settings.method.encoder, settings.method.first_encoder) if it]
         seeing = [name for name in names if encoder_named(name).sees_neighbours]
         neighbours = None
         if seeing:
             of_all = self._behind(seeing[0], number)
-            neighbours = tuple(of_all[i] for i in chosen.placed)
+            neighbours = tuple(of_all[i] for i in chosen)
         prompt = dataclasses.replace(one.request.prompt, neighbours=neighbours)
         request = dataclasses.replace(one.request, prompt=prompt)
         return dataclasses.replace(one, request=request)
 
-    def _choose(self, number: int, question: str) -> Chosen:
-        """The chunks that a question of a sample is asked over."""
+    def _choose(self, number: int, question: str) -> Sequence[int]:
+        """The chunks that a question of a sample is asked over, in the order of its prompt.
+
+        Of those that are found, chunks about one person stand together, as they were written.
+        """
         if self.retrieve is None:
-            every = tuple(range(len(self.written.samples[number].chunks)))
-            return Chosen(every, every)
+            return range(len(self.written.samples[number].chunks))
         if (number, question) not in self._chosen:
             subjects = self.written.samples[number].subjects
             hits = self._kb(number).search(question, k=self.retrieve, mode="bm25")
@@ -142,7 +94,7 @@ class Pool:
             for i in ranked:
                 best.setdefault(subjects[i], len(best))
             placed = sorted(ranked, key=lambda i: (best[subjects[i]], i))
-            self._chosen[number, question] = Chosen(tuple(ranked), tuple(placed))
+            self._chosen[number, question] = placed
         return self._chosen[number, question]
 
     def _behind(self, encoder: str, sample: int) -> PoolNeighbours:
@@ -153,17 +105,6 @@ class Pool:
             found = kb.neighbours_of(ids, encoder, self.written.template)
             self._neighbours[encoder, sample] = tuple(found)
         return self._neighbours[encoder, sample]
-
-    def _beside(self, encoder: str, sample: int) -> list[set[int]]:
-        """Of each chunk of a sample, those of the same sample that it was encoded behind."""
-        tokenizer, template = self.written.model.text_tokenizer(), self.written.template
-        texts = self.written.samples[sample].chunks
-        own = [template.chunk_ids(tokenizer, tokenizer.encode(text)).tobytes() for text in texts]
-        place = {ids: i for i, ids in enumerate(own)}
-        return [
-            {place[ids.tobytes()] for ids in others if ids.tobytes() in place}
-            for others in self._behind(encoder, sample)
-        ]
 
 
 def open_pool(

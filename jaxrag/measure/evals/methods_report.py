@@ -13,7 +13,7 @@ NO_RATIO = "own"  # the column of what a method does by itself, without a ratio
 
 
 def tables(result: Mapping[str, Any]) -> Iterator[Table]:
-    """Scores by ratio, by kind of question, differences, agreement at ratio 1, KV deviation."""
+    """Scores by ratio, by kind of question, differences, agreement at ratio 1, costs."""
     cells = result["cells"]
     yield _scores(result, "exact_match", percent)
     yield _scores(result, "f1", percent)
@@ -79,9 +79,6 @@ def tables(result: Mapping[str, Any]) -> Iterator[Table]:
         ],
         names=3,
     )
-    yield _prompts(result)
-    if any(cell["deviation"] for cell in cells):
-        yield _deviations(result)
 
 
 def verdict(estimate: Mapping[str, float] | None) -> str:
@@ -116,43 +113,6 @@ def _scores(result: Mapping[str, Any], metric: str, show: Any) -> Table:
             ),
         ],
         names=2,
-    )
-
-
-def _deviations(result: Mapping[str, Any]) -> Table:
-    layers = range(len(result["cells"][0]["deviation"]["relative"]["k"]))
-    rows = []
-    for cell in result["cells"]:
-        relative = cell["deviation"]["relative"]
-        rows.append([*_names(cell), *(f"{relative['k'][layer]:.2g} / {relative['v'][layer]:.2g}"
-                                      for layer in layers)])  # fmt: skip
-    return Table(
-        "deviation of the chunk tokens' K / V from full attention's, squared and over its own "
-        f"square, by layer; one question of each of {result['deviation_samples']} sets of chunks",
-        [["method", "encoder", "ratio", *(f"layer {layer}" for layer in layers)], *rows],
-        names=3,
-    )
-
-
-def _prompts(result: Mapping[str, Any]) -> Table:
-    """Which chunks stand together in prompts (FusionRAG Fig. 7a)."""
-    found = result["prompts"]
-    together = found["co_occurrence"]
-    shares = {f"{count} chunks": share for count, share in together.items()}
-    shares["in front of a chunk"] = found["seen"]
-    shares["answer in the prompt"] = found["answer"]
-    return Table(
-        f"co-occurrence in %: of the best chunks of a question, is one among the "
-        f"{result['neighbours']} neighbours of another; share of the chunks in front of a chunk "
-        "that it was encoded behind; share of the answers whose words stand in the prompt",
-        [
-            ["chunks of a prompt", *shares],
-            [
-                "of its sample" if found["retrieve"] is None else f"{found['retrieve']} found",
-                *("" if share is None else f"{100 * share:.1f}" for share in shares.values()),
-            ],
-        ],
-        names=1,
     )
 
 

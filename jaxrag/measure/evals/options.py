@@ -36,12 +36,6 @@ def _dtype() -> Any:
     )
 
 
-def _response_start() -> Any:
-    return option(
-        "", "text before every answer, as data.response_start of the training", "TEXT", unset="''"
-    )
-
-
 def _test_task() -> "SyntheticTask":
     from jaxrag.tasks.synthetic import SyntheticTask
 
@@ -90,17 +84,7 @@ class SyntheticOptions:
     reads: tuple[str, ...] = option(
         ("full", "block", "composite"), "how prompts are read", "NAME,...", flag="--read"
     )
-    baseline: str | None = option(
-        None, "the model that losses refer to", "NAME", unset="the first one"
-    )
-    answer: int = option(
-        0,
-        "also answer the first N questions one at a time from cached chunks",
-        "N",
-        flag="--generate",
-    )
     template: str | None = _template()
-    response_start: str = _response_start()
     dtype: str | None = _dtype()
     task: "SyntheticTask" = dataclasses.field(default_factory=_test_task)
     compare: tuple[tuple[ModelRead, ModelRead], ...] = ()
@@ -119,14 +103,6 @@ class SyntheticOptions:
                 f"--read {','.join(self.reads)}: expected some of {', '.join(READS)}, each once"
             )
         _positive(self, "questions")
-        if not 0 <= self.answer <= self.questions:
-            raise RequestError(
-                f"--generate {self.answer}: expected 0 to {self.questions}, the number of questions"
-            )
-        if self.baseline is not None and self.baseline not in self.models:
-            raise RequestError(
-                f"--baseline {self.baseline}: expected one of {', '.join(self.models)}"
-            )
         for cell in (cell for pair in self.compare for cell in pair):
             if cell.model not in self.models or cell.read not in self.reads:
                 raise RequestError(
@@ -176,14 +152,7 @@ class MethodsOptions:
     seed: int = option(7, "of the questions", "N")
     batch_size: int = option(32, "questions that run together", "N")
     template: str | None = _template()
-    response_start: str = _response_start()
     dtype: str | None = _dtype()
-    deviation: int | None = option(
-        None,
-        "sets of chunks whose KV is compared with full attention's, 0 for none",
-        "N",
-        unset="32; with --retrieve 0",
-    )
     task: "SyntheticTask" = dataclasses.field(default_factory=_test_task)
 
     def __post_init__(self) -> None:
@@ -195,17 +164,10 @@ class MethodsOptions:
                 "no recompute ratio; name some, such as --recompute-ratios 0,0.15,1.0"
             )
         _positive(self, "questions", "batch_size", "neighbours")
-        if self.compared < 0:
-            raise RequestError(f"--deviation {self.deviation}: expected a number of samples, or 0")
         if self.retrieve is not None and not 1 <= self.retrieve <= self.task.chunks[0]:
             raise RequestError(
                 f"--retrieve {self.retrieve}: expected 1 to {self.task.chunks[0]}, the chunks of a "
                 f"question's knowledge base; name more of them with --chunks"
-            )
-        if self.retrieve is not None and self.compared:
-            raise RequestError(
-                f"--retrieve {self.retrieve} --deviation {self.deviation}: KV is compared in one "
-                f"knowledge base only; pass --deviation 0"
             )
         for encoder in self.encoders:
             if not encoder_named(encoder).sees_prefix:
@@ -213,13 +175,6 @@ class MethodsOptions:
                     f"--encoder {encoder}: it takes the place of what is encoded behind the "
                     f"prefix; expected after_prefix, neighbours or neighbours_joint"
                 )
-
-    @property
-    def compared(self) -> int:
-        """Samples whose first question's KV is compared with full attention's."""
-        if self.deviation is None:
-            return 0 if self.retrieve else 32
-        return self.deviation
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,7 @@
-"""Questions of a task put to a model: scored packed, and answered one at a time through the cache.
+"""Questions of a task put to a model, scored packed: exact match of the greedy answer.
 
-Both give the same verdict, exact match of the greedy answer. Packed, all questions on one set of
-documents run in one row with the right answers given (``train.evaluation``), a thousand times
-cheaper than answering; ``answered`` is the real thing: stored chunks, page tables, decoding.
+All questions on one set of documents run in one row with the right answers given
+(``train.evaluation``), a thousand times cheaper than answering, with the same verdict.
 """
 
 import dataclasses
@@ -11,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from jaxrag.base.config import ModelConfig
@@ -25,7 +23,6 @@ from jaxrag.models.rope import RopeTable
 from jaxrag.models.segments import PositionScheme
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.reuse.methods import method_named
-from jaxrag.serve.generate import generate
 from jaxrag.tasks.synthetic import Sample, SyntheticTask
 from jaxrag.tasks.synthetic import samples as endless
 from jaxrag.train.evaluation import Losses, pack_pieces
@@ -103,14 +100,12 @@ def write(
     model: Model,
     samples: Sequence[Sample],
     template: str | PromptTemplate | None = None,
-    response_start: str = "",
     chunks: int | None = None,
 ) -> Written:
     """Tokenise samples for a model.
 
     Args:
       template: prompt format, as of ``format_of``.
-      response_start: text before every answer, as ``data.response_start`` of its training.
       chunks: of a prompt at most; None: all of a sample.
 
     Raises:
@@ -122,7 +117,7 @@ def write(
     tokenizer, where = model.text_tokenizer(), model.path or "the model"
     template = format_of(model, template)
     end_id = response_end(model.config, tokenizer, where)
-    writer = SampleWriter(tokenizer, template, end_id, response_start, refusal="")
+    writer = SampleWriter(tokenizer, template, end_id, "", refusal="")
     ids = tuple(map(writer.write_synthetic, samples))
     written = Written(model, template, tuple(samples), ids)
     longest = written.prompt_tokens(chunks)
@@ -175,33 +170,6 @@ def _evaluation(
             mesh=mesh,
         )
     )
-
-
-def answered(written: Written, read: ReadMode, count: int, heard: Heard = _silent) -> HostArray:
-    """Exact match of the first ``count`` questions, bool [count], each really answered.
-
-    One request at a time, greedy, from the KV of chunks that were encoded ahead of it; ``heard``
-    counts questions. Raises RequestError as ``generate`` does.
-    """
-    asked = [
-        (sample, question.question, ids.response)
-        for sample, tokens in zip(written.samples, written.ids, strict=True)
-        for question, ids in zip(sample.questions, tokens.finals, strict=True)
-    ][:count]
-    longest = max(len(response) for _, _, response in asked)
-    right = []
-    for sample, question, response in asked:
-        out = generate(
-            question,
-            documents=sample.chunks,
-            model=written.model,
-            method=read.method,
-            template=written.template,
-            max_new_tokens=longest,
-        )
-        right.append(out.finish_reason == "stop" and out.token_ids == response[:-1].tolist())
-        heard(1)
-    return np.array(right, np.bool_)
 
 
 def _refuse_unknown_words(model: Model, samples: Sequence[Sample]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxrag.base.types import HostArray
 from jaxrag.measure.evals.options import ModelRead, SyntheticOptions
-from jaxrag.measure.evals.scoring import READS, answered, draw, scored, write
+from jaxrag.measure.evals.scoring import READS, draw, scored, write
 from jaxrag.measure.evals.statistics import LEVEL, by_group, difference, plain, recovery, share
 from jaxrag.measure.subject import described
 from jaxrag.models.model import load_model
@@ -62,26 +62,16 @@ def run(options: SyntheticOptions, progress: bool = True) -> dict[str, Any]:
     asked = AskedSamples.of(draw(options.task, options.seed, options.questions))
     groups = asked.groups()
     written = {  # all of them before any work: the last one may be the one that cannot be asked
-        name: write(
-            load_model(path, dtype=options.dtype),
-            asked.samples,
-            options.template,
-            options.response_start,
-        )
+        name: write(load_model(path, dtype=options.dtype), asked.samples, options.template)
         for name, path in options.models.items()
     }
     right: dict[ModelRead, HostArray] = {}
-    agreement: list[dict[str, Any]] = []
-    steps = len(options.models) * len(options.reads) * (len(asked.samples) + options.answer)
+    steps = len(options.models) * len(options.reads) * len(asked.samples)
     with progress_bar(steps, "eval", "question", shown=progress) as bar:
         for cell in (ModelRead(name, read) for name in options.models for read in options.reads):
-            read = READS[cell.read]
             bar.set_postfix_str(str(cell), refresh=False)
-            right[cell] = scored(written[cell.model], read, bar.update)
-            if options.answer:
-                really = answered(written[cell.model], read, options.answer, bar.update)
-                agreement.append(_agreement(cell, right[cell][: options.answer], really))
-    baseline = options.baseline or next(iter(options.models))
+            right[cell] = scored(written[cell.model], READS[cell.read], bar.update)
+    baseline = next(iter(options.models))
     return {
         "task": dataclasses.asdict(options.task),
         "seed": options.seed,
@@ -111,7 +101,6 @@ def run(options: SyntheticOptions, progress: bool = True) -> dict[str, Any]:
             for a, b in _pairs(options, baseline)
         ],
         "recovery": _recoveries(options, baseline, asked, right),
-        "answered": agreement,
     }
 
 
@@ -147,15 +136,3 @@ def _recoveries(
                 found = recovery(lost, back, best, asked.sample)
                 rows.append({"model": name, "read": read, "recovery": plain(found)})
     return rows
-
-
-def _agreement(cell: ModelRead, packed: HostArray, really: HostArray) -> dict[str, Any]:
-    """Whether answering through cached KV and packed scoring say the same of each question."""
-    return {
-        "model": cell.model,
-        "read": cell.read,
-        "questions": len(really),
-        "right": int(really.sum()),
-        "packed_right": int(packed.sum()),
-        "differing": np.flatnonzero(packed != really).tolist(),
-    }

@@ -66,23 +66,6 @@ def tables(result: dict[str, Any]) -> Iterator[Table]:
             ],
             names=2,
         )
-    if result["answered"]:
-        yield Table(
-            "answered one at a time through cached chunks, and scored packed",
-            [
-                ["model", "read", "questions", "right", "right, packed", "differing"],
-                *(
-                    [
-                        row["model"],
-                        READ_TITLES[row["read"]],
-                        *(str(row[name]) for name in ("questions", "right", "packed_right")),
-                        str(len(row["differing"])),
-                    ]
-                    for row in result["answered"]
-                ),
-            ],
-            names=2,
-        )
 
 
 def setting(result: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from jaxrag.measure.evals.synthetic import AskedSamples
 from jaxrag.tasks.synthetic import SyntheticTask
 
 DRAWN = SyntheticTask(chunks=(3, 3), split="test")
-TASK = ("--num-questions", 6, "--chunks", 3, "--batch-size", 4, "--deviation", 1)
+TASK = ("--num-questions", 6, "--chunks", 3, "--batch-size", 4)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,6 @@ def test_ratio_1_gives_the_answers_of_full_attention(measured, cell_of):
     assert fusion["as_full_attention"]["value"] == 1
     for metric in ("exact_match", "f1"):
         assert fusion[metric] == full[metric]
-    assert max(fusion["deviation"]["relative"]["v"]) < 1e-8
     assert full["recomputed"] == 1 and 0 < fusion["recomputed"] < 1  # the first chunk is exact
 
 

@@ -26,8 +26,7 @@ def pool_of(village_model, tmp_path_factory):
                 return made[retrieve]
             task = SyntheticTask(chunks=(8, 8), split="test", questions=12)
             options = MethodsOptions(
-                "m", ("fusionrag",), neighbours=2, task=task, questions=20, deviation=0,
-                retrieve=retrieve,
+                "m", ("fusionrag",), neighbours=2, task=task, questions=20, retrieve=retrieve,
             )  # fmt: skip
             samples = draw(task, options.seed, options.questions)
             written = write(village_model, samples, chunks=retrieve)
@@ -92,35 +91,6 @@ def test_a_chunk_that_says_she_is_found_by_her_name(pool_of):
             shown = [template.chunk_ids(tokenizer, tokenizer.encode(t)) for t in texts_of(one)]
             for ids, text_ids in zip(one.request.prompt.chunks, shown, strict=True):
                 np.testing.assert_array_equal(ids, text_ids)
-
-
-def test_co_occurrence_by_counting(pool_of):
-    """Fig. 7a of FusionRAG, from the neighbours that stand in the prompts themselves."""
-    pool = pool_of(3)
-    told = pool.prompts()
-    pairs, seen, held = {2: [], 3: []}, [], []
-    for (settings, asked), kb, sample in zip(
-        pool.asked(METHODS["fusionrag"]), pool.kbs, pool.written.samples, strict=True
-    ):
-        assert settings.kb is kb
-        for one, question in zip(asked, sample.questions, strict=True):
-            prompt = one.request.prompt
-            chunks = [ids.tobytes() for ids in prompt.chunks]
-            behind = [{ids.tobytes() for ids in others} for others in prompt.neighbours]
-            of = dict(zip(chunks, behind, strict=True))
-            where = dict(zip(texts_of(one), chunks, strict=True))
-            hits = kb.search(question.question, k=3, mode="bm25")
-            for count in pairs:
-                best = [where[hit.text] for hit in hits[:count]]
-                pairs[count].append(any(b in of[a] for a in best for b in best if a != b))
-            seen += [np.mean([b in of[a] for b in chunks[:i]]) for i, a in enumerate(chunks) if i]
-            if question.kind != "unknown":
-                held.append(any(question.answer in text for text in texts_of(one)))
-    assert told["retrieve"] == 3
-    assert told["co_occurrence"] == {str(n): np.mean(found) for n, found in pairs.items()}
-    assert 0 < told["co_occurrence"]["2"] <= told["co_occurrence"]["3"]
-    assert told["seen"] == pytest.approx(np.mean(seen)) and 0 < told["seen"] < 1
-    assert told["answer"] == pytest.approx(np.mean(held)) and 0 < told["answer"] < 1
 
 
 def test_titles_that_would_stand_in_the_prompt_are_refused(pool_of, village_model):

@@ -83,16 +83,6 @@ def test_the_shortcut_is_that_of_these_questions(verdicts):
         assert result["shortcut"][kind] == pytest.approx(wide[kind]["shortcut"], abs=0.02)
 
 
-def test_the_baseline_can_be_chosen(verdicts):
-    options, _ = verdicts
-    result = run(
-        SyntheticOptions(models=options.models, questions=400, baseline="tuned"), progress=False
-    )
-    assert result["baseline"] == "tuned"
-    assert {row["model"] for row in result["recovery"]} == {"raw"}
-    assert ("raw:full", "tuned:full") in [(r["a"], r["b"]) for r in result["differences"]]
-
-
 def test_tables_show_the_figures(verdicts):
     options, right = verdicts
     result = run(options, progress=False)
