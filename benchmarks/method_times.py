@@ -21,7 +21,7 @@ from script import Result, run_script
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.options import option
 from jaxrag.cli.output import titled
-from jaxrag.measure.evals.datasets.asking import InProcess, TimedAnswer
+from jaxrag.measure.evals.datasets.asking import InProcess, TimedAnswer, settings_of
 from jaxrag.measure.evals.datasets.spec import DatasetItem
 from jaxrag.measure.evals.long.run import prompts
 from jaxrag.measure.evals.options import LongOptions
@@ -31,6 +31,7 @@ from jaxrag.measure.table import Table
 from jaxrag.models.model import load_model
 from jaxrag.models.text.progress import followed
 from jaxrag.reuse.methods import METHODS, Method
+from jaxrag.serve.ask import Ask
 from jaxrag.tasks.synthetic import SyntheticTask, sample
 
 LENGTHS = {"1k": 1024, "2k": 2048, "4k": 4096}  # tokens of the long prompts
@@ -97,7 +98,8 @@ def _item(number: int, question: str, chunks: Sequence[str]) -> DatasetItem:
 def _asked(options: MethodTimesOptions, path: str, items: Sequence[DatasetItem]) -> dict[str, Any]:
     """Rows by method."""
     model = load_model(path)
-    asker = InProcess(options.methods, model.prompt_format(), 1, model=model)
+    ask = Ask(template=model.prompt_format(), max_new_tokens=1)
+    asker = InProcess(settings_of(options.methods, ask, model=model))
     found: dict[str, list[TimedAnswer]] = {name: [] for name in options.methods}
     for item in followed(items, f"times, {Path(path).name}", "question"):
         for name in options.methods:

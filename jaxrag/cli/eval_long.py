@@ -7,12 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from jaxrag.base.config import ModelOptions
-from jaxrag.base.errors import RequestError
-from jaxrag.base.options import parse_names
 from jaxrag.cli.command import (
     Args,
     CliCommand,
-    Parameter,
     command,
     fields,
     flag,
@@ -23,7 +20,7 @@ from jaxrag.cli.opening import mesh_of
 from jaxrag.cli.options import distributed_options, result_options
 from jaxrag.cli.output import give_out_tables, measured, print_json, require_folders
 from jaxrag.cli.processes import joined
-from jaxrag.measure.evals.options import GRID_DEPTHS, LongOptions
+from jaxrag.measure.evals.options import LongOptions
 
 
 def run(args: Args) -> None:
@@ -33,7 +30,7 @@ def run(args: Args) -> None:
     from jaxrag.measure.evals.long.run import prompts, run
     from jaxrag.measure.evals.plots import check_picture
 
-    options = _options(args)
+    options = from_fields(LongOptions, args, suite=args.suite)
     require_folders(args, "out", "markdown", "prompts")
     picture = getattr(args, "heatmap", None)
     if picture:
@@ -64,24 +61,6 @@ def run(args: Args) -> None:
             print(picture)
 
 
-def _options(args: Args) -> LongOptions:
-    depths = tuple(map(_depth, parse_names(args.depths))) if args.suite == "needle" else GRID_DEPTHS
-    return from_fields(
-        LongOptions,
-        args,
-        suite=args.suite,
-        tasks=parse_names(getattr(args, "tasks", "")),
-        depths=depths,
-    )
-
-
-def _depth(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise RequestError(f"--depths {text}: expected numbers from 0 to 1") from None
-
-
 def grouped(notes: Iterable[str]) -> list[str]:
     """Of notes that differ in their numbers only, the first one and how many more there are."""
     like: dict[str, list[str]] = {}
@@ -94,8 +73,9 @@ def grouped(notes: Iterable[str]) -> list[str]:
 
 
 def _command(
-    suite: str, help: str, example: str, own: list[Parameter], *but: str, questions: int = 20
+    suite: str, help: str, example: str, *but: str, questions: int = 20, picture: bool = False
 ) -> CliCommand:
+    heatmap = [value("--heatmap", "FILE", "draw a .png, .svg or .pdf file")] * picture
     return command(
         suite,
         run,
@@ -104,7 +84,7 @@ def _command(
         fields(LongOptions, but=but, defaults={"questions": questions}),
         fields(ModelOptions, only=("mesh",)),
         distributed_options(),
-        own,
+        heatmap,
         value(
             "--prompts",
             "FILE",
@@ -113,13 +93,9 @@ def _command(
         flag("--no-items", "leave the single questions out of the JSON"),
         result_options(markdown=True),
         basic="model contexts methods decode num-questions chunk-tokens template out markdown json "
-        + " ".join(it.opts[0].lstrip("-") for it in own),
+        "tasks depths heatmap",
         suite=suite,
     )
-
-
-def _tasks(names: str) -> list[Parameter]:
-    return [value("--tasks", "NAME,...", f"{names} (all of them)", "")]
 
 
 COMMANDS = (
@@ -129,37 +105,28 @@ COMMANDS = (
         "jaxrag eval needle --model MODEL --template plain --contexts 1k,2k,4k "
         "--depths 0,0.5,1 --methods full_attention,turborag --chunk-tokens 512 "
         "--heatmap needle.png",
-        [
-            value(
-                "--depths",
-                "D,...",
-                "shares of the filler that stand before the needle (0,0.1,...,1)",
-                "0,0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9,1",
-            ),
-            value("--heatmap", "FILE", "draw a .png, .svg or .pdf file"),
-        ],
         "answers",
+        "tasks",
         questions=3,
+        picture=True,
     ),
     _command(
         "ruler",
-        "RULER's needles, variable tracking and word counts, in words of our own",
+        "RULER's needles (niah_single_1 to _3, niah_multikey_1 to _3, niah_multivalue, "
+        "niah_multiquery), variable tracking (vt) and word counts (cwe, fwe), in words of our "
+        "own; of the village flavour niah_multivalue, niah_multiquery, vt, majority, cwe, copy",
         "jaxrag eval ruler --model MODEL --template plain --contexts 4k,8k --tasks "
         "niah_single_2,niah_multikey_2 --num-questions 50 --out ruler.json",
-        _tasks(
-            "niah_single_1 to _3, niah_multikey_1 to _3, niah_multivalue, niah_multiquery, "
-            "vt, cwe, fwe; of the village flavour niah_multivalue, niah_multiquery, vt, "
-            "majority, cwe, copy"
-        ),
+        "depths",
     ),
     _command(
         "infinitebench",
-        "InfiniteBench's passkey, number and key-value retrieval, in words of our own",
+        "InfiniteBench's passkey, number_string and kv_retrieval, in words of our own",
         "jaxrag eval infinitebench --model checkpoints/synthetic-0.8m/dual --flavour "
         "village --contexts 256,512,1000 --decode dense --decode "
         "static_window:sink=4,recent=64 --num-questions 100 --batch-size 16",
-        _tasks("passkey, number_string, kv_retrieval"),
         "answers",
         "filler",
+        "depths",
     ),
 )

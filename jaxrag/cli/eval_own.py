@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 def run(args: Args) -> None:
     """Print the tables, or one JSON object."""
     from jaxrag.measure.evals.own import evaluate, whole
+    from jaxrag.serve.answer_files import settings_path
     from jaxrag.serve.question_files import QuestionFile
 
     options = options_of(args)
@@ -38,7 +39,9 @@ def run(args: Args) -> None:
         parts = in_parts(args, evaluate_part, "evaluate")
         give(args, whole(parts))
         for at in range(len(parts) if args.out else 0):
-            _part_file(args, at, len(parts)).unlink()
+            done = Path(f"{args.out}.{at}-of-{len(parts)}")
+            done.unlink()
+            settings_path(done).unlink()
         return
     with joined(args) as first, open_kb(args) as kb:
         found = evaluate(kb, questions, options, progress=first and not args.json)
@@ -49,23 +52,16 @@ def run(args: Args) -> None:
 def evaluate_part(args: Args) -> "Callable[[Shard], Evaluation]":
     """What a worker of --ray does with a part of the questions; with --out a killed run goes on."""
     from jaxrag.measure.evals.own import evaluate
-    from jaxrag.measure.evals.own_parts import evaluate_once
     from jaxrag.serve.question_files import QuestionFile
 
     questions, options = QuestionFile.open(args.questions), options_of(args)
     kb = open_kb(args)
 
     def work(shard: "Shard") -> "Evaluation":
-        if not args.out:
-            return evaluate(kb, questions, options, shard=shard)
-        file = _part_file(args, shard.index, shard.count)
-        return evaluate_once(kb, questions, options, shard, file)
+        kept = Path(f"{args.out}.{shard.index}-of-{shard.count}") if args.out else None
+        return evaluate(kb, questions, options, shard=shard, kept=kept)
 
     return work
-
-
-def _part_file(args: Args, part: int, parts: int) -> Path:
-    return Path(f"{args.out}.{part}-of-{parts}")
 
 
 def options_of(args: Args) -> OwnOptions:
@@ -81,7 +77,7 @@ def options_of(args: Args) -> OwnOptions:
 
 def give(args: Args, found: "Evaluation") -> None:
     """Print what was found, and write its lines."""
-    from jaxrag.measure.evals.own_report import heading, tables, warnings
+    from jaxrag.measure.evals.datasets.report import notes, tables
     from jaxrag.measure.machine import describe
 
     result = found.to_dict()
@@ -91,10 +87,9 @@ def give(args: Args, found: "Evaluation") -> None:
     if args.json:
         print_json(result | {"kb": args.kb, "file": args.questions, "machine": describe()})
         return
-    print(heading(result), end="\n\n")
     print("\n".join(titled(tables(result))))
-    for warning in warnings(result):
-        print(textwrap.fill(f"note: {printable(warning)}", 80))
+    for one in notes(result):
+        print(textwrap.fill(f"note: {printable(one)}", 80))
 
 
 COMMAND = command(

@@ -4,28 +4,18 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Iterator
-
-from jaxrag.cli.output import counted
+from collections.abc import Callable, Iterator
 
 AFTER = 1.0  # seconds in which nothing is said
-_LONG = 5.0  # seconds after which the end is said, too
 _QUIET = 0.5  # without news, and with nothing under way, all programs are there
-_TURN = 0.1
-_LOST = 300.0  # what was lowered and not compiled since then never will be
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 _COMPILED = "/jax/core/compile/backend_compile_duration"
-_TRACED = "/jax/core/compile/jaxpr_trace_duration"
-_FOUND = "/jax/compilation_cache/cache_hits"
 
 
 @contextlib.contextmanager
 def loading(what: str) -> Iterator[None]:
     """Say what is loaded, if that takes long."""
-    timer = threading.Timer(AFTER, _say, (f"loading {what}",))
-    timer.daemon = True
-    if AFTER < threading.TIMEOUT_MAX:
-        timer.start()
+    timer = _soon(_say, f"loading {what}")
     try:
         yield
     finally:
@@ -33,7 +23,7 @@ def loading(what: str) -> Iterator[None]:
 
 
 class Programs:
-    """Says that programs are made ready, if that takes long; of what takes longer, the end too.
+    """Says once that programs are made ready, if that takes long.
 
     Attributes:
       muted: nothing is said, as an answer is being printed.
@@ -41,54 +31,31 @@ class Programs:
 
     def __init__(self) -> None:
         self.muted = False
-        self._lock = threading.Lock()
-        self._told = self._watched = False
-        self._began = self._last = 0.0
-        self._programs = self._lowered = self._found = 0
-        self._stopped = threading.Event()
+        self._lowered = self._compiled = 0
+        self._last = 0.0
+        self._timer: threading.Timer | None = None
 
     def took(self, event: str, duration_secs: float, **about: str | int) -> None:
-        """A listener: something was traced, lowered or compiled, on any thread."""
-        if event not in (_TRACED, _LOWERED, _COMPILED):
+        """A listener: something was lowered or compiled, on any thread."""
+        if event not in (_LOWERED, _COMPILED):
             return
-        with self._lock:
-            self._last = time.monotonic()
-            if not self._watched:
-                self._began, self._watched = self._last - duration_secs, True
-                threading.Thread(target=self._watch, daemon=True).start()
-            self._lowered += event == _LOWERED
-            self._programs += event == _COMPILED
+        self._lowered += event == _LOWERED
+        self._compiled += event == _COMPILED
+        self._last = time.monotonic()
+        if self._timer is None:
+            self._timer = _soon(self._look)
 
-    def found(self, event: str, **about: str | int) -> None:
-        """A listener: a program was on the disk."""
-        self._found += event == _FOUND
-
-    def _watch(self) -> None:
-        while not self._stopped.wait(_TURN):
-            with self._lock:
-                now = time.monotonic()
-                silent = now - self._last
-                if silent > (_LOST if self._lowered > self._programs else _QUIET):
-                    self._end()
-                    return
-                if not self._told and not self.muted and now - self._began > AFTER:
-                    self._told = True
-                    _say(
-                        f"making programs ready, {self._programs} so far: what is compiled is "
-                        "kept, so only once"
-                    )
-
-    def _end(self) -> None:
-        seconds = self._last - self._began
-        if self._told and not self.muted and seconds > _LONG:
-            compiled = max(self._programs - self._found, 0)
-            _say(f"{counted(self._programs, 'program')} in {seconds:.1f} s, {compiled} compiled")
-        self._told = self._watched = False
-        self._programs = self._lowered = self._found = 0
+    def _look(self) -> None:
+        busy = self._lowered > self._compiled or time.monotonic() - self._last < _QUIET
+        if busy and not self.muted:
+            _say("making programs ready: what is compiled is kept, so only once")
+        else:
+            self._timer = None  # the next one may take long
 
     def stop(self) -> None:
         """Say nothing more."""
-        self._stopped.set()
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 _PROGRAMS: Programs | None = None  # that are told now
@@ -102,7 +69,6 @@ def tell_programs() -> None:
     stop_telling()
     _PROGRAMS = Programs()
     jax.monitoring.register_event_duration_secs_listener(_PROGRAMS.took)
-    jax.monitoring.register_event_listener(_PROGRAMS.found)
 
 
 def stop_telling() -> None:
@@ -115,7 +81,6 @@ def stop_telling() -> None:
     _PROGRAMS.stop()
     with contextlib.suppress(AssertionError, ValueError):  # all listeners were cleared
         jax.monitoring.unregister_event_duration_listener(_PROGRAMS.took)
-        jax.monitoring.unregister_event_listener(_PROGRAMS.found)
     _PROGRAMS = None
 
 
@@ -130,6 +95,15 @@ def untold() -> Iterator[None]:
     finally:
         if programs is not None:
             programs.muted = False
+
+
+def _soon(function: Callable[..., None], *given: str) -> threading.Timer:
+    """Call a function when somebody has waited for long enough."""
+    timer = threading.Timer(AFTER, function, given)
+    timer.daemon = True
+    if AFTER < threading.TIMEOUT_MAX:
+        timer.start()
+    return timer
 
 
 def _say(text: str) -> None:

@@ -1,8 +1,6 @@
 """What is said while somebody waits for a model or for programs."""
 
-import re
 import threading
-import time
 
 import pytest
 
@@ -14,39 +12,34 @@ LOWERED, COMPILED = waiting._LOWERED, waiting._COMPILED
 @pytest.fixture
 def at_once(monkeypatch):
     monkeypatch.setattr(waiting, "AFTER", 0.0)
-    monkeypatch.setattr(waiting, "_TURN", 0.001)
 
 
-def until_over(programs):
-    while programs._watched:
-        time.sleep(0.001)
+def until_looked(programs):
+    """Until the timer of the last event has run."""
+    timer = programs._timer
+    if timer is not None:
+        timer.join()
 
 
-def test_programs_are_counted_and_those_of_the_disk_apart(at_once, monkeypatch, capsys):
-    for name, seconds in (("_LONG", 0.0), ("AFTER", float("inf")), ("_QUIET", float("inf"))):
-        monkeypatch.setattr(waiting, name, seconds)
+def test_programs_that_take_long_are_told_once(at_once, capsys):
     programs = waiting.Programs()
     programs.took("/jax/other", 1.0)
-    assert not programs._watched
+    assert programs._timer is None
     for _ in range(3):
         programs.took(LOWERED, 0.1)
-        programs.took(COMPILED, 0.1)
-    programs.found(waiting._FOUND)
-    monkeypatch.setattr(waiting, "AFTER", 0.0)
-    while not programs._told:
-        time.sleep(0.001)
-    monkeypatch.setattr(waiting, "_QUIET", 0.0)
-    until_over(programs)
-    first, last = capsys.readouterr().err.splitlines()
-    assert re.fullmatch(r"making programs ready, 3 so far: .* only once", first)
-    assert re.fullmatch(r"3 programs in \d+\.\d s, 2 compiled", last)
+        until_looked(programs)
+    said = capsys.readouterr().err
+    assert said == "making programs ready: what is compiled is kept, so only once\n"
 
 
-def test_nothing_is_said_in_an_answer(at_once, capsys):
+def test_nothing_is_said_of_what_is_ready_soon_or_in_an_answer(at_once, monkeypatch, capsys):
+    monkeypatch.setattr(waiting, "_QUIET", -1.0)
     programs = waiting.Programs()
+    programs.took(COMPILED, 0.1)
+    until_looked(programs)
     programs.muted = True
-    programs.took(COMPILED, 9.0)
-    until_over(programs)
+    programs.took(LOWERED, 9.0)
+    until_looked(programs)
     assert capsys.readouterr().err == ""
 
 

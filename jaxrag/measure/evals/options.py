@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from jaxrag.tasks.long.tasks import Task
     from jaxrag.tasks.synthetic import SyntheticTask
 
-GRID_DEPTHS = tuple(n / 10 for n in range(11))
 _NUMBER = "--num-questions"
 
 
@@ -184,7 +183,6 @@ class LongOptions:
     Attributes:
       suite: "needle", "ruler" or "infinitebench".
       lead: end prompts with the first words of the answer, where the task has some.
-      tasks: of the suite; empty = all of them.
       depths: of the needle suite; the others spread theirs evenly.
     """
 
@@ -248,8 +246,11 @@ class LongOptions:
     )
     template: str | None = _template()
     dtype: str | None = _dtype()
-    tasks: tuple[str, ...] = ()
-    depths: tuple[float, ...] = GRID_DEPTHS
+    tasks: tuple[str, ...] = option((), "of the suite", "NAME,...", unset="all of them")
+    depths: tuple[float, ...] = option(
+        tuple(n / 10 for n in range(11)), "shares of the filler that stand before the needle",
+        "D,...", unset="0,0.1,...,1",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         from jaxrag.tasks.long.tasks import ANSWERS, SUITES

@@ -1,39 +1,46 @@
 """One's own questions put to one's own knowledge base, method by method: `jaxrag eval own`.
 
-Every method gets the same chunks for a question and answers it alone, greedily. Time to first token
-is that of chunks which lie in the store: before every answer the pool is made anew, and an answer
-for which something was compiled, or encoded because the store lacked it, is asked for again until
-its time is only its own. What is compared with full attention is compared question by question.
+Every method gets the same chunks for a question and answers it alone, greedily, as one of a data
+set does (``datasets.asking``): its time is that of chunks which lie in the store. What is compared
+with full attention is compared question by question.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxrag.base.errors import RequestError
-from jaxrag.base.types import HostArray
-from jaxrag.engine.engine import engine_of
-from jaxrag.engine.runner import ModelRunner
+from jaxrag.base.installed import __version__
 from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.library.documents import Shard
 from jaxrag.library.knowledge_base import KnowledgeBase
+from jaxrag.measure.evals.datasets.asking import InProcess, settings_of
+from jaxrag.measure.evals.datasets.result import ALL, Line, result_of
+from jaxrag.measure.evals.datasets.run import answers_to, ask_all
+from jaxrag.measure.evals.datasets.spec import DatasetItem
 from jaxrag.measure.evals.gate import forced_logits
 from jaxrag.measure.evals.metrics import exact_match, holds, token_f1
 from jaxrag.measure.evals.options import OwnOptions
-from jaxrag.measure.evals.statistics import difference, median, plain, share
-from jaxrag.models.text.progress import progress_bar
+from jaxrag.measure.evals.statistics import plain, share
+from jaxrag.measure.table import percent
 from jaxrag.reuse.methods import Method
-from jaxrag.serve.answers import Result, serve
+from jaxrag.serve.answer_files import AnswerFile
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.question_files import BadQuestion, FileQuestion, QuestionFile, is_texts
-from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
+from jaxrag.serve.questions import ReadyQuestion, Settings, prepare
 from jaxrag.serve.suits import suiting
 
 REFERENCE = "full_attention"
-METRICS = ("exact_match", "f1", "holds")
-_ATTEMPTS = 3  # at an answer whose time is its own
+SCORES: dict[str, Callable[[str, Sequence[str]], float]] = {
+    "exact_match": exact_match,
+    "f1": token_f1,
+    "holds": holds,
+}
+_CUT = 0.2  # share of answers that the bound may end before it is reported
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,148 +110,64 @@ def _listed(question: FileQuestion, *names: str) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class AskedMethod:
-    """A method by its name, its encoder, and its recompute ratio where it recomputes."""
-
-    name: str
-    encoder: str | None
-    ratio: float | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Answered:
-    """One probe, answered by one method: as when it was asked first. JSON-able.
-
-    Attributes:
-      text: as of a ``Result``, like the following.
-      retrieved: ids of the documents of the chunks.
-      ttft: seconds, of chunks that lie in the store and programs that are compiled.
-      same: of full attention's answer, given token by token: which tokens of it, and of the one
-        behind it, are this method's first choice.
-    """
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    counts: dict[str, int]
-    notes: list[str]
-    retrieved: list[str]
-    ttft: float
-    same: list[bool]
-
-    @classmethod
-    def of(cls, result: Result, ttft: float, same: HostArray) -> "Answered":
-        """What is kept of an answer; ``same``: bool [T]."""
-        return cls(
-            text=result.text,
-            token_ids=list(map(int, result.token_ids)),
-            finish_reason=result.finish_reason,
-            counts=result.counts,
-            notes=result.notes,
-            retrieved=[source.document_id for source in result.sources],
-            ttft=ttft,
-            same=same.tolist(),
-        )
-
-
-@dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """What was asked, and what every method made of it: answered[method][probe].
+    """What was asked, and what every method made of it.
 
     Attributes:
-      methods: full attention is the first.
-      template: its name.
-      k: chunks that were retrieved.
+      items: the questions with their finished lines.
+      methods: by name, each with its encoder and its recompute ratio; full attention is the first.
+      about: template, k and length of answers.
       notes: about the whole.
     """
 
-    probes: tuple[Probe, ...]
-    methods: tuple[AskedMethod, ...]
-    template: str
-    k: int
-    max_new_tokens: int
-    answered: tuple[tuple[Answered, ...], ...]
+    items: tuple[tuple[Probe, Line], ...]
+    methods: Mapping[str, tuple[str | None, float | None]]
+    about: Mapping[str, Any]
     notes: tuple[str, ...]
 
-    def scores(self, method: int) -> dict[str, HostArray]:
-        """Of a method by name of the metric, [Q] each."""
-        texts = [it.text for it in self.answered[method]]
-        golds = [probe.answers for probe in self.probes]
-        both = list(zip(texts, golds, strict=True))
-        return {
-            "exact_match": np.array([exact_match(*it) for it in both], np.bool_),
-            "f1": np.array([token_f1(*it) for it in both], np.float64),
-            "holds": np.array([holds(*it) for it in both], np.bool_),
-        }
-
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able; shares as fractions of 1 and times in seconds, each with its interval."""
-        with_sources = [i for i, probe in enumerate(self.probes) if probe.sources]
-        recall = np.array([_recall(self.probes[i], self.answered[0][i]) for i in with_sources])
-        found = [it.retrieved for it in self.answered[0]]
-        return {
-            "questions": len(self.probes),
-            "with_sources": len(with_sources),
-            "k": self.k,
-            "max_new_tokens": self.max_new_tokens,
-            "template": self.template,
-            "without_chunks": sum(not sources for sources in found),
-            "recall": plain(share(recall, np.arange(len(recall)))),
-            "methods": [self._method(i) for i in range(len(self.methods))],
-            "notes": list(self.notes),
+        """As of ``eval dataset``; and what was retrieved."""
+        lines = [(_item(probe), line) for probe, line in self.items]
+        found = result_of(list(self.methods), list(SCORES), _score, lines)
+        for row in found["methods"]:
+            row["encoder"], row["ratio"] = self.methods[row["method"]]
+        first = [(probe, line["methods"][REFERENCE]) for probe, line in self.items]
+        recall = np.array([_recall(probe, it["retrieved"]) for probe, it in first if probe.sources])
+        estimate = plain(share(recall, np.arange(len(recall))))
+        said = "; no question names its sources"
+        if estimate is not None:
+            k, n = self.about["k"], len(recall)
+            said = f"; recall@{k} of sources, in %: {percent(estimate)}, n={n}"
+        asked = f"{found['questions']} questions, k={self.about['k']}, template "
+        result = {
+            "asked": asked + self.about["template"] + said,
+            **found,
+            **self.about,
+            "recall": estimate,
+            "with_sources": len(recall),
+            "without_chunks": sum(not it["retrieved"] for _, it in first),
         }
-
-    def _method(self, index: int) -> dict[str, Any]:
-        own, full = self.answered[index], self.answered[0]
-        each = np.arange(len(own))
-        scores, of_full = self.scores(index), self.scores(0)
-        same = [a.token_ids == b.token_ids for a, b in zip(own, full, strict=True)]
-        tokens = np.repeat(each, [len(it.same) for it in own])
-        over = np.array([b.ttft / a.ttft for a, b in zip(own, full, strict=True)])
-        method = self.methods[index]
-        return {
-            "method": method.name,
-            "encoder": method.encoder,
-            "ratio": method.ratio,
-            **{name: plain(share(scores[name], each)) for name in METRICS},
-            "minus_full": {
-                name: plain(difference(scores[name], of_full[name], each)) for name in METRICS
-            },
-            "same_answer": plain(share(np.array(same), each)),
-            "same_tokens": plain(share(np.concatenate([it.same for it in own]), tokens)),
-            "ttft": plain(median(np.array([it.ttft for it in own]))),
-            "full_over_own": plain(median(over)),
-            "tokens": {
-                name: float(np.mean([it.counts[name] for it in own]))
-                for name in ("reused", "recomputed", "encoded")
-            },
-            "cut_off": sum(it.finish_reason == "length" for it in own),
-        }
+        return result | {"notes": [*_warnings(result), *self.notes]}
 
     def records(self) -> list[dict[str, Any]]:
         """One for each question and method, JSON-able."""
-        lines = []
-        for index, method in enumerate(self.methods):
-            scores = self.scores(index)
-            for i, (probe, own) in enumerate(zip(self.probes, self.answered[index], strict=True)):
-                lines.append({
-                    "id": probe.question.id,
-                    "method": method.name,
-                    "question": probe.question.text,
-                    "answers": list(probe.answers),
-                    "text": own.text,
-                    "finish_reason": own.finish_reason,
-                    **{name: scores[name][i].item() for name in METRICS},
-                    "same_answer": own.token_ids == self.answered[0][i].token_ids,
-                    "same_tokens": float(np.mean(own.same)),
-                    "ttft": own.ttft,
-                    "counts": own.counts,
-                    "sources": list(probe.sources),
-                    "retrieved": own.retrieved,
-                    "recall": _recall(probe, own) if probe.sources else None,
-                    "notes": own.notes,
-                })  # fmt: skip
-        return lines
+        return [
+            {
+                "id": probe.question.id,
+                "method": name,
+                "question": probe.question.text,
+                "answers": list(probe.answers),
+                **{metric: _score(metric, own["text"], _item(probe)) for metric in SCORES},
+                "same_answer": own["token_ids"] == line["methods"][REFERENCE]["token_ids"],
+                "sources": list(probe.sources),
+                "recall": _recall(probe, own["retrieved"]) if probe.sources else None,
+                **own,
+                "same_tokens": float(np.mean(own["same"])),
+            }
+            for name in self.methods
+            for probe, line in self.items
+            for own in [line["methods"][name]]
+        ]
 
 
 def evaluate(
@@ -253,6 +176,7 @@ def evaluate(
     options: OwnOptions,
     *,
     shard: Shard | None = None,
+    kept: Path | None = None,
     progress: bool = False,
 ) -> Evaluation:
     """Ask a knowledge base the questions of a file by several methods.
@@ -261,72 +185,79 @@ def evaluate(
       questions: with their right answers (``probes_of``).
       options: the methods, and how much is retrieved.
       shard: lines of the file; None: all.
+      kept: a file of finished questions, which are not asked again; None: there is none.
       progress: show how far it is, on stderr.
 
     Raises RequestError for a bad line, an unknown method or a question that cannot be served;
-    before anything is computed.
+    before anything is computed. ConfigError where ``kept`` is of other questions, options, weights
+    or documents.
     """
     if kb.model is None:
         raise RequestError(f"{kb.path} was opened without its model; open it with model=")
     probes = probes_of(questions, kb, shard)
-    names = tuple(dict.fromkeys((REFERENCE, *(options.methods or suiting(kb, kb.model)))))
-    settings = tuple(
-        resolve(
-            Ask(
-                method=name,
-                template=options.template,
-                k=options.k,
-                where=options.where,
-                max_new_tokens=options.max_new_tokens,
-            ),
-            kb=kb,
-        )
-        for name in names
+    names = dict.fromkeys((REFERENCE, *(options.methods or suiting(kb, kb.model))))
+    ask = Ask(
+        template=options.template,
+        k=options.k,
+        where=options.where,
+        max_new_tokens=options.max_new_tokens,
     )
-    ready = [[_ready(questions, one, probe) for probe in probes] for one in settings]
-    answered: list[list[Answered]] = [[] for _ in settings]
-    with progress_bar(len(probes) * len(settings), "eval", "answer", shown=progress) as bar:
-        for asked in zip(*ready, strict=True):
-            [full, *others] = [_timed(*it) for it in zip(settings, asked, strict=True)]
-            shown = [full[0].token_ids[: options.max_new_tokens - 1]]
-            [wanted], _ = forced_logits(settings[0], asked[:1], shown)
-            first = wanted.argmax(1)
-            answered[0].append(Answered.of(*full, np.ones(len(first), np.bool_)))
-            bar.update()
-            for i, own in enumerate(others, 1):
-                [logits], _ = forced_logits(settings[i], asked[i : i + 1], shown)
-                answered[i].append(Answered.of(*own, logits.argmax(1) == first))
-                bar.update()
-    notes = dict.fromkeys(note for one in settings for note in _notes(one, questions))
+    settings = {it.method.name: it for it in settings_of(list(names), ask, kb=kb).values()}
+    ready = {
+        _item(probe).id: [_ready(questions, one, probe) for one in settings.values()]
+        for probe in probes
+    }
+    answerer = InProcess(settings)
+
+    def asked(item: DatasetItem) -> Line:
+        line = answers_to(answerer, list(settings), item)
+        _hold_against(list(settings.values()), ready[item.id], line["methods"])
+        return line
+
+    made_with = {
+        "version": __version__,
+        "questions": questions.digest,
+        "options": repr(options),
+        "weights": kb.model.fingerprint,
+        "knowledge_base": kb.id,
+        "changes": kb.changes,
+        "part": str(shard),
+    }
+    with tempfile.TemporaryDirectory(prefix="jaxrag-") as folder:
+        answers = AnswerFile(kept or Path(folder) / "items.jsonl", made_with)
+        lines = ask_all(asked, list(map(_item, probes)), answers, progress=progress)
+    one = next(iter(settings.values()))
+    notes = dict.fromkeys(note for it in settings.values() for note in _notes(it, questions))
     return Evaluation(
-        probes=probes,
-        methods=tuple(_asked(one.method) for one in settings),
-        template=settings[0].template.name,
-        k=settings[0].ask.k,
-        max_new_tokens=settings[0].ask.max_new_tokens,
-        answered=tuple(map(tuple, answered)),
+        items=tuple(zip(probes, (dict(line) for _, line in lines), strict=True)),
+        methods={name: _asked(it.method) for name, it in settings.items()},
+        about={
+            "template": one.template.name,
+            "k": one.ask.k,
+            "max_new_tokens": one.ask.max_new_tokens,
+        },
         notes=tuple(notes),
     )
 
 
 def whole(parts: Sequence[Evaluation]) -> Evaluation:
     """The evaluation whose shards these are, in the order of the file."""
-    order = sorted((it.question.line, at, i) for at, part in enumerate(parts)
-                   for i, it in enumerate(part.probes))  # fmt: skip
-    return dataclasses.replace(
-        parts[0],
-        probes=tuple(parts[at].probes[i] for _, at, i in order),
-        answered=tuple(
-            tuple(parts[at].answered[method][i] for _, at, i in order)
-            for method in range(len(parts[0].methods))
-        ),
-        notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
-    )
+    items = sorted((it for part in parts for it in part.items), key=lambda it: it[0].question.line)
+    notes = dict.fromkeys(note for part in parts for note in part.notes)
+    return dataclasses.replace(parts[0], items=tuple(items), notes=tuple(notes))
 
 
-def _asked(method: Method) -> AskedMethod:
-    ratio = method.recompute_ratio if method.recomputes else None
-    return AskedMethod(method.name, method.encoder, ratio)
+def _item(probe: Probe) -> DatasetItem:
+    name = str(probe.question.id)
+    return DatasetItem(name, name, probe.question.text, (), (probe.answers,))
+
+
+def _score(metric: str, answer: str, item: DatasetItem) -> float:
+    return float(SCORES[metric](answer, item.answers[0]))
+
+
+def _asked(method: Method) -> tuple[str | None, float | None]:
+    return method.encoder, method.recompute_ratio if method.recomputes else None
 
 
 def _ready(file: QuestionFile, settings: Settings, probe: Probe) -> ReadyQuestion:
@@ -336,23 +267,21 @@ def _ready(file: QuestionFile, settings: Settings, probe: Probe) -> ReadyQuestio
         raise RequestError(f"{file.path}:{probe.question.line}: {error}") from None
 
 
-def _timed(settings: Settings, ready: ReadyQuestion) -> tuple[Result, float]:
-    """What the question comes to when it is first asked, and seconds to its first token."""
-    engine, results = engine_of(settings.model), list[Result]()
-    for _ in range(_ATTEMPTS):
-        engine.forget()
-        engine.call(_make_pool)
-        compiled = engine.compiled.total()
-        [found] = serve([ready], 1)
-        results.append(found[0])
-        own = engine.compiled.total() == compiled and not found[0].counts["encoded"]
-        if all(settings.model.exchange(own)):  # all processes ask again, or none
-            break
-    return results[0], results[-1].timings["ttft"]
+def _hold_against(
+    settings: Sequence[Settings], ready: Sequence[ReadyQuestion], answers: Mapping[str, Line]
+) -> None:
+    """Note, of the first one's answer and the token behind it, which are another's first choices.
 
-
-def _make_pool(runner: ModelRunner) -> None:
-    assert runner.cache.pool is not None
+    Every method is given that answer, token by token.
+    """
+    full, *_ = answers.values()
+    shown = [full["token_ids"][: settings[0].ask.max_new_tokens - 1]]
+    chosen = []
+    for one, question in zip(settings, ready, strict=True):
+        [logits], _ = forced_logits(one, [question], shown)
+        chosen.append(logits.argmax(1))
+    for answer, own in zip(answers.values(), chosen, strict=True):
+        answer["same"] = (own == chosen[0]).tolist()
 
 
 def _notes(settings: Settings, questions: QuestionFile) -> list[str]:
@@ -369,6 +298,31 @@ def _notes(settings: Settings, questions: QuestionFile) -> list[str]:
     return notes
 
 
-def _recall(probe: Probe, own: Answered) -> float:
+def _warnings(result: Mapping[str, Any]) -> Iterator[str]:
+    """What would make a reader of the tables take them for more than they are."""
+    rows = result["methods"]
+    if result["without_chunks"]:
+        yield f"{result['without_chunks']} questions found no chunk, and were asked without any"
+    least = _CUT * result["questions"]
+    cut = [f"{row['cut_off']} of {row['method']}" for row in rows if row["cut_off"] > least]
+    if cut:
+        yield (
+            f"answers were cut off at {result['max_new_tokens']} tokens ({', '.join(cut)}): the "
+            "right one may have come later (--max-new-tokens), and exact match wants nothing else"
+        )
+    lacked = [row["method"] for row in rows if row["encoded"]]
+    if lacked:
+        yield (
+            f"{', '.join(lacked)}: the knowledge base lacked chunks as they are wanted there; they "
+            "were encoded when they were first asked for, and that is in no time"
+        )
+    if not rows[0]["scores"]["holds"][ALL]["high"] > 0.5:
+        yield (
+            "full attention itself seldom holds the right answer: that others agree with it says "
+            "little; look at retrieval, the template and the model first"
+        )
+
+
+def _recall(probe: Probe, retrieved: Sequence[str]) -> float:
     """Share of the probe's sources that are among what was retrieved."""
-    return len(set(own.retrieved).intersection(probe.sources)) / len(probe.sources)
+    return len(set(retrieved).intersection(probe.sources)) / len(probe.sources)

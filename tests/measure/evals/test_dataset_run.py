@@ -14,7 +14,7 @@ from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.measure.evals.datasets import run as running
 from jaxrag.measure.evals.datasets.asking import InProcess
 from jaxrag.measure.evals.datasets.options import DatasetOptions
-from jaxrag.measure.evals.datasets.report import heading, notes, tables
+from jaxrag.measure.evals.datasets.report import notes, tables
 from jaxrag.measure.evals.datasets.run import ITEMS, run
 from jaxrag.measure.evals.metrics import METRICS
 
@@ -72,7 +72,7 @@ def test_scores_are_those_of_the_answers(result, options):
 
 def test_what_is_reported(result):
     assert result["questions"] == len(NQ) and result["checked"] == "real file"
-    assert heading(result) == (
+    assert result["asked"] == (
         "NQ-open, Lost in the Middle (real file): 8 questions, 0 skipped, 0 of them cut: 0 of 24 "
         "documents left out"
     )

@@ -3,17 +3,19 @@
 import json
 
 import pytest
+from refusal import refused
 
-from jaxrag.base.errors import RequestError
+from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.cli import main
+from jaxrag.cli.output import titled
 from jaxrag.library.documents import Shard
 from jaxrag.library.knowledge_base import KnowledgeBase
-from jaxrag.measure.evals import own_parts
+from jaxrag.measure.evals import own as own_questions
+from jaxrag.measure.evals.datasets.report import notes, tables
 from jaxrag.measure.evals.gate import gate
 from jaxrag.measure.evals.metrics import exact_match, token_f1
 from jaxrag.measure.evals.options import GateOptions, OwnOptions, Target
 from jaxrag.measure.evals.own import evaluate, probes_of, whole
-from jaxrag.measure.evals.own_report import heading, tables, warnings
 from jaxrag.reuse.methods import METHODS
 from jaxrag.serve.generate import generate
 from jaxrag.serve.question_files import QuestionFile
@@ -69,20 +71,26 @@ def found(kb, file):
     return evaluate(kb, QuestionFile.open(file), OwnOptions(("full_reuse",), **ASK))
 
 
+def answers_of(found, name):
+    return [line["methods"][name] for _, line in found.items]
+
+
 def test_answers_are_those_of_generate_and_scored_by_the_same_rules(kb, found):
-    for index, name in enumerate(("full_attention", "full_reuse")):
-        scores = found.scores(index)
+    records = iter(found.records())
+    for name in ("full_attention", "full_reuse"):
         for i, (question, _, _) in enumerate(QUESTIONS):
-            asked, golds = generate(question, kb=kb, method=name, **ASK), found.probes[i].answers
-            assert found.answered[index][i].token_ids == asked.token_ids
-            assert scores["exact_match"][i] == exact_match(asked.text, golds)
-            assert scores["f1"][i] == token_f1(asked.text, golds)
+            asked, golds = generate(question, kb=kb, method=name, **ASK), found.items[i][0].answers
+            record = next(records)
+            assert record["token_ids"] == asked.token_ids
+            assert record["exact_match"] == exact_match(asked.text, golds)
+            assert record["f1"] == token_f1(asked.text, golds)
     full, reuse = found.to_dict()["methods"]
-    assert full["exact_match"]["value"] == pytest.approx(1 / 3) and full["exact_match"]["n"] == 3
-    assert full["tokens"]["reused"] == reuse["tokens"]["encoded"] == 0 < reuse["tokens"]["reused"]
+    right = full["scores"]["exact_match"]["all"]
+    assert right["value"] == pytest.approx(1 / 3) and right["n"] == 3
+    assert full["tokens"]["reused"] == reuse["encoded"] == 0 < reuse["tokens"]["reused"]
     for metric in ("exact_match", "f1", "holds"):
-        gap = reuse[metric]["value"] - full[metric]["value"]
-        assert reuse["minus_full"][metric]["value"] == pytest.approx(gap)
+        own, first = (row["scores"][metric]["all"]["value"] for row in (reuse, full))
+        assert reuse["minus_first"][metric]["all"]["value"] == pytest.approx(own - first)
 
 
 def test_one_chunk_behind_the_prefix_is_read_as_full_attention_reads_it(found):
@@ -103,11 +111,11 @@ def test_what_the_store_lacked_is_told_and_is_in_no_time(kb, file):
     first, again = (
         evaluate(kb, QuestionFile.open(file), OwnOptions(("turborag",), **ASK)) for _ in range(2)
     )
-    assert any(it.counts["encoded"] for it in first.answered[1])
-    assert any("turborag: the knowledge base lacked" in it for it in warnings(first.to_dict()))
-    for one in again.answered[1]:
-        assert one.counts["encoded"] == 0 < one.counts["reused"]
-    assert not any("lacked" in it for it in warnings(again.to_dict()))
+    assert any(it["encoded"] for it in answers_of(first, "turborag"))
+    assert any("turborag: the knowledge base lacked" in it for it in notes(first.to_dict()))
+    for one in answers_of(again, "turborag"):
+        assert one["encoded"] == one["counts"]["encoded"] == 0 < one["counts"]["reused"]
+    assert not any("lacked" in it for it in notes(again.to_dict()))
 
 
 def test_methods_that_suit_are_those_whose_chunks_are_there(kb):
@@ -134,12 +142,11 @@ def test_a_gate_on_the_same_questions_is_told(tmp_path, text_model, file):
 
 def test_tables_have_80_columns_and_say_what_misleads(found):
     result = found.to_dict()
-    lines = heading(result).splitlines()
     for table in tables(result):
-        lines += table.title.splitlines()
         assert {len(row) for row in table.rows} == {len(table.rows[0])}
+    lines = "\n".join(titled(tables(result))).splitlines()
     assert max(map(len, lines)) <= 80
-    told = "\n".join(warnings(result))
+    told = "\n".join(notes(result))
     assert "3 questions are few" in told
     assert "cut off at 4 tokens (3 of full_attention, 3 of full_reuse)" in told
 
@@ -151,7 +158,7 @@ def test_command(folder, file, tmp_path, model_dir, capsys):
     assert main([*asked, str(file), "--cache-tokens", "8192", "--out", str(out)]) == 0
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
-    assert "recall@1 of sources, in %: 75.0 [" in shown
+    assert "recall@1 of sources, in %: 75.0 [" in " ".join(shown.split())
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(it["id"], it["method"]) for it in records] == [
         (i, name) for name in ("full_attention", "full_reuse") for i in (1, 2, 3)
@@ -204,31 +211,33 @@ def test_a_bad_line_is_told_before_anything_is_computed(kb, tmp_path, name, text
 
 
 def test_a_part_that_is_done_is_not_asked_again(kb, file, tmp_path, monkeypatch):
-    """Of the same questions, options and documents; a file that is cut short counts for nothing."""
+    """Of the same questions, options and documents; a line that is cut short counts for nothing."""
     questions, options = QuestionFile.open(file), OwnOptions(("full_reuse",), **ASK)
-    asked = []
+    asked, answers_to = [], own_questions.answers_to
 
-    def counting(*args, shard, **more):
-        asked.append(str(shard))
-        return evaluate(*args, shard=shard, **more)
+    def counting(answerer, methods, item):
+        asked.append(item.id)
+        return answers_to(answerer, methods, item)
 
-    monkeypatch.setattr(own_parts, "evaluate", counting)
+    monkeypatch.setattr(own_questions, "answers_to", counting)
 
     def part(index, options=options):
-        name = tmp_path / str(index)
-        return own_parts.evaluate_once(kb, questions, options, Shard(index, 2), name)
+        kept = tmp_path / str(index)
+        return evaluate(kb, questions, options, shard=Shard(index, 2), kept=kept)
 
     first = [part(0), part(1)]
-    assert asked == ["0/2", "1/2"] and len(list(tmp_path.iterdir())) == 2
+    assert asked == ["1", "3", "2"]
     again = [part(0), part(1)]
-    assert len(asked) == 2
-    assert again == first
+    assert len(asked) == 3
     assert whole(again).to_dict() == whole(first).to_dict()
     assert whole(again).records() == whole(first).records()
+    assert [it["id"] for it in whole(again).records()] == 2 * [1, 2, 3]
     (tmp_path / "0").write_text((tmp_path / "0").read_text()[:-10])
-    assert part(0).probes == first[0].probes
-    assert asked == ["0/2", "1/2", "0/2"]
-    other = OwnOptions(("turborag",), **ASK)
-    assert part(1, other).methods[1].name == "turborag" and len(asked) == 4
+    assert [it for it, _ in part(0).items] == [it for it, _ in first[0].items]
+    assert asked == ["1", "3", "2", "3"]
+    with refused(ConfigError, "options"):
+        part(1, OwnOptions(("turborag",), **ASK))
     kb.set_gate("turborag", {"ratio": 0.5, "probes": "none"})
-    assert part(0) and len(asked) == 5  # the knowledge base is another
+    with refused(ConfigError, "changes"):  # the knowledge base is another
+        part(0)
+    assert len(asked) == 4

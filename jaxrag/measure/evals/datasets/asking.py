@@ -12,7 +12,6 @@ from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.measure.evals.datasets.spec import DatasetItem
 from jaxrag.measure.subject import described
 from jaxrag.models.model import Model
-from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.serve.answers import Result, serve
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.conversation import Passage
@@ -27,10 +26,13 @@ class TimedAnswer:
 
     Attributes:
       prompt_tokens: all of them.
+      token_ids: of the answer; none where a server keeps them to itself.
+      retrieved: ids of the documents of its chunks.
       first: seconds to the first token when it was first asked, from its text.
       ttft: the same when its chunks were kept and its programs compiled; None where no attempt
         came to that.
       counts: chunk tokens of that answer: reused, recomputed, encoded.
+      encoded: of those, how many were encoded when it was first asked.
       flops: to its first token.
     """
 
@@ -42,6 +44,9 @@ class TimedAnswer:
     counts: Mapping[str, int]
     flops: int
     notes: Sequence[str]
+    encoded: int
+    token_ids: Sequence[int] = ()
+    retrieved: Sequence[str] = ()
 
 
 class Answerer(Protocol):
@@ -63,30 +68,15 @@ class Answerer(Protocol):
 class InProcess:
     """A model of this process; KV of documents is kept in its memory, or in a knowledge base."""
 
-    def __init__(
-        self,
-        methods: Sequence[str],
-        template: PromptTemplate,
-        max_new_tokens: int,
-        *,
-        model: Model | None = None,
-        kb: KnowledgeBase | None = None,
-    ) -> None:
-        """Of one of both. Raises RequestError for a method that the model cannot have."""
-        self._settings: dict[str, Settings] = {
-            name: resolve(
-                Ask(method=name, template=template, max_new_tokens=max_new_tokens),
-                kb=kb,
-                model=model,
-            )
-            for name in methods
-        }
-        self._model = next(iter(self._settings.values())).model
-        self._template = template
+    def __init__(self, settings: Mapping[str, Settings]) -> None:
+        """Of methods by name, all of one model; see ``settings_of``."""
+        self._settings = settings
+        self._model = next(iter(settings.values())).model
 
     def about(self) -> dict[str, Any]:
         """The model."""
-        return described(str(self._model.path), self._model, self._template)
+        template = next(iter(self._settings.values())).template
+        return described(str(self._model.path), self._model, template)
 
     def exchange(self, value: Any) -> list[Any]:
         """Of the processes that hold the model."""
@@ -113,6 +103,9 @@ class InProcess:
             counts=again.counts,
             flops=again.flops,
             notes=again.notes,
+            encoded=answered.counts["encoded"],
+            token_ids=list(map(int, answered.token_ids)),
+            retrieved=[source.document_id for source in answered.sources],
         )
 
     def _is_own(self, answer: Result) -> bool:
@@ -125,13 +118,24 @@ class InProcess:
         """An answer, seconds from the texts to its first token, tokens of its prompt."""
         start = time.perf_counter()
         passages = [Passage(text, title) for title, text in item.documents]
-        ready = prepare(settings, item.question, passages, SamplingParams())
+        ready = prepare(settings, item.question, passages or None, SamplingParams())
         request = dataclasses.replace(ready.request, max_new_tokens=max_new_tokens)
         ready = dataclasses.replace(ready, request=request)
         prepared = time.perf_counter() - start
         [found] = serve([ready], 1)
         seconds = prepared + found[0].timings["ttft"] - found[0].timings["retrieve"]
         return found[0], seconds, request.prompt.num_tokens
+
+
+def settings_of(
+    methods: Sequence[str], ask: Ask, *, model: Model | None = None, kb: KnowledgeBase | None = None
+) -> dict[str, Settings]:
+    """The same asked by every method, of one of both.
+
+    Raises RequestError for a method that the model cannot have.
+    """
+    each = {name: dataclasses.replace(ask, method=name) for name in methods}
+    return {name: resolve(one, kb=kb, model=model) for name, one in each.items()}
 
 
 def is_own(timings: Mapping[str, float], counts: Mapping[str, int]) -> bool:

@@ -79,6 +79,7 @@ class OverHttp:
             counts=again["counts"],
             flops=again["flops"],
             notes=again["notes"],
+            encoded=account["counts"]["encoded"],
         )
 
     def _asked(

@@ -1,6 +1,6 @@
 """The result of ``run.run`` as tables, and what is to be known of its numbers."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxrag.measure.table import Table, percent, points
@@ -8,42 +8,25 @@ from jaxrag.measure.table import Table, percent, points
 _FEW = 30  # questions, below which intervals are too narrow
 
 
-def heading(result: Mapping[str, Any]) -> str:
-    """What was asked, and what was left out."""
-    skipped = sum(result["skipped"].values())
-    return (
-        f"{result['title']} ({result['checked']}): {result['questions']} questions, "
-        f"{skipped} skipped, {result['questions_cut']} of them cut: {result['left_out']} of "
-        f"{result['documents']} documents left out"
-    )
-
-
 def tables(result: Mapping[str, Any]) -> Iterator[Table]:
     """Scores by group, paired differences from the first method; time and reuse, also by group."""
-    groups, rows = list(result["groups"]), result["methods"]
-    asked = heading(result)
-    for metric in result["metrics"]:
+    rows, asked = result["methods"], result["asked"]
+    first = rows[0]["method"]
+    yield from _scores(result, rows, "scores", percent, "{} in %, with 95 % intervals", asked)
+    if len(rows) > 1:
+        title = f"{{}} minus that of {first} on the same questions, in points"
+        yield from _scores(result, rows[1:], "minus_first", points, title)
+    if "same_answer" in rows[0] and len(rows) > 1:
         yield Table(
-            f"{asked}; {metric} in %, with 95 % intervals",
+            f"as {first} answers, in %: whole answers; tokens, given its answer",
             [
-                ["method", *(f"{name}, {result['groups'][name]}" for name in groups)],
+                ["method", "same answer", "same tokens"],
                 *(
-                    [row["method"], *(percent(row["scores"][metric][it]) for it in groups)]
-                    for row in rows
+                    [method_of(row), percent(row["same_answer"]), percent(row["same_tokens"])]
+                    for row in rows[1:]
                 ),
             ],
         )
-        if len(rows) > 1:
-            yield Table(
-                f"{metric} minus that of {rows[0]['method']} on the same questions, in points",
-                [
-                    ["method", *groups],
-                    *(
-                        [row["method"], *(points(row["minus_first"][metric][it]) for it in groups)]
-                        for row in rows[1:]
-                    ),
-                ],
-            )
     yield Table(
         f"{asked}; median ms from the text to the first token with chunks that are kept, and when "
         "first asked (with encoding and compiling); that of the first method over it; chunk tokens "
@@ -64,7 +47,7 @@ def tables(result: Mapping[str, Any]) -> Iterator[Table]:
                 _cost(name, costs)
                 for row in rows
                 for name, costs in (
-                    (row["method"], row),
+                    (method_of(row), row),
                     *((f"{row['method']}, {of}", it) for of, it in row["by_group"].items()),
                 )
             ),
@@ -72,11 +55,46 @@ def tables(result: Mapping[str, Any]) -> Iterator[Table]:
     )
 
 
+def _scores(
+    result: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    part: str,
+    shown: Callable[[Any], str],
+    title: str,
+    asked: str = "",
+) -> Iterator[Table]:
+    """A table a metric, of all groups; of one group one table, of all metrics."""
+    groups, metrics = result["groups"], result["metrics"]
+    columns = [[(metric, group) for group in groups] for metric in metrics]
+    if len(groups) == 1:
+        columns = [[(metric, group) for metric in metrics for group in groups]] if metrics else []
+    for cells in columns:
+        of_one = len(groups) > 1
+        named = [
+            f"{group}, {groups[group]}" if of_one else metric.replace("_", " ")
+            for metric, group in cells
+        ]
+        what = title.format(cells[0][0] if of_one else "right answers")
+        yield Table(
+            f"{asked}; {what}" if asked else what,
+            [
+                ["method", *named],
+                *([method_of(row), *(shown(row[part][m][g]) for m, g in cells)] for row in rows),
+            ],
+        )
+
+
+def method_of(row: Mapping[str, Any]) -> str:
+    """The method, with the ratio that a gate has chosen for it."""
+    ratio = row.get("ratio")
+    return str(row["method"]) if ratio is None else f"{row['method']} {ratio:g}"
+
+
 def notes(result: Mapping[str, Any]) -> Iterator[str]:
     """What would make a reader take the tables for more than they are."""
     if result["questions"] < _FEW:
         yield f"{result['questions']} questions are few: intervals are too narrow below some {_FEW}"
-    if result["note"]:
+    if result.get("note"):
         yield result["note"]
     for reason, count in result["skipped"].items():
         yield f"{count} questions were skipped: {reason}"
@@ -87,6 +105,7 @@ def notes(result: Mapping[str, Any]) -> Iterator[str]:
                 "something was compiled or encoded each time that they were asked for"
             )
         yield from (f"{row['method']}: {note}" for note in row["notes"])
+    yield from result.get("notes", ())
 
 
 def _cost(name: str, row: Mapping[str, Any]) -> list[str]:

@@ -1,53 +1,54 @@
 """What finished questions say of the methods: scores, times, reuse, and what was left out."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxrag.base.types import HostArray
-from jaxrag.measure.evals.datasets.options import DatasetOptions
-from jaxrag.measure.evals.datasets.spec import DatasetItem, DatasetSpec
+from jaxrag.measure.evals.datasets.spec import DatasetItem
 from jaxrag.measure.evals.statistics import LEVEL, by_group, difference, median, plain, share
 
+Line = dict[str, Any]
 FinishedItem = tuple[DatasetItem, Mapping[str, Any]]  # a question and its finished line
 
 ALL = "all"
 
 
 def result_of(
-    options: DatasetOptions, spec: DatasetSpec, lines: Sequence[FinishedItem]
+    methods: Sequence[str],
+    metrics: Sequence[str],
+    score: Callable[[str, str, DatasetItem], float],
+    lines: Sequence[FinishedItem],
 ) -> dict[str, Any]:
-    """JSON-able; shares as fractions of 1, times in seconds, each with its interval."""
+    """JSON-able; shares as fractions of 1, times in seconds, each with its interval.
+
+    Args:
+      methods: the first is what the others are compared with.
+      score: of a metric, an answer and its question, 0..1.
+    """
     skipped = Counter(line["skipped"] for _, line in lines if "skipped" in line)
     answered = [(item, line) for item, line in lines if "skipped" not in line]
     left_out = [line["left_out"] for _, line in answered]
-    metrics = (options.metrics or spec.metrics) if options.scores else ()
     groups, samples = _groups([item for item, _ in answered])
     scores = {
         metric: {
             method: np.array(
-                [
-                    spec.score(metric, line["methods"][method]["text"], item)
-                    for item, line in answered
-                ],
+                [score(metric, line["methods"][method]["text"], item) for item, line in answered],
                 np.float64,
             )
-            for method in options.methods
+            for method in methods
         }
         for metric in metrics
     }
     return {
-        "dataset": options.name,
-        **spec.described(),
         "questions": len(answered),
         "skipped": dict(skipped),
         "documents": sum(line["documents"] for _, line in answered),
         "left_out": sum(left_out),
         "questions_cut": sum(map(bool, left_out)),
         "groups": {name: int(rows.sum()) for name, rows in groups.items()},
-        "max_new_tokens": options.max_new_tokens or spec.max_new_tokens,
         "metrics": list(metrics),
         "interval": f"{LEVEL:.0%} (jaxrag/measure/evals/statistics.py)",
         "methods": [
@@ -58,13 +59,13 @@ def result_of(
                     for metric, of in scores.items()
                 },
                 "minus_first": {
-                    metric: by_group(groups, samples, difference, of[name], of[options.methods[0]])
+                    metric: by_group(groups, samples, difference, of[name], of[methods[0]])
                     for metric, of in scores.items()
                 },
-                **_costs(options.methods[0], name, [line for _, line in answered]),
+                **_costs(methods[0], name, [line for _, line in answered]),
                 "by_group": {
                     group: _costs(
-                        options.methods[0],
+                        methods[0],
                         name,
                         [line for item, line in answered if item.group == group],
                     )
@@ -72,7 +73,7 @@ def result_of(
                     if group != ALL
                 },
             }
-            for name in options.methods
+            for name in methods
         ],
     }
 
@@ -114,4 +115,20 @@ def _costs(first: str, method: str, lines: Sequence[Mapping[str, Any]]) -> dict[
         "flops": float(np.mean([it["flops"] for it in own])) if own else 0.0,
         "cut_off": sum(it["finish_reason"] == "length" for it in own),
         "notes": sorted({note for it in own for note in it["notes"]}),
+        "encoded": sum(it["encoded"] for it in own),
+        **_agreement(own, other),
+    }
+
+
+def _agreement(own: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> Line:
+    """How often answers are the first method's, where each was shown the tokens of that one."""
+    if not all("same" in it for it in own):
+        return {}
+    each = np.arange(len(own))
+    same = [a["token_ids"] == b["token_ids"] for a, b in zip(own, other, strict=True)]
+    tokens = np.concatenate([np.array(it["same"], np.bool_) for it in own])
+    of = np.repeat(each, [len(it["same"]) for it in own])
+    return {
+        "same_answer": plain(share(np.array(same), each)),
+        "same_tokens": plain(share(tokens, of)),
     }

@@ -2,9 +2,10 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,16 @@ import xxhash
 from jaxrag.base.errors import ConfigError, ContextExceeded, RequestError
 from jaxrag.library.documents import Shard
 from jaxrag.library.knowledge_base import KnowledgeBase
-from jaxrag.measure.evals.datasets.asking import Answerer, InProcess, TimedAnswer
+from jaxrag.measure.evals.datasets.asking import (
+    Answerer,
+    InProcess,
+    TimedAnswer,
+    settings_of,
+)
 from jaxrag.measure.evals.datasets.http import OverHttp, ServerGone
 from jaxrag.measure.evals.datasets.options import DatasetOptions
 from jaxrag.measure.evals.datasets.records import HUB, records_of
-from jaxrag.measure.evals.datasets.result import result_of
+from jaxrag.measure.evals.datasets.result import FinishedItem, Line, result_of
 from jaxrag.measure.evals.datasets.spec import DatasetItem, DatasetReading, DatasetSpec
 from jaxrag.measure.evals.datasets.table import dataset_named
 from jaxrag.measure.evals.metrics import METRICS
@@ -26,10 +32,9 @@ from jaxrag.models.text.progress import progress_bar
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.reuse.methods import method_named
 from jaxrag.serve.answer_files import AnswerFile, written_once
+from jaxrag.serve.ask import Ask
 
 ITEMS = ".items.jsonl"  # behind the name of the result's file
-
-Line = dict[str, Any]
 
 
 def template_of(options: DatasetOptions) -> PromptTemplate:
@@ -85,39 +90,78 @@ def run(
     for method in options.methods if options.server is None else ():
         method_named(method)
     items = items_of(options)
-    with _answerer(options, spec, load) as answerer, _kept(options, answerer, first) as kept:
+    tokens = options.max_new_tokens or spec.max_new_tokens
+    with _answerer(options, tokens, load) as answerer, _kept(options, answerer, first) as kept:
         settings = _settings(options, answerer)
         before = [_lines(path, settings) for path in options.finished] if first else None
-        found = {line["id"]: line for lines in answerer.exchange(before)[0] for line in lines}
-        with AnswerFile(kept, settings) as answers:
-            own = [it for at, it in enumerate(items) if shard.holds_line(at)]
-            waiting = [it for it in own if it.id not in answers.done and it.id not in found]
-            kept_before = len(own) - len(waiting)
-            bar = progress_bar(len(own), "eval", "question", shown=progress, done=kept_before)
-            with bar:
-                for number, item in enumerate(waiting, kept_before):
-                    try:
-                        answers.write([_asked(answerer, options.methods, item)])
-                    except ServerGone as error:
-                        raise RequestError(
-                            f"{error}; {number} questions are kept in {kept}: start it and run "
-                            "this again"
-                        ) from None
-                    bar.update()
-        found |= {line["id"]: line for line in _read(kept)}
-        lines = [(item, found[item.id]) for item in items if item.id in found]
-        return result_of(options, spec, lines) | {
+        there = [line for lines in answerer.exchange(before)[0] for line in lines]
+        ask = functools.partial(answers_to, answerer, options.methods)
+        try:
+            lines = ask_all(ask, items, AnswerFile(kept, settings), there, shard, progress)
+        except ServerGone as error:
+            count = len(_read(kept))
+            raise RequestError(
+                f"{error}; {count} questions are kept in {kept}: start it and run this again"
+            ) from None
+        metrics = (options.metrics or spec.metrics) if options.scores else ()
+        found = result_of(options.methods, metrics, spec.score, lines)
+        return {
+            "dataset": options.name,
+            **spec.described(),
+            "asked": heading(spec, found),
+            **found,
+            "max_new_tokens": tokens,
             "files": {source: _digest(source) for source in options.data},
             "model": answerer.about(),
         }
 
 
+def ask_all(
+    ask: Callable[[DatasetItem], Line],
+    items: Sequence[DatasetItem],
+    answers: AnswerFile,
+    there: Iterable[Line] = (),
+    shard: Shard | None = None,
+    progress: bool = False,
+) -> list[FinishedItem]:
+    """Questions with what every method answered, a line each, written as it comes.
+
+    Args:
+      ask: all methods' answers to a question.
+      answers: what it holds is not asked again; closed at the end.
+      there: of questions that were finished elsewhere.
+      shard: of the questions, which alone are asked; None: all.
+    """
+    shard = shard or Shard()
+    found = {line["id"]: line for line in there}
+    with answers:
+        own = [it for at, it in enumerate(items) if shard.holds_line(at)]
+        waiting = [it for it in own if it.id not in answers.done and it.id not in found]
+        done = len(own) - len(waiting)
+        with progress_bar(len(own), "eval", "question", shown=progress, done=done) as bar:
+            for item in waiting:
+                answers.write([ask(item)])
+                bar.update()
+    found |= {line["id"]: line for line in _read(answers.path)}
+    return [(item, found[item.id]) for item in items if item.id in found]
+
+
+def heading(spec: DatasetSpec, found: Mapping[str, Any]) -> str:
+    """What was asked, and what was left out."""
+    skipped = sum(found["skipped"].values())
+    return (
+        f"{spec.title} ({spec.checked}): {found['questions']} questions, {skipped} skipped, "
+        f"{found['questions_cut']} of them cut: {found['left_out']} of {found['documents']} "
+        "documents left out"
+    )
+
+
 @contextlib.contextmanager
 def _answerer(
-    options: DatasetOptions, spec: DatasetSpec, load: Callable[[str], Model]
+    options: DatasetOptions, tokens: int, load: Callable[[str], Model]
 ) -> Iterator[Answerer]:
-    tokens = options.max_new_tokens or spec.max_new_tokens
     template = template_of(options)
+    ask = Ask(template=template, max_new_tokens=tokens)
     if options.server is not None:
         yield OverHttp(options.server, options.methods, template, tokens)
     elif options.kb is not None:
@@ -126,10 +170,10 @@ def _answerer(
         if path is None:
             raise RequestError(f"{options.kb} does not remember a model; pass --model DIR")
         with KnowledgeBase.open(options.kb, model=load(path)) as kb:
-            yield InProcess(options.methods, template, tokens, kb=kb)
+            yield InProcess(settings_of(options.methods, ask, kb=kb))
     else:
         assert options.model is not None
-        yield InProcess(options.methods, template, tokens, model=load(options.model))
+        yield InProcess(settings_of(options.methods, ask, model=load(options.model)))
 
 
 @contextlib.contextmanager
@@ -174,7 +218,7 @@ def _read(path: Path) -> list[Line]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def _asked(answerer: Answerer, methods: Sequence[str], item: DatasetItem) -> Line:
+def answers_to(answerer: Answerer, methods: Sequence[str], item: DatasetItem) -> Line:
     """All methods' answers to one prompt; documents that do not fit are left out from its end."""
     documents = item.documents
     while True:

@@ -99,7 +99,6 @@ GIVEN = ("--model", "nowhere", "--contexts")
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("needle", *GIVEN, "4k", "--depths", "0,half"), ["--depths half"]),
         (("needle", *GIVEN, "4k", "--depths", "1.5"), ["--depths 1.5", "0 to 1"]),
         (("needle", *GIVEN, "4k", "--heatmap", "x.txt"), ["x.txt", ".png"]),
         (("needle", *GIVEN, "4k", "--out", "no/where.json"), ["--out no/where.json", "folder"]),
