@@ -11,7 +11,6 @@ Nothing of jaxrag is imported here. Run it where torch and transformers are inst
     python scripts/make_embedder_goldens.py [--out tests/goldens/embed]
 """
 
-import argparse
 import dataclasses
 import json
 import shutil
@@ -23,6 +22,7 @@ import numpy as np
 import tokenizers
 import torch
 import transformers
+from make_goldens import randomised, write_all
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
 TEXTS = (
@@ -163,20 +163,7 @@ def make_model(golden: Golden, vocab_size: int) -> torch.nn.Module:
     )
     kind = transformers.AutoModelForMaskedLM if golden.with_head else transformers.AutoModel
     model = kind.from_config(config, attn_implementation="eager")
-    generator = torch.Generator().manual_seed(zlib.crc32(golden.name.encode()))
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            noise = torch.randn(weight.shape, generator=generator)
-            if name.endswith("bias"):
-                values = 0.5 * noise
-            elif weight.ndim == 1:  # a norm
-                values = 1 + 0.3 * noise
-            elif "embeddings" in name:
-                values = noise
-            else:
-                values = 1.5 * noise / weight.shape[1] ** 0.5
-            weight.copy_(values.to(golden.dtype))
-    return model.eval()
+    return randomised(model, golden.dtype, zlib.crc32(golden.name.encode()))
 
 
 def write_settings(golden: Golden, directory: Path) -> None:
@@ -256,29 +243,9 @@ def write_golden(golden: Golden, out: Path) -> None:
         config = json.loads(path.read_text()) | {"architectures": [golden.architecture]}
         path.write_text(json.dumps(config, indent=2) + "\n")
     np.savez_compressed(directory / "expected.npz", **expected)
-
-
-def main() -> None:
-    """Make every golden and note the versions that made them."""
-    parser = argparse.ArgumentParser(description="make the golden embedders of the tests")
-    parser.add_argument("--out", type=Path, default=Path("tests/goldens/embed"))
-    out = parser.parse_args().out
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    for golden in GOLDENS:
-        write_golden(golden, out)
     texts = json.dumps(TEXTS, indent=2, ensure_ascii=False)
     (out / "texts.json").write_text(texts + "\n", encoding="utf-8")
-    versions = {
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "tokenizers": tokenizers.__version__,
-    }
-    (out / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
-    size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    print(f"{len(GOLDENS)} goldens, {size / 1e6:.2f} MB in {out}")
 
 
 if __name__ == "__main__":
-    main()
+    write_all(GOLDENS, write_golden, "tests/goldens/embed", "tokenizers")

@@ -15,9 +15,11 @@ Nothing of jaxrag is imported here. Run it where torch and transformers are inst
 import argparse
 import copy
 import dataclasses
+import importlib.metadata
 import json
 import shutil
 import zlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,11 @@ def make_model(golden: Golden, seed: int) -> torch.nn.Module:
     keys = {key: value for key, value in COMMON.items() if key not in golden.omit}
     config = transformers.AutoConfig.for_model(golden.model_type, **{**keys, **golden.changes})
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return randomised(model, golden.dtype, seed)
+
+
+def randomised(model: torch.nn.Module, dtype: torch.dtype, seed: int) -> torch.nn.Module:
+    """The model with random weights in float32, rounded to the dtype that they are saved in."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -127,11 +134,11 @@ def make_model(golden: Golden, seed: int) -> torch.nn.Module:
                 values = 0.5 * noise
             elif weight.ndim == 1:  # a norm
                 values = 1 + 0.3 * noise
-            elif "embed_tokens" in name:
+            elif "embed" in name:
                 values = noise
             else:
                 values = 1.5 * noise / weight.shape[1] ** 0.5
-            weight.copy_(values.to(golden.dtype))
+            weight.copy_(values.to(dtype))
     return model.eval()
 
 
@@ -265,21 +272,25 @@ def write_golden(golden: Golden, out: Path) -> None:
     np.savez_compressed(directory / "expected.npz", **expected)
 
 
-def main() -> None:
-    """Make every golden and note the versions that made them."""
-    parser = argparse.ArgumentParser(description="make the golden models of the tests")
-    parser.add_argument("--out", type=Path, default=Path("tests/goldens"))
-    out = parser.parse_args().out
+def write_all(
+    goldens: Sequence[Any], write: Callable[[Any, Path], None], folder: str, *packages: str
+) -> None:
+    """Make every golden, and note the versions of torch, transformers and others."""
+    parser = argparse.ArgumentParser(description="make goldens of the tests")
+    parser.add_argument("--out", type=Path, default=Path(folder), help=f"({folder})")
+    out: Path = parser.parse_args().out
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    for golden in GOLDENS:
-        write_golden(golden, out)
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    for golden in goldens:
+        write(golden, out)
+    versions = {
+        name: importlib.metadata.version(name) for name in ("torch", "transformers", *packages)
+    }
     (out / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    print(f"{len(GOLDENS)} goldens, {size / 1e6:.2f} MB in {out}")
+    print(f"{len(goldens)} goldens, {size / 1e6:.2f} MB in {out}")
 
 
 if __name__ == "__main__":
-    main()
+    write_all(GOLDENS, write_golden, "tests/goldens")

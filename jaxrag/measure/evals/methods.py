@@ -99,7 +99,6 @@ def run(options: MethodsOptions, progress: bool = True) -> dict[str, Any]:
         "ratios": list(options.ratios),
         "cells": [_cell(cell, asked, answers) for cell in cells],
         "differences": paired(cells, asked, answers),
-        "whole": _whole(cells, answers),
     }
 
 
@@ -186,24 +185,6 @@ def _sees_neighbours(cell: Cell) -> bool:
 
 def _label(cell: Cell) -> str:
     return cell.name if cell.method.encoder is None else f"{cell.name}, {cell.method.encoder}"
-
-
-def _whole(cells: Sequence[Cell], answers: Mapping[Method, Answers]) -> list[dict[str, Any]]:
-    """At ratio 1 every method has to give full attention's tokens: which questions differ."""
-    full = answers[REFERENCES[0].served].results
-    rows = []
-    for cell in cells:
-        if cell.ratio == 1:
-            own = answers[cell.served].results
-            differing = [i for i, (a, b) in enumerate(zip(own, full, strict=True))
-                         if a.token_ids != b.token_ids]  # fmt: skip
-            rows.append({
-                "method": cell.name,
-                "encoder": cell.method.encoder,
-                "questions": len(own),
-                "differing": differing,
-            })  # fmt: skip
-    return rows
 
 
 def _by_group(asked: AskedSamples, estimate: Any, *values: HostArray) -> dict[str, Any]:

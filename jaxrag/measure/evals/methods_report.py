@@ -13,7 +13,7 @@ NO_RATIO = "own"  # the column of what a method does by itself, without a ratio
 
 
 def tables(result: Mapping[str, Any]) -> Iterator[Table]:
-    """Scores by ratio, by kind of question, differences, agreement at ratio 1, costs."""
+    """Scores by ratio, by kind of question, differences, costs."""
     cells = result["cells"]
     yield _scores(result, "exact_match", percent)
     yield _scores(result, "f1", percent)
@@ -50,17 +50,6 @@ def tables(result: Mapping[str, Any]) -> Iterator[Table]:
             ],
             names=4,
         )
-    yield Table(
-        "answers at ratio 1 against full attention's, token by token",
-        [
-            ["method", "encoder", "questions", "differing"],
-            *(
-                [row["method"], row["encoder"], str(row["questions"]), str(len(row["differing"]))]
-                for row in result["whole"]
-            ),
-        ],
-        names=2,
-    )
     yield Table(
         "what a question costs: recomputed chunk tokens, and FLOPs to the first token; without a "
         "ratio it is the method's own budget",

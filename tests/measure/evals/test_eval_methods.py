@@ -60,9 +60,7 @@ def test_everything_was_encoded_beforehand(measured):
 
 
 @pytest.mark.slow
-def test_ratio_1_gives_the_answers_of_full_attention(measured, cell_of):
-    (whole,) = measured[1]["whole"]
-    assert whole["questions"] == 6 and whole["differing"] == []
+def test_ratio_1_gives_the_answers_of_full_attention(cell_of):
     full, fusion = cell_of("full_attention"), cell_of("fusionrag", 1.0)
     assert fusion["as_full_attention"]["value"] == 1
     for metric in ("exact_match", "f1"):

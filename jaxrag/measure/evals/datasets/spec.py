@@ -34,7 +34,7 @@ class DatasetItem:
     Attributes:
       id: of the question as it is asked; every id once.
       sample: what this question has in common with others, such as the same documents.
-      documents: title and text of each, in the order of the prompt; none: what is retrieved.
+      documents: title and text of each, in the order of the prompt, or none: it retrieves.
       answers: what an answer must hold all of, each with what it may be called.
       group: of questions whose scores are also given apart.
     """

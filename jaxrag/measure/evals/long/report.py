@@ -36,18 +36,9 @@ def tables(result: Mapping[str, Any]) -> Iterator[Table]:
             "score in % by depth of the needle, 0 at the start",
             [
                 ["method", "tokens", *(f"{100 * depth:g} %" for depth in depths)],
-                *_by_place(result, "grid", "depth"),
+                *_by_depth(result),
             ],
             names=2,
-        )
-    if result["by_depth"]:
-        yield Table(
-            "score in % of tasks with one needle, by the fifth of the haystack that it stands in",
-            [
-                ["task", "method", "tokens", "first", "second", "third", "fourth", "last"],
-                *_by_place(result, "by_depth", "fifth"),
-            ],
-            names=3,
         )
     if result["differences"]:
         yield Table(
@@ -89,18 +80,13 @@ def _rows(result: Mapping[str, Any], part: str, value: str, form: str) -> list[l
     return [[*key, *found[key]] for key in _by_task(result, found)]
 
 
-def _by_place(result: Mapping[str, Any], part: str, place: str) -> list[list[str]]:
-    """Means of every task, method and length by place, whole per cents; intervals are in the JSON.
-
-    The task is left out where it is the needle.
-    """
+def _by_depth(result: Mapping[str, Any]) -> list[list[str]]:
+    """Means of every method and length by depth, whole per cents; intervals are in the JSON."""
     found: dict[tuple[str, str, str], list[str]] = {}
-    for cell in result[part]:
+    for cell in result["grid"]:
         key = (cell["task"], cell["method"], str(cell["length"]))
-        score = cell["score"]
-        found.setdefault(key, []).append(f"{100 * score['value']:.0f}" if score else "")
-    skip = 1 if part == "grid" else 0
-    return [[*key[skip:], *found[key]] for key in _by_task(result, found)]
+        found.setdefault(key, []).append(f"{100 * cell['score']['value']:.0f}")
+    return [[*key[1:], *found[key]] for key in _by_task(result, found)]
 
 
 def _by_task[Key: tuple[str, ...]](result: Mapping[str, Any], keys: Iterable[Key]) -> list[Key]:

@@ -33,8 +33,6 @@ from jaxrag.serve.ask import Ask
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 from jaxrag.tasks.long.case import Frame
 
-FIFTHS = 5  # of the haystack, for the table by depth
-
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
@@ -284,11 +282,9 @@ def _tables(
     task = np.array([item.task for item in items])
     length = np.array([item.length for item in items])
     depth = np.array([np.nan if item.depth is None else item.depth for item in items])
-    fifth = np.minimum(np.nan_to_num(depth * FIFTHS), FIFTHS - 1).astype(int)
     first = options.resolved[0].name
     cells: list[dict[str, Any]] = []
     grid: list[dict[str, Any]] = []
-    by_depth: list[dict[str, Any]] = []
     differences: list[dict[str, Any]] = []
     agreement: list[dict[str, Any]] = []
     for name, one in itertools.product(list(answers)[1:], options.chosen):
@@ -309,19 +305,12 @@ def _tables(
         if name != first:
             less = difference(scores[rows], answers[first].scores[rows], np.arange(rows.sum()))
             differences.append({**named, "minus": first, "difference": plain(less)})
-        if np.isnan(depth[rows]).any():
-            continue
-        if options.suite == "needle":
-            for place in options.depths:
-                here = scores[rows & (depth == place)]
-                grid.append({**named, "depth": place, "score": _share(here)})
-        else:
-            for n in range(FIFTHS):
-                by_depth.append({**named, "fifth": n, "score": _share(scores[rows & (fifth == n)])})
+        for place in options.depths if options.suite == "needle" else ():
+            here = scores[rows & (depth == place)]
+            grid.append({**named, "depth": place, "score": _share(here)})
     return {
         "cells": cells,
         "grid": grid,
-        "by_depth": by_depth,
         "differences": differences,
         "agreement": agreement,
     }

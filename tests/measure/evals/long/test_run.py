@@ -126,7 +126,7 @@ def test_every_figure_is_of_the_prompts_it_names(asked):
                            (method, n, depth)]  # fmt: skip
                 assert cell["score"]["n"] == 4
                 assert cell["score"]["value"] == (method == "full_attention" or depth >= 0.5)
-    assert len(result["grid"]) == 12 and result["by_depth"] == []
+    assert len(result["grid"]) == 12
     (one, two) = result["differences"]
     assert one["method"] == two["method"] == "turborag" and one["minus"] == "full_attention"
     expected = difference(turbo[:12], full[:12], np.arange(12))
@@ -134,16 +134,6 @@ def test_every_figure_is_of_the_prompts_it_names(asked):
     assert json.loads(json.dumps(result, allow_nan=False))["seed"] == 7
     assert result["notes"]["full_attention"] == ["a note"]
     assert len(result["notes"]["turborag"]) == 2  # this model was not trained to read blocks
-
-
-def test_fifths_of_the_haystack(asked):
-    result, _, _ = asked(RETRIEVAL, lambda method, item: method == "turborag" or item.depth < 0.35)
-    assert result["grid"] == [] and result["depths"] is None
-    for cell in result["by_depth"]:
-        assert cell["score"]["n"] == 2
-        full = [1, 0.5, 0, 0, 0][cell["fifth"]]  # 0.25 is below 0.35, the other of the fifth not
-        assert cell["score"]["value"] == (full if cell["method"] == "full_attention" else 1)
-    assert len(result["by_depth"]) == 2 * 2 * 2 * 5
 
 
 def test_agreement_counts_the_same_answers_right_or_wrong(asked):
@@ -188,15 +178,15 @@ def test_tables_show_the_figures(asked):
     text = page(tables(result))
     assert "village flavour" in text and "chunks of up to 40 tokens" in text
     retrieval, _, _ = asked(dataclasses.replace(RETRIEVAL, chunk_tokens=None), shallow)
-    scores, fifths, differences, costs, agreement = tables(retrieval)
+    assert retrieval["grid"] == [] and retrieval["depths"] is None
+    scores, differences, costs, agreement = tables(retrieval)
     assert [row[:2] for row in scores.rows[1:]] == [
         [task, method]
         for task in ("passkey", "kv_retrieval")
         for method in ("full_attention", "turborag")
     ]
     assert "as one chunk" in scores.title
-    assert fifths.rows[3] == ["passkey", "turborag", "200", "0", "0", "50", "100", "100"]
-    for table in (scores, fifths, differences, costs, agreement):
+    for table in (scores, differences, costs, agreement):
         assert {len(row) for row in table.rows} == {len(table.rows[0])}
 
 
