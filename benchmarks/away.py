@@ -214,7 +214,7 @@ def _prefill(
 def _put(runner: ModelRunner, mapped: Sequence, drawn: Drawn) -> PromptQueries:
     """Generated keys in the place of the model's, and their training queries."""
     pages, offsets, slot_position = mapped.table.rows(len(mapped.table.pages))
-    slot_position[mapped.slots] = mapped.positions
+    slot_position[mapped.run.slots] = mapped.run.positions
     slots = np.flatnonzero(slot_position < drawn.keys.shape[2])
     rows, turns = rows_of(pages)[slots], np.repeat(offsets, PAGE)[slots]
     positions, host = slot_position[slots], runner.cache.host

@@ -1,10 +1,10 @@
 """Who waits for pages, in what order, and what every tenant was served."""
 
 import dataclasses
+import itertools
 from bisect import insort
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator, Mapping
-from itertools import islice, zip_longest
 
 from jaxrag.base.errors import ConfigError, Overloaded
 from jaxrag.engine.sequence import RequestStatus, Sequence
@@ -58,14 +58,14 @@ class SchedulerSettings:
 
 def admission(sequence: Sequence) -> tuple[int, int]:
     """Sorts admitted requests: the better class first, then as they were admitted."""
-    assert sequence.order is not None
-    return sequence.request.priority, sequence.order
+    assert sequence.turn is not None
+    return sequence.request.priority, sequence.turn[1]
 
 
 def turn(sequence: Sequence) -> tuple[int, float, int]:
     """Sorts those who are ready for a row: the better class first, then by their turns."""
-    priority, order = admission(sequence)
-    return priority, sequence.turn, order
+    assert sequence.turn is not None
+    return sequence.request.priority, *sequence.turn
 
 
 class Turns:
@@ -79,11 +79,13 @@ class Turns:
         self._weights = weights
         self._ends: dict[str, float] = {}  # of every tenant's last request
         self._now = 0.0  # the turn of the last who began
+        self._admitted = itertools.count()
 
     def admit(self, sequence: Sequence) -> None:
         """Give a request its turn."""
-        sequence.turn = max(self._now, self._ends.get(sequence.request.tenant, 0.0))
-        self._ends[sequence.request.tenant] = sequence.turn
+        start = max(self._now, self._ends.get(sequence.request.tenant, 0.0))
+        sequence.turn = start, next(self._admitted)
+        self._ends[sequence.request.tenant] = start
         self.charge(sequence.request.tenant, sequence.cost)
 
     def charge(self, tenant: str, amount: float) -> None:
@@ -92,7 +94,8 @@ class Turns:
 
     def begin(self, sequence: Sequence) -> None:
         """It gets its row."""
-        self._now = max(self._now, sequence.turn)
+        assert sequence.turn is not None
+        self._now = max(self._now, sequence.turn[0])
 
 
 class Seats:
@@ -128,17 +131,20 @@ class Seats:
         """Its first ready request gets a row."""
         self.ready.remove(sequence)
         if self.rows is not None:
-            sequence.row = next(row for row in range(self.rows) if row not in self.held)
-            self.held[sequence.row] = sequence
+            row = next(row for row in range(self.rows) if row not in self.held)
+            self.held[row] = sequence
             self._given += 1
+
+    def row_of(self, sequence: Sequence) -> int | None:
+        """The row that it has."""
+        return next((row for row, it in self.held.items() if it is sequence), None)
 
     def leave(self, sequence: Sequence) -> None:
         """It gives its row back, or no longer wants one."""
         if sequence.status is RequestStatus.READY:
             self.ready.remove(sequence)
-        if sequence.row is not None:
-            del self.held[sequence.row]
-            sequence.row = None
+        if (row := self.row_of(sequence)) is not None:
+            del self.held[row]
             if not self.held:
                 self._given, self._closed = 0, False
 
@@ -162,6 +168,8 @@ class Queue:
         self._settings = settings
         self._classes = [_Class() for _ in range(settings.classes)]
         self._last = ""  # the tenant that left last
+        # Who was first and did not fit: since when, and how often it was passed.
+        self.blocked: dict[Sequence, tuple[float, int]] = {}
 
     def check_room(self, sequence: Sequence) -> None:
         """Overloaded when so much waits that this request may not."""
@@ -197,7 +205,7 @@ class Queue:
             self.service[tenant] = max(self.service.get(tenant, 0.0), least)
         self.waiting[tenant] += 1
         self.tokens += sequence.num_tokens
-        if sequence.order is None:
+        if sequence.turn is None:
             row.tenants.setdefault(tenant, OrderedDict())[sequence.number] = sequence
         else:
             insort(row.returned, sequence, key=admission)
@@ -205,13 +213,13 @@ class Queue:
     def remove(self, sequence: Sequence) -> None:
         """It is admitted, or will never be."""
         tenant, row = sequence.request.tenant, self._classes[sequence.request.priority]
-        if sequence.order is None:
+        if sequence.turn is None:
             del row.tenants[tenant][sequence.number]
             if not row.tenants[tenant]:
                 del row.tenants[tenant]
         else:
             row.returned.remove(sequence)
-        sequence.blocked, sequence.bypassed = None, 0
+        self.blocked.pop(sequence, None)
         if row.head is sequence:
             row.head = None
         self.tokens -= sequence.num_tokens
@@ -222,10 +230,20 @@ class Queue:
 
     def block(self, sequence: Sequence, now: float) -> None:
         """It is first and does not fit: from now on it stays ahead of other tenants' requests."""
-        if sequence.blocked is None:
-            sequence.blocked, sequence.bypassed = now, 0
-        if sequence.order is None:
+        self.blocked.setdefault(sequence, (now, 0))
+        if sequence.turn is None:
             self._classes[sequence.request.priority].head = sequence
+
+    def passed(self, sequence: Sequence) -> None:
+        """A smaller one is admitted before it."""
+        since, times = self.blocked[sequence]
+        self.blocked[sequence] = since, times + 1
+
+    def exhausted(self, sequence: Sequence, now: float) -> bool:
+        """Whether no request may pass it any more."""
+        since, times = self.blocked.get(sequence, (now, 0))
+        settings = self._settings
+        return times >= settings.max_bypass or now - since >= settings.max_bypass_seconds
 
     def __iter__(self) -> Iterator[tuple[Sequence, bool]]:
         """Those to look at, in the order of admission, and whether each is first of its class."""
@@ -242,7 +260,7 @@ class Queue:
 
     def __contains__(self, sequence: Sequence) -> bool:
         row = self._classes[sequence.request.priority]
-        if sequence.order is not None:
+        if sequence.turn is not None:
             return sequence in row.returned
         return sequence.number in row.tenants.get(sequence.request.tenant, ())
 
@@ -252,7 +270,7 @@ class Queue:
         Behind it: the first of every tenant, the least served first, then the second of every one.
         """
         for place, sequence in enumerate(row.returned):
-            if place <= self._settings.max_bypass or sequence.blocked is not None:
+            if place <= self._settings.max_bypass or sequence in self.blocked:
                 yield sequence
         tenants = row.tenants
         if not tenants:
@@ -266,8 +284,10 @@ class Queue:
             head = next(iter(tenants[min(tenants, key=turn)].values()))
         yield head
         first = [
-            islice(tenants[it].values(), self._settings.max_bypass + 1)
+            itertools.islice(tenants[it].values(), self._settings.max_bypass + 1)
             for it in sorted(tenants, key=turn)
         ]
-        behind = (it for rank in zip_longest(*first) for it in rank if it not in (None, head))
-        yield from islice(behind, self._settings.max_bypass)
+        behind = (
+            it for rank in itertools.zip_longest(*first) for it in rank if it not in (None, head)
+        )
+        yield from itertools.islice(behind, self._settings.max_bypass)

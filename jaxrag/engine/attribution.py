@@ -49,12 +49,12 @@ def slot_chunks(state: Sequence) -> HostArray:
     chunks = np.full(state.table.num_slots, -1, np.int32)
     for part in state.parts:
         chunks[part.slots] = part.chunk
-    context = state.positions < state.next_position - len(state.request.prompt.final)
+    context = state.run.positions < state.next_position - len(state.request.prompt.final)
     for part in state.parts:  # what was run in its place, or once more
-        here = (state.positions >= part.position) & (
-            state.positions < part.position + len(part.ids)
+        here = (state.run.positions >= part.position) & (
+            state.run.positions < part.position + len(part.ids)
         )
-        chunks[state.slots[here & context]] = part.chunk
+        chunks[state.run.slots[here & context]] = part.chunk
     return chunks
 
 
@@ -68,14 +68,14 @@ def _dispatch(
     model, count = runner.model, piece.stop - piece.start
     num_pages = table_width(state.table)
     pages, offsets, seen = state.table.rows(num_pages)
-    seen[state.slots] = state.positions
+    seen[state.run.slots] = state.run.positions
     run = np.arange(piece.stop - 1)  # tokens whose KV these queries may see
     seen[state.next_slot + run] = state.next_position + run
     of = np.full(num_pages * PAGE, -1, np.int32)
     chunks = slot_chunks(state)
     of[: len(chunks)] = chunks
     ids, positions = np.zeros(PIECE, np.int32), np.full(PIECE, -1, np.int32)
-    ids[:count] = [state.ids[-1], *tokens][piece]
+    ids[:count] = [int(state.run.ids[-1]), *tokens][piece]
     positions[:count] = state.next_position - 1 + np.arange(piece.start, piece.stop)
     nowhere = np.full(PIECE, num_pages * PAGE, np.int32)
 

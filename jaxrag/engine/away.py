@@ -57,7 +57,7 @@ def start_away(
     model, host, window = runner.model, runner.cache.host, rule.static_pattern
     assert host is not None and window is not None
     pages, offsets, slot_position = sequence.table.rows(len(sequence.table.pages))
-    slot_position[sequence.slots] = sequence.positions
+    slot_position[sequence.run.slots] = sequence.run.positions
     layers = host_layers(
         host, pages, offsets, slot_position, sequence.next_position, sequence.next_slot, room
     )

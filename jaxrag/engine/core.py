@@ -321,7 +321,7 @@ class Core:
             return bool(sequence.sink(progress))
         except Exception as error:
             _LOG.warning("the client of request %d failed: %s", sequence.number, error)
-            if not sequence.ended:
+            if not self.state.ended(sequence):
                 self._end(sequence, "cancelled")
             return False
 
@@ -355,11 +355,10 @@ class Core:
 
     def _end(self, sequence: Sequence, why: Ending) -> None:
         """Nothing more is done for a request; what it holds goes with what is in flight for it."""
-        sequence.ending = why
         self._prefills.forget(sequence)
-        self.state.ending[sequence.number] = self.state.live.pop(sequence.number)
+        self.state.ending[self.state.live.pop(sequence.number)] = why
         self._lanes.leave(sequence)
-        if not sequence.in_flight:
+        if not (self._lanes.runs(sequence) or self._prefills.runs(sequence)):
             self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
@@ -371,12 +370,7 @@ class Core:
             arrived(runner.cache.pool.k)
         if sequence.search is not None:
             runner.host_search.release([sequence.search])
-        del self.state.ending[sequence.number]
-        self._finished(sequence)
-
-    def _finished(self, sequence: Sequence) -> None:
-        assert sequence.ending is not None
-        self.state.scheduler.finish(sequence.number, sequence.ending)
+        self.state.scheduler.finish(sequence.number, self.state.ending.pop(sequence))
 
     # Preemption.
 
@@ -403,7 +397,7 @@ class Core:
         A request that took part in two broken steps, alone in the second, fails.
         """
         error = broken.error
-        suspects = [it for it in dict.fromkeys(broken.suspects) if not it.ended]
+        suspects = [it for it in dict.fromkeys(broken.suspects) if not self.state.ended(it)]
         if isinstance(error, JaxragError) and not (broken.shared or self.state.runner.cache.lost):
             for sequence in suspects:
                 self._fail(sequence, error)
@@ -430,10 +424,10 @@ class Core:
 
     def abandon(self, error: BaseException) -> None:
         """Every client is told, and nothing else is touched: this object is done."""
-        for sequence in list(self.state.live.values()):
-            sequence.ending = "failed"
-            self._tell(sequence, Progress(sequence.number, error=error))
+        live = list(self.state.live.values())
         self.state.live.clear()
+        for sequence in live:
+            self._tell(sequence, Progress(sequence.number, error=error))
         self._drop_jobs(error)
 
     def _drop_jobs(self, error: BaseException) -> None:
@@ -448,12 +442,12 @@ class Core:
         for part in (self._lanes, self._transfers, self._prefills):
             part.clear()
         state.runner.forget_cache()
-        for sequence in (*state.live.values(), *state.ending.values()):
+        for sequence in (*state.live.values(), *state.ending):
             if sequence.search is not None:
                 state.runner.host_search.release([sequence.search])
             sequence.restart()
-        for sequence in state.ending.values():
-            self._finished(sequence)
+        for sequence, why in state.ending.items():
+            state.scheduler.finish(sequence.number, why)
         state.ending.clear()
         state.scheduler.reset(state.runner.cache.allocator)
 

@@ -21,7 +21,7 @@ from jaxrag.base import struct
 from jaxrag.base.types import HIDDEN, Array, HostArray, Step, on_host
 from jaxrag.engine.mapping import batch_tables, carried_chunks
 from jaxrag.engine.processors import ProcessorRows, all_allowed
-from jaxrag.engine.request import DECODE_BLOCK, FAILED, LaneKey, Request
+from jaxrag.engine.request import DECODE_BLOCK, FAILED, LaneKey
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sampling import sample
 from jaxrag.engine.sampling_params import MOST_TOP, SamplingParams
@@ -185,7 +185,7 @@ class Lane:
             np.array([*x, *[0] * pad], np.int32) for x in (position, last, slot)
         )
         sampling = sampling_rows(
-            [it.request for it in sequences],
+            sequences,
             count,
             self._runner.model.config.vocab_size if self._has_processors else None,
         )
@@ -326,17 +326,20 @@ def start_decoding(
 
 
 def sampling_rows(
-    requests: abc.Sequence[Request], count: int, vocab_size: int | None = None
+    sequences: abc.Sequence[Sequence], count: int, vocab_size: int | None = None
 ) -> SamplingRows:
     """Of requests before their first tokens, and of others up to ``count``, on the host.
 
     With ``vocab_size`` they have the state of processors.
     """
-    settings = [request.sampling for request in requests]
+    settings = [it.request.sampling for it in sequences]
     rows = SamplingRows.of([*settings, *[SamplingParams()] * (count - len(settings))])
     if vocab_size is None:
         return rows
-    asked = [(it.sampling, it.prompt.ids, it.eos_ids, it.grammar) for it in requests]
+    asked = [
+        (own, it.request.prompt.ids, it.request.eos_ids, it.matcher)
+        for own, it in zip(settings, sequences, strict=True)
+    ]
     return rows.replace(processors=ProcessorRows.of(asked, count, vocab_size))
 
 

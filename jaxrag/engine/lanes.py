@@ -1,8 +1,8 @@
 """The lanes of an engine, who has which row, and the steps in flight."""
 
 import dataclasses
-from collections import abc, defaultdict
-from collections.abc import Callable
+from collections import Counter, abc, defaultdict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -69,29 +69,27 @@ class Lanes:
         joining = [it for it in requests if it is not None]
         if not joining:
             return
-        key = joining[0].lane
+        key, every = joining[0].lane, [it or joining[0] for it in requests]
         if key is None:
-            here = [(it or joining[0]).request for it in requests]
-            asks = any(it.sampling.processes for it in here)
+            asks = any(it.request.sampling.processes for it in every)
             vocab_size = self._state.runner.model.config.vocab_size if asks else None
-            first = sample_first(logits, sampling_rows(here, len(logits), vocab_size))
+            first = sample_first(logits, sampling_rows(every, len(logits), vocab_size))
         else:
             rows = [
                 None if sequence is None else self._take_row(sequence, key) for sequence in requests
             ]
-            every = [it or joining[0] for it in requests]
             first = self._lanes[key].join(rows, every, logits, decoding)
-        for sequence in joining:
-            sequence.left = 0 if key is None else sequence.request.room
         told = [(at, it) for at, it in enumerate(requests) if it is not None]
         self._first.append((self._state.epoch, told, first))
 
     def set_aside(self, sequence: Sequence) -> None:
         """Copy what a request has on the device to the host, and take it from its row."""
-        assert sequence.lane is not None and sequence.row is not None
+        place = self._place(sequence)
+        assert place is not None
+        lane, row = place
         content = swap_out(self._state.runner, sequence.own)
-        sequence.swapped = Swapped(content, self._lanes[sequence.lane].take_out(sequence.row))
-        self._left[sequence.lane].add(sequence.row)
+        sequence.swapped = Swapped(content, self._lanes[lane].take_out(row))
+        self._left[lane].add(row)
         self.free(sequence)
 
     def put_back(self, sequence: Sequence) -> None:
@@ -105,8 +103,7 @@ class Lanes:
     def leave(self, sequence: Sequence) -> None:
         """A request wants no more steps; those in flight still run it."""
         place = self._place(sequence)
-        if place is not None and sequence.left:
-            sequence.left = 0
+        if place is not None and _to_run(sequence, self._begun):
             self._left[place[0]].add(place[1])
 
     def free(self, sequence: Sequence) -> None:
@@ -117,53 +114,57 @@ class Lanes:
 
     def _place(self, sequence: Sequence) -> tuple[LaneKey, int] | None:
         """The lane and the row of a request that has joined it."""
-        lane, row = sequence.lane, sequence.row
-        if lane is None or row is None or lane not in self._rows:
+        lane = sequence.lane
+        if lane is None or sequence not in self._rows.get(lane, ()):
             return None
-        return (lane, row) if self._rows[lane][row] is sequence else None
+        return lane, self._rows[lane].index(sequence)
+
+    def runs(self, sequence: Sequence) -> bool:
+        """Is a step in flight that a request takes part in?"""
+        return any(it is sequence for ticket in self._in_flight for _, it, _ in ticket.rows)
+
+    @property
+    def _begun(self) -> Counter[int]:
+        """Tokens in steps in flight, by the request's number."""
+        begun = Counter[int]()
+        for ticket in self._in_flight:
+            begun.update({sequence.number: count for _, sequence, count in ticket.rows})
+        return begun
 
     def step(self) -> None:
         """Dispatch a step of every lane that has anything to run."""
         for key, rows in self._rows.items():
-            active = _active(rows)
+            active = self._active(rows)
             if not active:
                 continue
             lane = self._lanes[key]
-            block = self._block(key, [it for _, it in active])
+            block = self._block(key, active)
             try:
                 if guided := _allowed(active):
                     lane.allow(guided)
                 if left := self._left.pop(key, None):
                     lane.leave(left)
-                new = lane.step(block, any(it.request.sampling.processes for _, it in active))
+                new = lane.step(block, any(it.request.sampling.processes for _, it, _ in active))
             except Exception as error:
-                raise Broken(error, [it for _, it in active]) from error
-            told = []
-            for row, sequence in active:
-                count = min(block, sequence.left)
-                sequence.left -= count
-                sequence.in_flight += 1
-                told.append((row, sequence, count))
+                raise Broken(error, [it for _, it, _ in active]) from error
+            told = [(row, sequence, min(block, left)) for row, sequence, left in active]
             self._in_flight.append(_Ticket(self._state.epoch, new, block, told))
 
     def turn(self) -> None:
         """Dispatch the next steps, then read what was in flight before them."""
         lanes = self._lanes.items()
-        if any(not lane.compiled and _active(self._rows[key]) for key, lane in lanes):
+        if any(not lane.compiled and self._active(self._rows[key]) for key, lane in lanes):
             self._deliver_first()  # no client is to wait for the program of the second token
-        if any(it and it.left and it.request.grammar for its in self._rows.values() for it in its):
+        if any(it.matcher for its in self._rows.values() for _, it, _ in self._active(its)):
             self.deliver()  # what may come next depends on it
-        before, self._in_flight = self._in_flight, []
-        try:
-            self.step()
-        finally:
-            in_flight, self._in_flight = self._in_flight, before
+        before = len(self._in_flight)
+        self.step()
         now = self._state.clock()
         for _, told, _ in self._first:
             for _, sequence in told:
                 sequence.moments["stepped"] = now
-        self.deliver()
-        self._in_flight = in_flight
+        self._deliver_first()
+        self._deliver_steps(before)
 
     def deliver_blocks(self) -> None:
         """Read what is in flight, if it is blocks.
@@ -176,7 +177,7 @@ class Lanes:
     def deliver(self) -> None:
         """Read everything in flight."""
         self._deliver_first()
-        self._deliver_steps()
+        self._deliver_steps(len(self._in_flight))
 
     def _deliver_first(self) -> None:
         firsts, self._first = self._first, []
@@ -186,25 +187,27 @@ class Lanes:
             except Exception as error:
                 raise Broken(error, [sequence for _, sequence in requests]) from error
             for at, sequence in requests:
-                if sequence.ended or epoch != self._state.epoch:
+                if self._state.ended(sequence) or epoch != self._state.epoch:
                     continue
                 sequence.moments.setdefault("first", self._state.clock())
                 self._took(sequence, *_told(drawn, sequence, (slice(at, at + 1),)))
 
-    def _deliver_steps(self) -> None:
-        tickets, self._in_flight = self._in_flight, []
-        for ticket in tickets:
+    def _deliver_steps(self, count: int) -> None:
+        for ticket in self._in_flight[:count]:
             try:
                 drawn = jax.tree.map(to_host, ticket.new)
             except Exception as error:
                 raise Broken(error, [sequence for _, sequence, _ in ticket.rows]) from error
-            for row, sequence, count in ticket.rows:
+            for row, sequence, new in ticket.rows:
                 if ticket.epoch != self._state.epoch:  # a client had the pool made anew
-                    break
-                sequence.in_flight -= 1
-                if not sequence.ended:
-                    self._took(sequence, *_told(drawn, sequence, (row, slice(count))))
-                elif not sequence.in_flight:
+                    return
+                if not self._state.ended(sequence):
+                    self._took(sequence, *_told(drawn, sequence, (row, slice(new))))
+            if ticket.epoch != self._state.epoch:
+                return
+            self._in_flight.remove(ticket)
+            for _, sequence, _ in ticket.rows:
+                if self._state.ended(sequence) and not self.runs(sequence):
                     self._release(sequence)
 
     def clear(self) -> None:
@@ -220,22 +223,33 @@ class Lanes:
         if key not in self._lanes:
             self._lanes[key] = Lane(self._state.runner, key)
             self._rows[key] = [None] * key.rows
-        row = sequence.row
+        row = self._state.scheduler.row_of(sequence)
         assert row is not None and self._rows[key][row] is None
         self._left[key].discard(row)
         self._rows[key][row] = sequence
         return row
 
-    def _block(self, key: LaneKey, here: abc.Sequence[Sequence]) -> int:
+    def _active(self, rows: abc.Sequence[Sequence | None]) -> list[tuple[int, Sequence, int]]:
+        """Rows with tokens to run, whose they are, and how many."""
+        begun = self._begun
+        able = ((row, it) for row, it in enumerate(rows) if it and not self._state.ended(it))
+        active = ((row, it, _to_run(it, begun)) for row, it in able)
+        return [(row, sequence, left) for row, sequence, left in active if left]
+
+    def _block(self, key: LaneKey, active: abc.Sequence[tuple[int, Sequence, int]]) -> int:
         """Tokens of the next step: many where no client watches and none could join before."""
-        if (
-            any(sequence.request.watched or sequence.request.grammar for sequence in here)
-            or max(sequence.left for sequence in here) == 1
-        ):
+        if any(it.request.watched or it.matcher for _, it, _ in active):
+            return 1
+        if max(left for *_, left in active) == 1:
             return 1
         scheduler = self._state.scheduler
         soon = scheduler.counts[RequestStatus.LOADING] + scheduler.counts[RequestStatus.READY]
         return 1 if soon and not scheduler.full(key) else DECODE_BLOCK
+
+
+def _to_run(sequence: Sequence, begun: Mapping[int, int]) -> int:
+    """Tokens of a request with a row that are in no step yet; the last of an answer never is."""
+    return sequence.request.max_new_tokens - max(sequence.read, 1) - begun.get(sequence.number, 0)
 
 
 def _told(
@@ -250,16 +264,7 @@ def _told(
     return ids, logprobs, [list(zip(*pair, strict=True)) for pair in pairs]
 
 
-def _allowed(active: abc.Sequence[tuple[int, Sequence]]) -> dict[int, HostArray]:
+def _allowed(active: abc.Sequence[tuple[int, Sequence, int]]) -> dict[int, HostArray]:
     """By row what may come next in answers that follow a grammar."""
-    matchers = [(row, it.matcher) for row, it in active if it.matcher is not None]
+    matchers = [(row, it.matcher) for row, it, _ in active if it.matcher is not None]
     return {row: it.next for row, it in matchers if it.next is not None}
-
-
-def _active(rows: abc.Sequence[Sequence | None]) -> list[tuple[int, Sequence]]:
-    """Rows with tokens to run, and whose they are."""
-    return [
-        (row, sequence)
-        for row, sequence in enumerate(rows)
-        if sequence is not None and sequence.left
-    ]

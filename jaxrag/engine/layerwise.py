@@ -114,7 +114,7 @@ class LayerPrefill:
         logits = runner.model.zeros((rows, config.vocab_size), "float32")
         longest = bucket(max(len(r.table.pages) for r in requests))
         self.prefilled = Prefilled(logits, batch_tables(requests, rows, longest), bank)
-        each = [pieces(len(r.ids), PREFILL_TOKENS) for r in requests]
+        each = [pieces(len(r.run.ids), PREFILL_TOKENS) for r in requests]
         self.left = [piece for some in each for piece in some * config.num_layers]
         runs = (self._run(row, *both) for row, both in enumerate(zip(requests, each, strict=True)))
         self._work = (width for run in runs for width in run)
@@ -138,7 +138,7 @@ class LayerPrefill:
         prompt = self._prompt(row, request, size)
         pages, offsets, slot_position = request.table.rows(len(request.table.pages))
         blocks = list(_blocks(pages, offsets, slot_position))
-        rows = rows_of(pages)[request.slots]
+        rows = rows_of(pages)[request.run.slots]
         x = _embed(model.params, prompt.ids)
         for layer in range(model.config.num_layers):
             at = np.asarray(layer, np.int32)
@@ -158,20 +158,20 @@ class LayerPrefill:
                     self._push(layer, rows, k, v)
                     self._queries[layer, row] = model.own_heads(queries, 1)
                     if layer == model.config.num_layers - 1:
-                        last = np.int32(len(request.ids) - 1)
+                        last = np.int32(len(request.run.ids) - 1)
                         logits = _logits(model.params, model.config, x, last)
                         before = self.prefilled
                         self.prefilled = before._replace(logits=before.logits.at[row].set(logits))
                 yield width
 
     def _prompt(self, row: int, request: Sequence, size: int) -> _Prompt:
-        pad = size - len(request.ids)
+        pad = size - len(request.run.ids)
         nowhere = len(request.table.pages) * PAGE
         return on_host(
             _Prompt,
-            np.pad(request.ids, (0, pad)).astype(np.int32),
-            np.pad(request.positions, (0, pad), constant_values=-1).astype(np.int32),
-            np.pad(request.slots, (0, pad), constant_values=nowhere).astype(np.int32),
+            np.pad(request.run.ids, (0, pad)).astype(np.int32),
+            np.pad(request.run.positions, (0, pad), constant_values=-1).astype(np.int32),
+            np.pad(request.run.slots, (0, pad), constant_values=nowhere).astype(np.int32),
             self._observed[row].astype(np.int32),
         )
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from jaxrag.base.types import HostArray, on_host
+from jaxrag.base.types import HostArray, Step, on_host
 from jaxrag.engine.kept import Context
 from jaxrag.engine.request import Prompt, Request, lane_of
 from jaxrag.engine.sequence import PromptPart, Sequence, is_one_run, stored_exact
@@ -62,7 +62,11 @@ def sequence_of(model: Model, request: Request, number: int = 0) -> Sequence:
             parts.append(part)
         if request.keeps_turns:
             context = context.behind(part.load.key if part.load is not None else context.name(ids))
-    made = Sequence(number, request, parts, context=context if request.keeps_turns else None)
+    grammar = model.grammar(request.sampling.guide)
+    made = Sequence(
+        number, request, parts, context=context if request.keeps_turns else None,
+        matcher=None if grammar is None else grammar.matcher(),
+    )  # fmt: skip
     made.lane = lane_of(request, made.need(lambda key: False).pages, model.placement)
     return made
 
@@ -145,9 +149,12 @@ def _lay_tokens(sequence: Sequence, first_slot: int) -> None:
     end = _layout(prompt, sequence.request.method).final_start + len(prompt.final)
     positions = [*(part.positions for part in in_place), np.arange(end - len(final), end)]
     slots = [*(part.slots for part in in_place), first_slot + np.arange(len(final))]
-    sequence.ids = np.concatenate([*(part.ids for part in in_place), final])
-    sequence.positions = np.concatenate(positions).astype(np.int32)
-    sequence.slots = np.concatenate(slots).astype(np.int32)
+    ids = [*(part.ids for part in in_place), final]
+    sequence.run = _run(*map(np.concatenate, (ids, positions, slots)))
+
+
+def _run(ids: HostArray, positions: HostArray, slots: HostArray) -> Step:
+    return on_host(Step, ids, positions.astype(np.int32), slots.astype(np.int32))
 
 
 def read_copies(sequence: Sequence) -> None:
@@ -166,14 +173,13 @@ def recompute(sequence: Sequence, scene: SelectionInput, choice: Selection) -> N
         read_copies(sequence)
     sequence.table.hide(scene.chunk_slots[tokens])
     chunk_ids = np.concatenate((scene.prefix[:0], *scene.chunks))
-    ids = np.concatenate((chunk_ids[tokens], sequence.ids))
-    positions = np.concatenate((len(scene.prefix) + tokens, sequence.positions))
-    moved = sequence.slots + len(tokens) * (sequence.slots >= scene.scratch)
+    run = sequence.run
+    ids = np.concatenate((chunk_ids[tokens], run.ids))
+    positions = np.concatenate((len(scene.prefix) + tokens, run.positions))
+    moved = run.slots + len(tokens) * (run.slots >= scene.scratch)
     slots = np.concatenate((scene.scratch + np.arange(len(tokens)), moved))
     order = np.argsort(positions, kind="stable")
-    sequence.ids = ids[order]
-    sequence.positions = positions[order].astype(np.int32)
-    sequence.slots = slots[order].astype(np.int32)
+    sequence.run = _run(ids[order], positions[order], slots[order])
     sequence.choice = choice
 
 
@@ -190,7 +196,7 @@ def batch_tables(sequences: abc.Sequence[Sequence], rows: int, num_pages: int) -
     """The tables of prefilled requests, on the host: rows behind them are empty."""
     tables = [it.table.rows(num_pages) for it in sequences]
     for it, (_, _, slot_position) in zip(sequences, tables, strict=True):
-        slot_position[it.slots] = it.positions
+        slot_position[it.run.slots] = it.run.positions
     tables += [TableBuilder().rows(num_pages)] * (rows - len(sequences))
     return on_host(PageTable, *(np.stack(part) for part in zip(*tables, strict=True)))
 

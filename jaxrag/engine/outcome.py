@@ -53,7 +53,7 @@ def outcome_of(
         prefill_seconds=prefill,
         per_token=decode / (tokens - 1) if tokens > 1 else 0.0,
         compile_seconds=compiling(moments["added"], moments["first"]),
-        computed=len(sequence.ids),
+        computed=len(sequence.run.ids),
         flops=_flops(model, sequence),
         reuse=account(sequence),
         indexes={} if rule.searches is None else {n: getattr(searched, n) for n in INDEX_COUNTS},
@@ -67,7 +67,7 @@ def outcome_of(
 
 
 def _flops(model: Model, sequence: Sequence) -> int:
-    flops = turborag_flops(model.config, len(sequence.ids), sequence.num_tokens)
+    flops = turborag_flops(model.config, len(sequence.run.ids), sequence.num_tokens)
     flops += 0 if sequence.choice is None else sequence.choice.flops
     runs = [run for part in sequence.distinct if part.origin for run in part.origin.runs]
     return flops + sum(turborag_flops(model.config, *run) for run in runs)

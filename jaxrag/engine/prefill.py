@@ -56,15 +56,15 @@ def observed_tokens(
     """
     width = 0
     if observe is not None:
-        width = min(observe.count, bucket(max(len(r.ids) for r in requests)))
+        width = min(observe.count, bucket(max(len(r.run.ids) for r in requests)))
     observed = np.full((rows, width), -1, np.int64)
     positions = np.full((rows, width), -1, np.int32)
     for row, request in enumerate(requests):
         if observe is None:
             continue
-        chosen = observe.chosen(len(request.ids))
+        chosen = observe.chosen(len(request.run.ids))
         observed[row, : len(chosen)] = chosen
-        positions[row, : len(chosen)] = request.positions[chosen]
+        positions[row, : len(chosen)] = request.run.positions[chosen]
     return observed, positions
 
 
@@ -119,7 +119,7 @@ class Prefill:
             positions=model.put_batch(positions, rows),
         )
         self.prefilled = Prefilled(logits, table, bank)
-        self.left = pieces(max(len(r.ids) for r in requests), PREFILL_TOKENS)
+        self.left = pieces(max(len(r.run.ids) for r in requests), PREFILL_TOKENS)
         self._start = 0
 
     def next_piece(self) -> int:
@@ -154,11 +154,11 @@ class Prefill:
         slots = np.full((rows, width), num_slots, np.int32)
         last = np.full(rows, -1, np.int32)
         for row, request in enumerate(self._requests):
-            here = request.ids[start : start + length]
+            here = request.run.ids[start : start + length]
             ids[row, : len(here)] = here
-            positions[row, : len(here)] = request.positions[start : start + length]
-            slots[row, : len(here)] = request.slots[start : start + length]
-            if start < len(request.ids) <= start + length:
+            positions[row, : len(here)] = request.run.positions[start : start + length]
+            slots[row, : len(here)] = request.run.slots[start : start + length]
+            if start < len(request.run.ids) <= start + length:
                 last[row] = len(here) - 1
         seen = self._observed - start
         seen = np.where((seen >= 0) & (seen < length), seen, -1).astype(np.int32)

@@ -16,7 +16,7 @@ from jaxrag.engine.mapping import map_sequence
 from jaxrag.engine.prefill import PREFILL_TOKENS, Prefill, Prefilled, select_tokens
 from jaxrag.engine.request import LaneKey, Request
 from jaxrag.engine.runner import ModelRunner
-from jaxrag.engine.sequence import Sequence
+from jaxrag.engine.sequence import RequestStatus, Sequence
 from jaxrag.engine.state import Broken, EngineSettings, State
 from jaxrag.engine.thread import ask, result_of
 from jaxrag.kv.cache import PagePool, table_width
@@ -110,7 +110,7 @@ class PrefillQueue:
         """Have one selector begin, where nothing else is to be run before the next step."""
         while self._expected:
             sequence = self._expected.popleft()
-            if sequence.ended or sequence.is_mapped:
+            if self._state.ended(sequence) or sequence.is_mapped:
                 continue
             request, model = sequence.request, self._state.runner.model
             try:
@@ -127,6 +127,11 @@ class PrefillQueue:
         self._groups.clear()
         self._expected.clear()
         self._ahead.clear()
+
+    def runs(self, sequence: Sequence) -> bool:
+        """Is anything made for a request that has not come back?"""
+        indexing = sequence.status is RequestStatus.INDEXING
+        return indexing or any(sequence in group.members for group in self._groups)
 
     def forget(self, sequence: Sequence) -> None:
         """A request ended."""
@@ -161,7 +166,6 @@ class PrefillQueue:
         select_tokens(state.runner, [sequence], self._ahead.pop(sequence.number, None))
         sequence.moments["mapped"] = state.clock()
         shape = self._shape(sequence)
-        sequence.in_flight += 1
         for group in self._groups:
             if group.shape == shape and group.prefill is None and len(group.members) < shape.rows:
                 group.members.append(sequence)
@@ -170,7 +174,7 @@ class PrefillQueue:
 
     def _shape(self, sequence: Sequence) -> _Shape:
         """Pages, pieces and queries of a request's prefill."""
-        widths = tuple(width for _, width in pieces(len(sequence.ids), PREFILL_TOKENS))
+        widths = tuple(width for _, width in pieces(len(sequence.run.ids), PREFILL_TOKENS))
         rule = sequence.request.method.decode
         return _Shape(
             lane=sequence.lane,
@@ -193,12 +197,10 @@ class PrefillQueue:
         begins = lane is not None and (lane.rule.sparse or state.runner.model.placement.away)
         now = state.clock()
         for row, sequence in enumerate(group.members):
-            sequence.in_flight -= 1
             sequence.moments["prefilled"] = now
-            place.append(None if sequence.ended else sequence)
-            if sequence.ended:
-                if not sequence.in_flight:
-                    self._release(sequence)
+            place.append(None if state.ended(sequence) else sequence)
+            if state.ended(sequence):
+                self._release(sequence)
                 continue
             if sequence.request.on_prefill is not None:
                 sequence.request.on_prefill(state.runner, sequence, prefilled.row(row))
@@ -239,7 +241,6 @@ class PrefillQueue:
         logits: Array,
     ) -> None:
         """Have the indexes of a request made, by a thread of their own."""
-        sequence.in_flight += 1
         state, epoch = self._state, self._state.epoch
         if state.settings.lockstep:
             self._indexed(sequence, epoch, result_of(start), place, logits)
@@ -271,13 +272,12 @@ class PrefillQueue:
     ) -> None:
         if epoch != self._state.epoch:  # it began again
             return
-        sequence.in_flight -= 1
-        if sequence.ended:
+        if self._state.ended(sequence):
             self._release(sequence)
             return
+        self._state.scheduler.indexed(sequence.number)
         if isinstance(answer, BaseException):
             raise Broken(answer, [sequence], shared=False) from answer
-        self._state.scheduler.indexed(sequence.number)
         try:
             self._join(place, logits, answer)
         except Exception as error:

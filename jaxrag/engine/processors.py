@@ -14,7 +14,7 @@ from jax import lax
 from jaxrag.base import struct
 from jaxrag.base.types import Array, HostArray, on_host
 from jaxrag.engine.sampling_params import MOST_TOP, SamplingParams
-from jaxrag.models.text.guidance import Grammar
+from jaxrag.models.text.guidance import Matcher
 
 
 class ProcessorRows(struct.PyTreeNode):
@@ -47,26 +47,26 @@ class ProcessorRows(struct.PyTreeNode):
     @classmethod
     def of(
         cls,
-        asked: Sequence[tuple[SamplingParams, HostArray, frozenset[int], Grammar | None]],
+        asked: Sequence[tuple[SamplingParams, HostArray, frozenset[int], Matcher | None]],
         count: int,
         vocab_size: int,
     ) -> "ProcessorRows":
         """Before the first tokens, on the host: ``count`` rows, of which the last ask nothing.
 
-        ``asked`` holds of each the settings, the prompt, the tokens that end the answer, and the
-        grammar that it follows.
+        ``asked`` holds of each the settings, the prompt, the tokens that end the answer, and what
+        of its form is still to come.
         """
         shape = (count, vocab_size)
         bias, ends = np.zeros(shape, np.float32), np.zeros(shape, bool)
         prompt = np.zeros(shape, bool)
         allowed = all_allowed(count, vocab_size)
-        for row, (sampling, ids, eos_ids, grammar) in enumerate(asked):
+        for row, (sampling, ids, eos_ids, matcher) in enumerate(asked):
             for token_id, value in sampling.logit_bias:
                 bias[row, token_id] = value
             ends[row, [it for it in eos_ids if it < vocab_size]] = True
             prompt[row, ids] = True
-            if grammar is not None:
-                allowed[row] = grammar.first
+            if matcher is not None:
+                allowed[row] = matcher.allowed()
 
         def column(name: str, default: float, dtype: type) -> Array:
             values = [getattr(it, name) for it, *_ in asked]

@@ -13,7 +13,6 @@ from jaxrag.kv.cache import MIN_TABLE_PAGES
 from jaxrag.kv.placement import ON_DEVICE, KVPlacement
 from jaxrag.kv.store import KVStore
 from jaxrag.models.model import Model
-from jaxrag.models.text.guidance import Grammar
 from jaxrag.reuse.attention_index.document import Indexing
 from jaxrag.reuse.decode import DecodeRule
 from jaxrag.reuse.methods import Method
@@ -79,7 +78,6 @@ class Request:
       priority: class of its turn, 0 before 1 before 2.
       tenant: whose turn it is within a class.
       timeout: seconds from when it is added after which it fails; None: never.
-      grammar: that its answer follows, of ``sampling.guide``.
       cited: its outcome says which chunks each token was chosen for.
       on_prefill: called on the engine's thread once the prompt is in the pool, before its first
         token is drawn and again where it is begun again: ``hook(runner, state, prefilled)`` with
@@ -101,7 +99,6 @@ class Request:
     priority: int = 0
     tenant: str = ""
     timeout: float | None = None
-    grammar: Grammar | None = None
     cited: bool = False
     on_prefill: Callable[..., None] | None = None
 

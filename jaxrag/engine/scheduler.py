@@ -81,7 +81,6 @@ class Scheduler:
         self._outgrown: dict[int, Sequence] = {}
         self._counts = dict.fromkeys(RequestStatus, 0)
         self._deadlines: list[tuple[float, int]] = []  # a heap; with some that are over
-        self._admissions = 0
 
     @property
     def live(self) -> MappingProxyType[int, Sequence]:
@@ -108,6 +107,10 @@ class Scheduler:
         """Rows held in every lane that has live requests; on any thread."""
         lanes = list(self._lanes.items())
         return {name: len(it.held) for name, it in lanes if it.rows is not None}
+
+    def row_of(self, sequence: Sequence) -> int | None:
+        """The row that a request has in its lane."""
+        return self._lanes[sequence.lane].row_of(sequence)
 
     def full(self, lane: Hashable | None) -> bool:
         """Whether no row of the lane can be given now."""
@@ -354,8 +357,8 @@ class Scheduler:
             assert bool(self.missing(sequence)) == (status is RequestStatus.LOADING)
             assert status not in QUEUED or not (sequence.own or sequence.held)
             assert (sequence in lane.ready) == (status is RequestStatus.READY)
-            assert (sequence.row is not None) == (status in RUNNING and lane.rows is not None)
-            assert sequence.row is None or lane.held[sequence.row] is sequence
+            seated = list(lane.held.values()).count(sequence)
+            assert seated == (status in RUNNING and lane.rows is not None)
         missing = {(key, sequence.number) for sequence in live for key in self.missing(sequence)}
         assert missing == {(key, n) for key, those in self._subscribers.items() for n in those}
         assert all(self._subscribers.values())
@@ -364,7 +367,7 @@ class Scheduler:
             members = [sequence for sequence in live if sequence.lane == name]
             assert lane.members == len(members)
             assert lane.hungry == sum(it.status in HUNGRY for it in members)
-            assert len(lane.held) == sum(it.row is not None for it in members)
+            assert set(lane.held.values()) <= set(members)
             assert lane.ready == sorted(lane.ready, key=turn)
             assert len(lane.held) < 2 or not any(it.alone for it in lane.held.values())
 
@@ -377,21 +380,15 @@ class Scheduler:
                 outgrown.append(sequence)
             elif self._lacking(need) <= 0:
                 for other in passed:
-                    other.bypassed += 1
+                    self._queue.passed(other)
                 return (sequence, need), outgrown
-            elif first or sequence.blocked is not None:
+            elif first or sequence in self._queue.blocked:
                 self._queue.block(sequence, now)
                 passed.append(sequence)
                 # What is being swapped out is meant for who is first.
-                if self._counts[RequestStatus.SWAPPING] or self._exhausted(sequence, now):
+                if self._counts[RequestStatus.SWAPPING] or self._queue.exhausted(sequence, now):
                     break
         return None, outgrown
-
-    def _exhausted(self, sequence: Sequence, now: float) -> bool:
-        """Whether no request may pass it any more."""
-        waited = 0.0 if sequence.blocked is None else now - sequence.blocked
-        settings = self._settings
-        return sequence.bypassed >= settings.max_bypass or waited >= settings.max_bypass_seconds
 
     def _grant(self, sequence: Sequence, need: Need) -> Admitted:
         allocator, why = self._allocator, f"request {sequence.number}"
@@ -406,9 +403,7 @@ class Scheduler:
         missing = self.missing(sequence)
         for key in missing:
             self._subscribers.setdefault(key, {})[sequence.number] = sequence
-        if sequence.order is None:
-            sequence.order = self._admissions
-            self._admissions += 1
+        if sequence.turn is None:
             self._turns.admit(sequence)
             self._charge(sequence, sequence.cost)
         if missing:
@@ -459,7 +454,7 @@ class Scheduler:
         found = (it for it in holders if it.status is RequestStatus.DECODE and it not in leaving)
         worse = (it for it in found if it.request.priority > priority)
         able = (it for it in worse if it.swappable and it.preemptions < most)
-        return sorted(able, key=lambda it: (-it.request.priority, len(it.own), -(it.order or 0)))
+        return sorted(able, key=lambda it: (-it.request.priority, len(it.own), -admission(it)[1]))
 
     def _for_rows(self, leaving: list[Sequence]) -> list[Sequence]:
         chosen = list[Sequence]()
@@ -495,7 +490,7 @@ class Scheduler:
                         rest = [other for other in chosen if other is not it]
                         chosen = rest if enough(rest) else chosen
                     return chosen
-            if self._exhausted(head, now):
+            if self._queue.exhausted(head, now):
                 return []
         return []
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxrag.base.errors import EngineError
-from jaxrag.base.types import HostArray
+from jaxrag.base.types import HostArray, Step, on_host
 from jaxrag.engine.kept import Context
 from jaxrag.engine.looks import LooksSoFar
 from jaxrag.engine.progress import Sink, unheard
@@ -24,6 +24,7 @@ from jaxrag.reuse.select import Selection, SelectionInput
 
 Ending = Literal["finished", "cancelled", "expired", "failed"]
 
+NOTHING = on_host(Step, *np.zeros((3, 0), np.int32))
 _REUSED = 0.02  # of a computed token: what a chunk token costs a tenant that comes from the pool
 
 
@@ -135,28 +136,20 @@ class Sequence:
       context: of the final block, of a request that ``keeps_turns``.
       sink: is told of its progress.
       moments: when what happened, of ``progress.MOMENTS``, by the engine's clock.
-      status: this, and all up to ``bypassed``, is kept by the scheduler.
-      order: its place in the order of admission, kept when it waits again; None before.
-      turn: when it would begin, in virtual service, were rows shared by weight; kept likewise.
+      status: this, and all up to ``preemptions``, is kept by the scheduler.
+      turn: when it would begin, in virtual service, were rows shared by weight, and its place in
+        the order of admission; kept when it waits again, None before.
       own: pages of the request alone.
       held: keys of the chunks that it maps.
-      row: its row of the lane.
       preemptions: how often it was preempted.
-      blocked: since when it has been first and did not fit; None when it was not.
-      bypassed: how often it was passed since then.
       table: pages of its prompt and its answer, once it is mapped.
-      ids: [n] int32 the tokens of its prompt to run, by position.
-      positions: [n] int32 of these.
-      slots: [n] int32 of these.
+      run: the tokens of its prompt to run, by position, [n] each on the host.
       choice: chunk tokens that are computed again; None where there are none, or none yet.
       tokens: its answer so far, as its client has it.
       read: tokens that were read since it was begun; fewer than ``tokens`` once it began again.
-      left: tokens that are still to be run.
       search: its number in the host's search.
-      in_flight: what was started for it and has not come back.
-      ending: how it ended; None until its client was sent the last of it.
       strikes: steps that broke while it took part.
-      matcher: how far its answer has come in its grammar, if there is one.
+      matcher: how far its answer has come in the form of ``sampling.guide``, if there is one.
       looks: of its answer, if it is ``cited``.
     """
 
@@ -168,25 +161,16 @@ class Sequence:
     sink: Sink = unheard
     moments: dict[str, float] = dataclasses.field(default_factory=dict)
     status: RequestStatus = RequestStatus.WAITING
-    order: int | None = None
-    turn: float = 0.0
+    turn: tuple[float, int] | None = None
     own: tuple[int, ...] = ()
     held: tuple[str, ...] = ()
-    row: int | None = None
     preemptions: int = 0
-    blocked: float | None = None
-    bypassed: int = 0
     table: TableBuilder = dataclasses.field(default_factory=TableBuilder)
-    ids: HostArray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
-    positions: HostArray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
-    slots: HostArray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+    run: Step = NOTHING
     choice: Selection | None = None
     tokens: list[int] = dataclasses.field(default_factory=list)
     read: int = 0
-    left: int = 0
     search: int | None = None
-    in_flight: int = 0
-    ending: Ending | None = None
     strikes: int = 0
     swapped: Swapped | None = None
     matcher: Matcher | None = None
@@ -223,11 +207,6 @@ class Sequence:
     def alone(self) -> bool:
         """Whether it shares its lane with no other, as a step broke while it took part."""
         return self.strikes > 0
-
-    @property
-    def ended(self) -> bool:
-        """Was its client sent the last of it?"""
-        return self.ending is not None
 
     # What it needs, and where that lies.
 
@@ -295,12 +274,12 @@ class Sequence:
     @property
     def next_position(self) -> int:
         """Position of the first generated token."""
-        return int(self.positions[-1]) + 1
+        return int(self.run.positions[-1]) + 1
 
     @property
     def next_slot(self) -> int:
         """Slot of the first generated token."""
-        return int(self.slots[-1]) + 1
+        return int(self.run.slots[-1]) + 1
 
     @property
     def is_mapped(self) -> bool:
@@ -311,7 +290,7 @@ class Sequence:
     def first_slot(self) -> int:
         """Of the last pages, which hold what is computed again, the final block and the answer."""
         if is_one_run(self.request.method):
-            return int(self.slots[0])
+            return int(self.run.slots[0])
         chosen = 0 if self.choice is None else len(self.choice.tokens)
         return self.next_slot - len(self.request.prompt.final) - chosen
 
@@ -344,9 +323,6 @@ class Sequence:
         sent before the request was begun again.
         """
         new: list[int] = []
-        grammar = self.request.grammar
-        if grammar is not None and self.matcher is None:
-            self.matcher = grammar.matcher()
         for token_id in ids:
             if token_id == FAILED:
                 raise EngineError(
@@ -390,8 +366,10 @@ class Sequence:
     def restart(self) -> None:
         """Begin from the start; what was sent is not sent again."""
         self.table = TableBuilder()
-        self.choice = self.swapped = self.matcher = self.search = None
-        self.read = self.left = self.in_flight = 0
+        self.choice = self.swapped = self.search = None
+        self.read = 0
+        if self.matcher is not None:
+            self.matcher.restart()
         self.looks = LooksSoFar()
         for part in self.parts:
             part.origin = part.resident = None

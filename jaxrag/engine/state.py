@@ -12,7 +12,7 @@ from jaxrag.engine.arena import HostArena
 from jaxrag.engine.links import Link, Links, LoadDeadline
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.scheduler import Scheduler
-from jaxrag.engine.sequence import Sequence
+from jaxrag.engine.sequence import Ending, Sequence
 from jaxrag.kv.cache.heat import HALF_LIFE
 from jaxrag.kv.store import KVStore, SharedStore
 from jaxrag.models.compiled import CompileTimes
@@ -109,7 +109,7 @@ class State:
       arena: chunk KV in host memory.
       links: from the stores, and from the arena.
       live: requests whose clients wait, by number.
-      ending: those that were sent the last, and still are in a step in flight.
+      ending: those that were sent the last, and still are in a step in flight, and how they ended.
       epoch: counts the pools; what was begun for an earlier one is void.
       restarts: pools that were lost in a step that failed.
       pace: at which requests are served.
@@ -127,12 +127,16 @@ class State:
     links: Links
     events: deque[ChunkEvent]
     live: dict[int, Sequence] = dataclasses.field(default_factory=dict)
-    ending: dict[int, Sequence] = dataclasses.field(default_factory=dict)
+    ending: dict[Sequence, Ending] = dataclasses.field(default_factory=dict)
     epoch: int = 0
     restarts: int = 0
     pace: WorkRate = dataclasses.field(default_factory=WorkRate)
     now: float | None = None
     report: Callable[[int], None] | None = None
+
+    def ended(self, sequence: Sequence) -> bool:
+        """Was its client sent the last of it?"""
+        return sequence.number not in self.live
 
     def moment(self) -> float:
         """The time that decides: on several processes the same."""

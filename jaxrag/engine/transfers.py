@@ -11,6 +11,7 @@ from collections import Counter, abc, deque
 from collections.abc import Callable, Iterable, Mapping
 
 from jaxrag.base.types import HostArray
+from jaxrag.engine.admission import admission
 from jaxrag.engine.encode_queue import EncodeQueue
 from jaxrag.engine.links import Link, LinkOpen, Order
 from jaxrag.engine.pending import PendingChunk, ReadBatch, SharedRead
@@ -70,8 +71,7 @@ class Transfers:
     def start(self, sequence: Sequence, admitted: Admitted) -> None:
         """Load the chunks of a request that no other is loading."""
         state = self._state
-        assert sequence.order is not None
-        order = (0, sequence.request.priority, sequence.order)
+        order = (0, *admission(sequence))
         planned = sequence.loads
         loads = [planned[key] for key in admitted.loads]
         state.arena.asked(admitted.chunks)

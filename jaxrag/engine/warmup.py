@@ -40,7 +40,7 @@ def compile_for(runner: ModelRunner, settings: EngineSettings, requests: Iterabl
         nowhere = {key: CachedChunk((0,) * pages, 0) for key, pages in need.chunks.items()}
         map_sequence(sequence, nowhere)
         rule, lane = request.method.decode, sequence.lane
-        widths = [width for _, width in pieces(len(sequence.ids), PREFILL_TOKENS)]
+        widths = [width for _, width in pieces(len(sequence.run.ids), PREFILL_TOKENS)]
         rows = rows_together(runner, settings, request, widths)
         prefill = Prefill(runner, [sequence], None if lane is None else rule.observe, rows)
         for width, program in prefill.lower().items():
@@ -48,7 +48,7 @@ def compile_for(runner: ModelRunner, settings: EngineSettings, requests: Iterabl
                 (rows, table_width(sequence.table), lane is None or rule, width), program
             )
         if ("first", rows) not in lowered:
-            sampling = sampling_rows([request] * rows, rows)
+            sampling = sampling_rows([sequence] * rows, rows)
             lowered["first", rows] = sample_first.lower(prefill.prefilled.logits, sampling)
         if need.chunks and "place" not in lowered:
             lowered["place"] = lower_place(runner)

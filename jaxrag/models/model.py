@@ -40,7 +40,7 @@ from jaxrag.models.rope import RopeFactors, RopeTable, rope_factors, rope_table
 from jaxrag.models.segments import positions_follow_order
 from jaxrag.models.shares import as_held, by_heads, head_share, own_heads, put_share
 from jaxrag.models.spec import Params, init_params, num_params, param_shardings
-from jaxrag.models.text.guidance import Grammar
+from jaxrag.models.text.guidance import Grammar, grammar_of
 from jaxrag.models.text.prompts import (
     DEFAULT_TEMPLATE,
     PromptTemplate,
@@ -306,8 +306,14 @@ class Model:
         place = None if self.mesh is None else replicated(self.mesh)
         return _zeros(shape, dtype or self.config.dtype, place)
 
-    def grammar(self, guide: Guide | None, eos_ids: frozenset[int]) -> Grammar | None:
-        """A guide for answers that these tokens end; errors as those of ``Grammar``.
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end its answers."""
+        tokenizer = self.tokenizer
+        return frozenset((*self.config.eos_ids, *(tokenizer.eos_ids if tokenizer else ())))
+
+    def grammar(self, guide: Guide | None) -> Grammar | None:
+        """A guide for its answers, made once; errors as those of ``Grammar``.
 
         Raises RequestError where the model is of several processes.
         """
@@ -316,9 +322,8 @@ class Model:
         if jax.process_count() > 1:
             raise RequestError("guide: several processes give no answers of a form; use one")
         size = self.config.vocab_size
-        return Grammar(
-            self.text_tokenizer(), guide, size, frozenset(it for it in eos_ids if it < size)
-        )
+        eos_ids = frozenset(it for it in self.eos_ids if it < size)
+        return grammar_of(self.text_tokenizer(), guide, size, eos_ids)
 
     @property
     def batch_ways(self) -> int:

@@ -199,7 +199,7 @@ def prepare(
     start = time.perf_counter()
     sampling = sampling or SamplingParams()
     sampling.check_ids(settings.model.config.vocab_size)
-    grammar = settings.model.grammar(sampling.guide, _eos_ids(settings.model))
+    settings.model.grammar(sampling.guide)  # refused here
     talk = _refused(settings, question, documents)
     notes = list(settings.notes)
     found = _retrieved(settings, talk, documents, notes)
@@ -236,8 +236,7 @@ def prepare(
         dataclasses.replace(method, prefix_cache=True) if keeps and not method.encoder else method,
         settings.ask.max_new_tokens,
         sampling=sampling,
-        eos_ids=_eos_ids(settings.model),
-        grammar=grammar,
+        eos_ids=settings.model.eos_ids,
         indexing=None if kb is None else kb.indexing,
         encoders=kept_encoders(kb, method, settings.template) if retrieved else None,
         rows=settings.ask.batch_size or 1,
@@ -426,11 +425,6 @@ def _on_turns(settings: Settings, talk: Conversation, keeps: bool, verbatim: boo
     elif keeps and (method.recomputes or method.misses == "in_place"):
         what = "chooses tokens by the question" if method.recomputes else "computes gaps in place"
         yield f"earlier turns were computed again with this question: {method.name} {what}"
-
-
-def _eos_ids(model: Model) -> frozenset[int]:
-    tokenizer = model.tokenizer
-    return frozenset((*model.config.eos_ids, *(tokenizer.eos_ids if tokenizer else ())))
 
 
 def _unknown(

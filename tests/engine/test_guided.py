@@ -58,14 +58,11 @@ def asked(text_model, rng):
     eos_ids = frozenset(text_model.config.eos_ids)
 
     def make(engine, guide=None, tokens=60, **more):
-        grammar = None
-        if guide is not None:
-            grammar = Grammar(text_model.text_tokenizer(), guide, 600, eos_ids)
         sampling = SamplingParams(1.0, seed=int(rng.integers(1000)), guide=guide)
         sampling = dataclasses.replace(more.pop("sampling", sampling), guide=guide)
         parts = [rng.integers(10, 600, n).astype(np.int32) for n in (3, 20, 31, 9)]
         prompt = Prompt(parts[0], tuple(parts[1:3]), parts[3])
-        given = {"sampling": sampling, "eos_ids": eos_ids, "grammar": grammar, "rows": 4} | more
+        given = {"sampling": sampling, "eos_ids": eos_ids, "rows": 4} | more
         return Request(prompt, engine.memory, METHODS["turborag"], tokens, **given)
 
     return make
@@ -93,7 +90,7 @@ def test_law_13_whoever_has_the_other_rows(engine, asked, alone, told, at_rest, 
         client(progress)
     assert [(client.ids[n], client.logprobs[n]) for n in range(len(requests))] == expected
     for request, (ids, _) in zip(requests, expected, strict=True):
-        if request.grammar is not None:
+        if request.sampling.guide is not None:
             check(text_model.text_tokenizer().decode(ids), request.sampling.guide)
     assert all(client.last[n].finish_reason == "stop" for n in range(0, 12, 2))
     at_rest(engine)

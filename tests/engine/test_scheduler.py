@@ -156,10 +156,10 @@ def test_what_outgrows_the_pool_stands_in_nobodys_way():
     found.admit(0.0)
     found.submit(growing, 0.0)
     found.submit(entry(2), 0.0)
-    assert found.admit(0.0) == [] and growing.blocked == 0.0
+    assert found.admit(0.0) == [] and found._queue.blocked[growing] == (0.0, 0)
     sizes[0] = 5
     assert numbers(found.admit(0.0)) == [2]
-    assert found.outgrown() == [0] and growing.blocked is None
+    assert found.outgrown() == [0] and growing not in found._queue.blocked
     found.check()
     assert found.finish(0, "failed") is RequestStatus.WAITING and found.outgrown() == []
 
@@ -221,7 +221,7 @@ def test_smaller_ones_pass_who_does_not_fit_so_often_and_no_oftener():
     for number in range(2, 5):
         found.submit(entry(number), 0.0)
     assert numbers(found.admit(0.0)) == [2, 3]
-    assert found.live[1].bypassed == 2
+    assert found._queue.blocked[found.live[1]][1] == 2
     for number in (2, 3):
         found.finish(number, "finished")
     assert (
@@ -256,7 +256,7 @@ def test_who_was_passed_keeps_its_count_behind_those_who_come_back():
         found.refused(key)
         found.submit(entry(small), 0.0)
         assert numbers(found.admit(0.0)) == admitted
-    assert [found.live[number].bypassed for number in range(3)] == [0, 0, 1]
+    assert {it.number: times for it, (_, times) in found._queue.blocked.items()} == {2: 1}
 
 
 def test_behind_the_first_the_least_served_tenant_is_next():
@@ -335,10 +335,10 @@ def test_rows_are_given_in_the_order_of_admission_and_a_fast_load_overtakes():
         found.staged(key, 16)
     assert [found.next_prefill() for _ in range(3)] == [1, 2, None]  # two rows
     assert found.full("full") and found.hungry("full")
-    assert found.live[1].row == 0 and found.live[2].row == 1
+    assert [found.row_of(found.live[it]) for it in (1, 2)] == [0, 1]
     found.staged("0", 16)
     found.finish(1, "finished")
-    assert found.next_prefill() == 0 and found.live[0].row == 0
+    assert found.next_prefill() == 0 and found.row_of(found.live[0]) == 0
 
 
 def test_a_full_lane_holds_up_no_other():
@@ -346,7 +346,9 @@ def test_a_full_lane_holds_up_no_other():
     found = scheduler_of(20, entry(0), entry(1), *others)
     found.admit(0.0)
     assert [found.next_prefill() for _ in range(5)] == [0, 1, 2, 3, None]
-    assert found.live[3].row is None and not found.full(None) and not found.full("unknown")
+    assert (
+        found.row_of(found.live[3]) is None and not found.full(None) and not found.full("unknown")
+    )
     assert not found.hungry("flat") and found.hungry("full")
 
 
@@ -403,7 +405,7 @@ def test_a_better_class_takes_pages_of_the_worst_and_no_more_than_it_needs():
     assert found.victims(0.0) == []  # it is on its way
     assert found.admit(0.0) == []
     found.swapped(1)
-    assert found.live[1].status is RequestStatus.SWAPPED and found.live[1].row is None
+    assert found.live[1].status is RequestStatus.SWAPPED and found.row_of(found.live[1]) is None
     found.check()
     assert numbers(found.admit(0.0)) == [3]
     found.finish(3, "finished")
@@ -727,12 +729,13 @@ class Serving(RuleBasedStateMachine):
             self.loads.update(it.loads)
             assert it.own == found.own and set(it.chunks) == set(found.held)
             assert all(self.allocator.chunks[key].pages == it.chunks[key] for key in it.chunks)
-            assert self.orders.setdefault(it.number, found.order) == found.order
+            assert self.orders.setdefault(it.number, found.turn[1]) == found.turn[1]
         for found in self.scheduler.live.values():
-            if found.status in QUEUED and found.blocked is not None:
-                first = self.firsts.setdefault(found.number, [found.blocked, 0])
-                assert first[0] == found.blocked
-                assert found.bypassed <= self.settings.max_bypass
+            if found.status in QUEUED and found in self.scheduler._queue.blocked:
+                since, times = self.scheduler._queue.blocked[found]
+                first = self.firsts.setdefault(found.number, [since, 0])
+                assert first[0] == since
+                assert times <= self.settings.max_bypass
         queued = set(self.status(*QUEUED)) - set(self.scheduler.outgrown())
         # Whoever is first now was looked at, and had it fitted it would have been admitted.
         assert not queued or queued & set(self.firsts)
@@ -744,7 +747,7 @@ class Serving(RuleBasedStateMachine):
         for number, first in self.firsts.items():
             found = self.scheduler.live[number]
             place = (0, self.orders[number]) if number in self.orders else (1, 0)
-            behind = not again or (0, admitted.order) > place
+            behind = not again or (0, admitted.turn[1]) > place
             if admitted.request.priority > found.request.priority or (
                 admitted.request.priority == found.request.priority and behind
             ):
@@ -783,7 +786,7 @@ class Serving(RuleBasedStateMachine):
     def prefill(self):
         live = self.scheduler.live.values()
         ready = [it for it in live if it.status is RequestStatus.READY]
-        rows = Counter(it.lane for it in live if it.row is not None)
+        rows = Counter(it.lane for it in live if self.scheduler.row_of(it) is not None)
         number = self.scheduler.next_prefill()
         for lane in LANES:
             if not rows[lane]:
@@ -796,9 +799,9 @@ class Serving(RuleBasedStateMachine):
             return
         chosen = self.scheduler.live[number]
         before = [it for it in ready if it.lane == chosen.lane]
-        assert chosen is min(before, key=lambda it: (it.request.priority, it.turn, it.order))
+        assert chosen is min(before, key=lambda it: (it.request.priority, *it.turn))
         mine = [it for it in before if it.request.tenant == chosen.request.tenant]
-        assert chosen is min(mine, key=lambda it: (it.request.priority, it.order))
+        assert chosen is min(mine, key=lambda it: (it.request.priority, it.turn[1]))
         if chosen.lane is not None:
             self.batches[chosen.lane] += 1
             assert not self.settings.static or self.batches[chosen.lane] <= LANES[chosen.lane]
@@ -886,8 +889,9 @@ class Serving(RuleBasedStateMachine):
         assert self.ended.keys().isdisjoint(live) and set(self.ended.values()) <= {1}
         assert len(self.ended) + len(live) == self.submitted
         for lane, rows in LANES.items():
-            inside = [it for it in live.values() if it.lane == lane and it.row is not None]
-            assert len({it.row for it in inside}) == len(inside) <= rows
+            row_of = self.scheduler.row_of
+            inside = [it for it in live.values() if it.lane == lane and row_of(it) is not None]
+            assert len({row_of(it) for it in inside}) == len(inside) <= rows
             assert len(inside) < 2 or not any(it.alone for it in inside)
             hungry = {
                 RequestStatus.WAITING,

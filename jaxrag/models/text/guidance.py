@@ -26,7 +26,6 @@ class Grammar:
 
     Attributes:
       guide: that it is of.
-      first: bits of the tokens that an answer may begin with, uint32 [ceil(V / 32)].
     """
 
     def __init__(
@@ -41,7 +40,7 @@ class Grammar:
         self._words = _words(tokenizer, vocab_size, eos_ids)
         self._text = _grammar_of(guide)
         try:
-            self.first = self.matcher().allowed()
+            self.matcher().allowed()
         except EngineError as error:
             raise _refused(guide, str(error)) from None
 
@@ -67,6 +66,11 @@ class Matcher:
         self._matcher, self._size = matcher, size
         self.next: HostArray | None = None
 
+    def restart(self) -> None:
+        """Back to the beginning of an answer."""
+        self._matcher.reset()
+        self.next = None
+
     def take(self, token_id: int) -> bool:
         """The answer grows by a token; False: it is complete.
 
@@ -87,6 +91,14 @@ class Matcher:
             why = self._matcher.get_error() or "the vocabulary has no token that may follow"
             raise EngineError(f"the answer cannot take the form that was asked for: {_line(why)}")
         return bits
+
+
+@functools.lru_cache(maxsize=64)
+def grammar_of(
+    tokenizer: Tokenizer, guide: Guide, vocab_size: int, eos_ids: frozenset[int]
+) -> Grammar:
+    """A Grammar, and the same again for who asks again."""
+    return Grammar(tokenizer, guide, vocab_size, eos_ids)
 
 
 def _grammar_of(guide: Guide) -> str:

@@ -64,9 +64,6 @@ class Replica:
 
         def begin() -> int:
             request = request_of(job.request, self._stores(job.store))
-            guide = request.sampling.guide
-            grammar = engine.runner.model.grammar(guide, request.eos_ids)
-            request = dataclasses.replace(request, grammar=grammar)
 
             def sink(progress: Progress) -> None:
                 loop.call_soon_threadsafe(news.put_nowait, progress)

@@ -39,7 +39,7 @@ def grammar_of(tokenizer):
 def drawn(grammar, tokenizer, draw, most=400):
     """A text of tokens that are allowed, and whether it came to its end."""
     matcher, ids = grammar.matcher(), []
-    allowed = grammar.first
+    allowed = matcher.allowed()
     while allowed is not None and len(ids) < most:
         choices = np.flatnonzero(np.unpackbits(allowed.view(np.uint8), bitorder="little"))
         assert choices[-1] < 600

@@ -134,10 +134,11 @@ def _nothing(runner, state, there):
 
 def _place(prompts, state):
     """Which of the prompts a request is of."""
+    run = state.run.ids
     return next(
         at
         for at, it in enumerate(prompts)
-        if it.num_tokens == state.next_position and (it.ids[-len(state.ids) :] == state.ids).all()
+        if it.num_tokens == state.next_position and (it.ids[-len(run) :] == run).all()
     )
 
 

@@ -142,11 +142,11 @@ def test_law_4_later_tokens_change_nothing(rng, work, model_of, family, name):
 
         def change(runner, state):
             if cut is not None:
-                state.ids[cut:] = 3 + (state.ids[cut:] + 5) % 90
+                state.run.ids[cut:] = 3 + (state.run.ids[cut:] + 5) % 90
 
         def look(runner, state):
             pages = work.pool_kv(runner, state.table.pages)
-            return [x.reshape(x.shape[0], -1, *x.shape[3:])[:, state.slots] for x in pages]
+            return [x.reshape(x.shape[0], -1, *x.shape[3:])[:, state.run.slots] for x in pages]
 
         with work.selecting(after=change):
             served = work.served(model, method_with(name, 0.4), *prompts, look=look)
