@@ -20,7 +20,7 @@ from jaxrag.reuse.decode import Decoding
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Ticket:
-    """A step in flight: new tokens of every row, and who is to have how many of which.
+    """A step in flight: new tokens of every row, and who is still to have how many of which.
 
     ``epoch``: of the pool that it runs on; it is void on another.
     """
@@ -198,17 +198,16 @@ class Lanes:
                 drawn = jax.tree.map(to_host, ticket.new)
             except Exception as error:
                 raise Broken(error, [sequence for _, sequence, _ in ticket.rows]) from error
-            for row, sequence, new in ticket.rows:
+            while ticket.rows:
                 if ticket.epoch != self._state.epoch:  # a client had the pool made anew
                     return
+                row, sequence, new = ticket.rows.pop(0)
                 if not self._state.ended(sequence):
                     self._took(sequence, *_told(drawn, sequence, (row, slice(new))))
-            if ticket.epoch != self._state.epoch:
-                return
-            self._in_flight.remove(ticket)
-            for _, sequence, _ in ticket.rows:
-                if self._state.ended(sequence) and not self.runs(sequence):
+                elif not self.runs(sequence):
                     self._release(sequence)
+            if ticket.epoch == self._state.epoch:
+                self._in_flight.remove(ticket)
 
     def clear(self) -> None:
         """Nobody has a row; what the lanes hold on the device goes."""

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections import abc
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import numpy as np
@@ -104,7 +104,7 @@ def notes_on_missed(sequence: Sequence, in_memory: bool = False) -> Iterator[str
 
 def account(sequence: Sequence) -> list[PartReuse]:
     """What became of the prefix (unless it is empty), of every chunk and of every turn."""
-    method, maintained = sequence.request.method, sequence.request.encoders
+    method = sequence.request.method
     chunks = sequence.parts[1:]
     recomputed = np.zeros(len(chunks), int)
     if sequence.choice is not None:
@@ -117,8 +117,6 @@ def account(sequence: Sequence) -> list[PartReuse]:
         if not len(part.ids):
             continue
         how, where, why = _turn(method, part) if part.turn else _found(method, part)
-        if why and part.chunk >= 0 and part.origin is not None and maintained is not None:
-            why += _since_ingest(method.encoder_of(part.chunk), maintained)
         row = PartReuse(name, len(part.ids), how, where, int(again), why)
         same = [at for at, it in enumerate(rows) if (it.part, it.how) == (name, how)]
         if same:  # pages of one turn
@@ -161,10 +159,3 @@ def _found(method: Method, part: PromptPart) -> tuple[How, KVTier | None, str]:
     if found.how == "pool" or found.how == "host" or found.how == "store":
         return "prefix hit" if part.exact else "chunk hit", found.how, ""
     return "encoded" if found.how == "encoded" else "in place", None, found.why
-
-
-def _since_ingest(encoder: str, maintained: Collection[str]) -> str:
-    if encoder not in maintained:
-        return f"; the knowledge base keeps {', '.join(maintained)}, not {encoder}"
-    moved = ", or its neighbours are others now" if encoder.startswith("neighbours") else ""
-    return f"; it was there once: evicted or removed{moved}"

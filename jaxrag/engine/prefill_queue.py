@@ -94,8 +94,11 @@ class PrefillQueue:
                     group.prefill = self._start(group)
                 left -= group.prefill.next_piece() * len(group.members)
                 if not group.prefill.left:
-                    del self._groups[0]
                     self._end(group, group.prefill.prefilled)
+                    del self._groups[0]
+                    for sequence in group.members:
+                        if self._state.ended(sequence) and not self.runs(sequence):
+                            self._release(sequence)
             except Exception as error:
                 raise Broken(error, group.members) from error
         return left < budget or self._look_ahead()
@@ -200,7 +203,6 @@ class PrefillQueue:
             sequence.moments["prefilled"] = now
             place.append(None if state.ended(sequence) else sequence)
             if state.ended(sequence):
-                self._release(sequence)
                 continue
             if sequence.request.on_prefill is not None:
                 sequence.request.on_prefill(state.runner, sequence, prefilled.row(row))

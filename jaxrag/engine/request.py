@@ -41,9 +41,14 @@ class Prompt:
     turns: tuple[int, ...] = ()
 
     @property
+    def places(self) -> list[int]:
+        """Which of the chunks are no turns."""
+        return [index for index in range(len(self.chunks)) if index not in self.turns]
+
+    @property
     def lengths(self) -> list[int]:
         """Tokens of every chunk, without the turns."""
-        return [len(ids) for index, ids in enumerate(self.chunks) if index not in self.turns]
+        return [len(self.chunks[index]) for index in self.places]
 
     @property
     def ids(self) -> HostArray:
@@ -68,8 +73,6 @@ class Request:
       sampling: how its tokens are drawn.
       eos_ids: tokens that end it and are not part of it.
       indexing: what indexes chunks that are encoded on the way are stored with.
-      encoders: those under which a knowledge base keeps these very chunks, which tells a chunk
-        whose KV is gone from one that never had any; None where they are not kept.
       rows: of the program that decodes it; requests share one in which their rows are as many. Its
         logits are bit-equal at equal ``rows``, whoever has the others.
       keeps: turns of its prompt are looked for in the pool, and its final block and its answer
@@ -92,7 +95,6 @@ class Request:
     sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
     eos_ids: frozenset[int] = frozenset()
     indexing: Indexing | None = None
-    encoders: tuple[str, ...] | None = None
     rows: int = 1
     keeps: bool = False
     watched: bool = False

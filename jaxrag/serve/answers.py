@@ -125,7 +125,7 @@ class Growing:
         tokenizer = question.settings.model.tokenizer
         stream = None if tokenizer is None else tokenizer.stream()
         self._question, self._notify = question, notify
-        least = question.request.sampling.min_tokens
+        least = question.sampling.min_tokens
         self._whole = question.settings.ask.cite == "marks"  # marks are known at its end
         self._answer = Answer(tuple(question.settings.ask.stop), stream, least)
 
@@ -182,7 +182,7 @@ class Stream:
     @property
     def prompt(self) -> list[dict[str, Any]]:
         """What is asked, part by part: "part", "tokens" and "text" (conversation.shown_prompt)."""
-        return shown_prompt(self._question.settings.model, self._question.request.prompt)
+        return shown_prompt(self._question.settings.model, self._question.prompt)
 
     def _run(self) -> Iterator[str]:
         self._question = _current(self._question)
@@ -192,7 +192,7 @@ class Stream:
             return
         news: queue.SimpleQueue[News] = queue.SimpleQueue()
         engine = engine_of(self._question.settings.model)
-        request = dataclasses.replace(self._question.request, watched=True)
+        request = dataclasses.replace(self._question, watched=True)
         number: int | None = engine.add(request, Growing(self._question, news.put).sink)
         try:
             while self.result is None:
@@ -222,9 +222,7 @@ class AsyncStream:
 
     async def __aiter__(self) -> AsyncIterator[str]:
         question = await asyncio.to_thread(self._prepared)
-        question = dataclasses.replace(
-            question, request=dataclasses.replace(question.request, watched=True)
-        )
+        question = dataclasses.replace(question, watched=True)
         async with contextlib.aclosing(_answered(question)) as pieces:
             async for piece in pieces:
                 if isinstance(piece, Result):
@@ -261,7 +259,7 @@ async def _answered(question: ReadyQuestion) -> AsyncGenerator[str | Result, Non
         loop.call_soon_threadsafe(news.put_nowait, item)
 
     engine = engine_of(question.settings.model)
-    number: int | None = engine.add(question.request, Growing(question, notify).sink)
+    number: int | None = engine.add(question, Growing(question, notify).sink)
     try:
         while number is not None:
             item = await news.get()
@@ -305,7 +303,7 @@ def serve(questions: Sequence[ReadyQuestion], batch_size: int) -> Iterator[dict[
         silent = {i: abstained(ready[i]) for i in chosen if ready[i].abstains}
         asked = [
             (
-                dataclasses.replace(ready[i].request, rows=batch_size),
+                dataclasses.replace(ready[i], rows=batch_size),
                 Growing(ready[i], functools.partial(_whole, news, i)).sink,
             )
             for i in chosen
@@ -342,7 +340,6 @@ def _current(question: ReadyQuestion) -> ReadyQuestion:
     # Processes in lockstep ask the same: none may see a change that the others have not seen.
     if engine_of(question.settings.model).settings.lockstep or question.is_current:
         return question
-    assert question.again is not None
     return question.again()
 
 
@@ -368,7 +365,7 @@ def abstained(question: ReadyQuestion) -> Result:
         flops=0,
         reuse=[],
         indexes={},
-        notes=list(question.notes),
+        notes=list(question.settings.notes),
     )
 
 
@@ -377,7 +374,9 @@ def result_of(question: ReadyQuestion, answer: Answer, outcome: Outcome) -> Resu
     assert answer.finish_reason is not None
     settings, reuse, why = question.settings, outcome.reuse, list[str]()
     if settings.kb is not None and question.retrieved:
-        reuse, why = explained(settings.kb, settings.method, settings.template, reuse)
+        reuse, why = explained(
+            settings.kb, settings.method, settings.template, question.prompt, reuse
+        )
     spent = {
         "retrieve": question.retrieve_seconds,
         "wait": outcome.wait_seconds,
@@ -397,17 +396,17 @@ def result_of(question: ReadyQuestion, answer: Answer, outcome: Outcome) -> Resu
         flops=outcome.flops,
         reuse=reuse,
         indexes=outcome.indexes,
-        notes=[*question.notes, *outcome.notes, *why],
+        notes=[*settings.notes, *outcome.notes, *why],
         citations=citations,
     )
 
 
 def _cited(question: ReadyQuestion, answer: Answer, outcome: Outcome) -> tuple[str, list[Citation]]:
     """The text of an answer, and its citations, as they were asked for."""
-    looks, prompt = outcome.looks, question.request.prompt
+    looks = outcome.looks
     if looks is None:
         return answer.text, []
-    passages = [at for at in range(len(prompt.chunks)) if at not in prompt.turns]
+    passages = question.prompt.places
     looks = Looks(looks.votes[:, passages], looks.most[:, passages])
     numbers = [it.number for it in question.sources]
     tokenizer = question.settings.model.text_tokenizer()

@@ -247,6 +247,7 @@ class FoundChunk:
       source: what a result says of it.
       ids: [T] int32.
       chunk_id: in the knowledge base; None where it was given.
+      behind: ids of the contents that it was encoded behind there.
       bare: no template is put around it.
     """
 
@@ -254,15 +255,17 @@ class FoundChunk:
     title: str
     ids: HostArray
     chunk_id: int | None = None
+    behind: tuple[str, ...] = ()
     bare: bool = False
 
 
-def numbered(members: Sequence[FoundChunk], newest: Sequence[FoundChunk]) -> list[Source]:
-    """The sources of a prompt in its order, numbered best first, the newest question's before."""
+def numbered(members: Sequence[FoundChunk], newest: Sequence[FoundChunk]) -> list[FoundChunk]:
+    """The chunks of a prompt in its order, numbered best first, the newest question's before."""
     new = set(map(id, newest))
     best = sorted(members, key=lambda it: (id(it) not in new, it.source.number))
     numbers = {id(it): number for number, it in enumerate(best, 1)}
-    return [dataclasses.replace(it.source, number=numbers[id(it)]) for it in members]
+    sources = (dataclasses.replace(it.source, number=numbers[id(it)]) for it in members)
+    return [dataclasses.replace(it, source=own) for it, own in zip(members, sources, strict=True)]
 
 
 def laid_out(

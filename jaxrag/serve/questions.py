@@ -41,7 +41,6 @@ from jaxrag.serve.suits import (
     default_method,
     for_no_chunks,
     gated,
-    kept_encoders,
     renamed,
     unplaced,
     untuned,
@@ -52,6 +51,8 @@ from jaxrag.serve.words import check_text, check_words, some_of
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """What all questions of a run have in common. Make one with ``resolve``.
+
+    Those of a ``ReadyQuestion`` have what is not about it turned off.
 
     Attributes:
       kb: that is searched; None: none.
@@ -78,39 +79,58 @@ class Settings:
             yield text
 
 
-@dataclasses.dataclass(frozen=True)
-class ReadyQuestion:
-    """One question, ready to be served. Make one with ``prepare``.
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class ReadyQuestion(Request):
+    """One question as the engine is asked it, and what its answer needs. Made by ``prepare``.
 
     Attributes:
-      request: what the engine is asked.
-      sources: the chunks of its prompt, in prompt order.
-      notes: what a result says about all that happened so far.
-      retrieved: whether the chunks are those of the knowledge base.
-      abstains: whether the model is not asked, as the filter or the least score left no chunk.
+      settings: that hold for it; their notes are on all that happened so far.
+      found: the chunks of its prompt but for turns, in order, as they are cited.
+      retrieve_seconds: what finding them took.
       again: makes it ready anew, as what it was made from may have left the knowledge base.
-      chunk_ids: of its chunks that were retrieved.
-      content_ids: of the neighbours that these were encoded behind.
-      plain: its chunks are passages that were found in its messages.
     """
 
     settings: Settings
-    request: Request
-    sources: list[Source]
+    found: tuple[FoundChunk, ...]
     retrieve_seconds: float
-    notes: list[str]
-    retrieved: bool = True
-    abstains: bool = False
-    again: "Callable[[], ReadyQuestion] | None" = None
-    chunk_ids: tuple[int, ...] = ()
-    content_ids: tuple[str, ...] = ()
-    plain: bool = False
+    again: "Callable[[], ReadyQuestion]"
+
+    @property
+    def sources(self) -> list[Source]:
+        """What a result says of its chunks."""
+        return [it.source for it in self.found]
+
+    @property
+    def retrieved(self) -> bool:
+        """Whether its chunks are those of the knowledge base."""
+        return self.settings.kb is not None and all(it.chunk_id is not None for it in self.found)
+
+    @property
+    def abstains(self) -> bool:
+        """Whether the model is not asked, as the filter or the least score left no chunk."""
+        nothing = all(it.chunk_id is None for it in self.found)
+        return self.settings.kb is not None and nothing and self.settings.ask.unanswerable != "ask"
+
+    @property
+    def plain(self) -> bool:
+        """Whether its chunks are passages that were found in its messages."""
+        return self.settings.ask.plain == "passages"
+
+    @property
+    def chunk_ids(self) -> tuple[int, ...]:
+        """Of its chunks that were retrieved."""
+        return tuple(it.chunk_id for it in self.found if it.chunk_id is not None)
+
+    @property
+    def content_ids(self) -> tuple[str, ...]:
+        """Of the neighbours that these were encoded behind."""
+        return tuple(dict.fromkeys(name for it in self.found for name in it.behind))
 
     @property
     def is_current(self) -> bool:
         """Whether all that it is made from is still in the knowledge base."""
         kb = self.settings.kb
-        return kb is None or self.again is None or kb.holds(self.chunk_ids, self.content_ids)
+        return kb is None or kb.holds(self.chunk_ids, self.content_ids)
 
 
 def resolve(
@@ -204,53 +224,50 @@ def prepare(
     notes = list(settings.notes)
     found = _retrieved(settings, talk, documents, notes)
     retrieve_seconds = time.perf_counter() - start
-    abstains = _abstains(settings, documents, found, notes)
-    alone = documents is None and settings.kb is None and not len(settings.ask.blocks)
-    verbatim = alone and is_verbatim(settings.ask, settings.model, talk)
+    if not any(found) and (settings.kb is not None or documents is not None):
+        notes += _on_nothing(settings, documents is None)
+    ask, model = settings.ask, settings.model
+    alone = documents is None and settings.kb is None and not len(ask.blocks)
+    verbatim = alone and is_verbatim(ask, model, talk)
     if verbatim:
-        prompt, members = verbatim_prompt(
-            settings.ask, settings.model, settings.method, talk, settings.encode
-        )
+        prompt, members = verbatim_prompt(ask, model, settings.method, talk, settings.encode)
     else:
         prompt, members = _laid_out(settings, talk, found)
+    again = functools.partial(prepare, settings, question, documents, sampling)
     if not any(found) and not (verbatim and members):
-        settings = dataclasses.replace(
-            settings, method=for_no_chunks(settings.method, settings.ask)
-        )
-    method, kb = settings.method, settings.kb
-    kept = settings.ask.prefix_cache
-    plain = verbatim and settings.ask.plain == "passages"
-    if plain and kept is None:
+        settings = dataclasses.replace(settings, method=for_no_chunks(settings.method, ask))
+    method, kb, kept = settings.method, settings.kb, ask.prefix_cache
+    if verbatim and ask.plain == "passages" and kept is None:
         kept = False  # bit for bit the same whatever was asked before
     keeps = talk.keeps and kept is not False and not _as_blocks(settings)
     notes += _unknown(settings, talk, documents, prompt)
     notes += _on_turns(settings, talk, keeps, verbatim)
-    check_length(settings.model, prompt, settings.ask.max_new_tokens)
-    neighbours, content_ids = _neighbours(settings, members, prompt)
-    prompt = dataclasses.replace(prompt, neighbours=neighbours)
-    retrieved = documents is None and all(it.chunk_id is not None for it in members)
-    request = Request(
+    check_length(model, prompt, ask.max_new_tokens)
+    if not verbatim and ask.plain != "off":
+        ask = dataclasses.replace(ask, plain="off")
+    if documents is not None and ask.unanswerable != "ask":
+        ask = dataclasses.replace(ask, unanswerable="ask")
+    members = numbered(members, found[-1])
+    prompt, members = _behind_others(settings, members, prompt)
+    ready = ReadyQuestion(
         prompt,
         settings.store,
         # leading parts are kept where that is exact whatever the pool holds
         dataclasses.replace(method, prefix_cache=True) if keeps and not method.encoder else method,
-        settings.ask.max_new_tokens,
+        ask.max_new_tokens,
         sampling=sampling,
-        eos_ids=settings.model.eos_ids,
+        eos_ids=model.eos_ids,
         indexing=None if kb is None else kb.indexing,
-        encoders=kept_encoders(kb, method, settings.template) if retrieved else None,
-        rows=settings.ask.batch_size or 1,
+        rows=ask.batch_size or 1,
         keeps=keeps,
-        cited=settings.ask.cite != "no",
+        cited=ask.cite != "no",
+        settings=dataclasses.replace(settings, ask=ask, notes=tuple(notes)),
+        found=tuple(members),
+        retrieve_seconds=retrieve_seconds,
+        again=again,
     )
-    engine_of(settings.model).check_fits(request)
-    return ReadyQuestion(
-        settings, request, numbered(members, found[-1]), retrieve_seconds, notes, retrieved,
-        abstains,
-        again=functools.partial(prepare, settings, question, documents, sampling),
-        chunk_ids=tuple(it.chunk_id for it in members if it.chunk_id is not None),
-        content_ids=content_ids, plain=plain,
-    )  # fmt: skip
+    engine_of(model).check_fits(ready)
+    return ready
 
 
 def _as_blocks(settings: Settings) -> bool:
@@ -348,28 +365,19 @@ def _searched(
     ], hits.notes
 
 
-def _abstains(
-    settings: Settings,
-    documents: Sequence[Text | Passage] | None,
-    found: Sequence[Sequence[FoundChunk]],
-    notes: list[str],
-) -> bool:
-    """Whether the model is not asked, as nothing was found; ``notes`` gets why."""
+def _on_nothing(settings: Settings, searched: bool) -> Iterator[str]:
+    """Notes on a question that no chunk was found for, or given."""
     ask, kb = settings.ask, settings.kb
-    if any(found) or (kb is None and documents is None):
-        return False
-    abstains = documents is None and ask.unanswerable == "abstain"
     what = "was asked without any"
-    if abstains:
+    if searched and ask.unanswerable == "abstain":
         what = "was not asked; unanswerable='ask' (--unanswerable ask) asks it without any"
-    notes.append(f"no chunk was found for the question; it {what}")
+    yield f"no chunk was found for the question; it {what}"
     if ask.min_score is not None:
-        notes.append(f"only chunks with a score of {ask.min_score:g} or more count")
+        yield f"only chunks with a score of {ask.min_score:g} or more count"
     if ask.groups is not None:
-        notes.append("only documents count that the reader's groups may read")
+        yield "only documents count that the reader's groups may read"
     elif ask.where is not None and kb is not None:
-        notes += (f"where: {why}" for why in kb.why_nothing(ask.where))
-    return abstains
+        yield from (f"where: {why}" for why in kb.why_nothing(ask.where))
 
 
 def _laid_out(
@@ -455,33 +463,40 @@ def _unknown(
         )
 
 
-def _neighbours(
-    settings: Settings, members: Sequence[FoundChunk], prompt: Prompt
-) -> tuple[tuple[tuple[HostArray, ...], ...] | None, tuple[str, ...]]:
-    """What each chunk was, or is to be, encoded behind; None where the method's encoder sees none.
+def _behind_others(
+    settings: Settings, members: list[FoundChunk], prompt: Prompt
+) -> tuple[Prompt, list[FoundChunk]]:
+    """With what each chunk was, or is to be, encoded behind, if the method's encoder sees any.
 
-    Neighbours in the knowledge base of chunks that were retrieved, whose content ids come second.
-    Chunks that were given are each other's, in their order, as many as there may be. Turns have
-    none.
+    Neighbours in the knowledge base of chunks that were retrieved. Chunks that were given are each
+    other's, in their order, as many as there may be. Turns have none.
     """
     names = (settings.method.encoder, settings.method.first_encoder)
     seeing = [name for name in names if name is not None and encoder_named(name).sees_neighbours]
     if not seeing:
-        return None, ()
+        return prompt, members
     stored = [chunk.chunk_id for chunk in members if chunk.chunk_id is not None]
     chunks = [ids for index, ids in enumerate(prompt.chunks) if index not in prompt.turns]
     of_given = [ids for it, ids in zip(members, chunks, strict=True) if it.chunk_id is None]
     room = settings.model.config.max_positions - len(prompt.prefix)
     others = iter(list(each_other(of_given, room)))
-    placed: list[Placed] = []
+    placed: Iterator[Placed] = iter(())
     if settings.kb is not None and stored:
-        placed = settings.kb.placed(stored, seeing[0], settings.template)
-    in_kb = iter([one.neighbours for one in placed])
-    of_members = iter([next(others if it.chunk_id is None else in_kb) for it in members])
-    all_of_them = tuple(
+        placed = iter(settings.kb.placed(stored, seeing[0], settings.template))
+    neighbours, behind = [], list[FoundChunk]()
+    for it in members:
+        if it.chunk_id is None:
+            neighbours.append(next(others))
+        else:
+            one = next(placed)
+            neighbours.append(one.neighbours)
+            it = dataclasses.replace(it, behind=one.content_ids)
+        behind.append(it)
+    of_members = iter(neighbours)
+    every = tuple(
         () if index in prompt.turns else next(of_members) for index in range(len(prompt.chunks))
     )
-    return all_of_them, tuple(dict.fromkeys(it for one in placed for it in one.content_ids))
+    return dataclasses.replace(prompt, neighbours=every), behind
 
 
 def _given(what: str, document: Text | Passage, model: Model) -> FoundChunk:

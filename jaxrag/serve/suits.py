@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxrag.base.errors import ConfigError, RequestError
+from jaxrag.engine.request import Prompt
 from jaxrag.engine.reuse import PartReuse
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.models.model import Model
@@ -204,31 +205,50 @@ def renamed(method: Method, template: PromptTemplate) -> tuple[str, ...]:
 
 
 def explained(
-    kb: KnowledgeBase, method: Method, template: PromptTemplate, reuse: Sequence[PartReuse]
+    kb: KnowledgeBase,
+    method: Method,
+    template: PromptTemplate,
+    prompt: Prompt,
+    reuse: Sequence[PartReuse],
 ) -> tuple[list[PartReuse], list[str]]:
     """Why chunks of a knowledge base were not found that could have been: in ``reuse``, and notes.
 
-    They lie there under another template, or not under the method's encoders.
+    They lie there under another template, or not under the method's encoders, or no more.
     """
     missed = [row for row in reuse if row.part != "prefix" and row.how in ("encoded", "in place")]
     if not missed or method.encoder is None:
         return list(reuse), []
     wanted = dict.fromkeys(filter(None, (method.encoder, method.first_encoder)))
-    if stored_otherwise(kb, method, template):
+    otherwise = stored_otherwise(kb, method, template)
+    places = iter(prompt.places)
+
+    def told(row: PartReuse) -> PartReuse:
+        place = next(places) if row.part.startswith("chunk") else None
+        if row not in missed or place is None:
+            return row
         why = f"; stored under the template {kb.template.name!r}, asked under {template.name!r}"
-        return [
-            dataclasses.replace(row, why=row.why + why) if row in missed else row for row in reuse
-        ], []
+        if not otherwise:
+            why = _since_ingest(kb, method.encoder_of(place)) if row.why else ""
+        return dataclasses.replace(row, why=row.why + why)
+
+    rows = [told(row) for row in reuse]
     lacking = [name for name in wanted if name not in kb.encoders]
-    if not lacking:
-        return list(reuse), []
+    if otherwise or not lacking:
+        return rows, []
     flags = " ".join(f"--encoder {name}" for name in lacking)
-    return list(reuse), [
+    return rows, [
         f"{method.name} reads chunks encoded as {' and '.join(wanted)}, the knowledge base keeps "
         f"{', '.join(kb.encoders)}: {len(missed)} chunks of {sum(row.tokens for row in missed)} "
         f"tokens were encoded for this answer; `jaxrag ingest PATH... --kb {kb.path} {flags}` does "
         "it once, before questions"
     ]
+
+
+def _since_ingest(kb: KnowledgeBase, encoder: str) -> str:
+    if encoder not in kb.encoders:
+        return f"; the knowledge base keeps {', '.join(kb.encoders)}, not {encoder}"
+    moved = ", or its neighbours are others now" if encoder.startswith("neighbours") else ""
+    return f"; it was there once: evicted or removed{moved}"
 
 
 def stored_otherwise(kb: KnowledgeBase, method: Method, template: PromptTemplate) -> bool:
@@ -239,12 +259,3 @@ def stored_otherwise(kb: KnowledgeBase, method: Method, template: PromptTemplate
     if not any(encoder_named(name).sees_prefix for name in encoders):
         return False
     return (template.prefix, template.chat) != (kb.template.prefix, kb.template.chat)
-
-
-def kept_encoders(
-    kb: KnowledgeBase | None, method: Method, template: PromptTemplate
-) -> tuple[str, ...] | None:
-    """The encoders under which the knowledge base keeps what is retrieved, as the prompt has it."""
-    if kb is None or stored_otherwise(kb, method, template):
-        return None
-    return tuple(kb.encoders)

@@ -90,8 +90,8 @@ def warm_up(
     settings = resolve(ask, kb=kb, model=model)
     engine = engine_of(settings.model)
     if len(questions):
-        asked = (prepare(settings, text).request for text in questions)
-        requests = [dataclasses.replace(one, watched=stream) for one in asked]
+        asked = (prepare(settings, text) for text in questions)
+        requests: list[Request] = [dataclasses.replace(one, watched=stream) for one in asked]
         programs = engine.warm_up(requests)
     else:
         if kb is not None:

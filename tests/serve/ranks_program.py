@@ -78,7 +78,7 @@ documents = None if kb else work["documents"]
 
 
 def request_of(question, documents):
-    return dataclasses.replace(prepare(served, question, documents).request, rows=4)
+    return dataclasses.replace(prepare(served, question, documents), rows=4)
 
 
 class Clients:

@@ -205,7 +205,7 @@ def test_a_system_message_changes_no_chunk(text_model):
         Ask(method="full_reuse", template="plain", k=5, max_new_tokens=2), model=text_model
     )
     talk = Conversation(("Who?",), system="Be brief.")
-    shown = shown_prompt(text_model, prepare(settings, talk, DOCUMENTS, Sampling()).request.prompt)
+    shown = shown_prompt(text_model, prepare(settings, talk, DOCUMENTS, Sampling()).prompt)
     assert shown[-1]["text"] == "Be brief.\n\nQuestion: Who?\nAnswer:"
 
 
@@ -289,7 +289,7 @@ def test_law_2_turns_in_the_pool_among_chunks_of_several_questions(kb):
     questions, answers = ("salt wells", "tea bricks", "a bridge"), []
     for turn in range(3):
         talk = Conversation(questions[: turn + 1], tuple(answers), keeps=True)
-        request = prepare(settings, talk, None, Sampling()).request
+        request = prepare(settings, talk, None, Sampling())
         found, parts = logits_of(kb.model, request)
         kept = [part.kept for part in parts if part.turn]
         assert sum(kept) > sum(len(it) // 16 for it in answers) or not turn
@@ -318,14 +318,14 @@ def ready(model, asked, blocks=(), template="plain", earlier="exact"):
 def test_law_2_blocks_are_chunks_of_their_own_whatever_the_question(text_model):
     for question in QUESTIONS:
         one = ready(text_model, question, EXAMPLES)
-        prompt = one.request.prompt
+        prompt = one.prompt
         decode = text_model.tokenizer.decode
         assert [decode(ids) for ids in prompt.chunks[:2]] == EXAMPLES
         assert [it.document_id for it in one.sources] == [
             *("blocks[0]", "blocks[1]"),
             *("documents[0]", "documents[1]"),
         ]
-        found, parts = logits_of(text_model, one.request)
+        found, parts = logits_of(text_model, one)
         np.testing.assert_allclose(found, packed(text_model, prompt), rtol=1e-4, atol=2e-5)
         if question is not QUESTIONS[0]:
             assert {part.origin.how for part in parts} == {"pool"}
@@ -348,11 +348,11 @@ def test_blocks_are_kept_in_the_repository(kb):
 def test_law_2_earlier_turns_as_blocks(text_model):
     talk = Conversation(("Who?", QUESTIONS[1]), ("A brick.",), keeps=True)
     one = ready(text_model, talk, earlier="blocks")
-    prompt = one.request.prompt
+    prompt = one.prompt
     decode = text_model.tokenizer.decode
     assert not prompt.turns
     assert decode(prompt.chunks[-1]) == "Question: Who?\nAnswer:A brick."
-    found, _ = logits_of(text_model, one.request)
+    found, _ = logits_of(text_model, one)
     np.testing.assert_allclose(found, packed(text_model, prompt), rtol=1e-4, atol=2e-5)
     messages = [user("Who?"), assistant("A brick."), user(QUESTIONS[1])]
     options = {"documents": DOCUMENTS, "model": text_model, "template": "plain", **BRIEF}

@@ -87,7 +87,7 @@ def answered(model, rules_file, messages):
     """Ids and log-probabilities of an answer, and how many chunks were found."""
     ask = Ask(plain="passages", passage_rules=rules_file, **BRIEF)
     asked = prepare(resolve(ask, model=model), conversation_of(messages))
-    *_, last = progress = list(engine_of(model).iterate([asked.request]))
+    *_, last = progress = list(engine_of(model).iterate([asked]))
     ids = [it for one in progress for it in one.new]
     hits = sum(row.how == "chunk hit" for row in last.outcome.reuse)
     return ids, [it for one in progress for it in one.logprobs], hits

@@ -66,7 +66,7 @@ def test_the_template_of_caller_knowledge_base_model_and_method(word_model, text
 
 
 def test_a_word_level_model_refuses_words_it_does_not_know(word_model):
-    assert prepared(word_model, "Where does Kora Felell live?").notes == []
+    assert prepared(word_model, "Where does Kora Felell live?").settings.notes == ()
     with refused(RequestError, "'Hamburg'"):
         prepared(word_model, "Where is Hamburg Hamburg!")
     with refused(RequestError, "'f'"):
@@ -146,23 +146,23 @@ def test_a_sub_word_model_refuses_only_a_question_it_cannot_read_at_all(tiny_con
     plain = PromptTemplate("t", "", "{text}", "{question}")
     with refused(RequestError, "'桑桑'"):
         prepared(model, "\u6851\u6851?", ["text"], plain)
-    assert prepared(model, "who is \u6851\u6851?", ["text"], plain).notes == [
-        "the model's vocabulary lacks words of the question: '\u6851\u6851'"
-    ]
+    assert prepared(model, "who is \u6851\u6851?", ["text"], plain).settings.notes == (
+        "the model's vocabulary lacks words of the question: '\u6851\u6851'",
+    )
 
 
 def test_unknown_words_of_documents_and_templates_are_notes(word_model):
     notes = prepared(word_model, "Who taught Kora Felell?", ["a lighthouse", "a lighthouse tower"])
-    assert notes.notes == [
-        "the model's vocabulary lacks words of the documents: 'lighthouse', 'tower'"
-    ]
-    (note,) = prepared(word_model, "Who taught Kora Felell?", template="turborag").notes
+    assert notes.settings.notes == (
+        "the model's vocabulary lacks words of the documents: 'lighthouse', 'tower'",
+    )
+    (note,) = prepared(word_model, "Who taught Kora Felell?", template="turborag").settings.notes
     assert "tokens of the template 'turborag'; use the one that it was trained with" in note
 
 
 def test_token_ids_are_not_looked_at(word_model):
     for documents in ([[2]], np.full((2, 3), 2)):
-        assert prepared(word_model, [2, 2], documents).notes == []
+        assert prepared(word_model, [2, 2], documents).settings.notes == ()
 
 
 def test_a_recorded_template_with_split_markers_is_used_with_a_note(text_model, tmp_path):

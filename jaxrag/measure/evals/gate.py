@@ -166,12 +166,7 @@ def compare(
                 here = [ready[i] for i in batch]
                 tally.add(batch, full, *forced_logits(one, here, answers))
                 bar.update(len(batch))
-    chunk_tokens = sum(
-        len(chunk)
-        for ready in prepared[-1]
-        for place, chunk in enumerate(ready.request.prompt.chunks)
-        if place not in ready.request.prompt.turns
-    )
+    chunk_tokens = sum(sum(ready.prompt.lengths) for ready in prepared[-1])
     measured = tuple(
         tally.measured(one.method.recompute_ratio or 0.0, chunk_tokens, target)
         for one, tally in zip(settings[1:], tallies, strict=True)
@@ -190,14 +185,14 @@ def _prepare(settings: Settings, questions: QuestionFile, compute_last: int) -> 
             one = prepare(settings, question.text, question.documents, SamplingParams())
         except RequestError as error:
             raise RequestError(f"{where}: {error}") from None
-        if not one.request.prompt.chunks:
+        if not one.prompt.chunks:
             raise RequestError(f"{where} finds no chunk and can test no reuse; leave it out")
-        prompt = one.request.prompt
+        prompt = one.prompt
         count = len(prompt.chunks)
         last = range(max(0, count - compute_last), count)
         if last:
             prompt = dataclasses.replace(prompt, turns=tuple({*prompt.turns, *last}))
-            one = dataclasses.replace(one, request=dataclasses.replace(one.request, prompt=prompt))
+            one = dataclasses.replace(one, prompt=prompt)
         ready.append(one)
     return ready
 
@@ -229,9 +224,9 @@ def forced_logits(
     logits: list[HostArray] = []
     recomputed = 0
     for question, answer in zip(questions, answers, strict=True):
-        method = dataclasses.replace(question.request.method, decode=Dense())
+        method = dataclasses.replace(question.method, decode=Dense())
         request = dataclasses.replace(
-            question.request, method=method, max_new_tokens=len(answer) + 1, watched=True
+            question, method=method, max_new_tokens=len(answer) + 1, watched=True
         )
         look = functools.partial(_forced_logits, np.asarray(answer, np.int32))
         [(one, count)] = prefilled(engine, [request], look)

@@ -75,9 +75,8 @@ class Pool:
         if seeing:
             of_all = self._behind(seeing[0], number)
             neighbours = tuple(of_all[i] for i in chosen)
-        prompt = dataclasses.replace(one.request.prompt, neighbours=neighbours)
-        request = dataclasses.replace(one.request, prompt=prompt)
-        return dataclasses.replace(one, request=request)
+        prompt = dataclasses.replace(one.prompt, neighbours=neighbours)
+        return dataclasses.replace(one, prompt=prompt)
 
     def _choose(self, number: int, question: str) -> Sequence[int]:
         """The chunks that a question of a sample is asked over, in the order of its prompt.

@@ -96,21 +96,19 @@ def make_ready(
         encode = functools.partial(state.seen.ids, access.tenant, encode=tokenizer.encode)
     settings = dataclasses.replace(settings, encode=encode, check_cancelled=check_cancelled)
     ready = prepare(settings, asked, fields.documents, sampling)
-    request = ready.request
     if base is None and server.plain == "passages" and not isinstance(state.engine, Replicas):
-        loads = list(sequence_of(state.model, request).loads.values())
+        loads = list(sequence_of(state.model, ready).loads.values())
         bases = [it for name, it in state.knowledge_bases.items() if access.may_read(name)]
         bring_ingested(state.model, state.memory.store(access.tenant), bases, loads)
-    room = state.model.config.max_positions - request.prompt.num_tokens
-    request = dataclasses.replace(
-        request,
+    room = state.model.config.max_positions - ready.prompt.num_tokens
+    return dataclasses.replace(
+        ready,
         max_new_tokens=wanted or min(server.max_new_tokens, room),
-        eos_ids=frozenset() if fields.ignore_eos else request.eos_ids,
+        eos_ids=frozenset() if fields.ignore_eos else ready.eos_ids,
         watched=fields.stream,
         priority=_priority(state, access, fields.priority),
         tenant=access.tenant,
     )
-    return dataclasses.replace(ready, request=request)
 
 
 def _priority(state: ServerState, access: Access, asked: int | None) -> int:
@@ -218,16 +216,14 @@ class Asking:
         """
         check_cancelled = functools.partial(self._check_cancelled, deadline)
         self._asked = await self._loop.run_in_executor(threads, self._made, make, check_cancelled)
-        abstains, request = self._asked.abstains, self._asked.request
-        self.prompt_tokens = 0 if abstains else request.prompt.num_tokens
+        self.prompt_tokens = 0 if self._asked.abstains else self._asked.prompt.num_tokens
         self._growing = Growing(self._asked, self._hear)
 
     def ready_as(self, other: "Asking", choice: int) -> None:
         """Ready for another answer to the prompt of ``other``; which one joins its seed."""
         assert other._asked is not None
-        request = other._asked.request
-        request = dataclasses.replace(request, sampling=request.sampling.of_choice(choice))
-        self._asked = dataclasses.replace(other._asked, request=request)
+        sampling = other._asked.sampling.of_choice(choice)
+        self._asked = dataclasses.replace(other._asked, sampling=sampling)
         self.prompt_tokens, self.moments = other.prompt_tokens, dict(other.moments)
         self._growing = Growing(self._asked, self._hear)
 
@@ -252,7 +248,7 @@ class Asking:
             self._inbox.put(self._place, Piece(result.text, [], []))
             self._end(result)
             return
-        request = dataclasses.replace(question.request, timeout=left)
+        request = dataclasses.replace(question, timeout=left)
 
         def add() -> None:
             number = self._state.engine.add(request, self._sink)

@@ -57,7 +57,7 @@ def _ids(state: ServerState, fields: _Fields) -> list[int]:
     if fields.messages is not None:
         method = next(iter(state.methods.values()))
         settings = resolve(Ask(method=method, max_new_tokens=1, prefix_cache=False), model=model)
-        prompt = prepare(settings, fields.conversation()).request.prompt
+        prompt = prepare(settings, fields.conversation()).prompt
         return [int(it) for it in np.concatenate((prompt.prefix, *prompt.chunks, prompt.final))]
     text = fields.content if fields.prompt is None else fields.prompt
     if text is None:

@@ -71,7 +71,7 @@ def test_forced_logits_are_those_of_the_whole_text(kb, method):
     questions = [prepare(settings, q, None, SamplingParams()) for q in PROBES]
     answers = [[7, 300, 11, 5], [], [42]]
     found, recomputed = forced_logits(settings, questions, answers)
-    prompts = [question.request.prompt for question in questions]
+    prompts = [question.prompt for question in questions]
     for p, answer, logits in zip(prompts, answers, found, strict=True):
         ids = np.concatenate((p.prefix, *p.chunks, p.final, np.array(answer, np.int32)))
         pad = (0, 512 - len(ids))  # one shape compiles once

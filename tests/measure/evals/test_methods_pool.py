@@ -51,7 +51,7 @@ def test_given_chunks_stand_in_their_order(pool_of):
     samples = [s for s in pool.written.samples for _ in s.questions]
     assert len(asked) == 20 and len(pool.kbs) == 1
     assert [texts_of(one) for one in asked] == [list(sample.chunks) for sample in samples]
-    assert all(one.request.prompt.neighbours is None for one in asked)
+    assert all(one.prompt.neighbours is None for one in asked)
 
 
 def test_retrieved_chunks_are_what_a_search_in_the_sample_finds(pool_of):
@@ -89,7 +89,7 @@ def test_a_chunk_that_says_she_is_found_by_her_name(pool_of):
         template, tokenizer = pool.written.template, pool.written.model.text_tokenizer()
         for one in asked:
             shown = [template.chunk_ids(tokenizer, tokenizer.encode(t)) for t in texts_of(one)]
-            for ids, text_ids in zip(one.request.prompt.chunks, shown, strict=True):
+            for ids, text_ids in zip(one.prompt.chunks, shown, strict=True):
                 np.testing.assert_array_equal(ids, text_ids)
 
 

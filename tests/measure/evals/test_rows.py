@@ -200,7 +200,7 @@ def test_the_model_is_asked_in_its_chat_format_about_every_passage_once(
         tokenizer = chat_kb.model.tokenizer
         results = []
         for one in ready:
-            prompt = one.request.prompt
+            prompt = one.prompt
             parts = (prompt.prefix, *prompt.chunks, prompt.final)
             prompts.append("".join(tokenizer.decode(p, skip_special=False) for p in parts))
             tree = next(tree for tree in TREES if f"The {tree} of" in prompts[-1])

@@ -119,12 +119,11 @@ class InProcess:
         start = time.perf_counter()
         passages = [Passage(text, title) for title, text in item.documents]
         ready = prepare(settings, item.question, passages or None, SamplingParams())
-        request = dataclasses.replace(ready.request, max_new_tokens=max_new_tokens)
-        ready = dataclasses.replace(ready, request=request)
+        ready = dataclasses.replace(ready, max_new_tokens=max_new_tokens)
         prepared = time.perf_counter() - start
         [found] = serve([ready], 1)
         seconds = prepared + found[0].timings["ttft"] - found[0].timings["retrieve"]
-        return found[0], seconds, request.prompt.num_tokens
+        return found[0], seconds, ready.prompt.num_tokens
 
 
 def settings_of(

@@ -169,11 +169,10 @@ def _question(settings: Settings, item: Item) -> ReadyQuestion:
     """The prompt of an item, with the beginning of its answer."""
     fitted = item.fitted
     question = prepare(settings, fitted.case.question, fitted.chunks, SamplingParams())
-    request = question.request
-    final = np.concatenate((request.prompt.final, fitted.lead))
-    prompt = dataclasses.replace(request.prompt, final=final)
+    final = np.concatenate((question.prompt.final, fitted.lead))
+    prompt = dataclasses.replace(question.prompt, final=final)
     assert prompt.num_tokens == item.length
-    return dataclasses.replace(question, request=dataclasses.replace(request, prompt=prompt))
+    return dataclasses.replace(question, prompt=prompt)
 
 
 def _answer(
@@ -217,7 +216,7 @@ def replies_to(model: Model, questions: Sequence[ReadyQuestion], rows: int) -> l
     """The answers to at most ``rows`` questions that are asked at once."""
     told: list[list[tuple[int, float]]] = [[] for _ in questions]
     replies: dict[int, Reply] = {}
-    requests = [dataclasses.replace(it.request, rows=rows, watched=True) for it in questions]
+    requests = [dataclasses.replace(it, rows=rows, watched=True) for it in questions]
     for news in engine_of(model).iterate(requests):
         if news.error is not None:
             raise news.error
@@ -231,7 +230,7 @@ def replies_to(model: Model, questions: Sequence[ReadyQuestion], rows: int) -> l
                 token_ids=ids,
                 finish_reason=news.finish_reason,
                 seconds=float(np.median(steps)) if len(steps) else None,
-                notes=[*questions[news.number].notes, *news.outcome.notes],
+                notes=[*questions[news.number].settings.notes, *news.outcome.notes],
             )
     return [replies[number] for number in range(len(questions))]
 

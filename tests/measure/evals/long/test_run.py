@@ -55,7 +55,7 @@ def asked(monkeypatch, village_model):
             return [answer(question) for question in questions]
 
         def answer(question):
-            request, name = question.request, question.request.method.name
+            request, name = question, question.method.name
             (place,) = [i for i, item in enumerate(items) if is_of(request, item)]
             asked[name][place] = request
             words = items[place].fitted.case.expected[0] if right(name, items[place]) else "She"
