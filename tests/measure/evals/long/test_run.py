@@ -55,11 +55,11 @@ def asked(monkeypatch, village_model):
             return [answer(question) for question in questions]
 
         def answer(question):
-            request, name = question, question.method.name
-            (place,) = [i for i, item in enumerate(items) if is_of(request, item)]
-            asked[name][place] = request
+            name = question.method.name
+            (place,) = [i for i, item in enumerate(items) if is_of(question, item)]
+            asked[name][place] = question
             words = items[place].fitted.case.expected[0] if right(name, items[place]) else "She"
-            return a_reply(words, [*question.notes, "a note"])
+            return a_reply(words, [*question.settings.notes, "a note"])
 
         def is_of(request, item):
             prompt, case = request.prompt, item.fitted.case
