@@ -21,6 +21,7 @@ from jaxrag.engine.attribution import PIECE, read_again
 from jaxrag.engine.lanes import Lanes
 from jaxrag.engine.links import Links
 from jaxrag.engine.looks import Looks
+from jaxrag.engine.mapping import turn_pages
 from jaxrag.engine.outcome import outcome_of
 from jaxrag.engine.prefill_queue import PrefillQueue
 from jaxrag.engine.progress import Outcome, Progress, Top
@@ -308,7 +309,7 @@ class Core:
 
         Nothing stays of one that is set aside, as its pages are others' now.
         """
-        for key, page, tokens in sequence.turn_pages():
+        for key, page, tokens in turn_pages(self.state.runner.model, sequence):
             self.state.scheduler.share(sequence.number, key, (page,), tokens)
 
     def _fail(self, sequence: Sequence, error: BaseException, why: Ending = "failed") -> None:

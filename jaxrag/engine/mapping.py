@@ -7,7 +7,7 @@ last the tokens that are chosen to be computed again (jaxrag.engine.prefill).
 
 import dataclasses
 from collections import abc
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from jaxrag.engine.kept import Context
 from jaxrag.engine.request import Prompt, Request, lane_of
 from jaxrag.engine.sequence import PromptPart, Sequence, is_one_run, stored_exact
 from jaxrag.engine.staging import ChunkLoad, ChunkOrigin
-from jaxrag.kv.cache import CachedChunk, PageTable, TableBuilder, pages_for
+from jaxrag.kv.cache import PAGE, CachedChunk, PageTable, TableBuilder, pages_for
 from jaxrag.models.model import Model
 from jaxrag.models.segments import Layout, lay_out
 from jaxrag.reuse.decode import Carried
@@ -30,8 +30,7 @@ def sequence_of(model: Model, request: Request, number: int = 0) -> Sequence:
     """Name what a request is to be served from; on any thread, nothing is touched."""
     prompt, method = request.prompt, request.method
     layout = _layout(prompt, method)
-    tokenizer = "" if model.tokenizer is None else model.tokenizer.digest
-    context = Context(request.store.fingerprint, tokenizer, request.tenant)
+    context = _beginning(model, request)
     leading = context.leading(prompt.prefix, prompt.chunks) if method.prefix_cache else []
     encoding = alone = None
     if method.encoder is not None:
@@ -51,24 +50,50 @@ def sequence_of(model: Model, request: Request, number: int = 0) -> Sequence:
                 position += len(piece)
         else:
             if chunk < 0 and alone is not None:  # its own context: nothing precedes it
-                if alone.store.layout.drops:  # it is computed here: nothing computes it again
-                    parts.append(part)
-                    continue
-                part.load = _load(alone, PREFIX_ENCODER, ids, None, "encode")
+                if not alone.store.layout.drops:  # else computed here: nothing computes it again
+                    part.load = _load(alone, PREFIX_ENCODER, ids, None, "encode")
             elif encoding is not None and not part.turn:
                 part.load = _chunk_load(request, encoding, chunk)
-            if leading and not part.turn:
+            if leading and not part.turn and (encoding is None or part.load is not None):
                 part.kept_key = leading[chunk + 1]
             parts.append(part)
         if request.keeps_turns:
             context = context.behind(part.load.key if part.load is not None else context.name(ids))
-    grammar = model.grammar(request.sampling.guide)
-    made = Sequence(
-        number, request, parts, context=context if request.keeps_turns else None,
-        matcher=None if grammar is None else grammar.matcher(),
-    )  # fmt: skip
+    made = Sequence(number, request, parts)
     made.lane = lane_of(request, made.need(lambda key: False).pages, model.placement)
+    if (grammar := model.grammar(request.sampling.guide)) is not None:
+        made.matcher = grammar.matcher()
     return made
+
+
+def _beginning(model: Model, request: Request) -> Context:
+    tokenizer = "" if model.tokenizer is None else model.tokenizer.digest
+    return Context(request.store.fingerprint, tokenizer, request.tenant)
+
+
+def turn_pages(model: Model, sequence: Sequence) -> Iterator[tuple[str, int, int]]:
+    """Key, page and number of tokens of every page with question and answer, if they stay.
+
+    The answer's last token is not among them, as it may never have been run. Under a sparse decode
+    rule no answer is: its KV is not what prefill computes.
+    """
+    request, prompt = sequence.request, sequence.request.prompt
+    stays = request.keeps_turns and sequence.is_mapped and sequence.swapped is None
+    if not stays or not sequence.read:
+        return
+    loads = {part.chunk: part.load for part in sequence.parts}
+    context = _beginning(model, request)
+    for chunk, ids in enumerate((prompt.prefix, *prompt.chunks), -1):
+        if len(ids):
+            load = loads[chunk]
+            context = context.behind(load.key if load is not None else context.name(ids))
+    sparse = request.method.decode.sparse
+    answer = np.array([] if sparse else sequence.tokens[: sequence.read - 1], np.int32)
+    turn = np.concatenate((prompt.final, answer)).astype(np.int32)
+    pages = sequence.table.pages[sequence.first_slot // PAGE :]
+    for page, (key, piece) in zip(pages, context.pieces(turn), strict=False):
+        if not sparse or len(piece) == PAGE:  # a shorter one would begin another page
+            yield key, page, len(piece)
 
 
 def most_pages(request: Request) -> int:

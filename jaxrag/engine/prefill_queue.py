@@ -14,6 +14,7 @@ from jaxrag.engine.away import start_row
 from jaxrag.engine.layerwise import LayerPrefill, start_prefill
 from jaxrag.engine.mapping import map_sequence
 from jaxrag.engine.prefill import PREFILL_TOKENS, Prefill, Prefilled, select_tokens
+from jaxrag.engine.progress import PrefillSink
 from jaxrag.engine.request import LaneKey, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sequence import RequestStatus, Sequence
@@ -204,8 +205,8 @@ class PrefillQueue:
             place.append(None if state.ended(sequence) else sequence)
             if state.ended(sequence):
                 continue
-            if sequence.request.on_prefill is not None:
-                sequence.request.on_prefill(state.runner, sequence, prefilled.row(row))
+            if isinstance(sequence.sink, PrefillSink):
+                sequence.sink.on_prefill(state.runner, sequence, prefilled.row(row))
             for key, part in sequence.kept_parts.items():
                 state.scheduler.share(sequence.number, key, part.pages, len(part.ids))
             if lane is None or not begins:

@@ -1,17 +1,33 @@
 """Prompts looked at while they are in the pool of the engine that serves them, for measurements."""
 
-import contextlib
-import dataclasses
+import queue
 from collections import abc
 from collections.abc import Callable
 from typing import Any
 
 from jaxrag.engine.engine import Engine
 from jaxrag.engine.prefill import Prefilled
+from jaxrag.engine.progress import Progress
 from jaxrag.engine.request import Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sequence import Sequence
 from jaxrag.engine.thread import result_of
+
+
+class _Client:
+    """Looks at a prompt, and passes the news on."""
+
+    def __init__(self, look: Callable[..., Any], hear: Callable[[Progress], None]) -> None:
+        self._look, self._hear = look, hear
+        self.found: Any = None
+
+    def __call__(self, progress: Progress) -> None:
+        """As a sink."""
+        self._hear(progress)
+
+    def on_prefill(self, *seen: Any) -> None:
+        """As ``PrefillSink``."""
+        self.found = result_of(lambda: self._look(*seen))
 
 
 def prefilled[Result](
@@ -21,25 +37,23 @@ def prefilled[Result](
 ) -> list[Result]:
     """Serve requests as far as their first tokens; what ``look`` makes of each in the pool.
 
-    ``look(runner, state, prefilled)`` is called as ``Request.on_prefill``. Raises what it raises,
-    and what ``Progress.error`` would hold.
+    ``look(runner, state, prefilled)`` is called as ``PrefillSink.on_prefill``. Raises what it
+    raises, and what ``Progress.error`` would hold.
     """
-    found: list[Any] = [None] * len(requests)
-
-    def asked(place: int, request: Request) -> Request:
-        def hook(*seen: Any) -> None:
-            found[place] = result_of(lambda: look(*seen))
-
-        return dataclasses.replace(request, on_prefill=hook)
-
-    began: set[int] = set()
-    news = engine.iterate([asked(*it) for it in enumerate(requests)])
-    with contextlib.closing(news):
-        while len(began) < len(requests):
-            progress = next(news)
+    news: queue.SimpleQueue[Progress] = queue.SimpleQueue()
+    clients = [_Client(look, news.put) for _ in requests]
+    numbers = engine.add_all(list(zip(requests, clients, strict=True)))
+    waiting = set(numbers)
+    try:
+        while waiting:
+            progress = news.get()
             if progress.error is not None:
                 raise progress.error
-            began.add(progress.number)
+            waiting.discard(progress.number)
+    finally:
+        for number in numbers:
+            engine.abort(number)
+    found = [client.found for client in clients]
     for one in found:
         if isinstance(one, BaseException):
             raise one

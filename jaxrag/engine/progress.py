@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
 
 from jaxrag.engine.looks import Looks
 from jaxrag.engine.reuse import PartReuse
@@ -107,6 +108,23 @@ class Where:
 # Is called on the engine's thread, and must not wait. True: no more tokens are wanted; the outcome
 # still comes.
 Sink = Callable[[Progress], bool | None]
+
+
+@runtime_checkable
+class PrefillSink(Protocol):
+    """A sink that also looks at its prompt in the pool."""
+
+    def __call__(self, progress: Progress, /) -> bool | None:
+        """As a ``Sink``."""
+        ...
+
+    def on_prefill(self, runner: Any, state: Any, prefilled: Any) -> None:
+        """The prompt is in the pool: where its KV lies, and what prefill gave, a batch of one.
+
+        On the engine's thread, before the first token is drawn, and again where the request is
+        begun again. It may write to the slots of the answer, which is of no use then.
+        """
+        ...
 
 
 def unheard(progress: Progress) -> None:

@@ -1,7 +1,6 @@
 """What the engine is asked: token ids, how to reuse their KV, and how many to generate."""
 
 import dataclasses
-from collections.abc import Callable
 
 import numpy as np
 
@@ -82,10 +81,6 @@ class Request:
       tenant: whose turn it is within a class.
       timeout: seconds from when it is added after which it fails; None: never.
       cited: its outcome says which chunks each token was chosen for.
-      on_prefill: called on the engine's thread once the prompt is in the pool, before its first
-        token is drawn and again where it is begun again: ``hook(runner, state, prefilled)`` with
-        where its KV lies and what prefill gave, a batch of one. It may write to the slots of the
-        answer, which is of no use then.
     """
 
     prompt: Prompt
@@ -102,7 +97,6 @@ class Request:
     tenant: str = ""
     timeout: float | None = None
     cited: bool = False
-    on_prefill: Callable[..., None] | None = None
 
     def over(self, ways: int) -> "Request":
         """With rows in as many equal parts, which is as many as the devices need at least."""

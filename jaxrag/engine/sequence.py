@@ -3,20 +3,19 @@
 import dataclasses
 import enum
 from collections import abc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import numpy as np
 
 from jaxrag.base.errors import EngineError
 from jaxrag.base.types import HostArray, Step, on_host
-from jaxrag.engine.kept import Context
 from jaxrag.engine.looks import LooksSoFar
 from jaxrag.engine.progress import Sink, unheard
 from jaxrag.engine.request import FAILED, LaneKey, Prompt, Request
 from jaxrag.engine.sampling_params import FinishReason
 from jaxrag.engine.staging import ChunkLoad, ChunkOrigin
-from jaxrag.kv.cache import PAGE, CachedChunk, TableBuilder, pages_for
+from jaxrag.kv.cache import CachedChunk, TableBuilder, pages_for
 from jaxrag.models.text.guidance import Matcher
 from jaxrag.reuse.encode import encoder_named
 from jaxrag.reuse.methods import Method
@@ -133,7 +132,6 @@ class Sequence:
       parts: the prefix and the chunks, turns that may be kept page by page: how each is brought in,
         then where its KV lies.
       lane: whose rows it needs from prefill on; None: it needs none (a single token).
-      context: of the final block, of a request that ``keeps_turns``.
       sink: is told of its progress.
       moments: when what happened, of ``progress.MOMENTS``, by the engine's clock.
       status: this, and all up to ``preemptions``, is kept by the scheduler.
@@ -157,7 +155,6 @@ class Sequence:
     request: Request
     parts: list[PromptPart]
     lane: LaneKey | None = None
-    context: Context | None = None
     sink: Sink = unheard
     moments: dict[str, float] = dataclasses.field(default_factory=dict)
     status: RequestStatus = RequestStatus.WAITING
@@ -346,22 +343,6 @@ class Sequence:
             if self.read == self.request.max_new_tokens:
                 return new, "length"
         return new, None
-
-    def turn_pages(self) -> Iterator[tuple[str, int, int]]:
-        """Key, page and number of tokens of every page with question and answer, if they stay.
-
-        The answer's last token is not among them, as it may never have been run. Under a sparse
-        decode rule no answer is: its KV is not what prefill computes.
-        """
-        if self.context is None or not self.is_mapped or self.swapped is not None or not self.read:
-            return
-        sparse, final = self.request.method.decode.sparse, self.request.prompt.final
-        answer = np.array([] if sparse else self.tokens[: self.read - 1], np.int32)
-        turn = np.concatenate((final, answer)).astype(np.int32)
-        pages = self.table.pages[self.first_slot // PAGE :]
-        for page, (key, piece) in zip(pages, self.context.pieces(turn), strict=False):
-            if not sparse or len(piece) == PAGE:  # a shorter one would begin another page
-                yield key, page, len(piece)
 
     def restart(self) -> None:
         """Begin from the start; what was sent is not sent again."""

@@ -37,7 +37,7 @@ TYPES: dict[str, type[Any]] = {
         *INDEXES.values(),
     )
 }
-_FIELDS = {it.name for it in dataclasses.fields(Request)} - {"store", "on_prefill"}
+_FIELDS = {it.name for it in dataclasses.fields(Request)} - {"store"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,12 +151,12 @@ def _command(table: dict[str, Any], stores: Mapping[str, KVStore]) -> Command:
 
 
 def request_table(request: Request) -> dict[str, Any]:
-    """A request for JSON, without its store and its hook."""
+    """A request for JSON, without its store."""
     return {name: _plain(getattr(request, name)) for name in sorted(_FIELDS)}
 
 
 def request_of(table: Mapping[str, Any], store: KVStore) -> Request:
-    """The request that a table was made of, without its hook.
+    """The request that a table was made of.
 
     Raises KeyError, TypeError, ValueError or JaxragError for a table that is of none.
     """

@@ -81,11 +81,6 @@ def is_ids(x: Any) -> bool:
     return all(isinstance(i, int | np.integer) and not isinstance(i, bool) for i in x)
 
 
-def _check_optional_count(name: str, value: Any) -> None:
-    if value is not None:
-        check_count(name, value)
-
-
 def _check_method(name: str, value: Any) -> None:
     from jaxrag.reuse.methods import Method
 
@@ -228,7 +223,6 @@ class Ask:
         "as [1] in its text",
         check=_check_choice,
     )
-    batch_size: int | None = option(None, check=_check_optional_count, shown=False)
 
     def __post_init__(self) -> None:
         check_fields(self)

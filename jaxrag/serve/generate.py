@@ -17,7 +17,16 @@ from jaxrag.reuse.decode import DecodeRule
 from jaxrag.reuse.methods import Method
 from jaxrag.reuse.names import Misses
 from jaxrag.serve.answers import AsyncStream, Result, Stream, answer, serve
-from jaxrag.serve.ask import Ask, Cite, EarlierTurns, Plain, Unanswerable, check_flag, check_texts
+from jaxrag.serve.ask import (
+    Ask,
+    Cite,
+    EarlierTurns,
+    Plain,
+    Unanswerable,
+    check_count,
+    check_flag,
+    check_texts,
+)
 from jaxrag.serve.conversation import Conversation, Text, conversation_of, questions_of
 from jaxrag.serve.questions import ReadyQuestion, prepare, resolve
 
@@ -32,7 +41,7 @@ class Message(TypedDict):
 
 
 class AskFields(TypedDict, total=False):
-    """What ``generate`` and ``agenerate`` take beside the question: three objects, and ``Ask``."""
+    """What ``generate`` and ``agenerate`` take beside the question: objects, rows, and ``Ask``."""
 
     kb: KnowledgeBase | None
     documents: Sequence[Text] | None
@@ -147,12 +156,13 @@ def generate(
     """
     _check_names("generate", options)
     alone = "stream=True takes one question, got a list; call generate for each"
+    rows = options.get("batch_size")
     ready, single = _ready(
-        "generate", question, messages, stream, options, alone if stream else None
+        "generate", question, messages, stream, options, rows, alone if stream else None
     )
     if stream:
         return Stream(ready[0])
-    rows = options.get("batch_size") or (1 if single else min(_ROWS, bucket(len(ready), 1)))
+    rows = rows or (1 if single else min(_ROWS, bucket(len(ready), 1)))
     results: dict[int, Result] = {}
     for done in serve(ready, rows):
         results |= done
@@ -197,8 +207,8 @@ def agenerate(
 
     def prepared() -> ReadyQuestion:
         alone = "agenerate takes one question, got a list; call it for each"
-        together: AskFields = {"batch_size": _ROWS, **options}
-        return _ready("agenerate", question, messages, stream, together, alone)[0][0]
+        rows = options.get("batch_size", _ROWS)
+        return _ready("agenerate", question, messages, stream, options, rows, alone)[0][0]
 
     return AsyncStream(prepared) if stream else _answered(prepared)
 
@@ -208,11 +218,20 @@ async def _answered(prepared: Callable[[], ReadyQuestion]) -> Result:
 
 
 def _ready(
-    caller: str, question: Any, messages: Any, stream: bool, options: AskFields, alone: str | None
+    caller: str,
+    question: Any,
+    messages: Any,
+    stream: bool,
+    options: AskFields,
+    rows: int | None,
+    alone: str | None,
 ) -> tuple[list[ReadyQuestion], bool]:
     """All questions, ready to be served, and whether it is one; ``alone`` refuses a list."""
     check_flag("stream", stream)
+    if rows is not None:
+        check_count("batch_size", rows)
     said: dict[str, Any] = {**options}
+    said.pop("batch_size", None)
     kb, documents, model = (said.pop(name, None) for name in ("kb", "documents", "model"))
     ask = Ask(**said)
     asked: list[Text] | list[Conversation]
@@ -234,7 +253,8 @@ def _ready(
     samplings = ask.samplings(len(asked))
     settings = resolve(ask, kb=kb, model=model)
     pairs = zip(asked, samplings, strict=True)
-    return [prepare(settings, text, documents, own) for text, own in pairs], single
+    ready = (prepare(settings, text, documents, own) for text, own in pairs)
+    return [dataclasses.replace(it, rows=rows or 1) for it in ready], single
 
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(Ask)}

@@ -258,7 +258,6 @@ def prepare(
         sampling=sampling,
         eos_ids=model.eos_ids,
         indexing=None if kb is None else kb.indexing,
-        rows=ask.batch_size or 1,
         keeps=keeps,
         cited=ask.cite != "no",
         settings=dataclasses.replace(settings, ask=ask, notes=tuple(notes)),

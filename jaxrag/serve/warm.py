@@ -85,13 +85,14 @@ def warm_up(
         template=template,
         k=k,
         max_new_tokens=max_new_tokens,
-        batch_size=batch_size,
     )
     settings = resolve(ask, kb=kb, model=model)
     engine = engine_of(settings.model)
     if len(questions):
         asked = (prepare(settings, text) for text in questions)
-        requests: list[Request] = [dataclasses.replace(one, watched=stream) for one in asked]
+        requests: list[Request] = [
+            dataclasses.replace(one, rows=batch_size, watched=stream) for one in asked
+        ]
         programs = engine.warm_up(requests)
     else:
         if kb is not None:
