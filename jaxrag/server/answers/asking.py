@@ -96,9 +96,14 @@ def make_ready(
     settings = dataclasses.replace(settings, encode=encode, check_cancelled=check_cancelled)
     ready = prepare(settings, asked, fields.documents, sampling)
     if base is None and server.plain == "passages" and not isinstance(state.engine, Replicas):
-        loads = list(sequence_of(state.model, ready).loads.values())
-        bases = [it for name, it in state.knowledge_bases.items() if access.may_read(name)]
-        bring_ingested(state.model, state.memory.store(access.tenant), bases, loads)
+        bases = [
+            it
+            for name, it in state.knowledge_bases.items()
+            if access.may_read(name) and it.chunking.pasted
+        ]
+        if bases:
+            loads = list(sequence_of(state.model, ready).loads.values())
+            bring_ingested(state.model, state.memory.store(access.tenant), bases, loads)
     room = state.model.config.max_positions - ready.prompt.num_tokens
     return dataclasses.replace(
         ready,

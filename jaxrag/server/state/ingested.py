@@ -20,9 +20,6 @@ def bring_ingested(
     What it pastes it has; that a knowledge base has it too is told by time, to its readers alone.
     Raises StoreError for KV that cannot be read or kept.
     """
-    bases = [base for base in bases if base.chunking.pasted]
-    if not bases or not loads:
-        return
     found = store.find([load.key for load in loads])
     lacking = [load for load in loads if not isinstance(found[load.key], Record)]
     for base in bases:
