@@ -1,6 +1,5 @@
 """The engine of a model: requests of token ids in, from any thread, and their tokens out."""
 
-import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -11,7 +10,7 @@ import threading
 import time
 import weakref
 from collections import Counter, abc, deque
-from collections.abc import AsyncIterator, Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
 
 from jaxrag.base.errors import ContextExceeded, EngineError, RequestError
@@ -125,9 +124,7 @@ class Engine:
 
     def check_fits(self, request: Request) -> None:
         """ContextExceeded for a request that the pool could not hold if it held nothing else."""
-        self._check_pages(most_pages(request), request)
-
-    def _check_pages(self, pages: int, request: Request) -> None:
+        pages = most_pages(request)
         if pages > self.num_pages:
             raise ContextExceeded(
                 f"the prompt of {request.prompt.num_tokens} tokens and its answer need "
@@ -302,29 +299,6 @@ class Engine:
             for number in left:
                 self.abort(number)
 
-    async def stream(self, request: Request) -> AsyncIterator[Progress]:
-        """Serve a request; its progress as it comes. Leaving the iteration aborts it.
-
-        Raises what ``Progress.error`` would hold.
-        """
-        loop = asyncio.get_running_loop()
-        news: asyncio.Queue[Progress] = asyncio.Queue()
-
-        def sink(progress: Progress) -> None:
-            loop.call_soon_threadsafe(news.put_nowait, progress)
-
-        number, ended = self.add(request, sink), False
-        try:
-            while not ended:
-                progress = await news.get()
-                ended = progress.last
-                if progress.error is not None:
-                    raise progress.error
-                yield progress
-        finally:
-            if not ended:
-                self.abort(number)
-
     def follow(self, follower: Follower) -> None:
         """Make the leader's turns, until it ends; on this thread, which calls what is compiled.
 
@@ -402,8 +376,8 @@ class Engine:
             check(model.config, placement, generates=bool(request.room))
         request.sampling.check_ids(model.config.vocab_size)
         number = next(self._numbers) if number is None else number
+        self.check_fits(request)
         sequence = sequence_of(model, request, number)
-        self._check_pages(sequence.need(lambda key: False).pages, request)
         sequence.sink = sink
         sequence.moments["added"] = self._clock() if now is None else now
         return sequence

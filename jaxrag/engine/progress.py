@@ -48,16 +48,16 @@ class Outcome:
       moments: when what happened, of MOMENTS, by the engine's clock; what did not is not there.
     """
 
-    wait_seconds: float
-    load_seconds: float
-    prefill_seconds: float
-    compile_seconds: float
-    per_token: float
-    computed: int
-    flops: int
-    reuse: list[PartReuse]
-    indexes: dict[str, int]
-    notes: list[str]
+    wait_seconds: float = 0.0
+    load_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    compile_seconds: float = 0.0
+    per_token: float = 0.0
+    computed: int = 0
+    flops: int = 0
+    reuse: list[PartReuse] = dataclasses.field(default_factory=list)
+    indexes: dict[str, int] = dataclasses.field(default_factory=dict)
+    notes: list[str] = dataclasses.field(default_factory=list)
     looks: Looks | None = None
     moments: dict[str, float] = dataclasses.field(default_factory=dict)
 

@@ -352,26 +352,24 @@ def _whole(
 
 def abstained(question: ReadyQuestion) -> Result:
     """What a question comes to that the model is not asked."""
-    spent = dict.fromkeys(("retrieve", "wait", "load", "compile", "prefill"), 0.0)
-    spent["retrieve"] = question.retrieve_seconds
-    return Result(
-        text=NOTHING_FOUND,
-        token_ids=[],
-        finish_reason="abstained",
-        method=question.settings.method.name,
-        sources=[],
-        timings={**spent, "ttft": sum(spent.values()), "per_token": 0.0},
-        counts=token_counts([]),
-        flops=0,
-        reuse=[],
-        indexes={},
-        notes=list(question.settings.notes),
-    )
+    return _result(question, NOTHING_FOUND, [], "abstained", Outcome(), [])
 
 
 def result_of(question: ReadyQuestion, answer: Answer, outcome: Outcome) -> Result:
     """What a question came to, once its answer and the engine's account of it are complete."""
     assert answer.finish_reason is not None
+    text, citations = _cited(question, answer, outcome)
+    return _result(question, text, answer.token_ids, answer.finish_reason, outcome, citations)
+
+
+def _result(
+    question: ReadyQuestion,
+    text: str,
+    token_ids: list[int],
+    finish_reason: FinishReason | Literal["abstained"],
+    outcome: Outcome,
+    citations: list[Citation],
+) -> Result:
     settings, reuse, why = question.settings, outcome.reuse, list[str]()
     if settings.kb is not None and question.retrieved:
         reuse, why = explained(
@@ -384,13 +382,12 @@ def result_of(question: ReadyQuestion, answer: Answer, outcome: Outcome) -> Resu
         "compile": outcome.compile_seconds,
         "prefill": outcome.prefill_seconds,
     }
-    text, citations = _cited(question, answer, outcome)
     return Result(
         text=text,
-        token_ids=answer.token_ids,
-        finish_reason=answer.finish_reason,
+        token_ids=token_ids,
+        finish_reason=finish_reason,
         method=settings.method.name,
-        sources=question.sources,
+        sources=[] if finish_reason == "abstained" else question.sources,
         timings={**spent, "ttft": sum(spent.values()), "per_token": outcome.per_token},
         counts=token_counts(outcome.reuse),
         flops=outcome.flops,
