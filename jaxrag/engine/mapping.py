@@ -29,7 +29,7 @@ from jaxrag.reuse.select import Selection, SelectionInput
 def sequence_of(model: Model, request: Request, number: int = 0) -> Sequence:
     """Name what a request is to be served from; on any thread, nothing is touched."""
     prompt, method = request.prompt, request.method
-    layout = _layout(prompt, method)
+    layout, turns = _layout(prompt, method), prompt.turns
     context = _beginning(model, request)
     leading = context.leading(prompt.prefix, prompt.chunks) if method.prefix_cache else []
     encoding = alone = None
@@ -40,7 +40,7 @@ def sequence_of(model: Model, request: Request, number: int = 0) -> Sequence:
     parts = []
     whole = zip((prompt.prefix, *prompt.chunks), (0, *layout.chunk_offsets), strict=True)
     for chunk, (ids, position) in enumerate(whole, -1):
-        part = PromptPart(ids, position, chunk, chunk in prompt.turns)
+        part = PromptPart(ids, position, chunk, chunk in turns)
         if not len(ids):
             parts.append(part)
             continue

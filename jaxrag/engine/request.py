@@ -1,6 +1,7 @@
 """What the engine is asked: token ids, how to reuse their KV, and how many to generate."""
 
 import dataclasses
+from collections.abc import Collection
 
 import numpy as np
 
@@ -25,24 +26,35 @@ DECODE_BLOCK = 8  # tokens of a row between two looks at it, when no client watc
 class Prompt:
     """Token ids of the parts, int32 each, tokenised separately.
 
-    ``neighbours`` holds for each chunk the chunks it was encoded behind, in their order; read by
-    encoders that see them, None where that is not known. ``question`` is where the question's own
-    tokens stand in the final block, the first and one past the last; None: all of it is the
-    question. ``turns`` says which of the chunks are none but what was said before, in a
-    conversation: they see all that precedes them, and no store is asked for them.
+    ``neighbours`` holds for each chunk the chunks it was encoded behind, in their order, read by
+    encoders that see them; None for one that is none but what was said before, in a conversation:
+    it sees all that precedes it, and no store is asked for it. None where nothing is known.
+    ``question`` is where the question's own tokens stand in the final block, the first and one past
+    the last; None: all of it is the question.
     """
 
     prefix: HostArray
     chunks: tuple[HostArray, ...]
     final: HostArray
-    neighbours: tuple[tuple[HostArray, ...], ...] | None = None
+    neighbours: tuple[tuple[HostArray, ...] | None, ...] | None = None
     question: tuple[int, int] | None = None
-    turns: tuple[int, ...] = ()
+
+    def with_turns(self, turns: Collection[int]) -> "Prompt":
+        """Some of the chunks are what was said before."""
+        known = self.neighbours or ((),) * len(self.chunks)
+        neighbours = tuple(None if at in turns else it for at, it in enumerate(known))
+        return dataclasses.replace(self, neighbours=neighbours) if turns else self
+
+    @property
+    def turns(self) -> tuple[int, ...]:
+        """Which of the chunks are what was said before."""
+        return tuple(at for at, it in enumerate(self.neighbours or ()) if it is None)
 
     @property
     def places(self) -> list[int]:
         """Which of the chunks are no turns."""
-        return [index for index in range(len(self.chunks)) if index not in self.turns]
+        turns = self.turns
+        return [index for index in range(len(self.chunks)) if index not in turns]
 
     @property
     def lengths(self) -> list[int]:

@@ -377,7 +377,7 @@ def _seen(method: Method, prompt: Prompt) -> tuple[tuple[int, ...], ...]:
     for chunk in range(len(prompt.chunks)):
         others: abc.Sequence[HostArray] = ()
         if prompt.neighbours and encoder_named(method.encoder_of(chunk)).sees_neighbours:
-            others = prompt.neighbours[chunk]
+            others = prompt.neighbours[chunk] or ()
         found = (place.get(ids.tobytes()) for ids in others)
         seen.append(tuple(index for index in found if index is not None))
     return tuple(seen)

@@ -321,7 +321,8 @@ def laid_out(
     shift = len(said) - len(asked[-1].final)
     first, last = asked[-1].question
     span = shift + first, shift + last
-    return Prompt(asked[0].before, tuple(chunks), said, question=span, turns=tuple(turns)), members
+    prompt = Prompt(asked[0].before, tuple(chunks), said, question=span)
+    return prompt.with_turns(turns), members
 
 
 def _joined(*parts: HostArray) -> HostArray:
@@ -335,7 +336,8 @@ def shown_prompt(model: Model, prompt: Prompt) -> list[dict[str, Any]]:
     without a token are left out.
     """
     counts = {"chunk": itertools.count(), "turn": itertools.count()}
-    kinds = ["turn" if i in prompt.turns else "chunk" for i in range(len(prompt.chunks))]
+    places = set(prompt.places)
+    kinds = ["chunk" if i in places else "turn" for i in range(len(prompt.chunks))]
     names = ["prefix", *(f"{kind} {next(counts[kind])}" for kind in kinds), "final block"]
     parts = zip(names, (prompt.prefix, *prompt.chunks, prompt.final), strict=True)
     tokenizer = model.tokenizer

@@ -274,7 +274,7 @@ def _laid_out(
             turn(ids[:-1])
             now, question = [ids[-1:]], None
     leading = tokenizer.leading_ids
-    prompt = Prompt(leading, tuple(chunks), _joined(now), question=question, turns=tuple(turns))
+    prompt = Prompt(leading, tuple(chunks), _joined(now), question=question).with_turns(turns)
     return prompt, members
 
 

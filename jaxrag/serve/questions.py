@@ -475,7 +475,7 @@ def _behind_others(
     if not seeing:
         return prompt, members
     stored = [chunk.chunk_id for chunk in members if chunk.chunk_id is not None]
-    chunks = [ids for index, ids in enumerate(prompt.chunks) if index not in prompt.turns]
+    chunks = [prompt.chunks[index] for index in prompt.places]
     of_given = [ids for it, ids in zip(members, chunks, strict=True) if it.chunk_id is None]
     room = settings.model.config.max_positions - len(prompt.prefix)
     others = iter(list(each_other(of_given, room)))
@@ -492,9 +492,8 @@ def _behind_others(
             it = dataclasses.replace(it, behind=one.content_ids)
         behind.append(it)
     of_members = iter(neighbours)
-    every = tuple(
-        () if index in prompt.turns else next(of_members) for index in range(len(prompt.chunks))
-    )
+    turns = prompt.turns
+    every = tuple(None if at in turns else next(of_members) for at in range(len(prompt.chunks)))
     return dataclasses.replace(prompt, neighbours=every), behind
 
 

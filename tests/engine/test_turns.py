@@ -35,7 +35,7 @@ class Talk:
 
     def request(self, **more):
         """What is asked next, of the same words however often this is called."""
-        prompt = Prompt(self.prefix, tuple(self.chunks), self.final, turns=tuple(self.turns))
+        prompt = Prompt(self.prefix, tuple(self.chunks), self.final).with_turns(self.turns)
         more = {"keeps": True, **self.more, **more}
         return Request(prompt, self.engine.memory, self.method, TOKENS, **more)
 

@@ -191,7 +191,7 @@ def _prepare(settings: Settings, questions: QuestionFile, compute_last: int) -> 
         count = len(prompt.chunks)
         last = range(max(0, count - compute_last), count)
         if last:
-            prompt = dataclasses.replace(prompt, turns=tuple({*prompt.turns, *last}))
+            prompt = prompt.with_turns({*prompt.turns, *last})
             one = dataclasses.replace(one, prompt=prompt)
         ready.append(one)
     return ready

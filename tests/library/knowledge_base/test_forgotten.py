@@ -53,7 +53,7 @@ class Asked:
         prompt = request.prompt
         parts = [*prompt.chunks, prompt.final]
         for others in prompt.neighbours or ():
-            parts += others
+            parts += others or ()
         self.texts += map(self.tokenizer.decode, parts)
 
     def key(self, key, ids, neighbours):
