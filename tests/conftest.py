@@ -30,6 +30,7 @@ import pytest
 
 import jaxrag.cli.waiting
 from jaxrag.base.config import ModelConfig, RopeConfig, YarnScaling
+from jaxrag.cli import main
 from jaxrag.measure.zoo import llama
 from jaxrag.models.export import export_hf
 from jaxrag.models.model import Model, load_model
@@ -281,6 +282,39 @@ def interruptible():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def jaxrag(capsys):
+    """Run the program in this process: exit code, stdout, stderr."""
+
+    def call(*arguments):
+        capsys.readouterr()
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as leaving:
+            code = leaving.code
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+@pytest.fixture
+def refused(jaxrag):
+    """Run what must fail with one line on stderr that holds these words, and nothing on stdout."""
+
+    def call(*arguments, words):
+        code, out, err = jaxrag(*arguments)
+        assert code == 1
+        assert out == ""
+        lines = err.splitlines()
+        assert len(lines) == 1, err
+        assert lines[0].startswith("jaxrag: error: ")
+        for word in [words] if isinstance(words, str) else words:
+            assert word in lines[0], lines[0]
+
+    return call
 
 
 @pytest.fixture(scope="session")

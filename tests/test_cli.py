@@ -35,39 +35,6 @@ TEXTS = {
 POOL = ["--cache-tokens", "8192"]
 
 
-@pytest.fixture
-def jaxrag(capsys):
-    """Run the program in this process: exit code, stdout, stderr."""
-
-    def call(*arguments):
-        capsys.readouterr()
-        try:
-            code = main([str(argument) for argument in arguments])
-        except SystemExit as leaving:
-            code = leaving.code
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
-
-
-@pytest.fixture
-def refused(jaxrag):
-    """Run what must fail with one line on stderr that holds these words, and nothing on stdout."""
-
-    def call(*arguments, words):
-        code, out, err = jaxrag(*arguments)
-        assert code == 1
-        assert out == ""
-        lines = err.splitlines()
-        assert len(lines) == 1, err
-        assert lines[0].startswith("jaxrag: error: ")
-        for word in [words] if isinstance(words, str) else words:
-            assert word in lines[0], lines[0]
-
-    return call
-
-
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory):
     directory = tmp_path_factory.mktemp("documents")

@@ -1,5 +1,6 @@
 """`jaxrag check`: what a directory is understood as, from its headers and at work."""
 
+import functools
 import json
 import os
 import shutil
@@ -11,7 +12,6 @@ import numpy as np
 import pytest
 
 from jaxrag.base.errors import ModelError
-from jaxrag.cli import main
 from jaxrag.kv.cache import budget
 from jaxrag.kv.placement import AWAY, KVPlacement
 from jaxrag.measure.bench import forms, model_check
@@ -32,15 +32,8 @@ MODELS = [name for name in dict.fromkeys(MODELS) if name != "embed"]
 
 
 @pytest.fixture
-def check(capsys):
-    """Run the command in this process: exit code, stdout, stderr."""
-
-    def call(*arguments):
-        capsys.readouterr()
-        code = main(["check", *map(str, arguments)])
-        return code, *capsys.readouterr()
-
-    return call
+def check(jaxrag):
+    return functools.partial(jaxrag, "check")
 
 
 @pytest.fixture(scope="module")

@@ -31,19 +31,6 @@ def kb(whole, tmp_path):
     return shutil.copytree(whole, tmp_path / "kb")
 
 
-@pytest.fixture
-def jaxrag(capsys):
-    """Run the program in this process: exit code, stdout, stderr."""
-
-    def call(*arguments):
-        capsys.readouterr()
-        code = main([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
-
-
 def spoil(kb, change):
     """Change the pages of the catalog, uint8 [P, PAGE_BYTES]; returns the bytes of before."""
     path = kb / "catalog.sqlite"

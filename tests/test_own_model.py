@@ -19,18 +19,6 @@ TEXTS = {
 QUESTION = "Who works the salt wells?"
 
 
-@pytest.fixture
-def jaxrag(capsys):
-    """Run the program in this process: exit code, stdout, stderr."""
-
-    def call(*arguments):
-        capsys.readouterr()
-        code = main([str(argument) for argument in arguments])
-        return code, *capsys.readouterr()
-
-    return call
-
-
 @pytest.fixture(scope="module")
 def kb(tmp_path_factory, chat_model_dir):
     folder = tmp_path_factory.mktemp("own") / "texts"

@@ -21,19 +21,6 @@ TWOFOLD = {
     "--data": {"DIR": "what clients upload", "FILE": "a data set's own"},
     "--requests": {"N": "so many", "FILE": "those recorded in it"},
 }
-# Spellings that are not to come back, by the name that took their place.
-RETIRED = {
-    "--contexts": ["--lengths"],
-    "--decode": ["--rules", "--decode-rule", "--decode-rules"],
-    "--encoder": ["--encoders"],
-    "--num-questions": ["--count"],
-    "--recompute-ratios": ["--ratios"],
-    "--repeats": ["--rounds"],
-    "--stored": ["--kv-dtype"],
-    "--batch-size": ["--batch-rows"],
-    "--method": ["--preset"],
-    "--k": ["--top", "--retrieved"],
-}
 # Words that say so little that different options share them.
 SHARED = {"", "none", "of each", "repeatable", "after a warm-up", "at most", "of a request",
           "of the model", "of a step"}  # fmt: skip
@@ -57,12 +44,9 @@ for command, name, value, _ in OPTIONS:
     USES[name][value].append(command)
 
 
-@pytest.mark.parametrize("name", USES)
-def test_one_name_takes_one_kind_of_value(name):
-    assert set(USES[name]) == set(TWOFOLD.get(name, list(USES[name])[:1])), dict(USES[name])
-
-
-def test_what_has_two_kinds_of_value_still_has():
+def test_one_name_takes_one_kind_of_value():
+    for name, uses in USES.items():
+        assert set(uses) == set(TWOFOLD.get(name, list(uses)[:1])), (name, dict(uses))
     assert set(TWOFOLD) <= set(USES)
 
 
@@ -73,12 +57,6 @@ def test_one_meaning_has_one_name():
         if words not in SHARED and len(words.split()) > 2:
             names[words].add(name)
     assert {words: found for words, found in names.items() if len(found) > 1} == {}
-
-
-@pytest.mark.parametrize("now", RETIRED)
-def test_earlier_spellings_are_not_shown(now):
-    assert now in USES
-    assert not set(RETIRED[now]) & set(USES)
 
 
 def test_questions_are_a_file_and_their_number_is_called_so():

@@ -6,7 +6,6 @@ import shlex
 import subprocess
 from pathlib import Path
 
-import jsonschema
 import pytest
 import yaml
 
@@ -18,81 +17,6 @@ CLUSTER = ROOT / "scripts" / "cluster"
 KUBERAY = CLUSTER / "kuberay"
 
 
-def table(*required, **properties):
-    """A mapping that has these keys and no others."""
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(required),
-        "additionalProperties": False,
-    }
-
-
-TEXT, COUNT = {"type": "string"}, {"type": "integer", "minimum": 0}
-TEXTS = {"type": "array", "items": TEXT, "minItems": 1}
-TEXT_TABLE = {"type": "object", "additionalProperties": TEXT}
-PROBE = table(
-    periodSeconds=COUNT,
-    timeoutSeconds=COUNT,
-    failureThreshold=COUNT,
-    httpGet=table("path", "port", path=TEXT, port=TEXT),
-    exec=table("command", command=TEXTS),
-)
-CONTAINER = table(
-    "name", "image", "command", "args", "resources",
-    name=TEXT, image=TEXT, command=TEXTS, args=TEXTS,
-    ports={"type": "array", "items": table("containerPort", name=TEXT, containerPort=COUNT)},
-    readinessProbe=PROBE, livenessProbe=PROBE,
-    resources=table("limits", limits={"type": "object"}),
-    volumeMounts={
-        "type": "array",
-        "items": table(
-            "name", "mountPath", name=TEXT, mountPath=TEXT, readOnly={"type": "boolean"}
-        ),
-    },
-)  # fmt: skip
-VOLUME = {
-    **table(
-        "name", name=TEXT,
-        persistentVolumeClaim=table("claimName", claimName=TEXT),
-        emptyDir=table(medium={"const": "Memory"}, sizeLimit=TEXT),
-        secret=table("secretName", secretName=TEXT),
-    ),
-    "minProperties": 2, "maxProperties": 2,
-}  # fmt: skip
-TEMPLATE = table(
-    "spec",
-    spec=table(
-        "containers",
-        containers={"type": "array", "items": CONTAINER, "minItems": 1, "maxItems": 1},
-        volumes={"type": "array", "items": VOLUME},
-    ),
-)
-# Of KubeRay's RayCluster v1: the fields that are used here, by their names and types there.
-RAY_CLUSTER = table(
-    "apiVersion", "kind", "metadata", "spec",
-    apiVersion={"const": "ray.io/v1"},
-    kind={"const": "RayCluster"},
-    metadata=table("name", name=TEXT, annotations=TEXT_TABLE),
-    spec=table(
-        "headGroupSpec", "workerGroupSpecs", "rayVersion", "authOptions",
-        rayVersion={"type": "string", "pattern": r"^\d+\.\d+\.\d+$"},
-        authOptions=table("mode", mode={"enum": ["disabled", "token"]}),
-        headGroupSpec=table(
-            "rayStartParams", "template", rayStartParams=TEXT_TABLE, template=TEMPLATE
-        ),
-        workerGroupSpecs={
-            "type": "array", "minItems": 1,
-            "items": table(
-                "groupName", "replicas", "minReplicas", "maxReplicas", "template",
-                groupName=TEXT, replicas=COUNT, minReplicas=COUNT, maxReplicas=COUNT,
-                rayStartParams=TEXT_TABLE, template=TEMPLATE,
-            ),
-        },
-    ),
-)  # fmt: skip
-
-
 @pytest.fixture
 def cluster():
     return yaml.safe_load((KUBERAY / "raycluster.yaml").read_text(encoding="utf-8"))
@@ -102,13 +26,6 @@ def cluster():
 def network():
     text = (KUBERAY / "network.yaml").read_text(encoding="utf-8")
     return {part["kind"]: part for part in yaml.safe_load_all(text)}
-
-
-def test_the_ray_cluster_is_one(cluster):
-    jsonschema.validate(cluster, RAY_CLUSTER)
-    cluster["spec"]["headGroupSpec"]["template"]["spec"]["container"] = []
-    with pytest.raises(jsonschema.ValidationError, match="'container' was unexpected"):
-        jsonschema.validate(cluster, RAY_CLUSTER)
 
 
 def test_volumes_that_are_mounted_are_there(cluster):

@@ -8,7 +8,6 @@ import dataclasses
 import json
 import os
 import subprocess
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,34 +16,17 @@ import random_cases
 
 import jaxrag
 from jaxrag.base.config import Llama3Scaling, YarnScaling
-from jaxrag.base.installed import config_path
-from jaxrag.connectors import manifest
-from jaxrag.connectors.plan import Planner
 from jaxrag.measure.zoo import SMALL_LLAMA
-from jaxrag.models.export import convert, export_hf
-from jaxrag.models.model import random_model
-from jaxrag.models.reading import Reading
-from jaxrag.models.text.passage_rules import passage_rules
+from jaxrag.models.export import convert
 from jaxrag.serve.connector import write_connector
-from jaxrag.serve.wanted import NotedPrompt, lacking
 
 pytestmark = pytest.mark.vllm
 
 ROOT = Path(__file__).parents[2]
-PASTED = [
-    f"The {name} of the {ordinal} river. " + " ".join(
-        f"In {1900 + 9 * at + year} they ate {year} fish and slept {year + at} hours."
-        for year in range(5)
-    )
-    for at, (name, ordinal) in enumerate(
-        zip(("otters", "herons", "minks"), ("first", "second", "third"), strict=True)
-    )
-]  # fmt: skip
 COUNT = int(os.environ.get("JAXRAG_VLLM_QUESTIONS", "25"))
 CONFIG = dataclasses.replace(
     SMALL_LLAMA, num_layers=4, vocab_size=512, mlp_dim=512, max_positions=4096
 )
-READING = Reading(("reordered",))
 SCALED = {
     "llama3": Llama3Scaling(8.0, 1.0, 4.0, 256),
     "yarn": YarnScaling(4.0, 1024, 32.0, 1.0, 1.1386294361119891, True),
@@ -108,23 +90,6 @@ def test_two_workers(made):
     steps = [{"how": how, "batch": True} for how in ("spans", "exact")]
     found = run(folder, steps, engine={"tensor_parallel_size": 2})
     assert [said["tokens"] for said in found["steps"]] == [data["stored"], data["full"]]
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"engine": {"dtype": "bfloat16"}}, "dtype='bfloat16'"),
-        ({"engine": {"hf_overrides": {"rope_theta": 5e4, "rope_parameters": {
-            "rope_type": "default", "rope_theta": 5e4}}}}, "other angles"),
-        ({"engine": {"hf_overrides": {"sliding_window": 64, "model_type": "mistral",
-            "architectures": ["MistralForCausalLM"]}}}, "full attention"),
-    ],
-)  # fmt: skip
-def test_refused_before_serving(made, changes, said):
-    folder, _ = made
-    found = run(folder, [], **changes)
-    assert said in found["refused"]
-    assert "\n" not in found["refused"]
 
 
 @pytest.mark.parametrize(
@@ -203,69 +168,3 @@ def test_what_prompts_wanted_is_warm_after_the_command(tmp_path, how):
     assert cold["tokens"][0][: len(ours["full_attention"])] == ours["full_attention"]
     assert warm["cached"] == [len(prefix) + sum(len(it) for it in chunks)]
     assert warm["tokens"][0][: len(ours["turborag"])] == ours["turborag"]
-
-
-def test_pasted_passages_are_warm_after_the_command_in_any_order(tmp_path, tokenizer_dir):
-    """A stack that knows nothing of jaxrag: its passages are noted, encoded once, and found."""
-    config = dataclasses.replace(CONFIG, vocab_size=600)
-    model_dir = tmp_path / "model"
-    export_hf(model_dir, random_model(config, 3).params, config, tokenizer_dir, reading=READING)
-    model = jaxrag.load_model(model_dir, dtype="float32")
-    rules = tmp_path / "rules.toml"
-    common = config_path("common", "passages").read_text()
-    rules.write_text(common.replace("worth = 1024 ", "worth = 200 "))
-    kb = jaxrag.KnowledgeBase.open(tmp_path / "kb", model=model)
-    out, write = (
-        tmp_path / "manifest",
-        partial(
-            write_connector, kb, tmp_path / "manifest", serve=model_dir, passage_rules=str(rules)
-        ),
-    )
-    write()
-
-    def prompt(order):
-        sources = "\n".join(
-            f'<source id="{number}">\n{PASTED[at]}\n</source>' for number, at in enumerate(order, 1)
-        )
-        return model.tokenizer.encode(f"Use these.\n{sources}\nWhat do the otters eat?")
-
-    orders = [(0, 1, 2), (2, 1, 0), (1, 0, 2)]
-    prompts = [prompt(order) for order in orders]
-    cases = [{"chunks": [], "final": ids.tolist()} for ids in prompts]
-    data = {"prefix": [], "chunks": [], "cases": cases}
-    (tmp_path / "cases.json").write_text(json.dumps(data))
-    job = {"engine": {"max_model_len": 1024}, "extra": {"wanted_bytes": 100_000}}
-    [cold] = run(tmp_path, [{"how": "recognised", "ask": [0, 1]}], **job)["steps"]
-    report = write()
-    [warm] = run(tmp_path, [{"how": "recognised"}], **job)["steps"]
-    kept = passage_rules(str(rules))
-    parts, rests = [], []
-    for ids in prompts:
-        known = manifest.read(out)
-        nothing = dataclasses.replace(known, parts=known.parts[:0])
-        found = lacking(nothing, [NotedPrompt(ids, None)], model.tokenizer, kept)
-        plan, _ = Planner(known).plan(ids, None, 0)
-        lengths = [tokens for _, tokens in plan.parts]
-        starts = np.cumsum([0, *lengths[:-1]])
-        parts.append([ids[at : at + n] for at, n in zip(starts, lengths, strict=True)])
-        rests.append(ids[plan.end :])
-        assert plan.end == sum(len(it) for it in found.values())
-    nothing = np.zeros(0, np.int32)
-    ours = {
-        method: [
-            random_cases.answered(
-                model, kb.store, method, nothing, of,
-                [{"chunks": list(range(len(of))), "final": rest.tolist()}],
-            )[0]
-            for of, rest in zip(parts, rests, strict=True)
-        ]
-        for method in ("full_attention", "turborag")
-    }  # fmt: skip
-    kb.close()
-    assert ours["full_attention"] != ours["turborag"]
-    assert report.missing == 0
-    assert report.encoded == report.noted >= 6
-    assert cold["tokens"] == ours["full_attention"][:2]
-    assert cold["cached"] == [0, 0]
-    assert warm["tokens"] == ours["turborag"]
-    assert warm["cached"] == [sum(map(len, of)) for of in parts]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from starlette.applications import Starlette
 
@@ -220,6 +221,13 @@ def kept(running, served_model, village, tmp_path_factory):
     data = tmp_path_factory.mktemp("data")
     with running(served_model, {"village": village}, data=str(data)) as started:
         yield started
+
+
+@pytest.fixture(scope="module")
+def client(kept):
+    """OpenAI's client of that server."""
+    with openai.OpenAI(base_url=f"{kept.url}/v1", api_key="any", max_retries=0) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -15,12 +15,6 @@ BAD = {
 HOME = "What is the home of Giso Berow?"
 
 
-@pytest.fixture(scope="module")
-def client(kept):
-    with openai.OpenAI(base_url=f"{kept.url}/v1", api_key="any", max_retries=0) as made:
-        yield made
-
-
 def upload(client, name="story.txt", data=GOOD):
     return client.files.create(file=(name, data), purpose="assistants").id
 

@@ -1,8 +1,6 @@
 """Citations over HTTP, as OpenAI's own client and LangChain read them."""
 
 import httpx
-import openai
-import pytest
 from langchain_openai import ChatOpenAI
 
 ANIMAL = "Which animal does Radia Dalell keep?"
@@ -10,12 +8,6 @@ HOME = "What is the home of Giso Berow?"
 MODEL, KB = "synthetic", "synthetic@village"
 SPANS, MARKS = {"cite": "spans"}, {"cite": "marks"}
 VILLAGE = {"type": "file_search", "vector_store_ids": ["village"]}
-
-
-@pytest.fixture(scope="module")
-def client(kept):
-    with openai.OpenAI(base_url=f"{kept.url}/v1", api_key="any", max_retries=0) as made:
-        yield made
 
 
 def asked(client, **more):

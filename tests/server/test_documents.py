@@ -17,11 +17,6 @@ STORY = b"File 23: Giso Berow lives in Tondorf.\n\nFile 18: Mela Forow works as 
 HOME = "What is the home of Giso Berow?"
 
 
-@pytest.fixture(scope="module")
-def client(kept):
-    return openai.OpenAI(base_url=f"{kept.url}/v1", api_key="none", max_retries=0)
-
-
 def upload(client, name="story.txt", data=STORY):
     return client.files.create(file=(name, io.BytesIO(data)), purpose="assistants")
 

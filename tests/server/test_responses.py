@@ -20,12 +20,6 @@ VILLAGE = {"type": "file_search", "vector_store_ids": ["village"]}
 
 
 @pytest.fixture(scope="module")
-def client(kept):
-    with openai.OpenAI(base_url=f"{kept.url}/v1", api_key="any", max_retries=0) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
 def store(client):
     """A vector store with two files, of which one is of 2020."""
     made = client.vector_stores.create(name="notes")

@@ -52,17 +52,34 @@ def make_docx():
     return make
 
 
-@pytest.fixture
-def read(read_here):
+class Read:
     """``read(*paths, **options)``: the good documents and the bad ones, in their order."""
 
-    def call(*paths, **options):
-        found = list(read_here(paths, **options))
+    def __init__(self, here):
+        self._here = here
+
+    def __call__(self, *paths, **options):
+        found = list(self._here(paths, **options))
         good = [item for item in found if isinstance(item, Document)]
         bad = [item for item in found if isinstance(item, BadDocument)]
         return good, bad
 
-    return call
+    def only(self, *paths, **options):
+        """The one document; nothing is left out."""
+        [document], bad = self(*paths, **options)
+        assert bad == []
+        return document
+
+    def refused(self, *paths, **options):
+        """Why the one document is left out."""
+        good, [bad] = self(*paths, **options)
+        assert good == []
+        return bad.reason
+
+
+@pytest.fixture
+def read(read_here):
+    return Read(read_here)
 
 
 def pdf(pages, title="", encrypt=False):

@@ -13,20 +13,6 @@ from jaxrag.library.documents import files as files_module
 from jaxrag.library.documents.text import first_heading
 
 
-def only(answer):
-    good, bad = answer
-    assert bad == []
-    [document] = good
-    return document
-
-
-def reason(answer):
-    good, bad = answer
-    assert good == []
-    [reason] = bad
-    return reason.reason
-
-
 @pytest.fixture
 def linked(tmp_path):
     """A folder with links inside of it, out of it to a file and to a folder, and in a loop."""
@@ -73,7 +59,7 @@ def test_docx_that_lies_about_its_sizes_is_unpacked_no_further(tmp_path, read, m
     assert said.count((1000).to_bytes(4, "little")) == 2  # beside the part and in the directory
     (tmp_path / "a.docx").write_bytes(said)
     tracemalloc.start()
-    assert "Bad CRC-32" in reason(read(tmp_path))
+    assert "Bad CRC-32" in read.refused(tmp_path)
     assert tracemalloc.get_traced_memory()[1] < size // 4
     tracemalloc.stop()
 
@@ -84,7 +70,7 @@ def test_docx_parts_that_are_not_text_are_never_unpacked(tmp_path, read, make_do
         archive.writestr("word/media/image1.png", bytes(48 << 20))
     (tmp_path / "a.docx").write_bytes(bomb.getvalue())
     tracemalloc.start()
-    assert only(read(tmp_path)).text == "text"
+    assert read.only(tmp_path).text == "text"
     assert tracemalloc.get_traced_memory()[1] < 12 << 20
     tracemalloc.stop()
 
@@ -107,7 +93,7 @@ def test_docx_packed_as_none_is(tmp_path, read, make_docx):
         for name in old.namelist():
             new.writestr(name, old.read(name))
     (tmp_path / "a.docx").write_bytes(out.getvalue())
-    assert "packed in a way" in reason(read(tmp_path))
+    assert "packed in a way" in read.refused(tmp_path)
 
 
 def test_docx_of_many_paragraphs_and_styles(tmp_path, read, make_docx):
@@ -126,7 +112,7 @@ def test_docx_of_many_paragraphs_and_styles(tmp_path, read, make_docx):
         word_styles=lambda part: part.replace(b"</w:styles>", styles.encode() + b"</w:styles>"),
     )
     (tmp_path / "a.docx").write_bytes(data)
-    assert only(read(tmp_path)).text == "\n\n".join(f"## t{i}" for i in range(many))
+    assert read.only(tmp_path).text == "\n\n".join(f"## t{i}" for i in range(many))
 
 
 def test_docx_paragraphs_of_no_style_or_an_unknown_one_have_the_default(tmp_path, read, make_docx):
@@ -138,7 +124,7 @@ def test_docx_paragraphs_of_no_style_or_an_unknown_one_have_the_default(tmp_path
         )
 
     (tmp_path / "a.docx").write_bytes(make_docx(fill))
-    assert only(read(tmp_path)).text == "### a\n\n### b"
+    assert read.only(tmp_path).text == "### a\n\n### b"
 
 
 def test_docx_tables_in_tables_are_cells_on_one_line(tmp_path, read, make_docx):
@@ -149,7 +135,7 @@ def test_docx_tables_in_tables_are_cells_on_one_line(tmp_path, read, make_docx):
         inner.cell(0, 0).text, inner.cell(0, 2).text = " c ", "d  e"
 
     (tmp_path / "a.docx").write_bytes(make_docx(fill))
-    assert only(read(tmp_path)).text == "a b c | | d e | "
+    assert read.only(tmp_path).text == "a b c | | d e | "
 
 
 @pytest.mark.parametrize("name", ["a.html", "a.docx"])
@@ -162,7 +148,7 @@ def test_markup_of_too_many_tags_is_refused(tmp_path, read, make_docx, monkeypat
     (tmp_path / name).write_bytes(data)
     read(tmp_path)
     monkeypatch.setattr(files_module, "MAX_TAGS", many - 1)
-    assert "tags; split the file" in reason(read(tmp_path))
+    assert "tags; split the file" in read.refused(tmp_path)
 
 
 def names(bad):

@@ -3,8 +3,6 @@
 import json
 from email.message import EmailMessage
 
-import pytest
-
 
 def message(text="The salt wells.", html=None, attached=True):
     made = EmailMessage()
@@ -40,22 +38,6 @@ def test_a_message_without_plain_text_is_its_page(tmp_path, read):
     assert mail.text == "# Wells\n\nSalt."
 
 
-@pytest.mark.parametrize(
-    ("data", "reason"),
-    [
-        (b"Subject: x\n\n", "holds no text"),
-        (b"Content-Type: text/plain; charset=klingon\n\nx\xff", "cannot be parsed as a message"),
-        (b"Content-Type: image/png\n\nabc", "holds no text"),
-        (b"\0" * 50, "NUL"),
-    ],
-)
-def test_bad_messages_are_named(tmp_path, read, data, reason):
-    (tmp_path / "a.eml").write_bytes(data)
-    good, bad = read(tmp_path)
-    assert (good, len(bad)) == ([], 1)
-    assert reason in bad[0].reason
-
-
 def notebook(*cells, **metadata):
     made = [{"cell_type": kind, "source": source, "outputs": ["x"]} for kind, source in cells]
     return json.dumps({"cells": made, "metadata": metadata, "nbformat": 4})
@@ -67,24 +49,6 @@ def test_a_notebook_is_prose_and_code(tmp_path, read):
     [found] = read(tmp_path)[0]
     assert found.title == "Wells"
     assert found.text == "# Wells\nSalt.\n\n```python\nprint(1)\n```"
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        ("{", "not JSON"),
-        ("[]", "no notebook of format 4"),
-        ('{"worksheets": []}', "no notebook of format 4"),
-        (notebook(), "holds no cell"),
-        (notebook(("code", 3)), "without a text for its source"),
-        ('{"cells": [3]}', "without a text for its source"),
-    ],
-)
-def test_bad_notebooks_are_named(tmp_path, read, content, reason):
-    (tmp_path / "a.ipynb").write_text(content)
-    good, bad = read(tmp_path)
-    assert (good, len(bad)) == ([], 1)
-    assert reason in bad[0].reason
 
 
 def test_pictures_of_a_folder_are_passed_over(tmp_path, read_here):

@@ -7,17 +7,10 @@ import pytest
 from refusal import refused
 
 from jaxrag.base.errors import DocumentError
-from jaxrag.library.documents import BadDocument, Document, document_from_mapping, read_paths
+from jaxrag.library.documents import Document, document_from_mapping, read_paths
 
 
-def read(*paths):
-    found = list(read_paths(paths))
-    good = [item for item in found if isinstance(item, Document)]
-    bad = [item for item in found if isinstance(item, BadDocument)]
-    return good, bad
-
-
-def test_folder_is_read_recursively_sorted_without_hidden_entries(tmp_path):
+def test_folder_is_read_recursively_sorted_without_hidden_entries(tmp_path, read):
     (tmp_path / "sub").mkdir()
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "x.txt").write_text("hidden")
@@ -33,7 +26,7 @@ def test_folder_is_read_recursively_sorted_without_hidden_entries(tmp_path):
     assert bad == []
 
 
-def test_json_lines_one_document_per_line_and_bad_lines_named(tmp_path):
+def test_json_lines_one_document_per_line_and_bad_lines_named(tmp_path, read):
     lines = [
         json.dumps({"text": "one", "id": "first", "title": "T", "year": 1901}),
         "{not json",
@@ -62,7 +55,7 @@ def test_json_lines_one_document_per_line_and_bad_lines_named(tmp_path):
     assert all("\n" not in b.reason for b in bad)
 
 
-def test_undecodable_line_costs_only_itself(tmp_path):
+def test_undecodable_line_costs_only_itself(tmp_path, read):
     path = tmp_path / "docs.jsonl"
     path.write_bytes(b'{"text": "caf\xe9"}\n{"text": "good"}\n')
     good, bad = read(path)
@@ -80,14 +73,14 @@ def test_undecodable_line_costs_only_itself(tmp_path):
     ],
     ids=["utf-8", "utf-8 with mark", "utf-16-le", "utf-16-be"],
 )
-def test_encodings_that_are_read(tmp_path, data):
+def test_encodings_that_are_read(tmp_path, data, read):
     (tmp_path / "a.txt").write_bytes(data)
     good, bad = read(tmp_path)
     assert bad == []
     assert good[0].text == "zwölf 灯塔"
 
 
-def test_line_ends_are_unified(tmp_path):
+def test_line_ends_are_unified(tmp_path, read):
     (tmp_path / "a.txt").write_bytes(b"a\r\nb\rc\n")
     assert read(tmp_path)[0][0].text == "a\nb\nc\n"
 
@@ -105,9 +98,24 @@ def test_line_ends_are_unified(tmp_path):
         ("wide.jsonl", '{"text": "x"}'.encode("utf-16"), "UTF-16"),
         ("paper.pdf", b"%PDF", "cannot be parsed as PDF"),
         ("page.odt", b"PK", "not one of .txt, .md, .jsonl"),
+        ("a.docx", b"PK", "cannot be parsed as DOCX"),
+        ("a.html", b"<p></p><script>x</script>", "holds no text"),
+        ("a.html", b"<p>caf\xe9</p>", "byte 6 is not UTF-8"),
+        ("a.html", b'<meta charset="klingon"><p>x</p>', "'klingon', which is unknown"),
+        ("a.html", b"<div>" * 3000 + b"x", "nested too deeply"),
+        ("a.csv", b"text\n", "no rows"),
+        ("a.csv", b"a,b\n1,2\n", "no column is named text or content or body (columns: a, b)"),
+        ("a.csv", b"text,text\n1,2\n", "two columns have one name"),
+        ("a.eml", b"Content-Type: image/png\n\nabc", "holds no text"),
+        ("a.eml", b"Content-Type: text/plain; charset=klingon\n\nx\xff", "parsed as a message"),
+        ("a.ipynb", b"[]", "no notebook of format 4"),
+        ("a.ipynb", b'{"cells": [3]}', "without a text for its source"),
+        ("a.ipynb", b'{"cells": [], "nbformat": 4}', "holds no cell"),
+        ("a.org", b"# comment\n#+TITLE: x\n", "holds no text"),
+        ("a.org", b"* A\n<2021-02-30 Tue>\n", "cannot be parsed as Org (ValueError"),
     ],
 )
-def test_one_bad_file_is_named_and_the_others_are_read(tmp_path, name, data, reason):
+def test_one_bad_file_is_named_and_the_others_are_read(tmp_path, name, data, reason, read):
     for number in range(3):
         (tmp_path / f"good{number}.txt").write_text("good")
     (tmp_path / name).write_bytes(data)
@@ -117,7 +125,7 @@ def test_one_bad_file_is_named_and_the_others_are_read(tmp_path, name, data, rea
     assert reason in bad[0].reason
 
 
-def test_unusual_entries_are_reported_not_followed(tmp_path):
+def test_unusual_entries_are_reported_not_followed(tmp_path, read):
     (tmp_path / "loop").symlink_to(tmp_path, target_is_directory=True)
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere.txt")
     os.mkfifo(tmp_path / "pipe.txt")

@@ -1,5 +1,6 @@
 """Exports of a knowledge base: which chunks, with which token ids, from which documents."""
 
+import functools
 import itertools
 import json
 
@@ -11,7 +12,7 @@ from safetensors.numpy import load_file
 
 import jaxrag
 from jaxrag.base.errors import KnowledgeBaseError, RequestError
-from jaxrag.cli import export, main
+from jaxrag.cli import export
 from jaxrag.library.export import FORMATS, MANIFEST
 from jaxrag.models.rope import place, rope_table
 
@@ -39,19 +40,8 @@ def kb(tmp_path_factory, text_model):
 
 
 @pytest.fixture
-def program(capsys):
-    """Run `jaxrag kb export`: exit code, stdout, stderr."""
-
-    def call(*arguments):
-        capsys.readouterr()
-        try:
-            code = main(["kb", "export", *map(str, arguments)])
-        except SystemExit as leaving:
-            code = leaving.code
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
+def program(jaxrag):
+    return functools.partial(jaxrag, "kb", "export")
 
 
 def manifest_of(folder):

@@ -11,7 +11,6 @@ import pytest
 from refusal import refused
 
 from jaxrag.base.errors import DamagedCatalogError, KnowledgeBaseError, RequestError
-from jaxrag.cli import main
 from jaxrag.engine.engine import Engine, engine_of
 from jaxrag.kv.store import ChunkStore, ReadThrough
 from jaxrag.library.documents import Document
@@ -320,18 +319,6 @@ def test_a_repair_does_not_forget_what_was_removed(make_kb):
     assert mend_catalog(kb.path).unreadable == 1
     with KnowledgeBase.open(kb.path) as mended:
         assert mended.verify_forgotten("secret").removed
-
-
-@pytest.fixture
-def jaxrag(capsys):
-    """Run the program in this process: exit code, stdout, stderr."""
-
-    def call(*arguments):
-        capsys.readouterr()
-        code = main([str(argument) for argument in arguments])
-        return code, *capsys.readouterr()
-
-    return call
 
 
 def test_the_command_lists_and_then_proves(make_kb, jaxrag, tmp_path):

@@ -1,5 +1,6 @@
 """A random model that speaks the language of the synthetic task."""
 
+import functools
 from pathlib import Path
 
 import jax
@@ -31,3 +32,9 @@ def village_dir(tmp_path_factory, tiny_config):
 def village_model(village_dir):
     """The model of ``village_dir``."""
     return load_model(village_dir, cache_tokens=8192)
+
+
+@pytest.fixture
+def jaxrag(jaxrag):
+    """Run `jaxrag eval` in this process: exit code, stdout, stderr."""
+    return functools.partial(jaxrag, "eval")

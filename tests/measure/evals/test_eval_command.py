@@ -5,41 +5,11 @@ import shutil
 
 import pytest
 
-from jaxrag.cli import main
-
-
-@pytest.fixture
-def jaxrag(capsys):
-    """Run the program in this process: exit code, stdout, stderr."""
-
-    def call(*arguments):
-        try:
-            code = main([str(argument) for argument in arguments])
-        except SystemExit as leaving:
-            code = leaving.code
-        return code, *capsys.readouterr()
-
-    return call
-
-
-@pytest.fixture
-def refused(jaxrag):
-    """What must fail with one line on stderr that holds these words."""
-
-    def call(*arguments, words):
-        code, out, err = jaxrag("eval", *arguments)
-        assert (code, out) == (1, "")
-        assert err.startswith("jaxrag: error: ") and err.count("\n") == 1, err
-        for word in words:
-            assert word in err
-
-    return call
-
 
 def test_synthetic_writes_what_it_prints(jaxrag, village_dir, tmp_path):
     out, tables = tmp_path / "result.json", tmp_path / "tables.md"
     code, printed, err = jaxrag(
-        "eval", "synthetic", "--model", f"a={village_dir}", "--model", f"b={village_dir}",
+        "synthetic", "--model", f"a={village_dir}", "--model", f"b={village_dir}",
         "--num-questions", 12, "--chunks", "2-3", "--compare", "a:block,b:block",
         "--set", "relations=2", "--set", "headers=0.5",
         "--out", out, "--markdown", tables, "--json",
@@ -63,7 +33,7 @@ def test_synthetic_writes_what_it_prints(jaxrag, village_dir, tmp_path):
 def test_synthetic_prints_tables(jaxrag, village_dir, monkeypatch):
     monkeypatch.setattr("jaxrag.models.text.progress._SECONDS", 0)  # as if it took long
     code, out, err = jaxrag(
-        "eval", "synthetic", "--model", f"small={village_dir}", "--num-questions", 5,
+        "synthetic", "--model", f"small={village_dir}", "--num-questions", 5,
         "--read", "block",
     )  # fmt: skip
     assert code == 0
@@ -115,7 +85,7 @@ def test_curve_draws_runs(jaxrag, refused, tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text('{"step": 0, "full/accuracy": 0.5}\n')
     one, two, out = tmp_path / "one", tmp_path / "two", tmp_path / "curve.png"
-    code, printed, _ = jaxrag("eval", "curve", one, f"other={two}", "--out", out, "--json")
+    code, printed, _ = jaxrag("curve", one, f"other={two}", "--out", out, "--json")
     assert code == 0 and out.is_file()
     curves = json.loads(printed)["curves"]
     assert [curve["run"] for curve in curves] == ["one", "other"]

@@ -4,36 +4,7 @@ import json
 
 import pytest
 
-from jaxrag.cli import main
 from jaxrag.tasks.long.scores import string_match_all
-
-
-@pytest.fixture
-def jaxrag(capsys):
-    """Run `jaxrag eval` in this process: exit code, stdout, stderr."""
-
-    def call(*arguments):
-        try:
-            code = main(["eval", *map(str, arguments)])
-        except SystemExit as leaving:
-            code = leaving.code
-        return code, *capsys.readouterr()
-
-    return call
-
-
-@pytest.fixture
-def refused(jaxrag):
-    """What must fail with one line on stderr that holds these words."""
-
-    def call(*arguments, words):
-        code, out, err = jaxrag(*arguments)
-        assert (code, out) == (1, "")
-        assert err.startswith("jaxrag: error: ") and err.count("\n") == 1, err
-        for word in words:
-            assert word in err
-
-    return call
 
 
 def test_needle_writes_what_it_prints(jaxrag, village_dir, village_model, tmp_path):
