@@ -2,24 +2,21 @@
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import resource
 import shutil
 import threading
 import time
 
 import httpx
-import jax
 import numpy as np
 import pytest
 
 from jaxrag.base.errors import StoreError
-from jaxrag.engine import lanes, transfers
+from jaxrag.engine import transfers
 
 CHAT = "/v1/chat/completions"
 QUESTION = "Which animal does Kora Felell keep?"
 BODY = {"messages": [{"role": "user", "content": QUESTION}], "k": 3}
-LONG = BODY | {"ignore_eos": True, "max_tokens": 60, "seed": 3, "temperature": 50.0}
 FILES = ["File 18: Giso Berow lives in Tondorf.", "File 23: Mela Forow works as a judge."]
 
 
@@ -53,28 +50,6 @@ def test_a_nan_in_one_row_fails_that_row_alone(server, idle, monkeypatch):
     assert failed.json()["error"]["code"] == "engine_error"
     assert "NaN" in failed.json()["error"]["message"]
     assert failed.headers["x-should-retry"] == "false"
-    idle(server.state)
-
-
-def test_a_step_that_takes_the_pool_with_it_costs_nobody_an_answer(server, idle, monkeypatch):
-    expected = text_of(server.post(CHAT, **LONG))
-    restarts = server.state.engine.status().restarts
-    step, steps = lanes.Lane.step, iter(range(10**6))
-
-    def broken(lane, block):
-        out = step(lane, block)
-        if next(steps) == 5:
-            for x in jax.tree.leaves(lane._runner.cache.pool):
-                x.delete()
-            raise RuntimeError("injected")
-        return out
-
-    monkeypatch.setattr(lanes.Lane, "step", broken)
-    with concurrent.futures.ThreadPoolExecutor(3) as threads:
-        asked = [threads.submit(server.post, CHAT, **LONG) for _ in range(3)]
-        assert [text_of(it.result()) for it in asked] == [expected] * 3
-    told = server.client.get("/metrics").text
-    assert f"jaxrag_engine_restarts_total {restarts + 1:.1f}" in told
     idle(server.state)
 
 
@@ -135,27 +110,6 @@ def test_storage_that_hangs_is_504_in_time_and_others_do_not_notice(own, idle, m
     finally:
         go.set()
     idle(own.state)
-
-
-def test_a_pool_asked_for_ten_times_what_it_holds_answers_everybody(start, served_model, idle):
-    model = dataclasses.replace(served_model, cache_tokens=160)
-    names = ["Giso", "Mela", "Kora", "Tilo", "Anso", "Bero"]
-    documents = [[f"File {at}: {name} Berow lives in Tondorf."] for at, name in enumerate(names)]
-    with start(model, {}) as server:
-
-        def ask(chunks):
-            messages = [{"role": "user", "content": "What is the home of Giso Berow?"}]
-            return server.post(CHAT, messages=messages, documents=chunks, max_tokens=3)
-
-        with concurrent.futures.ThreadPoolExecutor(24) as threads:
-            answers = list(threads.map(ask, documents * 8))
-        assert {it.status_code for it in answers} == {200}
-        by_documents = [text_of(it) for it in answers]
-        assert by_documents == by_documents[:6] * 8
-        too_large = ask([[at] * 12 for at in range(10, 30)])
-        assert too_large.status_code == 400
-        assert too_large.json()["error"]["code"] == "context_length_exceeded"
-        idle(server.state)
 
 
 def test_a_body_without_an_end_is_413_and_is_not_kept(server):

@@ -3,11 +3,7 @@
 import contextlib
 import dataclasses
 import os
-import signal
 import socket
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -152,22 +148,3 @@ def test_another_user_gets_no_socket(monkeypatch):
                 Predecessor(bound.getsockname())
         finally:
             waiting.close()
-
-
-@contextlib.contextmanager
-def process(*options):
-    """`jaxrag serve` with these options, once it serves: the process and its URL."""
-    command = [sys.executable, "-m", "jaxrag", "serve", "--k", "3", "--no-warm-up", *options]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    with tempfile.TemporaryFile("w+") as log:
-        started = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, env=environment
-        )
-        try:
-            banner = started.stdout.readline()
-            assert banner, log.seek(0) or log.read()
-            yield started, next(word for word in banner.split() if word.startswith("http://"))
-        finally:
-            started.send_signal(signal.SIGTERM)
-            started.wait(60)
-            started.stdout.close()

@@ -1,59 +1,28 @@
 """Readers of .html, .pdf and .docx on real files, in English and Chinese."""
 
+from pathlib import Path
+
 import pytest
 
 from jaxrag.library.documents import files as files_module
 from jaxrag.library.documents import office as office_module
 from jaxrag.library.documents.html import html_text
 
-PAGE = """<!doctype html><html><head><meta charset="utf-8"><title> The
- Wells </title><style>p { color: red }</style><script>var a = "<p>no</p>"</script></head><body>
-<nav><ul><li>Home</li></ul></nav><header><h1>Salt <em>wells</em></h1></header>
-<p>First <b>bold</b> paragraph&nbsp;with <a href="x">a link</a>.<br>Second line</p>
-<div hidden>hidden</div>tail<!-- comment -->
-<h2>盐井</h2><p>盐井靠人力开采。<ruby>盐<rt>yán</rt></ruby></p>
-<ul><li>one</li><li><p>two</p><ul><li>inner</li></ul></li></ul>
-<table><tr><th>Name</th><th>Depth</th></tr><tr><td>A</td><td>12 <b>m</b></td></tr></table>
-<pre>
-def depth():
-    # not a heading
-    return 12
-</pre>
-<footer>footer</footer></body></html>"""
-TEXT = """# Salt wells
+SAMPLES = Path(__file__).parent / "samples"  # each with the text that it becomes
 
-First bold paragraph with a link.
-Second line
 
-tail
-
-## 盐井
-
-盐井靠人力开采。盐
-
-- one
-- two
-- inner
-
-Name | Depth
-A | 12 m
-
-```
-def depth():
-    # not a heading
-    return 12
-```"""
+@pytest.mark.parametrize(
+    ("name", "title"),
+    [("wells.html", "The Wells"), ("wells.rst", "Salt wells"), ("wells.org", "Salt wells")],
+)
+def test_a_sample_becomes_its_main_text(read, name, title):
+    document = read.only(SAMPLES / name)
+    assert document.text == (SAMPLES / f"{name}.txt").read_text(encoding="utf-8").rstrip("\n")
+    assert (document.id, document.title) == (name, title)
+    assert document.file == str(SAMPLES / name)
 
 
 # HTML
-
-
-def test_page_becomes_its_main_text(tmp_path, read):
-    (tmp_path / "wells.html").write_text(PAGE, encoding="utf-8")
-    document = read.only(tmp_path)
-    assert document.text == TEXT
-    assert (document.id, document.title) == ("wells.html", "The Wells")
-    assert document.file == str(tmp_path / "wells.html")
 
 
 def test_what_stands_around_main_or_the_single_article_is_left_out():
