@@ -5,6 +5,7 @@ import json
 import math
 import random
 import re
+from pathlib import Path
 
 import datasets
 import pytest
@@ -58,6 +59,7 @@ EN_SYSTEM = (
     "external documents."
 )
 ZH_SYSTEM = "你是一个准确和可靠的人工智能助手"
+LONGBENCH = json.loads(Path(__file__).with_name("dataset2prompt.json").read_text(encoding="utf-8"))
 
 
 def rgb_text(record, noise, system, words):
@@ -113,57 +115,6 @@ def block_attention_text(passages, question):
         "using only the provided search documents (some of which might be irrelevant).\n"
         f"Question: {question}\n"
     )
-
-
-def longbench_text(name, record):
-    both = (
-        "Answer the question based on the given passages. Only give me the answer and do not "
-        "output any other words."
-    )
-    short = (
-        "asconcisely as you can, using a single phrase if possible. Do not provide any explanation."
-    )
-    article = (
-        "as concisely as you can, using a single phrase or sentence if possible. If the question "
-        'cannot be answered based on the information in the article, write "unanswerable". If the '
-        'question is a yes/no question, answer "yes", "no", or "unanswerable". Do not provide any '
-        "explanation."
-    )
-    passages = (
-        f"{both}\n\nThe following are given passages.\nCONTEXT\n\n{both}\n\n"
-        "Question: INPUT\nAnswer:"
-    )
-    prompts = {
-        "narrativeqa": "You are given a story, which can be either a novel or a movie script, and "
-        f"a question. Answer the question {short}\n\nStory: CONTEXT\n\nNow, answer the question "
-        f"based on the story {short}\n\nQuestion: INPUT\n\nAnswer:",
-        "qasper": "You are given a scientific article and a question. Answer the question "
-        f"{article}\n\nArticle: CONTEXT\n\n Answer the question based on the above article "
-        f"{article}\n\nQuestion: INPUT\n\nAnswer:",
-        "multifieldqa_en": "Read the following text and answer briefly.\n\nCONTEXT\n\nNow, answer "
-        "the following question based on the above text, only give me the answer and do not output "
-        "any other words.\n\nQuestion: INPUT\nAnswer:",
-        "multifieldqa_zh": "阅读以下文字并用中文简短回答：\n\nCONTEXT\n\n现在请基于上面的文章"
-        "回答下面的问题，只告诉我答案，不要输出任何其他字词。\n\n问题：INPUT\n回答：",
-        "hotpotqa": passages,
-        "2wikimqa": passages,
-        "musique": passages,
-        "passage_count": "There are some paragraphs below sourced from Wikipedia. Some of them may "
-        "be duplicates. Please carefully read these paragraphs and determine how many unique "
-        "paragraphs there are after removing duplicates. In other words, how many non-repeating "
-        "paragraphs are there in total?\n\nCONTEXT\n\nPlease enter the final count of unique "
-        "paragraphs after removing duplicates. The output format should only contain the number, "
-        "such as 1, 2, 3, and so on.\n\nThe final answer is: ",
-        "passage_retrieval_en": "Here are 30 paragraphs from Wikipedia, along with an abstract. "
-        "Please determine which paragraph the abstract is from.\n\nCONTEXT\n\nThe following is an "
-        "abstract.\n\nINPUT\n\nPlease enter the number of the paragraph that the abstract is from. "
-        'The answer format must be like "Paragraph 1", "Paragraph 2", etc.\n\nThe answer is: ',
-        "passage_retrieval_zh": "以下是若干段落文字，以及其中一个段落的摘要。请确定给定的摘要"
-        '出自哪一段。\n\nCONTEXT\n\n下面是一个摘要\n\nINPUT\n\n请输入摘要所属段落的编号。答案格式必须是"段落1"，'
-        '"段落2"等格式\n\n答案是：',
-    }
-    text = prompts[name.removeprefix("longbench_")]
-    return text.replace("CONTEXT", record["context"]).replace("INPUT", record["input"])
 
 
 def check_rgb(name, records, found, tokenizer):
@@ -240,8 +191,9 @@ def test_paragraph_prompts(name, tmp_path, tokenizer):
 @pytest.mark.parametrize("name", [name for name in DATASETS if name.startswith("longbench")])
 def test_longbench_prompts(name, tmp_path, tokenizer):
     found = items(name, write(name, tmp_path))
+    prompt = LONGBENCH[name.removeprefix("longbench_")]
     for item, record in zip(found, FIXTURES[name], strict=True):
-        assert prompt_of(name, item, tokenizer) == longbench_text(name, record)
+        assert prompt_of(name, item, tokenizer) == prompt.format(**record)
     chunks = {"hotpotqa": 2, "2wikimqa": 2, "musique": 2, "passage_count": 3}
     chunks |= {"passage_retrieval_en": 3, "passage_retrieval_zh": 2}
     assert len(found[0].documents) == chunks.get(name.removeprefix("longbench_"), 1)
