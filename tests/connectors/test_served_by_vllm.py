@@ -10,17 +10,27 @@ import subprocess
 import time
 
 import pytest
-from test_in_vllm import CONFIG, PASTED, READING, ROOT
+from test_in_vllm import CONFIG, ROOT
 
 import jaxrag
 from jaxrag.base.installed import config_path
 from jaxrag.measure.bench.serve_peer import end, until_ready
 from jaxrag.models.export import export_hf
 from jaxrag.models.model import random_model
+from jaxrag.models.reading import Reading
 from jaxrag.models.text import byte_level
 from jaxrag.serve.connector import write_connector
 
 pytestmark = pytest.mark.vllm
+PASTED = [
+    f"The {name} of the {ordinal} river. " + " ".join(
+        f"In {1900 + 9 * at + year} they ate {year} fish and slept {year + at} hours."
+        for year in range(5)
+    )
+    for at, (name, ordinal) in enumerate(
+        zip(("otters", "herons", "minks"), ("first", "second", "third"), strict=True)
+    )
+]  # fmt: skip
 CHAT = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}\n{% endfor %}<|assistant|>\n"
 
 
@@ -37,7 +47,9 @@ def base(tmp_path):
     byte_level.save(words, tmp_path / "tokenizer", settings)
     config = dataclasses.replace(CONFIG, vocab_size=600)
     params = random_model(config, 3).params
-    export_hf(tmp_path / "model", params, config, tmp_path / "tokenizer", reading=READING)
+    export_hf(
+        tmp_path / "model", params, config, tmp_path / "tokenizer", reading=Reading(("reordered",))
+    )
     model = jaxrag.load_model(tmp_path / "model", dtype="float32")
     with jaxrag.KnowledgeBase.open(tmp_path / "kb", model=model, template="plain") as kb:
         yield kb
