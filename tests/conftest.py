@@ -318,6 +318,15 @@ def refused(jaxrag):
 
 
 @pytest.fixture(scope="session")
+def rules_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The common rules of passages, for prompts of a few hundred tokens."""
+    common = Path(__file__).parents[1] / "configs" / "passages" / "common.toml"
+    path = tmp_path_factory.mktemp("rules") / "small.toml"
+    path.write_text(common.read_text(encoding="utf-8").replace("worth = 1024", "worth = 60"))
+    return str(path)
+
+
+@pytest.fixture(scope="session")
 def chromium_driver() -> Iterator[Any]:
     """Selenium's driver of one headless Chromium; a test without one is skipped."""
     chromium = os.environ.get("CHROMIUM") or shutil.which("chromium")

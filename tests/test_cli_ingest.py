@@ -111,6 +111,12 @@ def test_words_that_the_model_cannot_read_are_a_warning(word_model_dir, tmp_path
         (["--overlap", "64"], "overlap=64"),
         (["--index", "exact"], "without an embedder"),
         (["--embedder", "nowhere"], "nowhere"),
+        (["--encoder", "isolate"], "encoder 'isolate': expected one of isolated, after_prefix"),
+        (["--template", "nonsense"], "template 'nonsense'"),
+        (["--chunk-tokens", "0"], "chunk_tokens"),
+        (["--chunk-tokens", "2000"], "the model has 1024"),
+        (["--mesh", "a,b,c"], "--mesh 'a,b,c'"),
+        (["--model", "nowhere", "gone.txt"], "gone.txt: no such file or folder"),
     ],
 )
 def test_bad_option_is_refused_before_anything_is_made(ingest, tmp_path, options, words):
@@ -120,12 +126,6 @@ def test_bad_option_is_refused_before_anything_is_made(ingest, tmp_path, options
     assert words in err
     assert len(err.splitlines()) == 1
     assert not (tmp_path / "kb").exists()
-
-
-def test_missing_path_is_refused_before_the_model_is_loaded(ingest, tmp_path):
-    code, _, err = ingest(tmp_path / "gone.txt", options=["--model", "nowhere"])
-    assert code == 1
-    assert "gone.txt: no such file or folder" in err
 
 
 @pytest.mark.parametrize(

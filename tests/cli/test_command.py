@@ -160,16 +160,17 @@ def test_a_type_that_no_text_is_read_as_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("text", "parse"),
+    ("text", "parse", "value"),
     [
-        ("90s", parse_seconds), ("7d", parse_seconds), ("0s", parse_seconds),
-        ("200MB", parse_bytes), ("64MiB", parse_bytes), ("3kB", parse_bytes), ("7B", parse_bytes),
-        ("512,4096", parse_counts), ("17", parse_count), ("8,16", parse_integers),
-        ("0,0.15", parse_numbers), ("0,0.5,1", parse_ratios),
+        ("90s", parse_seconds, 90), ("7d", parse_seconds, 604800), ("0s", parse_seconds, 0),
+        ("200MB", parse_bytes, 200_000_000), ("64MiB", parse_bytes, 1 << 26),
+        ("3kB", parse_bytes, 3000), ("7B", parse_bytes, 7), ("512,4096", parse_counts, (512, 4096)),
+        ("17", parse_count, 17), ("8,16", parse_integers, (8, 16)),
+        ("0,0.15", parse_numbers, (0, 0.15)), ("0,0.5,1", parse_ratios, (0, 0.5, 1)),
     ],
 )  # fmt: skip
-def test_what_is_written_is_read_again(text, parse):
-    assert written(parse(text), parse) == text
+def test_what_is_read_is_written_again(text, parse, value):
+    assert parse(text) == value and written(value, parse) == text
 
 
 @pytest.mark.parametrize("words", ["--help", "serve --help", "eval own --help-all"])

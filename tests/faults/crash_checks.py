@@ -205,10 +205,7 @@ class Experiment:
         shutil.rmtree(out)
 
     def _check_gate(
-        self,
-        kb: KnowledgeBase,
-        told: Sequence[Sequence[Mapping[str, Any]]],
-        counts: Counter[str],
+        self, kb: KnowledgeBase, told: Sequence[Sequence[Mapping[str, Any]]], counts: Counter[str]
     ) -> None:
         """The ratio is the acknowledged one, or that which was under way."""
         [events] = told

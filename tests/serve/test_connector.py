@@ -164,10 +164,7 @@ def test_refused_before_work(kb, tmp_path):
     with refused(ConfigError, "'none'"):
         write_connector(kb, tmp_path / "out", passage_rules="none")
     assert not (tmp_path / "out").exists()
-    with (
-        jaxrag.KnowledgeBase.open(kb.path, mode="r") as closed,
-        refused(KnowledgeBaseError),
-    ):
+    with jaxrag.KnowledgeBase.open(kb.path, mode="r") as closed, refused(KnowledgeBaseError):
         write_connector(closed, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

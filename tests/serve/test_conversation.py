@@ -380,14 +380,8 @@ def test_law_2_earlier_turns_as_blocks(text_model):
         ([user("Who?"), user("Why?")], "1"),
         ([user("Who?"), assistant("Clay.")], ""),
         ([{"role": "system", "content": "x"}], ""),
-        (
-            [{"role": "system", "content": "x"}, assistant("y")],
-            "1",
-        ),
-        (
-            [user("Who?"), {"role": "system", "content": "x"}],
-            "1",
-        ),
+        ([{"role": "system", "content": "x"}, assistant("y")], "1"),
+        ([user("Who?"), {"role": "system", "content": "x"}], "1"),
         ([{"role": "system", "content": [5]}, user("Who?")], "0"),
         ([user([5]), assistant([6]), user("Who?")], ""),
     ],

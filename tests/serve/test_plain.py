@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,15 +29,6 @@ BRIEF = {"max_new_tokens": 5, "method": "turborag"}
 @pytest.fixture(scope="module")
 def model(chat_model_dir):
     return load_model(chat_model_dir, cache_tokens=8192)
-
-
-@pytest.fixture(scope="module")
-def rules_file(tmp_path_factory):
-    """The common rules, for prompts of a few hundred tokens."""
-    common = Path(__file__).parents[2] / "configs" / "passages" / "common.toml"
-    path = tmp_path_factory.mktemp("rules") / "small.toml"
-    path.write_text(common.read_text(encoding="utf-8").replace("worth = 1024", "worth = 60"))
-    return str(path)
 
 
 def passage(seed):

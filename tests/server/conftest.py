@@ -242,15 +242,6 @@ def tools_dir(chat_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture(scope="module")
-def rules_file(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The common rules of passages, for prompts of a few hundred tokens."""
-    common = ROOT / "configs" / "passages" / "common.toml"
-    path = tmp_path_factory.mktemp("rules") / "small.toml"
-    path.write_text(common.read_text(encoding="utf-8").replace("worth = 1024", "worth = 60"))
-    return str(path)
-
-
-@pytest.fixture(scope="module")
 def trained_dir(chat_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The chat model, said to be trained for blocks."""
     folder = tmp_path_factory.mktemp("trained") / "qwen"

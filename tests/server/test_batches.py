@@ -1,10 +1,10 @@
 """File batches: what is wrong with one file is said of that file, and the others are found."""
 
 import contextlib
-import hashlib
 
 import openai
 import pytest
+from serving import key_file
 
 GOOD = b"File 23: Giso Berow lives in Tondorf.\n"
 BAD = {
@@ -135,10 +135,9 @@ def test_a_batch_survives_the_server_and_can_be_cancelled(running, served_model,
 
 
 def test_a_tenant_finds_no_file_of_another_and_what_failed_counts(running, served_model, tmp_path):
-    digests = {it: hashlib.sha256(it.encode()).hexdigest() for it in ("acme", "blue")}
-    keys = [f'[[keys]]\nsha256 = "{digest}"\ntenant = "{it}"\n' for it, digest in digests.items()]
-    (tmp_path / "keys.toml").write_text("[tenants.blue]\nmax_bytes = 400000\n" + "".join(keys))
-    settings = {"keys": str(tmp_path / "keys.toml"), "data": str(tmp_path / "data")}
+    most = "[tenants.blue]\nmax_bytes = 400000"
+    keys = key_file(tmp_path / "keys.toml", {"acme": "", "blue": ""}, most)
+    settings = {"keys": keys, "data": str(tmp_path / "data")}
     with running(served_model, {}, **settings) as server, contextlib.ExitStack() as stack:
         acme, blue = (
             stack.enter_context(openai.OpenAI(base_url=f"{server.url}/v1", api_key=it))

@@ -161,7 +161,7 @@ def fuzz(server, paths, restarts, idle, record_property):
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="Linux counts files and memory so")
 def test_no_body_makes_the_server_fail(fuzz):
-    fuzz(60)
+    fuzz(40)
 
 
 @pytest.mark.slow  # an hour

@@ -64,9 +64,7 @@ def test_an_upload_is_cited_by_where_it_is_read(client):
         file=("story.txt", b"Giso Berow lives in Tondorf.\n\nMela Forow works as a judge.\n"),
     )
     told = client.chat.completions.create(
-        model=f"{MODEL}@{store.id}",
-        messages=[{"role": "user", "content": HOME}],
-        extra_body=SPANS,
+        model=f"{MODEL}@{store.id}", messages=[{"role": "user", "content": HOME}], extra_body=SPANS
     )
     [one] = told.choices[0].message.annotations
     assert (one.url_citation.title, one.url_citation.url) == (

@@ -4,12 +4,12 @@ import base64
 import functools
 import io
 import threading
-import time
 
 import httpx
 import numpy as np
 import openai
 import pytest
+from serving import until
 
 from jaxrag.library.knowledge_base import KnowledgeBase
 
@@ -66,10 +66,7 @@ def test_names_as_clients_write_them(kept, written, name):
     assert told.text == "text" and "x-evil" not in told.headers
 
 
-@pytest.mark.parametrize(
-    "limit",
-    ["0", "101", "1" + "0" * 5000, "+1", "\u0661"],
-)
+@pytest.mark.parametrize("limit", ["0", "101", "1" + "0" * 5000, "+1", "\u0661"])
 def test_a_limit_of_a_list_is_an_integer(kept, limit):
     answer = kept.client.get("/v1/vector_stores", params={"limit": limit})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "limit")
@@ -129,10 +126,7 @@ def test_no_answer_ends_with_a_document_that_was_removed_meanwhile(client, kept,
     asking = threading.Thread(target=ask)
     with held(kept.state):
         asking.start()
-        until = time.monotonic() + 30
-        while not any(it.prompt_tokens for it in list(kept.state.asking)):
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        until(lambda: any(it.prompt_tokens for it in list(kept.state.asking)))
         assert client.files.delete(members[0]).deleted
     asking.join(60)
     [(status, text)] = answers

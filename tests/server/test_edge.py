@@ -6,12 +6,12 @@ import logging
 import os
 import resource
 import socket
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from refusal import refused
+from serving import until
 
 from jaxrag.base.errors import ConfigError
 from jaxrag.server.errors import Problem
@@ -57,13 +57,6 @@ def code_of(client):
     assert set(body["error"]) == {"message", "type", "param", "code"}
     assert "\n" not in body["error"]["message"]
     return status, body["error"]["code"]
-
-
-def wait_until(there):
-    until = time.monotonic() + LONG
-    while not there():
-        assert time.monotonic() < until
-        time.sleep(0.005)
 
 
 # Heads
@@ -130,7 +123,7 @@ def test_so_many_requests_may_wait_behind_each_other(serve, caplog):
         with contextlib.suppress(OSError):
             read(client)
         assert server.client.get("/health").status_code == 200
-        wait_until(lambda: not server.state.requests)
+        until(lambda: not server.state.requests)
     assert sum(it.message == "http" for it in caplog.records) < 100
 
 
@@ -151,7 +144,7 @@ def test_what_is_being_answered_ends_where_its_client_sends_no_sense(serve, capl
             send_all(client, sent, 1)
             with contextlib.suppress(OSError):
                 read(client)
-        wait_until(lambda: not server.state.requests)
+        until(lambda: not server.state.requests)
     assert not [it for it in caplog.records if it.exc_info]
 
 
@@ -192,7 +185,7 @@ def test_what_is_answered_is_not_closed_for_others(serve):
         running = []
         for _ in range(14):
             running.append(connect(server, head))
-            wait_until(lambda: server.state.requests == len(running))
+            until(lambda: server.state.requests == len(running))
         silent = [connect(server) for _ in range(10)]
         assert server.client.get("/health").status_code == 200
         refused = server.post("/tokenize", prompt="Tondorf")
@@ -203,7 +196,7 @@ def test_what_is_answered_is_not_closed_for_others(serve):
             assert read(client)[0] == [200]
         for client in silent:
             client.close()
-        wait_until(lambda: not server.state.requests)
+        until(lambda: not server.state.requests)
         assert server.post("/tokenize", prompt="Tondorf").status_code == 200
 
 
@@ -216,7 +209,7 @@ def test_a_client_that_reads_nothing_is_closed(serve):
         with pytest.raises(OSError):  # it is not read either
             while True:
                 client.sendall(ask * 1000)
-        wait_until(lambda: not server.state.requests)
+        until(lambda: not server.state.requests)
         client.close()
 
 
@@ -259,7 +252,7 @@ def test_a_body_that_does_not_come_times_out(serve, path, tmp_path):
         head = HEAD.replace(b"/tokenize", path.encode())
         assert code_of(connect(server, head + form + b"--x\r\n")) == (408, "request_timeout")
         assert not list(tmp_path.glob("tenants/*/files/*"))
-        wait_until(lambda: not server.state.requests)
+        until(lambda: not server.state.requests)
 
 
 def test_a_body_may_take_longer_the_longer_it_is():
@@ -276,7 +269,7 @@ def test_bodies_are_held_up_to_a_budget(serve):
         text = b'{"prompt": "Tondorf"}'
         half = head % MIB + b" " * (MIB - len(text))
         first, second = connect(server, half), connect(server, half)
-        wait_until(lambda: server.state.bodies.held == 2 * (MIB - len(text)))
+        until(lambda: server.state.bodies.held == 2 * (MIB - len(text)))
         assert server.post("/tokenize", prompt="Tondorf").status_code == 200
         refused = server.post("/tokenize", prompt="Tondorf " * 100)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
@@ -284,7 +277,7 @@ def test_bodies_are_held_up_to_a_budget(serve):
         for client in (first, second):
             client.sendall(text)
             assert read(client)[0] == [200]
-        wait_until(lambda: server.state.bodies.held == 0)
+        until(lambda: server.state.bodies.held == 0)
         assert server.post("/tokenize", prompt="Tondorf " * 100).status_code == 200
 
 

@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+from serving import until
 from starlette.requests import ClientDisconnect
 
 from jaxrag.base import errors
@@ -26,13 +27,6 @@ def told(answer):
     message = body["error"]["message"]
     assert message and "\n" not in message
     return body["error"]
-
-
-def wait_until(there):
-    until = time.monotonic() + 20
-    while not there():
-        assert time.monotonic() < until
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +197,7 @@ def test_too_many_that_wait_are_429_with_a_time(served_model, village, start, he
         with held(server.state):
             waiting = threading.Thread(target=server.chat)
             waiting.start()
-            wait_until(lambda: server.state.limits.waiting)
+            until(lambda: server.state.limits.waiting)
             for stream in (False, True):
                 answer = server.chat(stream=stream)
                 error = told(answer)
@@ -222,7 +216,7 @@ def test_time_that_is_over_is_504_and_not_tried_again(server, held, idle, stream
         ask = {"timeout": 0.2, "stream": stream}
         thread = threading.Thread(target=lambda: waiting.append(server.chat(**ask)))
         thread.start()
-        wait_until(lambda: server.state.limits.waiting)
+        until(lambda: server.state.limits.waiting)
         time.sleep(0.3)
     thread.join(20)
     [answer] = waiting
@@ -239,7 +233,7 @@ def test_time_that_is_over_in_a_stream_is_an_error_event(served_model, village, 
             ask = {"timeout": 0.2, "stream": True}
             thread = threading.Thread(target=lambda: waiting.append(server.chat(**ask)))
             thread.start()
-            wait_until(lambda: server.state.limits.waiting)
+            until(lambda: server.state.limits.waiting)
             time.sleep(0.3)
         thread.join(20)
     assert waiting[0].status_code == 200
@@ -268,7 +262,7 @@ def test_the_bounds_of_the_engine_itself_are_429_too(served_model, village, star
             ]
             for one in asking:
                 one.start()
-            wait_until(lambda: sum(it.where == "waiting" for it in list(server.state.asking)) == 3)
+            until(lambda: sum(it.where == "waiting" for it in list(server.state.asking)) == 3)
         for one in asking:
             one.join(20)
         refused = [it for it in answers if it.status_code == 429]

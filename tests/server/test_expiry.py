@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
+from serving import until
 
 from jaxrag.server.state.registry import Registry
 
@@ -176,9 +177,7 @@ def test_what_is_being_indexed_goes_with_its_store(client, server, held, clock):
     library = server.state.library
     with ThreadPoolExecutor() as threads, held(server.state):
         client.vector_stores.files.create(store, file_id=file)
-        until = time.monotonic() + 60
-        while not library.indexer._running:
-            assert time.monotonic() < until
+        until(lambda: library.indexer._running)
         clock.now += DAY
         keeping = threads.submit(library._keep_once, 0.0)
     keeping.result()
@@ -198,10 +197,13 @@ def test_a_time_goes_on_while_no_server_runs(begin, clock):
         assert client.vector_stores.search(lost, query=HOME).data, "the search was remembered"
     clock.now += DAY
     with begin() as server, client_of(server) as client:
-        server.state.library._keep_once(float("inf"))
-        server.state.library._keep_once(float("inf"))
-        folders = server.state.library.data.glob("tenants/*/stores/*")
-        assert [it.name for it in folders] == [kept]
+        library = server.state.library
+
+        def left():
+            library._keep_once(float("inf"))
+            return [it.name for it in library.data.glob("tenants/*/stores/*")]
+
+        until(lambda: left() == [kept])
         assert client.vector_stores.search(kept, query=HOME).data
         clock.now -= DAY
         assert client.vector_stores.retrieve(lost).status == "expired"

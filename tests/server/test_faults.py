@@ -5,11 +5,11 @@ import contextlib
 import resource
 import shutil
 import threading
-import time
 
 import httpx
 import numpy as np
 import pytest
+from serving import until
 
 from jaxrag.base.errors import StoreError
 from jaxrag.engine import transfers
@@ -157,11 +157,3 @@ def test_what_is_removed_and_swept_while_it_is_asked_about(
         sources = server.chat().json()["jaxrag"]["sources"]
         assert sources and not any(it["document_id"] == "kora-felell.md" for it in sources)
         idle(server.state)
-
-
-def until(condition):
-    for _ in range(2000):
-        if condition():
-            return
-        time.sleep(0.005)
-    raise AssertionError("it did not happen")

@@ -5,11 +5,11 @@ import dataclasses
 import os
 import socket
 import threading
-import time
 from pathlib import Path
 
 import httpx
 from refusal import refused
+from serving import until
 
 from jaxrag.base.errors import ConfigError
 from jaxrag.cli import main
@@ -25,13 +25,6 @@ LONG = 120.0
 def address_of(url):
     host, port = url.removeprefix("http://").split(":")
     return host, int(port)
-
-
-def until(true, seconds=LONG):
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 class Clients:
@@ -63,7 +56,7 @@ class Clients:
     def _ask(self, stays):
         body = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 4}
         with httpx.Client(base_url=self.url, timeout=LONG) as kept:
-            while not self._over.is_set():
+            while not self._over.wait(0.02):
                 try:
                     if stays:
                         answer = kept.post(CHAT, json=body)

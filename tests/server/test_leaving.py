@@ -9,6 +9,7 @@ import time
 
 import httpx
 import pytest
+from serving import until
 from starlette.requests import Request
 
 from jaxrag.serve.answers import Piece
@@ -39,13 +40,6 @@ def ended(state):
     return seen
 
 
-def wait_for(there, seconds=20):
-    until = time.monotonic() + seconds
-    while not there():
-        assert time.monotonic() < until
-        time.sleep(0.005)
-
-
 def test_a_stream_that_is_left_is_aborted(server, idle):
     seen = ended(server.state)
     with server.client.stream("POST", CHAT, json=BODY | {"stream": True}) as answer:
@@ -53,7 +47,7 @@ def test_a_stream_that_is_left_is_aborted(server, idle):
         told = [next(lines) for _ in range(6)]
     assert sum(line.startswith("data: ") for line in told) == 3
     idle(server.state)
-    wait_for(lambda: seen)
+    until(lambda: seen)
     [one] = seen
     assert (one.ended, one.status, one.stream) == ("cancelled", 499, True)
     assert one.first_seconds is not None and not one.results
@@ -63,8 +57,8 @@ def test_a_whole_answer_that_is_not_waited_for_is_aborted(server, idle):
     cancelled = server.state.engine._core.state.scheduler.ended["cancelled"]
     seen = ended(server.state)
     with sent(server, BODY):
-        wait_for(lambda: [it.where for it in list(server.state.asking)] == ["decode"])
-    wait_for(lambda: seen)
+        until(lambda: [it.where for it in list(server.state.asking)] == ["decode"])
+    until(lambda: seen)
     idle(server.state)
     assert (seen[0].ended, seen[0].stream) == ("cancelled", False)
     assert server.state.engine._core.state.scheduler.ended["cancelled"] == cancelled + 1
@@ -91,7 +85,7 @@ def test_who_leaves_while_waiting_is_forgotten(server, held, idle, stream):
         hasty = httpx.Client(base_url=server.url, timeout=0.3)
         with hasty, pytest.raises(httpx.ReadTimeout):
             hasty.post(CHAT, json=BODY | {"stream": stream})
-        wait_for(lambda: seen)
+        until(lambda: seen)
         assert not server.state.asking and not server.state.limits.running
     idle(server.state)
     assert (seen[0].ended, seen[0].first_seconds) == ("cancelled", None)
@@ -147,12 +141,12 @@ def test_a_reader_that_is_too_far_behind_is_cut_off():
         stream = EventStream(events(), end, inbox.cut)
         task = asyncio.ensure_future(stream({"type": "http"}, receive, send))
         inbox.put(0, Piece("x", [1], [0.0]))
-        await asyncio.wait_for(blocked.wait(), 10)
+        await asyncio.until(blocked.wait(), 10)
         for _ in range(4):
             assert not inbox.cut.is_set()
             inbox.put(0, Piece("x", [1], [0.0]))
         assert inbox.cut.is_set() and not len(inbox)
-        await asyncio.wait_for(task, 10)
+        await asyncio.until(task, 10)
         assert closed.is_set()
 
     asyncio.run(stuck())

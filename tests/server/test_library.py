@@ -4,10 +4,10 @@ import contextlib
 import dataclasses
 import os
 import threading
-import time
 
 import pytest
 from refusal import refused
+from serving import until
 
 from jaxrag.base.errors import ConfigError
 from jaxrag.engine.engine import Engine
@@ -80,13 +80,6 @@ def uploaded(library, access, data=STORY, name="story.txt"):
     upload = library.begin(access)
     upload.write(data)
     return upload.finish(name, "assistants").id
-
-
-def until(true):
-    deadline = time.monotonic() + LONG
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def settled(library, store):

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import hashlib
 import re
 import socket
 import subprocess
@@ -12,6 +11,7 @@ import time
 import httpx2
 import pytest
 from mcp import Client, StdioServerParameters
+from serving import key_file
 
 from jaxrag.base.errors import RequestError
 from jaxrag.cli import main
@@ -140,16 +140,14 @@ def test_the_program_serves_an_agent(server):
 
 
 def test_callers_bring_their_keys(start, served_model, village, tmp_path):
-    path = tmp_path / "keys.toml"
-    digest = hashlib.sha256(b"sk-right-0123456789").hexdigest()
-    path.write_text(f'[[keys]]\nsha256 = "{digest}"\ntenant = "a"\nread = ["village"]\n')
-    with start(served_model, {"village": village}, keys=str(path)) as running:
+    keys = key_file(tmp_path / "keys.toml", {"right": 'read = ["village"]'})
+    with start(served_model, {"village": village}, keys=keys) as running:
         with listening(running.url) as url:
-            headers = {"authorization": "Bearer sk-right-0123456789"}
+            headers = {"authorization": "Bearer right"}
             for sent, expected in ((headers, False), ({}, True)):
                 text, failed = asked_over(url, sent)
                 assert failed == expected, text
-        assert not called(mcp.make_server(running.url, key="sk-right-0123456789"), "list")[1]
+        assert not called(mcp.make_server(running.url, key="right"), "list")[1]
         assert called(mcp.make_server(running.url, key="sk-wrong"), "list")[1]
 
 

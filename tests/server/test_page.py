@@ -1,6 +1,5 @@
 """The page for people, in a real browser: asked by keyboard, seen, and read by a script."""
 
-import hashlib
 import itertools
 import re
 import threading
@@ -9,6 +8,7 @@ from importlib.resources import files
 
 import httpx
 import pytest
+from serving import key_file
 
 from jaxrag.library.documents import Document
 from jaxrag.library.knowledge_base import KnowledgeBase
@@ -376,10 +376,9 @@ def test_markdown_of_a_document_is_shown_and_runs_and_loads_nothing(
 
 @pytest.mark.slow
 def test_a_key_is_asked_for_and_forgotten(running, served_model, village, chromium, tmp_path):
-    keys = tmp_path / "keys.toml"
-    digest = hashlib.sha256(b"open sesame").hexdigest()
-    keys.write_text(f'[[keys]]\nsha256 = "{digest}"\ntenant = "a"\nread = ["village"]\n')
-    with running(served_model, {"village": village}, keys=str(keys)) as keyed:
+    keys = {"open sesame": 'tenant = "a"\nread = ["village"]'}
+    keys = key_file(tmp_path / "keys.toml", keys)
+    with running(served_model, {"village": village}, keys=keys) as keyed:
         chromium.browser.get(keyed.url)
         for key in ("wrong", "open sesame"):
             chromium.until(lambda: chromium.one("#key-form").is_displayed())

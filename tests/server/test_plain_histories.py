@@ -1,12 +1,12 @@
 """Law 16: an answer is a function of the request, whatever was asked, kept, lost or read before."""
 
-import hashlib
 import itertools
 import json
 import random
 from pathlib import Path
 
 import pytest
+from serving import key_file
 
 from jaxrag.base.errors import StoreError
 from jaxrag.kv.store import Provenance
@@ -161,16 +161,13 @@ def test_passages_on_disk_have_a_bound(serve, tmp_path):
 def run_tenants(serve, tmp_path, count):
     """What a tenant is told of texts that another had asked about twice, and the other's own."""
     names = ("acme", "blue")
-    digests = {it: hashlib.sha256(f"sk-{it}-0123456789".encode()).hexdigest() for it in names}
-    keys = tmp_path / "keys.toml"
-    lines = (f'[[keys]]\nsha256 = "{it}"\ntenant = "{name}"\n' for name, it in digests.items())
-    keys.write_text("".join(lines))
+    keys = key_file(tmp_path / "keys.toml", dict.fromkeys(names, ""))
     draw, told, texts = random.Random(8), {it: [] for it in names}, 0
-    with serve(keys=str(keys)) as serving:
+    with serve(keys=keys) as serving:
         while texts < count:
             body, other = request_of(draw.getrandbits(40))
             for name, bodies in (("acme", (body, other, body)), ("blue", (body,))):
-                serving.client.headers["authorization"] = f"Bearer sk-{name}-0123456789"
+                serving.client.headers["authorization"] = f"Bearer {name}"
                 answers = [ask(serving, it) for it in bodies]
                 told[name].append((answers[0], answers[-1]))
             texts += len(answers[0]["jaxrag"]["plain"])

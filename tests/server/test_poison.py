@@ -6,12 +6,12 @@ one word changed, under the same ids, titles and file names; markers of the prom
 streams that are left; requests that are refused.
 """
 
-import hashlib
 import json
 import random
 from pathlib import Path
 
 import pytest
+from serving import key_file
 
 from jaxrag.models.model import load_model
 
@@ -28,23 +28,16 @@ PASSAGES = tuple(
 )
 MARKERS = ("<|doc_start|>", "<|doc_end|>", "Question:", "Answer:", "<eos>")
 TENANTS = ("honest", "hostile")
-KEYS = '[[keys]]\nsha256 = "{hash}"\ntenant = "{name}"\nread = ["*"]\n'
-
-
-def key_of(name):
-    return f"sk-{name}-0123456789"
 
 
 def header(name):
-    return {"authorization": f"Bearer {key_of(name)}"}
+    return {"authorization": f"Bearer {name}"}
 
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory):
-    path = tmp_path_factory.mktemp("keys") / "keys.toml"
-    hashes = {name: hashlib.sha256(key_of(name).encode()).hexdigest() for name in TENANTS}
-    path.write_text("\n".join(KEYS.format(hash=hashes[name], name=name) for name in TENANTS))
-    return path
+    keys = dict.fromkeys(TENANTS, 'read = ["*"]')
+    return key_file(tmp_path_factory.mktemp("keys") / "keys.toml", keys)
 
 
 def chat(question, **body):
@@ -136,7 +129,7 @@ def answers_of(running, model, village, keys, data, tries, attacked):
     return found
 
 
-@pytest.mark.parametrize("tries", [10, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tries", [6, pytest.param(1000, marks=pytest.mark.slow)])
 def test_a_hostile_tenant_changes_nothing(running, village, keys, tmp_path, tries):
     alone, beside = (
         answers_of(

@@ -1,30 +1,18 @@
 """What a tenant stores is counted and bounded, and no other user of the machine reads it."""
 
 import contextlib
-import hashlib
 import os
 
 import openai
 import pytest
 from refusal import refused
+from serving import key_file
 
 from jaxrag.base.errors import ConfigError
 from jaxrag.server.durable import make_private
 from jaxrag.server.state import quota
 from jaxrag.server.tenants import Tenants
 
-KEYS = """
-[tenants.small]
-max_bytes = 1000000
-
-[[keys]]
-sha256 = "{small}"
-tenant = "small"
-
-[[keys]]
-sha256 = "{other}"
-tenant = "other"
-"""
 STORY = b"File 23: Giso Berow lives in Tondorf.\n"
 
 
@@ -33,9 +21,9 @@ def keyed(start, served_model, tmp_path, monkeypatch):
     """``keyed()``: a server over one data folder, and clients by name."""
     monkeypatch.setattr(quota, "_LOOK_SECONDS", 0.0)
     monkeypatch.setattr(quota, "_LOOK_SHARE", 0)
-    digests = {it: hashlib.sha256(it.encode()).hexdigest() for it in ("small", "other")}
-    (tmp_path / "keys.toml").write_text(KEYS.format(**digests))
-    settings = {"keys": str(tmp_path / "keys.toml"), "data": str(tmp_path / "data")}
+    keys, most = {"small": "", "other": ""}, "[tenants.small]\nmax_bytes = 1000000"
+    keys = key_file(tmp_path / "keys.toml", keys, most)
+    settings = {"keys": keys, "data": str(tmp_path / "data")}
 
     def begin(**more):
         return start(served_model, {}, **settings | more)
@@ -139,12 +127,9 @@ def test_what_grows_beyond_the_limit_while_it_is_indexed_fails(keyed, client_of,
 
 @pytest.mark.parametrize("value", ["0", "-1", "1.5", '"1"'])
 def test_a_limit_that_cannot_be_meant(tmp_path, value):
-    path = tmp_path / "keys.toml"
-    digest = hashlib.sha256(b"a").hexdigest()
-    text = f'[tenants.a]\nmax_bytes = {value}\n[[keys]]\nsha256 = "{digest}"\ntenant = "a"\n'
-    path.write_text(text)
+    keys = key_file(tmp_path / "keys.toml", {"a": ""}, f"[tenants.a]\nmax_bytes = {value}")
     with refused(ConfigError, "max_bytes"):
-        Tenants.open(path, None)
+        Tenants.open(keys, None)
 
 
 def test_no_other_user_reads_what_is_in_a_data_folder(keyed, client_of, tmp_path):

@@ -1,6 +1,6 @@
 """The recipe of CONTRIBUTING.md: an endpoint is one file and one line of the table of routes."""
 
-import hashlib
+from serving import key_file
 
 from jaxrag.server.fields import Fields
 from jaxrag.server.http.app import plain
@@ -33,12 +33,8 @@ def test_a_new_endpoint_answers_beside_the_others(running, served_model):
 
 
 def test_a_new_endpoint_asks_for_a_key_where_the_server_does(running, served_model, tmp_path):
-    keys = tmp_path / "keys.toml"
-    secret = "sk-one-0123456789"
-    digest = hashlib.sha256(secret.encode()).hexdigest()
-    keys.write_text(f'[tenants.one]\n[[keys]]\nsha256 = "{digest}"\ntenant = "one"\n')
-    with running(served_model, {}, keys=str(keys)) as server:
+    with running(served_model, {}, keys=key_file(tmp_path / "keys.toml", {"one": ""})) as server:
         server.app.router.routes.append(plain("/v1/count", count_tokens, "POST"))
         assert server.post("/v1/count", text="a goat").status_code == 401
-        server.client.headers["authorization"] = f"Bearer {secret}"
+        server.client.headers["authorization"] = "Bearer one"
         assert server.post("/v1/count", text="a goat").json()["count"] == 2

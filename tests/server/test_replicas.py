@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import hashlib
 import importlib.util
 import json
 import os
@@ -11,11 +10,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 import httpx
 import pytest
+from serving import key_file, until
 
 from jaxrag.library.documents import read_paths
 from jaxrag.library.knowledge_base import KnowledgeBase
@@ -135,14 +134,6 @@ def goes_on(client):
     asked.append({"role": "assistant", "content": content})
     asked.append({"role": "user", "content": "What is the job of Mela Forow?"})
     return [it["how"] for it in answer()["jaxrag"]["reuse"] if it["part"] == "turn 0"]
-
-
-def until(true, seconds=LONG):
-    """Wait for it."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
 
 
 def test_two_replicas(village):
@@ -333,13 +324,10 @@ def moved(folder):
 @pytest.mark.slow
 def test_replicas_have_the_whole_surface_of_one_engine(chat_model_dir, tmp_path):
     """Uploads, forms, documents, scores and tenants, where engines are other processes."""
-    keys, text = tmp_path / "keys.toml", ""
-    for name in ("ann", "bob"):
-        digest = hashlib.sha256(name.encode()).hexdigest()
-        text += f'[[keys]]\nsha256 = "{digest}"\ntenant = "{name}"\nread = ["*"]\nadmin = true\n'
-    keys.write_text(text, encoding="utf-8")
+    keys = dict.fromkeys(("ann", "bob"), 'read = ["*"]\nadmin = true')
+    keys = key_file(tmp_path / "keys.toml", keys)
     options = ["--model", str(chat_model_dir), "--replicas", "2", "--ray-address", "local",
-               "--keys", str(keys), "--data", str(tmp_path / "data"), "--method", "turborag",
+               "--keys", keys, "--data", str(tmp_path / "data"), "--method", "turborag",
                "--routing", "round_robin"]  # fmt: skip
     with process(*options) as (_, client):
         assert ask(client).status_code == 401

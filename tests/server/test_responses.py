@@ -1,6 +1,5 @@
 """/v1/responses by OpenAI's own client: its types, its events in order, its search of files."""
 
-import hashlib
 import json
 
 import httpx
@@ -8,6 +7,7 @@ import openai
 import pytest
 from langchain_openai import ChatOpenAI
 from openai.types.responses import Response
+from serving import key_file
 
 from jaxrag.server.answers.asking import Asking
 from jaxrag.server.errors import unavailable
@@ -306,13 +306,10 @@ def test_responses_are_kept_for_a_while(client, kept):
 
 
 def test_responses_outlive_the_server_and_are_their_tenants(running, served_model, tmp_path):
-    keys = tmp_path / "keys.toml"
-    tables = [f"[tenants.{name}]\nmax_bytes = {most}" for name, most in (("a", 9999), ("b", 1))]
-    for tenant, key, more in (("a", "1", ""), ("a", "2", 'documents = "read"'), ("b", "3", "")):
-        digest = hashlib.sha256(key.encode()).hexdigest()
-        tables.append(f'[[keys]]\nsha256 = "{digest}"\ntenant = "{tenant}"\n{more}')
-    keys.write_text("\n".join(tables), encoding="utf-8")
-    settings = {"data": str(tmp_path / "data"), "keys": str(keys)}
+    keys = {"1": 'tenant = "a"', "2": 'tenant = "a"\ndocuments = "read"', "3": 'tenant = "b"'}
+    most = "[tenants.a]\nmax_bytes = 9999\n[tenants.b]\nmax_bytes = 1"
+    keys = key_file(tmp_path / "keys.toml", keys, most)
+    settings = {"data": str(tmp_path / "data"), "keys": keys}
 
     def asked(server, key, **fields):
         head = {"authorization": f"Bearer {key}"}

@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 from refusal import refused
+from serving import until
 
 from jaxrag.cli import PROGRAM, main
 from jaxrag.cli.command import parse
@@ -44,13 +45,6 @@ def read(client, body, first, told):
                 first.set()
 
 
-def wait_until(there):
-    until = time.monotonic() + 20
-    while not there():
-        assert time.monotonic() < until
-        time.sleep(0.005)
-
-
 def in_background(server, body):
     """A stream that is being read: its thread and its lines."""
     first, told = threading.Event(), []
@@ -72,7 +66,7 @@ def test_what_runs_completes_while_nothing_new_is_taken(served_model, village, s
         with held(server.state):  # in the middle of it
             assert told[-1] != "data: [DONE]"
             server.end()
-            wait_until(lambda: server.state.phase == "draining")
+            until(lambda: server.state.phase == "draining")
             refused = server.chat()
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
             assert server.client.get("/ready").status_code == 503
@@ -89,9 +83,9 @@ def test_any_request_that_runs_is_waited_for(served_model, village, start):
         head = f"POST /tokenize HTTP/1.1\r\nhost: {host}\r\ncontent-length: {len(body)}\r\n\r\n"
         with socket.create_connection((host, int(port)), 20) as client:
             client.sendall(head.encode() + body[:5])
-            wait_until(lambda: server.state.requests)
+            until(lambda: server.state.requests)
             server.end()
-            wait_until(lambda: server.state.phase == "draining")
+            until(lambda: server.state.phase == "draining")
             time.sleep(0.2)
             client.sendall(body[5:])
             answer = client.recv(1000)
@@ -107,7 +101,7 @@ def test_what_runs_for_too_long_is_told_that_the_server_ends(served_model, villa
             stream, told = in_background(server, BODY)
             waiting = threading.Thread(target=lambda: whole.append(server.chat()))
             waiting.start()
-            wait_until(lambda: server.state.limits.waiting == 2)
+            until(lambda: server.state.limits.waiting == 2)
             server.end()
             stream.join(20)
             waiting.join(20)

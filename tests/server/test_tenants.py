@@ -355,10 +355,7 @@ def test_a_key_with_groups_only_reads(tmp_path):
     narrow = acme.limited(["board"])
     assert narrow.groups == ("board",) and narrow.documents == "read"
     assert narrow.may_read("own") and narrow.may_read("village") and not narrow.may_write("own")
-    for change, message in (
-        ('documents = "read"\n', ""),
-        ('groups = ["sales", "legal"]', "0"),
-    ):
+    for change, message in (('documents = "read"\n', ""), ('groups = ["sales", "legal"]', "0")):
         instead = "" if change.startswith("doc") else 'groups = ["a b"]'
         path.write_text(GROUPED.format(**hashes).replace(change, instead), encoding="utf-8")
         with refused(ConfigError, message):

@@ -242,8 +242,7 @@ def test_reading_where_no_repository_is(open_store, root, there):
 
 
 @pytest.mark.parametrize(
-    ("location", "said"),
-    [("", ""), ("nosuch://x", ""), ("/proc/none/kb", "")],
+    ("location", "said"), [("", ""), ("nosuch://x", ""), ("/proc/none/kb", "")]
 )
 def test_an_unusable_location(model, layout, location, said):
     with refused(StoreError, said) as raised:

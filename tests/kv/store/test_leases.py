@@ -5,6 +5,7 @@ import time
 
 import pytest
 from refusal import refused
+from serving import until
 
 from jaxrag.base.errors import StoreError
 from jaxrag.kv.store import ChunkStore, leases
@@ -34,13 +35,6 @@ def holders(place, model):
     yield make
     for it in made:
         it.close()
-
-
-def until(true):
-    deadline = time.monotonic() + LONG
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def died(holder):

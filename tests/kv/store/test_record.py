@@ -75,14 +75,8 @@ def test_a_record_with_seals_comes_back_and_is_of_another_format(record, sealed)
         ({"seal": "0" * 31}, "000"),
         ({"seals": []}, "3"),
         ({"seals": ["0" * 16] * 3}, ""),
-        (
-            {"aux": {"x": {"shape": [2], "dtype": "uint8", "xxh3": [DIGEST]}}},
-            "xxh3",
-        ),
-        (
-            {"aux": {"x": {"shape": [2], "dtype": "uint8", "xxh3": [DIGEST], "seals": [DIGEST]}}},
-            "",
-        ),
+        ({"aux": {"x": {"shape": [2], "dtype": "uint8", "xxh3": [DIGEST]}}}, "xxh3"),
+        ({"aux": {"x": {"shape": [2], "dtype": "uint8", "xxh3": [DIGEST], "seals": [DIGEST]}}}, ""),
     ],
 )
 def test_from_json_refuses_seals_that_no_writer_made(sealed, change, said):

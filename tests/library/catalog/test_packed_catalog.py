@@ -155,34 +155,6 @@ def test_a_kill_leaves_words_and_chunks_as_one(tmp_path):
     kill_often(path, 3)
 
 
-@pytest.mark.slow
-def test_two_hundred_kills_leave_words_and_chunks_as_one(tmp_path):
-    path = tmp_path / "catalog.sqlite"
-    Catalog.create(path, {"vectors": None}).close()
-    kill_often(path, 200)
-
-
-def test_a_catalog_of_before_is_packed_at_the_first_writing(tmp_path, monkeypatch):
-    path = tmp_path / "catalog.sqlite"
-    rng = random.Random(2)
-    with monkeypatch.context() as before:
-        before.setattr(bm25, "_MANY_CHUNKS", 10**9)
-        with contextlib.closing(Catalog.create(path, {"vectors": None})) as catalog:
-            for n in range(30):
-                catalog.put([entry(catalog, f"d{n}", rng)])
-            assert not catalog._index.packed.is_there()
-    with contextlib.closing(Catalog.open(path)) as catalog:
-        with contextlib.closing(Catalog.open(path)) as other:
-            check(catalog)
-            assert not catalog._index.packed.is_there()  # nothing was written
-            catalog.put([entry(catalog, "new", rng)])
-            assert catalog._index.packed.blocks()
-            (version,) = other._database.connection.execute("PRAGMA user_version").fetchone()
-            assert version == PACKED
-            check(other)
-        check(catalog)
-
-
 def test_a_kill_amid_the_first_writing_leaves_a_whole_catalog(tmp_path, monkeypatch):
     rng = random.Random(6)
     before = tmp_path / "before.sqlite"
@@ -201,6 +173,8 @@ def test_a_kill_amid_the_first_writing_leaves_a_whole_catalog(tmp_path, monkeypa
             os.kill(worker.pid, signal.SIGKILL)
         with contextlib.closing(Catalog.open(path)) as catalog:
             assert len(catalog.documents()) == 21
+            (version,) = catalog._database.connection.execute("PRAGMA user_version").fetchone()
+            assert version == PACKED
             check(catalog)
             blocks = catalog._index.packed.blocks()
             packed_chunks.append(sum(int((block.ids > 0).sum()) for block in blocks))
@@ -208,28 +182,6 @@ def test_a_kill_amid_the_first_writing_leaves_a_whole_catalog(tmp_path, monkeypa
             assert sum(len(block.ids) for block in catalog._index.packed.blocks()) == 66
             check(catalog)
     assert any(0 < count < 63 for count in packed_chunks), packed_chunks
-
-
-def test_a_failure_within_packing_leaves_the_catalog_of_before(tmp_path, monkeypatch):
-    path = tmp_path / "catalog.sqlite"
-    rng = random.Random(3)
-
-    def fail(self, by_term, lengths):
-        raise ZeroDivisionError
-
-    with contextlib.closing(Catalog.create(path, {"vectors": None})) as catalog:
-        with monkeypatch.context() as failing:
-            failing.setattr(packed.Packed, "put", fail)
-            for n in range(9):
-                catalog.put([entry(catalog, f"d{n}", rng)])
-            with pytest.raises(ZeroDivisionError):
-                catalog.put([entry(catalog, "d9", rng)])
-        assert not catalog._index.packed.is_there()
-        assert len(catalog.documents()) == 10  # the documents were committed before
-        check(catalog)
-        catalog.put([entry(catalog, "d10", rng)])
-        assert catalog._index.packed.blocks()
-        check(catalog)
 
 
 def test_joining_that_ends_between_any_two_steps_goes_on_later(tmp_path, monkeypatch):

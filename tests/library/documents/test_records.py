@@ -86,8 +86,7 @@ def test_rows_without_id_are_named_by_the_line_they_begin_on(tmp_path, read):
 
 
 @pytest.mark.parametrize(
-    ("name", "content"),
-    [("a.tsv", "text\tn\none, two\t1\n"), ("a.csv", 'text;n\n"one, two";1\n')],
+    ("name", "content"), [("a.tsv", "text\tn\none, two\t1\n"), ("a.csv", 'text;n\n"one, two";1\n')]
 )
 def test_tabs_and_semicolons(tmp_path, read, name, content):
     (tmp_path / name).write_text(content)

@@ -39,10 +39,7 @@ def test_the_newer_spelling_of_the_pooling(embedder_dir):
     ("config", "message"),
     [
         ({"pooling_mode_weightedmean_tokens": True}, "weightedmean_tokens"),
-        (
-            {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True},
-            "mean_tokens",
-        ),
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, "mean_tokens"),
         ({}, ""),
         ({"pooling_mode_cls_token": True, "include_prompt": False}, "include_prompt=false"),
     ],

@@ -240,25 +240,19 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(fill, tmp
         export_bundles(chunks.store, chunks.bundles, KeyPlacement(config, 501), out)
 
 
-@pytest.mark.parametrize("change", [{"first": 4}, {"format": "zarr"}])
-def test_a_folder_of_another_export_is_refused(fill, tmp_path, change):
+def test_a_folder_of_another_export_or_with_something_else_is_refused(fill, tmp_path):
     chunks, config = fill()
-    out = tmp_path / "out"
-    export_bundles(chunks.store, chunks.bundles, KeyPlacement(config, None), out)
-    placement = KeyPlacement(config, change.pop("first", None))
-    with refused(StoreError):
-        export_bundles(chunks.store, chunks.bundles, placement, out, **change)
-
-
-def test_a_folder_with_something_else_is_refused(fill, tmp_path):
-    chunks, config = fill()
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.tex").touch()
-    with refused(StoreError):
-        export_bundles(chunks.store, chunks.bundles, KeyPlacement(config, None), tmp_path / "out")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").touch()
     (tmp_path / "file").touch()
-    with refused(StoreError):
-        export_bundles(chunks.store, chunks.bundles, KeyPlacement(config, None), tmp_path / "file")
+    export_bundles(chunks.store, chunks.bundles, KeyPlacement(config, None), tmp_path / "out")
+    for name, first, format in (
+        ("out", 4, "safetensors"), ("out", None, "zarr"), ("other", None, "safetensors"),
+        ("file", None, "safetensors"),
+    ):  # fmt: skip
+        placement = KeyPlacement(config, first)
+        with refused(StoreError):
+            export_bundles(chunks.store, chunks.bundles, placement, tmp_path / name, format=format)
 
 
 def test_two_exports_to_one_folder_do_not_mix(fill, tmp_path, monkeypatch):

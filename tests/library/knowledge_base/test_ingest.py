@@ -1,9 +1,5 @@
 """Ingest as a stream: bounded, resumable, shared by processes, KV before vectors before catalog."""
 
-import json
-import os
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -193,66 +189,3 @@ def test_rows_give_every_chunk_what_it_gives_alone(text_model, lengths):
             text_model, "isolated", np.zeros(0, np.int32), [chunks[index]]
         )
         np.testing.assert_allclose(found[index], alone, rtol=1e-4, atol=1e-5)
-
-
-# Processes
-
-
-@pytest.fixture
-def folder(tmp_path):
-    root = tmp_path / "in"
-    root.mkdir()
-    for number in range(6):
-        (root / f"{number}.txt").write_text(text_of(number))
-    lines = [json.dumps({"text": text_of(n), "id": f"line {n}"}) for n in range(6)] + ["{"]
-    (root / "lines.jsonl").write_text("\n".join(lines))
-    return root
-
-
-def start(*arguments):
-    return subprocess.Popen(
-        [sys.executable, *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"},
-    )
-
-
-def outcome(processes):
-    reports = []
-    for process in processes:
-        out, err = process.communicate(timeout=300)
-        assert process.returncode in (0, 3), err
-        reports.append(json.loads(out.splitlines()[-1]))
-    return reports
-
-
-def check_whole(reports, path):
-    """12 documents of 6 texts: each text is kept once, whoever encoded it."""
-    assert sum(report["documents"] for report in reports) == 12
-    assert sum(len(report["skipped"]) for report in reports) == 1
-    with KnowledgeBase.open(path) as kb:
-        assert len(kb.documents()) == 12
-        chunks = kb._catalog.counts()["chunks"]
-        assert chunks == sum(report["chunks"] for report in reports)
-        keys = {key for d in kb.documents() for key in kb._catalog.keys(d.id)["isolated"]}
-        assert len(keys) == chunks // 2
-        assert None not in kb.store.head(sorted(keys))
-
-
-@pytest.mark.slow
-def test_ranks_of_jax_distributed_fill_one_knowledge_base(folder, model_dir, tmp_path):
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    path = tmp_path / "kb"
-    options = ("--kb", path, "--model", model_dir, "--template", "plain", "--chunk-tokens", 64)
-    ranks = ("--distributed", "--coordinator", f"127.0.0.1:{port}", "--processes", 2)
-    running = [
-        start("scripts/ingest.py", folder, *options, *ranks, "--process-id", i, "--json")
-        for i in range(2)
-    ]
-    check_whole(outcome(running), path)

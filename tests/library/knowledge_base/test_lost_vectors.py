@@ -83,10 +83,7 @@ def test_a_damaged_vector_is_refused(whole, text_of, embedder, index):
         data = bytearray(file.read_bytes())
         data[data.index(vector) + data[data.index(vector) :].index(0x3F)] ^= 1
         file.write_bytes(data)
-    with (
-        KnowledgeBase.open(path, embedder=embedder, mode="r") as opened,
-        refused(StoreError),
-    ):
+    with KnowledgeBase.open(path, embedder=embedder, mode="r") as opened, refused(StoreError):
         opened.search(question)
 
 

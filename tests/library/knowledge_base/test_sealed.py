@@ -223,17 +223,6 @@ def test_a_store_elsewhere_and_its_copies_here_are_both_checked(make_kb, ask, ri
     assert answer.token_ids == right and "3 not sealed" in answer.notes[0]
 
 
-def test_what_gc_holds_live_of_planted_chunks_stays_until_it_is_replaced(make_kb, encoded):
-    """Seals do not make a collection remove what another knowledge base may need."""
-    kb = make_kb(secret=OURS)
-    kb.add(DOCUMENTS)
-    plant(kb)
-    assert kb.gc(grace_seconds=0).damaged == 0
-    assert len(kb.verify().unsealed) == 4
-    encoded.clear()
-    assert kb.add(DOCUMENTS).unsealed == 4 and sum(encoded) == 4
-
-
 def test_neighbours_do_not_see_planted_kv(make_kb, monkeypatch):
     """A chunk that is encoded behind others reads theirs from the store: sealed, or not at all."""
     kb = make_kb(secret=OURS, encoders=["neighbours"], neighbours=2)

@@ -189,21 +189,10 @@ class LangChainLike:
         return [types.SimpleNamespace(page_content="amber birch delta", metadata={}, id=None)]
 
 
-class LlamaIndexLike:
-    """What a LlamaIndex retriever has: ``retrieve``, which gives scored nodes."""
-
-    def retrieve(self, query):
-        node = types.SimpleNamespace(
-            get_content=lambda: "amber birch delta", metadata={}, ref_doc_id=None
-        )
-        return [types.SimpleNamespace(node=node, score=0.5)]
-
-
-@pytest.mark.parametrize("foreign", [LangChainLike(), LlamaIndexLike()])
-def test_a_retriever_of_another_framework_is_set_as_it_is(make_kb, model, foreign):
+def test_a_retriever_of_another_framework_is_set_as_it_is(make_kb):
     kb = make_kb()
     kb.add(DOCUMENTS)
-    kb.retriever = foreign
+    kb.retriever = LangChainLike()
     assert names(kb.search("anything")) == ["b"]
     kb.retriever = object()
     with refused(RetrievalError):
@@ -213,15 +202,11 @@ def test_a_retriever_of_another_framework_is_set_as_it_is(make_kb, model, foreig
 @pytest.mark.parametrize(
     ("where", "why"),
     [
-        ({"year": {"$gte": 2020}}, None),
         ({"year": {"$gte": 2090}}, None),  # one that could match, and does not
         ({"year": {"$gte": "2020"}}, "'year' is a number in every document that has it, and comp"),
         ({"code": 7}, "'code' is text in every document that has it, and compared with 7: numbers"),
-        ({"code": [7, "7"]}, None),
         ({"tags": "sea"}, None),
-        ({"tags": 3}, "'tags' is text in every document"),
         ({"colour": "red"}, "no document has 'colour' in its metadata, which has code, tags, year"),
-        ({"colour": None}, None),
         ({"colour": {"$ne": "red"}}, None),
     ],
     ids=repr,

@@ -71,10 +71,7 @@ with KeyWriter.at_work(Path(sys.argv[1])) as writer:
 
 def test_a_folder_that_takes_no_file_is_named(tmp_path):
     (tmp_path / FOLDER).write_text("not a folder")
-    with (
-        refused(StoreError, FOLDER),
-        KeyWriter.at_work(tmp_path / FOLDER),
-    ):
+    with refused(StoreError, FOLDER), KeyWriter.at_work(tmp_path / FOLDER):
         pass
 
 

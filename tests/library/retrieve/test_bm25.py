@@ -53,11 +53,6 @@ def test_score_is_okapi_bm25(index):
     assert match.score == pytest.approx(expected, rel=1e-9)
 
 
-def test_chinese_question_finds_chinese_text(index):
-    index.add_all([(1, "港口的船很多"), (2, "灯塔的看守人住在岛上"), (3, "岛上有风"), (4, "雨")])
-    assert index.search("灯塔看守人是谁?", 1)[0].chunk_id == 2
-
-
 def test_equal_scores_are_in_order_of_chunk_id(index):
     index.add_all([(7, "same words"), (3, "same words"), (5, "same words"), (9, "x"), (10, "y")])
     assert [m.chunk_id for m in index.search("same", 2)] == [3, 5]
@@ -69,16 +64,7 @@ def test_equal_scores_are_in_order_of_chunk_id(index):
 def test_query_syntax_is_ordinary_text(index, question):
     index.add_all([(1, "near or not a b lamp x")])
     index.search(question, 5)
-
-
-def test_very_long_question(index):
-    index.add_all([(1, "lamp"), (2, "sea")])
-    question = " ".join(f"word{n}" for n in range(5000)) + " lamp"
-    assert [m.chunk_id for m in index.search(question, 5)] == [1]
-
-
-def test_index_of_nothing_finds_nothing(index):
-    assert index.search("lamp", 5) == []
+    assert [m.chunk_id for m in index.search(5000 * f"word {question} " + "lamp", 5)] == [1]
 
 
 def test_index_after_removal_scores_as_one_that_never_held_the_chunk(index):
@@ -122,8 +108,8 @@ def test_a_snapshot_ranks_as_the_index(index, monkeypatch):
         assert ties > 100
 
 
-def test_a_snapshot_of_nothing_finds_nothing(index):
-    assert index.snapshot().search("lamp", 5) == []
+def test_an_index_of_nothing_finds_nothing(index):
+    assert index.search("lamp", 5) == index.snapshot().search("lamp", 5) == []
 
 
 def test_terms_tell_of_their_postings_after_every_change(index):

@@ -285,17 +285,8 @@ def test_requests_that_come_too_late_are_lost(model_dir):
 
 def test_the_program_writes_what_it_measured(model_dir, tmp_path, capsys):
     out = str(tmp_path / "r.json")
-    sizes = ["--requests", "4", "--num-documents", "6", "--chunk-tokens", "20", "--chunks", "2"]
-    sizes += [
-        "--question-tokens",
-        "5",
-        "--answer-lengths",
-        "3",
-        "--rows",
-        "2",
-        "--pool-chunks",
-        "10",
-    ]
+    sizes = "--requests 4 --num-documents 6 --chunk-tokens 20 --chunks 2 --question-tokens 5"
+    sizes = f"{sizes} --answer-lengths 3 --rows 2 --pool-chunks 10".split()
     given = ["--arms", "inline;asynchronous", "--rates", "40", "--link", "10MB/s", "--topics", "2"]
     assert main(["bench", "serve", "--model", model_dir, *sizes, *given, "--out", out]) == 0
     shown = capsys.readouterr().out
@@ -309,12 +300,10 @@ def test_the_program_writes_what_it_measured(model_dir, tmp_path, capsys):
 def test_rates_and_links_are_read():
     assert rates_of("2,inf") == (2.0, math.inf)
     assert link_of("40MB/s") == 40e6
-    for text in ("", "two", "0", "nan"):
-        with pytest.raises(ValueError, match="expected"):
-            rates_of(text)
-    for text in ("40MB", "40", "MB/s", "40MB/h", "0MB/s"):
-        with pytest.raises(ValueError, match="expected"):
-            link_of(text)
+    for read, texts in ((rates_of, ", two, 0, nan"), (link_of, "40MB, 40, MB/s, 40MB/h, 0MB/s")):
+        for text in texts.split(", "):
+            with refused(ValueError):
+                read(text)
 
 
 # A peer

@@ -272,11 +272,7 @@ def test_a_missing_field_is_named_with_its_line(name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [
-        (
-            "rgb_en",
-            {"positive": [["x"]]},
-            '"positive"',
-        ),
+        ("rgb_en", {"positive": [["x"]]}, '"positive"'),
         ("rgb_en", {"answer": []}, '"answer"'),
         ("rgb_en", {"query": 3}, '"query"'),
         ("nq_open", {"ctxs": []}, '"ctxs"'),

@@ -18,50 +18,24 @@ DRAWN = SyntheticTask(chunks=(3, 3), split="test")
 TASK = ("--num-questions", 6, "--chunks", 3, "--batch-size", 4)
 
 
-@pytest.fixture(scope="module")
-def measured(village_dir, tmp_path_factory):
-    """Exit code, result and Markdown of one run."""
-    folder = tmp_path_factory.mktemp("methods")
-    out, tables = folder / "result.json", folder / "tables.md"
-    arguments = ("--methods", "fusionrag", "--recompute-ratios", "0,1", "--encoder", "own", *TASK)
-    code = main([str(a) for a in ("eval", "methods", "--model", village_dir, *arguments,
-                                  "--out", out, "--markdown", tables, "--json")])  # fmt: skip
-    return code, json.loads(out.read_text()), tables.read_text()
-
-
-@pytest.fixture
-def cell_of(measured):
-    def find(method, ratio=None):
-        (found,) = [c for c in measured[1]["cells"] if (c["method"], c["ratio"]) == (method, ratio)]
-        return found
-
-    return find
-
-
 @pytest.mark.slow
-def test_every_cell_is_measured(measured):
-    code, result, tables = measured
-    assert code == 0
+def test_every_cell_is_measured_and_ratio_1_answers_as_full_attention(village_dir, tmp_path):
+    out, tables = tmp_path / "result.json", tmp_path / "tables.md"
+    arguments = ("--methods", "fusionrag", "--recompute-ratios", "0,1", "--encoder", "own", *TASK)
+    given = ("--model", village_dir, *arguments, "--out", out, "--markdown", tables, "--json")
+    assert main([str(a) for a in ("eval", "methods", *given)]) == 0
+    result, shown = json.loads(out.read_text()), tables.read_text()
+    full, _, _, fusion = result["cells"]
     assert [(c["method"], c["encoder"], c["ratio"]) for c in result["cells"]] == [
         ("full_attention", None, None),
         ("full_reuse", "after_prefix", None),
         ("fusionrag", "neighbours", 0.0),
         ("fusionrag", "neighbours", 1.0),
     ]
-    assert result["questions"]["all"] == 6
+    assert [cell["encoded_tokens"] for cell in result["cells"]] == [0] * 4
     hops = [result["questions"].get(name, 0) for name in ("1 hop", "2 hops", "unknown")]
-    assert sum(hops) == 6
-    assert "| fusionrag | neighbours |" in tables and "Normalised F1" in tables
-
-
-@pytest.mark.slow
-def test_everything_was_encoded_beforehand(measured):
-    assert [cell["encoded_tokens"] for cell in measured[1]["cells"]] == [0] * 4
-
-
-@pytest.mark.slow
-def test_ratio_1_gives_the_answers_of_full_attention(cell_of):
-    full, fusion = cell_of("full_attention"), cell_of("fusionrag", 1.0)
+    assert sum(hops) == result["questions"]["all"] == 6
+    assert "| fusionrag | neighbours |" in shown and "Normalised F1" in shown
     assert fusion["as_full_attention"]["value"] == 1
     for metric in ("exact_match", "f1"):
         assert fusion[metric] == full[metric]

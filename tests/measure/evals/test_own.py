@@ -19,7 +19,6 @@ from jaxrag.measure.evals.own import evaluate, probes_of, whole
 from jaxrag.reuse.methods import METHODS
 from jaxrag.serve.generate import generate
 from jaxrag.serve.question_files import QuestionFile
-from jaxrag.serve.suits import suiting
 
 DOCUMENTS = [
     {"id": "tea", "text": "Tea grows on the hills of the village and is sold in blue boxes."},
@@ -116,15 +115,6 @@ def test_what_the_store_lacked_is_told_and_is_in_no_time(kb, file):
     for one in answers_of(again, "turborag"):
         assert one["encoded"] == one["counts"]["encoded"] == 0 < one["counts"]["reused"]
     assert not any("lacked" in it for it in notes(again.to_dict()))
-
-
-def test_methods_that_suit_are_those_whose_chunks_are_there(kb):
-    names = suiting(kb, kb.model)
-    assert names[0] == "full_attention"
-    for name in names[1:]:
-        assert {METHODS[name].encoder, METHODS[name].first_encoder} <= {"after_prefix", None}
-    assert {"full_reuse", "cacheblend"} <= set(names)
-    assert not {"turborag", "fusionrag", "retrieval_attention"} & set(names)
 
 
 def test_a_gate_on_the_same_questions_is_told(tmp_path, text_model, file):

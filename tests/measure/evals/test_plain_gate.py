@@ -2,7 +2,6 @@
 
 import json
 import random
-from pathlib import Path
 
 import pytest
 from refusal import refused
@@ -22,14 +21,6 @@ WORDS = ["salt", "wells", "bamboo", "bridge", "river", "hands", "worked", "cross
 @pytest.fixture(scope="module")
 def model(chat_model_dir):
     return load_model(chat_model_dir, cache_tokens=4096)
-
-
-@pytest.fixture(scope="module")
-def rules_file(tmp_path_factory):
-    common = Path(__file__).parents[3] / "configs" / "passages" / "common.toml"
-    path = tmp_path_factory.mktemp("rules") / "small.toml"
-    path.write_text(common.read_text(encoding="utf-8").replace("worth = 1024", "worth = 60"))
-    return str(path)
 
 
 def recorded(path, count):
@@ -84,10 +75,7 @@ def test_a_server_takes_a_gate_that_was_passed(model, passed, rules_file, tmp_pa
     state.close()
     assert state.default_method(None) == METHODS["cacheblend"].with_ratio(1.0)
     assert not state.chooses(None)
-    for change, why in (
-        ({"passage_rules": "common"}, ""),
-        ({"method": "epic"}, ""),
-    ):
+    for change, why in (({"passage_rules": "common"}, ""), ({"method": "epic"}, "")):
         with refused(ConfigError, why):
             make_state(ServerSettings(**settings | change), model)
     path.write_text(json.dumps(passed[1]))

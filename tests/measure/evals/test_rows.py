@@ -6,7 +6,7 @@ import types
 import pytest
 from refusal import refused
 
-from jaxrag.base.errors import RequestError, StoreError
+from jaxrag.base.errors import RequestError
 from jaxrag.cli import main
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.measure.evals import rows
@@ -228,28 +228,13 @@ def test_a_model_without_a_chat_format_takes_questions_only(kb, tmp_path):
         made(kb, tmp_path, HALF)
 
 
-def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
-    with (
-        RowFiles.open(tmp_path / "a", tmp_path / "b") as files,
-        open("/dev/full", "wb", buffering=0) as full,
-    ):
-        monkeypatch.setitem(files._files, files.rows, full)
-        with refused(StoreError) as told:
-            files.write(files.rows, {"id": 1})
-        monkeypatch.undo()
-    assert "\n" not in str(told.value)
-
-
 def test_files_that_are_none_of_ours(tmp_path):
     path = tmp_path / "rows.jsonl"
     with refused(RequestError), RowFiles.open(path, path):
         pass
     path.write_text('{"text": "a document"}\n')
     other = tmp_path / "held.jsonl"
-    with (
-        refused(RequestError, "1"),
-        RowFiles.open(path, other, resume=True),
-    ):
+    with refused(RequestError, "1"), RowFiles.open(path, other, resume=True):
         pass
 
 

@@ -105,11 +105,7 @@ def on_cpu(question, context):
         settings,
         corpus=CorpusSize(chunks=10_000, chunk_tokens=512),
         queries=QueryLoad(
-            rate=0.1,
-            k=context // 512,
-            question_tokens=question,
-            answer_tokens=1,
-            prefix_tokens=0,
+            rate=0.1, k=context // 512, question_tokens=question, answer_tokens=1, prefix_tokens=0
         ),
     )
 
