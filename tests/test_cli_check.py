@@ -299,15 +299,6 @@ def test_the_goldens_are_as_transformers_has_them(name, monkeypatch):
     assert checked.parity.same and checked.parity.first_choice == 1.0
 
 
-@pytest.mark.slow
-def test_the_untuned_shipped_model_at_work(check):
-    code, out, err = check(SHIPPED / "full")
-    assert (code, err) == (0, "")
-    assert max(map(len, out.replace(str(SHIPPED), "").splitlines())) <= 80
-    for words in ("fusionrag", "cacheblend", "epic", "meets the gate's target", "tokens/s"):
-        assert words in out
-
-
 def test_the_memory_of_a_model_grows_with_what_is_asked(tiny_config):
     config = tiny_config(dtype="bfloat16")
     asked = memory_of(config, cache_tokens=1000)

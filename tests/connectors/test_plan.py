@@ -1,15 +1,12 @@
 """Which parts a prompt begins with."""
 
-import time
-
 import numpy as np
 import pytest
-from stored_chunks import FINGERPRINT, LAYOUT, ROPE, drawn
+from stored_chunks import FINGERPRINT, drawn
 
 from jaxrag.connectors import manifest
 from jaxrag.connectors.plan import Planner, spans_of
-from jaxrag.kv.store import content_id
-from jaxrag.serve.connector_files import parts_table, write_manifest
+from jaxrag.serve.connector_files import write_manifest
 
 
 def planner(stored):
@@ -119,22 +116,3 @@ def test_what_requests_may_say():
     for wrong in ({"keys": []}, {"spans": [1.5]}, {"spans": [True]}, [3]):
         with pytest.raises(ValueError):
             spans_of(wrong)
-
-
-@pytest.mark.slow
-def test_a_million_parts(tmp_path):
-    draw = np.random.default_rng(0)
-    parts = draw.integers(0, 30000, (1_000_000, 20)).astype(np.int32)
-    engine = manifest.ServedModel("x", FINGERPRINT, LAYOUT, ROPE, "t", {}, "isolated")
-    table = parts_table((content_id("t", ids), ids) for ids in parts)
-    prefix = np.arange(8, dtype=np.int32)
-    known = manifest.Manifest(engine, prefix, (), table)
-    found = Planner(known)
-    chosen = draw.integers(0, len(parts), 200)
-    ids = np.concatenate((prefix, parts[chosen].ravel(), [1])).astype(np.int32)
-    begun = time.perf_counter()
-    plan, _ = found.plan(ids, None, 0)
-    print(
-        f"{1e3 * (time.perf_counter() - begun):.2f} ms for {len(ids)} tokens, {len(chosen)} parts"
-    )
-    assert plan.end == len(ids) - 1

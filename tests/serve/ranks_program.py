@@ -51,14 +51,14 @@ def lost(why):
 
 
 mesh = make_mesh(*work["mesh"])
-model = load_model(work["model"], mesh=mesh, cache_tokens=work["pool"], **work.get("placed", {}))
+model = load_model(work["model"], mesh=mesh, cache_tokens=work["pool"])
 settings = EngineSettings(scheduler=SchedulerSettings(classes=3))
 model.engine = engine = Engine(model, settings)
 stores, kb = {"memory": engine.memory}, None
 if "kb" in work:
     kb = KnowledgeBase.open(work["kb"], model=model)
     stores["kb"] = kb.store
-about = {"weights": model.fingerprint, **work.get("about", {}).get(str(rank), {})}
+about = {"weights": model.fingerprint}
 try:
     met = meet(model, ("127.0.0.1", 0), about, stores, lost)
 except JaxragError as error:
@@ -71,8 +71,6 @@ if not isinstance(met, Leader):
 
 engine.lead(met)
 given = {"method": work["method"], "max_new_tokens": work["tokens"]}
-if "decode" in work:
-    given["decode"] = work["decode"]
 served = resolve(Ask(**given), model=None if kb else model, kb=kb)
 documents = None if kb else work["documents"]
 

@@ -16,20 +16,6 @@ DOCUMENTS = [
 ]
 TOKENS = 24
 POOL = 384  # tokens: four short prompts fit, eight longer ones do not
-WINDOW = "sink=4,recent=8"
-# By name: the rule, and how the model is loaded.
-RULES = {
-    "values": ("topn:n=8", {"value_layers": 1}),
-    "topn": ("topn:n=8", {}),
-    "retrieval": (f"retrieval:k=6,{WINDOW}", {}),
-    "away": (f"retrieval:k=6,{WINDOW}", {"kv": "host"}),
-    "ivf": (f"ivf:k=6,{WINDOW}", {}),
-    "flat": (f"flat:k=6,{WINDOW}", {}),
-    "static_window": (f"static_window:{WINDOW}", {}),
-    "snapkv": ("snapkv:capacity=12,window=4", {}),
-    "infllm": ("infllm:block=4,blocks=2,sink=4,recent=8", {}),
-    "quest": ("quest:budget=48,dense_layers=0", {}),
-}
 THINGS = ["salt", "raft", "rope", "wool", "river", "well", "hand", "tea", "pass", "mule"]
 TWENTY = [f"{word} {thing}?" for thing in THINGS for word in ("Who has the", "What is")]
 FEW = TWENTY[:4]
@@ -87,9 +73,9 @@ def served_as(found, wanted, preempts=True):
     assert found["preempted"] >= preempts
 
 
-def tokens_of(wide_model_dir, questions, placed=None, **given):
+def tokens_of(wide_model_dir, questions, **given):
     """Of each question alone, on one device."""
-    model = load_model(wide_model_dir, cache_tokens=1024, **(placed or {}))
+    model = load_model(wide_model_dir, cache_tokens=1024)
     given = {"method": "turborag", "documents": DOCUMENTS, "max_new_tokens": TOKENS} | given
     return [one.token_ids for one in generate(questions, model=model, **given)]
 
@@ -163,15 +149,3 @@ def test_processes_read_a_knowledge_base_as_one_device(
         wanted = [it.token_ids for it in generate(TWENTY, kb=kb, **asked)]
     found = led(2, 1, method, questions=TWENTY, kb=str(tmp_path / "kb"), pool=512)
     served_as(found, wanted, preempts=False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["turborag", "fusionrag"])
-@pytest.mark.parametrize("case", RULES)
-def test_processes_decode_by_every_rule_as_one_device(led, wide_model_dir, case, method):
-    rule, placed = RULES[case]
-    if method == "fusionrag" and placed.get("kv") == "host":
-        pytest.skip("its selector reads KV on the device")
-    wanted = tokens_of(wide_model_dir, TWENTY, placed, decode=rule, method=method)
-    found = led(2, 1, method, questions=TWENTY, decode=rule, placed=placed)
-    served_as(found, wanted, preempts=not placed)

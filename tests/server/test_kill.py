@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -11,10 +10,8 @@ from pathlib import Path
 
 import httpx
 import numpy as np
-import pytest
 
 ROOT = Path(__file__).parents[2]
-MANY = 50
 LONG = 300.0  # seconds in which what must happen happens
 WORDS = ["amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heath", "larch"]
 
@@ -147,24 +144,3 @@ def test_a_killed_server_lost_nothing_that_it_acknowledged(
         answers(again.client)
     kept = {path.name for path in (data / "tenants").rglob("files/*")}
     assert set(known.files) <= kept and not [name for name in kept if name.startswith(".")]
-
-
-@pytest.mark.slow
-def test_fifty_kills_lose_nothing(village, tmp_path):
-    """Every server is killed while it works, and the next is asked what became of it."""
-    rng, data, store = np.random.default_rng(0), tmp_path / "data", None
-    known = Client(None, None, ())
-    for turn in range(MANY):
-        busy, store = killed(village, data, store, 1000 * turn, rng.uniform(0, 1.0))
-        known.files |= busy.files
-        known.members += busy.members
-        known.removed += busy.removed
-        known.doubtful |= busy.doubtful
-        with process(village, data) as (_, client):
-            check(client, store, known)  # and is killed
-    with process(village, data) as (started, client):
-        check(client, store, known)
-        answers(client)
-        started.send_signal(signal.SIGTERM)
-        assert started.wait(LONG) == 0
-    assert len(known.files) >= 2 * MANY

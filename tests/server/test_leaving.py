@@ -141,12 +141,12 @@ def test_a_reader_that_is_too_far_behind_is_cut_off():
         stream = EventStream(events(), end, inbox.cut)
         task = asyncio.ensure_future(stream({"type": "http"}, receive, send))
         inbox.put(0, Piece("x", [1], [0.0]))
-        await asyncio.until(blocked.wait(), 10)
+        await asyncio.wait_for(blocked.wait(), 10)
         for _ in range(4):
             assert not inbox.cut.is_set()
             inbox.put(0, Piece("x", [1], [0.0]))
         assert inbox.cut.is_set() and not len(inbox)
-        await asyncio.until(task, 10)
+        await asyncio.wait_for(task, 10)
         assert closed.is_set()
 
     asyncio.run(stuck())

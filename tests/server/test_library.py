@@ -249,18 +249,6 @@ def test_removed_documents_leave_the_disk_after_the_grace(open_library):
     until(lambda: base.store.stats().chunks < before)
 
 
-@pytest.mark.slow
-def test_encoding_is_compiled_before_it_is_needed(open_library, model, monkeypatch):
-    library, access = open_library()
-    assert library.warm_up() > 1
-    compiled = dict(model.engine.compiled)
-    store = library.create(access, "notes", {}).name
-    files = [uploaded(library, access, (STORY + b"\n") * n) for n in (1, 7, 30)]
-    library.put(access, store, [(file, {}) for file in files])
-    assert set(settled(library, store).values()) == {"completed"}
-    assert dict(model.engine.compiled) == compiled
-
-
 def test_a_new_vector_store_is_made_as_what_is_served(open_library, model, village):
     with KnowledgeBase.open(village, model) as served:
         library, access = open_library({"village": served}, recipe_like(served))

@@ -22,7 +22,6 @@ from jaxrag.cli.command import parse
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.server.http.run import bind
 from jaxrag.server.settings import ServerSettings
-from jaxrag.server.state.warm import warm_up
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "checkpoints/synthetic-0.8m/dual"
@@ -120,18 +119,6 @@ def test_told_twice_it_waits_for_nobody(served_model, village, start, held):
             server.end()
             stream.join(20)
     assert "error" in told[-1]
-
-
-@pytest.mark.slow
-def test_after_warm_up_nothing_is_compiled(served_model, village, start):
-    with start(served_model, {"village": village}, k=2) as server:
-        assert warm_up(server.state) > 0
-        compiled = dict(server.state.engine.compiled)
-        for body in ({}, {"stream": True}, {"documents": []}, {"max_tokens": 1}):
-            assert server.chat(**body).status_code == 200
-        prompt = "Question: What is the home of Giso Berow? Answer:"
-        assert server.post("/v1/completions", prompt=prompt).status_code == 200
-        assert dict(server.state.engine.compiled) == compiled
 
 
 def test_answers_do_not_wait_for_acknowledgements():

@@ -109,15 +109,3 @@ def test_a_rank_that_is_killed_ends_all_with_one_line(village, tmp_path, rank, s
             assert [it for it in failed if not it["message"].startswith(known)] == []
     with KnowledgeBase.open(village) as kb:
         assert kb.verify().ok
-
-
-@pytest.mark.slow
-def test_what_several_processes_cannot_do_is_refused_before_work(village, tmp_path):
-    (tmp_path / "serve.toml").write_text("")
-    for more, why in (
-        (["--data", tmp_path / "data"], "uploads are encoded by a server of one"),
-        (["--plan", "192.0.2.1:1"], "plan address 192.0.2.1:1 cannot be had"),
-        (["--mesh", "1,1,3"], "tensor=3 needs 3 devices, there are 2"),
-    ):
-        with pytest.raises(AssertionError, match=why), started(village, tmp_path, *more):
-            pass

@@ -9,8 +9,6 @@ import pytest
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
-from llama_index.llms.openai_like import OpenAILike
-from pydantic import BaseModel
 
 from jaxrag.models.model import load_model
 
@@ -237,20 +235,6 @@ def test_langchain_binds_tools(serving, name):
     if told.tool_calls:
         asked[-1].tool_call_id = told.tool_calls[0]["id"]
         assert chat.bind_tools([weather]).invoke(asked).usage_metadata["input_tokens"] > 60
-
-
-def test_llamaindex_takes_structured_output(serving, name):
-    class Answer(BaseModel):
-        """What is answered."""
-
-        warm: bool
-
-    llm = OpenAILike(
-        api_base=f"{serving.url}/v1", api_key="any", model=name, is_chat_model=True,
-        is_function_calling_model=True, max_tokens=100, max_retries=0, temperature=1.0,
-    )  # fmt: skip
-    told = llm.as_structured_llm(Answer).complete("Is it warm?")
-    assert isinstance(told.raw, Answer)
 
 
 def test_an_id_spells_no_special_token(serving):

@@ -214,51 +214,58 @@ def collect(store):
     return store.gc(everything, grace_seconds=0)
 
 
-def test_swept_before_the_commit(open_store, chunk, root, monkeypatch):
-    store, c = open_store(), chunk(1)
-    after(monkeypatch, store._backend, "finish_writes", lambda: collect(open_store()))
-    with refused(StoreError):
-        store.put(c.key, c.kv, record=c.record)
-    assert store.head([c.key]) == [None]
-    assert not (root / "kv").exists()
-    put(store, c)
-    c.assert_equal(store.get(c.key))
-
-
-def test_swept_after_the_commit(open_store, chunk, monkeypatch):
-    store, c = open_store(), chunk(1)
-    reports = []
-    commit = store._space.commit(c.key)
-    after(
-        monkeypatch,
-        store._backend,
-        "write_if",
-        lambda: reports.append(collect(open_store())),
-        lambda path, *rest: path == commit,
-    )
-    put(store, c)
-    assert reports == [SweepReport()]
-    c.assert_equal(store.get(c.key))
-
-
 def prepared(store, c):
     attempt = store.begin(c.key, 7, c.record, ways=1)
     return attempt, [store.put_shard(attempt, 0, c.kv)]
 
 
-def test_committed_between_the_mark_and_the_look(open_store, chunk, root, monkeypatch):
-    """Both give way: gc keeps the bytes it saw committed, the writer takes its commit back."""
-    writer, c, sweeper = open_store(), chunk(1), open_store()
-    begun = prepared(writer, c)
+def before_step(patch, store, at, action):
+    """Run ``action`` before step ``at`` of what ``store`` does with its files; which it did."""
+    done = []
 
-    def commit():
-        with refused(StoreError):
-            writer.commit(*begun)
+    def watched(name, step):
+        def taken(*arguments):
+            done.append(name)
+            if len(done) == at + 1:
+                action()
+            return step(*arguments)
 
-    after(monkeypatch, sweeper._backend, "write", commit)
-    collect(sweeper)
-    assert writer.head([c.key]) == [None]
-    assert not (root / "kv").exists()
+        return taken
+
+    for name in ("make_directory", "finish_writes", "write_if", "contents", "read_many", "write",
+                 "paths", "delete", "delete_if", "prune", "holds", "names"):  # fmt: skip
+        patch.setattr(store._backend, name, watched(name, getattr(store._backend, name)))
+    return done
+
+
+@pytest.mark.parametrize("amid", ["put", "collection"])
+def test_a_collection_beside_a_put_keeps_it_whole_or_says_so(open_store, chunk, root, amid):
+    """One of the two between any two steps of the other, which has begun already."""
+    outcomes = set()
+    for at in range(100):
+        writer, sweeper, c, won = open_store(), open_store(), chunk(at), []
+        begun = prepared(writer, c)
+
+        def commit(writer=writer, won=won, begun=begun):
+            try:
+                won.append(writer.commit(*begun).won)
+            except StoreError:
+                won.append(False)
+
+        jobs = [(writer, commit), (sweeper, lambda sweeper=sweeper: collect(sweeper))]
+        (outer, work), (_, inner) = jobs if amid == "put" else jobs[::-1]
+        with pytest.MonkeyPatch.context() as patch:
+            done = before_step(patch, outer, at, inner)
+            work()
+        if len(done) <= at:
+            break
+        outcomes.add(won[0])
+        assert [it is not None for it in open_store("r").head([c.key])] == won
+        if not won[0]:
+            put(open_store(), c)
+        c.assert_equal(open_store("r").get(c.key))
+        assert not [path for path in tree(root) if "swept" in path]
+    assert at > 1 and outcomes == {True, False}
 
 
 def test_the_mark_is_lifted_from_what_is_kept(open_store, chunk, root, monkeypatch):
@@ -274,24 +281,6 @@ def test_the_mark_is_lifted_from_what_is_kept(open_store, chunk, root, monkeypat
     assert collect(sweeper) == SweepReport()
     c.assert_equal(writer.get(c.key))
     assert not [path for path in tree(root) if "swept" in path]
-
-
-@pytest.mark.parametrize("step", ["paths", "delete"])
-def test_committed_while_the_bytes_go(open_store, chunk, root, monkeypatch, step):
-    writer, c, sweeper = open_store(), chunk(1), open_store()
-    begun = prepared(writer, c)
-    told = []
-
-    def commit():
-        with refused(StoreError):
-            writer.commit(*begun)
-        told.append(True)
-
-    inside = sweeper._space.attempt(c.key, begun[0].attempt)
-    after(monkeypatch, sweeper._backend, step, commit, lambda path: path.startswith(inside))
-    assert collect(sweeper).attempts == 1
-    assert told
-    assert writer.head([c.key]) == [None]
 
 
 def test_the_mark_of_a_collection_that_died_goes_with_the_attempt(
