@@ -177,7 +177,7 @@ def test_what_is_being_indexed_goes_with_its_store(client, server, held, clock):
     library = server.state.library
     with ThreadPoolExecutor() as threads, held(server.state):
         client.vector_stores.files.create(store, file_id=file)
-        until(lambda: library.indexer._running)
+        until(lambda: any(it.running() for it in list(library.indexer._jobs.values())))
         clock.now += DAY
         keeping = threads.submit(library._keep_once, 0.0)
     keeping.result()

@@ -40,10 +40,7 @@ class Here:
     def __init__(self, limits, tokenizer):
         self._cut = parser_process._cutter(tokenizer.to_json())
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
+    def close(self):
         pass
 
     def parse(self, path, filename, name, options, reported=None, *, chunking, wanted):
@@ -107,10 +104,13 @@ def held(engine):
         thread.join()
 
 
+def works_on(library):
+    return [job for job, future in list(library.indexer._jobs.items()) if future.running()]
+
+
 def dropped(library, *files):
     """None of these is worked on and wanted."""
-    running = list(library.indexer._running)
-    return not any(job.wanted and job.member.file in files for job in running)
+    return not any(job.wanted and job.member.file in files for job in works_on(library))
 
 
 def found(library, access, store):
@@ -124,7 +124,7 @@ def test_what_is_in_progress_when_a_server_ends_the_next_one_takes_up(open_libra
     with held(model.engine):
         files = [uploaded(library, access) for _ in range(3)]
         library.put(access, store, [(file, {}) for file in files])
-        until(lambda: library.indexer._running)
+        until(lambda: works_on(library))
         closing = threading.Thread(target=library.close)
         closing.start()
     closing.join()
@@ -139,7 +139,7 @@ def test_a_file_that_is_taken_out_while_it_is_indexed_is_not_found(open_library,
     files = [uploaded(library, access) for _ in range(3)]
     with held(model.engine):
         library.put(access, store, [(file, {}) for file in files])
-        until(lambda: library.indexer._running)
+        until(lambda: works_on(library))
         library.remove_file(access, files[1])  # it waits for its turn, and is not begun
         gone = threading.Thread(target=library.take_out, args=(access, store, files[0]))
         gone.start()
@@ -156,7 +156,7 @@ def test_a_batch_that_is_cancelled_leaves_nothing_to_be_found(open_library, mode
     files = [uploaded(library, access) for _ in range(2)]
     with held(model.engine):
         library.put(access, store, [(file, {}) for file in files], "vsfb_1")
-        until(lambda: library.indexer._running)
+        until(lambda: works_on(library))
         if encodes:
             until(lambda: model.engine._mail._events)  # the last that a short file asks of it
         cancel = threading.Thread(target=library.cancel_batch, args=(access, store, "vsfb_1"))
@@ -174,7 +174,7 @@ def test_a_vector_store_that_is_removed_while_it_is_filled_goes_from_the_disk(op
     folder = library._folder("", store)
     with held(model.engine):
         library.put(access, store, [(file, {})])
-        until(lambda: library.indexer._running)
+        until(lambda: works_on(library))
         gone = threading.Thread(target=library.remove, args=(access, store))
         gone.start()
         until(lambda: dropped(library, file))

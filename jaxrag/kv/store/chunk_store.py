@@ -26,6 +26,7 @@ from jaxrag.kv.store.base import (
     describe_arrays,
 )
 from jaxrag.kv.store.census import Census
+from jaxrag.kv.store.eviction import SizeLimit
 from jaxrag.kv.store.layout import KVLayout
 from jaxrag.kv.store.leases import Leases
 from jaxrag.kv.store.ledger import FOLDER, PARTS, Ledger, Seen, Sums, disown
@@ -33,7 +34,6 @@ from jaxrag.kv.store.loading import Loader
 from jaxrag.kv.store.mounts import is_shared
 from jaxrag.kv.store.namespace import Namespace
 from jaxrag.kv.store.prefetch import DEFAULT_HOST_BYTES, Prefetcher, Tier
-from jaxrag.kv.store.quota import SizeLimit
 from jaxrag.kv.store.reading import Lookup, ReadRequest, Refused, require_choice
 from jaxrag.kv.store.record import AuxArray, Provenance, Record, new_attempt
 from jaxrag.kv.store.repository import Repository

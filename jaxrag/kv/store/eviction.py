@@ -15,7 +15,6 @@ section 3).
 """
 
 import contextlib
-import dataclasses
 import math
 import sqlite3
 import threading
@@ -24,6 +23,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from jaxrag.base.errors import StoreError
+from jaxrag.kv.store.namespace import Namespace
+from jaxrag.kv.store.record import Record
 from jaxrag.kv.store.sqlite import use_write_ahead_log
 
 FILE = "heat.sqlite"
@@ -59,44 +60,33 @@ _SCHEMA = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Name:
-    """A chunk in the store."""
-
-    fingerprint: str
-    key: str
+Standing = Callable[[], Iterable[tuple[str, int, float]]]  # key, bytes and age in seconds of each
 
 
-@dataclasses.dataclass(frozen=True)
-class Counted:
-    """A chunk that is in the store when counting begins."""
+class SizeLimit:
+    """The limit of one fingerprint on its own chunks, by key; only they leave.
 
-    name: Name
-    nbytes: int
-    age: float  # seconds
-
-
-Drop = Callable[[Sequence[Name]], None]  # removes chunks; one that is not there is no error
-
-
-class Heat:
-    """The count of one fingerprint. Safe to share between threads; others open their own."""
+    Safe to share between threads; others open their own. What leaves to make room is dropped
+    within the call that needs it.
+    """
 
     def __init__(
         self,
         path: Path,
         fingerprint: str,
         max_bytes: int | None,
-        standing: Callable[[], Iterable[Counted]],
+        standing: Standing,
+        drop: Callable[[Sequence[str]], object],
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Open the file, or make it; count what is ``standing`` unless that was done.
 
         Args:
             path: the file; one for all fingerprints of a store.
-            fingerprint: whose chunks are counted; every name below is of this one.
+            fingerprint: whose chunks are counted.
             max_bytes: the limit on the bytes of its chunks; None only counts.
             standing: lists those that are there.
+            drop: removes chunks; one that is not there is no error.
             clock: seconds since 1970.
 
         Raises:
@@ -107,9 +97,9 @@ class Heat:
         self.path = path
         self.fingerprint = fingerprint
         self.max_bytes = max_bytes
-        self._clock = clock
+        self._drop, self._clock = drop, clock
         self._lock = threading.RLock()
-        self._reads: dict[Name, tuple[int, float]] = {}  # how many, when the last
+        self._reads: dict[str, tuple[int, float]] = {}  # how many, when the last
         self._flushed = clock()
         with self._errors():
             self._connection = sqlite3.connect(
@@ -132,6 +122,44 @@ class Heat:
             self._connection.close()
             raise
 
+    @classmethod
+    def open(cls, space: Namespace, max_bytes: int | None) -> "SizeLimit | None":
+        """The limit of a fingerprint; None when none is given and the repository never had one.
+
+        ``space`` has its chunks however long, sealed or not.
+
+        Chunks that stand there uncounted are counted, which reads their records. What is beyond
+        the limit leaves at once.
+
+        Raises:
+            StoreError: a limit on something other than a directory, or one that is no positive
+                number; the count cannot be read or written.
+        """
+        backend = space.backend
+        if backend.directory is None:
+            if max_bytes is None:
+                return None
+            raise StoreError(
+                f"{backend.location}: max_bytes={max_bytes} needs a local directory; put a local "
+                "store with this limit in front of it (jaxrag.kv.store.ReadThrough)"
+            )
+        path = backend.directory / FILE
+        if max_bytes is None and not path.exists():
+            return None
+
+        def standing() -> Iterator[tuple[str, int, float]]:
+            for found in space.find_all():
+                if isinstance(found, Record):
+                    yield found.key, found.nbytes, found.age
+
+        def drop(keys: Sequence[str]) -> None:
+            for key in keys:
+                space.delete(key)
+
+        limit = cls(path, space.fingerprint, max_bytes, standing, drop)
+        limit._within_limit(None, None, 0, "", ())  # however many leave
+        return limit
+
     def close(self) -> None:
         """Write down the reads that were counted and close the file."""
         with self._lock:
@@ -143,18 +171,18 @@ class Heat:
         with self._transaction() as connection:
             return self._total(connection)
 
-    def read(self, names: Iterable[Name]) -> None:
+    def read(self, keys: Iterable[str]) -> None:
         """Count a read of each chunk. It is written down later, in a batch, or lost: no error."""
         with self._lock:
             now = self._clock()
-            for name in names:
-                reads, _ = self._reads.get(name, (0, now))
-                self._reads[name] = (reads + 1, now)
+            for key in keys:
+                reads, _ = self._reads.get(key, (0, now))
+                self._reads[key] = (reads + 1, now)
             due = now - self._flushed >= _FLUSH_SECONDS
             if due or len(self._reads) >= _FLUSH_READS:
                 self._flush_quietly()
 
-    def admit(self, name: Name, nbytes: int, drop: Drop) -> None:
+    def admit(self, key: str, nbytes: int) -> None:
         """Make room for a chunk and count it; call before a byte of it is written.
 
         Other puts under way may take the store over its limit until they are settled.
@@ -164,62 +192,53 @@ class Heat:
         """
         if self.max_bytes is not None and nbytes > self.max_bytes:
             raise StoreError(
-                f"chunk {name.key} has {nbytes} bytes, the store may hold max_bytes="
+                f"chunk {key} has {nbytes} bytes, the store may hold max_bytes="
                 f"{self.max_bytes}: raise the limit or use smaller chunks"
             )
         now = self._clock()
         self._within_limit(
-            drop,
             _ROUNDS,
-            name,
+            key,
             nbytes,
             "INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?, random()) ON CONFLICT DO UPDATE SET "
             "nbytes = excluded.nbytes, pending = excluded.pending, version = excluded.version",
-            (name.fingerprint, name.key, nbytes, _log2(now), now, now),
+            (self.fingerprint, key, nbytes, _log2(now), now, now),
         )
 
-    def settle(self, name: Name, nbytes: int, drop: Drop) -> None:
+    def settle(self, key: str, nbytes: int) -> None:
         """The put of an admitted chunk of so many bytes is over. Makes room where it has to."""
         with self._transaction() as connection:
             connection.execute(
                 "UPDATE chunks SET pending = 0, nbytes = ? WHERE fingerprint = ? AND key = ?",
-                (nbytes, name.fingerprint, name.key),
+                (nbytes, self.fingerprint, key),
             )
             if self.max_bytes is None or self._total(connection) <= self.max_bytes:
                 return
-        self._within_limit(drop, _ROUNDS, None, 0, "", ())
+        self._within_limit(_ROUNDS, None, 0, "", ())
 
-    def enforce(self, drop: Drop) -> None:
-        """Drop chunks until they are within the limit, however many that takes."""
-        self._within_limit(drop, None, None, 0, "", ())
-
-    def settled(self) -> list[tuple[Name, int]]:
-        """The counted chunks that are not on their way in, for strike_versions."""
+    def recount(self, keys: Callable[[], Iterable[str]]) -> None:
+        """Strike off what is counted and not among ``keys``, but for what is put meanwhile."""
         with self._transaction() as connection:
-            rows = connection.execute(
+            counted = connection.execute(
                 "SELECT key, version FROM chunks WHERE fingerprint = ? AND pending < ?",
                 (self.fingerprint, self._stalled()),
             ).fetchall()
-        return [(Name(self.fingerprint, key), version) for key, version in rows]
-
-    def strike_versions(self, pairs: Iterable[tuple[Name, int]]) -> None:
-        """These chunks are gone, except those that were put again since."""
+        standing = set(keys())
         with self._transaction() as connection:
-            _strike(connection, pairs)
+            self._strike(connection, [pair for pair in counted if pair[0] not in standing])
 
-    def strike(self, names: Iterable[Name]) -> None:
+    def strike(self, keys: Iterable[str]) -> None:
         """These chunks are gone."""
         with self._transaction() as connection:
             connection.executemany(
                 "DELETE FROM chunks WHERE fingerprint = ? AND key = ?",
-                [(name.fingerprint, name.key) for name in names],
+                [(self.fingerprint, key) for key in keys],
             )
 
     def _within_limit(
         self,
-        drop: Drop,
         rounds: int | None,
-        coming: Name | None,
+        coming: str | None,
         nbytes: int,
         statement: str,
         values: tuple[str | float, ...],
@@ -228,25 +247,25 @@ class Heat:
 
         After so many rounds, or with nothing left to drop, it is executed all the same.
         """
-        left: list[tuple[Name, int]] = []
+        left: list[tuple[str, int]] = []
         while True:
             with self._transaction(durable=coming is not None) as connection:
                 self._flush(connection)
-                _strike(connection, left)
+                self._strike(connection, left)
                 left = self._coldest(connection, coming, nbytes) if rounds != 0 else []
                 if not left:
                     connection.execute(statement, values)
                     return
-            drop([name for name, _ in left])
+            self._drop([key for key, _ in left])
             rounds = None if rounds is None else rounds - 1
 
     def _coldest(
-        self, connection: sqlite3.Connection, coming: Name | None, nbytes: int
-    ) -> list[tuple[Name, int]]:
+        self, connection: sqlite3.Connection, coming: str | None, nbytes: int
+    ) -> list[tuple[str, int]]:
         """Chunks and their versions that must leave before ``nbytes`` more of one chunk fit."""
         if self.max_bytes is None:
             return []
-        own = "" if coming is None else coming.key
+        own = coming or ""
         (held,) = connection.execute(
             "SELECT TOTAL(nbytes) FROM chunks WHERE fingerprint = ? AND key = ?",
             (self.fingerprint, own),
@@ -261,24 +280,22 @@ class Heat:
         )
         victims = []
         for key, version, size in rows:
-            victims.append((Name(self.fingerprint, key), version))
+            victims.append((key, version))
             over -= size
             if over <= 0:
                 break
         return victims
 
-    def _count(
-        self, connection: sqlite3.Connection, standing: Callable[[], Iterable[Counted]]
-    ) -> None:
+    def _count(self, connection: sqlite3.Connection, standing: Standing) -> None:
         """Count the chunks that stand already, unless somebody did."""
         added = connection.execute(
             "INSERT OR IGNORE INTO totals VALUES (?, 0)", (self.fingerprint,)
         ).rowcount
-        for counted in standing() if added else ():
-            name, created = counted.name, self._clock() - counted.age
+        for key, nbytes, age in standing() if added else ():
+            created = self._clock() - age
             connection.execute(
                 "INSERT INTO chunks VALUES (?, ?, ?, ?, ?, 0, random())",
-                (name.fingerprint, name.key, counted.nbytes, _log2(created), created),
+                (self.fingerprint, key, nbytes, _log2(created), created),
             )
 
     def _total(self, connection: sqlite3.Connection) -> int:
@@ -293,8 +310,8 @@ class Heat:
             "UPDATE chunks SET heat = add_log2(heat, ?), last = ? WHERE fingerprint = ? AND "
             "key = ?",
             [
-                (_log2(last) + math.log2(reads), last, name.fingerprint, name.key)
-                for name, (reads, last) in self._reads.items()
+                (_log2(last) + math.log2(reads), last, self.fingerprint, key)
+                for key, (reads, last) in self._reads.items()
             ],
         )
         self._reads.clear()
@@ -306,6 +323,13 @@ class Heat:
             self._flush(connection)
         self._reads.clear()
         self._flushed = self._clock()
+
+    def _strike(self, connection: sqlite3.Connection, pairs: Iterable[tuple[str, int]]) -> None:
+        # A chunk that was put again while it was dropped has another version, and stays.
+        connection.executemany(
+            "DELETE FROM chunks WHERE fingerprint = ? AND key = ? AND version = ?",
+            [(self.fingerprint, key, version) for key, version in pairs],
+        )
 
     def _stalled(self) -> float:
         """Puts admitted before this moment were killed; settled chunks have 0."""
@@ -333,14 +357,6 @@ class Heat:
                 f"{self.path}: {error}; check the disk and your permissions, or remove the file "
                 "to count anew"
             ) from error
-
-
-def _strike(connection: sqlite3.Connection, pairs: Iterable[tuple[Name, int]]) -> None:
-    # A chunk that was put again while it was dropped has another version, and stays.
-    connection.executemany(
-        "DELETE FROM chunks WHERE fingerprint = ? AND key = ? AND version = ?",
-        [(name.fingerprint, name.key, version) for name, version in pairs],
-    )
 
 
 def _log2(moment: float) -> float:

@@ -8,7 +8,7 @@ Y token types, L layers, D model width, F MLP width, N heads, H head dim, V voca
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,6 @@ from jaxrag.base.types import Array
 from jaxrag.models.family import TensorRule
 
 Pooling = Literal["mean", "cls", "max", "last"]
-POOLINGS: tuple[str, ...] = get_args(Pooling)
 
 _gelu_tanh = functools.partial(jax.nn.gelu, approximate=True)
 # By the names of ``hidden_act``.

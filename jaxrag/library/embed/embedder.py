@@ -12,13 +12,10 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrag.base.config import DTYPES
 from jaxrag.base.errors import ConfigError, EmbedderError, RequestError
-from jaxrag.base.sharding import Rules, replicated
 from jaxrag.base.types import Array, HostArray
-from jaxrag.library.embed.bert import POOLINGS, BertConfig, BertParams, Pooling, embed
+from jaxrag.library.embed.bert import BertConfig, BertParams, Pooling, embed
 from jaxrag.library.embed.hf import Prefixes, load_config, load_params, read_settings
 from jaxrag.library.embed.text import EncoderTokenizer, fill, plan
 from jaxrag.models.digest import weights_digest
@@ -69,7 +66,6 @@ class BertEmbedder:
     lower_case: bool
     digest: str
     batch_tokens: int
-    mesh: Mesh | None = None
     truncated: int = 0
 
     @property
@@ -109,18 +105,12 @@ class BertEmbedder:
         ids, cut = self.tokenizer.encode(stripped)
         self._report_cut(cut, len(texts))
         launched = []
-        ways = 1 if self.mesh is None else self.mesh.shape["data"] * self.mesh.shape["fsdp"]
         longest = self.tokenizer.max_tokens
-        for batch in plan([len(row) for row in ids], self.batch_tokens, longest, ways):
-            rows, lengths = (self._put(array) for array in fill(batch, ids))
-            vectors = embed(self.params, self.config, self.pooling, self.normalize, rows, lengths)
+        for batch in plan([len(row) for row in ids], self.batch_tokens, longest):
+            rows = map(jax.device_put, fill(batch, ids))
+            vectors = embed(self.params, self.config, self.pooling, self.normalize, *rows)
             launched.append((np.asarray(batch.members, np.int64), vectors))
         return launched
-
-    def _put(self, array: HostArray) -> Array:
-        if self.mesh is None:
-            return jax.device_put(array)
-        return jax.device_put(array, NamedSharding(self.mesh, PartitionSpec(Rules().batch)))
 
     def _report_cut(self, cut: int, of: int) -> None:
         if cut and not self.truncated:
@@ -137,72 +127,34 @@ def _collect(running: Sequence[tuple[HostArray, Array]], out: HostArray) -> None
         out[members] = np.asarray(vectors)[: len(members)]
 
 
-def load_embedder(
-    directory: str | Path,
-    *,
-    dtype: str = "float32",
-    mesh: Mesh | None = None,
-    pooling: Pooling | None = None,
-    normalize: bool | None = None,
-    query_prefix: str | None = None,
-    passage_prefix: str | None = None,
-    max_tokens: int | None = None,
-    batch_tokens: int | None = None,
-) -> BertEmbedder:
+def load_embedder(directory: str | Path) -> BertEmbedder:
     """Load a BERT, RoBERTa or XLM-RoBERTa embedding model (MiniLM, BGE, GTE, E5, Contriever).
 
     Args:
-      directory: a Hugging Face or sentence-transformers directory with safetensors.
-      dtype: of parameters and activations; vectors are float32.
-      mesh: batches are split over its data and fsdp axes, the parameters are on every device;
-        None = the default device.
-      pooling: None = as the directory's files say; where they say nothing, the mean.
-      normalize: None = as they say; where they say nothing, not.
-      query_prefix: None = as they say; where they say nothing, what the model's name is known for
-        (sentence.KNOWN_PREFIXES), or none.
-      passage_prefix: the same before texts that are searched.
-      max_tokens: None = as they say; where they say nothing, as many as have a position.
-      batch_tokens: rows x width of a batch; None = 4096 on CPU, 65536 on an accelerator.
+      directory: a Hugging Face or sentence-transformers directory with safetensors. Its files say
+        how texts become vectors; where they say nothing, it is the mean of all tokens, not
+        normalised, of as many as have a position, and behind the prefixes that the model's name is
+        known for (``hf.KNOWN_PREFIXES``).
 
     Raises:
-      ModelError, ConfigError: a missing, malformed or unsupported directory or setting.
+      ModelError, ConfigError: a missing, malformed or unsupported directory.
       TokenizerError: a tokenizer that is missing or does not fit.
     """
     directory = Path(directory)
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
-    if pooling is not None and pooling not in POOLINGS:
-        raise ConfigError(f"pooling={pooling!r}: expected one of {', '.join(POOLINGS)}")
-    if batch_tokens is not None and batch_tokens < 1:
-        raise ConfigError(f"batch_tokens={batch_tokens}: expected a positive integer")
     settings = read_settings(directory)
     family, config = load_config(settings.encoder)
-    if max_tokens is not None and max_tokens > config.max_tokens:
-        raise ConfigError(
-            f"max_tokens={max_tokens}: the model has positions for {config.max_tokens} tokens"
-        )
     limit = min(settings.max_tokens or config.max_tokens, config.max_tokens)
-    limit = limit if max_tokens is None else max_tokens
     tokenizer = EncoderTokenizer.load(settings.encoder, limit, config.vocab_size)
-    prefixes = Prefixes(
-        settings.prefixes.query if query_prefix is None else query_prefix,
-        settings.prefixes.passage if passage_prefix is None else passage_prefix,
-    )
-    pooling = pooling or settings.pooling
-    normalize = settings.normalize if normalize is None else normalize
-    sharding = None if mesh is None else replicated(mesh)
-    params = load_params(settings.encoder, family, config, dtype=dtype, sharding=sharding)
-    if batch_tokens is None:
-        on_cpu = params.norm.devices().pop().platform == "cpu"
-        batch_tokens = _CPU_BATCH_TOKENS if on_cpu else _DEVICE_BATCH_TOKENS
+    params = load_params(settings.encoder, family, config)
+    on_cpu = params.norm.devices().pop().platform == "cpu"
     identity = {
         "version": _VERSION,
         "weights": weights_digest(settings.encoder),
         "tokenizer": tokenizer.digest,
         "config": dataclasses.asdict(config),
-        "pooling": pooling,
-        "normalize": normalize,
-        "prefixes": dataclasses.asdict(prefixes),
+        "pooling": settings.pooling,
+        "normalize": settings.normalize,
+        "prefixes": dataclasses.asdict(settings.prefixes),
         "max_tokens": limit,
         "lower_case": settings.lower_case,
     }
@@ -210,13 +162,12 @@ def load_embedder(
         config=config,
         params=params,
         tokenizer=tokenizer,
-        pooling=pooling,
-        normalize=normalize,
-        prefixes=prefixes,
+        pooling=settings.pooling,
+        normalize=settings.normalize,
+        prefixes=settings.prefixes,
         lower_case=settings.lower_case,
         digest=_digest(identity),
-        batch_tokens=batch_tokens,
-        mesh=mesh,
+        batch_tokens=_CPU_BATCH_TOKENS if on_cpu else _DEVICE_BATCH_TOKENS,
     )
 
 

@@ -130,18 +130,10 @@ def load_config(directory: Path) -> tuple[EncoderFamily, BertConfig]:
         raise ConfigError(f"{directory}: {error}") from None
 
 
-def load_params(
-    directory: Path,
-    family: EncoderFamily,
-    config: BertConfig,
-    *,
-    dtype: str,
-    sharding: jax.sharding.Sharding | None = None,
-) -> BertParams:
-    """Load the weights, cast to ``dtype``; one of them at a time lies in host memory.
+def load_params(directory: Path, family: EncoderFamily, config: BertConfig) -> BertParams:
+    """Load the weights as float32; one of them at a time lies in host memory.
 
-    ``sharding`` None puts them on the default device. Raises ModelError when tensors are missing,
-    left over or of the wrong shape.
+    Raises ModelError when tensors are missing, left over or of the wrong shape.
     """
     stored = read_tensors(directory)
     prefix = family.prefix if family.prefix + TENSORS[0].key in stored else ""
@@ -152,10 +144,10 @@ def load_params(
     leaves = {}
     for path, source in sources.items():
         shape = _shape(source.rule, config)
-        block: HostArray = np.empty((len(source.tensors), *shape), jax.numpy.dtype(dtype))
+        block: HostArray = np.empty((len(source.tensors), *shape), np.float32)
         for layer, row in enumerate(block):
             row[...] = source.layer(layer, shape)
-        placed = jax.device_put(block if source.rule.per_layer else block[0], sharding)
+        placed = jax.device_put(block if source.rule.per_layer else block[0])
         leaves[path] = jax.block_until_ready(placed)
     return nested(BertParams, BertLayerParams, leaves)
 

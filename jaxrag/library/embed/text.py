@@ -97,18 +97,17 @@ def width_for(length: int, longest: int) -> int:
     return min(three_quarters if length <= three_quarters and power > _SMALLEST else power, longest)
 
 
-def plan(lengths: Sequence[int], batch_tokens: int, longest: int, ways: int = 1) -> list[Batch]:
+def plan(lengths: Sequence[int], batch_tokens: int, longest: int) -> list[Batch]:
     """Cut texts into batches, longest first.
 
     Args:
       lengths: tokens of each text, 1 to ``longest``.
-      batch_tokens: rows x width of a batch stays within it, but a batch has at least ``ways`` rows.
+      batch_tokens: rows x width of a batch stays within it, but a batch has at least one row.
       longest: the widest a batch may be.
-      ways: rows are a multiple of it (the devices a batch is split over).
 
     Returns:
-      Batches that hold every text once. Rows are ``ways`` times a power of two; rows that texts of
-      a width leave empty are filled with shorter texts.
+      Batches that hold every text once. Rows are a power of two; rows that texts of a width leave
+      empty are filled with shorter texts.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     widths = [width_for(lengths[i], longest) for i in order]
@@ -117,11 +116,10 @@ def plan(lengths: Sequence[int], batch_tokens: int, longest: int, ways: int = 1)
     start = 0
     while start < len(order):
         width = widths[start]
-        most = bucket_below(batch_tokens // width // ways)
-        needed = -(-(ends[width] - start) // ways)
-        per_way = min(bucket(needed, 1), most)
-        members = tuple(order[start : start + per_way * ways])
-        batches.append(Batch(members, per_way * ways, width))
+        most = bucket_below(batch_tokens // width)
+        rows = min(bucket(ends[width] - start, 1), most)
+        members = tuple(order[start : start + rows])
+        batches.append(Batch(members, rows, width))
         start += len(members)
     return batches
 

@@ -7,11 +7,11 @@ server that starts takes it up again.
 """
 
 import dataclasses
-import itertools
+import functools
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, wait
 
 from jaxrag.base.errors import DocumentError, EngineError, JaxragError
 from jaxrag.engine.engine import engine_of
@@ -26,6 +26,7 @@ from jaxrag.server.errors import Problem
 from jaxrag.server.settings import ServerSettings
 from jaxrag.server.state.quota import Quota
 from jaxrag.server.state.registry import Member, Registry
+from jaxrag.server.state.threads import FairThreads
 from jaxrag.server.state.uploads import Uploads
 
 _LOG = logging.getLogger("jaxrag.server")
@@ -43,7 +44,6 @@ class _Job:
 
     member: Member
     wanted: bool = True
-    done: threading.Event = dataclasses.field(default_factory=threading.Event)
 
 
 class Indexer:
@@ -71,82 +71,61 @@ class Indexer:
         """
         self._registry, self._uploads, self._quota = registry, uploads, quota
         self._model, self._open = model, open_base
-        self._threads, self._parse_seconds = settings.index_threads, settings.parse_seconds
-        self._changed = threading.Condition()
-        self._waiting: dict[str, deque[_Job]] = {}  # by tenant; whose turn it is comes first
-        self._running: set[_Job] = set()
-        self._started: list[threading.Thread] = []
+        self._limits = ParseLimits(settings.parse_seconds, _PARSE_BYTES)
+        self._threads = FairThreads(settings.index_threads, "jaxrag-index")
+        self._parsers: list[Parser] = []  # those that no thread works with
+        self._jobs: dict[_Job, Future[None]] = {}  # that are not done
         self._closed = False
+        self._lock = threading.Lock()  # of these
 
     def submit(self, members: Sequence[Member]) -> None:
         """Take members in progress up."""
-        with self._changed:
-            for member in members:
-                self._waiting.setdefault(member.tenant, deque()).append(_Job(member))
-            while len(self._started) < self._threads and members:
-                thread = threading.Thread(target=self._serve, name="jaxrag-index", daemon=True)
-                self._started.append(thread)
-                thread.start()
-            self._changed.notify_all()
+        with self._lock:
+            for job in () if self._closed else map(_Job, members):
+                run = functools.partial(self._run, job)
+                self._jobs[job] = self._threads.submit(job.member.tenant, run)
 
     def drop(self, store: str, files: Collection[str] | None = None) -> None:
         """Do no more for members of a store, or for all; returns when nothing is done any more.
 
         What was found of it by then is not found any more.
         """
-
-        def meant(job: _Job) -> bool:
-            return job.member.store == store and (files is None or job.member.file in files)
-
-        with self._changed:
-            for tenant, jobs in list(self._waiting.items()):
-                self._waiting[tenant] = deque(job for job in jobs if not meant(job))
-            stopped = [job for job in self._running if meant(job)]
-            for job in stopped:
-                job.wanted = False
-        for job in stopped:
-            job.done.wait()
+        with self._lock:
+            running = []
+            for job, future in list(self._jobs.items()):
+                if job.member.store == store and (files is None or job.member.file in files):
+                    job.wanted = False
+                    if future.cancel():
+                        del self._jobs[job]
+                    else:
+                        running.append(future)
+        wait(running)
 
     def works_on(self, store: str) -> bool:
         """Whether members of a store wait or are worked on."""
-        with self._changed:
-            jobs = [*self._running, *itertools.chain.from_iterable(self._waiting.values())]
-            return any(job.member.store == store for job in jobs)
+        with self._lock:
+            return any(job.member.store == store for job in self._jobs)
 
     def close(self) -> None:
         """Stop; what is in progress is taken up by the next server."""
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
-        for thread in self._started:
-            thread.join()
+        self._threads.shutdown(wait=True)
+        for parser in self._parsers:
+            parser.close()
 
-    def _serve(self) -> None:
-        limits = ParseLimits(self._parse_seconds, _PARSE_BYTES)
-        with Parser(limits, self._model.text_tokenizer()) as parser:
-            while (job := self._next()) is not None:
-                try:
-                    self._index(job, parser)
-                except Exception:
-                    _LOG.exception("a file of %s could not be indexed", job.member.store)
-                finally:
-                    with self._changed:
-                        self._running.discard(job)
-                    job.done.set()
-
-    def _next(self) -> _Job | None:
-        """The next job, by turns of tenants; None at the end."""
-        with self._changed:
-            while not self._closed:
-                for tenant in list(self._waiting):
-                    jobs = self._waiting.pop(tenant)
-                    if jobs:
-                        job = jobs.popleft()
-                        self._waiting[tenant] = jobs  # behind the others
-                        self._running.add(job)
-                        return job
-                self._changed.wait()
-        return None
+    def _run(self, job: _Job) -> None:
+        with self._lock:
+            idle = self._parsers.pop() if self._parsers else None
+        parser = idle or Parser(self._limits, self._model.text_tokenizer())
+        try:
+            self._index(job, parser)
+        except Exception:
+            _LOG.exception("a file of %s could not be indexed", job.member.store)
+        finally:
+            with self._lock:
+                self._parsers.append(parser)
+                del self._jobs[job]
 
     def _index(self, job: _Job, parser: Parser) -> None:
         """Bring one file in, and say how it ended."""

@@ -33,13 +33,13 @@ class FairThreads:
             self._begin()
         return future
 
-    def shutdown(self) -> None:
-        """Begin no more; what runs is not waited for."""
+    def shutdown(self, *, wait: bool = False) -> None:
+        """Begin no more; what runs is waited for where that is asked."""
         with self._lock:
             waiting, self._waiting = self._waiting, {}
         for future, _ in (job for jobs in waiting.values() for job in jobs):
             future.cancel()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait, cancel_futures=True)
 
     def _begin(self) -> None:
         """Hand out what may run; under the lock."""

@@ -8,37 +8,37 @@ import pytest
 from refusal import refused
 
 from jaxrag.base.errors import StoreError
-from jaxrag.kv.store.eviction import HALF_LIFE_SECONDS, Heat, Name
+from jaxrag.kv.store.eviction import HALF_LIFE_SECONDS, SizeLimit
 
 START = 1_700_000_000.0
 MODEL = "ab" * 32
 
 
 def name(number):
-    return Name(MODEL, f"{number:040x}")
+    return f"{number:040x}"
 
 
 class Shelf:
     """A store that is only names: what was put and not dropped, on a clock that tests turn."""
 
-    def __init__(self, path, max_bytes=100, standing=()):
+    def __init__(self, path, max_bytes=100):
         self.now = START
-        self.held = {counted.name for counted in standing}
-        self.heat = Heat(path, MODEL, max_bytes, lambda: standing, lambda: self.now)
+        self.held = set()
+        self.heat = SizeLimit(path, MODEL, max_bytes, tuple, self.drop, lambda: self.now)
 
     def drop(self, names):
         self.held -= set(names)
 
     def put(self, number, nbytes=10):
-        self.heat.admit(name(number), nbytes, self.drop)
+        self.heat.admit(name(number), nbytes)
         self.held.add(name(number))
-        self.heat.settle(name(number), nbytes, self.drop)
+        self.heat.settle(name(number), nbytes)
 
     def read(self, number, times=1):
         self.heat.read([name(number)] * times)
 
     def numbers(self):
-        return sorted(int(held.key, 16) for held in self.held)
+        return sorted(int(held, 16) for held in self.held)
 
 
 @pytest.fixture
@@ -85,20 +85,20 @@ def test_one_large_chunk_moves_out_many_small_ones(path):
 
 def test_a_put_under_way_is_counted_and_not_dropped(path):
     shelf = Shelf(path, max_bytes=25)
-    shelf.heat.admit(name(1), 10, shelf.drop)
-    shelf.heat.admit(name(2), 10, shelf.drop)
-    shelf.heat.admit(name(3), 10, shelf.drop)
+    shelf.heat.admit(name(1), 10)
+    shelf.heat.admit(name(2), 10)
+    shelf.heat.admit(name(3), 10)
     assert shelf.heat.nbytes() == 30
     for number in (1, 2, 3):
         shelf.held.add(name(number))
-        shelf.heat.settle(name(number), 10, shelf.drop)
+        shelf.heat.settle(name(number), 10)
     assert len(shelf.held) == 2
     assert shelf.heat.nbytes() == 20
 
 
 def test_the_count_of_a_killed_put_is_given_back(path):
     shelf = Shelf(path, max_bytes=20)
-    shelf.heat.admit(name(1), 20, shelf.drop)
+    shelf.heat.admit(name(1), 20)
     shelf.now += 3601
     shelf.put(2)
     assert shelf.heat.nbytes() == 10
@@ -115,9 +115,11 @@ def test_a_chunk_that_is_put_again_while_it_is_dropped_stays_counted(path):
             other.put(1)
         shelf.drop(names)
 
-    shelf.heat.settle(name(1), 10, drop)
-    shelf.heat.admit(name(2), 10, drop)
-    shelf.heat.settle(name(2), 10, lambda names: None)
+    shelf.heat._drop = drop
+    shelf.heat.settle(name(1), 10)
+    shelf.heat.admit(name(2), 10)
+    shelf.heat._drop = len
+    shelf.heat.settle(name(2), 10)
     assert shelf.heat.nbytes() == 10
 
 

@@ -1,6 +1,7 @@
 """What an embedder promises its caller: order, kinds, counts, a digest, and checked functions."""
 
 import functools
+import json
 import logging
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from jaxrag.base.errors import ConfigError, EmbedderError, RequestError
 from jaxrag.library.embed import Embedder, as_embedder, load_embedder
 from jaxrag.library.embed import bert as bert_module
 from jaxrag.library.embed import embedder as embedder_module
+from jaxrag.library.embed.hf import Prefixes
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "embed"
 
@@ -46,7 +48,8 @@ def test_query_and_passage_differ_by_their_prefix():
     embedder = load_embedder(GOLDENS / "multilingual_e5")
     question = embedder(["heron"], "query")
     assert np.abs(question - embedder(["heron"], "passage")).max() > 1e-3
-    bare = load_embedder(GOLDENS / "multilingual_e5", query_prefix="", passage_prefix="")
+    bare = load_embedder(GOLDENS / "multilingual_e5")
+    bare.prefixes = Prefixes()
     np.testing.assert_allclose(bare(["query: heron"], "passage"), question, atol=1e-6)
 
 
@@ -92,21 +95,24 @@ def test_a_request_that_is_refused(minilm, texts, kind, message):
             embedder(texts, kind)
 
 
-def test_the_digest_tells_what_shapes_the_vectors(embedder_dir):
+def test_the_digest_tells_what_shapes_the_vectors(embedder_dir, edit_json):
     directory = embedder_dir("minilm")
     digest = load_embedder(directory).digest
     assert load_embedder(embedder_dir("minilm", "copy")).digest == digest
-    assert load_embedder(directory, dtype="bfloat16", batch_tokens=64).digest == digest
-    others = [
-        load_embedder(directory, **change).digest
-        for change in (
-            {"pooling": "cls"},
-            {"normalize": False},
-            {"query_prefix": "q: "},
-            {"passage_prefix": "q: "},
-            {"max_tokens": 19},
-        )
-    ]
+    others = []
+    for at, (name, change) in enumerate((
+        ("1_Pooling/config.json", {"pooling_mode_mean_tokens": False,
+                                   "pooling_mode_cls_token": True}),
+        ("config_sentence_transformers.json", {"prompts": {"query": "q: "}}),
+        ("config_sentence_transformers.json", {"prompts": {"passage": "q: "}}),
+        ("sentence_bert_config.json", {"max_seq_length": 19}),
+    )):  # fmt: skip
+        changed = embedder_dir("minilm", f"changed {at}")
+        edit_json(changed / name, **change)
+        others.append(load_embedder(changed).digest)
+    steps = (changed / "modules.json").read_text()
+    (changed / "modules.json").write_text(json.dumps(json.loads(steps)[:2]))
+    others.append(load_embedder(changed).digest)
     config = directory / "config.json"
     config.write_text(config.read_text().replace('"gelu"', '"relu"'))
     others.append(load_embedder(directory).digest)

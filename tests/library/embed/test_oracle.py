@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from jaxrag.library.embed import load_embedder
+from jaxrag.library.embed.hf import Prefixes
+from jaxrag.library.embed.text import EncoderTokenizer
 
 pytestmark = pytest.mark.oracle
 
@@ -18,7 +20,9 @@ TEXTS = ["The mill stands by the weir.", "", "白鹭 wait", " ".join(["heron"] *
 def test_vectors(name):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    embedder = load_embedder(GOLDENS / name, query_prefix="", passage_prefix="", max_tokens=18)
+    embedder = load_embedder(GOLDENS / name)
+    embedder.prefixes = Prefixes()
+    embedder.tokenizer = EncoderTokenizer.load(GOLDENS / name, 18, embedder.config.vocab_size)
     model, report = transformers.AutoModel.from_pretrained(
         GOLDENS / name, dtype=torch.float32, output_loading_info=True
     )

@@ -110,16 +110,6 @@ def test_what_the_files_say_wins_over_the_name(embedder_dir):
     assert read_settings(embedder_dir("bge", "e5-base")).prefixes == Prefixes("where: ")
 
 
-def test_arguments_win_over_the_files(embedder_dir):
-    directory = embedder_dir("multilingual_e5")
-    embedder = load_embedder(
-        directory, pooling="cls", normalize=False, query_prefix="", max_tokens=9
-    )
-    assert (embedder.pooling, embedder.normalize) == ("cls", False)
-    assert embedder.prefixes == Prefixes("", "passage: ")
-    assert embedder.tokenizer.max_tokens == 9
-
-
 def test_the_longest_text(embedder_dir, edit_json):
     directory = embedder_dir("contriever")
     tokens = directory / "tokenizer_config.json"
@@ -138,20 +128,10 @@ def test_the_longest_text(embedder_dir, edit_json):
 def test_positions_of_roberta_start_behind_the_padding_id(embedder_dir):
     directory = embedder_dir("roberta")
     assert load_embedder(directory).tokenizer.max_tokens == 40 - 5
-    with refused(ConfigError, "max_tokens=36"):
-        load_embedder(directory, max_tokens=36)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"pooling": "median"}, "pooling='median'"),
-        ({"dtype": "int8"}, "dtype='int8'"),
-        ({"max_tokens": 2}, "max_tokens=2"),
-        ({"max_tokens": 0}, "max_tokens=0"),
-        ({"batch_tokens": 0}, "batch_tokens=0"),
-    ],
-)
-def test_an_argument_that_is_refused(embedder_dir, options, message):
-    with refused(ConfigError, message):
-        load_embedder(embedder_dir("minilm"), **options)
+def test_no_room_for_a_text_is_refused(embedder_dir, edit_json):
+    directory = embedder_dir("minilm")
+    edit_json(directory / "sentence_bert_config.json", max_seq_length=2)
+    with refused(ConfigError, "max_tokens=2"):
+        load_embedder(directory)
