@@ -42,10 +42,10 @@ from jaxrag.measure.zoo import llama, random_named
 from jaxrag.models.model import Model, random_model
 from jaxrag.models.text.progress import progress_bar
 from jaxrag.reuse.decode import Account, rule_from
-from jaxrag.reuse.decode.footprint import A100
 from jaxrag.reuse.methods import METHODS
 
 BLOCK = 32  # steps whose recall is averaged
+_SCORE_EVERY_KEY = ("dense", "flat", "topn")  # rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +131,6 @@ def run(options: DecodeOptions) -> dict[str, Any]:
         "chunk_tokens": CHUNK_TOKENS,
         "question_tokens": options.question_tokens,
         "steps": options.steps,
-        "break_even_device": dataclasses.asdict(A100),
         "rows": rows,
         "machine": describe(),
     }
@@ -192,11 +191,8 @@ def _row(
             }
             if options.measure:
                 row["index"] |= counted(runner, mapped, request, options.steps)
-        if rule.scores_every_key:
+        if rule.name in _SCORE_EVERY_KEY:
             row["scanned"] = 1.0
-        even = rule.break_even(config, prompt.num_tokens)
-        if even is not None:
-            row["break_even"] = dataclasses.asdict(even)
         return row
     finally:
         unmap(runner, mapped)
@@ -318,13 +314,6 @@ def report(result: dict[str, Any]) -> Iterator[str]:
         if blocks := row.get("index", {}).get("blocks"):
             shares = ", ".join(_share(block["recall"]) for block in blocks)
             yield f"{row['context']} {row['rule']}: recall by {BLOCK} steps: {shares}"
-        if "break_even" in row:
-            even = row["break_even"]
-            yield (
-                f"{row['context']} {row['rule']}: KCache section 3.2 on {A100.name}: not slower "
-                f"from {even['tokens']} tokens on, or {even['grouped_tokens']} where the heads of "
-                f"a group fetch for themselves; V hides behind prefill: {even['prefill_hidden']}"
-            )
 
 
 def _share(value: float | None) -> str:

@@ -28,6 +28,7 @@ from jaxrag.measure.machine import describe
 from jaxrag.reuse.attention_index import (
     AttentionIndex,
     Exact,
+    FoundKeys,
     Hnsw,
     Ivf,
     ProjectedGraph,
@@ -301,6 +302,25 @@ def exact_rows(queries: HostArray, keys: HostArray, k: int) -> HostArray:
     return np.stack([nearest(head, keys, k).ids for head in queries])
 
 
+def search_heads(
+    searcher: Searcher,
+    queries: HostArray,
+    k: int,
+    effort: Sequence[int] | None = None,
+    *,
+    count: bool = False,
+) -> FoundKeys:
+    """The best keys of a query of every head, [G, H]: [G, k] and [G]."""
+    found = [
+        searcher.search_head(
+            head, one[None], k, effort=None if effort is None else effort[head], count=count
+        )
+        for head, one in enumerate(queries)
+    ]
+    return FoundKeys(*(np.concatenate([getattr(it, name) for it in found])
+                       for name in ("ids", "scores", "scanned")))  # fmt: skip
+
+
 def quality(
     searcher: Searcher, queries: HostArray, truth: HostArray, k: int
 ) -> tuple[HostArray, HostArray]:
@@ -308,7 +328,7 @@ def quality(
     recall = np.zeros(queries.shape[:2])
     scanned = np.zeros(queries.shape[:2])
     for number in range(queries.shape[1]):
-        found = searcher.search(queries[:, number], k, count=True)
+        found = search_heads(searcher, queries[:, number], k, count=True)
         scanned[:, number] = found.scanned
         for head, ids in enumerate(found.ids):
             recall[head, number] = np.isin(truth[head, number], ids).mean()
@@ -348,7 +368,7 @@ def _rounds(
     for _ in range(options.rounds + 1):
         start, used = time.perf_counter(), time.process_time()
         for _ in range(options.searches):
-            searchers[at % len(searchers)].search(queries[:, at % number], options.k)
+            search_heads(searchers[at % len(searchers)], queries[:, at % number], options.k)
             at += 1
         processor.append(time.process_time() - used)
         wall.append(time.perf_counter() - start)

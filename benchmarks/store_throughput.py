@@ -156,9 +156,6 @@ def _ways(
     def verified() -> None:
         store.get_many(keys, out=buffer)
 
-    def unverified() -> None:
-        store.get_many(keys, out=buffer, verify="never")
-
     def plain() -> None:
         flat = memoryview(buffer.view(np.uint8)).cast("B")
         size = len(flat) // len(chunks)
@@ -189,7 +186,7 @@ def _ways(
 
         ways["zarr-python"] = zarr_python
     # Last, so that what stands in the buffer at the end came through the store.
-    return ways | {"unverified": unverified, "verified": verified}
+    return ways | {"verified": verified}
 
 
 def _plain_path(work: Path, number: int) -> Path:

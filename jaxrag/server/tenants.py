@@ -206,11 +206,6 @@ class Tenants:
         return cls(file, None if data is None else _secret(data))
 
     @property
-    def has_keys(self) -> bool:
-        """Whether a request needs a key."""
-        return self._file is not None
-
-    @property
     def names(self) -> tuple[str, ...]:
         """Every tenant."""
         keys = () if self._file is None else self._file.keys

@@ -18,7 +18,7 @@ from jaxrag.reuse.attention_index import (
     open_index,
 )
 from jaxrag.reuse.decode import Dense, Flat, TopN, rule_from
-from jaxrag.reuse.decode.footprint import A100, break_even, index_bytes
+from jaxrag.reuse.decode.footprint import index_bytes
 
 SMALL = {"exact_below": 0, "min_queries": 1}
 RULES = (
@@ -61,7 +61,6 @@ def test_rows(result):
             assert part["recall"] == pytest.approx(1, abs=1e-3)  # keys of 16 bits: nearly ties
         assert row["index"]["keys"] == 1024 + 1 - 16 - 4
         assert any("32768" in note for note in row["index"]["notes"])
-    assert topn["break_even"]["tokens"] == 510
     lines = list(report(result))
     (by_block,) = (line for line in lines if line.startswith(f"1024 {RULES[3]}: recall by 32 "))
     assert by_block.count("%") == 2
@@ -125,18 +124,6 @@ def test_an_index_takes_no_more_than_the_formula(tiny_config, spec):
     real = open_index(build(keys, asked, spec)).nbytes * config.num_layers * config.num_kv_heads
     formula = index_bytes(spec, config, 600)  # which counts every key as wanted; most are
     assert real <= formula <= 1.2 * real
-
-
-def test_break_even_is_the_papers(tiny_config):
-    """A100: s / N > 64; with G query heads a KV head, G times that; 11 d + 2 s > FLOPS / bus."""
-    config = tiny_config()
-    even = TopN(n=128).break_even(config, 4096)
-    assert 63 < even.tokens_per_n < 64 and even.grouped == 3 * even.tokens_per_n
-    assert even.tokens == 8156
-    assert even == break_even(128, config, 4096, A100) and not even.prefill_hidden
-    assert Flat().break_even(config, 4096) is None
-    wide = dataclasses.replace(config, model_dim=4096)
-    assert TopN().break_even(wide, 1).prefill_hidden
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Chunk KV by key: bit-exact, verified on every read, shared by any number of processes."""
 
 from jaxrag.kv.store.attempts import Attempt, WrittenShard
-from jaxrag.kv.store.base import KVStore, Stats
+from jaxrag.kv.store.base import KVStore
 from jaxrag.kv.store.chunk_store import ChunkStore
 from jaxrag.kv.store.keys import chunk_key, content_id, context_id, derive, fingerprint
 from jaxrag.kv.store.layout import HeadShare, KVLayout
@@ -33,7 +33,6 @@ __all__ = [
     "Refused",
     "ScrubReport",
     "SharedStore",
-    "Stats",
     "SweepReport",
     "WrittenShard",
     "as_stored",

@@ -1,13 +1,12 @@
 """What every chunk store does, whatever holds the bytes: checked puts, verified assembled gets."""
 
 import abc
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
 
-from jaxrag.base.errors import ChunkCorrupt, ChunkNotSealed, StoreError
+from jaxrag.base.errors import ChunkCorrupt, StoreError
 from jaxrag.kv.store.keys import FINGERPRINT_DIGITS, ID_DIGITS, chunk_key, require_hex
 from jaxrag.kv.store.layout import WHOLE, HeadShare, KVLayout
 from jaxrag.kv.store.reading import (
@@ -16,7 +15,6 @@ from jaxrag.kv.store.reading import (
     OnMissing,
     ReadRequest,
     Refused,
-    Verify,
     assemble,
     require_choice,
 )
@@ -28,32 +26,6 @@ DEFAULT_MAX_TOKENS = 1 << 17  # of one chunk
 DEFAULT_INFLIGHT_BYTES = 1 << 28
 
 Aux = Mapping[str, NDArray[Any]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Stats:
-    """How much a store holds under one fingerprint."""
-
-    chunks: int
-    tokens: int
-    nbytes: int  # as stored, of K, V and auxiliary arrays
-    corrupt: int  # commit records that were refused; not counted above
-    unsealed: int = 0  # that the store's secret did not seal; not counted above
-
-    @classmethod
-    def of(cls, found: Iterable[Lookup]) -> "Stats":
-        """Count records and refusals."""
-        chunks = tokens = nbytes = corrupt = unsealed = 0
-        for one in found:
-            if isinstance(one, Record):
-                chunks += 1
-                tokens += one.tokens
-                nbytes += one.nbytes
-            elif isinstance(one, ChunkNotSealed):
-                unsealed += 1
-            else:  # a missing record was removed since it was listed
-                corrupt += isinstance(one, ChunkCorrupt)
-        return cls(chunks, tokens, nbytes, corrupt, unsealed)
 
 
 class KVStore(abc.ABC):
@@ -157,7 +129,6 @@ class KVStore(abc.ABC):
         out: NDArray[Any] | None = None,
         *,
         layers: tuple[int, int] | None = None,
-        verify: Verify = "always",
     ) -> NDArray[Any]:
         """The KV of one chunk, or of a range (first, end) of its layers.
 
@@ -166,7 +137,7 @@ class KVStore(abc.ABC):
         Returns:
             [layers, 2, T, K, H].
         """
-        return self.get_many([key], out, layers=layers, verify=verify).kv
+        return self.get_many([key], out, layers=layers).kv
 
     def get_many(
         self,
@@ -175,7 +146,6 @@ class KVStore(abc.ABC):
         *,
         layers: tuple[int, int] | None = None,
         on_missing: OnMissing = "raise",
-        verify: Verify = "always",
         share: HeadShare = WHOLE,
     ) -> Assembled:
         """Read chunks into one buffer, in the order of ``keys``; a repeated key is read once.
@@ -186,7 +156,6 @@ class KVStore(abc.ABC):
                 meaning.
             layers: (first, end) of the layers to read; None reads all of them.
             on_missing: "raise", or "skip" to leave refused chunks out and name them in the result.
-            verify: "always" hashes every layer that is read; "never" trusts the storage.
             share: the heads to read, all by default. Of a chunk only the files that hold them are
                 opened, and these are read whole: a digest is of all of a layer in one file.
 
@@ -196,10 +165,8 @@ class KVStore(abc.ABC):
             StoreError: ``out`` does not fit, a range is not in the chunk, or the storage failed.
         """
         require_choice(on_missing, OnMissing, "on_missing")
-        require_choice(verify, Verify, "verify")
         found = self._nearest(_distinct(keys))
-        hashed = verify == "always"
-        return assemble(found, self.layout, layers, out, on_missing, hashed, self._load, share)
+        return assemble(found, self.layout, layers, out, on_missing, self._load, share)
 
     def aux(self, key: str, name: str) -> NDArray[Any]:
         """An auxiliary array of a chunk, verified.
@@ -258,10 +225,6 @@ class KVStore(abc.ABC):
     @abc.abstractmethod
     def records(self) -> Iterator[Record]:
         """Every record that can be read and is believed, by ascending key, streamed."""
-
-    @abc.abstractmethod
-    def stats(self) -> Stats:
-        """What is stored under the fingerprint."""
 
     @abc.abstractmethod
     def _put(

@@ -66,7 +66,7 @@ class Loader:
         concurrent.futures.wait(itertools.chain.from_iterable(tasks))
         return [_first([task.result() for task in run]) for run in tasks]
 
-    def read_aux(self, record: Record, name: str, verify: bool) -> NDArray[Any] | Refused:
+    def read_aux(self, record: Record, name: str) -> NDArray[Any] | Refused:
         """An auxiliary array that the record names, or why it is refused."""
         entry = record.aux[name]
         array = np.empty(entry.shape, entry.dtype)
@@ -77,7 +77,7 @@ class Loader:
         if refused is not None:
             return refused
         where, sealer = f"chunk {record.key}: auxiliary array {name!r}", self._space.sealer
-        for rank, expected in enumerate(entry.xxh3 if verify else ()):
+        for rank, expected in enumerate(entry.xxh3):
             part = np.ascontiguousarray(array[grid.slices(rank)])
             if sealer is not None and same_seal(sealer.of_array(part), entry.seals[rank]):
                 continue
@@ -138,7 +138,7 @@ class Loader:
     def _scale(self, want: ReadRequest) -> NDArray[Any] | Refused | None:
         if SCALE not in want.record.aux:
             return None
-        return self.read_aux(want.record, SCALE, want.verify)
+        return self.read_aux(want.record, SCALE)
 
 
 def _first(answers: Iterable[Refused | None]) -> Refused | None:

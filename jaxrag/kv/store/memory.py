@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxrag.base.errors import ChunkAbsent, ChunkCorrupt, StoreError
-from jaxrag.kv.store.base import DEFAULT_MAX_TOKENS, Aux, KVStore, Stats
+from jaxrag.kv.store.base import DEFAULT_MAX_TOKENS, Aux, KVStore
 from jaxrag.kv.store.layout import KVLayout
 from jaxrag.kv.store.quantise import to_stored
 from jaxrag.kv.store.reading import Lookup, ReadRequest, Refused, settle
@@ -73,10 +73,6 @@ class MemoryStore(KVStore):
         """Every record at this moment, by ascending key."""
         with self._lock:
             return iter([self._peek(key).record for key in sorted(self._chunks)])
-
-    def stats(self) -> Stats:
-        """What is stored at this moment."""
-        return Stats.of(self.records())
 
     def _put(
         self,

@@ -229,7 +229,7 @@ def _retry(
 ) -> None:
     """Load what some places of ``wanted`` ask for by these records, and note the answers."""
     again = {
-        index: dataclasses.replace(wanted[index], record=found, verify=True)
+        index: dataclasses.replace(wanted[index], record=found)
         for index, found in records.items()
         if isinstance(found, Record)
     }

@@ -19,7 +19,6 @@ from jaxrag.kv.store.record import Record, layer_digest
 from jaxrag.kv.store.seal import Sealer, same_seal
 
 OnMissing = Literal["raise", "skip"]
-Verify = Literal["always", "never"]
 
 Refused = ChunkMissing | ChunkCorrupt
 Lookup = Record | Refused
@@ -51,7 +50,6 @@ class ReadRequest:
     record: Record
     layers: tuple[int, int]  # first, end
     out: NDArray[Any]  # [layers, 2, T, K / ways, H] in the layout's dtype; layers may be strided
-    verify: bool
     share: HeadShare = WHOLE
 
     @property
@@ -93,7 +91,6 @@ def assemble(
     layers: tuple[int, int] | None,
     out: NDArray[Any] | None,
     on_missing: OnMissing,
-    verify: bool,
     load: Callable[[Sequence[ReadRequest]], Sequence[Refused | None]],
     share: HeadShare = WHOLE,
 ) -> Assembled:
@@ -105,7 +102,6 @@ def assemble(
         layers: (first, end) of the layers that are wanted; None means all.
         out: [layers, 2, S, K / ways, H] with S >= sum of tokens, or None.
         on_missing: "raise" the first refusal, or "skip" refused chunks and name them.
-        verify: whether bytes have to be hashed.
         load: fills each view of the buffer with verified bytes and answers, per chunk, None or
             the reason why the view must not be used.
         share: the heads that are wanted.
@@ -127,7 +123,7 @@ def assemble(
     start = 0
     for record in records:
         view = buffer[:, :, start : start + record.tokens]
-        wanted.append(ReadRequest(record, chosen, view, verify, share))
+        wanted.append(ReadRequest(record, chosen, view, share))
         start += record.tokens
     answers = load(wanted)
 
@@ -168,11 +164,10 @@ def settle(
     Returns:
         None, or why the layer is refused; ``out`` is then left as it is.
     """
-    if wanted.verify:
-        for rank, part in zip(wanted.ranks, parts, strict=True):
-            refused = _check_part(wanted.record, layer, rank, part, sealer)
-            if refused is not None:
-                return refused
+    for rank, part in zip(wanted.ranks, parts, strict=True):
+        refused = _check_part(wanted.record, layer, rank, part, sealer)
+        if refused is not None:
+            return refused
     if wanted.direct:
         return None
     out, heads = wanted.layer_out(layer), wanted.heads

@@ -21,7 +21,7 @@ from jaxrag.kv.store.base import DEFAULT_INFLIGHT_BYTES, Aux, KVStore
 from jaxrag.kv.store.chunk_store import ChunkStore
 from jaxrag.kv.store.layout import WHOLE, HeadShare
 from jaxrag.kv.store.read_through import ReadThrough
-from jaxrag.kv.store.reading import Assembled, Lookup, OnMissing, Refused, Verify
+from jaxrag.kv.store.reading import Assembled, Lookup, OnMissing, Refused
 from jaxrag.kv.store.record import AuxArray, Provenance, Record
 from jaxrag.kv.store.wrapper import StoreWrapper
 from jaxrag.kv.store.writer import ChunkWriter, PutResult
@@ -91,7 +91,6 @@ class SharedStore(StoreWrapper):
         *,
         layers: tuple[int, int] | None = None,
         on_missing: OnMissing = "raise",
-        verify: Verify = "always",
         share: HeadShare = WHOLE,
     ) -> Assembled:
         """``KVStore.get_many`` of this process's heads; refused is what any process was refused.
@@ -107,7 +106,7 @@ class SharedStore(StoreWrapper):
         """
         if share != WHOLE:
             raise StoreError(f"share={share}: this store is read by the share of {self.share}")
-        own = self.read_own(keys, out, layers=layers, verify=verify)
+        own = self.read_own(keys, out, layers=layers)
         read = self.agreed(keys, own)
         if read.refused and on_missing == "raise":
             raise next(iter(read.refused.values()))
@@ -119,14 +118,11 @@ class SharedStore(StoreWrapper):
         out: NDArray[Any] | None = None,
         *,
         layers: tuple[int, int] | None = None,
-        verify: Verify = "always",
     ) -> OwnRead:
         """The first half of ``get_many``: read this process's heads; on any thread, at any time."""
         mine = WHOLE if self.inner.private else self.share
         read, failed = _attempt(
-            lambda: self.inner.get_many(
-                keys, out, layers=layers, on_missing="skip", verify=verify, share=mine
-            )
+            lambda: self.inner.get_many(keys, out, layers=layers, on_missing="skip", share=mine)
         )
         return OwnRead(read, failed)
 

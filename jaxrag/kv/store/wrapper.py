@@ -5,7 +5,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from jaxrag.kv.store.base import Aux, KVStore, Stats
+from jaxrag.kv.store.base import Aux, KVStore
 from jaxrag.kv.store.layout import KVLayout
 from jaxrag.kv.store.reading import Lookup, ReadRequest, Refused
 from jaxrag.kv.store.record import AuxArray, Provenance, Record
@@ -36,10 +36,6 @@ class StoreWrapper(KVStore):
     def records(self) -> Iterator[Record]:
         """Every record of the inner store that can be read."""
         return self.inner.records()
-
-    def stats(self) -> Stats:
-        """What the inner store holds."""
-        return self.inner.stats()
 
     def _put(
         self,

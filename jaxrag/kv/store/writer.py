@@ -3,9 +3,9 @@
 import concurrent.futures
 import dataclasses
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from numpy.typing import NDArray
 
@@ -23,29 +23,14 @@ class PutResult:
     attempt: str | None  # the directory this put committed; None when it did not win
 
 
-class Put(Protocol):
-    """The ``put`` of a store."""
-
-    def __call__(
-        self,
-        key: str,
-        kv: NDArray[Any],
-        *,
-        record: Provenance,
-        aux: Mapping[str, NDArray[Any]] | None,
-        replace: bool,
-    ) -> PutResult:
-        """Store the KV of one chunk."""
-
-
 class ChunkWriter:
     """Puts chunks in the background. Use as a context manager: leaving it waits for every put.
 
     A failed put is raised by the next ``submit`` and, at the latest, on leaving.
     """
 
-    def __init__(self, put: Put, max_inflight_bytes: int) -> None:
-        """Call ``put`` from a few threads while at most ``max_inflight_bytes`` are under way."""
+    def __init__(self, put: Callable[..., PutResult], max_inflight_bytes: int) -> None:
+        """Call a store's ``put`` from a few threads, at most ``max_inflight_bytes`` under way."""
         if max_inflight_bytes < 1:
             raise StoreError(f"max_inflight_bytes={max_inflight_bytes}: expected a positive number")
         self._put = put

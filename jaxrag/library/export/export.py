@@ -5,13 +5,13 @@ import functools
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, RequestError, StoreError
-from jaxrag.kv.store import KVStore, Record
+from jaxrag.kv.store import KVStore
 from jaxrag.library.catalog import Hit
 from jaxrag.library.export.bundle import (
     Bundle,
@@ -38,26 +38,11 @@ MANIFEST = "manifest.json"
 VERSION = 1  # of manifests and of the records in exported files
 
 
-class Write(Protocol):
-    """Write one bundle below a folder, or keep what is there as it would be written."""
-
-    def __call__(
-        self,
-        out: Path,
-        store: KVStore,
-        bundle: Bundle,
-        records: Sequence[Record],
-        placement: KeyPlacement,
-        settings: Mapping[str, Any],
-    ) -> WrittenFile:
-        """Raises ChunkMissing and ChunkCorrupt for a chunk that cannot be read."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Format:
     """One kind of export."""
 
-    write: Write
+    write: Callable[..., WrittenFile]  # of one bundle, as ``files.write_tree``
     rotated: bool | None  # its keys are always (True) or never (False) rotated; None = either
 
 

@@ -40,22 +40,6 @@ class QueryBank:
                 "queries: expected one position for each"
             )
 
-    @classmethod
-    def strided(cls, queries: HostArray, count: int, first: int = 0) -> "QueryBank":
-        """Keep ``count`` of the queries [G, T, H] of a prefill, evenly spread, in float16.
-
-        ``first`` is the position of the first one. All are kept when there are fewer.
-        """
-        if count < 1:
-            raise RequestError(f"a query bank of {count} queries: expected at least 1")
-        total = queries.shape[1]
-        chosen = np.arange(min(count, total), dtype=np.int64) * total // max(min(count, total), 1)
-        with np.errstate(over="ignore"):
-            kept = queries[:, chosen].astype(np.float16)
-        if not np.isfinite(kept).all():
-            raise RetrievalError("queries are not finite in float16; scale them or keep float32")
-        return cls(kept, (first + chosen).astype(np.int32))
-
     def split(self) -> "tuple[QueryBank, QueryBank | None]":
         """Those to train on, and others to choose an effort by; None where there is only one.
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxrag.base.errors import RequestError, RetrievalError
 from jaxrag.base.types import HostArray
 from jaxrag.reuse.attention_index import faiss_objects, lists
 from jaxrag.reuse.attention_index.index import AttentionIndex
@@ -50,12 +49,12 @@ _TURNS = _Turns()
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FoundKeys:
-    """The best keys of each query head, best first.
+    """The best keys of each query, best first.
 
     Attributes:
-      ids: [..., G, k] int32 rows of the keys; -1 where fewer were found.
-      scores: [..., G, k] float32 inner products, -inf there.
-      scanned: [..., G] int64 keys compared with the query, centroids included; -1 where FAISS
+      ids: [n, k] int32 rows of the keys; -1 where fewer were found.
+      scores: [n, k] float32 inner products, -inf there.
+      scanned: [n] int64 keys compared with the query, centroids included; -1 where FAISS
         counts and was not asked to.
     """
 
@@ -88,36 +87,6 @@ class Searcher:
         keys[self.index.rows()] = self.index.keys.decode()
         return keys
 
-    def search(
-        self,
-        queries: HostArray,
-        k: int,
-        *,
-        effort: int | Sequence[int] | None = None,
-        count: bool = False,
-    ) -> FoundKeys:
-        """The ``k`` keys with the largest inner product, for each query head.
-
-        Args:
-            queries: [G, H] float32, rotated as the keys are.
-            k: keys wanted. All of them are found exactly.
-            effort: ef or probes of this search, for all heads or one each; None takes those that
-                were chosen when the index was built, or the spec's.
-            count: have FAISS count what it scans; counted searches run one at a time.
-
-        Raises:
-            RequestError: ``k`` or ``effort`` out of range.
-            RetrievalError: queries of the wrong shape or number of heads.
-        """
-        queries = self._checked(queries, k)
-        efforts = self._efforts(len(queries), effort)
-        each = [
-            self._of_head(head, queries[head : head + 1], k, efforts[head], count)
-            for head in range(len(queries))
-        ]
-        ids, scores, scanned = (np.concatenate(part) for part in zip(*each, strict=True))
-        return FoundKeys(*_best(ids, scores, k), scanned)
-
     def search_head(
         self,
         head: int,
@@ -127,9 +96,19 @@ class Searcher:
         effort: int | None = None,
         count: bool = False,
     ) -> FoundKeys:
-        """The same for queries [n, H] of one query head: ids and scores [n, k], scanned [n].
+        """The ``k`` keys with the largest inner product for each of some queries of one head.
 
-        Of several queries that FAISS counts, each gets the mean.
+        Args:
+            head: of the group, to which the queries belong.
+            queries: [n, H] float32, rotated as the keys are.
+            k: keys wanted, 1 to all of them. All of them are found exactly.
+            effort: ef or probes of this search; None takes the one that was chosen when the index
+                was built, or the spec's.
+            count: have FAISS count what it scans; counted searches run one at a time. Of several
+                queries that it counts, each gets the mean.
+
+        Returns:
+            ids and scores [n, k], scanned [n].
         """
         queries = np.ascontiguousarray(queries, np.float32)
         effort = self.chosen_effort(head) if effort is None else effort
@@ -166,25 +145,6 @@ class Searcher:
     def chosen_effort(self, head: int) -> int:
         """The chosen effort of a query head, or the spec's; 0 where there is none."""
         return self.index.efforts[head] if self.index.efforts else effort_of(self.index.spec) or 0
-
-    def _checked(self, queries: HostArray, k: int) -> HostArray:
-        dim, parts = self.index.keys.dim, len(self.index.efforts) or self.index.parts
-        if queries.ndim != 2 or queries.shape[1] != dim or parts not in (None, len(queries)):
-            raise RetrievalError(
-                f"queries of shape {list(queries.shape)}: expected [{parts or 'G'}, {dim}]"
-            )
-        if not 1 <= k <= len(self):
-            raise RequestError(f"k={k} of {len(self)} keys: expected 1 to {len(self)}")
-        return np.ascontiguousarray(queries, np.float32)
-
-    def _efforts(self, heads: int, effort: int | Sequence[int] | None) -> Sequence[int]:
-        """One effort a head."""
-        if effort is None:
-            return [self.chosen_effort(head) for head in range(heads)]
-        efforts = [effort] * heads if isinstance(effort, int) else effort
-        if len(efforts) != heads or min(efforts) < 1:
-            raise RequestError(f"effort={effort}: expected at least 1, or that for {heads} heads")
-        return efforts
 
     def _of_head(
         self, head: int, queries: HostArray, k: int, effort: int, count: bool

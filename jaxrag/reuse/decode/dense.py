@@ -22,7 +22,6 @@ class Dense(DecodeRule):
     name: str = dataclasses.field(default="dense", init=False)
     sparse: ClassVar[bool] = False
     by_position: ClassVar[bool] = False
-    scores_every_key: ClassVar[bool] = True
 
     @property
     @override

@@ -6,7 +6,7 @@ section 4.1.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar, override
+from typing import Any, override
 
 import jax.numpy as jnp
 import numpy as np
@@ -37,7 +37,6 @@ class Flat(DecodeRule):
     sink: int = 128
     recent: int = 512
     name: str = dataclasses.field(default="flat", init=False)
-    scores_every_key: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require_zero_or_more(self.name, sink=self.sink)

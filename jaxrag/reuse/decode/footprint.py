@@ -1,7 +1,4 @@
-"""What decode rules cost: bytes by where they lie, what indexes took, when the host costs no time.
-
-The break-even is that of KCache (section 3.2, arXiv:2404.18057).
-"""
+"""What decode rules cost: bytes by where they lie, and what indexes took."""
 
 import dataclasses
 
@@ -122,50 +119,3 @@ def recall_of(found: HostArray, wanted: HostArray, scanned: int) -> Account:
         wanted=len(wanted),
         found=int(np.isin(wanted, found).sum()),
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """An accelerator.
-
-    Attributes:
-      memory: bytes a second of its memory.
-      bus: bytes a second between it and the host.
-      flops: floating-point operations a second.
-    """
-
-    name: str
-    memory: float
-    bus: float
-    flops: float
-
-
-A100 = Device("A100 80GB", memory=2039e9, bus=32e9, flops=312e12)  # KCache section 3.2
-
-
-@dataclasses.dataclass(frozen=True)
-class BreakEven:
-    """KCache section 3.2: where values in host memory do not make generation slower.
-
-    Attributes:
-      tokens_per_n: s / N from which decoding is not slower (equation 4), for one query head a KV
-        head.
-      grouped: the same where G query heads fetch for themselves what one KV head saves.
-      tokens: the context that means for the N that was asked for.
-      grouped_tokens: the same for ``grouped``.
-      prefill_hidden: does copying V to the host hide behind prefill at this context (equation 2)?
-    """
-
-    tokens_per_n: float
-    grouped: float
-    tokens: int
-    grouped_tokens: int
-    prefill_hidden: bool
-
-
-def break_even(n: int, config: ModelConfig, tokens: int, device: Device = A100) -> BreakEven:
-    """Of ``n`` rows of V that a query head fetches, on a device, at a context of so many tokens."""
-    ratio = device.memory / device.bus
-    grouped = ratio * config.group_size
-    hidden = 11 * config.model_dim + 2 * tokens > device.flops / device.bus
-    return BreakEven(ratio, grouped, int(np.ceil(ratio * n)), int(np.ceil(grouped * n)), hidden)

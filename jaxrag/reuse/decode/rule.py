@@ -21,7 +21,7 @@ from jaxrag.kv.placement import ON_DEVICE, KVPlacement, check_owners
 from jaxrag.models.rope import RopeTable
 from jaxrag.reuse.attention_index import Spec
 from jaxrag.reuse.decode.far import FarLayer, HostPrompt
-from jaxrag.reuse.decode.footprint import BreakEven, Bytes, on_host
+from jaxrag.reuse.decode.footprint import Bytes, on_host
 from jaxrag.reuse.decode.host_search import HostSearch
 from jaxrag.reuse.decode.stored import Carried
 from jaxrag.reuse.decode.view import PromptSlots, View
@@ -100,7 +100,6 @@ class DecodeRule(abc.ABC):
       sparse: does it leave keys out? Else tokens attend as in prefill, and nothing is begun.
       by_position: does it choose by position? Then it is refused where positions overlap.
       reads_far: does a token read anything outside the static pattern?
-      scores_every_key: does a token compare its query with every key?
       by_kv_head: does a KV head choose for itself? Else all of them are to be in one place where
         the host chooses.
     """
@@ -109,7 +108,6 @@ class DecodeRule(abc.ABC):
     sparse: ClassVar[bool] = True
     by_position: ClassVar[bool] = True
     reads_far: ClassVar[bool] = True
-    scores_every_key: ClassVar[bool] = False
     by_kv_head: ClassVar[bool] = True
 
     @property
@@ -218,10 +216,6 @@ class DecodeRule(abc.ABC):
     def beside(self, config: ModelConfig, tokens: int, placement: KVPlacement) -> Bytes:
         """What the rule keeps beside K and V, at most, and what it moves; see ``bytes``."""
         return Bytes()
-
-    def break_even(self, config: ModelConfig, tokens: int) -> BreakEven | None:
-        """From where on V in host memory costs no time; None: the rule does not read it there."""
-        return None
 
     def begin(self, prompts: Prompts) -> Any:
         """What the rule carries from its first token on: a tree of arrays [L, B, ...], or None.

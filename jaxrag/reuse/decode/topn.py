@@ -13,7 +13,7 @@ from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import RequestError
 from jaxrag.base.types import Array, Partial
 from jaxrag.kv.placement import KVPlacement
-from jaxrag.reuse.decode.footprint import BreakEven, Bytes, break_even
+from jaxrag.reuse.decode.footprint import Bytes
 from jaxrag.reuse.decode.rule import DecodeRule, highest, require
 from jaxrag.reuse.decode.view import View
 
@@ -38,7 +38,6 @@ class TopN(DecodeRule):
     renormalise: bool = False
     name: str = dataclasses.field(default="topn", init=False)
     by_position: ClassVar[bool] = False
-    scores_every_key: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require(self.name, n=self.n)
@@ -82,10 +81,6 @@ class TopN(DecodeRule):
         """Nothing is kept; rows of V come from host memory, and the newest goes there."""
         rows = min(self.n, tokens) * config.group_size + 1
         return Bytes(bus=placement.host_bytes(config, rows))
-
-    @override
-    def break_even(self, config: ModelConfig, tokens: int) -> BreakEven:
-        return break_even(self.n, config, tokens)
 
     @override
     def attend(self, view: View, layer: Array, state: Any) -> tuple[Partial, Any]:

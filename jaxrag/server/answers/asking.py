@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
@@ -155,32 +154,27 @@ class Inbox:
     def __init__(self, most: int | None = None) -> None:
         """``most``: news that a reader may be behind; None: any number."""
         self.cut = asyncio.Event()
-        self._most = most
-        self._news: deque[tuple[int, News]] = deque()
-        self._changed = asyncio.Event()
+        self._news = asyncio.Queue[tuple[int, News]](most or 0)
 
     def __len__(self) -> int:
-        return len(self._news)
+        return self._news.qsize()
 
     def put(self, place: int, item: News) -> None:
         """There is something new of the prompt at this place."""
         if self.cut.is_set():
             return
-        self._news.append((place, item))
-        if self._most is not None and len(self._news) > self._most:
-            self._news.clear()
+        try:
+            self._news.put_nowait((place, item))
+        except asyncio.QueueFull:
+            self._news = asyncio.Queue()
             self.cut.set()
-        self._changed.set()
 
     async def next(self) -> tuple[int, Piece | Result]:
         """The place of a prompt, and what is new of it; its Result is the last.
 
         Raises what a prompt failed with.
         """
-        while not self._news:
-            self._changed.clear()
-            await self._changed.wait()
-        place, item = self._news.popleft()
+        place, item = await self._news.get()
         if isinstance(item, BaseException):
             raise item
         return place, item

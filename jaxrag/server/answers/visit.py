@@ -147,7 +147,6 @@ class Visit:
             endpoint=self.call.request.url.path,
             request_id=self.call.request.scope.get("request_id", ""),
             tenant=self.call.access.tenant,
-            knowledge_base=self.knowledge_base,
             stream=self.stream,
             ended=_ended(problem),
             status=200 if problem is None else problem.status,

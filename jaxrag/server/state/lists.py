@@ -16,7 +16,6 @@ def page_of[Row](
     name: Callable[[Row], str],
     shown: Callable[[Row], dict[str, Any]],
     *,
-    order: str = "desc",
     default: int = 20,
     most: int = _MOST,
 ) -> dict[str, Any]:
@@ -27,14 +26,13 @@ def page_of[Row](
       rows: all there is, oldest first.
       name: of a row.
       shown: a row as the client sees it.
-      order: where the query names none: "asc", or "desc" for the newest first.
       default: entries where the query names none.
       most: entries of a page.
 
     Raises Problem 400.
     """
     asked = call.query
-    order = asked.get("order", order)
+    order = asked.get("order", "desc")
     if order not in ("asc", "desc"):
         raise invalid(f"order={order[:20]!r}: expected asc or desc", "order")
     text = asked.get("limit", str(default))

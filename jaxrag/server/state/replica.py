@@ -4,34 +4,17 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping
-from typing import Protocol
 
 import numpy as np
 
 from jaxrag.base.errors import EngineUnavailable
 from jaxrag.base.types import HostArray
 from jaxrag.engine.engine import Engine
-from jaxrag.engine.jobs import SILENT_SECONDS, Job, JobNews, ReplicaReport, StoreRef, name_of
+from jaxrag.engine.jobs import SILENT_SECONDS, Job, JobNews, ReplicaReport, name_of
 from jaxrag.engine.progress import Progress
 from jaxrag.engine.ranks import RankLost
 from jaxrag.engine.wire import request_of
-from jaxrag.kv.store import KVStore
-
-
-class Stores(Protocol):
-    """The stores of a process, by what its servers call them. For any thread."""
-
-    def __call__(self, ref: StoreRef) -> KVStore:
-        """One of them. Raises JaxragError where it cannot be had."""
-        ...
-
-    def memory_keys(self) -> Iterable[str]:
-        """Of what they hold in memory."""
-        ...
-
-    def forget(self, tenant: str) -> list[str]:
-        """Drop what they hold in memory of a tenant; its keys."""
-        ...
+from jaxrag.server.state.replica_stores import ReplicaStores
 
 
 class Replica:
@@ -40,7 +23,7 @@ class Replica:
     def __init__(
         self,
         engine: Engine,
-        stores: "Stores",
+        stores: ReplicaStores,
         about: Mapping[str, str],
     ) -> None:
         """Serve with an engine.

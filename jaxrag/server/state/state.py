@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from starlette.requests import Request
 
@@ -41,19 +41,6 @@ Phase = Literal["starting", "ready", "draining"]
 Ended = Literal["finished", "cancelled", "expired", "refused", "failed"]
 
 
-class OnItsWay(Protocol):
-    """A prompt that was let in and whose answer is not complete."""
-
-    @property
-    def where(self) -> str:
-        """What it waits for, or does, in words."""
-        ...
-
-    def fail(self, error: BaseException) -> None:
-        """It ends with an error, wherever it is."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Served:
     """What became of one request, for those who count and log.
@@ -62,7 +49,6 @@ class Served:
       endpoint: its path.
       request_id: names it.
       tenant: whose it was.
-      knowledge_base: that was asked; None: none.
       stream: whether its answer came piece by piece.
       ended: how it ended.
       status: of HTTP; of one that failed within its stream as if it had failed before.
@@ -80,7 +66,6 @@ class Served:
     endpoint: str
     request_id: str
     tenant: str
-    knowledge_base: str | None
     stream: bool
     ended: Ended
     status: int
@@ -118,7 +103,7 @@ class ServerState:
       created: when it began, in seconds since 1970.
       observers: called with every request to the model that ended, on the event loop's thread;
         they must not wait.
-      asking: prompts on their way.
+      asking: prompts on their way (``answers.asking.Asking``).
       requests: of HTTP that are being answered.
       max_requests: most of these, as there are connections; None: any number.
       scoring: is held by who has texts scored, one at a time.
@@ -143,7 +128,7 @@ class ServerState:
     phase: Phase = "starting"
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     observers: list[Callable[[Served], None]] = dataclasses.field(default_factory=list)
-    asking: set[OnItsWay] = dataclasses.field(default_factory=set)
+    asking: set[Any] = dataclasses.field(default_factory=set)
     requests: int = 0
     max_requests: int | None = None
     scoring: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)

@@ -47,14 +47,13 @@ def test_what_was_put_does_not_follow_the_callers_array(any_store, chunk):
     c.assert_equal(store.get(c.key))
 
 
-@pytest.mark.parametrize("verify", ["always", "never"])
-def test_get_many_into_a_part_of_a_larger_buffer(any_store, chunk, layout, verify):
+def test_get_many_into_a_part_of_a_larger_buffer(any_store, chunk, layout):
     store = any_store()
     a, b = chunk(1, 3), chunk(2, 8)
     put(store, a, b)
     pool = np.full((layout.num_layers + 1, 2, 40, 2, 5), 7, layout.numpy_dtype)
     out = pool[1:, :, 13:30]
-    got = store.get_many([a.key, b.key], out, verify=verify)
+    got = store.get_many([a.key, b.key], out)
     assert np.shares_memory(got.kv, pool)
     assert got.kv.tobytes() == np.concatenate([a.kv, b.kv], axis=2).tobytes()
     assert pool[1:, :, 13:24].tobytes() == got.kv.tobytes()
@@ -126,7 +125,6 @@ def test_bad_options_and_keys_are_refused(any_store, chunk):
         (["../../x"], {}, ""),
         ("ab", {}, "key='a'"),
         ([chunk(1).key], {"on_missing": "ignore"}, "on_missing='ignore'"),
-        ([chunk(1).key], {"verify": "first"}, "verify='first'"),
         ([chunk(1).key], {"layers": (0, 4)}, "layers=(0, 4)"),
         ([chunk(1).key], {"layers": (2, 2)}, ""),
         ([chunk(1).key], {"layers": (-1, 2)}, ""),

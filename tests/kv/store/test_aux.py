@@ -29,7 +29,7 @@ def test_arrays_come_back_bit_for_bit(any_store, chunk):
     record = store.head([c.key])[0]
     assert record.aux.keys() == arrays.keys()
     assert record.nbytes == c.kv.nbytes + sum(array.nbytes for array in arrays.values())
-    assert store.stats().nbytes == record.nbytes
+    assert sum(it.nbytes for it in store.records()) == record.nbytes
 
 
 def test_a_chunk_without_the_array_and_no_chunk(any_store, chunk):

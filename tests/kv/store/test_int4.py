@@ -135,15 +135,16 @@ def test_every_store_gives_what_the_codes_say(any_store, chunk, dtype, form):
     record = store.head([a.key])[0]
     assert (record.stored, record.dtype, record.shape) == (form, dtype, a.kv.shape)
     assert record.nbytes == layout.stored_nbytes(40)
-    assert store.stats().nbytes == layout.stored_nbytes(40) + layout.stored_nbytes(90)
+    assert sum(it.nbytes for it in store.records()) == layout.stored_nbytes(
+        40
+    ) + layout.stored_nbytes(90)
 
 
-@pytest.mark.parametrize("verify", ["always", "never"])
-def test_into_a_part_of_a_larger_buffer(any_store, chunk, small, verify):
+def test_into_a_part_of_a_larger_buffer(any_store, chunk, small):
     store, c = any_store(small), normal(chunk(1))
     store.put(c.key, c.kv, record=c.record)
     pool = np.full(small.shape(20), 7, small.numpy_dtype)
-    kv = store.get(c.key, pool[:, :, 5:15], verify=verify)
+    kv = store.get(c.key, pool[:, :, 5:15])
     assert kv.tobytes() == as_stored(c.kv, small).tobytes()
     pool[:, :, 5:12] = 7
     assert (pool == 7).all()

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from index import search_heads
 from refusal import refused
 
 from jaxrag.base.config import RopeConfig
@@ -78,7 +79,7 @@ def test_a_stored_index_answers_as_the_one_that_was_built(document, spec, tmp_pa
             assert theirs.efforts == mine.efforts
             assert theirs.keys.codes.tobytes() == mine.keys.codes.tobytes()
             query = document.queries[0, :GROUP, 5]
-            one, other = (open_index(index).search(query, 20) for index in (mine, theirs))
+            one, other = (search_heads(open_index(index), query, 20) for index in (mine, theirs))
             np.testing.assert_array_equal(one.ids, other.ids)
             np.testing.assert_array_equal(one.scores, other.scores)
 
@@ -90,7 +91,7 @@ def test_queries_less_the_offset_score_as_keys_at_their_positions(document):
         placed = rotated(document.kv[0, 0, :, 0], offset + np.arange(TOKENS), ROPE)
         asked = rotated(question, np.full(GROUP, position), ROPE)
         local = rotated(question, np.full(GROUP, position - offset), ROPE)
-        found = open_index(layer[0]).search(local, TOKENS)
+        found = search_heads(open_index(layer[0]), local, TOKENS)
         expected = -np.sort(-(asked @ placed.T), axis=1)
         np.testing.assert_allclose(found.scores, expected, atol=1e-4)
 

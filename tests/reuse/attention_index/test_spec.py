@@ -84,18 +84,14 @@ def test_rotation_is_that_of_the_model(config):
     )
 
 
-def test_a_bank_keeps_strided_queries_and_rotates_them():
+def test_a_bank_rotates_its_queries():
     rng = np.random.default_rng(0)
-    queries = rng.standard_normal((3, 100, 16)).astype(ml_dtypes.bfloat16)
-    bank = QueryBank.strided(queries, 10, first=7)
-    assert bank.queries.dtype == np.float16
-    assert bank.positions.tolist() == list(range(7, 107, 10))
-    np.testing.assert_array_equal(bank.queries, queries[:, ::10].astype(np.float16))
+    queries = rng.standard_normal((3, 10, 16)).astype(ml_dtypes.bfloat16)
+    bank = QueryBank(queries, np.arange(7, 107, 10, dtype=np.int32))
     own = rotated(bank.queries.astype(np.float32), bank.positions, PLAIN)
     np.testing.assert_array_equal(bank.own(PLAIN), own)
     np.testing.assert_array_equal(bank.at(PLAIN, 0), bank.queries.astype(np.float32))
     np.testing.assert_array_equal(bank.at(PLAIN, 50)[:, 2], bank.at(PLAIN, np.full(10, 50))[:, 2])
-    assert QueryBank.strided(queries, 1000).queries.shape == (3, 100, 16)
 
 
 def test_a_bank_that_cannot_be():
@@ -104,10 +100,6 @@ def test_a_bank_that_cannot_be():
         QueryBank(queries, np.zeros(4, np.int32))
     with refused(RetrievalError, "2"):
         QueryBank(queries[:, :0], np.zeros(0, np.int32))
-    with refused(RequestError, "0"):
-        QueryBank.strided(queries, 0)
-    with refused(RetrievalError, "float16"):
-        QueryBank.strided(queries + 1e6, 3)
 
 
 @pytest.mark.parametrize("logarithmic", [False, True])
