@@ -128,15 +128,18 @@ def _tool(place: int, given: Any) -> dict[str, Any]:
 
 
 class CallReader:
-    """Reads the calls in answers of one model."""
+    """Reads the calls in answers of one model; without tools all of an answer is text."""
 
-    def __init__(self, model: Model, calling: Calling) -> None:
+    def __init__(self, model: Model, calling: Calling | None) -> None:
         """Raises RequestError for a model whose calls are not known."""
         self._calling = calling
-        self._form = form_of("".join(model.text_tokenizer().chat_templates.values()))
+        if calling is not None:
+            self._form = form_of("".join(model.text_tokenizer().chat_templates.values()))
 
     def read(self, text: str) -> tuple[str, list[ToolCall]]:
         """What an answer says, and what it calls."""
+        if self._calling is None:
+            return text, []
         choice = self._calling.choice
         if choice == "auto":
             return calls_of(text, self._form, self._calling.names)
@@ -146,6 +149,8 @@ class CallReader:
 
     def sure(self, text: str) -> int:
         """How many characters of the beginning of an answer are no call."""
+        if self._calling is None:
+            return len(text)
         if self._calling.choice != "auto":
             return 0
         return sure_text(text, self._form, self._calling.names)

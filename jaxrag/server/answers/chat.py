@@ -16,7 +16,7 @@ from jaxrag.server.answers.calling import (
     refuse_knowledge,
     with_tools,
 )
-from jaxrag.server.answers.forms import CallingForm, ChatForm
+from jaxrag.server.answers.forms import ChatForm
 from jaxrag.server.answers.visit import Visit
 from jaxrag.server.fields import Generation, Talk
 
@@ -28,10 +28,9 @@ async def chat_completions(visit: Visit) -> Response:
     fields = visit.with_header(fields)
     plain = visit.state.settings.plain == "passages"
     base = visit.choose_base(fields, default=not plain and calling is None)
-    form = ChatForm(visit, fields)
     if calling is not None:
         refuse_knowledge(fields, base)
-        form = CallingForm(visit, fields, calling)
+    form = ChatForm(visit, fields, calling)
     make = functools.partial(make_ready, visit.state, visit.call.access, fields, talk, base)
     return await respond(visit, fields, [make], form)
 

@@ -164,53 +164,24 @@ class Form:
 
 
 class ChatForm(Form):
-    """A chat's form."""
+    """A chat's form. Where its answers may call tools, a stream tells what is no call as it comes.
 
-    def __init__(self, visit: Visit, fields: Generation) -> None:
+    Raises RequestError for a model whose calls are not known.
+    """
+
+    def __init__(self, visit: Visit, fields: Generation, calling: Calling | None = None) -> None:
         kind = "chat.completion.chunk" if fields.stream else "chat.completion"
         super().__init__(visit, kind, "chatcmpl", fields)
+        self._reader = CallReader(visit.state.model, calling)
+        self._empty = "" if calling is None else None  # content of a message that says nothing
+        self._texts = [""] * fields.choices
+        self._told = [0] * fields.choices
 
     def opening(self) -> Iterator[dict[str, Any]]:
         """Who speaks."""
         delta = {"role": "assistant", "content": ""}
         for place in range(self.fields.choices):
             yield self.grown(place, delta)
-
-    def part(self, text: str | None) -> dict[str, Any]:
-        """What the message grows by."""
-        return {"delta": {} if text is None else {"content": text}}
-
-    def message(self, result: Result) -> dict[str, Any]:
-        """The message."""
-        said = {"role": "assistant", "content": result.text, "refusal": None}
-        return {"message": said | {"annotations": of_chat(result)}}
-
-    def ended(
-        self, place: int, result: Result, account: dict[str, Any] | None
-    ) -> Iterator[dict[str, Any]]:
-        """Citations, and the end."""
-        if found := of_chat(result):
-            yield self.grown(place, {"annotations": found})
-        yield from super().ended(place, result, account)
-
-    def grown(self, place: int, delta: dict[str, Any]) -> dict[str, Any]:
-        """An event of what a message grows by."""
-        return self.event(_choice(place, {"delta": delta}))
-
-    def logprobs(self, place: int, piece: Piece) -> dict[str, Any]:
-        """Token by token, with its bytes where they are known."""
-        return {"content": logprobs_of(self.model, piece), "refusal": None}
-
-
-class CallingForm(ChatForm):
-    """A chat's form whose answers may call tools; a stream tells what is no call as it comes."""
-
-    def __init__(self, visit: Visit, fields: Generation, calling: Calling) -> None:
-        """Raises RequestError for a model whose calls are not known."""
-        super().__init__(visit, fields)
-        self._reader = CallReader(visit.state.model, calling)
-        self._texts = [""] * fields.choices
-        self._told = [0] * fields.choices
 
     def piece(self, place: int, piece: Piece) -> Iterator[dict[str, Any]]:
         """The event of what is surely no call."""
@@ -220,31 +191,43 @@ class CallingForm(ChatForm):
         new = self._texts[place][before:end]
         yield from super().piece(place, dataclasses.replace(piece, text=new))
 
-    def ended(
-        self, place: int, result: Result, account: dict[str, Any] | None
-    ) -> Iterator[dict[str, Any]]:
-        """What is left of the text, the calls, and the end."""
-        said, calls = self._reader.read(self._texts[place])
-        rest = said[self._told[place] :]
-        delta: dict[str, Any] = {"content": rest} if rest else {}
-        if calls:
-            delta["tool_calls"] = [{"index": at, **shown_call(it)} for at, it in enumerate(calls)]
-        if delta:
-            yield self.grown(place, delta)
-        yield from super().ended(place, result, account)
+    def part(self, text: str | None) -> dict[str, Any]:
+        """What the message grows by."""
+        return {"delta": {} if text is None else {"content": text}}
 
     def message(self, result: Result) -> dict[str, Any]:
-        """The message; without content where it is calls alone."""
-        said, calls = self._reader.read(result.text)
-        message = super().message(result)["message"] | {"content": said or None}
-        return {
-            "message": message | ({"tool_calls": list(map(shown_call, calls))} if calls else {})
-        }
+        """The message; of one that may call, without content where it is calls alone."""
+        text, calls = self._reader.read(result.text)
+        said = {"role": "assistant", "content": text or self._empty, "refusal": None}
+        called = {"tool_calls": list(map(shown_call, calls))} if calls else {}
+        return {"message": said | {"annotations": of_chat(result)} | called}
 
     def reason(self, result: Result) -> str:
         """Why it ended: for the calls, if there are any."""
         called = result.finish_reason == "stop" and self._reader.read(result.text)[1]
         return "tool_calls" if called else super().reason(result)
+
+    def ended(
+        self, place: int, result: Result, account: dict[str, Any] | None
+    ) -> Iterator[dict[str, Any]]:
+        """What is left of the text, the calls, citations, and the end."""
+        said, calls = self._reader.read(self._texts[place])
+        rest = said[self._told[place] :]
+        delta: dict[str, Any] = {"content": rest} if rest else {}
+        if calls:
+            delta["tool_calls"] = [{"index": at, **shown_call(it)} for at, it in enumerate(calls)]
+        for grown in (delta, {"annotations": found} if (found := of_chat(result)) else {}):
+            if grown:
+                yield self.grown(place, grown)
+        yield from super().ended(place, result, account)
+
+    def grown(self, place: int, delta: dict[str, Any]) -> dict[str, Any]:
+        """An event of what a message grows by."""
+        return self.event(_choice(place, {"delta": delta}))
+
+    def logprobs(self, place: int, piece: Piece) -> dict[str, Any]:
+        """Token by token, with its bytes where they are known."""
+        return {"content": logprobs_of(self.model, piece), "refusal": None}
 
 
 def _choice(

@@ -58,9 +58,11 @@ class ResponseRequest:
 
 
 class ResponseForm(Form):
-    """A response's form: one message, behind the search if there is one.
+    """A response's form: one message, behind the search if there is one, and calls of functions.
 
-    Events are numbered; the last one, as the answer without a stream, is the whole response.
+    Events are numbered; the last one, as the answer without a stream, is the whole response. Of an
+    answer that may call, text that is no call is told as it comes; its message begins with the
+    first text, as there may be none, and log-probabilities come with the end.
 
     Attributes:
       complete: the whole response, once it has ended.
@@ -69,7 +71,11 @@ class ResponseForm(Form):
     def __init__(
         self, visit: Visit, asked: ResponseRequest, before: ResponseRow | None = None
     ) -> None:
+        """Raises RequestError for a model whose calls are not known."""
         super().__init__(visit, "response", "resp", asked.generation)
+        self._reader = CallReader(visit.state.model, asked.calling)
+        self._text, self._end = "", 0  # the answer, and how much of it was told
+        self._open = False  # the message has begun
         self._visit, self._asked, self._before = visit, asked, before
         self._id, self._message = (f"{it}_{uuid.uuid4().hex}" for it in ("resp", "msg"))
         self._call = f"fs_{uuid.uuid4().hex}"
@@ -83,7 +89,9 @@ class ResponseForm(Form):
 
     def opening(self) -> Iterator[dict[str, Any]]:
         """The response begins, passages are found, and the message begins."""
-        yield from self.begun()
+        empty = self._response("in_progress", [])
+        yield self.told("created", response=empty)
+        yield self.told("in_progress", response=empty)
         if self._asked.search is not None:
             at = {"output_index": 0, "item_id": self._call}
             begun = self._searched("in_progress")
@@ -92,26 +100,33 @@ class ResponseForm(Form):
                 yield self.told(f"file_search_call.{what}", **at)
             done = self._searched("completed", _best_first(self._visit))
             yield self.told("output_item.done", output_index=0, item=done)
-        yield from self.opened()
+        if self._asked.calling is None:
+            yield from self._opened()
 
-    def opened(self) -> Iterator[dict[str, Any]]:
+    def _opened(self) -> Iterator[dict[str, Any]]:
         """The message begins."""
+        self._open = True
         item = self.said("in_progress", [])
         yield self.told("output_item.added", output_index=self._at["output_index"], item=item)
         empty = said_text("", [], [])
         yield self.told("content_part.added", **self._at, content_index=0, part=empty)
 
-    def begun(self) -> Iterator[dict[str, Any]]:
-        """The response begins."""
-        empty = self._response("in_progress", [])
-        yield self.told("created", response=empty)
-        yield self.told("in_progress", response=empty)
-
     def piece(self, place: int, piece: Piece) -> Iterator[dict[str, Any]]:
-        """What is new of the text."""
-        if piece.text:
-            told = {"delta": piece.text, "logprobs": self._tokens(piece)}
-            yield self.told("output_text.delta", **self._at, content_index=0, **told)
+        """What is new of the text and surely no call."""
+        self._text += piece.text
+        tokens = self._tokens(piece) if self._asked.calling is None else []
+        yield from self._more(self._text[: self._reader.sure(self._text)], tokens)
+
+    def _more(self, said: str, logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[dict[str, Any]]:
+        """What was not told of this."""
+        new = said[self._end :]
+        if not new:
+            return
+        if not self._open:
+            yield from self._opened()
+        self._end += len(new)
+        told = {"delta": new, "logprobs": list(logprobs)}
+        yield self.told("output_text.delta", **self._at, content_index=0, **told)
 
     async def settle(self, results: Sequence[Result], account: dict[str, Any]) -> None:
         """The response as a whole; it is kept, if it is to be."""
@@ -142,13 +157,28 @@ class ResponseForm(Form):
 
     def answer(self, result: Result, output: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """What it said, as later prompts have it; ``output`` are its items."""
-        return {"role": "assistant", "content": result.text}
+        calls = [called(it) for it in output if it["type"] == "function_call"]
+        message = {"role": "assistant", "content": self._reader.read(result.text)[0]}
+        return message | ({"tool_calls": calls} if calls else {})
 
     def ended(
         self, place: int, result: Result, account: dict[str, Any] | None
     ) -> Iterator[dict[str, Any]]:
-        """Citations, and everything once more as a whole."""
-        yield from self.closed(self.complete["output"][-1])
+        """What is left of the message, its citations, the calls, and everything as a whole."""
+        for index, item in enumerate(self.complete["output"]):
+            if item["type"] == "message":
+                yield from self._more(item["content"][0]["text"])
+                if not self._open:
+                    yield from self._opened()
+                yield from self.closed(item)
+            elif item["type"] == "function_call":
+                at = {"output_index": index, "item_id": item["id"]}
+                begun = item | {"arguments": "", "status": "in_progress"}
+                yield self.told("output_item.added", output_index=index, item=begun)
+                kind, arguments = "function_call_arguments", item["arguments"]
+                yield self.told(f"{kind}.delta", **at, delta=arguments)
+                yield self.told(f"{kind}.done", **at, name=item["name"], arguments=arguments)
+                yield self.told("output_item.done", output_index=index, item=item)
         yield self.told(self.complete["status"], response=self.complete)
 
     def failed(self, problem: Problem) -> dict[str, Any]:
@@ -194,12 +224,16 @@ class ResponseForm(Form):
 
     def output(self, result: Result, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The items of the response."""
-        found = sorted(result.sources, key=lambda it: it.number)
+        said, calls = self._reader.read(result.text)
         status = "incomplete" if result.finish_reason == "length" else "completed"
-        measured = self.fields.cite not in (None, "no")
-        text = said_text(result.text, of_response(result, measured), logprobs)
-        search = [] if self._asked.search is None else [self._searched("completed", found)]
-        return [*search, self.said(status, [text])]
+        items = [_item(it, status) for it in calls]
+        if said or not items:
+            cited = of_response(result, self.fields.cite not in (None, "no"))
+            items.insert(0, self.said(status, [said_text(said, cited, logprobs)]))
+        if self._asked.search is not None:
+            found = sorted(result.sources, key=lambda it: it.number)
+            items.insert(0, self._searched("completed", found))
+        return items
 
     def _ended_response(
         self, result: Result, output: list[dict[str, Any]], account: dict[str, Any]
@@ -263,75 +297,6 @@ class ResponseForm(Form):
             "status": status,
             "content": content,
         }
-
-
-class CallingResponseForm(ResponseForm):
-    """A response's form whose answer may call functions; text that is no call is told as it comes.
-
-    The message begins with its first text, as there may be none.
-    """
-
-    def __init__(
-        self, visit: Visit, asked: ResponseRequest, calling: Calling, before: ResponseRow | None
-    ) -> None:
-        """Raises RequestError for a model whose calls are not known."""
-        super().__init__(visit, asked, before)
-        self._reader = CallReader(visit.state.model, calling)
-        self._text, self._end = "", 0  # the answer, and how much of it was told
-
-    def opening(self) -> Iterator[dict[str, Any]]:
-        """The response begins."""
-        yield from self.begun()
-
-    def piece(self, place: int, piece: Piece) -> Iterator[dict[str, Any]]:
-        """What is surely no call."""
-        self._text += piece.text
-        yield from self._more(self._text[: self._reader.sure(self._text)])
-
-    def _more(self, said: str) -> Iterator[dict[str, Any]]:
-        """What was not told of this; log-probabilities come with the end."""
-        new = said[self._end :]
-        if not new:
-            return
-        if not self._end:
-            yield from self.opened()
-        self._end += len(new)
-        yield self.told("output_text.delta", **self._at, content_index=0, delta=new, logprobs=[])
-
-    def output(self, result: Result, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The message, if it says anything, and the calls."""
-        said, calls = self._reader.read(result.text)
-        status = "incomplete" if result.finish_reason == "length" else "completed"
-        items = [_item(it, status) for it in calls]
-        if said or not items:
-            items.insert(0, self.said(status, [said_text(said, [], logprobs)]))
-        return items
-
-    def answer(self, result: Result, output: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """What it said, as later prompts have it."""
-        said, _ = self._reader.read(result.text)
-        calls = [called(it) for it in output if it["type"] == "function_call"]
-        message = {"role": "assistant", "content": said}
-        return message | ({"tool_calls": calls} if calls else {})
-
-    def ended(
-        self, place: int, result: Result, account: dict[str, Any] | None
-    ) -> Iterator[dict[str, Any]]:
-        """What is left of the message, the calls, and everything once more as a whole."""
-        for index, item in enumerate(self.complete["output"]):
-            if item["type"] == "message":
-                text = item["content"][0]["text"]
-                yield from self._more(text) if text else self.opened()
-                yield from self.closed(item)
-                continue
-            at = {"output_index": index, "item_id": item["id"]}
-            begun = item | {"arguments": "", "status": "in_progress"}
-            yield self.told("output_item.added", output_index=index, item=begun)
-            kind, arguments = "function_call_arguments", item["arguments"]
-            yield self.told(f"{kind}.delta", **at, delta=arguments)
-            yield self.told(f"{kind}.done", **at, name=item["name"], arguments=arguments)
-            yield self.told("output_item.done", output_index=index, item=item)
-        yield self.told(self.complete["status"], response=self.complete)
 
 
 def _item(call: ToolCall, status: str) -> dict[str, Any]:

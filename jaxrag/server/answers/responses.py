@@ -24,7 +24,6 @@ from jaxrag.server.answers.calling import (
     with_tools,
 )
 from jaxrag.server.answers.response_form import (
-    CallingResponseForm,
     FileSearch,
     ResponseForm,
     ResponseRequest,
@@ -123,10 +122,9 @@ async def responses(visit: Visit) -> Response:
     if base is None and calling is None and not asked.talk.has_tools:
         fields = fields.model_copy(update={"documents": ()})
     visit.knowledge_base = base
-    form = ResponseForm(visit, asked, before)
     if calling is not None:
         refuse_knowledge(fields, base)
-        form = CallingResponseForm(visit, asked, calling, before)
+    form = ResponseForm(visit, asked, before)
     make = functools.partial(make_ready, state, access, fields, asked.talk, base)
     return await respond(visit, fields, [make], form)
 
