@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxrag.library.retrieve.adapters import CatalogChunks, from_langchain, from_llamaindex
+from jaxrag.library.retrieve.adapters import from_langchain, from_llamaindex
+from jaxrag.library.retrieve.base import Chunks
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TEXTS = {4: "The lamp burns oil.", 9: "It was lit in 1871."}
@@ -40,7 +41,7 @@ def example(name, package):
 
 @pytest.fixture
 def chunks():
-    return CatalogChunks(
+    return Chunks(
         lambda ids: {i: TEXTS[i] for i in ids if i in TEXTS}, lambda name: [], lambda text, k: []
     )
 

@@ -21,7 +21,7 @@ from jaxrag.library.embed import Embedder
 from jaxrag.library.knowledge_base.location import open_repository, owners_of
 from jaxrag.library.knowledge_base.settings import CHANGES, WantedSettings
 from jaxrag.library.knowledge_base.vectors import ChunkVectors
-from jaxrag.library.retrieve.adapters import CatalogChunks, retriever_plugin
+from jaxrag.library.retrieve.adapters import retriever_plugin
 from jaxrag.library.retrieve.base import Chunks, Reranker, Retriever
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import PromptTemplate, template_from_dict
@@ -94,9 +94,9 @@ class Parts:
 
     @property
     def chunks(self) -> Chunks:
-        """What a retriever may ask about chunks (retrieve.adapters, retrieve.adapters)."""
+        """What a retriever may ask about chunks (retrieve.adapters)."""
         catalog = self._catalog
-        return CatalogChunks(catalog.texts, catalog.ids_of_document, catalog.search)
+        return Chunks(catalog.texts, catalog.ids_of_document, catalog.search)
 
     @property
     def embedder(self) -> Embedder | None:

@@ -7,21 +7,17 @@ found, however long the index remembers it.
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, get_args
 
 from jaxrag.base.errors import RequestError
 from jaxrag.library.catalog import Catalog, Hit
 from jaxrag.library.knowledge_base.vectors import ChunkVectors
 from jaxrag.library.options import SearchMode
-from jaxrag.library.retrieve.adapters import ForeignRetriever
-from jaxrag.library.retrieve.base import Ids, Reranker, Retriever
+from jaxrag.library.retrieve.adapters import ask_foreign
+from jaxrag.library.retrieve.base import Found, Reranker, Retriever
 from jaxrag.library.retrieve.filters import Filter
-from jaxrag.library.retrieve.retrievers import (
-    BM25Retriever,
-    HybridRetriever,
-    Reranked,
-    VectorRetriever,
-)
+from jaxrag.library.retrieve.retrievers import Ranking, by_vectors, fused, reranked
 
 
 class Hits(list[Hit]):
@@ -60,16 +56,18 @@ class Search:
         and for a least score where scores are ranks.
         """
         chosen = None if where is None else Filter.parse(where)
-        retriever, notes = self._retriever(mode, chosen)
+        if mode is None and self.retriever is None:
+            mode = "hybrid" if self.complete else "bm25"
+        rank, notes = self._ranking(mode, where, chosen)
         if min_score is not None:
-            _check_least(min_score, isinstance(retriever, HybridRetriever) and not self.reranker)
+            _check_least(min_score, mode == "hybrid" and not self.reranker)
         if self.reranker is not None:
-            retriever = Reranked(retriever, self.reranker, self.catalog.texts)
+            rank = partial(reranked, rank, self.reranker, self.catalog.texts)
         depth = k
         while True:
             rankings = [
                 [one for one in ranking if min_score is None or one.score >= min_score]
-                for ranking in retriever.search(questions, depth, where=where)
+                for ranking in rank(questions, depth)
             ]
             rows = [self.catalog.hits(ranking, chosen) for ranking in rankings]
             cut = [
@@ -80,18 +78,21 @@ class Search:
                 return [Hits(hits[:k], notes) for hits in rows]
             depth *= 2
 
-    def _retriever(
-        self, mode: SearchMode | None, where: Filter | None
-    ) -> tuple[Retriever, tuple[str, ...]]:
+    def _ranking(
+        self, mode: SearchMode | None, where: Mapping[str, Any] | None, chosen: Filter | None
+    ) -> tuple[Ranking, tuple[str, ...]]:
         """What ranks the chunks, and what is to be said about it."""
-        if mode is not None and mode not in get_args(SearchMode):
+        if mode is None:
+            return partial(ask_foreign, self.retriever, where), ()
+        if mode not in get_args(SearchMode):
             raise RequestError(
                 f"mode={mode!r}: expected one of {', '.join(get_args(SearchMode))}, or None"
             )
-        if mode is None and self.retriever is not None:
-            return ForeignRetriever(self.retriever), ()
-        words = BM25Retriever(self.catalog.ranked)
-        if mode == "bm25" or (mode is None and not self.complete):
+
+        def words(queries: Sequence[str], k: int) -> list[list[Found]]:
+            return [self.catalog.ranked(query, k, chosen) for query in queries]
+
+        if mode == "bm25":
             return words, ()
         if self.vectors is None or not self.complete:
             why = "has no embedder" if self.vectors is None else "has chunks without a vector yet"
@@ -99,6 +100,7 @@ class Search:
                 f"mode={mode!r}: {self.catalog.path.parent} {why}; open it with embedder= and "
                 "call embed(), or search with mode='bm25'"
             )
+        index, embed = self.vectors.index, self.vectors.embedder
         compared = self.vectors.compared(self.catalog, lately=True)
         notes: tuple[str, ...] = ()
         if lost := len(compared.lost):
@@ -106,24 +108,18 @@ class Search:
                 f"the vectors of {lost} of {self.catalog.counts()['chunks']} chunks are gone, so "
                 "these were not found by meaning; `jaxrag kb verify --repair` makes them again",
             )
-        if not self.vectors.index.trusted:
+        if not index.trusted:
             notes += (
                 "the index of vectors cannot be trusted, so all vectors are compared, which takes "
                 "longer; the next change of the documents makes it anew",
             )
-        allowed = None if where is None else self.catalog.chunk_ids(where)
+        # Before the catalog is busy with words.
+        allowed = None if chosen is None else self.catalog.chunk_ids(chosen)
 
-        def chunk_ids(_: Filter) -> Ids:  # the catalog is busy with words by then
-            assert allowed is not None
-            return allowed
+        def near(queries: Sequence[str], k: int) -> list[list[Found]]:
+            return by_vectors(index, embed(queries, "query"), k, allowed, compared.strays)
 
-        near = VectorRetriever(
-            self.vectors.embedder,
-            self.vectors.index,
-            chunk_ids=chunk_ids,
-            strays=compared.strays,
-        )
-        return near if mode == "vector" else HybridRetriever((words, near)), notes
+        return near if mode == "vector" else partial(fused, (words, near)), notes
 
 
 def _check_least(min_score: float, ranks: bool) -> None:

@@ -14,50 +14,14 @@ A package announces a factory under the entry-point group ``jaxrag.retrievers``:
 import importlib.metadata
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from jaxrag.base.errors import RetrievalError
-from jaxrag.library.retrieve.base import Chunks, Found, Retriever, checked_k
+from jaxrag.library.retrieve.base import Chunks, Found, Retriever
 
-_LOOKED_AT = 20  # chunks whose words are nearest to a text whose chunk is sought
 GROUP = "jaxrag.retrievers"
 
 RetrieverFactory = Callable[[Chunks], Retriever]
-
-
-class _TextHit(Protocol):
-    @property
-    def chunk_id(self) -> int: ...
-
-    @property
-    def text(self) -> str: ...
-
-
-class CatalogChunks:
-    """What a catalog's methods tell of its chunks; a ``Chunks``."""
-
-    def __init__(
-        self,
-        texts: Callable[[Sequence[int]], Mapping[int, str]],
-        of_document: Callable[[str], Sequence[int]],
-        search: Callable[[str, int], Iterable[_TextHit]],
-    ) -> None:
-        """``search`` ranks chunks by the words they share with a text."""
-        self.texts = texts
-        self.of_document = of_document
-        self._search = search
-
-    def with_text(self, text: str) -> Sequence[int]:
-        """The chunks that have this text, or else those that hold it or lie in it, best first.
-
-        Runs of white space count as one space. A text without words is no chunk's.
-        """
-        wanted = _plain(text)
-        near = [
-            (hit.chunk_id, _plain(hit.text)) for hit in self._search(text, _LOOKED_AT) if wanted
-        ]
-        equal = [chunk_id for chunk_id, other in near if other == wanted]
-        return equal or [i for i, other in near if wanted in other or other in wanted]
 
 
 class FoundText(NamedTuple):
@@ -89,7 +53,7 @@ class AdaptedRetriever:
         Without a score of the framework's, it is 1 / rank. Raises RetrievalError when none of the
         texts found for a query is a chunk.
         """
-        return [self._find(query, checked_k(k)) for query in queries]
+        return [self._find(query, k) for query in queries]
 
     def _find(self, query: str, k: int) -> list[Found]:
         found: dict[int, Found] = {}
@@ -131,18 +95,13 @@ def adopted(retriever: Any, chunks: Chunks) -> Any:
         if callable(getattr(retriever, method, None)):
             return adapt(retriever, chunks)
     raise RetrievalError(
-        f"{type(retriever).__module__}.{type(retriever).__qualname__} is no retriever; expected an "
-        "object with search(queries, k), and where= for filters, or a retriever of LangChain "
-        "(invoke) or LlamaIndex (retrieve)"
+        f"{_name(retriever)} is no retriever; expected an object with search(queries, k), and "
+        "where= for filters, or a retriever of LangChain (invoke) or LlamaIndex (retrieve)"
     )
 
 
 def from_langchain(retriever: Any, chunks: Chunks) -> AdaptedRetriever:
-    """A LangChain ``BaseRetriever`` (or anything whose ``invoke`` gives LangChain Documents).
-
-    Raises RetrievalError for an object without ``invoke``.
-    """
-    _require(retriever, "invoke", "a LangChain retriever")
+    """A LangChain ``BaseRetriever`` (or anything whose ``invoke`` gives LangChain Documents)."""
 
     def ask(query: str) -> Iterable[FoundText]:
         for document in retriever.invoke(query):
@@ -152,11 +111,7 @@ def from_langchain(retriever: Any, chunks: Chunks) -> AdaptedRetriever:
 
 
 def from_llamaindex(retriever: Any, chunks: Chunks) -> AdaptedRetriever:
-    """A LlamaIndex ``BaseRetriever`` (or anything whose ``retrieve`` gives scored nodes).
-
-    Raises RetrievalError for an object without ``retrieve``.
-    """
-    _require(retriever, "retrieve", "a LlamaIndex retriever")
+    """A LlamaIndex ``BaseRetriever`` (or anything whose ``retrieve`` gives scored nodes)."""
 
     def ask(query: str) -> Iterable[FoundText]:
         for scored in retriever.retrieve(query):
@@ -166,63 +121,37 @@ def from_llamaindex(retriever: Any, chunks: Chunks) -> AdaptedRetriever:
     return AdaptedRetriever(ask, chunks)
 
 
-def _plain(text: str) -> str:
-    return " ".join(text.split())
+def ask_foreign(
+    retriever: Any, where: Mapping[str, Any] | None, queries: Sequence[str], k: int
+) -> list[list[Found]]:
+    """What an object with ``search`` answers, checked: up to ``k`` chunks a query, each once.
 
-
-def _require(retriever: Any, method: str, kind: str) -> None:
-    if not callable(getattr(retriever, method, None)):
-        raise RetrievalError(f"{type(retriever).__qualname__} has no {method}(); expected {kind}")
-
-
-class ForeignRetriever:
-    """An object with ``search``, its answers checked and cut to ``k``.
-
-    It answers every query with (chunk id, score) pairs, best first.
+    Raises RetrievalError for what is not one list of (chunk id, finite score) per query.
     """
+    # One that knows no filters need not take them.
+    answer = list(retriever.search(queries, k, **({} if where is None else {"where": where})))
+    if len(answer) != len(queries):
+        raise RetrievalError(
+            f"{_name(retriever)} gave {len(answer)} rankings for {len(queries)} queries; search "
+            "must return one list per query"
+        )
+    return [_checked(retriever, ranking)[:k] for ranking in answer]
 
-    def __init__(self, retriever: Any) -> None:
-        """Raises RetrievalError when ``retriever`` has no ``search``."""
-        if not callable(getattr(retriever, "search", None)):
+
+def _checked(retriever: Any, ranking: Any) -> list[Found]:
+    found: dict[int, Found] = {}
+    for item in ranking:
+        try:
+            chunk_id, score = item
+            made = Found(int(chunk_id), float(score))
+            if made.chunk_id != chunk_id or not math.isfinite(made.score):
+                raise ValueError
+        except (TypeError, ValueError):
             raise RetrievalError(
-                f"{_name(retriever)} is no retriever; expected an object with "
-                "search(queries, k), and where= for filters"
-            )
-        self._retriever = retriever
-
-    def search(
-        self, queries: Sequence[str], k: int, *, where: Mapping[str, Any] | None = None
-    ) -> list[list[Found]]:
-        """For every query up to ``k`` chunks, each once; see ``Retriever``.
-
-        Raises RetrievalError for what is not one list of (chunk id, finite score) per query.
-        """
-        checked_k(k)
-        if where is None:  # one that knows no filters need not take them
-            answer = list(self._retriever.search(queries, k))
-        else:
-            answer = list(self._retriever.search(queries, k, where=where))
-        if len(answer) != len(queries):
-            raise RetrievalError(
-                f"{_name(self._retriever)} gave {len(answer)} rankings for {len(queries)} queries; "
-                "search must return one list per query"
-            )
-        return [self._checked(ranking)[:k] for ranking in answer]
-
-    def _checked(self, ranking: Any) -> list[Found]:
-        found: dict[int, Found] = {}
-        for item in ranking:
-            try:
-                chunk_id, score = item
-                made = Found(int(chunk_id), float(score))
-                if made.chunk_id != chunk_id or not math.isfinite(made.score):
-                    raise ValueError
-            except (TypeError, ValueError):
-                raise RetrievalError(
-                    f"{_name(self._retriever)} answered {item!r}; expected (chunk id, finite score)"
-                ) from None
-            found.setdefault(made.chunk_id, made)
-        return list(found.values())
+                f"{_name(retriever)} answered {item!r}; expected (chunk id, finite score)"
+            ) from None
+        found.setdefault(made.chunk_id, made)
+    return list(found.values())
 
 
 def retriever_plugin(name: str) -> RetrieverFactory:

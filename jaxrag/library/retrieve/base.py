@@ -1,6 +1,6 @@
 """What a retriever and a re-ranker are to the rest of the program, and checks of vectors."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -12,6 +12,7 @@ from jaxrag.base.errors import RequestError, StoreError
 Ids = NDArray[np.int64]
 Vectors = NDArray[np.float32]
 
+_LOOKED_AT = 20  # chunks whose words are nearest to a text whose chunk is sought
 NOTHING = -1  # stands in a search result where fewer than k chunks were found
 
 
@@ -36,20 +37,36 @@ class Retriever(Protocol):
         ...
 
 
-class Chunks(Protocol):
-    """What a retriever from outside may ask about the chunks of a knowledge base."""
+class Chunks:
+    """What a retriever from outside may ask about the chunks of a knowledge base.
 
-    def texts(self, chunk_ids: Sequence[int]) -> Mapping[int, str]:
-        """The texts of those of these chunks that there are, by id."""
-        ...
+    Attributes:
+      texts: the texts of those of these chunks that there are, by id.
+      of_document: the chunks of a document in order; none when there is no such document.
+    """
 
-    def of_document(self, document_id: str) -> Sequence[int]:
-        """The chunks of a document in order; none when there is no such document."""
-        ...
+    def __init__(
+        self,
+        texts: Callable[[Sequence[int]], Mapping[int, str]],
+        of_document: Callable[[str], Sequence[int]],
+        search: Callable[[str, int], Iterable[Any]],
+    ) -> None:
+        """``search`` ranks chunks by the words they share with a text: objects with id and text."""
+        self.texts = texts
+        self.of_document = of_document
+        self._search = search
 
     def with_text(self, text: str) -> Sequence[int]:
-        """The chunks that have this text, or else those that hold it or lie in it, best first."""
-        ...
+        """The chunks that have this text, or else those that hold it or lie in it, best first.
+
+        Runs of white space count as one space. A text without words is no chunk's.
+        """
+        wanted = _plain(text)
+        near = [
+            (hit.chunk_id, _plain(hit.text)) for hit in self._search(text, _LOOKED_AT) if wanted
+        ]
+        equal = [chunk_id for chunk_id, other in near if other == wanted]
+        return equal or [i for i, other in near if wanted in other or other in wanted]
 
 
 # (question, texts of N chunks) -> N scores, higher is better.
@@ -123,3 +140,7 @@ def checked_k(k: int) -> int:
     if k < 1:
         raise RequestError(f"k={k}: expected at least 1 chunk")
     return k
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split())

@@ -6,7 +6,8 @@ import pytest
 from refusal import refused
 
 from jaxrag.base.errors import RetrievalError
-from jaxrag.library.retrieve.adapters import CatalogChunks, from_langchain, from_llamaindex
+from jaxrag.library.retrieve.adapters import adopted, from_langchain, from_llamaindex
+from jaxrag.library.retrieve.base import Chunks
 
 TEXTS = {1: "The lamp  burns oil.", 2: "It was lit in 1871.", 3: "The sea\nis wide.", 4: "Rain."}
 DOCUMENTS = {"lighthouse": [1, 2], "coast": [3], "weather": [4]}
@@ -20,7 +21,7 @@ def by_words(text, k):
 
 @pytest.fixture
 def chunks():
-    return CatalogChunks(
+    return Chunks(
         lambda ids: {i: TEXTS[i] for i in ids if i in TEXTS},
         lambda document_id: DOCUMENTS.get(document_id, []),
         by_words,
@@ -119,6 +120,4 @@ def test_texts_that_are_no_chunks_are_an_error(chunks):
 
 def test_what_is_no_retriever_is_refused(chunks):
     with refused(RetrievalError):
-        from_langchain({}, chunks)
-    with refused(RetrievalError):
-        from_llamaindex(3, chunks)
+        adopted({}, chunks)

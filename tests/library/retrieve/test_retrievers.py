@@ -7,82 +7,43 @@ import numpy as np
 import pytest
 from refusal import refused
 
-from jaxrag.base.errors import RequestError, RetrievalError
-from jaxrag.library.retrieve.adapters import GROUP, ForeignRetriever, retriever_plugin
+from jaxrag.base.errors import RetrievalError
+from jaxrag.library.retrieve.adapters import GROUP, ask_foreign, retriever_plugin
 from jaxrag.library.retrieve.base import Found
-from jaxrag.library.retrieve.filters import Filter
 from jaxrag.library.retrieve.lance import VectorIndex
-from jaxrag.library.retrieve.retrievers import (
-    BM25Retriever,
-    HybridRetriever,
-    Reranked,
-    VectorRetriever,
-    fuse,
-)
+from jaxrag.library.retrieve.retrievers import by_vectors, fuse, fused, reranked
 
 WORDS = ["lamp", "sea", "oil", "rain"]
 TEXTS = {1: "lamp oil", 2: "sea rain", 3: "lamp lamp sea", 4: "rain"}
 YEARS = {1: 2019, 2: 2020, 3: 2020, 4: 2021}
 
 
-def embed(texts, kind):
-    assert kind in ("passage", "query")
+def vectors(*texts):
     return np.array([[text.split().count(word) for word in WORDS] for text in texts], np.float32)
 
 
-def chunk_ids(where):
-    assert isinstance(where, Filter)
-    return np.array([i for i in TEXTS if where.matches({"year": YEARS[i]})], np.int64)
-
-
 class Fixed:
-    """A retriever that answers every query with the same ranking and notes what it was asked."""
+    """Answers every query with the same ranking and notes what it was asked."""
 
     def __init__(self, *ranking):
         self.ranking = [Found(chunk_id, 1.0) for chunk_id in ranking]
         self.asked = []
 
-    def search(self, queries, k, *, where=None):
-        self.asked.append((list(queries), k, where))
+    def __call__(self, queries, k):
+        self.asked.append((list(queries), k))
         return [self.ranking[:k] for _ in queries]
 
 
-@pytest.fixture
-def by_vector(tmp_path):
-    index = VectorIndex.open(tmp_path, len(WORDS), "exact")
-    index.add(np.array(list(TEXTS)), embed(list(TEXTS.values()), "passage"))
-    return VectorRetriever(embed, index, chunk_ids)
-
-
-def test_vector_retriever(by_vector):
-    lamp, rain = by_vector.search(["lamp", "rain rain"], 2)
+def test_by_vectors(tmp_path):
+    index, none = VectorIndex.open(tmp_path, len(WORDS), "exact"), np.array([], np.int64)
+    index.add(np.array(list(TEXTS)), vectors(*TEXTS.values()))
+    lamp, rain = by_vectors(index, vectors("lamp", "rain rain"), 2, None, none)
     assert lamp == [Found(3, 2.0), Found(1, 1.0)]
     assert rain == [Found(2, 2.0), Found(4, 2.0)]
-    assert by_vector.search(["lamp"], 4, where={"year": {"$gte": 2020}})[0][0] == Found(3, 2.0)
-    assert {item.chunk_id for item in by_vector.search(["lamp"], 4, where={"year": 2020})[0]} == {
-        2,
-        3,
-    }
-    by_vector._index.remove(np.array([3]))
-    assert by_vector.search(["lamp"], 1) == [[Found(1, 1.0)]]
-    assert by_vector.search([], 3) == []
-    with refused(RequestError):
-        by_vector.search(["lamp"], 1, where={"year": {"$regex": "."}})
-
-
-def test_bm25_retriever_passes_the_question_and_a_checked_filter_on():
-    asked = []
-
-    def search(question, k, where):
-        asked.append((question, k, where))
-        return [Found(7, 2.5)]
-
-    retriever = BM25Retriever(search)
-    assert retriever.search(["a", "b"], 3) == [[Found(7, 2.5)]] * 2
-    retriever.search(["c"], 1, where={"year": 2020})
-    assert asked == [("a", 3, None), ("b", 3, None), ("c", 1, Filter.parse({"year": 2020}))]
-    with refused(RequestError, "k=0"):
-        retriever.search(["a"], 0)
+    (late,) = by_vectors(index, vectors("lamp"), 4, np.array([2, 3]), none)
+    assert [item.chunk_id for item in late] == [3, 2]
+    assert by_vectors(index, vectors("lamp"), 1, None, np.array([3])) == [[Found(1, 1.0)]]
+    assert by_vectors(index, vectors("lamp")[:0], 3, None, none) == []
 
 
 def test_reciprocal_rank_fusion():
@@ -98,31 +59,29 @@ def test_reciprocal_rank_fusion():
 
 def test_hybrid_asks_both_for_more_than_it_returns():
     one, two = Fixed(*range(1, 101)), Fixed(30, 200)
-    found = HybridRetriever([one, two]).search(["q", "r"], 2, where={"year": 1})
+    found = fused([one, two], ["q", "r"], 2)
     assert [item.chunk_id for item in found[0]] == [30, 1]
     assert len(found) == 2
-    assert one.asked == two.asked == [(["q", "r"], 50, {"year": 1})]
-    HybridRetriever([one]).search(["q"], 20)
-    assert one.asked[-1] == (["q"], 80, None)
+    assert one.asked == two.asked == [(["q", "r"], 50)]
+    fused([one], ["q"], 20)
+    assert one.asked[-1] == (["q"], 80)
 
 
 def test_hybrid_asks_both_at_the_same_time_and_says_what_failed():
     both = threading.Barrier(2)
 
-    class Waiting:
-        def search(self, queries, k, *, where=None):
-            both.wait(timeout=20)  # breaks where the other is asked later
-            return [[Found(1, 1.0)] for _ in queries]
+    def waiting(queries, k):
+        both.wait(timeout=20)  # breaks where the other is asked later
+        return [[Found(1, 1.0)] for _ in queries]
 
-    assert HybridRetriever([Waiting(), Waiting()]).search(["q"], 1)[0][0].chunk_id == 1
+    assert fused([waiting, waiting], ["q"], 1)[0][0].chunk_id == 1
 
-    class Failing:
-        def search(self, queries, k, *, where=None):
-            raise RetrievalError("no words")
+    def failing(queries, k):
+        raise RetrievalError("no words")
 
-    for order in ([Failing(), Fixed(1)], [Fixed(1), Failing()]):
+    for order in ([failing, Fixed(1)], [Fixed(1), failing]):
         with refused(RetrievalError):
-            HybridRetriever(order).search(["q"], 1)
+            fused(order, ["q"], 1)
 
 
 def test_reranker_orders_the_candidates():
@@ -133,13 +92,13 @@ def test_reranker_orders_the_candidates():
         return [len(text) for text in texts]
 
     texts = lambda ids: {i: TEXTS[i] for i in ids if i in TEXTS}  # noqa: E731
-    found = Reranked(Fixed(4, 1, 99, 3, 2), reranker, texts).search(["q"], 3)
+    found = reranked(Fixed(4, 1, 99, 3, 2), reranker, texts, ["q"], 3)
     assert found == [[Found(3, 13.0), Found(1, 8.0), Found(2, 8.0)]]
     assert seen == [("q", [TEXTS[4], TEXTS[1], TEXTS[3], TEXTS[2]])]
-    assert Reranked(Fixed(), reranker, texts).search(["q"], 3) == [[]]
+    assert reranked(Fixed(), reranker, texts, ["q"], 3) == [[]]
     for bad in (lambda q, t: [1.0], lambda q, t: [float("nan")] * len(t)):
         with refused(RetrievalError):
-            Reranked(Fixed(1, 2), bad, texts).search(["q"], 1)
+            reranked(Fixed(1, 2), bad, texts, ["q"], 1)
 
 
 def test_foreign_answers_are_checked_and_cut():
@@ -151,15 +110,13 @@ def test_foreign_answers_are_checked_and_cut():
             return self.answer
 
     good = Answers([[(3, 1), (1, 0.5), (3, 0.1), (np.int64(2), np.float32(0))]])
-    assert ForeignRetriever(good).search(["q"], 2) == [[Found(3, 1.0), Found(1, 0.5)]]
-    assert ForeignRetriever(good).search(["q"], 9)[0][2] == Found(2, 0.0)
+    assert ask_foreign(good, None, ["q"], 2) == [[Found(3, 1.0), Found(1, 0.5)]]
+    assert ask_foreign(good, None, ["q"], 9)[0][2] == Found(2, 0.0)
     for answer in ([[("a", 1)]], [[(1.5, 1)]], [[(1, float("inf"))]], [[7]], [[(1, None)]]):
         with refused(RetrievalError):
-            ForeignRetriever(Answers(answer)).search(["q"], 2)
+            ask_foreign(Answers(answer), None, ["q"], 2)
     with refused(RetrievalError, "0"):
-        ForeignRetriever(Answers([])).search(["q"], 2)
-    with refused(RetrievalError):
-        ForeignRetriever(3)
+        ask_foreign(Answers([]), None, ["q"], 2)
 
 
 @pytest.fixture
@@ -188,7 +145,7 @@ def test_plugin_by_name(distribution):
     distribution("one", {"mine": "fake_retrievers:Mine"})
     made = retriever_plugin("mine")("the chunks")
     assert made.chunks == "the chunks"
-    assert ForeignRetriever(made).search(["q"], 3) == [[Found(1, 2.0)]]
+    assert ask_foreign(made, None, ["q"], 3) == [[Found(1, 2.0)]]
 
 
 def test_plugins_that_cannot_be_used(distribution):
