@@ -19,7 +19,7 @@ MOST = {
     "floors within a room": 10,
     "type names with two homes": 0,
     "names in docstrings that do not resolve": 0,
-    "long signatures, jaxrag": 7,
+    "long signatures, jaxrag": 6,
 }
 AT_MOST = {  # of what shrinks and grows with every change
     "code lines": 58_600,
