@@ -22,10 +22,7 @@ GOLDEN = {
 def test_nothing_is_answered_otherwise(part, few, only):
     if part == "smollm2" and not net.SMOLLM2.is_dir():
         pytest.skip("no .cache/smollm2: `make smollm2 PEER_PYTHON=...` fetches and converts it")
-    golden = net.GOLDENS / f"{part}.json.gz"
-    if part == "smollm2" and not golden.is_file():
-        pytest.skip("nothing was recorded: `python tests/net/net.py record --only smollm2`")
-    verdict = net.compare(net.read(golden, only), net.PARTS[part](few, only))
+    verdict = net.compare(net.read(net.GOLDENS / f"{part}.json.gz", only), net.PARTS[part](few, only))
     assert verdict.compared > few and not verdict.differ
     assert verdict.cut < verdict.compared / 40
 
