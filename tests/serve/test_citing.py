@@ -40,43 +40,30 @@ def cited(pieces, looks, text=None, numbers=(1, 2, 3)):
     return [(text[it.start : it.end], it.source) for it in found]
 
 
-def test_a_citation_goes_to_the_end_of_its_sentence():
-    pieces = ("In", " 1912", " she", " left", ".", " It", " rained", ".")
-    looks = looked(None, 1, None, None, None, None, None, None)
-    assert cited(pieces, looks) == [("1912 she left", 2)]
+@pytest.mark.parametrize(
+    ("text", "chosen", "found"),
+    [
+        ("In| 1912| she| left|.| It| rained|.", {1: 1}, [("1912 she left", 2)]),
+        ("He| lives| in| Ulm|,| she| in| Bern|.", {3: 2, 7: 0}, [("Ulm, she in", 3), ("Bern", 1)]),
+        (
+            "Ulm| and| Bern|.| Rome|.",
+            dict.fromkeys((0, 2, 4), 1),
+            [("Ulm and Bern", 2), ("Rome", 2)],
+        ),
+        *((f"a|{end}|b", {0: 0}, [("a", 1)]) for end in ".!?\n\u3002\uff01\uff1f"),
+        ("Ulm|.", {}, []),  # the model looked everywhere
+    ],
+)
+def test_a_citation_goes_to_the_end_of_its_sentence_or_where_another_begins(text, chosen, found):
+    pieces = text.split("|")
+    assert cited(pieces, looked(*map(chosen.get, range(len(pieces))))) == found
 
 
-def test_it_ends_where_another_begins():
-    pieces = ("He", " lives", " in", " Ulm", ",", " she", " in", " Bern", ".")
-    looks = looked(None, None, None, 2, None, None, None, 0, None)
-    assert cited(pieces, looks) == [("Ulm, she in", 3), ("Bern", 1)]
-
-
-def test_tokens_of_one_sentence_and_passage_are_one():
-    pieces = ("Ulm", " and", " Bern", ".", " Rome", ".")
-    assert cited(pieces, looked(1, None, 1, None, 1, None)) == [("Ulm and Bern", 2), ("Rome", 2)]
-
-
-@pytest.mark.parametrize("end", ".!?\n\u3002\uff01\uff1f")
-def test_sentences_end_in_every_script(end):
-    assert cited(("a", end, "b"), looked(0, None, None)) == [("a", 1)]
-
-
-def test_where_the_model_looked_everywhere_nothing_is_cited():
-    assert cited(("Ulm", "."), looked(None, None)) == []
-
-
-def test_a_glance_is_no_citation():
+def test_a_glance_what_a_stop_string_cut_and_no_passage_are_not_cited():
     looks = looked(1, None)
     assert cited(("Ulm", "."), Looks(looks.votes, looks.most * 0.5)) == []
-
-
-def test_an_answer_that_a_stop_string_cut():
     assert cited(("Ulm", "\n", "Bern"), looked(1, None, 2), text="Ulm") == [("Ulm", 2)]
     assert cited(("Ulm", "\n", "Bern"), looked(None, None, 2), text="Ulm") == []
-
-
-def test_no_passages_no_citations():
     assert cited(("Ulm",), Looks(*np.zeros((2, 1, 0), np.float32)), numbers=()) == []
 
 

@@ -156,15 +156,6 @@ def test_a_stream_that_is_left_gives_its_pages_back(kb, text_model):
     assert num_free(text_model) == free
 
 
-def test_stop_string_ends_the_answer(kb):
-    text = generate(QUESTION, kb=kb, max_new_tokens=12).text
-    word = next(c for c in text[3:] if c.isprintable() and c != "\ufffd")
-    result = generate(QUESTION, kb=kb, max_new_tokens=12, stop=[word])
-    assert result.text == text[: text.index(word)]
-    assert result.finish_reason == "stop"
-    assert len(result.token_ids) < 12
-
-
 def test_end_of_sequence_ends_the_answer(kb, monkeypatch):
     ids = generate(QUESTION, kb=kb, max_new_tokens=10).token_ids
     tokenizer = copy.copy(kb.model.tokenizer)

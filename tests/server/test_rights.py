@@ -4,57 +4,27 @@ Its columns are KEYS; of what is named in a request, "own" is what tenant acme m
 knowledge base of the server's. The documents that are named are for the group "legal".
 """
 
-import hashlib
 import shutil
 import time
 
 import pytest
+from serving import key_file
 
 from jaxrag.library.documents import Document
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.server.http.app import ROUTES
 
 KEYS = ("none", "unknown", "bare", "other", "chats", "reader", "grouped", "writer", "admin")
-FILE = """
-[[keys]]  # of another tenant, for chats about nothing
-sha256 = "{bare}"
-tenant = "blue"
-documents = "none"
-
-[[keys]]  # of another tenant, which may write to what is served
-sha256 = "{other}"
-tenant = "blue"
-write = ["*"]
-
-[[keys]]
-sha256 = "{chats}"
-tenant = "acme"
-read = ["village"]
-documents = "none"
-
-[[keys]]  # of its tenant's own documents only
-sha256 = "{reader}"
-tenant = "acme"
-documents = "read"
-
-[[keys]]  # of its tenant's and of what is served what it may read, none of which has its groups
-sha256 = "{grouped}"
-tenant = "acme"
-read = ["village"]
-documents = "read"
-groups = ["sales"]
-
-[[keys]]
-sha256 = "{writer}"
-tenant = "acme"
-read = ["village"]
-
-[[keys]]
-sha256 = "{admin}"
-tenant = "acme"
-read = ["village"]
-admin = true
-"""
+FILE = {
+    "bare": 'tenant = "blue"\ndocuments = "none"',  # of another tenant, for chats about nothing
+    "other": 'tenant = "blue"\nwrite = ["*"]',  # which may write to what is served
+    "chats": 'tenant = "acme"\nread = ["village"]\ndocuments = "none"',
+    "reader": 'tenant = "acme"\ndocuments = "read"',  # of its tenant's own documents only
+    # Of its tenant's and of what is served what it may read, none of which has its groups.
+    "grouped": 'tenant = "acme"\nread = ["village"]\ndocuments = "read"\ngroups = ["sales"]',
+    "writer": 'tenant = "acme"\nread = ["village"]',
+    "admin": 'tenant = "acme"\nread = ["village"]\nadmin = true',
+}
 OPEN = {"": "200 200 200 200 200 200 200 200 200"}
 KNOWN = {"": "401 401 200 200 200 200 200 200 200"}
 ADMINS = {"": "401 401 403 403 403 403 403 403 200"}
@@ -218,12 +188,11 @@ class Asking:
 def asking(running, served_model, village, tmp_path_factory):
     """Requests to a server with all these keys, over a village of its own."""
     folder = tmp_path_factory.mktemp("rights")
-    hashes = {name: hashlib.sha256(f"sk-{name}".encode()).hexdigest() for name in KEYS}
-    (folder / "keys.toml").write_text(FILE.format(**hashes), encoding="utf-8")
+    keys = key_file(folder / "keys.toml", {f"sk-{name}": more for name, more in FILE.items()})
     copied = shutil.copytree(village, folder / "village")
     with KnowledgeBase.open(copied, model=served_model) as kb:
         kb.add([SECRET])
-    settings = {"keys": str(folder / "keys.toml"), "data": str(folder / "data")}
+    settings = {"keys": keys, "data": str(folder / "data")}
     with running(served_model, {"village": copied}, **settings) as started:
         yield Asking(started.client)
 

@@ -1,6 +1,5 @@
 """Keys say who asks and what each may do; what one tenant has is, to others, not there."""
 
-import hashlib
 import io
 import re
 import threading
@@ -10,6 +9,7 @@ import numpy as np
 import openai
 import pytest
 from refusal import refused
+from serving import key_file
 
 from jaxrag.base.errors import ChunkMissing, ConfigError
 from jaxrag.kv.store import ChunkStore
@@ -17,36 +17,13 @@ from jaxrag.library.documents import Document
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.server.tenants import Tenants, bearer, check_host, folder_name
 
-KEYS = """
-[tenants.acme]
-weight = 2.0
-priority = 1
-
-[[keys]]
-sha256 = "{acme}"
-tenant = "acme"
-read = ["village"]
-admin = true
-
-[[keys]]
-sha256 = "{blue}"
-tenant = "blue"
-write = ["*"]
-
-[tenants.slow]
-requests_per_minute = 3
-
-[[keys]]
-sha256 = "{slow}"
-tenant = "slow"
-read = ["*"]
-
-[[keys]]
-sha256 = "{nothing}"
-tenant = "blue"
-documents = "none"
-"""
-NAMES = ("acme", "blue", "slow", "nothing")
+KEYS = {
+    "acme": 'tenant = "acme"\nread = ["village"]\nadmin = true',
+    "blue": 'tenant = "blue"\nwrite = ["*"]',
+    "slow": 'tenant = "slow"\nread = ["*"]',
+    "nothing": 'tenant = "blue"\ndocuments = "none"',
+}
+LIMITS = "[tenants.acme]\nweight = 2.0\npriority = 1\n[tenants.slow]\nrequests_per_minute = 3"
 STORY = b"File 23: Giso Berow lives in Tondorf.\n"
 
 
@@ -56,10 +33,8 @@ def key_of(name):
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory):
-    path = tmp_path_factory.mktemp("keys") / "keys.toml"
-    hashes = {name: hashlib.sha256(key_of(name).encode()).hexdigest() for name in NAMES}
-    path.write_text(KEYS.format(**hashes), encoding="utf-8")
-    return path
+    keys = {key_of(name): more for name, more in KEYS.items()}
+    return key_file(tmp_path_factory.mktemp("keys") / "keys.toml", keys, LIMITS)
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +144,7 @@ def test_others_reach_a_server_only_with_keys_or_where_that_is_wanted():
 def keyed(running, served_model, village, keys, tmp_path_factory):
     """A server that asks for keys."""
     data = tmp_path_factory.mktemp("kept")
-    settings = {"keys": str(keys), "data": str(data)}
+    settings = {"keys": keys, "data": str(data)}
     with running(served_model, {"village": village}, **settings) as started:
         yield started
 
@@ -178,7 +153,7 @@ def keyed(running, served_model, village, keys, tmp_path_factory):
 def clients(keyed):
     return {
         name: openai.OpenAI(base_url=f"{keyed.url}/v1", api_key=key_of(name), max_retries=0)
-        for name in NAMES
+        for name in KEYS
     }
 
 
@@ -326,28 +301,12 @@ def test_one_store_a_tenant_though_many_ask_at_once(keyed):
     assert len(set(map(id, found))) == 1
 
 
-GROUPED = """
-[[keys]]
-sha256 = "{acme}"
-tenant = "acme"
-read = ["village"]
-write = ["own"]
-
-[[keys]]
-sha256 = "{blue}"
-tenant = "blue"
-read = ["village"]
-documents = "read"
-groups = ["sales", "legal"]
-"""
-
-
 def test_a_key_with_groups_only_reads(tmp_path):
     path = tmp_path / "keys.toml"
-    hashes = {name: hashlib.sha256(key_of(name).encode()).hexdigest() for name in NAMES}
-    path.write_text(GROUPED.format(**hashes), encoding="utf-8")
+    grouped = 'read = ["village"]\ndocuments = "read"\ngroups = ["sales", "legal"]'
+    key_file(path, {"acme": 'read = ["village"]\nwrite = ["own"]', "blue": grouped})
     tenants = Tenants.open(path, None)
-    acme, blue = tenants.access(key_of("acme")), tenants.access(key_of("blue"))
+    acme, blue = tenants.access("acme"), tenants.access("blue")
     assert (acme.groups, blue.groups) == (None, ("sales", "legal"))
     # Fewer groups than before, never more, and nothing to change.
     assert blue.limited(["legal", "board"]).groups == ("legal",)
@@ -357,7 +316,7 @@ def test_a_key_with_groups_only_reads(tmp_path):
     assert narrow.may_read("own") and narrow.may_read("village") and not narrow.may_write("own")
     for change, message in (('documents = "read"\n', ""), ('groups = ["sales", "legal"]', "0")):
         instead = "" if change.startswith("doc") else 'groups = ["a b"]'
-        path.write_text(GROUPED.format(**hashes).replace(change, instead), encoding="utf-8")
+        key_file(path, {"blue": grouped.replace(change, instead)})
         with refused(ConfigError, message):
             Tenants.open(path, None)
 

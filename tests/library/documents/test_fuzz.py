@@ -4,6 +4,7 @@ import io
 import json
 import os
 import zipfile
+from pathlib import Path
 
 import openpyxl
 import pptx
@@ -21,6 +22,7 @@ FUZZ = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
+SAMPLES = Path(__file__).parent / "samples"
 VALID = {
     ".txt": "The wells. 盐井。\n".encode(),
     ".md": b"# Wells\n\n```\ncode\n```\n\ntext",
@@ -28,11 +30,7 @@ VALID = {
     ".json": b'{"documents": [{"text": "one", "id": 3}, {"text": "two", "title": "T"}]}',
     ".csv": b'id,text,year\na,"one, ""two""",1901\nb,three,\n',
     ".tsv": b"text\tyear\none\t1901\n",
-    ".html": b'<html><head><meta charset="utf-8"><title>t</title></head><body><h1>a</h1><table>'
-    b"<tr><td>b<td>c</table><pre>d</pre><ul><li>e</ul></body></html>",
-    ".rst": b"Wells\n=====\n\n.. note:: |a| :x:`b`\n\n- c\n\n.. |a| replace:: d\n\n"
-    b"== ==\ne  f\n== ==\n",
-    ".org": b"#+TITLE: t\n* TODO a :b:\n| c | d |\n#+begin_src x\ne\n#+end_src\n<2021-03-04>\n",
+    **{f".{kind}": (SAMPLES / f"wells.{kind}").read_bytes() for kind in ("html", "rst", "org")},
     ".htm": b'<?xml version="1.0" encoding="utf-8"?><html><p>&#55296;&amp;x</p></html>',
 }
 BOOK = {

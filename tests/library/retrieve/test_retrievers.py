@@ -151,22 +151,12 @@ def test_plugin_by_name(distribution):
 def test_plugins_that_cannot_be_used(distribution):
     with refused(RetrievalError, "'mine'"):
         retriever_plugin("mine")
-    distribution(
-        "one",
-        {
-            "mine": "fake_retrievers:Mine",
-            "gone": "fake_retrievers:Absent",
-            "lost": "no_such_module:Mine",
-            "number": "fake_retrievers:number",
-        },
-    )
-    with refused(RetrievalError):
-        retriever_plugin("other")
-    for name in ("gone", "lost"):
+    names = {"mine": "Mine", "gone": "Absent", "number": "number"}
+    points = {name: f"fake_retrievers:{what}" for name, what in names.items()}
+    distribution("one", points | {"lost": "no_such_module:Mine"})
+    for name in ("other", "gone", "lost", "number"):
         with refused(RetrievalError):
             retriever_plugin(name)
-    with refused(RetrievalError):
-        retriever_plugin("number")
     distribution("two", {"mine": "fake_retrievers:Other"})
     with refused(RetrievalError):
         retriever_plugin("mine")
