@@ -22,7 +22,8 @@ GOLDEN = {
 def test_nothing_is_answered_otherwise(part, few, only):
     if part == "smollm2" and not net.SMOLLM2.is_dir():
         pytest.skip("no .cache/smollm2: `make smollm2 PEER_PYTHON=...` fetches and converts it")
-    verdict = net.compare(net.read(net.GOLDENS / f"{part}.json.gz", only), net.PARTS[part](few, only))
+    known = net.read(net.GOLDENS / f"{part}.json.gz", only)
+    verdict = net.compare(known, net.PARTS[part](few, only))
     assert verdict.compared > few and not verdict.differ
     assert verdict.cut < verdict.compared / 40
 
