@@ -25,7 +25,7 @@ from pathlib import Path
 from jaxrag.base.errors import StoreError
 from jaxrag.kv.store.namespace import Namespace
 from jaxrag.kv.store.record import Record
-from jaxrag.kv.store.sqlite import use_write_ahead_log
+from jaxrag.kv.store.sqlite import connect, store_errors, transaction, use_write_ahead_log
 
 FILE = "heat.sqlite"
 HALF_LIFE_SECONDS = 86_400.0  # a read counts half as much a day later
@@ -37,6 +37,7 @@ _FLUSH_SECONDS = 10.0
 _FLUSH_READS = 4096
 _VICTIMS = 256  # of one round
 _ROUNDS = 8  # of one put
+_ADVICE = "check the disk and your permissions, or remove the file to count anew"
 
 _SCHEMA = (
     # heat: log2 of the sum over reads of 2^(time of read / half-life). last: time of the last read,
@@ -101,10 +102,8 @@ class SizeLimit:
         self._lock = threading.RLock()
         self._reads: dict[str, tuple[int, float]] = {}  # how many, when the last
         self._flushed = clock()
-        with self._errors():
-            self._connection = sqlite3.connect(
-                path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
-            )
+        with store_errors(path, _ADVICE):
+            self._connection = connect(path, _BUSY_SECONDS)
             use_write_ahead_log(self._connection, _BUSY_SECONDS)
             self._connection.create_function("add_log2", 2, _add_log2, deterministic=True)
         try:
@@ -338,25 +337,10 @@ class SizeLimit:
     @contextlib.contextmanager
     def _transaction(self, durable: bool = False) -> Iterator[sqlite3.Connection]:
         """One write transaction. A power cut may undo it unless it is ``durable``."""
-        with self._lock, self._errors():
+        with self._lock, store_errors(self.path, _ADVICE):
             self._connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
-            self._connection.execute("BEGIN IMMEDIATE")
-            try:
+            with transaction(self._connection):
                 yield self._connection
-                self._connection.execute("COMMIT")
-            finally:
-                if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
-
-    @contextlib.contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except sqlite3.Error as error:
-            raise StoreError(
-                f"{self.path}: {error}; check the disk and your permissions, or remove the file "
-                "to count anew"
-            ) from error
 
 
 def _log2(moment: float) -> float:

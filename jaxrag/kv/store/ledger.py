@@ -24,11 +24,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import apsw
-
-from jaxrag.base.errors import StoreError, disk_errors
+from jaxrag.base.errors import disk_errors
 from jaxrag.kv.store.record import Record
-from jaxrag.kv.store.sqlite import connect_checked, use_write_ahead_log
+from jaxrag.kv.store.sqlite import connect_checked, store_errors, transaction, use_write_ahead_log
 
 PARTS = tuple(f"{number:02x}" for number in range(256))  # of keys, by their first digits
 FOLDER = "ledger"
@@ -36,6 +34,10 @@ _SHARED = "shared"  # file there
 _BUSY_SECONDS = 60.0
 _TURN_SECONDS = 0.05  # of one transaction that counts what was there before
 _STALE_SECONDS = 3600.0  # a change that takes longer was killed
+_ADVICE = (
+    "check the disk and your permissions, or remove the file to count anew while nothing has the "
+    "repository open"
+)
 
 _ADD = """INSERT INTO sums SELECT 'encoder', new.encoder, 1, new.tokens, new.nbytes
     UNION ALL SELECT 'aux', key, 1, new.tokens, value FROM json_each(new.aux) WHERE true
@@ -162,12 +164,11 @@ class Ledger:
         Raises:
             StoreError: the file cannot be read.
         """
-        with self._lock, self._errors():
+        with self._lock, store_errors(self._path, _ADVICE):
             if not self._path.exists() or (self._path.parent / _SHARED).exists():
                 return None
             connection = self._connection()
-            connection.execute("BEGIN")
-            try:
+            with transaction(connection, "BEGIN"):
                 if not (self._whole or _has_tables(connection)):
                     return None  # whoever was making it was killed
                 (parts,) = connection.execute("SELECT COUNT(*) FROM counted").fetchone()
@@ -186,9 +187,6 @@ class Ledger:
                 ).fetchall():
                     found.add(Seen(tokens, nbytes, encoder, json.loads(aux)), -1)
                 return found, keys
-            finally:
-                if connection.in_transaction:
-                    connection.execute("ROLLBACK")
 
     def check(self) -> None:
         """Hold the notes against the folders, and read the records of what differs.
@@ -219,7 +217,7 @@ class Ledger:
 
     def close(self) -> None:
         """Close the file; it is opened again when it is needed."""
-        with self._lock, self._errors():
+        with self._lock, store_errors(self._path, _ADVICE):
             if self._open is not None:
                 self._open.close()
                 self._open = None
@@ -253,28 +251,13 @@ class Ledger:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[Any]:
-        with self._lock, self._errors():
+        with self._lock, store_errors(self._path, _ADVICE):
             connection = self._connection()
-            connection.execute("BEGIN IMMEDIATE")
-            try:
+            with transaction(connection):
                 if not (self._whole or _has_tables(connection)):
                     for statement in _SCHEMA:
                         connection.execute(statement)
                 yield connection
-                connection.execute("COMMIT")
-            finally:
-                if connection.in_transaction:
-                    connection.execute("ROLLBACK")
-
-    @contextlib.contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except (apsw.Error, OSError) as error:
-            raise StoreError(
-                f"{self._path}: {error}; check the disk and your permissions, or remove the file "
-                "to count anew while nothing has the repository open"
-            ) from error
 
 
 def disown(folder: Path) -> None:

@@ -4,12 +4,15 @@ The library of files with checksums is APSW's SQLite, not that of ``sqlite3``. A
 one file open in both: closing it in one drops the POSIX locks of the other.
 """
 
+import contextlib
 import functools
 import os
 import sqlite3
 import time
 import urllib.parse
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import apsw
 import apsw.sqlite_extra
@@ -41,6 +44,34 @@ def connect_checked(path: Path, writable: bool, busy_seconds: float) -> apsw.Con
         connection.close()
         raise
     return connection
+
+
+def connect(path: Path, busy_seconds: float) -> sqlite3.Connection:
+    """Open a file without checksums, or make it; any thread may use it, one at a time."""
+    return sqlite3.connect(
+        path, timeout=busy_seconds, isolation_level=None, check_same_thread=False
+    )
+
+
+@contextlib.contextmanager
+def transaction(connection: Any, begin: str = "BEGIN IMMEDIATE") -> Iterator[None]:
+    """One that writes unless told otherwise: committed when it is left, undone on failure."""
+    connection.execute(begin)
+    try:
+        yield
+        connection.execute("COMMIT")
+    finally:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+
+
+@contextlib.contextmanager
+def store_errors(path: Path, advice: str) -> Iterator[None]:
+    """StoreError, with advice, for what SQLite or the disk refuses."""
+    try:
+        yield
+    except (sqlite3.Error, apsw.Error, OSError) as error:
+        raise StoreError(f"{path}: {error}; {advice}") from error
 
 
 def use_write_ahead_log(

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from jaxrag.base.errors import StoreError, disk_errors
-from jaxrag.kv.store.sqlite import use_write_ahead_log
+from jaxrag.kv.store.sqlite import connect, store_errors, transaction, use_write_ahead_log
 from jaxrag.server.durable import PRIVATE_FILE, REGISTRY, make_private
 
 FORMAT = 1
@@ -32,6 +32,7 @@ _BUSY_SECONDS = 60.0
 _FILES = ("", "-wal", "-shm")  # endings of SQLite's files
 _APPLICATION = 0x4A524153  # "JRAS", SQLite's application_id
 _ID_BYTES = 12
+_ADVICE = "check the disk, its free space and your permissions"
 
 _SCHEMA = (
     """CREATE TABLE files (
@@ -204,10 +205,10 @@ class Registry:
         for ending in _FILES:
             make_private(folder / f"{REGISTRY}{ending}")
         self._lock, self._read_lock = threading.RLock(), threading.Lock()
-        with self._errors():
-            self._connection = _connect(self.path)
+        with store_errors(self.path, _ADVICE):
+            self._connection = connect(self.path, _BUSY_SECONDS)
             # Of its own, so that who reads does not wait for another's commit to reach the disk.
-            self._reading = _connect(self.path)
+            self._reading = connect(self.path, _BUSY_SECONDS)
             try:
                 self._prepare()
             except BaseException:
@@ -500,7 +501,7 @@ class Registry:
         return int(self.clock())
 
     def _rows(self, statement: str, values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-        with self._read_lock, self._errors():
+        with self._read_lock, store_errors(self.path, _ADVICE):
             return self._reading.execute(statement, values).fetchall()
 
     def _select(self, table: str, **values: str | None) -> list[tuple[Any, ...]]:
@@ -512,30 +513,8 @@ class Registry:
     @contextlib.contextmanager
     def _change(self) -> Iterator[sqlite3.Connection]:
         """One transaction, durable at its end."""
-        with self._lock, self._errors():
-            connection = self._connection
-            connection.execute("BEGIN IMMEDIATE")
-            try:
-                yield connection
-                connection.execute("COMMIT")
-            finally:
-                if connection.in_transaction:
-                    connection.execute("ROLLBACK")
-
-    @contextlib.contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except sqlite3.Error as error:
-            raise StoreError(
-                f"{self.path}: {error}; check the disk, its free space and your permissions"
-            ) from error
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    return sqlite3.connect(
-        path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
-    )
+        with self._lock, store_errors(self.path, _ADVICE), transaction(self._connection):
+            yield self._connection
 
 
 def new_id(kind: str) -> str:
