@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
@@ -26,6 +26,17 @@ DEFAULT_MAX_TOKENS = 1 << 17  # of one chunk
 DEFAULT_INFLIGHT_BYTES = 1 << 28
 
 Aux = Mapping[str, NDArray[Any]]
+
+
+class NewChunk(NamedTuple):
+    """A chunk to be committed, which was checked; ``KVStore.put`` says more."""
+
+    key: str
+    kv: NDArray[Any]
+    record: Provenance
+    aux: Aux
+    described: Mapping[str, AuxArray]
+    replace: bool
 
 
 class KVStore(abc.ABC):
@@ -97,8 +108,7 @@ class KVStore(abc.ABC):
         self._require_tokens(key, kv.shape[2])
         if not kv.flags.c_contiguous:
             raise StoreError(f"chunk {key}: kv is strided; pass numpy.ascontiguousarray(kv)")
-        described = describe_arrays(aux)
-        return self._put(key, kv, record, aux or {}, described, replace)
+        return self._put(NewChunk(key, kv, record, aux or {}, describe_arrays(aux), replace))
 
     def writer(self, max_inflight_bytes: int = DEFAULT_INFLIGHT_BYTES) -> ChunkWriter:
         """A context manager that puts in the background, at most so many bytes at a time."""
@@ -227,15 +237,7 @@ class KVStore(abc.ABC):
         """Every record that can be read and is believed, by ascending key, streamed."""
 
     @abc.abstractmethod
-    def _put(
-        self,
-        key: str,
-        kv: NDArray[Any],
-        record: Provenance,
-        aux: Aux,
-        described: Mapping[str, AuxArray],
-        replace: bool,
-    ) -> PutResult:
+    def _put(self, new: NewChunk) -> PutResult:
         """Commit a chunk that was checked."""
 
     @abc.abstractmethod

@@ -22,6 +22,7 @@ from jaxrag.kv.store.base import (
     DEFAULT_MAX_TOKENS,
     Aux,
     KVStore,
+    NewChunk,
     describe_arrays,
 )
 from jaxrag.kv.store.census import Census
@@ -381,27 +382,20 @@ class ChunkStore(KVStore):
         self._space.discard(attempt.key, attempt.attempt)
         self._settle(attempt, {})
 
-    def _put(
-        self,
-        key: str,
-        kv: NDArray[Any],
-        record: Provenance,
-        aux: Aux,
-        described: Mapping[str, AuxArray],
-        replace: bool,
-    ) -> PutResult:
-        attempt = self.begin(key, kv.shape[2], record, ways=1, replace=replace)
+    def _put(self, new: NewChunk) -> PutResult:
+        tokens = new.kv.shape[2]
+        attempt = self.begin(new.key, tokens, new.record, ways=1, replace=new.replace)
         if attempt is None:
             return PutResult(won=False, attempt=None)
         try:
             try:
-                shard, writes = start_shard(self._space, attempt, 0, kv)
+                shard, writes = start_shard(self._space, attempt, 0, new.kv)
             except StoreError:
-                self._space.discard(key, attempt.attempt)
+                self._space.discard(new.key, attempt.attempt)
                 raise
-            return self._commit(attempt, [shard], writes, aux, described)
+            return self._commit(attempt, [shard], writes, new.aux, new.described)
         finally:
-            self._settle(attempt, described)
+            self._settle(attempt, new.described)
 
     def _commit(
         self,

@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import cachetools
@@ -10,14 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxrag.base.errors import ChunkAbsent, ChunkCorrupt, StoreError
-from jaxrag.kv.store.base import DEFAULT_MAX_TOKENS, Aux, KVStore
+from jaxrag.kv.store.base import DEFAULT_MAX_TOKENS, KVStore, NewChunk
 from jaxrag.kv.store.layout import KVLayout
 from jaxrag.kv.store.quantise import to_stored
 from jaxrag.kv.store.reading import Lookup, ReadRequest, Refused, settle
 from jaxrag.kv.store.record import (
     SCALE,
     AuxArray,
-    Provenance,
     Record,
     digest,
     layer_digests,
@@ -74,20 +73,13 @@ class MemoryStore(KVStore):
         with self._lock:
             return iter([self._peek(key).record for key in sorted(self._chunks)])
 
-    def _put(
-        self,
-        key: str,
-        kv: NDArray[Any],
-        record: Provenance,
-        aux: Aux,
-        described: Mapping[str, AuxArray],
-        replace: bool,
-    ) -> PutResult:
+    def _put(self, new: NewChunk) -> PutResult:
+        key, kv = new.key, new.kv
         with self._lock:
-            if key in self._chunks and not replace:
+            if key in self._chunks and not new.replace:
                 return PutResult(won=False, attempt=None)
-        entries = dict(described)
-        arrays = {name: array.copy() for name, array in aux.items()}
+        entries = dict(new.described)
+        arrays = {name: array.copy() for name, array in new.aux.items()}
         try:
             elements, scale, kept = to_stored(kv, self.layout)
         except StoreError as error:
@@ -98,14 +90,14 @@ class MemoryStore(KVStore):
             entries[SCALE] = AuxArray(scale.shape, scale.dtype.name, (digest(scale),))
         attempt = new_attempt()
         digests = layer_digests(arrays[_KV])
-        new = new_record(
-            key, attempt, kv.shape[2], self.layout, record, digests, entries, kept=kept
+        record = new_record(
+            key, attempt, kv.shape[2], self.layout, new.record, digests, entries, kept=kept
         )
         with self._lock:
-            if key in self._chunks and not replace:
+            if key in self._chunks and not new.replace:
                 return PutResult(won=False, attempt=None)
             self._chunks.pop(key, None)
-            self._chunks[key] = _Held(new, arrays)
+            self._chunks[key] = _Held(record, arrays)
         return PutResult(won=True, attempt=attempt)
 
     def _find(self, keys: Sequence[str]) -> dict[str, Lookup]:

@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from jaxrag.base.errors import ChunkMissing, StoreError
 from jaxrag.kv.store.attempts import Attempt, WrittenShard
-from jaxrag.kv.store.base import Aux
+from jaxrag.kv.store.base import Aux, NewChunk
 from jaxrag.kv.store.chunk_store import ChunkStore
 from jaxrag.kv.store.ledger import Seen, Sums
 from jaxrag.kv.store.prefetch import Tier
 from jaxrag.kv.store.reading import Lookup, ReadRequest, Refused
-from jaxrag.kv.store.record import AuxArray, Provenance, Record
+from jaxrag.kv.store.record import Provenance, Record
 from jaxrag.kv.store.scrub import ScrubReport
 from jaxrag.kv.store.sweep import SweepReport
 from jaxrag.kv.store.wrapper import StoreWrapper
@@ -145,18 +145,10 @@ class ReadThrough(StoreWrapper):
         list(self._threads.map(self._copy, absent))
         return self.local.prefetch(keys, tier).result()
 
-    def _put(
-        self,
-        key: str,
-        kv: NDArray[Any],
-        record: Provenance,
-        aux: Aux,
-        described: Mapping[str, AuxArray],
-        replace: bool,
-    ) -> PutResult:
-        result = self.remote.put(key, kv, record=record, aux=aux, replace=replace)
-        if replace:
-            self.local.delete([key])
+    def _put(self, new: NewChunk) -> PutResult:
+        result = self.remote._put(new)
+        if new.replace:
+            self.local.delete([new.key])
         return result
 
     def _nearest(self, keys: Sequence[str]) -> dict[str, Lookup]:

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 from jaxrag.base.errors import StoreError
 from jaxrag.kv.store.attempts import Attempt, WrittenShard
-from jaxrag.kv.store.base import DEFAULT_INFLIGHT_BYTES, Aux, KVStore
+from jaxrag.kv.store.base import DEFAULT_INFLIGHT_BYTES, Aux, KVStore, NewChunk
 from jaxrag.kv.store.chunk_store import ChunkStore
 from jaxrag.kv.store.layout import WHOLE, HeadShare
 from jaxrag.kv.store.read_through import ReadThrough
 from jaxrag.kv.store.reading import Assembled, Lookup, OnMissing, Refused
-from jaxrag.kv.store.record import AuxArray, Provenance, Record
+from jaxrag.kv.store.record import Provenance, Record
 from jaxrag.kv.store.wrapper import StoreWrapper
 from jaxrag.kv.store.writer import ChunkWriter, PutResult
 
@@ -136,28 +136,21 @@ class SharedStore(StoreWrapper):
         assert own.read is not None
         return _without(own.read, refused)
 
-    def _put(
-        self,
-        key: str,
-        kv: NDArray[Any],
-        record: Provenance,
-        aux: Aux,
-        described: Mapping[str, AuxArray],
-        replace: bool,
-    ) -> PutResult:
+    def _put(self, new: NewChunk) -> PutResult:
         store = self.inner
         if not isinstance(store, ChunkStore | ReadThrough):
-            own = _attempt(lambda: store.put(key, kv, record=record, aux=aux, replace=replace))
-            return self._settled(own)
+            return self._settled(_attempt(lambda: store._put(new)))
         share = self.share
         attempt: Attempt | None = self._led(
-            lambda: store.begin(key, kv.shape[2], record, ways=share.ways, replace=replace)
+            lambda: store.begin(
+                new.key, new.kv.shape[2], new.record, ways=share.ways, replace=new.replace
+            )
         )
         if attempt is None:
             return PutResult(won=False, attempt=None)
         shard: tuple[WrittenShard | None, str | None] = (None, None)
         if share.writes:
-            shard = _attempt(lambda: store.put_shard(attempt, share.rank, kv))
+            shard = _attempt(lambda: store.put_shard(attempt, share.rank, new.kv))
         written = self._exchange(shard)
         error = next((error for _, error in written if error is not None), None)
         if error is not None:
@@ -165,7 +158,7 @@ class SharedStore(StoreWrapper):
                 store.abandon(attempt)
             raise StoreError(error)
         shards = [one for one, _ in written if one is not None]
-        return self._led(lambda: store.commit(attempt, shards, aux=aux))
+        return self._led(lambda: store.commit(attempt, shards, aux=new.aux))
 
     def _find(self, keys: Sequence[str]) -> dict[str, Lookup]:
         found, failed = _attempt(lambda: self.inner.find(keys))

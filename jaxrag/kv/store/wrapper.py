@@ -1,14 +1,14 @@
 """A store over another one: what a wrapper does not change is the inner store's."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
 
-from jaxrag.kv.store.base import Aux, KVStore
+from jaxrag.kv.store.base import KVStore, NewChunk
 from jaxrag.kv.store.layout import KVLayout
 from jaxrag.kv.store.reading import Lookup, ReadRequest, Refused
-from jaxrag.kv.store.record import AuxArray, Provenance, Record
+from jaxrag.kv.store.record import Record
 from jaxrag.kv.store.writer import PutResult
 
 
@@ -37,16 +37,8 @@ class StoreWrapper(KVStore):
         """Every record of the inner store that can be read."""
         return self.inner.records()
 
-    def _put(
-        self,
-        key: str,
-        kv: NDArray[Any],
-        record: Provenance,
-        aux: Aux,
-        described: Mapping[str, AuxArray],
-        replace: bool,
-    ) -> PutResult:
-        return self.inner._put(key, kv, record, aux, described, replace)
+    def _put(self, new: NewChunk) -> PutResult:
+        return self.inner._put(new)
 
     def _find(self, keys: Sequence[str]) -> dict[str, Lookup]:
         return self.inner._find(keys)

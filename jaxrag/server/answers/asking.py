@@ -55,7 +55,7 @@ def make_ready(
     offer, and what ``resolve`` and ``prepare`` do.
     """
     server = state.settings
-    base = None if knowledge_base is None else state.knowledge_base(access, knowledge_base)
+    base = None if knowledge_base is None else state.library.knowledge_base(access, knowledge_base)
     wanted, most = fields.said.get("max_new_tokens"), server.max_answer_tokens
     if wanted is not None and wanted > most:
         raise invalid(f"max_tokens={wanted}: this server gives at most {most}", "max_tokens")

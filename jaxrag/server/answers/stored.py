@@ -37,14 +37,14 @@ def kept_response(state: ServerState, access: Access, response_id: str) -> Respo
 
 def _is_current(state: ServerState, access: Access, ground: Ground) -> bool:
     try:
-        base = state.knowledge_base(access, ground.store, uses=False)
+        base = state.library.knowledge_base(access, ground.store, uses=False)
     except Problem:
         return False
     return base.holds(ground.chunk_ids, ground.content_ids)
 
 
 def store_id(state: ServerState, access: Access, name: str) -> str:
-    """The id of the vector store that ``ServerState.knowledge_base`` finds under a name."""
+    """The id of the vector store that ``Library.knowledge_base`` finds under a name."""
     if name in state.knowledge_bases and access.may_read(name):
         return name
     return next((it.id for it in state.library.named(access, name)), name)

@@ -87,7 +87,7 @@ def prefetch(call: Call) -> dict[str, Any]:
     name = call.named_base() or state.default_base(call.access)
     if name is None:
         raise invalid("there is no knowledge base; name one", "knowledge_base")
-    base = state.knowledge_base(call.access, name)
+    base = state.library.knowledge_base(call.access, name)
     what = list(keys) if question is None else question
     k, groups = fields.k or state.settings.k, call.access.groups
     nbytes = base.prefetch(what, k=k, tier=fields.tier, groups=groups).result()
@@ -98,7 +98,7 @@ def _embedder(state: ServerState, access: Access, name: str | None) -> tuple[Emb
     """That of the named knowledge base, or of the first that has one, and the base's name."""
     names = state.readable(access) if name is None else [name]
     for one in names:
-        base = state.knowledge_base(access, one, uses=name is not None)
+        base = state.library.knowledge_base(access, one, uses=name is not None)
         if base.index is not None and (embedder := base.embedder) is not None:
             return embedder, one
     which = "no knowledge base here" if name is None else f"the knowledge base {name!r}"

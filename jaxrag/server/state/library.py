@@ -225,14 +225,21 @@ class Library:
         named = [it for it in self.registry.stores(access.tenant) if it.name == name]
         return [it for it in named if not self.registry.is_expired(it)] or named[-1:]
 
-    def find(self, access: Access, name: str, *, uses: bool = True) -> KnowledgeBase | None:
-        """The knowledge base of the one that is ``named``, which ``uses`` it now.
+    def knowledge_base(self, access: Access, name: str, *, uses: bool = True) -> KnowledgeBase:
+        """A knowledge base that the sender may read, or a vector store of its tenant.
 
-        Problem 400 for one that has expired, and for several.
+        Waits for the disk where it is opened. Problem 404, the same for one that is not there and
+        one that is another's; 400 for one that has expired, and for several. ``uses``: that
+        expires the later.
         """
+        if name in self._served and access.may_read(name):
+            return self._served[name]
         named = self.named(access, name)
         if not named:
-            return None
+            raise not_found(
+                f"there is no knowledge base {name!r}; GET /v1/models lists what there is",
+                "knowledge_base",
+            )
         row = named[0]
         if len(named) > 1:
             raise invalid(

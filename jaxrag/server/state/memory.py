@@ -4,17 +4,12 @@ import json
 import secrets
 import shutil
 import threading
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-from numpy.typing import NDArray
 
 from jaxrag.base.errors import ConfigError, StoreError
 from jaxrag.kv.store import ChunkStore, KVStore, MemoryStore
-from jaxrag.kv.store.base import Aux
+from jaxrag.kv.store.base import NewChunk
 from jaxrag.kv.store.keys import derive
-from jaxrag.kv.store.record import AuxArray, Provenance
 from jaxrag.kv.store.wrapper import StoreWrapper
 from jaxrag.kv.store.writer import PutResult
 from jaxrag.models.model import Model
@@ -42,19 +37,11 @@ class TenantStore(StoreWrapper):
             self._closed = True
         self.inner.close()
 
-    def _put(
-        self,
-        key: str,
-        kv: NDArray[Any],
-        record: Provenance,
-        aux: Aux,
-        described: Mapping[str, AuxArray],
-        replace: bool,
-    ) -> PutResult:
+    def _put(self, new: NewChunk) -> PutResult:
         with self._lock:
             if self._closed:
-                raise StoreError(f"chunk {key}: the tenant has all forgotten meanwhile")
-            return super()._put(key, kv, record, aux, described, replace)
+                raise StoreError(f"chunk {new.key}: the tenant has all forgotten meanwhile")
+            return super()._put(new)
 
 
 class TenantMemory:

@@ -23,7 +23,7 @@ from jaxrag.serve.answers import Result
 from jaxrag.serve.plain import PlainSpan
 from jaxrag.serve.seen import SeenTexts
 from jaxrag.serve.suits import default_method
-from jaxrag.server.errors import not_found, unauthorized
+from jaxrag.server.errors import unauthorized
 from jaxrag.server.proxies import limited_by_proxy
 from jaxrag.server.settings import ServerSettings
 from jaxrag.server.state.bodies import Bodies
@@ -148,22 +148,6 @@ class ServerState:
         if found is None:
             raise unauthorized("no key that this server knows; send Authorization: Bearer KEY")
         return limited_by_proxy(found, request, self.settings)
-
-    def knowledge_base(self, access: Access, name: str, *, uses: bool = True) -> KnowledgeBase:
-        """A knowledge base that the sender may read, or a vector store of its tenant.
-
-        Waits for the disk where it is opened. Problem 404, the same for one that is not there and
-        one that is another's; 400 for one that has expired. ``uses``: that expires the later.
-        """
-        found = self.knowledge_bases.get(name) if access.may_read(name) else None
-        if found is None:
-            found = self.library.find(access, name, uses=uses)
-        if found is None:
-            raise not_found(
-                f"there is no knowledge base {name!r}; GET /v1/models lists what there is",
-                "knowledge_base",
-            )
-        return found
 
     def readable(self, access: Access) -> list[str]:
         """Names of the knowledge bases that the sender may read, the default first.
