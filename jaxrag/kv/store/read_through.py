@@ -9,13 +9,12 @@ from typing import Any
 from numpy.typing import NDArray
 
 from jaxrag.base.errors import ChunkMissing, StoreError
-from jaxrag.kv.store.attempts import Attempt, WrittenShard
-from jaxrag.kv.store.base import Aux, NewChunk
+from jaxrag.kv.store.base import NewChunk
 from jaxrag.kv.store.chunk_store import ChunkStore
 from jaxrag.kv.store.ledger import Seen, Sums
 from jaxrag.kv.store.prefetch import Tier
 from jaxrag.kv.store.reading import Lookup, ReadRequest, Refused
-from jaxrag.kv.store.record import Provenance, Record
+from jaxrag.kv.store.record import Record
 from jaxrag.kv.store.scrub import ScrubReport
 from jaxrag.kv.store.sweep import SweepReport
 from jaxrag.kv.store.wrapper import StoreWrapper
@@ -69,27 +68,6 @@ class ReadThrough(StoreWrapper):
     def release(self, key: str) -> None:
         """``ChunkStore.release`` of the remote store."""
         self.remote.release(key)
-
-    def begin(
-        self, key: str, tokens: int, record: Provenance, *, ways: int, replace: bool = False
-    ) -> Attempt | None:
-        """``ChunkStore.begin`` of the remote store."""
-        return self.remote.begin(key, tokens, record, ways=ways, replace=replace)
-
-    def put_shard(self, attempt: Attempt, rank: int, kv: NDArray[Any]) -> WrittenShard:
-        """``ChunkStore.put_shard`` of the remote store; a copy here goes, it may be replaced."""
-        self.local.delete([attempt.key])
-        return self.remote.put_shard(attempt, rank, kv)
-
-    def commit(
-        self, attempt: Attempt, shards: Sequence[WrittenShard], *, aux: Aux | None = None
-    ) -> PutResult:
-        """``ChunkStore.commit`` of the remote store."""
-        return self.remote.commit(attempt, shards, aux=aux)
-
-    def abandon(self, attempt: Attempt) -> None:
-        """``ChunkStore.abandon`` of the remote store."""
-        self.remote.abandon(attempt)
 
     def verify(
         self,

@@ -137,8 +137,9 @@ class SharedStore(StoreWrapper):
         return _without(own.read, refused)
 
     def _put(self, new: NewChunk) -> PutResult:
-        store = self.inner
-        if not isinstance(store, ChunkStore | ReadThrough):
+        copied = self.inner if isinstance(self.inner, ReadThrough) else None
+        store = self.inner if copied is None else copied.remote
+        if not isinstance(store, ChunkStore):
             return self._settled(_attempt(lambda: store._put(new)))
         share = self.share
         attempt: Attempt | None = self._led(
@@ -149,8 +150,14 @@ class SharedStore(StoreWrapper):
         if attempt is None:
             return PutResult(won=False, attempt=None)
         shard: tuple[WrittenShard | None, str | None] = (None, None)
+
+        def write() -> WrittenShard:
+            if copied is not None:
+                copied.local.delete([new.key])  # it may be replaced
+            return store.put_shard(attempt, share.rank, new.kv)
+
         if share.writes:
-            shard = _attempt(lambda: store.put_shard(attempt, share.rank, new.kv))
+            shard = _attempt(write)
         written = self._exchange(shard)
         error = next((error for _, error in written if error is not None), None)
         if error is not None:
