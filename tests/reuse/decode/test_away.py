@@ -240,7 +240,7 @@ def _allocated(runner, mapped, rule, bank, room, number):
     rows = len(mapped.table.pages) * PAGE
     host = rows * runner.model.config.kv_bytes_per_token
     host += request.memory[0].rows.nbytes + request.memory[0].offsets.nbytes
-    host += sum(far.nbytes for far in request.far if far is not None)
+    host += sum(far.account.index_bytes for far in request.far if far is not None)
     return begun.state.k.nbytes + begun.state.v.nbytes, host
 
 

@@ -36,7 +36,7 @@ from jaxrag.reuse.decode import (
     host_search,
 )
 from jaxrag.reuse.decode.checks import RecallChecks
-from jaxrag.reuse.decode.far import HostLayer, HostPrompt, scan
+from jaxrag.reuse.decode.far import FarAnswer, HostLayer, HostPrompt, scan
 from jaxrag.reuse.decode.stored import Carried, Known
 from jaxrag.reuse.decode.view import PromptSlots
 
@@ -228,7 +228,10 @@ def on_host(case, rule, layer=LAYER):
         shape = (config.num_kv_heads, config.group_size, config.head_dim)
         if far is None:
             return heads_of(config, window)
-        out, lse = far.attend(scaled.reshape(shape), position)
+        out, lse = np.zeros(shape, np.float32), np.full(shape[:-1], -np.inf, np.float32)
+        todo = list(far.tasks(scaled.reshape(shape), position, FarAnswer(out, lse, []), 1))
+        while todo:
+            todo += todo.pop()() or ()
         assert out.dtype == lse.dtype == np.float32
         rest = Partial(
             out=jnp.asarray(out).reshape(window.out.shape),
@@ -376,8 +379,8 @@ def test_indexes_stored_with_chunks_are_searched_where_the_keys_lie(tiny_config,
     assert documents.opened == [("first", LAYER), ("third", LAYER)]
     assert far.account.stored == 2 * (37 + 40) and far.account.trained == 0
     assert far.account.notes[0] == "a stored index is not used: a saved index is damaged"
-    per_key = far.nbytes / far.account.stored
-    assert per_key > 40 if copies else far.nbytes < 2 * 4 * 3 * (500 + 64)
+    per_key = far.account.index_bytes / far.account.stored
+    assert per_key > 40 if copies else far.account.index_bytes < 2 * 4 * 3 * (500 + 64)
     assert alone.account.stored == 0
     flat = Flat(k=6, sink=7, recent=8).far(prompt)
     for step in range(1, ROOM + 1):
@@ -452,7 +455,7 @@ def test_bytes_are_those_of_the_arrays(tiny_config, rule):
     with ThreadPoolExecutor(1) as threads:
         far = rule.far(prompt_of(case, rule, threads))
     given = {id(each) for each in vars(case.layer).values()}
-    assert far is None or far.nbytes >= bytes_of(far, given)
+    assert far is None or far.account.index_bytes >= bytes_of(far, given)
 
 
 def bytes_of(thing, seen):

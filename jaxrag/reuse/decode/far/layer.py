@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
-
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.types import HostArray
 from jaxrag.reuse.decode.footprint import Account
@@ -105,13 +103,6 @@ class FarAnswer:
         yield
         self.spent.append((0.0, time.perf_counter() - start))
 
-    @classmethod
-    def empty(cls, kv_heads: int, group: int, dim: int, *, count: bool = False) -> "FarAnswer":
-        """An answer in which nothing was found yet."""
-        out = np.zeros((kv_heads, group, dim), np.float32)
-        lse = np.full((kv_heads, group), -np.inf, np.float32)
-        return cls(out, lse, [], [] if count else None)
-
 
 class FarLayer(abc.ABC):
     """What a rule holds of one layer of one request on the host.
@@ -121,11 +112,6 @@ class FarLayer(abc.ABC):
     """
 
     account: Account
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes beside K and V."""
-        return self.account.index_bytes
 
     @abc.abstractmethod
     def tasks(
@@ -141,18 +127,6 @@ class FarLayer(abc.ABC):
     @abc.abstractmethod
     def work(self, position: int) -> int:
         """About how many keys the tasks of a token score, over all KV heads."""
-
-    def attend(self, q: HostArray, position: int) -> tuple[HostArray, HostArray]:
-        """Attention to what is outside the static pattern, in the caller's thread.
-
-        ``q`` [K, G, H] float32 before rotation, with YaRN's factor (``rope.scale_rotary``).
-        Returns out [K, G, H] and lse [K, G] float32; 0 and -inf where there is nothing.
-        """
-        answer = FarAnswer.empty(*q.shape)
-        todo = list(self.tasks(q, position, answer, 1))
-        while todo:
-            todo += todo.pop()() or ()
-        return answer.out, answer.lse
 
 
 def gathered(
