@@ -8,6 +8,7 @@ decoding visits them. All kinds run in the same process on one thread.
 """
 
 import argparse
+import copy
 import dataclasses
 import math
 import statistics
@@ -344,7 +345,7 @@ def latency(
     """Microseconds of one query head's search: processor time of the best round, median wall."""
     warm = _rounds([searcher], queries, options)
     copies = max(4, math.ceil(options.cold_bytes / searcher.nbytes))
-    cold = _rounds([_copy(index) for _ in range(copies)], queries, options)
+    cold = _rounds([open_index(copy.deepcopy(index)) for _ in range(copies)], queries, options)
     return {
         "warm_us": warm[0],
         "warm_wall_us": warm[1],
@@ -352,11 +353,6 @@ def latency(
         "cold_wall_us": cold[1],
         "cold_heads": copies,
     }
-
-
-def _copy(index: AttentionIndex) -> Searcher:
-    arrays = {name: array.copy() for name, array in index.to_arrays().items()}
-    return open_index(AttentionIndex.from_arrays(arrays))
 
 
 def _rounds(

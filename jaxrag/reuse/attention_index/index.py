@@ -94,51 +94,28 @@ class AttentionIndex:
         text = np.frombuffer(json.dumps(head, sort_keys=True).encode(), np.uint8).copy()
         return {"head": text, "wanted": self.wanted, **self.tables}
 
-    def to_arrays(self) -> dict[str, HostArray]:
-        """Everything by name, for ``numpy.savez`` or a store."""
-        span = {} if self.keys.span is None else {"key_span": self.keys.span}
-        return {**self.tables_to_arrays(), "key_codes": self.keys.codes, **span}
-
-    @classmethod
-    def from_arrays(cls, arrays: Mapping[str, HostArray]) -> "AttentionIndex":
-        """The index of ``to_arrays``. Raises RetrievalError when arrays are missing or odd."""
-        rest = {name: np.asarray(array) for name, array in arrays.items()}
-        codes, span = _take(rest, "key_codes"), rest.pop("key_span", None)
-        return cls._from(rest, Keys(codes, span))
-
     @classmethod
     def from_tables(
         cls, arrays: Mapping[str, HostArray], keys: HostArray | None
     ) -> "AttentionIndex":
         """The index of ``tables_to_arrays`` over its keys [S, H], in the caller's rows.
 
-        Without keys where they are read from elsewhere.
+        Without keys where they are read from elsewhere. Raises RetrievalError when arrays are
+        missing or odd.
         """
         rest = dict(arrays)
+        spec, note, shape, efforts = _head(_take(rest, "head"))
         wanted = _take(rest, "wanted")
-        spec, _, shape, _ = _head(_take(rest, "head"))
+        rows = _order(wanted, shape[0])
         if keys is None:
-            _order(wanted, shape[0])  # refuses rows that are not there
-            return cls._from(dict(arrays), None)
-        if list(keys.shape) != shape:
+            held = Keys(np.empty((0, shape[1]), np.float32), None)
+        elif list(keys.shape) == shape:
+            held = Keys.encode(keys[rows], spec.storage)
+        else:
             raise RetrievalError(
                 f"keys of shape {list(keys.shape)}: the saved index is of {shape}; build it again"
             )
-        stored = Keys.encode(keys[_order(wanted, len(keys))], spec.storage)
-        return cls._from(dict(arrays), stored)
-
-    @classmethod
-    def _from(cls, arrays: dict[str, HostArray], keys: Keys | None) -> "AttentionIndex":
-        spec, note, shape, efforts = _head(_take(arrays, "head"))
-        if keys is None:
-            keys = Keys(np.empty((0, shape[1]), np.float32), None)
-        elif keys.storage != spec.storage or list(keys.codes.shape) != shape:
-            raise RetrievalError(
-                f"keys are {keys.storage} {list(keys.codes.shape)}, expected {spec.storage} "
-                f"{shape}; build the index again"
-            )
-        wanted = _take(arrays, "wanted")
-        made = cls(spec, note, keys, wanted, arrays, efforts)
+        made = cls(spec, note, held, wanted, rest, efforts)
         _check(made)
         return made
 

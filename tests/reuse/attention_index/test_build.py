@@ -53,8 +53,9 @@ def test_an_index_may_be_built_from_neighbours_found_on_a_device(head):
     spec = ProjectedGraph(degree=8, knn=10, ef=80, **SMALL)
     host = build(head.keys, head.train, spec)
     device = build(head.keys, head.train, spec, knn=nearest_on_device)
-    for name, array in host.to_arrays().items():
-        np.testing.assert_array_equal(device.to_arrays()[name], array)
+    np.testing.assert_array_equal(device.keys.codes, host.keys.codes)
+    for name, array in host.tables_to_arrays().items():
+        np.testing.assert_array_equal(device.tables_to_arrays()[name], array)
 
 
 @pytest.mark.parametrize(("backend", "calls"), [("cpu", 0), ("gpu", 4), ("tpu", 4)])
@@ -72,8 +73,8 @@ def test_neighbours_are_found_where_the_accelerator_is(head, backend, calls, mon
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     made = build(head.keys, head.train, spec, asked=head.test, k=10)
     assert len(called) == calls
-    for name, array in host.to_arrays().items():
-        np.testing.assert_array_equal(made.to_arrays()[name], array)
+    for name, array in host.tables_to_arrays().items():
+        np.testing.assert_array_equal(made.tables_to_arrays()[name], array)
 
 
 def test_nearest_takes_the_smaller_row_among_equals():

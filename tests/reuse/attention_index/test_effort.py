@@ -124,16 +124,16 @@ def test_more_keys_wanted_than_there_are(head):
 @pytest.mark.parametrize("name", ["graph", "lists"])
 def test_efforts_are_saved_and_checked(head, name):
     index = build(head.keys, head.train, OPEN[name], asked=head.test, k=K)
-    arrays = index.to_arrays()
-    assert AttentionIndex.from_arrays(arrays).efforts == index.efforts
+    arrays = index.tables_to_arrays()
+    assert AttentionIndex.from_tables(arrays, head.keys).efforts == index.efforts
     for efforts, message in (
         ((), ""),
         ((5,), "5"),
         ((5, 0), "5"),
     ):
-        odd = dataclasses.replace(index, efforts=efforts).to_arrays()
+        odd = dataclasses.replace(index, efforts=efforts).tables_to_arrays()
         with refused(RetrievalError, message):
-            AttentionIndex.from_arrays(odd)
+            AttentionIndex.from_tables(odd, head.keys)
 
 
 def test_counts_are_not_disturbed_by_other_searches(head):
