@@ -28,12 +28,14 @@ class FolderStore(KVStore):
     def records(self):
         return iter(self._find(list(self.keys())).values())
 
-    def _put(self, key, kv, record, aux, described, replace):
-        if (self.folder / f"{key}.record").exists() and not replace:
+    def _put(self, new):
+        key, kv = new.key, new.kv
+        if (self.folder / f"{key}.record").exists() and not new.replace:
             return PutResult(won=False, attempt=None)
         attempt = new_attempt()
         digests = layer_digests(kv)
-        made = new_record(key, attempt, kv.shape[2], self.layout, record, digests, described)
+        tokens, described = kv.shape[2], new.described
+        made = new_record(key, attempt, tokens, self.layout, new.record, digests, described)
         np.save(self.folder / f"{key}.npy", kv.view(np.uint8))
         (self.folder / f"{key}.record").write_bytes(pickle.dumps(made))
         return PutResult(won=True, attempt=attempt)
