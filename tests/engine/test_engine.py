@@ -9,17 +9,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from refusal import refused
 
 import jaxrag
 from jaxrag.base.errors import Cancelled, EngineError, RequestError
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.mapping import sequence_of
+from jaxrag.engine.prefilled import prefilled
 from jaxrag.engine.request import FAILED, Prompt, Request
 from jaxrag.engine.sequence import Sequence
 from jaxrag.engine.state import EngineSettings
 from jaxrag.kv.cache import PAGE
 from jaxrag.models.model import random_model
 from jaxrag.reuse.decode import rule_from
+from jaxrag.reuse.encode import chunk_key
 from jaxrag.reuse.methods import METHODS
 
 EOS = 0
@@ -301,3 +304,30 @@ def test_heat_is_counted_in_requests_and_halves_as_the_settings_say(engine_on, a
 
     assert left(half_life=1000) == [1]  # two uses, and those are the oldest
     assert left(half_life=0.5) == [0]
+
+
+def test_pool_evicts_unused_chunks_and_refuses_what_cannot_fit(rng, engine_on):
+    engine = engine_on(cache_tokens=9 * PAGE)
+    one, two, three, final = (
+        rng.integers(3, 101, n).astype(np.int32) for n in (3 * PAGE, 3 * PAGE, 3 * PAGE, 1)
+    )
+    model = engine.runner.model
+    key = chunk_key(model.fingerprint, model, "isolated", final[:0], one)
+
+    def look(*chunks):
+        """Where the first chunk came from, free pages, and whether the first of all is there."""
+        asked = Request(Prompt(final[:0], chunks, final), engine.memory, METHODS["turborag"], 1)
+
+        def seen(runner, state, there):
+            allocator = runner.cache.allocator
+            return state.parts[1].origin.how, allocator.num_free, key in allocator
+
+        [found] = prefilled(engine, [asked], seen)
+        return found
+
+    assert look(one, two) == ("encoded", 2, True)
+    with refused(RequestError, "cache_tokens"):
+        look(one, two, three)
+    # The least recently used left, the store keeps it.
+    assert look(three) == ("encoded", 2, False)
+    assert look(one)[::2] == ("store", True)

@@ -10,59 +10,27 @@ import threading
 import time
 
 import pytest
+from matrix import ALL_METHODS, METHODS, RULES
 
 from jaxrag.base.errors import Cancelled
 from jaxrag.engine.admission import SchedulerSettings
 from jaxrag.engine.state import EngineSettings
-from jaxrag.reuse.attention_index import Exact
-from jaxrag.reuse.decode import (
-    Dense,
-    Flat,
-    InfLLM,
-    IvfRetrieval,
-    Quest,
-    Retrieval,
-    SnapKV,
-    StaticWindow,
-    TopN,
-)
-from jaxrag.reuse.methods import METHODS, Method
-from jaxrag.reuse.select import SELECTORS
+
+BY_RULE = [("turborag", rule) for rule in RULES]
+BY_METHOD = [(name, "dense") for name in METHODS if name != "gradual"]  # it needs more layers
 
 
-def slow(*values):
-    """The same, in the slow tests."""
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+def by(*usual, slow):
+    """Parametrise by method and rule."""
+    marked = [pytest.param(*it, marks=pytest.mark.slow) for it in slow if it not in usual]
+    return pytest.mark.parametrize(("method", "rule"), [*usual, *marked])
 
 
-RULES = [
-    Dense(),
-    StaticWindow(sink=2, recent=12),
-    SnapKV(capacity=24, window=4),
-    InfLLM(block=8, blocks=2, representatives=2, sink=2, recent=12, observed=8),
-    Quest(budget=32, dense_layers=1),
-    Flat(k=6, sink=2, recent=12),
-    IvfRetrieval(k=6, sink=2, recent=12),
-    Retrieval(k=6, sink=2, recent=12, index=Exact()),
-    Retrieval(k=6, sink=2, recent=12, queries=16),
-    TopN(n=12),
-]
-PLAIN = METHODS["turborag"]
-BY_RULE = [dataclasses.replace(PLAIN, decode=rule) for rule in RULES]
-BY_SELECTOR = [
-    Method(f"by {name}", encoder="after_prefix", selector=SELECTORS[name](), recompute_ratio=0.3)
-    for name in SELECTORS
-    if name not in ("none", "all")
-]
-OTHERS = [
-    METHODS["full_attention"],
-    METHODS["turborag_composite"],
-    METHODS["fusionrag"],
-    dataclasses.replace(PLAIN, name="gaps", misses="in_place"),
-]
+def made_of(method, rule):
+    return dataclasses.replace(ALL_METHODS[method], decode=RULES[rule])
+
+
 ROWS = 4
-REWRITING = next(method for method in BY_SELECTOR if method.rewrites)  # copies of its chunks
-METHODS_SET_ASIDE = [BY_RULE[0], *slow(REWRITING, *BY_RULE[1:5], BY_RULE[8])]
 
 
 class Shuffled:
@@ -114,19 +82,13 @@ def busy(engine, requests, rng, told, *, cancel=0.3, best=()):
     return out
 
 
-@pytest.mark.parametrize("dtype", ["float32", *slow("bfloat16")])
-@pytest.mark.parametrize(
-    "method",
-    [
-        BY_RULE[0],
-        BY_RULE[8],
-        OTHERS[2],
-        *slow(*BY_RULE[1:8], BY_RULE[9], *BY_SELECTOR, *OTHERS[:2]),
-        OTHERS[3],
-    ],
-    ids=lambda m: f"{m.name}-{m.decode.name}",
-)
-def test_nobody_changes_anothers_logits(engine_on, asked, alone, told, at_rest, rng, method, dtype):
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@by(("turborag", "dense"), ("turborag", "retrieval"), ("fusionrag", "dense"),
+    ("full_reuse_in_place", "dense"), slow=BY_RULE + BY_METHOD)  # fmt: skip
+def test_nobody_changes_anothers_logits(
+    engine_on, asked, alone, told, at_rest, rng, method, rule, dtype
+):
+    method = made_of(method, rule)
     engine = engine_on(cache_tokens=512, dtype=dtype)
     requests = [
         asked(engine, method, chunks=int(rng.integers(1, 4)), tokens=int(n), rows=ROWS)
@@ -142,9 +104,12 @@ def test_nobody_changes_anothers_logits(engine_on, asked, alone, told, at_rest, 
     at_rest(engine)
 
 
-@pytest.mark.parametrize("method", METHODS_SET_ASIDE, ids=lambda m: f"{m.name}-{m.decode.name}")
-def test_who_was_set_aside_goes_on_as_if_never(engine_on, asked, alone, told, at_rest, method):
+@by(("turborag", "dense"), slow=[*BY_RULE, ("cacheblend", "dense")])
+def test_who_was_set_aside_goes_on_as_if_never(
+    engine_on, asked, alone, told, at_rest, method, rule
+):
     """Requests of a better class come when two of the worst have begun to answer."""
+    method = made_of(method, rule)
     settings = EngineSettings(scheduler=SchedulerSettings(classes=3))
     engine = engine_on(cache_tokens=512 if method.rewrites else 256, settings=settings)
     worst = [asked(engine, method, tokens=30, rows=2, priority=2, watched=True) for _ in range(2)]
@@ -167,21 +132,6 @@ def test_who_was_set_aside_goes_on_as_if_never(engine_on, asked, alone, told, at
     assert [(client.ids[n], client.logprobs[n]) for n in numbers] == expected
     assert engine._core.state.scheduler.preempted >= 2
     at_rest(engine)
-
-
-@pytest.mark.parametrize(
-    "method",
-    [BY_RULE[0], *slow(*BY_RULE[1:], *OTHERS)],
-    ids=lambda m: f"{m.name}-{m.decode.name}",
-)
-def test_tokens_are_equal_across_rows(engine_on, asked, alone, rng, method):
-    engine = engine_on(cache_tokens=512)
-    requests = [asked(engine, method, tokens=10) for _ in range(2)]
-    one, *others = (
-        [ids for ids, _ in alone(engine, [dataclasses.replace(r, rows=n) for r in requests])]
-        for n in (1, 8)
-    )
-    assert others == [one]
 
 
 def test_blocks_are_as_single_steps(engine_on, asked, alone):

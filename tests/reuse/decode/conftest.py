@@ -60,12 +60,6 @@ def a_prompt(rng):
 
 
 @pytest.fixture(scope="session")
-def decoded():
-    """Greedy decoding of a batch by a rule: ``decoded(model, method, prompts, rule)``."""
-    return _decoded
-
-
-@pytest.fixture(scope="session")
 def next_logits():
     """Logits after given tokens: ``next_logits(model, method, prompts, rule, given)``."""
     return _next_logits
@@ -79,19 +73,6 @@ def accounts():
 
 
 _ACCOUNTS = []
-
-
-def _decoded(model, method, prompts, rule, steps=12):
-    """Token ids [B, steps] of greedy answers, served at once; ``method`` with another rule."""
-    method = dataclasses.replace(METHODS[method], decode=rule)
-    engine = engine_of(model)
-    requests = [Request(p, engine.memory, method, steps, rows=len(prompts)) for p in prompts]
-    out = [[] for _ in requests]
-    for progress in engine.iterate(requests):
-        if progress.error is not None:
-            raise progress.error
-        out[progress.number] += progress.new
-    return np.array(out)
 
 
 def admitted(runner, rule, count):

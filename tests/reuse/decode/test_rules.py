@@ -268,3 +268,42 @@ def test_one_token_needs_no_rule(model_of, ids, monkeypatch):
     assert out.indexes == {"keys": 0, "stored": 0, "trained": 0}
     with refused(EngineError):
         generate(ids(5)[0], decode=rule, max_new_tokens=2, **options)
+
+
+def test_a_graph_trained_on_the_prompt_is_searched(
+    model_of, ids, a_prompt, next_logits, accounts, monkeypatch
+):
+    """Prefill keeps queries, the host builds graphs from them, and decoding finds keys there."""
+    asked_at, index_head = [], Retrieval.index_head
+
+    def index(rule, keys, bank, rope, start, room, spec):
+        asked_at.append((start, room, len(bank.positions)))
+        return index_head(rule, keys, bank, rope, start, room, spec)
+
+    monkeypatch.setattr(Retrieval, "index_head", index)
+    model, prompt = model_of(), a_prompt(final=60)
+    graph = ProjectedGraph(degree=16, knn=24, ef=80, exact_below=0, min_queries=32)
+    rule = Retrieval(k=6, sink=4, recent=8, index=graph, queries=64)
+    host = engine_of(model).runner.host_search
+    host.measure = True
+    try:
+        given = ids(5)[0][None]
+        ours = next_logits(model, "full_attention", [prompt], rule, given)
+    finally:
+        host.measure = False
+    (account,) = accounts
+    (at,) = {(start, kept) for start, _, kept in asked_at}
+    assert at == (prompt.num_tokens, 64)  # the answer begins there
+    assert min(room for _, room, _ in asked_at) >= 5
+    assert account.notes == () and account.searches == 3 * 5 * 6
+    assert account.found / account.wanted > 0.9
+    if account.found == account.wanted:
+        flat = next_logits(model, "full_attention", [prompt], Flat(6, 4, 8), given)
+        np.testing.assert_allclose(ours, flat, rtol=1e-4, atol=2e-5)
+
+
+def test_a_host_ceiling_is_checked_before_anything_is_built(model_of, ids):
+    rule = Retrieval(k=6, sink=4, recent=8, index=Exact("float16"), max_host_bytes=1000)
+    options = {"documents": list(ids(37, 20)), "model": model_of(), "method": "turborag"}
+    with refused(RequestError, "max_host_bytes=1000"):
+        generate(ids(9)[0], decode=rule, max_new_tokens=12, **options)

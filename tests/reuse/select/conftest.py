@@ -2,11 +2,11 @@
 
 import contextlib
 import copy
-import dataclasses
 
 import jax
 import numpy as np
 import pytest
+from mixed import Mixed
 
 from jaxrag.base.shapes import bucket
 from jaxrag.base.types import FINAL, Tokens
@@ -17,10 +17,8 @@ from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.state import EngineSettings
 from jaxrag.models.decoder import forward
 from jaxrag.models.model import random_model
-from jaxrag.models.rope import place
 from jaxrag.reuse.encode import encode_chunks
 from jaxrag.reuse.methods import Method
-from jaxrag.reuse.select import NoTokens
 
 
 @pytest.fixture(scope="session")
@@ -37,35 +35,6 @@ def model_of(tiny_config):
         return made[key]
 
     return make
-
-
-@dataclasses.dataclass(frozen=True)
-class Dense:
-    """Attention of a whole prompt over dense K, V: fresh where ``fresh`` [L, T], else ``stored``.
-
-    ``stored`` [L, 2, T, K, H] is K before rotation and V. Collects q, k, v as they come.
-    """
-
-    config: object
-    rope: object
-    stored: jax.Array
-    fresh: jax.Array
-
-    def __call__(self, layer, window, q, k, v, tokens, cache):
-        keep = self.fresh[layer][None, :, None, None]
-        k_all = jax.numpy.where(keep, k, self.stored[layer, 0][None])
-        v_all = jax.numpy.where(keep, v, self.stored[layer, 1][None])
-        order = tokens.positions[0]
-        see = order[None, :] <= order[:, None]
-        if window is not None:
-            see &= order[:, None] - order[None, :] < window
-        group = q.shape[2] // k.shape[2]
-        q_in, k_in = (place(x, tokens.positions, self.rope, self.config.rope) for x in (q, k_all))
-        scores = jax.numpy.einsum("btnh,bsnh->bnts", q_in, k_in.repeat(group, 2))
-        scores = jax.numpy.where(see, scores * q.shape[-1] ** -0.5, -jax.numpy.inf)
-        weights = jax.nn.softmax(scores, -1)
-        out = jax.numpy.einsum("bnts,bsnh->btnh", weights, v_all.repeat(group, 2))
-        return out, cache, (q, k, v)
 
 
 def _filled(weights, limits, total):
@@ -96,37 +65,33 @@ class Work:
         return Method("tried", encoder=encoder, selector=selector, recompute_ratio=ratio)
 
     @staticmethod
-    def served(model, method, *prompts, stores=None, look=None, tokens=1):
-        """Of each prompt where its KV lay, its last token's logits [V], and what ``look`` saw.
+    def served(model, method, *prompts, stores=None):
+        """Of each prompt where its KV lay, and its last token's logits [V].
 
-        ``look(runner, state)`` is called while the request is in the pool. All ask at once, each
-        from its own store or all from the model's, and answers with up to ``tokens``: none ends
-        before another has begun where these are many.
+        All ask at once, each from its own store or all from the model's.
         """
         engine, rows = engine_of(model), bucket(len(prompts), 1)
         stores = stores or [engine.memory] * len(prompts)
         requests = [
-            Request(prompt, store, method, tokens, rows=rows)
+            Request(prompt, store, method, 1, rows=rows)
             for prompt, store in zip(prompts, stores, strict=True)
         ]
 
         def seen(runner, state, there):
-            return copy.copy(state), np.asarray(there.logits)[0], look and look(runner, state)
+            return copy.copy(state), np.asarray(there.logits)[0]
 
         return prefilled(engine, requests, seen)
 
     @staticmethod
     @contextlib.contextmanager
-    def selecting(before=lambda runner, state: None, after=lambda runner, state: None):
-        """What is called with each request before and after its tokens are selected."""
+    def selecting(before):
+        """``before(runner, state)`` is called with each request before its tokens are selected."""
         select = prefill_queue.select_tokens
 
         def selects(runner, states, ahead):
             for state in states:
                 before(runner, state)
             select(runner, states, ahead)
-            for state in states:
-                after(runner, state)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(prefill_queue, "select_tokens", selects)
@@ -144,18 +109,11 @@ class Work:
     def online(cls, model, method, *prompts, stores=None):
         """Logits of each prompt's last token, and what was recomputed (None: nothing at all)."""
         served = cls.served(model, method, *prompts, stores=stores)
-        chosen = [None if it.choice is None else it.choice.tokens for it, *_ in served]
-        return np.stack([logits for _, logits, _ in served]), chosen
+        chosen = [None if it.choice is None else it.choice.tokens for it, _ in served]
+        return np.stack([logits for _, logits in served]), chosen
 
     @staticmethod
-    def pool_kv(runner, pages):
-        """K and V in pages of the pool, [L, n, page, K, H] each."""
-        layers = np.arange(runner.model.config.num_layers) * runner.cache.allocator.num_pages
-        rows = layers[:, None] + np.array(pages)
-        return [np.asarray(x[rows]) for x in (runner.cache.pool.k, runner.cache.pool.v)]
-
-    @staticmethod
-    def dense(model, prompt, chosen, encoder="after_prefix", fresh_layers=()):
+    def dense(model, prompt, chosen, fresh_layers=()):
         """The whole prompt without a pool, chunk tokens but the chosen as stored: hidden, q, k, v.
 
         ``fresh_layers`` adds, for each layer from 0 on, chunk tokens that are fresh there as well.
@@ -173,12 +131,12 @@ class Work:
         shape = (config.num_layers, 2, len(whole), config.num_kv_heads, config.head_dim)
         stored = np.zeros(shape, np.float32)
         starts = first + np.cumsum([0, *map(len, prompt.chunks)])
-        for i, kv in encode_chunks(model, encoder, prompt.prefix, prompt.chunks):
+        for i, kv in encode_chunks(model, "after_prefix", prompt.prefix, prompt.chunks):
             stored[:, :, starts[i] : starts[i + 1]] = kv
         ids = jax.numpy.asarray(whole[None])
         tokens = Tokens(ids, jax.numpy.arange(len(whole))[None], jax.numpy.full_like(ids, 2))
-        dense = (jax.numpy.asarray(stored), jax.numpy.asarray(fresh))
-        attend = Dense(config, model.rope(len(whole)), *dense)
+        dense = (jax.numpy.asarray(stored)[:, None], jax.numpy.asarray(fresh)[:, None])
+        attend = Mixed(config, model.rope(len(whole)), *dense)
         hidden, _, (q, k, v) = forward(model.params, config, tokens, None, attend)
         arrays = (np.asarray(x[:, 0], np.float64) for x in (q, k, v))
         return hidden[0], stored.astype(np.float64), *arrays
@@ -204,10 +162,6 @@ class Work:
         segments = np.pad(np.full(len(whole), FINAL, np.int32), pad)[None]
         logits = model.logits(np.pad(whole, pad)[None], segments=segments)
         return np.asarray(logits[0, len(whole) - 1])
-
-    @classmethod
-    def reuse_logits(cls, model, prompt, encoder="after_prefix"):
-        return cls.online(model, cls.method(NoTokens(), None, encoder), prompt)[0][0]
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ from jaxrag.cli import main
 from jaxrag.engine.engine import engine_of
 from jaxrag.library.documents import Document
 from jaxrag.models.flops import turborag_flops
+from jaxrag.models.segments import lay_out
 from jaxrag.reuse.methods import METHODS, Method, method_named
 from jaxrag.reuse.select import (
     SELECTORS,
@@ -104,6 +105,8 @@ def test_ratios_out_of_range_are_refused(method, ratio):
         (lambda: KvDeviation(layers=(1, 2), widths=(0.5,)), "1"),
         (lambda: KvDeviation(layers=(1, 2, 3), widths=(1.1, 1.5)), ""),
         (lambda: KvDeviation(part="q"), ""),
+        (lambda: Method("x", encoder="after_prefix", positions="composite"), ""),
+        (lambda: Method("x", encoder="isolated", positions="sideways"), "positions='sideways'"),
         (lambda: CacheCraft(alpha=0), ""),
         (lambda: FirstK(k=-1), "k=-1"),
     ],
@@ -228,3 +231,13 @@ def test_ask_refuses_a_bad_ratio_in_one_line(kb_dir, capsys):
         assert main([*arguments, *more]) == 1
         out, err = capsys.readouterr()
         assert out == "" and words in err and err.count("\n") == 1
+
+
+def test_composite_with_a_window_is_refused(model_of):
+    model = model_of("mistral")
+    with refused(RequestError):
+        generate([5, 6], documents=[[7, 8]], model=model, method="turborag_composite")
+    layout = lay_out(2, [3, 4], 2, "composite")
+    whole = np.full((1, 11), 5)
+    with refused(RequestError, "7"):
+        model.logits(whole, layout.positions[None], layout.segments[None])
