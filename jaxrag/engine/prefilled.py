@@ -5,6 +5,7 @@ from collections import abc
 from collections.abc import Callable
 from typing import Any
 
+from jaxrag.base.sharding import processes_of
 from jaxrag.engine.engine import Engine
 from jaxrag.engine.prefill import Prefilled
 from jaxrag.engine.progress import Progress
@@ -37,6 +38,8 @@ def prefilled[Result](
 ) -> list[Result]:
     """Serve requests as far as their first tokens; what ``look`` makes of each in the pool.
 
+    Where several processes hold the model, requests are served to their ends.
+
     ``look(runner, state, prefilled)`` is called as ``PrefillSink.on_prefill``. Raises what it
     raises, and what ``Progress.error`` would hold.
     """
@@ -44,12 +47,15 @@ def prefilled[Result](
     clients = [_Client(look, news.put) for _ in requests]
     numbers = engine.add_all(list(zip(requests, clients, strict=True)))
     waiting = set(numbers)
+    # Processes that hold one model take the same steps: each would abort at another moment.
+    several = len(processes_of(engine.runner.model.mesh)) > 1
     try:
         while waiting:
             progress = news.get()
             if progress.error is not None:
                 raise progress.error
-            waiting.discard(progress.number)
+            if progress.last or not several:
+                waiting.discard(progress.number)
     finally:
         for number in numbers:
             engine.abort(number)

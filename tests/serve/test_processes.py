@@ -94,3 +94,24 @@ def test_ranks_of_jax_distributed_fill_one_knowledge_base(wide_model_dir, run_pr
         assert len(kb.documents()) == 12
         keys = {key for d in kb.documents() for key in kb._catalog.keys(d.id)["isolated"]}
         assert len(keys) == 6 and None not in kb.store.head(sorted(keys))
+
+
+@pytest.mark.slow
+def test_an_evaluation_over_two_processes_is_that_of_one(kb, run_processes, tmp_path, capsys):
+    """Its given answers are looked at behind prefills that all processes end alike."""
+    questions = tmp_path / "questions.jsonl"
+    lines = [{"question": text, "answers": ["salt"]} for text in QUESTIONS[:3]]
+    questions.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    own = ["eval", "own", "--kb", str(kb), "--questions", str(questions), "--k", "2", "--json"]
+    own += ["--methods", "turborag,fusionrag", "--max-new-tokens", "6"]
+    assert main(own) == 0
+    alone = json.loads(capsys.readouterr().out)
+
+    def command(rank, coordinator):
+        joined = ["--distributed", "--coordinator", coordinator, "--processes", "2"]
+        return [*JAXRAG, *own, *joined, "--process-id", str(rank)]
+
+    first, _ = run_processes(command, tmp_path)
+    both = json.loads(first[first.index("{") :])
+    for name in ("scores", "same_answer", "same_tokens", "tokens"):
+        assert [it[name] for it in both["methods"]] == [it[name] for it in alone["methods"]], name
