@@ -36,10 +36,10 @@ from jaxrag.base.types import Array, HostArray, on_host
 from jaxrag.engine import decoding
 from jaxrag.engine.away import start_row
 from jaxrag.engine.decoding import Lane
-from jaxrag.engine.direct import map_request, unmap
-from jaxrag.engine.engine import engine_of
-from jaxrag.engine.layerwise import start_prefill
-from jaxrag.engine.prefill import select_tokens
+from jaxrag.engine.engine import Engine, engine_of
+from jaxrag.engine.layerwise import LayerPrefill
+from jaxrag.engine.prefill import Prefill, Prefilled
+from jaxrag.engine.prefilled import prefilled
 from jaxrag.engine.request import Prompt, Request, lane_of
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sequence import Sequence
@@ -142,8 +142,8 @@ def run(options: Options) -> dict[str, Any]:
         drawn = None
         if heads == "generated":
             drawn = Drawn(config, options, options.warm + options.steps)
-        job = functools.partial(_row, request=request, options=options, drawn=drawn)
-        rows.append({"heads": heads, "rule": text, "kv": kv, **engine_of(model).call(job)})
+        row = _measured(engine_of(model), request, options, drawn)
+        rows.append({"heads": heads, "rule": text, "kv": kv, **row})
         del model
         gc.collect()  # the next row counts what is live
         jax.clear_caches()
@@ -172,49 +172,52 @@ def _prompt(config: ModelConfig, options: Options) -> Prompt:
     return Prompt(ids(0), tuple(ids(CHUNK_TOKENS) for _ in range(chunks)), ids(options.question))
 
 
-def _row(
-    runner: ModelRunner, request: Request, options: Options, drawn: Drawn | None
+def _measured(
+    engine: Engine, request: Request, options: Options, drawn: Drawn | None
 ) -> dict[str, Any]:
-    weights = sum(x.nbytes for x in jax.tree.leaves(runner.model.params))
+    weights = sum(x.nbytes for x in jax.tree.leaves(engine.runner.model.params))
 
     def live() -> int:
         return sum(x.nbytes for x in jax.live_arrays()) - weights
 
-    mapped = map_request(runner, request, request.room)
-    try:
-        logits, bank, prefill_bytes, prefill_seconds = _prefill(runner, mapped, request, live)
-        if drawn is not None:
-            bank = _put(runner, mapped, drawn)
-        row = {"prefill_peak_bytes": prefill_bytes, "prefill_seconds": prefill_seconds}
-        timed = _decode(runner, mapped, request, options, logits, bank, drawn, live)
-        row |= timed
+    began, most = list[float](), 0
+
+    def row(runner: ModelRunner, state: Sequence, there: Prefilled) -> dict[str, Any]:
+        there.logits.block_until_ready()
+        prefill = {
+            "prefill_peak_bytes": most,
+            "prefill_seconds": time.perf_counter() - began[0],
+        }
+        bank = there.bank if drawn is None else _put(runner, state, drawn)
+        decode = functools.partial(_decode, runner, state, options, there.logits, bank, drawn, live)
+        found = prefill | decode()
         if request.method.decode.searches is not None:
             runner.host_search.measure = True
-            counted = _decode(runner, mapped, request, options, logits, bank, drawn, live)
+            found["index"] = decode()["index"]
             runner.host_search.measure = False
-            row["index"] = counted["index"]
-        return row
-    finally:
-        unmap(runner, mapped)
+        return found
+
+    def watched(how: type[Prefill] | type[LayerPrefill]) -> Any:
+        run = how.next_piece
+
+        def next_piece(self: Any) -> int:
+            nonlocal most
+            began.append(time.perf_counter())
+            width = run(self)
+            most = max(most, live())
+            return width
+
+        return mock.patch.object(how, "next_piece", next_piece)
+
+    with watched(Prefill), watched(LayerPrefill):
+        [found] = prefilled(engine, [request], row)
+    return found
 
 
-def _prefill(
-    runner: ModelRunner, mapped: Sequence, request: Request, live: Callable[[], int]
-) -> tuple[Array, PromptQueries, int, float]:
-    start, most = time.perf_counter(), 0
-    select_tokens(runner, [mapped])
-    work = start_prefill(runner, [mapped], request.method.decode.observe)
-    while work.left:
-        work.next_piece()
-        most = max(most, live())
-    logits = work.prefilled.logits.block_until_ready()
-    return logits, work.prefilled.bank, most, time.perf_counter() - start
-
-
-def _put(runner: ModelRunner, mapped: Sequence, drawn: Drawn) -> PromptQueries:
+def _put(runner: ModelRunner, state: Sequence, drawn: Drawn) -> PromptQueries:
     """Generated keys in the place of the model's, and their training queries."""
-    pages, offsets, slot_position = mapped.table.rows(len(mapped.table.pages))
-    slot_position[mapped.run.slots] = mapped.run.positions
+    pages, offsets, slot_position = state.table.rows(len(state.table.pages))
+    slot_position[state.run.slots] = state.run.positions
     slots = np.flatnonzero(slot_position < drawn.keys.shape[2])
     rows, turns = rows_of(pages)[slots], np.repeat(offsets, PAGE)[slots]
     positions, host = slot_position[slots], runner.cache.host
@@ -230,8 +233,7 @@ def _put(runner: ModelRunner, mapped: Sequence, drawn: Drawn) -> PromptQueries:
 
 def _decode(
     runner: ModelRunner,
-    mapped: Sequence,
-    request: Request,
+    state: Sequence,
     options: Options,
     logits: Array,
     bank: PromptQueries,
@@ -243,16 +245,16 @@ def _decode(
     number = host.admit()
     asking: Any = contextlib.nullcontext()
     if drawn is not None:
-        ask = functools.partial(_Asked, asked=jnp.asarray(drawn.asked), first=mapped.next_position)
+        ask = functools.partial(_Asked, asked=jnp.asarray(drawn.asked), first=state.next_position)
         asking = mock.patch.object(decoding, "AwayAttend", ask)
     try:
         asking.__enter__()
-        key = lane_of(request, len(mapped.table.pages), placement)
+        key = lane_of(state.request, len(state.table.pages), placement)
         assert key is not None
         lane = Lane(runner, key)
         start = time.perf_counter()
-        begun = start_row(runner, key, mapped, bank, number)
-        lane.join([0], [mapped], logits, begun)[0].block_until_ready()
+        begun = start_row(runner, key, state, bank, number)
+        lane.join([0], [state], logits, begun)[0].block_until_ready()
         del begun
         prepared = time.perf_counter() - start
         seconds = []
@@ -265,7 +267,7 @@ def _decode(
             seconds.append(time.perf_counter() - start)
         timed = seconds[options.warm :]
         account = host.account_of([number])
-        kv = placement.host_bytes(runner.model.config, mapped.next_position)
+        kv = placement.host_bytes(runner.model.config, state.next_position)
         spent = {
             name: (value - getattr(before, name)) / options.steps
             for name, value in dataclasses.asdict(host.seconds).items()

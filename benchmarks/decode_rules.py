@@ -12,6 +12,7 @@ example: python benchmarks/decode_rules.py --contexts 4k,128k --decode dense --d
 """
 
 import dataclasses
+import functools
 import itertools
 import statistics
 import sys
@@ -29,8 +30,9 @@ from jaxrag.base.errors import RequestError
 from jaxrag.base.options import option, parse_count, parse_counts
 from jaxrag.engine.away import start_row
 from jaxrag.engine.decoding import Lane
-from jaxrag.engine.direct import map_request, prefill_observed, unmap
 from jaxrag.engine.engine import engine_of
+from jaxrag.engine.prefill import Prefilled
+from jaxrag.engine.prefilled import prefilled
 from jaxrag.engine.request import Prompt, Request, lane_of
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sequence import Sequence
@@ -157,68 +159,67 @@ def measure(model: Model, options: DecodeOptions, prompt: Prompt, text: str) -> 
         model = model.placed(placement)
     count = options.warm + options.steps
     request = Request(prompt, store, method, count + 1)
-    return engine_of(model).call(lambda runner: _row(runner, request, options, text))
+    look = functools.partial(_row, options=options, text=text)
+    [row] = prefilled(engine_of(model), [request], look)
+    return row
 
 
 def _row(
-    runner: ModelRunner, request: Request, options: DecodeOptions, text: str
+    runner: ModelRunner, state: Sequence, there: Prefilled, options: DecodeOptions, text: str
 ) -> dict[str, Any]:
-    rule, config, prompt = request.method.decode, runner.model.config, request.prompt
-    mapped = map_request(runner, request, request.room)
-    try:
-        seconds, prepare_seconds, ids, accounts, state_bytes = generate(
-            runner, mapped, request, request.room
-        )
-        account = accounts[-1]
-        row: dict[str, Any] = {
-            "context": prompt.num_tokens,
-            "rule": text,
-            "kv": runner.model.placement.kv,
-            "settings": dataclasses.asdict(rule),
-            "seconds": statistics.median(seconds[options.warm :]),
-            "best_seconds": min(seconds[options.warm :]),
-            "prepare_seconds": prepare_seconds,
-            "ids": ids,
-            "formula_bytes": dataclasses.asdict(rule.bytes(config, prompt.num_tokens)),
-            "state_bytes": state_bytes,
-            **_real_bytes(runner, account, state_bytes),
+    request, config = state.request, runner.model.config
+    rule, prompt = request.method.decode, request.prompt
+    seconds, prepare_seconds, ids, accounts, state_bytes = generate(
+        runner, state, there, request.room
+    )
+    account = accounts[-1]
+    row: dict[str, Any] = {
+        "context": prompt.num_tokens,
+        "rule": text,
+        "kv": runner.model.placement.kv,
+        "settings": dataclasses.asdict(rule),
+        "seconds": statistics.median(seconds[options.warm :]),
+        "best_seconds": min(seconds[options.warm :]),
+        "prepare_seconds": prepare_seconds,
+        "ids": ids,
+        "formula_bytes": dataclasses.asdict(rule.bytes(config, prompt.num_tokens)),
+        "state_bytes": state_bytes,
+        **_real_bytes(runner, account, state_bytes),
+    }
+    if rule.searches is not None:
+        row["index"] = {
+            "bytes": account.index_bytes,
+            "trained": account.trained,
+            "notes": list(account.notes),
         }
-        if rule.searches is not None:
-            row["index"] = {
-                "bytes": account.index_bytes,
-                "trained": account.trained,
-                "notes": list(account.notes),
-            }
-            if options.measure:
-                row["index"] |= counted(runner, mapped, request, options.steps)
-        if rule.name in _SCORE_EVERY_KEY:
-            row["scanned"] = 1.0
-        return row
-    finally:
-        unmap(runner, mapped)
+        if options.measure:
+            row["index"] |= counted(runner, state, there, options.steps)
+    if rule.name in _SCORE_EVERY_KEY:
+        row["scanned"] = 1.0
+    return row
 
 
 def generate(
-    runner: ModelRunner, mapped: Sequence, request: Request, count: int
+    runner: ModelRunner, state: Sequence, there: Prefilled, count: int
 ) -> tuple[list[float], float, list[int], list[Account], int]:
     """Seconds of every step, of preparing the rule, the ids, index accounts, state bytes.
 
     The accounts are those before the first step, after every ``BLOCK`` steps and after the last.
     """
-    rule, host = request.method.decode, runner.searches(request.method.decode)
+    request = state.request
+    host = runner.searches(request.method.decode)
     number = None if host is None else host.admit()
     numbers = [] if number is None else [number]
-    logits, _, bank = prefill_observed(runner, [mapped], rule.observe)
-    logits.block_until_ready()
+    there.logits.block_until_ready()
     before = _live_bytes()
-    key = lane_of(request, len(mapped.table.pages), runner.model.placement)
+    key = lane_of(request, len(state.table.pages), runner.model.placement)
     assert key is not None
     lane = Lane(runner, key)
     start = time.perf_counter()
-    begun = start_row(runner, key, mapped, bank, number)
-    ids = [int(lane.join([0], [mapped], logits, begun)[0][0])]  # it comes from prefill
+    begun = start_row(runner, key, state, there.bank, number)
+    ids = [int(lane.join([0], [state], there.logits, begun)[0][0])]  # it comes from prefill
     prepared = time.perf_counter() - start
-    state = _live_bytes() - before
+    carried = _live_bytes() - before
     seconds: list[float] = []
     accounts = [] if host is None else [host.account_of(numbers)]
     while len(seconds) < count:
@@ -229,20 +230,20 @@ def generate(
         accounts.append(Account() if host is None else host.account_of(numbers))
     if host is not None:
         host.release(numbers)
-    return seconds, prepared, ids, accounts, state
+    return seconds, prepared, ids, accounts, carried
 
 
-def counted(runner: ModelRunner, mapped: Sequence, request: Request, steps: int) -> dict[str, Any]:
-    """What the indexes of a mapped request scan and find in so many steps, beside exact search.
+def counted(runner: ModelRunner, state: Sequence, there: Prefilled, steps: int) -> dict[str, Any]:
+    """What the indexes of a prompt scan and find in so many steps, beside exact search.
 
-    For the engine's thread. ``keys`` of a head; the share of them ``scanned`` by a search and the
+    For ``prefilled``. ``keys`` of a head; the share of them ``scanned`` by a search and the
     ``recall`` over all steps and, in ``blocks``, over every ``BLOCK`` of them; ``trained`` indexes,
     and ``notes`` on those that are none.
     """
     host, config = runner.host_search, runner.model.config
     host.measure = True
     try:
-        *_, accounts, _ = generate(runner, mapped, request, steps)
+        *_, accounts, _ = generate(runner, state, there, steps)
     finally:
         host.measure = False
     per_head = accounts[-1].keys / (config.num_layers * config.num_kv_heads)

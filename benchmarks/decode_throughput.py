@@ -42,10 +42,13 @@ from jaxrag.base.config import DType
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import option, parse_count, parse_counts
 from jaxrag.engine.decoding import Lane
-from jaxrag.engine.direct import map_request, prefill, unmap
 from jaxrag.engine.engine import engine_of
+from jaxrag.engine.mapping import map_sequence
+from jaxrag.engine.prefill import Prefilled
+from jaxrag.engine.prefilled import prefilled
 from jaxrag.engine.request import DECODE_BLOCK, Prompt, Request, lane_of
 from jaxrag.engine.runner import ModelRunner
+from jaxrag.engine.sequence import Sequence as Served
 from jaxrag.engine.swap import swap_in, swap_out
 from jaxrag.kv.cache import PAGE
 from jaxrag.measure.bench.peer import Peer
@@ -94,26 +97,27 @@ class Decoded:
 class SamePrompt:
     """Rows of one lane behind the same prompt, which decode from there as often as asked.
 
-    For the engine's thread.
+    For ``prefilled``.
     """
 
-    def __init__(self, runner: ModelRunner, request: Request) -> None:
-        """Map ``request.rows`` rows, run the prompt once and copy its KV to all of them."""
-        self._request, self._runner = request, runner
-        self._mapped = [map_request(runner, request, request.room) for _ in range(request.rows)]
-        first, *others = self._mapped
-        logits, _ = prefill(runner, [first])
-        if others:
-            content = swap_out(runner, first.own)
-            for other in others:
-                swap_in(runner, other.own, content)
-        self._logits = jnp.repeat(logits[:1], request.rows, axis=0)
-        key = lane_of(request, len(first.table.pages))
+    def __init__(self, runner: ModelRunner, first: Served, there: Prefilled) -> None:
+        """Copy the KV of a prompt, which lies in pages of its own, to all of its rows."""
+        self._request, self._runner = first.request, runner
+        self._mapped = [first]
+        content = swap_out(runner, first.own)
+        for _ in range(1, self._request.rows):
+            own = runner.cache.allocator.allocate(len(first.own), "another row")
+            self._mapped.append(dataclasses.replace(first, own=own))
+            map_sequence(self._mapped[-1], {})
+            swap_in(runner, own, content)
+        self._logits = jnp.repeat(there.logits, self._request.rows, axis=0)
+        key = lane_of(self._request, len(first.table.pages))
         assert key is not None
         self._lane = Lane(runner, key)
 
-    def decode(self, runner: ModelRunner) -> Decoded:
+    def decode(self) -> Decoded:
         """Every row generates its tokens, from the prompt on."""
+        runner = self._runner
         lane, left = self._lane, self._request.room
         rows = range(self._request.rows)
         first = lane.join(rows, self._mapped, self._logits)
@@ -132,11 +136,10 @@ class SamePrompt:
             raise RuntimeError("rows behind the same prompt generated different tokens")
         return Decoded(seconds, every[0].tolist())
 
-    def close(self, runner: ModelRunner) -> None:
-        """Give the pages back, and the pool."""
-        for it in self._mapped:
-            unmap(runner, it)
-        runner.forget_cache()
+    def close(self) -> None:
+        """Give the pages of the other rows back."""
+        for it in self._mapped[1:]:
+            self._runner.cache.allocator.free(it.own)
 
 
 def run(options: ThroughputOptions) -> dict[str, Any]:
@@ -210,17 +213,23 @@ def _measure(
         options.tokens + 1,
         rows=batch,
     )
-    ours = engine.call(lambda runner: SamePrompt(runner, request))
-    arms: dict[str, Callable[[], Decoded]] = {OURS: lambda: engine.call(ours.decode)}
+    theirs: dict[str, Callable[[], Decoded]] = {}
     question = {"ids": ids.tolist(), "rows": batch, "tokens": options.tokens}
     for name, peer in peers.items():
         for cache in CACHES[name]:
             asked = functools.partial(_ask, peer, {**question, "cache": cache})
-            arms[f"{name} {cache}".strip()] = asked
-    try:
-        answers = in_turn(arms, options.repeats)
-    finally:
-        engine.call(ours.close)
+            theirs[f"{name} {cache}".strip()] = asked
+
+    def decoded(
+        runner: ModelRunner, state: Served, there: Prefilled
+    ) -> Mapping[str, Sequence[Decoded]]:
+        ours = SamePrompt(runner, state, there)
+        try:
+            return in_turn({OURS: ours.decode, **theirs}, options.repeats)
+        finally:
+            ours.close()
+
+    [answers] = prefilled(engine, [request], decoded)
     bytes_ = step_bytes(model, batch, context, options.tokens)
     row: dict[str, Any] = {
         "batch": batch,

@@ -18,8 +18,8 @@ example: python benchmarks/kcache.py --out benchmarks/results/kcache.json
 
 import argparse
 import dataclasses
-import functools
 import itertools
+import queue
 import statistics
 import sys
 import time
@@ -38,12 +38,16 @@ from jaxrag.base.types import HostArray
 from jaxrag.cli import run_command
 from jaxrag.cli.output import give_out, require_folder
 from jaxrag.engine.decoding import Lane, start_decoding
-from jaxrag.engine.direct import map_request, prefill_observed, unmap
-from jaxrag.engine.engine import engine_of
+from jaxrag.engine.engine import Engine, engine_of
+from jaxrag.engine.mapping import sequence_of
+from jaxrag.engine.prefill import Prefilled
+from jaxrag.engine.prefilled import prefilled
+from jaxrag.engine.progress import Progress
 from jaxrag.engine.request import DECODE_BLOCK, Prompt, Request, lane_of
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sequence import Sequence
 from jaxrag.kv.cache import PAGE
+from jaxrag.kv.cache.host import Moved
 from jaxrag.kv.store import KVStore
 from jaxrag.kv.store.memory import MemoryStore
 from jaxrag.measure.bench.options import CHUNK_TOKENS
@@ -172,61 +176,43 @@ def throughput(options: Options, config: ModelConfig) -> list[dict[str, Any]]:
             model = dataclasses.replace(
                 base, cache_tokens=tokens // PAGE * PAGE, placement=rule.placement
             )
-            measure = functools.partial(
-                _batches, options=options, store=store, rule=rule, context=context
-            )
-            rows += engine_of(model).call(measure)
+            rows += _batches(model, options, store, rule, context)
             bar.update()
     return sorted(rows, key=lambda row: (row["context"], row["batch"], row["rule"]))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Ready:
-    """A request that is prefilled, and what follows from that."""
-
-    request: Request
-    state: Sequence
-    logits: Any  # [1, V]
-    decoding: Any
-
-
 def _batches(
-    runner: ModelRunner, options: Options, store: KVStore, rule: DecodeRule, context: int
+    model: Model, options: Options, store: KVStore, rule: DecodeRule, context: int
 ) -> list[dict[str, Any]]:
-    """All batches of a rule at a context. For the engine's thread."""
-    ready: list[_Ready] = []
-    refused = ""
-    try:
-        while not refused and len(ready) < max(options.batches):
-            try:
-                request = _request(options, runner, store, rule, context, len(ready))
-                ready.append(_prefilled(runner, request))
-            except RequestError as error:
-                refused = str(error)
-        fit = len(ready)
-        sizes = {batch for batch in options.batches if batch <= fit} | ({fit} if fit else set())
-        kv = runner.cache.pool
-        of_all = {
-            "rule": rule.name,
-            "context": context,
-            "prompt_tokens": context + options.question,
-            "pool_tokens": runner.cache.allocator.num_pages * PAGE,
-            "device_bytes": kv.k.nbytes + kv.v.nbytes,
-            "host_bytes": 0 if runner.cache.host is None else runner.cache.host.nbytes,
-        }
-        rows = [of_all | _timed(runner, options, ready[:batch]) for batch in sorted(sizes)]
-        beyond = [batch for batch in options.batches if batch > fit]
-        return rows + [of_all | {"batch": batch, "refused": refused} for batch in beyond]
-    finally:
-        for one in ready:
-            unmap(runner, one.state)
+    """All batches of a rule at a context."""
+    engine = engine_of(model)
+    runner, most = engine.runner, max(options.batches)
+    asked = [_request(options, model, store, rule, context, row) for row in range(most)]
+    need = sequence_of(model, asked[0]).need(lambda key: False).pages
+    fit = min(runner.num_pages // need, most)
+    prefilled(engine, asked[:fit], lambda *_: None)  # their chunks are in the pool from now on
+    pool = f"the pool of {runner.num_pages * PAGE} tokens"
+    refused = f"{pool} holds {fit} prompts of {need * PAGE} tokens with their answers"
+    sizes = {batch for batch in options.batches if batch <= fit} | ({fit} if fit else set())
+    kv = runner.cache.pool
+    of_all = {
+        "rule": rule.name,
+        "context": context,
+        "prompt_tokens": context + options.question,
+        "pool_tokens": runner.num_pages * PAGE,
+        "device_bytes": kv.k.nbytes + kv.v.nbytes,
+        "host_bytes": 0 if runner.cache.host is None else runner.cache.host.nbytes,
+    }
+    rows = [of_all | _timed(engine, options, asked[:batch]) for batch in sorted(sizes)]
+    beyond = [batch for batch in options.batches if batch > fit]
+    return rows + [of_all | {"batch": batch, "refused": refused} for batch in beyond]
 
 
 def _request(
-    options: Options, runner: ModelRunner, store: KVStore, rule: DecodeRule, context: int, row: int
+    options: Options, model: Model, store: KVStore, rule: DecodeRule, context: int, row: int
 ) -> Request:
     """The request of one row: chunks that no other row has, and a question."""
-    vocab = runner.model.config.vocab_size
+    vocab = model.config.vocab_size
     per_row = context // CHUNK_TOKENS
     chunks = tuple(
         _ids((options.seed, number), CHUNK_TOKENS, vocab)
@@ -241,42 +227,28 @@ def _ids(seed: abc.Sequence[int], count: int, vocab: int) -> HostArray:
     return np.random.default_rng(tuple(seed)).integers(3, vocab, count).astype(np.int32)
 
 
-def _prefilled(runner: ModelRunner, request: Request) -> _Ready:
-    state = map_request(runner, request, request.room)
-    try:
-        rule = request.method.decode
-        logits, _, bank = prefill_observed(runner, [state], rule.observe)
-        key = lane_of(request, len(state.table.pages))
-        assert key is not None
-        return _Ready(request, state, logits, start_decoding(runner, [state], rule, bank, key.room))
-    except BaseException:
-        unmap(runner, state)
-        raise
-
-
-def _lane(runner: ModelRunner, ready: abc.Sequence[_Ready]) -> Lane:
-    """The requests in the rows of a lane, each after its first token."""
-    request = dataclasses.replace(ready[0].request, rows=len(ready))
-    key = lane_of(request, max(len(one.state.table.pages) for one in ready))
-    assert key is not None
-    lane = Lane(runner, key)
-    for row, one in enumerate(ready):
-        lane.join([row], [one.state], one.logits, one.decoding)
-    return lane
-
-
-def _timed(runner: ModelRunner, options: Options, ready: abc.Sequence[_Ready]) -> dict[str, Any]:
+def _timed(engine: Engine, options: Options, asked: abc.Sequence[Request]) -> dict[str, Any]:
     """Seconds of a batch, of blocks of steps, and what they moved."""
-    lane = _lane(runner, ready)
-    np.asarray(lane.step(DECODE_BLOCK)[0])  # compiles
-    before = runner.cache.moved
-    seconds = []
-    for _ in range(options.steps // DECODE_BLOCK):
-        start = time.perf_counter()
-        np.asarray(lane.step(DECODE_BLOCK)[0])
-        seconds.append((time.perf_counter() - start) / DECODE_BLOCK)
-    moved = runner.cache.moved - before
-    batch = len(ready)
+    batch, cache = len(asked), engine.runner.cache
+    news: queue.SimpleQueue[tuple[Progress, float, Moved]] = queue.SimpleQueue()
+
+    def sink(progress: Progress) -> None:  # nothing is in flight between two blocks
+        news.put((progress, time.perf_counter(), cache.moved))
+
+    left = set(engine.add_all([(dataclasses.replace(it, rows=batch), sink) for it in asked]))
+    told: dict[int, list[tuple[float, Moved]]] = {number: [] for number in left}
+    while left:
+        progress, when, moved = news.get()
+        if progress.error is not None:
+            raise progress.error
+        if progress.new:
+            told[progress.number].append((when, moved))
+        if progress.last:
+            left.discard(progress.number)
+    # Of who began last; the first that was told is one token.
+    _, *blocks = max(told.values(), key=lambda it: it[0][0])
+    seconds = [(b - a) / DECODE_BLOCK for (a, _), (b, _) in itertools.pairwise(blocks)]
+    moved = blocks[-1][1] - blocks[0][1]  # without the first block, which compiles
     return {
         "batch": batch,
         "seconds_per_step": statistics.median(seconds),
@@ -294,35 +266,37 @@ def traffic(options: Options, config: ModelConfig) -> list[dict[str, Any]]:
         config, options.seed, cache_tokens=max(options.prompts) + options.room + 4 * PAGE
     )
     model = model.placed(rule.placement)
-    measure = functools.partial(_traffic, options=options, model=model, rule=rule)
     return [
-        engine_of(model).call(functools.partial(measure, tokens=tokens))
+        _traffic(options, model, rule, tokens)
         for tokens in tqdm(options.prompts, desc="traffic", disable=None)
     ]
 
 
-def _traffic(
-    runner: ModelRunner, options: Options, model: Model, rule: TopN, tokens: int
-) -> dict[str, Any]:
-    config, store = model.config, engine_of(model).memory
+def _traffic(options: Options, model: Model, rule: TopN, tokens: int) -> dict[str, Any]:
+    config, engine = model.config, engine_of(model)
     ids = _ids((options.seed, tokens), tokens, config.vocab_size)
     method = dataclasses.replace(METHODS["full_attention"], decode=rule)
-    request = Request(Prompt(ids[:0], (), ids), store, method, options.room)
-    values = runner.cache.values
+    cache = engine.runner.cache
+    values, start = cache.values, cache.moved
     assert values is not None
-    start = runner.cache.moved
-    ready = _prefilled(runner, request)
-    try:
-        np.asarray(ready.logits)
-        prefill = runner.cache.moved - start
-        lane = _lane(runner, [ready])
+
+    def moved(runner: ModelRunner, state: Sequence, there: Prefilled) -> tuple[Moved, Moved]:
+        np.asarray(there.logits)
+        computed = cache.moved
+        key = lane_of(state.request, len(state.table.pages))
+        assert key is not None
+        lane = Lane(runner, key)
+        begun = start_decoding(runner, [state], rule, there.bank, key.room)
+        lane.join([0], [state], there.logits, begun)
         values.measure = True
-        start = runner.cache.moved
-        np.asarray(lane.step(DECODE_BLOCK)[0])
-        step = runner.cache.moved - start
-    finally:
-        values.measure = False
-        unmap(runner, ready.state)
+        try:
+            np.asarray(lane.step(DECODE_BLOCK)[0])
+            return computed - start, cache.moved - computed
+        finally:
+            values.measure = False
+
+    request = Request(Prompt(ids[:0], (), ids), engine.memory, method, options.room)
+    [(prefill, step)] = prefilled(engine, [request], moved)
     away = config.num_layers - options.device_layers
     row = config.kv_bytes_per_token // (2 * config.num_layers * config.num_kv_heads)
     of_v = away * tokens * row * config.num_kv_heads

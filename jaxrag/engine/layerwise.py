@@ -21,7 +21,7 @@ from jaxrag.base.config import ModelConfig
 from jaxrag.base.shapes import bucket, pieces
 from jaxrag.base.types import HIDDEN, Array, HostArray, Partial, on_host
 from jaxrag.engine.mapping import batch_tables
-from jaxrag.engine.prefill import PREFILL_TOKENS, Prefill, Prefilled, observed_tokens
+from jaxrag.engine.prefill import PREFILL_TOKENS, Prefilled, observed_tokens
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sequence import Sequence
 from jaxrag.kv.cache import PAGE, PagePool, PageTable
@@ -88,36 +88,28 @@ class _Block(NamedTuple):
 
 
 class LayerPrefill:
-    """Requests on their way through the model, one after the other, layer by layer.
+    """A request on its way through the model, layer by layer.
 
     Attributes:
       left: (tokens, width) of what has not been run: every piece of every layer.
-      prefilled: what there is so far; of all requests once nothing is left. Kept queries are on
+      prefilled: what there is so far, a batch of one. Kept queries are on
         the host, those of the KV heads that this process has.
     """
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        requests: abc.Sequence[Sequence],
-        observe: Observe | None,
-        rows: int | None = None,
-    ) -> None:
-        """Runs nothing yet. ``rows`` of the logits; None: a power of two."""
+    def __init__(self, runner: ModelRunner, request: Sequence, observe: Observe | None) -> None:
+        """Runs nothing yet."""
         self._runner, config = runner, runner.model.config
-        rows = rows or bucket(len(requests), 1)
-        self._observed, positions = observed_tokens(requests, observe, rows)
+        self._observed, positions = observed_tokens([request], observe, 1)
         heads = config.num_heads // runner.model.head_share.ways
-        shape = (config.num_layers, rows, positions.shape[1], heads, config.head_dim)
+        shape = (config.num_layers, 1, positions.shape[1], heads, config.head_dim)
         self._queries = np.zeros(shape, jnp.dtype(config.dtype))
         bank = on_host(PromptQueries, self._queries, positions)
-        logits = runner.model.zeros((rows, config.vocab_size), "float32")
-        longest = bucket(max(len(r.table.pages) for r in requests))
-        self.prefilled = Prefilled(logits, batch_tables(requests, rows, longest), bank)
-        each = [pieces(len(r.run.ids), PREFILL_TOKENS) for r in requests]
-        self.left = [piece for some in each for piece in some * config.num_layers]
-        runs = (self._run(row, *both) for row, both in enumerate(zip(requests, each, strict=True)))
-        self._work = (width for run in runs for width in run)
+        logits = runner.model.zeros((1, config.vocab_size), "float32")
+        table = batch_tables([request], 1, bucket(len(request.table.pages)))
+        self.prefilled = Prefilled(logits, table, bank)
+        widths = pieces(len(request.run.ids), PREFILL_TOKENS)
+        self.left = widths * config.num_layers
+        self._work = self._run(request, widths)
 
     def next_piece(self) -> int:
         """Run the next piece of the next layer; returns what it costs, in tokens of all layers."""
@@ -128,14 +120,12 @@ class LayerPrefill:
                 raise AssertionError("a piece that was not counted")
         return -(-width // self._runner.model.config.num_layers)
 
-    def _run(
-        self, row: int, request: Sequence, widths: abc.Sequence[tuple[int, int]]
-    ) -> Iterator[int]:
+    def _run(self, request: Sequence, widths: abc.Sequence[tuple[int, int]]) -> Iterator[int]:
         """The width of every piece of every layer, once it is dispatched."""
         model = self._runner.model
         starts = list(np.cumsum([0, *(length for length, _ in widths)])[:-1])
         size = bucket(max(int(s) + width for s, (_, width) in zip(starts, widths, strict=True)))
-        prompt = self._prompt(row, request, size)
+        prompt = self._prompt(request, size)
         pages, offsets, slot_position = request.table.rows(len(request.table.pages))
         blocks = list(_blocks(pages, offsets, slot_position))
         rows = rows_of(pages)[request.run.slots]
@@ -156,15 +146,14 @@ class LayerPrefill:
                 x = _finish(here, x, part, (k, v), np.int32(start), width, model.config)
                 if start == starts[-1]:
                     self._push(layer, rows, k, v)
-                    self._queries[layer, row] = model.own_heads(queries, 1)
+                    self._queries[layer, 0] = model.own_heads(queries, 1)
                     if layer == model.config.num_layers - 1:
                         last = np.int32(len(request.run.ids) - 1)
                         logits = _logits(model.params, model.config, x, last)
-                        before = self.prefilled
-                        self.prefilled = before._replace(logits=before.logits.at[row].set(logits))
+                        self.prefilled = self.prefilled._replace(logits=logits[None])
                 yield width
 
-    def _prompt(self, row: int, request: Sequence, size: int) -> _Prompt:
+    def _prompt(self, request: Sequence, size: int) -> _Prompt:
         pad = size - len(request.run.ids)
         nowhere = len(request.table.pages) * PAGE
         return on_host(
@@ -172,7 +161,7 @@ class LayerPrefill:
             np.pad(request.run.ids, (0, pad)).astype(np.int32),
             np.pad(request.run.positions, (0, pad), constant_values=-1).astype(np.int32),
             np.pad(request.run.slots, (0, pad), constant_values=nowhere).astype(np.int32),
-            self._observed[row].astype(np.int32),
+            self._observed[0].astype(np.int32),
         )
 
     def _write_on_device(
@@ -213,17 +202,6 @@ class LayerPrefill:
         k, v = _as_pages(cache.pool, config, np.int32(layer), block.pages, *here)
         where = (block.pages[None], block.offsets[None], block.slot_position[None])
         return k, v, on_host(PageTable, *where)
-
-
-def start_prefill(
-    runner: ModelRunner,
-    requests: abc.Sequence[Sequence],
-    observe: Observe | None,
-    rows: int | None = None,
-) -> Prefill | LayerPrefill:
-    """How requests go through this model, whose selection is done; runs nothing yet."""
-    how = Prefill if runner.cache.host is None else LayerPrefill
-    return how(runner, requests, observe, rows)
 
 
 def _blocks(pages: HostArray, offsets: HostArray, slot_position: HostArray) -> Iterator[_Block]:

@@ -29,7 +29,7 @@ _FEW_TOKENS = 80  # a pass over so many gains most of a tenth by weights that no
 
 
 class Prefilled(NamedTuple):
-    """A batch of B' rows after prefill; B' >= its requests is a power of two.
+    """A batch of B' rows after prefill, as many as its program has.
 
     Attributes:
       logits: [B', V] float32 after each request's last token; padding rows hold nothing.
@@ -76,20 +76,17 @@ class _Piece(struct.PyTreeNode):
     observed: Array  # [B, W] indices of the observed tokens among them; -1: in another piece
 
 
-def select_tokens(runner: ModelRunner, requests: abc.Sequence[Sequence], ahead: Any = None) -> None:
-    """Choose the chunk tokens that each request computes again, and hide their stored KV from it.
+def select_tokens(runner: ModelRunner, sequence: Sequence, ahead: Any = None) -> None:
+    """Choose the chunk tokens that a request computes again, and hide their stored KV from it.
 
-    They join the tokens to run, at their own positions, before the final block. Runs once a
-    request; those that recompute nothing are left as they are. ``ahead``: what ``Selector.ahead``
-    made of their final blocks.
+    They join the tokens to run, at their own positions, before the final block. ``ahead``: what
+    ``Selector.ahead`` made of that.
     """
-    choosing = [it for it in requests if it.request.method.recomputes and it.choice is None]
-    for selector in dict.fromkeys(it.request.method.selector for it in choosing):
-        here = [it for it in choosing if it.request.method.selector == selector]
-        scenes = [dataclasses.replace(it.scene, ahead=ahead) for it in here]
-        choices = choose(runner.model, runner.cache, selector, scenes)
-        for it, scene, choice in zip(here, scenes, choices, strict=True):
-            recompute(it, scene, choice)
+    method = sequence.request.method
+    if method.recomputes:
+        scene = dataclasses.replace(sequence.scene, ahead=ahead)
+        choice = choose(runner.model, runner.cache, method.selector, scene)
+        recompute(sequence, scene, choice)
 
 
 class Prefill:
@@ -105,11 +102,10 @@ class Prefill:
         runner: ModelRunner,
         requests: abc.Sequence[Sequence],
         observe: Observe | None,
-        rows: int | None = None,
+        rows: int,
     ) -> None:
-        """Runs nothing yet. ``rows`` is how many the program has; None: a power of two."""
-        self._runner, self._requests = runner, requests
-        model, rows = runner.model, rows or bucket(len(requests), 1)
+        """Runs nothing yet. ``rows`` is how many the program has."""
+        self._runner, self._requests, model = runner, requests, runner.model
         table = batch_table([it.table for it in requests], rows, model.put_batch)
         logits = model.zeros((rows, model.config.vocab_size), "float32")
         self._observed, positions = observed_tokens(requests, observe, rows)

@@ -11,7 +11,7 @@ from jaxrag.base.errors import EngineError
 from jaxrag.base.shapes import pieces
 from jaxrag.base.types import Array
 from jaxrag.engine.away import start_row
-from jaxrag.engine.layerwise import LayerPrefill, start_prefill
+from jaxrag.engine.layerwise import LayerPrefill
 from jaxrag.engine.mapping import map_sequence
 from jaxrag.engine.prefill import PREFILL_TOKENS, Prefill, Prefilled, select_tokens
 from jaxrag.engine.progress import PrefillSink
@@ -167,7 +167,7 @@ class PrefillQueue:
             self._put_back(sequence)
             state.scheduler.prefilled(sequence.number)
             return
-        select_tokens(state.runner, [sequence], self._ahead.pop(sequence.number, None))
+        select_tokens(state.runner, sequence, self._ahead.pop(sequence.number, None))
         sequence.moments["mapped"] = state.clock()
         shape = self._shape(sequence)
         for group in self._groups:
@@ -190,8 +190,11 @@ class PrefillQueue:
         )
 
     def _start(self, group: _Group) -> Prefill | LayerPrefill:
-        shape = group.shape
-        return start_prefill(self._state.runner, group.members, shape.observe, shape.rows)
+        runner, shape = self._state.runner, group.shape
+        if runner.cache.host is None:
+            return Prefill(runner, group.members, shape.observe, shape.rows)
+        [sequence] = group.members
+        return LayerPrefill(runner, sequence, shape.observe)
 
     def _end(self, group: _Group, prefilled: Prefilled) -> None:
         """Prompts are in the pool: their lane has them next, or who makes the rule's indexes."""

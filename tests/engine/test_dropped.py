@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrag.base.types import HIDDEN
-from jaxrag.engine import direct
+from jaxrag.engine.prefilled import prefilled
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.store import MemoryStore, derive
 from jaxrag.kv.store.dropping import dropped_tokens
@@ -70,14 +70,12 @@ def test_nobody_sees_them(engine_on, long, alone):
     engine.call(spoil)
     assert alone(engine, [request]) == first
 
-    def mapped(runner):
-        state = direct.map_request(runner, request, request.room)
+    def shown(runner, state, there):
         slots = np.concatenate([part.slots for part in state.parts[1:]])
         positions = np.concatenate(state.table._positions)[slots]
-        direct.unmap(runner, state)
         return int((positions == HIDDEN).sum()), len(slots)
 
-    assert engine.call(mapped) == (hidden, 160)
+    assert prefilled(engine, [request], shown) == [(hidden, 160)]
 
 
 @pytest.mark.parametrize("stored", ["native", "int4", "int4-half"])
@@ -101,18 +99,14 @@ def test_ratio_1_is_full_attention(engine_on, long, name, encoder):
         METHODS["epic"], encoder=encoder, selector=SELECTORS[name], recompute_ratio=1.0
     )
 
-    def logits(runner, request):
-        state = direct.map_request(runner, request, request.room)
-        try:
-            return np.asarray(direct.prefill(runner, [state])[0])[0]
-        finally:
-            direct.unmap(runner, state)
+    def logits(runner, state, there):
+        return np.asarray(there.logits)[0]
 
     request = long(engine, method, store=store)
     same = dataclasses.replace(request, method=METHODS["full_attention"], store=engine.memory)
-    full = engine.call(lambda runner: logits(runner, same))
+    full = prefilled(engine, [same], logits)
     for _ in range(2):  # encoded, then from the store
-        got = engine.call(lambda runner: logits(runner, request))
+        got = prefilled(engine, [request], logits)
     np.testing.assert_allclose(got, full, rtol=1e-4, atol=2e-5)
 
 

@@ -1,15 +1,18 @@
 """Prefill layer by layer: the logits of prefill piece by piece, and every byte moved once."""
 
+import dataclasses
+import itertools
+
 import numpy as np
 import pytest
 
 from jaxrag.engine import layerwise
-from jaxrag.engine.direct import map_request, prefill_observed, unmap
 from jaxrag.engine.engine import engine_of
+from jaxrag.engine.prefilled import prefilled
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.kv.placement import AWAY, KVPlacement
 from jaxrag.models.model import random_model
-from jaxrag.reuse.decode import Observe
+from jaxrag.reuse.decode import InfLLM, Observe, TopN
 from jaxrag.reuse.methods import METHODS
 
 FAR = (
@@ -30,23 +33,31 @@ def a_prompt(rng):
     return make
 
 
-def _prefilled(model, prompts, method, observe=None):
-    """Logits [B, V], kept queries and their positions, and bytes moved."""
-    method = METHODS[method] if isinstance(method, str) else method
-    requests = [Request(p, engine_of(model).memory, method, 4) for p in prompts]
+class Looking(TopN):
+    """A rule that has some queries kept and uses none."""
 
-    def job(runner):
-        mapped = [map_request(runner, request, 4) for request in requests]
-        host = runner.cache.host
-        before = host and host.moved
-        logits, _, bank = prefill_observed(runner, mapped, observe)
-        moved = host and host.moved - before
-        for one in mapped:
-            unmap(runner, one)
-        kept = np.asarray(bank.queries), np.asarray(bank.positions)
-        return np.asarray(logits)[: len(prompts)], *kept, moved
+    observe = Observe("strided", 8)
 
-    return engine_of(model).call(job)
+
+ASKING = InfLLM(block=8, blocks=2, representatives=2, sink=4, recent=8, observed=8)
+
+
+def _prefilled(model, prompt, method):
+    """Logits [V], kept queries and their positions, and bytes moved."""
+    engine, layers = engine_of(model), model.placement.value_layers
+    rule = ASKING if layers is None else Looking(device_layers=layers)
+    method = dataclasses.replace(METHODS[method], decode=rule)
+    tokens = 1 if model.config.sliding_window else 4  # no rule attends by a window away
+    host = engine.runner.cache.host
+    before = host and host.moved
+
+    def seen(runner, state, there):
+        kept = np.asarray(there.bank.queries), np.asarray(there.bank.positions)
+        return np.asarray(there.logits)[0], *kept, host and host.moved - before
+
+    request = Request(prompt, engine.memory, method, tokens)
+    [found] = prefilled(engine, [request], seen)
+    return found
 
 
 @pytest.mark.parametrize("far", FAR, ids=str)
@@ -63,10 +74,10 @@ def test_it_is_prefill(tiny_config, a_prompt, far, family, changes, methods):
     config = tiny_config(family, **{"eos_ids": (), "max_positions": 8192, **changes})
     model = random_model(config, cache_tokens=4096)
     far = model.placed(far)
-    prompts = [a_prompt(), a_prompt(0, (64, 64), 40)]
-    for method in methods:
-        ours = _prefilled(far, prompts, method, Observe("strided", 8))
-        expected = _prefilled(model, prompts, method, Observe("strided", 8))
+    prompts = (a_prompt(), a_prompt(0, (64, 64), 40))
+    for method, prompt in itertools.product(methods, prompts):
+        ours = _prefilled(far, prompt, method)
+        expected = _prefilled(model, prompt, method)
         for mine, theirs in zip(ours[:3], expected[:3], strict=True):
             np.testing.assert_allclose(mine, theirs, atol=2e-5)
 
@@ -81,8 +92,8 @@ def test_blocks_and_pieces(tiny_config, a_prompt, far, monkeypatch):
     far = model.placed(far)
     for prompt in (a_prompt(3, (200, 130), 150), a_prompt(0, (100,), 65)):
         for method in ("turborag", "full_attention"):
-            ours = _prefilled(far, [prompt], method)[0]
-            np.testing.assert_allclose(ours, _prefilled(model, [prompt], method)[0], atol=2e-5)
+            ours = _prefilled(far, prompt, method)[0]
+            np.testing.assert_allclose(ours, _prefilled(model, prompt, method)[0], atol=2e-5)
 
 
 @pytest.mark.parametrize("far", FAR, ids=str)
@@ -95,10 +106,10 @@ def test_bytes_move_once(tiny_config, a_prompt, far):
     row = layers * config.num_kv_heads * config.head_dim * 4
     for final in (1025,):  # two pieces
         prompt = a_prompt(0, (), final)
-        *_, moved = _prefilled(model, [prompt], "full_attention")
+        *_, moved = _prefilled(model, prompt, "full_attention")
         assert (moved.pushed, moved.brought) == (row * final, 0)
     prompt = a_prompt(0, (512, 1024), 100)
-    *_, moved = _prefilled(model, [prompt], "turborag")
+    *_, moved = _prefilled(model, prompt, "turborag")
     assert (moved.pushed, moved.brought) == (row * 100, row * 1536)
 
 
@@ -107,7 +118,7 @@ def test_a_context_longer_than_what_the_device_holds(tiny_config, a_prompt):
     model = random_model(
         tiny_config(eos_ids=(), max_positions=8192), cache_tokens=2048, placement=AWAY
     )
-    _prefilled(model, [a_prompt(0, (), 1500)], "full_attention")
+    _prefilled(model, a_prompt(0, (), 1500), "full_attention")
     cache = engine_of(model).runner.cache
     assert cache.pool.k.nbytes == cache.pool.v.nbytes == 0
     assert cache.host.nbytes == cache.allocator.num_pages * 16 * model.config.kv_bytes_per_token

@@ -301,9 +301,9 @@ def test_a_selector_begins_while_chunks_are_read(serving, asked, alone, at_rest,
     monkeypatch.setattr(QueryGuided, "ahead", ahead)
     scenes, choose = [], prefill.choose
 
-    def choosing(model, cache, selector, these):
-        scenes.extend(these)
-        return choose(model, cache, selector, these)
+    def choosing(model, cache, selector, scene):
+        scenes.append(scene)
+        return choose(model, cache, selector, scene)
 
     monkeypatch.setattr(prefill, "choose", choosing)
     served.store.gate.clear()

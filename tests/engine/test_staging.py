@@ -10,9 +10,9 @@ import pytest
 import jaxrag
 from jaxrag.engine import runner as running
 from jaxrag.engine import staging as load
-from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.mapping import sequence_of
+from jaxrag.engine.prefilled import prefilled
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.models.model import random_model
 from jaxrag.reuse.methods import METHODS
@@ -28,19 +28,18 @@ def brought_in(model, request):
 def stored_pages(model, request):
     """K and V of every chunk's tokens, [L, T, K, H] each, of chunks that are in the pool."""
 
-    def look(runner):
-        mapped = map_request(runner, request, 0)
+    def look(runner, state, there):
         layers, found = model.config.num_layers, []
-        for part in mapped.parts[1:]:
+        for part in state.parts[1:]:
             assert part.origin.how == "pool"
             pages = list(part.resident.pages)
             for x in (runner.cache.pool.k, runner.cache.pool.v):
                 kv = np.asarray(x).reshape(layers, -1, *x.shape[1:])[:, pages]
                 found.append(kv.reshape(layers, -1, *kv.shape[3:])[:, : len(part.ids)])
-        unmap(runner, mapped)
         return found
 
-    return engine_of(model).call(look)
+    [found] = prefilled(engine_of(model), [request], look)
+    return found
 
 
 def test_however_chunks_are_read_they_land_alike(tiny_config, rng, monkeypatch):

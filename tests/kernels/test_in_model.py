@@ -9,9 +9,8 @@ from refusal import refused
 from jaxrag.base.config import config_from_dict, config_to_dict
 from jaxrag.base.errors import ConfigError
 from jaxrag.base.sharding import make_mesh
-from jaxrag.engine import direct
-from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
+from jaxrag.engine.prefilled import prefilled
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.models.model import random_model
 from jaxrag.models.segments import lay_out
@@ -39,13 +38,9 @@ def a_prompt(rng, *chunks):
 
 def online(model, method, prompt):
     method = METHODS[method] if isinstance(method, str) else method
-    mapped = map_request(
-        engine_of(model).runner, Request(prompt, engine_of(model).memory, method, 1), 0
-    )
-    try:
-        return np.asarray(direct.prefill(engine_of(model).runner, [mapped])[0][0])
-    finally:
-        unmap(engine_of(model).runner, mapped)
+    request = Request(prompt, engine_of(model).memory, method, 1)
+    [logits] = prefilled(engine_of(model), [request], lambda *seen: np.asarray(seen[2].logits)[0])
+    return logits
 
 
 @pytest.mark.slow

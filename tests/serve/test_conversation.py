@@ -10,9 +10,8 @@ from refusal import refused
 from jaxrag import KnowledgeBase, Sampling, agenerate, generate, load_model
 from jaxrag.base.errors import RequestError, TokenizerError
 from jaxrag.base.types import FINAL, FIRST_CHUNK
-from jaxrag.engine import direct
-from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
+from jaxrag.engine.prefilled import prefilled
 from jaxrag.library.documents import Document
 from jaxrag.models.segments import lay_out
 from jaxrag.models.text.prompts import QuestionIds
@@ -257,16 +256,13 @@ def test_every_token_stands_in_its_place(before, earlier, chunks, turns):
 
 
 def logits_of(model, request):
-    """Logits of the last token of a prompt through the pool, and what became of its parts."""
+    """Logits of the last token of a prompt through the pool, and which turns were kept."""
 
-    def run(runner):
-        mapped = map_request(runner, request, 0)
-        try:
-            return np.asarray(direct.prefill(runner, [mapped])[0][0]), mapped.parts
-        finally:
-            unmap(runner, mapped)
+    def seen(runner, state, there):
+        return np.asarray(there.logits)[0], [part.kept for part in state.parts if part.turn]
 
-    return engine_of(model).call(run)
+    [found] = prefilled(engine_of(model), [request], seen)
+    return found
 
 
 def packed(model, prompt):
@@ -290,8 +286,7 @@ def test_law_2_turns_in_the_pool_among_chunks_of_several_questions(kb):
     for turn in range(3):
         talk = Conversation(questions[: turn + 1], tuple(answers), keeps=True)
         request = prepare(settings, talk, None, Sampling())
-        found, parts = logits_of(kb.model, request)
-        kept = [part.kept for part in parts if part.turn]
+        found, kept = logits_of(kb.model, request)
         assert sum(kept) > sum(len(it) // 16 for it in answers) or not turn
         expected = packed(kb.model, request.prompt)
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=2e-5)

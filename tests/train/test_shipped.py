@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from jaxrag.base.sharding import make_mesh
-from jaxrag.engine import direct
-from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
+from jaxrag.engine.prefilled import prefilled
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.measure.evals.scoring import READS, draw, scored, write
 from jaxrag.measure.evals.synthetic_report import tables
@@ -69,13 +68,9 @@ def training_forward(config):
 
 def cached_logits(model, method, prompt):
     """Logits of the last token through stored chunks, pool and page tables."""
-    mapped = map_request(
-        engine_of(model).runner, Request(prompt, engine_of(model).memory, METHODS[method], 1), 0
-    )
-    try:
-        return np.asarray(direct.prefill(engine_of(model).runner, [mapped])[0][0])
-    finally:
-        unmap(engine_of(model).runner, mapped)
+    request = Request(prompt, engine_of(model).memory, METHODS[method], 1)
+    [logits] = prefilled(engine_of(model), [request], lambda *seen: np.asarray(seen[2].logits)[0])
+    return logits
 
 
 @pytest.mark.parametrize("read", READS)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrag.engine.direct import map_request, prefill, unmap
 from jaxrag.engine.engine import engine_of
+from jaxrag.engine.prefilled import prefilled
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.reuse.methods import METHODS
 from jaxrag.train.config import OptimizerPart
@@ -176,6 +176,10 @@ def logits_of(setup, trained, frozen, full=False, positions="reordered"):
     return np.asarray(logits[row, at : at + len(piece)]), at
 
 
+def last_logits(runner, state, there):
+    return np.asarray(there.logits)[0]
+
+
 @pytest.mark.parametrize(
     ("method", "full", "positions"),
     [
@@ -196,16 +200,9 @@ def test_training_forward_equals_cached_inference(
         for answered in (0, len(final.response) - 1):
             ids = np.concatenate((final.question, final.response[:answered]))
             prompt = Prompt(SAMPLE.prefix, SAMPLE.chunks, ids)
-            mapped = map_request(
-                engine_of(text_model).runner,
-                Request(prompt, engine_of(text_model).memory, METHODS[method], 1),
-                0,
-            )
-            cached, _ = prefill(engine_of(text_model).runner, [mapped])
-            unmap(engine_of(text_model).runner, mapped)
-            np.testing.assert_allclose(
-                logits[asked + answered - 1], cached[0], rtol=1e-3, atol=2e-4
-            )
+            request = Request(prompt, engine_of(text_model).memory, METHODS[method], 1)
+            [cached] = prefilled(engine_of(text_model), [request], last_logits)
+            np.testing.assert_allclose(logits[asked + answered - 1], cached, rtol=1e-3, atol=2e-4)
         at += len(final)
 
 

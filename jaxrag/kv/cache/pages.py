@@ -116,10 +116,6 @@ class PageAllocator:
         self._chunks[key] = CachedChunk(pages, tokens, ref_count=1, dropped=dropped)
         return self._chunks[key]
 
-    def acquire(self, key: str) -> CachedChunk | None:
-        """Map a resident chunk into a request; None when it is not in the pool."""
-        return self.subscribe(key) if key in self else None
-
     def subscribe(self, key: str) -> CachedChunk | None:
         """Map a resident chunk, or wait for a loading one; None when it is neither."""
         found = self._chunks.get(key)

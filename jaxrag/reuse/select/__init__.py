@@ -5,7 +5,7 @@ store does not hold is encoded before anything is selected, and a chunk whose KV
 (the first one, encoded behind this very prefix) is left alone.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -60,22 +60,15 @@ def selector_from(value: str | Mapping[str, Any] | Selector, where: str = "selec
     return build_named(SELECTORS, table_from(value, where), where)
 
 
-def choose(
-    model: Model, cache: PagedCache, selector: Selector, scenes: Sequence[SelectionInput]
-) -> list[Selection]:
-    """Choose the tokens to recompute for a batch of requests, whose chunks lie in ``cache``.
+def choose(model: Model, cache: PagedCache, selector: Selector, scene: SelectionInput) -> Selection:
+    """Choose the tokens to recompute for a request, whose chunks lie in ``cache``.
 
-    The selector is not run for a request where there is nothing to decide: at ratio 0 or 1, or
-    where the KV of every chunk is exact.
+    The selector is not run where there is nothing to decide: at ratio 0 or 1, or where the KV of
+    every chunk is exact.
     """
-    choices: dict[int, Selection] = {}
-    for index, scene in enumerate(scenes):
-        if scene.ratio == 0 or not scene.candidates.any():
-            choices[index] = Selection(np.zeros(0, np.int64))
-        elif scene.ratio == 1:
-            choices[index] = Selection(np.flatnonzero(scene.candidates))
-    rest = [index for index in range(len(scenes)) if index not in choices]
-    if rest:
-        chosen = selector.select(model, cache, [scenes[index] for index in rest])
-        choices |= dict(zip(rest, chosen, strict=True))
-    return [choices[index] for index in range(len(scenes))]
+    if scene.ratio == 0 or not scene.candidates.any():
+        return Selection(np.zeros(0, np.int64))
+    if scene.ratio == 1:
+        return Selection(np.flatnonzero(scene.candidates))
+    [choice] = selector.select(model, cache, [scene])
+    return choice

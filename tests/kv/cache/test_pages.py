@@ -35,7 +35,7 @@ def pool_hits(asked, pages, warm):
     pool, hits = PageAllocator(pages), []
     for keys in asked:
         pool.tick()
-        held = [key for key in keys if pool.acquire(key) is not None]
+        held = [key for key in keys if pool.subscribe(key) is not None]
         for key in keys:
             if key not in held:
                 pool.insert(key, pool.allocate(1, "a test"), 16)
@@ -88,7 +88,7 @@ def test_what_left_the_pool_comes_back_as_warm_as_it_was():
 
     def use(key):
         pages.tick()
-        if pages.acquire(key) is None:
+        if pages.subscribe(key) is None:
             pages.insert(key, pages.allocate(1, "a test"), 16)
         pages.release(key)
 
@@ -130,7 +130,7 @@ def test_of_chunks_used_as_often_the_longest_unused_leaves_first():
     for key in ("a", "b"):
         pages.insert(key, pages.allocate(2, "a test"), 20)
         pages.release(key)
-    pages.acquire("a")
+    pages.subscribe("a")
     pages.release("a")
     pages.allocate(2, "a test")
     assert "a" in pages and "b" not in pages

@@ -8,14 +8,11 @@ from collections.abc import Iterator, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from decode_rules import generate
 
 from jaxrag.base.config import ModelConfig, RopeConfig
 from jaxrag.base.types import FINAL, Array, HostArray, Tokens
-from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
-from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.measure.subject import format_of
 from jaxrag.models.attention import PackedAttend
@@ -98,14 +95,7 @@ def _sampled(model: Model, ids: HostArray, tokens: int, seed: int) -> list[int]:
     prompt, method = Prompt(ids[:0], (), ids), METHODS["full_attention"]
     request = Request(prompt, engine_of(model).memory, method, tokens, sampling)
 
-    def draw(runner: ModelRunner) -> list[int]:
-        mapped = map_request(runner, request, request.room)
-        try:
-            return generate(runner, mapped, request, tokens - 1)[2]
-        finally:
-            unmap(runner, mapped)
-
-    return engine_of(model).call(draw)
+    return [token for it in engine_of(model).iterate([request]) for token in it.new]
 
 
 def _answered(model: Model, name: str, ids: HostArray, prompt: int) -> Iterator[AnswerHeads]:

@@ -13,8 +13,8 @@ from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.base.sharding import make_mesh
 from jaxrag.engine.away import start_away
 from jaxrag.engine.decoding import start_decoding
-from jaxrag.engine.direct import map_request, prefill_observed, unmap
 from jaxrag.engine.engine import engine_of
+from jaxrag.engine.prefilled import prefilled
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.placement import AWAY, KVPlacement
@@ -212,49 +212,46 @@ def test_bytes_are_those_of_the_formula(pair, ids, kv):
     prompt = Prompt(empty, ids(288, 64), ids(160)[0])
     for name, rule in RULES.items():
         method = dataclasses.replace(METHODS["turborag"], decode=rule)
-        request = Request(prompt, engine_of(model).memory, method, room)
+        request = Request(prompt, engine_of(model).memory, method, room + 1)
 
-        def allocated(runner, request=request, rule=rule):
-            mapped = map_request(runner, request, room)
+        def allocated(runner, state, there, rule=rule):
             number = runner.host_search.admit()
             try:
-                _, _, bank = prefill_observed(runner, [mapped], rule.observe)
-                here = (runner, mapped, rule, bank, room, number)
+                here = (runner, state, rule, there.bank, room, number)
                 return _allocated(*here) if kv == "host" else _allocated_on_device(*here)
             finally:
                 runner.host_search.release([number])
-                unmap(runner, mapped)
 
         tokens = prompt.num_tokens + room
         assert tokens % PAGE == 0
-        device, host = engine_of(model).call(allocated)
+        [(device, host)] = prefilled(engine_of(model), [request], allocated)
         said = rule.bytes(config, tokens, KVPlacement(kv))
         assert device == said.device, name
         kept = tokens * (config.kv_bytes_per_token + 8) if kv == "host" else 0
         assert kept <= host <= said.host, name
 
 
-def _allocated(runner, mapped, rule, bank, room, number):
-    begun = start_away(runner, mapped, rule, bank, room, number)
+def _allocated(runner, state, rule, bank, room, number):
+    begun = start_away(runner, state, rule, bank, room, number)
     request = runner.host_search._requests[number]
-    rows = len(mapped.table.pages) * PAGE
+    rows = len(state.table.pages) * PAGE
     host = rows * runner.model.config.kv_bytes_per_token
     host += request.memory[0].rows.nbytes + request.memory[0].offsets.nbytes
     host += sum(far.account.index_bytes for far in request.far if far is not None)
     return begun.state.k.nbytes + begun.state.v.nbytes, host
 
 
-def _allocated_on_device(runner, mapped, rule, bank, room, number):
-    begun = start_decoding(runner, [mapped], rule, bank, room, [number])
-    state = None if begun is None else begun.state
+def _allocated_on_device(runner, state, rule, bank, room, number):
+    begun = start_decoding(runner, [state], rule, bank, room, [number])
+    held = None if begun is None else begun.state
     if isinstance(rule, Retrieval):
-        state = None  # numbers of requests and positions of the tail
+        held = None  # numbers of requests and positions of the tail
     elif isinstance(rule, SnapKV):
-        state = state.chosen
-    pages = len(mapped.table.pages)
+        held = held.chosen
+    pages = len(state.table.pages)
     device = pages * PAGE * runner.model.config.kv_bytes_per_token
     slots = begun and begun.order.shape[1]
-    for x in jax.tree.leaves(state):
+    for x in jax.tree.leaves(held):
         # States are made for the slots of a table, which is padded; by pages, or by blocks.
         share = 1 if isinstance(rule, SnapKV) else _share_of(rule, x, pages * PAGE, slots)
         device += round(x.nbytes * share)

@@ -5,6 +5,7 @@ generated: random weights have no structure that an index could learn or forget.
 """
 
 import dataclasses
+import functools
 import itertools
 from pathlib import Path
 
@@ -15,8 +16,8 @@ from attention_heads import HeadSpec, draw
 from decode_rules import counted
 from index import HEADS, exact_rows, index_of, of_blocks, quality
 
-from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
+from jaxrag.engine.prefilled import prefilled
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.models.model import load_model
 from jaxrag.reuse.attention_index import (
@@ -154,14 +155,7 @@ def test_law_14_on_shipped_weights(village, name, most_scanned):
     prompt = Prompt(ids[:0], (), ids)
     request = Request(prompt, engine_of(model).memory, method, STEPS + 1)
 
-    def count(runner):
-        mapped = map_request(runner, request, request.room)
-        try:
-            return counted(runner, mapped, request, STEPS)
-        finally:
-            unmap(runner, mapped)
-
-    told = engine_of(model).call(count)
+    [told] = prefilled(engine_of(model), [request], functools.partial(counted, steps=STEPS))
     assert len(told["blocks"]) == STEPS // 32
     assert min(block["recall"] for block in told["blocks"]) >= LEAST
     if most_scanned < 1:
@@ -243,14 +237,7 @@ def test_law_14_over_an_answer_that_the_model_gives(long_model, name):
     )
     request = Request(Prompt(ids[:0], (), ids), engine_of(long_model).memory, method, 65)
 
-    def count(runner):
-        mapped = map_request(runner, request, request.room)
-        try:
-            return counted(runner, mapped, request, 64)
-        finally:
-            unmap(runner, mapped)
-
-    told = engine_of(long_model).call(count)
+    [told] = prefilled(engine_of(long_model), [request], functools.partial(counted, steps=64))
     assert min(block["recall"] for block in told["blocks"]) >= OF_ANSWERS
     scanned = any(note.startswith("exact: some query heads") for note in told["notes"])
     assert scanned == (name == "lists")

@@ -7,8 +7,8 @@ import pytest
 
 from jaxrag.base.errors import RequestError
 from jaxrag.base.types import FINAL, Tokens
-from jaxrag.engine.direct import map_request, unmap
 from jaxrag.engine.engine import engine_of
+from jaxrag.engine.prefilled import prefilled
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.kv.store import MemoryStore
 from jaxrag.models.decoder import forward
@@ -212,12 +212,11 @@ def test_the_pool_takes_chunks_behind_their_neighbours_from_the_store(rng, model
         prompt = Prompt(prefix, chunks, one[:1], neighbours)
         request = Request(prompt, engine_of(model).memory, Method("tried", "neighbours"), 1)
 
-        def look(runner):
-            mapped = map_request(runner, request, 0)
-            unmap(runner, mapped)
-            return [part.origin for part in mapped.parts[1:]]
+        def look(runner, state, there):
+            return [part.origin for part in state.parts[1:]]
 
-        return engine_of(model).call(look)
+        [origins] = prefilled(engine_of(model), [request], look)
+        return origins
 
     first = found((chunk, one), ((one, two), ()))
     assert [it.how for it in first] == ["encoded", "encoded"]

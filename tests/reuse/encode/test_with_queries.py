@@ -1,17 +1,19 @@
 """Encoding that keeps queries: the KV of the plain encoder, and the queries of a prefill."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from refusal import refused
 
 from jaxrag.base.errors import RequestError
-from jaxrag.engine.direct import map_request, prefill_observed, unmap
 from jaxrag.engine.engine import engine_of
+from jaxrag.engine.prefilled import prefilled
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.models.model import random_model
 from jaxrag.reuse.attention_index import QueryLists
 from jaxrag.reuse.attention_index.document import Indexing, build_arrays
-from jaxrag.reuse.decode import Observe
+from jaxrag.reuse.decode import SnapKV
 from jaxrag.reuse.encode import encode_chunks, encode_for_store
 from jaxrag.reuse.encode.with_queries import encode_observed
 from jaxrag.reuse.methods import METHODS
@@ -36,19 +38,16 @@ def chunks(rng):
 def queries_of(model, prefix, chunk):
     """Queries [L, N, T, H] of a chunk behind the prefix, from an online prefill of both."""
     prompt = Prompt(prefix[:0], (), np.concatenate((prefix, chunk)))
-    mapped = map_request(
-        engine_of(model).runner,
-        Request(prompt, engine_of(model).memory, METHODS["full_attention"], 1),
-        0,
-    )
-    try:
-        _, _, bank = prefill_observed(
-            engine_of(model).runner, [mapped], Observe("last", len(chunk))
-        )
-    finally:
-        unmap(engine_of(model).runner, mapped)
-    assert np.asarray(bank.positions[0, : len(chunk)])[-1] == len(prompt.final) - 1
-    return np.asarray(bank.queries[:, 0, : len(chunk)]).swapaxes(1, 2)
+    rule = SnapKV(capacity=len(chunk), window=len(chunk))  # which asks for queries of the last
+    method = dataclasses.replace(METHODS["full_attention"], decode=rule)
+    request = Request(prompt, engine_of(model).memory, method, 2)
+
+    def seen(runner, state, there):
+        return np.asarray(there.bank.queries), np.asarray(there.bank.positions)
+
+    [(queries, positions)] = prefilled(engine_of(model), [request], seen)
+    assert positions[0, len(chunk) - 1] == len(prompt.final) - 1
+    return queries[:, 0, : len(chunk)].swapaxes(1, 2)
 
 
 @pytest.mark.parametrize("num_prefix", [0, 5])

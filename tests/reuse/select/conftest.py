@@ -88,10 +88,9 @@ class Work:
         """``before(runner, state)`` is called with each request before its tokens are selected."""
         select = prefill_queue.select_tokens
 
-        def selects(runner, states, ahead):
-            for state in states:
-                before(runner, state)
-            select(runner, states, ahead)
+        def selects(runner, state, ahead):
+            before(runner, state)
+            select(runner, state, ahead)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(prefill_queue, "select_tokens", selects)

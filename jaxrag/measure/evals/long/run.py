@@ -190,7 +190,7 @@ def _answer(
     with progress_bar(total, "eval", "answer", shown=progress) as bar:
         for places in _batches(options, items):
             task = items[places[0]].task
-            bar.set_postfix_str(f"{task}, {items[places[0]].length}")
+            bar.set_postfix_str(f"{task}, {items[places[0]].length}", refresh=False)
             for name, own in found.items():
                 asked = [_question(settings[name, task], items[i]) for i in places]
                 replies = replies_to(settings[name, task].model, asked, options.batch_size)
