@@ -173,8 +173,7 @@ class Bench:
         select, best = prefill_queue.select_tokens, kv_deviation.best
         checks: dict[int, list[np.ndarray]] = {}  # by request what each check of CacheBlend kept
 
-        def selects(runner, states, ahead):
-            [state] = states
+        def selects(runner, state, ahead):
             checks[state.number] = kept = []
 
             def keeps(*scores):
@@ -184,7 +183,7 @@ class Bench:
             before(runner, state)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(kv_deviation, "best", keeps)
-                select(runner, states, ahead)
+                select(runner, state, ahead)
             after(runner, state)
 
         def hook(at, runner, state, there):
