@@ -236,8 +236,9 @@ def _allocated(runner, state, rule, bank, room, number):
     request = runner.host_search._requests[number]
     rows = len(state.table.pages) * PAGE
     host = rows * runner.model.config.kv_bytes_per_token
-    host += request.memory[0].rows.nbytes + request.memory[0].offsets.nbytes
-    host += sum(far.account.index_bytes for far in request.far if far is not None)
+    [layers], [memory] = request.far.values(), request.memory.values()
+    host += memory[0].rows.nbytes + memory[0].offsets.nbytes
+    host += sum(far.account.index_bytes for far in layers if far is not None)
     return begun.state.k.nbytes + begun.state.v.nbytes, host
 
 
