@@ -16,7 +16,7 @@ undamaged one: documents, hits with texts and token ids, answer tokens, sources.
 After every third trial `jaxrag kb verify --repair` is called, as its command does it, and the
 questions are asked again. Then it is
 
-- whole: the same answers as of the undamaged one;
+- whole: the same answers as of the undamaged one, or as of that earlier state once it is repaired;
 - less: documents are gone which the repair has named, or counted where their names are gone, and
   every text that is left is its document's;
 - refused, as above: nothing can be made of what is left, or it is no damage that a repair is for;
@@ -167,7 +167,7 @@ class Made:
         self._copy()
         assert self._answers() == self._right, f"{self.name}: another answer without any damage"
         assert all(self._right[0]), f"{self.name}: an empty answer compares nothing"
-        self._earlier = [] if not self._base.unfinished else self._states()
+        self._earlier, self._mended = self._states() if self._base.unfinished else ([], [])
 
     def try_out(self, damage: Damage) -> tuple[str, str]:
         """The verdict on a damage, and what was told."""
@@ -214,7 +214,7 @@ class Made:
                 for entry in kb.documents()
             }
         found, _ = self._answers()
-        if found == right or found in self._earlier:
+        if found == right or found in self._mended:
             return "whole", ""
         named = {*(mended.lost if mended else ()), *(rows.lost if rows else ())}
         counted = bool(mended and mended.nameless != 0) or bool(rows and rows.unnamed)
@@ -236,19 +236,23 @@ class Made:
         shutil.rmtree(self._folder, ignore_errors=True)
         shutil.copytree(self._whole, self._folder, copy_function=copy_or_link)
 
-    def _states(self) -> list[list[Any]]:
-        """The answers after every commit that the log holds."""
+    def _states(self) -> tuple[list[list[Any]], list[list[Any]]]:
+        """The answers after every commit that the log holds, as it is and once it is repaired."""
         page = int.from_bytes((self._whole / LOG).read_bytes()[8:12])
         size, frame = (self._whole / LOG).stat().st_size, page + 24
         states: list[list[Any]] = []
+        repaired: list[list[Any]] = []
         for end in range(32, size + 1, frame):
             self._copy()
             Damage(self.name, LOG, "catalog's log", end, None).do(self._folder)
             found, _ = self._answers()
             if found not in states:
                 states.append(found)
+                with self._base.open(self._folder, self._model, "rw") as kb:
+                    kb.verify(repair=True)
+                repaired.append(self._answers()[0])
         assert len(states) > 1, "the log holds no commit"
-        return states
+        return states, repaired
 
     def _answers(self) -> Answers:
         forget(self._model)
