@@ -64,7 +64,7 @@ BLOCKWISE = Reading(("reordered", "composite"))  # it goes without a note
 SLOW = Path(__file__).with_name("slow.txt")
 PROCESS, MEMORY = Path("/proc/self"), Path("/proc/meminfo")  # Linux
 MOST_MAPS = 20_000  # of the 65,530 that Linux lets a process have
-MOST_BYTES = 1_200_000_000  # resident between two files
+MOST_BYTES, MOST_WITHIN = 1_200_000_000, 1_600_000_000  # resident between two files, and two tests
 A_WORKER = 2_500_000_000
 
 
@@ -94,13 +94,12 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Forget compiled programs before they use up the memory, or the maps: compiling crashes."""
-    if nextitem is not None and nextitem.path == item.path and not item.get_closest_marker("slow"):
-        return
     if not (PROCESS / "statm").exists():
         return
+    ends = nextitem is None or nextitem.path != item.path or item.get_closest_marker("slow")
     pages = int((PROCESS / "statm").read_text().split()[1])
-    full = pages * os.sysconf("SC_PAGE_SIZE") > MOST_BYTES
-    if full or (PROCESS / "maps").read_bytes().count(b"\n") > MOST_MAPS:
+    full = pages * os.sysconf("SC_PAGE_SIZE") > (MOST_BYTES if ends else MOST_WITHIN)
+    if full or (ends and (PROCESS / "maps").read_bytes().count(b"\n") > MOST_MAPS):
         jax.clear_caches()
         gc.collect()
         if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc keeps what was freed
