@@ -286,7 +286,7 @@ def _traffic(options: Options, model: Model, rule: TopN, tokens: int) -> dict[st
         key = lane_of(state.request, len(state.table.pages))
         assert key is not None
         lane = Lane(runner, key)
-        begun = start_decoding(runner, [state], rule, there.bank, key.room)
+        begun = start_decoding(runner, state, rule, there.bank, key.room)
         lane.join([0], [state], there.logits, begun)
         values.measure = True
         try:

@@ -35,8 +35,7 @@ def start_row(
         assert number is not None
         room = bucket(sequence.request.room, FEWEST_ROOM)
         return start_away(runner, sequence, key.rule, bank, room, number)
-    numbers = [] if number is None else [number]
-    return start_decoding(runner, [sequence], key.rule, bank, key.room, numbers, on_pool)
+    return start_decoding(runner, sequence, key.rule, bank, key.room, number, on_pool)
 
 
 def start_away(

@@ -283,43 +283,39 @@ class Lane:
 
 def start_decoding(
     runner: ModelRunner,
-    sequences: abc.Sequence[Sequence],
+    sequence: Sequence,
     rule: DecodeRule,
     bank: PromptQueries,
     room: int,
-    numbers: abc.Sequence[int] = (),
+    number: int | None = None,
     on_pool: OnPool | None = None,
 ) -> Decoding | None:
     """What the rule carries from step to step; None where it leaves no key out.
 
     Args:
       runner: the model on its device.
-      sequences: prefilled, in the rows of ``bank``.
-      bank: the queries that it asked prefill for.
-      numbers: theirs in ``runner.host_search``, where the rule searches.
+      sequence: prefilled.
+      bank: the queries that the rule asked its prefill for.
+      number: of the request in ``runner.host_search``, where the rule searches.
       on_pool: calls a function with the pool, for whoever is not on the engine's thread.
     """
     if not rule.sparse:
         return None
     model = runner.model
-    rows = bank.positions.shape[0]
-    num_pages = max(table_width(it.table) for it in sequences)
-    pad = rows - len(sequences)
-    table = batch_tables(sequences, rows, num_pages)
-    next_position = np.array([it.next_position for it in sequences] + [-1] * pad, np.int32)
-    next_slot = np.array([it.next_slot for it in sequences] + [num_pages * PAGE] * pad, np.int32)
-    order = order_of(np.asarray(table.slot_position), next_position, next_slot)
-    last = np.where(next_position >= 0, next_position - 1, -1)
-    put = functools.partial(model.put_batch, batch=rows)
+    num_pages = table_width(sequence.table)
+    table = batch_tables([sequence], 1, num_pages)
+    position, slot = (np.array([x], np.int32) for x in (sequence.next_position, sequence.next_slot))
+    order = order_of(np.asarray(table.slot_position), position, slot)
+    put = functools.partial(model.put_batch, batch=1)
     prompts = Prompts(
         config=model.config,
         rope=model.rope(num_pages * PAGE),
         on_pool=on_pool or (lambda use: use(runner.cache.pool)),
-        slots=PromptSlots(jax.tree.map(put, table), order, last.astype(np.int32)),
+        slots=PromptSlots(jax.tree.map(put, table), order, position - 1),
         bank=bank,
         room=room,
-        numbers=numbers,
-        carried=[carried_chunks(it) for it in sequences],
+        numbers=[] if number is None else [number],
+        carried=[carried_chunks(sequence)],
         host=None if rule.searches is None else runner.host_search,
     )
     return Decoding(order=put(order), state=rule.begin(prompts))

@@ -13,7 +13,7 @@ import numpy as np
 from jaxrag.base.tables import build_named, table_from
 from jaxrag.kv.cache import PagedCache
 from jaxrag.models.model import Model
-from jaxrag.reuse.select.base import Selection, SelectionBatch, SelectionInput, Selector, budget_of
+from jaxrag.reuse.select.base import Selection, SelectionInput, Selector, budget_of
 from jaxrag.reuse.select.cache_craft import CacheCraft
 from jaxrag.reuse.select.extremes import AllTokens, NoTokens
 from jaxrag.reuse.select.first_k import FirstK
@@ -31,7 +31,6 @@ __all__ = [
     "QueryGuided",
     "RandomTokens",
     "Selection",
-    "SelectionBatch",
     "SelectionInput",
     "Selector",
     "budget_of",
@@ -70,5 +69,4 @@ def choose(model: Model, cache: PagedCache, selector: Selector, scene: Selection
         return Selection(np.zeros(0, np.int64))
     if scene.ratio == 1:
         return Selection(np.flatnonzero(scene.candidates))
-    [choice] = selector.select(model, cache, [scene])
-    return choice
+    return selector.select(model, cache, scene)

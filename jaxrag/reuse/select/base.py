@@ -1,6 +1,6 @@
 """What a selector is: settings, and a score for every chunk token.
 
-Budgets, the layout of a batch and the choice of the best tokens are the same for all.
+Budgets, the layout of a prompt and the choice of the best tokens are the same for all.
 """
 
 import abc
@@ -17,9 +17,9 @@ import numpy as np
 
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import RequestError
-from jaxrag.base.shapes import bucket, row_length
+from jaxrag.base.shapes import row_length
 from jaxrag.base.types import EMPTY, FINAL, Array, HostArray, Tokens
-from jaxrag.kv.cache import PAGE, PagedCache, PageTable, TableBuilder, batch_table
+from jaxrag.kv.cache import PAGE, PagedCache, TableBuilder
 from jaxrag.models.model import Model
 
 
@@ -101,6 +101,30 @@ class SelectionInput:
         return tuple(map(operator.or_, self.exact, self.in_place))
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of prefix and chunks."""
+        return len(self.prefix) + self.num_chunk_tokens
+
+    @property
+    def causal(self) -> tuple[HostArray, HostArray]:
+        """Prefix and chunks as one causal block: ids and segments [1, T] int32."""
+        ids = self._row(np.concatenate((self.prefix, *self.chunks)), 0, 0)
+        return ids, self._row(FINAL, 0, EMPTY)
+
+    def spread(self, values: HostArray, fill: int = 0) -> HostArray:
+        """Values of chunk tokens [C] where ``causal`` has the tokens, else ``fill``."""
+        return self._row(values, len(self.prefix), fill)
+
+    def gather(self, rows: HostArray) -> HostArray:
+        """What was found of the chunk tokens of ``causal``: [1, T, ...] to [C, ...]."""
+        return rows[0, len(self.prefix) : self.num_prompt_tokens]
+
+    def _row(self, values: HostArray | int, first: int, fill: int) -> HostArray:
+        out = np.full((1, row_length(self.num_prompt_tokens)), fill, np.int32)
+        out[0, first : self.num_prompt_tokens] = values
+        return out
+
+    @property
     def budget(self) -> int:
         """Tokens to choose where ``ratio`` says so."""
         assert self.ratio is not None
@@ -130,54 +154,6 @@ class Selection:
     tokens: HostArray
     flops: int = 0
     copied: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class SelectionBatch:
-    """Requests that are selected for together, each in a row of what the model is run on."""
-
-    model: Model
-    cache: PagedCache
-    scenes: Sequence[SelectionInput]
-
-    @property
-    def rows(self) -> int:
-        """Rows of every array, B: those beyond the requests are padding."""
-        return bucket(len(self.scenes), 1)
-
-    def put(self, *arrays: HostArray) -> list[Array]:
-        """Arrays [B, ...] on the device."""
-        return [self.model.put_batch(x, self.rows) for x in arrays]
-
-    def table(self, tables: Sequence[TableBuilder] | None = None) -> PageTable:
-        """The requests' pages, or those of other tables."""
-        tables = [scene.table for scene in self.scenes] if tables is None else tables
-        return batch_table(tables, self.rows, self.model.put_batch)
-
-    @functools.cached_property
-    def prompts(self) -> tuple[HostArray, HostArray]:
-        """Prefix and chunks of every request as one causal block: ids and segments [B, T] int32."""
-        used = [len(scene.prefix) + scene.num_chunk_tokens for scene in self.scenes]
-        shape = (self.rows, row_length(max(used)))
-        ids, segments = np.zeros(shape, np.int32), np.full(shape, EMPTY, np.int32)
-        for row, scene in enumerate(self.scenes):
-            ids[row, : used[row]] = np.concatenate((scene.prefix, *scene.chunks))
-            segments[row, : used[row]] = FINAL
-        return ids, segments
-
-    def spread(self, values: Sequence[HostArray], fill: int = 0) -> HostArray:
-        """Values of chunk tokens [C] each where ``prompts`` has the tokens, else ``fill``."""
-        out = np.full(self.prompts[0].shape, fill, np.int32)
-        for row, (scene, some) in enumerate(zip(self.scenes, values, strict=True)):
-            out[row, len(scene.prefix) : len(scene.prefix) + scene.num_chunk_tokens] = some
-        return out
-
-    def gather(self, rows: HostArray) -> list[HostArray]:
-        """What was found of the chunk tokens of ``prompts``: rows [B, T, ...] to [C, ...] each."""
-        return [
-            rows[row, len(scene.prefix) : len(scene.prefix) + scene.num_chunk_tokens]
-            for row, scene in enumerate(self.scenes)
-        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,12 +201,9 @@ class Selector(abc.ABC):
         """
         return None
 
-    def observe(self, batch: SelectionBatch) -> Sequence[Any]:
-        """What the scores of every request need that the model has to be run for: its ``observed``.
-
-        The same of a request whatever else is in the batch.
-        """
-        return [None] * len(batch.scenes)
+    def observe(self, model: Model, cache: PagedCache, scene: SelectionInput) -> Any:
+        """What the scores need that the model has to be run for: ``SelectionInput.observed``."""
+        return None
 
     @abc.abstractmethod
     def score(self, scene: SelectionInput) -> HostArray:
@@ -244,15 +217,10 @@ class Selector(abc.ABC):
         """Spent on ``observe`` for a request."""
         return 0
 
-    def select(
-        self, model: Model, cache: PagedCache, scenes: Sequence[SelectionInput]
-    ) -> list[Selection]:
-        """Choose for every request of a batch the candidates with the highest scores."""
-        observed = self.observe(SelectionBatch(model, cache, scenes))
-        return [
-            Selection(self._best(scene), self.flops(model, scene), self.rewrites)
-            for scene in map(_with_observed, scenes, observed)
-        ]
+    def select(self, model: Model, cache: PagedCache, scene: SelectionInput) -> Selection:
+        """Choose the candidates with the highest scores."""
+        scene = dataclasses.replace(scene, observed=self.observe(model, cache, scene))
+        return Selection(self._best(scene), self.flops(model, scene), self.rewrites)
 
     def _best(self, scene: SelectionInput) -> HostArray:
         scores, counts = self.score(scene), self.count(scene)
@@ -265,8 +233,9 @@ class Selector(abc.ABC):
         return np.concatenate(parts)
 
 
-def _with_observed(scene: SelectionInput, observed: Any) -> SelectionInput:
-    return dataclasses.replace(scene, observed=observed)
+def put_row(model: Model, *arrays: HostArray) -> list[Array]:
+    """Arrays [1, ...] of a request on the device."""
+    return [model.put_batch(x, 1) for x in arrays]
 
 
 def in_order(ids: Array, segments: Array) -> Tokens:

@@ -18,17 +18,12 @@ from jaxrag.base.errors import RequestError
 from jaxrag.base.shapes import bucket
 from jaxrag.base.sharding import to_host
 from jaxrag.base.types import Array, HostArray
+from jaxrag.kv.cache import PagedCache
 from jaxrag.models.decoder import Decoder, run_layers
 from jaxrag.models.flops import score_flops, turborag_flops
 from jaxrag.models.model import Model
 from jaxrag.models.taps import ChunkMassAttend
-from jaxrag.reuse.select.base import (
-    SelectionBatch,
-    SelectionInput,
-    Selector,
-    check_range,
-    in_order,
-)
+from jaxrag.reuse.select.base import SelectionInput, Selector, check_range, in_order, put_row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,16 +72,13 @@ class CacheCraft(Selector):
                 f"{config.num_layers}; choose fewer layers"
             )
 
-    def observe(self, batch: SelectionBatch) -> list[HostArray]:
-        """Share of every chunk token's attention that falls on every chunk: [C, chunks] each."""
-        self.check(batch.model.config)
-        columns = bucket(max(len(scene.chunks) for scene in batch.scenes), 8)
-        ids, segments = batch.prompts
-        column = batch.spread([scene.chunk_of for scene in batch.scenes], -1)
-        decoder = batch.model.decoder(ids.shape[1])
-        out = _mean_shares(decoder, *batch.put(ids, segments, column), columns, self.layers)
-        found = zip(batch.gather(to_host(out)), batch.scenes, strict=True)
-        return [shares[:, : len(scene.chunks)] for shares, scene in found]
+    def observe(self, model: Model, cache: PagedCache, scene: SelectionInput) -> HostArray:
+        """Share of every chunk token's attention that falls on every chunk: [C, chunks]."""
+        self.check(model.config)
+        rows = put_row(model, *scene.causal, scene.spread(scene.chunk_of, -1))
+        decoder = model.decoder(rows[0].shape[1])
+        out = _mean_shares(decoder, *rows, bucket(len(scene.chunks), 8), self.layers)
+        return scene.gather(to_host(out))[:, : len(scene.chunks)]
 
     def score(self, scene: SelectionInput) -> HostArray:
         """Attention to earlier chunks."""

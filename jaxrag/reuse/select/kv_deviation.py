@@ -21,7 +21,7 @@ from jaxrag.base.errors import RequestError
 from jaxrag.base.shapes import bucket
 from jaxrag.base.sharding import to_host
 from jaxrag.base.types import Array, HostArray, Step
-from jaxrag.kv.cache import PAGE, PagePool, PageTable, TableBuilder
+from jaxrag.kv.cache import PAGE, PagedCache, PagePool, PageTable, TableBuilder, batch_table
 from jaxrag.models.attention import Attend, PackedAttend, PagedAttend
 from jaxrag.models.decoder import Decoder, keys_and_values
 from jaxrag.models.flops import turborag_flops
@@ -29,12 +29,12 @@ from jaxrag.models.model import Model
 from jaxrag.models.rope import place
 from jaxrag.models.taps import Tap
 from jaxrag.reuse.select.base import (
-    SelectionBatch,
     SelectionInput,
     Selector,
     best,
     budget_of,
     in_order,
+    put_row,
 )
 
 ComparedPart = Literal["v", "k", "kv"]
@@ -111,29 +111,22 @@ class KvDeviation(Selector):
         """Fresh KV of tokens that are not chosen goes to the request's copies."""
         return self.keep_fresh
 
-    def observe(self, batch: SelectionBatch) -> list[tuple[HostArray, int]]:
+    def observe(
+        self, model: Model, cache: PagedCache, scene: SelectionInput
+    ) -> tuple[HostArray, int]:
         """Deviations in the last layer that is compared, and what the checks spent.
 
         [C] float32, -inf where an earlier check dropped a token.
         """
-        config, scenes = batch.model.config, batch.scenes
-        self.check(config)
-        found = self._first_check(batch)
-        flops = [
-            self._flops(config, scene, len(scene.prefix) + scene.num_chunk_tokens, self.layers[0])
-            for scene in scenes
-        ]
+        self.check(model.config)
+        found, running = self._first_check(model, cache, scene), scene.num_prompt_tokens
+        flops = self._flops(model.config, scene, running, self.layers[0])
         for check, width in enumerate(self.widths, 1):
-            kept = [
-                best(scores, scene.candidates, _kept(width, scene.budget, scene.candidates.sum()))
-                for scores, scene in zip(found, scenes, strict=True)
-            ]
-            found = self._next_check(batch, kept, self.layers[check - 1 : check + 1])
-            flops = [
-                spent + self._flops(config, scene, _running(scene, tokens), self.layers[check])
-                for spent, scene, tokens in zip(flops, scenes, kept, strict=True)
-            ]
-        return list(zip(found, flops, strict=True))
+            available = int(scene.candidates.sum())
+            kept = best(found, scene.candidates, _kept(width, scene.budget, available))
+            found = self._next_check(model, cache, scene, kept, self.layers[check - 1 : check + 1])
+            flops += self._flops(model.config, scene, _running(scene, kept), self.layers[check])
+        return found, flops
 
     def score(self, scene: SelectionInput) -> HostArray:
         """How far the cached KV is from the fresh."""
@@ -150,51 +143,54 @@ class KvDeviation(Selector):
         context = len(scene.prefix) + scene.num_chunk_tokens
         return turborag_flops(config, computed, context) * layers // config.num_layers
 
-    def _first_check(self, batch: SelectionBatch) -> list[HostArray]:
+    def _first_check(self, model: Model, cache: PagedCache, scene: SelectionInput) -> HostArray:
         """Deviations in ``layers[0]``; the copies get the fresh KV up to there if it is kept."""
-        table, prompts = _whole(batch)
+        ids, segments, *where = put_row(
+            model, *scene.causal, scene.spread(scene.chunk_slots), scene.spread(scene.local)
+        )
+        prompt = _Prompts(ids, segments, _Where(*where))
         copies = None
         if self.keep_fresh:
-            own = [np.where(_has_copy(it), it.chunk_slots, _NOWHERE) for it in batch.scenes]
-            [slots] = batch.put(batch.spread(own, _NOWHERE))
-            copies = _Copies(batch.table([*map(_copied, batch.scenes)]).pages, slots)
-        decoder = batch.model.decoder(prompts.ids.shape[1])
-        out = batch.cache.run(
-            _whole_check, decoder, table, prompts, copies, self.layers[0], self.part
-        )
-        return batch.gather(to_host(out))
+            own = np.where(_has_copy(scene), scene.chunk_slots, _NOWHERE)
+            [slots] = put_row(model, scene.spread(own, _NOWHERE))
+            copies = _Copies(batch_table([_copied(scene)], 1, model.put_batch).pages, slots)
+        table = batch_table([scene.table], 1, model.put_batch)
+        decoder = model.decoder(ids.shape[1])
+        out = cache.run(_whole_check, decoder, table, prompt, copies, self.layers[0], self.part)
+        return scene.gather(to_host(out))
 
     def _next_check(
-        self, batch: SelectionBatch, kept: Sequence[HostArray], layers: tuple[int, ...]
-    ) -> list[HostArray]:
-        """Deviation of the kept tokens with everything else as it is: [C] each, -inf elsewhere."""
-        model, scenes = batch.model, batch.scenes
-        tables = [_copied(scene) if self.keep_fresh else scene.table.copy() for scene in scenes]
+        self,
+        model: Model,
+        cache: PagedCache,
+        scene: SelectionInput,
+        kept: HostArray,
+        layers: tuple[int, ...],
+    ) -> HostArray:
+        """Deviation of the kept tokens with everything else as it is: [C], -inf elsewhere."""
         # Chunks that are computed in place hold nothing yet: they run along, in their own slots.
-        gaps = [np.flatnonzero(np.repeat(scene.in_place, scene.lengths)) for scene in scenes]
-        width = bucket(max(map(len, map(np.concatenate, zip(kept, gaps, strict=True)))))
-        ids, local, stale = np.zeros((3, batch.rows, width), np.int32)
-        positions = np.full((batch.rows, width), -1, np.int32)
-        slots, own = np.full((2, batch.rows, width), _NOWHERE, np.int32)
-        for row, (scene, tokens, gap) in enumerate(zip(scenes, kept, gaps, strict=True)):
-            both, at = np.concatenate((tokens, gap)), np.arange(len(tokens))
-            here = np.arange(len(both))
-            ids[row, here] = np.concatenate((scene.prefix[:0], *scene.chunks))[both]
-            local[row, here] = scene.local[both]
-            positions[row, here] = len(scene.prefix) + both
-            stale[row, here] = slots[row, here] = scene.chunk_slots[both]
-            own[row, at] = np.where(_has_copy(scene), scene.chunk_slots, _NOWHERE)[tokens]
-            slots[row, at] = scene.scratch + at
-            tables[row].hide(scene.chunk_slots[tokens])
-        table = batch.table(tables)
-        step, where = Step(*batch.put(ids, positions, slots)), _Where(*batch.put(stale, local))
-        copies = _Copies(table.pages, *batch.put(own)) if self.keep_fresh else None
+        both = np.concatenate((kept, np.flatnonzero(np.repeat(scene.in_place, scene.lengths))))
+        width, count = bucket(len(both)), len(kept)
+        ids, local, stale = np.zeros((3, 1, width), np.int32)
+        positions = np.full((1, width), -1, np.int32)
+        slots, own = np.full((2, 1, width), _NOWHERE, np.int32)
+        here = slice(len(both))
+        ids[0, here] = np.concatenate(scene.chunks)[both]
+        local[0, here] = scene.local[both]
+        positions[0, here] = len(scene.prefix) + both
+        stale[0, here] = slots[0, here] = scene.chunk_slots[both]
+        own[0, :count] = np.where(_has_copy(scene), scene.chunk_slots, _NOWHERE)[kept]
+        slots[0, :count] = scene.scratch + np.arange(count)
+        builder = _copied(scene) if self.keep_fresh else scene.table.copy()
+        builder.hide(scene.chunk_slots[kept])
+        table = batch_table([builder], 1, model.put_batch)
+        step = Step(*put_row(model, ids, positions, slots))
+        where = _Where(*put_row(model, stale, local))
+        copies = _Copies(table.pages, *put_row(model, own)) if self.keep_fresh else None
         decoder = model.decoder(table.slot_position.shape[1])
-        out = batch.cache.run(_sparse_check, decoder, table, step, where, copies, layers, self.part)
-        host = to_host(out)
-        found = [np.full(scene.num_chunk_tokens, -np.inf, np.float32) for scene in scenes]
-        for row, tokens in enumerate(kept):
-            found[row][tokens] = host[row, : len(tokens)]
+        out = cache.run(_sparse_check, decoder, table, step, where, copies, layers, self.part)
+        found = np.full(scene.num_chunk_tokens, -np.inf, np.float32)
+        found[kept] = to_host(out)[0, :count]
         return found
 
 
@@ -223,14 +219,6 @@ class _Prompts(struct.PyTreeNode):
     ids: Array
     segments: Array
     where: _Where
-
-
-def _whole(batch: SelectionBatch) -> tuple[PageTable, _Prompts]:
-    """Prefix and chunks of every request in a row, and the table of their pages."""
-    slots = batch.spread([scene.chunk_slots for scene in batch.scenes])
-    local = batch.spread([scene.local for scene in batch.scenes])
-    ids, segments, *where = batch.put(*batch.prompts, slots, local)
-    return batch.table(), _Prompts(ids, segments, _Where(*where))
 
 
 def _running(scene: SelectionInput, kept: HostArray) -> int:

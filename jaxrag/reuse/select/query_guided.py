@@ -6,7 +6,6 @@ section 3.2, arXiv:2601.12904.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Literal, get_args
 
 import jax
@@ -18,14 +17,14 @@ from jaxrag.base.errors import RequestError
 from jaxrag.base.shapes import bucket
 from jaxrag.base.sharding import to_host
 from jaxrag.base.types import EMPTY, FINAL, HIDDEN, Array, HostArray, Step, Tokens
-from jaxrag.kv.cache import PagePool, PageTable, pages_for
+from jaxrag.kv.cache import PagedCache, PagePool, PageTable, batch_table, pages_for
 from jaxrag.models.attention import PackedAttend, PagedAttend, attention_received
 from jaxrag.models.decoder import Decoder, forward
 from jaxrag.models.flops import score_flops, turborag_flops
 from jaxrag.models.model import Model
 from jaxrag.models.rope import RopeTable
 from jaxrag.models.taps import LastQueries
-from jaxrag.reuse.select.base import SelectionBatch, SelectionInput, Selector
+from jaxrag.reuse.select.base import SelectionInput, Selector, put_row
 
 Over = Literal["question", "cache"]
 Place = Literal["as_cached", "behind"]
@@ -76,69 +75,61 @@ class QueryGuided(Selector):
         """The question's queries where it meets the chunks alone: [1, T', N, H]."""
         if self.over != "question":
             return None
-        return _question_queries(model, [final], 1, bucket(len(final)))
+        return _question_queries(model, final)
 
-    def observe(self, batch: SelectionBatch) -> list[HostArray]:
-        """Attention that every slot of a request gets from the tokens that vote: [S] float32."""
-        width = bucket(max(len(scene.final) for scene in batch.scenes))
+    def observe(self, model: Model, cache: PagedCache, scene: SelectionInput) -> HostArray:
+        """Attention that every slot of the request gets from the tokens that vote: [S] float32."""
         variant = self._alone if self.over == "question" else self._over_cache
-        return list(to_host(variant(batch, width)))[: len(batch.scenes)]
+        return to_host(variant(model, cache, scene))[0]
 
     def score(self, scene: SelectionInput) -> HostArray:
         """Attention that every chunk token gets."""
         received: HostArray = scene.observed[scene.chunk_slots]
         return received
 
-    def _alone(self, batch: SelectionBatch, width: int) -> Array:
-        model, scenes, rows = batch.model, batch.scenes, batch.rows
-        if len(scenes) == 1 and scenes[0].ahead is not None:
-            queries = scenes[0].ahead
-        else:
-            queries = _question_queries(model, [scene.final for scene in scenes], rows, width)
-        voters = np.where(self._votes(batch, width), np.arange(width), -1).astype(np.int32)
-        table = batch.table()
+    def _alone(self, model: Model, cache: PagedCache, scene: SelectionInput) -> Array:
+        queries = scene.ahead
+        if queries is None:
+            queries = _question_queries(model, scene.final)
+        votes = self._votes(scene)
+        voters = np.where(votes, np.arange(votes.shape[1]), -1).astype(np.int32)
+        table = batch_table([scene.table], 1, model.put_batch)
         offsets, groups = np.zeros((2, *table.pages.shape), np.int32)
         seen = np.full(table.slot_position.shape, HIDDEN, np.int32)
-        for row, scene in enumerate(scenes):
-            cached = np.repeat(np.logical_not(scene.in_place), scene.lengths)
-            slots = scene.chunk_slots[cached]
-            seen[row, slots[~scene.table.hidden(slots)]] = 0
-            for chunk, length in enumerate(scene.lengths):
-                first = scene.first_page(chunk)
-                pages = slice(first, first + pages_for(length))
-                start = len(scene.prefix) if self.place == "as_cached" else -length
-                offsets[row, pages], groups[row, pages] = start, first
-        placed, shown, grouped, at = batch.put(offsets, seen, groups, voters)
+        slots = scene.chunk_slots[np.repeat(np.logical_not(scene.in_place), scene.lengths)]
+        seen[0, slots[~scene.table.hidden(slots)]] = 0
+        for chunk, length in enumerate(scene.lengths):
+            first = scene.first_page(chunk)
+            pages = slice(first, first + pages_for(length))
+            start = len(scene.prefix) if self.place == "as_cached" else -length
+            offsets[0, pages], groups[0, pages] = start, first
+        placed, shown, grouped, at = put_row(model, offsets, seen, groups, voters)
         table = PageTable(pages=table.pages, offsets=placed, slot_position=shown)
         rope = model.rope(table.slot_position.shape[1])
         received: Array = _received_alone(
-            batch.cache.pool, model.config, rope, table, grouped, queries, at
+            cache.pool, model.config, rope, table, grouped, queries, at
         )
         return received
 
-    def _over_cache(self, batch: SelectionBatch, width: int) -> Array:
-        ids, _ = _final_rows([scene.final for scene in batch.scenes], batch.rows, width)
-        table = batch.table()
+    def _over_cache(self, model: Model, cache: PagedCache, scene: SelectionInput) -> Array:
+        ids, order = _final_row(scene.final)
+        table = batch_table([scene.table], 1, model.put_batch)
         num_slots = table.slot_position.shape[1]
-        positions = np.full(ids.shape, -1, np.int32)
-        slots = np.full(ids.shape, num_slots, np.int32)
-        for row, scene in enumerate(batch.scenes):
-            at = np.arange(len(scene.final))
-            positions[row, at] = len(scene.prefix) + scene.num_chunk_tokens + at
-            slots[row, at] = scene.scratch + at
-        step = Step(*batch.put(ids, positions, slots))
-        [votes] = batch.put(self._votes(batch, width))
-        decoder = batch.model.decoder(num_slots)
-        received: Array = batch.cache.run(_received_over_cache, decoder, table, step, votes)
+        positions = np.where(order >= 0, scene.num_prompt_tokens + order, -1)
+        slots = np.where(order >= 0, scene.scratch + order, num_slots)
+        step = Step(*put_row(model, ids, positions.astype(np.int32), slots.astype(np.int32)))
+        [votes] = put_row(model, self._votes(scene))
+        received: Array = cache.run(
+            _received_over_cache, model.decoder(num_slots), table, step, votes
+        )
         return received
 
-    def _votes(self, batch: SelectionBatch, width: int) -> HostArray:
-        """Which tokens of the final blocks vote, bool [B, width]."""
-        votes = np.zeros((batch.rows, width), bool)
-        for row, scene in enumerate(batch.scenes):
-            first, behind = scene.question
-            last = behind if self.voters == "question" else len(scene.final)
-            votes[row, 0 if self.voters == "final" else first : last] = True
+    def _votes(self, scene: SelectionInput) -> HostArray:
+        """Which tokens of the final block vote, bool [1, T']."""
+        votes = np.zeros((1, bucket(len(scene.final))), bool)
+        first, behind = scene.question
+        last = behind if self.voters == "question" else len(scene.final)
+        votes[0, 0 if self.voters == "final" else first : last] = True
         return votes
 
     def flops(self, model: Model, scene: SelectionInput) -> int:
@@ -150,13 +141,11 @@ class QueryGuided(Selector):
         return turborag_flops(config, final, context) + score_flops(config, final, context)
 
 
-def _final_rows(finals: Sequence[HostArray], rows: int, width: int) -> tuple[HostArray, HostArray]:
-    """Final blocks [rows, width] and their tokens' order in them, -1 in padding."""
-    ids = np.zeros((rows, width), np.int32)
-    order = np.full((rows, width), -1, np.int32)
-    for row, final in enumerate(finals):
-        ids[row, : len(final)] = final
-        order[row, : len(final)] = np.arange(len(final))
+def _final_row(final: HostArray) -> tuple[HostArray, HostArray]:
+    """A final block [1, T'] and its tokens' order in it, -1 in padding."""
+    ids = np.zeros((1, bucket(len(final))), np.int32)
+    order = np.full(ids.shape, -1, np.int32)
+    ids[0, : len(final)], order[0, : len(final)] = final, np.arange(len(final))
     return ids, order
 
 
@@ -164,10 +153,10 @@ def _no_queries(config: ModelConfig, ids: Array) -> Array:
     return jnp.zeros((*ids.shape, config.num_heads, config.head_dim), config.dtype)
 
 
-def _question_queries(model: Model, finals: Sequence[HostArray], rows: int, width: int) -> Array:
-    """Last-layer queries, unrotated, of blocks that see nothing else: [rows, width, N, H]."""
-    placed = (model.put_batch(x, rows) for x in _final_rows(finals, rows, width))
-    queries: Array = _queries_alone(model.decoder(width), *placed)
+def _question_queries(model: Model, final: HostArray) -> Array:
+    """Last-layer queries, unrotated, of a block that sees nothing else: [1, T', N, H]."""
+    placed = put_row(model, *_final_row(final))
+    queries: Array = _queries_alone(model.decoder(placed[0].shape[1]), *placed)
     return queries
 
 

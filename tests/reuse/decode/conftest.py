@@ -18,7 +18,6 @@ from jaxrag.engine.request import Prompt, Request
 from jaxrag.kv.cache import table_width
 from jaxrag.models.decoder import unembed
 from jaxrag.models.model import random_model
-from jaxrag.reuse.decode import PromptQueries
 from jaxrag.reuse.methods import METHODS
 
 
@@ -67,7 +66,7 @@ def next_logits():
 
 @pytest.fixture
 def accounts():
-    """Accounts of the batches that ``next_logits`` searched for, in order."""
+    """Accounts of the requests that ``next_logits`` searched for, in order."""
     _ACCOUNTS.clear()
     return _ACCOUNTS
 
@@ -75,101 +74,43 @@ def accounts():
 _ACCOUNTS = []
 
 
-def admitted(runner, rule, count):
-    """Where the rule searches, and numbers for so many requests; (None, ()) where it does not."""
-    if rule.searches is None:
-        return None, ()
-    host = runner.host_search
-    return host, [host.admit() for _ in range(count)]
-
-
 def _next_logits(model, method, prompts, rule, given):
     """Logits [B, n, V] after each of the ``given`` [B, n] tokens, decoded one at a time."""
     method = dataclasses.replace(METHODS[method], decode=rule)
-    given = np.asarray(given)
-    engine, rows = engine_of(model), bucket(len(prompts), 1)
-    room = given.shape[1] + 1  # the answer's slots are for what is given
-    requests = [Request(p, engine.memory, method, room, rows=rows) for p in prompts]
-    if len(requests) > 1:  # their chunks are there, so that none waits while another decodes
-        prefilled(engine, [dataclasses.replace(it, max_new_tokens=1) for it in requests], _nothing)
-    found = []
+    engine, room = engine_of(model), np.shape(given)[1] + 1  # slots are for what is given
 
-    def look(runner, state, there):
-        found.append((state, there.bank))
-        if len(found) < len(requests):
-            return None
-        found.sort(key=lambda it: _place(prompts, it[0]))
-        mapped = [state for state, _ in found]
-        table = batch_tables(mapped, rows, max(table_width(it.table) for it in mapped))
-        table = jax.tree.map(jnp.asarray, table)
-        bank = _together([bank for _, bank in found], rows)
-        return _rule_logits(model, mapped, table, rule, bank, given)
+    def alone(prompt, tokens):
+        look = functools.partial(_rule_logits, given=tokens)
+        return prefilled(engine, [Request(prompt, engine.memory, method, room)], look)
 
-    [logits] = [it for it in prefilled(engine, requests, look) if it is not None]
-    return logits
+    return np.concatenate([alone(*it) for it in zip(prompts, given, strict=True)])
 
 
-def _nothing(runner, state, there):
-    pass
-
-
-def _place(prompts, state):
-    """Which of the prompts a request is of."""
-    run = state.run.ids
-    return next(
-        at
-        for at, it in enumerate(prompts)
-        if it.num_tokens == state.next_position and (it.ids[-len(run) :] == run).all()
-    )
-
-
-def _together(banks, rows):
-    """The queries of requests that were prefilled each, in one batch of ``rows``."""
-    width = max(bank.positions.shape[1] for bank in banks)
-
-    def padded(x, axis, size, value):
-        pad = [(0, 0)] * x.ndim
-        pad[axis] = (0, size - x.shape[axis])
-        return np.pad(x, pad, constant_values=value)
-
-    queries = [padded(np.asarray(bank.queries), 2, width, 0) for bank in banks]
-    positions = [padded(np.asarray(bank.positions), 1, width, -1) for bank in banks]
-    queries = padded(np.concatenate(queries, 1), 1, rows, 0)
-    positions = padded(np.concatenate(positions), 0, rows, -1)
-    return PromptQueries(queries=jnp.asarray(queries), positions=jnp.asarray(positions))
-
-
-def _rule_logits(model, mapped, table, rule, bank, given):
-    """Logits [B, n, V] after each token of ``given`` [B, n]; the pool is written as in decoding."""
-    rows = table.pages.shape[0]
-    position = np.full(rows, -1, np.int32)
-    slot = np.full(rows, table.slot_position.shape[1], np.int32)
-    position[: len(mapped)] = [m.next_position for m in mapped]
-    slot[: len(mapped)] = [m.next_slot for m in mapped]
-    runner = engine_of(model).runner
-    host, numbers = admitted(runner, rule, len(mapped))
-    room = bucket(max(m.table.num_slots - m.next_slot for m in mapped))
-    decoding = answer.start_decoding(runner, mapped, rule, bank, room, numbers)
-    decoder = model.decoder(table.slot_position.shape[1])
+def _rule_logits(runner, state, there, given):
+    """Logits [n, V] after each token of ``given`` [n]; the pool is written as in decoding."""
+    rule, width = state.request.method.decode, table_width(state.table)
+    table = jax.tree.map(jnp.asarray, batch_tables([state], 1, width))
+    host = None if rule.searches is None else runner.host_search
+    number = None if host is None else host.admit()
+    room = bucket(state.table.num_slots - state.next_slot)
+    decoding = answer.start_decoding(runner, state, rule, there.bank, room, number)
+    decoder = runner.model.decoder(table.slot_position.shape[1])
     plan = answer.Plan(rule, host, runner.cache.values)
     out = []
-    for step in range(given.shape[1]):
-        tokens = np.zeros((rows, 1), np.int32)
-        tokens[: len(mapped), 0] = given[:, step]
-        at = np.where(position >= 0, position + step, -1)[:, None].astype(np.int32)
-        to = np.where(position >= 0, slot + step, slot)[:, None].astype(np.int32)
-        new = Step(*map(jnp.asarray, (tokens, at, to)))
+    for step, token in enumerate(given):
+        at = (token, state.next_position + step, state.next_slot + step)
+        new = Step(*(jnp.full((1, 1), x, jnp.int32) for x in at))
         if decoding is None:
             hidden, table = runner.cache.run(_dense, decoder, table, new)
         else:
             hidden, table, decoding = runner.cache.run(
                 _by_rule, decoder, table, decoding, new, plan
             )
-        out.append(np.asarray(unembed(model.params, hidden[:, 0]))[: len(mapped)])
+        out.append(np.asarray(unembed(runner.model.params, hidden[0, 0])))
     if host is not None:
-        _ACCOUNTS.append(host.account_of(numbers))
-        host.release(numbers)
-    return np.stack(out, axis=1)
+        _ACCOUNTS.append(host.account_of([number]))
+        host.release([number])
+    return np.stack(out)
 
 
 @jax.jit

@@ -243,7 +243,7 @@ def _allocated(runner, state, rule, bank, room, number):
 
 
 def _allocated_on_device(runner, state, rule, bank, room, number):
-    begun = start_decoding(runner, [state], rule, bank, room, [number])
+    begun = start_decoding(runner, state, rule, bank, room, number)
     held = None if begun is None else begun.state
     if isinstance(rule, Retrieval):
         held = None  # numbers of requests and positions of the tail

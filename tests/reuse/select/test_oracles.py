@@ -8,14 +8,7 @@ import pytest
 
 from jaxrag.base.rotary import attention_factor, frequencies
 from jaxrag.engine.request import Prompt
-from jaxrag.reuse.select import (
-    CacheCraft,
-    FirstK,
-    KvDeviation,
-    QueryGuided,
-    RandomTokens,
-    SelectionBatch,
-)
+from jaxrag.reuse.select import CacheCraft, FirstK, KvDeviation, QueryGuided, RandomTokens
 from jaxrag.reuse.select.cache_craft import cache_fix_overhead
 
 ALWAYS = ("mistral", "glm")  # windowed; partial and interleaved rotary. The others with the slow
@@ -78,8 +71,8 @@ def tried(work, model_of, rng, yarn_rope):
         prompt = dataclasses.replace(work.prompt(rng), question=(2, 6))
 
         def look(runner, scene):
-            (choice,) = selector.select(model, runner.cache, [scene])
-            return choice.tokens.tolist(), of(model, runner.cache, [scene])
+            choice = selector.select(model, runner.cache, scene)
+            return choice.tokens.tolist(), of(model, runner.cache, scene)
 
         [seen] = work.scene(model, work.method(selector, ratio, encoder), prompt, look=look)
         return model, prompt, *seen
@@ -88,14 +81,11 @@ def tried(work, model_of, rng, yarn_rope):
 
 
 def scores_of(selector):
-    """What the selector scores the chunk tokens of some scenes with."""
+    """What the selector scores the chunk tokens of a scene with."""
 
-    def scores(model, cache, scenes):
-        observed = selector.observe(SelectionBatch(model, cache, scenes))
-        return [
-            selector.score(dataclasses.replace(scene, observed=some))
-            for scene, some in zip(scenes, observed, strict=True)
-        ]
+    def scores(model, cache, scene):
+        observed = selector.observe(model, cache, scene)
+        return selector.score(dataclasses.replace(scene, observed=observed))
 
     return scores
 
@@ -118,7 +108,7 @@ def test_query_guided_counts_the_votes_of_a_span(tried, work, voters):
 def check_question_alone(tried, work, family, place, voters):
     """Scores and choice by the equations, of the tokens that vote."""
     selector = QueryGuided(place=place, voters=voters)
-    model, prompt, chosen, (scores,) = tried(family, selector, 0.3, of=scores_of(selector))
+    model, prompt, chosen, scores = tried(family, selector, 0.3, of=scores_of(selector))
     config, size = model.config, len(prompt.final)
     _, _, q, _, _ = work.dense(model, Prompt(prompt.final[:0], (), prompt.final), ())
     _, stored, *_ = work.dense(model, prompt, ())
@@ -142,7 +132,7 @@ def check_question_alone(tried, work, family, place, voters):
 @pytest.mark.parametrize("family", ["yarn", *FAMILIES])
 def test_query_guided_over_the_cache(tried, work, family):
     selector = QueryGuided(over="cache")
-    model, prompt, chosen, (scores,) = tried(family, selector, 0.3, of=scores_of(selector))
+    model, prompt, chosen, scores = tried(family, selector, 0.3, of=scores_of(selector))
     _, stored, q, k, _ = work.dense(model, prompt, ())
     whole = prompt.num_tokens
     keys = k[-1].copy()
@@ -173,7 +163,7 @@ def deviation(part, stored, k, v, layer):
 def test_kv_deviation(tried, work, family, part):
     """FusionRAG equations 7 and 8: squared deviation of the second layer's fresh KV."""
     selector = KvDeviation(part=part)
-    model, prompt, chosen, (deviations,) = tried(
+    model, prompt, chosen, deviations = tried(
         family, selector, 0.2, of=scores_of(dataclasses.replace(selector, keep_fresh=False))
     )
     _, stored, _, k, v = work.dense(model, prompt, range(74))
@@ -232,9 +222,7 @@ def fix_overhead(inter, lengths, i, seen, alpha):
 def test_cache_craft(tried, work, family, ratio):
     """CCI, CFO and the tokens that look back the most, from the dense attention of two layers."""
     selector = CacheCraft(alpha=0.5)
-    model, prompt, chosen, (shares,) = tried(
-        family, selector, ratio, of=lambda *batch: selector.observe(SelectionBatch(*batch))
-    )
+    model, prompt, chosen, shares = tried(family, selector, ratio, of=selector.observe)
     attention = chunk_attention(work, model, prompt)
     for i in range(4):
         expected = attention[:, chunk_of == i].sum(1)
@@ -295,8 +283,7 @@ def test_cache_craft_behind_neighbours(work, model_of, rng):
     )
 
     def look(runner, scene):
-        (choice,) = selector.select(model, runner.cache, [scene])
-        return scene.seen, choice
+        return scene.seen, selector.select(model, runner.cache, scene)
 
     [(seen, choice)] = work.scene(model, method, prompt, look=look)
     assert seen == ((), (0,), (1, 0), (2, 1, 0))

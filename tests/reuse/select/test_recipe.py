@@ -28,17 +28,17 @@ class MiddleTokens(Selector):
         return -abs(scene.local + self.shift - middle)
 
 
-# One that runs the model has ``observe`` beside it: a batch at once, in rows that are padded alike.
+# One that runs the model has ``observe`` beside it, over the prompt in a row that is padded.
 @dataclasses.dataclass(frozen=True)
 class LongEmbeddings(Selector):
     """The tokens whose embeddings are longest."""
 
     name: str = dataclasses.field(default="long", init=False)
 
-    def observe(self, batch):
-        """The length of every chunk token's embedding: [C] each."""
-        ids, _ = batch.put(*batch.prompts)
-        return batch.gather(to_host(jnp.linalg.norm(batch.model.params.embed[ids], axis=-1)))
+    def observe(self, model, cache, scene):
+        """The length of every chunk token's embedding: [C]."""
+        ids, _ = scene.causal
+        return scene.gather(to_host(jnp.linalg.norm(model.params.embed[ids], axis=-1)))
 
     def score(self, scene):
         return scene.observed
