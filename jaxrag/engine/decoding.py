@@ -314,8 +314,8 @@ def start_decoding(
         slots=PromptSlots(jax.tree.map(put, table), order, position - 1),
         bank=bank,
         room=room,
-        numbers=[] if number is None else [number],
-        carried=[carried_chunks(sequence)],
+        number=number,
+        carried=carried_chunks(sequence),
         host=None if rule.searches is None else runner.host_search,
     )
     return Decoding(order=put(order), state=rule.begin(prompts))

@@ -38,7 +38,6 @@ from jaxrag.reuse.decode.far import HostPrompt
 from jaxrag.reuse.decode.far.memory import HostMemory
 from jaxrag.reuse.decode.far.search import Finder, Scanned, Searched, finder_of
 from jaxrag.reuse.decode.footprint import Account, Bytes, index_bytes
-from jaxrag.reuse.decode.host_search import NO_REQUEST
 from jaxrag.reuse.decode.rule import (
     DecodeRule,
     Observe,
@@ -187,10 +186,10 @@ class Retrieval(DecodeRule):
         memory, layer, notes = HostMemory(config, prompt.layer), prompt.index, list[str]()
         heads = slice(prompt.part * config.num_kv_heads, (prompt.part + 1) * config.num_kv_heads)
         at = (prompt.layer.rows, prompt.position, prompt.room, prompt.carried)
-        spans = [_Span.of(self, config, documents, notes.append, *at)]
-        _check_bytes(spans, in_place=True, parts=prompt.parts)
-        opened, [span] = _open(
-            spans, lambda it: documents.open_layer(it.chunk, it.known, layer, config)
+        span = _Span.of(self, config, documents, notes.append, *at)
+        _check_bytes(span, in_place=True, parts=prompt.parts)
+        opened, span = _open(
+            span, lambda it: documents.open_layer(it.chunk, it.known, layer, config)
         )
         finders: list[list[Finder]] = [[] for _ in range(config.num_kv_heads)]
         account = Account(index_bytes=memory.nbytes, notes=tuple(notes))
@@ -213,50 +212,38 @@ class Retrieval(DecodeRule):
 
     @override
     def begin(self, prompts: Prompts) -> Indexed:
-        """Index the keys of a batch on the host, layer by layer.
+        """Index the keys of a request on the host, layer by layer.
 
-        Of every request the keys between the sink and the window of its first generated token.
-        Those of its ``carried`` chunks are searched in the indexes that the chunks were stored
-        with; over the others an index is built.
+        Those between the sink and the window of its first generated token. Those of its ``carried``
+        chunks are searched in the indexes that the chunks were stored with; over the others an
+        index is built.
 
         Raises RequestError where that takes more than the rule's ceiling of host memory.
         """
-        host = prompts.host
-        assert host is not None
+        host, number = prompts.host, prompts.number
+        assert host is not None and number is not None
         config = with_heads(prompts.config, host.share.ways)  # of the heads that are searched here
-        order, position = (np.asarray(it) for it in (prompts.slots.order, prompts.slots.position))
-        bank_positions = np.asarray(prompts.bank.positions)
-        spans = []
-        for row, (number, carried) in enumerate(zip(prompts.numbers, prompts.carried, strict=True)):
-            note, at = functools.partial(host.note, number), int(position[row])
-            more = (order[row], at, prompts.room, carried)
-            spans.append(_Span.of(self, config, host.documents, note, *more))
-        _check_bytes(spans, in_place=False)
-        opened, spans = _open(spans, lambda it: host.documents.open(it.chunk, it.known, config))
-        for layer, keys, queries in _read(prompts, spans):
-            for row, (number, span) in enumerate(zip(prompts.numbers, spans, strict=True)):
-                parts = []
-                for it in span.stored:
-                    places = (it.positions, it.chunk.position)
-                    parts.append(host.open(number, opened[it.chunk.key][layer], None, *places))
-                if len(span.rest):
-                    here = np.ascontiguousarray(keys[row, : len(span.rest)].transpose(1, 0, 2))
-                    banks = _banks(queries[row], bank_positions[row], config)
-                    made = list(span.indexes(here.__getitem__, banks))
-                    parts.append(host.open(number, made, here, span.rest))
-                misses = any(part.misses for part in parts)
-                host.add_layer(number, parts, span.checks if misses else None)
-        end = np.maximum(position + 2 - self.recent, self.sink)
-        rows, room = len(position), prompts.room
-        tail = np.where(position[:, None] >= 0, end[:, None] + np.arange(room), -1)
-        tail = tail.astype(np.int32)[:, None, None]
-        numbers = np.full(rows, NO_REQUEST, np.int32)
-        numbers[: len(prompts.numbers)] = prompts.numbers
-        return on_host(
-            Indexed,
-            np.broadcast_to(numbers, (config.num_layers, rows)),
-            np.broadcast_to(tail, (config.num_layers, *tail.shape)),
+        order, position, asked = (
+            np.asarray(it)[0]
+            for it in (prompts.slots.order, prompts.slots.position, prompts.bank.positions)
         )
+        at = (order, int(position), prompts.room, prompts.carried)
+        span = _Span.of(self, config, host.documents, functools.partial(host.note, number), *at)
+        _check_bytes(span, in_place=False)
+        opened, span = _open(span, lambda it: host.documents.open(it.chunk, it.known, config))
+        for layer, keys, queries in _read(prompts, span):
+            parts = []
+            for it in span.stored:
+                places = (it.positions, it.chunk.position)
+                parts.append(host.open(number, opened[it.chunk.key][layer], None, *places))
+            if len(span.rest):
+                made = list(span.indexes(keys.__getitem__, _banks(queries, asked, config)))
+                parts.append(host.open(number, made, keys, span.rest))
+            misses = any(part.misses for part in parts)
+            host.add_layer(number, parts, span.checks if misses else None)
+        numbers = np.full((config.num_layers, 1), number, np.int32)
+        tail = span.end + np.arange(prompts.room, dtype=np.int32)
+        return on_host(Indexed, numbers, np.broadcast_to(tail, (len(numbers), 1, 1, 1, len(tail))))
 
     @override
     def attend(self, view: View, layer: Array, state: Indexed) -> tuple[Partial, Any]:
@@ -394,76 +381,64 @@ class _Span:
         return run(make, range(self.config.num_kv_heads))
 
 
-def _check_bytes(spans: Sequence[_Span], *, in_place: bool, parts: int = 1) -> None:
+def _check_bytes(span: _Span, *, in_place: bool, parts: int = 1) -> None:
     """Refuse indexes that may take more host memory than their rule allows.
 
     ``parts`` as large as these are made of the KV heads.
     """
-    rule = spans[0].rule
+    rule = span.rule
     if rule.max_host_bytes is None:
         return
-    held = {
-        it.chunk.key: it.known.tables if in_place else it.known.nbytes
-        for span in spans
-        for it in span.stored
-    }
-    need = sum(held.values()) + parts * sum(
-        index_bytes(span.spec, span.config, len(span.rest), in_place=in_place) for span in spans
-    )
+    held = {it.chunk.key: it.known.tables if in_place else it.known.nbytes for it in span.stored}
+    rest = index_bytes(span.spec, span.config, len(span.rest), in_place=in_place)
+    need = sum(held.values()) + parts * rest
     if need > rule.max_host_bytes:
         raise RequestError(
-            f"decode rule {rule.name!r}: the indexes of {len(spans)} request(s) may take {need} "
-            f"bytes of host memory, max_host_bytes={rule.max_host_bytes}; raise it, or ask fewer "
-            "at once"
+            f"decode rule {rule.name!r}: the indexes of the request may take {need} bytes of host "
+            f"memory, max_host_bytes={rule.max_host_bytes}; raise it, or ask of fewer documents"
         )
 
 
-def _open[T](
-    spans: Sequence[_Span], open_one: Callable[[_Stored], T]
-) -> tuple[dict[str, T], list[_Span]]:
+def _open[T](span: _Span, open_one: Callable[[_Stored], T]) -> tuple[dict[str, T], _Span]:
     """The stored indexes by chunk; the keys of those that cannot be read are part of the rest."""
     opened: dict[str, T] = {}
-    for span in spans:
-        for it in span.stored:
-            if it.chunk.key in opened:
-                continue
-            try:
-                opened[it.chunk.key] = open_one(it)
-            except DAMAGED as error:
-                span.note(f"a stored index is not used: {error}")
-    whole = []
-    for span in spans:
-        lost = [it.positions for it in span.stored if it.chunk.key not in opened]
-        rest = np.concatenate([span.rest, *(where[where >= 0] for where in lost)])
-        kept = [it for it in span.stored if it.chunk.key in opened]
-        whole.append(dataclasses.replace(span, stored=kept, rest=np.sort(rest)))
-    return opened, whole
+    for it in span.stored:
+        if it.chunk.key in opened:
+            continue
+        try:
+            opened[it.chunk.key] = open_one(it)
+        except DAMAGED as error:
+            span.note(f"a stored index is not used: {error}")
+    lost = [it.positions for it in span.stored if it.chunk.key not in opened]
+    rest = np.concatenate([span.rest, *(where[where >= 0] for where in lost)])
+    kept = [it for it in span.stored if it.chunk.key in opened]
+    return opened, dataclasses.replace(span, stored=kept, rest=np.sort(rest))
 
 
-def _read(prompts: Prompts, spans: Sequence[_Span]) -> Iterator[tuple[int, HostArray, HostArray]]:
-    """Every layer with the keys at the rest of each row [B, n, K, H], and the bank's queries.
+def _read(prompts: Prompts, span: _Span) -> Iterator[tuple[int, HostArray, HostArray]]:
+    """Every layer with the keys at the span's rest [K, n, H], and the bank's queries [W, N, H].
 
     Of the heads that are searched here.
     """
     config, bank, slots, host = prompts.config, prompts.bank, prompts.slots, prompts.host
     assert host is not None
-    longest = max(len(span.rest) for span in spans)
-    if not longest:
+    count = len(span.rest)
+    if not count:
         nothing = np.zeros(0, np.float32)
         yield from ((layer, nothing, nothing) for layer in range(config.num_layers))
         return
-    rest = np.zeros((len(slots.position), bucket(longest, _FEWEST)), np.int32)
-    for row, span in enumerate(spans):
-        rest[row, : len(span.rest)] = span.rest
+    rest = np.zeros((1, bucket(count, _FEWEST)), np.int32)
+    rest[0, :count] = span.rest
 
     def read(layer: int, pool: PagePool) -> tuple[HostArray, HostArray]:
         at = (rest, bank.queries, np.int32(layer))
         keys, queries = _keys(config, prompts.rope, pool, slots, *at)
         mine = functools.partial(own_heads, host.mesh, host.share, axis=2)
-        return mine(keys), mine(queries)
+        return mine(keys)[0], mine(queries)[0]
 
     for layer in range(config.num_layers):
-        yield layer, *prompts.on_pool(functools.partial(read, layer))
+        keys, queries = prompts.on_pool(functools.partial(read, layer))
+        yield layer, np.ascontiguousarray(keys[:count].transpose(1, 0, 2)), queries
 
 
 @functools.partial(jax.jit, static_argnames=("config",))

@@ -65,18 +65,17 @@ class PromptQueries(struct.PyTreeNode):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prompts:
-    """A batch whose prompts are in the pool, before its first generated token.
+    """A request whose prompt is in the pool, a batch of one, before its first generated token.
 
     Attributes:
-      rope: at least as long as the requests' slots.
+      rope: at least as long as the request's slots.
       on_pool: calls a function with the pool, K and V of all layers, where and when that may be
         read, and returns its result, which is to be on the host or new on the device.
       slots: of prompt and generated tokens.
       bank: the queries that ``DecodeRule.observe`` asked for; W is 0 where it asked for nothing.
       room: at most so many tokens are generated.
-      numbers: of the requests, without padding rows, as ``host`` admitted them; empty where the
-        rule searches nothing.
-      carried: of every request the chunks that may have been stored with indexes.
+      number: as which ``host`` admitted it; None where the rule searches nothing.
+      carried: the chunks that may have been stored with indexes.
       host: where indexes are searched; None where the rule searches nothing.
     """
 
@@ -86,8 +85,8 @@ class Prompts:
     slots: PromptSlots
     bank: PromptQueries
     room: int
-    numbers: Sequence[int] = ()
-    carried: Sequence[Sequence[Carried]] = ()
+    number: int | None = None
+    carried: Sequence[Carried] = ()
     host: HostSearch | None = None
 
 

@@ -144,7 +144,6 @@ def on_device(case, rule):
     config = case.config
     queries, positions = bank_of(case, rule)
     host = HostSearch() if rule.searches is not None else None
-    numbers = [host.admit()] if host else []
     state = rule.begin(
         Prompts(
             config,
@@ -153,9 +152,8 @@ def on_device(case, rule):
             PromptSlots(case.table, case.order, np.array([case.position], np.int32)),
             PromptQueries(jnp.asarray(queries[:, None]), jnp.asarray(positions[None])),
             ROOM,
-            numbers,
-            [()] * len(numbers),
-            host,
+            host and host.admit(),
+            host=host,
         )
     ) if rule.sparse else None  # fmt: skip
     state = jax.tree.map(lambda x: jnp.asarray(x)[LAYER], state)

@@ -1,5 +1,7 @@
 """What selectors count: budgets, shares of chunks, and the choices that need no model."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -43,14 +45,20 @@ def test_selectors_that_ask_no_model_by_counting(rng, ratio):
             assert len(chosen) == min(int(np.ceil(ratio * at - 1e-9)), len(free))
 
 
+def test_random_is_a_function_of_seed_and_request(rng):
+    one, other = scene_of(rng, 0.5), scene_of(rng, 0.5)
+    first, again, seeded = (RandomTokens(seed).score(one) for seed in (0, 0, 1))
+    np.testing.assert_array_equal(first, again)
+    assert (first != seeded).all()
+    final = dataclasses.replace(one, final=other.final)  # every part of a request counts
+    assert (first != RandomTokens().score(final)).all()
+
+
 def test_random_draws_all_candidates_equally_often(rng):
     """Each of the candidates, and each pair of them, as often as chance says."""
     chunks = tuple(ids.astype(np.int32) for ids in np.split(rng.integers(3, 101, 12), [5, 8]))
-    scene = SelectionInput(
-        prefix=chunks[0][:0], chunks=chunks, final=chunks[0], table=None, chunk_slots=None,
-        question=(0, 1), scratch=0, copies=((),) * 3, exact=(False, True, False),
-        in_place=(False,) * 3, seen=((),) * 3, ratio=0.25,
-    )  # fmt: skip
+    settled = {"exact": (False, True, False), "in_place": (False,) * 3}
+    scene = dataclasses.replace(scene_of(rng, 0.25), chunks=chunks, **settled)
     draws, together = 3000, np.zeros((12, 12))
     for seed in range(draws):
         tokens = RandomTokens(seed).select(None, None, scene).tokens

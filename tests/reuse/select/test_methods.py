@@ -154,19 +154,6 @@ def test_counts_and_flops_of_a_result(model_of, work, name):
     assert partly.counts["recomputed"] > 0
 
 
-def test_a_batch_of_questions_recomputes_what_each_alone_does(model_of, work, rng):
-    model = model_of("llama", eos_ids=())
-    documents = [list(map(int, d)) for d in work.ids(rng, 30, 17, 44)]
-    questions = [list(map(int, q)) for q in work.ids(rng, 9, 3, 30, 1)]
-    for name in ("cacheblend", "cache_craft", "epic"):
-        options = {"documents": documents, "model": model, "method": name, "max_new_tokens": 7}
-        batch = generate(questions, **options)
-        for question, together in zip(questions, batch, strict=True):
-            alone = generate(question, **options)
-            assert together.token_ids == alone.token_ids
-            assert together.counts["recomputed"] in (0, alone.counts["recomputed"])
-
-
 def test_pages_of_recomputed_tokens_go_back(model_of, work, rng):
     model = model_of("llama", eos_ids=())
     documents = [list(map(int, d)) for d in work.ids(rng, 100, 90)]

@@ -8,7 +8,7 @@ import pytest
 
 from jaxrag.base.rotary import attention_factor, frequencies
 from jaxrag.engine.request import Prompt
-from jaxrag.reuse.select import CacheCraft, FirstK, KvDeviation, QueryGuided, RandomTokens
+from jaxrag.reuse.select import CacheCraft, KvDeviation, QueryGuided
 from jaxrag.reuse.select.cache_craft import cache_fix_overhead
 
 ALWAYS = ("mistral", "glm")  # windowed; partial and interleaved rotary. The others with the slow
@@ -299,25 +299,3 @@ def test_cache_craft_behind_neighbours(work, model_of, rng):
         expected += top(back, count, np.flatnonzero(chunk_of == i))
     assert not set(expected) & set(range(37, 57))  # chunk b saw all that precedes it
     assert choice.tokens.tolist() == expected
-
-
-def test_first_k(tried):
-    _, _, chosen, _ = tried("llama", FirstK(k=3), None, "isolated")
-    assert chosen == [0, 1, 2, 37, 38, 39, 57, 58, 59, 60]
-    _, _, chosen, _ = tried("llama", FirstK(), 0.1, "isolated")
-    assert chosen == [0, 1, 2, 3, 37, 38, 57, 58, 59]  # ceil(3.7), ceil(2.0), 1, ceil(1.6)
-    assert tried("llama", FirstK(k=0), None)[2] == []
-
-
-def test_random_is_a_function_of_seed_and_request(work, model_of, rng):
-    model, prompts = model_of(), [work.prompt(rng), work.prompt(rng)]
-
-    def chosen(selector, *prompts):
-        _, tokens = work.online(model, work.method(selector, 0.2, "isolated"), *prompts)
-        return [t.tolist() for t in tokens]
-
-    one, two = chosen(RandomTokens(), *prompts)
-    assert len(one) == len(set(one)) == 15
-    assert one != two
-    assert chosen(RandomTokens(), prompts[1]) == [two]
-    assert chosen(RandomTokens(seed=1), prompts[0]) != [one]
