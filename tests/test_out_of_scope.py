@@ -73,7 +73,7 @@ def test_fields_of_requests(what, fields):
 def test_answers_of_a_form():
     model = load_model(MODEL)
     with pytest.raises(JaxragError) as refused:
-        model.grammar(Guide("regex", "a"), frozenset({2}))
+        model.grammar(Guide("regex", "a"))
     assert any(words in str(refused.value) for words in quoted("answers of a"))
 
 

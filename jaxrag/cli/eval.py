@@ -108,8 +108,7 @@ COMMAND = group(
         TASK,
         values("--compare", "A:READ,B:READ", "also the paired difference of these two; repeatable"),
         result_options(markdown=True),
-        basic="model num-questions read baseline generate template chunks split compare out "
-        "markdown json",
+        basic="model num-questions read template chunks split compare out markdown json",
     ),
     command(
         "methods",

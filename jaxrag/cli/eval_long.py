@@ -93,7 +93,7 @@ def _command(
         flag("--no-items", "leave the single questions out of the JSON"),
         result_options(markdown=True),
         basic="model contexts methods decode num-questions chunk-tokens template out markdown json "
-        "tasks depths heatmap",
+        + " ".join({"tasks", "depths", *["heatmap"] * picture} - {*but}),
         suite=suite,
     )
 

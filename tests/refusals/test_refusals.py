@@ -161,8 +161,8 @@ FIELDS = {
         }),
         (RowsOptions, {"held_out_share": [1.0], "passages": [0], "batch_size": [0]}),
         (SYNTHETIC, {
-            "models": [{}, {"a b": "x"}, {"a:b": "x"}], "questions": [0], "answer": [4001, -1],
-            "reads": [("full", "sideways"), (), ("full", "full")], "baseline": ["other"],
+            "models": [{}, {"a b": "x"}, {"a:b": "x"}], "questions": [0],
+            "reads": [("full", "sideways"), (), ("full", "full")],
             "compare": [((RAW, ModelRead("other", "full")),)],
         }),
         (functools.partial(SYNTHETIC, reads=("full",)),

@@ -256,10 +256,11 @@ def test_every_token_stands_in_its_place(before, earlier, chunks, turns):
 
 
 def logits_of(model, request):
-    """Logits of the last token of a prompt through the pool, and which turns were kept."""
+    """Logits of the last token of a prompt through the pool, which turns were kept, whence."""
 
     def seen(runner, state, there):
-        return np.asarray(there.logits)[0], [part.kept for part in state.parts if part.turn]
+        turns = [part.kept for part in state.parts if part.turn]
+        return np.asarray(there.logits)[0], turns, {it.origin.how for it in state.parts if it.load}
 
     [found] = prefilled(engine_of(model), [request], seen)
     return found
@@ -286,7 +287,7 @@ def test_law_2_turns_in_the_pool_among_chunks_of_several_questions(kb):
     for turn in range(3):
         talk = Conversation(questions[: turn + 1], tuple(answers), keeps=True)
         request = prepare(settings, talk, None, Sampling())
-        found, kept = logits_of(kb.model, request)
+        found, kept, _ = logits_of(kb.model, request)
         assert sum(kept) > sum(len(it) // 16 for it in answers) or not turn
         expected = packed(kb.model, request.prompt)
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=2e-5)
@@ -320,10 +321,10 @@ def test_law_2_blocks_are_chunks_of_their_own_whatever_the_question(text_model):
             *("blocks[0]", "blocks[1]"),
             *("documents[0]", "documents[1]"),
         ]
-        found, parts = logits_of(text_model, one)
+        found, _, came = logits_of(text_model, one)
         np.testing.assert_allclose(found, packed(text_model, prompt), rtol=1e-4, atol=2e-5)
         if question is not QUESTIONS[0]:
-            assert {part.origin.how for part in parts} == {"pool"}
+            assert came == {"pool"}
 
 
 def test_blocks_are_kept_in_the_repository(kb):
@@ -347,7 +348,7 @@ def test_law_2_earlier_turns_as_blocks(text_model):
     decode = text_model.tokenizer.decode
     assert not prompt.turns
     assert decode(prompt.chunks[-1]) == "Question: Who?\nAnswer:A brick."
-    found, _ = logits_of(text_model, one)
+    found, _, _ = logits_of(text_model, one)
     np.testing.assert_allclose(found, packed(text_model, prompt), rtol=1e-4, atol=2e-5)
     messages = [user("Who?"), assistant("A brick."), user(QUESTIONS[1])]
     options = {"documents": DOCUMENTS, "model": text_model, "template": "plain", **BRIEF}
