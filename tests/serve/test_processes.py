@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +26,8 @@ QUESTIONS = [
     "What is snow?",
     "Where is the pass?",
 ]
+
+INGEST = Path(__file__).parents[2] / "scripts" / "ingest.py"
 
 
 @pytest.fixture
@@ -85,7 +88,7 @@ def test_ranks_of_jax_distributed_fill_one_knowledge_base(wide_model_dir, run_pr
     def command(rank, coordinator):
         joined = ["--distributed", "--coordinator", coordinator, "--processes", 2]
         own = ["--process-id", rank, "--chunk-tokens", 64, "--json"]
-        return [sys.executable, *map(str, ["scripts/ingest.py", *given, *joined, *own])]
+        return [sys.executable, *map(str, [INGEST, *given, *joined, *own])]
 
     printed = run_processes(command, tmp_path)
     reports = [json.loads(one.splitlines()[-1]) for one in printed]
