@@ -21,7 +21,7 @@ FAR = (
     KVPlacement(value_layers=1),
 )
 
-EVERY = ("epic", "full_attention", "full_reuse", "turborag_composite")
+EVERY = ("epic", "full_attention", "full_reuse", "turborag")
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def _prefilled(model, prompt, method):
 @pytest.mark.parametrize(
     ("family", "changes", "methods"),
     [
-        ("llama", {}, ("epic", "turborag_composite")),
+        ("llama", {}, ("epic", "turborag")),
         pytest.param("llama", {}, ("full_attention", "full_reuse"), marks=pytest.mark.slow),
         pytest.param("glm", {}, EVERY, marks=pytest.mark.slow),  # interleaved
         pytest.param("llama", {"sliding_window": 24}, EVERY[:3], marks=pytest.mark.slow),
