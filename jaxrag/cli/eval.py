@@ -1,7 +1,9 @@
 """`jaxrag eval`: how well models answer."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from jaxrag.base.errors import RequestError
 from jaxrag.cli import eval_dataset, eval_long, eval_own
@@ -24,20 +26,21 @@ from jaxrag.measure.evals.options import MethodsOptions, ModelRead, SyntheticOpt
 def run_synthetic(args: Args) -> None:
     """Print the tables, or one JSON object."""
     from jaxrag.measure.evals.synthetic import run
-    from jaxrag.measure.evals.synthetic_report import tables
 
-    options = _synthetic(args)
-    require_folders(args, "out", "markdown")
-    give_out_tables(args, measured(args, run, options), tables)
+    _give(args, run, _synthetic(args))
 
 
 def run_methods(args: Args) -> None:
     """Print the tables, or one JSON object."""
     from jaxrag.measure.evals.methods import run
-    from jaxrag.measure.evals.methods_report import tables
 
     encoders = () if args.encoders == ("own",) else args.encoders
-    options = from_fields(MethodsOptions, args, encoders=encoders, task=task_of(args))
+    _give(args, run, from_fields(MethodsOptions, args, encoders=encoders, task=task_of(args)))
+
+
+def _give(args: Args, run: Callable[..., dict[str, Any]], options: Any) -> None:
+    from jaxrag.measure.evals.synthetic_report import tables
+
     require_folders(args, "out", "markdown")
     give_out_tables(args, measured(args, run, options), tables)
 

@@ -16,7 +16,7 @@ RANDOM = Method(
 
 
 @dataclasses.dataclass(frozen=True)
-class Cell:
+class MethodCell:
     """A method as it is measured, and under which name and ratio; None: as it is by itself."""
 
     name: str
@@ -37,10 +37,13 @@ class Cell:
         )
 
 
-REFERENCES = (Cell(FULL.name, FULL, None), Cell(REUSE.name, REUSE, None))  # measured always
+REFERENCES = (  # measured always
+    MethodCell(FULL.name, FULL, None),
+    MethodCell(REUSE.name, REUSE, None),
+)
 
 
-def cells_of(options: MethodsOptions) -> list[Cell]:
+def cells_of(options: MethodsOptions) -> list[MethodCell]:
     """Every method with every encoder at every ratio it has; the two references first.
 
     Raises RequestError for a ratio that a method has no use for, and for ratios that nothing
@@ -67,18 +70,18 @@ def cells_of(options: MethodsOptions) -> list[Cell]:
     return distinct
 
 
-def _cells(method: Method, options: MethodsOptions) -> Iterator[Cell]:
+def _cells(method: Method, options: MethodsOptions) -> Iterator[MethodCell]:
     if method.encoder is None:
-        yield Cell(method.name, method, None)
+        yield MethodCell(method.name, method, None)
         return
     for variant in _variants(method, options.encoders):
         if isinstance(variant.selector, NoTokens):
-            yield Cell(method.name, variant, None)
+            yield MethodCell(method.name, variant, None)
             continue
         if variant.recompute_ratio is None:  # its own budget
-            yield Cell(method.name, variant, None)
+            yield MethodCell(method.name, variant, None)
         for ratio in options.ratios:
-            yield Cell(method.name, variant.with_ratio(ratio), ratio)
+            yield MethodCell(method.name, variant.with_ratio(ratio), ratio)
 
 
 def _variants(method: Method, encoders: Sequence[str]) -> Iterator[Method]:

@@ -1,4 +1,4 @@
-"""How many questions models answer, by how the prompt is read: `jaxrag eval synthetic`.
+"""How many questions of the synthetic task are answered: `jaxrag eval synthetic` and `methods`.
 
 Every model gets the same questions and reads each of them with full attention, block-wise with
 reordered positions, and block-wise with composite positions. That is the comparison of TurboRAG
@@ -7,13 +7,13 @@ trained for it, and how much of that fine-tuning brings back.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from jaxrag.base.types import HostArray
-from jaxrag.measure.evals.options import ModelRead, SyntheticOptions
+from jaxrag.measure.evals.options import MethodsOptions, ModelRead, SyntheticOptions
 from jaxrag.measure.evals.scoring import READS, draw, scored, write
 from jaxrag.measure.evals.statistics import LEVEL, by_group, difference, plain, recovery, share
 from jaxrag.measure.subject import described
@@ -23,6 +23,7 @@ from jaxrag.tasks.synthetic import KINDS, Sample
 
 FULL = "full"  # the read that nothing is lost in
 ALL = "all"  # every kind of question
+HOPS = {"1 hop": ("hop1", "cross", "latest"), "2 hops": ("hop2",)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +48,66 @@ class AskedSamples:
         )
 
     def groups(self) -> dict[str, HostArray]:
-        """Which questions are of each group, bool [Q]: all of them, and each kind that occurs."""
-        rows: dict[str, HostArray] = {ALL: np.ones(len(self.kind), np.bool_)}
-        rows |= {kind: self.kind == kind for kind in KINDS if (self.kind == kind).any()}
-        return rows
+        """Which questions are of each group, bool [Q]: all, by hops, each kind that occurs."""
+        kinds = HOPS | {kind: (kind,) for kind in KINDS}
+        rows = {name: np.isin(self.kind, those) for name, those in kinds.items()}
+        every = np.ones(len(self.kind), np.bool_)
+        return {ALL: every, **{name: row for name, row in rows.items() if row.any()}}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Cell:
+    """What is measured at once.
+
+    Attributes:
+      labels: what it is, such as its model and how that reads; None where it has none.
+      scores: [Q] of every question by metric, the first of which is compared.
+      more: of the result, JSON-able.
+    """
+
+    labels: Mapping[str, Any]
+    scores: Mapping[str, HostArray]
+    more: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Its labels as one text."""
+        return ":".join(str(it) for it in self.labels.values() if it is not None)
+
+
+def result_of(
+    options: SyntheticOptions | MethodsOptions,
+    asked: AskedSamples,
+    cells: Iterable[Cell],
+    pairs: Iterable[tuple[Cell, Cell]],
+) -> dict[str, Any]:
+    """What was asked, every cell's scores and paired differences, by group; JSON-able."""
+    groups = asked.groups()
+
+    def compared(a: Cell, b: Cell) -> dict[str, Any]:
+        both = (next(iter(one.scores.values())) for one in (a, b))
+        return by_group(groups, asked.sample, difference, *both)
+
+    return {
+        "task": dataclasses.asdict(options.task),
+        "seed": options.seed,
+        "questions": {name: int(rows.sum()) for name, rows in groups.items()},
+        "samples": len(asked.samples),
+        "shortcut": {name: float(asked.guess[r].mean()) for name, r in groups.items()},
+        "interval": f"{LEVEL:.0%}, cluster-robust over samples (evals/statistics.py)",
+        "cells": [
+            {
+                **one.labels,
+                **{
+                    metric: by_group(groups, asked.sample, share, values)
+                    for metric, values in one.scores.items()
+                },
+                **one.more,
+            }
+            for one in cells
+        ],
+        "differences": [{"a": a.name, "b": b.name, "difference": compared(a, b)} for a, b in pairs],
+    }
 
 
 def run(options: SyntheticOptions, progress: bool = True) -> dict[str, Any]:
@@ -60,47 +117,27 @@ def run(options: SyntheticOptions, progress: bool = True) -> dict[str, Any]:
     for a model that cannot be asked.
     """
     asked = AskedSamples.of(draw(options.task, options.seed, options.questions))
-    groups = asked.groups()
     written = {  # all of them before any work: the last one may be the one that cannot be asked
         name: write(load_model(path, dtype=options.dtype), asked.samples, options.template)
         for name, path in options.models.items()
     }
-    right: dict[ModelRead, HostArray] = {}
+    cells: dict[ModelRead, Cell] = {}
     steps = len(options.models) * len(options.reads) * len(asked.samples)
     with progress_bar(steps, "eval", "question", shown=progress) as bar:
-        for cell in (ModelRead(name, read) for name in options.models for read in options.reads):
-            bar.set_postfix_str(str(cell), refresh=False)
-            right[cell] = scored(written[cell.model], READS[cell.read], bar.update)
+        for one in (ModelRead(name, read) for name in options.models for read in options.reads):
+            bar.set_postfix_str(str(one), refresh=False)
+            right = scored(written[one.model], READS[one.read], bar.update)
+            cells[one] = Cell(one._asdict(), {"accuracy": right})
     baseline = next(iter(options.models))
+    pairs = [(cells[a], cells[b]) for a, b in _pairs(options, baseline)]
     return {
-        "task": dataclasses.asdict(options.task),
-        "seed": options.seed,
-        "questions": {name: int(rows.sum()) for name, rows in groups.items()},
-        "samples": len(asked.samples),
-        "shortcut": {name: float(asked.guess[r].mean()) for name, r in groups.items()},
-        "interval": f"{LEVEL:.0%}, cluster-robust over samples (evals/statistics.py)",
+        **result_of(options, asked, cells.values(), pairs),
         "models": {
             name: described(options.models[name], one.model, one.template)
             for name, one in written.items()
         },
         "baseline": baseline,
-        "cells": [
-            {
-                "model": cell.model,
-                "read": cell.read,
-                "accuracy": by_group(groups, asked.sample, share, values),
-            }
-            for cell, values in right.items()
-        ],
-        "differences": [
-            {
-                "a": str(a),
-                "b": str(b),
-                "difference": by_group(groups, asked.sample, difference, right[a], right[b]),
-            }
-            for a, b in _pairs(options, baseline)
-        ],
-        "recovery": _recoveries(options, baseline, asked, right),
+        "recovery": _recoveries(options, baseline, asked, cells),
     }
 
 
@@ -122,17 +159,16 @@ def _recoveries(
     options: SyntheticOptions,
     baseline: str,
     asked: AskedSamples,
-    right: Mapping[ModelRead, HostArray],
+    cells: Mapping[ModelRead, Cell],
 ) -> list[dict[str, Any]]:
     """What each other model brings back of what the baseline loses, by read."""
     if FULL not in options.reads:
         return []
+    right = {one: cell.scores["accuracy"] for one, cell in cells.items()}
     best = right[ModelRead(baseline, FULL)]
     rows = []
-    for read in options.reads:
-        for name in options.models:
-            if read != FULL and name != baseline:
-                lost, back = right[ModelRead(baseline, read)], right[ModelRead(name, read)]
-                found = recovery(lost, back, best, asked.sample)
-                rows.append({"model": name, "read": read, "recovery": plain(found)})
+    for one, back in right.items():
+        if one.read != FULL and one.model != baseline:
+            found = recovery(right[ModelRead(baseline, one.read)], back, best, asked.sample)
+            rows.append({**one._asdict(), "recovery": plain(found)})
     return rows

@@ -54,7 +54,7 @@ def test_every_figure_is_of_the_cells_it_names(verdicts):
     for cell in result["cells"]:
         values = right[ModelRead(cell["model"], cell["read"])]
         for kind, found in cell["accuracy"].items():
-            rows = asked.kind == kind if kind != "all" else slice(None)
+            rows = asked.groups()[kind]
             assert found == share(values[rows], asked.sample[rows])._asdict()
     best = right[ModelRead("raw", "full")]
     pairs = {(row["a"], row["b"]): row["difference"]["all"] for row in result["differences"]}
