@@ -31,6 +31,7 @@ from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.measure.evals.options import GateOptions, Target
 from jaxrag.measure.evals.statistics import Estimate, share
 from jaxrag.models.decoder import Decoder, unembed
+from jaxrag.models.model import Model
 from jaxrag.models.text.progress import progress_bar
 from jaxrag.reuse.decode import Dense
 from jaxrag.reuse.methods import METHODS, method_named
@@ -98,42 +99,58 @@ def gate(
         raise KnowledgeBaseError(
             f"{kb.path} was opened for reading; open it with its model and mode 'rw' for a gate"
         )
+    ask = Ask(
+        template=options.template,
+        k=options.k,
+        where=options.where,
+        max_new_tokens=options.answer_tokens,
+    )
+    settings = tried(options, ask, kb=kb)
+    prepared = [_prepare(one, questions, options.compute_last) for one in settings]
+    report = measure(settings, prepared, options, progress=progress)
+    if report.ratio is not None:
+        subject = gate_subject(method_named(options.method), settings[0].template)
+        last = options.compute_last
+        name = f"{report.method}, {last} computed" if last else report.method
+        asked = {"subject": subject, "k": options.k, "where": options.where, "compute_last": last}
+        # Of its own name: the method of that name computes no chunk of itself.
+        kb.set_gate(name, report.to_dict() | asked | {"probes": questions.digest})
+    return report
+
+
+def tried(
+    options: GateOptions, ask: Ask, *, kb: KnowledgeBase | None = None, model: Model | None = None
+) -> list[Settings]:
+    """What is asked with full attention, then by the method at every ratio, the smallest first.
+
+    Raises RequestError for a method that reuses nothing, and a ratio that it has no use for.
+    """
     method, ratios = method_named(options.method), options.ratios
     if ratios is None:
         ratios = (0.0,) if isinstance(method.selector, NoTokens) else RATIOS
-    settings = [
-        resolve(
-            Ask(
-                method=one,
-                template=options.template,
-                k=options.k,
-                where=options.where,
-                max_new_tokens=options.answer_tokens,
-            ),
-            kb=kb,
-        )
-        for one in (METHODS["full_attention"], *map(method.with_ratio, sorted(set(ratios))))
-    ]
-    prepared = [_prepare(one, questions, options.compute_last) for one in settings]
+    methods = (METHODS["full_attention"], *map(method.with_ratio, sorted(set(ratios))))
+    return [resolve(dataclasses.replace(ask, method=one), kb=kb, model=model) for one in methods]
+
+
+def measure(
+    settings: abc.Sequence[Settings],
+    prepared: abc.Sequence[abc.Sequence[ReadyQuestion]],
+    options: GateOptions,
+    *,
+    progress: bool = False,
+) -> GateReport:
+    """What became of the questions that were ``tried``; arguments as of ``compare``."""
     measured, tokens = compare(
         settings, prepared, options.target, options.batch_size, progress=progress
     )
-    report = GateReport(
-        method=method.name,
+    return GateReport(
+        method=settings[1].method.name,
         questions=len(prepared[0]),
         answer_tokens=tokens,
         target=options.target,
         measured=measured,
         ratio=next((one.ratio for one in measured if one.meets), None),
     )
-    if report.ratio is not None:
-        subject = gate_subject(method, settings[0].template)
-        last = options.compute_last
-        name = f"{method.name}, {last} computed" if last else method.name
-        asked = {"subject": subject, "k": options.k, "where": options.where, "compute_last": last}
-        # Of its own name: the method of that name computes no chunk of itself.
-        kb.set_gate(name, report.to_dict() | asked | {"probes": questions.digest})
-    return report
 
 
 def compare(

@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from jaxrag.base.errors import RequestError
-from jaxrag.measure.evals.gate import RATIOS, GateReport, compare
+from jaxrag.measure.evals.gate import GateReport, measure, tried
 from jaxrag.measure.evals.options import GateOptions
 from jaxrag.models.model import Model
-from jaxrag.reuse.methods import METHODS, method_named
-from jaxrag.reuse.select import NoTokens
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.conversation import Conversation, conversation_of
 from jaxrag.serve.plain import LEAST_REQUESTS, plain_subject
-from jaxrag.serve.questions import prepare, resolve
+from jaxrag.serve.questions import prepare
 
 
 def read_requests(path: str | Path) -> list[Conversation]:
@@ -68,32 +66,15 @@ def gate_requests(
     Returns the report, and the gate as a server reads it; its ratio is None where none passed.
     Raises RequestError for too few requests with passages, and one that cannot be served.
     """
-    method, ratios = method_named(options.method), options.ratios
-    if ratios is None:
-        ratios = (0.0,) if isinstance(method.selector, NoTokens) else RATIOS
-    tried = [method.with_ratio(ratio) for ratio in sorted(set(ratios))]
-    asks = [
-        Ask(
-            method=one,
-            plain="passages",
-            passage_rules=passage_rules,
-            max_new_tokens=options.answer_tokens,
-        )
-        for one in (METHODS["full_attention"], *tried)
-    ]
-    full, *settings = [resolve(ask, model=model) for ask in asks]
-    first = [(talk, prepare(settings[0], talk)) for talk in requests]
-    talks = [talk for talk, ready in first if ready.sources]
+    ask = Ask(plain="passages", passage_rules=passage_rules, max_new_tokens=options.answer_tokens)
+    settings = tried(options, ask, model=model)
+    talks = [talk for talk in requests if prepare(settings[1], talk).sources]
     if len(talks) < least:
         raise RequestError(
             f"passages are found in {len(talks)} of {len(requests)} requests, which says too "
             f"little: record at least {least} that have some"
         )
-    prepared = [[prepare(one, talk) for talk in talks] for one in (full, *settings)]
-    measured, tokens = compare(
-        [full, *settings], prepared, options.target, options.batch_size, progress=progress
-    )
-    ratio = next((one.ratio for one in measured if one.meets), None)
-    report = GateReport(method.name, len(talks), tokens, options.target, measured, ratio)
-    chosen = method.with_ratio(ratio or 0.0)
-    return report, report.to_dict() | {"subject": plain_subject(model, asks[1], chosen)}
+    prepared = [[prepare(one, talk) for talk in talks] for one in settings]
+    report = measure(settings, prepared, options, progress=progress)
+    chosen = settings[1].method.with_ratio(report.ratio or 0.0)
+    return report, report.to_dict() | {"subject": plain_subject(model, settings[1].ask, chosen)}
