@@ -25,7 +25,7 @@ def run(args: Args) -> None:
         require_folder(path, name)
     given = None if args.questions is None else QuestionFile.open(args.questions)
     with (
-        RowFiles.open(Path(args.out), Path(args.held_out), resume=args.resume) as files,
+        RowFiles.open(Path(args.out), Path(args.held_out), options, resume=args.resume) as files,
         open_kb(args) as kb,
     ):
         report = make_rows(kb, files, options, given, progress=not args.json)

@@ -9,7 +9,6 @@ import collections
 import contextlib
 import dataclasses
 import hashlib
-import io
 import itertools
 import json
 import random
@@ -29,6 +28,7 @@ from jaxrag.measure.evals.options import RowsOptions
 from jaxrag.measure.evals.own import Probe, probes_of
 from jaxrag.models.text.progress import progress_bar
 from jaxrag.models.text.prompts import PromptTemplate
+from jaxrag.serve.answer_files import AnswerFile
 from jaxrag.serve.answers import Result, serve
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.conversation import Passage
@@ -99,39 +99,43 @@ class MadeRows:
     dropped: dict[str, int]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class RowFiles:
-    """The rows and the questions that are held out, JSON lines. Make one with ``open``.
+    """The rows and the questions that are held out. Make one with ``open``.
 
     Attributes:
       done: the last number that either holds.
       seen: the questions of both, normalised.
     """
 
-    rows: Path
-    held_out: Path
-    done: int = 0
+    rows: AnswerFile
+    held_out: AnswerFile
+    done: int
     seen: set[bytes] = dataclasses.field(default_factory=set)
-    _files: dict[Path, io.FileIO] = dataclasses.field(default_factory=dict, repr=False)
 
     @classmethod
     @contextlib.contextmanager
-    def open(cls, rows: Path, held_out: Path, *, resume: bool = False) -> Iterator[Self]:
+    def open(
+        cls, rows: Path, held_out: Path, options: RowsOptions, *, resume: bool = False
+    ) -> Iterator[Self]:
         """Both files, to write to.
 
-        Raises RequestError for one file twice, one that holds lines already without ``resume``, or
-        lines that are no rows; StoreError where the disk refuses.
+        Raises RequestError for one file twice, or one that holds lines already without ``resume``;
+        ConfigError for lines that are no rows, or were made with other options.
         """
         if rows.absolute() == held_out.absolute():
             raise RequestError(f"{rows}: rows and held-out questions need a file each; name two")
-        files = cls(rows, held_out)
-        with contextlib.ExitStack() as stack:
+        made_with = dataclasses.asdict(dataclasses.replace(options, passages=None))
+        with AnswerFile(rows, made_with) as first, AnswerFile(held_out, made_with) as second:
+            files = cls(first, second, max(map(int, first.done | second.done), default=0))
             for path in (rows, held_out):
-                with disk_errors(path):
-                    if path.exists():
-                        files._read(path, resume)
-                    file = path.open("ab", buffering=0)
-                    files._files[path] = stack.enter_context(file)
+                for line in path.read_text(encoding="utf-8").splitlines():
+                    if not resume:
+                        raise RequestError(
+                            f"{path} holds lines already; pass --resume to go on, or name another "
+                            "file"
+                        )
+                    files.is_new(json.loads(line).get("question", ""))
             yield files
 
     def is_new(self, question: str) -> bool:
@@ -140,35 +144,6 @@ class RowFiles:
         known = digest in self.seen
         self.seen.add(digest)
         return not known
-
-    def write(self, path: Path, line: dict[str, Any]) -> None:
-        """Append a line to one of the two; it is with the system when this returns."""
-        rest = (json.dumps(line, ensure_ascii=False) + "\n").encode()
-        with disk_errors(path):
-            while rest:
-                rest = rest[self._files[path].write(rest) :]
-
-    def _read(self, path: Path, resume: bool) -> None:
-        """Take up what a file holds, and cut off a line that was not written to its end."""
-        whole = 0
-        with path.open("rb+") as file:
-            for number, raw in enumerate(file, 1):
-                if not resume:
-                    raise RequestError(
-                        f"{path} holds lines already; pass --resume to go on, or name another file"
-                    )
-                if not raw.endswith(b"\n"):
-                    break
-                whole += len(raw)
-                try:
-                    line = json.loads(raw)
-                    self.done = max(self.done, int(line["id"]))
-                    self.is_new(line["question"])
-                except (ValueError, KeyError, TypeError, AttributeError):
-                    raise RequestError(
-                        f"{path}:{number}: no line of `jaxrag kb questions`; name another file"
-                    ) from None
-            file.truncate(whole)
 
 
 def make_rows(
@@ -197,7 +172,8 @@ def make_rows(
         total, made = maker.taken(given)
     with progress_bar(total, "questions", "question", shown=progress, done=files.done) as bar:
         for some in made:
-            maker.put([it for it in some if isinstance(it, Made)])
+            with disk_errors(files.rows.path):
+                maker.put([it for it in some if isinstance(it, Made)])
             maker.dropped.update(it for it in some if isinstance(it, str))
             bar.update(len(some))
     return maker.report()
@@ -261,13 +237,13 @@ class _Maker:
             elif not self.files.is_new(one.question):
                 self.dropped[DOUBLE] += 1
             elif sides == {True}:
-                self.files.write(self.files.held_out, _plain(one))
+                self.files.held_out.write([_plain(one)])
                 self.held_out += 1
             else:
                 kept.append((one, self._around(one)))
         for one, chunks in self._answered(kept):
             shown = [{"title": hit.title, "text": hit.text} for hit in chunks]
-            self.files.write(self.files.rows, {**_plain(one), "chunks": shown})
+            self.files.rows.write([{**_plain(one), "chunks": shown}])
             self.rows += 1
             self.asked.update(one.sources)
 

@@ -6,7 +6,7 @@ import types
 import pytest
 from refusal import refused
 
-from jaxrag.base.errors import RequestError
+from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.cli import main
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.measure.evals import rows
@@ -72,7 +72,7 @@ def questions(path, lines):
 def made(kb, folder, options, given=None, resume=False):
     """The report, and what both files hold."""
     paths = folder / "rows.jsonl", folder / "held.jsonl"
-    with RowFiles.open(*paths, resume=resume) as files:
+    with RowFiles.open(*paths, options, resume=resume) as files:
         report = make_rows(kb, files, options, given)
     return report, *map(lines_of, paths)
 
@@ -230,11 +230,11 @@ def test_a_model_without_a_chat_format_takes_questions_only(kb, tmp_path):
 
 def test_files_that_are_none_of_ours(tmp_path):
     path = tmp_path / "rows.jsonl"
-    with refused(RequestError), RowFiles.open(path, path):
+    with refused(RequestError), RowFiles.open(path, path, HALF):
         pass
     path.write_text('{"text": "a document"}\n')
     other = tmp_path / "held.jsonl"
-    with refused(RequestError, "1"), RowFiles.open(path, other, resume=True):
+    with refused(ConfigError, "settings.json"), RowFiles.open(path, other, HALF, resume=True):
         pass
 
 
@@ -242,11 +242,12 @@ def test_command(kb, asked, tmp_path, model_dir, capsys):
     out, held = tmp_path / "rows.jsonl", tmp_path / "held.jsonl"
     command = ["kb", "questions", str(kb.path), "--model", str(model_dir), "--k", "3"]
     command += ["--questions", str(asked.path), "--out", str(out), "--held-out", str(held)]
-    assert main([*command, "--held-out-share", "0.5", "--cache-tokens", "8192"]) == 0
+    command += ["--held-out-share", "0.5", "--cache-tokens", "8192"]
+    assert main(command) == 0
     shown = capsys.readouterr().out
     rows, kept = len(lines_of(out)), len(lines_of(held))
     assert shown == (
         f"{out}: {rows} rows of {rows} documents\n{held}: {kept} questions on other documents\n"
     )
-    assert main([*command, "--resume", "--json", "--cache-tokens", "8192"]) == 0
+    assert main([*command, "--resume", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"] == 0
