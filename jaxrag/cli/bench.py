@@ -45,7 +45,6 @@ COMMAND = group(
         "jaxrag bench timeline --requests 20 --out timeline.json",
         fields(TimelineOptions),
         result_options(),
-        basic="model dtype method stored chunks chunk-tokens rows requests out json",
     ),
     SERVE,
 )

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from jaxrag.base.config import DType
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import option, parse_bytes, parse_count, parse_counts
-from jaxrag.library.options import FORMATS
 
 if TYPE_CHECKING:
     from jaxrag.measure.bench.serve_arms import Arm
@@ -80,20 +79,13 @@ class TimelineOptions:
     """Of `jaxrag bench timeline`."""
 
     model: str | None = option(None, metavar="MODEL", unset="a random Llama of 6 layers, width 256")
-    dtype: DType = option("float32", DTYPE)
     method: str = option("turborag", "a method that reuses chunks encoded alone", "NAME")
-    stored: str = option("native", "form of KV in the store", choices=FORMATS)
     chunks: int = option(4, "of a question", "N", parse=parse_count)
     chunk_tokens: int = option(1024, "of each", "N", parse=parse_count)
-    question_words: int = option(24, "beside the names of the documents", "N", parse=parse_count)
-    rows: int = option(8, "answers that the server decodes together", "N", parse=parse_count)
     requests: int = option(20, "of each kind, after a warm-up", "N")
-    folder: str | None = option(None, "where the store goes", "DIR", unset=TEMPORARY)
-    seed: int = option(0, DRAWN, "N")
 
     def __post_init__(self) -> None:
-        check_positive(self, "requests", "chunks", "rows")
-        check_folder(self.folder)
+        check_positive(self, "requests", "chunks")
         if self.chunk_tokens < 128:
             raise RequestError(f"chunk_tokens={self.chunk_tokens}: expected 128 or more")
 

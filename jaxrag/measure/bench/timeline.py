@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from jaxrag.base.config import DType
 from jaxrag.base.errors import RequestError
 from jaxrag.engine.progress import MOMENTS
 from jaxrag.library.documents import Document
@@ -35,6 +36,8 @@ _WARM = 3  # requests of each kind
 _POOL_QUESTIONS = 3  # whose chunks the pool holds
 _LIBRARY_QUESTIONS = 8  # whose chunks the knowledge base holds
 _ANSWER_TOKENS = 4
+_QUESTION_WORDS = 24  # beside the names of the documents
+_DTYPE: DType = "float32"
 _ASKED_WORDS = 100  # of questions, and of no document: names alone decide what is found
 _LOG_SECONDS = 10.0
 
@@ -60,19 +63,19 @@ PHASES = (
 
 def run(options: TimelineOptions) -> dict[str, Any]:
     """Ask and measure; JSON-able."""
-    rng = np.random.default_rng(options.seed)
+    rng = np.random.default_rng(0)
     count = _LIBRARY_QUESTIONS * options.chunks
-    with tempfile.TemporaryDirectory(prefix="jaxrag-bench-", dir=options.folder) as name:
+    with tempfile.TemporaryDirectory(prefix="jaxrag-bench-") as name:
         work = Path(name)
         words = _words(rng)
-        path = options.model or _written(work / "model", options, words)
-        model = load_model(path, dtype=options.dtype)
+        path = options.model or _written(work / "model", words)
+        model = load_model(path, dtype=_DTYPE)
         names = [f"q{words[number]}x{words[-1 - number]}" for number in range(count)]
         said, asked_words = words[:-_ASKED_WORDS], words[-_ASKED_WORDS:]
         documents = [_document(model, rng, said, it, options.chunk_tokens) for it in names]
         with KnowledgeBase.open(
             work / "kb", model, template="plain", chunk_tokens=options.chunk_tokens, overlap=0,
-            chunk_by="tokens", encoders=["isolated"], stored=options.stored,
+            chunk_by="tokens", encoders=["isolated"],
         ) as kb:  # fmt: skip
             kb.add(documents)
         with serving(_settings(work, path, model, options), work) as (url, _):
@@ -81,9 +84,8 @@ def run(options: TimelineOptions) -> dict[str, Any]:
         result = {
             "benchmark": "timeline",
             "model": options.model or random_named(model.config, shape=True),
-            "dtype": options.dtype,
+            "dtype": _DTYPE,
             "method": options.method,
-            "stored": options.stored,
             "chunks": options.chunks,
             "chunk_tokens": options.chunk_tokens,
             "requests": options.requests,
@@ -102,9 +104,9 @@ def _words(rng: np.random.Generator) -> list[str]:
     return list(found)
 
 
-def _written(directory: Path, options: TimelineOptions, words: Sequence[str]) -> str:
+def _written(directory: Path, words: Sequence[str]) -> str:
     """The random model, with a tokenizer that was trained on the words."""
-    write_random(directory, SMALL_LLAMA, options.dtype, options.seed)
+    write_random(directory, SMALL_LLAMA, _DTYPE, 0)
     byte_level.save(byte_level.train([" ".join(words)], SMALL_LLAMA.vocab_size), directory)
     return str(directory)
 
@@ -128,10 +130,9 @@ def _settings(work: Path, path: str, model: Model, options: TimelineOptions) -> 
     held = options.chunks * (options.chunk_tokens + 128)
     nbytes = 2 * options.chunks * model.kv_layout.nbytes(options.chunk_tokens)
     return (
-        f"method = {json.dumps(options.method)}\nrows = {options.rows}\n"
-        f"k = {options.chunks}\nwarm_up = false\n"
+        f"method = {json.dumps(options.method)}\nk = {options.chunks}\nwarm_up = false\n"
         f"[model]\npath = {json.dumps(path)}\ncache_tokens = {_POOL_QUESTIONS * held}\n"
-        f"dtype = {json.dumps(options.dtype)}\n"
+        f"dtype = {json.dumps(_DTYPE)}\n"
         f"[knowledge_bases]\ntimed = {json.dumps(str(work / 'kb'))}\n"
         f"[engine]\narena_bytes = {nbytes}\n"
     )
@@ -223,7 +224,7 @@ def _ask_all(
             chosen = list(names[start : start + options.chunks])
             for hit, tier in ((STORE, "store"), (POOL, "pool")):
                 asked = [chosen[it] for it in rng.permutation(len(chosen))]
-                more = rng.choice(words, options.question_words)
+                more = rng.choice(words, _QUESTION_WORDS)
                 one = client.ask(" ".join([*asked, *more]))
                 least = options.chunks * (options.chunk_tokens - 64)
                 if number < _WARM:
@@ -256,8 +257,8 @@ def report(result: dict[str, Any]) -> Iterator[str]:
     """The result as lines of a table."""
     yield (
         f"{result['model']}, {result['dtype']}, {result['method']}, {result['chunks']} chunks of "
-        f"{result['chunk_tokens']} tokens stored as {result['stored']}; milliseconds, means of the "
-        f"middle half of {result['requests']} requests"
+        f"{result['chunk_tokens']} tokens; milliseconds, means of the middle half of "
+        f"{result['requests']} requests"
     )
     hits = result["hits"]
     yield f"{'phase':<26}" + "".join(f"{name:>12}" for name in hits)
