@@ -10,7 +10,7 @@ class.
 
 import ast
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 # Not within a path or a longer name, nor a name of a file.
 _DOTTED = re.compile(r"(?<![\w./\-{<:@\"'])([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)(?![\w/\-*])")
@@ -32,16 +32,39 @@ def unresolved(trees: Trees, packages: Sequence[str] = ("jaxrag",)) -> list[str]
       trees: every module of the tree by its dotted name.
       packages: those that a name may begin with.
     """
-    held = {module: _held(tree.body) for module, tree in trees.items()}
-    first = first_parts(trees, packages)
-    found = set()
+    there, opened = set[str](), set[str]()
     for module, tree in trees.items():
-        for name, own in names_in(tree):
-            start = name.split(".")[0]
-            if start in first and start not in own and not _leads(name, held, packages):
-                found.add((module, name))
-    texts = {module: _texts(trees[module]) for module, _ in found}
-    return sorted(f"{module}: {name}" for module, name in found if name not in texts[module])
+        there |= set(_beginnings(module))
+        for name, node in _bound(tree):
+            full = f"{module}.{name}"
+            there.add(full)
+            if isinstance(node, ast.ClassDef):
+                members = {f"{full}.{name}" for name in _members(node)}
+                there |= members
+                opened |= members | ({full} if node.bases else set())
+            else:
+                opened.add(full)
+    there, opened = _endings(there), _endings(opened - {*trees})
+    first = first_parts(trees, packages)
+    return sorted({
+        f"{module}: {name}"
+        for module, tree in trees.items()
+        for name, own in _names(tree, set())
+        if name.split(".")[0] in first - own and name not in there
+        if opened.isdisjoint(_beginnings(name)) and name not in _texts(tree)
+    })  # fmt: skip
+
+
+def _beginnings(name: str) -> Iterator[str]:
+    """store, store.keys of store.keys."""
+    parts = name.split(".")
+    return (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+
+
+def _endings(names: Iterable[str]) -> set[str]:
+    """Names of something, from any of their parts on; one part says nothing."""
+    parts = [name.split(".") for name in names]
+    return {".".join(one[at:]) for one in parts for at in range(max(len(one) - 1, 1))}
 
 
 def _texts(tree: ast.Module) -> set[str]:
@@ -57,16 +80,12 @@ def first_parts(trees: Trees, packages: Sequence[str]) -> set[str]:
     return folders | loose | {*packages}
 
 
-def names_in(tree: ast.Module) -> Iterator[tuple[str, set[str]]]:
-    """Dotted names in docstrings, each with the names that mean something of its own there."""
-    yield from _names(tree, set())
-
-
 def _names(node: ast.AST, own: set[str]) -> Iterator[tuple[str, set[str]]]:
+    """Dotted names in docstrings, each with the names that mean something of its own there."""
     if isinstance(node, _FUNCTIONS):
         own = own | {one.arg for one in ast.walk(node.args) if isinstance(one, ast.arg)}
     elif isinstance(node, ast.ClassDef):
-        own = own | _held(node.body).keys()
+        own = own | {name for name, _ in _bound(node)}
     if isinstance(node, _DOCUMENTED):
         for name in _DOTTED.findall(ast.get_docstring(node) or ""):
             if not _FILES.intersection(name.split(".")):
@@ -76,59 +95,22 @@ def _names(node: ast.AST, own: set[str]) -> Iterator[tuple[str, set[str]]]:
             yield from _names(below, own)
 
 
-Held = dict[str, ast.ClassDef | None]  # names in a module or a class; what is no class is None
-
-
-def _held(body: Sequence[ast.stmt]) -> Held:
+def _bound(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
     """What a module or a class defines or imports, in its branches too."""
-    found: Held = {}
-    for node in body:
-        match node:
-            case ast.ClassDef(name=name):
-                found[name] = node
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                found[name] = None
-            case ast.Import(names=names) | ast.ImportFrom(names=names):
-                found |= {(one.asname or one.name).split(".")[0]: None for one in names}
-            case ast.TypeAlias(name=ast.Name(id=name)):
-                found[name] = None
-            case ast.Assign(targets=targets):
-                named = [one for target in targets for one in ast.walk(target)]
-                found |= {one.id: None for one in named if isinstance(one, ast.Name)}
-            case ast.AnnAssign(target=ast.Name(id=name)):
-                found[name] = None
-            case ast.If() | ast.Try() | ast.With() | ast.For():
-                parts = (getattr(node, field, []) for field in ("body", "orelse", "finalbody"))
-                for part in parts:
-                    found |= _held(part)
-    return found
+    for below in ast.iter_child_nodes(node):
+        match below:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
+                yield name, below
+            case ast.AsyncFunctionDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+                yield name, below
+            case ast.alias(name=name, asname=called):
+                yield (called or name).split(".")[0], below
+            case _:
+                yield from _bound(below)
 
 
-def _leads(name: str, held: Mapping[str, Held], packages: Sequence[str]) -> bool:
-    """Whether a name is that of a package, of a module, or of something in a module."""
-    parts = name.split(".")
-    from_top = parts[0] in packages
-    if any(
-        f"{it}.".startswith(f"{name}.") if from_top else f".{name}." in f".{it}." for it in held
-    ):
-        return True
-    for length in range(len(parts) - 1, 0, -1):  # the longest name of a module decides
-        start, rest = ".".join(parts[:length]), parts[length:]
-        modules = [it for it in held if it == start or (not from_top and it.endswith(f".{start}"))]
-        if modules:
-            return any(_holds(held[module], rest) for module in modules)
-    return False
-
-
-def _holds(held: Held, rest: Sequence[str]) -> bool:
-    """Whether a module or a class holds what the rest of a name says."""
-    if rest[0] not in held:
-        return False
-    cls = held[rest[0]]
-    if cls is None or len(rest) == 1:
-        return True
-    own = _held(cls.body)
-    for node in ast.walk(cls):  # what its methods set
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            own.setdefault(node.attr, None)
-    return bool(cls.bases) or _holds(own, rest[1:])
+def _members(cls: ast.ClassDef) -> set[str]:
+    """What a class defines, and what its methods set."""
+    stored = (it for it in ast.walk(cls) if isinstance(it, ast.Attribute))
+    set_there = {it.attr for it in stored if isinstance(it.ctx, ast.Store)}
+    return set_there | {name for name, _ in _bound(cls)}
