@@ -39,8 +39,6 @@ from jaxrag.models.compiled import CompileTimes
 
 _LOG = logging.getLogger("jaxrag")
 
-_STRIKES = 2  # broken steps after which a request fails
-
 
 class Core:
     """An engine at work, for one thread.
@@ -271,20 +269,16 @@ class Core:
             self._finish(sequence, "stop")
         elif sequence.request.cited and sequence.read - sequence.looks.done >= PIECE:
             try:
-                self._read_again(sequence)
+                read_again(self.state.runner, sequence)
             except Exception as error:
                 self._fail(sequence, error)
-
-    def _read_again(self, sequence: Sequence) -> None:
-        """The next piece of an answer, for its citations."""
-        read_again(self.state.runner, sequence)
 
     def _looks(self, sequence: Sequence) -> Looks | None:
         """Which chunks the tokens of an answer were chosen for, where that is asked and known."""
         if not sequence.request.cited or not sequence.read or sequence.swapped is not None:
             return None
         while sequence.looks.done < sequence.read:
-            self._read_again(sequence)
+            read_again(self.state.runner, sequence)
         return sequence.looks.whole(len(sequence.request.prompt.chunks))
 
     def _finish(
@@ -407,14 +401,14 @@ class Core:
             raise error
         _LOG.error("a step of the engine failed, its pool is made anew", exc_info=error)
         self.state.restarts += 1
+        again = [it for it in suspects if it.alone]
         for sequence in suspects:
-            sequence.strikes += 1
+            sequence.alone = True
         self._rebuild()
-        for sequence in suspects:
-            if sequence.strikes >= _STRIKES:
-                text = " ".join(str(error).split())[:300]
-                broke = f"request {sequence.number} broke the engine {sequence.strikes} times"
-                self._fail(sequence, EngineError(f"{broke}: {type(error).__name__}: {text}"))
+        for sequence in again:
+            text = " ".join(str(error).split())[:300]
+            broke = f"request {sequence.number} broke the engine 2 times"
+            self._fail(sequence, EngineError(f"{broke}: {type(error).__name__}: {text}"))
 
     def fail_all(self, error: BaseException) -> None:
         """Every client is told, and the pool is made anew."""

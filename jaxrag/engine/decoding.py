@@ -487,8 +487,14 @@ def run_by_rule(
     plan: Plan,
 ) -> tuple[Array, PagePool, PageTable, Decoding]:
     """As ``run_tokens`` for one token a row, [B, 1], attending by the plan's rule."""
-    if plan.away:
-        return _run_away(decoder, pool, table, decoding, step, plan)
+    if plan.away:  # pool and table stay as they are
+        window = plan.rule.static_pattern
+        assert plan.host is not None and decoder.factors is not None and window is not None
+        away = AwayAttend(decoder.config, decoder.factors, window, plan.host, plan.rule.reads_far)
+        hidden, state, _ = forward(
+            decoder.params, decoder.config, step.tokens, decoding.state, away
+        )
+        return hidden, pool, table, decoding.replace(state=state)
     assert decoding.order is not None
     table = table.reveal(step.slots, step.positions)
     paged = PagedAttend(decoder.config, decoder.rope, table, step.slots)
@@ -496,21 +502,3 @@ def run_by_rule(
     cache = (pool, decoding.state)
     hidden, cache, _ = forward(decoder.params, decoder.config, step.tokens, cache, attend)
     return hidden, cache[0], table, decoding.replace(state=cache[1])
-
-
-def _run_away(
-    decoder: Decoder,
-    pool: PagePool,
-    table: PageTable,
-    decoding: Decoding,
-    step: Step,
-    plan: Plan,
-) -> tuple[Array, PagePool, PageTable, Decoding]:
-    """The same where K and V are in host memory; pool and table stay as they are."""
-    window = plan.rule.static_pattern
-    assert plan.host is not None and decoder.factors is not None and window is not None
-    attend = AwayAttend(decoder.config, decoder.factors, window, plan.host, plan.rule.reads_far)
-    hidden, pattern, _ = forward(
-        decoder.params, decoder.config, step.tokens, decoding.state, attend
-    )
-    return hidden, pool, table, decoding.replace(state=pattern)

@@ -79,6 +79,7 @@ class Scheduler:
         self._lanes: dict[Hashable | None, Seats] = {}
         self._subscribers: dict[str, dict[int, Sequence]] = {}  # of loading chunks
         self._outgrown: dict[int, Sequence] = {}
+        self._preemptions = Counter[int]()  # of live requests that were preempted
         self._counts = dict.fromkeys(RequestStatus, 0)
         self._deadlines: list[tuple[float, int]] = []  # a heap; with some that are over
 
@@ -275,7 +276,7 @@ class Scheduler:
         chosen = self._for_rows(leaving)
         chosen += self._for_pages(leaving + chosen, now)
         for sequence in chosen:
-            sequence.preemptions += 1
+            self._preemptions[sequence.number] += 1
             self.preempted += 1
             self._move(sequence, RequestStatus.SWAPPING)
         return [sequence.number for sequence in chosen]
@@ -295,6 +296,7 @@ class Scheduler:
         if self._outgrown.pop(number, None) is None and was in QUEUED:
             self._queue.remove(sequence)
         self._let_go(sequence)
+        self._preemptions.pop(number, None)
         self._count(sequence, -1)
         sequence.status = RequestStatus.DONE
         self.ended[why] += 1
@@ -453,7 +455,7 @@ class Scheduler:
         most = self._settings.max_preemptions
         found = (it for it in holders if it.status is RequestStatus.DECODE and it not in leaving)
         worse = (it for it in found if it.request.priority > priority)
-        able = (it for it in worse if it.swappable and it.preemptions < most)
+        able = (it for it in worse if it.swappable and self._preemptions[it.number] < most)
         return sorted(able, key=lambda it: (-it.request.priority, len(it.own), -admission(it)[1]))
 
     def _for_rows(self, leaving: list[Sequence]) -> list[Sequence]:

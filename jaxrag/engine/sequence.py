@@ -134,19 +134,18 @@ class Sequence:
       lane: whose rows it needs from prefill on; None: it needs none (a single token).
       sink: is told of its progress.
       moments: when what happened, of ``progress.MOMENTS``, by the engine's clock.
-      status: this, and all up to ``preemptions``, is kept by the scheduler.
+      status: this, and all up to ``held``, is kept by the scheduler.
       turn: when it would begin, in virtual service, were rows shared by weight, and its place in
         the order of admission; kept when it waits again, None before.
       own: pages of the request alone.
       held: keys of the chunks that it maps.
-      preemptions: how often it was preempted.
       table: pages of its prompt and its answer, once it is mapped.
       run: the tokens of its prompt to run, by position, [n] each on the host.
       choice: chunk tokens that are computed again; None where there are none, or none yet.
       tokens: its answer so far, as its client has it.
       read: tokens that were read since it was begun; fewer than ``tokens`` once it began again.
       search: its number in the host's search.
-      strikes: steps that broke while it took part.
+      alone: it shares its lane with no other, as a step broke while it took part.
       matcher: how far its answer has come in the form of ``sampling.guide``, if there is one.
       looks: of its answer, if it is ``cited``.
     """
@@ -161,14 +160,13 @@ class Sequence:
     turn: tuple[float, int] | None = None
     own: tuple[int, ...] = ()
     held: tuple[str, ...] = ()
-    preemptions: int = 0
     table: TableBuilder = dataclasses.field(default_factory=TableBuilder)
     run: Step = NOTHING
     choice: Selection | None = None
     tokens: list[int] = dataclasses.field(default_factory=list)
     read: int = 0
     search: int | None = None
-    strikes: int = 0
+    alone: bool = False
     swapped: Swapped | None = None
     matcher: Matcher | None = None
     looks: LooksSoFar = dataclasses.field(default_factory=LooksSoFar)
@@ -199,11 +197,6 @@ class Sequence:
     def swappable(self) -> bool:
         """Whether it may be preempted: what others left it may be gone when it comes back."""
         return not self.attends_kept
-
-    @property
-    def alone(self) -> bool:
-        """Whether it shares its lane with no other, as a step broke while it took part."""
-        return self.strikes > 0
 
     # What it needs, and where that lies.
 

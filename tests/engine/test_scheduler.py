@@ -828,7 +828,8 @@ class Serving(RuleBasedStateMachine):
             self.swaps[number] += 1
             assert number in decoding and found.status is RequestStatus.SWAPPING
             assert found.swappable and found.request.priority > best
-            assert self.swaps[number] == found.preemptions <= self.settings.max_preemptions
+            times = self.scheduler._preemptions[number]
+            assert self.swaps[number] == times <= self.settings.max_preemptions
         assert self.scheduler.victims(self.now) == []  # they are enough
 
     @rule()

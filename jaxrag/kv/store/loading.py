@@ -27,7 +27,7 @@ from jaxrag.kv.store.grid import Grid, aux_grid
 from jaxrag.kv.store.namespace import Namespace, aux_path
 from jaxrag.kv.store.reading import ReadRequest, Refused, settle
 from jaxrag.kv.store.record import SCALE, Record, digest
-from jaxrag.kv.store.seal import Sealer, same_seal
+from jaxrag.kv.store.seal import same_seal
 
 # Each reads one file from front to back, which the system's read-ahead likes best. Measured cold:
 # four such threads reach 1.1 of dd, eight that share a file 0.7, and advice to read ahead less.
@@ -103,12 +103,51 @@ class Loader:
         ]
 
     def _local(
-        self, want: ReadRequest, attempt: Path, layers: range, scale: NDArray[Any] | Refused | None
+        self,
+        wanted: ReadRequest,
+        directory: Path,
+        layers: range,
+        scale: NDArray[Any] | Refused | None,
     ) -> Refused | None:
+        """Read, verify and place some layers of a chunk whose array lies in ``directory``.
+
+        Args:
+            layers: those of its range to do here.
+            scale: float32 [L, 2, T, K], of an int8 chunk, or why it is refused.
+
+        Raises:
+            StoreError: the files are there and cannot be read.
+        """
         if isinstance(scale, Refused):
             return scale
-        io_mode, sealer = self._backend.io_mode, self._space.sealer
-        return _load_layers(attempt, io_mode, want, layers, scale, sealer)
+        key = wanted.record.key
+        grid = wanted.grid
+        buffer = None if wanted.direct else wanted.buffer()
+        try:
+            with contextlib.ExitStack() as stack:
+                reads = []
+                for rank in wanted.ranks:
+                    # A pipe in place of the file would keep who opens it waiting.
+                    fd = os.open(directory / grid.file(rank), os.O_RDONLY | os.O_NONBLOCK)
+                    stack.callback(os.close, fd)
+                    offsets = _layer_offsets(fd, grid)
+                    reads.append(_reader(fd, offsets, self._backend.io_mode))
+                for layer in layers:
+                    parts = wanted.layer_out(layer)[None] if buffer is None else buffer
+                    for read, part in zip(reads, parts, strict=True):
+                        read(layer, part)
+                    refused = settle(wanted, layer, parts, scale, self._space.sealer)
+                    if refused is not None:
+                        return refused
+        except FileNotFoundError:
+            return ChunkMissing(f"chunk {key}: committed, but its bytes are gone")
+        except _DamagedFileError as error:
+            return ChunkCorrupt(f"chunk {key}: bytes refused: {error}")
+        except OSError as error:
+            if error.errno in (errno.EIO, errno.ENOTDIR, errno.EISDIR):
+                return ChunkCorrupt(f"chunk {key}: bytes refused: {error.strerror}")
+            raise StoreError(f"{directory}: cannot read chunk {key}: {error.strerror}") from error
+        return None
 
     def _start_remote(self, want: ReadRequest) -> list[Future[Refused | None]]:
         size = want.layers[1] - want.layers[0]
@@ -143,58 +182,6 @@ class Loader:
 
 def _first(answers: Iterable[Refused | None]) -> Refused | None:
     return next((answer for answer in answers if answer is not None), None)
-
-
-def _load_layers(
-    directory: Path,
-    io_mode: IOMode,
-    wanted: ReadRequest,
-    layers: range,
-    scale: NDArray[np.float32] | None,
-    sealer: Sealer | None,
-) -> ChunkMissing | ChunkCorrupt | None:
-    """Read, verify and place some layers of a chunk whose array lies in ``directory``.
-
-    Args:
-        io_mode: "memmap" maps the files, "default" reads them.
-        wanted: the chunk and its destination.
-        layers: those of its range to do here.
-        scale: float32 [L, 2, T, K], of an int8 chunk.
-
-    Returns:
-        None, or why the chunk is refused.
-
-    Raises:
-        StoreError: the files are there and cannot be read.
-    """
-    key = wanted.record.key
-    grid = wanted.grid
-    buffer = None if wanted.direct else wanted.buffer()
-    try:
-        with contextlib.ExitStack() as stack:
-            reads = []
-            for rank in wanted.ranks:
-                # A pipe in place of the file would keep who opens it waiting.
-                fd = os.open(directory / grid.file(rank), os.O_RDONLY | os.O_NONBLOCK)
-                stack.callback(os.close, fd)
-                offsets = _layer_offsets(fd, grid)
-                reads.append(_reader(fd, offsets, io_mode))
-            for layer in layers:
-                parts = wanted.layer_out(layer)[None] if buffer is None else buffer
-                for read, part in zip(reads, parts, strict=True):
-                    read(layer, part)
-                refused = settle(wanted, layer, parts, scale, sealer)
-                if refused is not None:
-                    return refused
-    except FileNotFoundError:
-        return ChunkMissing(f"chunk {key}: committed, but its bytes are gone")
-    except _DamagedFileError as error:
-        return ChunkCorrupt(f"chunk {key}: bytes refused: {error}")
-    except OSError as error:
-        if error.errno in (errno.EIO, errno.ENOTDIR, errno.EISDIR):
-            return ChunkCorrupt(f"chunk {key}: bytes refused: {error.strerror}")
-        raise StoreError(f"{directory}: cannot read chunk {key}: {error.strerror}") from error
-    return None
 
 
 def _reader(fd: int, offsets: tuple[int, ...], io_mode: IOMode) -> ReadLayer:

@@ -238,42 +238,32 @@ class HostSearch:
         out, lse = np.zeros_like(q), np.full(q.shape[:-1], -np.inf, np.float32)
         begun = _Begun(set(), HostWork(), out, lse)
         try:
-            self._begin_rows(begun, layer, np.asarray(numbers), q, np.asarray(position), part)
+            numbers, position = np.asarray(numbers), np.asarray(position)
+            rows = [
+                (row, int(number), far)
+                for row, number in enumerate(numbers)
+                if number != NO_REQUEST and position[row] >= 0
+                for far in [self._far(int(number), layer, part)]
+                if far is not None
+            ]
+            begun.numbers |= {number for _, number, _ in rows}
+            pieces = -(-self._workers // max(1, len(rows) * q.shape[1]))
+            todo: list[HostTask] = []
+            for row, number, far in rows:
+                answer = FarAnswer(begun.out[row], begun.lse[row], [], [] if self.measure else None)
+                begun.answers.append((number, answer))
+                todo += far.tasks(q[row], int(position[row]), answer, pieces)
+            work = sum(far.work(int(position[row])) for row, _, far in rows)
+            if work < _SMALL or self._workers == 1:
+                begun.ticket.run(todo)
+            else:
+                begun.ticket.submit(todo, self.crew, self._workers)
         except Exception as error:
             begun.ticket.fail(error)
         with self._lock:
             ticket = next(self._tickets)
             self._begun[ticket] = begun
         return ticket
-
-    def _begin_rows(
-        self,
-        begun: _Begun,
-        layer: int,
-        numbers: HostArray,
-        q: HostArray,
-        position: HostArray,
-        part: int,
-    ) -> None:
-        rows = [
-            (row, int(number), far)
-            for row, number in enumerate(numbers)
-            if number != NO_REQUEST and position[row] >= 0
-            for far in [self._far(int(number), layer, part)]
-            if far is not None
-        ]
-        begun.numbers |= {number for _, number, _ in rows}
-        pieces = -(-self._workers // max(1, len(rows) * q.shape[1]))
-        todo: list[HostTask] = []
-        for row, number, far in rows:
-            answer = FarAnswer(begun.out[row], begun.lse[row], [], [] if self.measure else None)
-            begun.answers.append((number, answer))
-            todo += far.tasks(q[row], int(position[row]), answer, pieces)
-        work = sum(far.work(int(position[row])) for row, _, far in rows)
-        if work < _SMALL or self._workers == 1:
-            begun.ticket.run(todo)
-        else:
-            begun.ticket.submit(todo, self.crew, self._workers)
 
     def _far(self, number: int, layer: int, part: int) -> FarLayer | None:
         request = self._requests.get(number)

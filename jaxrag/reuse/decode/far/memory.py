@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from jaxrag.base.config import ModelConfig
-from jaxrag.base.rotary import frequencies
 from jaxrag.base.types import HostArray
 from jaxrag.reuse.attention_index import turned
 from jaxrag.reuse.attention_index.faiss_objects import faiss_module, halves
@@ -103,7 +102,6 @@ class HostMemory:
         lengths = np.diff(np.append(starts, len(layer.offsets)))
         which = np.repeat(which.astype(np.uint16), lengths)
         self._which = None if len(self.offsets) == 1 else which
-        self._frequencies = frequencies(config.rope)
         self._all = self.runs(np.arange(len(layer.rows), dtype=np.int32))
 
     def runs(self, positions: HostArray) -> Runs:
@@ -118,22 +116,10 @@ class HostMemory:
 
     def ask(self, q: HostArray, position: int, more: Sequence[int] = ()) -> HostArray:
         """q [K, G, H] times the scale, turned to every offset and to ``more``: [O + m, K, G, H]."""
-        rope = self.config.rope
         offsets = np.concatenate([self.offsets, np.asarray(more, self.offsets.dtype)])
-        angles = (position - offsets)[:, None, None, None] * self._frequencies
-        cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-        q = q * np.float32(self.dim**-0.5)
-        out = np.empty((len(offsets), *q.shape), np.float32)
-        out[:] = q
-        half = rope.rotary_dim // 2
-        if rope.interleaved:
-            first, second = slice(0, rope.rotary_dim, 2), slice(1, rope.rotary_dim, 2)
-        else:
-            first, second = slice(0, half), slice(half, rope.rotary_dim)
-        a, b = q[..., first], q[..., second]
-        out[..., first] = a * cos - b * sin
-        out[..., second] = b * cos + a * sin
-        return out
+        heads = np.repeat((q * np.float32(self.dim**-0.5))[..., None, :], len(offsets), axis=-2)
+        heads = turned(heads, position - offsets, self.config.rope)
+        return np.ascontiguousarray(np.moveaxis(heads, -2, 0))
 
     def keys(self, head: int, rows: slice | HostArray) -> HostArray:
         """Keys of a KV head as they lie: [n, H] float32."""
