@@ -1,6 +1,7 @@
 """Imports point one way, kernels know nothing of the project, and importing does nothing."""
 
 import ast
+import functools
 import graphlib
 import json
 import os
@@ -69,6 +70,7 @@ FILES = {
 }
 
 
+@functools.cache
 def imported(path):
     """Every module that ``path`` imports anywhere in it, submodules resolved."""
     found = set()

@@ -242,6 +242,7 @@ def before_step(patch, store, at, action):
 def test_a_collection_beside_a_put_keeps_it_whole_or_says_so(open_store, chunk, root, amid):
     """One of the two between any two steps of the other, which has begun already."""
     outcomes = set()
+    put(open_store(), chunk(100))  # beside another
     for at in range(100):
         writer, sweeper, c, won = open_store(), open_store(), chunk(at), []
         begun = prepared(writer, c)
@@ -265,6 +266,7 @@ def test_a_collection_beside_a_put_keeps_it_whole_or_says_so(open_store, chunk, 
             put(open_store(), c)
         c.assert_equal(open_store("r").get(c.key))
         assert not [path for path in tree(root) if "swept" in path]
+        open_store().delete([c.key])
     assert at > 1 and outcomes == {True, False}
 
 
