@@ -451,7 +451,7 @@ class Engine:
                 left.extend(events)
             else:
                 if self._leader is not None:
-                    self._leader.rest()
+                    self._leader.send(0.0, rests=True)
                 core.rest()
                 return
 

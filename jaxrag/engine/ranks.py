@@ -145,11 +145,8 @@ class Leader:
         """Have it called, on any thread, once every process has read its part of a batch."""
         self._on_loaded = call
 
-    def loaded(self, number: int) -> None:
-        """The leader has read its own part of a batch."""
-        self._part_loaded(0, number)
-
-    def _part_loaded(self, rank: int, number: int) -> None:
+    def loaded(self, number: int, rank: int = 0) -> None:
+        """A process has read its part of a batch."""
         with self._lock:
             ranks = self._loaded.setdefault(number, set())
             ranks.add(rank)
@@ -169,34 +166,47 @@ class Leader:
             "server was started with"
         )
 
-    def send(self, now: float, commands: Sequence[Command]) -> int:
-        """Have all others make a turn; its number. Raises RankLost."""
-        self._number += 1
-        self._send(EngineTurn(self._number, now, tuple(commands)))
-        return self._number
-
-    def rest(self) -> None:
-        """There is nothing to do. Raises RankLost."""
-        self._number += 1
-        self._send(EngineTurn(self._number, 0.0, rests=True))
-
-    def _send(self, turn: EngineTurn) -> None:
+    def send(self, now: float, commands: Sequence[Command] = (), *, rests: bool = False) -> int:
+        """Have all others make a turn, or rest; its number. Raises RankLost."""
         if self.lost is not None:
             raise self.lost
-        data = turn_bytes(turn)
+        self._number += 1
+        data = turn_bytes(EngineTurn(self._number, now, tuple(commands), rests))
         for rank, link in self._links.items():
             try:
                 link.send(b"t", data)
             except OSError as error:
-                raise self._lose(f"rank {rank} is gone ({error})") from None
+                raise self.lose(f"rank {rank} is gone ({error})") from None
+        return self._number
 
-    def done(self, turn: int, digest: int) -> None:
-        """The leader made a turn itself."""
-        self._check(0, turn, digest)
+    def done(self, turn: int, digest: int, rank: int = 0) -> None:
+        """A process made a turn."""
+        with self._lock:
+            seen = self._seen.setdefault(turn, {})
+            seen[rank] = digest
+            same = len(set(seen.values())) == 1
+            if len(seen) > len(self._links):
+                del self._seen[turn]
+        if not same:
+            self.lose(f"rank {rank} made another turn {turn} than the others")
 
     def lose(self, why: str) -> RankLost:
-        """The engine cannot go on, for a reason of the leader's own."""
-        return self._lose(why)
+        """The engine cannot go on."""
+        if self._over.is_set() and self.lost is None:  # all end
+            return RankLost(why)
+        with self._lock:
+            first = self.lost is None
+            if self.lost is None:
+                self.lost = RankLost(f"{why}; the engine of all processes ends: start them again")
+            lost, calls = self.lost, list(self._on_lost)
+        if first:
+            self._over.set()
+            for link in self._links.values():
+                with contextlib.suppress(OSError):
+                    link.send(b"e", str(lost).encode()[:_SAID])
+            for call in calls:
+                call(lost)
+        return lost
 
     def close(self) -> None:
         """Let all others end, and wait a while until they have heard it."""
@@ -222,38 +232,12 @@ class Leader:
                 if kind == b"e":
                     why = f"rank {rank}: {data.decode('utf-8', 'replace')}"
                 elif kind == b"d" and len(data) == _DONE.size:
-                    self._check(rank, *_DONE.unpack(data))
+                    turn, digest = _DONE.unpack(data)
+                    self.done(turn, digest, rank)
                 elif kind == b"l" and len(data) == _LOADED.size:
-                    self._part_loaded(rank, *_LOADED.unpack(data))
-        self._lose(why)
+                    self.loaded(_LOADED.unpack(data)[0], rank)
+        self.lose(why)
         link.close()
-
-    def _check(self, rank: int, turn: int, digest: int) -> None:
-        with self._lock:
-            seen = self._seen.setdefault(turn, {})
-            seen[rank] = digest
-            same = len(set(seen.values())) == 1
-            if len(seen) > len(self._links):
-                del self._seen[turn]
-        if not same:
-            self._lose(f"rank {rank} made another turn {turn} than the others")
-
-    def _lose(self, why: str) -> RankLost:
-        if self._over.is_set() and self.lost is None:  # all end
-            return RankLost(why)
-        with self._lock:
-            first = self.lost is None
-            if self.lost is None:
-                self.lost = RankLost(f"{why}; the engine of all processes ends: start them again")
-            lost, calls = self.lost, list(self._on_lost)
-        if first:
-            self._over.set()
-            for link in self._links.values():
-                with contextlib.suppress(OSError):
-                    link.send(b"e", str(lost).encode()[:_SAID])
-            for call in calls:
-                call(lost)
-        return lost
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT_SECONDS):

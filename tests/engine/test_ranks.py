@@ -152,7 +152,7 @@ def test_turns_are_sent_and_digests_compared(gathered):
     leader.on_lost(lost.append)
     for done in (leader.done, one.done, two.done):
         done(1, 77)
-    leader.rest()
+    leader.send(0.0, rests=True)
     assert [next(it).rests for it in turns] == [True, True]
     assert leader.lost is None and not lost
     leader.done(3, 5)

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, StoreError
 from jaxrag.kv.store.address import kvstore_spec
-from jaxrag.kv.store.grid import HEAD_AXIS, HEADER, KV_AXES, Grid, aux_grid, kv_grid
-from jaxrag.kv.store.layout import KVLayout
+from jaxrag.kv.store.grid import HEAD_AXIS, HEADER, Grid
 
 IOMode = Literal["memmap", "default"]
 
@@ -304,22 +303,16 @@ class Backend:
                 raise self._failure(f"write {path}", failure) from failure
 
     def write_array(
-        self, path: str, layout: KVLayout, kv: NDArray[Any], attributes: Mapping[str, Any]
+        self,
+        path: str,
+        grid: Grid,
+        array: NDArray[Any],
+        axes: tuple[str, ...] | None,
+        attributes: Mapping[str, Any],
     ) -> None:
-        """Write ``kv`` [L, 2, T, K, H], of the layout's stored dtype, as an array under ``path``.
-
-        The array is durable when this returns.
-        """
-        grid = kv_grid(layout, kv.shape[2])
-        writes = [self.start_part(path, grid, 0, kv)]
-        writes.append(self.start_header(path, grid, KV_AXES, attributes))
-        self.finish_writes(path, writes)
-
-    def write_aux(self, path: str, array: NDArray[Any], attributes: Mapping[str, Any]) -> None:
-        """Write any contiguous array durably as one file under ``path``."""
-        grid = aux_grid(array.shape, array.dtype.name)
+        """Write a contiguous array as one file under ``path``; durable when this returns."""
         writes = [self.start_part(path, grid, 0, array)]
-        writes.append(self.start_header(path, grid, None, attributes))
+        writes.append(self.start_header(path, grid, axes, attributes))
         self.finish_writes(path, writes)
 
     def start_read(

@@ -27,6 +27,7 @@ from jaxrag.base.shapes import bucket
 from jaxrag.base.types import Array, HostArray
 from jaxrag.kv.store import KVLayout, KVStore, Record
 from jaxrag.kv.store.backend import Backend
+from jaxrag.kv.store.grid import KV_AXES, aux_grid, kv_grid
 from jaxrag.kv.store.record import SCALE
 from jaxrag.library.export.bundle import Bundle, KeyPlacement, describe, read
 from jaxrag.models.rope import RopeTable, place, rope_table
@@ -249,13 +250,16 @@ def _write_arrays(
 ) -> None:
     layout = dataclasses.replace(store.layout, stored="native")  # get_many dequantises
     attributes = {"dtype": layout.dtype, "rope_applied": False}
-    target.write_array("kv/", layout, read(store, bundle), attributes)
+    kv = read(store, bundle)
+    target.write_array("kv/", kv_grid(layout, kv.shape[2]), kv, KV_AXES, attributes)
     if len(records) > 1:  # auxiliary arrays belong to one chunk, not to several side by side
         return
     names = [name for name in records[0].aux if name != SCALE]
     for name in names:
         array = store.aux(records[0].key, name)
-        target.write_aux(f"aux/{name}/", array, {"dtype": records[0].aux[name].dtype})
+        grid = aux_grid(array.shape, array.dtype.name)
+        described = {"dtype": records[0].aux[name].dtype}
+        target.write_array(f"aux/{name}/", grid, array, None, described)
     if names:
         target.write("aux/zarr.json", _group({}))
 
