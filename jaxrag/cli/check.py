@@ -2,7 +2,8 @@
 
 import dataclasses
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import textwrap
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from jaxrag.base.config import ModelOptions
@@ -104,21 +105,9 @@ def _show(rows: Iterable[tuple[str, str]]) -> None:
         if not name:
             print(printable(text, keep="\n"), flush=True)
             continue
-        for number, line in enumerate(_broken(printable(text), _WIDTH - _LABEL)):
+        lines = textwrap.wrap(printable(text), _WIDTH - _LABEL, break_on_hyphens=False)
+        for number, line in enumerate(lines):
             print(f"{'' if number else name:<{_LABEL}}{line}", flush=True)
-
-
-def _broken(text: str, width: int) -> Iterator[str]:
-    line = ""
-    for word in text.split(" "):
-        if line and len(line) + 1 + len(word) > width:
-            yield line
-            line = ""
-        while len(word) > width:
-            yield word[:width]
-            word = word[width:]
-        line = f"{line} {word}" if line else word
-    yield line
 
 
 def _understood(found: "Overview") -> list[tuple[str, str]]:

@@ -18,7 +18,7 @@ from typing import Any
 from jaxrag.base.installed import DATA, unpack
 from jaxrag.cli.command import SUMMARIES, Args, command, value
 from jaxrag.cli.options import JSON
-from jaxrag.cli.output import human_count, print_json, shorten, table
+from jaxrag.cli.output import give, human_count, print_json, shorten, table
 
 METHODS = ("full_attention", "turborag", "block_attention")
 WEIGHTS = {"full": "trained with full attention", "dual": "then fine-tuned to read both ways"}
@@ -47,10 +47,7 @@ def run(args: Args) -> int:
     """Run the demo and print it, or one JSON object."""
     if args.unpack is not None:
         made = [str(path) for path in unpack(args.unpack)]
-        if args.json:
-            print_json({"unpacked": made})
-        else:
-            print("\n".join(made))
+        give(args, {"unpacked": made}, made)
         return 0
     from jaxrag.engine.engine import engine_of
     from jaxrag.models.compiled import keep_compiled

@@ -19,7 +19,7 @@ from jaxrag.cli.command import (
     values,
 )
 from jaxrag.cli.options import JSON, TASK, result_options, task_of
-from jaxrag.cli.output import give_out_tables, measured, print_json, require_folders
+from jaxrag.cli.output import give, give_out_tables, measured, require_folders
 from jaxrag.measure.evals.options import MethodsOptions, ModelRead, SyntheticOptions
 
 
@@ -56,10 +56,8 @@ def run_curve(args: Args) -> None:
         raise RequestError("two runs have the same name; call them NAME=FOLDER")
     curves = read_curves(runs, [name for name in args.names.split(",") if name])
     draw_curves(curves, out)
-    if args.json:
-        print_json({"out": str(out), "curves": [curve._asdict() for curve in curves]})
-    else:
-        print(f"{out}: " + ", ".join(f"{curve.run} {curve.name}" for curve in curves))
+    drawn = f"{out}: " + ", ".join(f"{curve.run} {curve.name}" for curve in curves)
+    give(args, {"out": str(out), "curves": [curve._asdict() for curve in curves]}, [drawn])
 
 
 def _synthetic(args: Args) -> SyntheticOptions:

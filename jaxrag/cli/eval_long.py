@@ -18,7 +18,7 @@ from jaxrag.cli.command import (
 )
 from jaxrag.cli.opening import mesh_of
 from jaxrag.cli.options import distributed_options, result_options
-from jaxrag.cli.output import give_out_tables, measured, print_json, require_folders
+from jaxrag.cli.output import give, give_out_tables, measured, require_folders
 from jaxrag.cli.processes import joined
 from jaxrag.measure.evals.options import LongOptions
 
@@ -39,10 +39,8 @@ def run(args: Args) -> None:
         rows = prompts(options, progress=not args.json)
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         Path(args.prompts).write_text(text, encoding="utf-8")
-        if args.json:
-            print_json({"prompts": args.prompts, "count": len(rows)})
-        else:
-            print(f"{args.prompts}: {len(rows)} prompts")
+        written = {"prompts": args.prompts, "count": len(rows)}
+        give(args, written, [f"{args.prompts}: {len(rows)} prompts"])
         return
     with joined(args) as first:
         ask = functools.partial(run, mesh=mesh_of(args.mesh))

@@ -1,11 +1,9 @@
 """`jaxrag kb export`: chunk KV as files for transformers, LMCache and zarr."""
 
-import dataclasses
-
 from jaxrag.cli.command import Args, argument, command, exclusive, flag, value, values
 from jaxrag.cli.opening import secret_of, where_of
 from jaxrag.cli.options import FOUND, JSON, KB, SECRET
-from jaxrag.cli.output import human_count, print_json
+from jaxrag.cli.output import give, human_count
 from jaxrag.models.text.printable import printable
 
 FORMATS = ("safetensors", "lmcache", "zarr")
@@ -35,15 +33,12 @@ def run(args: Args) -> int:
             tokenizer=tokenizer,
             progress=not args.json,
         )
-    if args.json:
-        print_json(dataclasses.asdict(report))
-    else:
-        print(
-            f"{report.path}: {report.files} files ({report.kept} were there), "
-            f"{report.tokens} tokens, {human_count(report.nbytes)}B"
-        )
-        for name, reason in report.refused:
-            print(f"not exported: {printable(name)}: {printable(reason)}")
+    told = (
+        f"{report.path}: {report.files} files ({report.kept} were there), {report.tokens} tokens, "
+        f"{human_count(report.nbytes)}B"
+    )
+    refused = (f"not exported: {printable(name)}: {printable(why)}" for name, why in report.refused)
+    give(args, report, [told, *refused])
     return UNFINISHED if report.refused else 0
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from jaxrag.cli.command import Args, command, fields, from_fields, value
 from jaxrag.cli.opening import open_kb, where_of
 from jaxrag.cli.options import FOUND, JSON, KB, SECRET, model_options
-from jaxrag.cli.output import print_json, table
+from jaxrag.cli.output import give, table
 from jaxrag.measure.evals.options import GateOptions, Target
 
 if TYPE_CHECKING:
@@ -24,29 +24,17 @@ def run(args: Args) -> int:
     options = from_fields(GateOptions, args, target=target, k=args.k, where=where_of(args))
     with open_kb(args) as kb:
         report = gate(kb, questions, options, progress=not args.json)
-    if args.json:
-        print_json(report.to_dict())
-    else:
-        _print_report(report)
-    if report.ratio is not None:
-        return 0
-    print(refusal(report), file=sys.stderr)
-    return 3
+    ratio = f"recomputes {report.ratio or 0:g} of the chunk tokens where no ratio is named"
+    if report.ratio == 1:
+        ratio = (
+            "recomputes every chunk token where no ratio is named, which saves nothing: only "
+            "--method full_attention meets the target"
+        )
+    return told(args, report, f"remembered: {report.method} {ratio}")
 
 
-def refusal(report: "GateReport") -> str:
-    """What is said where no ratio meets the target."""
-    tried = ", ".join(f"{one.ratio:g}" for one in report.measured)
-    target = report.target
-    return (
-        f"jaxrag: refused: {report.method} reaches agreement {target.agreement:g}, KL "
-        f"{target.max_kl:g} and answers {target.answers:g} at none of the ratios {tried}; nothing "
-        "was stored: try higher --recompute-ratios, another method or a lower target"
-    )
-
-
-def print_gate(report: "GateReport") -> None:
-    """Print how the ratios that were tried agree with full attention."""
+def told(args: Args, report: "GateReport", kept: str) -> int:
+    """Print how the ratios agree with full attention, and what is kept; the exit code."""
     from jaxrag.measure.table import percent
 
     rows = [["ratio", "recomputed", "agreement", "KL", "answers", "meets"]]
@@ -55,25 +43,24 @@ def print_gate(report: "GateReport") -> None:
         meets = "no" if not one.meets else "by computing all" if one.ratio == 1 else "yes"
         first = [f"{one.ratio:g}", f"{one.recomputed:.1%}"]
         rows.append([*first, shares[0], f"{one.kl:.4f}", shares[1], meets])
-    print(
+    head = (
         f"{report.method} against full attention: {report.questions} questions, "
         f"{report.answer_tokens} answer tokens; shares in % with 95 % intervals"
     )
-    print(table(rows, range(len(rows[0]) - 1)))
-
-
-def _print_report(report: "GateReport") -> None:
-    print_gate(report)
-    if report.ratio == 1:
-        print(
-            f"remembered: {report.method} recomputes every chunk token where no ratio is named, "
-            "which saves nothing: only --method full_attention meets the target"
-        )
-    elif report.ratio is not None:
-        print(
-            f"remembered: {report.method} recomputes {report.ratio:g} of the chunk tokens where no "
-            "ratio is named"
-        )
+    passed = report.ratio is not None
+    lines = [head, table(rows, range(len(rows[0]) - 1)), *[kept] * passed]
+    give(args, report.to_dict(), lines)
+    if passed:
+        return 0
+    tried = ", ".join(f"{one.ratio:g}" for one in report.measured)
+    target = report.target
+    print(
+        f"jaxrag: refused: {report.method} reaches agreement {target.agreement:g}, KL "
+        f"{target.max_kl:g} and answers {target.answers:g} at none of the ratios {tried}; nothing "
+        "was stored: try higher --recompute-ratios, another method or a lower target",
+        file=sys.stderr,
+    )
+    return 3
 
 
 COMMAND = command(

@@ -11,7 +11,7 @@ from jaxrag.base.errors import RequestError
 from jaxrag.cli.command import SUMMARIES, Args, command, fields, from_fields, value
 from jaxrag.cli.opening import asked_of, load, method_of, open_kb
 from jaxrag.cli.options import GENERATION, JSON, SECRET, distributed_options, model_options
-from jaxrag.cli.output import print_json
+from jaxrag.cli.output import give
 from jaxrag.cli.parts import RayOptions, in_parts
 from jaxrag.cli.processes import joined
 
@@ -130,16 +130,14 @@ def _tell(args: Args, report: "BatchReport") -> int:
     for bad in report.refused:
         print(f"refused {bad.id}: {bad.reason}", file=sys.stderr)
     rates = report.rates()
-    if args.json:
-        print_json({**dataclasses.asdict(report), **rates})
-    else:
-        print(
-            f"{args.out}: {report.answered} answered, {len(report.refused)} refused, "
-            f"{report.earlier} there before, of {report.questions}; {report.seconds:.1f} s\n"
-            f"{rates['questions_per_second']:.3g} questions/s, "
-            f"{rates['generated_tokens_per_second']:.3g} generated tokens/s, "
-            f"{rates['reused_tokens_per_second']:.3g} reused chunk tokens/s"
-        )
+    told = (
+        f"{args.out}: {report.answered} answered, {len(report.refused)} refused, "
+        f"{report.earlier} there before, of {report.questions}; {report.seconds:.1f} s\n"
+        f"{rates['questions_per_second']:.3g} questions/s, "
+        f"{rates['generated_tokens_per_second']:.3g} generated tokens/s, "
+        f"{rates['reused_tokens_per_second']:.3g} reused chunk tokens/s"
+    )
+    give(args, dataclasses.asdict(report) | rates, [told])
     return 0 if report.complete else 3
 
 

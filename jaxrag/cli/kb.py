@@ -12,7 +12,7 @@ from jaxrag.cli import connector, export, gate, kb_questions
 from jaxrag.cli.command import SUMMARIES, Args, argument, command, flag, group, value, values
 from jaxrag.cli.opening import open_kb, secret_of, where_of
 from jaxrag.cli.options import JSON, KB, SECRET, WHERE, model_options
-from jaxrag.cli.output import counted, human_count, note, print_json, shorten, table
+from jaxrag.cli.output import counted, give, human_count, note, print_json, shorten, table
 from jaxrag.models.text.printable import printable
 
 if TYPE_CHECKING:
@@ -74,13 +74,9 @@ def run_remove(args: Args) -> int:
     """Exit code 0 when every document was there, 3 when some were not."""
     with _opened(args, mode="rw") as kb:
         report = kb.remove(args.ids)
-    if args.json:
-        print_json(dataclasses.asdict(report))
-    else:
-        documents, chunks = counted(report.documents, "document"), counted(report.chunks, "chunk")
-        print(f"removed {documents}, {chunks}")
-        for name in report.unknown:
-            print(f"no document {name!r}")
+    documents, chunks = counted(report.documents, "document"), counted(report.chunks, "chunk")
+    unknown = (f"no document {name!r}" for name in report.unknown)
+    give(args, report, [f"removed {documents}, {chunks}", *unknown])
     return 3 if report.unknown else 0
 
 
@@ -90,14 +86,12 @@ def run_gc(args: Args) -> None:
         report = kb.gc(
             grace_seconds=args.grace, dry_run=args.dry_run, others=args.others, gone=args.gone
         )
-    if args.json:
-        print_json(dataclasses.asdict(report))
-        return
-    print(
+    told = (
         f"{'would free' if report.dry_run else 'freed'} {counted(report.chunks, 'chunk')}, "
         f"{human_count(report.nbytes)}B, {counted(report.attempts, 'unfinished write')}, "
         f"{counted(report.vectors, 'vector')}"
     )
+    give(args, report, [told])
 
 
 def run_verify(args: Args) -> int:
@@ -137,19 +131,16 @@ def run_verify(args: Args) -> int:
             )
             for key in keys
         ]
-    if args.json:
-        salvaged = None if mended is None else dataclasses.asdict(mended)
-        print_json(dataclasses.asdict(report) | {"catalog": salvaged, "settings": settings})
-    else:
-        print(
-            f"chunks: {report.ok} whole, {report.repaired} repaired, {len(report.damaged)} damaged"
-        )
-        if report.unsealed:
-            print(f"{len(report.unsealed)} of the damaged are sound, but not sealed")
-        if report.dropped:
-            print(f"{report.dropped} not stored, under the size limit or until they are needed")
-        print("".join(f"{printable(line)}\n" for line in _about_rows(report)), end="")
-        print("".join(f"{printable(line)}\n" for line in named), end="")
+    salvaged = None if mended is None else dataclasses.asdict(mended)
+    values = dataclasses.asdict(report) | {"catalog": salvaged, "settings": settings}
+    lines = [
+        f"chunks: {report.ok} whole, {report.repaired} repaired, {len(report.damaged)} damaged"
+    ]
+    if report.unsealed:
+        lines.append(f"{len(report.unsealed)} of the damaged are sound, but not sealed")
+    if report.dropped:
+        lines.append(f"{report.dropped} not stored, under the size limit or until they are needed")
+    give(args, values, map(printable, [*lines, *_about_rows(report), *named]))
     return 0 if report.whole and not (mended is not None and mended.is_loss) else 3
 
 
@@ -165,14 +156,14 @@ def _run_forgotten(args: Args) -> int:
     upload = upload_of(folder, args.forgotten)
     if upload is not None:
         report = report.with_more(f"the uploaded file {upload}", used=False)
-    if args.json:
-        print_json(dataclasses.asdict(report) | {"nothing": report.nothing})
-        return 0 if report.nothing else 3
-    for it in report.remains:
-        print(printable(f"{it.count} {it.what}{'' if it.used else ' (in no answer)'}"))
-    if report.nothing:
-        print(f"nothing is left of it here; removed {report.removed}")
-    print(f"not looked at: {'; '.join(report.elsewhere)}")
+    remains = [
+        printable(f"{it.count} {it.what}{'' if it.used else ' (in no answer)'}")
+        for it in report.remains
+    ]
+    nothing = [f"nothing is left of it here; removed {report.removed}"] * report.nothing
+    elsewhere = f"not looked at: {'; '.join(report.elsewhere)}"
+    values = dataclasses.asdict(report) | {"nothing": report.nothing}
+    give(args, values, [*remains, *nothing, elsewhere])
     return 0 if report.nothing else 3
 
 

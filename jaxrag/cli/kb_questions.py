@@ -1,18 +1,13 @@
 """`jaxrag kb questions`: rows to train on over one's own documents, and held-out questions."""
 
-import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from jaxrag.cli.command import Args, command, fields, flag, from_fields, value
 from jaxrag.cli.opening import open_kb
 from jaxrag.cli.options import JSON, KB, SECRET, model_options
-from jaxrag.cli.output import counted, print_json, require_folder
+from jaxrag.cli.output import counted, give, require_folder
 from jaxrag.measure.evals.options import RowsOptions
 from jaxrag.serve.ask import Ask
-
-if TYPE_CHECKING:
-    from jaxrag.measure.evals.rows import MadeRows
 
 
 def run(args: Args) -> None:
@@ -29,18 +24,13 @@ def run(args: Args) -> None:
         open_kb(args) as kb,
     ):
         report = make_rows(kb, files, options, given, progress=not args.json)
-    if args.json:
-        print_json(dataclasses.asdict(report))
-    else:
-        _print_report(report, args)
-
-
-def _print_report(report: "MadeRows", args: Args) -> None:
-    print(f"{args.out}: {counted(report.rows, 'row')} of {counted(report.documents, 'document')}")
-    print(f"{args.held_out}: {counted(report.held_out, 'question')} on other documents")
-    for why, count in report.dropped.items():
-        if count:
-            print(f"left out {count}: {why}")
+    left_out = (f"left out {count}: {why}" for why, count in report.dropped.items() if count)
+    lines = [
+        f"{args.out}: {counted(report.rows, 'row')} of {counted(report.documents, 'document')}",
+        f"{args.held_out}: {counted(report.held_out, 'question')} on other documents",
+        *left_out,
+    ]
+    give(args, report, lines)
 
 
 COMMAND = command(

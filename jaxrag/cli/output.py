@@ -1,5 +1,6 @@
 """What commands print: JSON, tables, texts cut to a width; and the files they write."""
 
+import dataclasses
 import json
 import sys
 import textwrap
@@ -26,6 +27,15 @@ def print_json(value: Any) -> None:
     except UnicodeEncodeError:
         text = json.dumps(value)
     print(text)
+
+
+def give(args: "Args | Namespace", value: Any, lines: Iterable[str]) -> None:
+    """Print a value, or a report's fields, as JSON where that is asked for; else lines."""
+    if args.json:
+        is_report = dataclasses.is_dataclass(value) and not isinstance(value, type)
+        print_json(dataclasses.asdict(value) if is_report else value)
+    else:
+        print("".join(f"{line}\n" for line in lines), end="")
 
 
 def note(text: str) -> None:
@@ -119,10 +129,7 @@ def give_out(
         Path(args.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if markdown is not None and args.markdown:
         Path(args.markdown).write_text(markdown(result), encoding="utf-8")
-    if args.json:
-        print_json(result)
-    else:
-        print("\n".join(lines))
+    give(args, result, lines)
 
 
 def require_folders(args: Args, *options: str) -> None:

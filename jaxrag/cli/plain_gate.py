@@ -1,15 +1,14 @@
 """`jaxrag gate`: whether a method may read the passages of recorded requests as blocks."""
 
 import json
-import sys
 from pathlib import Path
 
 from jaxrag.base.config import ModelOptions
 from jaxrag.cli.command import SUMMARIES, Args, command, fields, from_fields, value
-from jaxrag.cli.gate import print_gate, refusal
+from jaxrag.cli.gate import told
 from jaxrag.cli.opening import load
 from jaxrag.cli.options import JSON, model_options
-from jaxrag.cli.output import print_json, require_folder
+from jaxrag.cli.output import require_folder
 from jaxrag.measure.evals.options import GateOptions, Target
 from jaxrag.server.options import ServerOptions
 
@@ -30,17 +29,10 @@ def run(args: Args) -> int:
         args.passage_rules,
         progress=not args.json,
     )
-    if args.json:
-        print_json(report.to_dict())
-    else:
-        print_gate(report)
-    if report.ratio is None:
-        print(refusal(report), file=sys.stderr)
-        return 3
-    Path(args.out).write_text(json.dumps(gate, indent=1) + "\n", encoding="utf-8")
-    if not args.json:
-        print(f"written: {args.out}, for {report.method} at recompute ratio {report.ratio:g}")
-    return 0
+    if report.ratio is not None:
+        Path(args.out).write_text(json.dumps(gate, indent=1) + "\n", encoding="utf-8")
+    at = f"for {report.method} at recompute ratio {report.ratio or 0:g}"
+    return told(args, report, f"written: {args.out}, {at}")
 
 
 COMMAND = command(

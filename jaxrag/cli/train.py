@@ -1,12 +1,13 @@
 """`jaxrag train`: a training run from a TOML file."""
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxrag.cli.command import SUMMARIES, Args, argument, command, flag, value, values
 from jaxrag.cli.options import JSON, distributed_options, join
-from jaxrag.cli.output import human_count, print_json, table
+from jaxrag.cli.output import give, human_count, table
 
 if TYPE_CHECKING:
     from jaxrag.train.config import TrainConfig
@@ -27,7 +28,7 @@ def run(args: Args) -> int:
     if args.steps is not None and args.steps < 1:
         raise ConfigError(f"--steps {args.steps}: expected a positive integer")
     if args.dry_run:
-        return _dry_run(config, args.json)
+        return _dry_run(args, config)
     join(args)
     from jaxrag.models.compiled import keep_compiled
 
@@ -40,43 +41,31 @@ def run(args: Args) -> int:
         progress=not args.json,
     )
     if jax.process_index() == 0:
-        _print(report, args.json)
+        give(args, report, _lines(report))
     return TERMINATED if report.stopped == "terminated" else 0
 
 
-def _print(report: "Report", as_json: bool) -> None:
-    if as_json:
-        print_json(dataclasses.asdict(report))
-    else:
-        rate = report.tokens / report.seconds
-        loss = "" if report.loss is None else f", loss {report.loss:.4f}"
-        print(
-            f"{report.stopped} at step {report.step}{loss}; {human_count(report.tokens)} tokens in "
-            f"{report.seconds:.0f} s, {human_count(rate)} tokens/s"
-        )
-        if report.packing_efficiency is not None:
-            print(f"rows were {report.packing_efficiency:.1%} full")
-        for name, count in report.skipped.items():
-            if count:
-                print(f"skipped {count} samples of {name}")
-        for what, directory in (("last weights", report.model), ("best weights", report.best)):
-            if directory is not None:
-                print(f"{what}: {directory}")
+def _lines(report: "Report") -> Iterator[str]:
+    loss = "" if report.loss is None else f", loss {report.loss:.4f}"
+    yield (
+        f"{report.stopped} at step {report.step}{loss}; {human_count(report.tokens)} tokens in "
+        f"{report.seconds:.0f} s, {human_count(report.tokens / report.seconds)} tokens/s"
+    )
+    if report.packing_efficiency is not None:
+        yield f"rows were {report.packing_efficiency:.1%} full"
+    yield from (f"skipped {n} samples of {name}" for name, n in report.skipped.items() if n)
+    for what, directory in (("last weights", report.model), ("best weights", report.best)):
+        if directory is not None:
+            yield f"{what}: {directory}"
 
 
-def _dry_run(config: "TrainConfig", as_json: bool) -> int:
+def _dry_run(args: Args, config: "TrainConfig") -> int:
     """Print the cost; reads sizes only, no weights and no data."""
     from jaxrag.train.cost import estimate
     from jaxrag.train.start import model_config
 
     cost = estimate(config, model_config(config, planned=True))
-    if as_json:
-        print_json({
-            **dataclasses.asdict(cost),
-            "device_bytes": cost.device_bytes,
-            "h100_hours": cost.h100_hours,
-        })  # fmt: skip
-        return 0
+    more = {"device_bytes": cost.device_bytes, "h100_hours": cost.h100_hours}
     gib = 2**30
     rows = [
         ["parameters", human_count(cost.params)],
@@ -92,7 +81,7 @@ def _dry_run(config: "TrainConfig", as_json: bool) -> int:
         ["  gradients", f"{cost.gradient_bytes / gib:.3g}"],
         ["  activations", f"{cost.activation_bytes / gib:.3g}"],
     ]
-    print(table(rows, right=(1,)))
+    give(args, dataclasses.asdict(cost) | more, [table(rows, right=(1,))])
     return 0
 
 

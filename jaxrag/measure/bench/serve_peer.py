@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import time
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,17 +81,15 @@ class HttpPeer:
         return json.loads(self.read(path))
 
     def read(self, path: str) -> bytes:
-        """What it answers to a GET; LookupError for any status but 200."""
-        parts = urlsplit(self.url)
-        connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=10)
-        try:
-            connection.request("GET", parts.path + path)
-            answer = connection.getresponse()
-            if answer.status != 200:
-                raise LookupError(f"status {answer.status}")
-            return answer.read()
-        finally:
-            connection.close()
+        """What it answers to a GET; OSError for a status that is none of success."""
+        return read(self.url + path, 10)
+
+
+def read(url: str, seconds: float) -> bytes:
+    """What a server answers to a GET, in so many seconds; OSError for no success."""
+    here = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # by no proxy
+    with here.open(url, timeout=seconds) as answer:
+        return bytes(answer.read())
 
 
 def write_model(model: Model, directory: Path) -> None:
@@ -171,17 +170,10 @@ def until_ready(
     What it wrote to ``log`` is quoted then.
     """
     until = time.monotonic() + _START_SECONDS
-    parts = urlsplit(url)
     while process.poll() is None and time.monotonic() < until:
-        connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=5)
-        try:
-            connection.request("GET", path)
-            if connection.getresponse().status == 200:
-                return
-        except (OSError, http.client.HTTPException):
-            pass
-        finally:
-            connection.close()
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            read(url + path, 5)
+            return
         time.sleep(0.25)
     said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-5:]
     ended = process.returncode

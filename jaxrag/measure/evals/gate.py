@@ -176,7 +176,8 @@ def compare(
     with progress_bar(total, "gate", "question", shown=progress) as bar:
         for batch in itertools.batched(range(len(prepared[0])), batch_size):
             here = [prepared[0][i] for i in batch]
-            answers = _answers(settings[0], here, batch_size)
+            most = settings[0].ask.max_new_tokens - 1  # without their end
+            answers = [one.token_ids[:most] for one in answered(here, batch_size)]
             full, _ = forced_logits(settings[0], here, answers)
             bar.update(len(batch))
             for one, ready, tally in zip(settings[1:], prepared[1:], tallies, strict=True):
@@ -214,14 +215,17 @@ def _prepare(settings: Settings, questions: QuestionFile, compute_last: int) -> 
     return ready
 
 
-def _answers(
-    settings: Settings, ready: abc.Sequence[ReadyQuestion], batch_size: int
-) -> list[list[int]]:
-    """Greedy answers without their end, one token shorter than compared at most."""
+def answered(
+    ready: abc.Sequence[ReadyQuestion],
+    batch_size: int,
+    heard: abc.Callable[[int], object] = lambda done: None,
+) -> list[Result]:
+    """The answers in the order of the questions; ``heard`` counts them as they come."""
     found: dict[int, Result] = {}
     for batch in serve(ready, batch_size):
         found |= batch
-    return [found[i].token_ids[: settings.ask.max_new_tokens - 1] for i in range(len(ready))]
+        heard(len(batch))
+    return [found[i] for i in range(len(ready))]
 
 
 def forced_logits(

@@ -17,6 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxrag.base.types import HostArray
+from jaxrag.measure.evals.gate import answered
 from jaxrag.measure.evals.methods_grid import REFERENCES, MethodCell, cells_of
 from jaxrag.measure.evals.methods_pool import Pool, open_pool
 from jaxrag.measure.evals.metrics import exact_match, token_f1
@@ -28,7 +29,7 @@ from jaxrag.measure.subject import described
 from jaxrag.models.model import load_model
 from jaxrag.models.text.progress import progress_bar
 from jaxrag.reuse.methods import Method
-from jaxrag.serve.answers import Result, serve
+from jaxrag.serve.answers import Result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,11 +86,7 @@ def run(options: MethodsOptions, progress: bool = True) -> dict[str, Any]:
 def _answer(pool: Pool, method: Method, batch_size: int, bar: "tqdm[Any]") -> Answers:
     results: list[Result] = []
     for _, questions in pool.asked(method):
-        found: dict[int, Result] = {}
-        for batch in serve(questions, batch_size):
-            found |= batch
-            bar.update(len(batch))
-        results += [found[i] for i in range(len(questions))]
+        results += answered(questions, batch_size, bar.update)
     golds = [q.answer for sample in pool.written.samples for q in sample.questions]
     both = list(zip((result.text for result in results), golds, strict=True))
     return Answers(

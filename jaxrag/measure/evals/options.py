@@ -49,7 +49,7 @@ def _each_once(options: Any, *names: str) -> None:
             raise RequestError(f"{flag} {','.join(map(str, values))}: name each once")
 
 
-def _positive(options: Any, *names: str) -> None:
+def check_positive(options: Any, *names: str) -> None:
     """Refuse numbers below 1, also among several; None is a default."""
     for name in names:
         value = getattr(options, name)
@@ -101,7 +101,7 @@ class SyntheticOptions:
             raise RequestError(
                 f"--read {','.join(self.reads)}: expected some of {', '.join(READS)}, each once"
             )
-        _positive(self, "questions")
+        check_positive(self, "questions")
         for cell in (cell for pair in self.compare for cell in pair):
             if cell.model not in self.models or cell.read not in self.reads:
                 raise RequestError(
@@ -162,7 +162,7 @@ class MethodsOptions:
             raise RequestError(
                 "no recompute ratio; name some, such as --recompute-ratios 0,0.15,1.0"
             )
-        _positive(self, "questions", "batch_size", "neighbours")
+        check_positive(self, "questions", "batch_size", "neighbours")
         if self.retrieve is not None and not 1 <= self.retrieve <= self.task.chunks[0]:
             raise RequestError(
                 f"--retrieve {self.retrieve}: expected 1 to {self.task.chunks[0]}, the chunks of a "
@@ -271,7 +271,7 @@ class LongOptions:
         for name in ("lengths", "depths"):
             if not getattr(self, name):
                 raise RequestError(f"{flags_of(LongOptions)[name]}: name at least one")
-        _positive(
+        check_positive(
             self, "lengths", "questions", "batch_size", "answers", "chunk_tokens", "max_new_tokens"
         )
         if self.answers > ANSWERS:
@@ -408,7 +408,7 @@ class GateOptions:
             raise RequestError(f"compute_last={self.compute_last}: expected at least 0 chunks")
         if self.ratios is not None and not self.ratios:
             raise RequestError("no ratio to try; name some, such as --recompute-ratios 0,0.15,0.3")
-        _positive(self, "batch_size")
+        check_positive(self, "batch_size")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -433,7 +433,7 @@ class RowsOptions:
     seed: int = option(0, "of passages, questions, distractors and the share", "N")
 
     def __post_init__(self) -> None:
-        _positive(self, "passages", "k", "max_new_tokens", "batch_size")
+        check_positive(self, "passages", "k", "max_new_tokens", "batch_size")
         if not 0 <= self.held_out_share < 1:
             raise RequestError(
                 f"--held-out-share {self.held_out_share}: expected a share from 0 to below 1"

@@ -23,13 +23,13 @@ from jaxrag.base.errors import RequestError, disk_errors
 from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.library.catalog import Hit
 from jaxrag.library.knowledge_base import KnowledgeBase
+from jaxrag.measure.evals.gate import answered
 from jaxrag.measure.evals.metrics import holds, normalised
 from jaxrag.measure.evals.options import RowsOptions
 from jaxrag.measure.evals.own import Probe, probes_of
 from jaxrag.models.text.progress import progress_bar
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.serve.answer_files import AnswerFile
-from jaxrag.serve.answers import Result, serve
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.conversation import Passage
 from jaxrag.serve.question_files import QuestionFile
@@ -267,7 +267,7 @@ class _Maker:
             prepare(settings, _TASK, [Passage(hit.text)], self._sampling(number))
             for number, hit in some
         ]
-        results = _served(ready, self.options.batch_size)
+        results = answered(ready, self.options.batch_size)
         return [
             made_of(number, result.text, hit)
             for (number, hit), result in zip(some, results, strict=True)
@@ -317,7 +317,7 @@ class _Maker:
             prepare(settings, one.question, [Passage(hit.text, hit.title) for hit in chunks])
             for one, chunks in kept
         ]
-        results = _served(ready, self.options.batch_size)
+        results = answered(ready, self.options.batch_size)
         for (one, chunks), result in zip(kept, results, strict=True):
             if result.finish_reason == "stop" and result.text.strip():
                 yield dataclasses.replace(one, answers=(result.text.strip(),)), chunks
@@ -343,10 +343,3 @@ def _plain(made: Made) -> dict[str, Any]:
         "answers": list(made.answers),
         "sources": made.sources,
     }
-
-
-def _served(ready: Sequence[Any], batch_size: int) -> list[Result]:
-    results: dict[int, Result] = {}
-    for done in serve(ready, batch_size):
-        results |= done
-    return [results[i] for i in range(len(ready))]

@@ -5,7 +5,6 @@ Each is one formula of docs/scale.md, under the same name. Bytes are of 8 bits, 
 
 import dataclasses
 import math
-from collections.abc import Sequence
 
 from jaxrag.base.config import ModelConfig
 from jaxrag.measure.plan.settings import PlanSettings, StorageTier
@@ -243,8 +242,3 @@ def _tiers(
         found.append(FoundIn(name, held, upto - before, computed + wait))
         before = upto
     return tuple(found)
-
-
-def plan(settings: PlanSettings, config: ModelConfig) -> Sequence[MethodPlan]:
-    """A line for every method of the settings."""
-    return [plan_method(name, settings, config) for name in settings.methods]

@@ -208,7 +208,7 @@ def test_the_model_is_asked_in_its_chat_format_about_every_passage_once(
             results.append(types.SimpleNamespace(text=text))
         return results
 
-    monkeypatch.setattr(rows, "_served", answered)
+    monkeypatch.setattr(rows, "answered", answered)
     report, found, held = made(chat_kb, tmp_path, HALF)
     assert len(prompts) == len(set(prompts)) == len(TREES)
     for prompt in prompts:

@@ -1,8 +1,8 @@
 """The part of MuSiQue that CacheBlend uses, in the form of its files and with its prompt."""
 
 from collections.abc import Iterator
-from typing import Any
 
+from jaxrag.measure.evals.datasets.nq_open import titled
 from jaxrag.measure.evals.datasets.records import DataRecord
 from jaxrag.measure.evals.datasets.spec import DatasetItem, DatasetReading, DatasetSpec
 from jaxrag.models.text.prompts import PromptTemplate
@@ -33,17 +33,11 @@ def _items(records: list[DataRecord], reading: DatasetReading) -> Iterator[Datas
             id=str(number),
             sample=str(number),
             question=_as_a_question(values["question"]),
-            documents=tuple(("", _passage(record, one)) for one in values["ctxs"]),
+            documents=tuple(
+                ("", "{}\n\n{}\n\n".format(*titled(record, one))) for one in values["ctxs"]
+            ),
             answers=(tuple(values["answers"]),),
         )
-
-
-def _passage(record: DataRecord, one: Any) -> str:
-    if not isinstance(one, dict) or not all(
-        isinstance(one.get(it), str) for it in ("title", "text")
-    ):
-        raise record.wrong("ctxs", "a list of objects with a title and a text")
-    return f"{one['title']}\n\n{one['text']}\n\n"
 
 
 def _as_a_question(text: str) -> str:

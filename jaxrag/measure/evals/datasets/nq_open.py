@@ -54,15 +54,15 @@ def _passages(record: DataRecord) -> list[Titled]:
     for name in ("answers", "ctxs"):
         if not record.values[name]:
             raise record.wrong(name, "at least one")
-    return [_titled(record, one) for one in record.values["ctxs"]]
+    return [titled(record, one) for one in record.values["ctxs"]]
 
 
-def _titled(record: DataRecord, one: Any) -> Titled:
-    if not isinstance(one, dict) or not all(
-        isinstance(one.get(it), str) for it in ("title", "text")
-    ):
-        raise record.wrong("ctxs", "a list of objects with a title and a text")
-    return one["title"], one["text"]
+def titled(record: DataRecord, one: Any) -> Titled:
+    """One of the record's "ctxs"; RequestError for what is none."""
+    match one:
+        case {"title": str(title), "text": str(text)}:
+            return title, text
+    raise record.wrong("ctxs", "a list of objects with a title and a text")
 
 
 def _among_others(

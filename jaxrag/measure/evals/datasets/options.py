@@ -4,6 +4,7 @@ import dataclasses
 
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import option, parse_count, parse_ratios
+from jaxrag.measure.evals.options import check_positive
 
 DATASET_NAMES = (  # keys of datasets.table
     "rgb_en", "rgb_zh", "nq_open", "musique", "cacheblend_musique", "hotpotqa", "2wikimultihopqa",
@@ -77,13 +78,7 @@ class DatasetOptions:
             raise RequestError(
                 f"--method {', '.join(self.methods)}: name at least one, and each once"
             )
-        for flag, value in (
-            ("--num", self.number),
-            ("--passages", self.documents),
-            ("--max-new-tokens", self.max_new_tokens),
-        ):
-            if value is not None and value < 1:
-                raise RequestError(f"{flag} {value}: expected a positive integer")
+        check_positive(self, "number", "documents", "max_new_tokens")
         given = [it for it in (self.model, self.kb, self.server) if it is not None]
         if not given:
             raise RequestError(f"nothing to ask: {_FILL}")

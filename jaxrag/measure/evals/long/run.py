@@ -8,7 +8,6 @@ import dataclasses
 import itertools
 import statistics
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,10 +16,10 @@ from jax.sharding import Mesh
 
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.types import HostArray
-from jaxrag.engine.engine import engine_of
-from jaxrag.engine.sampling_params import FinishReason, SamplingParams
+from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.placement import ON_DEVICE
+from jaxrag.measure.evals.gate import answered
 from jaxrag.measure.evals.long.plan import Item, plan
 from jaxrag.measure.evals.options import LongOptions
 from jaxrag.measure.evals.statistics import LEVEL, difference, plain, share
@@ -29,32 +28,17 @@ from jaxrag.models.model import Model, load_model
 from jaxrag.models.text.progress import progress_bar
 from jaxrag.reuse.decode import DecodeRule
 from jaxrag.reuse.decode.footprint import Bytes
+from jaxrag.serve.answers import Result
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 from jaxrag.tasks.long.case import Frame
 
 
 @dataclasses.dataclass(frozen=True)
-class Reply:
-    """An answer.
-
-    Attributes:
-      token_ids: without the one that ended it.
-      seconds: from one token to the next, the median; None where there is no other.
-    """
-
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason
-    seconds: float | None
-    notes: list[str]
-
-
-@dataclasses.dataclass(frozen=True)
 class LongAnswers:
     """What one method answered: the replies and their scores [Q] float64, in the plan's order."""
 
-    replies: list[Reply]
+    replies: list[Result]
     scores: HostArray
 
 
@@ -185,7 +169,7 @@ def _answer(
 
     Prompts of one task and length are asked in batches, by one method after the other.
     """
-    found: dict[str, dict[int, Reply]] = {method.name: {} for method in options.resolved}
+    found: dict[str, dict[int, Result]] = {method.name: {} for method in options.resolved}
     total = len(items) * len(options.resolved)
     with progress_bar(total, "eval", "answer", shown=progress) as bar:
         for places in _batches(options, items):
@@ -193,9 +177,8 @@ def _answer(
             bar.set_postfix_str(f"{task}, {items[places[0]].length}", refresh=False)
             for name, own in found.items():
                 asked = [_question(settings[name, task], items[i]) for i in places]
-                replies = replies_to(settings[name, task].model, asked, options.batch_size)
+                replies = answered(asked, options.batch_size, bar.update)
                 own |= zip(places, replies, strict=True)
-                bar.update(len(places))
     return {
         name: LongAnswers(
             replies := [own[i] for i in range(len(items))], _scores(options, items, replies)
@@ -204,35 +187,12 @@ def _answer(
     }
 
 
-def _scores(options: LongOptions, items: Sequence[Item], replies: Sequence[Reply]) -> HostArray:
+def _scores(options: LongOptions, items: Sequence[Item], replies: Sequence[Result]) -> HostArray:
     scores = [
         options.chosen[item.task].score(reply.text, item.fitted.case.expected)
         for item, reply in zip(items, replies, strict=True)
     ]
     return np.array(scores, np.float64)
-
-
-def replies_to(model: Model, questions: Sequence[ReadyQuestion], rows: int) -> list[Reply]:
-    """The answers to at most ``rows`` questions that are asked at once."""
-    told: list[list[tuple[int, float]]] = [[] for _ in questions]
-    replies: dict[int, Reply] = {}
-    requests = [dataclasses.replace(it, rows=rows, watched=True) for it in questions]
-    for news in engine_of(model).iterate(requests):
-        if news.error is not None:
-            raise news.error
-        own, now = told[news.number], time.perf_counter()
-        own += [(token_id, now) for token_id in news.new]
-        if news.outcome is not None and news.finish_reason is not None:
-            ids = [token_id for token_id, _ in own]
-            steps = np.diff([when for _, when in own])
-            replies[news.number] = Reply(
-                text=model.text_tokenizer().decode(ids),
-                token_ids=ids,
-                finish_reason=news.finish_reason,
-                seconds=float(np.median(steps)) if len(steps) else None,
-                notes=[*questions[news.number].settings.notes, *news.outcome.notes],
-            )
-    return [replies[number] for number in range(len(questions))]
 
 
 def _batches(options: LongOptions, items: Sequence[Item]) -> Iterator[tuple[int, ...]]:
@@ -258,9 +218,9 @@ def _costs(
     for method, length in itertools.product(options.resolved, options.lengths):
         replies = answers[method.name].replies
         seconds = [
-            reply.seconds
+            reply.timings["per_token"]
             for item, reply in zip(items, replies, strict=True)
-            if item.length == length and reply.seconds is not None
+            if item.length == length and len(reply.token_ids) > 1
         ]
         rule = method.decode
         costs.append({
@@ -315,7 +275,7 @@ def _tables(
     }
 
 
-def _same(one: Reply, other: Reply) -> bool:
+def _same(one: Result, other: Result) -> bool:
     """Whether two answers are the same tokens and end for the same reason."""
     return (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import types
 
 import numpy as np
 import pytest
@@ -33,7 +34,8 @@ RETRIEVAL = dataclasses.replace(NEEDLE, suite="infinitebench", questions=10)
 
 
 def a_reply(text, notes=()):
-    return running.Reply(text, [*text.encode()], "stop", 0.5, [*notes])
+    said = {"text": text, "token_ids": [*text.encode()], "finish_reason": "stop"}
+    return types.SimpleNamespace(**said, timings={"per_token": 0.5}, notes=[*notes])
 
 
 @pytest.fixture
@@ -50,7 +52,7 @@ def asked(monkeypatch, village_model):
         items = plan(options, frame, village_model.config.max_positions, progress=False)
         asked = {method.name: [None] * len(items) for method in options.resolved}
 
-        def replies_to(model, questions, rows):
+        def answered(questions, rows, heard):
             assert len(questions) <= rows == options.batch_size
             return [answer(question) for question in questions]
 
@@ -71,7 +73,7 @@ def asked(monkeypatch, village_model):
             )
 
         monkeypatch.setattr(running, "load_model", lambda path, dtype, mesh: village_model)
-        monkeypatch.setattr(running, "replies_to", replies_to)
+        monkeypatch.setattr(running, "answered", answered)
         return running.run(options, progress=False), items, asked
 
     return measure
@@ -161,7 +163,7 @@ def test_agreement_counts_the_same_answers_right_or_wrong(asked):
 def test_answers_agree_in_tokens_and_in_how_they_end(change):
     one = a_reply("an answer")
     assert running._same(one, a_reply("an answer", notes=["another"]))
-    assert not running._same(one, dataclasses.replace(one, **change))
+    assert not running._same(one, types.SimpleNamespace(**vars(one) | change))
 
 
 def test_tables_show_the_figures(asked):
