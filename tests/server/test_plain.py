@@ -55,14 +55,14 @@ def test_passages_are_read_from_kv_in_another_order(serving):
 def test_no_passage_waits_for_its_encoding_to_be_compiled(
     start, trained_dir, rules_file, monkeypatch
 ):
-    model, shapes, encode = load_model(trained_dir, cache_tokens=8192), set(), packed._encode
+    model, shapes, encode = load_model(trained_dir, cache_tokens=8192), set(), packed.run_packed
 
     def recorded(params, config, tokens, rope):
         if params is model.params:  # other servers of this process encode as well
             shapes.add(tokens.ids.shape)
         return encode(params, config, tokens, rope)
 
-    monkeypatch.setattr(packed, "_encode", recorded)
+    monkeypatch.setattr(packed, "run_packed", recorded)
     how = PLAIN | {"warm_up": True, "passage_rules": rules_file}
     with start(model, {}, **how) as running:
         while running.client.get("/ready").status_code != 200:

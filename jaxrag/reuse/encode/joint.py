@@ -12,20 +12,21 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 
-import jax
 import numpy as np
 
-from jaxrag.base.config import ModelConfig
 from jaxrag.base.shapes import bucket, row_length
 from jaxrag.base.types import EMPTY, FINAL, Array, HostArray, Tokens
-from jaxrag.models.attention import PackedAttend
-from jaxrag.models.decoder import forward
 from jaxrag.models.model import Model
 from jaxrag.models.rope import RopeTable
 from jaxrag.models.segments import pack
-from jaxrag.models.spec import Params
-from jaxrag.models.taps import Tap, at_columns
-from jaxrag.reuse.encode.packed import ROW_TOKENS, Places, check_context, start_taking, take_behind
+from jaxrag.reuse.encode.packed import (
+    ROW_TOKENS,
+    Places,
+    check_context,
+    run_packed,
+    start_taking,
+    take_behind,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,17 +46,6 @@ class _Example:
     def num_tokens(self) -> int:
         """Tokens of the whole example."""
         return self.num_before + len(self.chunk)
-
-
-@functools.partial(jax.jit, static_argnames=("config",))
-def _encode(
-    params: Params, config: ModelConfig, tokens: Tokens, rope: RopeTable, columns: Array
-) -> tuple[Array, Array]:
-    """K before RoPE and V of some columns of packed rows: [L, B, C, K, H] each."""
-    packed = PackedAttend(config, rope, prefix_visible=True)
-    attend = Tap(packed, lambda q, k, v: (at_columns(k, columns), at_columns(v, columns)))
-    kept: tuple[Array, Array] = forward(params, config, tokens, None, attend)[2]
-    return kept
 
 
 def encode_jointly(
@@ -82,7 +72,7 @@ def encode_jointly(
         _Example(prefix, others, chunk) for others, chunk in zip(neighbours, chunks, strict=True)
     ]
     yield from take_behind(
-        start_taking(model, places, *_encode(model.params, model.config, tokens, rope, columns))
+        start_taking(model, places, *run_packed(model.params, model.config, tokens, rope, columns))
         for tokens, rope, columns, places in _batches(model, examples)
     )
 

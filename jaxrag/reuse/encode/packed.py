@@ -23,7 +23,7 @@ from jaxrag.models.model import Model
 from jaxrag.models.rope import RopeTable
 from jaxrag.models.segments import pack
 from jaxrag.models.spec import Params
-from jaxrag.models.taps import Tap
+from jaxrag.models.taps import Tap, at_columns
 
 Places = list[tuple[int, int, slice]]  # (chunk, row, columns)
 
@@ -38,13 +38,26 @@ ROW_TOKENS = 2048  # tokens of one packed row; a longer chunk makes its own row 
 
 
 @functools.partial(jax.jit, static_argnames=("config",))
-def _encode(
-    params: Params, config: ModelConfig, tokens: Tokens, rope: RopeTable
-) -> tuple[Array, Array]:
-    """K before RoPE and V of packed rows: [L, B, T, K, H] each."""
-    attend = Tap(PackedAttend(config, rope, prefix_visible=True), lambda q, k, v: (k, v))
-    kept: tuple[Array, Array] = forward(params, config, tokens, None, attend)[2]
-    return kept
+def run_packed(
+    params: Params,
+    config: ModelConfig,
+    tokens: Tokens,
+    rope: RopeTable,
+    columns: Array | None = None,
+    asked: Array | None = None,
+) -> tuple[Array, ...]:
+    """K before RoPE and V of packed rows: [L, B, T, K, H] each, then queries [L, B, C', N, H].
+
+    Of ``columns`` [B, C], where they are given; the queries of ``asked`` [B, C'], where they are.
+    """
+
+    def kept(q: Array, k: Array, v: Array) -> tuple[Array, ...]:
+        kv = (k, v) if columns is None else (at_columns(k, columns), at_columns(v, columns))
+        return kv if asked is None else (*kv, at_columns(q, asked))
+
+    attend = Tap(PackedAttend(config, rope, prefix_visible=True), kept)
+    found: tuple[Array, ...] = forward(params, config, tokens, None, attend)[2]
+    return found
 
 
 def encode_rows(
@@ -65,7 +78,7 @@ def encode_rows(
 def encode_batches(model: Model, batches: Iterable[RowBatch]) -> Iterator[tuple[int, HostArray]]:
     """As ``encode_rows``, of chunks that are laid out."""
     yield from take_behind(
-        start_taking(model, places, *_encode(model.params, model.config, tokens, rope))
+        start_taking(model, places, *run_packed(model.params, model.config, tokens, rope))
         for tokens, rope, places in batches
     )
 

@@ -4,40 +4,22 @@ RetrievalAttention section 3.3 (arXiv:2409.10516) trains an index over keys with
 prefill; here these are the queries of the chunk's own tokens.
 """
 
-import functools
 from collections.abc import Iterator, Sequence
 
-import jax
 import numpy as np
 
-from jaxrag.base.config import ModelConfig
 from jaxrag.base.shapes import bucket
 from jaxrag.base.sharding import to_host
-from jaxrag.base.types import Array, HostArray, Tokens
-from jaxrag.models.attention import PackedAttend
-from jaxrag.models.decoder import forward
+from jaxrag.base.types import HostArray
 from jaxrag.models.model import Model
-from jaxrag.models.rope import RopeTable
-from jaxrag.models.spec import Params
-from jaxrag.models.taps import Tap, at_columns
 from jaxrag.reuse.encode.packed import (
     Places,
     check_context,
     packed_batches,
+    run_packed,
     start_taking,
     take_places,
 )
-
-
-@functools.partial(jax.jit, static_argnames=("config",))
-def _encode(
-    params: Params, config: ModelConfig, tokens: Tokens, rope: RopeTable, columns: Array
-) -> tuple[Array, Array, Array]:
-    """K before RoPE and V of packed rows [L, B, T, K, H], and queries [L, B, C, N, H]."""
-    packed = PackedAttend(config, rope, prefix_visible=True)
-    attend = Tap(packed, lambda q, k, v: (k, v, at_columns(q, columns)))
-    kept: tuple[Array, Array, Array] = forward(params, config, tokens, None, attend)[2]
-    return kept
 
 
 def encode_observed(
@@ -55,7 +37,7 @@ def encode_observed(
     for tokens, rope, places in packed_batches(model, prefix, chunks):
         columns, kept = _columns(places, len(tokens.ids), count)
         put = model.put_batch(columns, len(columns))
-        k, v, q = _encode(model.params, model.config, tokens, rope, put)
+        k, v, q = run_packed(model.params, model.config, tokens, rope, asked=put)
         queries, keys = to_host(q), to_host(k)
         where = {index: (row, here) for index, row, here in places}
         for index, kv in take_places(*start_taking(model, places, k, v)):

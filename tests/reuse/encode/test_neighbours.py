@@ -197,7 +197,7 @@ def test_chunks_of_one_bucket_compile_one_program(rng, model_of):
         chunks, others = ids(rng, *lengths), [ids(rng, n + 100, 20) for n in lengths]
         for encoder in SEEING:
             list(encode_chunks(model, encoder, prefix, chunks, others))
-        return behind._encode._cache_size(), joint._encode._cache_size()
+        return behind._encode._cache_size(), joint.run_packed._cache_size()
 
     before = encode(30)
     assert encode(31) == encode(60) == before
