@@ -347,7 +347,7 @@ def serving(folder):
         thread = threading.Thread(target=asyncio.run, args=(serve(),))
         thread.start()
         try:
-            assert ready.wait(60)
+            assert ready.wait(300)
             yield url_of(bound)
         finally:
             loops[0].call_soon_threadsafe(server.end)

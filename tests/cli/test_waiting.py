@@ -48,7 +48,7 @@ def test_a_load_is_said_once_it_takes_long(monkeypatch, capsys):
     monkeypatch.setattr(waiting, "_say", lambda text: (say(text), said.set()))
     monkeypatch.setattr(waiting, "AFTER", 0.001)
     with waiting.loading("model"):
-        assert said.wait(60)
+        assert said.wait(300)
     assert capsys.readouterr().err == "loading model\n"
     monkeypatch.setattr(waiting, "AFTER", float("inf"))
     with waiting.loading("model"):

@@ -66,7 +66,7 @@ def test_it_says_where_a_request_stands_and_counts_its_turns(engine_on, asked, a
             done.set()
 
     engine.add_all([(request, sink)] * 2)
-    assert done.wait(60)
+    assert done.wait(300)
     at_rest(engine)
     mine, other = seen[0]
     assert (mine.status, mine.there) == ("decode", mine.chunks) and mine.chunks > 0

@@ -27,7 +27,7 @@ class Reads:
             with self._changed:
                 self.begun.append(name)
                 self._changed.notify_all()
-            assert gate.wait(60)
+            assert gate.wait(300)
             if name in self.errors:
                 raise self.errors[name]
             return name

@@ -308,7 +308,7 @@ def test_a_selector_begins_while_chunks_are_read(serving, asked, alone, at_rest,
     monkeypatch.setattr(prefill, "choose", choosing)
     served.store.gate.clear()
     [number] = served.add(request)
-    assert begun.wait(60)
+    assert begun.wait(300)
     assert not scenes
     served.store.gate.set()
     assert served.ended([number]) == [expected[0]]

@@ -325,12 +325,12 @@ def two_classes(engine_on, rng, told):
                 ended.set()
 
         number = engine.add(talk.put(), sink)
-        assert begun.wait(60)
+        assert begun.wait(300)
         for progress in engine.iterate([better.put()]):
             assert progress.error is None
             if stop and progress.new:
                 engine.stop(number)
-        assert ended.wait(60) and client.last[number].error is None
+        assert ended.wait(300) and client.last[number].error is None
         assert engine._core.state.scheduler.preempted == 1
         talk.heard(client.ids[number])
         return engine, talk, client.last[number]

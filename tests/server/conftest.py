@@ -104,16 +104,16 @@ def _held(state: ServerState) -> Iterator[None]:
 
     def job(runner: object) -> None:
         there.set()
-        assert go.wait(60)
+        assert go.wait(300)
 
     thread = threading.Thread(target=state.engine.call, args=(job,))
     thread.start()
     try:
-        assert there.wait(60)
+        assert there.wait(300)
         yield
     finally:
         go.set()
-        thread.join(60)
+        thread.join(300)
 
 
 @pytest.fixture(scope="session")
@@ -190,12 +190,12 @@ def running(
         thread = threading.Thread(target=asyncio.run, args=(serve(),), name="server")
         thread.start()
         try:
-            assert ready.wait(30)
-            with httpx.Client(base_url=url, timeout=60) as client:
+            assert ready.wait(300)
+            with httpx.Client(base_url=url, timeout=300) as client:
                 yield Running(url, state, server.app, client, end)
         finally:
             end()
-            thread.join(30)
+            thread.join(300)
             model.engine = was
             for kb in opened.values():
                 kb.close()

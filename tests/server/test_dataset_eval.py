@@ -13,7 +13,7 @@ from jaxrag.measure.evals.datasets.options import DatasetOptions
 from jaxrag.measure.evals.datasets.run import ITEMS, run
 from jaxrag.measure.evals.datasets.table import DATASETS
 
-METHODS = ("full_attention", "turborag", "fusionrag")
+METHODS = ("full_attention", "turborag")
 
 
 @pytest.fixture(scope="module")

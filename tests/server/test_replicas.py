@@ -251,7 +251,7 @@ def test_weights_change_and_no_request_fails(village, tmp_path, cpus):
             options = ["--kb", f"village={other}", *more, "--take-over"]
             with process(*options, port=client.base_url.port) as (_, new):
                 assert new.base_url == client.base_url
-                assert old.wait(60) == 0
+                assert old.wait(300) == 0
                 until(lambda: not any(map(is_there, before)))
                 count = len(answers)
                 until(lambda: len(answers) > count + 4)

@@ -54,7 +54,7 @@ def in_background(server, body):
 
     thread = threading.Thread(target=run)
     thread.start()
-    assert first.wait(30)
+    assert first.wait(300)
     return thread, told
 
 
@@ -226,12 +226,12 @@ def test_the_program_serves_and_ends_with_0(village, signals):
             body = BODY | {"max_tokens": 800}
             thread = threading.Thread(target=read, args=(client, body, first, told))
             thread.start()
-            assert first.wait(60)
+            assert first.wait(300)
             for _ in range(signals):
                 process.send_signal(signal.SIGTERM)
                 time.sleep(0.1)
             thread.join(60)
-        assert process.wait(60) == 0
+        assert process.wait(300) == 0
     if signals == 1:
         assert told[-1] == "data: [DONE]"
     else:

@@ -30,13 +30,13 @@ class Gate:
 
     def __call__(self):
         self.began.set()
-        assert self.go.wait(20)
+        assert self.go.wait(300)
 
 
 def test_tenants_take_turns(fair):
     threads, ran = fair(1, "t"), []
     gate = Gate(threads, "a")
-    assert gate.began.wait(20)
+    assert gate.began.wait(300)
     many = [threads.of("a").submit(ran.append, f"a{i}") for i in range(4)]
     few = [threads.of(name).submit(ran.append, name) for name in ("b", "c", "b")]
     gate.go.set()
@@ -48,11 +48,11 @@ def test_tenants_take_turns(fair):
 def test_a_tenant_leaves_a_thread_to_the_others(fair):
     threads = fair(3, "t", 2)
     held = [Gate(threads, "a") for _ in range(3)]
-    assert held[0].began.wait(20) and held[1].began.wait(20)
+    assert held[0].began.wait(300) and held[1].began.wait(300)
     assert threads.of("b").submit(lambda: threading.current_thread().name[:1]).result(20) == "t"
     assert not held[2].began.is_set()
     held[0].go.set()
-    assert held[2].began.wait(20)
+    assert held[2].began.wait(300)
     for gate in held:
         gate.go.set()
         gate.done.result(20)
@@ -61,7 +61,7 @@ def test_a_tenant_leaves_a_thread_to_the_others(fair):
 def test_what_is_cancelled_before_its_turn_is_not_begun(fair):
     threads, ran = fair(1, "t"), []
     gate = Gate(threads, "a")
-    assert gate.began.wait(20)
+    assert gate.began.wait(300)
 
     async def ask():
         loop = asyncio.get_running_loop()
@@ -86,7 +86,7 @@ def test_what_fails_fails_alone(fair):
 def test_nothing_begins_behind_the_end(fair):
     threads, ran = fair(1, "t"), []
     gate = Gate(threads, "a")
-    assert gate.began.wait(20)
+    assert gate.began.wait(300)
     waiting = threads.of("a").submit(ran.append, 1)
     threads.shutdown()
     gate.go.set()

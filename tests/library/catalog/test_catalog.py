@@ -167,7 +167,7 @@ def test_the_first_change_does_not_touch_what_another_thread_reads(catalog):
     reader = threading.Thread(target=read)
     reader.start()
     try:
-        assert begun.wait(10)
+        assert begun.wait(300)
         for _ in range(20):
             catalog._database._writing = None
             catalog.reserve(1)

@@ -384,9 +384,9 @@ def test_a_stream_that_began_ends_with_an_error_and_a_task_asks_anew(make_kb):
     assert SECRET in str(ready.sources)
     engine = engine_of(kb.model)
     there, go = threading.Event(), threading.Event()
-    holding = threading.Thread(target=engine.call, args=(lambda _: there.set() or go.wait(60),))
+    holding = threading.Thread(target=engine.call, args=(lambda _: there.set() or go.wait(300),))
     holding.start()
-    assert there.wait(60)
+    assert there.wait(300)
 
     async def held():
         task = asyncio.create_task(answers.answer(ready))

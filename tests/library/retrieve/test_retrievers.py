@@ -71,7 +71,7 @@ def test_hybrid_asks_both_at_the_same_time_and_says_what_failed():
     both = threading.Barrier(2)
 
     def waiting(queries, k):
-        both.wait(timeout=20)  # breaks where the other is asked later
+        both.wait(timeout=300)  # breaks where the other is asked later
         return [[Found(1, 1.0)] for _ in queries]
 
     assert fused([waiting, waiting], ["q"], 1)[0][0].chunk_id == 1

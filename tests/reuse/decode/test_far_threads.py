@@ -56,7 +56,7 @@ class Held(Doubled):
     def tasks(self, q, position, answer, pieces):
         def hold():
             self.begun.set()
-            assert self.open.wait(60)
+            assert self.open.wait(300)
             self.done += 1
 
         return [hold] * 16
@@ -117,7 +117,7 @@ def test_little_is_done_at_once_and_much_on_threads(host):
 def test_start_does_not_wait(host):
     (number,) = admitted(host, held := Held())
     tickets = [host.start(1, np.array([number]), q_of(1), np.array([1])) for _ in range(3)]
-    assert held.begun.wait(60) and held.done == 0
+    assert held.begun.wait(300) and held.done == 0
     held.open.set()
     for ticket in reversed(tickets):
         host.wait(ticket)
@@ -150,7 +150,7 @@ def test_after_a_failure_nothing_is_under_way(host):
 
     def failing(q, position, answer, pieces):
         def fail():
-            assert held.begun.wait(60)
+            assert held.begun.wait(300)
             threading.Timer(0.05, held.open.set).start()
             raise ValueError("late")
 
@@ -168,7 +168,7 @@ def test_a_request_may_leave_while_its_ticket_is_out(host):
     number, other = admitted(host, held := Held(), Doubled())
     alone = host.start(1, np.array([number]), q_of(1), np.array([1]))
     both = host.start(1, np.array([number, other]), q_of(2), np.array([1, 1]))
-    assert held.begun.wait(60)
+    assert held.begun.wait(300)
     host.release([number])
     held.open.set()
     out, lse = host.wait(alone)
