@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from jaxrag.base.errors import RequestError
@@ -10,16 +9,14 @@ from jaxrag.cli import eval_dataset, eval_long, eval_own
 from jaxrag.cli.command import (
     SUMMARIES,
     Args,
-    argument,
     command,
     fields,
     from_fields,
     group,
-    value,
     values,
 )
-from jaxrag.cli.options import JSON, TASK, result_options, task_of
-from jaxrag.cli.output import give, give_out_tables, measured, require_folders
+from jaxrag.cli.options import TASK, result_options, task_of
+from jaxrag.cli.output import give_out_tables, measured, require_folders
 from jaxrag.measure.evals.options import MethodsOptions, ModelRead, SyntheticOptions
 
 
@@ -43,21 +40,6 @@ def _give(args: Args, run: Callable[..., dict[str, Any]], options: Any) -> None:
 
     require_folders(args, "out", "markdown")
     give_out_tables(args, measured(args, run, options), tables)
-
-
-def run_curve(args: Args) -> None:
-    """Write the picture; print its points as one JSON object, or where it is."""
-    from jaxrag.measure.evals.plots import check_picture, draw_curves, read_curves
-
-    out = Path(args.out)
-    check_picture(out)
-    runs = [(name or Path(path).name, Path(path)) for name, path in map(_named, args.runs)]
-    if len({name for name, _ in runs}) < len(runs):
-        raise RequestError("two runs have the same name; call them NAME=FOLDER")
-    curves = read_curves(runs, [name for name in args.names.split(",") if name])
-    draw_curves(curves, out)
-    drawn = f"{out}: " + ", ".join(f"{curve.run} {curve.name}" for curve in curves)
-    give(args, {"out": str(out), "curves": [curve._asdict() for curve in curves]}, [drawn])
 
 
 def _synthetic(args: Args) -> SyntheticOptions:
@@ -125,14 +107,4 @@ COMMAND = group(
         "chunks out markdown json",
     ),
     *eval_long.COMMANDS,
-    command(
-        "curve",
-        run_curve,
-        "draw accuracy over training steps, of one or more runs",
-        "jaxrag eval curve dual=runs/dual control=runs/control --out curve.png",
-        argument("runs", "RUN", "folder of a run, or NAME=FOLDER for the legend", several=True),
-        value("--out", "FILE", "a .png, .svg or .pdf file", required=True),
-        value("--names", "NAME,...", "which [[eval]] of the runs (all)", ""),
-        JSON,
-    ),
 )

@@ -25,10 +25,9 @@ from jaxrag.measure.evals.options import LongOptions
 
 def run(args: Args) -> None:
     """Print the tables, or one JSON object; write what was asked for."""
-    from jaxrag.measure.evals.long.heatmap import draw_heatmap
+    from jaxrag.measure.evals.long.heatmap import check_picture, draw_heatmap
     from jaxrag.measure.evals.long.report import tables
     from jaxrag.measure.evals.long.run import prompts, run
-    from jaxrag.measure.evals.plots import check_picture
 
     options = from_fields(LongOptions, args, suite=args.suite)
     require_folders(args, "out", "markdown", "prompts")

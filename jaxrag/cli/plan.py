@@ -1,27 +1,18 @@
 """`jaxrag plan`: what a corpus and its questions will take, before anything is made."""
 
-from pathlib import Path
-
-from jaxrag.cli.command import SUMMARIES, Args, argument, command, value, values
+from jaxrag.cli.command import SUMMARIES, Args, argument, command, values
 from jaxrag.cli.options import result_options
 from jaxrag.cli.output import give_out_tables, require_folders
 
 
 def run(args: Args) -> None:
     """Print the sums; nothing is measured and no weight is read."""
-    from jaxrag.measure.evals.plots import check_picture
     from jaxrag.measure.plan.report import plan_record, plan_tables
     from jaxrag.measure.plan.settings import load_plan
 
     require_folders(args, "out", "markdown")
-    if args.plot:
-        check_picture(Path(args.plot))
     settings, config = load_plan(args.plan, args.set)
     record = plan_record(settings, config)
-    if args.plot:
-        from jaxrag.measure.plan.picture import draw_plan
-
-        draw_plan(record, Path(args.plot))
     give_out_tables(
         args,
         record,
@@ -37,6 +28,5 @@ COMMAND = command(
     "jaxrag plan llama-3-8b-on-one-h200 --set corpus.chunks=20000000",
     argument("plan", "PLAN", "a .toml file as in configs/plans, or the name of one of them"),
     values("--set", "KEY=VALUE", "replace a setting, such as queries.rate=20; repeatable"),
-    value("--plot", "FILE", "also draw the times: .png, .svg or .pdf"),
     result_options(markdown=True),
 )

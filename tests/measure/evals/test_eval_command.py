@@ -77,20 +77,3 @@ def test_synthetic_refuses_models_that_cannot_be_asked(refused, village_dir, mod
     refused(
         "synthetic", "--model", f"a={village_dir}", "--template", "plian", *ask, words=["'plian'"]
     )
-
-
-def test_curve_draws_runs(jaxrag, refused, tmp_path):
-    pytest.importorskip("matplotlib")
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.jsonl").write_text('{"step": 0, "full/accuracy": 0.5}\n')
-    one, two, out = tmp_path / "one", tmp_path / "two", tmp_path / "curve.png"
-    code, printed, _ = jaxrag("curve", one, f"other={two}", "--out", out, "--json")
-    assert code == 0 and out.is_file()
-    curves = json.loads(printed)["curves"]
-    assert [curve["run"] for curve in curves] == ["one", "other"]
-    assert curves[0]["steps"] == [0] and curves[0]["accuracy"] == [0.5]
-    refused("curve", one, tmp_path / "none", "--out", out, words=["none", "metrics.jsonl"])
-    refused("curve", one, f"one={two}", "--out", out, words=["same name"])
-    refused("curve", one, "--out", tmp_path / "curve.txt", words=["curve.txt", ".png"])
-    refused("curve", one, "--names", "block", "--out", out, words=["'block'", "full"])

@@ -9,7 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from jaxrag.measure.evals.plots import check_picture, figure_class
+from jaxrag.base.errors import ConfigError, RequestError
+from jaxrag.base.installed import installs
+
+FORMATS = (".png", ".svg", ".pdf")
+
+
+def check_picture(path: Path) -> None:
+    """Refuse a picture that cannot be written, before the work: RequestError, ConfigError."""
+    if path.suffix not in FORMATS:
+        raise RequestError(f"{path}: expected a name that ends in {', '.join(FORMATS)}")
+    if not path.absolute().parent.is_dir():
+        raise RequestError(f"{path}: its folder does not exist; make it first")
+    _figure_class()
 
 
 def draw_heatmap(result: Mapping[str, Any], path: Path) -> None:
@@ -23,7 +35,7 @@ def draw_heatmap(result: Mapping[str, Any], path: Path) -> None:
     found = {(c["method"], c["length"], c["depth"]): c["score"]["value"] for c in result["grid"]}
     width = max(2.6, 0.55 * len(lengths) + 1.2)
     height = max(2.4, 0.28 * len(depths) + 1.2)
-    figure = figure_class()(
+    figure = _figure_class()(
         figsize=(width * len(names) + 1.2, height), dpi=150, layout="constrained"
     )
     panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
@@ -49,6 +61,15 @@ def draw_heatmap(result: Mapping[str, Any], path: Path) -> None:
     bar.set_label("score, %", fontsize=8)
     bar.ax.tick_params(labelsize=7)
     figure.savefig(path)
+
+
+def _figure_class() -> Any:
+    """The Figure class, which draws without a display and without global state."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError(f"matplotlib is not installed; {installs('plots')} does it") from None
+    return Figure
 
 
 def _tokens(count: int) -> str:
