@@ -183,6 +183,8 @@ class Core:
                 continue
             sequence.moments.setdefault("admitted", now)
             self._transfers.start(sequence, one)
+            if sequence.lane is not None:
+                self._lanes.expect(sequence.lane)
             if sequence.status is RequestStatus.READY:
                 sequence.moments["ready"] = state.clock()
             else:

@@ -253,7 +253,7 @@ class Lane:
         runner, rule = self._runner, self.key.rule
         values, away = runner.cache.values, runner.model.placement.away
         plan = Plan(rule, runner.searches(rule), values, away)
-        decoder = runner.model.decoder(self.key.pages * PAGE, few_rows=True)
+        decoder = runner.model.decoder(self.key.pages * PAGE, by_layer=True)
         return self._rows, self._decoding, decoder, np.int32(block), plan
 
     def leave(self, rows: Iterable[int]) -> None:

@@ -1,11 +1,15 @@
 """The lanes of an engine, who has which row, and the steps in flight."""
 
+import contextlib
 import dataclasses
+import time
 from collections import Counter, abc, defaultdict
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from typing import Any
 
 import jax
+from jax.stages import Compiled
 
 from jaxrag.base.sharding import to_host
 from jaxrag.base.types import Array, HostArray
@@ -15,6 +19,7 @@ from jaxrag.engine.request import DECODE_BLOCK, LaneKey
 from jaxrag.engine.sequence import RequestStatus, Sequence, Swapped
 from jaxrag.engine.state import Broken, State
 from jaxrag.engine.swap import swap_in, swap_out
+from jaxrag.models.compiled import compile_beside
 from jaxrag.reuse.decode import Decoding
 
 
@@ -47,6 +52,19 @@ class Lanes:
         self._left: dict[LaneKey, set[int]] = defaultdict(set)  # rows that still run for no request
         self._first: list[tuple[int, list[tuple[int, Sequence]], Drawn]] = []  # epoch, who, what
         self._in_flight: list[_Ticket] = []
+        self._compiled: dict[LaneKey, Future[Compiled]] = {}
+
+    def expect(self, key: LaneKey) -> None:
+        """A request will want a row: the program of its lane is compiled beside its prefill.
+
+        That of a dense rule; what another rule is compiled for is not known before.
+        """
+        state = self._state
+        alone = not state.settings.lockstep and state.runner.cache.host is None
+        if key in self._compiled or key.rule.sparse or not alone:
+            return
+        with contextlib.suppress(Exception):  # it is raised where the lane steps, and told there
+            [self._compiled[key]] = compile_beside([self._made(key).lower()])
 
     @property
     def busy(self) -> bool:
@@ -140,6 +158,8 @@ class Lanes:
             lane = self._lanes[key]
             block = self._block(key, active)
             try:
+                if key in self._compiled:
+                    self._await(self._compiled[key])
                 if guided := _allowed(active):
                     lane.allow(guided)
                 if left := self._left.pop(key, None):
@@ -219,14 +239,26 @@ class Lanes:
 
     def _take_row(self, sequence: Sequence, key: LaneKey) -> int:
         """The row that a request was given, in its lane, which is made where it is the first."""
-        if key not in self._lanes:
-            self._lanes[key] = Lane(self._state.runner, key)
-            self._rows[key] = [None] * key.rows
+        self._made(key)
         row = self._state.scheduler.row_of(sequence)
         assert row is not None and self._rows[key][row] is None
         self._left[key].discard(row)
         self._rows[key][row] = sequence
         return row
+
+    def _made(self, key: LaneKey) -> Lane:
+        """The lane, which is made where it is not there."""
+        if key not in self._lanes:
+            self._lanes[key] = Lane(self._state.runner, key)
+            self._rows[key] = [None] * key.rows
+        return self._lanes[key]
+
+    def _await(self, compiled: Future[Compiled]) -> None:
+        if not compiled.done():
+            start = time.monotonic()
+            wait([compiled])
+            self._state.compile_times.add(start, time.monotonic())
+        compiled.result()
 
     def _active(self, rows: abc.Sequence[Sequence | None]) -> list[tuple[int, Sequence, int]]:
         """Rows with tokens to run, whose they are, and how many."""

@@ -19,13 +19,20 @@ from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sequence import Sequence
 from jaxrag.kv.cache import PagePool, PageTable, batch_table
 from jaxrag.models.attention import Attend, PagedAttend
-from jaxrag.models.decoder import Decoder, forward, unembed
+from jaxrag.models.decoder import (
+    Decoder,
+    layer_windows,
+    rms_norm,
+    run_layer,
+    run_layers,
+    unembed,
+)
+from jaxrag.models.spec import LayerParams
 from jaxrag.models.taps import Tap, at_columns
 from jaxrag.reuse.decode import Observe, PromptQueries
 from jaxrag.reuse.select import choose
 
 PREFILL_TOKENS = 1024  # of one pass; longer prompts run in pieces of this many
-_FEW_TOKENS = 80  # a pass over so many gains most of a tenth by weights that no scan copies
 
 
 class Prefilled(NamedTuple):
@@ -129,13 +136,14 @@ class Prefill:
         del self.left[0]
         return width
 
-    def lower(self) -> dict[int, Lowered]:
-        """The programs of the pieces that are left, by width, not compiled yet."""
+    def lower(self) -> dict[tuple[str, int], Lowered]:
+        """The programs of the pieces that are left, by name and width, not compiled yet."""
         pool = self._runner.cache.pool
         lowered = {}
         for length, width in self.left:
             arguments, how = self._arguments(self._start, length, width)
-            lowered[width] = _prefill_piece.lower(pool, *arguments, **how)
+            for name, program in _lower_piece(pool, *arguments, **how).items():
+                lowered[name, width] = program
         return lowered
 
     def _arguments(
@@ -160,7 +168,7 @@ class Prefill:
         seen = np.where((seen >= 0) & (seen < length), seen, -1).astype(np.int32)
         step = Step(*(model.put_batch(x, rows) for x in (ids, positions, slots)))
         piece = _Piece(step, *(model.put_batch(x, rows) for x in (last, seen)))
-        decoder = model.decoder(num_slots, few_rows=rows * width <= _FEW_TOKENS)
+        decoder = model.decoder(num_slots, by_layer=True)
         arguments = (logits, bank.queries, decoder, table, piece)
         return arguments, {"rows_in_turn": model.rows_in_turn}
 
@@ -173,11 +181,6 @@ def _row(prefilled: Prefilled, row: Array) -> Prefilled:
     return Prefilled(logits[row][None], jax.tree.map(lambda x: x[row][None], table), bank)
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("rows_in_turn",),
-    donate_argnames=("pool", "logits"),
-)
 def _prefill_piece(
     pool: PagePool,
     logits: Array,
@@ -189,21 +192,127 @@ def _prefill_piece(
 ) -> tuple[PagePool, PageTable, Array, Array]:
     """Run one piece; rows whose prompt ends in it get their logits [B, V].
 
-    The queries of its observed tokens go into ``queries`` [L, B, W, N, H].
+    The queries of its observed tokens go into ``queries`` [L, B, W, N, H]. Where the decoder's
+    layers are apart, one program serves all of them, called for each: as fast as one of the whole
+    model, and compiled and loaded in a fraction of the time.
     """
-    step, observed = piece.step, piece.observed
-    table = table.reveal(step.slots, step.positions)
-    attend: Attend = PagedAttend(decoder.config, decoder.rope, table, step.slots, rows_in_turn)
-    if observed.shape[1]:
-        attend = Tap(attend, lambda q, k, v: at_columns(q, jnp.maximum(observed, 0)))
-    hidden, pool, new = forward(decoder.params, decoder.config, step.tokens, pool, attend)
+    if not isinstance(decoder.params.layers, list):
+        whole = (pool, logits, queries, decoder, table, piece)
+        return _whole_piece(*whole, rows_in_turn=rows_in_turn)
+    ends, new = _without_layers(decoder), []
+    windows = layer_windows(decoder.config)
+    table, x = _begin(ends, table, piece)
+    for index, weights in enumerate(decoder.params.layers):
+        window = None if windows is None else windows[index]
+        here = (pool, x, weights, np.int32(index), window, ends, table, piece)
+        pool, x, seen = _layer(*here, rows_in_turn=rows_in_turn)
+        new.append(seen)
+    logits, queries = _end(logits, queries, ends, x, new if queries.shape[2] else None, piece)
+    return pool, table, logits, queries
+
+
+def _lower_piece(
+    pool: PagePool,
+    logits: Array,
+    queries: Array,
+    decoder: Decoder,
+    table: PageTable,
+    piece: _Piece,
+    rows_in_turn: bool,
+) -> dict[str, Lowered]:
+    """The programs of ``_prefill_piece``, by name."""
+    if not isinstance(decoder.params.layers, list):
+        whole = (pool, logits, queries, decoder, table, piece)
+        return {"whole": _whole_piece.lower(*whole, rows_in_turn=rows_in_turn)}
+    ends, weights = _without_layers(decoder), decoder.params.layers[0]
+    windows = layer_windows(decoder.config)
+    window = None if windows is None else windows[0]
+    shown, x = jax.eval_shape(_begin, ends, table, piece)
+    here = (pool, x, weights, np.int32(0), window, ends, shown, piece)
+    layer = _layer.lower(*here, rows_in_turn=rows_in_turn)
+    seen = [jax.eval_shape(functools.partial(_layer, rows_in_turn=rows_in_turn), *here)[2]]
+    new = seen * len(decoder.params.layers) if queries.shape[2] else None
+    return {
+        "begin": _begin.lower(ends, table, piece),
+        "layer": layer,
+        "end": _end.lower(logits, queries, ends, x, new, piece),
+    }
+
+
+def _without_layers(decoder: Decoder) -> Decoder:
+    return decoder.replace(params=decoder.params.replace(layers=[]))
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("rows_in_turn",),
+    donate_argnames=("pool", "logits"),
+)
+def _whole_piece(
+    pool: PagePool,
+    logits: Array,
+    queries: Array,
+    decoder: Decoder,
+    table: PageTable,
+    piece: _Piece,
+    rows_in_turn: bool,
+) -> tuple[PagePool, PageTable, Array, Array]:
+    """``_prefill_piece`` as one program, which scans over the layers."""
+    params, config = decoder.params, decoder.config
+    table = table.reveal(piece.step.slots, piece.step.positions)
+    attend = _attend(decoder, table, piece, rows_in_turn)
+    x, pool, new = run_layers(params, config, piece.step.tokens, pool, attend, config.num_layers)
+    logits, queries = _end(logits, queries, decoder, x, new, piece)
+    return pool, table, logits, queries
+
+
+def _attend(decoder: Decoder, table: PageTable, piece: _Piece, rows_in_turn: bool) -> Attend:
+    slots, observed = piece.step.slots, piece.observed
+    attend = PagedAttend(decoder.config, decoder.rope, table, slots, rows_in_turn)
+    if not observed.shape[1]:
+        return attend
+    return Tap(attend, lambda q, k, v: at_columns(q, jnp.maximum(observed, 0)))
+
+
+@jax.jit
+def _begin(ends: Decoder, table: PageTable, piece: _Piece) -> tuple[PageTable, Array]:
+    """The table that shows the piece's slots, and x [B, T, D] before the first layer."""
+    table = table.reveal(piece.step.slots, piece.step.positions)
+    return table, ends.params.embed[piece.step.ids]
+
+
+@functools.partial(jax.jit, static_argnames=("rows_in_turn",), donate_argnames=("pool", "x"))
+def _layer(
+    pool: PagePool,
+    x: Array,
+    weights: LayerParams,
+    index: Array,
+    window: Array | None,
+    ends: Decoder,
+    table: PageTable,
+    piece: _Piece,
+    rows_in_turn: bool,
+) -> tuple[PagePool, Array, Array | None]:
+    """Pool and x behind one layer, and the queries of the observed tokens [B, W, N, H]."""
+    attend = _attend(ends, table, piece, rows_in_turn)
+    tokens = piece.step.tokens
+    x, pool, new = run_layer(weights, ends.config, index, window, x, tokens, pool, attend)
+    return pool, x, new
+
+
+@functools.partial(jax.jit, donate_argnames=("logits",))
+def _end(
+    logits: Array, queries: Array, ends: Decoder, x: Array, new: Any, piece: _Piece
+) -> tuple[Array, Array]:
+    """Logits and queries with those of this piece; ``new``: of all layers, stacked or apart."""
     if new is not None:
-        queries = jnp.where((observed >= 0)[None, :, :, None, None], new, queries)
+        new = jnp.stack(new) if isinstance(new, list) else new
+        queries = jnp.where((piece.observed >= 0)[None, :, :, None, None], new, queries)
 
     def finish() -> Array:
         at = jnp.maximum(piece.last, 0)[:, None, None]
-        ends = jnp.take_along_axis(hidden, at, axis=1)[:, 0]
-        return jnp.where((piece.last >= 0)[:, None], unembed(decoder.params, ends), logits)
+        last = jnp.take_along_axis(x, at, axis=1)[:, 0]
+        last = rms_norm(last, ends.params.final_norm, ends.config.norm_eps)
+        return jnp.where((piece.last >= 0)[:, None], unembed(ends.params, last), logits)
 
-    logits = lax.cond((piece.last >= 0).any(), finish, lambda: logits)
-    return pool, table, logits, queries
+    return lax.cond((piece.last >= 0).any(), finish, lambda: logits), queries

@@ -1,9 +1,6 @@
 """The programs that requests need, compiled several at a time before anybody waits for them."""
 
-import os
-import threading
 from collections.abc import Hashable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 
 from jax.stages import Lowered
 
@@ -17,8 +14,7 @@ from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.staging import lower_place
 from jaxrag.engine.state import EngineSettings
 from jaxrag.kv.cache import CachedChunk, table_width
-
-_STACK = 64 << 20  # bytes: XLA's passes recurse deeper than a thread's usual stack allows
+from jaxrag.models.compiled import compile_beside
 
 
 def compile_for(runner: ModelRunner, settings: EngineSettings, requests: Iterable[Request]) -> int:
@@ -43,9 +39,9 @@ def compile_for(runner: ModelRunner, settings: EngineSettings, requests: Iterabl
         widths = [width for _, width in pieces(len(sequence.run.ids), PREFILL_TOKENS)]
         rows = rows_together(runner, settings, request, widths)
         prefill = Prefill(runner, [sequence], None if lane is None else rule.observe, rows)
-        for width, program in prefill.lower().items():
+        for (name, width), program in prefill.lower().items():
             lowered.setdefault(
-                (rows, table_width(sequence.table), lane is None or rule, width), program
+                (rows, table_width(sequence.table), lane is None or rule, name, width), program
             )
         if ("first", rows) not in lowered:
             sampling = sampling_rows([sequence] * rows, rows)
@@ -54,11 +50,6 @@ def compile_for(runner: ModelRunner, settings: EngineSettings, requests: Iterabl
             lowered["place"] = lower_place(runner)
         if lane is not None and not rule.sparse and lane not in lowered:
             lowered[lane] = Lane(runner, lane).lower()
-    before = threading.stack_size(_STACK)
-    try:
-        with ThreadPoolExecutor(os.cpu_count(), "compile") as threads:
-            for _ in threads.map(Lowered.compile, lowered.values()):
-                pass
-    finally:
-        threading.stack_size(before)
+    for compiled in compile_beside(lowered.values()):
+        compiled.result()
     return len(lowered)

@@ -5,16 +5,19 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import jax
+from jax.stages import Compiled, Lowered
 
 from jaxrag.models.digest import cache_directory
 
 _COMPILING = "/jax/core/compile/"  # tracing, lowering, compiling
 _COMPILED = f"{_COMPILING}backend_compile_duration"
 _SPANS = 4096
+_STACK = 64 << 20  # bytes: XLA's passes recurse deeper than a thread's usual stack allows
 
 
 def keep_compiled() -> None:
@@ -26,7 +29,7 @@ def keep_compiled() -> None:
     """
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(_programs()))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
@@ -35,6 +38,17 @@ def _programs() -> Path:
     usable = getattr(os, "sched_getaffinity", None)  # Linux
     processors = len(usable(0)) if usable else os.cpu_count() or 1
     return cache_directory() / "xla" / f"{processors}-processors"
+
+
+def compile_beside(programs: Iterable[Lowered]) -> list[Future[Compiled]]:
+    """Compile each in a thread, as many at a time as there are processors; does not wait."""
+    threads = ThreadPoolExecutor(os.cpu_count(), "compile")
+    before = threading.stack_size(_STACK)
+    try:
+        return [threads.submit(program.compile) for program in programs]
+    finally:
+        threading.stack_size(before)
+        threads.shutdown(wait=False)
 
 
 class CompileTimes:

@@ -135,13 +135,12 @@ def run_layers(
     def layer(carry: _Carry, scanned: Any) -> tuple[_Carry, Any]:
         x, cache = carry
         p, index, window = scanned
-        q, k, v = heads_of(x, p, config)
-        out, cache, collected = attend(index, window, q, k, v, tokens, cache)
-        return (finish_layer(x, out, p, config), cache), collected
+        x, cache, collected = run_layer(p, config, index, window, x, tokens, cache, attend)
+        return (x, cache), collected
 
     body = layer if wrap_layer is None else wrap_layer(layer)
     if isinstance(params.layers, list):
-        each = []
+        body, each = jax.jit(body), []  # layers of one shape are traced once
         for index, p in enumerate(params.layers[:num_layers]):
             window = None if windows is None else windows[index]
             (x, cache), collected = body((x, cache), (p, layer_ids[index], window))
@@ -152,6 +151,25 @@ def run_layers(
         scanned = jax.tree.map(lambda a: a[:num_layers], scanned)
     (x, cache), collected = lax.scan(body, (x, cache), scanned)
     return x, cache, collected
+
+
+def run_layer(
+    p: LayerParams,
+    config: ModelConfig,
+    index: Array,
+    window: Array | None,
+    x: Array,
+    tokens: Tokens,
+    cache: Any,
+    attend: Attend,
+) -> tuple[Array, Any, Any]:
+    """One layer, of weights p, over x [B, T, D]: x behind it, the cache, what attend collected.
+
+    ``index`` and ``window`` (one of ``layer_windows``) are scalar int32.
+    """
+    q, k, v = heads_of(x, p, config)
+    out, cache, collected = attend(index, window, q, k, v, tokens, cache)
+    return finish_layer(x, out, p, config), cache, collected
 
 
 def keys_and_values(

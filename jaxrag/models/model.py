@@ -192,16 +192,16 @@ class Model:
 
     @functools.cached_property
     def _by_layer(self) -> Params:
-        """The weights for steps of few rows, in the memory of ``params``."""
+        """The weights with layers apart, in the memory of ``params``."""
         return by_layer(self.params) if gains_by_layer(self.params, self.mesh) else self.params
 
-    def decoder(self, num_positions: int, few_rows: bool = False) -> Decoder:
+    def decoder(self, num_positions: int, by_layer: bool = False) -> Decoder:
         """What a compiled step over at most ``num_positions`` positions needs of this model.
 
-        ``few_rows``: of a step that spends its time on reading weights.
+        ``by_layer``: with every layer's weights apart, where it makes the step faster.
         """
         return Decoder(
-            params=self._by_layer if few_rows else self.params,
+            params=self._by_layer if by_layer else self.params,
             rope=self.rope(num_positions),
             config=self.config,
             factors=self.rope_factors if self.placement.away else None,

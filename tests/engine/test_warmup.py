@@ -27,7 +27,7 @@ def test_after_warm_up_nothing_is_compiled(fresh, asked, method):
     assert len(LENGTHS) + 2 < programs <= 40
     # The large ones were compiled side by side, not by the engine's thread.
     large = {"jit(_steps)", "jit(_place)"} | (
-        {"jit(_prefill_piece)"} if method == "turborag" else set()
+        {"jit(_whole_piece)"} if method == "turborag" else set()
     )
     assert not large & set(fresh.compiled)
     compiled = dict(fresh.compiled)

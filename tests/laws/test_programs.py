@@ -101,9 +101,9 @@ USUAL = ("full_attention", "turborag", "turborag_composite")
 COMPILED = {
     it.__name__
     for it in (
-        prefill._prefill_piece, decoding._join, decoding._steps, decoding._put_decoding,
-        staging._place, kv_deviation._whole_check, kv_deviation._sparse_check,
-        cache_craft._mean_shares, query_guided._received_alone,
+        prefill._whole_piece, prefill._layer, decoding._join, decoding._steps,
+        decoding._put_decoding, staging._place, kv_deviation._whole_check,
+        kv_deviation._sparse_check, cache_craft._mean_shares, query_guided._received_alone,
         query_guided._received_over_cache, decode_rule.prepare_layers, retrieval._keys,
     )
 }  # fmt: skip
