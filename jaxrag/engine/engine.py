@@ -269,25 +269,41 @@ class Engine:
     def warm_up(self, requests: abc.Sequence[Request]) -> int:
         """Compile what requests like these need, before others wait for it; how many programs.
 
-        The large ones are compiled side by side, then every request is served once, for the rest.
-        Only shapes count: ids may be any, chunks of any kind and length that will be asked for. On
-        disk, programs are kept for the next process (``models.compiled.keep_compiled``).
+        The large ones are compiled side by side, then every request is served, for the rest, up to
+        its second token. Only shapes count: ids may be any, chunks of any kind and length that will
+        be asked for. On disk, programs are kept for the next process
+        (``models.compiled.keep_compiled``).
         """
         before, programs = sum(self.compiled.values()), 0
         if self._leader is None:
             programs = self.call(lambda runner: compile_for(runner, self.settings, requests))
-        for progress in self.iterate(requests):
+        for progress in self.iterate(requests, enough=2):
             if progress.error is not None:
                 raise progress.error
         return programs + sum(self.compiled.values()) - before
 
-    def iterate(self, requests: abc.Sequence[Request]) -> Generator[Progress]:
+    def iterate(
+        self, requests: abc.Sequence[Request], enough: int | None = None
+    ) -> Generator[Progress]:
         """Serve requests and iterate over their progress, in the order it comes.
 
         ``Progress.number`` counts the requests from 0. Closing the iterator aborts what is left.
+        ``enough``: tokens after which a request is stopped (None: its own).
         """
         news: queue.SimpleQueue[Progress] = queue.SimpleQueue()
-        numbers = self.add_all([(request, news.put) for request in requests])
+
+        def sink() -> Sink:
+            told = 0
+
+            def tell(progress: Progress) -> bool:
+                nonlocal told
+                told += len(progress.new)
+                news.put(progress)
+                return enough is not None and told >= enough
+
+            return tell
+
+        numbers = self.add_all([(request, sink()) for request in requests])
         place = {number: at for at, number in enumerate(numbers)}
         left = set(numbers)
         try:
