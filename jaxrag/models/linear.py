@@ -6,9 +6,9 @@ copies the weight first. A single row of bfloat16 is multiplied with a weight th
 before, two rows by a library that reads it as it is: 2 and 22 GB/s.
 
 A scan over stacked weights copies those of a layer before XLA:CPU multiplies with them. For a chunk
-that is a few percent; a decode step does hardly anything but read weights. Its program
-then holds every layer by itself (``by_layer``), which takes four times as long to compile; a prompt
-runs through one program of a layer, called for each.
+that is a few percent; a decode step does hardly anything but read weights. Its program then holds
+every layer by itself (``by_layer``), which takes four times as long to compile; a prompt runs
+through one program of a layer, called for each.
 """
 
 import math
