@@ -21,13 +21,13 @@ from jaxrag.kv.cache import PagePool, PageTable, batch_table
 from jaxrag.models.attention import Attend, PagedAttend
 from jaxrag.models.decoder import (
     Decoder,
+    LayerAt,
     layer_windows,
     rms_norm,
     run_layer,
     run_layers,
     unembed,
 )
-from jaxrag.models.spec import LayerParams
 from jaxrag.models.taps import Tap, at_columns
 from jaxrag.reuse.decode import Observe, PromptQueries
 from jaxrag.reuse.select import choose
@@ -204,7 +204,7 @@ def _prefill_piece(
     table, x = _begin(ends, table, piece)
     for index, weights in enumerate(decoder.params.layers):
         window = None if windows is None else windows[index]
-        here = (pool, x, weights, np.int32(index), window, ends, table, piece)
+        here = (pool, x, (weights, np.int32(index), window), ends, table, piece)
         pool, x, seen = _layer(*here, rows_in_turn=rows_in_turn)
         new.append(seen)
     logits, queries = _end(logits, queries, ends, x, new if queries.shape[2] else None, piece)
@@ -228,7 +228,7 @@ def _lower_piece(
     windows = layer_windows(decoder.config)
     window = None if windows is None else windows[0]
     shown, x = jax.eval_shape(_begin, ends, table, piece)
-    here = (pool, x, weights, np.int32(0), window, ends, shown, piece)
+    here = (pool, x, (weights, np.int32(0), window), ends, shown, piece)
     layer = _layer.lower(*here, rows_in_turn=rows_in_turn)
     seen = [jax.eval_shape(functools.partial(_layer, rows_in_turn=rows_in_turn), *here)[2]]
     new = seen * len(decoder.params.layers) if queries.shape[2] else None
@@ -285,9 +285,7 @@ def _begin(ends: Decoder, table: PageTable, piece: _Piece) -> tuple[PageTable, A
 def _layer(
     pool: PagePool,
     x: Array,
-    weights: LayerParams,
-    index: Array,
-    window: Array | None,
+    layer: LayerAt,
     ends: Decoder,
     table: PageTable,
     piece: _Piece,
@@ -296,7 +294,7 @@ def _layer(
     """Pool and x behind one layer, and the queries of the observed tokens [B, W, N, H]."""
     attend = _attend(ends, table, piece, rows_in_turn)
     tokens = piece.step.tokens
-    x, pool, new = run_layer(weights, ends.config, index, window, x, tokens, pool, attend)
+    x, pool, new = run_layer(ends.config, layer, x, tokens, pool, attend)
     return pool, x, new
 
 

@@ -16,6 +16,8 @@ from jaxrag.models.rope import RopeFactors, RopeTable
 from jaxrag.models.spec import LayerParams, Params
 
 _Carry = tuple[Array, Any]  # x [B, T, D] and the cache
+# A layer's weights, its index and its window (of ``layer_windows``), scalar int32.
+LayerAt = tuple[LayerParams, Array, Array | None]
 Layer = Callable[[_Carry, Any], tuple[_Carry, Any]]  # (carry, (layer's params, ...)) of the scan
 
 
@@ -134,8 +136,7 @@ def run_layers(
 
     def layer(carry: _Carry, scanned: Any) -> tuple[_Carry, Any]:
         x, cache = carry
-        p, index, window = scanned
-        x, cache, collected = run_layer(p, config, index, window, x, tokens, cache, attend)
+        x, cache, collected = run_layer(config, scanned, x, tokens, cache, attend)
         return (x, cache), collected
 
     body = layer if wrap_layer is None else wrap_layer(layer)
@@ -154,19 +155,10 @@ def run_layers(
 
 
 def run_layer(
-    p: LayerParams,
-    config: ModelConfig,
-    index: Array,
-    window: Array | None,
-    x: Array,
-    tokens: Tokens,
-    cache: Any,
-    attend: Attend,
+    config: ModelConfig, layer: LayerAt, x: Array, tokens: Tokens, cache: Any, attend: Attend
 ) -> tuple[Array, Any, Any]:
-    """One layer, of weights p, over x [B, T, D]: x behind it, the cache, what attend collected.
-
-    ``index`` and ``window`` (one of ``layer_windows``) are scalar int32.
-    """
+    """One layer over x [B, T, D]: x behind it, the cache, and what attend collected."""
+    p, index, window = layer
     q, k, v = heads_of(x, p, config)
     out, cache, collected = attend(index, window, q, k, v, tokens, cache)
     return finish_layer(x, out, p, config), cache, collected
