@@ -279,7 +279,7 @@ COMMAND = command(
     run,
     SUMMARIES["check"],
     "jaxrag check models/llama-3-8b-instruct --quick",
-    argument("model", "MODEL", "a directory, or ORG/NAME of the hub"),
+    argument("model", "MODEL", "a directory, a GGUF file, or ORG/NAME of the hub"),
     flag("--quick", "read no weights: files, headers and memory only"),
     fields(ModelOptions, only=("dtype", "mesh", "cache_tokens")),
     flag(

@@ -46,7 +46,7 @@ SUMMARIES = {  # what each command does: `jaxrag --help` reads none of them
     "kb": "look into a knowledge base and keep it in order",
     "check": "say what a model is understood as, what it takes here, and which methods suit",
     "plan": "estimate disks, time to first token and engines of a corpus and its questions",
-    "convert": "turn a Hugging Face model into a jaxrag (Orbax) checkpoint, or back",
+    "convert": "turn a Hugging Face model into a jaxrag (Orbax) checkpoint, or back; GGUF too",
     "train": "train a model, or fine-tune it to block attention",
     "eval": "measure how well models answer",
     "bench": "measure",

@@ -1,4 +1,4 @@
-"""`jaxrag convert`: Hugging Face directory to jaxrag checkpoint and back."""
+"""`jaxrag convert`: Hugging Face directory to jaxrag checkpoint and back, and GGUF to either."""
 
 from jaxrag.cli.command import SUMMARIES, Args, argument, command, value
 
@@ -17,7 +17,7 @@ COMMAND = command(
     run,
     SUMMARIES["convert"],
     "jaxrag convert models/llama checkpoints/llama",
-    argument("source", "SOURCE", "directory to read"),
+    argument("source", "SOURCE", "directory or GGUF file to read"),
     argument("target", "TARGET", "directory to make"),
-    value("--to", None, "the other one of the source", choices=("huggingface", "jaxrag")),
+    value("--to", None, "the other form; of GGUF huggingface", choices=("huggingface", "jaxrag")),
 )

@@ -155,7 +155,7 @@ def model_of_kb(args: Args, method: "Method | None" = None) -> "Model":
         options = dataclasses.replace(given, dtype=given.dtype or remembered.store.layout.dtype)
     if path is None:
         raise KnowledgeBaseError(f"{args.kb} does not remember a model directory; pass --model DIR")
-    if args.model is None and not Path(path).is_dir():
+    if args.model is None and not Path(path).exists():
         raise KnowledgeBaseError(
             f"{args.kb} was made with the model in {path}, which is not there any more; pass "
             "--model DIR to say where it is now"
@@ -175,7 +175,7 @@ def model_of(settings: "ServerSettings") -> "Model":
         with KnowledgeBase.open(folder, secret=secret_of(settings.secret_file)) as remembered:
             path = path or remembered.model_path
             dtype = dtype or remembered.store.layout.dtype
-        if given.path is None and (path is None or not Path(path).is_dir()):
+        if given.path is None and (path is None or not Path(path).exists()):
             raise KnowledgeBaseError(
                 f"{folder} was made with the model in {path}, which is not there; pass --model DIR"
             )

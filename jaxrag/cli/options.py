@@ -52,7 +52,7 @@ def model_options(
       unset: what is meant without --model.
       use: what it is for, where that is not plain.
     """
-    text = f"{use}{'; ' * bool(use)}a directory, or ORG/NAME of the hub ({unset})"
+    text = f"{use}{'; ' * bool(use)}a directory, a GGUF file, or ORG/NAME of the hub ({unset})"
     of_model = value("--model", "MODEL", text, required=required)
     return [of_model, *fields(ModelOptions, but=() if kv else ("kv",))]
 

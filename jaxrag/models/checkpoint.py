@@ -85,8 +85,7 @@ def load_checkpoint(
         config = dataclasses.replace(config, dtype=cast(DType, dtype))
     params = restore_params(directory, config, mesh=mesh, dtype=config.dtype)
     require_finite(directory, params, mesh)
-    has_tokenizer = (directory / "tokenizer.json").is_file()
-    return config, params, Tokenizer.load(directory) if has_tokenizer else None
+    return config, params, Tokenizer.find(directory)
 
 
 def restore_params(

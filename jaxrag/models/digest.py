@@ -17,9 +17,10 @@ import numpy as np
 import xxhash
 
 from jaxrag.base.sharding import to_host
+from jaxrag.models.gguf import stored_tensors
 from jaxrag.models.record import is_checkpoint, read_record
 from jaxrag.models.spec import Params, by_name
-from jaxrag.models.tensor_files import StoredTensor, read_tensors
+from jaxrag.models.tensor_files import StoredTensor
 
 _WORTH_REMEMBERING = 64 << 20  # bytes; hashing less takes no time
 _BLOCK = 64 << 20  # bytes brought to the host at a time
@@ -42,16 +43,17 @@ def params_digest(params: Params) -> str:
 
 
 def weights_digest(directory: str | Path, memo: Path | None = None) -> str:
-    """Digest of the weights in a model directory, 64 hex digits.
+    """Digest of the weights in a model directory or GGUF file, 64 hex digits.
 
-    A jaxrag checkpoint has recorded its own. ``memo`` is the file that remembers the digests of
-    large Hugging Face directories, by default ``weights.json`` in ``cache_directory()``; that it
-    cannot be written is no error. Raises ModelError when the weights cannot be read.
+    A jaxrag checkpoint has recorded its own; of a GGUF file the bytes of its tensors are hashed, as
+    they are quantised. ``memo`` is the file that remembers the digests of large models, by default
+    ``weights.json`` in ``cache_directory()``; that it cannot be written is no error. Raises
+    ModelError when the weights cannot be read.
     """
     directory = Path(directory).resolve()
     if is_checkpoint(directory):
         return read_record(directory).digest
-    tensors = read_tensors(directory)
+    tensors = stored_tensors(directory)
     if sum(tensor.num_bytes for tensor in tensors.values()) < _WORTH_REMEMBERING:
         return _tensors_digest(tensors)
     memo = memo or cache_directory() / "weights.json"
@@ -73,10 +75,7 @@ def cache_directory() -> Path:
 
 def _tensors_digest(tensors: dict[str, StoredTensor]) -> str:
     return _combine(
-        [
-            [name, t.dtype.name, list(t.shape), xxhash.xxh3_128(t.raw).hexdigest()]
-            for name, t in tensors.items()
-        ]
+        [[*t.identity, list(t.shape), xxhash.xxh3_128(t.raw).hexdigest()] for t in tensors.values()]
     )
 
 

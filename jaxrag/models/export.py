@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import ConfigError, ModelError
+from jaxrag.base.gguf import is_gguf
 from jaxrag.base.types import Array, HostArray
 from jaxrag.models import FAMILIES
 from jaxrag.models.checkpoint import restore_params, save_checkpoint
@@ -66,26 +67,30 @@ def export_hf(
 def convert(source: str | Path, target: str | Path, to: ModelForm | None = None) -> ModelForm:
     """Convert a Hugging Face directory to a jaxrag checkpoint, or back; returns the form written.
 
-    The values of the tensors are kept exactly; config and tokenizer files go with them. Works in
-    host memory, whatever accelerators there are. Raises ModelError when the source is neither,
-    already has the form ``to``, or the target exists and is not empty.
+    A GGUF file becomes a Hugging Face directory, or what ``to`` says; quantised tensors are written
+    as float32. The values of the tensors are kept exactly; config and tokenizer files go with them.
+    Works in host memory, whatever accelerators there are. Raises ModelError when the source is none
+    of these, already has the form ``to``, or the target exists and is not empty.
     """
     source = Path(source)
-    if not source.is_dir():
+    kept = is_checkpoint(source)
+    if not source.exists():
         raise ModelError(f"{source}: no such model directory")
-    if not is_checkpoint(source) and not is_hf_directory(source):
-        raise ModelError(f"{source}: neither a Hugging Face directory nor a jaxrag checkpoint")
-    form: ModelForm = "huggingface" if is_checkpoint(source) else "jaxrag"
-    if to not in (None, form):
-        raise ModelError(f"{source}: cannot convert to {to!r}; from here it can be {form!r}")
+    if not (kept or is_gguf(source) or is_hf_directory(source)):
+        raise ModelError(
+            f"{source}: neither a Hugging Face directory, a GGUF file nor a jaxrag checkpoint"
+        )
+    form: ModelForm = "huggingface" if kept or is_gguf(source) else "jaxrag"
+    if to is not None and to != form:
+        if not is_gguf(source):
+            raise ModelError(f"{source}: cannot convert to {to!r}; from here it can be {form!r}")
+        form = to
     refuse_existing(Path(target))
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        if form == "jaxrag":
-            config = load_config(source)
-            save_checkpoint(target, load_params(source, config), config, source)
-        else:
-            config = read_record(source).config
-            export_hf(target, restore_params(source, config), config, source)
+        config = read_record(source).config if kept else load_config(source)
+        params = restore_params(source, config) if kept else load_params(source, config)
+        write = save_checkpoint if form == "jaxrag" else export_hf
+        write(target, params, config, source)
     return form
 
 

@@ -1,5 +1,7 @@
 """Load a Hugging Face model directory: ``config.json`` and safetensors, straight onto the mesh.
 
+A GGUF file is loaded in the same way: ``jaxrag.models.gguf`` gives it the same names and config.
+
 Loading is strict both ways: every tensor of the files is used exactly once, every parameter of
 ``param_specs`` is found, and every shape is the expected one. Host memory holds at most one shard
 of one parameter at a time, read through a memory map.
@@ -19,9 +21,11 @@ from jax.sharding import Mesh
 
 from jaxrag.base.config import DType, ModelConfig
 from jaxrag.base.errors import ConfigError, ModelError
+from jaxrag.base.gguf import is_gguf
 from jaxrag.base.types import Array, HostArray
 from jaxrag.models import FAMILIES
 from jaxrag.models.family import Family, TensorRule
+from jaxrag.models.gguf import read_gguf_config, stored_tensors
 from jaxrag.models.hf_config import read_token_ids
 from jaxrag.models.spec import (
     Params,
@@ -94,12 +98,20 @@ def load_config(directory: Path) -> ModelConfig:
     the file is missing or the architecture is not supported, ConfigError for a refused key.
     """
     directory = Path(directory)
+    if is_gguf(directory):
+        return _read_config(directory, read_gguf_config(directory), None)
     if not directory.is_dir():
         raise ModelError(
-            f"{directory}: no such model directory; name a Hugging Face directory or a checkpoint"
+            f"{directory}: no such model directory; name a Hugging Face directory, a checkpoint or "
+            "a GGUF file"
         )
     path = directory / "config.json"
     if not path.is_file():
+        files = sorted(directory.glob("*.gguf"))
+        if files:
+            raise ModelError(
+                f"{directory}: no config.json; name the GGUF file to load, as {files[0]}"
+            )
         if (directory / "adapter_config.json").is_file():
             raise ModelError(
                 f"{directory}: an adapter alone is no model; merge it into its model first, such "
@@ -107,14 +119,23 @@ def load_config(directory: Path) -> ModelConfig:
             )
         raise ModelError(f"{directory}: no config.json; expected a Hugging Face model directory")
     hf = read_json(path)
-    family = find_family(hf, str(path))
     if hf.get("dtype") is None and hf.get("torch_dtype") is None:
+        find_family(hf, str(path))
         hf = {**hf, "dtype": next(iter(read_tensors(directory).values())).dtype.name}
+    generation_path = directory / "generation_config.json"
+    generation = read_json(generation_path) if generation_path.is_file() else None
+    return _read_config(directory, hf, generation)
+
+
+def _read_config(
+    directory: Path, hf: Mapping[str, Any], generation: Mapping[str, Any] | None
+) -> ModelConfig:
+    """A config of what ``config.json`` and ``generation_config.json`` hold."""
+    family = find_family(hf, str(directory / "config.json"))
     try:
         config = family.read_config(hf)
-        generation_path = directory / "generation_config.json"
-        if generation_path.is_file():
-            config = _add_generation_ids(config, read_json(generation_path))
+        if generation is not None:
+            config = _add_generation_ids(config, generation)
     except ConfigError as error:
         raise ConfigError(f"{directory}: {error}") from None
     except (TypeError, ValueError, AttributeError, KeyError, OverflowError) as error:
@@ -125,7 +146,9 @@ def load_config(directory: Path) -> ModelConfig:
 
 
 def ignored_keys(directory: Path) -> tuple[str, ...]:
-    """Keys of ``config.json`` that nothing reads. Raises as ``load_config`` does."""
+    """Keys of ``config.json`` that nothing reads, none of a GGUF file's. As ``load_config``."""
+    if is_gguf(directory):
+        return ()
     hf = _Noting(read_json(Path(directory) / "config.json"))
     find_family(hf, str(directory)).read_config(hf)
     return tuple(key for key in hf if key not in hf.asked)
@@ -165,8 +188,7 @@ def load_hf(
     shardings = None if mesh is None else param_shardings(config, mesh)
     params = load_params(directory, config, shardings=shardings, dtype=config.dtype)
     require_finite(directory, params, mesh)
-    has_tokenizer = (Path(directory) / "tokenizer.json").is_file()
-    return config, params, Tokenizer.load(directory) if has_tokenizer else None
+    return config, params, Tokenizer.find(directory)
 
 
 def load_params(
@@ -222,7 +244,7 @@ def place(
 def find_sources(directory: Path, config: ModelConfig) -> dict[str, StoredParam]:
     """Match the tensors of the files with the parameters, strictly both ways, by parameter path."""
     family = FAMILIES[config.family]
-    stored = read_tensors(directory)
+    stored = stored_tensors(directory)
     specs = by_name(param_specs(config))
     shapes = {
         rule: specs[rule.paths[0]].shape[rule.per_layer :]

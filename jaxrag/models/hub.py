@@ -22,6 +22,7 @@ def is_hub_name(path: str | Path) -> bool:
     return (
         _NAME.fullmatch(name) is not None
         and not name.startswith(".")
+        and not name.endswith(".gguf")
         and not Path(name).exists()
         and not Path(name).parent.exists()
     )

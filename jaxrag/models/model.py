@@ -369,17 +369,17 @@ def load_model(
     max_host_bytes: int | None = None,
     kv: KVHome = "device",
 ) -> Model:
-    """Load a Hugging Face directory or a jaxrag checkpoint.
+    """Load a Hugging Face directory, a jaxrag checkpoint or a GGUF file.
 
     What does not fit is refused before a weight is read or fetched. What is compiled from then on
     is kept in the user's cache directory for the next process, unless JAX was given another one.
 
     Args:
-      path: the directory; or ORG/NAME, or ORG/NAME@REVISION, of a model on the Hugging Face hub,
-        which is fetched where huggingface_hub is installed.
+      path: the directory, or the GGUF file; or ORG/NAME, or ORG/NAME@REVISION, of a model on the
+        Hugging Face hub, which is fetched where huggingface_hub is installed.
       mesh: where to put it (sharding.make_mesh); None = the default device.
       dtype: "float32", "bfloat16" or "float16" for parameters, activations and KV; None = as the
-        model's config says.
+        model's config says; of a GGUF file that is quantised "bfloat16".
       cache_tokens: size of the paged pool; None = half of the memory left, on CPUs 1 GiB at most.
       kernels: which body of the attention ops runs, "xla" or, on NVIDIA GPUs, "pallas_triton";
         "measured": of each op the one that was measured to be right and fastest on this device.
@@ -397,7 +397,9 @@ def load_model(
       TokenizerError: a tokenizer that cannot be read or is larger than the vocabulary.
     """
     if not isinstance(path, str | Path):
-        raise RequestError(f"path={reprlib.repr(path)}: expected a directory, or ORG/NAME")
+        raise RequestError(
+            f"path={reprlib.repr(path)}: expected a directory, a GGUF file, or ORG/NAME"
+        )
     if not (mesh is None or isinstance(mesh, Mesh)):
         raise RequestError(f"mesh={reprlib.repr(mesh)}: expected one that make_mesh gives, or None")
     keep_compiled()

@@ -9,8 +9,10 @@ from jax.sharding import Mesh
 
 from jaxrag.base.config import DType, ModelConfig, YarnScaling, config_to_dict
 from jaxrag.base.errors import ModelError
+from jaxrag.base.gguf import is_gguf
 from jaxrag.kv.placement import ON_DEVICE
 from jaxrag.models import FAMILIES
+from jaxrag.models.gguf import stored_tensors
 from jaxrag.models.hf import find_sources, ignored_keys
 from jaxrag.models.hub import fetched, is_hub_name
 from jaxrag.models.llama import read_config as read_llama
@@ -19,7 +21,6 @@ from jaxrag.models.model import read_config
 from jaxrag.models.reading import Reading, read_reading
 from jaxrag.models.record import is_checkpoint, read_record
 from jaxrag.models.spec import num_params
-from jaxrag.models.tensor_files import read_tensors
 from jaxrag.models.text.prompts import (
     DEFAULT_TEMPLATE,
     PromptTemplate,
@@ -50,8 +51,8 @@ class WeightFiles:
     """The weights on disk.
 
     Attributes:
-      kind: "Hugging Face directory" or "jaxrag checkpoint".
-      dtypes: that weights are stored in.
+      kind: "Hugging Face directory", "GGUF file" or "jaxrag checkpoint".
+      dtypes: that weights are stored in; of a GGUF file its own types.
     """
 
     kind: str
@@ -157,7 +158,7 @@ def overview(
     check_pool(config, mesh, cache_tokens, ON_DEVICE)
     kept = is_checkpoint(path)
     files = _checkpoint_files(path, config) if kept else _hf_files(path, config)
-    tokenizer = Tokenizer.load(path) if (path / "tokenizer.json").is_file() else None
+    tokenizer = Tokenizer.find(path)
     if tokenizer is not None:
         check_vocab(tokenizer, config)
     return Overview(
@@ -199,14 +200,14 @@ def rope_words(config: ModelConfig) -> str:
 
 def _hf_files(path: Path, config: ModelConfig) -> WeightFiles:
     sources = find_sources(path, config)
-    tensors = read_tensors(path)
+    tensors = stored_tensors(path)
     used = {tensor.name for source in sources.values() for tensor in source.tensors}
     found = {tensor.path for tensor in tensors.values()}
     return WeightFiles(
-        kind="Hugging Face directory",
+        kind="GGUF file" if is_gguf(path) else "Hugging Face directory",
         count=len(found),
         nbytes=sum(file.stat().st_size for file in found),
-        dtypes=tuple(sorted({tensors[name].dtype.name for name in used})),
+        dtypes=tuple(sorted({tensors[name].identity[1] for name in used})),
         parameters=sum(math.prod(tensors[name].shape) for name in used),
     )
 

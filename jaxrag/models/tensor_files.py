@@ -48,6 +48,11 @@ class StoredTensor:
         """Size of the tensor in the file."""
         return self.dtype.itemsize * math.prod(self.shape)
 
+    @property
+    def identity(self) -> tuple[str, str]:
+        """Name and type, as they are part of a digest."""
+        return self.name, self.dtype.name
+
     @functools.cached_property
     def raw(self) -> HostArray:
         """The tensor's bytes, uint8 [num_bytes], mapped and read only."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrag.base.errors import KnowledgeBaseError, RequestError
+from jaxrag.base.gguf import is_gguf
 from jaxrag.base.types import HostArray
 from jaxrag.connectors.manifest import Gate, Manifest, ServedModel, weights_of
 from jaxrag.kv.store import ChunkStore, ReadThrough
@@ -188,7 +189,10 @@ def _served(model: Model, serve: str | os.PathLike[str] | None) -> Path:
     folder = Path(given).resolve()
     if weights_digest(folder) == model.digest:
         return folder
-    if params_digest(load_params(folder, load_config(folder))) != model.digest:
+    digest = model.digest
+    if model.path is not None and is_gguf(model.path):  # its own is of quantised weights
+        digest = params_digest(load_params(Path(model.path), model.config))
+    if params_digest(load_params(folder, load_config(folder))) != digest:
         raise RequestError(f"--serve {given}: holds other weights than the model of the chunks")
     return folder
 

@@ -7,6 +7,7 @@ answers {"tokens": T}.
 
 import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,10 +16,15 @@ import transformers
 
 def main() -> None:
     """Load the model named on the command line in float32 and answer until stdin closes."""
-    (directory,) = sys.argv[1:]
+    (path,) = map(Path, sys.argv[1:])
     transformers.utils.logging.disable_progress_bar()
+    is_file = path.is_file()
+    kind = {"gguf_file": path.name} if is_file else {"use_safetensors": True}
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager", use_safetensors=True
+        path.parent if is_file else path,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        **kind,
     ).eval()
     hello = {"torch": torch.__version__, "transformers": transformers.__version__}
     print(json.dumps(hello), flush=True)

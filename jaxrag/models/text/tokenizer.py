@@ -23,9 +23,11 @@ from tokenizers import models
 
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import TokenizerError
+from jaxrag.base.gguf import is_gguf
 from jaxrag.base.types import HostArray
 from jaxrag.models.text.byte_level import spelled
 from jaxrag.models.text.chat import render_template
+from jaxrag.models.text.gguf import read_gguf_tokenizer
 from jaxrag.models.text.pieces import PIECE_CHARACTERS, breaks_between_words, encode_in_pieces
 
 PROMPT_FILE = "prompt.toml"  # the prompt format of the model, see jaxrag.models.text.prompts
@@ -82,17 +84,31 @@ class Tokenizer:
         self.leading_ids = self._find_leading_ids(config)
 
     @classmethod
+    def find(cls, directory: str | Path) -> "Tokenizer | None":
+        """Load from a model directory or a GGUF file; None where it has none."""
+        directory = Path(directory)
+        if is_gguf(directory):
+            stored = read_gguf_tokenizer(directory)
+            if stored is None:
+                return None
+            return cls(stored.tokenizer, stored.config, stored.templates, str(directory))
+        return cls.load(directory) if (directory / "tokenizer.json").is_file() else None
+
+    @classmethod
     def load(cls, directory: str | Path) -> "Tokenizer":
-        """Load from a model directory.
+        """Load from a model directory or a GGUF file.
 
         Raises TokenizerError when ``tokenizer.json`` is missing or a file cannot be read.
         """
         directory = Path(directory)
         path = directory / "tokenizer.json"
         if not path.is_file():
-            raise TokenizerError(
-                f"{directory}: no tokenizer.json; save the model's fast tokenizer there"
-            )
+            found = cls.find(directory)
+            if found is None:
+                raise TokenizerError(
+                    f"{directory}: no tokenizer.json; save the model's fast tokenizer there"
+                )
+            return found
         config = _read_json(directory / "special_tokens_map.json")
         config |= {
             key: value
@@ -357,8 +373,19 @@ def check_vocab(tokenizer: Tokenizer, config: ModelConfig) -> None:
 def copy_tokenizer(source: Path, target: Path) -> None:
     """Copy a tokenizer's files, and what else of a model is no weights: see TOKENIZER_FILES.
 
-    Byte for byte; what the source lacks is left out.
+    Byte for byte; what the source lacks is left out. Of a GGUF file they are made.
     """
+    stored = read_gguf_tokenizer(source) if is_gguf(source) else None
+    if stored is not None:
+        (target / "tokenizer.json").write_bytes(stored.tokenizer)
+        config = json.dumps(dict(stored.config), indent=2) + "\n"
+        (target / "tokenizer_config.json").write_text(config, encoding="utf-8")
+        for name, template in stored.templates.items():
+            path = target / "chat_template.jinja"
+            if name != "default":
+                (target / TEMPLATE_DIRECTORY).mkdir(exist_ok=True)
+                path = target / TEMPLATE_DIRECTORY / f"{name}.jinja"
+            path.write_text(template, encoding="utf-8", newline="")
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)

@@ -1,0 +1,268 @@
+"""GGUF files made of Hugging Face directories, and files that nobody should load.
+
+    python tests/faults/gguf_files.py [COUNT]
+
+mutates a small file COUNT times (2,000), and says what does not end in one line, or takes more
+memory than a few times the file. Run from the root of the project.
+"""
+
+import collections
+import dataclasses
+import json
+import math
+import random
+import resource
+import struct
+import sys
+import tempfile
+import tracemalloc
+from pathlib import Path
+
+import gguf
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
+
+from jaxrag.base.errors import JaxragError
+from jaxrag.base.rotary import frequencies
+from jaxrag.models.digest import weights_digest
+from jaxrag.models.hf import find_sources, load_config, load_params
+from jaxrag.models.tensor_files import read_tensors
+from jaxrag.models.text.tokenizer import Tokenizer
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+MEMORY = 64 << 20  # beside a few times the file
+NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+
+
+def paired(rows, heads):
+    """Rows of q and k as llama.cpp's converter orders them."""
+    return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def blocks(shape, kind, seed=0):
+    """Random blocks of a type that gguf cannot make, with scales of which none is huge."""
+    count, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    rng = np.random.default_rng(seed)
+    made = rng.integers(0, 256, (math.prod(shape) // count, size), np.uint8)
+    for at in {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (size - 2,)}[kind]:
+        scale = rng.uniform(1e-4, 3e-4, len(made)).astype(np.float16)
+        made[:, at : at + 2] = scale.view(np.uint8).reshape(-1, 2)
+    return made.reshape(*shape[:-1], -1)
+
+
+def stored(values, kind):
+    """The array that GGUFWriter takes for values in a type."""
+    if kind in ("F32", "F16"):
+        return values.astype({"F32": np.float32, "F16": np.float16}[kind])
+    if kind.endswith("_K"):
+        return blocks(values.shape, kind)
+    return gguf.quants.quantize(
+        np.ascontiguousarray(values, np.float32), GGMLQuantizationType[kind]
+    )
+
+
+def write(path, directory, kind="F32", *, architecture=None, metadata=(), tokenizer=None):
+    """A Hugging Face directory as a GGUF file; ``metadata`` is keys that are added or changed."""
+    hf, config = json.loads((directory / "config.json").read_text()), load_config(directory)
+    name = architecture or {"mistral": "llama"}.get(config.family, config.family)
+    writer = GGUFWriter(path, name)
+    values = {
+        "block_count": config.num_layers, "context_length": config.max_positions,
+        "embedding_length": config.model_dim, "feed_forward_length": config.mlp_dim,
+        "attention.head_count": config.num_heads, "attention.head_count_kv": config.num_kv_heads,
+        "attention.key_length": config.head_dim, "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": config.norm_eps, "rope.freq_base": config.rope.theta,
+        "rope.dimension_count": config.head_dim,
+    }  # fmt: skip
+    if config.sliding_window:
+        values["attention.sliding_window"] = config.sliding_window
+    rope = hf["rope_parameters"]
+    if rope["rope_type"] in ("linear", "yarn"):
+        values |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}
+        values |= {
+            f"rope.scaling.yarn_{it}": rope[it] for it in ("beta_fast", "beta_slow") if it in rope
+        }
+    if "original_max_position_embeddings" in rope:
+        values["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    if rope["rope_type"] == "llama3":
+        plain = dataclasses.replace(config.rope, scaling=None)
+        factors = frequencies(plain) / frequencies(config.rope)
+        writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
+    values = {f"{name}.{key}": value for key, value in values.items()}
+    values |= {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2}
+    for key, value in {**values, **(tokenizer or {}), **dict(metadata)}.items():
+        put(writer, key, value)
+    for key, tensor in read_tensors(directory).items():
+        view = np.asarray(tensor.view(), np.float32)
+        heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(key.split(".")[-2])
+        if heads and name in ("llama", "mistral"):
+            view = paired(view, heads)
+        one = kind if view.ndim > 1 else "F32"
+        writer.add_tensor(entry(key), stored(view, one), raw_dtype=GGMLQuantizationType[one])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def put(writer, key, value):
+    """A key by the type of its value."""
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+def entry(key):
+    """The name of a tensor in the file."""
+    *layer, last = key.removeprefix("model.layers.").split(".", 1) if ".layers." in key else [key]
+    stem, end = last.rsplit(".", 1)
+    return ".".join([*(["blk"] if layer else []), *layer, NAMES[stem], end])
+
+
+def sentence_pieces():
+    """A small vocabulary of the kind of SentencePiece."""
+    words = [
+        "\u2581the",
+        "\u2581river",
+        "\u2581is",
+        "\u2581copper",
+        "\u2581a",
+        "\u2581\u2581",
+        "ing",
+    ]
+    pieces = dict.fromkeys(word[:at] for word in words for at in range(2, len(word) + 1))
+    letters = sorted({c for word in words for c in word} | set("bcdfjklmquwxyz.,"))
+    joined = [*pieces, "er", "th", "he"]
+    tokens = ["<unk>", "<s>", "</s>", "<|eot_id|>", *(f"<0x{i:02X}>" for i in range(256))]
+    kinds = [2, 3, 3, 3, *[6] * 256, *[1] * (len(joined) + len(letters))]
+    scores = (
+        [0.0] * 260
+        + [-float(i) for i in range(len(joined))]
+        + [-1e3 - i for i in range(len(letters))]
+    )
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [*tokens, *joined, *letters],
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+
+
+def byte_level(pre="smollm"):
+    """A small vocabulary of bytes and a few merges."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    merges = ["t h", "th e", "\u0120 the", "i s", "l o", "1 2"]
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(ByteLevel.alphabet())]
+    tokens += [merge.replace(" ", "") for merge in merges] + ["loa", "<tool>"]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.token_type": [3] * 3 + [1] * (len(tokens) - 4) + [4],
+        "tokenizer.chat_template": "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}",
+    }
+
+
+EXTREME = (0, 1, 2**15, 2**31 - 1, 2**32 - 1, 2**40, 2**62, 2**63, 2**64 - 1)
+
+
+def mutated(data, rng):
+    """A file with one to three things wrong, mostly in its header."""
+    made = bytearray(data)
+    for _ in range(rng.randint(1, 3)):
+        header = min(len(made), 1 << 14 if rng.random() < 0.8 else len(made))
+        at = rng.randrange(max(1, header - 8))
+        match rng.randrange(7):
+            case 0:
+                made[at : at + 1] = bytes([rng.randrange(256)])
+            case 1:
+                made[at : at + 8] = struct.pack("<Q", rng.choice(EXTREME))
+            case 2:
+                made[at : at + 4] = struct.pack("<I", rng.choice(EXTREME) & 0xFFFFFFFF)
+            case 3:
+                del made[at : at + rng.randint(1, 64)]
+            case 4:
+                made[at:at] = rng.randbytes(rng.randint(1, 64))
+            case 5:
+                del made[rng.randrange(len(made)) :]
+            case _:  # a count, a type or a size at its very place
+                known = [made.find(b"\x00" * 3, at), made.find(b".", at), 8, 16]
+                place = max(0, rng.choice(known)) + rng.randint(0, 8)
+                made[place : place + 4] = struct.pack("<I", rng.choice((8, 9, 12, 30, 2**31)))
+        made = made or bytearray(b"GGUF")
+    return bytes(made)
+
+
+def trial(path):
+    """How a file ends: "" loaded, "refused", or what is wrong; and the bytes that it took."""
+    tracemalloc.start()
+    try:
+        config = load_config(path)
+        find_sources(path, config)
+        weights_digest(path)
+        found = Tokenizer.find(path)
+        if found is not None:
+            found.encode("The river is copper: 1234.")
+        load_params(path, config, dtype="float32")
+        verdict = ""
+    except JaxragError as error:
+        said = str(error)
+        verdict = (
+            "refused" if said.isprintable() and len(said) < 1000 else f"message: {said!r:.200}"
+        )
+    except BaseException as error:
+        verdict = f"{type(error).__name__}: {error}"
+        if isinstance(error, KeyboardInterrupt):
+            raise
+    finally:
+        taken = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    return verdict, taken
+
+
+def fuzz(folder, count, seed=0):
+    """How ``count`` mutations end, counted; what is wrong stands with the number of its file."""
+    wholes = [
+        write(folder / "bpe.gguf", GOLDENS / "llama", tokenizer=byte_level()),
+        write(folder / "spm.gguf", GOLDENS / "qwen2", tokenizer=sentence_pieces()),
+    ]
+    data = [whole.read_bytes() for whole in wholes]
+    ends = collections.Counter()
+    for number in range(count):
+        path = folder / "mutated.gguf"
+        path.write_bytes(mutated(data[number % 2], random.Random(seed * 1_000_003 + number)))
+        verdict, taken = trial(path)
+        if taken > MEMORY + 16 * path.stat().st_size:
+            verdict = f"{taken} bytes"
+        ends[verdict if verdict in ("", "refused") else f"{number}: {verdict}"] += 1
+    return ends
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as place:
+        fuzz(Path(place), 20)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        ended = fuzz(Path(place), int((sys.argv[1:] or [2000])[0]))
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    print(f"loaded {ended.pop('', 0)}, refused {ended.pop('refused', 0)}, {grown >> 10} MiB more")
+    for wrong in ended:
+        print(wrong)
+    sys.exit(bool(ended) or grown > 256 << 10)
