@@ -78,7 +78,7 @@ def convert(source: str | Path, target: str | Path, to: ModelForm | None = None)
         raise ModelError(f"{source}: no such model directory")
     if not (kept or is_gguf(source) or is_hf_directory(source)):
         raise ModelError(
-            f"{source}: neither a Hugging Face directory, a GGUF file nor a jaxrag checkpoint"
+            f"{source}: neither a Hugging Face directory nor a jaxrag checkpoint, nor a GGUF file"
         )
     form: ModelForm = "huggingface" if kept or is_gguf(source) else "jaxrag"
     if to is not None and to != form:
