@@ -1,6 +1,7 @@
 """A peer library in a process of its own, with its own interpreter: one JSON line a question."""
 
 import json
+import os
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,6 +36,7 @@ class Peer:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
+                env={**os.environ, "TQDM_DISABLE": "1"},  # no bars among what is said
             )
         except OSError as error:
             raise RequestError(f"{option} {python}: cannot be run ({error})") from None
