@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -88,13 +89,14 @@ def test_words_that_the_model_cannot_read_are_a_warning(word_model_dir, tmp_path
     command = ["ingest", str(tmp_path / "a.txt"), "--kb", str(tmp_path / "kb")]
     command += ["--model", str(word_model_dir), "--chunk-tokens", "64"]
     assert main(command) == 0
-    assert capsys.readouterr().err == ""
+    size = "about 1.76kB of KV: 11 tokens of 0.2 KiB as "
+    assert capsys.readouterr().err.startswith(size)
     (tmp_path / "a.txt").write_text("Kora Felell lives in Hamburg, a town of Hamburg; a b c d e.")
     assert main(command) == 0
     out, err = capsys.readouterr()
     assert "1 document (0 unchanged, 1 replaced)" in out
-    assert err == (
-        "warning: the model's vocabulary lacks 9 of 19 tokens, such as 'Hamburg', ',', 'town', "
+    assert err.endswith(
+        "\nwarning: the model's vocabulary lacks 9 of 19 tokens, such as 'Hamburg', ',', 'town', "
         "';', 'b'; it reads them all as one unknown word\n"
     )
     assert main(command) == 0
@@ -178,3 +180,42 @@ def test_documents_are_added_without_kv(ingest, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["ingest", str(tmp_path / "a.txt"), *options[:2], "--encode", "later"])
     assert "'later' is not one of 'now', 'on-demand'" in capsys.readouterr().err
+
+
+def test_bytes_are_said_before_anything_is_written_and_after(ingest, tmp_path, capsys, model_dir):
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text(f"The salt well number {number} of Yanjing.")
+    paths = [tmp_path / f"{number}.txt" for number in range(3)]
+    code, plan, _ = ingest(*paths, options=["--dry-run"])
+    assert (code, plan["encoded"], (tmp_path / "kb").exists()) == (0, 3, False)
+    assert plan["room"] > plan["kv_bytes"] > 0
+    code, report, _ = ingest(*paths, options=["--encoder", "after_prefix"])
+    assert (code, report["kv_bytes"]) == (0, plan["kv_bytes"])
+    with KnowledgeBase.open(tmp_path / "kb") as kb:
+        stored = kb.stats()["stored"]
+    each = stored["bytes_per_token"]
+    assert plan["kv_bytes"] == plan["kv_tokens"] * each
+    assert stored["bytes"] == stored["tokens"] * each  # the template's prefix among them
+    paths[1].write_text("Another well.")
+    call = ["ingest", *map(str, paths), "--kb", str(tmp_path / "kb")]
+    assert main([*call, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    [size] = re.findall(r"would write about (.*) of KV: \d+ tokens of [\d.]+ KiB", out)
+    assert main(call) == 0
+    out, err = capsys.readouterr()
+    assert err.startswith(f"about {size} of KV: ")
+    assert f"encoded 1 chunk ({size}), reused 2; " in out
+    assert main(call) == 0
+    assert " of KV" not in capsys.readouterr().err
+
+
+def test_what_the_disk_does_not_hold_is_refused_before_work(ingest, tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("The salt wells of Yanjing. " * 20)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=30_000))
+    code, _, err = ingest(tmp_path / "a.txt", options=["--stored", "native"])
+    assert (code, err.count("\n"), (tmp_path / "kb").exists()) == (1, 1, False)
+    assert re.search(r"the disk has 30kB free; free some, or .*--stored int4 \(", err)
+    assert ingest(tmp_path / "a.txt", options=["--max-bytes", "25kB"])[0] == 0
+    (tmp_path / "b.txt").write_text("Another well.")
+    assert ingest(tmp_path / "b.txt")[0] == 0  # as it remembers its limit

@@ -1,15 +1,17 @@
 """`jaxrag ingest`: documents into a knowledge base."""
 
+import contextlib
 import dataclasses
 import itertools
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxrag.base.config import ModelOptions
-from jaxrag.base.errors import KnowledgeBaseError, RequestError
+from jaxrag.base.errors import KnowledgeBaseError, RequestError, StoreError
 from jaxrag.base.options import parse_bytes
 from jaxrag.cli.command import (
     SUMMARIES,
@@ -26,13 +28,15 @@ from jaxrag.cli.opening import load, model_of_kb, secret_of
 from jaxrag.cli.options import JSON, SECRET, model_options
 from jaxrag.cli.output import counted, human_count, note, print_json
 from jaxrag.cli.parts import RayOptions, in_parts
-from jaxrag.library.options import KnowledgeBaseOptions
+from jaxrag.library.options import FORMATS, KnowledgeBaseOptions
 from jaxrag.models.text.printable import printable
+from jaxrag.models.text.progress import told
 
 if TYPE_CHECKING:
     from jaxrag.library.documents import DocumentFiles, Shard
+    from jaxrag.library.knowledge_base import KnowledgeBase
     from jaxrag.library.knowledge_base.ingest import EncodeWhen
-    from jaxrag.library.knowledge_base.reports import AddReport
+    from jaxrag.library.knowledge_base.reports import AddPlan, AddReport
     from jaxrag.models.model import Model
 
 
@@ -85,15 +89,12 @@ def merged(reports: "Sequence[AddReport]", seconds: float) -> "AddReport":
 
 def _dry_run(args: Args, files: "DocumentFiles") -> int:
     """Say what would be encoded, and what --sync would remove."""
-    from jaxrag.library.knowledge_base import KnowledgeBase
     from jaxrag.library.knowledge_base.upkeep import Gone
 
-    model = model_for(args)
-    options = _settings(args)
-    secret = secret_of(args.secret_file)
-    with KnowledgeBase.open(args.kb, model=model, secret=secret, mode="r", **options) as kb:
+    with _to_look_at(args, model_for(args)) as kb:
         found = kb.gone(files, empty=args.sync_empty) if args.sync else Gone()
-        plan = kb.plan(files_of(args), removed=found.ids)
+        plan = _as_placed(args, kb.plan(files_of(args), removed=found.ids))
+        size = _size_of(kb, plan)
     if args.json:
         left = {"removed": found.ids, "gone": found.doubtful, "kept": found.kept}
         print_json({**dataclasses.asdict(plan), **left})
@@ -105,6 +106,8 @@ def _dry_run(args: Args, files: "DocumentFiles") -> int:
         f"would add {counted(new, 'document')} and replace {plan.replaced} ({plan.unchanged} "
         f"unchanged), and encode {plan.encoded} of {counted(plan.chunks, 'chunk')}"
     )
+    if plan.kv_bytes:
+        print(f"would write {size}")
     if plan.behind is not None:
         print(f"would encode at most {counted(plan.behind, 'chunk')} behind other neighbours")
     if args.sync:
@@ -114,6 +117,76 @@ def _dry_run(args: Args, files: "DocumentFiles") -> int:
         print(f"would skip {bad.source}: {bad.reason}", file=sys.stderr)
     _print_left(found.doubtful, found.kept, sync=True)
     return 0
+
+
+@contextlib.contextmanager
+def _to_look_at(args: Args, model: "Model") -> "Iterator[KnowledgeBase]":
+    """The knowledge base, for reading; where there is none yet, one like it that does not stay."""
+    from jaxrag.library.knowledge_base import KnowledgeBase
+
+    options = _settings(args) | {"model": model, "secret": secret_of(args.secret_file)}
+    if _is_kb(args.kb):
+        with KnowledgeBase.open(args.kb, mode="r", **options) as kb:
+            yield kb
+        return
+    with (
+        tempfile.TemporaryDirectory(prefix="jaxrag-") as folder,
+        KnowledgeBase.open(folder, **options | {"store": None}) as kb,
+    ):
+        yield kb
+
+
+def _as_placed(args: Args, plan: "AddPlan") -> "AddPlan":
+    """The plan with the room there is where a new knowledge base would be."""
+    from jaxrag.library.knowledge_base.location import room_of
+
+    return (
+        plan if _is_kb(args.kb) else dataclasses.replace(plan, room=room_of(args.store or args.kb))
+    )
+
+
+def _size_of(kb: "KnowledgeBase", plan: "AddPlan") -> str:
+    """What a plan would write, in words."""
+    each = plan.kv_bytes / max(plan.kv_tokens, 1)
+    return (
+        f"about {human_count(plan.kv_bytes)}B of KV: {plan.kv_tokens:,} tokens of "
+        f"{each / 1024:.1f} KiB as {kb.store.layout.stored}"
+    )
+
+
+def _smaller(kb: "KnowledgeBase", plan: "AddPlan") -> dict[str, float]:
+    """About how many bytes the KV would take in each form that takes fewer."""
+    layout, tokens = kb.store.layout, kb.chunking.chunk_tokens
+    own = layout.stored_nbytes(tokens)
+    others = {form: dataclasses.replace(layout, stored=form) for form in FORMATS}  # type: ignore[arg-type]
+    sizes = {form: it.stored_nbytes(tokens) for form, it in others.items()}
+    return {form: plan.kv_bytes * it / own for form, it in sizes.items() if it < own}
+
+
+def _announce(args: Args, kb: "KnowledgeBase", new: bool) -> None:
+    """Say how much KV will be written, before any of it is; refuse what the disk does not hold.
+
+    Raises StoreError where the disk has less room.
+    """
+    from jaxrag.kv.store import ChunkStore
+
+    plan = kb.plan(files_of(args), search=False, progress=not args.json)
+    plan = _as_placed(args, plan)
+    limit = kb.store.max_bytes if isinstance(kb.store, ChunkStore) else None
+    needed = min(plan.kv_bytes, limit) if limit else plan.kv_bytes
+    smaller = _smaller(kb, plan) if new else {}
+    if plan.room is not None and needed > plan.room:
+        forms = [f"--stored {form} ({human_count(size)}B)" for form, size in smaller.items()]
+        raise StoreError(
+            f"{args.kb}: {_size_of(kb, plan)}, and the disk has {human_count(plan.room)}B free; "
+            f"free some, or ingest with {', '.join([*forms, '--max-bytes'])} or --encode on-demand"
+        )
+    if not plan.kv_bytes or args.json:
+        return
+    hint = ""
+    if "int8" in smaller:
+        hint = f"; --stored int8 would take {human_count(smaller['int8'])}B"
+    told(_size_of(kb, plan) + hint)
 
 
 def _settings(args: Args) -> dict[str, Any]:
@@ -180,11 +253,19 @@ def ingest(
             f"--sync needs all documents, and part {shard} has some; run it once without parts"
         )
     options = _settings(args)
-    default = progress and "encoders" not in options and not _is_kb(args.kb)
+    new = not _is_kb(args.kb)
+    default = progress and "encoders" not in options and new
     secret = secret_of(args.secret_file)
+    # A part of several cannot know what the others write, and a run in workers has no one report.
+    foreseen = args.encode == "now" and not args.ray and shard.count == 1
+    if foreseen and new:  # refused before it is made
+        with _to_look_at(args, model) as kb:
+            _announce(args, kb, new)
     with KnowledgeBase.open(args.kb, model=model, secret=secret, **options) as kb:
         if default:
             _tell_default(model)
+        if foreseen and not new:
+            _announce(args, kb, new)
         encode: EncodeWhen = "on demand" if args.encode == "on-demand" else "now"
         if args.sync:
             report = kb.sync(files, empty=args.sync_empty, progress=progress, encode=encode)
@@ -212,7 +293,7 @@ def print_report(report: "AddReport", as_json: bool, sync: bool = False) -> None
         }
         print_json({**dataclasses.asdict(report), **rates})
         return
-    encoded = counted(report.encoded, "chunk")
+    encoded = _with_bytes(counted(report.encoded, "chunk"), report.kv_bytes)
     rate, tokens_rate = map(human_count, (report.chunks_per_second, report.tokens_per_second))
     speed = f", {rate} chunks/s, {tokens_rate} tokens/s" if report.encoded else ""
     print(
@@ -226,11 +307,11 @@ def print_report(report: "AddReport", as_json: bool, sync: bool = False) -> None
         chunks = counted(report.unsealed, "chunk")
         print(f"encoded again, as the store holds them not sealed: {chunks}")
     if report.neighbours is not None:
-        near = report.neighbours
+        near, rate = report.neighbours, human_count(report.neighbours.chunks_per_minute)
         print(
             f"behind their neighbours: searched those of {near.searched} chunks; encoded "
-            f"{near.encoded}, reused {near.reused}, unchanged {near.unchanged}; "
-            f"{near.seconds:.1f} s, {human_count(near.chunks_per_minute)} chunks/min"
+            f"{_with_bytes(str(near.encoded), near.kv_bytes)}, reused {near.reused}, "
+            f"unchanged {near.unchanged}; {near.seconds:.1f} s, {rate} chunks/min"
         )
     if report.removed:
         print(f"removed {counted(len(report.removed), 'document')}: no longer in the files")
@@ -239,6 +320,10 @@ def print_report(report: "AddReport", as_json: bool, sync: bool = False) -> None
         print(f"passed over {counted(report.passed, 'file')} without text, such as pictures")
     if report.skipped:
         print(f"left out {len(report.skipped)}; see above")
+
+
+def _with_bytes(encoded: str, kv_bytes: int) -> str:
+    return f"{encoded} ({human_count(kv_bytes)}B)" if kv_bytes else encoded
 
 
 def _print_left(gone: Sequence[str], kept: int, sync: bool) -> None:

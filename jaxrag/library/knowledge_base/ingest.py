@@ -32,7 +32,7 @@ BATCH_TOKENS = 1 << 16  # of one catalog commit
 UNKNOWN_EXAMPLES = 5  # words that a report shows
 _COUNTED = (
     "documents", "replaced", "unchanged", "chunks", "tokens", "encoded", "encoded_tokens",
-    "on_demand", "unknown_tokens", "unsealed",
+    "on_demand", "unknown_tokens", "unsealed", "kv_bytes",
 )  # fmt: skip
 
 _Future = concurrent.futures.Future
@@ -246,6 +246,8 @@ class _Pipeline:
             self._flying[made.key] = put
             self.count["encoded"] += 1
             self.count["encoded_tokens"] += len(made.chunk.ids)
+            layout = self._encoding.store.layout
+            self.count["kv_bytes"] += layout.stored_nbytes(len(made.chunk.ids))
             self._bar.update()
         committed -= missing.keys()
         return puts, {key: chunk for key, chunk in settled.items() if key in committed}

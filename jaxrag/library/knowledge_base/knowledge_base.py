@@ -29,7 +29,7 @@ from jaxrag.library.export import (
 )
 from jaxrag.library.knowledge_base import upkeep
 from jaxrag.library.knowledge_base.ingest import EncodeWhen, Ingest, Turn
-from jaxrag.library.knowledge_base.location import open_catalog
+from jaxrag.library.knowledge_base.location import open_catalog, room_of
 from jaxrag.library.knowledge_base.maintained import Maintained
 from jaxrag.library.knowledge_base.plan import AddPlanner
 from jaxrag.library.knowledge_base.prepare import Cut, Preparer
@@ -295,19 +295,28 @@ class KnowledgeBase(Maintained):
             return found
         return Gone((*found.ids, *found.doubtful), (), found.kept)
 
-    def plan(self, documents: Iterable[DocumentSource], *, removed: Sequence[str] = ()) -> AddPlan:
+    def plan(
+        self,
+        documents: Iterable[DocumentSource],
+        *,
+        removed: Sequence[str] = (),
+        search: bool = True,
+        progress: bool = False,
+    ) -> AddPlan:
         """What ``add`` would do; reads the documents and changes nothing.
 
         Args:
           documents: as of ``add``.
           removed: ids of documents that would be removed with it, as ``gone`` names them.
+          search: find out whose neighbours would be others; without, ``behind`` is None.
+          progress: show how far it is, on stderr.
 
         Raises KnowledgeBaseError when opened without a model, and as ``refresh`` where a variant
         sees neighbours; DocumentError for what is no list of documents.
         """
         model = self._require_model("say what it would encode")
         behind, near = self._behind_others, None
-        if behind:
+        if behind and search:
             near = self._neighbours(model)
             self._check_vectors(near.by)
         alone = tuple(name for name in self.encoders if name not in behind)
@@ -315,9 +324,14 @@ class KnowledgeBase(Maintained):
             self._encoding(model), self.template, self.chunking, alone, self._catalog
         )
         planner = AddPlanner(preparer, near, behind)
-        found = planner.look(Intake(documents, Shard()))
+        found = planner.look(Intake(documents, Shard()), progress)
         leaving = (*found.leaving, *removed)
-        return dataclasses.replace(found, leaving=leaving, behind=planner.count_behind(leaving))
+        return dataclasses.replace(
+            found,
+            leaving=leaving,
+            behind=planner.count_behind(leaving),
+            room=room_of(self._settings["store"] or str(self.path)),
+        )
 
     def _without_gone(self, report: AddReport, intake: Intake, removes: _Removes) -> AddReport:
         """Remove what has left the files that were read, or report it."""

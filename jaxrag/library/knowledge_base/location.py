@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from jaxrag.library.knowledge_base.settings import (
     REPLACED,
     WantedSettings,
     check_settings,
+    find_folder,
     neighbour_settings,
     new_settings,
     vector_settings,
@@ -185,6 +187,14 @@ def open_repository(
         secret=secret,
     )
     return ReadThrough(remote, local)
+
+
+def room_of(location: str) -> int | None:
+    """Bytes that are free on the disk of a folder, made or not; None for a URL of another kind."""
+    if "://" in location and not location.startswith("file://"):
+        return None
+    folder = find_folder(location)
+    return shutil.disk_usage(next(it for it in (folder, *folder.parents) if it.exists())).free
 
 
 def _create(folder: Path, settings: Mapping[str, Any]) -> Catalog:

@@ -321,7 +321,7 @@ def collect_stats(
     kept = stored.encoders
     indexes = {name: one for name, one in stored.aux.items() if indexes_nbytes({name: 1})}
     known = settings["vectors"]
-    indexing = settings.get("attention_index")
+    indexing, size = settings.get("attention_index"), settings["chunking"]["chunk_tokens"]
     return {
         "path": str(folder),
         "id": settings["id"],
@@ -345,6 +345,7 @@ def collect_stats(
             "chunks": sum(one.chunks for one in kept.values()),
             "tokens": sum(one.tokens for one in kept.values()),
             "bytes": sum(one.nbytes for one in kept.values()),
+            "bytes_per_token": store.layout.stored_nbytes(size) / size,
             "variants": {name: one.chunks for name, one in sorted(kept.items())},
         },
         "attention_index": None

@@ -46,7 +46,9 @@ from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.reuse.encode import ChunkEncoding, ChunkInContext
 
 _BATCH = 64  # chunks between two commits
-_COUNTED = ("chunks", "encoded", "reused", "unchanged", "encoded_tokens", "context_tokens")
+_COUNTED = (
+    "chunks", "encoded", "reused", "unchanged", "encoded_tokens", "context_tokens", "kv_bytes",
+)  # fmt: skip
 _SETTING = "searched"
 _ROWS = 2048  # vectors that are compared at once
 _ROUNDING = 1e-4  # of two products of the same vectors in other batches, relative to their lengths
@@ -296,6 +298,9 @@ def _refresh_batch(
         "encoded_tokens": sum(len(it.ids) for it in missing.values()),
         "context_tokens": sum(
             len(encoding.prefix) + sum(map(len, it.neighbours)) for it in missing.values()
+        ),
+        "kv_bytes": sum(
+            encoding.store.layout.stored_nbytes(len(it.ids)) for it in missing.values()
         ),
     }
 

@@ -12,7 +12,8 @@ from jaxrag.library.knowledge_base.neighbours import Neighbours, entered
 from jaxrag.library.knowledge_base.prepare import Prepared, Preparer
 from jaxrag.library.knowledge_base.reports import AddPlan
 from jaxrag.library.retrieve.base import searched_text
-from jaxrag.reuse.encode import ChunkInContext
+from jaxrag.models.text.progress import progress_bar
+from jaxrag.reuse.encode import NEIGHBOUR_ENCODER, ChunkInContext
 
 _BATCH = 256  # documents that are looked up at once
 
@@ -31,9 +32,17 @@ class AddPlanner:
     neighbours: Neighbours | None
     encoders: Sequence[str]
 
-    def look(self, intake: Intake) -> AddPlan:
-        """Read the documents; ``leaving`` of the plan are those that others would replace."""
+    def look(self, intake: Intake, progress: bool = False) -> AddPlan:
+        """Read the documents; ``leaving`` of the plan are those that others would replace.
+
+        ``progress`` shows how far it is, on stderr.
+        """
         found = AddPlan()
+        layout = self.preparer.encoding.store.layout
+        behind = len(self.encoders)
+        if behind and NEIGHBOUR_ENCODER not in self.preparer.encoders:
+            behind += 1  # what they are read from is kept, too
+        bar = progress_bar(None, "look", "document", shown=progress)
         self._contents: set[str] = set()  # of documents that are new, or would be replaced
         self._vectors: list[HostArray] = []  # of contents that no chunk has
         self._num_fresh = 0
@@ -42,29 +51,36 @@ class AddPlanner:
             good = [it for it in some if isinstance(it, Prepared)]
             changed = [it for it in good if not it.unchanged]
             self._take(changed)
+            bar.update(len(some))
+            lacking = self._lacking(good)
+            # A variant that sees neighbours gets KV of every new chunk, whichever they are.
+            lengths = [*lacking, *(len(ids) for it in changed for ids in it.token_ids * behind)]
             found = dataclasses.replace(
                 found,
                 documents=found.documents + len(good),
                 replaced=found.replaced + sum(it.replaces for it in good),
                 unchanged=found.unchanged + len(good) - len(changed),
                 chunks=found.chunks + sum(len(it.token_ids) for it in good),
-                encoded=found.encoded + self._lacking(good),
+                encoded=found.encoded + len(lacking),
                 leaving=(*found.leaving, *(it.entry.document.id for it in good if it.replaces)),
                 skipped=(*found.skipped, *bad),
+                kv_tokens=found.kv_tokens + sum(lengths),
+                kv_bytes=found.kv_bytes + sum(map(layout.stored_nbytes, lengths)),
             )
+        bar.close()
         return found
 
-    def _lacking(self, batch: Sequence[Prepared]) -> int:
-        """How many chunks of a batch have no KV, by variants that see no neighbours."""
-        encoding, count = self.preparer.encoding, 0
+    def _lacking(self, batch: Sequence[Prepared]) -> list[int]:
+        """Tokens of each chunk of a batch without KV, by variants that see no neighbours."""
+        encoding, lengths = self.preparer.encoding, list[int]()
         for encoder in self.preparer.encoders:
             wanted: dict[str, ChunkInContext] = {}
             for it in batch:
                 wanted |= zip(
                     it.entry.keys[encoder], map(ChunkInContext, it.token_ids), strict=True
                 )
-            count += len(encoding.missing(encoder, wanted))
-        return count
+            lengths += (len(it.ids) for it in encoding.missing(encoder, wanted).values())
+        return lengths
 
     def _take(self, batch: Sequence[Prepared]) -> None:
         """Remember what no chunk of the knowledge base has."""

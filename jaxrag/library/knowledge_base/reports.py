@@ -21,6 +21,7 @@ class RefreshReport:
     encoded_tokens: int
     context_tokens: int  # that stood in front of these
     seconds: float
+    kv_bytes: int = 0  # of the KV that was computed, as it is stored
 
     @property
     def chunks_per_minute(self) -> float:
@@ -40,6 +41,10 @@ class AddPlan:
     behind: int | None = None  # at most so many would be, by variants that see them
     leaving: tuple[str, ...] = ()  # ids of documents that would be replaced or removed
     skipped: tuple[BadDocument, ...] = ()
+    kv_tokens: int = 0  # of chunks that lack KV, by every variant; new ones alone by those of
+    # ``behind``
+    kv_bytes: int = 0  # of their KV as it would be stored, without indexes
+    room: int | None = None  # bytes that are free where it would be; None: no local folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +74,7 @@ class AddReport:
     passed: int = 0  # files of folders that hold no text by their nature, such as pictures
     kept: int = 0  # documents of files that are there and could not be read whole
     on_demand: int = 0  # chunks without KV, which is encoded when it is needed first
+    kv_bytes: int = 0  # of the KV that was computed, as it is stored, without indexes
 
     @property
     def tokens_per_second(self) -> float:

@@ -12,6 +12,7 @@ from jaxrag.reuse.encode.chunk_encoding import (
 from jaxrag.reuse.encode.chunks import encode_chunks, encode_for_store, gets_indexes
 from jaxrag.reuse.encode.encoders import (
     ENCODERS,
+    NEIGHBOUR_ENCODER,
     PREFIX_ENCODER,
     Encoder,
     chunk_key,
@@ -24,6 +25,7 @@ from jaxrag.reuse.encode.encoders import (
 
 __all__ = [
     "ENCODERS",
+    "NEIGHBOUR_ENCODER",
     "PREFIX_ENCODER",
     "ChunkEncoding",
     "ChunkInContext",
