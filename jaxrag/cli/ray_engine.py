@@ -123,7 +123,7 @@ class RayEngine:
         from jaxrag.server.state.replica import Replica
         from jaxrag.server.state.replica_stores import ReplicaStores, about
         from jaxrag.server.state.state import make_state
-        from jaxrag.server.state.warm import warm_up
+        from jaxrag.server.state.warm import WarmUp
 
         settings, host = self._settings, ""
         if self._processes > 1:
@@ -136,7 +136,9 @@ class RayEngine:
             if host:
                 self._leading.enter_context(led(state, (host, 0)))
             if settings.warm_up:
-                warm_up(state)
+                warm_up = WarmUp(state)
+                warm_up.ready()
+                threading.Thread(target=warm_up.rest, name="jaxrag-warm-up", daemon=True).start()
         except BaseException:
             for base in bases.values():
                 base.close()

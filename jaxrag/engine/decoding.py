@@ -249,6 +249,11 @@ class Lane:
         lowered: Lowered = _steps.lower(self._runner.cache.pool, *self._arguments(1))
         return lowered
 
+    def lower_leave(self) -> Lowered:
+        """The program of ``leave``, not compiled yet."""
+        lowered: Lowered = _leave.lower(self._rows, np.zeros(self.key.rows, bool))
+        return lowered
+
     def _arguments(self, block: int) -> tuple[Any, ...]:
         runner, rule = self._runner, self.key.rule
         values, away = runner.cache.values, runner.model.placement.away

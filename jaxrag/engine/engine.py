@@ -11,8 +11,10 @@ import threading
 import time
 import weakref
 from collections import Counter, abc, deque
-from collections.abc import AsyncIterator, Callable, Generator, Iterable
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
+
+from jax.stages import Lowered
 
 from jaxrag.base.errors import ContextExceeded, EngineError, RequestError
 from jaxrag.base.sharding import collectives_by, processes_of
@@ -27,11 +29,11 @@ from jaxrag.engine.state import ChunkEvent, EngineSettings
 from jaxrag.engine.status import EngineStatus, Tiers
 from jaxrag.engine.thread import Event as Posted
 from jaxrag.engine.thread import Mailbox, ask
-from jaxrag.engine.warmup import compile_for
+from jaxrag.engine.warmup import programs_of
 from jaxrag.engine.wire import Abort, Command, Forget, Loaded, Stop, Submit
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.store import MemoryStore
-from jaxrag.models.compiled import CompileTimes, counting
+from jaxrag.models.compiled import CompileTimes, compile_beside, counting
 from jaxrag.models.model import Model
 
 _LOG = logging.getLogger("jaxrag")
@@ -274,13 +276,45 @@ class Engine:
         be asked for. On disk, programs are kept for the next process
         (``models.compiled.keep_compiled``).
         """
-        before, programs = sum(self.compiled.values()), 0
-        if self._leader is None:
-            programs = self.call(lambda runner: compile_for(runner, self.settings, requests))
+        before, programs = sum(self.compiled.values()), self.compile_ahead(requests)
         for progress in self.iterate(requests, enough=2):
             if progress.error is not None:
                 raise progress.error
         return programs + sum(self.compiled.values()) - before
+
+    def compile_ahead(
+        self,
+        requests: abc.Sequence[Request],
+        at_a_time: int | None = None,
+        done: Callable[[], None] = lambda: None,
+    ) -> int:
+        """Compile the large programs of requests like these; how many. Runs nothing.
+
+        Each is traced by the engine's thread, between two of its turns, and compiled by another.
+
+        Args:
+          requests: of the shapes that will come.
+          at_a_time: programs that are compiled; None: as many as there are processors.
+          done: called as those of each request are there.
+        """
+        places: dict[abc.Hashable, int] = {}
+        needed: list[list[int]] = []
+
+        def traced() -> Iterator[Lowered]:
+            for request in requests if self._leader is None else ():
+                found = self.spare(
+                    functools.partial(programs_of, self.runner, self.settings, request)
+                )
+                new = [it for name, it in found.items() if name not in places]
+                needed.append([places.setdefault(name, len(places)) for name in found])
+                yield from new
+
+        compiled = compile_beside(traced(), at_a_time)
+        for places_of in needed:
+            for at in places_of:
+                compiled[at].result()
+            done()
+        return len(compiled)
 
     def iterate(
         self, requests: abc.Sequence[Request], enough: int | None = None

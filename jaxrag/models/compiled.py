@@ -40,9 +40,11 @@ def _programs() -> Path:
     return cache_directory() / "xla" / f"{processors}-processors"
 
 
-def compile_beside(programs: Iterable[Lowered]) -> list[Future[Compiled]]:
-    """Compile each in a thread, as many at a time as there are processors; does not wait."""
-    threads = ThreadPoolExecutor(os.cpu_count(), "compile")
+def compile_beside(
+    programs: Iterable[Lowered], at_a_time: int | None = None
+) -> list[Future[Compiled]]:
+    """Compile each in a thread; does not wait. None: as many at a time as there are processors."""
+    threads = ThreadPoolExecutor(at_a_time or os.cpu_count(), "compile")
     before = threading.stack_size(_STACK)
     try:
         return [threads.submit(program.compile) for program in programs]

@@ -21,7 +21,7 @@ from jaxrag.serve.ask import Ask, check_count, check_flag, check_texts
 from jaxrag.serve.conversation import Text
 from jaxrag.serve.questions import prepare, resolve
 
-_MOST_FINAL_TOKENS = 128  # of final blocks over chunks
+SHORT_TOKENS = 128  # of the longest final block that is usual over chunks
 _ASKED = "What?"
 _CHUNK_TOKENS = 512  # where there is no knowledge base
 _BYTES = 1 << 30  # of the chunks, which are not kept
@@ -135,16 +135,25 @@ def requests_like(
         store = MemoryStore(model.fingerprint, layout, max_tokens=most, max_bytes=_BYTES)
     prompts = []
     for size in set(chunk_tokens) or {_CHUNK_TOKENS}:
-        room = most - _MOST_FINAL_TOKENS - max_new_tokens
+        room = most - SHORT_TOKENS - max_new_tokens
         count = min(k, room // size)
         chunks = tuple(ids(size) for _ in range(count))
-        finals = _widths(_MOST_FINAL_TOKENS) if count > 0 else []
+        finals = _widths(SHORT_TOKENS) if count > 0 else []
         prompts += [Prompt(_NOTHING, chunks, ids(length)) for length in finals]
     lengths = _widths(min(PREFILL_TOKENS, most - 1))
     prompts += [Prompt(_NOTHING, (), ids(length)) for length in lengths]
     for prompt in prompts:
         tokens = max(min(max_new_tokens, most - prompt.num_tokens), 1)
         yield Request(prompt, store, method, tokens, rows=rows, watched=watched)
+
+
+def of_lengths(model: Model, request: Request) -> list[Request]:
+    """A request with final blocks of usual lengths, of random ids, over its own chunks."""
+    draw, size = np.random.default_rng(0), model.config.vocab_size
+    finals = [draw.integers(0, size, it, dtype=np.int32) for it in _widths(SHORT_TOKENS)]
+    prompt = dataclasses.replace(request.prompt, question=None)
+    prompts = [dataclasses.replace(prompt, final=ids) for ids in finals]
+    return [dataclasses.replace(request, prompt=it) for it in prompts]
 
 
 def _widths(longest: int) -> list[int]:

@@ -193,6 +193,11 @@ class Selector(abc.ABC):
         """Most slots of its own that a request needs for chunks of these lengths."""
         return sum(lengths) if ratio is None else budget_of(ratio, sum(lengths))
 
+    @property
+    def reads_question(self) -> bool:
+        """It runs the final block, or what of it is the question."""
+        return False
+
     def ahead(self, model: Model, final: HostArray) -> Any:
         """What needs the final block alone, and can be computed while chunks are on their way.
 

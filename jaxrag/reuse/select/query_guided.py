@@ -71,6 +71,11 @@ class QueryGuided(Selector):
         """Over the cache the final block runs through the layers; alone it meets keys only."""
         return self.over == "cache"
 
+    @property
+    def reads_question(self) -> bool:
+        """Its tokens vote."""
+        return True
+
     def ahead(self, model: Model, final: HostArray) -> Array | None:
         """The question's queries where it meets the chunks alone: [1, T', N, H]."""
         if self.over != "question":

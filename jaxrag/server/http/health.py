@@ -22,10 +22,13 @@ _LOOKS = 4  # at the engine in the time that it may be silent
 
 
 async def health(request: Request) -> JSONResponse:
-    """Whether the process serves: 503 where its engine is stuck."""
+    """Whether the process serves, and what it compiles: 503 where its engine is stuck."""
     state = state_of(request)
     check_moves(state)
-    return JSONResponse({"status": "ok", "phase": state.phase})
+    said: dict[str, Any] = {"status": "ok", "phase": state.phase}
+    if (compiling := state.compiling) is not None:
+        said["compiling"] = dict(zip(("done", "of"), compiling, strict=True))
+    return JSONResponse(said)
 
 
 async def ready(request: Request) -> JSONResponse:

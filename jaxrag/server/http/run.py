@@ -21,7 +21,7 @@ from jaxrag.server.http.health import fail_stuck, watchdog
 from jaxrag.server.http.logs import logging_requests
 from jaxrag.server.settings import ServerSettings
 from jaxrag.server.state.state import ServerState
-from jaxrag.server.state.warm import warm_up
+from jaxrag.server.state.warm import WarmUp
 from jaxrag.server.tenants import check_host
 
 _LOG = logging.getLogger("jaxrag.server")
@@ -123,6 +123,7 @@ class Server:
         self._uvicorn = _Uvicorn(config)
         self._ends = 0  # how often its end was asked for
         self._ending: asyncio.Task[None] | None = None
+        self._warm_up = WarmUp(state)
         self._warming: threading.Thread | None = None
 
     @property
@@ -176,6 +177,7 @@ class Server:
                 self.state.phase = "ready"
                 self.state.metrics.started()
                 ready()
+            self._compile_rest()
             successors = self._successors(loop)
             await serving
         finally:
@@ -272,7 +274,7 @@ class Server:
         def work() -> None:
             error: BaseException | None = None
             try:
-                _LOG.info("%d programs compiled", warm_up(self.state))
+                _LOG.info("%d programs compiled", self._warm_up.ready())
             except BaseException as raised:
                 error = raised
             with contextlib.suppress(RuntimeError):  # the loop is over
@@ -281,6 +283,13 @@ class Server:
         self._warming = threading.Thread(target=work, name="jaxrag-warm-up", daemon=True)
         self._warming.start()
         return done
+
+    def _compile_rest(self) -> None:
+        """Compile what others than the default request need, while this one is served."""
+        if self.state.settings.warm_up and self.state.phase == "ready":
+            rest = self._warm_up.rest
+            self._warming = threading.Thread(target=rest, name="jaxrag-warm-up", daemon=True)
+            self._warming.start()
 
 
 class _Uvicorn(uvicorn.Server):

@@ -100,6 +100,8 @@ class ServerState:
       prepare: threads that retrieve and tokenise, by turns of the tenants.
       hand_over: threads that give prompts to the engine, which is not to wait for retrieval.
       phase: whether it takes requests.
+      compiling: how many shapes of requests programs are compiled for, and of how many; None where
+        none is being compiled ahead.
       created: when it began, in seconds since 1970.
       observers: called with every request to the model that ended, on the event loop's thread;
         they must not wait.
@@ -126,6 +128,7 @@ class ServerState:
     prepare: FairThreads
     hand_over: ThreadPoolExecutor
     phase: Phase = "starting"
+    compiling: tuple[int, int] | None = None
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     observers: list[Callable[[Served], None]] = dataclasses.field(default_factory=list)
     asking: set[Any] = dataclasses.field(default_factory=set)

@@ -1,0 +1,65 @@
+"""A server is ready once the default request compiles nothing; the rest is compiled behind that."""
+
+import threading
+import time
+
+import pytest
+
+from jaxrag.server.state.warm import WarmUp
+
+QUESTION = "Which animal does Kora Felell keep? "
+ASKED = {"method": "turborag", "max_new_tokens": 4, "warm_up": True}
+LARGE = ("jit(_whole_piece)", "jit(_layer)", "jit(_steps)", "jit(_place)")
+
+
+def until(found):
+    deadline = time.monotonic() + 300
+    while not found():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """What is compiled behind the start waits until it is set."""
+    go, rest = threading.Event(), WarmUp.rest
+    monkeypatch.setattr(WarmUp, "rest", lambda self: go.wait(300) and rest(self))
+    yield go
+    go.set()
+
+
+def test_what_is_left_is_compiled_behind_the_start(start, served_model, village, held):
+    with start(served_model, {"village": village}, **ASKED) as server:
+        engine = server.state.engine
+        assert server.client.get("/ready").status_code == 200
+        said = server.client.get("/health").json()
+        assert said["phase"] == "ready" and 0 < said["compiling"]["done"] < said["compiling"]["of"]
+        compiled = dict(engine.compiled)
+        assert server.chat(QUESTION * 7).json()["usage"]["completion_tokens"]
+        assert [compiled.get(it) for it in LARGE] == [engine.compiled.get(it) for it in LARGE]
+        held.set()
+        until(lambda: "compiling" not in server.client.get("/health").json())
+        compiled = dict(engine.compiled)
+        for question in ("Who?", QUESTION, QUESTION * 12):
+            assert server.chat(question).status_code == 200
+        assert [compiled.get(it) for it in LARGE] == [engine.compiled.get(it) for it in LARGE]
+
+
+@pytest.mark.parametrize("method", ["cacheblend", "fusionrag"])
+def test_nothing_is_left_in_the_pool(start, served_model, village, method):
+    with start(served_model, {"village": village}, **ASKED | {"method": method}) as server:
+        until(lambda: server.state.compiling is None)
+        assert server.state.engine.held() == ([], [])
+
+
+def test_what_cannot_be_compiled_ahead_is_told_and_serves(
+    start, served_model, village, monkeypatch, caplog
+):
+    def fails(self, request):
+        raise ValueError("no room")
+
+    monkeypatch.setattr(WarmUp, "_compile", fails)
+    with start(served_model, {"village": village}, **ASKED) as server:
+        until(lambda: server.state.compiling is None)
+        assert server.chat(QUESTION).status_code == 200
+    assert "not compiled ahead: no room" in caplog.text
