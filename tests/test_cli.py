@@ -596,7 +596,8 @@ def test_a_knowledge_base_that_is_there_needs_no_model(jaxrag, refused, own_kb, 
     new = tmp_path / "new.txt"
     new.write_text("Barley is roasted over a slow fire.")
     code, out, err = jaxrag("ingest", new, "--kb", own_kb)
-    assert (code, err) == (0, "") and out.startswith("1 document (")
+    assert code == 0 and out.startswith("1 document (")
+    assert err.startswith("about ") and err.count("\n") == 1
     missing = tmp_path / "none"
     refused("ingest", new, "--kb", missing, words=["no knowledge base yet; pass --model DIR"])
     assert not missing.exists()

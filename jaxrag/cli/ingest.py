@@ -123,7 +123,9 @@ def _dry_run(args: Args, files: "DocumentFiles") -> int:
 def _to_look_at(args: Args, model: "Model") -> "Iterator[KnowledgeBase]":
     """The knowledge base, for reading; where there is none yet, one like it that does not stay."""
     from jaxrag.library.knowledge_base import KnowledgeBase
+    from jaxrag.library.knowledge_base.settings import find_folder
 
+    find_folder(args.kb)  # refused here, as a folder that is thrown away would not be
     options = _settings(args) | {"model": model, "secret": secret_of(args.secret_file)}
     if _is_kb(args.kb):
         with KnowledgeBase.open(args.kb, mode="r", **options) as kb:
