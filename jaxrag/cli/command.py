@@ -8,6 +8,7 @@ those of a command alone. What was parsed is one namespace, ``Args``, whose ``ru
 import dataclasses
 import difflib
 import importlib
+import os
 import sys
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -51,6 +52,7 @@ SUMMARIES = {  # what each command does: `jaxrag --help` reads none of them
     "eval": "measure how well models answer",
     "bench": "measure",
 }
+_XLA_LEVEL = "TF_CPP_MIN_LOG_LEVEL"  # of what is logged: 3, what ends the process
 _ALL = "jaxrag.cli.all"  # in the meta of a context: help shows every option
 _PARSERS: dict[Any, Callable[[str], Any]] = {
     tuple[int, ...]: parse_integers,
@@ -218,13 +220,17 @@ class CliCommand(click.Command):
             ["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_show_all,
             help="show every option",
         )  # fmt: skip
+        loud = click.Option(
+            ["-v", "--verbose"], is_flag=True, is_eager=True, expose_value=False,
+            callback=_hear_xla, hidden=True, help="what XLA logs, too",
+        )  # fmt: skip
         config = click.Option(
             ["--config", "toml_file"], metavar="FILE", is_eager=True, expose_value=False,
             callback=_read_config, help="TOML with names of options as keys, such as max_bytes",
         )  # fmt: skip
         own = any("--config" in it.opts for it in parameters)
         super().__init__(
-            name, params=[*parameters, *([] if own else [config]), every], help=help,
+            name, params=[*parameters, *([] if own else [config]), loud, every], help=help,
             epilog=example and f"example: {example}", callback=self._parsed,
             context_settings={"help_option_names": ["-h", "--help"]},
         )  # fmt: skip
@@ -250,7 +256,8 @@ class CliCommand(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The basic ones, unless all are asked for; and how many more there are."""
-        options = [it for it in self.get_params(ctx) if isinstance(it, click.Option)]
+        every = (it for it in self.get_params(ctx) if isinstance(it, click.Option))
+        options = [it for it in every if not it.hidden]
         basic = None if ctx.meta.get(_ALL) else self.basic
         shown = [it for it in options if basic is None or it.opts[-1].lstrip("-") in basic]
         with formatter.section("Options"):
@@ -369,6 +376,12 @@ def _show_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:
         ctx.meta[_ALL] = True
         click.echo(ctx.get_help())
         ctx.exit()
+
+
+def _hear_xla(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    """Its alarms of slow compiling are no news to a user; what fails is raised. Before jax is."""
+    if not value:
+        os.environ.setdefault(_XLA_LEVEL, "3")
 
 
 def _read_config(ctx: click.Context, param: click.Parameter, path: str | None) -> None:

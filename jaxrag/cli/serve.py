@@ -40,6 +40,7 @@ from jaxrag.cli.replicas import (
     one_less,
     replicated,
 )
+from jaxrag.cli.waiting import counted
 from jaxrag.server.options import ServerOptions
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def run(args: Args) -> int:
     with opened(args) as server:
         if server is not None:
             state = server.state
+            counted(lambda: state.compiling if state.phase == "starting" else None)
             bases = state.knowledge_bases
             question = question_for(state.settings, state.model, bases)
             shown = banner(server.url, state.name, list(bases), question)

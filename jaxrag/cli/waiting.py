@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 AFTER = 1.0  # seconds in which nothing is said
-_QUIET = 0.5  # without news, and with nothing under way, all programs are there
+_QUIET = 0.5  # without news, and with nothing under way, all is compiled
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -23,16 +23,19 @@ def loading(what: str) -> Iterator[None]:
 
 
 class Programs:
-    """Says once that programs are made ready, if that takes long.
+    """Says that programs are compiled, if that takes long; once, or how far it is.
 
     Attributes:
       muted: nothing is said, as an answer is being printed.
+      count: how many are there, and of how many; None where that is not known.
     """
 
     def __init__(self) -> None:
         self.muted = False
+        self.count: Callable[[], tuple[int, int] | None] = lambda: None
         self._lowered = self._compiled = 0
         self._last = 0.0
+        self._said = ""
         self._timer: threading.Timer | None = None
 
     def took(self, event: str, duration_secs: float, **about: str | int) -> None:
@@ -47,10 +50,12 @@ class Programs:
 
     def _look(self) -> None:
         busy = self._lowered > self._compiled or time.monotonic() - self._last < _QUIET
-        if busy and not self.muted:
-            _say("making programs ready: what is compiled is kept, so only once")
-        else:
-            self._timer = None  # the next one may take long
+        count = self.count()
+        how = " (kept for the next start)" if count is None else f", {count[0]} of {count[1]}"
+        if busy and not self.muted and how != self._said:
+            self._said = how
+            _say(f"Compiling for this machine{how}")
+        self._timer = None  # the next one may take long
 
     def stop(self) -> None:
         """Say nothing more."""
@@ -62,13 +67,19 @@ _PROGRAMS: Programs | None = None  # that are told now
 
 
 def tell_programs() -> None:
-    """Say where programs take long, until ``stop_telling``."""
+    """Say where compiling takes long, until ``stop_telling``."""
     global _PROGRAMS
     import jax
 
     stop_telling()
     _PROGRAMS = Programs()
     jax.monitoring.register_event_duration_secs_listener(_PROGRAMS.took)
+
+
+def counted(count: Callable[[], tuple[int, int] | None]) -> None:
+    """Say of programs how many are there, and of how many; None from ``count``: not known."""
+    if _PROGRAMS is not None:
+        _PROGRAMS.count = count
 
 
 def stop_telling() -> None:

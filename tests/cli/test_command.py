@@ -1,6 +1,7 @@
 """Commands: options of fields and of TOML, what is shown, read, given back, and refused."""
 
 import dataclasses
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +84,13 @@ def test_help_says_each_default_once(capsys):
         read("--help")
     short = capsys.readouterr().out
     assert "--rows" in short and "--pace" not in short and "12 more options: --help-all" in short
+
+
+@pytest.mark.parametrize(("words", "level"), [((), "3"), (("-v",), None)])
+def test_what_xla_logs_is_heard_where_that_is_asked(monkeypatch, words, level):
+    monkeypatch.setattr(os, "environ", {})
+    read("--to", "Ure", *words)
+    assert os.environ.get("TF_CPP_MIN_LOG_LEVEL") == level
 
 
 def test_some_fields_and_other_defaults():

@@ -29,7 +29,17 @@ def test_programs_that_take_long_are_told_once(at_once, capsys):
         programs.took(LOWERED, 0.1)
         until_looked(programs)
     said = capsys.readouterr().err
-    assert said == "making programs ready: what is compiled is kept, so only once\n"
+    assert said == "Compiling for this machine (kept for the next start)\n"
+
+
+def test_programs_are_counted_where_it_is_known_how_many_there_are(at_once, capsys):
+    programs = waiting.Programs()
+    for done in (1, 1, 2):
+        programs.count = lambda done=done: (done, 3)
+        programs.took(LOWERED, 0.1)
+        until_looked(programs)
+    said = capsys.readouterr().err.splitlines()
+    assert said == [f"Compiling for this machine, {done} of 3" for done in (1, 2)]
 
 
 def test_nothing_is_said_of_what_is_ready_soon_or_in_an_answer(at_once, monkeypatch, capsys):
