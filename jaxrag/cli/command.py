@@ -222,7 +222,7 @@ class CliCommand(click.Command):
         )  # fmt: skip
         loud = click.Option(
             ["-v", "--verbose"], is_flag=True, is_eager=True, expose_value=False,
-            callback=_hear_xla, hidden=True, help="what XLA logs, too",
+            callback=_hear_xla, help="what XLA logs, too",
         )  # fmt: skip
         config = click.Option(
             ["--config", "toml_file"], metavar="FILE", is_eager=True, expose_value=False,
@@ -256,9 +256,10 @@ class CliCommand(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The basic ones, unless all are asked for; and how many more there are."""
+        all_ = ctx.meta.get(_ALL)
         every = (it for it in self.get_params(ctx) if isinstance(it, click.Option))
-        options = [it for it in every if not it.hidden]
-        basic = None if ctx.meta.get(_ALL) else self.basic
+        options = [it for it in every if all_ or it.name != "verbose"]
+        basic = None if all_ else self.basic
         shown = [it for it in options if basic is None or it.opts[-1].lstrip("-") in basic]
         with formatter.section("Options"):
             formatter.write_dl([row for it in shown if (row := it.get_help_record(ctx))])

@@ -45,7 +45,7 @@ class Programs:
         self._lowered += event == _LOWERED
         self._compiled += event == _COMPILED
         self._last = time.monotonic()
-        if self._timer is None:
+        if self._timer is None or not self._timer.is_alive():
             self._timer = _soon(self._look)
 
     def _look(self) -> None:
@@ -55,7 +55,6 @@ class Programs:
         if busy and not self.muted and how != self._said:
             self._said = how
             _say(f"Compiling for this machine{how}")
-        self._timer = None  # the next one may take long
 
     def stop(self) -> None:
         """Say nothing more."""

@@ -71,12 +71,12 @@ def test_short_help_has_at_most_15_options_and_no_name_that_is_none(path, comman
     out = capsys.readouterr().out
     assert out.startswith(f"Usage: {path} ") and "\n  example: " in out
     shown = re.findall(
-        r"^  (?:-h, )?--([\w-]+)", out.partition("Options:")[2].partition("example:")[0], re.M
+        r"^  (?:-[hv], )?--([\w-]+)", out.partition("Options:")[2].partition("example:")[0], re.M
     )
     assert len(shown) <= 15
     if isinstance(command, CliCommand):
         assert set(shown) == (command.basic or set(shown))
         with pytest.raises(SystemExit, match="0"):
             parse(PROGRAM, [*path.split()[1:], "--help-all"])
-        every = re.findall(r"^  (?:-h, )?(--[\w-]+)", capsys.readouterr().out, re.MULTILINE)
+        every = re.findall(r"^  (?:-[hv], )?(--[\w-]+)", capsys.readouterr().out, re.MULTILINE)
         assert {it.opts[-1] for it in command.params if isinstance(it, click.Option)} < set(every)
