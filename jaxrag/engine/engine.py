@@ -75,7 +75,6 @@ class Engine:
         self.settings = dataclasses.replace(settings, lockstep=several or settings.lockstep)
         self.runner = ModelRunner(model, self.settings.half_life)
         self.compiled = Counter[str]()
-        self.compile_times = CompileTimes()
         self.turns = 0
         self._clock = clock
         self._numbers = itertools.count()
@@ -85,6 +84,7 @@ class Engine:
         self._lost = 0  # pools, of cores that are gone
         served = functools.partial(_serve, weakref.ref(self))
         self._mail = Mailbox("jaxrag-engine", served, clock)
+        self.compile_times = CompileTimes(self._mail.moved)
         self._leader: Leader | None = None
 
     def lead(self, leader: Leader) -> None:
@@ -242,9 +242,10 @@ class Engine:
     def silence(self) -> float:
         """Seconds for which its thread has been at one turn of its loop; 0 while it waits.
 
-        Compiling and a long job count. One that never ends is a thread that is stuck.
+        While it compiles, or waits for what is compiled, they are 0, and begin anew behind that. A
+        long job counts; one that never ends is a thread that is stuck.
         """
-        return self._mail.silence
+        return 0.0 if self.compile_times.under_way else self._mail.silence
 
     def where(self, number: int) -> Where | None:
         """Status of a request; None for one that is over, or not begun."""

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import time
 from collections import Counter, abc, defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
@@ -255,9 +254,8 @@ class Lanes:
 
     def _await(self, compiled: Future[Compiled]) -> None:
         if not compiled.done():
-            start = time.monotonic()
-            wait([compiled])
-            self._state.compile_times.add(start, time.monotonic())
+            with self._state.compile_times.waiting():
+                wait([compiled])
         compiled.result()
 
     def _active(self, rows: abc.Sequence[Sequence | None]) -> list[tuple[int, Sequence, int]]:

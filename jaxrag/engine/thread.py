@@ -17,8 +17,8 @@ class Mailbox:
     """Events for one thread, from any. The thread lives while there is something to do.
 
     Attributes:
-      looked: when the thread last looked at what was posted, by ``clock``; None before. It does
-        after every turn of its work.
+      looked: when the thread last looked at what was posted, by ``clock``, or came on as
+        ``moved`` says; None before. It does after every turn of its work.
     """
 
     def __init__(
@@ -71,6 +71,10 @@ class Mailbox:
                 self._works = False
                 self._changed.wait_for(lambda: self._events or self.closed, wait)
             return self._drain()
+
+    def moved(self) -> None:
+        """The thread has come on within a turn."""
+        self.looked = self._clock()
 
     def mine(self) -> bool:
         """Is the caller the thread itself?"""

@@ -5,7 +5,7 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -54,9 +54,16 @@ def compile_beside(
 
 
 class CompileTimes:
-    """When a thread traced, lowered and compiled, or read programs from the disk."""
+    """When a thread traced, lowered and compiled, or read programs from the disk.
 
-    def __init__(self) -> None:
+    Attributes:
+      under_way: how many of these it is at now, one within the other.
+    """
+
+    def __init__(self, ended: Callable[[], None] = lambda: None) -> None:
+        """``ended`` is called as often as one has ended."""
+        self.under_way = 0
+        self._ended = ended
         self._spans: deque[tuple[float, float]] = deque(maxlen=_SPANS)  # ascending, disjoint
 
     def add(self, start: float, end: float) -> None:
@@ -64,6 +71,18 @@ class CompileTimes:
         while self._spans and self._spans[-1][0] >= start:
             self._spans.pop()
         self._spans.append((start, end))
+        self._ended()
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """What the thread waits for is compiled by another."""
+        start = time.monotonic()
+        self.under_way += 1
+        try:
+            yield
+        finally:
+            self.under_way -= 1
+            self.add(start, time.monotonic())
 
     def between(self, start: float, end: float) -> float:
         """Seconds of it between two moments of ``time.monotonic``."""
@@ -76,16 +95,23 @@ def counting(compiled: Counter[str], times: CompileTimes) -> Iterator[None]:
     """Count the programs that this thread compiles, or reads from the disk, by function."""
     here = threading.get_ident()
 
+    def begin(event: str, value: float, **about: str | int) -> None:
+        if event.startswith(_COMPILING) and threading.get_ident() == here:
+            times.under_way += 1
+
     def count(event: str, duration_secs: float, **about: str | int) -> None:
         if not event.startswith(_COMPILING) or threading.get_ident() != here:
             return
         now = time.monotonic()
+        times.under_way = max(times.under_way - 1, 0)
         times.add(now - duration_secs, now)
         if event == _COMPILED:
             compiled[str(about.get("fun_name"))] += 1
 
+    jax.monitoring.register_scalar_listener(begin)
     jax.monitoring.register_event_duration_secs_listener(count)
     try:
         yield
     finally:
+        jax.monitoring.unregister_scalar_listener(begin)
         jax.monitoring.unregister_event_duration_listener(count)

@@ -2,6 +2,7 @@
 
 import threading
 
+import jax
 import pytest
 from refusal import refused
 
@@ -72,6 +73,37 @@ def test_health_is_503_while_the_engine_is_stuck(stuck, patient):
     assert patient.client.get("/v1/engine").json()["silence_seconds"] == 90.0
     patient.state.phase = "starting"  # it compiles
     assert patient.client.get("/health").status_code == 200
+
+
+def test_compiling_is_not_being_stuck(stuck, patient):
+    tracing, go, compiled, end = (threading.Event() for _ in range(4))
+
+    def slow(x):
+        tracing.set()
+        assert go.wait(120)
+        return x + 1
+
+    def job():
+        jax.jit(slow)(1.0)
+        compiled.set()
+        assert end.wait(120)
+
+    thread = threading.Thread(target=patient.state.engine.spare, args=(job,))
+    thread.start()
+    try:
+        assert tracing.wait(120)
+        stuck.now[0] = 90.0
+        assert patient.client.get("/health").status_code == 200
+        assert patient.client.get("/v1/engine").json()["silence_seconds"] == 0
+        go.set()
+        assert compiled.wait(120)
+        assert patient.client.get("/health").status_code == 200  # it counts from here
+        stuck.now[0] = 180.0
+        assert patient.client.get("/health").status_code == 503
+    finally:
+        go.set()
+        end.set()
+        thread.join(120)
 
 
 def test_who_waits_for_a_stuck_engine_is_told(stuck, patient):
