@@ -31,7 +31,7 @@ def held(monkeypatch):
 def test_what_is_left_is_compiled_behind_the_start(start, served_model, village, held):
     with start(served_model, {"village": village}, **ASKED) as server:
         engine = server.state.engine
-        assert server.client.get("/ready").status_code == 200
+        until(lambda: server.client.get("/ready").status_code == 200)
         said = server.client.get("/health").json()
         assert said["phase"] == "ready" and 0 < said["compiling"]["done"] < said["compiling"]["of"]
         compiled = dict(engine.compiled)
@@ -45,10 +45,25 @@ def test_what_is_left_is_compiled_behind_the_start(start, served_model, village,
         assert [compiled.get(it) for it in LARGE] == [engine.compiled.get(it) for it in LARGE]
 
 
+def test_who_asks_while_it_starts_waits_and_is_answered(start, served_model, village, monkeypatch):
+    go, ready = threading.Event(), WarmUp.ready
+    monkeypatch.setattr(WarmUp, "ready", lambda self: go.wait(300) and ready(self))
+    with start(served_model, {"village": village}, **ASKED) as server:
+        try:
+            refused = server.client.get("/ready")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "starting")
+            assert server.client.get("/health").json() == {"status": "ok", "phase": "starting"}
+            assert server.chat(QUESTION).json()["choices"][0]["message"]["content"] == "falcon"
+        finally:
+            go.set()
+        until(lambda: server.client.get("/ready").status_code == 200)
+        assert server.chat(QUESTION).json()["choices"][0]["message"]["content"] == "falcon"
+
+
 @pytest.mark.parametrize("method", ["cacheblend", "fusionrag"])
 def test_nothing_is_left_in_the_pool(start, served_model, village, method):
     with start(served_model, {"village": village}, **ASKED | {"method": method}) as server:
-        until(lambda: server.state.compiling is None)
+        until(lambda: server.state.phase == "ready" and server.state.compiling is None)
         assert server.state.engine.held() == ([], [])
 
 
@@ -60,6 +75,6 @@ def test_what_cannot_be_compiled_ahead_is_told_and_serves(
 
     monkeypatch.setattr(WarmUp, "_compile", fails)
     with start(served_model, {"village": village}, **ASKED) as server:
-        until(lambda: server.state.compiling is None)
+        until(lambda: server.state.phase == "ready" and server.state.compiling is None)
         assert server.chat(QUESTION).status_code == 200
     assert "not compiled ahead: no room" in caplog.text

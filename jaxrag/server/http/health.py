@@ -32,7 +32,7 @@ async def health(request: Request) -> JSONResponse:
 
 
 async def ready(request: Request) -> JSONResponse:
-    """Whether requests are taken: 200, or 503 while it starts or ends."""
+    """Whether requests are answered at once: 200, or 503 while it starts or ends."""
     check_ready(state_of(request))
     return JSONResponse({"status": "ready"})
 

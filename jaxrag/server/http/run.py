@@ -134,6 +134,8 @@ class Server:
     def run(self, ready: Callable[[], None]) -> None:
         """Serve until SIGTERM or SIGINT; ``ready`` is called once requests are taken.
 
+        That is before it has warmed up: requests that come by then wait for what they need.
+
         Raises what warm-up raises. A process whose end is asked for twice, or while it warms up,
         ends here: what its threads wait for is not waited for.
         """
@@ -167,8 +169,9 @@ class Server:
                 self._bound.listen(BACKLOG)
             if self._before is not None:
                 await asyncio.to_thread(self._before.switch)
+            if self._uvicorn.started:
                 ready()
-            elif self.state.settings.warm_up:
+            if self._before is None and self.state.settings.warm_up:
                 warming = self._warm()
                 await asyncio.wait((warming, serving), return_when=asyncio.FIRST_COMPLETED)
                 if warming.done():
@@ -176,7 +179,6 @@ class Server:
             if self.state.phase == "starting":
                 self.state.phase = "ready"
                 self.state.metrics.started()
-                ready()
             self._compile_rest()
             successors = self._successors(loop)
             await serving

@@ -90,7 +90,7 @@ async def enter(
 
     Args:
       request: of HTTP.
-      ready: it is refused while the server starts or ends.
+      ready: it is refused while the server ends.
       counts: a POST is one of those that its tenant may send in a minute.
       reads: a POST's body is JSON, read here.
 
@@ -100,7 +100,7 @@ async def enter(
     access = state.access(request)
     request.scope[TENANT] = access.tenant
     if ready:
-        check_ready(state)
+        check_takes(state)
     posts = request.method == "POST"
     if counts and posts:
         state.limits.check_rate(access)
@@ -155,9 +155,14 @@ def check_moves(state: ServerState) -> None:
 
 
 def check_ready(state: ServerState) -> None:
-    """Problem 503 while the server starts or ends, or its engine is stuck."""
+    """Problem 503 while the server compiles what most requests need, and as ``check_takes``."""
     if state.phase == "starting":
         raise unavailable("the server is starting; ask again in a moment", code="starting")
+    check_takes(state)
+
+
+def check_takes(state: ServerState) -> None:
+    """Problem 503 while the server ends, or its engine is stuck. While it starts, requests wait."""
     if state.phase == "draining":
         raise unavailable("the server is ending; ask another, or again later", code="draining")
     check_moves(state)
