@@ -66,6 +66,7 @@ class StoredOptions:
     )
     seed: int = option(7, "of passages that are added, and of resampling", "N")
     chat: bool = option(True, "put the prompt into one user message of the model's chat template")
+    finished: bool = option(False, "measure no more, and report the prompts that are kept")
     keep: Path | None = option(
         None, "where finished prompts are kept, to go on from", "FILE", unset="they are not"
     )
@@ -188,6 +189,8 @@ def run(options: StoredOptions) -> Result:
     with tempfile.TemporaryDirectory(prefix="jaxrag-") as folder:
         kept = Path(f"{options.keep or Path(folder) / 'prompts'}{ITEMS}")
         file = AnswerFile(kept, setting | {"model": study.model.digest})
+        if options.finished:
+            items = [item for item in items if item.id in file.done]
         lines = [line for _, line in ask_all(study.measure, items, file, progress=True)]
     return result_of(study, setting, lines)
 
