@@ -58,7 +58,9 @@ def summary(result: "Result", max_new_tokens: int) -> str:
     line += f", first token in {_ms(result.timings['ttft'])}"
     if result.finish_reason == "length":
         line += f", cut off at {max_new_tokens} tokens"
-    compiling = result.timings["compile"]
+    spent = result.timings
+    others = sum(spent[name] for name in ("retrieve", "wait", "load", "prefill"))
+    compiling = min(spent["compile"], max(spent["ttft"] - others, 0.0))
     programs = f"\n({_ms(compiling)} of it to make programs ready)" * bool(compiling)
     return textwrap.fill(line, COLUMNS) + programs
 

@@ -32,8 +32,9 @@ class Outcome:
       load_seconds: from there until its chunks' KV was in the pool: storage and encoding.
       prefill_seconds: from there until the first token was on the host; waiting for a row is part
         of it.
-      compile_seconds: in which the engine compiled before the first token, whatever it compiled;
-        no part of the others.
+      first_seconds: from when it was added to its first token, with what compiling took by then.
+      compile_seconds: in which the engine compiled, whatever it compiled; no part of waiting,
+        loading, prefill and other tokens.
       per_token: mean seconds of the other tokens; 0 where there are none.
       computed: tokens of the prompt that were run: what was not found, and what was chosen to be
         computed again.
@@ -51,6 +52,7 @@ class Outcome:
     wait_seconds: float = 0.0
     load_seconds: float = 0.0
     prefill_seconds: float = 0.0
+    first_seconds: float = 0.0
     compile_seconds: float = 0.0
     per_token: float = 0.0
     computed: int = 0

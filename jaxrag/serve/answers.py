@@ -44,8 +44,9 @@ class Result:
       finish_reason: "stop", "length" (cut off), or "abstained": no chunk was found, and the
         model was not asked.
       timings: seconds: retrieve, wait (until the pool had room), load (storage and encoding to
-        pool), compile (programs that the engine did not have yet, once), prefill (and waiting for a
-        row), ttft (all of them up to the first token on the host), per_token (mean of the others).
+        pool), compile (programs that the engine did not have yet, once, those of later tokens too),
+        prefill (and waiting for a row), ttft (all of them up to the first token on the host),
+        per_token (mean of the others, without compiling).
       counts: tokens of chunks and earlier turns: reused + recomputed + encoded; encoded were not
         in the store (whether they were recomputed after that or not, and encoded for it or computed
         in place).
@@ -388,7 +389,11 @@ def _result(
         finish_reason=finish_reason,
         method=settings.method.name,
         sources=[] if finish_reason == "abstained" else question.sources,
-        timings={**spent, "ttft": sum(spent.values()), "per_token": outcome.per_token},
+        timings={
+            **spent,
+            "ttft": question.retrieve_seconds + outcome.first_seconds,
+            "per_token": outcome.per_token,
+        },
         counts=token_counts(outcome.reuse),
         flops=outcome.flops,
         reuse=reuse,

@@ -1,10 +1,12 @@
 """Programs are compiled before anybody waits: side by side, few of them, and none afterwards."""
 
 import dataclasses
+import time
 
 import pytest
 
 from jaxrag.engine.engine import Engine
+from jaxrag.engine.lanes import Lanes
 from jaxrag.models.model import random_model
 
 LENGTHS = (9, 30)  # of questions: one a width
@@ -36,3 +38,18 @@ def test_after_warm_up_nothing_is_compiled(fresh, asked, method):
             watched = dataclasses.replace(one, watched=tokens == 7)
             assert [it.error for it in fresh.iterate([watched])][-1] is None
     assert dict(fresh.compiled) == compiled, "compiled while serving"
+
+
+def test_all_compiling_of_a_request_is_in_its_account(fresh, asked, monkeypatch):
+    """That of the steps behind its first token, too; its parts add up to what it took."""
+    monkeypatch.setattr(Lanes, "expect", lambda self, key: None)  # nothing is compiled beside
+    *_, last = fresh.iterate([asked(fresh, "turborag", final=9, tokens=5)])
+    out, every = last.outcome, fresh.compile_times.between
+    began = out.moments["added"]
+    first = began + out.first_seconds
+    assert out.compile_seconds == pytest.approx(every(began, float("inf")))
+    assert out.compile_seconds > every(began, first) > 0
+    parts = out.wait_seconds + out.load_seconds + out.prefill_seconds
+    assert parts + every(began, first) == pytest.approx(out.first_seconds)
+    took = parts + out.compile_seconds + 4 * out.per_token
+    assert out.first_seconds < took <= time.monotonic() - began

@@ -68,7 +68,8 @@ def test_result_of_retrieval(kb, text_model):
     assert min(value for name, value in timings.items() if name != "compile") > 0
     parts = timings["retrieve"] + timings["wait"] + timings["load"]
     parts += timings["compile"] + timings["prefill"]
-    assert timings["ttft"] == pytest.approx(parts)
+    assert timings["ttft"] <= parts + 1e-6  # compiling for later tokens is beyond it
+    assert timings["ttft"] >= parts - timings["compile"] - 1e-6
     assert json.loads(json.dumps(result.to_dict())) == result.to_dict()
 
 
