@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxrag.base.installed import DATA, unpack
-from jaxrag.cli.command import SUMMARIES, Args, command, value
+from jaxrag.cli import handbook
+from jaxrag.cli.command import SUMMARIES, Args, command, flag, value
 from jaxrag.cli.options import JSON
 from jaxrag.cli.output import give, human_count, print_json, shorten, table
 
@@ -49,6 +50,8 @@ def run(args: Args) -> int:
         made = [str(path) for path in unpack(args.unpack)]
         give(args, {"unpacked": made}, made)
         return 0
+    if args.model is not None:
+        return handbook.run(args)
     from jaxrag.engine.engine import engine_of
     from jaxrag.models.compiled import keep_compiled
     from jaxrag.models.model import load_model
@@ -274,6 +277,13 @@ COMMAND = command(
     run,
     SUMMARIES["demo"],
     "jaxrag demo --k 6",
+    value(
+        "--model",
+        "MODEL",
+        "instead, a manual of 60 pages asked with an instruct model of yours: a directory, a GGUF "
+        "file, or ORG/NAME of the hub",
+    ),
+    flag("--all", f"with --model: all 60 questions, not {handbook.FEW} of them"),
     value("--k", "N", "chunks a question (6)", 6, type=int),
     value(
         "--work",

@@ -408,8 +408,7 @@ PARAMETERS = [
     *fields(RayOptions),
     JSON,
 ]
-BASIC = "kb model encoder template chunk-tokens overlap chunk-by stored embedder sync "
-"dry-run json"
+BASIC = "kb model encoder template chunk-tokens overlap chunk-by stored embedder sync dry-run json"
 COMMAND = command(
     "ingest",
     run,
