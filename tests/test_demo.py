@@ -1,6 +1,7 @@
 """`jaxrag demo`: what it reports, when it fails, and what it unpacks."""
 
 import json
+import shutil
 import tomllib
 from pathlib import Path
 
@@ -10,9 +11,10 @@ import pytest
 from jaxrag import cli
 from jaxrag.base.config import config_from_dict
 from jaxrag.base.tables import read_toml
-from jaxrag.cli import demo
+from jaxrag.cli import demo, handbook
 from jaxrag.cli.output import columns
 from jaxrag.engine.engine import engine_of
+from jaxrag.measure.evals.metrics import holds
 from jaxrag.models.export import export_hf
 from jaxrag.models.reading import Reading
 from jaxrag.models.spec import init_params
@@ -121,3 +123,27 @@ def test_the_version(capsys):
     with open(ROOT / "pyproject.toml", "rb") as file:
         version = tomllib.load(file)["project"]["version"]
     assert capsys.readouterr().out == f"jaxrag {version}\n"
+
+
+def test_a_manual_is_asked_with_a_model_of_yours(tmp_path, capsys, monkeypatch):
+    """Both ways, question by question; a model that says not how it is asked is refused."""
+    shipped = ROOT / "checkpoints" / "synthetic-0.8m" / "dual"
+    given = ["--work", str(tmp_path / "work"), "--k", "2", "--json"]
+    assert cli.main(["demo", "--model", str(shipped), *given]) == 1
+    assert "no chat template" in capsys.readouterr().err
+    shutil.copytree(shipped, tmp_path / "model")
+    turn = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    (tmp_path / "model" / "chat_template.jinja").write_text(turn)
+    monkeypatch.setattr(handbook, "HANDBOOK", ROOT / "examples" / "village")
+    monkeypatch.setattr(handbook, "QUESTIONS", ROOT / "examples" / "village-questions.jsonl")
+    for number in ("first", "second"):
+        assert cli.main(["demo", "--model", str(tmp_path / "model"), *given]) == 0, number
+        shown = json.loads(capsys.readouterr().out)
+        assert shown["questions"] == len(shown["asked"]) == 8
+        assert shown["computed"]["reuse"] == 0 < shown["computed"]["full_attention"]
+        for one in shown["asked"]:
+            ways = ("full_attention", "reuse")
+            assert one["right"] == {w: holds(one[w]["text"], one["answers"]) for w in ways}
+    assert cli.main(["demo", "--model", str(tmp_path / "model"), *given[:-1]]) == 0
+    said = capsys.readouterr().out
+    assert "0 encoded" in said and f"Right: {shown['right']['full_attention']} of 8" in said

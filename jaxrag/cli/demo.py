@@ -23,6 +23,7 @@ from jaxrag.cli.output import give, human_count, print_json, shorten, table
 
 METHODS = ("full_attention", "turborag", "block_attention")
 WEIGHTS = {"full": "trained with full attention", "dual": "then fine-tuned to read both ways"}
+K = 6  # chunks a question
 CHUNK_TOKENS = 20  # the village's paragraphs have 8 to 19
 NEEDED = 8  # right answers of the fine-tuned weights, with every method
 MAX_NEW_TOKENS = 8
@@ -58,6 +59,7 @@ def run(args: Args) -> int:
     from jaxrag.models.spec import num_params
 
     keep_compiled()
+    k = args.k or K
     questions = DATA / "examples" / "village-questions.jsonl"
     rows = [json.loads(line) for line in questions.read_text(encoding="utf-8").splitlines()]
     found: dict[str, list[DemoQuestion]] = {}
@@ -74,9 +76,9 @@ def run(args: Args) -> int:
         with _ingest(model, args.work / f"kb-{weights}", say) as kb:
             if weights == "dual":
                 say(f"3. Ask {len(rows)} questions, after a round that compiles.\n")
-                warm = _ask(kb, rows, args.k)
+                warm = _ask(kb, rows, k)
                 engine_of(model).forget()  # so that TTFT includes reading chunks from the store
-            found[weights] = _ask(kb, rows, args.k)
+            found[weights] = _ask(kb, rows, k)
     asked = found["dual"]
     right = {
         weights: {method: sum(one.is_right(method) for one in found[weights]) for method in METHODS}
@@ -116,7 +118,7 @@ def run(args: Args) -> int:
         )
         print(
             "\nAsk it yourself:\n"
-            f'  jaxrag ask "{rows[0]["question"]}" --kb {args.work / "kb-dual"} --k {args.k}'
+            f'  jaxrag ask "{rows[0]["question"]}" --kb {args.work / "kb-dual"} --k {k}'
         )
         _print_saved(saved, long)
         if not passed:
@@ -284,7 +286,7 @@ COMMAND = command(
         "file, or ORG/NAME of the hub",
     ),
     flag("--all", f"with --model: all 60 questions, not {handbook.FEW} of them"),
-    value("--k", "N", "chunks a question (6)", 6, type=int),
+    value("--k", "N", f"chunks a question ({K}; with --model {handbook.CHUNKS})", type=int),
     value(
         "--work",
         "DIR",

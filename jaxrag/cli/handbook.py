@@ -8,11 +8,11 @@ one stand in it.
 import dataclasses
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxrag.base.errors import ConfigError
+from jaxrag.base.errors import RequestError
 from jaxrag.base.installed import DATA
 from jaxrag.cli.command import Args
 from jaxrag.cli.opening import load
@@ -20,11 +20,13 @@ from jaxrag.cli.output import counted, human_count, print_json, shorten
 
 if TYPE_CHECKING:
     from jaxrag.library.knowledge_base import KnowledgeBase
+    from jaxrag.models.model import Model
     from jaxrag.serve.answers import Result
 
 HANDBOOK = DATA / "examples" / "handbook"
 QUESTIONS = DATA / "examples" / "handbook-questions.jsonl"
-FEW = 6  # of them, spread over the file, whose kinds stand one behind the other
+FEW = 6  # of the questions, spread over the file, whose kinds stand one behind the other
+CHUNKS = 5  # a question, as `jaxrag ask` takes
 MAX_NEW_TOKENS = 48
 _WIDTH = 88  # of an answer, in columns
 
@@ -54,28 +56,28 @@ def run(args: Args) -> int:
     from jaxrag.models.spec import num_params
     from jaxrag.reuse.methods import default_choice
 
-    say = _silent if args.json else print
+    say, k = _silent if args.json else print, args.k or CHUNKS
     model = load(args.model, ModelOptions())
     if not model.text_tokenizer().has_chat_template:
-        raise ConfigError(
+        raise RequestError(
             f"--model {args.model} has no chat template, so nothing says how it is asked: expected "
             "an instruct model, such as the one that `make real` fetches"
         )
     method = default_choice(model.config, model.reading).method.name
     parameters = human_count(num_params(model.config))
-    say(f"1. The model: {args.model}, {parameters} parameters, {model.config.dtype}.")
+    say(f"1. The model: {args.model}, {parameters} parameters, in {model.config.dtype}.")
     kb = _ingest(args.work / "kb-handbook", model, say)
     with kb:
         rows = [json.loads(line) for line in QUESTIONS.read_text(encoding="utf-8").splitlines()]
-        chosen = rows if args.all else rows[:: len(rows) // FEW]
+        chosen = rows if args.all else rows[:: max(1, len(rows) // FEW)]
         say(
-            f"3. {len(chosen)} of {len(rows)} questions, each over the same {args.k} chunks: with "
+            f"3. {len(chosen)} of {len(rows)} questions, each over the same {k} chunks: with "
             f"full attention, then with\n   {method}. The first is asked once before, to compile.\n"
         )
-        _ask(kb, chosen[0], args.k)
+        _ask(kb, chosen[0], k)
         asked = []
         for number, row in enumerate(chosen, 1):
-            asked.append(_ask(kb, row, args.k))
+            asked.append(_ask(kb, row, k))
             say(_told(number, asked[-1]))
         summary = _summary(asked)
     if args.json:
@@ -113,7 +115,7 @@ def _silent(text: str) -> None:
     """Say nothing."""
 
 
-def _ingest(folder: Path, model: Any, say: Any) -> "KnowledgeBase":
+def _ingest(folder: Path, model: "Model", say: Callable[[str], None]) -> "KnowledgeBase":
     """The knowledge base of the handbook, open; what it has already is not encoded again."""
     from jaxrag.library.documents import read_paths
     from jaxrag.library.knowledge_base import KnowledgeBase

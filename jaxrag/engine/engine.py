@@ -494,6 +494,8 @@ class Engine:
                 self._rescue(core, error)
                 continue
             if mail.closed:
+                for event in mail.next():  # the last: what is abandoned makes no turn again
+                    core.handle(event)
                 core.abandon(EngineError("the engine was closed, as its interpreter ends"))
                 return
             if core.busy:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import queue
 import subprocess
 import sys
 import threading
@@ -138,3 +139,20 @@ def test_an_interrupt_inside_a_condition_locks_nobody_out(monkeypatch):
     other.start()
     other.join(20)
     assert not other.is_alive() and served == [0, 1, 2]
+
+
+def test_what_is_posted_as_the_interpreter_ends_wakes_no_abandoned_engine(engine_on, asked, caplog):
+    engine, last = engine_on(), queue.SimpleQueue()
+    mail = engine._mail
+
+    def sink(progress):
+        if progress.last:
+            last.put(progress.error)
+        elif not mail.closed:
+            mail.post(lambda: None)
+            mail.closed = True  # as at exit, while steps are in flight
+
+    engine.add(asked(engine, tokens=40, watched=True), sink)
+    assert "interpreter ends" in str(last.get(timeout=120))
+    mail.close()
+    assert not caplog.messages

@@ -1,0 +1,143 @@
+"""A pretrained model, SmolLM2-135M-Instruct: what transformers makes of it, and a user's whole way.
+
+`make real` fetches its weights, `make test-real` runs this; without the weights all is skipped. The
+goldens are of scripts/make_real_goldens.py.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+import jaxrag
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+GOLDENS = json.loads((ROOT / "tests" / "goldens" / "smollm2.json").read_text(encoding="utf-8"))
+HANDBOOK = ROOT / "examples" / "handbook"
+LINES = (ROOT / "examples" / "handbook-questions.jsonl").read_text(encoding="utf-8").splitlines()
+QUESTIONS = [json.loads(line)["question"] for line in LINES]
+SAYS = {"role": "user", "content": "Write one line: 語 naïve 🙂 Ω"}
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.skipif(not MODEL.is_file(), reason="no weights: `make real` fetches them"),
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return jaxrag.load_model(MODEL, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def kb(model, tmp_path_factory):
+    """Three chapters of the handbook."""
+    folder = tmp_path_factory.mktemp("kb")
+    chapters = [HANDBOOK / name for name in sorted(os.listdir(HANDBOOK))[4:7]]
+    with jaxrag.KnowledgeBase.open(folder / "kb", model=model, chunk_tokens=256) as opened:
+        opened.add(jaxrag.read_paths(chapters))
+        yield opened
+
+
+def run(*arguments):
+    """What the command line prints."""
+    ran = subprocess.run([sys.executable, "-m", "jaxrag", *map(str, arguments)], check=True,
+                         cwd=ROOT, capture_output=True, text=True)  # fmt: skip
+    return ran.stdout
+
+
+def test_prompts_are_rendered_and_cut_as_by_transformers(model):
+    for row in GOLDENS["rows"]:
+        text = model.tokenizer.render_chat(row["messages"])
+        assert model.tokenizer.encode(text) == row["ids"]
+
+
+def test_logits_are_those_of_transformers(model):
+    for row in GOLDENS["rows"]:
+        found = np.asarray(model.logits(np.array([row["ids"]])))[0, -1]
+        np.testing.assert_allclose(found[GOLDENS["places"]], row["logits"], atol=2e-3)
+
+
+def test_answers_are_those_of_transformers(model):
+    for row in GOLDENS["rows"]:
+        out = jaxrag.generate(row["ids"], documents=[], model=model, max_new_tokens=24,
+                              method="full_attention", template="plain")  # fmt: skip
+        assert out.token_ids == row["answer"][: len(out.token_ids)]
+
+
+@pytest.mark.parametrize("question", QUESTIONS[4:9])
+def test_all_tokens_computed_again_are_full_attention(kb, question):
+    settings = {"kb": kb, "k": 3, "max_new_tokens": 16}
+    full = jaxrag.generate(question, method="full_attention", **settings)
+    again = jaxrag.generate(question, method="cacheblend", recompute_ratio=1.0, **settings)
+    assert again.token_ids == full.token_ids
+    assert not again.counts["reused"] and not full.counts["reused"]
+
+
+def test_a_batch_answers_as_each_alone(kb):
+    settings = {"kb": kb, "k": 2, "max_new_tokens": 12, "method": "cacheblend"}
+    alone = [jaxrag.generate(question, **settings).token_ids for question in QUESTIONS[4:8]]
+    together = jaxrag.generate(QUESTIONS[4:8], **settings)
+    assert [one.token_ids for one in together] == alone
+
+
+def test_from_a_file_to_an_answer(tmp_path):
+    chapter = HANDBOOK / "06-cableway.md"
+    run("ingest", chapter, "--kb", tmp_path / "kb", "--model", MODEL, "--chunk-tokens", 256)
+    asked = ("ask", QUESTIONS[7], "--kb", tmp_path / "kb", "--k", 2, "--json")
+    first, second = (json.loads(run(*asked)) for _ in range(2))
+    assert first["text"] and first["text"] == second["text"]
+    assert first["counts"]["reused"] > first["counts"]["recomputed"] > 0
+    assert not first["counts"]["encoded"]
+
+
+def test_the_demo(tmp_path):
+    shown = json.loads(run("demo", "--model", MODEL, "--work", tmp_path, "--json"))
+    assert shown["questions"] == len(shown["asked"]) == 6
+    assert shown["computed"]["reuse"] < shown["computed"]["full_attention"] / 4
+    assert shown["ttft"]["reuse"] < shown["ttft"]["full_attention"]
+    assert all(one[way]["text"] for one in shown["asked"] for way in ("full_attention", "reuse"))
+
+
+def test_stock_clients_over_http(kb, tmp_path):
+    log = (tmp_path / "log").open("w")
+    command = [
+        sys.executable,
+        "-m",
+        "jaxrag",
+        "serve",
+        "--model",
+        MODEL,
+        "--port",
+        "0",
+        "--no-warm-up",
+    ]
+    server = subprocess.Popen([*map(str, command)], stdout=log, stderr=log, cwd=ROOT)
+    try:
+        url = None
+        while url is None:
+            assert server.poll() is None, (tmp_path / "log").read_text()
+            said = (tmp_path / "log").read_text().split()
+            url = next((it for it in said if it.startswith("http://")), None)
+            time.sleep(0.2)
+        while httpx.get(f"{url}/health").status_code != 200:
+            time.sleep(0.5)
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
+            name = client.models.list().data[0].id
+            asked = {"model": name, "messages": [SAYS], "max_tokens": 24, "temperature": 0}
+            whole = client.chat.completions.create(**asked).choices[0].message.content
+            stream = client.chat.completions.create(**asked, stream=True)
+            parts = [it.choices[0].delta.content or "" for it in stream if it.choices]
+        assert "".join(parts) == whole and "\ufffd" not in whole and len(parts) > 2
+    finally:
+        server.terminate()
+        server.wait(60)
+        log.close()
