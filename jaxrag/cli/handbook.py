@@ -102,8 +102,8 @@ def run(args: Args) -> int:
     right, ttft, tokens = summary["right"], summary["ttft"], summary["computed"]
     print(
         f"4. Right: {right['full_attention']} of {len(asked)} with full attention, "
-        f"{right['reuse']} with {method}; {summary['same']} answers are\n   the same to the letter. "
-        f"First token (median) after {ttft['full_attention']:.2f} s and {ttft['reuse']:.2f} s; "
+        f"{right['reuse']} with {method}; {summary['same']} answers are\n   the same to the letter. First "
+        f"token (median) after {ttft['full_attention']:.2f} s and {ttft['reuse']:.2f} s; "
         f"chunk tokens\n   computed: {tokens['full_attention']:,} and {tokens['reuse']:,}.\n\n"
         "Ask it yourself:\n"
         f'  jaxrag ask "{chosen[0]["question"]}" --kb {args.work / "kb-handbook"}'
