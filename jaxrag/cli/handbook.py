@@ -102,9 +102,9 @@ def run(args: Args) -> int:
     right, ttft, tokens = summary["right"], summary["ttft"], summary["computed"]
     print(
         f"4. Right: {right['full_attention']} of {len(asked)} with full attention, "
-        f"{right['reuse']} with {method}; {summary['same']} answers are\n   the same to the letter. First "
-        f"token (median) after {ttft['full_attention']:.2f} s and {ttft['reuse']:.2f} s; "
-        f"chunk tokens\n   computed: {tokens['full_attention']:,} and {tokens['reuse']:,}.\n\n"
+        f"{right['reuse']} with {method}.\n   {counted(summary['same'], 'answer')} the same to the "
+        f"letter. First token (median): {ttft['full_attention']:.2f} s and\n   {ttft['reuse']:.2f} s; "
+        f"chunk tokens computed: {tokens['full_attention']:,} and {tokens['reuse']:,}.\n\n"
         "Ask it yourself:\n"
         f'  jaxrag ask "{chosen[0]["question"]}" --kb {args.work / "kb-handbook"}'
     )
