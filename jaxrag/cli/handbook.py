@@ -103,8 +103,8 @@ def run(args: Args) -> int:
     print(
         f"4. Right: {right['full_attention']} of {len(asked)} with full attention, "
         f"{right['reuse']} with {method}.\n   {counted(summary['same'], 'answer')} the same to the "
-        f"letter. First token (median): {ttft['full_attention']:.2f} s and\n   {ttft['reuse']:.2f} s; "
-        f"chunk tokens computed: {tokens['full_attention']:,} and {tokens['reuse']:,}.\n\n"
+        f"letter. First token (median): {ttft['full_attention']:.2f} s and\n   "
+        f"{ttft['reuse']:.2f} s; chunk tokens computed: {tokens['full_attention']:,} and {tokens['reuse']:,}.\n\n"
         "Ask it yourself:\n"
         f'  jaxrag ask "{chosen[0]["question"]}" --kb {args.work / "kb-handbook"}'
     )
