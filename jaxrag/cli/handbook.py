@@ -104,7 +104,8 @@ def run(args: Args) -> int:
         f"4. Right: {right['full_attention']} of {len(asked)} with full attention, "
         f"{right['reuse']} with {method}.\n   {counted(summary['same'], 'answer')} the same to the "
         f"letter. First token (median): {ttft['full_attention']:.2f} s and\n   "
-        f"{ttft['reuse']:.2f} s; chunk tokens computed: {tokens['full_attention']:,} and {tokens['reuse']:,}.\n\n"
+        f"{ttft['reuse']:.2f} s; chunk tokens computed: {tokens['full_attention']:,} and "
+        f"{tokens['reuse']:,}.\n\n"
         "Ask it yourself:\n"
         f'  jaxrag ask "{chosen[0]["question"]}" --kb {args.work / "kb-handbook"}'
     )
