@@ -32,7 +32,7 @@ _WIDTH = 88  # of an answer, in columns
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class BothWays:
     """One question, and what came of it both ways."""
 
     question: str
@@ -133,14 +133,14 @@ def _ingest(folder: Path, model: "Model", say: Callable[[str], None]) -> "Knowle
     return kb
 
 
-def _ask(kb: "KnowledgeBase", row: Any, k: int) -> Asked:
+def _ask(kb: "KnowledgeBase", row: Any, k: int) -> BothWays:
     from jaxrag.serve.generate import generate
 
     full, reuse = (
         generate(row["question"], kb=kb, k=k, max_new_tokens=MAX_NEW_TOKENS, method=method)
         for method in ("full_attention", None)
     )
-    return Asked(row["question"], tuple(row["answers"]), full, reuse)
+    return BothWays(row["question"], tuple(row["answers"]), full, reuse)
 
 
 def _computed(answer: "Result") -> int:
@@ -148,7 +148,7 @@ def _computed(answer: "Result") -> int:
     return sum(count for name, count in answer.counts.items() if name != "reused")
 
 
-def _told(number: int, one: Asked) -> str:
+def _told(number: int, one: BothWays) -> str:
     lines = [f"{number}. {one.question}", f"   expected        {one.answers[0]}"]
     for (name, right), answer in zip(one.right().items(), (one.full, one.reuse), strict=True):
         shown = shorten(answer.text, _WIDTH)
@@ -160,7 +160,7 @@ def _told(number: int, one: Asked) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _summary(asked: Sequence[Asked]) -> dict[str, Any]:
+def _summary(asked: Sequence[BothWays]) -> dict[str, Any]:
     ways = {"full_attention": [it.full for it in asked], "reuse": [it.reuse for it in asked]}
     return {
         "questions": len(asked),
