@@ -83,7 +83,7 @@ def test_ask_prints_the_answer_and_its_account(jaxrag, kb):
     counts = answer["counts"]
     told = " ".join(err.split())
     assert f"turborag: {counts['reused']} of {sum(counts.values())} chunk tokens reused, " in told
-    assert re.search(r", cut off at 4 tokens( \([\d.]+ m?s of it to make programs ready\))?$", told)
+    assert re.search(r", cut off at 4 tokens( \([\d.]+ m?s of it compiling\))?$", told)
     assert "note:" not in err
     assert max(map(columns, lines)) <= 80
 

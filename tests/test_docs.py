@@ -59,7 +59,7 @@ TAGS = {
 # 8.4 ms, 1.2 s, 340 tokens/s: they differ from run to run.
 TIME = re.compile(r"\b[\d.]+[kM]?(?= (?:m?s\b|chunks/(?:s|min)\b|tokens/s\b)|x sooner)")
 # Not where a page before compiled the same.
-COMPILED = re.compile(r"^(?:\(.* of it to make programs ready\)| +compile .* ms, once)\n", re.M)
+COMPILED = re.compile(r"^(?:\(.* of it compiling\)| +compile .* ms, once)\n", re.M)
 
 
 @dataclasses.dataclass(frozen=True)

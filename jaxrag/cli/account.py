@@ -61,7 +61,7 @@ def summary(result: "Result", max_new_tokens: int) -> str:
     spent = result.timings
     others = sum(spent[name] for name in ("retrieve", "wait", "load", "prefill"))
     compiling = min(spent["compile"], max(spent["ttft"] - others, 0.0))
-    programs = f"\n({_ms(compiling)} of it to make programs ready)" * bool(compiling)
+    programs = f"\n({_ms(compiling)} of it compiling)" * bool(compiling)
     return textwrap.fill(line, COLUMNS) + programs
 
 

@@ -172,12 +172,12 @@ def test_somebody_asks_by_keyboard_and_sees_where_the_answer_is_from(server, chr
     assert chromium.browser.switch_to.active_element == chromium.one("#question")
     assert not chromium.one(".sources").is_displayed()  # folded
     saved = chromium.one(".saved").text
-    compiling = r"( \([\d.]+ m?s of it to make programs ready, once\))?"
+    compiling = r"( \([\d.]+ m?s of it compiling, once\))?"
     words = r"(\d+) of \1 passage tokens reused · first token [\d.]+ m?s"
     assert re.fullmatch(words + compiling, saved)
     given = {"timings": {"ttft": 3, "compile": 2.5}}
     told = chromium.script("return savedLine({}, arguments[0]).textContent", given)
-    assert told == "first token 3.00 s (2.50 s of it to make programs ready, once)"
+    assert told == "first token 3.00 s (2.50 s of it compiling, once)"
     chromium.unfold()
     sources = chromium.texts(".sources li")
     assert any("kora-felell.md" in it and "score" in it and "falcon" in it for it in sources)
