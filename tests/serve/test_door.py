@@ -118,7 +118,7 @@ def test_what_a_knowledge_base_is_handed(kb, tmp_path):
 
 def test_models_meshes_and_samplings_of_another_kind(model_dir, text_model):
     for call, words in (
-        (lambda: load_model(3), "path=3: expected a directory, or ORG/NAME"),
+        (lambda: load_model(3), "path=3: expected a directory, a GGUF file, or ORG/NAME"),
         (lambda: load_model(model_dir, mesh="1,1,2"), "mesh='1,1,2': expected one that make_mesh"),
         (lambda: load_model(model_dir, cache_tokens="4k"), "cache_tokens='4k': expected an integ"),
         (lambda: load_model(model_dir, kv=["host"]), "kv=['host']: expected one of device, host"),

@@ -65,7 +65,7 @@ def test_no_passage_waits_for_its_encoding_to_be_compiled(
     monkeypatch.setattr(packed, "run_packed", recorded)
     how = PLAIN | {"warm_up": True, "passage_rules": rules_file}
     with start(model, {}, **how) as running:
-        while running.client.get("/ready").status_code != 200:
+        while running.state.phase != "ready" or running.state.compiling is not None:
             time.sleep(0.05)
         ready = set(shapes)
         long = ["Words of a passage that is long. " * count for count in (3, 9, 15)]
