@@ -106,7 +106,8 @@ real: $(VENV)/.installed-test $(REAL) ## Fetch SmolLM2-135M-Instruct, 94 MB, int
 	@echo "  $(BIN)/jaxrag demo --model $(REAL)"
 
 test-real: $(VENV)/.installed-test $(REAL) ## Run the tests on SmolLM2-135M-Instruct
-	$(CACHE) JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m real $(PATIENCE) $(TEST_FLAGS) tests/real
+	$(CACHE) JAX_PLATFORMS=cpu XLA_FLAGS=--xla_backend_optimization_level=3 \
+		$(BIN)/python -m pytest -m real $(PATIENCE) $(TEST_FLAGS) tests/real
 
 # All files of a version, of every platform; the versions are those of constraints.txt.
 hashes: $(BIN)/python ## Write hashes.txt anew, for pip install --require-hashes
