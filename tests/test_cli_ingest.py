@@ -89,7 +89,7 @@ def test_words_that_the_model_cannot_read_are_a_warning(word_model_dir, tmp_path
     command = ["ingest", str(tmp_path / "a.txt"), "--kb", str(tmp_path / "kb")]
     command += ["--model", str(word_model_dir), "--chunk-tokens", "64"]
     assert main(command) == 0
-    size = "about 1.76kB of KV: 11 tokens of 0.2 KiB as "
+    size = "about 616B of KV: 11 tokens of 0.1 KiB as int8"
     assert capsys.readouterr().err.startswith(size)
     (tmp_path / "a.txt").write_text("Kora Felell lives in Hamburg, a town of Hamburg; a b c d e.")
     assert main(command) == 0

@@ -14,6 +14,7 @@ ChunkBy = Literal["tokens", "sentence", "markdown", "passages"]
 SimilarBy = Literal["vectors", "bm25"]
 SearchMode = Literal["bm25", "vector", "hybrid"]
 FORMATS = ("native", "int8", "int4", "int4-half")  # of stored KV: kv.store's STORED
+DEFAULT_FORM = "int8"  # of a new knowledge base: docs/results.md, formats of stored KV
 DEFAULT_TOP_N = 10  # neighbours of a chunk: FusionRAG section 5.3.2
 
 
@@ -58,7 +59,7 @@ class KnowledgeBaseOptions:
         None,
         "how KV is stored: in the model's dtype, int8 in half the bytes or less, int4 in three "
         "tenths of bfloat16's, or int4 of half of a chunk's tokens",
-        unset="native", choices=FORMATS,
+        unset="int8; native with --like and --chunk-by passages", choices=FORMATS,
     )  # fmt: skip
     salt: str | None = option(None, "of a tenant; other salts share no KV", "TEXT")
     secret: bytes | None = dataclasses.field(default=None, repr=False)

@@ -191,7 +191,7 @@ def of_model(part: str, few: int, only: str) -> Arrays:
     model, prompts = jaxrag.load_model(subject.model, dtype="float32"), subject.prompts(few)
     found = {"logits": logits(model, prompts)}
     with tempfile.TemporaryDirectory() as work, contextlib.ExitStack() as stack:
-        opened = jaxrag.KnowledgeBase.open(work, model) if subject.kept else None
+        opened = jaxrag.KnowledgeBase.open(work, model, stored="native") if subject.kept else None
         kb = opened and stack.enter_context(opened)
         for name, ask in cases().items():
             if not re.match(only, name):

@@ -89,7 +89,8 @@ def alone():
 @pytest.fixture(scope="module")
 def kb(tmp_path_factory, text_model):
     path = tmp_path_factory.mktemp("kb")
-    with KnowledgeBase.open(path, text_model, template="plain", chunk_tokens=64) as opened:
+    how = {"template": "plain", "chunk_tokens": 64, "stored": "native"}  # law 2, to 1e-4
+    with KnowledgeBase.open(path, text_model, **how) as opened:
         opened.add(
             [
                 Document("salt", "The salt wells of Yanjing are worked by hand."),

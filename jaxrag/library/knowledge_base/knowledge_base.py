@@ -109,7 +109,8 @@ class KnowledgeBase(Maintained):
             chunk is encoded again (0: any change is enough). May be changed at every opening.
           similar_by: "vectors", or "bm25" with the chunk's text as the question ("vectors" where
             there is an embedder).
-          stored: "native" keeps KV in the model's dtype, "int8" in half the bytes or less.
+          stored: "native" keeps KV in the model's dtype, "int8" in half the bytes or less ("int8";
+            "native" where chunks are cut as they are pasted).
           salt: of a tenant; knowledge bases of different salts share no key in one repository.
           secret: seals stored chunks: 16 random bytes or more. What it did not seal is a miss,
             whoever put it, and is encoded again. An existing knowledge base may get one at any

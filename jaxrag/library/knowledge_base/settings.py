@@ -18,7 +18,13 @@ from jaxrag.kv.store.layout import KEPT
 from jaxrag.kv.store.seal import Sealer
 from jaxrag.library.documents.chunking import Chunking
 from jaxrag.library.knowledge_base.vectors import choose_embedder
-from jaxrag.library.options import DEFAULT_TOP_N, FORMATS, KnowledgeBaseOptions, SimilarBy
+from jaxrag.library.options import (
+    DEFAULT_FORM,
+    DEFAULT_TOP_N,
+    FORMATS,
+    KnowledgeBaseOptions,
+    SimilarBy,
+)
 from jaxrag.library.retrieve.lance import kind_named
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import PromptTemplate, template_named
@@ -158,7 +164,9 @@ def new_settings(model: Model, wanted: WantedSettings) -> dict[str, Any]:
             f"chunk_tokens={chunking.chunk_tokens} with the {template.name!r} template needs "
             f"{needed} positions, the model has {config.max_positions}; use smaller chunks"
         )
-    salt, stored = wanted.salt or "", wanted.stored or "native"
+    # What is pasted is shared with a pool that holds KV as it is computed.
+    stored = wanted.stored or ("native" if chunking.pasted else DEFAULT_FORM)
+    salt = wanted.salt or ""
     return {
         "id": uuid.uuid4().hex,
         "model": {

@@ -13,6 +13,7 @@ import numpy as np
 from jaxrag.base.errors import ChunkNotSealed, StoreError
 from jaxrag.base.types import HostArray
 from jaxrag.kv.store.base import KVStore
+from jaxrag.kv.store.quantise import as_stored
 from jaxrag.kv.store.record import Provenance, Record
 from jaxrag.models.model import Model
 from jaxrag.reuse.attention_index.document import Indexing, is_indexed
@@ -251,7 +252,8 @@ class StoredNeighbours:
         missing = {key: chunk for key, chunk in wanted.items() if key not in found}
         keeps = plain.store.writable and whole
         for made in plain.encode(NEIGHBOUR_ENCODER, missing):
-            found[made.key] = made.kv
+            # As a store gives it, so that nothing depends on what it held.
+            found[made.key] = as_stored(made.kv, plain.store.layout) if whole else made.kv
             self.computed.append(len(made.chunk.ids))
             # Not to keep it only costs work later; who stores the chunk itself gets the error.
             keeps = keeps and plain.offer(made) is None

@@ -26,7 +26,8 @@ from jaxrag.reuse.encode import chunk_encoding, chunk_key, encode_chunks, encode
 WORDS = ["amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heath", "larch"]
 
 
-def test_every_chunk_is_found_in_the_store_with_the_kv_of_its_tokens(kb, model, text_of):
+def test_every_chunk_is_found_in_the_store_with_the_kv_of_its_tokens(make_kb, model, text_of):
+    kb = make_kb(stored="native")
     report = kb.add([Document("a", text_of(1)), Document("b", text_of(2), title="Bee")])
     assert (report.documents, report.replaced, report.unchanged) == (2, 0, 0)
     assert report.skipped == ()

@@ -96,7 +96,7 @@ def stands(kb):
 
 
 def test_neighbours_are_the_most_similar_others_and_kv_is_behind_them(make_kb, embedder):
-    kb = make_kb(**options(embedder))
+    kb = make_kb(stored="native", **options(embedder))
     same = [Document("again", document(0).text), Document("once more", document(0).text)]
     report = kb.add([*(document(n) for n in range(7)), *same])
     assert report.encoded == report.reused == 0

@@ -49,7 +49,7 @@ def test_changed_text_is_unreachable_at_once_and_gc_frees_its_bytes(kb, model):
     report = kb.gc(grace_seconds=0)
     assert report.chunks == 1
     assert size - disk_bytes(kb.path / "kv") >= report.nbytes > 0
-    assert report.nbytes >= kb.store.layout.nbytes(len("basalt columns of the coast"))
+    assert report.nbytes >= kb.store.layout.stored_nbytes(len("basalt columns of the coast"))
     assert kb.gc(grace_seconds=0).chunks == 0
     again = generate("gneiss?", kb=kb, k=1, max_new_tokens=4)
     assert again.counts["encoded"] == 0
@@ -108,8 +108,20 @@ def damage(folder, name):
     return path
 
 
-def test_kv_that_is_no_numbers_is_encoded_again(kb, text_of):
+@pytest.mark.parametrize("stored", ["native", "int4"])
+def test_what_was_stored_otherwise_is_read_and_added_to_as_it_is(make_kb, stored):
+    assert make_kb("new").store.layout.stored == "int8"
+    make_kb(stored=stored).add([Document("a", "basalt columns of the coast")])
+    kb = make_kb()
+    kb.add([Document("b", "basalt domes of the valley floor")])
+    answer = generate("basalt?", kb=kb, k=2, max_new_tokens=2)
+    assert (kb.stats()["stored"]["kv"], answer.counts["encoded"]) == (stored, 0)
+    assert {record.stored for record in kb.store.records()} == {stored}
+
+
+def test_kv_that_is_no_numbers_is_encoded_again(make_kb, text_of):
     """As a model stored it that was broken: every digest says that it is what was written."""
+    kb = make_kb(stored="native")  # int8 has no such numbers
     kb.add([Document("a", text_of(1)), Document("b", text_of(2))])
     key, *others = kb._catalog.all_keys()
     before = kb.store.get(key)

@@ -35,7 +35,12 @@ PROBES = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, text_model):
     path = tmp_path_factory.mktemp("gate") / "kb"
-    with KnowledgeBase.open(path, text_model, template="plain", encoders=["after_prefix"]) as kb:
+    how = {
+        "template": "plain",
+        "encoders": ["after_prefix"],
+        "stored": "native",
+    }  # exact at ratio 1
+    with KnowledgeBase.open(path, text_model, **how) as kb:
         kb.add(DOCUMENTS)
     return path
 
