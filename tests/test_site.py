@@ -13,6 +13,8 @@ import pytest
 
 from jaxrag.base.config import RopeConfig
 from jaxrag.kv.cache.budget import pool_budget
+from jaxrag.library.options import DEFAULT_FORM
+from jaxrag.measure.plan.formulas import kv_token_bytes
 from jaxrag.models.spec import num_params
 
 ROOT = Path(__file__).parents[1]
@@ -100,6 +102,7 @@ def test_the_table_of_sizes_is_computed(tiny_config):
             rope=RopeConfig(theta=1e4, rotary_dim=head, interleaved=False, scaling=None),
         )  # fmt: skip
         weights, kv = 2 * num_params(config), config.kv_bytes_per_token
+        disk = 1e6 * kv_token_bytes(config, DEFAULT_FORM)
 
         def pool(gib, weights=weights, kv=kv):
             free = (gib << 30) - weights
@@ -107,7 +110,7 @@ def test_the_table_of_sizes_is_computed(tiny_config):
             return f"{tokens // 1000:,}k" if free > 0 else "does not fit"
 
         assert cells == [
-            f"{weights / 2**30:.1f} GiB", f"{kv >> 10} KiB", f"{1e6 * kv / 2**30:.1f} GiB",
+            f"{weights / 2**30:.1f} GiB", f"{kv >> 10} KiB", f"{disk / 2**30:.1f} GiB",
             pool(24), pool(80),
         ]  # fmt: skip
 

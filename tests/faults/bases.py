@@ -121,6 +121,7 @@ class Base:
     ) -> KnowledgeBase:
         """Open it, or make it."""
         options = {"chunk_tokens": CHUNK_TOKENS, "overlap": 4, "encoders": ["isolated"]}
+        options["stored"] = "native"  # for the comparison with a fresh encoding
         if self.vectors:
             embedder = as_embedder(hash_embed, name="hashed words")
             options |= {"embedder": embedder, "index": "exact"}

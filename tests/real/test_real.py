@@ -45,7 +45,8 @@ def kb(model, tmp_path_factory):
     """Three chapters of the handbook."""
     folder = tmp_path_factory.mktemp("kb")
     chapters = [HANDBOOK / name for name in sorted(os.listdir(HANDBOOK))[4:7]]
-    with jaxrag.KnowledgeBase.open(folder / "kb", model=model, chunk_tokens=256) as opened:
+    settings = {"chunk_tokens": 256, "stored": "native"}  # exact where all is computed again
+    with jaxrag.KnowledgeBase.open(folder / "kb", model=model, **settings) as opened:
         opened.add(jaxrag.read_paths(chapters))
         yield opened
 

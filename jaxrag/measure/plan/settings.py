@@ -10,6 +10,7 @@ from jaxrag.base.config import DType, ModelConfig, config_from_dict
 from jaxrag.base.errors import ConfigError
 from jaxrag.base.installed import config_path, located
 from jaxrag.base.tables import build, override, read_toml
+from jaxrag.library.options import DEFAULT_FORM
 from jaxrag.models.model import read_config
 from jaxrag.reuse.methods import METHODS
 
@@ -107,7 +108,7 @@ class PlanSettings:
       model: a TOML file as in configs/models, or a model directory.
       methods: names of methods, the one that is planned for first.
       dtype: that the model is served in, and its KV stored in; None: the model's own.
-      stored: how KV is stored: "native" or "int8".
+      stored: how KV is stored: "int8" or "native".
       tiers: below the pool, the fastest first; the last one holds everything.
     """
 
@@ -118,7 +119,7 @@ class PlanSettings:
     tiers: tuple[StorageTier, ...]
     methods: tuple[str, ...] = ("turborag", "epic", "cacheblend", "fusionrag", "full_attention")
     dtype: DType | None = None
-    stored: str = "native"
+    stored: str = DEFAULT_FORM
 
     def __post_init__(self) -> None:
         for name in self.methods:

@@ -83,7 +83,9 @@ def test_tiers_hold_all_finds_and_slow_down(small):
     assert sum(tier.share for tier in found.tiers) == pytest.approx(1.0)
     stored = [tier.first_token for tier in found.tiers[:3]]
     assert stored == sorted(stored) and stored[0] < found.first_token < stored[-1]
-    assert found.tiers[1].chunks == pytest.approx(1e10 / (256 * small.kv_bytes_per_token))
+    assert found.tiers[1].chunks == pytest.approx(
+        1e10 / (256 * formulas.kv_token_bytes(small, "int8"))
+    )
 
 
 def test_engines_follow_the_rate_and_the_pool(small):
