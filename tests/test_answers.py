@@ -61,6 +61,7 @@ def ingested(folder, model):
         overlap=0,
         encoders=["isolated", "after_prefix", "neighbours"],
         neighbours=3,
+        stored="native",  # as the golden
     )
     kb.add(read_paths([ROOT / "examples" / "village"]))
     return kb
