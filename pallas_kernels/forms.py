@@ -27,7 +27,7 @@ class Forms:
 
     key_tile: int = 256
     heads_apart: tuple[str, ...] = ("bfloat16",)
-    decode_tiles: int = 8
+    decode_tiles: int = 4
     layers_apart: bool = True
     doubled_row: bool = True
 

@@ -95,7 +95,8 @@ def _attend_live(
         pad_to(x, 1, per_tile).reshape(-1, per_tile) for x in (table.pages, table.offsets)
     )
     live = see.any(-1)
-    count, together = len(live), forms().decode_tiles
+    count = len(live)
+    together = min(forms().decode_tiles, count)
     per_row = count // batch
     visit = jnp.argsort(~live, stable=True).astype(jnp.int32)
     visit = pad_to(visit, 0, together, count)

@@ -126,7 +126,7 @@ def test_measured_forms_are_kept_and_shown(check, tmp_path, monkeypatch):
     assert f"forms: kept in {kept}" in err
     assert "key_tile 256, heads_apart bfloat16" in out
     found = json.loads(check(SHIPPED / "dual", "--quick", "--json")[1])
-    assert (found["forms"]["decode_tiles"], found["forms_from"]) == (8, str(kept))
+    assert (found["forms"]["decode_tiles"], found["forms_from"]) == (4, str(kept))
     kept.write_text("{}")
     code, _, err = check(SHIPPED / "dual", "--quick")
     assert code == 1 and err.startswith("jaxrag: ") and err.count("\n") == 1

@@ -35,9 +35,13 @@ def keep_compiled() -> None:
 
 def _programs() -> Path:
     """Directory of the compiled programs."""
+    return cache_directory() / "xla" / f"{processors()}-processors"
+
+
+def processors() -> int:
+    """How many this process may use."""
     usable = getattr(os, "sched_getaffinity", None)  # Linux
-    processors = len(usable(0)) if usable else os.cpu_count() or 1
-    return cache_directory() / "xla" / f"{processors}-processors"
+    return len(usable(0)) if usable else os.cpu_count() or 1
 
 
 def compile_beside(

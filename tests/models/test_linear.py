@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrag.models.linear import linear, over_rows
+from jaxrag.models import linear as linear_of
+from jaxrag.models.linear import linear, over_rows, product
 
 SHAPES = [((12,), (5,)), ((5,), (12,)), ((6,), (2, 3)), ((2, 3), (4,))]  # of I and O
 
@@ -42,6 +43,16 @@ def test_one_row_of_bfloat16_is_that_row_of_two(rng):
     x, weight, _ = operands(rng, (12,), (5,), jnp.bfloat16)
     one, two = linear(x[:1, :1], weight), linear(x[:2, :1], weight)[:1]
     np.testing.assert_array_equal(one.astype(jnp.float32), two.astype(jnp.float32))
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3, 48])
+def test_one_row_is_shared_by_the_cores(rng, monkeypatch, cores):
+    monkeypatch.setattr(linear_of, "processors", lambda: cores)
+    row, weight = rng.normal(size=(1, 96)), rng.normal(size=(96, 768))
+    x, w = (jnp.array(it, jnp.float32) for it in (row, weight))
+    assert w.nbytes >= linear_of._SHARED
+    for out in (linear(x[None], w.reshape(96, 3, 256)).reshape(1, -1), product(x, w.T, 1)):
+        np.testing.assert_allclose(out, row @ weight, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize(("inner", "outer"), [((8,), (4,)), ((4,), (8,))])
