@@ -23,6 +23,7 @@ Array = jax.Array
 
 _HIDDEN = jnp.iinfo(jnp.int32).max
 _KEYS = 256  # of a tile
+_APART = 512  # numbers that a key has, of all KV heads, from which these are apart
 _FLOOR = -1e30  # of scores; finite, so that differences stay finite
 
 
@@ -101,33 +102,47 @@ def _attend_live(
     visit = jnp.argsort(~live, stable=True).astype(jnp.int32)
     visit = pad_to(visit, 0, together, count)
 
-    # [B, N, K * H], zero but for the columns of a head's KV head: keys are read as they lie, and a
-    # copy of them by heads costs more than the zeros, measured up to 32 KV heads.
-    own = jnp.eye(kv_heads, dtype=q.dtype)[:, None, :, None]
+    # Where a KV head's keys are short, those of all heads are read as they lie, by queries
+    # [B, 1, N, K * H] that are zero but for the columns of their own: the zeros cost less.
+    apart = kv_heads * dim >= _APART
     placed = rotary.turn(q, jnp.maximum(query_position, 0))
-    placed = placed.reshape(batch, kv_heads, group, 1, dim) * own
-    placed = placed.reshape(batch, heads, kv_heads * dim)
+    placed = placed.reshape(batch, kv_heads, group, dim)
+    if not apart:
+        own = jnp.eye(kv_heads, dtype=q.dtype)[:, None, :, None]
+        placed = (placed[:, :, :, None] * own).reshape(batch, 1, heads, kv_heads * dim)
 
     def product(terms: str, a: Array, b: Array) -> Array:
         return jnp.einsum(terms, a, b, preferred_element_type=jnp.float32)
 
     def some(step: Array, parts: tuple[Array, Array, Array]) -> tuple[Array, ...]:
         at = lax.dynamic_slice_in_dim(visit, step * together, together)
-        turn, visible = offsets[at], see[at][:, None]  # [V, pages], [V, 1, S]
-        keys = pool.k[pages[at]]  # [V, pages, page, K, H]
+        which, turn, shown = pages[at], offsets[at], see[at]  # [V, pages] twice, [V, S]
+        if apart:  # [V, K, pages, page, H], else [V, pages, page, K, H]
+            each = jnp.arange(kv_heads)[:, None]
+            keys, values = (x[which[:, None], :, each] for x in (pool.k, pool.v))
+            turn = jnp.broadcast_to(turn[:, None], keys.shape[:3])
+            valid = shown.reshape(-1, 1, per_tile, page, 1)
+        else:
+            keys, values = pool.k[which], pool.v[which]
+            valid = shown.reshape(-1, per_tile, page, 1, 1)
         keys = lax.cond((turn != 0).any(), lambda x: rotary.turn(x, turn), lambda x: x, keys)
         # A hidden slot may hold anything, NaN included; weight 0 times NaN would still be NaN.
-        shown = see[at].reshape(-1, per_tile, page, 1, 1)
-        values = jnp.where(shown, pool.v[pages[at]], 0)
-        keys, values = (x.reshape(-1, size, kv_heads * dim) for x in (keys, values))
+        values = jnp.where(valid, values, 0)
+        keys, values = (
+            x.reshape(together, placed.shape[1], size, placed.shape[3]) for x in (keys, values)
+        )
 
-        scores = jnp.where(visible, product("bnc,bsc->bns", placed[at // per_row], keys), _FLOOR)
+        visible = shown[:, None, None]
+        scores = product("vkgh,vksh->vkgs", placed[at // per_row], keys)
+        scores = jnp.where(visible, scores, _FLOOR)
         top = scores.max(-1)
         weights = jnp.where(visible, jnp.exp((scores - top[..., None]) * scale), 0.0)
-        every = product("bns,bsc->bnc", weights.astype(values.dtype), values)
-        every = every.reshape(-1, kv_heads, group, kv_heads, dim)
-        out = jnp.stack([every[:, head, :, head] for head in range(kv_heads)], axis=1)
-        new = out.reshape(-1, heads, dim), top, weights.sum(-1)
+        out = product("vkgs,vksh->vkgh", weights.astype(values.dtype), values)
+        if not apart:
+            out = out.reshape(together, kv_heads, group, kv_heads, dim)
+            out = jnp.stack([out[:, head, :, head] for head in range(kv_heads)], axis=1)
+        of_head = (x.reshape(together, heads) for x in (top, weights.sum(-1)))
+        new = out.reshape(together, heads, dim), *of_head
         return tuple(
             whole.at[at].set(part, mode="drop") for whole, part in zip(parts, new, strict=True)
         )

@@ -121,7 +121,7 @@ def test_measured_forms_are_kept_and_shown(check, tmp_path, monkeypatch):
     monkeypatch.setattr(forms, "_WEIGHT_BYTES", 1 << 16)
     monkeypatch.setattr(forms, "chosen_of", lambda times, default: default)
     code, out, err = check(SHIPPED / "dual", "--quick", "--measure")
-    assert code == 0 and "attention of a step: 1 tiles" in err and "8 tiles is kept" in err
+    assert code == 0 and "attention of a step: 1 tiles" in err and "4 tiles is kept" in err
     kept = tmp_path / "jaxrag" / "xla" / "forms.json"
     assert f"forms: kept in {kept}" in err
     assert "key_tile 256, heads_apart bfloat16" in out

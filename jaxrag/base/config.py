@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 DType = Literal["float32", "bfloat16", "float16"]
 DTYPES: tuple[str, ...] = get_args(DType)
+DecodeWeights = Literal["int8"]
 Kernels = Literal["measured", "xla", "pallas_triton", "pallas_interpret"]
 KERNELS: tuple[str, ...] = get_args(Kernels)
 
@@ -36,6 +37,7 @@ class ModelOptions:
       max_host_bytes: ceiling of KV in host memory.
       kv: "device" or "host", where K and V are; None: where the method's decode rule is meant to
         have them.
+      decode_weights: "int8": decode steps on a CPU read the weights as int8; None: as they are.
     """
 
     dtype: str | None = option(
@@ -73,6 +75,12 @@ class ModelOptions:
         None,
         "where K and V are",
         unset="where the method's decode rule is meant to have them",
+    )
+    decode_weights: DecodeWeights | None = option(
+        None,
+        "what decode steps on a CPU read: int8 is faster, and rounds",
+        choices=get_args(DecodeWeights),
+        unset="the weights as prefill reads them",
     )
 
 

@@ -11,6 +11,7 @@ from jaxrag.base import struct
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.types import Array, Tokens
 from jaxrag.models.attention import Attend
+from jaxrag.models.int8 import Int8Weight, int8_product
 from jaxrag.models.linear import linear, product
 from jaxrag.models.rope import RopeFactors, RopeTable
 from jaxrag.models.spec import LayerParams, Params
@@ -37,13 +38,13 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     return weight * wide.astype(x.dtype)
 
 
-def _project(x: Array, weight: Array, bias: Array | None) -> Array:
+def _project(x: Array, weight: Any, bias: Array | None) -> Array:
     """x [B, T, D] @ weight [D, heads, H] (+ bias) -> [B, T, heads, H]."""
     out = linear(x, weight)
     return out if bias is None else out + bias
 
 
-def _linear(x: Array, weight: Array, bias: Array | None) -> Array:
+def _linear(x: Array, weight: Any, bias: Array | None) -> Array:
     """x [B, T, I] @ weight [I, O] (+ bias)."""
     out = linear(x, weight)
     return out if bias is None else out + bias
@@ -179,7 +180,9 @@ def keys_and_values(
 def unembed(params: Params, hidden: Array) -> Array:
     """Logits in float32: hidden [..., D] -> [..., V]."""
     rows = hidden.reshape(-1, hidden.shape[-1])
-    if params.lm_head is None:
+    if isinstance(params.lm_head, Int8Weight):
+        logits = int8_product(rows, params.lm_head)
+    elif params.lm_head is None:
         logits = product(rows, params.embed, 1, jnp.float32)
     else:
         logits = product(rows, params.lm_head, 0, jnp.float32)

@@ -25,6 +25,7 @@ from jax.sharding import Mesh
 
 from jaxrag.base.types import Array
 from jaxrag.models.compiled import processors
+from jaxrag.models.int8 import Int8Weight, int8_product
 from jaxrag.models.spec import LayerParams, Params
 from pallas_kernels.forms import forms
 
@@ -36,9 +37,16 @@ _SHARED = 1 << 18  # bytes of a weight from which cores share a row's product wi
 _IN_PLACE = 64  # bytes; XLA:CPU reads host memory in place from such an address on
 
 
+def linear(x: Array, weight: Array | Int8Weight) -> Array:
+    """x [B, T, *I] @ weight [*I, *O], of one dtype or int8 -> [B, T, *O]; reverse mode only."""
+    if isinstance(weight, Int8Weight):
+        out = int8_product(x.reshape(math.prod(x.shape[:2]), -1), weight)
+        return out.astype(x.dtype).reshape(*x.shape[:2], *weight.outer)
+    return _linear(x, weight)
+
+
 @jax.custom_vjp
-def linear(x: Array, weight: Array) -> Array:
-    """x [B, T, *I] @ weight [*I, *O], of one dtype -> [B, T, *O]; reverse mode only."""
+def _linear(x: Array, weight: Array) -> Array:
     inner = math.prod(x.shape[2:])
     rows = x.reshape(*x.shape[:2], inner)  # of no token too, so not -1
     return product(rows, weight.reshape(inner, *weight.shape[x.ndim - 2 :]))
@@ -75,7 +83,7 @@ def _by_all_cores(x: Array, weight: Array, axis: int) -> Array:
 
 def _forward(x: Any, weight: Any) -> tuple[Array, _Kept]:
     kept = x.value if weight.perturbed else None, weight.value if x.perturbed else None
-    return checkpoint_name(linear(x.value, weight.value), PRODUCT), kept
+    return checkpoint_name(_linear(x.value, weight.value), PRODUCT), kept
 
 
 def _backward(kept: _Kept, d_out: Array | SymbolicZero) -> tuple[Array | None, Array | None]:
@@ -95,7 +103,7 @@ def _backward(kept: _Kept, d_out: Array | SymbolicZero) -> tuple[Array | None, A
     return d_x, d_weight
 
 
-linear.defvjp(_forward, _backward, symbolic_zeros=True)
+_linear.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def over_rows(a: Array, b: Array, dtype: Any = None) -> Array:

@@ -6,15 +6,15 @@ import logging
 import reprlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrag.base.config import DType, Kernels, ModelConfig, config_to_dict
-from jaxrag.base.errors import RequestError, TokenizerError
+from jaxrag.base.config import DecodeWeights, DType, Kernels, ModelConfig, config_to_dict
+from jaxrag.base.errors import ConfigError, RequestError, TokenizerError
 from jaxrag.base.guide import Guide
 from jaxrag.base.shapes import bucket
 from jaxrag.base.sharding import Rules, exchange, put, replicated
@@ -32,6 +32,7 @@ from jaxrag.models.digest import params_digest, weights_digest
 from jaxrag.models.forms import take_forms
 from jaxrag.models.hf import load_config, load_hf, names_dtype
 from jaxrag.models.hub import fetched, is_hub_name
+from jaxrag.models.int8 import with_int8_weights
 from jaxrag.models.linear import by_layer, gains_by_layer
 from jaxrag.models.memory import check_pool, memory_of, require_room
 from jaxrag.models.reading import Reading, read_reading
@@ -73,6 +74,7 @@ class Model:
         used where no other is named.
       reading: how it was trained to read chunks, from ``reading.toml``.
       placement: where its engine's pool has K and V.
+      decode_weights: "int8" on a CPU: decode steps read the matrices as int8, prefill as they are.
       engine: the slot for ``engine.engine_of``.
     """
 
@@ -86,12 +88,20 @@ class Model:
     template: PromptTemplate | None = None
     reading: Reading = dataclasses.field(default_factory=Reading)
     placement: KVPlacement = ON_DEVICE
+    decode_weights: DecodeWeights | None = None
     engine: Any = dataclasses.field(default=None, init=False, repr=False)
     _ropes: dict[int, RopeTable] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_kernels(self.config.kernels)
         take_forms()
+        if self.decode_weights not in (None, *get_args(DecodeWeights)):
+            raise RequestError(f"decode_weights={self.decode_weights!r}: expected 'int8' or None")
+        if self.decode_weights and (self.mesh is not None or jax.default_backend() != "cpu"):
+            raise ConfigError(
+                f"decode_weights={self.decode_weights!r}: only for one CPU, and this model is on "
+                f"{'a mesh' if self.mesh is not None else jax.default_backend()}; leave it out"
+            )
         fastest = self.placement.on_device and measured_kernels()
         if self.config.kernels == "measured" and not fastest:
             self.config = dataclasses.replace(self.config, kernels="xla")
@@ -192,7 +202,9 @@ class Model:
 
     @functools.cached_property
     def _by_layer(self) -> Params:
-        """The weights with layers apart, in the memory of ``params``."""
+        """The weights with layers apart, in the memory of ``params`` or as int8."""
+        if self.decode_weights == "int8":
+            return with_int8_weights(self.params)
         return by_layer(self.params) if gains_by_layer(self.params, self.mesh) else self.params
 
     def decoder(self, num_positions: int, by_layer: bool = False) -> Decoder:
@@ -368,6 +380,7 @@ def load_model(
     value_layers: int | None = None,
     max_host_bytes: int | None = None,
     kv: KVHome = "device",
+    decode_weights: DecodeWeights | None = None,
 ) -> Model:
     """Load a Hugging Face directory, a jaxrag checkpoint or a GGUF file.
 
@@ -388,6 +401,8 @@ def load_model(
       max_host_bytes: ceiling of that host memory.
       kv: "host" keeps K and V in host memory; then ``cache_tokens`` is the size of the pool there,
         None = a quarter of the memory that is free.
+      decode_weights: "int8" makes decode steps on a CPU faster: a copy of the weights in int8, with
+        a scale for each output, is read by them, and its rounding is in what they compute.
 
     Raises:
       ModelError, ConfigError: a missing, truncated, unsupported or inconsistent directory, one that
@@ -429,6 +444,7 @@ def load_model(
         template=template,
         reading=reading,
         placement=placement,
+        decode_weights=decode_weights,
     )
 
 

@@ -60,7 +60,8 @@ class LayerParams(struct.PyTreeNode):
 class Params(struct.PyTreeNode):
     """All weights of a decoder. ``lm_head`` is None when the embedding is tied.
 
-    ``layers`` is a LayerParams, or a list of one a layer, whose leaves lack L (by_layer).
+    ``layers`` is a LayerParams, or a list of one a layer, whose leaves lack L (by_layer); then the
+    matrices and ``lm_head`` may be Int8Weight.
     """
 
     embed: Any  # [V, D]

@@ -1,6 +1,7 @@
 """Paged attention against a dense oracle: offsets, hidden slots, rotation sides, merging."""
 
 import functools
+import importlib
 import itertools
 
 import jax
@@ -23,6 +24,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.rotation import rotate
 
+STEP = importlib.import_module("pallas_kernels.paged_decode_attention")
 PAGE, NUM_PAGES, K, G, H = 16, 64, 2, 3, 10
 N = K * G
 ROPES = {
@@ -127,6 +129,13 @@ def test_equals_dense_with_poisoned_unused_slots(rng, rope, side):
     assert (np.asarray(out)[0, 0] == 0).all() and np.isneginf(np.asarray(lse)[0, 0]).all()
 
 
+@pytest.fixture(params=[1, 1 << 20], ids=["heads apart", "heads together"])
+def step_heads(request, monkeypatch):
+    """How a decode step's products have the KV heads, which follows from their size."""
+    monkeypatch.setattr(STEP, "_APART", request.param)
+
+
+@pytest.mark.usefixtures("step_heads")
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("at", [3, 104, 336, 900, -1])
 def test_one_query_equals_dense(rng, at, window):
@@ -183,6 +192,7 @@ def test_rows_in_turn_are_the_rows_together(rng):
         np.testing.assert_allclose(in_turn, together, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.usefixtures("step_heads")
 def test_a_step_of_a_row_is_bit_equal_whoever_has_the_others(rng):
     """Rows that see four tiles, one and two; alone, and at another place in the batch."""
     scene = Scene(rng, ROPES["half"], [590, 330, 5], [0, 100, 900], [-1] * 3)
