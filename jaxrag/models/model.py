@@ -202,18 +202,23 @@ class Model:
 
     @functools.cached_property
     def _by_layer(self) -> Params:
-        """The weights with layers apart, in the memory of ``params`` or as int8."""
-        if self.decode_weights == "int8":
-            return with_int8_weights(self.params)
+        """The weights with layers apart, in the memory of ``params``."""
         return by_layer(self.params) if gains_by_layer(self.params, self.mesh) else self.params
 
-    def decoder(self, num_positions: int, by_layer: bool = False) -> Decoder:
+    @functools.cached_property
+    def _decode_params(self) -> Params:
+        """The weights that decode steps read."""
+        return with_int8_weights(self.params) if self.decode_weights == "int8" else self._by_layer
+
+    def decoder(self, num_positions: int, by_layer: bool = False, decodes: bool = False) -> Decoder:
         """What a compiled step over at most ``num_positions`` positions needs of this model.
 
-        ``by_layer``: with every layer's weights apart, where it makes the step faster.
+        ``by_layer``: with every layer's weights apart, where it makes the step faster; ``decodes``:
+        those that decode steps read, in this way.
         """
+        each = self._decode_params if decodes else self._by_layer
         return Decoder(
-            params=self._by_layer if by_layer else self.params,
+            params=each if by_layer or decodes else self.params,
             rope=self.rope(num_positions),
             config=self.config,
             factors=self.rope_factors if self.placement.away else None,

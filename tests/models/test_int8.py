@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrag import Document, generate, load_model
+from jaxrag import METHODS, load_model
 from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.base.sharding import make_mesh
+from jaxrag.engine.engine import engine_of
+from jaxrag.engine.request import Prompt, Request
 from jaxrag.models.int8 import int8_product, quantised
-
-DOCUMENTS = [Document("a", "one text"), Document("b", "another")]
 
 
 def test_only_the_weights_are_rounded(rng):
@@ -41,20 +41,14 @@ def test_decode_reads_int8_and_prefill_does_not(model_dir, dtype):
     assert small.fingerprint == plain.fingerprint
     ids = np.arange(5, 30, dtype=np.int32)
     np.testing.assert_array_equal(plain.logits(ids[None]), small.logits(ids[None]))
-    head = small.decoder(64, by_layer=True).params.lm_head
+    head = small.decoder(64, decodes=True).params.lm_head
     assert head.values.dtype == jnp.int8 and head.values.shape == (600, small.config.model_dim)
     logprobs = []
     for model in (plain, small):
-        pieces = list(
-            generate(
-                "who?",
-                documents=DOCUMENTS,
-                model=model,
-                stream=True,
-                max_new_tokens=4,
-            )
-        )
-        logprobs.append([it for piece in pieces for it in piece.logprobs])
+        engine = engine_of(model)
+        prompt = Prompt(np.zeros(0, np.int32), (), ids)
+        request = Request(prompt, engine.memory, METHODS["full_attention"], 4)
+        logprobs.append([it for one in engine.iterate([request]) for it in one.logprobs])
     assert logprobs[0][0] == logprobs[1][0]  # of prefill
     assert logprobs[0][1] != logprobs[1][1]
     np.testing.assert_allclose(*logprobs, atol=0.05)
