@@ -58,6 +58,7 @@ from jaxrag.reuse.methods import METHODS
 
 HERE = Path(__file__).parent
 TRANSFORMERS, LLAMA = "transformers", "llama.cpp"
+INT8 = "int8"  # among the dtypes: weights in int8 beside llama.cpp's Q8_0, all else in float32
 CACHES = {TRANSFORMERS: ("dynamic", "static"), LLAMA: ("",)}  # each an arm of its own
 
 
@@ -79,7 +80,7 @@ class ThroughputOptions(RowsOptions):
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured."""
-        self.check_lists("dtypes", "batches", "contexts")
+        self.check_lists("dtypes", "batches", "contexts", more=(INT8,))
         if self.llama_python and "float16" in self.dtypes:
             raise RequestError("dtype 'float16': llama.cpp is measured in float32 and bfloat16")
         if min(*self.batches, *self.contexts, self.tokens, self.repeats) < 1:
@@ -162,7 +163,8 @@ def run(options: ThroughputOptions) -> dict[str, Any]:
             limits = bandwidth()
             peers = _peers(options, path, dtype, folder, stack)
             about = {name: peer.about for name, peer in peers.items()}
-            model = load_model(path, dtype=dtype)
+            model = load_model(path, dtype=float_of(dtype))
+            model = model.decoding_with("int8" if dtype == INT8 else None)
             for batch, context in tqdm(left, desc=dtype, disable=None):
                 row = _measure(model, peers, options, batch, context, limits["read"])
                 table.add({"dtype": dtype, **row, "limits": limits, "peers": about})
@@ -176,7 +178,7 @@ def _peers(
     peers = {}
     if options.peer_python:
         peers[TRANSFORMERS] = Peer(
-            options.peer_python, HERE / "peer_transformers.py", "decode", path, dtype
+            options.peer_python, HERE / "peer_transformers.py", "decode", path, float_of(dtype)
         )
         stack.callback(peers[TRANSFORMERS].close)
     if options.llama_python:
@@ -246,6 +248,11 @@ def _measure(
     return row
 
 
+def float_of(dtype: str) -> str:
+    """The dtype of activations and KV."""
+    return "float32" if dtype == INT8 else dtype
+
+
 def _ask(peer: Peer, question: Mapping[str, Any]) -> Decoded:
     return Decoded(**peer.ask(question))
 
@@ -277,9 +284,9 @@ def step_bytes(model: Model, batch: int, context: int, tokens: int) -> dict[str,
 
     Of a table of embeddings only the rows of the batch are read, unless it is the output's too.
     """
-    params: Params = model.params
+    params: Params = model.decoder(context, decodes=True).params
     weights = sum(x.nbytes for x in jax.tree.leaves(params))
-    if not model.config.tie_embeddings:
+    if params.lm_head is not None:
         weights -= params.embed.nbytes
     kv = batch * (context + (tokens + 1) // 2) * model.config.kv_bytes_per_token
     return {"weights": weights, "kv": kv}

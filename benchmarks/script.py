@@ -254,21 +254,22 @@ class RowsOptions:
     resume: bool = option(False, "measure only the rows that the file of --out does not hold yet")
     out: str | None = None
 
-    def check_lists(self, *names: str) -> None:
+    def check_lists(self, *names: str, more: tuple[str, ...] = ()) -> None:
         """RequestError for a list that is empty or says anything twice, or an unknown dtype."""
         for name in names:
             values = getattr(self, name)
             if not values or len(set(values)) != len(values):
                 raise RequestError(f"{name} {values}: expected one or more, each once")
         for dtype in self.dtypes:
-            if dtype not in DTYPES:
-                raise RequestError(f"dtype {dtype!r}: expected some of {', '.join(DTYPES)}")
+            if dtype not in (known := (*DTYPES, *more)):
+                raise RequestError(f"dtype {dtype!r}: expected some of {', '.join(known)}")
 
     @contextlib.contextmanager
     def directory(self, dtype: DType) -> Iterator[tuple[str, Path]]:
         """The model's directory, and a folder for the time being."""
         with tempfile.TemporaryDirectory(prefix="jaxrag-bench-") as folder:
-            path = self.model or write_random(Path(folder) / "model", LLAMA_300M, dtype, self.seed)
+            kind = dtype if dtype in DTYPES else "float32"
+            path = self.model or write_random(Path(folder) / "model", LLAMA_300M, kind, self.seed)
             yield str(path), Path(folder)
 
 

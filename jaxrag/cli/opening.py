@@ -112,8 +112,7 @@ def load(path: str, options: ModelOptions, method: "Method | None" = None) -> "M
             max_host_bytes=options.max_host_bytes,
             kernels=options.kernels,
             kv=options.kv or "device",
-            decode_weights=options.decode_weights,
-        )
+        ).decoding_with(options.decode_weights)
     if method is None or options.kv is not None:
         return model
     with contextlib.suppress(ConfigError, RequestError):

@@ -128,6 +128,17 @@ class Model:
         wanted = dataclasses.replace(placement, max_host_bytes=self.placement.max_host_bytes)
         return self if wanted == self.placement else dataclasses.replace(self, placement=wanted)
 
+    def decoding_with(self, weights: DecodeWeights | None) -> "Model":
+        """The same weights, of which decode steps read a copy in int8; an engine of its own.
+
+        It has a scale for each output, and its rounding is in what they compute; prefill reads the
+        weights as they are. None: they do as well.
+
+        Raises ConfigError but on one CPU, RequestError for other weights.
+        """
+        same = weights == self.decode_weights
+        return self if same else dataclasses.replace(self, decode_weights=weights)
+
     @functools.cached_property
     def fingerprint(self) -> str:
         """Identity of everything that shapes cached KV: weights, config, dtype, RoPE, version."""
@@ -385,7 +396,6 @@ def load_model(
     value_layers: int | None = None,
     max_host_bytes: int | None = None,
     kv: KVHome = "device",
-    decode_weights: DecodeWeights | None = None,
 ) -> Model:
     """Load a Hugging Face directory, a jaxrag checkpoint or a GGUF file.
 
@@ -406,8 +416,6 @@ def load_model(
       max_host_bytes: ceiling of that host memory.
       kv: "host" keeps K and V in host memory; then ``cache_tokens`` is the size of the pool there,
         None = a quarter of the memory that is free.
-      decode_weights: "int8" makes decode steps on a CPU faster: a copy of the weights in int8, with
-        a scale for each output, is read by them, and its rounding is in what they compute.
 
     Raises:
       ModelError, ConfigError: a missing, truncated, unsupported or inconsistent directory, one that
@@ -449,7 +457,6 @@ def load_model(
         template=template,
         reading=reading,
         placement=placement,
-        decode_weights=decode_weights,
     )
 
 

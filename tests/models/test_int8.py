@@ -37,7 +37,7 @@ def test_a_row_of_zeros_is_zero():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_decode_reads_int8_and_prefill_does_not(model_dir, dtype):
     plain = load_model(model_dir, dtype=dtype, cache_tokens=1024)
-    small = load_model(model_dir, dtype=dtype, cache_tokens=1024, decode_weights="int8")
+    small = plain.decoding_with("int8")
     assert small.fingerprint == plain.fingerprint
     ids = np.arange(5, 30, dtype=np.int32)
     np.testing.assert_array_equal(plain.logits(ids[None]), small.logits(ids[None]))
@@ -56,6 +56,6 @@ def test_decode_reads_int8_and_prefill_does_not(model_dir, dtype):
 
 def test_only_on_one_cpu(model_dir):
     with pytest.raises(ConfigError, match="decode_weights='int8': only for one CPU"):
-        load_model(model_dir, mesh=make_mesh(1, 1, 1), decode_weights="int8")
+        load_model(model_dir, mesh=make_mesh(1, 1, 1)).decoding_with("int8")
     with pytest.raises(RequestError, match="decode_weights='int4': expected"):
-        load_model(model_dir, decode_weights="int4")
+        load_model(model_dir).decoding_with("int4")
