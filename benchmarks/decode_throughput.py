@@ -59,6 +59,7 @@ from jaxrag.reuse.methods import METHODS
 HERE = Path(__file__).parent
 TRANSFORMERS, LLAMA = "transformers", "llama.cpp"
 INT8 = "int8"  # among the dtypes: weights in int8 beside llama.cpp's Q8_0, all else in float32
+FLOATS = {INT8: "float32"}
 CACHES = {TRANSFORMERS: ("dynamic", "static"), LLAMA: ("",)}  # each an arm of its own
 
 
@@ -80,7 +81,7 @@ class ThroughputOptions(RowsOptions):
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured."""
-        self.check_lists("dtypes", "batches", "contexts", more=(INT8,))
+        self.check_lists("dtypes", "batches", "contexts")
         if self.llama_python and "float16" in self.dtypes:
             raise RequestError("dtype 'float16': llama.cpp is measured in float32 and bfloat16")
         if min(*self.batches, *self.contexts, self.tokens, self.repeats) < 1:
@@ -163,8 +164,8 @@ def run(options: ThroughputOptions) -> dict[str, Any]:
             limits = bandwidth()
             peers = _peers(options, path, dtype, folder, stack)
             about = {name: peer.about for name, peer in peers.items()}
-            model = load_model(path, dtype=float_of(dtype))
-            model = model.decoding_with("int8" if dtype == INT8 else None)
+            model = load_model(path, dtype=FLOATS.get(dtype, dtype))
+            model = model.decoding_with(INT8 if dtype == INT8 else None)
             for batch, context in tqdm(left, desc=dtype, disable=None):
                 row = _measure(model, peers, options, batch, context, limits["read"])
                 table.add({"dtype": dtype, **row, "limits": limits, "peers": about})
@@ -178,7 +179,11 @@ def _peers(
     peers = {}
     if options.peer_python:
         peers[TRANSFORMERS] = Peer(
-            options.peer_python, HERE / "peer_transformers.py", "decode", path, float_of(dtype)
+            options.peer_python,
+            HERE / "peer_transformers.py",
+            "decode",
+            path,
+            FLOATS.get(dtype, dtype),
         )
         stack.callback(peers[TRANSFORMERS].close)
     if options.llama_python:
@@ -246,11 +251,6 @@ def _measure(
         arm["bytes_per_second"] = sum(bytes_.values()) / arm["seconds_per_token"]["median"]
         arm["of_read"] = arm["bytes_per_second"] / read
     return row
-
-
-def float_of(dtype: str) -> str:
-    """The dtype of activations and KV."""
-    return "float32" if dtype == INT8 else dtype
 
 
 def _ask(peer: Peer, question: Mapping[str, Any]) -> Decoded:

@@ -254,15 +254,12 @@ class RowsOptions:
     resume: bool = option(False, "measure only the rows that the file of --out does not hold yet")
     out: str | None = None
 
-    def check_lists(self, *names: str, more: tuple[str, ...] = ()) -> None:
-        """RequestError for a list that is empty or says anything twice, or an unknown dtype."""
+    def check_lists(self, *names: str) -> None:
+        """RequestError for a list that is empty or says anything twice."""
         for name in names:
             values = getattr(self, name)
             if not values or len(set(values)) != len(values):
                 raise RequestError(f"{name} {values}: expected one or more, each once")
-        for dtype in self.dtypes:
-            if dtype not in (known := (*DTYPES, *more)):
-                raise RequestError(f"dtype {dtype!r}: expected some of {', '.join(known)}")
 
     @contextlib.contextmanager
     def directory(self, dtype: DType) -> Iterator[tuple[str, Path]]:
