@@ -165,7 +165,7 @@ def run(options: ThroughputOptions) -> dict[str, Any]:
             peers = _peers(options, path, dtype, folder, stack)
             about = {name: peer.about for name, peer in peers.items()}
             model = load_model(path, dtype=FLOATS.get(dtype, dtype))
-            model = model.decoding_with(INT8 if dtype == INT8 else None)
+            model = model.decoding_with("int8" if dtype == INT8 else None)
             for batch, context in tqdm(left, desc=dtype, disable=None):
                 row = _measure(model, peers, options, batch, context, limits["read"])
                 table.add({"dtype": dtype, **row, "limits": limits, "peers": about})
