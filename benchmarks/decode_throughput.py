@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ from script import (
 )
 from tqdm import tqdm
 
-from jaxrag.base.config import DType
+from jaxrag.base.config import DTYPES, DType
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import option, parse_count, parse_counts
 from jaxrag.engine.decoding import Lane
@@ -73,6 +73,7 @@ class ThroughputOptions(RowsOptions):
       llama_python: interpreter with llama_cpp and gguf; None measures them not.
     """
 
+    kinds: ClassVar = (*DTYPES, INT8)
     batches: tuple[int, ...] = option(
         (1, 4, 8, 32), "rows that are decoded together", "N,...", parse=parse_counts, flag="--batch"
     )
@@ -224,8 +225,8 @@ def _measure(
     question = {"ids": ids.tolist(), "rows": batch, "tokens": options.tokens}
     for name, peer in peers.items():
         for cache in CACHES[name]:
-            asked = functools.partial(_ask, peer, {**question, "cache": cache})
-            theirs[f"{name} {cache}".strip()] = asked
+            asked = functools.partial(peer.ask, {**question, "cache": cache})
+            theirs[f"{name} {cache}".strip()] = functools.partial(_decoded, asked)
 
     def decoded(
         runner: ModelRunner, state: Served, there: Prefilled
@@ -253,8 +254,8 @@ def _measure(
     return row
 
 
-def _ask(peer: Peer, question: Mapping[str, Any]) -> Decoded:
-    return Decoded(**peer.ask(question))
+def _decoded(asked: Callable[[], dict[str, Any]]) -> Decoded:
+    return Decoded(**asked())
 
 
 def _arm(
@@ -293,7 +294,11 @@ def step_bytes(model: Model, batch: int, context: int, tokens: int) -> dict[str,
 
 
 def report(result: dict[str, Any]) -> Iterator[str]:
-    """The result as lines of a table."""
+    """The result as lines of a table.
+
+    over ours: time of the peer over ours, round by round; same: tokens that both begin with, of one
+    more than were timed.
+    """
     yield f"decoding, {result['model']}; medians (range)"
     yield f"{'':<22} {'tokens/s':>22} {'ms':>8} {'GB/s':>6} {'of read':>7} {'over ours':>18} same"
     for row in result["rows"]:
@@ -311,11 +316,6 @@ def report(result: dict[str, Any]) -> Iterator[str]:
             if "over_ours" in arm:
                 line += f" {between(arm['over_ours'], '.2f'):>18} {arm['same_tokens']:>4}"
             yield line
-    if any(row["peers"] for row in result["rows"]):
-        yield (
-            "over ours: time of the peer over ours, round by round; same: tokens that both begin "
-            "with, of one more than were timed"
-        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -23,8 +23,8 @@ import llama_cpp
 import numpy as np
 
 BATCH = 512  # tokens of the prompt that are run at once
-TYPES = {"float32": gguf.GGMLQuantizationType.F32, "bfloat16": gguf.GGMLQuantizationType.BF16}
-Q8_0 = gguf.GGMLQuantizationType.Q8_0
+_KIND = gguf.GGMLQuantizationType
+TYPES = {"float32": _KIND.F32, "bfloat16": _KIND.BF16, "int8": _KIND.Q8_0}
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -92,9 +92,8 @@ def convert(directory: Path, dtype: str, target: Path) -> None:
             sys.exit(f"{directory}: {name} is not in {dtype}")
         if "q_proj" in name or "k_proj" in name:
             values = interleave(values, head_dim)
-        values = np.ascontiguousarray(values)
-        kind = TYPES.get(dtype, Q8_0)
-        raw = gguf.quantize(values, kind) if kind == Q8_0 else values.view(np.uint8)
+        kind, raw = TYPES[dtype], np.ascontiguousarray(values)
+        raw = gguf.quantize(raw, kind) if dtype == "int8" else raw.view(np.uint8)
         writer.add_tensor(short, raw, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -141,7 +140,7 @@ class Sequences:
         settings.n_seq_max = rows
         settings.kv_unified = False  # every sequence has KV of its own
         settings.n_threads = settings.n_threads_batch = cores
-        settings.type_k = settings.type_v = int(TYPES.get(dtype, TYPES["float32"]))
+        settings.type_k = settings.type_v = int(TYPES["float32" if dtype == "int8" else dtype])
         self._context = llama_cpp.llama_init_from_model(model, settings)
         if not self._context:
             raise MemoryError(f"llama.cpp has no room for {rows} sequences of {len(ids)} tokens")

@@ -141,7 +141,7 @@ def _measure(
 
 
 def report(result: dict[str, Any]) -> Iterator[str]:
-    """The result as lines of a table."""
+    """The result as lines of a table; over ours: time of the peer over ours, round by round."""
     yield f"full prefill, {result['model']}; milliseconds, medians (range)"
     yield (
         f"{'':<14} {'ms':>26} {'TFLOP/s':>8} {'of matmul':>9} {'over ours':>18} {'first token':>11}"
@@ -160,8 +160,6 @@ def report(result: dict[str, Any]) -> Iterator[str]:
                 line += f" {between(arm['over_ours'], '.2f'):>18}"
                 line += f" {'same' if row['same_first_token'] else 'another':>11}"
             yield line
-    if any(row["peers"] for row in result["rows"]):
-        yield "over ours: time of the peer over ours, round by round"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

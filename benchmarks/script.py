@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -237,6 +237,7 @@ class RowsOptions:
       out: the file of the rows.
     """
 
+    kinds: ClassVar = DTYPES
     model: str | None = option(None, metavar="MODEL", unset="a random Llama of 300M parameters")
     dtypes: tuple[DType, ...] = option(
         ("float32", "bfloat16"),
@@ -255,11 +256,13 @@ class RowsOptions:
     out: str | None = None
 
     def check_lists(self, *names: str) -> None:
-        """RequestError for a list that is empty or says anything twice."""
+        """RequestError for a list that is empty or says anything twice, or an unknown dtype."""
         for name in names:
             values = getattr(self, name)
             if not values or len(set(values)) != len(values):
                 raise RequestError(f"{name} {values}: expected one or more, each once")
+        if odd := set(self.dtypes) - set(self.kinds):
+            raise RequestError(f"dtype {odd.pop()!r}: expected some of {', '.join(self.kinds)}")
 
     @contextlib.contextmanager
     def directory(self, dtype: DType) -> Iterator[tuple[str, Path]]:

@@ -451,11 +451,6 @@ def _parts(text: str, size: int) -> Iterator[str]:
             yield from [line] if len(line) <= size else re.findall(r"\S+\s*", line)
 
 
-def as_json(messages: Messages) -> str:
-    """A recorded request."""
-    return json.dumps({"messages": messages}, ensure_ascii=False)
-
-
 # By when they were written down, beside the rules that were made with the first.
 KINDS: dict[str, Mapping[str, Stack]] = {
     "stacks": STACKS,

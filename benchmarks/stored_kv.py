@@ -199,23 +199,21 @@ def result_of(
     study: Study, setting: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]
 ) -> Result:
     """What finished prompts say together, JSON-able."""
-    prompts = np.arange(len(lines))
     native = study.model.whole_kv_layout
     rows = []
     for method in study.settings:
         for form, store in study.stores.items():
             cells = [line["methods"][method][form] for line in lines]
-            kl = np.array([np.mean(cell["kl"]) for cell in cells])
-            tokens = study.options.chunk_tokens
+            kl, first = (np.array([np.mean(cell[it]) for cell in cells]) for it in ("kl", "first"))
             rounded = dataclasses.replace(native, dtype="bfloat16")
             layout = rounded if form == BFLOAT16 else store.layout
-            nbytes = layout.stored_nbytes(tokens) / tokens
+            nbytes = layout.stored_nbytes(study.options.chunk_tokens) / study.options.chunk_tokens
             rows.append({
                 "method": method,
                 "form": form,
                 "bytes_per_token": nbytes,
                 "kl": bootstrapped(kl, study.options.seed),
-                "same_first_token": plain(share(np.array([c["first"] for c in cells]), prompts)),
+                "same_first_token": plain(share(first, np.arange(len(lines)))),
             })  # fmt: skip
     template = next(iter(study.settings.values()))[NATIVE].template
     name = Path(study.options.model).name
