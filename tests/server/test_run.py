@@ -1,5 +1,6 @@
 """A server from its start to its end: warm-up, drain, signals, and what keeps it from starting."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -20,7 +21,8 @@ from serving import until
 from jaxrag.cli import PROGRAM, main
 from jaxrag.cli.command import parse
 from jaxrag.library.knowledge_base import KnowledgeBase
-from jaxrag.server.http.run import bind
+from jaxrag.server.http.loading import while_loading
+from jaxrag.server.http.run import bind, url_of
 from jaxrag.server.settings import ServerSettings
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +44,24 @@ def read(client, body, first, told):
             if line:
                 told.append(line)
                 first.set()
+
+
+def test_it_is_alive_while_its_model_is_loaded():
+    """Requests are to come again; what comes as the model is there waits for the server."""
+    with contextlib.closing(bind(ServerSettings(port=0))) as bound:
+        with httpx.Client(base_url=url_of(bound), timeout=60) as client:
+            with while_loading(bound):
+                assert client.get("/health").json() == {"status": "ok", "phase": "loading"}
+                for answer in (client.get("/ready"), client.post(CHAT, json=BODY)):
+                    assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
+                    assert "being loaded" in answer.json()["error"]["message"]
+            with while_loading(bound):
+                assert client.get("/health").status_code == 200
+        with socket.create_connection(bound.getsockname()) as kept:
+            kept.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+            accepted, _ = bound.accept()
+            with accepted:
+                assert accepted.recv(64).startswith(b"GET /health")
 
 
 def in_background(server, body):
