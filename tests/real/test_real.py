@@ -4,6 +4,7 @@
 goldens are of scripts/make_real_goldens.py.
 """
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -19,6 +20,7 @@ import pytest
 import jaxrag
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
+from jaxrag.measure.evals.gate import kl_divergence
 from jaxrag.reuse.methods import METHODS
 
 ROOT = Path(__file__).parents[2]
@@ -76,6 +78,20 @@ def test_answers_are_those_of_transformers(model):
         prompt = Prompt(nothing, (), np.array(row["ids"], np.int32))
         asked = Request(prompt, engine.memory, METHODS["full_attention"], len(row["answer"]))
         assert [it for told in engine.iterate([asked]) for it in told.new] == row["answer"]
+
+
+def test_int8_weights_are_near(model):
+    """Of eight pages of 256 tokens of the handbook; behind the first 16 of each."""
+    text = "".join((HANDBOOK / name).read_text() for name in sorted(os.listdir(HANDBOOK))[3:6])
+    pages = np.array(model.tokenizer.encode(text)[:2048]).reshape(8, 256)
+    int8 = model.decoding_with("int8").decoder(256, decodes=True).params
+    wanted, found = (
+        np.asarray(dataclasses.replace(model, params=params).logits(pages))[:, 16:]
+        for params in (model.params, int8)
+    )
+    kl = [kl_divergence(*page).mean() for page in zip(wanted, found, strict=True)]
+    assert 1e-4 < np.mean(kl) < 0.007, np.mean(kl)
+    assert (wanted.argmax(-1) == found.argmax(-1)).mean() > 0.9
 
 
 @pytest.mark.parametrize("question", QUESTIONS[4:9])
