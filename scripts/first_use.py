@@ -75,10 +75,13 @@ def served(program: Program, question: str) -> dict[str, float]:
     try:
         found = {"listens": reached(f"{at}/health", start, anything=True)}
         found["ready"] = reached(f"{at}/ready", start)
-        body = {"messages": [{"role": "user", "content": question}], "max_tokens": TOKENS}
+        with urllib.request.urlopen(f"{at}/v1/models") as models:
+            names = [it["id"] for it in json.load(models)["data"]]
+        [over_base] = [name for name in names if name.endswith(f"@{program.kb.name}")]
+        messages = [{"role": "user", "content": question}]
         request = urllib.request.Request(
             f"{at}/v1/chat/completions",
-            json.dumps({"model": program.kb.name, **body}).encode(),
+            json.dumps({"model": over_base, "messages": messages, "max_tokens": TOKENS}).encode(),
             {"Content-Type": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
