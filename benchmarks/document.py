@@ -120,6 +120,7 @@ def run(options: DocumentOptions) -> dict[str, Any]:
         about, question_words = _write(work, options)
         ingest = ["ingest", str(work / "document.txt"), "--kb", str(work / "kb")]
         ingest += ["--model", str(work / "model"), "--template", "plain", "--overlap", "0"]
+        ingest += ["--encoder", "isolated", "--stored", "native"]
         ingest += ["--chunk-tokens", str(about["chunk_tokens"])]
         ingest += ["--attention-index", options.attention_index]
         made, _ = _jaxrag(ingest)
