@@ -32,7 +32,7 @@ class Program:
     """The program of a checkout, with files of its own."""
 
     def __init__(self, tree: Path, folder: Path) -> None:
-        self.kb = folder / "kb"
+        self.kb, self._tree = folder / "kb", tree
         kept = {"XDG_CACHE_HOME": str(folder), "PYTHONPATH": str(tree), "JAX_PLATFORMS": "cpu"}
         others = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
         self._environment = others | kept
@@ -42,6 +42,7 @@ class Program:
         command = [sys.executable, "-m", "jaxrag", *arguments]
         return subprocess.Popen(
             command,
+            cwd=self._tree,  # which Python searches first
             env=self._environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -135,7 +136,10 @@ def main() -> None:
     parser.add_argument("--tree", type=Path, default=Path(__file__).parents[1])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    found = measure(args.tree, args.model, args.documents, args.dtype, args.question)
+    model, documents = (
+        str(Path(it).resolve()) if Path(it).exists() else it for it in (args.model, args.documents)
+    )
+    found = measure(args.tree.resolve(), model, documents, args.dtype, args.question)
     commit = subprocess.check_output(["git", "-C", args.tree, "rev-parse", "HEAD"], text=True)
     result = {
         "benchmark": "first-use",
