@@ -179,13 +179,8 @@ def _peers(
     """The peers that were asked for, started on the model; they end with the stack."""
     peers = {}
     if options.peer_python:
-        peers[TRANSFORMERS] = Peer(
-            options.peer_python,
-            HERE / "peer_transformers.py",
-            "decode",
-            path,
-            FLOATS.get(dtype, dtype),
-        )
+        script, numbers = HERE / "peer_transformers.py", FLOATS.get(dtype, dtype)
+        peers[TRANSFORMERS] = Peer(options.peer_python, script, "decode", path, numbers)
         stack.callback(peers[TRANSFORMERS].close)
     if options.llama_python:
         peers[LLAMA] = Peer(
