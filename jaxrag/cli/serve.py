@@ -6,7 +6,6 @@ import functools
 import json
 import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,7 +88,7 @@ def opened(args: Args) -> "Iterator[Server | None]":
         from jaxrag.engine.engine import Engine
         from jaxrag.server.http.handover import Predecessor
         from jaxrag.server.http.loading import while_loading
-        from jaxrag.server.http.run import Server, address_of, bind, url_of
+        from jaxrag.server.http.run import Server, address_of, bind
         from jaxrag.server.state.replicas import Replicas
         from jaxrag.server.state.state import make_state
     except ModuleNotFoundError as error:
@@ -112,8 +111,6 @@ def opened(args: Args) -> "Iterator[Server | None]":
             if before is not None and options.replicas:
                 before.ended = functools.partial(end_engines, theirs, found.prefix)
             with contextlib.nullcontext() if own is None else while_loading(own):
-                if own is not None:
-                    print(f"listening at {url_of(own)}", file=sys.stderr, flush=True)
                 model = model_of(one_device(settings) if options.replicas else settings)
                 bases = open_bases(settings, model)
             try:
