@@ -35,7 +35,7 @@ class Int8Weight(struct.PyTreeNode):
 
 
 def quantised(weight: HostArray, inner: int) -> Int8Weight:
-    """A weight whose first ``inner`` axes are summed, rounded to the nearest integers."""
+    """A weight [*I, *O], I its first ``inner`` axes, rounded to the nearest integers."""
     outer = weight.shape[inner:]
     rows = weight.astype(np.float32).reshape(-1, math.prod(outer)).T
     scale = np.maximum(np.abs(rows).max(1), np.finfo(np.float32).tiny) / _MOST
