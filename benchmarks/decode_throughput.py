@@ -280,7 +280,7 @@ def step_bytes(model: Model, batch: int, context: int, tokens: int) -> dict[str,
 
     Of a table of embeddings only the rows of the batch are read, unless it is the output's too.
     """
-    params: Params = model.decoder(context, decodes=True).params
+    params: Params = model.decoder(context, weights="decode").params
     weights = sum(x.nbytes for x in jax.tree.leaves(params))
     if params.lm_head is not None:
         weights -= params.embed.nbytes

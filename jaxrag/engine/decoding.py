@@ -258,7 +258,7 @@ class Lane:
         runner, rule = self._runner, self.key.rule
         values, away = runner.cache.values, runner.model.placement.away
         plan = Plan(rule, runner.searches(rule), values, away)
-        decoder = runner.model.decoder(self.key.pages * PAGE, decodes=True)
+        decoder = runner.model.decoder(self.key.pages * PAGE, weights="decode")
         return self._rows, self._decoding, decoder, np.int32(block), plan
 
     def leave(self, rows: Iterable[int]) -> None:

@@ -168,7 +168,7 @@ class Prefill:
         seen = np.where((seen >= 0) & (seen < length), seen, -1).astype(np.int32)
         step = Step(*(model.put_batch(x, rows) for x in (ids, positions, slots)))
         piece = _Piece(step, *(model.put_batch(x, rows) for x in (last, seen)))
-        decoder = model.decoder(num_slots, by_layer=True)
+        decoder = model.decoder(num_slots, weights="by_layer")
         arguments = (logits, bank.queries, decoder, table, piece)
         return arguments, {"rows_in_turn": model.rows_in_turn}
 

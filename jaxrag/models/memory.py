@@ -20,7 +20,7 @@ from jaxrag.kv.cache.budget import (
 )
 from jaxrag.kv.cache.pool import PAGE
 from jaxrag.kv.placement import ON_DEVICE, KVPlacement, check_size
-from jaxrag.models.spec import ParamSpec, is_spec, param_specs
+from jaxrag.models.spec import ParamSpec, is_spec, num_params, param_specs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +151,18 @@ def require_room(path: Path, config: ModelConfig, memory: Memory) -> None:
         f"there is {where if memory.pool else 'in host memory'}; lower cache_tokens, to "
         f"{most} at most"
     )
+
+
+def require_room_for_int8(name: str, config: ModelConfig, memory: Memory) -> None:
+    """Raise ModelError where a copy in int8 finds no room beside pool and weights that are read."""
+    copy = num_params(config)  # a byte each; scales are few
+    left = None if memory.free is None else memory.free - memory.pool - memory.host_pool
+    if left is not None and copy > left:
+        raise ModelError(
+            f"{name}: decode_weights='int8' keeps {gib(copy)} beside the weights, and "
+            f"{gib(max(left, 0))} of memory are free behind the pool; leave it out, lower "
+            "cache_tokens, or load the model in bfloat16"
+        )
 
 
 def gib(size: int) -> str:

@@ -6,7 +6,7 @@ import logging
 import reprlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ from jaxrag.models.hf import load_config, load_hf, names_dtype
 from jaxrag.models.hub import fetched, is_hub_name
 from jaxrag.models.int8 import with_int8_weights
 from jaxrag.models.linear import by_layer, gains_by_layer
-from jaxrag.models.memory import check_pool, memory_of, require_room
+from jaxrag.models.memory import check_pool, memory_of, require_room, require_room_for_int8
 from jaxrag.models.reading import Reading, read_reading
 from jaxrag.models.record import read_record
 from jaxrag.models.rope import RopeFactors, RopeTable, rope_factors, rope_table
@@ -56,6 +56,8 @@ _LOG = logging.getLogger("jaxrag")
 _KEPT_ROPE = 8192  # positions of a table that is small beside what host memory frees
 
 KV_VERSION = 1  # of what a stored chunk means; part of every key
+
+DecoderWeights = Literal["stacked", "by_layer", "decode"]
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -134,10 +136,16 @@ class Model:
         It has a scale for each output, and its rounding is in what they compute; prefill reads the
         weights as they are. None: they do as well.
 
-        Raises ConfigError but on one CPU, RequestError for other weights.
+        Raises ConfigError but on one CPU, RequestError for other weights, ModelError where memory
+        has no room for the copy.
         """
-        same = weights == self.decode_weights
-        return self if same else dataclasses.replace(self, decode_weights=weights)
+        if weights == self.decode_weights:
+            return self
+        model = dataclasses.replace(self, decode_weights=weights)
+        if weights == "int8":
+            here = memory_of(self.config, None, self.cache_tokens, self.placement)
+            require_room_for_int8(self.path or "this model", self.config, here)
+        return model
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -221,15 +229,15 @@ class Model:
         """The weights that decode steps read."""
         return with_int8_weights(self.params) if self.decode_weights == "int8" else self._by_layer
 
-    def decoder(self, num_positions: int, by_layer: bool = False, decodes: bool = False) -> Decoder:
+    def decoder(self, num_positions: int, weights: DecoderWeights = "stacked") -> Decoder:
         """What a compiled step over at most ``num_positions`` positions needs of this model.
 
-        ``by_layer``: with every layer's weights apart, where it makes the step faster; ``decodes``:
+        ``weights``: "by_layer", every layer's apart where that makes the step faster; "decode",
         those that decode steps read, in this way.
         """
-        each = self._decode_params if decodes else self._by_layer
+        by_layer = self._decode_params if weights == "decode" else self._by_layer
         return Decoder(
-            params=each if by_layer or decodes else self.params,
+            params=self.params if weights == "stacked" else by_layer,
             rope=self.rope(num_positions),
             config=self.config,
             factors=self.rope_factors if self.placement.away else None,

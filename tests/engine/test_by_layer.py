@@ -18,7 +18,7 @@ def model_of(config, apart, monkeypatch):
     monkeypatch.setattr(linear, "IN_CACHE", 0 if apart else 1 << 40)
     model = random_model(config, cache_tokens=1024)
     model.engine = Engine(model)
-    assert isinstance(model.decoder(64, by_layer=True).params.layers, list) is apart
+    assert isinstance(model.decoder(64, weights="by_layer").params.layers, list) is apart
     return model
 
 

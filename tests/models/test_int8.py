@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from jaxrag import METHODS, load_model
-from jaxrag.base.errors import ConfigError, RequestError
+from jaxrag.base.errors import ConfigError, ModelError, RequestError
 from jaxrag.base.sharding import make_mesh
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
+from jaxrag.models import memory
 from jaxrag.models.int8 import int8_product, quantised
+from jaxrag.models.spec import num_params
 
 
 def test_only_the_weights_are_rounded(rng):
@@ -34,6 +36,12 @@ def test_a_row_of_zeros_is_zero():
     np.testing.assert_array_equal(int8_product(jnp.zeros((1, 4)), held), np.zeros((1, 3)))
 
 
+def test_a_row_that_holds_nan_gives_nan_and_the_others_do_not():
+    held = quantised(np.ones((4, 3), np.float32), 1)
+    out = int8_product(jnp.array([[1, np.nan, 1, 1], [1, 1, 1, 1.0]]), held)
+    assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_decode_reads_int8_and_prefill_does_not(model_dir, dtype):
     plain = load_model(model_dir, dtype=dtype, cache_tokens=1024)
@@ -41,7 +49,7 @@ def test_decode_reads_int8_and_prefill_does_not(model_dir, dtype):
     assert small.fingerprint == plain.fingerprint
     ids = np.arange(5, 30, dtype=np.int32)
     np.testing.assert_array_equal(plain.logits(ids[None]), small.logits(ids[None]))
-    head = small.decoder(64, decodes=True).params.lm_head
+    head = small.decoder(64, weights="decode").params.lm_head
     assert head.values.dtype == jnp.int8 and head.values.shape == (600, small.config.model_dim)
     logprobs = []
     for model in (plain, small):
@@ -52,6 +60,17 @@ def test_decode_reads_int8_and_prefill_does_not(model_dir, dtype):
     assert logprobs[0][0] == logprobs[1][0]  # of prefill
     assert logprobs[0][1] != logprobs[1][1]
     np.testing.assert_allclose(*logprobs, atol=0.05)
+
+
+def test_a_copy_without_room_is_refused(model_dir, monkeypatch):
+    model = load_model(model_dir, cache_tokens=64)
+    config = model.config
+    room = 64 * config.kv_bytes_per_token + num_params(config)
+    monkeypatch.setattr(memory, "available_bytes", lambda: room - 1)
+    with pytest.raises(ModelError, match="decode_weights='int8' keeps .* lower cache_tokens"):
+        model.decoding_with("int8")
+    monkeypatch.setattr(memory, "available_bytes", lambda: room)
+    assert model.decoding_with("int8").decode_weights == "int8"
 
 
 def test_only_on_one_cpu(model_dir):

@@ -84,7 +84,7 @@ def test_int8_weights_are_near(model):
     """Of eight pages of 256 tokens of the handbook; behind the first 16 of each."""
     text = "".join((HANDBOOK / name).read_text() for name in sorted(os.listdir(HANDBOOK))[3:6])
     pages = np.array(model.tokenizer.encode(text)[:2048]).reshape(8, 256)
-    int8 = model.decoding_with("int8").decoder(256, decodes=True).params
+    int8 = model.decoding_with("int8").decoder(256, weights="decode").params
     wanted, found = (
         np.asarray(dataclasses.replace(model, params=params).logits(pages))[:, 16:]
         for params in (model.params, int8)

@@ -33,6 +33,7 @@ def test_what_is_left_is_compiled_behind_the_start(start, served_model, village,
         engine = server.state.engine
         until(lambda: server.client.get("/ready").status_code == 200)
         said = server.client.get("/health").json()
+        assert said["compiling"]["waiting"] == 0
         assert said["phase"] == "ready" and 0 < said["compiling"]["done"] < said["compiling"]["of"]
         compiled = dict(engine.compiled)
         assert server.chat(QUESTION * 7).json()["usage"]["completion_tokens"]

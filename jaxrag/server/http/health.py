@@ -22,12 +22,13 @@ _LOOKS = 4  # at the engine in the time that it may be silent
 
 
 async def health(request: Request) -> JSONResponse:
-    """Whether the process serves, and what it compiles: 503 where its engine is stuck."""
+    """Whether the process serves, and how many wait while it compiles: 503 for a stuck engine."""
     state = state_of(request)
     check_moves(state)
     said: dict[str, Any] = {"status": "ok", "phase": state.phase}
     if (compiling := state.compiling) is not None:
-        said["compiling"] = dict(zip(("done", "of"), compiling, strict=True))
+        done, of = compiling
+        said["compiling"] = {"done": done, "of": of, "waiting": len(state.asking)}
     return JSONResponse(said)
 
 
