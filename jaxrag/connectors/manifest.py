@@ -61,6 +61,7 @@ class ServedModel:
       weights: blake3 of each file of weights that the engine loads, by name.
       encoder: the variant of the chunks that is read.
       sealed: name of the secret that the chunks are sealed with; None without one.
+      primer: id of the primer that the chunks are encoded behind, part of their keys; "" without.
     """
 
     store: str
@@ -71,6 +72,7 @@ class ServedModel:
     weights: Mapping[str, str]
     encoder: str
     sealed: str | None = None
+    primer: str = ""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

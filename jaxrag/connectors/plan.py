@@ -85,7 +85,8 @@ class Planner:
         if chunks <= compute_last:
             return None, "computed"
         seen = prefix[:0] if engine.encoder == ISOLATED else prefix
-        contexts = context_id(engine.encoder, seen), context_id(ISOLATED, prefix[:0])
+        of_chunk = context_id(engine.encoder, seen, primer=engine.primer)
+        contexts = of_chunk, context_id(ISOLATED, prefix[:0])
         return PartsPlan(
             tuple(
                 (chunk_key(engine.fingerprint, content, contexts[led and not number]), length)

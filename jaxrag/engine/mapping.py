@@ -35,7 +35,9 @@ def sequence_of(model: Model, request: Request, number: int = 0) -> Sequence:
     encoding = alone = None
     if method.encoder is not None:
         store = model.held(request.store)
-        encoding = ChunkEncoding(model, store, prompt.prefix, request.indexing, apart=True)
+        encoding = ChunkEncoding(
+            model, store, prompt.prefix, request.indexing, apart=True, primer=request.primer
+        )
         alone = dataclasses.replace(encoding, prefix=prompt.prefix[:0], indexing=None)
     parts = []
     whole = zip((prompt.prefix, *prompt.chunks), (0, *layout.chunk_offsets), strict=True)

@@ -93,6 +93,8 @@ class Request:
       tenant: whose turn it is within a class.
       timeout: seconds from when it is added after which it fails; None: never.
       cited: its outcome says which chunks each token was chosen for.
+      primer: token ids [R] int32 that chunks are encoded behind, in no prompt; None: none is known,
+        and the method may not read such chunks.
     """
 
     prompt: Prompt
@@ -109,6 +111,7 @@ class Request:
     tenant: str = ""
     timeout: float | None = None
     cited: bool = False
+    primer: HostArray | None = None
 
     def over(self, ways: int) -> "Request":
         """With rows in as many equal parts, which is as many as the devices need at least."""
@@ -116,7 +119,15 @@ class Request:
         return self if rows == self.rows else dataclasses.replace(self, rows=rows)
 
     def __post_init__(self) -> None:
-        """RequestError for turns where positions do not say what precedes them."""
+        """RequestError for turns where positions do not say what precedes them.
+
+        And for a method that reads chunks behind a primer, without one.
+        """
+        if self.method.reads_primed and self.primer is None:
+            raise RequestError(
+                f"method {self.method.name!r} reads chunks that are encoded behind a primer: pass "
+                "primer=, its token ids"
+            )
         if self.prompt.turns and self.method.positions == "composite":
             raise RequestError(
                 f"method {self.method.name!r}: earlier turns see all that precedes them by "

@@ -355,7 +355,9 @@ def stored_exact(method: Method, parts: abc.Sequence[PromptPart], part: PromptPa
         return False
     if part.chunk < 0:
         return True  # the prefix has nothing before it
-    return method.exact(len(parts[0].ids), part.chunk + 1)[part.chunk]
+    primer = part.load.encoding.primer
+    num_primer = None if primer is None else len(primer)
+    return method.exact(len(parts[0].ids), part.chunk + 1, num_primer)[part.chunk]
 
 
 def is_one_run(method: Method) -> bool:

@@ -243,7 +243,11 @@ def why_refused(load: ChunkLoad, reason: Refused) -> ChunkOrigin:
     """
     encoding = load.encoding
     names = [
-        name for name, it in ENCODERS.items() if name != load.encoder and not it.sees_neighbours
+        name
+        for name, it in ENCODERS.items()
+        if name != load.encoder
+        and not it.sees_neighbours
+        and not (it.sees_primer and encoding.primer is None)
     ]
     keys = [encoding.key(name, load.chunk.ids) for name in names]
     held = encoding.store.head(keys, on_corrupt="skip")
@@ -271,11 +275,12 @@ def encode(loads: Sequence[ChunkLoad], *, reads: bool = True) -> list[NewlyEncod
     own_kv = StoredNeighbours(encoding) if reads else _Computed(encoding.model, prefix)
     wanted = {load.key: load.chunk for load in loads}
     made = {it.key: it for it in encoding.encode(chosen.name, wanted, own_kv)}
+    num_primer = len(encoding.lead(chosen.name)) - len(prefix)  # run again with each chunk
     told = []
     for load in loads:
-        num_before = len(prefix) + sum(map(len, load.chunk.neighbours))
-        joint = chosen.neighbours == "joint"
-        runs = [(load.tokens + num_before * joint, num_before + load.tokens)]
+        num_before = len(prefix) + num_primer + sum(map(len, load.chunk.neighbours))
+        again = num_before if chosen.neighbours == "joint" else num_primer
+        runs = [(load.tokens + again, num_before + load.tokens)]
         runs += [(length, len(prefix) + length) for length in own_kv.computed]
         told.append(NewlyEncoded(made[load.key], tuple(runs)))
     return told

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from jaxrag.base.options import option, parse_bytes, parse_count
+from jaxrag.reuse.names import DEFAULT_PRIMER
 
 ChunkBy = Literal["tokens", "sentence", "markdown", "passages"]
 SimilarBy = Literal["vectors", "bm25"]
@@ -26,9 +27,14 @@ class KnowledgeBaseOptions:
     """
 
     encoders: Sequence[str] | None = option(
-        None, "isolated, after_prefix, neighbours or neighbours_joint; may be repeated", "NAME",
+        None, "isolated, after_prefix, primed, neighbours or neighbours_joint; may be repeated",
+        "NAME",
         unset="isolated for a model that was trained to read chunks apart, else after_prefix",
         flag="--encoder", repeatable=True, parse=str,
+    )  # fmt: skip
+    primer: Any = option(
+        None, "text that --encoder primed encodes every chunk behind, or a .toml file", "NAME",
+        unset=DEFAULT_PRIMER, parse=str,
     )  # fmt: skip
     neighbours: int | None = option(
         None, "similar chunks that --encoder neighbours encodes a chunk behind", "N", unset="10"

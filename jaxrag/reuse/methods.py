@@ -9,6 +9,8 @@
 - EPIC, arXiv:2410.15332: ``epic`` (select.first_k).
 - RetrievalAttention, arXiv:2409.10516: ``retrieval_attention`` (decode.retrieval, attention_index).
 - KCache, arXiv:2404.18057: ``kcache`` (decode.topn, kv.cache.host, pallas_kernels.topn_attention).
+- ``primed`` and ``primed_fusion`` are ours: every chunk behind one text, a primer
+  (encode.primer), and over that FusionRAG's selection (select.query_guided).
 
 Decode rules of other papers (StreamingLLM, SnapKV, InfLLM, Quest) are lines of
 decode.DECODE_RULES, and go with any of these methods.
@@ -123,14 +125,23 @@ class Method:
         assert name is not None
         return name
 
-    def exact(self, num_prefix: int, num_chunks: int) -> tuple[bool, ...]:
+    @property
+    def reads_primed(self) -> bool:
+        """Is any chunk's KV such as it is behind a primer?"""
+        return "primed" in (self.encoder, self.first_encoder)
+
+    def exact(
+        self, num_prefix: int, num_chunks: int, num_primer: int | None = None
+    ) -> tuple[bool, ...]:
         """For each chunk: is its stored KV what full attention would compute?
 
-        True of the first chunk where it was encoded behind the same prefix, and of no other.
+        True of the first chunk where it was encoded behind the same prefix, and of no other. An
+        empty primer is none.
         """
         if not num_chunks:
             return ()
-        behind_prefix = self.encoder_of(0) == "after_prefix"
+        first = self.encoder_of(0)
+        behind_prefix = first == "after_prefix" or (first == "primed" and num_primer == 0)
         alone = self.encoder_of(0) == "isolated" and num_prefix == 0
         return (behind_prefix or alone, *[False] * (num_chunks - 1))
 
@@ -207,6 +218,10 @@ METHODS: dict[str, Method] = {
         first_encoder="after_prefix",
         selector=QueryGuided(),
         recompute_ratio=0.15,
+    ),
+    "primed": Method("primed", encoder="primed"),
+    "primed_fusion": Method(
+        "primed_fusion", encoder="primed", selector=QueryGuided(), recompute_ratio=0.15
     ),
     "retrieval_attention": Method("retrieval_attention", encoder=None, decode=Retrieval()),
     "kcache": Method("kcache", encoder=None, decode=TopN()),

@@ -6,8 +6,10 @@ Misses = Literal["encode", "in_place"]  # what becomes of chunks that the store 
 
 METHOD_NAMES = (
     "full_attention", "full_reuse", "turborag", "turborag_composite", "block_attention",
-    "cacheblend", "cache_craft", "epic", "fusionrag", "retrieval_attention", "kcache",
+    "cacheblend", "cache_craft", "epic", "fusionrag", "primed", "primed_fusion",
+    "retrieval_attention", "kcache",
 )  # fmt: skip
+DEFAULT_PRIMER = "lamps"  # of configs/primers
 DECODE_NAMES = (
     "dense", "static_window", "snapkv", "infllm", "quest", "flat", "ivf", "retrieval", "topn",
 )  # fmt: skip

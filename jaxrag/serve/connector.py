@@ -19,14 +19,20 @@ from jaxrag.models.digest import cache_directory, params_digest, weights_digest
 from jaxrag.models.hf import is_hf_directory, load_config, load_params
 from jaxrag.models.model import Model
 from jaxrag.models.text.passage_rules import passage_rules as rules_of
-from jaxrag.reuse.encode import ChunkEncoding, ChunkInContext, encoder_named, prefix_key
+from jaxrag.reuse.encode import (
+    ChunkEncoding,
+    ChunkInContext,
+    encoder_named,
+    prefix_key,
+    primer_id,
+)
 from jaxrag.reuse.methods import METHODS
 from jaxrag.serve import wanted
 from jaxrag.serve.connector_files import parts_table, write_manifest
 from jaxrag.serve.suits import gate_subject
 
 # By the encoder of stored chunks: the method that reuses them as they are, and computes nothing.
-METHOD_OF = {"isolated": "turborag", "after_prefix": "full_reuse"}
+METHOD_OF = {"isolated": "turborag", "after_prefix": "full_reuse", "primed": "primed"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +106,8 @@ def write_connector(
     folder = _served(model, serve)
     tokenizer = model.text_tokenizer()
     prefix = kb.template.prefix_ids(tokenizer)
-    encoding = ChunkEncoding(model, kb.store, prefix)
+    primer = None if kb.primer is None else kb.primer.ids(kb.template, tokenizer)
+    encoding = ChunkEncoding(model, kb.store, prefix, primer=primer)
     encoding.keep_prefix()
     parts = dict(_parts(kb, groups))
     path = Path(out).absolute()
@@ -115,6 +122,7 @@ def write_connector(
         weights=weights_of(folder, cache_directory() / "engine-weights.json"),
         encoder=chosen,
         sealed=store.sealed_by,
+        primer=primer_id(encoder_named(chosen), tokenizer.digest, primer),
     )
     gates = tuple(_gates(kb, model, METHOD_OF[chosen]))
     known = Manifest(engine, prefix, gates, parts_table(parts.items()))

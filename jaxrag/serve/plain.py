@@ -32,6 +32,7 @@ from jaxrag.reuse.encode import encoder_named
 from jaxrag.reuse.methods import Method
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.conversation import Conversation, FoundChunk, Source
+from jaxrag.serve.suits import chosen_primer
 
 TextIds = Callable[[str], HostArray]  # ids of a text, int32 [T]
 
@@ -162,6 +163,9 @@ def plain_subject(model: Model, ask: Ask, method: Method) -> dict[str, Any]:
         "rules": None if rules is None else dataclasses.asdict(rules),
         "method": values,
     }
+    primer = chosen_primer(ask.primer, None, method)
+    if primer is not None:
+        said["primer"] = [dataclasses.asdict(it) for it in primer.passages]
     return dict(json.loads(json.dumps(said)))
 
 

@@ -20,9 +20,9 @@ from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.library.knowledge_base.neighbours import Placed, each_other
 from jaxrag.library.retrieve.filters import Filter
 from jaxrag.models.model import Model, as_token_ids
-from jaxrag.models.text.prompts import PromptTemplate, QuestionIds
+from jaxrag.models.text.prompts import BARE, PromptTemplate, QuestionIds, template_named
 from jaxrag.reuse.decode import rule_from
-from jaxrag.reuse.encode import encoder_named
+from jaxrag.reuse.encode import Primer, encoder_named
 from jaxrag.reuse.methods import Method, method_named
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.conversation import (
@@ -37,6 +37,7 @@ from jaxrag.serve.conversation import (
 )
 from jaxrag.serve.plain import TextIds, is_verbatim, verbatim_prompt
 from jaxrag.serve.suits import (
+    chosen_primer,
     chosen_template,
     default_method,
     for_no_chunks,
@@ -58,6 +59,7 @@ class Settings:
       kb: that is searched; None: none.
       store: where the KV of chunks is kept.
       method: with what ``ask`` and the gate of the knowledge base say of it.
+      primer: what its chunks are encoded behind; None where they see none.
       encode: gives the ids of what messages hold; None: the tokenizer does.
       check_cancelled: asked between two texts; raises where nobody waits for the answer any more.
     """
@@ -69,6 +71,7 @@ class Settings:
     method: Method
     template: PromptTemplate
     notes: tuple[str, ...] = ()
+    primer: Primer | None = None
     encode: TextIds | None = dataclasses.field(default=None, repr=False)
     check_cancelled: Callable[[], None] = dataclasses.field(default=lambda: None, repr=False)
 
@@ -178,8 +181,9 @@ def resolve(
     method.check(model.config)
     method.check_placement(model.config, model.placement, generates=ask.max_new_tokens > 1)
     method.decode.check_mesh(model.config, model.mesh, model.placement)
+    primer = chosen_primer(ask.primer, kb, method)
     kept = kb.store if kb is not None else store or engine_of(model).memory
-    return Settings(ask, model, kb, kept, method, template, notes)
+    return Settings(ask, model, kb, kept, method, template, notes, primer)
 
 
 def _method(ask: Ask, model: Model, kb: KnowledgeBase | None) -> Method:
@@ -260,6 +264,9 @@ def prepare(
         indexing=None if kb is None else kb.indexing,
         keeps=keeps,
         cited=ask.cite != "no",
+        primer=_primer_ids(
+            settings, prompt, bare=verbatim or not isinstance(talk.questions[-1], str)
+        ),
         settings=dataclasses.replace(settings, ask=ask, notes=tuple(notes)),
         found=tuple(members),
         retrieve_seconds=retrieve_seconds,
@@ -495,6 +502,26 @@ def _behind_others(
     turns = prompt.turns
     every = tuple(None if at in turns else next(of_members) for at in range(len(prompt.chunks)))
     return dataclasses.replace(prompt, neighbours=every), behind
+
+
+def _primer_ids(settings: Settings, prompt: Prompt, bare: bool) -> HostArray | None:
+    """Token ids [R] int32 of what chunks are encoded behind; None where they see none.
+
+    ``bare``: nothing stands around the prompt's chunks, as they were pasted or are token ids.
+    Raises RequestError where the model's context does not hold it with a chunk.
+    """
+    if settings.primer is None:
+        return None
+    template = template_named(BARE) if bare else settings.template
+    ids = settings.primer.ids(template, settings.model.text_tokenizer())
+    longest = len(prompt.prefix) + max(prompt.lengths, default=0)
+    if longest + len(ids) > settings.model.config.max_positions:
+        raise RequestError(
+            f"primer {settings.primer.name!r} has {len(ids)} tokens, prefix and longest chunk have "
+            f"{longest}, and the model has {settings.model.config.max_positions} positions; use "
+            "smaller chunks or a shorter primer"
+        )
+    return ids
 
 
 def _given(what: str, document: Text | Passage, model: Model) -> FoundChunk:

@@ -12,11 +12,15 @@ from jaxrag.engine.reuse import PartReuse
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import PromptTemplate, template_named
-from jaxrag.reuse.encode import encoder_named
+from jaxrag.reuse.encode import Primer, default_primer, encoder_named, primer_named
 from jaxrag.reuse.methods import METHODS, Method, default_choice
 from jaxrag.serve.ask import Ask
 
-_RECOMPUTING = ("fusionrag", "cacheblend")  # by what they keep of the prefix, the most first
+_RECOMPUTING = (
+    "fusionrag",
+    "cacheblend",
+    "primed_fusion",
+)  # by what they keep of the prefix, the most first
 
 
 def chosen_template(
@@ -41,6 +45,31 @@ def chosen_template(
         f"{wrong}; the {of} was made with it, so it is used all the same: a new knowledge base "
         "with another --template spares these tokens",
     )
+
+
+def chosen_primer(
+    given: str | Primer | None, kb: KnowledgeBase | None, method: Method
+) -> Primer | None:
+    """What a method's chunks are encoded behind; None where they see no primer.
+
+    Raises RequestError for another one than that of the knowledge base, and for one that the method
+    has no use for.
+    """
+    if not method.reads_primed:
+        if given is not None:
+            raise RequestError(
+                f"primer={primer_named(given).name!r}: method {method.name!r} reads no chunks that "
+                "are encoded behind one; leave it out, or choose primed or primed_fusion"
+            )
+        return None
+    known = None if kb is None else kb.primer
+    wanted = None if given is None else primer_named(given)
+    if known is not None and wanted is not None and wanted.passages != known.passages:
+        raise RequestError(
+            f"primer={wanted.name!r}: the knowledge base holds chunks behind the primer "
+            f"{known.name!r}; leave it out"
+        )
+    return known or wanted or default_primer()
 
 
 def gate_subject(method: Method, template: PromptTemplate) -> dict[str, Any]:
@@ -114,6 +143,11 @@ def untuned(
     gate = None if kb is None else kb.gates.get(method.name)
     if gate is not None and gate["subject"] == gate_subject(method, template) and not gate["ratio"]:
         return ()
+    if method.reads_primed:
+        return (
+            f"nothing says how near {method.name} comes to full attention with this model; "
+            "`jaxrag kb gate` measures it",
+        )
     return (
         f"nothing says that this model was trained to read chunks apart, as {method.name} does; "
         "better: --encoder after_prefix, then --method cacheblend",

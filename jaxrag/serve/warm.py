@@ -24,6 +24,7 @@ from jaxrag.serve.questions import prepare, resolve
 SHORT_TOKENS = 128  # of the longest final block that is usual over chunks
 _ASKED = "What?"
 _CHUNK_TOKENS = 512  # where there is no knowledge base
+_PRIMER_TOKENS = 300  # of a primer, about
 _BYTES = 1 << 30  # of the chunks, which are not kept
 _NOTHING = np.zeros(0, np.int32)
 
@@ -143,8 +144,10 @@ def requests_like(
     lengths = _widths(min(PREFILL_TOKENS, most - 1))
     prompts += [Prompt(_NOTHING, (), ids(length)) for length in lengths]
     for prompt in prompts:
+        room = most - max(prompt.lengths, default=0)
+        primer = ids(min(_PRIMER_TOKENS, room)) if method.reads_primed else None
         tokens = max(min(max_new_tokens, most - prompt.num_tokens), 1)
-        yield Request(prompt, store, method, tokens, rows=rows, watched=watched)
+        yield Request(prompt, store, method, tokens, rows=rows, watched=watched, primer=primer)
 
 
 def of_lengths(model: Model, request: Request) -> list[Request]:

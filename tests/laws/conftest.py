@@ -113,6 +113,7 @@ class Bench:
 
     Attributes:
       prompts: of three chunks; of two of them at other places; of one; and of that one alone.
+      primer: that methods such as "primed" read chunks behind.
     """
 
     def __init__(self, config):
@@ -128,6 +129,7 @@ class Bench:
             Prompt(start, chunks, final, tuple((a if it is b else b,) for it in chunks))
             for (start, chunks), final in zip(parts, finals, strict=True)
         ]
+        self.primer = rng.integers(3, 101, 13).astype(np.int32)
         self._salts = 0
         self._answers: dict[tuple[str, str], list[Answer]] = {}
 
@@ -197,7 +199,10 @@ class Bench:
             }
 
         asked = [
-            (Request(prompt, store, method, tokens, rows=rows), Client(at, hook, news.put))
+            (
+                Request(prompt, store, method, tokens, rows=rows, primer=self.primer),
+                Client(at, hook, news.put),
+            )
             for at, (prompt, store) in enumerate(zip(prompts, stores, strict=False))
         ]
         ids, logprobs = ([[] for _ in prompts] for _ in "ab")

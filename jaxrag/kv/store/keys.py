@@ -49,20 +49,29 @@ def content_id(tokenizer_digest: str, token_ids: NDArray[np.int32]) -> str:
     return _digest(b"jaxrag.content", [tokenizer_digest.encode(), tokens])
 
 
-def context_id(encoder: str, prefix_ids: NDArray[np.int32], neighbours: Sequence[str] = ()) -> str:
+def context_id(
+    encoder: str,
+    prefix_ids: NDArray[np.int32],
+    neighbours: Sequence[str] = (),
+    primer: str = "",
+) -> str:
     """Hash what a chunk saw when it was encoded.
 
     Args:
         encoder: name of the chunk encoder.
         prefix_ids: int32 [T], the prefix tokens the chunk attended to; empty when it saw none.
         neighbours: content ids of the other chunks it attended to, in order.
+        primer: id of the primer between prefix and chunk; "" without one.
 
     Raises:
-        StoreError: ``prefix_ids`` is not an int32 vector, or a neighbour is not a content id.
+        StoreError: ``prefix_ids`` is not an int32 vector, or a neighbour or the primer is no id.
     """
     for neighbour in neighbours:
         require_hex(neighbour, ID_DIGITS, "neighbour")
     parts = [encoder.encode(), _token_bytes(prefix_ids, "prefix_ids")]
+    if primer:
+        require_hex(primer, ID_DIGITS, "primer")
+        parts += [b"primer", bytes.fromhex(primer)]  # no neighbour's id is as short as the word
     return _digest(b"jaxrag.context", parts + [bytes.fromhex(name) for name in neighbours])
 
 

@@ -46,7 +46,7 @@ from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.reuse.attention_index.document import Indexing
-from jaxrag.reuse.encode import prefix_key
+from jaxrag.reuse.encode import Primer, prefix_key
 
 _Removes = Literal["nothing", "certain", "all"]  # of what has left its files
 _MOST = 1 << 31  # chunks that a search gives; no index counts further
@@ -71,6 +71,7 @@ class KnowledgeBase(Maintained):
         overlap: int | None = None,
         chunk_by: ChunkBy | None = None,
         encoders: Sequence[str] | None = None,
+        primer: Primer | str | None = None,
         neighbours: int | None = None,
         neighbour_changes: int | None = None,
         similar_by: SimilarBy | None = None,
@@ -103,6 +104,8 @@ class KnowledgeBase(Maintained):
           encoders: names of the KV variants to keep of every chunk ("isolated" for a model that was
             trained to read chunks apart, else "after_prefix"). A variant that an existing
             knowledge base lacks is kept from now on; adding a document again makes it.
+          primer: text that the encoder "primed" encodes every chunk behind: a name of
+            configs/primers, a TOML file or a Primer. It is remembered as a whole.
           neighbours: how many similar chunks a chunk is encoded behind, by encoders that see them
             (10).
           neighbour_changes: how many of these may be others, and all in another order, before a
@@ -156,10 +159,10 @@ class KnowledgeBase(Maintained):
         folder = find_folder(path)
         wanted = WantedSettings(
             template=template, chunk_tokens=chunk_tokens, overlap=overlap, chunk_by=chunk_by,
-            encoders=encoders, neighbours=neighbours, neighbour_changes=neighbour_changes,
-            similar_by=similar_by, stored=stored, salt=salt, secret=secret, reseal=reseal,
-            accept_older=accept_older, tier=tier, store=store, max_bytes=max_bytes,
-            embedder=embedder, index=index, attention_index=attention_index,
+            encoders=encoders, primer=primer, neighbours=neighbours,
+            neighbour_changes=neighbour_changes, similar_by=similar_by, stored=stored, salt=salt,
+            secret=secret, reseal=reseal, accept_older=accept_older, tier=tier, store=store,
+            max_bytes=max_bytes, embedder=embedder, index=index, attention_index=attention_index,
         )  # fmt: skip
         catalog, mode = open_catalog(folder, model, wanted, mode)
         try:

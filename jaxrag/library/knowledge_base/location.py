@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrag.base.errors import KnowledgeBaseError
+from jaxrag.base.installed import config_names
 from jaxrag.kv.store import ChunkStore, KVLayout, ReadThrough
 from jaxrag.kv.store.chunk_store import Mode
 from jaxrag.kv.store.keys import derive
@@ -17,19 +18,22 @@ from jaxrag.library.catalog.database import damaged
 from jaxrag.library.knowledge_base.settings import (
     CHANGES,
     NEEDED,
+    PRIMER,
     REPLACED,
     WantedSettings,
+    check_primer,
     check_settings,
     find_folder,
     neighbour_settings,
     new_settings,
+    primer_setting,
     vector_settings,
 )
 from jaxrag.library.knowledge_base.vectors import VECTORS, ChunkVectors
 from jaxrag.library.knowledge_base.writers import FOLDER as WRITERS
 from jaxrag.models.model import Model
-from jaxrag.models.text.prompts import TEMPLATES
-from jaxrag.reuse.encode import ENCODERS
+from jaxrag.models.text.prompts import TEMPLATES, template_from_dict
+from jaxrag.reuse.encode import ENCODERS, encoder_named, primer_named
 
 CATALOG = "catalog.sqlite"
 TIER = "tier"  # folder of the local copies of a repository that lies elsewhere
@@ -65,6 +69,8 @@ def _may_have_been(name: str, settings: Mapping[str, Any]) -> Iterator[Any]:
     if name == "encoders":
         for count in range(1, len(ENCODERS) + 1):
             yield from map(list, itertools.permutations(ENCODERS, count))
+    if name == PRIMER:
+        yield from (primer_named(shipped).to_dict() for shipped in config_names("primers"))
     if name == CHANGES:
         yield from range(_MOST_TRIED)
     if name == "fingerprint" and {"model", "layout", "salt"} <= settings.keys():
@@ -99,7 +105,9 @@ def open_catalog(
                 f"{folder} cannot be written; open it with mode 'r', or change its permissions"
             )
         settings = catalog.settings()
-        for name in NEEDED:
+        seeing = (name for name in settings.get("encoders", ()) if name in ENCODERS)
+        primed = any(encoder_named(name).sees_primer for name in seeing)
+        for name in (*NEEDED, PRIMER) if primed else NEEDED:
             if name not in settings:
                 raise damaged(path, f"the setting {name!r} is missing")
         check_settings(folder, settings, model, wanted)
@@ -226,6 +234,11 @@ def _extend(
         if settings["neighbours"] is None:
             embedded = wanted.embedder is not None or settings["vectors"] is not None
             catalog.set("neighbours", neighbour_settings(wanted, embedded))
+        primer = primer_setting(wanted, new)
+        if primer is not None and PRIMER not in settings:
+            template = template_from_dict(settings["template"], str(folder))
+            check_primer(primer, template, model, settings["chunking"]["chunk_tokens"])
+            catalog.set(PRIMER, primer.to_dict())
         catalog.extend("encoders", new)
     if wanted.attention_index is not None and settings.get("attention_index") is None:
         if model is None or mode == "r":

@@ -27,7 +27,7 @@ from jaxrag.library.knowledge_base.neighbours import Neighbours, Placed, refresh
 from jaxrag.library.knowledge_base.parts import Parts
 from jaxrag.library.knowledge_base.reports import RefreshReport
 from jaxrag.library.knowledge_base.rows import Names, examine
-from jaxrag.library.knowledge_base.settings import find_folder
+from jaxrag.library.knowledge_base.settings import PRIMER, find_folder
 from jaxrag.library.knowledge_base.upkeep import Claim
 from jaxrag.library.knowledge_base.vectors import ChunkVectors
 from jaxrag.library.options import DEFAULT_TOP_N, SimilarBy
@@ -232,7 +232,7 @@ class Maintained(Parts):
         """Check every row of the catalog, with the tokenizer where it is at hand."""
         try:
             tokenizer = self._tokenizer(None)
-            names = Names(self.store.fingerprint, self.template, tokenizer)
+            names = Names(self.store.fingerprint, self.template, tokenizer, self.primer)
         except (KnowledgeBaseError, TokenizerError) as error:
             if repair:
                 raise
@@ -336,6 +336,7 @@ def collect_stats(
         "tokens": counts["tokens"],
         "encoders": {name: counts["encoded"].get(name, 0) for name in settings["encoders"]},
         "neighbours": settings["neighbours"],
+        **({"primer": settings[PRIMER]["name"]} if PRIMER in settings else {}),
         "stored": {
             "kv": settings["layout"]["stored"],
             "location": settings["store"] or str(folder),

@@ -19,7 +19,7 @@ from jaxrag.library.catalog import Catalog
 from jaxrag.library.documents.chunking import Chunking
 from jaxrag.library.embed import Embedder
 from jaxrag.library.knowledge_base.location import open_repository, owners_of
-from jaxrag.library.knowledge_base.settings import CHANGES, WantedSettings
+from jaxrag.library.knowledge_base.settings import CHANGES, PRIMER, WantedSettings
 from jaxrag.library.knowledge_base.vectors import ChunkVectors
 from jaxrag.library.retrieve.adapters import retriever_plugin
 from jaxrag.library.retrieve.base import Chunks, Reranker, Retriever
@@ -27,7 +27,7 @@ from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import PromptTemplate, template_from_dict
 from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.reuse.attention_index.document import Indexing, indexing_from
-from jaxrag.reuse.encode import ChunkEncoding
+from jaxrag.reuse.encode import ChunkEncoding, Primer, primer_from_dict
 
 _LOG = logging.getLogger("jaxrag")
 REPLACED = (
@@ -45,6 +45,7 @@ class Parts:
       model_path: directory of the model it was made with; None for a model made in memory.
       template: wraps its chunks in a prompt.
       encoders: the KV variants that are kept of every chunk.
+      primer: what "primed" encodes every chunk behind; None where that is not kept.
       indexing: what indexes long chunks are stored with; None where they get none.
       store: the chunk KV, of a fingerprint of its own; writable when the mode is "rw".
       mode: "rw" may change it, "r" changes no document and no stored KV.
@@ -73,6 +74,8 @@ class Parts:
         self.template: PromptTemplate = template_from_dict(settings["template"], str(path))
         self.chunking = Chunking(**settings["chunking"])
         self.encoders: tuple[str, ...] = tuple(settings["encoders"])
+        known = settings.get(PRIMER)
+        self.primer: Primer | None = None if known is None else primer_from_dict(known, str(path))
         table = settings.get("attention_index")
         self.indexing: Indexing | None = None if table is None else indexing_from(table)
         self.mode: Mode = mode
@@ -217,11 +220,19 @@ class Parts:
                 f"{self.path} is changed by processes that hold a model each, and several hold "
                 "this one; load it onto the devices of one process"
             )
-        prefix = self.template.prefix_ids(model.text_tokenizer())
-        return ChunkEncoding(model, self.store, prefix, self.indexing, self.chunking.pasted)
+        tokenizer = model.text_tokenizer()
+        prefix = self.template.prefix_ids(tokenizer)
+        primer = None if self.primer is None else self.primer.ids(self.template, tokenizer)
+        apart = self.chunking.pasted
+        return ChunkEncoding(model, self.store, prefix, self.indexing, apart, primer)
 
     def blocks_held(
-        self, model: Model, encoder: str, prefix: HostArray, chunks: Sequence[HostArray]
+        self,
+        model: Model,
+        encoder: str,
+        prefix: HostArray,
+        chunks: Sequence[HostArray],
+        primer: HostArray | None = None,
     ) -> Iterator[tuple[int, HostArray]]:
         """KV of blocks of a chat that were ingested here as they are pasted.
 
@@ -233,13 +244,14 @@ class Parts:
           encoder: whose KV it reads.
           prefix: token ids that begin its prompt, [P] int32.
           chunks: token ids of the blocks, [T] int32 each.
+          primer: that it reads them behind, [R] int32; None: behind none.
 
         Yields (index into chunks, kv [L, 2, T, K, H]) of each that a document holds now.
         """
         same = self.store.layout == model.kv_layout and self._settings["model"]["fingerprint"]
         if not self.chunking.pasted or same != model.fingerprint or self._catalog.has_groups():
             return
-        encoding = dataclasses.replace(self._encoding(model), prefix=prefix)
+        encoding = dataclasses.replace(self._encoding(model), prefix=prefix, primer=primer)
         wanted: dict[str, list[int]] = {}
         for index, ids in enumerate(chunks):
             wanted.setdefault(encoding.key(encoder, ids), []).append(index)

@@ -113,12 +113,14 @@ class Preparer:
         token_ids = tuple(
             self.template.chunk_ids(self.tokenizer, chunk.ids, document.title) for chunk in chunks
         )
-        room = self.encoding.model.config.max_positions - len(self.encoding.prefix)
+        leads = [self.encoding.prefix, *map(self.encoding.lead, self.encoders)]
+        before = max(map(len, leads))
+        room = self.encoding.model.config.max_positions - before
         longest = max(len(ids) for ids in token_ids)
         if longest > room:
             raise DocumentError(
                 f"a chunk has {longest} tokens with the template's markers, and the model's "
-                f"context leaves {room} behind the prefix; use smaller chunks"
+                f"context leaves {room} behind the {before} that precede it; use smaller chunks"
             )
         keys = {
             encoder: [self.encoding.key(encoder, ids) for ids in token_ids]

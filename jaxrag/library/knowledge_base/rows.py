@@ -33,7 +33,7 @@ from jaxrag.library.documents.chunking import Spans
 from jaxrag.library.knowledge_base.prepare import document_digest
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.models.text.tokenizer import Tokenizer
-from jaxrag.reuse.encode import ENCODERS, encoder_named, seen_prefix
+from jaxrag.reuse.encode import ENCODERS, Primer, encoder_named, primer_id, seen_prefix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,11 +43,17 @@ class Names:
     fingerprint: str
     template: PromptTemplate
     tokenizer: Tokenizer
+    primer: Primer | None = None
 
     @functools.cached_property
     def prefix(self) -> HostArray:
         """Token ids of the template's prefix, int32 [P]."""
         return self.template.prefix_ids(self.tokenizer)
+
+    @functools.cached_property
+    def primer_ids(self) -> HostArray | None:
+        """Token ids of the primer, int32 [R]; None without one."""
+        return None if self.primer is None else self.primer.ids(self.template, self.tokenizer)
 
     def content(self, ids: HostArray, title: str) -> str:
         """The content id of a chunk of these tokens, int32 [T]."""
@@ -56,8 +62,10 @@ class Names:
 
     def key(self, encoder: str, content: str, neighbours: Sequence[str]) -> str:
         """The key of a chunk's KV behind neighbours, which are content ids."""
-        seen = seen_prefix(encoder_named(encoder), self.prefix)
-        return chunk_key(self.fingerprint, content, context_id(encoder, seen, neighbours))
+        chosen = encoder_named(encoder)
+        primer = primer_id(chosen, self.tokenizer.digest, self.primer_ids)
+        context = context_id(encoder, seen_prefix(chosen, self.prefix), neighbours, primer)
+        return chunk_key(self.fingerprint, content, context)
 
 
 def examine(names: Names | None, stored: StoredDocument) -> Examined:

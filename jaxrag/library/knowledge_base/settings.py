@@ -4,7 +4,7 @@ import dataclasses
 import os
 import urllib.parse
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -27,10 +27,18 @@ from jaxrag.library.options import (
 )
 from jaxrag.library.retrieve.lance import kind_named
 from jaxrag.models.model import Model
-from jaxrag.models.text.prompts import PromptTemplate, template_named
+from jaxrag.models.text.prompts import BARE, PromptTemplate, template_named
+from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.reuse.attention_index import INDEXES
 from jaxrag.reuse.attention_index.document import indexing_from
-from jaxrag.reuse.encode import encoder_named, prefix_provenance
+from jaxrag.reuse.encode import (
+    Primer,
+    default_primer,
+    encoder_named,
+    prefix_provenance,
+    primer_from_dict,
+    primer_named,
+)
 from jaxrag.reuse.methods import default_choice
 
 # The settings of every knowledge base, without which it cannot be opened.
@@ -38,7 +46,7 @@ NEEDED = (
     "chunking", "encoders", "fingerprint", "id", "layout", "max_bytes", "model", "neighbours",
     "prefix_content", "salt", "store", "template", "tokenizer", "vectors", "vectors_complete",
 )  # fmt: skip
-BARE = "bare"  # the template of chunks that are pasted into prompts of others
+PRIMER = "primer"  # the setting, of those whose encoders see one
 CHANGES = "changes"  # how many were acknowledged; one that has none yet lacks the setting
 # What takes the place of one that is lost: no answer depends on it.
 REPLACED: Mapping[str, Any] = {"max_bytes": None, "last_gc": None, "vectors_complete": False}
@@ -53,7 +61,7 @@ class WantedSettings(KnowledgeBaseOptions):
     """The options of an opening, read and checked.
 
     ``template`` is a PromptTemplate now, ``encoders`` a tuple, ``store`` a URL or an absolute path,
-    ``embedder`` an Embedder, ``attention_index`` an Indexing; or None.
+    ``embedder`` an Embedder, ``attention_index`` an Indexing, ``primer`` a Primer; or None.
 
     Attributes:
       embedder_path: absolute, where the embedder was given as a directory.
@@ -77,6 +85,9 @@ class WantedSettings(KnowledgeBaseOptions):
             "template", self.template, (str, PromptTemplate), "a template's name, a .toml file or "
             "a PromptTemplate",
         )  # fmt: skip
+        require_kind(
+            "primer", self.primer, (str, Primer), "a primer's name, a .toml file or a Primer"
+        )
         require_kind("chunk_tokens", self.chunk_tokens, (int,), "how many tokens")
         require_kind("overlap", self.overlap, (int,), "how many tokens")
         if isinstance(self.encoders, str):
@@ -90,6 +101,7 @@ class WantedSettings(KnowledgeBaseOptions):
             "encoders": None if self.encoders is None else tuple(self.encoders),
             "store": None if self.store is None else store_location(self.store),
             "attention_index": None if indexing is None else indexing_from(indexing),
+            "primer": None if self.primer is None else primer_named(self.primer),
         }
         for name, value in read.items():
             object.__setattr__(self, name, value)
@@ -157,13 +169,15 @@ def new_settings(model: Model, wanted: WantedSettings) -> dict[str, Any]:
     overlap = size // _OVERLAP_SHARE if wanted.overlap is None else wanted.overlap
     chunking = Chunking(size, overlap, by)
     prefix = template.prefix_ids(tokenizer)
-    markers = len(template.chunk_ids(tokenizer, np.zeros(0, np.int32)))
-    needed = len(prefix) + markers + chunking.chunk_tokens
+    needed = _positions_of(template, tokenizer, chunking.chunk_tokens)
     if needed > config.max_positions:
         raise KnowledgeBaseError(
             f"chunk_tokens={chunking.chunk_tokens} with the {template.name!r} template needs "
             f"{needed} positions, the model has {config.max_positions}; use smaller chunks"
         )
+    encoders = list(dict.fromkeys(wanted.encoders or default_encoders(model)))
+    primer = primer_setting(wanted, encoders)
+    check_primer(primer, template, model, chunking.chunk_tokens)
     # What is pasted is shared with a pool that holds KV as it is computed.
     stored = wanted.stored or ("native" if chunking.pasted else DEFAULT_FORM)
     salt = wanted.salt or ""
@@ -187,13 +201,20 @@ def new_settings(model: Model, wanted: WantedSettings) -> dict[str, Any]:
             prefix_provenance(tokenizer.digest, prefix).content_id if len(prefix) else None
         ),
         "chunking": dataclasses.asdict(chunking),
-        "encoders": list(dict.fromkeys(wanted.encoders or default_encoders(model))),
+        "encoders": encoders,
+        **({} if primer is None else {PRIMER: primer.to_dict()}),
         "neighbours": neighbour_settings(wanted, wanted.embedder is not None),
         "attention_index": wanted.indexing_table,
         "vectors": None,  # added once its index is there
         "vectors_complete": False,
         "last_gc": None,
     }
+
+
+def _positions_of(template: PromptTemplate, tokenizer: Tokenizer, chunk_tokens: int) -> int:
+    """Of prefix and a chunk with the template's markers."""
+    markers = len(template.chunk_ids(tokenizer, np.zeros(0, np.int32)))
+    return len(template.prefix_ids(tokenizer)) + markers + chunk_tokens
 
 
 def _bare_template(wanted: WantedSettings) -> PromptTemplate:
@@ -243,6 +264,37 @@ def neighbour_settings(wanted: WantedSettings, embedded: bool) -> dict[str, Any]
     return {"top_n": wanted.neighbours or DEFAULT_TOP_N, "by": by, **changes}
 
 
+def primer_setting(wanted: WantedSettings, encoders: Sequence[str]) -> Primer | None:
+    """The primer of a knowledge base with these encoders; None when none of them sees any.
+
+    Raises KnowledgeBaseError for a primer that no encoder sees.
+    """
+    if any(encoder_named(name).sees_primer for name in encoders):
+        return wanted.primer or default_primer()
+    if wanted.primer is not None:
+        raise KnowledgeBaseError(
+            f"primer={wanted.primer.name!r} without an encoder that sees a primer; name the "
+            "encoder 'primed' as well, or leave it out"
+        )
+    return None
+
+
+def check_primer(
+    primer: Primer | None, template: PromptTemplate, model: Model, chunk_tokens: int
+) -> None:
+    """Refuse a primer that leaves no room for chunks of that many tokens: KnowledgeBaseError."""
+    if primer is None:
+        return
+    tokenizer, limit = model.text_tokenizer(), model.config.max_positions
+    length = len(primer.ids(template, tokenizer))
+    needed = _positions_of(template, tokenizer, chunk_tokens)
+    if needed + length > limit:
+        raise KnowledgeBaseError(
+            f"primer {primer.name!r} has {length} tokens, prefix and chunk need {needed}, and the "
+            f"model has {limit} positions; use smaller chunks or a shorter primer"
+        )
+
+
 def vector_settings(wanted: WantedSettings) -> dict[str, Any] | None:
     """The setting "vectors", which names embedder and index; None without an embedder."""
     if wanted.embedder is None:
@@ -274,6 +326,7 @@ def check_settings(
     index = None if wanted.index is None else kind_named(wanted.index)
     if not neighbours:
         neighbour_settings(wanted, wanted.embedder is not None or vectors is not None)
+    _check_primer_kept(folder, settings, wanted)
     for name, value, known in (
         ("chunk_tokens", wanted.chunk_tokens, settings["chunking"]["chunk_tokens"]),
         ("overlap", wanted.overlap, settings["chunking"]["overlap"]),
@@ -317,6 +370,23 @@ def _check_forms(folder: Path, settings: Mapping[str, Any]) -> None:
                 f"{folder} has {name}={value}, which this version does not know; ingest the "
                 "documents again into a new folder"
             )
+
+
+def _check_primer_kept(folder: Path, settings: Mapping[str, Any], wanted: WantedSettings) -> None:
+    """Refuse another primer than the one that its chunks are behind, and one that none is."""
+    if PRIMER not in settings:
+        primer_setting(wanted, [*settings["encoders"], *(wanted.encoders or ())])
+        return
+    known = primer_from_dict(settings[PRIMER], str(folder))
+    if wanted.primer is None or wanted.primer.passages == known.passages:
+        return
+    other = f"not {wanted.primer.name!r}"
+    if wanted.primer.name == known.name:
+        other = "of another text than this one of the same name"
+    raise KnowledgeBaseError(
+        f"{folder} holds chunks behind the primer {known.name!r}, {other}; leave the primer out or "
+        "ingest into another folder"
+    )
 
 
 def _check_seal(folder: Path, known: str | None, wanted: WantedSettings) -> None:

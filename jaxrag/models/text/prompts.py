@@ -23,6 +23,7 @@ from jaxrag.base.types import HostArray
 from jaxrag.models.text.tokenizer import PROMPT_FILE, Tokenizer
 
 ChunkOrder = Literal["best_first", "best_last", "document"]
+BARE = "bare"  # of configs/templates: for chunks that are pasted into prompts of others
 DEFAULT_TEMPLATE = "turborag"  # where a model's tokenizer has its markers, and no chat template
 
 _FIELD = re.compile(r"\{(text|title|question)\}")

@@ -17,11 +17,15 @@ from jaxrag.reuse.encode.encoders import (
     Encoder,
     chunk_key,
     encoder_named,
+    lead,
     prefix_key,
     prefix_provenance,
+    primer_id,
     provenance,
     seen_prefix,
+    seen_primer,
 )
+from jaxrag.reuse.encode.primer import Primer, default_primer, primer_from_dict, primer_named
 
 __all__ = [
     "ENCODERS",
@@ -31,14 +35,21 @@ __all__ = [
     "ChunkInContext",
     "Encoded",
     "Encoder",
+    "Primer",
     "StoredNeighbours",
     "chunk_key",
+    "default_primer",
     "encode_chunks",
     "encode_for_store",
     "encoder_named",
     "gets_indexes",
+    "lead",
     "prefix_key",
     "prefix_provenance",
+    "primer_from_dict",
+    "primer_id",
+    "primer_named",
     "provenance",
     "seen_prefix",
+    "seen_primer",
 ]

@@ -24,8 +24,8 @@ from jaxrag.reuse.encode.encoders import (
     PREFIX_ENCODER,
     chunk_key,
     encoder_named,
+    lead,
     provenance,
-    seen_prefix,
 )
 from jaxrag.reuse.encode.neighbours import OwnKV
 
@@ -97,6 +97,7 @@ class ChunkEncoding:
       indexing: what indexes long chunks are stored with; None where they get none.
       apart: a chunk's KV does not depend on what is encoded with it, to the bit on a CPU, as the
         engine needs it of one that no store gives; else many are packed in a row.
+      primer: token ids [R] int32, for encoders that see a primer; None where none is known.
     """
 
     model: Model
@@ -104,6 +105,7 @@ class ChunkEncoding:
     prefix: HostArray
     indexing: Indexing | None = None
     apart: bool = False
+    primer: HostArray | None = None
 
     @property
     def held(self) -> KVStore:
@@ -114,7 +116,13 @@ class ChunkEncoding:
         self, encoder: str, ids: HostArray, neighbours: Sequence[HostArray] | None = None
     ) -> str:
         """The key of a chunk's KV; arguments and errors as ``encoders.chunk_key``."""
-        return chunk_key(self.store.fingerprint, self.model, encoder, self.prefix, ids, neighbours)
+        return chunk_key(
+            self.store.fingerprint, self.model, encoder, self.prefix, ids, neighbours, self.primer
+        )
+
+    def lead(self, encoder: str) -> HostArray:
+        """What its chunks see before neighbours and themselves: int32 [P + R]."""
+        return lead(encoder_named(encoder), self.prefix, self.primer)
 
     def missing[C: ChunkInContext](self, encoder: str, wanted: Mapping[str, C]) -> dict[str, C]:
         """Those of the chunks, by key, that the store lacks or holds without indexes they get."""
@@ -157,7 +165,7 @@ class ChunkEncoding:
         made = encode_for_store(
             self.model,
             encoder,
-            self.prefix,
+            self.lead(encoder),
             [chunk.ids for chunk in chunks],
             [chunk.neighbours for chunk in chunks],
             StoredNeighbours(self) if own_kv is None else own_kv,
@@ -166,16 +174,22 @@ class ChunkEncoding:
         )
         for index, kv, aux in made:
             it = chunks[index]
-            record = provenance(self.model, encoder, self.prefix, it.ids, it.neighbours)
+            record = self.provenance(encoder, it)
             finite = all(self.model.exchange(_is_finite(kv)))
             yield Encoded(keys[index], it, kv, record, aux, finite)
+
+    def provenance(self, encoder: str, chunk: ChunkInContext) -> Provenance:
+        """What the KV of a chunk is made from."""
+        return provenance(
+            self.model, encoder, self.prefix, chunk.ids, chunk.neighbours, self.primer
+        )
 
     def shape(self, encoder: str, tokens: int) -> tuple[int, int] | None:
         """Rows and width of the program that encodes a chunk apart; None: one program each."""
         chosen = encoder_named(encoder)
         if chosen.sees_neighbours or gets_indexes(self.indexing, encoder, tokens):
             return None
-        return shape_apart(self.model, len(seen_prefix(chosen, self.prefix)) + tokens)
+        return shape_apart(self.model, len(self.lead(encoder)) + tokens)
 
     def encode_missing[C: ChunkInContext](
         self, encoder: str, wanted: Mapping[str, C]

@@ -5,11 +5,14 @@
 - ``after_prefix``: full reuse, as FusionRAG section 2.2.1 (arXiv:2601.12904) compares with it
 - ``neighbours``: FusionRAG section 3.1, equation 10
 - ``neighbours_joint``: an ablation of it
+- ``primed``: ours; behind one text that is the same for every chunk and in no prompt
 """
 
 import dataclasses
 from collections.abc import Sequence
 from typing import Literal
+
+import numpy as np
 
 from jaxrag.base.errors import RequestError
 from jaxrag.base.types import HostArray
@@ -28,11 +31,13 @@ class Encoder:
       sees_prefix: whether the prompt's prefix is in front.
       neighbours: whether other chunks stand between prefix and chunk: "none"; "stored", with the
         KV that each of them has under ``after_prefix``; "joint", prefilled together with the chunk.
+      sees_primer: whether a primer stands behind the prefix.
     """
 
     name: str
     sees_prefix: bool
     neighbours: Literal["none", "stored", "joint"] = "none"
+    sees_primer: bool = False
 
     @property
     def sees_neighbours(self) -> bool:
@@ -49,6 +54,8 @@ ENCODERS: dict[str, Encoder] = {
     "neighbours": Encoder("neighbours", sees_prefix=True, neighbours="stored"),
     # As in a prompt under full attention, where the neighbours know of each other.
     "neighbours_joint": Encoder("neighbours_joint", sees_prefix=True, neighbours="joint"),
+    # Behind the prefix and a primer.
+    "primed": Encoder("primed", sees_prefix=True, sees_primer=True),
 }
 
 # A prompt's prefix is a chunk of its own: nothing stands before it, whatever the chunks behind it
@@ -72,6 +79,7 @@ def provenance(
     prefix_ids: HostArray,
     token_ids: HostArray,
     neighbours: Sequence[HostArray] | None = None,
+    primer: HostArray | None = None,
 ) -> Provenance:
     """What a chunk's KV is made from: its tokens, and what it saw while it was encoded.
 
@@ -81,7 +89,8 @@ def provenance(
     chosen = encoder_named(encoder)
     others = checked_neighbours(chosen, None if neighbours is None else [neighbours], 1)[0]
     seen = seen_prefix(chosen, prefix_ids)
-    context = context_id(encoder, seen, [content_id(tokenizer, ids) for ids in others])
+    named = primer_id(chosen, tokenizer, primer)
+    context = context_id(encoder, seen, [content_id(tokenizer, ids) for ids in others], named)
     return Provenance(encoder, content_id(tokenizer, token_ids), context)
 
 
@@ -92,6 +101,7 @@ def chunk_key(
     prefix_ids: HostArray,
     token_ids: HostArray,
     neighbours: Sequence[HostArray] | None = None,
+    primer: HostArray | None = None,
 ) -> str:
     """Deterministic key of a chunk's KV in a store.
 
@@ -103,8 +113,9 @@ def chunk_key(
       token_ids: [T] int32, as they are encoded.
       neighbours: [T'] int32 each, the chunks in front of it in their order; content and order
         count. Needed by encoders that see neighbours, and refused by the others unless empty.
+      primer: [R] int32, what the encoder may see; needed by one that sees a primer.
     """
-    origin = provenance(model, encoder, prefix_ids, token_ids, neighbours)
+    origin = provenance(model, encoder, prefix_ids, token_ids, neighbours, primer)
     return store_key(fingerprint, origin.content_id, origin.context_id)
 
 
@@ -123,6 +134,39 @@ def prefix_key(fingerprint: str, tokenizer_digest: str, prefix_ids: HostArray) -
 def seen_prefix(encoder: Encoder, prefix_ids: HostArray) -> HostArray:
     """What of the prefix [P] int32 a chunk sees: all of it or nothing."""
     return prefix_ids if encoder.sees_prefix else prefix_ids[:0]
+
+
+def seen_primer(encoder: Encoder, primer: HostArray | None) -> HostArray:
+    """What of the primer [R] int32 a chunk sees: all of it or nothing.
+
+    Raises RequestError where the encoder sees one and there is none.
+    """
+    if not encoder.sees_primer:
+        return np.zeros(0, np.int32)
+    if primer is None:
+        raise RequestError(
+            f"encoder {encoder.name!r} encodes chunks behind a primer: pass primer=, its token ids"
+        )
+    return primer
+
+
+def primer_id(encoder: Encoder, tokenizer_digest: str, primer: HostArray | None) -> str:
+    """By which keys name what of the primer [R] int32 a chunk sees; "" for nothing.
+
+    Raises RequestError as ``seen_primer`` does.
+    """
+    seen = seen_primer(encoder, primer)
+    return content_id(tokenizer_digest, seen) if len(seen) else ""
+
+
+def lead(encoder: Encoder, prefix_ids: HostArray, primer: HostArray | None) -> HostArray:
+    """What all chunks of an encoder see, prefix and primer: int32 [P + R].
+
+    Raises RequestError as ``seen_primer`` does.
+    """
+    first = seen_primer(encoder, primer)
+    seen = seen_prefix(encoder, prefix_ids)
+    return np.concatenate((seen, first)) if len(first) else seen
 
 
 def checked_neighbours(

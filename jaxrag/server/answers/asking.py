@@ -102,7 +102,7 @@ def make_ready(
         ]
         if bases:
             loads = list(sequence_of(state.model, ready).loads.values())
-            bring_ingested(state.model, state.memory.store(access.tenant), bases, loads)
+            bring_ingested(state.memory.store(access.tenant), bases, loads)
     room = state.model.config.max_positions - ready.prompt.num_tokens
     return dataclasses.replace(
         ready,

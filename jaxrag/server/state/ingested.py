@@ -8,12 +8,10 @@ from jaxrag.engine.staging import ChunkLoad
 from jaxrag.kv.store import KVStore
 from jaxrag.kv.store.record import Record
 from jaxrag.library.knowledge_base import KnowledgeBase
-from jaxrag.models.model import Model
-from jaxrag.reuse.encode import provenance
 
 
 def bring_ingested(
-    model: Model, store: KVStore, bases: Iterable[KnowledgeBase], loads: Sequence[ChunkLoad]
+    store: KVStore, bases: Iterable[KnowledgeBase], loads: Sequence[ChunkLoad]
 ) -> None:
     """Copy chunks that a tenant's own store lacks from knowledge bases that it may read.
 
@@ -23,22 +21,23 @@ def bring_ingested(
     found = store.find([load.key for load in loads])
     lacking = [load for load in loads if not isinstance(found[load.key], Record)]
     for base in bases:
-        lacking = _bring(model, store, base, lacking)
+        lacking = _bring(store, base, lacking)
 
 
-def _bring(
-    model: Model, store: KVStore, base: KnowledgeBase, loads: Sequence[ChunkLoad]
-) -> list[ChunkLoad]:
+def _bring(store: KVStore, base: KnowledgeBase, loads: Sequence[ChunkLoad]) -> list[ChunkLoad]:
     """Copy what one knowledge base has of the chunks; those that it has not."""
     alike: dict[tuple[str, bytes], list[ChunkLoad]] = {}
     for load in loads:
-        alike.setdefault((load.encoder, load.encoding.prefix.tobytes()), []).append(load)
+        alike.setdefault((load.encoder, load.encoding.lead(load.encoder).tobytes()), []).append(
+            load
+        )
     brought = set[str]()
     for (encoder, _), wanted in alike.items():
-        prefix, ids = wanted[0].encoding.prefix, [load.chunk.ids for load in wanted]
-        for index, kv in base.blocks_held(model, encoder, prefix, ids):
+        like, ids = wanted[0].encoding, [load.chunk.ids for load in wanted]
+        held = base.blocks_held(like.model, encoder, like.prefix, ids, like.primer)
+        for index, kv in held:
             load = wanted[index]
-            made = provenance(model, encoder, prefix, load.chunk.ids)
+            made = load.encoding.provenance(encoder, load.chunk)
             store.put(load.key, np.ascontiguousarray(kv), record=made)
             brought.add(load.key)
     return [load for load in loads if load.key not in brought]

@@ -14,10 +14,18 @@ from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.library.knowledge_base.settings import DEFAULT_CHUNK_TOKENS, default_encoders
 from jaxrag.library.options import KnowledgeBaseOptions
 from jaxrag.models.model import Model
-from jaxrag.reuse.encode import encode_chunks, encoder_named, seen_prefix
+from jaxrag.models.text.prompts import BARE, template_named
+from jaxrag.reuse.encode import (
+    default_primer,
+    encode_chunks,
+    encoder_named,
+    lead,
+    primer_named,
+)
 from jaxrag.reuse.encode.apart import encode_apart, widths_apart
 from jaxrag.reuse.encode.packed import ROW_TOKENS
 from jaxrag.reuse.methods import Method
+from jaxrag.serve.suits import chosen_primer
 
 
 def recipe_like(base: KnowledgeBase) -> KnowledgeBaseOptions:
@@ -31,6 +39,7 @@ def recipe_like(base: KnowledgeBase) -> KnowledgeBaseOptions:
         overlap=cut.overlap,
         chunk_by=cut.by,
         encoders=base.encoders,
+        primer=base.primer,
         embedder=embedder,
         index=None if embedder is None else base.index,
     )
@@ -54,29 +63,37 @@ def warm_up(recipe: KnowledgeBaseOptions, model: Model) -> int:
     template = recipe.template or model.prompt_format()
     prefix = template.prefix_ids(model.tokenizer)
     marked = len(template.chunk_ids(model.tokenizer, np.zeros(0, np.int32)))
-    room = min(model.config.max_positions, ROW_TOKENS) - len(prefix)
-    size = min(marked + (recipe.chunk_tokens or DEFAULT_CHUNK_TOKENS), room)
-    counts = {
-        row_length(len(prefix) + count * size): count
-        for count in range(1, max(2, ROW_TOKENS // size))
-    }
+    widths = set[int]()
     for encoder in recipe.encoders or default_encoders(model):
-        if encoder_named(encoder).sees_neighbours:
+        chosen, seen = encoder_named(encoder), prefix
+        if chosen.sees_neighbours:
             continue
+        if chosen.sees_primer:
+            primer = default_primer() if recipe.primer is None else primer_named(recipe.primer)
+            seen = lead(chosen, prefix, primer.ids(template, model.tokenizer))
+        room = min(model.config.max_positions, ROW_TOKENS) - len(seen)
+        size = min(marked + (recipe.chunk_tokens or DEFAULT_CHUNK_TOKENS), room)
+        counts = {
+            row_length(len(seen) + count * size): count
+            for count in range(1, max(2, ROW_TOKENS // size))
+        }
         for count in counts.values():
             chunks = [np.zeros(size, np.int32)] * count
-            rows = functools.partial(encode_chunks, model, encoder, prefix, chunks)
+            rows = functools.partial(encode_chunks, model, encoder, seen, chunks)
             engine_of(model).spare(lambda rows=rows: sum(1 for _ in rows()))  # type: ignore[misc]
-    return len(counts)
+        widths.update(counts)
+    return len(widths)
 
 
 def warm_up_passages(model: Model, method: Method) -> int:
     """Compile the encoding of passages that a method reads; how many programs. Nothing is kept."""
     if method.encoder is None or jax.process_count() > 1:
         return 0
-    prefix = seen_prefix(encoder_named(method.encoder), model.text_tokenizer().leading_ids)
-    lengths = widths_apart(model, len(prefix))
+    tokenizer, primer = model.text_tokenizer(), chosen_primer(None, None, method)
+    first = None if primer is None else primer.ids(template_named(BARE), tokenizer)
+    seen = lead(encoder_named(method.encoder), tokenizer.leading_ids, first)
+    lengths = widths_apart(model, len(seen))
     for length in lengths:
-        rows = functools.partial(encode_apart, model, prefix, [np.zeros(length, np.int32)])
+        rows = functools.partial(encode_apart, model, seen, [np.zeros(length, np.int32)])
         engine_of(model).spare(lambda rows=rows: sum(1 for _ in rows()))  # type: ignore[misc]
     return len(lengths)

@@ -135,8 +135,9 @@ class WarmUp:
             room = max(most - prompt.num_tokens + len(prompt.final), 1)
             tokens = min(settings.max_new_tokens, room)
             request = Request(
-                prompt, ready.store, ready.method, tokens, rows=settings.rows, watched=True
-            )
+                prompt, ready.store, ready.method, tokens, rows=settings.rows, watched=True,
+                primer=ready.primer,
+            )  # fmt: skip
             fits = state.model.config.max_positions - tokens
             made = of_lengths(state.model, request)
             return [it for it in made if it.prompt.num_tokens <= fits]

@@ -30,7 +30,7 @@ def model(tiny_config):
 @pytest.fixture
 def encoding(model, rng):
     store = MemoryStore(model.fingerprint, model.kv_layout)
-    return ChunkEncoding(model, store, ids(rng, 5))
+    return ChunkEncoding(model, store, ids(rng, 5), primer=ids(rng, 11))
 
 
 def ids(rng, length):
@@ -54,11 +54,12 @@ def test_what_is_missing_is_encoded_once_under_its_key(encoding, model, rng, enc
     assert encoding.encode_missing(encoder, wanted).keys() == wanted.keys() - {first}
     assert encoding.encode_missing(encoder, wanted) == {}
     for key, it in wanted.items():
-        origin = (model, encoder, encoding.prefix, it.ids, it.neighbours)
+        origin = (model, encoder, encoding.prefix, it.ids, it.neighbours, encoding.primer)
         assert key == chunk_key(encoding.store.fingerprint, *origin)
         (record,) = encoding.store.head([key])
         assert record.provenance == provenance(*origin)
-        ((_, kv),) = encode_chunks(model, encoder, encoding.prefix, [it.ids], [it.neighbours])
+        lead = encoding.lead(encoder)
+        ((_, kv),) = encode_chunks(model, encoder, lead, [it.ids], [it.neighbours])
         np.testing.assert_allclose(encoding.store.get(key), kv, rtol=1e-4, atol=1e-5)
 
 

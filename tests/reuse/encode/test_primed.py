@@ -1,0 +1,261 @@
+"""Chunks behind a primer: by numpy from the definition, through the engine, and law 19."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from refusal import refused
+
+from jaxrag.base.errors import ConfigError, RequestError
+from jaxrag.base.installed import config_names
+from jaxrag.engine.engine import engine_of
+from jaxrag.engine.mapping import sequence_of
+from jaxrag.engine.prefilled import prefilled
+from jaxrag.engine.request import Prompt, Request
+from jaxrag.kv.store import MemoryStore, derive
+from jaxrag.models.model import random_model
+from jaxrag.models.text.prompts import TEMPLATES
+from jaxrag.reuse.encode import ChunkEncoding, ChunkInContext, Primer, encode_chunks, primer_named
+from jaxrag.reuse.encode.primer import PrimerPassage
+from jaxrag.reuse.methods import METHODS
+from jaxrag.reuse.names import DEFAULT_PRIMER
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+PRIMED, FUSION = METHODS["primed"], METHODS["primed_fusion"]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_config):
+    return random_model(tiny_config("llama"), seed=4, cache_tokens=2048)
+
+
+@pytest.fixture(scope="module")
+def parts():
+    """Prefix, primer, two chunks and the final block."""
+    rng = np.random.default_rng(8)
+    return [rng.integers(3, 101, n).astype(np.int32) for n in (5, 19, 14, 9, 7)]
+
+
+@pytest.fixture
+def store(model, request):
+    """Its chunks are no other test's, in the pool neither."""
+    return MemoryStore(derive(model.fingerprint, salt=request.node.name), model.kv_layout)
+
+
+class Llama:
+    """The model in numpy, float64, a row at a time."""
+
+    def __init__(self, model):
+        self.config = model.config
+        self.params = {
+            name: np.asarray(value, np.float64)
+            for name, value in dataclasses.asdict(model.params).items()
+            if name != "layers" and value is not None
+        }
+        layers = model.params.layers
+        self.layers = [
+            {
+                field.name: np.asarray(getattr(layers, field.name)[at], np.float64)
+                for field in dataclasses.fields(layers)
+                if getattr(layers, field.name) is not None
+            }
+            for at in range(self.config.num_layers)
+        ]
+
+    def norm(self, x, weight):
+        return weight * x / np.sqrt((x**2).mean(-1, keepdims=True) + self.config.norm_eps)
+
+    def turn(self, x, positions):
+        """x [T, heads, H] rotated to positions [T]."""
+        half = x.shape[-1] // 2
+        angles = positions[:, None] * self.config.rope.theta ** (-np.arange(half) / half)
+        cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+        one, two = x[..., :half], x[..., half:]
+        return np.concatenate((one * cos - two * sin, two * cos + one * sin), -1)
+
+    def run(self, ids, given=None, start=0):
+        """Logits [T, V] and KV [L, 2, T, K, H] of a causal row.
+
+        ``given``: KV that takes the place of its tokens' own from ``start`` on.
+        """
+        positions = np.arange(len(ids))
+        sees = positions <= positions[:, None]
+        x, kept = self.params["embed"][ids], []
+        for at, p in enumerate(self.layers):
+            h = self.norm(x, p["attn_norm"])
+            q, k, v = (np.einsum("td,dnh->tnh", h, p[name]) for name in "qkv")
+            if given is not None:
+                here = slice(start, start + given.shape[2])
+                k[here], v[here] = given[at]
+            kept.append((k, v))
+            group = self.config.num_heads // self.config.num_kv_heads
+            keys, values = self.turn(k, positions).repeat(group, 1), v.repeat(group, 1)
+            scores = np.einsum("tnh,snh->nts", self.turn(q, positions), keys)
+            scores = np.where(sees, scores * self.config.head_dim**-0.5, -np.inf)
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            weights /= weights.sum(-1, keepdims=True)
+            out = np.einsum("nts,snh->tnh", weights, values)
+            x = x + np.einsum("tnh,nhd->td", out, p["o"])
+            h = self.norm(x, p["mlp_norm"])
+            gate, up = h @ p["gate"], h @ p["up"]
+            x = x + (gate / (1 + np.exp(-gate)) * up) @ p["down"]
+        head = self.params.get("lm_head", self.params["embed"].T)
+        return self.norm(x, self.params["final_norm"]) @ head, np.array(kept)
+
+
+def logits_of(model, request):
+    """[V] after the prompt."""
+    [found] = prefilled(
+        engine_of(model), [request], lambda runner, state, there: np.asarray(there.logits)[0]
+    )
+    return found
+
+
+def test_by_numpy_kv_and_answers_are_those_of_the_definition(model, parts, store):
+    """Prefix, primer and chunk in a row; of that the chunk's KV, at its place in the prompt."""
+    prefix, primer, *chunks, final = parts
+    llama, before = Llama(model), len(prefix) + len(primer)
+    expected = [llama.run(np.concatenate((prefix, primer, it)))[1][:, :, before:] for it in chunks]
+    encoding = ChunkEncoding(model, store, prefix, primer=primer)
+    wanted = {encoding.key("primed", it): ChunkInContext(it) for it in chunks}
+    for made, kv in zip(
+        sorted(encoding.encode("primed", wanted), key=lambda it: list(wanted).index(it.key)),
+        expected,
+        strict=True,
+    ):
+        np.testing.assert_allclose(made.kv, kv, **CLOSE)
+    prompt = Prompt(prefix, tuple(chunks), final)
+    stored = np.concatenate(expected, axis=2)
+    logits, _ = llama.run(prompt.ids, stored, len(prefix))
+    request = Request(prompt, store, PRIMED, 4, primer=primer)
+    np.testing.assert_allclose(logits_of(model, request), logits[-1], **CLOSE)
+    first = llama.run(np.concatenate((prefix, chunks[0])))[1][:, :, len(prefix) :]
+    stored = np.concatenate((first, expected[1]), axis=2)
+    logits, _ = llama.run(prompt.ids, stored, len(prefix))
+    led = dataclasses.replace(PRIMED, first_encoder="after_prefix")
+    request = dataclasses.replace(request, method=led)
+    np.testing.assert_allclose(logits_of(model, request), logits[-1], **CLOSE)
+    request = dataclasses.replace(request, method=FUSION.with_ratio(1))
+    np.testing.assert_allclose(logits_of(model, request), llama.run(prompt.ids)[0][-1], **CLOSE)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_law_19_an_empty_primer_is_after_prefix(model, parts, store, apart):
+    """Bit for bit, its exact first chunk too; and its key is another."""
+    prefix, _, *chunks, final = parts
+    encoding = ChunkEncoding(model, store, prefix, apart=apart, primer=prefix[:0])
+    made = {}
+    for encoder in ("after_prefix", "primed"):
+        wanted = {encoding.key(encoder, it): ChunkInContext(it) for it in chunks}
+        made[encoder] = {it.chunk.ids.tobytes(): it for it in encoding.encode(encoder, wanted)}
+    for one, other in zip(*(it.values() for it in made.values()), strict=True):
+        np.testing.assert_array_equal(one.kv, other.kv)
+        assert one.key != other.key
+    prompt = Prompt(prefix, tuple(chunks), final)
+    fusion = dataclasses.replace(FUSION, encoder="after_prefix")
+    for plain, own in ((METHODS["full_reuse"], PRIMED), (fusion, FUSION)):
+        found = [
+            logits_of(model, Request(prompt, store, method, 4, primer=prefix[:0]))
+            for method in (plain, own)
+        ]
+        np.testing.assert_array_equal(*found)
+
+
+def test_law_19_the_primer_is_in_the_key_and_in_no_prompt(model, parts, store):
+    prefix, primer, *chunks, final = parts
+    prompt = Prompt(prefix, tuple(chunks), final)
+    keys = []
+    for one in (primer, primer[:-1], prefix[:0]):
+        request = Request(prompt, store, PRIMED, 4, primer=one)
+        made = sequence_of(model, request)
+        assert made.num_tokens == prompt.num_tokens
+        assert not any(len(primer) == len(part.ids) for part in made.parts)
+        keys.append(tuple(part.load.key for part in made.parts))
+    prefixes, *rest = zip(*keys, strict=True)
+    assert len(set(prefixes)) == 1  # it stands in front of the primer
+    assert all(len(set(it)) == 3 for it in rest)
+
+
+def test_law_19_no_token_after_the_encoder_sees_the_primer(model, parts, store):
+    """With the same stored KV under their keys, two primers give the same logits."""
+    prefix, primer, *chunks, final = parts
+    prompt, found = Prompt(prefix, tuple(chunks), final), []
+    one, other = (
+        ChunkEncoding(model, store, prefix, primer=it) for it in (primer, primer[::-1].copy())
+    )
+    wanted = {one.key("primed", it): ChunkInContext(it) for it in chunks}
+    for made in one.encode("primed", wanted):
+        made.put(store.put)
+        key = other.key("primed", made.chunk.ids)
+        dataclasses.replace(made, key=key, record=other.provenance("primed", made.chunk)).put(
+            store.put
+        )
+    for it in (one, other):
+        found.append(logits_of(model, Request(prompt, store, FUSION, 4, primer=it.primer)))
+    np.testing.assert_array_equal(*found)
+
+
+def test_what_has_no_primer_is_refused(model, parts, store):
+    prefix, primer, *chunks, final = parts
+    with refused(RequestError, "'primed'", "primer="):
+        Request(Prompt(prefix, tuple(chunks), final), store, PRIMED, 4)
+    with refused(RequestError, "'primed'", "primer="):
+        ChunkEncoding(model, store, prefix).key("primed", chunks[0])
+    long = np.tile(primer, 40)
+    with refused(RequestError, len(prefix) + len(long)):
+        list(encode_chunks(model, "primed", np.concatenate((prefix, long)), chunks))
+
+
+def test_a_miss_says_under_which_encoders_the_store_has_it(model, parts, store):
+    """Also where no primer is known, so that its own key is none."""
+    prefix, primer, *chunks, final = parts
+    encoding = ChunkEncoding(model, store, prefix, primer=primer)
+    encoding.encode_missing(
+        "primed", {encoding.key("primed", chunks[0]): ChunkInContext(chunks[0])}
+    )
+    prompt = Prompt(prefix, (chunks[0],), final)
+    for own, said in ((primer, "under primed"), (None, "not in the store")):
+        engine_of(model).forget()
+        request = Request(prompt, store, METHODS["full_reuse"], 4, primer=own)
+        [why] = prefilled(
+            engine_of(model), [request], lambda runner, state, there: state.parts[1].origin.why
+        )
+        assert said in why
+        store.delete([encoding.key("after_prefix", chunks[0])])
+
+
+SHIPPED = config_names("primers")
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_primers_are_whole_passages(name):
+    primer = primer_named(name)
+    assert primer.name == name and 2 <= len(primer.passages) <= 3
+    for it in primer.passages:
+        assert it.title and it.text == it.text.strip() and it.text.endswith(".")
+        assert 100 <= len(it.text.split()) <= 150
+
+
+def test_there_are_several_and_a_default():
+    assert len(SHIPPED) >= 3 and DEFAULT_PRIMER in SHIPPED
+
+
+def test_a_primer_is_in_the_chunk_template(text_model):
+    tokenizer, template = text_model.text_tokenizer(), TEMPLATES["block_attention"]
+    primer = Primer("two", (PrimerPassage("Mills", "Water turns."), PrimerPassage("", "It falls.")))
+    chunks = [
+        template.chunk_ids(tokenizer, tokenizer.encode(it.text), it.title) for it in primer.passages
+    ]
+    found = primer.ids(template, tokenizer)
+    assert found.dtype == np.int32
+    np.testing.assert_array_equal(found, np.concatenate(chunks))
+
+
+def test_what_is_no_primer_is_refused(tmp_path):
+    with refused(ConfigError, "lighthouse", DEFAULT_PRIMER):
+        primer_named("lighthouse")
+    for text in ("", "passages = []", '[[passages]]\ntitle = "a"\ntext = " "'):
+        path = tmp_path / "none.toml"
+        path.write_text(text)
+        with refused(ConfigError, "none" if text else "passages"):
+            primer_named(str(path))
