@@ -23,7 +23,6 @@ from script import Result, run_script
 
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import option, parse_names
-from jaxrag.base.types import HostArray
 from jaxrag.kv.store import MemoryStore, derive
 from jaxrag.kv.store.base import NewChunk
 from jaxrag.kv.store.writer import PutResult
@@ -31,7 +30,7 @@ from jaxrag.measure.evals.datasets.options import DATASET_NAMES, DatasetOptions
 from jaxrag.measure.evals.datasets.run import ITEMS, ask_all, items_of, template_of
 from jaxrag.measure.evals.datasets.spec import DatasetItem
 from jaxrag.measure.evals.gate import answered, forced_logits, kl_divergence
-from jaxrag.measure.evals.statistics import LEVEL, plain, share
+from jaxrag.measure.evals.statistics import bootstrapped, plain, share
 from jaxrag.measure.machine import describe
 from jaxrag.measure.subject import described
 from jaxrag.models.model import Model, load_model
@@ -40,10 +39,9 @@ from jaxrag.reuse.methods import default_choice, method_named
 from jaxrag.serve.answer_files import AnswerFile
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.conversation import Passage
-from jaxrag.serve.questions import Settings, prepare, resolve
+from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 
 NATIVE, BFLOAT16 = "native", "bfloat16"
-_RESAMPLES = 10_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +117,7 @@ class Study:
         for name, by_form in self.settings.items():
             ready = {form: prepare(it, item.question, documents) for form, it in by_form.items()}
             native = ready[NATIVE]
-            assert native.method.encoder is not None
-            self._keep(native.method.encoder, native.prompt.prefix, native.prompt.chunks)
+            self._keep(native)
             [answer] = answered([native], 1)
             forced = [answer.token_ids[: self.options.answer_tokens - 1]]
             [[wanted], _] = forced_logits(by_form[NATIVE], [native], forced)
@@ -136,13 +133,15 @@ class Study:
             store.delete(list(store.keys()))
         return {"id": item.id, "tokens": native.prompt.num_tokens, "methods": methods}
 
-    def _keep(self, encoder: str, prefix: HostArray, chunks: Sequence[HostArray]) -> None:
-        """Encode chunks, and the prefix, and put them into every store."""
+    def _keep(self, asked: ReadyQuestion) -> None:
+        """Encode its chunks, and the prefix, and put them into every store."""
+        prefix, encoder = asked.prompt.prefix, str(asked.method.encoder)
         encodings = {
-            form: ChunkEncoding(self.model, store, prefix) for form, store in self.stores.items()
+            form: ChunkEncoding(self.model, store, prefix, primer=asked.primer)
+            for form, store in self.stores.items()
         }
         native = encodings[NATIVE]
-        wanted = {native.key(encoder, ids): ChunkInContext(ids) for ids in chunks}
+        wanted = {native.key(encoder, ids): ChunkInContext(ids) for ids in asked.prompt.chunks}
         for made in native.encode(encoder, native.missing(encoder, wanted)):
             for encoding in encodings.values():
                 key = encoding.key(encoder, made.chunk.ids)
@@ -226,13 +225,6 @@ def result_of(
         "model": described(name, study.model, template),
         "machine": describe(),
     }
-
-
-def bootstrapped(values: HostArray, seed: int) -> dict[str, float]:
-    """The mean of one value a prompt, with the interval of means of resampled prompts."""
-    draws = np.random.default_rng(seed).integers(len(values), size=(_RESAMPLES, len(values)))
-    low, high = np.quantile(values[draws].mean(1), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return {"value": float(values.mean()), "low": float(low), "high": float(high)}
 
 
 def report(result: Result) -> Iterator[str]:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxrag.base.errors import RequestError
-from jaxrag.cli import eval_dataset, eval_long, eval_own
+from jaxrag.cli import eval_dataset, eval_long, eval_near, eval_own
 from jaxrag.cli.command import (
     SUMMARIES,
     Args,
@@ -79,6 +79,7 @@ COMMAND = group(
     "jaxrag eval own --kb kb --questions questions.jsonl",
     eval_own.COMMAND,
     eval_dataset.COMMAND,
+    eval_near.COMMAND,
     command(
         "synthetic",
         run_synthetic,

@@ -60,6 +60,8 @@ class Method:
         under full attention, and take them for a later prompt that begins with the same. Exact, but
         under a method that reuses chunks answers depend on what the pool held.
       decode: how generated tokens attend (decode.DECODE_RULES).
+      primer: what chunks are encoded behind, a name of configs/primers or a TOML file, for encoders
+        that see one; None: that of the knowledge base, else names.DEFAULT_PRIMER.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Method:
     misses: Misses = "encode"
     prefix_cache: bool = False
     decode: DecodeRule = dataclasses.field(default_factory=Dense)
+    primer: str | None = None
 
     def __post_init__(self) -> None:
         if self.positions not in POSITION_SCHEMES:
@@ -102,6 +105,11 @@ class Method:
             raise RequestError(
                 f"method {self.name!r} computes the whole prompt: there is nothing to select; "
                 f"name an encoder, or leave selector, recompute_ratio and first_encoder out"
+            )
+        if self.primer is not None and not self.reads_primed:
+            raise RequestError(
+                f"method {self.name!r} reads no chunks that are encoded behind a primer: leave "
+                f"primer={self.primer!r} out, or choose primed or primed_fusion"
             )
         if self.positions == "composite" and self.decode.by_position:
             raise RequestError(
@@ -308,4 +316,6 @@ def method_named(method: str | Method) -> Method:
     read = build(Method, values, str(path))
     if read.template.endswith(".toml"):  # named relative to the file
         read = dataclasses.replace(read, template=str(path.parent / read.template))
+    if read.primer is not None and read.primer.endswith(".toml"):
+        read = dataclasses.replace(read, primer=str(path.parent / read.primer))
     return read

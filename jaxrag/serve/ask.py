@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from jaxrag.base.types import HostArray
     from jaxrag.models.text.prompts import PromptTemplate
     from jaxrag.reuse.decode import DecodeRule
-    from jaxrag.reuse.encode import Primer
     from jaxrag.reuse.methods import Method
 
 EarlierTurns = Literal["exact", "blocks"]
@@ -93,12 +92,6 @@ def _check_template(name: str, value: Any) -> None:
 
     expected = "a template's name, a .toml file or a PromptTemplate"
     require_kind(name, value, (str, PromptTemplate), expected)
-
-
-def _check_primer(name: str, value: Any) -> None:
-    from jaxrag.reuse.encode import Primer
-
-    require_kind(name, value, (str, Primer), "a primer's name, a .toml file or a Primer")
 
 
 def _check_ratio(name: str, value: Any) -> None:
@@ -186,7 +179,6 @@ class Ask:
         unset="that of --kb or --model",
         check=_check_template,
     )
-    primer: "str | Primer | None" = option(None, check=_check_primer, shown=False)
     k: int = option(5, "chunks to retrieve", "N", check=check_count)
     where: Mapping[str, Any] | None = option(
         None,

@@ -14,7 +14,6 @@ from jaxrag.library.options import SearchMode
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.reuse.decode import DecodeRule
-from jaxrag.reuse.encode import Primer
 from jaxrag.reuse.methods import Method
 from jaxrag.reuse.names import Misses
 from jaxrag.serve.answers import AsyncStream, Result, Stream, answer, serve
@@ -57,7 +56,6 @@ class AskFields(TypedDict, total=False):
     prefix_cache: bool | None
     decode: str | DecodeRule | None
     template: str | PromptTemplate | None
-    primer: str | Primer | None
     k: int
     where: Mapping[str, Any] | None
     search_mode: SearchMode | None
@@ -131,9 +129,6 @@ def generate(
         method's own when None.
       template: a prompts.TEMPLATES name, TOML path or PromptTemplate; that of the knowledge base,
         else of the model, else of the method, when None.
-      primer: text that chunks are encoded behind under methods such as "primed", in no prompt: a
-        name of configs/primers, a TOML file or a Primer; that of the knowledge base, else
-        names.DEFAULT_PRIMER, when None.
       search_mode: "bm25", "vector" or "hybrid"; as of ``KnowledgeBase.search``.
       min_score: least score of a chunk; what it means depends on the search, see there.
       groups: that the caller belongs to, as of ``KnowledgeBase.search``; None is not limited.

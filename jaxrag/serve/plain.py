@@ -153,17 +153,17 @@ def plain_subject(model: Model, ask: Ask, method: Method) -> dict[str, Any]:
     What becomes of leading parts and how answers attend is left out: there KV is exact.
     """
     values = dataclasses.asdict(method)
-    for other in ("prefix_cache", "decode"):
+    for other in ("prefix_cache", "decode", "primer"):
         del values[other]
+    primer = chosen_primer(None, method)
     rules, tokenizer = rules_for(ask, method), model.text_tokenizer()
-    said = {
+    said: dict[str, Any] = {
         "model": model.fingerprint,
         "tokenizer": tokenizer.digest,
         "chat": tokenizer.chat_templates,
         "rules": None if rules is None else dataclasses.asdict(rules),
         "method": values,
     }
-    primer = chosen_primer(ask.primer, None, method)
     if primer is not None:
         said["primer"] = [dataclasses.asdict(it) for it in primer.passages]
     return dict(json.loads(json.dumps(said)))

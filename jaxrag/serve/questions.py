@@ -181,7 +181,7 @@ def resolve(
     method.check(model.config)
     method.check_placement(model.config, model.placement, generates=ask.max_new_tokens > 1)
     method.decode.check_mesh(model.config, model.mesh, model.placement)
-    primer = chosen_primer(ask.primer, kb, method)
+    primer = chosen_primer(kb, method)
     kept = kb.store if kb is not None else store or engine_of(model).memory
     return Settings(ask, model, kb, kept, method, template, notes, primer)
 

@@ -47,27 +47,20 @@ def chosen_template(
     )
 
 
-def chosen_primer(
-    given: str | Primer | None, kb: KnowledgeBase | None, method: Method
-) -> Primer | None:
+def chosen_primer(kb: KnowledgeBase | None, method: Method) -> Primer | None:
     """What a method's chunks are encoded behind; None where they see no primer.
 
-    Raises RequestError for another one than that of the knowledge base, and for one that the method
-    has no use for.
+    Raises RequestError for another one than that of the knowledge base, ConfigError for one that
+    there is not.
     """
     if not method.reads_primed:
-        if given is not None:
-            raise RequestError(
-                f"primer={primer_named(given).name!r}: method {method.name!r} reads no chunks that "
-                "are encoded behind one; leave it out, or choose primed or primed_fusion"
-            )
         return None
     known = None if kb is None else kb.primer
-    wanted = None if given is None else primer_named(given)
+    wanted = None if method.primer is None else primer_named(method.primer)
     if known is not None and wanted is not None and wanted.passages != known.passages:
         raise RequestError(
-            f"primer={wanted.name!r}: the knowledge base holds chunks behind the primer "
-            f"{known.name!r}; leave it out"
+            f"method {method.name!r}: primer={method.primer!r}, and the knowledge base holds "
+            f"chunks behind the primer {known.name!r}; leave it out"
         )
     return known or wanted or default_primer()
 
@@ -76,10 +69,11 @@ def gate_subject(method: Method, template: PromptTemplate) -> dict[str, Any]:
     """What a gate is about, JSON-able: how chunks are reused, at any ratio, and the prompt format.
 
     What becomes of misses and of leading parts is left out: there KV is exact, or behind more of
-    what precedes it than a stored chunk's. So is the decode rule: the gate looks at prefill.
+    what precedes it than a stored chunk's. So is the decode rule: the gate looks at prefill. And
+    the primer, which is the knowledge base's.
     """
     values = dataclasses.asdict(method)
-    for other in ("recompute_ratio", "misses", "prefix_cache", "decode"):
+    for other in ("recompute_ratio", "misses", "prefix_cache", "decode", "primer"):
         del values[other]
     subject = {"method": values, "template": template.to_dict()}
     return dict(json.loads(json.dumps(subject)))

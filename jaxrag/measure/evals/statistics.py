@@ -129,6 +129,21 @@ def recovery(
     return Estimate(value, value - half, value + half, len(lost))
 
 
+def bootstrapped(
+    values: HostArray, seed: int, *, over: HostArray | None = None, resamples: int = 10_000
+) -> dict[str, float]:
+    """The mean of one value a prompt, float [Q], with the interval of means of resampled prompts.
+
+    With ``over`` [Q], of the same prompts, the mean over theirs: the ratio of both means.
+    """
+    draws = np.random.default_rng(seed).integers(len(values), size=(resamples, len(values)))
+    mean, means = float(values.mean()), values[draws].mean(1)
+    if over is not None:
+        mean, means = mean / float(over.mean()), means / over[draws].mean(1)
+    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return {"value": mean, "low": float(low), "high": float(high)}
+
+
 def by_group(
     groups: Mapping[str, HostArray],
     samples: HostArray,

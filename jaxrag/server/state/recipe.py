@@ -89,7 +89,7 @@ def warm_up_passages(model: Model, method: Method) -> int:
     """Compile the encoding of passages that a method reads; how many programs. Nothing is kept."""
     if method.encoder is None or jax.process_count() > 1:
         return 0
-    tokenizer, primer = model.text_tokenizer(), chosen_primer(None, None, method)
+    tokenizer, primer = model.text_tokenizer(), chosen_primer(None, method)
     first = None if primer is None else primer.ids(template_named(BARE), tokenizer)
     seen = lead(encoder_named(method.encoder), tokenizer.leading_ids, first)
     lengths = widths_apart(model, len(seen))

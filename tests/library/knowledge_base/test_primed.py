@@ -1,6 +1,7 @@
 """A knowledge base whose chunks are encoded behind a primer."""
 
 import dataclasses
+import json
 import sqlite3
 
 import numpy as np
@@ -17,6 +18,7 @@ from jaxrag.kv.store import Record
 from jaxrag.library.knowledge_base.location import mend_settings
 from jaxrag.reuse.encode import ChunkEncoding, Primer, chunk_key
 from jaxrag.reuse.encode.primer import PrimerPassage
+from jaxrag.reuse.methods import METHODS
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.connector import write_connector
 from jaxrag.serve.questions import prepare, resolve
@@ -100,7 +102,7 @@ def test_what_does_not_fit_is_refused(opened, tmp_path):
     assert not (tmp_path / "none").exists() and not (tmp_path / "plain").exists()
 
 
-def test_answers_use_it_and_never_what_is_stored(opened, text_model):
+def test_answers_use_it_and_never_what_is_stored(opened, text_model, tmp_path):
     """Law 16: warm is cold; given documents are encoded behind it, too."""
     question = {"question": "where is the mill?", "k": 3, "max_new_tokens": 6}
     with opened(primer=OWN, stored="native") as kb:
@@ -117,25 +119,44 @@ def test_answers_use_it_and_never_what_is_stored(opened, text_model):
     with opened("cold", encoders=["isolated"], stored="native") as kb:
         kb.add([Document(id="a", text=TEXT)])
         engine_of(text_model).forget()
-        cold = jaxrag.generate(kb=kb, method="primed_fusion", primer=OWN, **question)
+        method = dataclasses.replace(METHODS["primed_fusion"], primer=written(OWN, tmp_path))
+        cold = jaxrag.generate(kb=kb, method=method, **question)
         assert cold.counts["encoded"] > 0 and cold.token_ids == warm.token_ids
 
 
-def test_a_question_names_no_other_primer(opened, text_model):
+def written(primer, folder):
+    """The file of a primer."""
+    path = folder / f"{primer.name}.toml"
+    passages = (
+        f"[[passages]]\ntitle = {json.dumps(it.title)}\ntext = {json.dumps(it.text)}\n"
+        for it in primer.passages
+    )
+    path.write_text("".join(passages))
+    return str(path)
+
+
+def test_a_method_names_no_other_primer(opened, text_model, tmp_path):
+    primed = METHODS["primed"]
+    other = dataclasses.replace(primed, primer=written(OTHER, tmp_path))
     with opened(primer=OWN) as kb:
-        with refused(RequestError, "'other'", "'own'"):
-            resolve(Ask(method="primed", primer=OTHER), kb=kb)
-        with refused(RequestError, "'other'", "'cacheblend'"):
-            resolve(Ask(method="cacheblend", primer=OTHER), kb=kb)
+        with refused(RequestError, "other.toml", "'own'"):
+            resolve(Ask(method=other), kb=kb)
+        own = dataclasses.replace(primed, primer=written(OWN, tmp_path))
+        assert resolve(Ask(method=own), kb=kb).primer == OWN
         assert resolve(Ask(method="cacheblend"), kb=kb).primer is None
+    with refused(RequestError, "other.toml", "'cacheblend'"):
+        dataclasses.replace(METHODS["cacheblend"], primer="other.toml")
+    (tmp_path / "near.toml").write_text('encoder = "primed"\nprimer = "other.toml"\n')
+    assert resolve(Ask(method=str(tmp_path / "near.toml")), model=text_model).primer == OTHER
     long = Primer("long", (PrimerPassage("", "a weir " * 900),))
-    settings = resolve(Ask(method="primed", primer=long), model=text_model)
+    method = dataclasses.replace(primed, primer=written(long, tmp_path))
+    settings = resolve(Ask(method=method), model=text_model)
     with refused(RequestError, "'long'", 1024):
         prepare(settings, "where?", ["the mill stands by the weir"])
 
 
 def test_damaged_kv_is_made_again_behind_it(opened):
-    with opened(primer=OWN) as kb:
+    with opened(primer=OWN, stored="native") as kb:
         kb.add([Document(id="a", text=TEXT)])
         before = {key: kb.store.get(key) for key in keys_of(kb)}
         kb.store.delete([key for key, it in keys_of(kb).items() if it.encoder == "primed"])

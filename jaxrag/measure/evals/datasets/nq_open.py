@@ -13,7 +13,7 @@ from typing import Any
 from jaxrag.base.errors import RequestError
 from jaxrag.measure.evals.datasets.records import DataRecord
 from jaxrag.measure.evals.datasets.spec import DatasetItem, DatasetReading, DatasetSpec
-from jaxrag.measure.evals.metrics import first_line, subspan
+from jaxrag.measure.evals.metrics import first_line, squad_normalised, subspan
 from jaxrag.models.text.prompts import PromptTemplate
 
 Titled = tuple[str, str]
@@ -42,7 +42,9 @@ def _items(records: list[DataRecord], reading: DatasetReading) -> Iterator[Datas
             sample=str(number),
             question=record.values["question"],
             documents=tuple(
-                ("", f"Document [{place}](Title: {title}) {text}")
+                (title, text)
+                if reading.titled
+                else ("", f"Document [{place}](Title: {title}) {text}")
                 for place, (title, text) in enumerate(own, 1)
             ),
             answers=(tuple(answers),),
@@ -77,12 +79,14 @@ def _among_others(
             f"{record.where}: {len(more) + 1} passages; --passages is for the oracle file, which "
             "has one: leave it out"
         )
+    # Every text holds one that is a letter, or that normalises to nothing.
+    told = [it for it in answers if len(squad_normalised(it)) > 1]
     others: list[Titled] = []
     for place in drawn.sample(range(len(passages)), len(passages)):
         if len(others) == reading.documents - 1:
             break
         other = passages[place][0]
-        if other != gold and other not in others and not subspan(other[1], answers):
+        if other != gold and other not in others and not subspan(other[1], told):
             others.append(other)
     if len(others) < reading.documents - 1:
         raise RequestError(

@@ -5,6 +5,7 @@ import dataclasses
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import option, parse_count, parse_ratios
 from jaxrag.measure.evals.options import check_positive
+from jaxrag.reuse.names import DEFAULT_PRIMER
 
 DATASET_NAMES = (  # keys of datasets.table
     "rgb_en", "rgb_zh", "nq_open", "musique", "cacheblend_musique", "hotpotqa", "2wikimultihopqa",
@@ -23,6 +24,7 @@ class DatasetOptions:
       name: of the data set.
       model: a directory, or a name of the hub; with ``kb`` what the knowledge base remembers.
       out: where the result is to go; finished items are kept beside it.
+      template: of the prompt; None: the data set's own.
     """
 
     name: str
@@ -70,6 +72,7 @@ class DatasetOptions:
     model: str | None = None
     kb: str | None = None
     out: str | None = None
+    template: str | None = None
 
     def __post_init__(self) -> None:
         if not self.data:
@@ -84,3 +87,40 @@ class DatasetOptions:
             raise RequestError(f"nothing to ask: {_FILL}")
         if self.server is not None and len(given) > 1:
             raise RequestError(f"--server {self.server} has a model of its own: {_FILL}")
+
+
+@dataclasses.dataclass(frozen=True)
+class NearOptions(DatasetOptions):
+    """Of `jaxrag eval near`."""
+
+    methods: tuple[str, ...] = option(
+        ("full_reuse", "cacheblend", "primed", "primed_fusion"),
+        "a preset or .toml file that reads stored KV; the others are compared with the first; "
+        "repeatable",
+        "NAME",
+        flag="--method",
+        repeatable=True,
+    )
+    encoders: tuple[str, ...] = option(
+        (), "measure every method that encodes chunks behind the prefix with each of these; "
+        "repeatable", "NAME", unset="the method's own", flag="--encoder", repeatable=True,
+    )  # fmt: skip
+    primers: tuple[str, ...] = option(
+        (DEFAULT_PRIMER,),
+        "measure every method that reads chunks behind a primer with each of these; repeatable",
+        "NAME",
+        flag="--primer",
+        repeatable=True,
+    )
+    template: str | None = option(
+        None, "of the prompt, as a knowledge base has it; or a .toml file", "NAME",
+        unset="the data set's own",
+    )  # fmt: skip
+    chunk_tokens: int = option(256, "of a passage, the first of it", "N", parse=parse_count)
+    answer_tokens: int = option(16, "of full attention's answer that are compared", "N")
+    metric: str = option("subspan", "whether an answer of as many tokens is right", "NAME")
+    finished_only: bool = option(False, "measure no more, and report the prompts that are kept")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, "chunk_tokens", "answer_tokens")

@@ -29,7 +29,7 @@ from jaxrag.measure.evals.datasets.table import dataset_named
 from jaxrag.measure.evals.metrics import METRICS
 from jaxrag.models.model import Model, load_model
 from jaxrag.models.text.progress import progress_bar
-from jaxrag.models.text.prompts import PromptTemplate
+from jaxrag.models.text.prompts import PromptTemplate, template_named
 from jaxrag.reuse.methods import method_named
 from jaxrag.serve.answer_files import AnswerFile, written_once
 from jaxrag.serve.ask import Ask
@@ -40,6 +40,8 @@ ITEMS = ".items.jsonl"  # behind the name of the result's file
 def template_of(options: DatasetOptions) -> PromptTemplate:
     """The prompt of a data set, as one message of a chat where that is asked for."""
     template = dataset_named(options.name).template
+    if options.template is not None:
+        template = template_named(options.template)
     return dataclasses.replace(template, chat=True) if options.chat else template
 
 
@@ -49,7 +51,8 @@ def items_of(options: DatasetOptions) -> list[DatasetItem]:
     Raises RequestError, with file, line and field, for a record that is none.
     """
     spec = dataset_named(options.name)
-    reading = DatasetReading(options.noise, options.documents, options.seed)
+    titled = options.template is not None
+    reading = DatasetReading(options.noise, options.documents, options.seed, titled)
     found: list[DatasetItem] = []
     for source in options.data:
         records = records_of(source, spec.fields)[: options.number]

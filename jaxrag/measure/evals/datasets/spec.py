@@ -20,11 +20,13 @@ class DatasetReading:
       documents: of NQ-open's oracle file: so many to a question, the others the gold passages of
         other questions; None: those of the file.
       seed: of which others, and of the gold passage's place.
+      titled: passages have their titles beside them, for a template that is not the data set's.
     """
 
     noise: tuple[float, ...] = ()
     documents: int | None = None
     seed: int = 7
+    titled: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

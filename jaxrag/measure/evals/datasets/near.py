@@ -1,0 +1,293 @@
+"""How near methods come to full attention on a data set's prompts, token by token.
+
+Full attention answers greedily. Then every method, shown that answer, is asked for each next token:
+the KL divergence of its distribution from full attention's, and whether both take the same token.
+So few prompts tell methods apart that would need thousands of right and wrong answers.
+"""
+
+import dataclasses
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrag.base.errors import RequestError
+from jaxrag.base.types import HostArray
+from jaxrag.kv.store import MemoryStore
+from jaxrag.measure.evals.datasets.asking import is_own
+from jaxrag.measure.evals.datasets.options import NearOptions
+from jaxrag.measure.evals.datasets.run import ITEMS, ask_all, items_of, template_of
+from jaxrag.measure.evals.datasets.spec import DatasetItem
+from jaxrag.measure.evals.datasets.table import dataset_named
+from jaxrag.measure.evals.gate import answered, forced_logits, kl_divergence
+from jaxrag.measure.evals.statistics import LEVEL, bootstrapped, median, plain, share
+from jaxrag.measure.subject import described
+from jaxrag.measure.table import Table, percent
+from jaxrag.models.model import Model, load_model
+from jaxrag.reuse.encode import encoder_named, primer_named
+from jaxrag.reuse.methods import METHODS, Method, method_named
+from jaxrag.serve.answer_files import AnswerFile
+from jaxrag.serve.ask import Ask
+from jaxrag.serve.conversation import Passage
+from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
+
+FULL = "full_attention"
+
+
+@dataclasses.dataclass(frozen=True)
+class NearStudy:
+    """One model, and how its prompts are asked: by full attention, and by each method."""
+
+    options: NearOptions
+    store: MemoryStore
+    full: Settings
+    arms: Mapping[str, Settings]
+
+    @property
+    def model(self) -> Model:
+        """That is asked."""
+        return self.full.model
+
+    @classmethod
+    def open(cls, options: NearOptions, model: Model) -> "NearStudy":
+        """Resolve methods and primers. RequestError or ConfigError for one that there is not."""
+        longest = model.config.max_positions
+        store = MemoryStore(model.fingerprint, model.kv_layout, max_tokens=longest)
+        template = template_of(options)
+        ask = Ask(template=template, max_new_tokens=options.answer_tokens)
+
+        def settings(method: Method) -> Settings:
+            return resolve(dataclasses.replace(ask, method=method), model=model, store=store)
+
+        arms = {name: settings(method) for name, method in arms_of(options).items()}
+        return cls(options, store, settings(METHODS[FULL]), arms)
+
+    def measure(self, item: DatasetItem) -> dict[str, Any]:
+        """One prompt by every method; JSON-able."""
+        tokenizer = self.model.text_tokenizer()
+        documents = [
+            Passage(tokenizer.encode(text)[: self.options.chunk_tokens], title)
+            for title, text in item.documents
+        ]
+        most = self.options.answer_tokens - 1
+        gold = self._gold(item)
+        ready = prepare(self.full, item.question, documents)
+        [answer] = answered([ready], 1)
+        forced = answer.token_ids[:most]
+        wanted, own_gold, _ = self._forced(self.full, ready, forced, gold)
+        found: dict[str, Any] = {
+            "id": item.id,
+            "tokens": ready.prompt.num_tokens,
+            "full": {"text": answer.text, "gold": own_gold, "ttft": _ttft(answer)},
+            "methods": {},
+        }
+        for name, settings in self.arms.items():
+            ready = prepare(settings, item.question, documents)
+            logits, own_gold, recomputed = self._forced(settings, ready, forced, gold)
+            [answer] = answered([ready], 1)  # its chunks are in the pool now
+            found["methods"][name] = {
+                "kl": kl_divergence(wanted, logits).tolist(),
+                "same": (wanted.argmax(1) == logits.argmax(1)).tolist(),
+                "gold": own_gold,
+                "recomputed": recomputed / sum(ready.prompt.lengths),
+                "text": answer.text,
+                "ttft": _ttft(answer),
+            }
+        self.store.delete(list(self.store.keys()))
+        return found
+
+    def _gold(self, item: DatasetItem) -> HostArray:
+        """Token ids of the first right answer as it would begin the model's."""
+        text = next(iter(item.answers[0]), "") if item.answers else ""
+        space = "" if self.full.template.chat else " "
+        return self.model.text_tokenizer().encode(f"{space}{text}")[
+            : self.options.answer_tokens - 1
+        ]
+
+    @staticmethod
+    def _forced(
+        settings: Settings, ready: ReadyQuestion, answer: Sequence[int], gold: HostArray
+    ) -> tuple[HostArray, float, int]:
+        """Logits [T, V] along an answer, the log-probability of the gold, tokens computed again."""
+        [logits, along], recomputed = forced_logits(
+            settings, [ready, ready], [answer, gold.tolist()]
+        )
+        chances = along[: len(gold)].astype(np.float64)
+        chances -= chances.max(1, keepdims=True)
+        each = chances[np.arange(len(gold)), gold] - np.log(np.exp(chances).sum(1))
+        return logits, float(each.sum()), recomputed // 2
+
+
+def arms_of(options: NearOptions) -> dict[str, Method]:
+    """Methods by the names of their rows: under every encoder, and behind every primer, they read.
+
+    Raises RequestError for a method twice, and for one that is full attention.
+    """
+    found: dict[str, Method] = {}
+    for named in options.methods:
+        method = method_named(named)
+        if method.encoder is None:
+            raise RequestError(f"--method {named}: every method is compared with full attention")
+        variants = {method.name: method}
+        if options.encoders and encoder_named(method.encoder).sees_prefix:
+            variants = {
+                f"{method.name} {encoder}": dataclasses.replace(method, encoder=encoder)
+                for encoder in options.encoders
+            }
+        for name, variant in variants.items():
+            arms = {name: variant}
+            if variant.reads_primed and variant.primer is None:
+                arms = {
+                    f"{name} {primer_named(it).name}": dataclasses.replace(variant, primer=it)
+                    for it in options.primers
+                }
+            if twice := found.keys() & arms.keys():
+                raise RequestError(f"--method {named}: there are two of {min(twice)!r}; rename one")
+            found |= arms
+    return found
+
+
+def run(
+    options: NearOptions, progress: bool = True, load: Callable[[str], Model] = load_model
+) -> dict[str, Any]:
+    """Measure every prompt that is not kept yet; JSON-able.
+
+    Finished prompts are kept as lines beside ``options.out``, and not measured again.
+
+    Args:
+      load: of the model's directory.
+
+    Raises RequestError or ConfigError for what cannot be asked, before anything is.
+    """
+    arms_of(options)  # refused before the model is loaded
+    items = items_of(dataclasses.replace(options, number=None))[: options.number]
+    study = NearStudy.open(options, load(str(options.model)))
+    setting = {
+        "dataset": options.name,
+        "passages": options.documents,
+        "noise": list(options.noise),
+        "chunk_tokens": options.chunk_tokens,
+        "answer_tokens": options.answer_tokens,
+        "methods": list(study.arms),
+        "seed": options.seed,
+        "chat": options.chat,
+        "template": study.full.template.to_dict(),
+    }
+    with tempfile.TemporaryDirectory(prefix="jaxrag-") as folder:
+        kept = Path(f"{options.out or Path(folder) / 'near'}{ITEMS}")
+        primers = {name: _primer(settings) for name, settings in study.arms.items()}
+        file = AnswerFile(kept, setting | {"model": study.model.digest, "primers": primers})
+        if options.finished_only:
+            items = [item for item in items if item.id in file.done]
+        lines = ask_all(study.measure, items, file, progress=progress)
+    return setting | result_of(study, lines)
+
+
+def _primer(settings: Settings) -> Any:
+    return None if settings.primer is None else settings.primer.to_dict()
+
+
+def _ttft(answer: Any) -> float | None:
+    """Seconds; None where something was compiled or encoded for it."""
+    return answer.timings["ttft"] if is_own(answer.timings, answer.counts) else None
+
+
+def result_of(
+    study: NearStudy, lines: Sequence[tuple[DatasetItem, Mapping[str, Any]]]
+) -> dict[str, Any]:
+    """What finished prompts say together; the first method is what the others are compared with.
+
+    Raises RequestError where no prompt is finished.
+    """
+    if not lines:
+        raise RequestError("no prompt is finished; leave --finished-only out")
+    seed, layout = study.options.seed, study.model.whole_kv_layout
+    size = study.options.chunk_tokens
+    spec = dataset_named(study.options.name)
+    each = np.arange(len(lines))
+
+    def right(texts: Sequence[str]) -> HostArray:
+        scored = zip(texts, lines, strict=True)
+        return np.array([spec.score(study.options.metric, text, it) for text, (it, _) in scored])
+
+    full = [line["full"] for _, line in lines]
+    rows, first = [], np.zeros(0)
+    for name, settings in study.arms.items():
+        own = [line["methods"][name] for _, line in lines]
+        kl, same = (np.array([np.mean(it[part]) for it in own]) for part in ("kl", "same"))
+        gold = np.array([a["gold"] - b["gold"] for a, b in zip(own, full, strict=True)])
+        over = [
+            a["ttft"] / b["ttft"]
+            for a, b in zip(own, full, strict=True)
+            if a["ttft"] is not None and b["ttft"] is not None
+        ]
+        method = settings.method
+        first = first if len(first) else kl
+        rows.append({
+            "method": name,
+            "kl": bootstrapped(kl, seed),
+            "kl_minus_first": bootstrapped(kl - first, seed),
+            "kl_over_first": bootstrapped(kl, seed, over=first),
+            "same_tokens": bootstrapped(same, seed),
+            "gold_minus_full": bootstrapped(gold, seed),
+            "right": plain(share(right([it["text"] for it in own]), each)),
+            "recomputed": float(np.mean([it["recomputed"] for it in own])),
+            "bytes_per_token": len({method.encoder, method.first_encoder} - {None})
+            * layout.stored_nbytes(size) / size,
+            "ttft_over_full": plain(median(np.array(over))),
+        })  # fmt: skip
+    name = Path(str(study.options.model)).name
+    return {
+        "prompts": len(lines),
+        "prompt_tokens": float(np.mean([line["tokens"] for _, line in lines])),
+        "metric": study.options.metric,
+        "full": {
+            "right": plain(share(right([it["text"] for it in full]), each)),
+            "ttft": plain(median(np.array([it["ttft"] for it in full if it["ttft"] is not None]))),
+        },
+        "interval": f"{LEVEL:.0%}, of resampled prompts",
+        "rows": rows,
+        "model": described(name, study.model, study.full.template),
+    }
+
+
+def tables(result: Mapping[str, Any]) -> Iterator[Table]:
+    """One table, a row for each method."""
+    first = result["rows"][0]["method"]
+    yield Table(
+        f"{result['dataset']}, {result['prompts']} prompts of {result['prompt_tokens']:.0f} "
+        "tokens; KL to full attention and the same next token over "
+        f"{result['answer_tokens']} tokens of its answer, KL over that of {first}, "
+        "log-probability of the gold minus full attention's, "
+        f"{result['metric']} (full attention {percent(result['full']['right'])}), chunk tokens "
+        "computed again, stored KiB a token, time to first token from the pool over full",
+        [
+            [
+                "method", "KL", f"/ {first}", "same token, %", "gold", "right, %", "again, %",
+                "KiB", "ttft / full",
+            ],
+            *(
+                [
+                    row["method"],
+                    _shown(row["kl"], ".4f"),
+                    _shown(row["kl_over_first"], ".3f"),
+                    percent(row["same_tokens"]),
+                    _shown(row["gold_minus_full"], "+.2f"),
+                    percent(row["right"]),
+                    f"{100 * row['recomputed']:.1f}",
+                    f"{row['bytes_per_token'] / 1024:.1f}",
+                    _shown(row["ttft_over_full"], ".3f"),
+                ]
+                for row in result["rows"]
+            ),
+        ],
+    )  # fmt: skip
+
+
+def _shown(found: Mapping[str, Any] | None, form: str) -> str:
+    if found is None:
+        return ""
+    value, low, high = (found[name] for name in ("value", "low", "high"))
+    return f"{value:{form}}" + ("" if low is None else f" [{low:{form}}, {high:{form}}]")
