@@ -46,7 +46,7 @@ COMMAND = command(
     "jaxrag kb connector kb kb-vllm",
     KB,
     argument("out", "OUT", "folder to write"),
-    value("--encoder", "NAME", "KV variant (the first kept of isolated, after_prefix)"),
+    value("--encoder", "NAME", "KV variant (the first kept of isolated, after_prefix, primed)"),
     value("--serve", "DIR", "Hugging Face directory that vLLM loads (the model's own)"),
     values(
         "--group", "NAME", "also documents of this group; repeatable (those without groups only)"

@@ -56,8 +56,12 @@ def test_plain_reuse_by_a_model_that_was_not_trained_for_it_is_told(kb, stock):
         assert advice in note
     assert untuned(model=stock)
     plain = [name for name, one in METHODS.items() if one.encoder and not one.recomputes]
-    assert plain == ["full_reuse", "turborag", "turborag_composite", "block_attention"]
-    assert {name for name in METHODS if untuned(kb, method=name)} == set(plain)
+    apart = ["full_reuse", "turborag", "turborag_composite", "block_attention"]
+    assert plain == [*apart, "primed"]
+    assert {name for name in METHODS if untuned(kb, method=name)} == set(apart)
+    (note,) = notes(kb, method="primed")
+    assert "jaxrag kb gate" in note
+    assert not notes(kb, method="primed_fusion")
     assert untuned(kb, method="fusionrag", recompute_ratio=0)
 
 

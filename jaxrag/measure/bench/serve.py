@@ -190,7 +190,7 @@ class Bench:
     def _request(self, store: KVStore, method: Method, asked: AskedRequest) -> Request:
         return Request(
             asked.prompt, store, method, asked.tokens,
-            rows=self.options.rows, watched=self.options.watched,
+            rows=self.options.rows, watched=self.options.watched, primer=asked.prompt.prefix[:0],
         )  # fmt: skip
 
     def _engine(self, settings: EngineSettings) -> Engine:

@@ -24,7 +24,7 @@ from jaxrag.reuse.encode.encoders import (
     PREFIX_ENCODER,
     chunk_key,
     encoder_named,
-    lead,
+    front,
     provenance,
 )
 from jaxrag.reuse.encode.neighbours import OwnKV
@@ -120,9 +120,9 @@ class ChunkEncoding:
             self.store.fingerprint, self.model, encoder, self.prefix, ids, neighbours, self.primer
         )
 
-    def lead(self, encoder: str) -> HostArray:
+    def front(self, encoder: str) -> HostArray:
         """What its chunks see before neighbours and themselves: int32 [P + R]."""
-        return lead(encoder_named(encoder), self.prefix, self.primer)
+        return front(encoder_named(encoder), self.prefix, self.primer)
 
     def missing[C: ChunkInContext](self, encoder: str, wanted: Mapping[str, C]) -> dict[str, C]:
         """Those of the chunks, by key, that the store lacks or holds without indexes they get."""
@@ -165,7 +165,7 @@ class ChunkEncoding:
         made = encode_for_store(
             self.model,
             encoder,
-            self.lead(encoder),
+            self.front(encoder),
             [chunk.ids for chunk in chunks],
             [chunk.neighbours for chunk in chunks],
             StoredNeighbours(self) if own_kv is None else own_kv,
@@ -189,7 +189,7 @@ class ChunkEncoding:
         chosen = encoder_named(encoder)
         if chosen.sees_neighbours or gets_indexes(self.indexing, encoder, tokens):
             return None
-        return shape_apart(self.model, len(self.lead(encoder)) + tokens)
+        return shape_apart(self.model, len(self.front(encoder)) + tokens)
 
     def encode_missing[C: ChunkInContext](
         self, encoder: str, wanted: Mapping[str, C]

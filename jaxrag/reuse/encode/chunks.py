@@ -28,7 +28,7 @@ def encode_chunks(
     Args:
       encoder: a key of ENCODERS.
       prefix_ids: [P] int32, read by encoders that see the prefix: under "primed" prefix and primer,
-        as ``encoders.lead`` has them. Rows hold it once, and many chunks.
+        as ``encoders.front`` has them. Rows hold it once, and many chunks.
       chunks: token ids, int32 [T] each.
       neighbours: for every chunk the chunks in front of it, in their order, int32 [T'] each;
         needed by encoders that see neighbours.

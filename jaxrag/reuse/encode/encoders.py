@@ -159,7 +159,7 @@ def primer_id(encoder: Encoder, tokenizer_digest: str, primer: HostArray | None)
     return content_id(tokenizer_digest, seen) if len(seen) else ""
 
 
-def lead(encoder: Encoder, prefix_ids: HostArray, primer: HostArray | None) -> HostArray:
+def front(encoder: Encoder, prefix_ids: HostArray, primer: HostArray | None) -> HostArray:
     """What all chunks of an encoder see, prefix and primer: int32 [P + R].
 
     Raises RequestError as ``seen_primer`` does.

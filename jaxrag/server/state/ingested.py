@@ -28,7 +28,7 @@ def _bring(store: KVStore, base: KnowledgeBase, loads: Sequence[ChunkLoad]) -> l
     """Copy what one knowledge base has of the chunks; those that it has not."""
     alike: dict[tuple[str, bytes], list[ChunkLoad]] = {}
     for load in loads:
-        alike.setdefault((load.encoder, load.encoding.lead(load.encoder).tobytes()), []).append(
+        alike.setdefault((load.encoder, load.encoding.front(load.encoder).tobytes()), []).append(
             load
         )
     brought = set[str]()

@@ -19,7 +19,7 @@ from jaxrag.reuse.encode import (
     default_primer,
     encode_chunks,
     encoder_named,
-    lead,
+    front,
     primer_named,
 )
 from jaxrag.reuse.encode.apart import encode_apart, widths_apart
@@ -70,7 +70,7 @@ def warm_up(recipe: KnowledgeBaseOptions, model: Model) -> int:
             continue
         if chosen.sees_primer:
             primer = default_primer() if recipe.primer is None else primer_named(recipe.primer)
-            seen = lead(chosen, prefix, primer.ids(template, model.tokenizer))
+            seen = front(chosen, prefix, primer.ids(template, model.tokenizer))
         room = min(model.config.max_positions, ROW_TOKENS) - len(seen)
         size = min(marked + (recipe.chunk_tokens or DEFAULT_CHUNK_TOKENS), room)
         counts = {
@@ -91,7 +91,7 @@ def warm_up_passages(model: Model, method: Method) -> int:
         return 0
     tokenizer, primer = model.text_tokenizer(), chosen_primer(None, method)
     first = None if primer is None else primer.ids(template_named(BARE), tokenizer)
-    seen = lead(encoder_named(method.encoder), tokenizer.leading_ids, first)
+    seen = front(encoder_named(method.encoder), tokenizer.leading_ids, first)
     lengths = widths_apart(model, len(seen))
     for length in lengths:
         rows = functools.partial(encode_apart, model, seen, [np.zeros(length, np.int32)])

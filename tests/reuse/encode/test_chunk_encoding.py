@@ -58,8 +58,8 @@ def test_what_is_missing_is_encoded_once_under_its_key(encoding, model, rng, enc
         assert key == chunk_key(encoding.store.fingerprint, *origin)
         (record,) = encoding.store.head([key])
         assert record.provenance == provenance(*origin)
-        lead = encoding.lead(encoder)
-        ((_, kv),) = encode_chunks(model, encoder, lead, [it.ids], [it.neighbours])
+        front = encoding.front(encoder)
+        ((_, kv),) = encode_chunks(model, encoder, front, [it.ids], [it.neighbours])
         np.testing.assert_allclose(encoding.store.get(key), kv, rtol=1e-4, atol=1e-5)
 
 

@@ -1,0 +1,136 @@
+"""`jaxrag eval near`: KL and agreement to full attention, by method, encoder and primer."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from dataset_fixtures import write
+from refusal import refused
+
+from jaxrag.base.errors import ConfigError, RequestError
+from jaxrag.cli import main
+from jaxrag.measure.evals.datasets.near import NearStudy, arms_of, run, tables
+from jaxrag.measure.evals.datasets.options import NearOptions
+from jaxrag.measure.evals.datasets.run import ITEMS, items_of
+from jaxrag.measure.evals.statistics import bootstrapped
+from jaxrag.models.model import load_model
+
+
+@pytest.fixture(scope="module")
+def primers(tmp_path_factory):
+    """Two short ones."""
+    folder, paths = tmp_path_factory.mktemp("primers"), []
+    for name in ("weir", "mill"):
+        paths.append(folder / f"{name}.toml")
+        text = f'[[passages]]\ntitle = "{name}"\ntext = "A {name} is built of stone."\n'
+        paths[-1].write_text(text)
+    return tuple(map(str, paths))
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory, model_dir, primers):
+    folder = tmp_path_factory.mktemp("near")
+    return NearOptions(
+        "nq_open", (str(write("nq_open", folder)),), model=str(model_dir), documents=3, number=3,
+        methods=("full_reuse", "primed", "primed_fusion"), primers=primers, template="plain",
+        answer_tokens=4, out=str(folder / "near.json"),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def result(options):
+    return run(options, progress=False)
+
+
+NAMES = ["full_reuse", "primed weir", "primed mill", "primed_fusion weir", "primed_fusion mill"]
+
+
+def test_every_method_is_measured_behind_every_primer(result):
+    assert [row["method"] for row in result["rows"]] == NAMES
+    first, *others = result["rows"]
+    assert first["kl_over_first"] == {"value": 1, "low": 1, "high": 1}
+    assert first["kl_minus_first"] == {"value": 0, "low": 0, "high": 0}
+    for row in result["rows"]:
+        assert row["kl"]["low"] <= row["kl"]["value"] <= row["kl"]["high"]
+        assert row["kl"]["value"] > 1e-6
+        assert 0 <= row["same_tokens"]["value"] <= 1
+        assert (row["recomputed"] > 0) == ("fusion" in row["method"])
+    assert len({row["kl"]["value"] for row in result["rows"]}) == 5
+    assert {row["bytes_per_token"] for row in others} == {first["bytes_per_token"]}
+    [table] = tables(result)
+    assert [row[0] for row in table.rows[1:]] == NAMES
+
+
+def test_a_run_goes_on_with_more_prompts(result, options):
+    """What was measured is not measured again, and its prompts are the same."""
+    with open(options.out + ITEMS, encoding="utf-8") as file:
+        before = file.read()
+    more = dataclasses.replace(options, number=4)
+    assert (
+        items_of(dataclasses.replace(more, number=None))[:3]
+        == items_of(dataclasses.replace(options, number=None))[:3]
+    )
+    kept = run(dataclasses.replace(more, finished_only=True), progress=False)
+    assert kept["prompts"] == 3 and kept["rows"] == result["rows"]
+    assert run(more, progress=False)["prompts"] == 4
+    with open(options.out + ITEMS, encoding="utf-8") as file:
+        assert file.read().startswith(before)
+    with refused(ConfigError, options.out):
+        run(dataclasses.replace(options, methods=("full_reuse",)), progress=False)
+
+
+def test_a_method_that_computes_everything_is_full_attention(options):
+    study = NearStudy.open(options, load_model(str(options.model)))
+    arm = study.arms["primed_fusion mill"]
+    whole = dataclasses.replace(arm, method=arm.method.with_ratio(1))
+    [item, *_] = items_of(options)
+    line = dataclasses.replace(study, arms={"whole": whole}).measure(item)
+    found = line["methods"]["whole"]
+    assert max(found["kl"]) < 1e-8 and all(found["same"])
+    assert found["text"] == line["full"]["text"] and found["recomputed"] == 1
+    assert found["gold"] == pytest.approx(line["full"]["gold"], abs=1e-4)
+
+
+def test_encoders_take_the_place_of_a_methods_own(options):
+    asked = dataclasses.replace(
+        options, methods=("cacheblend", "epic"), encoders=("after_prefix", "primed")
+    )
+    weir, mill = (f"cacheblend primed {name}" for name in ("weir", "mill"))
+    assert list(arms_of(asked)) == ["cacheblend after_prefix", weir, mill, "epic"]
+    assert arms_of(asked)[mill].primer == options.primers[1]
+
+
+def test_what_cannot_be_compared_is_refused(options):
+    with refused(RequestError, "full_attention"):
+        arms_of(dataclasses.replace(options, methods=("full_attention",)))
+    with refused(RequestError, "'primed weir'"):
+        arms_of(dataclasses.replace(options, methods=("primed",), primers=options.primers[:1] * 2))
+    with refused(RequestError, "answer_tokens"):
+        dataclasses.replace(options, answer_tokens=0)
+
+
+def test_the_command_prints_one_object(options, result, capsys):
+    flags = [f"--method={it}" for it in options.methods] + [
+        f"--primer={it}" for it in options.primers
+    ]
+    command = [
+        "eval", "near", "nq_open", f"--data={options.data[0]}", f"--model={options.model}",
+        "--num=3", "--passages=3", "--answer-tokens=4", "--template=plain", "--finished-only",
+        "--json", *flags,
+    ]  # fmt: skip
+    assert main(command) == 1  # nothing is kept where no --out is named
+    assert "no prompt is finished" in capsys.readouterr().err
+    assert main([*command, f"--out={options.out}"]) == 0
+    assert [row["method"] for row in json.loads(capsys.readouterr().out)["rows"]] == NAMES
+
+
+def test_an_interval_is_of_resampled_prompts(rng):
+    values = rng.normal(2, 1, 400)
+    found = bootstrapped(values, 3)
+    assert found["value"] == pytest.approx(values.mean())
+    half = 1.96 * values.std() / np.sqrt(400)
+    assert found["high"] - found["value"] == pytest.approx(half, rel=0.1)
+    assert found["value"] - found["low"] == pytest.approx(half, rel=0.1)
+    ratio = bootstrapped(3 * values, 3, over=values)
+    assert ratio["low"] == pytest.approx(3) == ratio["high"]
