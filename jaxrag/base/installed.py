@@ -38,7 +38,7 @@ def config_path(name: str, kind: str) -> Path | None:
     Args:
       name: a path, as ``located`` takes it where it ends in .toml, or the name of an installed file
         of that kind without its ending, such as "valley".
-      kind: a folder of configs/: "methods", "serve", "templates", "train", "models".
+      kind: a folder of configs/: "methods", "primers", "serve", "templates", "train", "models".
     """
     if name.endswith(".toml") or Path(name).is_file():
         return located(name)

@@ -172,7 +172,7 @@ class MethodsOptions:
             if not encoder_named(encoder).sees_prefix:
                 raise RequestError(
                     f"--encoder {encoder}: it takes the place of what is encoded behind the "
-                    f"prefix; expected after_prefix, neighbours or neighbours_joint"
+                    f"prefix; expected after_prefix, primed, neighbours or neighbours_joint"
                 )
 
 
