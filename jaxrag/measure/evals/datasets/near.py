@@ -137,15 +137,16 @@ def arms_of(options: NearOptions) -> dict[str, Method]:
                 for encoder in options.encoders
             }
         for name, variant in variants.items():
-            arms = {name: variant}
+            arms = [(name, variant)]
             if variant.reads_primed and variant.primer is None:
-                arms = {
-                    f"{name} {primer_named(it).name}": dataclasses.replace(variant, primer=it)
+                arms = [
+                    (f"{name} {primer_named(it).name}", dataclasses.replace(variant, primer=it))
                     for it in options.primers
-                }
-            if twice := found.keys() & arms.keys():
-                raise RequestError(f"--method {named}: there are two of {min(twice)!r}; rename one")
-            found |= arms
+                ]
+            for name, arm in arms:
+                if name in found:
+                    raise RequestError(f"--method {named}: there are two of {name!r}; rename one")
+                found[name] = arm
     return found
 
 
