@@ -106,7 +106,7 @@ def test_what_cannot_be_compared_is_refused(options):
         arms_of(dataclasses.replace(options, methods=("full_attention",)))
     with refused(RequestError, "'primed weir'"):
         arms_of(dataclasses.replace(options, methods=("primed",), primers=options.primers[:1] * 2))
-    with refused(RequestError, "answer_tokens"):
+    with refused(RequestError, "--answer-tokens"):
         dataclasses.replace(options, answer_tokens=0)
 
 
