@@ -57,6 +57,8 @@ def asked(rng):
             neighbours=tuple((library[(i + 1) % len(library)],) for i in chosen),
         )
         prompt = dataclasses.replace(prompt, prefix=library[0][:5])
+        if method.reads_primed:
+            more.setdefault("primer", library[4])
         return Request(prompt, store or engine.memory, method, tokens, **more)
 
     return make

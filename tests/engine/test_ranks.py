@@ -89,6 +89,7 @@ def asked(method, rule="dense", **more):
         Indexing(),
         ("isolated",),
         timeout=2.5,
+        primer=ids[2] if method.reads_primed else None,
         **more,
     )
 
