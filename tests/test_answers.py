@@ -59,7 +59,7 @@ def ingested(folder, model):
         chunk_by="sentence",
         chunk_tokens=20,
         overlap=0,
-        encoders=["isolated", "after_prefix", "neighbours"],
+        encoders=["isolated", "after_prefix", "neighbours", "primed"],
         neighbours=3,
         stored="native",  # as the golden
     )
