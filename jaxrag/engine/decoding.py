@@ -5,110 +5,41 @@ for generated tokens, and how many rows it has. What a row computes does not dep
 others.
 """
 
-import dataclasses
 import functools
 from collections import abc
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.stages import Lowered
 
-from jaxrag.base import struct
-from jaxrag.base.types import HIDDEN, Array, HostArray, Step, on_host
+from jaxrag.base.types import HIDDEN, Array, HostArray, on_host
 from jaxrag.engine.mapping import batch_tables, carried_chunks
 from jaxrag.engine.processors import ProcessorRows, all_allowed
-from jaxrag.engine.request import DECODE_BLOCK, FAILED, LaneKey
+from jaxrag.engine.request import DECODE_BLOCK, LaneKey
 from jaxrag.engine.runner import ModelRunner
-from jaxrag.engine.sampling import sample
-from jaxrag.engine.sampling_params import MOST_TOP, SamplingParams
+from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.engine.sequence import Sequence
-from jaxrag.kv.cache import PAGE, PagePool, PageTable, table_width
-from jaxrag.kv.cache.host import HostValues
-from jaxrag.models.attention import PagedAttend
-from jaxrag.models.decoder import Decoder, forward, unembed
-from jaxrag.reuse.decode import (
-    DecodeAttend,
-    DecodeRule,
-    Decoding,
-    Dense,
-    HostSearch,
-    PromptQueries,
-    Prompts,
-    order_of,
+from jaxrag.engine.steps import (
+    Drawn,
+    LaneRows,
+    Plan,
+    SamplingRows,
+    counted,
+    lower_steps,
+    run_steps,
+    sample_rows,
+    with_processors,
 )
-from jaxrag.reuse.decode.away import AwayAttend
+from jaxrag.kv.cache import PAGE, PagePool, PageTable, table_width
+from jaxrag.reuse.decode import DecodeRule, Decoding, Dense, PromptQueries, Prompts, order_of
 from jaxrag.reuse.decode.view import PromptSlots
 
 DENSE = Dense()
 
 OnPool = Callable[[Callable[[PagePool], Any]], Any]  # calls a function with the pool
-
-
-class Drawn(NamedTuple):
-    """Tokens, [...] int32, and of each the logarithm of its probability, float32.
-
-    ``top`` holds the ids and log-probabilities of the likeliest tokens in the place of each,
-    [..., MOST_TOP]; None where nobody asks.
-    """
-
-    ids: Array
-    logprobs: Array
-    top: tuple[Array, Array] | None = None
-
-
-class SamplingRows(struct.PyTreeNode):
-    """SamplingParams of every row of a batch, [B] each; ``processors`` where somebody asks."""
-
-    temperature: Array
-    top_k: Array
-    top_p: Array
-    seeds: Array
-    processors: ProcessorRows | None = None
-
-    @classmethod
-    def of(cls, settings: abc.Sequence[SamplingParams]) -> "SamplingRows":
-        """On the host."""
-        return on_host(
-            cls,
-            np.array([s.temperature for s in settings], np.float32),
-            np.array([s.top_k for s in settings], np.int32),
-            np.array([s.top_p for s in settings], np.float32),
-            np.array([s.seed for s in settings], np.uint32),
-        )
-
-
-class LaneRows(struct.PyTreeNode):
-    """State of every row of a lane, [R] each but the table.
-
-    Attributes:
-      position: of the newest token, -1 in an empty row.
-      slot: in which its KV is written.
-      index: of the newest token in its answer.
-      last: position of the last token that may be run.
-      sampling: how its tokens are drawn.
-    """
-
-    table: PageTable
-    ids: Array
-    position: Array
-    slot: Array
-    index: Array
-    last: Array
-    sampling: SamplingRows
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What is compiled into decode steps."""
-
-    rule: DecodeRule
-    host: HostSearch | None
-    values: HostValues | None
-    away: bool = False
 
 
 class Lane:
@@ -210,7 +141,7 @@ class Lane:
             model, rows = self._runner.model, self.key.rows
             none = ProcessorRows.of([], rows, model.config.vocab_size)
             placed = jax.tree.map(lambda x: model.put_batch(x, rows), none)
-            self._rows = _with_processors(self._rows, placed)
+            self._rows = with_processors(self._rows, placed)
 
     def _take(self, row: int, decoding: Decoding | None) -> None:
         if decoding is None:
@@ -230,8 +161,8 @@ class Lane:
         assert 0 < block <= DECODE_BLOCK
         self.compiled = True
         if not processes:
-            self._rows = _with_processors(self._rows, None)
-        self._rows, self._decoding, new = self._runner.cache.run(_steps, *self._arguments(block))
+            self._rows = with_processors(self._rows, None)
+        self._rows, self._decoding, new = self._runner.cache.run(run_steps, *self._arguments(block))
         return new
 
     def allow(self, rows: Mapping[int, HostArray]) -> None:
@@ -242,12 +173,12 @@ class Lane:
         for row, bits in rows.items():
             allowed[row] = bits
         put = self._runner.model.put_batch(allowed, self.key.rows)
-        self._rows = _with_processors(self._rows, processors.replace(allowed=put))
+        self._rows = with_processors(self._rows, processors.replace(allowed=put))
 
-    def lower(self) -> Lowered:
-        """The program of ``step``, not compiled yet."""
-        lowered: Lowered = _steps.lower(self._runner.cache.pool, *self._arguments(1))
-        return lowered
+    def lower(self) -> list[Lowered]:
+        """The programs of ``step``, not compiled yet."""
+        rows, decoding, decoder, _, plan = self._arguments(1)
+        return lower_steps(self._runner.cache.pool, rows, decoding, decoder, plan)
 
     def lower_leave(self) -> Lowered:
         """The program of ``leave``, not compiled yet."""
@@ -259,7 +190,7 @@ class Lane:
         values, away = runner.cache.values, runner.model.placement.away
         plan = Plan(rule, runner.searches(rule), values, away)
         decoder = runner.model.decoder(self.key.pages * PAGE, weights="decode")
-        return self._rows, self._decoding, decoder, np.int32(block), plan
+        return self._rows, self._decoding, decoder, block, plan
 
     def leave(self, rows: Iterable[int]) -> None:
         """Nobody has these rows any more; what is in flight still runs them."""
@@ -281,7 +212,7 @@ class Lane:
             self._have_processors()
         elif self._has_processors:
             none = ProcessorRows.of([], 1, self._runner.model.config.vocab_size)
-            before = _with_processors(before, jax.tree.map(lambda x: x[0], none))
+            before = with_processors(before, jax.tree.map(lambda x: x[0], none))
         self._rows = _rejoin(self._rows, np.int32(row), before, pages, offsets)
         self._take(row, decoding)
 
@@ -344,43 +275,18 @@ def sampling_rows(
     return rows.replace(processors=ProcessorRows.of(asked, count, vocab_size))
 
 
-def _with_processors(rows: LaneRows, processors: ProcessorRows | None) -> LaneRows:
-    return rows.replace(sampling=rows.sampling.replace(processors=processors))
-
-
 @jax.jit
 def sample_first(logits: Array, sampling: SamplingRows) -> Drawn:
     """The first tokens [B] after prefill, FAILED where the logits [B, V] hold a NaN."""
-    return _sample(logits, sampling, jnp.zeros(logits.shape[0], jnp.int32))
-
-
-@jax.jit  # within others: traced once for the first token and those after it
-def _sample(logits: Array, settings: SamplingRows, token_index: Array) -> Drawn:
-    s, top, shaped = settings, None, logits
-    if s.processors is not None:
-        logits = lax.optimization_barrier(logits)  # the bits that they have without
-        shaped = s.processors.applied(logits, token_index)
-    drawn = sample(shaped, s.temperature, s.top_k, s.top_p, s.seeds, token_index)
-    chosen = jnp.take_along_axis(logits, drawn[:, None], axis=-1)[:, 0]
-    probability = chosen - jax.nn.logsumexp(logits, axis=-1)  # NaN where any of the logits is
-    if s.processors is not None:
-        ids, values = s.processors.likeliest(logits)
-        top = ids, values - jax.nn.logsumexp(logits, axis=-1)[:, None]
-    return Drawn(jnp.where(jnp.isnan(probability), FAILED, drawn), probability, top)
+    return sample_rows(logits, sampling, jnp.zeros(logits.shape[0], jnp.int32))
 
 
 @functools.partial(jax.jit, donate_argnames=("rows",))
 def _join(rows: LaneRows, at: Array, joining: LaneRows, logits: Array) -> tuple[LaneRows, Drawn]:
     """Put requests into their rows ``at`` [B], if there is one, and sample their first tokens."""
-    first = _sample(logits, joining.sampling, joining.index)
-    joining = _counted(joining.replace(ids=first.ids))
+    first = sample_rows(logits, joining.sampling, joining.index)
+    joining = counted(joining.replace(ids=first.ids))
     return jax.tree.map(lambda x, new: x.at[at].set(new, mode="drop"), rows, joining), first
-
-
-def _counted(rows: LaneRows) -> LaneRows:
-    """After the newest tokens were drawn."""
-    processors = rows.sampling.processors
-    return rows if processors is None else _with_processors(rows, processors.counted(rows.ids))
 
 
 @functools.partial(jax.jit, donate_argnames=("rows",))
@@ -419,91 +325,3 @@ def _put_decoding(decoding: Decoding, row: Array, one: Decoding) -> Decoding:
         order=jax.tree.map(lambda x, y: x.at[row].set(y[0]), decoding.order, one.order),
         state=jax.tree.map(lambda x, y: x.at[:, row].set(y[:, 0]), decoding.state, one.state),
     )
-
-
-@functools.partial(jax.jit, static_argnames=("plan",), donate_argnames=("pool", "rows", "decoding"))
-def _steps(
-    pool: PagePool,
-    rows: LaneRows,
-    decoding: Decoding | None,
-    decoder: Decoder,
-    block: Array,
-    plan: Plan,
-) -> tuple[PagePool, LaneRows, Decoding | None, Drawn]:
-    """Feed the newest tokens back and sample ``block`` more of every row.
-
-    A row that has run its last token is empty from then on. Returns pool, rows, what the rule
-    carries, and the new tokens, [R, DECODE_BLOCK] each.
-    """
-
-    def one(at: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        pool, rows, decoding, drawn = carry
-        live = (rows.position >= 0) & (rows.position <= rows.last)
-        position = jnp.where(live, rows.position, -1)
-        step = Step(
-            ids=jnp.maximum(rows.ids, 0)[:, None],
-            positions=position[:, None],
-            slots=jnp.where(live, rows.slot, rows.table.slot_position.shape[1])[:, None],
-        )
-        if decoding is None:
-            hidden, pool, table = run_tokens(decoder, pool, rows.table, step)
-        else:
-            hidden, pool, table, decoding = run_by_rule(
-                decoder, pool, rows.table, decoding, step, plan
-            )
-        logits = unembed(decoder.params, hidden[:, 0])
-        new = _sample(logits, rows.sampling, rows.index + 1)
-        rows = rows.replace(
-            table=table,
-            ids=new.ids,
-            position=jnp.where(live, position + 1, -1),
-            slot=rows.slot + live,
-            index=rows.index + 1,
-        )
-        drawn = jax.tree.map(lambda all_, one: all_.at[:, at].set(one), drawn, new)
-        return pool, _counted(rows), decoding, drawn
-
-    shape = (len(rows.ids), DECODE_BLOCK)
-    none = Drawn(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
-    if rows.sampling.processors is not None:
-        top = (*shape, min(MOST_TOP, rows.sampling.processors.bias.shape[1]))
-        none = none._replace(top=(jnp.zeros(top, jnp.int32), jnp.zeros(top, jnp.float32)))
-    out: tuple[PagePool, LaneRows, Decoding | None, Drawn]
-    out = lax.fori_loop(0, block, one, (pool, rows, decoding, none))
-    return out
-
-
-def run_tokens(
-    decoder: Decoder, pool: PagePool, table: PageTable, step: Step
-) -> tuple[Array, PagePool, PageTable]:
-    """One forward of new tokens [B, T] against the pool: hidden [B, T, D], pool, table."""
-    table = table.reveal(step.slots, step.positions)
-    attend = PagedAttend(decoder.config, decoder.rope, table, step.slots)
-    hidden, pool, _ = forward(decoder.params, decoder.config, step.tokens, pool, attend)
-    return hidden, pool, table
-
-
-def run_by_rule(
-    decoder: Decoder,
-    pool: PagePool,
-    table: PageTable,
-    decoding: Decoding,
-    step: Step,
-    plan: Plan,
-) -> tuple[Array, PagePool, PageTable, Decoding]:
-    """As ``run_tokens`` for one token a row, [B, 1], attending by the plan's rule."""
-    if plan.away:  # pool and table stay as they are
-        window = plan.rule.static_pattern
-        assert plan.host is not None and decoder.factors is not None and window is not None
-        away = AwayAttend(decoder.config, decoder.factors, window, plan.host, plan.rule.reads_far)
-        hidden, state, _ = forward(
-            decoder.params, decoder.config, step.tokens, decoding.state, away
-        )
-        return hidden, pool, table, decoding.replace(state=state)
-    assert decoding.order is not None
-    table = table.reveal(step.slots, step.positions)
-    paged = PagedAttend(decoder.config, decoder.rope, table, step.slots)
-    attend = DecodeAttend(paged, plan.rule, decoding.order, plan.host, plan.values)
-    cache = (pool, decoding.state)
-    hidden, cache, _ = forward(decoder.params, decoder.config, step.tokens, cache, attend)
-    return hidden, cache[0], table, decoding.replace(state=cache[1])

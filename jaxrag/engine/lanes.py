@@ -12,11 +12,12 @@ from jax.stages import Compiled
 
 from jaxrag.base.sharding import to_host
 from jaxrag.base.types import Array, HostArray
-from jaxrag.engine.decoding import Drawn, Lane, sample_first, sampling_rows
+from jaxrag.engine.decoding import Lane, sample_first, sampling_rows
 from jaxrag.engine.progress import Top
 from jaxrag.engine.request import DECODE_BLOCK, LaneKey
 from jaxrag.engine.sequence import RequestStatus, Sequence, Swapped
 from jaxrag.engine.state import Broken, State
+from jaxrag.engine.steps import Drawn
 from jaxrag.engine.swap import swap_in, swap_out
 from jaxrag.models.compiled import compile_beside
 from jaxrag.reuse.decode import Decoding
@@ -51,7 +52,7 @@ class Lanes:
         self._left: dict[LaneKey, set[int]] = defaultdict(set)  # rows that still run for no request
         self._first: list[tuple[int, list[tuple[int, Sequence]], Drawn]] = []  # epoch, who, what
         self._in_flight: list[_Ticket] = []
-        self._compiled: dict[LaneKey, Future[Compiled]] = {}
+        self._compiled: dict[LaneKey, list[Future[Compiled]]] = {}
 
     def expect(self, key: LaneKey) -> None:
         """A request will want a row: the program of its lane is compiled beside its prefill.
@@ -63,7 +64,7 @@ class Lanes:
         if key in self._compiled or key.rule.sparse or not alone:
             return
         with contextlib.suppress(Exception):  # it is raised where the lane steps, and told there
-            [self._compiled[key]] = compile_beside([self._made(key).lower()])
+            self._compiled[key] = compile_beside(self._made(key).lower())
 
     @property
     def busy(self) -> bool:
@@ -252,11 +253,12 @@ class Lanes:
             self._rows[key] = [None] * key.rows
         return self._lanes[key]
 
-    def _await(self, compiled: Future[Compiled]) -> None:
-        if not compiled.done():
+    def _await(self, compiled: list[Future[Compiled]]) -> None:
+        if not all(it.done() for it in compiled):
             with self._state.compile_times.waiting():
-                wait([compiled])
-        compiled.result()
+                wait(compiled)
+        for it in compiled:
+            it.result()
 
     def _active(self, rows: abc.Sequence[Sequence | None]) -> list[tuple[int, Sequence, int]]:
         """Rows with tokens to run, whose they are, and how many."""

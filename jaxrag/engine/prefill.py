@@ -22,11 +22,12 @@ from jaxrag.models.attention import Attend, PagedAttend
 from jaxrag.models.decoder import (
     Decoder,
     LayerAt,
-    layer_windows,
+    layers_at,
     rms_norm,
     run_layer,
     run_layers,
     unembed,
+    without_layers,
 )
 from jaxrag.models.taps import Tap, at_columns
 from jaxrag.reuse.decode import Observe, PromptQueries
@@ -199,13 +200,10 @@ def _prefill_piece(
     if not isinstance(decoder.params.layers, list):
         whole = (pool, logits, queries, decoder, table, piece)
         return _whole_piece(*whole, rows_in_turn=rows_in_turn)
-    ends, new = _without_layers(decoder), []
-    windows = layer_windows(decoder.config)
+    ends, new = without_layers(decoder), []
     table, x = _begin(ends, table, piece)
-    for index, weights in enumerate(decoder.params.layers):
-        window = None if windows is None else windows[index]
-        here = (pool, x, (weights, np.int32(index), window), ends, table, piece)
-        pool, x, seen = _layer(*here, rows_in_turn=rows_in_turn)
+    for layer in layers_at(decoder):
+        pool, x, seen = _layer(pool, x, layer, ends, table, piece, rows_in_turn=rows_in_turn)
         new.append(seen)
     logits, queries = _end(logits, queries, ends, x, new if queries.shape[2] else None, piece)
     return pool, table, logits, queries
@@ -224,11 +222,9 @@ def _lower_piece(
     if not isinstance(decoder.params.layers, list):
         whole = (pool, logits, queries, decoder, table, piece)
         return {"whole": _whole_piece.lower(*whole, rows_in_turn=rows_in_turn)}
-    ends, weights = _without_layers(decoder), decoder.params.layers[0]
-    windows = layer_windows(decoder.config)
-    window = None if windows is None else windows[0]
+    ends = without_layers(decoder)
     shown, x = jax.eval_shape(_begin, ends, table, piece)
-    here = (pool, x, (weights, np.int32(0), window), ends, shown, piece)
+    here = (pool, x, next(layers_at(decoder)), ends, shown, piece)
     layer = _layer.lower(*here, rows_in_turn=rows_in_turn)
     seen = [jax.eval_shape(functools.partial(_layer, rows_in_turn=rows_in_turn), *here)[2]]
     new = seen * len(decoder.params.layers) if queries.shape[2] else None
@@ -237,10 +233,6 @@ def _lower_piece(
         "layer": layer,
         "end": _end.lower(logits, queries, ends, x, new, piece),
     }
-
-
-def _without_layers(decoder: Decoder) -> Decoder:
-    return decoder.replace(params=decoder.params.replace(layers=[]))
 
 
 @functools.partial(

@@ -52,7 +52,8 @@ def programs_of(
         lowered["place"] = lower_place(runner)
     if lane is not None and not rule.sparse:
         made = Lane(runner, lane)
-        lowered[lane], lowered["leave", lane] = made.lower(), made.lower_leave()
+        lowered["leave", lane] = made.lower_leave()
+        lowered |= {(lane, number): step for number, step in enumerate(made.lower())}
     return lowered
 
 

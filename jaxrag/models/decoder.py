@@ -1,15 +1,16 @@
 """The decoder: one pure ``forward`` that training, encoding, prefill and decode all call."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxrag.base import struct
 from jaxrag.base.config import ModelConfig
-from jaxrag.base.types import Array, Tokens
+from jaxrag.base.types import Array, HostArray, Tokens
 from jaxrag.models.attention import Attend
 from jaxrag.models.int8 import Int8Weight, int8_product
 from jaxrag.models.linear import linear, product
@@ -18,7 +19,7 @@ from jaxrag.models.spec import LayerParams, Params
 
 _Carry = tuple[Array, Any]  # x [B, T, D] and the cache
 # A layer's weights, its index and its window (of ``layer_windows``), scalar int32.
-LayerAt = tuple[LayerParams, Array, Array | None]
+LayerAt = tuple[LayerParams, Array | HostArray, Array | None]
 Layer = Callable[[_Carry, Any], tuple[_Carry, Any]]  # (carry, (layer's params, ...)) of the scan
 
 
@@ -83,6 +84,18 @@ def layer_of(params: Params, layer: Array | int) -> LayerParams:
     """The weights of one layer, of stacked ones."""
     weights: LayerParams = jax.tree.map(lambda a: a[layer], params.layers)
     return weights
+
+
+def layers_at(decoder: Decoder) -> Iterator[LayerAt]:
+    """What ``run_layer`` takes of every layer, of a decoder whose layers are apart."""
+    windows = layer_windows(decoder.config)
+    for index, weights in enumerate(decoder.params.layers):
+        yield weights, np.asarray(index, np.int32), None if windows is None else windows[index]
+
+
+def without_layers(decoder: Decoder) -> Decoder:
+    """What is left of it before the first and behind the last layer."""
+    return decoder.replace(params=decoder.params.replace(layers=[]))
 
 
 def layer_windows(config: ModelConfig) -> Array | None:
@@ -161,7 +174,7 @@ def run_layer(
     """One layer over x [B, T, D]: x behind it, the cache, and what attend collected."""
     p, index, window = layer
     q, k, v = heads_of(x, p, config)
-    out, cache, collected = attend(index, window, q, k, v, tokens, cache)
+    out, cache, collected = attend(jnp.asarray(index), window, q, k, v, tokens, cache)
     return finish_layer(x, out, p, config), cache, collected
 
 

@@ -162,7 +162,7 @@ class Step:
         import numpy as np
 
         from jaxrag.base.types import Step as Tokens
-        from jaxrag.engine.decoding import Plan, run_by_rule
+        from jaxrag.engine.steps import Plan, run_by_rule
         from jaxrag.kv.cache import PAGE
         from jaxrag.kv.cache.host import HostValues, Mapped
         from jaxrag.models.decoder import Decoder

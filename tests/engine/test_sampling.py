@@ -8,8 +8,8 @@ from refusal import refused
 
 from jaxrag.base.errors import RequestError
 from jaxrag.base.types import EMPTY, FINAL
-from jaxrag.engine.decoding import SamplingRows
 from jaxrag.engine.sampling import SamplingParams, _most_likely, sample
+from jaxrag.engine.steps import SamplingRows
 from jaxrag.models.model import random_model
 from jaxrag.serve.generate import generate
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxrag.base.types import Step
-from jaxrag.engine.decoding import run_tokens
+from jaxrag.engine.steps import run_tokens
 from jaxrag.kv.cache import PAGE, CachedChunk, PagePool, TableBuilder, stack_tables
 from jaxrag.models.decoder import Decoder
 from jaxrag.models.rope import rope_table, rotate

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxrag.base.types import Step
-from jaxrag.engine.decoding import run_tokens
+from jaxrag.engine.steps import run_tokens
 from jaxrag.kv.cache import PAGE, PagePool, PageTable
 from jaxrag.models.decoder import Decoder
 from jaxrag.models.rope import RopeTable

@@ -87,7 +87,7 @@ def copies_of_weights(config, rows):
     """Instructions of the compiled decode step that write something as large as a weight matrix."""
     model = random_model(config, cache_tokens=1280)
     lane = Lane(ModelRunner(model), LaneKey(Dense(), 8, 0, rows))
-    text = lane.lower().compile().as_text()
+    text = "\n".join(program.compile().as_text() for program in lane.lower())
     sizes = {getattr(model.params.layers, name)[0].size for name in MATRICES}
     sizes.add(model.params.lm_head.size)
     found = []

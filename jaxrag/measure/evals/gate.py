@@ -18,13 +18,13 @@ from jaxrag.base.errors import KnowledgeBaseError, RequestError
 from jaxrag.base.shapes import bucket
 from jaxrag.base.sharding import to_host
 from jaxrag.base.types import Array, HostArray, Step
-from jaxrag.engine.decoding import run_tokens
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.prefill import Prefilled
 from jaxrag.engine.prefilled import prefilled
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.engine.sequence import Sequence
+from jaxrag.engine.steps import run_tokens
 from jaxrag.kv.cache import PagePool, PageTable
 from jaxrag.library.documents import Shard
 from jaxrag.library.knowledge_base import KnowledgeBase

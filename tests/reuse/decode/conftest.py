@@ -10,7 +10,8 @@ import pytest
 
 from jaxrag.base.shapes import bucket
 from jaxrag.base.types import Step
-from jaxrag.engine import decoding as answer
+from jaxrag.engine import steps
+from jaxrag.engine.decoding import start_decoding
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.mapping import batch_tables
 from jaxrag.engine.prefilled import prefilled
@@ -93,9 +94,9 @@ def _rule_logits(runner, state, there, given):
     host = None if rule.searches is None else runner.host_search
     number = None if host is None else host.admit()
     room = bucket(state.table.num_slots - state.next_slot)
-    decoding = answer.start_decoding(runner, state, rule, there.bank, room, number)
+    decoding = start_decoding(runner, state, rule, there.bank, room, number)
     decoder = runner.model.decoder(table.slot_position.shape[1])
-    plan = answer.Plan(rule, host, runner.cache.values)
+    plan = steps.Plan(rule, host, runner.cache.values)
     out = []
     for step, token in enumerate(given):
         at = (token, state.next_position + step, state.next_slot + step)
@@ -115,11 +116,11 @@ def _rule_logits(runner, state, there, given):
 
 @jax.jit
 def _dense(pool, decoder, table, step):
-    hidden, pool, table = answer.run_tokens(decoder, pool, table, step)
+    hidden, pool, table = steps.run_tokens(decoder, pool, table, step)
     return pool, hidden, table
 
 
 @functools.partial(jax.jit, static_argnames="plan")
 def _by_rule(pool, decoder, table, decoding, step, plan):
-    hidden, pool, table, decoding = answer.run_by_rule(decoder, pool, table, decoding, step, plan)
+    hidden, pool, table, decoding = steps.run_by_rule(decoder, pool, table, decoding, step, plan)
     return pool, hidden, table, decoding

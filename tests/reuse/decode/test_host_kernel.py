@@ -18,7 +18,7 @@ from jax.experimental import io_callback
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from jaxrag.base.types import Step
-from jaxrag.engine import decoding
+from jaxrag.engine import steps
 from jaxrag.engine.engine import engine_of
 from jaxrag.kv.cache import PAGE, PagePool, PageTable
 from jaxrag.kv.cache.host import HostValues, Mapped
@@ -106,7 +106,7 @@ def test_tokens_are_those_of_the_callback(model_of, ids, monkeypatch, renormalis
 
 
 def shapes_of_a_step(config, rows, num_pages, pool_tokens):
-    """The arguments of ``decoding.run_by_rule`` for a model with V of layer 0 on the device."""
+    """The arguments of ``steps.run_by_rule`` for a model with V of layer 0 on the device."""
 
     def numbers(*shape):
         return jax.ShapeDtypeStruct(shape, jnp.int32)
@@ -138,11 +138,11 @@ def test_a_step_for_a_gpu_holds_the_kernel_and_no_callback(tiny_config, dtype):
     values = HostValues(1, memory)
 
     arguments = shapes_of_a_step(config, rows=2, num_pages=4, pool_tokens=8 * PAGE)
-    plan = decoding.Plan(TopN(n=8), None, values)
+    plan = steps.Plan(TopN(n=8), None, values)
 
     def traced():
         def step(*arguments):
-            return decoding.run_by_rule(*arguments, plan)
+            return steps.run_by_rule(*arguments, plan)
 
         return jax.jit(step).trace(*arguments)
 
