@@ -28,7 +28,7 @@ def test_after_warm_up_nothing_is_compiled(fresh, asked, method):
     programs = fresh.warm_up(requests(20))
     assert len(LENGTHS) + 2 < programs <= 40
     # The large ones were compiled side by side, not by the engine's thread.
-    large = {"jit(_steps)", "jit(_place)"} | (
+    large = {"jit(_whole_steps)", "jit(_place)"} | (
         {"jit(_whole_piece)"} if method == "turborag" else set()
     )
     assert not large & set(fresh.compiled)

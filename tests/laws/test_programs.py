@@ -10,7 +10,7 @@ from refusal import refused
 
 from jaxrag.base.errors import ConfigError
 from jaxrag.base.sharding import make_mesh
-from jaxrag.engine import decoding, prefill, staging
+from jaxrag.engine import decoding, prefill, staging, steps
 from jaxrag.engine.engine import engine_of
 from jaxrag.models.model import random_model
 from jaxrag.reuse.decode import retrieval
@@ -101,7 +101,7 @@ USUAL = ("full_attention", "turborag", "turborag_composite")
 COMPILED = {
     it.__name__
     for it in (
-        prefill._whole_piece, prefill._layer, decoding._join, decoding._steps,
+        prefill._whole_piece, prefill._layer, decoding._join, steps._whole_steps,
         decoding._put_decoding, staging._place, kv_deviation._whole_check,
         kv_deviation._sparse_check, cache_craft._mean_shares, query_guided._received_alone,
         query_guided._received_over_cache, decode_rule.prepare_layers, retrieval._keys,

@@ -9,7 +9,9 @@ from jaxrag.server.state.warm import WarmUp
 
 QUESTION = "Which animal does Kora Felell keep? "
 ASKED = {"method": "turborag", "max_new_tokens": 4, "warm_up": True}
-LARGE = ("jit(_whole_piece)", "jit(_layer)", "jit(_steps)", "jit(_place)")
+LARGE = tuple(f"jit({name})" for name in (
+    "_whole_piece", "_layer", "_whole_steps", "_some_layers", "_place",
+))  # fmt: skip
 
 
 def until(found):
