@@ -14,6 +14,7 @@ from jaxrag.reuse.names import DEFAULT_PRIMER
 ChunkBy = Literal["tokens", "sentence", "markdown", "passages"]
 SimilarBy = Literal["vectors", "bm25"]
 SearchMode = Literal["bm25", "vector", "hybrid"]
+NeighboursFrom = Literal["corpus", "prompt"]  # of chunks that no knowledge base holds
 FORMATS = ("native", "int8", "int4", "int4-half")  # of stored KV: kv.store's STORED
 DEFAULT_FORM = "int8"  # of a new knowledge base: docs/results.md, formats of stored KV
 DEFAULT_TOP_N = 10  # neighbours of a chunk: FusionRAG section 5.3.2

@@ -134,6 +134,11 @@ class Method:
         return name
 
     @property
+    def encoders(self) -> tuple[str, ...]:
+        """Those of its chunks, each once; none of full attention."""
+        return tuple(dict.fromkeys(filter(None, (self.encoder, self.first_encoder))))
+
+    @property
     def reads_primed(self) -> bool:
         """Is any chunk's KV such as it is behind a primer?"""
         return "primed" in (self.encoder, self.first_encoder)

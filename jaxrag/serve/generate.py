@@ -10,7 +10,7 @@ from jaxrag.base.errors import RequestError
 from jaxrag.base.shapes import bucket
 from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.library.knowledge_base import KnowledgeBase
-from jaxrag.library.options import SearchMode
+from jaxrag.library.options import NeighboursFrom, SearchMode
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.reuse.decode import DecodeRule
@@ -45,6 +45,7 @@ class AskFields(TypedDict, total=False):
 
     kb: KnowledgeBase | None
     documents: Sequence[Text] | None
+    neighbours: NeighboursFrom
     blocks: Sequence[Text]
     earlier_turns: EarlierTurns
     plain: Plain
@@ -107,6 +108,10 @@ def generate(
         allows, such as {"year": {"$gte": 2020}}.
       documents: each one chunk, its KV kept in memory by the model's engine; with ``kb`` as well
         they are used instead of retrieval, and kept in its store.
+      neighbours: where those of ``documents`` and ``blocks`` come from, for methods that encode
+        chunks behind their neighbours, such as fusionrag: "corpus", the most similar chunks of
+        ``kb``, refused without one; "prompt", the prompt's other given chunks, which no ingest
+        could know: an oracle, and a note says so.
       blocks: texts or token ids that are put as they are before all chunks, such as examples or
         functions, each with KV of its own that is kept as that of ``documents`` is
         (Block-Attention section 2.2).
@@ -233,6 +238,7 @@ def _ready(
     said: dict[str, Any] = {**options}
     said.pop("batch_size", None)
     kb, documents, model = (said.pop(name, None) for name in ("kb", "documents", "model"))
+    neighbours = said.pop("neighbours", "corpus")
     ask = Ask(**said)
     asked: list[Text] | list[Conversation]
     if messages is None:
@@ -251,13 +257,14 @@ def _ready(
     if kb is None and documents is None and messages is None and not len(ask.blocks):
         raise RequestError(f"{caller} needs kb= or documents=; pass one of them")
     samplings = ask.samplings(len(asked))
-    settings = resolve(ask, kb=kb, model=model)
+    settings = resolve(ask, kb=kb, model=model, neighbours=neighbours)
     pairs = zip(asked, samplings, strict=True)
     ready = (prepare(settings, text, documents, own) for text, own in pairs)
     return [dataclasses.replace(it, rows=rows or 1) for it in ready], single
 
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(Ask)}
+_DEFAULTS["neighbours"] = "corpus"
 _KINDS = get_type_hints(AskFields)
 
 

@@ -97,8 +97,7 @@ def rules_for(ask: Ask, method: Method) -> PassageRules | None:
     """
     if ask.plain == "off" or method.encoder is None:
         return None
-    encoders = (method.encoder, method.first_encoder)
-    if any(name is not None and encoder_named(name).sees_neighbours for name in encoders):
+    if any(encoder_named(name).sees_neighbours for name in method.encoders):
         raise RequestError(
             f"method {method.name!r} reads KV that has seen neighbours; pasted passages have none: "
             "choose turborag, block_attention, cacheblend or epic"

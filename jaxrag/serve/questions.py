@@ -2,9 +2,10 @@
 
 import dataclasses
 import functools
+import reprlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -17,7 +18,10 @@ from jaxrag.engine.request import Prompt, Request, check_length
 from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.kv.store import KVStore
 from jaxrag.library.knowledge_base import KnowledgeBase
-from jaxrag.library.knowledge_base.neighbours import Placed, each_other
+from jaxrag.library.knowledge_base.neighbours import GivenChunk, Placed, each_other
+from jaxrag.library.knowledge_base.passages import PassageCorpus
+from jaxrag.library.options import NeighboursFrom
+from jaxrag.library.retrieve.base import searched_text
 from jaxrag.library.retrieve.filters import Filter
 from jaxrag.models.model import Model, as_token_ids
 from jaxrag.models.text.prompts import BARE, PromptTemplate, QuestionIds, template_named
@@ -60,6 +64,8 @@ class Settings:
       store: where the KV of chunks is kept.
       method: with what ``ask`` and the gate of the knowledge base say of it.
       primer: what its chunks are encoded behind; None where they see none.
+      neighbours: where those of chunks that are given come from, for encoders that see some:
+        "corpus", the knowledge base; other passages; "prompt", its own others.
       encode: gives the ids of what messages hold; None: the tokenizer does.
       check_cancelled: asked between two texts; raises where nobody waits for the answer any more.
     """
@@ -72,6 +78,7 @@ class Settings:
     template: PromptTemplate
     notes: tuple[str, ...] = ()
     primer: Primer | None = None
+    neighbours: NeighboursFrom | PassageCorpus = "corpus"
     encode: TextIds | None = dataclasses.field(default=None, repr=False)
     check_cancelled: Callable[[], None] = dataclasses.field(default=lambda: None, repr=False)
 
@@ -142,10 +149,12 @@ def resolve(
     kb: KnowledgeBase | None = None,
     model: Model | None = None,
     store: KVStore | None = None,
+    neighbours: NeighboursFrom | PassageCorpus = "corpus",
 ) -> Settings:
     """Method, model, template and store that all questions share; checked, as far as that is known.
 
     Without a knowledge base, KV of documents is kept in ``store``; None: the engine's memory.
+    ``neighbours`` are those of documents and blocks, as of ``Settings``.
 
     A method that is named, with no ratio, runs at the ratio that the gate of the knowledge base
     found; a Method says its ratio itself.
@@ -155,6 +164,7 @@ def resolve(
     opened = "a KnowledgeBase, as KnowledgeBase.open(DIR, model=...) gives it"
     require_kind("kb", kb, (KnowledgeBase,), opened)
     require_kind("model", model, (Model,), "a Model, as load_model(DIR) gives it")
+    _check_neighbours(neighbours)
     if kb is not None and model is not None and kb.model is not model:
         raise RequestError("model= differs from the knowledge base's model; pass only kb=")
     model = model if kb is None else kb.model
@@ -183,7 +193,14 @@ def resolve(
     method.decode.check_mesh(model.config, model.mesh, model.placement)
     primer = chosen_primer(kb, method)
     kept = kb.store if kb is not None else store or engine_of(model).memory
-    return Settings(ask, model, kb, kept, method, template, notes, primer)
+    return Settings(ask, model, kb, kept, method, template, notes, primer, neighbours)
+
+
+def _check_neighbours(value: Any) -> None:
+    choices = get_args(NeighboursFrom)
+    if not isinstance(value, PassageCorpus) and value not in choices:
+        shown = reprlib.repr(value)
+        raise RequestError(f"neighbours={shown}: expected one of {', '.join(choices)}")
 
 
 def _method(ask: Ask, model: Model, kb: KnowledgeBase | None) -> Method:
@@ -216,8 +233,8 @@ def prepare(
     Raises:
       RequestError: a question that cannot be served: empty, of words that the model cannot read
         (one of them, if its vocabulary is a list of words; all of them, if it is one of sub-words),
-        longer than the model's context, larger than the cache, or with neither documents nor a
-        knowledge base.
+        longer than the model's context, larger than the cache, with neither documents nor a
+        knowledge base, or with documents whose neighbours nobody knows.
       TokenizerError: text for a model without a tokenizer.
     """
     start = time.perf_counter()
@@ -253,6 +270,7 @@ def prepare(
         ask = dataclasses.replace(ask, unanswerable="ask")
     members = numbered(members, found[-1])
     prompt, members = _behind_others(settings, members, prompt)
+    notes += _on_neighbours(settings, prompt, members)
     ready = ReadyQuestion(
         prompt,
         settings.store,
@@ -474,34 +492,99 @@ def _behind_others(
 ) -> tuple[Prompt, list[FoundChunk]]:
     """With what each chunk was, or is to be, encoded behind, if the method's encoder sees any.
 
-    Neighbours in the knowledge base of chunks that were retrieved. Chunks that were given are each
-    other's, in their order, as many as there may be. Turns have none.
+    Neighbours in the knowledge base of chunks that were retrieved; of chunks that were given as
+    ``Settings.neighbours`` says. Turns have none.
     """
-    names = (settings.method.encoder, settings.method.first_encoder)
-    seeing = [name for name in names if name is not None and encoder_named(name).sees_neighbours]
+    seeing = _seeing(settings.method)
     if not seeing:
         return prompt, members
     stored = [chunk.chunk_id for chunk in members if chunk.chunk_id is not None]
     chunks = [prompt.chunks[index] for index in prompt.places]
-    of_given = [ids for it, ids in zip(members, chunks, strict=True) if it.chunk_id is None]
-    room = settings.model.config.max_positions - len(prompt.prefix)
-    others = iter(list(each_other(of_given, room)))
+    pairs = zip(members, chunks, strict=True)
+    given = [(it, ids) for it, ids in pairs if it.chunk_id is None]
+    others = iter(_behind_given(settings, given, len(prompt.prefix)))
     placed: Iterator[Placed] = iter(())
     if settings.kb is not None and stored:
         placed = iter(settings.kb.placed(stored, seeing[0], settings.template))
-    neighbours, behind = [], list[FoundChunk]()
-    for it in members:
-        if it.chunk_id is None:
-            neighbours.append(next(others))
-        else:
-            one = next(placed)
-            neighbours.append(one.neighbours)
-            it = dataclasses.replace(it, behind=one.content_ids)
-        behind.append(it)
-    of_members = iter(neighbours)
+    found = [next(others if it.chunk_id is None else placed) for it in members]
+    of_members = iter(found)
     turns = prompt.turns
-    every = tuple(None if at in turns else next(of_members) for at in range(len(prompt.chunks)))
-    return dataclasses.replace(prompt, neighbours=every), behind
+    every = tuple(
+        None if at in turns else next(of_members).neighbours for at in range(len(prompt.chunks))
+    )
+    return dataclasses.replace(prompt, neighbours=every), [
+        dataclasses.replace(it, behind=one.content_ids)
+        for it, one in zip(members, found, strict=True)
+    ]
+
+
+def _behind_given(
+    settings: Settings, given: Sequence[tuple[FoundChunk, HostArray]], prefix: int
+) -> Sequence[Placed]:
+    """Given chunks, each with its token ids in the prompt [T] int32, behind their neighbours.
+
+    Raises RequestError where nothing says where these come from.
+    """
+    source, kb = settings.neighbours, settings.kb
+    room = settings.model.config.max_positions - prefix
+    if not given:
+        return ()
+    if source == "prompt":
+        own = [ids for _, ids in given]
+        return [Placed(ids, it) for ids, it in zip(own, each_other(own, room), strict=True)]
+    if source == "corpus" and kb is None:
+        raise RequestError(
+            f"method {settings.method.name!r} reads chunks behind their neighbours, and given ones "
+            "(documents=, blocks=) have none: pass kb= to find some in, or neighbours='prompt', an "
+            "oracle: the prompt's own others"
+        )
+    tokenizer = settings.model.text_tokenizer()
+    searched = [
+        GivenChunk(searched_text(it.title, it.source.text or tokenizer.decode(it.ids)), ids)
+        for it, ids in given
+    ]
+    if isinstance(source, PassageCorpus):
+        return source.behind(searched, room)
+    assert kb is not None
+    return kb.placed_given(searched, settings.template, room, settings.ask.groups)
+
+
+def _seeing(method: Method) -> list[str]:
+    """Its encoders that see neighbours."""
+    return [name for name in method.encoders if encoder_named(name).sees_neighbours]
+
+
+def neighbours_told(method: Method, source: NeighboursFrom | PassageCorpus) -> dict[str, Any] | None:
+    """What a result says of the neighbours of given chunks; None where a method sees none.
+
+    {"from": "corpus", "name": ..., ...} or {"from": "prompt", "oracle": True}, JSON-able.
+    """
+    if not _seeing(method):
+        return None
+    if isinstance(source, PassageCorpus):
+        return source.about
+    return {"from": "prompt", "oracle": True} if source == "prompt" else {"from": "corpus"}
+
+
+def _on_neighbours(
+    settings: Settings, prompt: Prompt, members: Sequence[FoundChunk]
+) -> Iterator[str]:
+    """Notes on where the neighbours of given chunks come from."""
+    if prompt.neighbours is None or all(it.chunk_id is not None for it in members):
+        return
+    source, kb = settings.neighbours, settings.kb
+    if source == "prompt":
+        yield (
+            "given chunks are encoded behind the prompt's own others (neighbours='prompt'): an "
+            "oracle, as nobody who stored them before the question could have known these"
+        )
+    elif isinstance(source, PassageCorpus):
+        yield (
+            f"neighbours of given chunks are the most similar of {len(source.passages)} passages "
+            f"of {source.name}"
+        )
+    elif kb is not None:
+        yield f"neighbours of given chunks are the most similar of knowledge base {kb.path.name}"
 
 
 def _primer_ids(settings: Settings, prompt: Prompt, bare: bool) -> HostArray | None:

@@ -23,7 +23,7 @@ from jaxrag.library.catalog import Catalog, Hit
 from jaxrag.library.catalog.audit import RowsReport
 from jaxrag.library.knowledge_base import upkeep
 from jaxrag.library.knowledge_base.forgotten import ForgottenReport, look_for
-from jaxrag.library.knowledge_base.neighbours import Neighbours, Placed, refresh
+from jaxrag.library.knowledge_base.neighbours import GivenChunk, Neighbours, Placed, refresh
 from jaxrag.library.knowledge_base.parts import Parts
 from jaxrag.library.knowledge_base.reports import RefreshReport
 from jaxrag.library.knowledge_base.rows import Names, examine
@@ -100,6 +100,28 @@ class Maintained(Parts):
         if gone:
             raise KnowledgeBaseError(f"{self.path} holds chunk {gone[0]} no more; search again")
         return [placed[i] for i in chunk_ids]
+
+    def placed_given(
+        self,
+        chunks: Sequence[GivenChunk],
+        template: PromptTemplate,
+        room: int,
+        groups: Sequence[str] | None = None,
+    ) -> list[Placed]:
+        """Chunks that are not of this knowledge base, with their neighbours in it.
+
+        Args:
+          chunks: with their token ids, [T] int32.
+          template: what wraps the neighbours.
+          room: tokens that neighbours and chunk have together.
+          groups: of the reader, who may read every neighbour; None is not limited.
+
+        Raises KnowledgeBaseError without a model, and as ``refresh``.
+        """
+        neighbours = self._neighbours(self._require_model("find neighbours as token ids"))
+        self._check_vectors(neighbours.by)
+        neighbours = dataclasses.replace(neighbours, template=template)
+        return neighbours.find_given(chunks, room, groups)
 
     def chunks_of(self, document_id: str, numbers: Sequence[int] | None = None) -> list[Hit]:
         """Chunks of a document in order, with score 0: all, or those with these places in it.

@@ -24,7 +24,7 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,6 +59,19 @@ class Placed(ChunkInContext):
     """A chunk and the chunks in front of it."""
 
     content_ids: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class GivenChunk:
+    """A chunk that no knowledge base holds.
+
+    Attributes:
+      text: that similar chunks share words with, or are near to.
+      ids: [T] int32, as it stands in the prompt.
+    """
+
+    text: str
+    ids: HostArray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,23 +113,62 @@ class Neighbours:
     def find(self, chunk_ids: Sequence[int]) -> dict[int, Placed]:
         """Search the neighbours of chunks; ids of no chunk, or of one that leaves, are left out."""
         own = self.catalog.tokens(chunk_ids)
+        found = self._others(
+            own, self._rank, lambda chunk_id, other: _may_precede(other, own[chunk_id])
+        )
+        return {i: self._place(own[i], found[i]) for i in own if i in found}
+
+    def find_given(
+        self, chunks: Sequence[GivenChunk], room: int, groups: Sequence[str] | None = None
+    ) -> list[Placed]:
+        """Search the neighbours of chunks that are not of the knowledge base.
+
+        Args:
+          chunks: one with the tokens of a chunk of the knowledge base is not behind that one.
+          room: tokens that neighbours and chunk have together.
+          groups: of the reader; as of ``KnowledgeBase.search``.
+        """
+        readers = None if groups is None else frozenset(groups)
+
+        def may_precede(number: int, other: ChunkTokens) -> bool:
+            is_read = readers is None or other.readers is None or bool(readers & other.readers)
+            return is_read and not np.array_equal(self._prompt_ids(other), chunks[number].ids)
+
+        texts = dict(enumerate(chunk.text for chunk in chunks))
+        found = self._others(
+            texts,
+            lambda numbers, depth: self._rank_texts({i: texts[i] for i in numbers}, depth),
+            may_precede,
+        )
+        return [self._behind(chunk.ids, found[i], room) for i, chunk in enumerate(chunks)]
+
+    def _others(
+        self,
+        names: Iterable[int],
+        rank: Callable[[list[int], int], Mapping[int, list[int]]],
+        may_precede: Callable[[int, ChunkTokens], bool],
+    ) -> dict[int, list[ChunkTokens]]:
+        """By name up to ``top_n`` distinct chunks that may precede it, most similar first.
+
+        ``rank`` gives so many chunk ids for each of some names; one that it leaves out is left out.
+        """
         found: dict[int, list[ChunkTokens]] = {}
-        waiting, depth = list(own), self.top_n + 1
+        waiting, depth = list(names), self.top_n + 1
         while waiting:
-            rankings = self._rank(waiting, depth)
+            rankings = rank(waiting, depth)
             tokens = self.catalog.tokens(itertools.chain(*rankings.values()))
             waiting = []
-            for chunk_id, ranking in rankings.items():
+            for name, ranking in rankings.items():
                 others: dict[str, ChunkTokens] = {}
                 for other in ranking:
-                    if other in tokens and _may_precede(tokens[other], own[chunk_id]):
+                    if other in tokens and may_precede(name, tokens[other]):
                         others.setdefault(tokens[other].content_id, tokens[other])
                 if len(others) < self.top_n and len(ranking) >= depth:  # others took places
-                    waiting.append(chunk_id)
+                    waiting.append(name)
                 else:
-                    found[chunk_id] = list(others.values())[: self.top_n]
+                    found[name] = list(others.values())[: self.top_n]
             depth *= 2
-        return {i: self._place(own[i], found[i]) for i in own if i in found}
+        return found
 
     def recorded(self, chunk_ids: Sequence[int], encoder: str) -> dict[int, Placed]:
         """The neighbours that chunks were encoded behind; of those with KV of this encoder."""
@@ -135,11 +187,7 @@ class Neighbours:
         Where fewer are returned, there are no others. A chunk that left meanwhile is left out.
         """
         if self.by == "bm25":
-            search = self.catalog.search if self.words is None else self.words.search
-            return {
-                chunk_id: [found.chunk_id for found in search(text, depth)]
-                for chunk_id, text in self.catalog.searched_texts(chunk_ids).items()
-            }
+            return self._rank_texts(self.catalog.searched_texts(chunk_ids), depth)
         index = self.index
         assert index is not None
         try:
@@ -149,20 +197,40 @@ class Neighbours:
             if len(standing) == len(chunk_ids):
                 raise
             return self._rank(standing, depth)  # a chunk that left took its vector along
-        found, _ = index.search(vectors, depth)
-        return {
-            chunk_id: row[row != NOTHING].tolist()
-            for chunk_id, row in zip(chunk_ids, found, strict=True)
-        }
+        return _ranked(index, chunk_ids, vectors, depth)
+
+    def _rank_texts(self, texts: Mapping[int, str], depth: int) -> dict[int, list[int]]:
+        """As ``_rank``, for texts by name: what would be searched of the chunks."""
+        if self.by == "bm25":
+            search = self.catalog.search if self.words is None else self.words.search
+            return {
+                name: [found.chunk_id for found in search(text, depth)]
+                for name, text in texts.items()
+            }
+        assert self.vectors is not None
+        vectors = self.vectors.embedder(list(texts.values()), "passage")
+        return _ranked(self.vectors.index, list(texts), vectors, depth)
 
     def _place(self, own: ChunkTokens, others: Sequence[ChunkTokens]) -> Placed:
-        ids = self._prompt_ids(own)
-        room = self.model.config.max_positions - len(self.prefix) - len(ids)
-        neighbours = _that_fit(map(self._prompt_ids, others), room)
+        room = self.model.config.max_positions - len(self.prefix)
+        return self._behind(self._prompt_ids(own), others, room)
+
+    def _behind(self, ids: HostArray, others: Sequence[ChunkTokens], room: int) -> Placed:
+        neighbours = that_fit(map(self._prompt_ids, others), room - len(ids))
         return Placed(ids, neighbours, tuple(it.content_id for it in others[: len(neighbours)]))
 
     def _prompt_ids(self, chunk: ChunkTokens) -> HostArray:
         return self.template.chunk_ids(self.model.text_tokenizer(), chunk.ids, chunk.title)
+
+
+def _ranked(
+    index: VectorIndex, names: Sequence[int], vectors: HostArray, depth: int
+) -> dict[int, list[int]]:
+    """By name the ids of the chunks nearest to each of some vectors, float32 [N, E]."""
+    found, _ = index.search(vectors, depth)
+    return {
+        name: row[row != NOTHING].tolist() for name, row in zip(names, found, strict=True)
+    }
 
 
 def _may_precede(other: ChunkTokens, own: ChunkTokens) -> bool:
@@ -179,10 +247,10 @@ def each_other(
     distinct = {ids.tobytes(): ids for ids in chunks}
     for own in chunks:
         others = [ids for name, ids in distinct.items() if name != own.tobytes()]
-        yield _that_fit(others[:top_n], room - len(own))
+        yield that_fit(others[:top_n], room - len(own))
 
 
-def _that_fit(chunks: Iterable[HostArray], room: int) -> tuple[HostArray, ...]:
+def that_fit(chunks: Iterable[HostArray], room: int) -> tuple[HostArray, ...]:
     """Chunks up to the first that does not fit ``room`` tokens any more."""
     fitting: list[HostArray] = []
     for ids in chunks:

@@ -1,0 +1,110 @@
+"""Passages that stand in for a knowledge base where neighbours are looked for.
+
+They are in memory and have no KV of their own: what is evaluated on a data set's passages has
+neighbours as a knowledge base of these passages would find them by words.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import apsw
+
+from jaxrag.base.types import HostArray
+from jaxrag.library.knowledge_base.neighbours import GivenChunk, Placed, that_fit
+from jaxrag.library.options import DEFAULT_TOP_N
+from jaxrag.library.retrieve.base import searched_text
+from jaxrag.library.retrieve.bm25 import BM25Index, BM25Snapshot
+from jaxrag.models.model import Model
+from jaxrag.models.text.prompts import PromptTemplate
+
+_AT_ONCE = 8192  # passages that are indexed together
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PassageCorpus:
+    """Passages among which the neighbours of chunks are found, by BM25. Make one with ``of``.
+
+    Attributes:
+      name: what a result calls it.
+      passages: title and text of each, every pair once.
+      model: whose tokens count.
+      template: what wraps them.
+      chunk_tokens: of a passage the first so many are taken; None: all.
+    """
+
+    name: str
+    passages: tuple[tuple[str, str], ...]
+    model: Model
+    template: PromptTemplate
+    chunk_tokens: int | None = None
+    top_n: int = DEFAULT_TOP_N
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What a result says of it, JSON-able."""
+        return {
+            "from": "corpus",
+            "name": self.name,
+            "passages": len(self.passages),
+            "by": "bm25",
+            "top_n": self.top_n,
+        }
+
+    def behind(self, chunks: Sequence[GivenChunk], room: int) -> list[Placed]:
+        """Chunks with the ``top_n`` passages most similar to each, the most similar first.
+
+        A passage with the chunk's own tokens is none of them, nor a second one with equal tokens.
+        The list ends before the first that does not fit ``room`` tokens with the chunk.
+        """
+        return [self._placed(chunk, room) for chunk in chunks]
+
+    def _placed(self, chunk: GivenChunk, room: int) -> Placed:
+        others: dict[bytes, HostArray] = {}
+        ranking: list[int] = []
+        depth = self.top_n + 1
+        while len(others) < self.top_n:
+            before = len(ranking)
+            ranking = [found.chunk_id for found in self._words.search(chunk.text, depth)]
+            for number in ranking[before:]:
+                ids = self._prompt_ids(number)
+                if ids.tobytes() != chunk.ids.tobytes():
+                    others.setdefault(ids.tobytes(), ids)
+            if len(ranking) < depth:
+                break  # there are no more
+            depth *= 2
+        nearest = list(others.values())[: self.top_n]
+        return Placed(chunk.ids, that_fit(nearest, room - len(chunk.ids)))
+
+    @functools.cached_property
+    def _words(self) -> BM25Snapshot:
+        connection = apsw.Connection(":memory:")
+        try:
+            index = BM25Index(connection)
+            index.create()
+            for start in range(0, len(self.passages), _AT_ONCE):
+                part = self.passages[start : start + _AT_ONCE]
+                texts = {
+                    start + n: searched_text(title, self._text(text))
+                    for n, (title, text) in enumerate(part)
+                }
+                index.add(texts, start)
+            return index.snapshot()
+        finally:
+            connection.close()
+
+    def _text(self, text: str) -> str:
+        """As much of a passage as is taken."""
+        if self.chunk_tokens is None:
+            return text
+        tokenizer = self.model.text_tokenizer()
+        ids = tokenizer.encode(text)
+        return text if len(ids) <= self.chunk_tokens else tokenizer.decode(ids[: self.chunk_tokens])
+
+    def _prompt_ids(self, number: int) -> HostArray:
+        """Token ids of a passage as it stands in a prompt, int32 [T]."""
+        tokenizer = self.model.text_tokenizer()
+        title, text = self.passages[number]
+        ids = tokenizer.encode(text)[: self.chunk_tokens]
+        return self.template.chunk_ids(tokenizer, ids, title)
