@@ -100,6 +100,7 @@ def _options(options: TimesOptions, name: str, path: Path) -> DatasetOptions:
         number=options.questions,
         noise=options.noise if name.startswith("rgb") else (),
         max_new_tokens=1,
+        neighbours="prompt",  # times alone; a server has no other passages
         scores=False,
         out=None if options.keep is None else str(options.keep / f"{name}.json"),
     )

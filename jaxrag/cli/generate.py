@@ -4,7 +4,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from jaxrag.base.config import ModelOptions
 from jaxrag.base.errors import RequestError
@@ -14,6 +14,7 @@ from jaxrag.cli.options import GENERATION, JSON, SECRET, distributed_options, mo
 from jaxrag.cli.output import give
 from jaxrag.cli.parts import RayOptions, in_parts
 from jaxrag.cli.processes import joined
+from jaxrag.library.options import NeighboursFrom
 
 if TYPE_CHECKING:
     from jaxrag.library.documents import Shard
@@ -93,7 +94,8 @@ def _opened(args: Args) -> "tuple[QuestionFile, Settings]":
     kb = None if args.kb is None else open_kb(args, method)
     try:
         model = load(args.model, from_fields(ModelOptions, args), method) if kb is None else None
-        return questions, resolve(asked_of(args), kb=kb, model=model)
+        ask = asked_of(args)
+        return questions, resolve(ask, kb=kb, model=model, neighbours=args.neighbours)
     except BaseException:
         if kb is not None:
             kb.close()
@@ -150,6 +152,14 @@ COMMAND = command(
     value("--questions", "FILE", "JSON lines", required=True),
     value("--out", "FILE", "made, or continued", required=True),
     value("--kb", "DIR", "knowledge base to retrieve from"),
+    value(
+        "--neighbours",
+        None,
+        "of documents in the questions, for methods that encode chunks behind neighbours: the most "
+        "similar of --kb, or the prompt's own others, an oracle (corpus)",
+        "corpus",
+        choices=get_args(NeighboursFrom),
+    ),
     SECRET,
     model_options(kv=True),
     GENERATION,

@@ -50,6 +50,8 @@ class Result:
       counts: tokens of chunks and earlier turns: reused + recomputed + encoded; encoded were not
         in the store (whether they were recomputed after that or not, and encoded for it or computed
         in place).
+      recomputed: share of these that were computed again, 0..1; a selector with a budget of its
+        own, such as cache_craft's, may compute most.
       flops: to the first token, TurboRAG appendix C: prefill with what is recomputed, the
         selector's own passes, and encoding on the fly.
       reuse: of the prefix, every chunk and every turn: what was reused, how, and why not.
@@ -73,6 +75,7 @@ class Result:
     indexes: dict[str, int]
     notes: list[str]
     citations: list[Citation] = dataclasses.field(default_factory=list)
+    recomputed: float = 0.0
 
     def __repr__(self) -> str:
         """The answer and the sums of its account, on one line; ``to_dict`` is all of it."""
@@ -376,6 +379,7 @@ def _result(
         reuse, why = explained(
             settings.kb, settings.method, settings.template, question.prompt, reuse
         )
+    counts = token_counts(outcome.reuse)
     spent = {
         "retrieve": question.retrieve_seconds,
         "wait": outcome.wait_seconds,
@@ -394,12 +398,13 @@ def _result(
             "ttft": question.retrieve_seconds + outcome.first_seconds,
             "per_token": outcome.per_token,
         },
-        counts=token_counts(outcome.reuse),
+        counts=counts,
         flops=outcome.flops,
         reuse=reuse,
         indexes=outcome.indexes,
         notes=[*settings.notes, *outcome.notes, *why],
         citations=citations,
+        recomputed=counts["recomputed"] / max(1, sum(counts.values())),
     )
 
 

@@ -184,4 +184,5 @@ def _record(questions: QuestionFile, settings: Settings, shard: Shard) -> dict[s
         "max_new_tokens": ask.max_new_tokens,
         "sampling": dataclasses.asdict(sampling),
         "stop": list(ask.stop),
+        **({} if settings.neighbours == "corpus" else {"neighbours": settings.neighbours}),
     }

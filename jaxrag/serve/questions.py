@@ -554,7 +554,9 @@ def _seeing(method: Method) -> list[str]:
     return [name for name in method.encoders if encoder_named(name).sees_neighbours]
 
 
-def neighbours_told(method: Method, source: NeighboursFrom | PassageCorpus) -> dict[str, Any] | None:
+def neighbours_told(
+    method: Method, source: NeighboursFrom | PassageCorpus
+) -> dict[str, Any] | None:
     """What a result says of the neighbours of given chunks; None where a method sees none.
 
     {"from": "corpus", "name": ..., ...} or {"from": "prompt", "oracle": True}, JSON-able.
@@ -579,12 +581,9 @@ def _on_neighbours(
             "oracle, as nobody who stored them before the question could have known these"
         )
     elif isinstance(source, PassageCorpus):
-        yield (
-            f"neighbours of given chunks are the most similar of {len(source.passages)} passages "
-            f"of {source.name}"
-        )
+        yield f"neighbours of given chunks are the most similar among {source.name}"
     elif kb is not None:
-        yield f"neighbours of given chunks are the most similar of knowledge base {kb.path.name}"
+        yield f"neighbours of given chunks are the most similar in knowledge base {kb.path.name}"
 
 
 def _primer_ids(settings: Settings, prompt: Prompt, bare: bool) -> HostArray | None:

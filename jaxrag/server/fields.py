@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from jaxrag.base.guide import Guide, GuideKind
 from jaxrag.engine.sampling_params import MOST_BIASES, MOST_K, MOST_SEED, MOST_TOP, SamplingParams
-from jaxrag.library.options import SearchMode
+from jaxrag.library.options import NeighboursFrom, SearchMode
 from jaxrag.reuse.names import Misses
 from jaxrag.serve.ask import Cite, EarlierTurns, Plain, Unanswerable, is_ids
 from jaxrag.serve.conversation import Conversation, Passage, Text, conversation_of
@@ -264,6 +264,7 @@ class Generation(SaidFields, Named):
 
     Attributes:
       documents: chunks that are given; None: none are, (): there are to be none.
+      neighbours: where those of given chunks come from, as of ``generate``.
       choices: answers to each prompt.
       ignore_eos: it goes on behind what would end it.
       logprobs: whether those of its tokens are told, or of how many in the place of each.
@@ -299,6 +300,7 @@ class Generation(SaidFields, Named):
     documents: (
         Annotated[list[Any], Field(max_length=MOST_TEXTS), AfterValidator(_passages)] | None
     ) = None
+    neighbours: NeighboursFrom = "corpus"
     stream: bool = False
     stream_options: dict[str, Any] = Field({})
     priority: Annotated[Int, Field(ge=0, le=MOST_K)] | None = None

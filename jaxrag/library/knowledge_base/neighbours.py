@@ -228,9 +228,7 @@ def _ranked(
 ) -> dict[int, list[int]]:
     """By name the ids of the chunks nearest to each of some vectors, float32 [N, E]."""
     found, _ = index.search(vectors, depth)
-    return {
-        name: row[row != NOTHING].tolist() for name, row in zip(names, found, strict=True)
-    }
+    return {name: row[row != NOTHING].tolist() for name, row in zip(names, found, strict=True)}
 
 
 def _may_precede(other: ChunkTokens, own: ChunkTokens) -> bool:

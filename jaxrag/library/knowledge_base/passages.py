@@ -24,18 +24,18 @@ _AT_ONCE = 8192  # passages that are indexed together
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PassageCorpus:
-    """Passages among which the neighbours of chunks are found, by BM25. Make one with ``of``.
+    """Passages among which the neighbours of chunks are found, by BM25.
 
     Attributes:
       name: what a result calls it.
-      passages: title and text of each, every pair once.
+      passages: title of each, and its text or token ids int32 [T].
       model: whose tokens count.
       template: what wraps them.
       chunk_tokens: of a passage the first so many are taken; None: all.
     """
 
     name: str
-    passages: tuple[tuple[str, str], ...]
+    passages: tuple[tuple[str, str | HostArray], ...]
     model: Model
     template: PromptTemplate
     chunk_tokens: int | None = None
@@ -86,25 +86,29 @@ class PassageCorpus:
             for start in range(0, len(self.passages), _AT_ONCE):
                 part = self.passages[start : start + _AT_ONCE]
                 texts = {
-                    start + n: searched_text(title, self._text(text))
-                    for n, (title, text) in enumerate(part)
+                    start + n: searched_text(title, self._text(body))
+                    for n, (title, body) in enumerate(part)
                 }
                 index.add(texts, start)
             return index.snapshot()
         finally:
             connection.close()
 
-    def _text(self, text: str) -> str:
+    def _text(self, body: str | HostArray) -> str:
         """As much of a passage as is taken."""
-        if self.chunk_tokens is None:
-            return text
+        if isinstance(body, str) and self.chunk_tokens is None:
+            return body
+        ids = self._ids(body)
         tokenizer = self.model.text_tokenizer()
-        ids = tokenizer.encode(text)
-        return text if len(ids) <= self.chunk_tokens else tokenizer.decode(ids[: self.chunk_tokens])
+        whole = isinstance(body, str) and len(ids) == len(tokenizer.encode(body))
+        return str(body) if whole else tokenizer.decode(ids)
+
+    def _ids(self, body: str | HostArray) -> HostArray:
+        """The token ids that are taken of a passage, int32 [T]."""
+        ids = self.model.text_tokenizer().encode(body) if isinstance(body, str) else body
+        return ids[: self.chunk_tokens]
 
     def _prompt_ids(self, number: int) -> HostArray:
         """Token ids of a passage as it stands in a prompt, int32 [T]."""
-        tokenizer = self.model.text_tokenizer()
-        title, text = self.passages[number]
-        ids = tokenizer.encode(text)[: self.chunk_tokens]
-        return self.template.chunk_ids(tokenizer, ids, title)
+        title, body = self.passages[number]
+        return self.template.chunk_ids(self.model.text_tokenizer(), self._ids(body), title)

@@ -18,6 +18,7 @@ from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.kv.cache import PAGE
+from jaxrag.library.knowledge_base.passages import PassageCorpus
 from jaxrag.measure.bench.peer import Peer
 from jaxrag.measure.evals.gate import compare
 from jaxrag.measure.evals.options import Target
@@ -259,8 +260,12 @@ def _agreement(model: Model) -> tuple[tuple[Agreed, ...] | str, int]:
 def _probes(settings: Settings) -> list[ReadyQuestion]:
     """Questions on short documents about invented people."""
     task = SyntheticTask(split="test")
+    samples = [sample(task, 0, index) for index in range(_SAMPLES)]
+    documents = tuple(("", text) for drawn in samples for text in drawn.chunks)
+    corpus = PassageCorpus("probes", documents, settings.model, settings.template)
+    settings = dataclasses.replace(settings, neighbours=corpus)
     return [
         prepare(settings, asked.question, drawn.chunks, SamplingParams())
-        for drawn in (sample(task, 0, index) for index in range(_SAMPLES))
+        for drawn in samples
         for asked in drawn.questions[:_ASKED]
     ]

@@ -63,13 +63,14 @@ class Pool:
     def _settings(self, kb: KnowledgeBase, method: Method) -> Settings:
         """What all questions of a cell have in common."""
         tokens, template = self.written.answer_tokens, self.written.template
-        return resolve(Ask(method=method, template=template, max_new_tokens=tokens), kb=kb)
+        ask = Ask(method=method, template=template, max_new_tokens=tokens)
+        return resolve(ask, kb=kb, neighbours="prompt")  # ``_ready`` puts those of the pool there
 
     def _ready(self, settings: Settings, number: int, question: str) -> ReadyQuestion:
         sample, chosen = self.written.samples[number], self._choose(number, question)
         texts = [sample.chunks[i] for i in chosen]
         one = prepare(settings, question, texts, SamplingParams())
-        names = [it for it in (settings.method.encoder, settings.method.first_encoder) if it]
+        names = settings.method.encoders
         seeing = [name for name in names if encoder_named(name).sees_neighbours]
         neighbours = None
         if seeing:
@@ -124,9 +125,7 @@ def open_pool(
             f"--retrieve {options.retrieve}: template {written.template.name!r} writes titles into "
             f"the chunks, which would tell who {'she'!r} is; use one without {{title}}"
         )
-    encoders = dict.fromkeys(
-        encoder for m in methods for encoder in (m.encoder, m.first_encoder) if encoder is not None
-    )
+    encoders = dict.fromkeys(encoder for method in methods for encoder in method.encoders)
     sees = any(encoder_named(encoder).sees_neighbours for encoder in encoders)
     documents = [
         [

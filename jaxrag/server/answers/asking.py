@@ -88,6 +88,7 @@ def make_ready(
         kb=base,
         model=state.model if base is None else None,
         store=state.memory.store(access.tenant) if base is None else None,
+        neighbours=fields.neighbours,
     )
     encode = None
     if (tokenizer := state.model.tokenizer) is not None:

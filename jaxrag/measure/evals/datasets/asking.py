@@ -9,6 +9,7 @@ from jaxrag.engine.engine import engine_of
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.library.knowledge_base import KnowledgeBase
+from jaxrag.measure.evals.datasets.corpus import Told, told_of
 from jaxrag.measure.evals.datasets.spec import DatasetItem
 from jaxrag.measure.subject import described
 from jaxrag.models.model import Model
@@ -56,6 +57,10 @@ class Answerer(Protocol):
         """What a result says of it, JSON-able; equal for one that gives the same answers."""
         ...
 
+    def neighbours(self) -> Told | None:
+        """What a result says of the neighbours of given passages; None: no method sees any."""
+        ...
+
     def answer(self, method: str, item: DatasetItem) -> TimedAnswer:
         """One method's answer. Raises ContextExceeded for a prompt that does not fit."""
         ...
@@ -77,6 +82,10 @@ class InProcess:
         """The model."""
         template = next(iter(self._settings.values())).template
         return described(str(self._model.path), self._model, template)
+
+    def neighbours(self) -> Told | None:
+        """As the settings say."""
+        return told_of(self._settings)
 
     def exchange(self, value: Any) -> list[Any]:
         """Of the processes that hold the model."""

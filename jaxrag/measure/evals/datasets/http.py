@@ -13,7 +13,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxrag.base.errors import ContextExceeded, RequestError
+from jaxrag.library.options import NeighboursFrom
 from jaxrag.measure.evals.datasets.asking import ATTEMPTS, TimedAnswer, is_own
+from jaxrag.measure.evals.datasets.corpus import Told
 from jaxrag.measure.evals.datasets.spec import DatasetItem
 from jaxrag.models.text.prompts import PromptTemplate
 
@@ -28,7 +30,12 @@ class OverHttp:
     """A server that is running."""
 
     def __init__(
-        self, url: str, methods: Sequence[str], template: PromptTemplate, max_new_tokens: int
+        self,
+        url: str,
+        methods: Sequence[str],
+        template: PromptTemplate,
+        max_new_tokens: int,
+        neighbours: NeighboursFrom = "corpus",
     ) -> None:
         """Ask what it serves.
 
@@ -37,6 +44,7 @@ class OverHttp:
         """
         self._url = url.rstrip("/")
         self._max_new_tokens = max_new_tokens
+        self._neighbours = neighbours
         try:
             self._model = json.loads(b"".join(self._lines("/v1/models", None)))["data"][0]
             offered, written = self._model["methods"], self._model["template"]
@@ -56,6 +64,10 @@ class OverHttp:
     def about(self) -> dict[str, Any]:
         """The model of the server, by its name, and its prompt format."""
         return {"path": self._model["id"], "server": True, "template": self._model["template"]}
+
+    def neighbours(self) -> Told | None:
+        """An oracle where it was asked for; else no method of a server sees any here."""
+        return {"from": "prompt", "oracle": True} if self._neighbours == "prompt" else None
 
     def exchange(self, value: Any) -> list[Any]:
         """This process asks alone, however many hold the server's model."""
@@ -97,6 +109,8 @@ class OverHttp:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+        if self._neighbours == "prompt":
+            body["neighbours"] = "prompt"
         start = time.perf_counter()
         first, text = 0.0, ""
         account: dict[str, Any] | None = None

@@ -17,6 +17,7 @@ from jaxrag.base.errors import RequestError
 from jaxrag.base.types import HostArray
 from jaxrag.kv.store import MemoryStore
 from jaxrag.measure.evals.datasets.asking import is_own
+from jaxrag.measure.evals.datasets.corpus import told_in, told_of, with_neighbours
 from jaxrag.measure.evals.datasets.options import NearOptions
 from jaxrag.measure.evals.datasets.run import ITEMS, ask_all, items_of, template_of
 from jaxrag.measure.evals.datasets.spec import DatasetItem
@@ -62,6 +63,7 @@ class NearStudy:
             return resolve(dataclasses.replace(ask, method=method), model=model, store=store)
 
         arms = {name: settings(method) for name, method in arms_of(options).items()}
+        arms = with_neighbours(options, arms, items_of, options.chunk_tokens)
         return cls(options, store, settings(METHODS[FULL]), arms)
 
     def measure(self, item: DatasetItem) -> dict[str, Any]:
@@ -176,6 +178,8 @@ def run(
         "chat": options.chat,
         "template": study.full.template.to_dict(),
     }
+    if (told := told_of(study.arms)) is not None:
+        setting["neighbours"] = told
     with tempfile.TemporaryDirectory(prefix="jaxrag-") as folder:
         kept = Path(f"{options.out or Path(folder) / 'near'}{ITEMS}")
         primers = {name: _primer(settings) for name, settings in study.arms.items()}
@@ -263,7 +267,8 @@ def tables(result: Mapping[str, Any]) -> Iterator[Table]:
         f"{result['answer_tokens']} tokens of its answer, KL over that of {first}, "
         "log-probability of the gold minus full attention's, "
         f"{result['metric']} (full attention {percent(result['full']['right'])}), chunk tokens "
-        "computed again, stored KiB a token, time to first token from the pool over full",
+        "computed again, stored KiB a token, time to first token from the pool over full"
+        f"{told_in(result)}",
         [
             [
                 "method", "KL", f"/ {first}", "same token, %", "gold", "right, %", "again, %",

@@ -1,9 +1,11 @@
 """What `jaxrag eval dataset` asks: its settings, which the command line fills, and their checks."""
 
 import dataclasses
+from typing import get_args
 
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import option, parse_count, parse_ratios
+from jaxrag.library.options import NeighboursFrom
 from jaxrag.measure.evals.options import check_positive
 from jaxrag.reuse.names import DEFAULT_PRIMER
 
@@ -64,6 +66,11 @@ class DatasetOptions:
         unset="those of the file", flag="--passages",
     )  # fmt: skip
     seed: int = option(7, "of these", "N")
+    neighbours: NeighboursFrom = option(
+        "corpus",
+        "of methods that encode passages behind their neighbours: the most similar passages of the "
+        "whole file, or the prompt's own others, an oracle",
+    )
     max_new_tokens: int | None = option(
         None, "of an answer", "N", parse=parse_count, unset="the benchmark's"
     )
@@ -82,6 +89,11 @@ class DatasetOptions:
                 f"--method {', '.join(self.methods)}: name at least one, and each once"
             )
         check_positive(self, "number", "documents", "max_new_tokens")
+        if self.neighbours not in get_args(NeighboursFrom):
+            raise RequestError(
+                f"--neighbours {self.neighbours}: expected one of "
+                f"{', '.join(get_args(NeighboursFrom))}"
+            )
         given = [it for it in (self.model, self.kb, self.server) if it is not None]
         if not given:
             raise RequestError(f"nothing to ask: {_FILL}")

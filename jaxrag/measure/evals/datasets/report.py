@@ -41,6 +41,7 @@ def tables(result: Mapping[str, Any]) -> Iterator[Table]:
                 "reused",
                 "again",
                 "reused, %",
+                "again, %",
                 "GFLOP",
             ],
             *(
@@ -119,6 +120,7 @@ def _cost(name: str, row: Mapping[str, Any]) -> list[str]:
         f"{tokens['reused']:.0f}",
         f"{tokens['recomputed']:.0f}",
         f"{100 * row['reuse']:.1f}",
+        f"{100 * row['recomputed']:.1f}",
         f"{row['flops'] / 1e9:.3g}",
     ]
 

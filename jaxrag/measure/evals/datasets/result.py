@@ -111,6 +111,7 @@ def _costs(first: str, method: str, lines: Sequence[Mapping[str, Any]]) -> dict[
         "without_time": len(own) - len(times),
         "tokens": tokens,
         "reuse": tokens["reused"] / total if total else 0.0,
+        "recomputed": tokens["recomputed"] / total if total else 0.0,
         "prompt_tokens": plain(median(np.array([float(it["prompt_tokens"]) for it in own]))),
         "flops": float(np.mean([it["flops"] for it in own])) if own else 0.0,
         "cut_off": sum(it["finish_reason"] == "length" for it in own),

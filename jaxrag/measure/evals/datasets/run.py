@@ -20,6 +20,7 @@ from jaxrag.measure.evals.datasets.asking import (
     TimedAnswer,
     settings_of,
 )
+from jaxrag.measure.evals.datasets.corpus import told_in, with_neighbours
 from jaxrag.measure.evals.datasets.http import OverHttp, ServerGone
 from jaxrag.measure.evals.datasets.options import DatasetOptions
 from jaxrag.measure.evals.datasets.records import HUB, records_of
@@ -33,6 +34,7 @@ from jaxrag.models.text.prompts import PromptTemplate, template_named
 from jaxrag.reuse.methods import method_named
 from jaxrag.serve.answer_files import AnswerFile, written_once
 from jaxrag.serve.ask import Ask
+from jaxrag.serve.questions import Settings
 
 ITEMS = ".items.jsonl"  # behind the name of the result's file
 
@@ -107,7 +109,7 @@ def run(
                 f"{error}; {count} questions are kept in {kept}: start it and run this again"
             ) from None
         metrics = (options.metrics or spec.metrics) if options.scores else ()
-        found = result_of(options.methods, metrics, spec.score, lines)
+        found = result_of(options.methods, metrics, spec.score, lines) | _told(answerer)
         return {
             "dataset": options.name,
             **spec.described(),
@@ -155,8 +157,13 @@ def heading(spec: DatasetSpec, found: Mapping[str, Any]) -> str:
     return (
         f"{spec.title} ({spec.checked}): {found['questions']} questions, {skipped} skipped, "
         f"{found['questions_cut']} of them cut: {found['left_out']} of {found['documents']} "
-        "documents left out"
+        f"documents left out{told_in(found)}"
     )
+
+
+def _told(answerer: Answerer) -> dict[str, Any]:
+    told = answerer.neighbours()
+    return {} if told is None else {"neighbours": told}
 
 
 @contextlib.contextmanager
@@ -166,17 +173,22 @@ def _answerer(
     template = template_of(options)
     ask = Ask(template=template, max_new_tokens=tokens)
     if options.server is not None:
-        yield OverHttp(options.server, options.methods, template, tokens)
+        yield OverHttp(options.server, options.methods, template, tokens, options.neighbours)
     elif options.kb is not None:
         with KnowledgeBase.open(options.kb) as remembered:
             path = options.model or remembered.model_path
         if path is None:
             raise RequestError(f"{options.kb} does not remember a model; pass --model DIR")
         with KnowledgeBase.open(options.kb, model=load(path)) as kb:
-            yield InProcess(settings_of(options.methods, ask, kb=kb))
+            yield _in_process(options, settings_of(options.methods, ask, kb=kb))
     else:
         assert options.model is not None
-        yield InProcess(settings_of(options.methods, ask, model=load(options.model)))
+        model = load(options.model)
+        yield _in_process(options, settings_of(options.methods, ask, model=model))
+
+
+def _in_process(options: DatasetOptions, settings: Mapping[str, Settings]) -> InProcess:
+    return InProcess(with_neighbours(options, settings, items_of))
 
 
 @contextlib.contextmanager
@@ -201,6 +213,7 @@ def _settings(options: DatasetOptions, answerer: Answerer) -> dict[str, Any]:
         "seed": options.seed,
         "max_new_tokens": options.max_new_tokens,
         "model": answerer.about(),
+        **_told(answerer),
     }
 
 

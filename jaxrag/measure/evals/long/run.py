@@ -19,6 +19,7 @@ from jaxrag.base.types import HostArray
 from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.placement import ON_DEVICE
+from jaxrag.library.knowledge_base.passages import PassageCorpus
 from jaxrag.measure.evals.gate import answered
 from jaxrag.measure.evals.long.plan import Item, plan
 from jaxrag.measure.evals.options import LongOptions
@@ -32,6 +33,8 @@ from jaxrag.serve.answers import Result
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 from jaxrag.tasks.long.case import Frame
+
+_HAYSTACK = "the haystack's own chunks"  # among which their neighbours are found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,9 +152,16 @@ def _cache_tokens(options: LongOptions, frame: Frame, items: Sequence[Item]) -> 
     return need * options.batch_size
 
 
+def _haystack(settings: Settings, chunks: Sequence[HostArray]) -> PassageCorpus:
+    """Where neighbours are found: the haystack, as one document of a knowledge base."""
+    passages = tuple(("", ids) for ids in chunks)
+    return PassageCorpus(_HAYSTACK, passages, settings.model, settings.template)
+
+
 def _question(settings: Settings, item: Item) -> ReadyQuestion:
     """The prompt of an item, with the beginning of its answer."""
     fitted = item.fitted
+    settings = dataclasses.replace(settings, neighbours=_haystack(settings, fitted.chunks))
     question = prepare(settings, fitted.case.question, fitted.chunks, SamplingParams())
     final = np.concatenate((question.prompt.final, fitted.lead))
     prompt = dataclasses.replace(question.prompt, final=final)

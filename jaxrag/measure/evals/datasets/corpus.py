@@ -1,0 +1,65 @@
+"""What a data set's passages are encoded behind, by methods whose chunks see their neighbours."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxrag.library.knowledge_base.passages import PassageCorpus
+from jaxrag.measure.evals.datasets.options import DatasetOptions
+from jaxrag.measure.evals.datasets.records import HUB
+from jaxrag.measure.evals.datasets.spec import DatasetItem
+from jaxrag.serve.questions import Settings, neighbours_told
+
+Told = Mapping[str, Any]  # of ``neighbours_told``
+
+
+def with_neighbours[Name](
+    options: DatasetOptions,
+    settings: Mapping[Name, Settings],
+    items_of: Callable[[DatasetOptions], Sequence[DatasetItem]],
+    chunk_tokens: int | None = None,
+) -> dict[Name, Settings]:
+    """Settings of one model and template, with where their passages' neighbours come from.
+
+    From all passages of the data set's files, however many questions are asked; or, as
+    ``options.neighbours`` says, from the prompt. As they are where no method sees any.
+
+    Args:
+      settings: of methods by name.
+      items_of: reads the files.
+      chunk_tokens: of a passage the first so many are a chunk; None: all.
+    """
+    if told_of(settings) is None:
+        return dict(settings)
+    if options.neighbours == "prompt":
+        return {
+            name: dataclasses.replace(one, neighbours="prompt") for name, one in settings.items()
+        }
+    items = items_of(dataclasses.replace(options, number=None))
+    first = next(iter(settings.values()))
+    files = ", ".join(it if it.startswith(HUB) else Path(it).name for it in options.data)
+    corpus = PassageCorpus(
+        f"{options.name} ({files})",
+        tuple(dict.fromkeys(passage for item in items for passage in item.documents)),
+        first.model,
+        first.template,
+        chunk_tokens,
+    )
+    return {name: dataclasses.replace(one, neighbours=corpus) for name, one in settings.items()}
+
+
+def told_of(settings: Mapping[Any, Settings]) -> Told | None:
+    """What a result says of the neighbours of its passages; None where no method sees any."""
+    told = (neighbours_told(one.method, one.neighbours) for one in settings.values())
+    return next((it for it in told if it is not None), None)
+
+
+def told_in(result: Mapping[str, Any]) -> str:
+    """The same for the title of a table, behind what else it says; "" for nothing."""
+    told = result.get("neighbours")
+    if told is None:
+        return ""
+    if told["from"] == "prompt":
+        return "; neighbours: the prompt's own other passages, an oracle"
+    return f"; neighbours: the most similar of {told['passages']} passages of {told['name']}"
