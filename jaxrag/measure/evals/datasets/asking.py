@@ -9,6 +9,7 @@ from jaxrag.engine.engine import engine_of
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.library.knowledge_base import KnowledgeBase
+from jaxrag.library.options import NeighboursFrom
 from jaxrag.measure.evals.datasets.corpus import Told, told_of
 from jaxrag.measure.evals.datasets.spec import DatasetItem
 from jaxrag.measure.subject import described
@@ -136,14 +137,21 @@ class InProcess:
 
 
 def settings_of(
-    methods: Sequence[str], ask: Ask, *, model: Model | None = None, kb: KnowledgeBase | None = None
+    methods: Sequence[str],
+    ask: Ask,
+    *,
+    model: Model | None = None,
+    kb: KnowledgeBase | None = None,
+    neighbours: NeighboursFrom = "corpus",
 ) -> dict[str, Settings]:
-    """The same asked by every method, of one of both.
+    """The same asked by every method, of one of both; ``neighbours`` as of ``Settings``.
 
     Raises RequestError for a method that the model cannot have.
     """
     each = {name: dataclasses.replace(ask, method=name) for name in methods}
-    return {name: resolve(one, kb=kb, model=model) for name, one in each.items()}
+    return {
+        name: resolve(one, kb=kb, model=model, neighbours=neighbours) for name, one in each.items()
+    }
 
 
 def is_own(timings: Mapping[str, float], counts: Mapping[str, int]) -> bool:

@@ -167,7 +167,7 @@ def run(
     arms_of(options)  # refused before the model is loaded
     items = items_of(dataclasses.replace(options, number=None))[: options.number]
     study = NearStudy.open(options, load(str(options.model)))
-    setting = {
+    setting: dict[str, Any] = {
         "dataset": options.name,
         "passages": options.documents,
         "noise": list(options.noise),
