@@ -139,6 +139,7 @@ def answers(ask: Mapping[str, Any], prompts: Sequence[Any], model: jaxrag.Model)
     sampling = jaxrag.SamplingParams(min_tokens=STEPS, top_logprobs=TOP)
     engine, found = engine_of(model), []
     whole: dict[str, Any] = {**ask, "model": model, "max_new_tokens": STEPS}
+    whole["neighbours"] = "prompt"
     for question, chunks in prompts:
         tops: list[Any] = []
 

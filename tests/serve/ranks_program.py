@@ -71,7 +71,7 @@ if not isinstance(met, Leader):
 
 engine.lead(met)
 given = {"method": work["method"], "max_new_tokens": work["tokens"]}
-served = resolve(Ask(**given), model=None if kb else model, kb=kb)
+served = resolve(Ask(**given), model=None if kb else model, kb=kb, neighbours="prompt")
 documents = None if kb else work["documents"]
 
 

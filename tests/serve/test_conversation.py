@@ -125,7 +125,7 @@ def test_text_that_was_said_is_found_again(text_model):
 
 
 def test_one_message_is_a_question(text_model):
-    options = {"documents": DOCUMENTS, "model": text_model, **BRIEF}
+    options = {"documents": DOCUMENTS, "neighbours": "prompt", "model": text_model, **BRIEF}
     for method in ("turborag", "full_attention", "fusionrag"):
         said = generate(messages=[user(QUESTIONS[0])], method=method, **options)
         assert said.token_ids == generate(QUESTIONS[0], method=method, **options).token_ids
@@ -157,7 +157,8 @@ def test_every_question_is_retrieved_for_and_no_chunk_stands_twice(kb, alone):
 
 def test_a_method_that_chooses_by_the_question_computes_turns_again_and_says_so(text_model):
     messages = [user("Who?"), assistant("Clay."), user(QUESTIONS[1])]
-    options = {"documents": DOCUMENTS, "model": text_model, "method": "fusionrag", **BRIEF}
+    options = {"documents": DOCUMENTS, "neighbours": "prompt", "model": text_model, **BRIEF}
+    options["method"] = "fusionrag"
     for _ in range(2):
         result = generate(messages=messages, **options)
         assert reused(result, "turn") == [("turn 0", "computed")]

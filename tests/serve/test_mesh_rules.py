@@ -51,7 +51,8 @@ def answers(folder, case, questions, mesh=None, batch=1, method="turborag"):
     rule, placed = CASES[case]
     model = load_model(folder, mesh=mesh, cache_tokens=1024, **placed)
     given = {"decode": rule, "method": method, "max_new_tokens": 4, "batch_size": batch}
-    results = generate(questions, model=model, documents=DOCUMENTS, **given)
+    given |= {"documents": DOCUMENTS, "neighbours": "prompt"}
+    results = generate(questions, model=model, **given)
     host = engine_of(model).runner.cache.host
     return [one.token_ids for one in results], host.nbytes if host else 0
 

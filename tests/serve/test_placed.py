@@ -88,7 +88,7 @@ def test_what_the_user_says_wins(loaded):
     "method", ["kcache", pytest.param(str(FUSIONRAG_KCACHE), marks=pytest.mark.slow)]
 )
 def test_the_answer_is_that_of_values_on_the_device_and_needs_less_there(loaded, method):
-    options = {"documents": TEXTS, "max_new_tokens": 8}
+    options = {"documents": TEXTS, "neighbours": "prompt", "max_new_tokens": 8}
     far, resolved = loaded("--method", method)
     near, _ = loaded("--method", method, "--kv", "device")
     ours, expected = (generate(QUESTION, model=m, method=resolved, **options) for m in (far, near))

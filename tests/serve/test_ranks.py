@@ -77,6 +77,7 @@ def tokens_of(wide_model_dir, questions, **given):
     """Of each question alone, on one device."""
     model = load_model(wide_model_dir, cache_tokens=1024)
     given = {"method": "turborag", "documents": DOCUMENTS, "max_new_tokens": TOKENS} | given
+    given["neighbours"] = "prompt"
     return [one.token_ids for one in generate(questions, model=model, **given)]
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from refusal import refused
 
-from jaxrag.base.errors import KnowledgeBaseError
+from jaxrag.base.errors import KnowledgeBaseError, RequestError
 from jaxrag.engine.engine import engine_of
 from jaxrag.library.documents import Document
 from jaxrag.library.embed import as_embedder
@@ -16,7 +16,9 @@ from jaxrag.library.retrieve import lance
 from jaxrag.library.retrieve.base import searched_text
 from jaxrag.reuse.encode import chunk_encoding, chunk_key, encode_chunks, encode_for_store
 from jaxrag.reuse.methods import Method
+from jaxrag.serve.ask import Ask
 from jaxrag.serve.generate import generate
+from jaxrag.serve.questions import prepare, resolve
 
 WORDS = ["amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heath", "larch"]
 TOP_N = 3
@@ -335,16 +337,82 @@ def test_answers_are_those_of_kv_encoded_on_the_fly(make_kb, embedder):
     assert again.token_ids == fresh.token_ids
 
 
-def test_given_documents_are_each_others_neighbours(make_kb):
+def asked(kb, texts, **more):
+    """What ``generate`` says to given documents, and what each was encoded behind."""
+    given = {"documents": texts, "method": METHOD, "template": kb.template, "max_new_tokens": 2}
+    given |= {"kb": kb} | more
+    settings = resolve(
+        Ask(method=METHOD, template=kb.template, groups=given.get("groups")),
+        kb=given.get("kb"), model=given.get("model"), neighbours=given.get("neighbours", "corpus"),
+    )  # fmt: skip
+    prompt = prepare(settings, "amber?", texts).prompt
+    decode = kb.tokenizer.decode
+    behind = [tuple(decode(ids) for ids in others) for others in prompt.neighbours]
+    return generate("amber?", **given), behind
+
+
+def test_given_documents_are_each_others_neighbours_when_asked(make_kb):
     kb = make_kb()
     texts = [document(n).text for n in (1, 2, 1, 3)]
-    result = generate("amber?", model=kb.model, documents=texts, method=METHOD, template="plain",
-                      max_new_tokens=2)  # fmt: skip
+    alone = {"kb": None, "model": kb.model, "neighbours": "prompt"}
+    result, behind = asked(kb, texts, **alone)
     tokens = sum(len(prompt_ids(kb, text)) for text in texts)
     assert result.counts == {"reused": 0, "recomputed": 0, "encoded": tokens}
-    other = generate("amber?", model=kb.model, documents=texts[:2], method=METHOD, template="plain",
-                     max_new_tokens=2)  # fmt: skip
+    assert [len(others) for others in behind] == [2, 2, 2, 2]
+    assert any("an oracle" in note for note in result.notes)
+    other, _ = asked(kb, texts[:2], **alone)
     assert other.counts["encoded"] == sum(len(prompt_ids(kb, text)) for text in texts[:2])
+
+
+def test_neighbours_of_given_documents_that_nobody_knows_are_refused(make_kb):
+    kb = make_kb()
+    given = {"documents": ["Salt wells."], "model": kb.model, "template": "plain"}
+    with refused(RequestError, "documents=") as no:
+        generate("amber?", method=METHOD, **given)
+    for fix in ("kb=", "neighbours='prompt'"):
+        assert fix in str(no.value)
+    with refused(RequestError, "'others'"):
+        generate("amber?", method=METHOD, neighbours="others", **given)
+    assert generate("amber?", method="full_reuse", max_new_tokens=1, **given).text is not None
+
+
+@pytest.mark.parametrize("by", ["bm25", "vectors"])
+def test_given_documents_stand_behind_those_that_the_knowledge_base_finds(make_kb, embedder, by):
+    """As a chunk of the same text does there; its own text is none of them."""
+    kb = make_kb(**options(embedder, similar_by=by, neighbours=3))
+    kb.add([document(n) for n in range(8)])
+    there = stands(kb)
+    texts = [document(2).text, document(5).text]
+    result, behind = asked(kb, texts)
+    assert behind == [there[text] for text in texts]
+    assert f"in knowledge base {kb.path.name}" in " ".join(result.notes)
+    assert result.counts["encoded"] == 0 < result.counts["reused"]  # they are kept there
+    _, other = asked(kb, ["amber fjord salt"])
+    assert len(other[0]) == 3 and set(other[0]) <= there.keys()
+
+
+def test_neighbours_of_given_documents_are_what_the_reader_may_read(make_kb):
+    kb = make_kb(**options(neighbours=2))
+    words = "salt wells of the valley"
+    kb.add([
+        Document("open", f"{words} north"),
+        Document("law", f"{words} south", metadata={"groups": ["law"]}),
+    ])  # fmt: skip
+    texts = [f"{words} east"]
+    for groups, seen in ((None, 2), (["law"], 2), (["sales"], 1)):
+        _, [behind] = asked(kb, texts, groups=groups)
+        assert len(behind) == seen
+
+
+def test_a_document_behind_which_a_given_one_stands_is_asked_for_anew_once_it_left(make_kb):
+    kb = make_kb(**options(neighbours=1))
+    kb.add([Document("a", "salt wells north"), Document("b", "tea bricks south")])
+    settings = resolve(Ask(method=METHOD), kb=kb)
+    ready = prepare(settings, "amber?", ["salt wells east"])
+    assert ready.is_current and ready.content_ids
+    kb.remove(["a"])
+    assert not ready.is_current
+    assert ready.again().is_current
 
 
 def test_both_kinds_and_plain_variants_live_side_by_side(make_kb, embedder):

@@ -77,6 +77,7 @@ def test_what_is_reported(result):
         "documents left out"
     )
     full, turbo = result["methods"]
+    assert "neighbours" not in result  # no method sees any
     assert full["reuse"] == 0 and turbo["reuse"] == 1 and turbo["flops"] < full["flops"]
     assert full["minus_first"]["f1"]["all"]["value"] == 0
     titles = [table.title for table in tables(result)]
@@ -203,6 +204,35 @@ def test_a_knowledge_base_keeps_the_kv_of_documents(options, result, folder, tex
     assert turbo[0]["scores"] == turbo[1]["scores"]
     lines = lines_of(dataclasses.replace(options, out=str(folder / "kb2.json")))
     assert all(line["methods"]["turborag"]["counts"]["encoded"] == 0 for line in lines.values())
+
+
+@pytest.mark.parametrize("source", ["corpus", "prompt"])
+def test_where_neighbours_come_from_and_what_is_computed_again(options, folder, source):
+    asked = dataclasses.replace(
+        options, methods=("full_reuse", "fusionrag", "cache_craft"), number=2, neighbours=source,
+        max_new_tokens=2, out=str(folder / f"{source}.json"),
+    )  # fmt: skip
+    found = run(asked, progress=False)
+    rows = {row["method"]: row for row in found["methods"]}
+    for row in rows.values():
+        tokens = row["tokens"]
+        assert row["recomputed"] == pytest.approx(tokens["recomputed"] / sum(tokens.values()))
+    assert rows["full_reuse"]["recomputed"] == 0 < rows["cache_craft"]["recomputed"] <= 1
+    cost = list(tables(found))[-1].rows
+    column = cost[0].index("again, %")
+    assert cost[3][column] == f"{100 * rows['cache_craft']['recomputed']:.1f}"
+    if source == "prompt":
+        assert found["neighbours"] == {"from": "prompt", "oracle": True}
+        assert found["asked"].endswith("neighbours: the prompt's own other passages, an oracle")
+        assert any("an oracle" in note for note in notes(found))
+        with refused(ConfigError, asked.out):
+            run(dataclasses.replace(asked, neighbours="corpus"), progress=False)
+        return
+    told = found["neighbours"]  # of the whole file, not of two questions
+    assert (told["from"], told["name"], told["passages"]) == (
+        "corpus", "nq_open (nq_open.json)", len(NQ),
+    )  # fmt: skip
+    assert "the most similar of 8 passages of nq_open (nq_open.json)" in found["asked"]
 
 
 def test_unknown_names_are_refused_before_anything_is_read(options):

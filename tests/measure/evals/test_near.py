@@ -15,6 +15,8 @@ from jaxrag.measure.evals.datasets.options import NearOptions
 from jaxrag.measure.evals.datasets.run import ITEMS, items_of
 from jaxrag.measure.evals.statistics import bootstrapped
 from jaxrag.models.model import load_model
+from jaxrag.serve.conversation import Passage
+from jaxrag.serve.questions import prepare
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +110,41 @@ def test_what_cannot_be_compared_is_refused(options):
         arms_of(dataclasses.replace(options, methods=("primed",), primers=options.primers[:1] * 2))
     with refused(RequestError, "--answer-tokens"):
         dataclasses.replace(options, answer_tokens=0)
+    with refused(RequestError, "--neighbours all"):
+        dataclasses.replace(options, neighbours="all")
+
+
+@pytest.mark.parametrize("source", ["corpus", "prompt"])
+def test_neighbours_are_of_the_whole_file_or_of_the_prompt_when_asked(options, tmp_path, source):
+    asked = dataclasses.replace(
+        options, methods=("full_reuse", "fusionrag"), number=1, neighbours=source,
+        out=str(tmp_path / "near.json"),
+    )  # fmt: skip
+    found = run(asked, progress=False)
+    [table] = tables(found)
+    if source == "prompt":
+        assert found["neighbours"] == {"from": "prompt", "oracle": True}
+        assert table.title.endswith("the prompt's own other passages, an oracle")
+    else:
+        assert found["neighbours"] == {
+            "from": "corpus", "name": "nq_open (nq_open.json)", "passages": 8, "by": "bm25",
+            "top_n": 10,
+        }  # fmt: skip
+        assert table.title.endswith("the most similar of 8 passages of nq_open (nq_open.json)")
+    other = {"corpus": "prompt", "prompt": "corpus"}[source]
+    with refused(ConfigError, asked.out):  # what was measured behind others is not gone on from
+        run(dataclasses.replace(asked, neighbours=other), progress=False)
+    study = NearStudy.open(asked, load_model(str(options.model)))
+    [item, *_] = items_of(dataclasses.replace(asked, number=None))
+    prompt = prepare(study.arms["fusionrag"], item.question, passages_of(study, item)).prompt
+    assert {len(it) for it in prompt.neighbours} == {2 if source == "prompt" else 7}
+    assert "neighbours" not in run(options, progress=False)  # no method of it sees any
+
+
+def passages_of(study, item):
+    encode = study.model.text_tokenizer().encode
+    return [Passage(encode(text)[: study.options.chunk_tokens], title) for title, text in
+            item.documents]  # fmt: skip
 
 
 def test_the_command_prints_one_object(options, result, capsys):
