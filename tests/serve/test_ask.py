@@ -30,6 +30,7 @@ def test_python_takes_every_field():
     assert set(typing.get_type_hints(AskFields)) == {
         "kb",
         "documents",
+        "neighbours",
         "model",
         "batch_size",
         *FIELDS,

@@ -285,6 +285,20 @@ def test_without_a_knowledge_base_questions_bring_documents(answer, text_model):
     assert {*engine_of(text_model).memory.keys()} == kept  # a long run does not fill the memory
 
 
+def test_documents_whose_neighbours_nobody_knows_are_refused_line_by_line(
+    answer, text_model, tmp_path
+):
+    ask = Ask(method="fusionrag", template="plain", max_new_tokens=3)
+    report = answer([LINES[2]], settings=resolve(ask, model=text_model))
+    assert "neighbours='prompt'" in report.refused[0].reason and not report.answered
+    settings = resolve(ask, model=text_model, neighbours="prompt")
+    with refused(ConfigError, "neighbours"):  # the file was begun with others
+        answer([LINES[2]], settings=settings)
+    other = tmp_path / "prompt.jsonl"
+    assert answer([LINES[2]], settings=settings, out=other).answered == 1
+    assert any("an oracle" in note for note in read(other)[0]["notes"])
+
+
 def test_settings_that_serve_no_question_are_refused_before_the_file_is_made(answer, settings):
     chat = PromptTemplate("chat", "", "{text}", "{question}", chat=True)
     with refused(TokenizerError):

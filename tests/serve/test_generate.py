@@ -86,8 +86,18 @@ def test_full_attention_counts_everything_as_recomputed_and_costs_more(kb):
     reuse = generate(QUESTION, kb=kb, max_new_tokens=2)
     full = generate(QUESTION, kb=kb, method="full_attention", max_new_tokens=2)
     assert full.counts == {"reused": 0, "recomputed": reuse.counts["reused"], "encoded": 0}
+    assert (reuse.recomputed, full.recomputed) == (0, 1)
     assert isinstance(reuse.flops, int)
     assert 0 < reuse.flops < full.flops
+
+
+@pytest.mark.parametrize("method", ["cache_craft", "epic"])
+def test_a_method_with_a_budget_of_its_own_says_what_share_it_computed(kb, method):
+    result = generate(QUESTION, kb=kb, method=method, max_new_tokens=1)
+    counts = result.counts
+    assert result.to_dict()["recomputed"] == counts["recomputed"] / sum(counts.values())
+    again = generate(QUESTION, kb=kb, method=method, max_new_tokens=1)  # nothing to encode now
+    assert 0 < again.recomputed < 1
 
 
 def test_documents_are_chunks_kept_in_memory(text_model):

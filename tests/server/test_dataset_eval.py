@@ -58,6 +58,19 @@ def test_over_http_the_answers_are_the_same(server, options, folder):
     assert found["model"]["server"] and found["methods"][1]["reuse"] == 1
 
 
+def test_a_server_has_neighbours_of_the_prompt_when_asked(server, options, folder):
+    asked = dataclasses.replace(
+        options, model=None, server=server, methods=("fusionrag",), number=3, out=None
+    )
+    with refused(RequestError, "'fusionrag'") as it:
+        run(asked, progress=False)
+    assert "neighbours='prompt'" in str(it.value)
+    found = run(dataclasses.replace(asked, neighbours="prompt"), progress=False)
+    assert found["neighbours"] == {"from": "prompt", "oracle": True}
+    [row] = found["methods"]
+    assert any("an oracle" in note for note in row["notes"]) and row["recomputed"] > 0
+
+
 def test_a_server_with_other_prompts_is_refused(server, folder):
     path = str(write("rgb_en", folder))
     with refused(RequestError, "'nq_open'"):

@@ -67,6 +67,7 @@ def told(answer):
         ({"where": {"year": {"$near": 1}}}, "where", "$near"),
         ({"documents": "x"}, "documents", "expected a list"),
         ({"documents": [" "]}, "documents", "empty"),
+        ({"neighbours": "all"}, "neighbours", "expected one of corpus, prompt"),
         ({"method": "magic"}, "method", "offers turborag"),
         ({"method": "configs/methods/fusionrag_final.toml"}, "method", "offers turborag"),
         ({"decode": "magic"}, "decode", "offers dense"),

@@ -6,20 +6,24 @@ neighbours as a knowledge base of these passages would find them by words.
 
 import dataclasses
 import functools
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import apsw
+import numpy as np
 
 from jaxrag.base.types import HostArray
 from jaxrag.library.knowledge_base.neighbours import GivenChunk, Placed, that_fit
 from jaxrag.library.options import DEFAULT_TOP_N
 from jaxrag.library.retrieve.base import searched_text
 from jaxrag.library.retrieve.bm25 import BM25Index, BM25Snapshot
+from jaxrag.library.retrieve.terms import terms
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import PromptTemplate
 
 _AT_ONCE = 8192  # passages that are indexed together
+_CUT = 3  # words at the end of a passage that another number in front may push out of it
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,6 +36,8 @@ class PassageCorpus:
       model: whose tokens count.
       template: what wraps them.
       chunk_tokens: of a passage the first so many are taken; None: all.
+      numbering: a regular expression of what a text begins with that tells its place in a prompt,
+        such as "Passage 3:"; passages that differ in nothing else are one.
     """
 
     name: str
@@ -39,6 +45,7 @@ class PassageCorpus:
     model: Model
     template: PromptTemplate
     chunk_tokens: int | None = None
+    numbering: str = ""
     top_n: int = DEFAULT_TOP_N
 
     @property
@@ -55,27 +62,42 @@ class PassageCorpus:
     def behind(self, chunks: Sequence[GivenChunk], room: int) -> list[Placed]:
         """Chunks with the ``top_n`` passages most similar to each, the most similar first.
 
-        A passage with the chunk's own tokens is none of them, nor a second one with equal tokens.
+        A passage with the chunk's own tokens or words is none of them, nor a second one with equal
+        tokens.
         The list ends before the first that does not fit ``room`` tokens with the chunk.
         """
         return [self._placed(chunk, room) for chunk in chunks]
 
     def _placed(self, chunk: GivenChunk, room: int) -> Placed:
+        asked = self.without_number(chunk.text)
+        own = terms(asked)
+        # Where its end is cut off behind another number, a word may be in one and not the other.
+        is_cut = self.chunk_tokens is not None and len(chunk.ids) >= self.chunk_tokens
         others: dict[bytes, HostArray] = {}
         ranking: list[int] = []
         depth = self.top_n + 1
         while len(others) < self.top_n:
             before = len(ranking)
-            ranking = [found.chunk_id for found in self._words.search(chunk.text, depth)]
+            ranking = [found.chunk_id for found in self._words.search(asked, depth)]
             for number in ranking[before:]:
-                ids = self._prompt_ids(number)
-                if ids.tobytes() != chunk.ids.tobytes():
+                ids, words = self._prompt_ids(number), terms(self._searched(number))
+                same = np.array_equal(ids, chunk.ids) or _equal(own, words, _CUT * is_cut)
+                if not same:
                     others.setdefault(ids.tobytes(), ids)
             if len(ranking) < depth:
                 break  # there are no more
             depth *= 2
         nearest = list(others.values())[: self.top_n]
         return Placed(chunk.ids, that_fit(nearest, room - len(chunk.ids)))
+
+    def without_number(self, text: str) -> str:
+        """A text without what tells its place in a prompt."""
+        return re.sub(rf"\A\s*(?:{self.numbering})", "", text) if self.numbering else text
+
+    def _searched(self, number: int) -> str:
+        """What is searched of a passage."""
+        title, body = self.passages[number]
+        return searched_text(title, self.without_number(self._text(body)))
 
     @functools.cached_property
     def _words(self) -> BM25Snapshot:
@@ -84,12 +106,8 @@ class PassageCorpus:
             index = BM25Index(connection)
             index.create()
             for start in range(0, len(self.passages), _AT_ONCE):
-                part = self.passages[start : start + _AT_ONCE]
-                texts = {
-                    start + n: searched_text(title, self._text(body))
-                    for n, (title, body) in enumerate(part)
-                }
-                index.add(texts, start)
+                numbers = range(start, min(start + _AT_ONCE, len(self.passages)))
+                index.add({number: self._searched(number) for number in numbers}, start)
             return index.snapshot()
         finally:
             connection.close()
@@ -112,3 +130,11 @@ class PassageCorpus:
         """Token ids of a passage as it stands in a prompt, int32 [T]."""
         title, body = self.passages[number]
         return self.template.chunk_ids(self.model.text_tokenizer(), self._ids(body), title)
+
+
+def _equal(one: Sequence[str], other: Sequence[str], slack: int) -> bool:
+    """Are these the same words, but for up to ``slack`` at the ends?"""
+    if abs(len(one) - len(other)) > slack:
+        return False
+    least = max(1, min(len(one), len(other)) - slack) if slack else len(one)
+    return list(one[:least]) == list(other[:least])

@@ -337,17 +337,17 @@ def test_answers_are_those_of_kv_encoded_on_the_fly(make_kb, embedder):
     assert again.token_ids == fresh.token_ids
 
 
-def asked(kb, texts, **more):
+def asked(base, texts, **more):
     """What ``generate`` says to given documents, and what each was encoded behind."""
-    given = {"documents": texts, "method": METHOD, "template": kb.template, "max_new_tokens": 2}
-    given |= {"kb": kb} | more
+    given = {"documents": texts, "method": METHOD, "template": base.template, "max_new_tokens": 2}
+    given |= {"kb": base} | more
     settings = resolve(
-        Ask(method=METHOD, template=kb.template, groups=given.get("groups")),
-        kb=given.get("kb"), model=given.get("model"), neighbours=given.get("neighbours", "corpus"),
+        Ask(method=METHOD, template=base.template, groups=given.get("groups")),
+        kb=given["kb"], model=given.get("model"), neighbours=given.get("neighbours", "corpus"),
     )  # fmt: skip
     prompt = prepare(settings, "amber?", texts).prompt
-    decode = kb.tokenizer.decode
-    behind = [tuple(decode(ids) for ids in others) for others in prompt.neighbours]
+    decode = base.model.tokenizer.decode
+    behind = [tuple(decode(ids).strip() for ids in others) for others in prompt.neighbours]
     return generate("amber?", **given), behind
 
 

@@ -30,7 +30,7 @@ def test_neighbours_are_those_of_a_knowledge_base_of_the_passages(make_kb, passa
     kb = make_kb(encoders=["neighbours"], neighbours=4, chunk_tokens=200)
     kb.add([Document(f"{n}", text, title=title) for n, (title, text) in enumerate(passages)])
     corpus = PassageCorpus("pages", passages, kb.model, kb.template, top_n=4)
-    room = kb.config.max_positions - len(kb.template.prefix_ids(kb.tokenizer))
+    room = kb.config.max_positions - len(kb.template.prefix_ids(kb.model.tokenizer))
     chunks = [given(corpus, *passage) for passage in passages]
     chunk_ids = [kb.chunks.of_document(f"{n}")[0] for n in range(len(passages))]
     for placed, wanted in zip(
@@ -61,6 +61,22 @@ def test_a_passage_is_cut_as_its_chunk_is_and_the_list_ends_where_the_room_does(
         [given(corpus, *passages[0])], 1000
     )
     assert own.neighbours == ()
+
+
+@pytest.mark.parametrize("size", [None, 40])
+def test_a_passage_under_another_number_is_the_same(text_model, size):
+    """Also where the longer number pushes its last words out."""
+    template = template_named("plain")
+    words = ("salt wells of the valley north", "salt wells of the hills south")
+    bodies = tuple(("", f"Passage {n}:{text} and tea bricks") for n, text in enumerate(words, 1))
+    corpus = PassageCorpus("p", bodies, text_model, template, size, r"Passage \d+:")
+    tokenizer = text_model.text_tokenizer()
+    ids = tokenizer.encode(f"Passage 111:{words[0]} and tea bricks")[:size]
+    chunk = GivenChunk(tokenizer.decode(ids), template.chunk_ids(tokenizer, ids, ""))
+    [placed] = corpus.behind([chunk], 1000)
+    [other] = placed.neighbours
+    expected = template.chunk_ids(tokenizer, tokenizer.encode(bodies[1][1])[:size], "")
+    assert other.tolist() == expected.tolist()
 
 
 def test_passages_may_be_token_ids(text_model):

@@ -9,6 +9,7 @@ from jaxrag.library.knowledge_base.passages import PassageCorpus
 from jaxrag.measure.evals.datasets.options import DatasetOptions
 from jaxrag.measure.evals.datasets.records import HUB
 from jaxrag.measure.evals.datasets.spec import DatasetItem
+from jaxrag.measure.evals.datasets.table import dataset_named
 from jaxrag.serve.questions import Settings, neighbours_told
 
 Told = Mapping[str, Any]  # of ``neighbours_told``
@@ -41,11 +42,16 @@ def with_neighbours[Name](
     files = ", ".join(it if it.startswith(HUB) else Path(it).name for it in options.data)
     corpus = PassageCorpus(
         f"{options.name} ({files})",
-        tuple(dict.fromkeys(passage for item in items for passage in item.documents)),
+        (),
         first.model,
         first.template,
         chunk_tokens,
+        dataset_named(options.name).numbering,
     )
+    distinct: dict[tuple[str, str], tuple[str, str]] = {}
+    for title, text in (passage for item in items for passage in item.documents):
+        distinct.setdefault((title, corpus.without_number(text).strip()), (title, text))
+    corpus = dataclasses.replace(corpus, passages=tuple(distinct.values()))
     return {name: dataclasses.replace(one, neighbours=corpus) for name, one in settings.items()}
 
 

@@ -83,6 +83,7 @@ def _spec(
         ),
         metrics=(metric,),
         max_new_tokens=tokens,
+        numbering="" if begins == _ONE_TEXT else begins,
         note="whole passages are left out of prompts that are too long, not their middle",
     )
 

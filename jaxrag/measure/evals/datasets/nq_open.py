@@ -107,5 +107,6 @@ NQ_OPEN = DatasetSpec(
     metrics=("subspan", "exact_match", "f1"),
     max_new_tokens=100,
     cleaned=first_line,
+    numbering=r"Document \[\d+\]",
     note="checked on the oracle file; others of it are random gold passages, not retrieved ones",
 )

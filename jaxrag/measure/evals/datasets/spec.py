@@ -64,6 +64,8 @@ class DatasetSpec:
       max_new_tokens: of an answer.
       cleaned: the answer as it is scored.
       group_metrics: metrics of some groups in place of the first one.
+      numbering: a regular expression of what tells a passage's place in its prompt, at its
+        beginning; "" where nothing does.
       note: what makes its numbers differ from published ones; "" for nothing.
     """
 
@@ -77,6 +79,7 @@ class DatasetSpec:
     max_new_tokens: int
     cleaned: Callable[[str], str] = str
     group_metrics: dict[str, str] = dataclasses.field(default_factory=dict)
+    numbering: str = ""
     note: str = ""
 
     def score(self, metric: str, answer: str, item: DatasetItem) -> float:
