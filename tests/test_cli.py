@@ -141,7 +141,7 @@ def test_ask_json_is_one_object_with_the_public_names(jaxrag, kb, documents):
     assert out.count("\n") == 1
     answer = json.loads(out)
     names = "text token_ids finish_reason method sources timings counts flops reuse indexes notes"
-    assert list(answer) == [*names.split(), "citations"] and answer["citations"] == []
+    assert list(answer) == [*names.split(), "citations", "recomputed"] and answer["citations"] == []
     phases = "retrieve wait load compile prefill ttft per_token"
     assert list(answer["timings"]) == phases.split()
     assert list(answer["counts"]) == ["reused", "recomputed", "encoded"]

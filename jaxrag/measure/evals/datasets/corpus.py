@@ -9,7 +9,6 @@ from jaxrag.library.knowledge_base.passages import PassageCorpus
 from jaxrag.measure.evals.datasets.options import DatasetOptions
 from jaxrag.measure.evals.datasets.records import HUB
 from jaxrag.measure.evals.datasets.spec import DatasetItem
-from jaxrag.measure.evals.datasets.table import dataset_named
 from jaxrag.serve.questions import Settings, neighbours_told
 
 Told = Mapping[str, Any]  # of ``neighbours_told``
@@ -19,6 +18,7 @@ def with_neighbours[Name](
     options: DatasetOptions,
     settings: Mapping[Name, Settings],
     items_of: Callable[[DatasetOptions], Sequence[DatasetItem]],
+    numbering: str,
     chunk_tokens: int | None = None,
 ) -> dict[Name, Settings]:
     """Settings of one model and template, with where their passages' neighbours come from.
@@ -29,6 +29,7 @@ def with_neighbours[Name](
     Args:
       settings: of methods by name.
       items_of: reads the files.
+      numbering: of the data set.
       chunk_tokens: of a passage the first so many are a chunk; None: all.
     """
     if told_of(settings) is None:
@@ -46,7 +47,7 @@ def with_neighbours[Name](
         first.model,
         first.template,
         chunk_tokens,
-        dataset_named(options.name).numbering,
+        numbering,
     )
     distinct: dict[tuple[str, str], tuple[str, str]] = {}
     for title, text in (passage for item in items for passage in item.documents):

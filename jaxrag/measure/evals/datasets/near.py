@@ -63,7 +63,8 @@ class NearStudy:
             return resolve(dataclasses.replace(ask, method=method), model=model, store=store)
 
         arms = {name: settings(method) for name, method in arms_of(options).items()}
-        arms = with_neighbours(options, arms, items_of, options.chunk_tokens)
+        numbering = dataset_named(options.name).numbering
+        arms = with_neighbours(options, arms, items_of, numbering, options.chunk_tokens)
         return cls(options, store, settings(METHODS[FULL]), arms)
 
     def measure(self, item: DatasetItem) -> dict[str, Any]:

@@ -188,7 +188,8 @@ def _answerer(
 
 
 def _in_process(options: DatasetOptions, settings: Mapping[str, Settings]) -> InProcess:
-    return InProcess(with_neighbours(options, settings, items_of))
+    numbering = dataset_named(options.name).numbering
+    return InProcess(with_neighbours(options, settings, items_of, numbering))
 
 
 @contextlib.contextmanager
