@@ -95,14 +95,13 @@ class Study:
         default = default_choice(model.config, model.reading).method.name
         names = options.methods or tuple(dict.fromkeys((default, "full_reuse")))
         ask = Ask(template=template_of(_dataset(options)), max_new_tokens=options.answer_tokens)
+        asks = {name: dataclasses.replace(ask, method=method_named(name)) for name in names}
         settings = {
-            name: {
-                form: resolve(
-                    dataclasses.replace(ask, method=method_named(name)), model=model, store=store
-                )
+            name: {  # forms of the same KV are compared: any neighbours do
+                form: resolve(one, model=model, store=store, neighbours="prompt")
                 for form, store in stores.items()
             }
-            for name in names
+            for name, one in asks.items()
         }
         return cls(options, model, stores, settings)
 

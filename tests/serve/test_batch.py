@@ -377,6 +377,14 @@ def test_script_without_a_knowledge_base(script, model_dir, tmp_path):
     given = ("--model", model_dir, "--template", "plain")
     assert script("--questions", questions, *given, kb=None)[0] == 0
     assert len(read(tmp_path / "answers.jsonl")) == 1
+    (tmp_path / "answers.jsonl").unlink()
+    (tmp_path / "answers.jsonl.settings.json").unlink()
+    given = (*given, "--method", "fusionrag", "--questions", questions)
+    code, _, err = script(*given, kb=None)
+    assert code == 3 and "pass kb= to find some in, or neighbours='prompt'" in err
+    out = tmp_path / "prompt.jsonl"
+    assert script(*given, "--neighbours", "prompt", "--out", out, kb=None)[0] == 0
+    assert any("an oracle" in note for note in read(out)[0]["notes"])
 
 
 def test_script_refuses_before_the_model_is_read(script, tmp_path):
