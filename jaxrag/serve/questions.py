@@ -2,10 +2,9 @@
 
 import dataclasses
 import functools
-import reprlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
@@ -18,15 +17,15 @@ from jaxrag.engine.request import Prompt, Request, check_length
 from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.kv.store import KVStore
 from jaxrag.library.knowledge_base import KnowledgeBase
-from jaxrag.library.knowledge_base.neighbours import GivenChunk, Placed, each_other
+from jaxrag.library.knowledge_base.neighbours import Placed
 from jaxrag.library.knowledge_base.passages import PassageCorpus
 from jaxrag.library.options import NeighboursFrom
 from jaxrag.library.retrieve.base import searched_text
 from jaxrag.library.retrieve.filters import Filter
-from jaxrag.models.model import Model, as_token_ids
+from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import BARE, PromptTemplate, QuestionIds, template_named
 from jaxrag.reuse.decode import rule_from
-from jaxrag.reuse.encode import Primer, encoder_named
+from jaxrag.reuse.encode import Primer
 from jaxrag.reuse.methods import Method, method_named
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.conversation import (
@@ -38,6 +37,13 @@ from jaxrag.serve.conversation import (
     check_size,
     laid_out,
     numbered,
+)
+from jaxrag.serve.given import (
+    behind_given,
+    check_neighbours,
+    given_chunk,
+    on_neighbours,
+    seeing_encoders,
 )
 from jaxrag.serve.plain import TextIds, is_verbatim, verbatim_prompt
 from jaxrag.serve.suits import (
@@ -164,7 +170,7 @@ def resolve(
     opened = "a KnowledgeBase, as KnowledgeBase.open(DIR, model=...) gives it"
     require_kind("kb", kb, (KnowledgeBase,), opened)
     require_kind("model", model, (Model,), "a Model, as load_model(DIR) gives it")
-    _check_neighbours(neighbours)
+    check_neighbours(neighbours)
     if kb is not None and model is not None and kb.model is not model:
         raise RequestError("model= differs from the knowledge base's model; pass only kb=")
     model = model if kb is None else kb.model
@@ -194,13 +200,6 @@ def resolve(
     primer = chosen_primer(kb, method)
     kept = kb.store if kb is not None else store or engine_of(model).memory
     return Settings(ask, model, kb, kept, method, template, notes, primer, neighbours)
-
-
-def _check_neighbours(value: Any) -> None:
-    choices = get_args(NeighboursFrom)
-    if not isinstance(value, PassageCorpus) and value not in choices:
-        shown = reprlib.repr(value)
-        raise RequestError(f"neighbours={shown}: expected one of {', '.join(choices)}")
 
 
 def _method(ask: Ask, model: Model, kb: KnowledgeBase | None) -> Method:
@@ -270,7 +269,8 @@ def prepare(
         ask = dataclasses.replace(ask, unanswerable="ask")
     members = numbered(members, found[-1])
     prompt, members = _behind_others(settings, members, prompt)
-    notes += _on_neighbours(settings, prompt, members)
+    if prompt.neighbours is not None and any(it.chunk_id is None for it in members):
+        notes += on_neighbours(settings.neighbours, settings.kb)
     ready = ReadyQuestion(
         prompt,
         settings.store,
@@ -344,7 +344,7 @@ def _retrieved(
     found: list[list[FoundChunk]] = [[] for _ in talk.questions]
     if documents is not None:
         given = enumerate(settings.one_by_one(documents))
-        found[0] = [_given(f"documents[{i}]", it, settings.model) for i, it in given]
+        found[0] = [given_chunk(f"documents[{i}]", it, settings.model) for i, it in given]
     elif settings.kb is not None:
         seen: set[int | None] = set()
         searches = (*talk.questions[:-1], talk.query or talk.questions[-1])
@@ -415,7 +415,7 @@ def _laid_out(
         )
     model, template = settings.model, settings.template
     own = enumerate(settings.one_by_one(settings.ask.blocks))
-    blocks = [_given(f"blocks[{i}]", it, model) for i, it in own]
+    blocks = [given_chunk(f"blocks[{i}]", it, model) for i, it in own]
     found = [[*(dataclasses.replace(it, bare=True) for it in blocks), *found[0]], *found[1:]]
     texts = [text for text in talk.questions if isinstance(text, str)]
     if texts:
@@ -423,10 +423,10 @@ def _laid_out(
         asked = template.conversation(tokenizer, texts, talk.system)
     else:  # token ids are put as they are: no template, as there may be no tokenizer
         none = np.zeros(0, np.int32)
-        ids = [_given("question", one, model).ids for one in talk.questions]
+        ids = [given_chunk("question", one, model).ids for one in talk.questions]
         asked = [QuestionIds(none, one, (0, len(one))) for one in ids]
     said = settings.one_by_one(talk.answers)
-    answers = [_given("an answer", one, model).ids for one in said]
+    answers = [given_chunk("an answer", one, model).ids for one in said]
 
     def wrap(chunk: FoundChunk) -> HostArray:
         if chunk.bare or not texts:
@@ -495,14 +495,18 @@ def _behind_others(
     Neighbours in the knowledge base of chunks that were retrieved; of chunks that were given as
     ``Settings.neighbours`` says. Turns have none.
     """
-    seeing = _seeing(settings.method)
+    seeing = seeing_encoders(settings.method)
     if not seeing:
         return prompt, members
     stored = [chunk.chunk_id for chunk in members if chunk.chunk_id is not None]
     chunks = [prompt.chunks[index] for index in prompt.places]
     pairs = zip(members, chunks, strict=True)
-    given = [(it, ids) for it, ids in pairs if it.chunk_id is None]
-    others = iter(_behind_given(settings, given, len(prompt.prefix)))
+    given = [(_found_by(settings, it), ids) for it, ids in pairs if it.chunk_id is None]
+    room = settings.model.config.max_positions - len(prompt.prefix)
+    kb, template, groups = settings.kb, settings.template, settings.ask.groups
+    others = iter(
+        behind_given(settings.neighbours, kb, settings.method, template, given, room, groups)
+    )
     placed: Iterator[Placed] = iter(())
     if settings.kb is not None and stored:
         placed = iter(settings.kb.placed(stored, seeing[0], settings.template))
@@ -518,72 +522,12 @@ def _behind_others(
     ]
 
 
-def _behind_given(
-    settings: Settings, given: Sequence[tuple[FoundChunk, HostArray]], prefix: int
-) -> Sequence[Placed]:
-    """Given chunks, each with its token ids in the prompt [T] int32, behind their neighbours.
-
-    Raises RequestError where nothing says where these come from.
-    """
-    source, kb = settings.neighbours, settings.kb
-    room = settings.model.config.max_positions - prefix
-    if not given:
-        return ()
-    if source == "prompt":
-        own = [ids for _, ids in given]
-        return [Placed(ids, it) for ids, it in zip(own, each_other(own, room), strict=True)]
-    if source == "corpus" and kb is None:
-        raise RequestError(
-            f"method {settings.method.name!r} reads chunks behind their neighbours, and given ones "
-            "(documents=, blocks=) have none: pass kb= to find some in, or neighbours='prompt', an "
-            "oracle: the prompt's own others"
-        )
-    tokenizer = settings.model.text_tokenizer()
-    searched = [
-        GivenChunk(searched_text(it.title, it.source.text or tokenizer.decode(it.ids)), ids)
-        for it, ids in given
-    ]
-    if isinstance(source, PassageCorpus):
-        return source.behind(searched, room)
-    assert kb is not None
-    return kb.placed_given(searched, settings.template, room, settings.ask.groups)
-
-
-def _seeing(method: Method) -> list[str]:
-    """Its encoders that see neighbours."""
-    return [name for name in method.encoders if encoder_named(name).sees_neighbours]
-
-
-def neighbours_told(
-    method: Method, source: NeighboursFrom | PassageCorpus
-) -> dict[str, Any] | None:
-    """What a result says of the neighbours of given chunks; None where a method sees none.
-
-    {"from": "corpus", "name": ..., ...} or {"from": "prompt", "oracle": True}, JSON-able.
-    """
-    if not _seeing(method):
-        return None
-    if isinstance(source, PassageCorpus):
-        return source.about
-    return {"from": "prompt", "oracle": True} if source == "prompt" else {"from": "corpus"}
-
-
-def _on_neighbours(
-    settings: Settings, prompt: Prompt, members: Sequence[FoundChunk]
-) -> Iterator[str]:
-    """Notes on where the neighbours of given chunks come from."""
-    if prompt.neighbours is None or all(it.chunk_id is not None for it in members):
-        return
-    source, kb = settings.neighbours, settings.kb
-    if source == "prompt":
-        yield (
-            "given chunks are encoded behind the prompt's own others (neighbours='prompt'): an "
-            "oracle, as nobody who stored them before the question could have known these"
-        )
-    elif isinstance(source, PassageCorpus):
-        yield f"neighbours of given chunks are the most similar among {source.name}"
-    elif kb is not None:
-        yield f"neighbours of given chunks are the most similar in knowledge base {kb.path.name}"
+def _found_by(settings: Settings, chunk: FoundChunk) -> str:
+    """What neighbours of a given chunk are found by; "" where none are searched for."""
+    if settings.neighbours == "prompt" or (settings.neighbours == "corpus" and settings.kb is None):
+        return ""
+    text = chunk.source.text or settings.model.text_tokenizer().decode(chunk.ids)
+    return searched_text(chunk.title, text)
 
 
 def _primer_ids(settings: Settings, prompt: Prompt, bare: bool) -> HostArray | None:
@@ -604,17 +548,3 @@ def _primer_ids(settings: Settings, prompt: Prompt, bare: bool) -> HostArray | N
             "smaller chunks or a shorter primer"
         )
     return ids
-
-
-def _given(what: str, document: Text | Passage, model: Model) -> FoundChunk:
-    """A text or token ids passed by the caller, as one chunk."""
-    if isinstance(document, Passage):
-        found = _given(what, document.text, model)
-        source = dataclasses.replace(found.source, document_id=document.document_id or what)
-        return dataclasses.replace(found, source=source, title=document.title)
-    if isinstance(document, str):
-        check_text(what, document)
-        ids, text = model.text_tokenizer().encode(document), document
-    else:
-        ids, text = as_token_ids(document, model.config, what), ""
-    return FoundChunk(Source(what, 0, None, None, text, end=len(text)), "", ids)

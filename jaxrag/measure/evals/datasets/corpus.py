@@ -9,7 +9,8 @@ from jaxrag.library.knowledge_base.passages import PassageCorpus
 from jaxrag.measure.evals.datasets.options import DatasetOptions
 from jaxrag.measure.evals.datasets.records import HUB
 from jaxrag.measure.evals.datasets.spec import DatasetItem
-from jaxrag.serve.questions import Settings, neighbours_told
+from jaxrag.serve.given import neighbours_told
+from jaxrag.serve.questions import Settings
 
 Told = Mapping[str, Any]  # of ``neighbours_told``
 
