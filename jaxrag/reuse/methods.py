@@ -242,7 +242,8 @@ METHODS: dict[str, Method] = {
 
 
 _TUNED = ("turborag", "turborag_composite")
-_UNTUNED = ("cacheblend", "fusionrag", "epic")
+_UNTUNED = ("primed", "primed_fusion", "cacheblend", "fusionrag", "epic")
+_VOCABULARY, _CONTEXT = 8192, 2048  # tokens; less is too little for the text of a primer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,11 +270,14 @@ class Choice:
 def choices(config: ModelConfig, reading: Reading) -> tuple[Choice, ...]:
     """The presets that suit, the one to begin with first.
 
-    Plain reuse where the weights were trained to read chunks block-wise; else methods that compute
-    a part of the chunks again. ``block_attention`` is turborag under another template.
+    Plain reuse where the weights were trained to read chunks block-wise; else chunks behind a
+    primer, if its text takes few tokens, and methods that compute a part of the chunks again.
+    ``block_attention`` is turborag under another template.
     """
     tuned = [name for name in _TUNED if METHODS[name].positions in reading.block_positions]
-    found = [_choice(METHODS[name], config) for name in tuned or _UNTUNED]
+    roomy = config.vocab_size >= _VOCABULARY and config.max_positions >= _CONTEXT
+    untuned = [name for name in _UNTUNED if roomy or not METHODS[name].reads_primed]
+    found = [_choice(METHODS[name], config) for name in tuned or untuned]
     first = next((one for one in found if one.refused is None), None)
     return tuple(dataclasses.replace(one, default=one is first) for one in found)
 

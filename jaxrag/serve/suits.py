@@ -16,11 +16,7 @@ from jaxrag.reuse.encode import Primer, default_primer, encoder_named, primer_na
 from jaxrag.reuse.methods import METHODS, Method, default_choice
 from jaxrag.serve.ask import Ask
 
-_RECOMPUTING = (
-    "fusionrag",
-    "cacheblend",
-    "primed_fusion",
-)  # by what they keep of the prefix, the most first
+_FOR_STOCK = ("primed", "fusionrag", "cacheblend")  # of models that nobody trained, the best first
 
 
 def chosen_template(
@@ -105,9 +101,9 @@ def gated(
 def default_method(model: Model, kb: KnowledgeBase | None) -> Method:
     """The method of a question that names none.
 
-    Of a model that nothing says was trained to read chunks apart, one that computes a part of them
-    again, over KV that has seen the prefix; but plain reuse where the knowledge base keeps no such
-    KV, so that nothing is encoded anew unasked, and where it passed the gate of that.
+    Of a model that nothing says was trained to read chunks apart, one for such models, by the KV
+    that the knowledge base keeps, so that nothing is encoded anew unasked; plain reuse where that
+    is only KV of chunks alone, and where it passed the gate of that.
     """
     plain = METHODS["turborag"]
     if kb is None:
@@ -115,7 +111,7 @@ def default_method(model: Model, kb: KnowledgeBase | None) -> Method:
     if plain.encoder in kb.encoders and not untuned(model, kb, plain, kb.template):
         return plain
     found = suiting(kb, model)
-    return next((METHODS[name] for name in _RECOMPUTING if name in found), plain)
+    return next((METHODS[name] for name in _FOR_STOCK if name in found), plain)
 
 
 def for_no_chunks(method: Method, ask: Ask) -> Method:
@@ -138,13 +134,10 @@ def untuned(
     if gate is not None and gate["subject"] == gate_subject(method, template) and not gate["ratio"]:
         return ()
     if method.reads_primed:
-        return (
-            f"nothing says how near {method.name} comes to full attention with this model; "
-            "`jaxrag kb gate` measures it",
-        )
+        return ()
     return (
         f"nothing says that this model was trained to read chunks apart, as {method.name} does; "
-        "better: --encoder after_prefix, then --method cacheblend",
+        "better: --encoder primed, then --method primed",
     )
 
 

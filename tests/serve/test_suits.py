@@ -11,7 +11,7 @@ from jaxrag.base.errors import ConfigError
 from jaxrag.models.model import load_model
 from jaxrag.models.reading import Reading, read_reading, write_reading
 from jaxrag.models.text.prompts import TEMPLATES
-from jaxrag.reuse.methods import METHODS
+from jaxrag.reuse.methods import METHODS, choices, default_choice
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.questions import resolve
 from jaxrag.serve.suits import default_method, gate_subject, stored_otherwise, suited
@@ -52,15 +52,14 @@ def untuned(*arguments, **options):
 def test_plain_reuse_by_a_model_that_was_not_trained_for_it_is_told(kb, stock):
     (note,) = notes(kb)
     assert len(note) < 2 * 80 - len("note: ")
-    for advice in ("--encoder after_prefix", "--method cacheblend"):
+    for advice in ("--encoder primed", "--method primed"):
         assert advice in note
     assert untuned(model=stock)
     plain = [name for name, one in METHODS.items() if one.encoder and not one.recomputes]
     apart = ["full_reuse", "turborag", "turborag_composite", "block_attention"]
     assert plain == [*apart, "primed"]
     assert {name for name in METHODS if untuned(kb, method=name)} == set(apart)
-    (note,) = notes(kb, method="primed")
-    assert "jaxrag kb gate" in note
+    assert not notes(kb, method="primed")
     assert not notes(kb, method="primed_fusion")
     assert untuned(kb, method="fusionrag", recompute_ratio=0)
 
@@ -173,6 +172,20 @@ def test_a_new_knowledge_base_keeps_what_its_model_reads_well(tmp_path, stock, t
             out = generate(QUESTION, kb=made, k=2, max_new_tokens=1)
             assert (out.method, out.counts["encoded"], out.notes) == (method, 0, [])
         assert default_method(model, None).name == method
+
+
+def test_large_vocabularies_get_a_primer(tmp_path, stock):
+    """A real one of some ten thousand sub-words has room for its text."""
+    large = dataclasses.replace(stock.config, vocab_size=8192, max_positions=2048)
+    found = default_choice(large, Reading())
+    assert (found.method, found.encoders) == (METHODS["primed"], ("primed",))
+    assert default_choice(large, Reading(("reordered",))).method == METHODS["turborag"]
+    for name in ("vocab_size", "max_positions"):
+        small = dataclasses.replace(large, **{name: 1024})
+        assert default_choice(small, Reading()).method == METHODS["cacheblend"]
+        assert not any(it.method.reads_primed for it in choices(small, Reading()))
+    with KnowledgeBase.open(tmp_path / "primed", stock, encoders=["primed"], chunk_tokens=64) as kb:
+        assert default_method(stock, kb).name == "primed"
 
 
 def test_what_a_knowledge_base_keeps_decides_how_it_is_asked(tmp_path, kb, stock):
