@@ -98,13 +98,13 @@ def test_int8_weights_are_near(model):
 def test_all_tokens_computed_again_are_full_attention(kb, question):
     settings = {"kb": kb, "k": 3, "max_new_tokens": 16}
     full = jaxrag.generate(question, method="full_attention", **settings)
-    again = jaxrag.generate(question, method="cacheblend", recompute_ratio=1.0, **settings)
+    again = jaxrag.generate(question, method="primed_fusion", recompute_ratio=1.0, **settings)
     assert again.token_ids == full.token_ids
     assert again.counts["recomputed"] > again.counts["reused"]  # of one chunk behind the prefix
 
 
 def test_a_batch_answers_as_each_alone(kb):
-    settings = {"kb": kb, "k": 2, "max_new_tokens": 12, "method": "cacheblend"}
+    settings = {"kb": kb, "k": 2, "max_new_tokens": 12, "method": "primed_fusion"}
     alone = [jaxrag.generate(question, **settings).token_ids for question in QUESTIONS[4:8]]
     together = jaxrag.generate(QUESTIONS[4:8], **settings)
     assert [one.token_ids for one in together] == alone
@@ -116,8 +116,8 @@ def test_from_a_file_to_an_answer(tmp_path):
     asked = ("ask", QUESTIONS[7], "--kb", tmp_path / "kb", "--k", 2, "--json")
     first, second = (json.loads(run(*asked)) for _ in range(2))
     assert first["text"] and first["text"] == second["text"]
-    assert first["counts"]["reused"] > first["counts"]["recomputed"] > 0
-    assert not first["counts"]["encoded"]
+    assert first["counts"]["reused"] and first["method"] == "primed"
+    assert not first["counts"]["recomputed"] and not first["counts"]["encoded"]
 
 
 def test_the_demo(tmp_path):
