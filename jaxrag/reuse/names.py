@@ -9,7 +9,7 @@ METHOD_NAMES = (
     "cacheblend", "cache_craft", "epic", "fusionrag", "primed", "primed_fusion",
     "retrieval_attention", "kcache",
 )  # fmt: skip
-DEFAULT_PRIMER = "lamps"  # of configs/primers
+DEFAULT_PRIMER = "bakery"  # of configs/primers
 DECODE_NAMES = (
     "dense", "static_window", "snapkv", "infllm", "quest", "flat", "ivf", "retrieval", "topn",
 )  # fmt: skip

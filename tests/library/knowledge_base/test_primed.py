@@ -65,7 +65,7 @@ def test_its_primer_is_kept_as_a_whole(opened, text_model):
 
 def test_without_one_the_default_is_taken(opened, text_model, tmp_path):
     with opened(chunk_tokens=20, template="plain") as kb:
-        assert kb.primer.name == "lamps"
+        assert kb.primer.name == "bakery"
 
 
 def test_a_base_without_primer_keeps_its_form(opened):
@@ -90,7 +90,7 @@ def test_what_does_not_fit_is_refused(opened, tmp_path):
         pass
     with refused(KnowledgeBaseError, "'own'", "'primed'"):
         opened("isolated", new=False, primer=OWN)
-    with refused(ConfigError, "'lighthouse'", "lamps"):
+    with refused(ConfigError, "'lighthouse'", "bakery"):
         opened("none", primer="lighthouse")
     with refused(RequestError, "primer=3"):
         opened("none", primer=3)
@@ -174,7 +174,7 @@ def test_a_lost_primer_is_said_and_a_shipped_one_mended(opened, tmp_path):
         db.execute("UPDATE settings SET value = '\"lost\"' WHERE name = 'primer'")
     assert mend_settings(tmp_path / "kb") == ("primer",)
     with opened(new=False) as kb:
-        assert kb.primer.name == "lamps"
+        assert kb.primer.name == "bakery"
     with sqlite3.connect(path) as db:
         db.execute("DELETE FROM settings WHERE name = 'primer'")
     with pytest.raises(DamagedCatalogError, match="primer"):
