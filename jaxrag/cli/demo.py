@@ -286,6 +286,7 @@ COMMAND = command(
         "instead, a manual of 60 pages asked with an instruct model of yours: a directory, a GGUF "
         "file, or ORG/NAME of the hub",
     ),
+    value("--dtype", "NAME", "with --model: of its weights and KV (the model's own)"),
     flag("--all", f"with --model: all 60 questions, not {handbook.FEW} of them"),
     value("--k", "N", f"chunks a question ({K}; with --model {handbook.CHUNKS})", type=int),
     value(

@@ -57,7 +57,7 @@ def run(args: Args) -> int:
     from jaxrag.reuse.methods import default_choice
 
     say, k = _silent if args.json else print, args.k or CHUNKS
-    model = load(args.model, ModelOptions())
+    model = load(args.model, ModelOptions(dtype=args.dtype))
     if not model.text_tokenizer().has_chat_template:
         raise RequestError(
             f"--model {args.model} has no chat template, so nothing says how it is asked: expected "

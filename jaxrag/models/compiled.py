@@ -17,6 +17,7 @@ from jaxrag.models.digest import cache_directory
 _COMPILING = "/jax/core/compile/"  # tracing, lowering, compiling
 _COMPILED = f"{_COMPILING}backend_compile_duration"
 _SPANS = 4096
+_CPUINFO = Path("/proc/cpuinfo")
 _STACK = 64 << 20  # bytes: XLA's passes recurse deeper than a thread's usual stack allows
 
 
@@ -42,6 +43,16 @@ def processors() -> int:
     """How many this process may use."""
     usable = getattr(os, "sched_getaffinity", None)  # Linux
     return len(usable(0)) if usable else os.cpu_count() or 1
+
+
+def multiplies_bfloat16() -> bool:
+    """Has the processor instructions for products of bfloat16? True where nothing tells."""
+    try:
+        lines = _CPUINFO.read_text("utf-8").splitlines()
+    except OSError:
+        return True
+    flags = next((line.split() for line in lines if line.startswith("flags")), None)
+    return flags is None or not {"avx512_bf16", "amx_bf16"}.isdisjoint(flags)
 
 
 def compile_beside(
