@@ -208,6 +208,7 @@ class CliCommand(click.Command):
 
     Attributes:
       basic: names of the options that the short help shows; None: all of them.
+      beside: other commands, called by a word in the place of its argument.
     """
 
     def __init__(
@@ -215,6 +216,7 @@ class CliCommand(click.Command):
         parameters: list[click.Parameter], basic: str | None, constants: Mapping[str, Any],
     ) -> None:  # fmt: skip
         self._run, self._constants = run, constants
+        self.beside: dict[str, click.Command] = {}
         self.basic = None if basic is None else {*basic.split(), "config", "help-all", "help"}
         every = click.Option(
             ["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_show_all,
@@ -326,6 +328,15 @@ class CliProgram(CliGroup):
         found: click.Command = importlib.import_module(f"jaxrag.cli.{module}").COMMAND
         return found
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """A command, or one beside it, and the words behind."""
+        name, found, words = super().resolve_command(ctx, args)
+        if isinstance(found, CliCommand) and words and words[0] in found.beside:
+            return f"{name} {words[0]}", found.beside[words[0]], words[1:]
+        return name, found, words
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """What each of them does."""
         with formatter.section("Commands"):
@@ -364,6 +375,9 @@ def commands_of(program: click.Command, prefix: str = "") -> Iterator[tuple[str,
     """Every command below one, and itself, with the words that call it."""
     path = f"{prefix} {program.name}".strip()
     yield path, program
+    if isinstance(program, CliCommand):
+        for beside in program.beside.values():
+            yield from commands_of(beside, path)
     if isinstance(program, click.Group):
         ctx = click.Context(program)
         for name in program.list_commands(ctx):

@@ -1,10 +1,11 @@
-"""`jaxrag train`: a training run from a TOML file."""
+"""`jaxrag train`: a training run from a TOML file; beside it the training of a primer."""
 
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxrag.cli import train_primer
 from jaxrag.cli.command import SUMMARIES, Args, argument, command, flag, value, values
 from jaxrag.cli.options import JSON, distributed_options, join
 from jaxrag.cli.output import give, human_count, table
@@ -90,7 +91,11 @@ COMMAND = command(
     run,
     SUMMARIES["train"],
     "jaxrag train configs/train/turborag-qwen2-7b.toml --out runs/turborag --resume",
-    argument("config", "CONFIG", "a .toml file as in configs/train"),
+    argument(
+        "config",
+        "CONFIG",
+        "a .toml file as in configs/train; or the word primer, see `jaxrag train primer --help`",
+    ),
     value("--out", "DIR", "folder of the run (runs/NAME of the config)"),
     flag("--resume", "go on where the run in --out stopped"),
     value("--steps", "N", "stop after step N (all)", type=int),
@@ -101,3 +106,4 @@ COMMAND = command(
     distributed_options("one process of a run on many hosts; see scripts/cluster"),
     JSON,
 )
+COMMAND.beside["primer"] = train_primer.COMMAND

@@ -93,8 +93,8 @@ class Request:
       tenant: whose turn it is within a class.
       timeout: seconds from when it is added after which it fails; None: never.
       cited: its outcome says which chunks each token was chosen for.
-      primer: token ids [R] int32 that chunks are encoded behind, in no prompt; None: none is known,
-        and the method may not read such chunks.
+      primer: token ids [R] int32 or vectors [R, D] float32 that chunks are encoded behind, in no
+        prompt; None: none is known, and the method may not read such chunks.
     """
 
     prompt: Prompt
@@ -126,7 +126,7 @@ class Request:
         if self.method.reads_primed and self.primer is None:
             raise RequestError(
                 f"method {self.method.name!r} reads chunks that are encoded behind a primer: pass "
-                "primer=, its token ids"
+                "primer=, its tokens"
             )
         if self.prompt.turns and self.method.positions == "composite":
             raise RequestError(

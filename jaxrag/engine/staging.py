@@ -275,7 +275,7 @@ def encode(loads: Sequence[ChunkLoad], *, reads: bool = True) -> list[NewlyEncod
     own_kv = StoredNeighbours(encoding) if reads else _Computed(encoding.model, prefix)
     wanted = {load.key: load.chunk for load in loads}
     made = {it.key: it for it in encoding.encode(chosen.name, wanted, own_kv)}
-    num_primer = len(encoding.front(chosen.name)) - len(prefix)  # run again with each chunk
+    num_primer = encoding.num_before(chosen.name) - len(prefix)  # run again with each chunk
     told = []
     for load in loads:
         num_before = len(prefix) + num_primer + sum(map(len, load.chunk.neighbours))

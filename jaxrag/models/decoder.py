@@ -107,6 +107,16 @@ def layer_windows(config: ModelConfig) -> Array | None:
     return jnp.array([config.sliding_window if use else unbounded for use in uses], jnp.int32)
 
 
+def embedded(params: Params, ids: Array) -> Array:
+    """x [B, T, D] of token ids [B, T] int32: rows of ``embed`` and, behind them, of ``soft``."""
+    x: Array = params.embed[ids]
+    if params.soft is None:
+        return x
+    behind = ids - params.embed.shape[0]
+    rows = params.soft[jnp.clip(behind, 0, params.soft.shape[0] - 1)]
+    return jnp.where((behind >= 0)[..., None], rows, x)
+
+
 def forward(
     params: Params,
     config: ModelConfig,
@@ -145,7 +155,7 @@ def run_layers(
 
     The first result is the residual stream x [B, T, D] before any further norm.
     """
-    x = params.embed[tokens.ids]
+    x = embedded(params, tokens.ids)
     layer_ids, windows = jnp.arange(config.num_layers, dtype=jnp.int32), layer_windows(config)
 
     def layer(carry: _Carry, scanned: Any) -> tuple[_Carry, Any]:

@@ -1,5 +1,6 @@
 """A loaded model: weights, config, tokenizer, prompt template, and the mesh they lie on."""
 
+import copy
 import dataclasses
 import functools
 import logging
@@ -146,6 +147,22 @@ class Model:
             here = memory_of(self.config, None, self.cache_tokens, self.placement)
             require_room_for_int8(self.path or "this model", self.config, here)
         return model
+
+    def with_soft(self, vectors: HostArray) -> "Model":
+        """The same weights, which read ids from the vocabulary's size on as vectors [R, D] float32.
+
+        It encodes; its engine is this model's, which knows nothing of such ids.
+        """
+        model = copy.copy(self)
+        soft = self.put(np.asarray(vectors, np.float32).astype(self.config.dtype))
+        model.params = self.params.replace(soft=soft)
+        return model
+
+    @property
+    def num_ids(self) -> int:
+        """How many ids have an embedding: those of the vocabulary, and of ``with_soft``."""
+        soft = self.params.soft
+        return self.config.vocab_size + (0 if soft is None else soft.shape[0])
 
     @functools.cached_property
     def fingerprint(self) -> str:

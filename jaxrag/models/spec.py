@@ -60,6 +60,8 @@ class LayerParams(struct.PyTreeNode):
 class Params(struct.PyTreeNode):
     """All weights of a decoder. ``lm_head`` is None when the embedding is tied.
 
+    ``soft`` is what ids from the vocabulary's size on are embedded as (``Model.with_soft``).
+
     ``layers`` is a LayerParams, or a list of one a layer, whose leaves lack L (by_layer); then the
     matrices and ``lm_head`` may be Int8Weight.
     """
@@ -68,6 +70,7 @@ class Params(struct.PyTreeNode):
     layers: Any
     final_norm: Any  # [D]
     lm_head: Any = None  # [D, V]
+    soft: Any = None  # [R, D], of no checkpoint
 
 
 def param_specs(config: ModelConfig) -> Params:

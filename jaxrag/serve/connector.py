@@ -106,7 +106,7 @@ def write_connector(
     folder = _served(model, serve)
     tokenizer = model.text_tokenizer()
     prefix = kb.template.prefix_ids(tokenizer)
-    primer = None if kb.primer is None else kb.primer.ids(kb.template, tokenizer)
+    primer = None if kb.primer is None else kb.primer.tokens(kb.template, tokenizer)
     encoding = ChunkEncoding(model, kb.store, prefix, primer=primer)
     encoding.keep_prefix()
     parts = dict(_parts(kb, groups))

@@ -164,7 +164,9 @@ def plain_subject(model: Model, ask: Ask, method: Method) -> dict[str, Any]:
         "method": values,
     }
     if primer is not None:
-        said["primer"] = [dataclasses.asdict(it) for it in primer.passages]
+        held = primer.to_dict()
+        del held["name"]
+        said["primer"] = held.get("passages", held)
     return dict(json.loads(json.dumps(said)))
 
 

@@ -282,7 +282,7 @@ def prepare(
         indexing=None if kb is None else kb.indexing,
         keeps=keeps,
         cited=ask.cite != "no",
-        primer=_primer_ids(
+        primer=_primer_tokens(
             settings, prompt, bare=verbatim or not isinstance(talk.questions[-1], str)
         ),
         settings=dataclasses.replace(settings, ask=ask, notes=tuple(notes)),
@@ -530,16 +530,18 @@ def _found_by(settings: Settings, chunk: FoundChunk) -> str:
     return searched_text(chunk.title, text)
 
 
-def _primer_ids(settings: Settings, prompt: Prompt, bare: bool) -> HostArray | None:
-    """Token ids [R] int32 of what chunks are encoded behind; None where they see none.
+def _primer_tokens(settings: Settings, prompt: Prompt, bare: bool) -> HostArray | None:
+    """What chunks are encoded behind, as ``Primer.tokens``; None where they see nothing.
 
     ``bare``: nothing stands around the prompt's chunks, as they were pasted or are token ids.
-    Raises RequestError where the model's context does not hold it with a chunk.
+    Raises RequestError where the model's context does not hold it with a chunk, and ConfigError
+    for vectors of another model.
     """
     if settings.primer is None:
         return None
+    settings.primer.check_model(settings.model.digest, settings.model.config.model_dim)
     template = template_named(BARE) if bare else settings.template
-    ids = settings.primer.ids(template, settings.model.text_tokenizer())
+    ids = settings.primer.tokens(template, settings.model.text_tokenizer())
     longest = len(prompt.prefix) + max(prompt.lengths, default=0)
     if longest + len(ids) > settings.model.config.max_positions:
         raise RequestError(

@@ -53,7 +53,7 @@ def chosen_primer(kb: KnowledgeBase | None, method: Method) -> Primer | None:
         return None
     known = None if kb is None else kb.primer
     wanted = None if method.primer is None else primer_named(method.primer)
-    if known is not None and wanted is not None and wanted.passages != known.passages:
+    if known is not None and wanted is not None and not wanted.same(known):
         raise RequestError(
             f"method {method.name!r}: primer={method.primer!r}, and the knowledge base holds "
             f"chunks behind the primer {known.name!r}; leave it out"

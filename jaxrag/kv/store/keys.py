@@ -49,6 +49,18 @@ def content_id(tokenizer_digest: str, token_ids: NDArray[np.int32]) -> str:
     return _digest(b"jaxrag.content", [tokenizer_digest.encode(), tokens])
 
 
+def vectors_id(vectors: NDArray[np.float32]) -> str:
+    """Hash vectors [R, D] float32 that stand in the place of tokens.
+
+    Raises:
+        StoreError: ``vectors`` is not such a matrix, or empty.
+    """
+    if vectors.dtype != np.float32 or vectors.ndim != 2 or not vectors.size:
+        raise StoreError(f"vectors: expected float32 [R, D], got {vectors.dtype} {vectors.shape}")
+    shape = np.asarray(vectors.shape, "<i8").tobytes()
+    return _digest(b"jaxrag.vectors", [shape, vectors.astype("<f4").tobytes()])
+
+
 def context_id(
     encoder: str,
     prefix_ids: NDArray[np.int32],

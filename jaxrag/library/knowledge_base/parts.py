@@ -222,7 +222,7 @@ class Parts:
             )
         tokenizer = model.text_tokenizer()
         prefix = self.template.prefix_ids(tokenizer)
-        primer = None if self.primer is None else self.primer.ids(self.template, tokenizer)
+        primer = None if self.primer is None else self.primer.tokens(self.template, tokenizer)
         apart = self.chunking.pasted
         return ChunkEncoding(model, self.store, prefix, self.indexing, apart, primer)
 

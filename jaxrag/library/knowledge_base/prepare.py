@@ -113,8 +113,8 @@ class Preparer:
         token_ids = tuple(
             self.template.chunk_ids(self.tokenizer, chunk.ids, document.title) for chunk in chunks
         )
-        fronts = [self.encoding.prefix, *map(self.encoding.front, self.encoders)]
-        before = max(map(len, fronts))
+        fronts = map(self.encoding.num_before, self.encoders)
+        before = max(len(self.encoding.prefix), *fronts)
         room = self.encoding.model.config.max_positions - before
         longest = max(len(ids) for ids in token_ids)
         if longest > room:

@@ -51,9 +51,9 @@ class Names:
         return self.template.prefix_ids(self.tokenizer)
 
     @functools.cached_property
-    def primer_ids(self) -> HostArray | None:
-        """Token ids of the primer, int32 [R]; None without one."""
-        return None if self.primer is None else self.primer.ids(self.template, self.tokenizer)
+    def primer_tokens(self) -> HostArray | None:
+        """What the primer is, as ``Primer.tokens``; None without one."""
+        return None if self.primer is None else self.primer.tokens(self.template, self.tokenizer)
 
     def content(self, ids: HostArray, title: str) -> str:
         """The content id of a chunk of these tokens, int32 [T]."""
@@ -63,7 +63,7 @@ class Names:
     def key(self, encoder: str, content: str, neighbours: Sequence[str]) -> str:
         """The key of a chunk's KV behind neighbours, which are content ids."""
         chosen = encoder_named(encoder)
-        primer = primer_id(chosen, self.tokenizer.digest, self.primer_ids)
+        primer = primer_id(chosen, self.tokenizer.digest, self.primer_tokens)
         context = context_id(encoder, seen_prefix(chosen, self.prefix), neighbours, primer)
         return chunk_key(self.fingerprint, content, context)
 

@@ -282,11 +282,15 @@ def primer_setting(wanted: WantedSettings, encoders: Sequence[str]) -> Primer | 
 def check_primer(
     primer: Primer | None, template: PromptTemplate, model: Model, chunk_tokens: int
 ) -> None:
-    """Refuse a primer that leaves no room for chunks of that many tokens: KnowledgeBaseError."""
+    """Refuse a primer that leaves no room for chunks of that many tokens: KnowledgeBaseError.
+
+    And vectors of another model: ConfigError.
+    """
     if primer is None:
         return
+    primer.check_model(model.digest, model.config.model_dim)
     tokenizer, limit = model.text_tokenizer(), model.config.max_positions
-    length = len(primer.ids(template, tokenizer))
+    length = len(primer.tokens(template, tokenizer))
     needed = _positions_of(template, tokenizer, chunk_tokens)
     if needed + length > limit:
         raise KnowledgeBaseError(
@@ -378,11 +382,11 @@ def _check_primer_kept(folder: Path, settings: Mapping[str, Any], wanted: Wanted
         primer_setting(wanted, [*settings["encoders"], *(wanted.encoders or ())])
         return
     known = primer_from_dict(settings[PRIMER], str(folder))
-    if wanted.primer is None or wanted.primer.passages == known.passages:
+    if wanted.primer is None or wanted.primer.same(known):
         return
     other = f"not {wanted.primer.name!r}"
     if wanted.primer.name == known.name:
-        other = "of another text than this one of the same name"
+        other = "which is called the same and holds something else"
     raise KnowledgeBaseError(
         f"{folder} holds chunks behind the primer {known.name!r}, {other}; leave the primer out or "
         "ingest into another folder"

@@ -26,6 +26,8 @@ from jaxrag.reuse.encode.encoders import (
     encoder_named,
     front,
     provenance,
+    seen_prefix,
+    seen_primer,
 )
 from jaxrag.reuse.encode.neighbours import OwnKV
 
@@ -97,7 +99,8 @@ class ChunkEncoding:
       indexing: what indexes long chunks are stored with; None where they get none.
       apart: a chunk's KV does not depend on what is encoded with it, to the bit on a CPU, as the
         engine needs it of one that no store gives; else many are packed in a row.
-      primer: token ids [R] int32, for encoders that see a primer; None where none is known.
+      primer: token ids [R] int32 or vectors [R, D] float32, for encoders that see a primer; None
+        where none is known.
     """
 
     model: Model
@@ -120,9 +123,10 @@ class ChunkEncoding:
             self.store.fingerprint, self.model, encoder, self.prefix, ids, neighbours, self.primer
         )
 
-    def front(self, encoder: str) -> HostArray:
-        """What its chunks see before neighbours and themselves: int32 [P + R]."""
-        return front(encoder_named(encoder), self.prefix, self.primer)
+    def num_before(self, encoder: str) -> int:
+        """How many tokens its chunks see before neighbours and themselves."""
+        chosen = encoder_named(encoder)
+        return len(seen_prefix(chosen, self.prefix)) + len(seen_primer(chosen, self.primer))
 
     def missing[C: ChunkInContext](self, encoder: str, wanted: Mapping[str, C]) -> dict[str, C]:
         """Those of the chunks, by key, that the store lacks or holds without indexes they get."""
@@ -162,10 +166,11 @@ class ChunkEncoding:
                 yield from self.encode(encoder, some, own_kv)
             return
         keys, chunks = list(wanted), list(wanted.values())
+        model, before = front(self.model, encoder_named(encoder), self.prefix, self.primer)
         made = encode_for_store(
-            self.model,
+            model,
             encoder,
-            self.front(encoder),
+            before,
             [chunk.ids for chunk in chunks],
             [chunk.neighbours for chunk in chunks],
             StoredNeighbours(self) if own_kv is None else own_kv,
@@ -189,7 +194,7 @@ class ChunkEncoding:
         chosen = encoder_named(encoder)
         if chosen.sees_neighbours or gets_indexes(self.indexing, encoder, tokens):
             return None
-        return shape_apart(self.model, len(self.front(encoder)) + tokens)
+        return shape_apart(self.model, self.num_before(encoder) + tokens)
 
     def encode_missing[C: ChunkInContext](
         self, encoder: str, wanted: Mapping[str, C]

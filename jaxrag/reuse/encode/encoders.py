@@ -17,7 +17,7 @@ import numpy as np
 from jaxrag.base.errors import RequestError
 from jaxrag.base.types import HostArray
 from jaxrag.kv.store.keys import chunk_key as store_key
-from jaxrag.kv.store.keys import content_id, context_id
+from jaxrag.kv.store.keys import content_id, context_id, vectors_id
 from jaxrag.kv.store.record import Provenance
 from jaxrag.models.model import Model
 
@@ -113,7 +113,8 @@ def chunk_key(
       token_ids: [T] int32, as they are encoded.
       neighbours: [T'] int32 each, the chunks in front of it in their order; content and order
         count. Needed by encoders that see neighbours, and refused by the others unless empty.
-      primer: [R] int32, what the encoder may see; needed by one that sees a primer.
+      primer: token ids [R] int32 or vectors [R, D] float32, what the encoder may see; needed by one
+        that sees a primer.
     """
     origin = provenance(model, encoder, prefix_ids, token_ids, neighbours, primer)
     return store_key(fingerprint, origin.content_id, origin.context_id)
@@ -137,7 +138,7 @@ def seen_prefix(encoder: Encoder, prefix_ids: HostArray) -> HostArray:
 
 
 def seen_primer(encoder: Encoder, primer: HostArray | None) -> HostArray:
-    """What of the primer [R] int32 a chunk sees: all of it or nothing.
+    """What of the primer a chunk sees, token ids [R] int32 or vectors [R, D] float32, or nothing.
 
     Raises RequestError where the encoder sees one and there is none.
     """
@@ -145,28 +146,41 @@ def seen_primer(encoder: Encoder, primer: HostArray | None) -> HostArray:
         return np.zeros(0, np.int32)
     if primer is None:
         raise RequestError(
-            f"encoder {encoder.name!r} encodes chunks behind a primer: pass primer=, its token ids"
+            f"encoder {encoder.name!r} encodes chunks behind a primer: pass primer=, its tokens"
         )
     return primer
 
 
 def primer_id(encoder: Encoder, tokenizer_digest: str, primer: HostArray | None) -> str:
-    """By which keys name what of the primer [R] int32 a chunk sees; "" for nothing.
+    """By which keys name what of the primer a chunk sees; "" for nothing.
 
     Raises RequestError as ``seen_primer`` does.
     """
     seen = seen_primer(encoder, primer)
+    if is_soft(seen):
+        return vectors_id(seen)
     return content_id(tokenizer_digest, seen) if len(seen) else ""
 
 
-def front(encoder: Encoder, prefix_ids: HostArray, primer: HostArray | None) -> HostArray:
-    """What all chunks of an encoder see, prefix and primer: int32 [P + R].
+def is_soft(primer: HostArray) -> bool:
+    """Whether a primer is vectors [R, D] and not token ids [R]."""
+    return primer.ndim == 2
 
+
+def front(
+    model: Model, encoder: Encoder, prefix_ids: HostArray, primer: HostArray | None
+) -> tuple[Model, HostArray]:
+    """What all chunks of an encoder see, prefix and primer: int32 [P + R], and who reads that.
+
+    That is the model itself, or one that knows the vectors of the primer by ids of their own.
     Raises RequestError as ``seen_primer`` does.
     """
     first = seen_primer(encoder, primer)
     seen = seen_prefix(encoder, prefix_ids)
-    return np.concatenate((seen, first)) if len(first) else seen
+    if is_soft(first):
+        model = model.with_soft(first)
+        first = np.arange(model.config.vocab_size, model.num_ids, dtype=np.int32)
+    return model, np.concatenate((seen, first)) if len(first) else seen
 
 
 def checked_neighbours(

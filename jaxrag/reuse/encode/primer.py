@@ -1,11 +1,14 @@
-"""Primers: texts that chunks are encoded behind and that stand in no prompt.
+"""Primers: texts, or trained vectors, that chunks are encoded behind and that stand in no prompt.
 
 The first tokens of a text serve a model as attention sinks, whatever they say. Of a chunk that is
 encoded alone they are the chunk's own; behind other text they are not.
 """
 
+import base64
+import binascii
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,8 @@ from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.reuse.names import DEFAULT_PRIMER
 
+_VECTORS, _TENSOR, _FORMAT = ".safetensors", "primer", "jaxrag.primer"
+
 
 @dataclasses.dataclass(frozen=True)
 class PrimerPassage:
@@ -28,29 +33,87 @@ class PrimerPassage:
 
 
 @dataclasses.dataclass(frozen=True)
-class Primer:
-    """A text in front of every chunk while it is encoded.
+class PrimerVectors:
+    """Embeddings in the place of a text's, trained for one model.
 
     Attributes:
-      name: how settings and results call it; its text alone decides KV.
+      model: digest of its weights.
+      width: D, of the model.
+      values: [R, D] float32, little-endian, in base64.
+    """
+
+    model: str
+    width: int
+    values: str
+
+    @classmethod
+    def of(cls, model: str, vectors: HostArray) -> "PrimerVectors":
+        """Vectors [R, D] of any float dtype."""
+        values = base64.b64encode(np.ascontiguousarray(vectors, "<f4").tobytes()).decode()
+        return cls(model, vectors.shape[1], values)
+
+    def array(self) -> HostArray:
+        """[R, D] float32. Raises ValueError for values that are no such vectors."""
+        flat = np.frombuffer(base64.b64decode(self.values, validate=True), "<f4")
+        vectors = flat.astype(np.float32).reshape(-1, self.width)
+        if not vectors.size or not np.isfinite(vectors).all():
+            raise ValueError("expected finite numbers")
+        return vectors
+
+
+@dataclasses.dataclass(frozen=True)
+class Primer:
+    """A text, or vectors, in front of every chunk while it is encoded.
+
+    Attributes:
+      name: how settings and results call it; what it holds alone decides KV.
       passages: each is put into the chunk template, in this order.
+      vectors: in the place of passages.
     """
 
     name: str
-    passages: tuple[PrimerPassage, ...]
+    passages: tuple[PrimerPassage, ...] = ()
+    vectors: PrimerVectors | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a primer without text: ConfigError."""
-        if not self.passages or not all(it.text.strip() for it in self.passages):
+        """Refuse a primer that holds nothing, or both: ConfigError."""
+        if self.vectors is not None:
+            try:
+                self.vectors.array()
+            except (ValueError, binascii.Error) as error:
+                raise ConfigError(
+                    f"primer {self.name!r}: no vectors of a primer ({error})"
+                ) from None
+        if self.vectors is not None and not self.passages:
+            return
+        texts = bool(self.passages) and all(it.text.strip() for it in self.passages)
+        if not texts or self.vectors is not None:
             raise ConfigError(
                 f"primer {self.name!r}: expected [[passages]] with a title and a text each"
             )
 
-    def ids(self, template: PromptTemplate, tokenizer: Tokenizer) -> HostArray:
-        """Its token ids as a prompt of the template would have its passages for chunks: int32 [R].
+    def same(self, other: "Primer") -> bool:
+        """Do they hold the same, whatever they are called?"""
+        return (self.passages, self.vectors) == (other.passages, other.vectors)
+
+    def check_model(self, digest: str, width: int) -> None:
+        """Refuse vectors of other weights than those of this digest and width D: ConfigError."""
+        found = self.vectors
+        if found is None or (found.model, found.width) == (digest, width):
+            return
+        raise ConfigError(
+            f"primer {self.name!r}: its vectors, {found.width} wide, were trained for weights "
+            f"{found.model[:12]}, and this model is {width} wide with {digest[:12]}; train one for "
+            "it (`jaxrag train primer`), or name a text"
+        )
+
+    def tokens(self, template: PromptTemplate, tokenizer: Tokenizer) -> HostArray:
+        """Token ids [R] int32 as a prompt of the template has its passages, or vectors [R, D].
 
         Raises TokenizerError for text that the tokenizer cannot encode.
         """
+        if self.vectors is not None:
+            return self.vectors.array()
         return np.concatenate(
             [
                 template.chunk_ids(tokenizer, tokenizer.encode(it.text), it.title)
@@ -60,7 +123,9 @@ class Primer:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain form; ``primer_from_dict`` is its inverse."""
-        return dataclasses.asdict(self)
+        values = dataclasses.asdict(self)
+        del values["passages" if self.vectors is not None else "vectors"]
+        return values
 
 
 def primer_from_dict(values: Mapping[str, Any], where: str) -> Primer:
@@ -69,19 +134,49 @@ def primer_from_dict(values: Mapping[str, Any], where: str) -> Primer:
 
 
 def primer_named(primer: str | Primer) -> Primer:
-    """One of configs/primers by name, a TOML file by path, or the Primer itself.
+    """One of configs/primers by name, a .toml or .safetensors file by path, or the Primer itself.
 
     Raises ConfigError listing the names, and for a file that holds no primer.
     """
     if isinstance(primer, Primer):
         return primer
+    if primer.endswith(_VECTORS):
+        return _read_vectors(Path(primer))
     path = config_path(primer, "primers")
     if path is None:
         names = ", ".join(config_names("primers"))
         raise ConfigError(
-            f"primer {primer!r}: expected one of {names}, or the path of a .toml file"
+            f"primer {primer!r}: expected one of {names}, or the path of a .toml or {_VECTORS} file"
         )
     return primer_from_dict({"name": path.stem, **read_toml(path)}, str(path))
+
+
+def write_vectors(primer: Primer, path: Path) -> None:
+    """Write a primer of vectors as a .safetensors file. Raises OSError where it cannot be."""
+    from safetensors.numpy import save_file
+
+    assert primer.vectors is not None
+    about = {"format": _FORMAT, "model": primer.vectors.model}
+    save_file({_TENSOR: primer.vectors.array()}, str(path), metadata=about)
+
+
+def _read_vectors(path: Path) -> Primer:
+    """The primer of a file that ``write_vectors`` wrote; ConfigError for another."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), "numpy") as file:
+            about = file.metadata() or {}
+            if about.get("format") != _FORMAT or set(file.keys()) != {_TENSOR}:
+                raise ConfigError(f"primer {path}: no vectors of `jaxrag train primer`")
+            vectors = np.asarray(file.get_tensor(_TENSOR))
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"primer {path}: cannot be read ({error})") from None
+    if vectors.ndim != 2 or vectors.dtype != np.float32:
+        raise ConfigError(
+            f"primer {path}: {vectors.dtype} {vectors.shape}, expected float32 [R, D]"
+        )
+    return Primer(path.stem, vectors=PrimerVectors.of(about.get("model", ""), vectors))
 
 
 def default_primer() -> Primer:

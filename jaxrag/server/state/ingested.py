@@ -26,11 +26,10 @@ def bring_ingested(
 
 def _bring(store: KVStore, base: KnowledgeBase, loads: Sequence[ChunkLoad]) -> list[ChunkLoad]:
     """Copy what one knowledge base has of the chunks; those that it has not."""
-    alike: dict[tuple[str, bytes], list[ChunkLoad]] = {}
+    alike: dict[tuple[str, str], list[ChunkLoad]] = {}
     for load in loads:
-        alike.setdefault((load.encoder, load.encoding.front(load.encoder).tobytes()), []).append(
-            load
-        )
+        made = load.encoding.provenance(load.encoder, load.chunk)
+        alike.setdefault((load.encoder, made.context_id), []).append(load)
     brought = set[str]()
     for (encoder, _), wanted in alike.items():
         like, ids = wanted[0].encoding, [load.chunk.ids for load in wanted]

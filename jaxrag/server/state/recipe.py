@@ -65,12 +65,13 @@ def warm_up(recipe: KnowledgeBaseOptions, model: Model) -> int:
     marked = len(template.chunk_ids(model.tokenizer, np.zeros(0, np.int32)))
     widths = set[int]()
     for encoder in recipe.encoders or default_encoders(model):
-        chosen, seen = encoder_named(encoder), prefix
+        chosen, seen, reader = encoder_named(encoder), prefix, model
         if chosen.sees_neighbours:
             continue
         if chosen.sees_primer:
             primer = default_primer() if recipe.primer is None else primer_named(recipe.primer)
-            seen = front(chosen, prefix, primer.ids(template, model.tokenizer))
+            held = primer.tokens(template, model.tokenizer)
+            reader, seen = front(model, chosen, prefix, held)
         room = min(model.config.max_positions, ROW_TOKENS) - len(seen)
         size = min(marked + (recipe.chunk_tokens or DEFAULT_CHUNK_TOKENS), room)
         counts = {
@@ -79,7 +80,7 @@ def warm_up(recipe: KnowledgeBaseOptions, model: Model) -> int:
         }
         for count in counts.values():
             chunks = [np.zeros(size, np.int32)] * count
-            rows = functools.partial(encode_chunks, model, encoder, seen, chunks)
+            rows = functools.partial(encode_chunks, reader, encoder, seen, chunks)
             engine_of(model).spare(lambda rows=rows: sum(1 for _ in rows()))  # type: ignore[misc]
         widths.update(counts)
     return len(widths)
@@ -90,10 +91,10 @@ def warm_up_passages(model: Model, method: Method) -> int:
     if method.encoder is None or jax.process_count() > 1:
         return 0
     tokenizer, primer = model.text_tokenizer(), chosen_primer(None, method)
-    first = None if primer is None else primer.ids(template_named(BARE), tokenizer)
-    seen = front(encoder_named(method.encoder), tokenizer.leading_ids, first)
+    first = None if primer is None else primer.tokens(template_named(BARE), tokenizer)
+    reader, seen = front(model, encoder_named(method.encoder), tokenizer.leading_ids, first)
     lengths = widths_apart(model, len(seen))
     for length in lengths:
-        rows = functools.partial(encode_apart, model, seen, [np.zeros(length, np.int32)])
+        rows = functools.partial(encode_apart, reader, seen, [np.zeros(length, np.int32)])
         engine_of(model).spare(lambda rows=rows: sum(1 for _ in rows()))  # type: ignore[misc]
     return len(lengths)

@@ -16,6 +16,8 @@ from jaxrag.reuse.encode import (
     ChunkInContext,
     chunk_key,
     encode_chunks,
+    encoder_named,
+    front,
     prefix_key,
     prefix_provenance,
     provenance,
@@ -58,8 +60,8 @@ def test_what_is_missing_is_encoded_once_under_its_key(encoding, model, rng, enc
         assert key == chunk_key(encoding.store.fingerprint, *origin)
         (record,) = encoding.store.head([key])
         assert record.provenance == provenance(*origin)
-        front = encoding.front(encoder)
-        ((_, kv),) = encode_chunks(model, encoder, front, [it.ids], [it.neighbours])
+        reader, before = front(model, encoder_named(encoder), encoding.prefix, encoding.primer)
+        ((_, kv),) = encode_chunks(reader, encoder, before, [it.ids], [it.neighbours])
         np.testing.assert_allclose(encoding.store.get(key), kv, rtol=1e-4, atol=1e-5)
 
 

@@ -16,7 +16,13 @@ from jaxrag.kv.store import MemoryStore, derive
 from jaxrag.models.model import random_model
 from jaxrag.models.text.prompts import TEMPLATES
 from jaxrag.reuse.encode import ChunkEncoding, ChunkInContext, Primer, encode_chunks, primer_named
-from jaxrag.reuse.encode.primer import PrimerPassage
+from jaxrag.reuse.encode.primer import (
+    PrimerPassage,
+    PrimerVectors,
+    default_primer,
+    primer_from_dict,
+    write_vectors,
+)
 from jaxrag.reuse.methods import METHODS
 from jaxrag.reuse.names import DEFAULT_PRIMER
 
@@ -246,7 +252,7 @@ def test_a_primer_is_in_the_chunk_template(text_model):
     chunks = [
         template.chunk_ids(tokenizer, tokenizer.encode(it.text), it.title) for it in primer.passages
     ]
-    found = primer.ids(template, tokenizer)
+    found = primer.tokens(template, tokenizer)
     assert found.dtype == np.int32
     np.testing.assert_array_equal(found, np.concatenate(chunks))
 
@@ -259,3 +265,68 @@ def test_what_is_no_primer_is_refused(tmp_path):
         path.write_text(text)
         with refused(ConfigError, "none" if text else "passages"):
             primer_named(str(path))
+
+
+def vectors_of(model, ids):
+    return np.asarray(model.params.embed)[ids].astype(np.float32)
+
+
+def test_vectors_that_are_a_texts_embeddings_are_that_text(model, parts, store):
+    """The same KV, and the same answers; but another key, as nobody knows."""
+    prefix, primer, *chunks, final = parts
+    found, keys = [], []
+    for given in (primer, vectors_of(model, primer)):
+        encoding = ChunkEncoding(model, store, prefix, primer=given)
+        wanted = {encoding.key("primed", it): ChunkInContext(it) for it in chunks}
+        encoding.encode_missing("primed", wanted)
+        keys.append(set(wanted))
+        request = Request(Prompt(prefix, tuple(chunks), final), store, PRIMED, 1, primer=given)
+        found.append((*map(store.get, wanted), logits_of(model, request)))
+    assert keys[0].isdisjoint(keys[1])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, **CLOSE)
+
+
+def test_ids_that_are_embedded_nowhere_are_refused(model, parts):
+    prefix, *chunks = parts
+    beyond = np.array([model.config.vocab_size], np.int32)
+    with refused(RequestError, f"token id {beyond[0]}"):
+        list(encode_chunks(model, "after_prefix", np.concatenate((prefix, beyond)), chunks))
+
+
+@pytest.fixture
+def trained(model, tmp_path):
+    """A primer of vectors, and its file."""
+    vectors = PrimerVectors.of(model.digest, vectors_of(model, np.arange(20, 26)))
+    primer, path = Primer("mine", vectors=vectors), tmp_path / "mine.safetensors"
+    write_vectors(primer, path)
+    return primer, path
+
+
+def test_a_file_of_vectors_is_read_as_it_was_written(model, trained):
+    primer, path = trained
+    assert primer_named(str(path)) == primer
+    assert primer_from_dict(primer.to_dict(), "there") == primer
+    assert primer.to_dict().keys() == {"name", "vectors"}
+    assert default_primer().to_dict().keys() == {"name", "passages"}
+    np.testing.assert_array_equal(
+        primer.tokens(TEMPLATES["plain"], None), vectors_of(model, np.arange(20, 26))
+    )
+    primer.check_model(model.digest, model.config.model_dim)
+
+
+def test_foreign_and_damaged_vectors_are_refused_in_one_line(model, trained, tmp_path):
+    primer, path = trained
+    for digest, width in (("0" * 64, model.config.model_dim), (model.digest, 7)):
+        with refused(ConfigError, "mine", "jaxrag train primer"):
+            primer.check_model(digest, width)
+    for text in (b"", b"{}", path.read_bytes()[:-9]):
+        other = tmp_path / "other.safetensors"
+        other.write_bytes(text)
+        with refused(ConfigError, "other.safetensors"):
+            primer_named(str(other))
+    with refused(ConfigError, "missing.safetensors"):
+        primer_named(str(tmp_path / "missing.safetensors"))
+    for values in ({"values": "!"}, {"width": 5}, {"values": ""}):
+        with refused(ConfigError, "mine"):
+            Primer("mine", vectors=dataclasses.replace(primer.vectors, **values))
