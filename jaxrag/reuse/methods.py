@@ -60,7 +60,7 @@ class Method:
         under full attention, and take them for a later prompt that begins with the same. Exact, but
         under a method that reuses chunks answers depend on what the pool held.
       decode: how generated tokens attend (decode.DECODE_RULES).
-      primer: what chunks are encoded behind, a name of configs/primers or a TOML file, for encoders
+      primer: what chunks are encoded behind, a name of configs/primers or a file, for encoders
         that see one; None: that of the knowledge base, else names.DEFAULT_PRIMER.
     """
 
@@ -325,6 +325,6 @@ def method_named(method: str | Method) -> Method:
     read = build(Method, values, str(path))
     if read.template.endswith(".toml"):  # named relative to the file
         read = dataclasses.replace(read, template=str(path.parent / read.template))
-    if read.primer is not None and read.primer.endswith(".toml"):
+    if read.primer is not None and read.primer.endswith((".toml", ".safetensors")):
         read = dataclasses.replace(read, primer=str(path.parent / read.primer))
     return read

@@ -318,7 +318,7 @@ def _answered(
     _, _, (k, v) = forward(soft, config, batch.block, None, kept, jax.checkpoint)
     columns = batch.context[None, :, :, None, None]
     k, v = (jnp.take_along_axis(x, columns, axis=2) for x in (k, v))  # [L, B, S, K, H]
-    attend = functools.partial(_attend, config=config, rope=rope, order=batch.order)
+    attend = _ContextAttend(config, rope, batch.order)
 
     @jax.checkpoint
     def layer(x: Array, at: Any) -> tuple[Array, None]:
@@ -332,39 +332,48 @@ def _answered(
     return rms_norm(x, params.final_norm, config.norm_eps)
 
 
-def _attend(
-    layer: Array,
-    window: Array | int | None,
-    q: Array,
-    k: Array,
-    v: Array,
-    tokens: Tokens,
-    cache: tuple[Array, Array],
-    *,
-    config: ModelConfig,
-    rope: RopeTable,
-    order: Array,
-) -> tuple[Array, tuple[Array, Array], None]:
-    """Attention of a row [B, F] to KV [B, S, K, H] at the places ``order`` [B, S], and to itself.
+@dataclasses.dataclass(frozen=True)
+class _ContextAttend:
+    """A row attends to KV of a context, and to itself.
 
-    q, k and v and what the cache holds are before rotation.
+    The cache is K before rotation and V, [B, S, K, H] each.
+
+    Attributes:
+      order: [B, S] int32 places of the context's tokens in the prompt; HIDDEN where there is none.
     """
-    at = tokens.positions
-    own = jnp.where(tokens.segments == EMPTY, HIDDEN, at)
-    keys_at = jnp.concatenate((order, own), 1)
-    seen = jnp.concatenate((jnp.where(order == HIDDEN, 0, order), at), 1)
-    keys = place(jnp.concatenate((cache[0], k), 1), seen, rope, config.rope)
-    values = jnp.concatenate((cache[1], v), 1)
-    batch, length, heads, dim = q.shape
-    asked = place(q, at, rope, config.rope).reshape(batch, length, config.num_kv_heads, -1, dim)
-    scores = jnp.einsum("bfkgh,bskh->bkgfs", asked, keys, preferred_element_type=jnp.float32)
-    visible = keys_at[:, None] <= at[..., None]
-    if window is not None:
-        visible &= at[..., None] - keys_at[:, None] < window
-    scores = jnp.where(visible[:, None, None], scores * dim**-0.5, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
-    out = jnp.einsum("bkgfs,bskh->bfkgh", weights, values)
-    return out.reshape(batch, length, heads, dim).astype(q.dtype), cache, None
+
+    config: ModelConfig
+    rope: RopeTable
+    order: Array
+
+    def __call__(
+        self,
+        layer: Array,
+        window: Array | int | None,
+        q: Array,
+        k: Array,
+        v: Array,
+        tokens: Tokens,
+        cache: tuple[Array, Array],
+    ) -> tuple[Array, tuple[Array, Array], None]:
+        """Shapes as Attend."""
+        config, at = self.config, tokens.positions
+        own = jnp.where(tokens.segments == EMPTY, HIDDEN, at)
+        keys_at = jnp.concatenate((self.order, own), 1)
+        placed_at = jnp.where(keys_at == HIDDEN, 0, keys_at)
+        keys = place(jnp.concatenate((cache[0], k), 1), placed_at, self.rope, config.rope)
+        values = jnp.concatenate((cache[1], v), 1)
+        batch, length, heads, dim = q.shape
+        asked = place(q, at, self.rope, config.rope)
+        asked = asked.reshape(batch, length, config.num_kv_heads, -1, dim)
+        scores = jnp.einsum("bfkgh,bskh->bkgfs", asked, keys, preferred_element_type=jnp.float32)
+        visible = keys_at[:, None] <= at[..., None]
+        if window is not None:
+            visible &= at[..., None] - keys_at[:, None] < window
+        scores = jnp.where(visible[:, None, None], scores * dim**-0.5, jnp.finfo(jnp.float32).min)
+        weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
+        out = jnp.einsum("bkgfs,bskh->bfkgh", weights, values)
+        return out.reshape(batch, length, heads, dim).astype(q.dtype), cache, None
 
 
 def _run_id(

@@ -75,7 +75,7 @@ class PrimingOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class PromptSource:
     """Prompts that wait to be answered: who is asked, and every question with its documents."""
 
     settings: Settings
@@ -94,7 +94,7 @@ class Asked:
 
 def of_knowledge_base(
     kb: KnowledgeBase, questions: QuestionFile, options: PrimingOptions, k: int
-) -> Asked:
+) -> PromptSource:
     """Questions over the chunks that retrieval finds. RequestError for a line that is none."""
     found = []
     for it in questions.entries(Shard.parse("0/1")):
@@ -102,10 +102,10 @@ def of_knowledge_base(
             raise RequestError(f"{questions.path}: line {it.line}: {it.reason}")
         found.append((it.text, None))
     ask = Ask(method=FULL, k=k, max_new_tokens=options.answer_tokens)
-    return Asked(resolve(ask, kb=kb), found)
+    return PromptSource(resolve(ask, kb=kb), found)
 
 
-def of_dataset(dataset: NearOptions, model: Model, options: PrimingOptions) -> Asked:
+def of_dataset(dataset: NearOptions, model: Model, options: PrimingOptions) -> PromptSource:
     """Prompts of a data set's files, as `jaxrag eval near` has them."""
     items = items_of(dataclasses.replace(dataset, number=None))
     tokenizer, size = model.text_tokenizer(), dataset.chunk_tokens
@@ -118,11 +118,11 @@ def of_dataset(dataset: NearOptions, model: Model, options: PrimingOptions) -> A
     ]
     store = MemoryStore(model.fingerprint, model.kv_layout, max_tokens=model.config.max_positions)
     ask = Ask(method=FULL, template=template_of(dataset), max_new_tokens=options.answer_tokens)
-    return Asked(resolve(ask, model=model, store=store), found)
+    return PromptSource(resolve(ask, model=model, store=store), found)
 
 
 def run(
-    asked: Asked, options: PrimingOptions, *, resume: bool = False, progress: bool = True
+    asked: PromptSource, options: PrimingOptions, *, resume: bool = False, progress: bool = True
 ) -> dict[str, Any]:
     """Train the vectors and write them; JSON-able, with the KL of held-out prompts as it fell.
 

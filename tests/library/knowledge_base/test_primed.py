@@ -17,7 +17,7 @@ from jaxrag.engine.engine import engine_of
 from jaxrag.kv.store import Record
 from jaxrag.library.knowledge_base.location import mend_settings
 from jaxrag.reuse.encode import ChunkEncoding, Primer, chunk_key
-from jaxrag.reuse.encode.primer import PrimerPassage
+from jaxrag.reuse.encode.primer import PrimerPassage, PrimerVectors, primer_named, write_vectors
 from jaxrag.reuse.methods import METHODS
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.connector import write_connector
@@ -26,6 +26,7 @@ from jaxrag.serve.suits import suiting
 from jaxrag.server.state.recipe import recipe_like
 
 OWN = Primer("own", (PrimerPassage("Weir", "A weir holds back water."), PrimerPassage("", "Mud.")))
+VECTORS = np.random.default_rng(5).normal(size=(7, 80)).astype(np.float32) / 8
 OTHER = Primer("other", (PrimerPassage("Weir", "A weir is a low wall."),))
 TEXT = " ".join(f"the mill of part {i} stands by the weir and grinds." for i in range(12))
 
@@ -41,6 +42,15 @@ def opened(text_model, tmp_path):
     return call
 
 
+@pytest.fixture
+def trained(text_model, tmp_path):
+    """The file of vectors for the model."""
+    path, width = tmp_path / "trained.safetensors", text_model.config.model_dim
+    vectors = PrimerVectors.of(text_model.digest, np.resize(VECTORS, (7, width)))
+    write_vectors(Primer("trained", vectors=vectors), path)
+    return path
+
+
 def keys_of(kb):
     return {name: kb.store.find([name])[name] for name in list(kb.store.keys())}
 
@@ -51,7 +61,7 @@ def test_its_primer_is_kept_as_a_whole(opened, text_model):
         assert kb.primer == OWN and kb.stats()["primer"] == "own"
         tokenizer, chunk = text_model.text_tokenizer(), kb.chunks_of("a")[1]
         ids = kb.template.chunk_ids(tokenizer, chunk.ids, chunk.title)
-        primer, prefix = OWN.ids(kb.template, tokenizer), kb.template.prefix_ids(tokenizer)
+        primer, prefix = OWN.tokens(kb.template, tokenizer), kb.template.prefix_ids(tokenizer)
         key = chunk_key(kb.store.fingerprint, text_model, "primed", prefix, ids, None, primer)
         assert isinstance(kb.store.find([key])[key], Record)
         assert kb.verify().whole
@@ -82,7 +92,7 @@ def test_what_does_not_fit_is_refused(opened, tmp_path):
         pass
     with refused(KnowledgeBaseError, "'own'", "'other'"):
         opened(new=False, primer=OTHER)
-    with refused(KnowledgeBaseError, "'own'", "another text"):
+    with refused(KnowledgeBaseError, "'own'", "called the same"):
         opened(new=False, primer=dataclasses.replace(OTHER, name="own"))
     with refused(KnowledgeBaseError, "'own'", "'primed'"):
         opened("plain", encoders=["isolated"], primer=OWN)
@@ -155,8 +165,48 @@ def test_a_method_names_no_other_primer(opened, text_model, tmp_path):
         prepare(settings, "where?", ["the mill stands by the weir"])
 
 
-def test_damaged_kv_is_made_again_behind_it(opened):
-    with opened(primer=OWN, stored="native") as kb:
+def test_vectors_are_kept_and_answer_as_a_text_does(opened, text_model, trained):
+    """Laws 16 and 19: warm is cold, under any ratio; and the file may go."""
+    question = {"question": "where is the mill?", "k": 3, "max_new_tokens": 6}
+    held = primer_named(str(trained))
+    method = dataclasses.replace(METHODS["primed"], primer=str(trained))
+    with opened("cold", encoders=["isolated"], stored="native") as kb:
+        kb.add([Document(id="a", text=TEXT)])
+        cold = jaxrag.generate(kb=kb, method=method, **question)
+        assert cold.counts["encoded"] > 0
+    with opened(primer=str(trained), stored="native") as kb:
+        kb.add([Document(id="a", text=TEXT)])
+        assert kb.primer == held and kb.stats()["primer"] == "trained"
+        assert kb.verify().whole
+    trained.unlink()
+    with opened(new=False) as kb:
+        assert kb.primer == held
+        engine_of(text_model).forget()
+        warm = jaxrag.generate(kb=kb, method="primed", **question)
+        assert warm.counts["encoded"] == 0 < warm.counts["reused"]
+        assert warm.token_ids == cold.token_ids
+        full = jaxrag.generate(kb=kb, method="full_attention", **question)
+        again = jaxrag.generate(kb=kb, method="primed_fusion", recompute_ratio=1.0, **question)
+        assert again.token_ids == full.token_ids
+
+
+def test_vectors_of_another_model_are_refused_before_anything_is_made(
+    opened, text_model, trained, tmp_path
+):
+    foreign = dataclasses.replace(text_model, digest="0" * 64)
+    with refused(ConfigError, "'trained'", "jaxrag train primer"):
+        opened("none", model=foreign, primer=str(trained))
+    assert not (tmp_path / "none").exists()
+    method = dataclasses.replace(METHODS["primed"], primer=str(trained))
+    with refused(ConfigError, "'trained'", "jaxrag train primer"):
+        prepare(resolve(Ask(method=method), model=foreign), "where?", ["by the weir"])
+    with opened(primer=OWN), refused(KnowledgeBaseError, "'own'", "'trained'"):
+        opened(new=False, primer=str(trained))
+
+
+@pytest.mark.parametrize("vectors", [False, True], ids=["text", "vectors"])
+def test_damaged_kv_is_made_again_behind_it(opened, trained, vectors):
+    with opened(primer=str(trained) if vectors else OWN, stored="native") as kb:
         kb.add([Document(id="a", text=TEXT)])
         before = {key: kb.store.get(key) for key in keys_of(kb)}
         kb.store.delete([key for key, it in keys_of(kb).items() if it.encoder == "primed"])
@@ -192,7 +242,7 @@ def test_pasted_passages_are_brought_where_the_primer_is_theirs(opened, text_mod
         kb.add([Document(id="a", text="\n\n".join([TEXT] * 3))])
         tokenizer = text_model.text_tokenizer()
         blocks = [hit.ids for hit in kb.chunks_of("a")]
-        prefix, primer = tokenizer.leading_ids, OWN.ids(kb.template, tokenizer)
+        prefix, primer = tokenizer.leading_ids, OWN.tokens(kb.template, tokenizer)
         held = dict(kb.blocks_held(text_model, "primed", prefix, blocks, primer))
         alone = ChunkEncoding(text_model, kb.store, prefix, apart=True, primer=primer)
         same = np.array_equal(prefix, kb.template.prefix_ids(tokenizer))
