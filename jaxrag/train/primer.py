@@ -304,7 +304,7 @@ def _divergence(
 
 def _log_probs(params: Params, hidden: Array, columns: Array) -> Array:
     """[B, A, V] float32 behind the columns [B, A] of hidden [B, T, D]."""
-    here = jnp.take_along_axis(hidden, jnp.maximum(columns, 0)[..., None], axis=1)
+    here = jnp.take_along_axis(hidden, jnp.maximum(columns, 0)[..., None], axis=1, mode="clip")
     return jax.nn.log_softmax(unembed(params, here), axis=-1)
 
 
@@ -317,7 +317,7 @@ def _answered(
     kept = Tap(packed, lambda q, k, v: (k, v))
     _, _, (k, v) = forward(soft, config, batch.block, None, kept, jax.checkpoint)
     columns = batch.context[None, :, :, None, None]
-    k, v = (jnp.take_along_axis(x, columns, axis=2) for x in (k, v))  # [L, B, S, K, H]
+    k, v = (jnp.take_along_axis(x, columns, axis=2, mode="clip") for x in (k, v))  # [L, B, S, K, H]
     attend = _ContextAttend(config, rope, batch.order)
 
     @jax.checkpoint

@@ -1,6 +1,7 @@
 """Trains a primer for a model: prompts of a knowledge base or of a data set, and the run."""
 
 import dataclasses
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from jaxrag.base.errors import RequestError
 from jaxrag.base.options import option, parse_count
 from jaxrag.base.types import HostArray
 from jaxrag.kv.store import MemoryStore
+from jaxrag.kv.store.keys import content_id
 from jaxrag.library.documents import Shard
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.measure.evals.datasets.options import NearOptions
@@ -24,6 +26,7 @@ from jaxrag.reuse.encode import primer_named
 from jaxrag.reuse.encode.primer import Primer, PrimerVectors, write_vectors
 from jaxrag.reuse.methods import METHODS
 from jaxrag.reuse.names import DEFAULT_PRIMER
+from jaxrag.serve.answer_files import AnswerFile
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.conversation import Passage
 from jaxrag.serve.question_files import BadQuestion, QuestionFile
@@ -31,6 +34,7 @@ from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 from jaxrag.train.primer import PrimerProgress, PrimerPrompt, PrimerSettings, train_primer
 
 FULL = METHODS["full_attention"]
+ANSWERS = ".answers.jsonl"  # beside the vectors: how full attention answered each prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,14 +140,18 @@ def run(
             "smaller --held-out"
         )
     start = start_vectors(asked.model, asked.template, options.start, options.vectors)
-    with progress_bar(len(some), "full attention answers", "prompt", shown=progress) as bar:
+    out = Path(options.out)
+    file = AnswerFile(
+        f"{out}{ANSWERS}",
+        {"model": asked.model.fingerprint, "answer_tokens": options.answer_tokens},
+    )
+    with file, progress_bar(len(some), "full attention", "prompt", shown=progress) as bar:
         prompts = []
-        for prompt in _prompts(asked.settings, some):
+        for prompt in _prompts(asked.settings, some, file):
             prompts.append(prompt)
             bar.update()
     held, used = prompts[: options.held_out], prompts[options.held_out :]
     looks: list[dict[str, Any]] = []
-    out = Path(options.out)
     with progress_bar(options.steps, "train primer", "step", shown=progress) as bar:
 
         def told(now: PrimerProgress) -> None:
@@ -180,12 +188,23 @@ def start_vectors(model: Model, template: PromptTemplate, text: str, count: int)
 
 
 def _prompts(
-    settings: Settings, questions: Sequence[tuple[str, tuple[Passage, ...] | None]]
+    settings: Settings,
+    questions: Sequence[tuple[str, tuple[Passage, ...] | None]],
+    file: AnswerFile,
 ) -> Iterator[PrimerPrompt]:
+    """Prompts with their answers, which are kept in the file, by what was asked."""
+    lines = (json.loads(line) for line in file.path.read_text("utf-8").splitlines())
+    known = {line["id"]: line["token_ids"] for line in lines}
     for question, documents in questions:
         ready = prepare(settings, question, documents)
-        [answer] = answered([ready], 1)
-        yield _with_answer(ready, answer.token_ids, settings.model.config.eos_ids)
+        prompt = ready.prompt
+        parts = (prompt.prefix, *prompt.chunks, prompt.final)
+        name = content_id("", np.concatenate(parts).astype(np.int32))
+        if name not in known:
+            [answer] = answered([ready], 1)
+            known[name] = [int(it) for it in answer.token_ids]
+            file.write([{"id": name, "token_ids": known[name]}])
+        yield _with_answer(ready, known[name], settings.model.config.eos_ids)
 
 
 def _with_answer(

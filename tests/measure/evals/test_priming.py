@@ -1,6 +1,7 @@
 """`jaxrag train primer`: prompts of a knowledge base and of a data set, and what is refused."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -58,6 +59,11 @@ def test_over_ones_own_chunks_and_back_into_a_knowledge_base(
     found = json.loads(said)
     assert found["prompts"] == 3 and [it["step"] for it in found["held_out_kl"]] == [0, 1, 2, 3]
     assert all(it["kl"] > 0 for it in found["held_out_kl"])
+    kept = Path(f"{out}.answers.jsonl").read_text().splitlines()
+    assert len(kept) == 5
+    code, again, err = jaxrag(*command, *FEW, "--start", weir)  # from these
+    assert code == 0 and json.loads(again)["held_out_kl"] == found["held_out_kl"], err
+    assert Path(f"{out}.answers.jsonl").read_text().splitlines() == kept
     primer = primer_named(str(out))
     assert primer.vectors.model == text_model.digest and primer.vectors.width == found["width"]
     (tmp_path / "mill.txt").write_text(text)
