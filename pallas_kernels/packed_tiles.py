@@ -49,12 +49,13 @@ def classify_tiles(
     """
     used = segments != EMPTY
     low, high = tile_range(segments, tile, used)
-    full = used.reshape(*segments.shape[:-1], -1, tile).all(-1)
-    final = (segments == FINAL).reshape(*segments.shape[:-1], -1, tile)
+    tiled = (*segments.shape[:-1], -1, tile)
+    full = _every(used.reshape(tiled))
+    final = (segments == FINAL).reshape(tiled)
     q_low, q_high, k_low, k_high = low[:, :, None], high[:, :, None], low[:, None, :], high[:, None]
     some = overlaps(q_low, q_high, k_low, k_high)
-    some |= final.any(-1)[:, :, None] & (k_high >= k_low)
-    every = final.all(-1)[:, :, None] | ((q_low == k_low) & (q_high == k_high) & (q_low == q_high))
+    some |= ~_every(~final)[:, :, None] & (k_high >= k_low)
+    every = _every(final)[:, :, None] | ((q_low == k_low) & (q_high == k_high) & (q_low == q_high))
     every &= full[:, :, None] & full[:, None, :]
     if prefix_visible:
         some |= (k_low == PREFIX) & (q_high >= q_low)
@@ -67,3 +68,8 @@ def classify_tiles(
     order = jnp.arange(segments.shape[-1] // tile)
     earlier = order[None, :] < order[:, None]
     return some.any(0) & (order[None, :] <= order[:, None]), every.all(0) & earlier
+
+
+def _every(x: Array) -> Array:
+    """``x.all(-1)``, by integers: LLVM ends a process that broadcasts eight bools (AVX-512)."""
+    return x.astype(jnp.int32).min(-1) == 1
