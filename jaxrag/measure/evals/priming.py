@@ -15,6 +15,7 @@ from jaxrag.kv.store import MemoryStore
 from jaxrag.kv.store.keys import content_id
 from jaxrag.library.documents import Shard
 from jaxrag.library.knowledge_base import KnowledgeBase
+from jaxrag.measure.evals.datasets.near import passages_of
 from jaxrag.measure.evals.datasets.options import NearOptions
 from jaxrag.measure.evals.datasets.run import items_of, template_of
 from jaxrag.measure.evals.gate import answered
@@ -85,16 +86,6 @@ class PromptSource:
     settings: Settings
     questions: Sequence[tuple[str, tuple[Passage, ...] | None]]
 
-    @property
-    def model(self) -> Model:
-        """That is asked."""
-        return self.settings.model
-
-    @property
-    def template(self) -> PromptTemplate:
-        """Of the prompts."""
-        return self.settings.template
-
 
 def of_knowledge_base(
     kb: KnowledgeBase, questions: QuestionFile, options: PrimingOptions, k: int
@@ -112,14 +103,7 @@ def of_knowledge_base(
 def of_dataset(dataset: NearOptions, model: Model, options: PrimingOptions) -> PromptSource:
     """Prompts of a data set's files, as `jaxrag eval near` has them."""
     items = items_of(dataclasses.replace(dataset, number=None))
-    tokenizer, size = model.text_tokenizer(), dataset.chunk_tokens
-    found = [
-        (
-            it.question,
-            tuple(Passage(tokenizer.encode(text)[:size], title) for title, text in it.documents),
-        )
-        for it in items
-    ]
+    found = [(it.question, tuple(passages_of(it, model, dataset.chunk_tokens))) for it in items]
     store = MemoryStore(model.fingerprint, model.kv_layout, max_tokens=model.config.max_positions)
     ask = Ask(method=FULL, template=template_of(dataset), max_new_tokens=options.answer_tokens)
     return PromptSource(resolve(ask, model=model, store=store), found)
@@ -132,6 +116,7 @@ def run(
 
     Raises RequestError for fewer questions than are held out, and what training raises.
     """
+    model = asked.settings.model
     wanted = options.held_out + (options.number or len(asked.questions))
     some = asked.questions[options.skip :][:wanted]
     if len(some) <= options.held_out:
@@ -139,11 +124,11 @@ def run(
             f"{len(some)} questions, of which {options.held_out} are held out: give more, or a "
             "smaller --held-out"
         )
-    start = start_vectors(asked.model, asked.template, options.start, options.vectors)
+    start = start_vectors(model, asked.settings.template, options.start, options.vectors)
     out = Path(options.out)
     file = AnswerFile(
         f"{out}{ANSWERS}",
-        {"model": asked.model.fingerprint, "answer_tokens": options.answer_tokens},
+        {"model": model.fingerprint, "answer_tokens": options.answer_tokens},
     )
     with file, progress_bar(len(some), "full attention", "prompt", shown=progress) as bar:
         prompts = []
@@ -161,9 +146,9 @@ def run(
                 bar.set_postfix_str(f"held-out KL {now.held_out:.4f}")
 
         found = train_primer(
-            asked.model, start, used, held, options.settings(), out, resume=resume, told=told
+            model, start, used, held, options.settings(), out, resume=resume, told=told
         )
-    vectors = PrimerVectors.of(asked.model.digest, found)
+    vectors = PrimerVectors.of(model.digest, found)
     write_vectors(Primer(out.stem, vectors=vectors), out)
     settings = dataclasses.asdict(options)
     return settings | {

@@ -69,11 +69,7 @@ class NearStudy:
 
     def measure(self, item: DatasetItem) -> dict[str, Any]:
         """One prompt by every method; JSON-able."""
-        tokenizer = self.model.text_tokenizer()
-        documents = [
-            Passage(tokenizer.encode(text)[: self.options.chunk_tokens], title)
-            for title, text in item.documents
-        ]
+        documents = passages_of(item, self.model, self.options.chunk_tokens)
         most = self.options.answer_tokens - 1
         gold = self._gold(item)
         ready = prepare(self.full, item.question, documents)
@@ -121,6 +117,12 @@ class NearStudy:
         chances -= chances.max(1, keepdims=True)
         each = chances[np.arange(len(gold)), gold] - np.log(np.exp(chances).sum(1))
         return logits, float(each.sum()), recomputed // 2
+
+
+def passages_of(item: DatasetItem, model: Model, most: int) -> list[Passage]:
+    """The documents of a question, each of at most so many tokens."""
+    encode = model.text_tokenizer().encode
+    return [Passage(encode(text)[:most], title) for title, text in item.documents]
 
 
 def arms_of(options: NearOptions) -> dict[str, Method]:
