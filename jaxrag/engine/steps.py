@@ -2,7 +2,7 @@
 
 Where the layers of a model are apart, as on a CPU, a step is several programs, one of which has a
 few layers and is called for each few: it compiles, and is read from the disk, in a fraction of the
-time that a program of the whole model takes, and is as fast. Else it is one program.
+time that a program of the whole model takes, and is nearly as fast. Else it is one program.
 """
 
 import dataclasses

@@ -7,9 +7,8 @@ the weight by all: 20 and 30 GB/s on two. A single row of bfloat16 is multiplied
 was made float32 before, two rows by a library that reads it as it is: 2 and 22 GB/s.
 
 A scan over stacked weights copies those of a layer before XLA:CPU multiplies with them. For a chunk
-that is a few percent; a decode step does hardly anything but read weights. Its program then holds
-every layer by itself (``by_layer``), which takes four times as long to compile; a prompt runs
-through one program of a layer, called for each.
+that is a few percent; a decode step does hardly anything but read weights. There layers are held
+apart (``by_layer``), and a program has a few of them, or one for a prompt, and is called for each.
 """
 
 import math
