@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxrag.base.config import ModelOptions
 from jaxrag.base.installed import DATA, unpack
 from jaxrag.cli import handbook
-from jaxrag.cli.command import SUMMARIES, Args, command, flag, value
+from jaxrag.cli.command import SUMMARIES, Args, command, fields, flag, value
 from jaxrag.cli.options import JSON
 from jaxrag.cli.output import give, human_count, print_json, shorten, table
 
@@ -286,7 +287,7 @@ COMMAND = command(
         "instead, a manual of 60 pages asked with an instruct model of yours: a directory, a GGUF "
         "file, or ORG/NAME of the hub",
     ),
-    value("--dtype", "NAME", "with --model: of its weights and KV (the model's own)"),
+    fields(ModelOptions, only=("dtype",)),
     flag("--all", f"with --model: all 60 questions, not {handbook.FEW} of them"),
     value("--k", "N", f"chunks a question ({K}; with --model {handbook.CHUNKS})", type=int),
     value(

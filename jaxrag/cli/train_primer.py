@@ -69,6 +69,5 @@ COMMAND = command(
     SECRET,
     model_options(),
     JSON,
-    basic="kb questions dataset data passages chat vectors num held-out steps out resume "
-    "model json",
+    basic="kb questions dataset data vectors num num-held-out steps out resume model json",
 )

@@ -48,6 +48,8 @@ def behind_given(
         own = [ids for _, ids in given]
         return [Placed(ids, it) for ids, it in zip(own, each_other(own, room), strict=True)]
     if source == "corpus" and kb is None:
+        if method.misses == "in_place":  # nothing is encoded, and what is found had none either
+            return [Placed(ids, ()) for _, ids in given]
         raise RequestError(
             f"method {method.name!r} reads chunks behind their neighbours, and given ones "
             "(documents=, blocks=) have none: pass kb= to find some in, or neighbours='prompt', an "

@@ -135,9 +135,10 @@ def untuned(
         return ()
     if method.reads_primed:
         return ()
+    best = default_choice(model.config, model.reading)
     return (
         f"nothing says that this model was trained to read chunks apart, as {method.name} does; "
-        "better: --encoder primed, then --method primed",
+        f"better: --encoder {','.join(best.encoders)}, then --method {best.method.name}",
     )
 
 

@@ -52,8 +52,11 @@ def untuned(*arguments, **options):
 def test_plain_reuse_by_a_model_that_was_not_trained_for_it_is_told(kb, stock):
     (note,) = notes(kb)
     assert len(note) < 2 * 80 - len("note: ")
-    for advice in ("--encoder primed", "--method primed"):
+    for advice in ("--encoder after_prefix", "--method cacheblend"):  # its vocabulary is small
         assert advice in note
+    roomy = dataclasses.replace(stock.config, vocab_size=8192, max_positions=2048)
+    (note,) = notes(model=dataclasses.replace(stock, config=roomy))
+    assert "--encoder primed, then --method primed" in note
     assert untuned(model=stock)
     plain = [name for name, one in METHODS.items() if one.encoder and not one.recomputes]
     apart = ["full_reuse", "turborag", "turborag_composite", "block_attention"]

@@ -114,7 +114,7 @@ class Preparer:
             self.template.chunk_ids(self.tokenizer, chunk.ids, document.title) for chunk in chunks
         )
         fronts = map(self.encoding.num_before, self.encoders)
-        before = max(len(self.encoding.prefix), *fronts)
+        before = max((len(self.encoding.prefix), *fronts))
         room = self.encoding.model.config.max_positions - before
         longest = max(len(ids) for ids in token_ids)
         if longest > room:

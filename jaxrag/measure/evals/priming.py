@@ -53,7 +53,9 @@ class PrimingOptions:
     number: int | None = option(
         None, "prompts to train with", "N", flag="--num", parse=parse_count, unset="all of them"
     )
-    held_out: int = option(16, "the first prompts, which are measured and not trained with", "N")
+    held_out: int = option(
+        16, "the first prompts, which are measured and not trained with", "N", flag="--num-held-out"
+    )
     skip: int = option(0, "prompts of the file before all of these", "N")
     answer_tokens: int = option(8, "of full attention's answer that are compared", "N")
     steps: int = option(180, "of Adam", "N")
