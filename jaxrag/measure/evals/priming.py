@@ -124,7 +124,7 @@ def run(
     if len(some) <= options.held_out:
         raise RequestError(
             f"{len(some)} questions, of which {options.held_out} are held out: give more, or a "
-            "smaller --held-out"
+            "smaller --num-held-out"
         )
     start = start_vectors(model, asked.settings.template, options.start, options.vectors)
     out = Path(options.out)
