@@ -15,7 +15,7 @@ from jaxrag.measure.evals.priming import PrimingOptions, start_vectors
 from jaxrag.models.text.prompts import TEMPLATES
 from jaxrag.reuse.encode import primer_named
 
-FEW = ("--vectors", 5, "--steps", 3, "--every", 1, "--held-out", 2, "--answer-tokens", 3, "--json")
+FEW = ("--vectors", 5, "--steps", 3, "--every", 1, "--num-held-out", 2, "--answer-tokens", 3, "--json")
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_over_a_data_set(jaxrag, model_dir, tmp_path, weir):
     out = tmp_path / "nq.safetensors"
     data = ("--dataset", "nq_open", "--data", write("nq_open", tmp_path), "--passages", 2)
     command = ("train", "primer", *data, "--template", "plain", "--model", model_dir, "--out", out)
-    code, said, err = jaxrag(*command, *FEW, "--held-out", 1, "--start", weir)
+    code, said, err = jaxrag(*command, *FEW, "--num-held-out", 1, "--start", weir)
     assert code == 0, err
     assert json.loads(said)["prompts"] > 0 and primer_named(str(out)).vectors is not None
 
@@ -91,7 +91,7 @@ def test_over_a_data_set(jaxrag, model_dir, tmp_path, weir):
         (("--kb", "kb"), ("--questions",)),
         (("--kb", "kb", "--vectors", 0), ("--vectors 0",)),
         (("--kb", "kb", "--vectors", 2000), ("2000", "1024")),
-        (("--kb", "kb", "--held-out", -1), ("held_out=-1",)),
+        (("--kb", "kb", "--num-held-out", -1), ("held_out=-1",)),
         (("--kb", "kb", "--steps", 0), ("steps=0",)),
     ],
 )
@@ -123,7 +123,7 @@ def test_too_few_questions_are_refused(jaxrag, text_model, tmp_path, questions):
         kb.add([{"id": "a", "text": "the mill stands by the weir."}])
     out = tmp_path / "mine.safetensors"
     command = ("train", "primer", "--kb", tmp_path / "kb", "--questions", questions, "--out", out)
-    code, _, err = jaxrag(*command, "--held-out", 5)
+    code, _, err = jaxrag(*command, "--num-held-out", 5)
     assert code == 1 and "5 questions" in err and err.count("\n") == 1
 
 
