@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import parse_bytes, parse_seconds
-from jaxrag.cli import connector, export, gate, kb_questions
+from jaxrag.cli import connector, export, gate, kb_prime, kb_questions
 from jaxrag.cli.command import SUMMARIES, Args, argument, command, flag, group, value, values
 from jaxrag.cli.opening import open_kb, secret_of, where_of
 from jaxrag.cli.options import JSON, KB, SECRET, WHERE, model_options
@@ -306,6 +306,7 @@ COMMAND = group(
         basic="repair rate reseal accept-older forgotten model secret-file json",
     ),
     gate.COMMAND,
+    kb_prime.COMMAND,
     kb_questions.COMMAND,
     export.COMMAND,
     connector.COMMAND,

@@ -284,6 +284,12 @@ class Catalog(CatalogReader):
                             [KEYS.row(row) for row in rows],
                         )
 
+    def forget_keys(self, encoders: Iterable[str]) -> None:
+        """Forget the store keys of encoder variants; the chunks stay as they are."""
+        with self._database.transaction() as connection:
+            rows = [(name,) for name in encoders]
+            connection.executemany("DELETE FROM chunk_keys WHERE encoder = ?", rows)
+
     def put_contexts(
         self, encoder: str, rows: Iterable[tuple[int, str, Sequence[str]]]
     ) -> list[int]:

@@ -27,14 +27,14 @@ from jaxrag.library.knowledge_base.neighbours import GivenChunk, Neighbours, Pla
 from jaxrag.library.knowledge_base.parts import Parts
 from jaxrag.library.knowledge_base.reports import RefreshReport
 from jaxrag.library.knowledge_base.rows import Names, examine
-from jaxrag.library.knowledge_base.settings import PRIMER, find_folder
+from jaxrag.library.knowledge_base.settings import PRIMER, check_primer, find_folder
 from jaxrag.library.knowledge_base.upkeep import Claim
 from jaxrag.library.knowledge_base.vectors import ChunkVectors
 from jaxrag.library.options import DEFAULT_TOP_N, SimilarBy
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.reuse.attention_index.document import indexes_nbytes
-from jaxrag.reuse.encode import encoder_named
+from jaxrag.reuse.encode import ENCODERS, Primer, encoder_named
 
 DEFAULT_GRACE_SECONDS = 3600.0
 
@@ -288,6 +288,34 @@ class Maintained(Parts):
         with self._acknowledged():
             self._catalog.set(GATE + method, dict(gate))
         self._settings[GATE + method] = dict(gate)
+
+    def set_primer(self, primer: Primer) -> None:
+        """Encode chunks behind this primer from now on, where a variant or a method sees one.
+
+        KV behind an earlier one is no chunk's any more: to add the same documents again makes it
+        anew, as a question does for what it needs, and ``gc`` frees the old. What gates found for
+        methods that read such KV is forgotten.
+
+        Raises KnowledgeBaseError for a primer that leaves no room for a chunk, or when opened
+        without a model or for reading; ConfigError for vectors of another model.
+        """
+        model = self._require_model("measure a primer in tokens")
+        self._require_writable("remember a primer")
+        check_primer(primer, self.template, model, self.chunking.chunk_tokens)
+        if self.primer is not None and primer.same(self.primer):
+            return
+        seeing = {name for name, it in ENCODERS.items() if it.sees_primer}
+        judged = [
+            GATE + name
+            for name, gate in self.gates.items()
+            if seeing & {gate["subject"]["method"][it] for it in ("encoder", "first_encoder")}
+        ]
+        with self._acknowledged():
+            # Keys first: whoever is ended in between leaves a base that lacks KV, not a wrong one.
+            self._catalog.forget_keys(seeing)
+            self._catalog.forget(judged)
+            self._catalog.set(PRIMER, primer.to_dict())
+        self._settings, self.primer = self._catalog.settings(), primer
 
     def stats(self, *, walk: bool = False) -> dict[str, Any]:
         """Counts and settings, JSON-able.

@@ -43,9 +43,10 @@ class Parts:
       id: names it in a repository that several share.
       model: the model it was opened with, or None.
       model_path: directory of the model it was made with; None for a model made in memory.
+      model_digest: of the weights of that model.
       template: wraps its chunks in a prompt.
       encoders: the KV variants that are kept of every chunk.
-      primer: what "primed" encodes every chunk behind; None where that is not kept.
+      primer: what "primed" encodes every chunk behind; None where none was chosen.
       indexing: what indexes long chunks are stored with; None where they get none.
       store: the chunk KV, of a fingerprint of its own; writable when the mode is "rw".
       mode: "rw" may change it, "r" changes no document and no stored KV.
@@ -70,6 +71,7 @@ class Parts:
         self.id: str = settings["id"]
         self.model = model
         self.model_path: str | None = settings["model"]["path"]
+        self.model_digest: str = settings["model"]["digest"]
         self.config: ModelConfig = config_from_dict(settings["model"]["config"], str(path))
         self.template: PromptTemplate = template_from_dict(settings["template"], str(path))
         self.chunking = Chunking(**settings["chunking"])

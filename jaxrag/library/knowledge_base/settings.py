@@ -377,7 +377,7 @@ def _check_forms(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def _check_primer_kept(folder: Path, settings: Mapping[str, Any], wanted: WantedSettings) -> None:
-    """Refuse another primer than the one that its chunks are behind, and one that none is."""
+    """Refuse another primer than the one that it has, and one that no encoder sees."""
     if PRIMER not in settings:
         primer_setting(wanted, [*settings["encoders"], *(wanted.encoders or ())])
         return
@@ -388,8 +388,8 @@ def _check_primer_kept(folder: Path, settings: Mapping[str, Any], wanted: Wanted
     if wanted.primer.name == known.name:
         other = "which is called the same and holds something else"
     raise KnowledgeBaseError(
-        f"{folder} holds chunks behind the primer {known.name!r}, {other}; leave the primer out or "
-        "ingest into another folder"
+        f"{folder} encodes chunks behind the primer {known.name!r}, {other}; leave the primer out "
+        "or ingest into another folder"
     )
 
 

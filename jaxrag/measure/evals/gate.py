@@ -106,7 +106,7 @@ def gate(
         max_new_tokens=options.answer_tokens,
     )
     settings = tried(options, ask, kb=kb)
-    prepared = [_prepare(one, questions, options.compute_last) for one in settings]
+    prepared = [prepared_questions(one, questions, options.compute_last) for one in settings]
     report = measure(settings, prepared, options, progress=progress)
     if report.ratio is not None:
         subject = gate_subject(method_named(options.method), settings[0].template)
@@ -171,9 +171,33 @@ def compare(
 
     Returns one ``Measured`` for each but the first, and how many answer tokens were compared.
     """
-    tallies = [_Tally() for _ in settings[1:]]
+    tallies = tallied(settings, prepared, batch_size, progress=progress)
+    chunk_tokens = sum(sum(ready.prompt.lengths) for ready in prepared[-1])
+    measured = tuple(
+        tally.measured(one.method.recompute_ratio or 0.0, chunk_tokens, target)
+        for one, tally in zip(settings[1:], tallies, strict=True)
+    )
+    return measured, sum(map(len, tallies[0].agree)) if tallies else 0
+
+
+def tallied(
+    settings: abc.Sequence[Settings],
+    prepared: abc.Sequence[abc.Sequence[ReadyQuestion]],
+    batch_size: int,
+    *,
+    name: str = "gate",
+    heard: abc.Callable[[], object] = lambda: None,
+    progress: bool = False,
+) -> "list[Tally]":
+    """What each of all settings but the first did on the questions; arguments as of ``compare``.
+
+    Args:
+      name: of the bar.
+      heard: called when a batch was answered, or seen, under one of the settings.
+    """
+    tallies = [Tally() for _ in settings[1:]]
     total = len(prepared[0]) * len(settings)
-    with progress_bar(total, "gate", "question", shown=progress) as bar:
+    with progress_bar(total, name, "question", shown=progress) as bar:
         for batch in itertools.batched(range(len(prepared[0])), batch_size):
             here = [prepared[0][i] for i in batch]
             most = settings[0].ask.max_new_tokens - 1  # without their end
@@ -183,17 +207,18 @@ def compare(
             for one, ready, tally in zip(settings[1:], prepared[1:], tallies, strict=True):
                 here = [ready[i] for i in batch]
                 tally.add(batch, full, *forced_logits(one, here, answers))
+                heard()
                 bar.update(len(batch))
-    chunk_tokens = sum(sum(ready.prompt.lengths) for ready in prepared[-1])
-    measured = tuple(
-        tally.measured(one.method.recompute_ratio or 0.0, chunk_tokens, target)
-        for one, tally in zip(settings[1:], tallies, strict=True)
-    )
-    return measured, sum(map(len, tallies[0].agree)) if tallies else 0
+    return tallies
 
 
-def _prepare(settings: Settings, questions: QuestionFile, compute_last: int) -> list[ReadyQuestion]:
-    """The questions; the last chunks of each are computed behind the others, as turns are."""
+def prepared_questions(
+    settings: Settings, questions: QuestionFile, compute_last: int = 0
+) -> list[ReadyQuestion]:
+    """The questions; the last chunks of each are computed behind the others, as turns are.
+
+    Raises RequestError for a bad line, and for a question that finds no chunk or cannot be served.
+    """
     ready = []
     for question in questions.entries(Shard()):
         where = f"{questions.path}: question {question.id!r}"
@@ -288,12 +313,19 @@ def _forced(
 
 
 @dataclasses.dataclass
-class _Tally:
-    """What one ratio did on the questions so far."""
+class Tally:
+    """What one method did on the questions so far.
 
-    agree: list[HostArray] = dataclasses.field(default_factory=list)  # bool, of a question's tokens
+    Attributes:
+      agree: of each question, bool of its tokens: is the next one full attention's?
+      question: which one that is.
+      kl: of each question, the sum over its tokens.
+      recomputed: chunk tokens, of all questions.
+    """
+
+    agree: list[HostArray] = dataclasses.field(default_factory=list)
     question: list[int] = dataclasses.field(default_factory=list)
-    kl: float = 0.0  # sum over tokens
+    kl: list[float] = dataclasses.field(default_factory=list)
     recomputed: int = 0
 
     def add(
@@ -303,19 +335,21 @@ class _Tally:
         own: abc.Sequence[HostArray],
         recomputed: int,
     ) -> None:
+        """Add questions with their logits under full attention and under the method."""
         for index, wanted, found in zip(questions, full, own, strict=True):
             self.agree.append(wanted.argmax(1) == found.argmax(1))
             self.question.append(index)
-            self.kl += float(kl_divergence(wanted, found).sum())
+            self.kl.append(float(kl_divergence(wanted, found).sum()))
         self.recomputed += recomputed
 
     def measured(self, ratio: float, chunk_tokens: int, target: Target) -> Measured:
+        """What a gate says of it, of prompts with so many chunk tokens."""
         tokens = np.concatenate(self.agree)
         agreement = share(tokens, np.repeat(self.question, [len(one) for one in self.agree]))
         # The greedy answer is full attention's where every forced choice is.
         answers = share(np.array([one.all() for one in self.agree]), np.array(self.question))
         assert agreement is not None and answers is not None
-        kl = self.kl / len(tokens)
+        kl = sum(self.kl) / len(tokens)
         return Measured(
             ratio=ratio,
             recomputed=self.recomputed / chunk_tokens,

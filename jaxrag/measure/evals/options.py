@@ -412,6 +412,23 @@ class GateOptions:
 
 
 @dataclasses.dataclass(frozen=True)
+class PrimeOptions:
+    """Of `jaxrag kb prime`; ``k`` and ``where`` are as for ``generate``."""
+
+    primers: tuple[str, ...] = option(
+        (), "measure this one too, a .toml file or .safetensors vectors; repeatable",
+        "NAME", flag="--primer", repeatable=True,
+    )  # fmt: skip
+    answer_tokens: int = option(16, "of full attention's answer that are compared", "N")
+    k: int = 5
+    where: Mapping[str, Any] | None = None
+    replace: bool = option(False, "take it where chunks are stored behind another primer, too")
+
+    def __post_init__(self) -> None:
+        check_positive(self, "answer_tokens")
+
+
+@dataclasses.dataclass(frozen=True)
 class RowsOptions:
     """Of `jaxrag kb questions`."""
 
