@@ -39,7 +39,7 @@ def _lines(report: "PrimeReport", folder: str) -> Iterator[str]:
 
     yield (
         f"chunks against full attention: {report.questions} questions, {report.answer_tokens} "
-        "answer tokens; 95 % intervals"
+        "answer tokens; 95 % intervals, primers in tokens"
     )
     rows = [["behind", "KL", "same token, %", "primer", "variants", "B/token"]]
     for one in report.candidates:

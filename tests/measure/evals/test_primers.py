@@ -77,6 +77,13 @@ def opened(text_model, tmp_path):
     return call
 
 
+@pytest.fixture(autouse=True)
+def shipped(request, monkeypatch):
+    """None of the shipped texts, which are long, but where a test asks for them by its name."""
+    if "shipped" not in request.node.name:
+        monkeypatch.setattr("jaxrag.measure.evals.primers.config_names", lambda kind: [])
+
+
 @pytest.fixture
 def taken(monkeypatch):
     """``taken(name)``: the choice falls on this candidate."""
@@ -212,7 +219,15 @@ def test_what_is_stored_behind_another_is_replaced_only_when_asked(
         assert primed_keys(kb) <= left and not left & old and kb.verify().whole
 
 
-def test_each_primer_is_measured_once_and_under_a_name_of_its_own(opened, weir, tmp_path):
+def test_a_shipped_text_that_leaves_no_room_for_chunks_is_left_out(opened, questions):
+    with opened(chunk_tokens=900, encoders=["isolated"]) as kb:
+        report = prime(kb, questions, PrimeOptions(**FEW))
+    assert {one.name for one in report.candidates} == set(UNPRIMED)
+    assert set(report.left_out) == {"bakery", "lamps", "tides"} and report.chosen in UNPRIMED
+    assert all("1024 positions" in why for why in report.left_out.values())
+
+
+def test_shipped_and_other_primers_are_measured_once_by_names_of_their_own(opened, weir, tmp_path):
     other = tmp_path / "tides.toml"
     other.write_text('[[passages]]\ntitle = ""\ntext = "Mud."\n')
     (tmp_path / "neighbours.toml").write_text('[[passages]]\ntitle = ""\ntext = "Sand."\n')
