@@ -34,8 +34,8 @@ _SEED = 0  # of the resampled questions
 
 
 @dataclasses.dataclass(frozen=True)
-class Candidate:
-    """What chunks were encoded behind, and how near that is to full attention.
+class PrimeRow:
+    """One candidate: what chunks were encoded behind, and how near that is to full attention.
 
     Attributes:
       primer_tokens: of the primer, or how many vectors; 0 without one.
@@ -72,7 +72,7 @@ class PrimeReport:
 
     questions: int
     answer_tokens: int
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[PrimeRow, ...]
     left_out: Mapping[str, str]
     least: str
     chosen: str
@@ -120,7 +120,7 @@ def prime(
     for name, one in zip(kl, tallies, strict=True):
         first, same = prepared[name][0], np.array([it.sum() for it in one.agree])
         encoders = first.method.encoders
-        candidates.append(Candidate(
+        candidates.append(PrimeRow(
             name=name,
             encoder=encoders[0],
             primer_tokens=0 if first.primer is None else len(first.primer),
@@ -142,7 +142,7 @@ def prime(
     )  # fmt: skip
 
 
-def choice(candidates: Sequence[Candidate]) -> Candidate:
+def choice(candidates: Sequence[PrimeRow]) -> PrimeRow:
     """The one of least KL; or the cheapest, if it cannot be told from that one.
 
     That is where the interval of the paired difference reaches 0. Fewer variants are cheaper, then

@@ -15,7 +15,7 @@ from jaxrag.kv.store import MemoryStore
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.measure.evals.gate import compare, gate, prepared_questions
 from jaxrag.measure.evals.options import GateOptions, PrimeOptions, Target
-from jaxrag.measure.evals.primers import UNPRIMED, Candidate, choice, prime, primers_of
+from jaxrag.measure.evals.primers import UNPRIMED, PrimeRow, choice, prime, primers_of
 from jaxrag.reuse.encode import Primer, primer_named
 from jaxrag.reuse.encode.primer import PrimerPassage, PrimerVectors, write_vectors
 from jaxrag.reuse.methods import METHODS
@@ -152,7 +152,7 @@ def candidate(name, low, value, cost):
     """A candidate whose KL is ``value``, and at least ``low`` above the least."""
     kl, minus = ({"value": it, "low": it, "high": it} for it in (value, low))
     variants, tokens = cost
-    return Candidate(name, "primed", tokens, variants, 1.0, kl, minus, kl)
+    return PrimeRow(name, "primed", tokens, variants, 1.0, kl, minus, kl)
 
 
 @pytest.mark.parametrize(
