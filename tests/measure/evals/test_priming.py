@@ -15,7 +15,19 @@ from jaxrag.measure.evals.priming import PrimingOptions, start_vectors
 from jaxrag.models.text.prompts import TEMPLATES
 from jaxrag.reuse.encode import primer_named
 
-FEW = ("--vectors", 5, "--steps", 3, "--every", 1, "--num-held-out", 2, "--answer-tokens", 3, "--json")
+FEW = (
+    "--vectors",
+    5,
+    "--steps",
+    3,
+    "--every",
+    1,
+    "--num-held-out",
+    2,
+    "--answer-tokens",
+    3,
+    "--json",
+)
 
 
 @pytest.fixture
