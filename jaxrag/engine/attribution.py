@@ -18,7 +18,7 @@ from jaxrag.base.types import Array, HostArray, Step
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sequence import Sequence
 from jaxrag.kv.cache import PAGE, PagePool, PageTable
-from jaxrag.kv.cache.tables import table_width
+from jaxrag.kv.cache.tables import chunk_pages, table_width
 from jaxrag.models.decoder import Decoder, forward
 from jaxrag.models.model import Model
 from jaxrag.models.taps import PartsAttend
@@ -82,7 +82,8 @@ def _dispatch(
     def put(x: HostArray) -> Array:
         return model.put_batch(x[None], 1)
 
-    table = PageTable(put(pages), put(offsets), put(seen))
+    apart = jax.tree.map(lambda x: put(x[0]), chunk_pages([state.table], 1, num_pages))
+    table = PageTable(put(pages), put(offsets), put(seen), apart)
     step = Step(put(ids), put(positions), put(nowhere))
     width = bucket(len(state.request.prompt.chunks))
     found: tuple[Array, Array] = _looks(

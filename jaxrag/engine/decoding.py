@@ -33,7 +33,7 @@ from jaxrag.engine.steps import (
     sample_rows,
     with_processors,
 )
-from jaxrag.kv.cache import PAGE, PagePool, PageTable, table_width
+from jaxrag.kv.cache import PAGE, ChunkPages, PagePool, PageTable, table_width
 from jaxrag.reuse.decode import DecodeRule, Decoding, Dense, PromptQueries, Prompts, order_of
 from jaxrag.reuse.decode.view import PromptSlots
 
@@ -61,10 +61,12 @@ class Lane:
         rows, slots = key.rows, key.pages * PAGE
         none = np.full(rows, -1, np.int32)
         nowhere = np.zeros((rows, key.pages), np.int32)
-        zeros = np.zeros(rows, np.int32)
+        zeros, chunks = np.zeros(rows, np.int32), None
+        if key.attention is not None:
+            chunks = on_host(ChunkPages, nowhere.astype(bool), key.attention)
         empty = on_host(
             LaneRows,
-            on_host(PageTable, nowhere, nowhere, np.full((rows, slots), HIDDEN)),
+            on_host(PageTable, nowhere, nowhere, np.full((rows, slots), HIDDEN), chunks),
             zeros,
             none,
             np.full(rows, slots, np.int32),

@@ -16,7 +16,7 @@ from jaxrag.engine.kept import Context
 from jaxrag.engine.request import Prompt, Request, lane_of
 from jaxrag.engine.sequence import PromptPart, Sequence, is_one_run, stored_exact
 from jaxrag.engine.staging import ChunkLoad, ChunkOrigin
-from jaxrag.kv.cache import PAGE, CachedChunk, PageTable, TableBuilder, pages_for
+from jaxrag.kv.cache import PAGE, CachedChunk, PageTable, TableBuilder, chunk_pages, pages_for
 from jaxrag.models.model import Model
 from jaxrag.models.segments import Layout, lay_out
 from jaxrag.reuse.decode import Carried
@@ -160,6 +160,10 @@ def map_sequence(sequence: Sequence, chunks: Mapping[str, CachedChunk]) -> None:
         if method.rewrites:
             _take_copies(parts[1:], pages)
     first_slot = table.reserve(pages)
+    if method.chunk_attention is not None:
+        held = [part.slots for part in parts if part.chunk >= 0 and not part.turn]
+        table.attention = method.chunk_attention
+        table.chunk_pages = np.unique(np.concatenate([table.chunk_pages, *held]) // PAGE)
     if sequence.swapped is None:
         _lay_tokens(sequence, first_slot)
     elif sequence.choice is not None and sequence.choice.copied:
@@ -225,7 +229,8 @@ def batch_tables(sequences: abc.Sequence[Sequence], rows: int, num_pages: int) -
     for it, (_, _, slot_position) in zip(sequences, tables, strict=True):
         slot_position[it.run.slots] = it.run.positions
     tables += [TableBuilder().rows(num_pages)] * (rows - len(sequences))
-    return on_host(PageTable, *(np.stack(part) for part in zip(*tables, strict=True)))
+    chunks = chunk_pages([it.table for it in sequences], rows, num_pages)
+    return on_host(PageTable, *(np.stack(part) for part in zip(*tables, strict=True)), chunks)
 
 
 def _mark_exact(method: Method, parts: abc.Sequence[PromptPart]) -> None:

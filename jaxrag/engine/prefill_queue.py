@@ -20,7 +20,7 @@ from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sequence import RequestStatus, Sequence
 from jaxrag.engine.state import Broken, EngineSettings, State
 from jaxrag.engine.thread import ask, result_of
-from jaxrag.kv.cache import PagePool, table_width
+from jaxrag.kv.cache import ChunkAttention, PagePool, table_width
 from jaxrag.reuse.decode import Decoding, Observe
 
 
@@ -43,6 +43,7 @@ class _Shape:
       observe: the queries that are kept.
       rows: of the program that runs them.
       alone: the number of one that is to have it for itself.
+      attention: how they attend to their chunks; None: as to all else.
     """
 
     lane: LaneKey | None
@@ -51,6 +52,7 @@ class _Shape:
     observe: Observe | None
     rows: int
     alone: int | None
+    attention: ChunkAttention | None
 
 
 @dataclasses.dataclass(eq=False)
@@ -187,6 +189,7 @@ class PrefillQueue:
             observe=None if sequence.lane is None else rule.observe,  # one token needs no rule
             rows=rows_together(self._state.runner, self._state.settings, sequence.request, widths),
             alone=sequence.number if sequence.alone else None,
+            attention=sequence.table.attention,
         )
 
     def _start(self, group: _Group) -> Prefill | LayerPrefill:

@@ -9,7 +9,7 @@ from jaxrag.base.errors import ContextExceeded, RequestError
 from jaxrag.base.shapes import bucket
 from jaxrag.base.types import HostArray
 from jaxrag.engine.sampling_params import SamplingParams
-from jaxrag.kv.cache import MIN_TABLE_PAGES
+from jaxrag.kv.cache import MIN_TABLE_PAGES, ChunkAttention
 from jaxrag.kv.placement import ON_DEVICE, KVPlacement
 from jaxrag.kv.store import KVStore
 from jaxrag.models.model import Model
@@ -128,10 +128,11 @@ class Request:
                 f"method {self.method.name!r} reads chunks that are encoded behind a primer: pass "
                 "primer=, its tokens"
             )
-        if self.prompt.turns and self.method.positions == "composite":
+        if self.prompt.turns and self.method.overlapping:
             raise RequestError(
                 f"method {self.method.name!r}: earlier turns see all that precedes them by "
-                "position, and composite positions overlap; use a method with reordered positions"
+                f"position, and {self.method.positions} positions overlap; use a method with "
+                "reordered positions"
             )
 
     @property
@@ -139,9 +140,12 @@ class Request:
         """Do earlier turns, and this one, stay in the pool?
 
         Only where their KV depends on nothing but what precedes them: not on the tokens that a
-        question has computed again, nor on which chunks happened to be missing.
+        question has computed again, nor on which chunks happened to be missing, nor on how the
+        method attends to chunks, which their keys do not say.
         """
         method = self.method
+        if method.chunk_attention is not None:
+            return False
         if not self.keeps or method.encoder is None:
             return self.keeps and method.prefix_cache
         return not (method.recomputes or method.prefix_cache or method.misses == "in_place")
@@ -175,12 +179,14 @@ class LaneKey:
       pages: of every row's table; 0 where KV is in host memory.
       room: for generated tokens in the state of a sparse rule; 0 for others.
       rows: how many requests it serves at once.
+      attention: how they attend to their chunks; None: as to all else.
     """
 
     rule: DecodeRule
     pages: int
     room: int
     rows: int
+    attention: ChunkAttention | None = None
 
 
 def lane_of(request: Request, num_pages: int, placement: KVPlacement = ON_DEVICE) -> LaneKey | None:
@@ -194,4 +200,5 @@ def lane_of(request: Request, num_pages: int, placement: KVPlacement = ON_DEVICE
     if placement.away:
         return LaneKey(rule, 0, 0, request.rows)
     room = bucket(request.room, FEWEST_ROOM) if rule.sparse else 0
-    return LaneKey(rule, bucket(num_pages, MIN_TABLE_PAGES), room, request.rows)
+    pages = bucket(num_pages, MIN_TABLE_PAGES)
+    return LaneKey(rule, pages, room, request.rows, request.method.chunk_attention)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.base.sharding import attention_axes
-from jaxrag.base.types import Array, Partial, Tokens
+from jaxrag.base.types import HIDDEN, Array, Partial, Tokens
 from jaxrag.kv.cache import PAGE, PagePool, PageTable
 from jaxrag.kv.cache.host import HostValues
 from jaxrag.models.rope import RopeTable, place, scale_rotary
@@ -53,6 +53,7 @@ __all__ = [
     "Pages",
     "attend_placed",
     "attend_pool",
+    "attend_table",
     "attention_received",
     "body_of",
     "check_kernels",
@@ -180,8 +181,8 @@ class PagedAttend:
         op = self._op(q.shape[1])
         one = op is paged_decode_attention
         queries, at = (q[:, 0], tokens.positions[:, 0]) if one else (q, tokens.positions)
-        table = Pages(pages, self.table.offsets, self.table.slot_position)
-        out, _ = attend_pool(op, self.config, self.rope, cache, queries, table, at, window)
+        where = (self.table, pages, at, window)
+        out, _ = attend_table(op, self.config, self.rope, cache, queries, *where)
         return out.reshape(q.shape).astype(q.dtype), cache, None
 
     def _op(self, num_queries: int) -> PagedOp:
@@ -292,6 +293,7 @@ def attend_pool(
     table: Pages,
     position: Array,
     window: Array | int | None = None,
+    temperature: float = 1.0,
 ) -> tuple[Array, Array]:
     """A paged op with the model's scale, rotation and kernels.
 
@@ -303,6 +305,7 @@ def attend_pool(
       q: [B, T, N, H] or [B, N, H] before rotation.
       position: [B, T] or [B] int32 of the queries.
       window: sliding window in tokens, or None.
+      temperature: scores are divided by it.
 
     Returns:
       out and lse, as the op says.
@@ -313,7 +316,7 @@ def attend_pool(
         name = getattr(op, "func", op).__name__
         if name in BODIES and (impl := body_of(name, config.kernels)) != "xla":
             limits["impl"] = impl
-        return op(*operands, **limits, scale=config.head_dim**-0.5)
+        return op(*operands, **limits, scale=config.head_dim**-0.5 / temperature)
 
     kv, rotary = Pool(pool.k, pool.v), rotary_of(config, rope)
     operands = (scale_rotary(q, config.rope), kv, table, position, rotary)
@@ -331,6 +334,45 @@ def attend_pool(
             check_vma=False,
         )
     return call(operands, window)
+
+
+def attend_table(
+    op: PagedOp,
+    config: ModelConfig,
+    rope: RopeTable,
+    pool: PagePool,
+    q: Array,
+    table: PageTable,
+    pages: Array,
+    position: Array,
+    window: Array | int | None = None,
+) -> tuple[Array, Array]:
+    """``attend_pool`` through the tables of requests, to their chunks as these say.
+
+    APE, arXiv:2502.05431, section 4: with chunks c at temperature T and all other keys o (prefix,
+    question, answer), out = (e^(T S lse_c) out_c + e^lse_o out_o) / (e^(T S lse_c) + e^lse_o).
+
+    Args:
+      op: one of the paged ops; of the pool it may see what no slot of ``table`` hides.
+      table: of the requests, of which ``pages`` [B, M] are those of this layer.
+
+    Returns:
+      out and lse, as the op says; lse is that of the merged parts.
+    """
+    where = Pages(pages, table.offsets, table.slot_position)
+    if table.chunks is None:
+        return attend_pool(op, config, rope, pool, q, where, position, window)
+
+    def part(held: Array, temperature: float) -> Partial:
+        held = jnp.repeat(held, pool.k.shape[1], axis=1)
+        seen = where._replace(slot_position=jnp.where(held, where.slot_position, HIDDEN))
+        return Partial(*attend_pool(op, config, rope, pool, q, seen, position, window, temperature))
+
+    how, held = table.chunks.attention, jnp.asarray(table.chunks.held)
+    of_chunks, of_others = part(held, how.temperature), part(~held, 1.0)
+    weighed = of_chunks.replace(lse=of_chunks.lse * (how.temperature * how.scale))
+    both = merge([weighed, of_others])
+    return both.out, both.lse
 
 
 def attend_placed(

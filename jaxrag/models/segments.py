@@ -7,6 +7,8 @@ prefix `p`, two chunks and a final block `q` (TurboRAG section 3.2, Fig. 2 b and
     segments    1 1 3 3 3 4 4 2 2
     reordered   0 1 2 3 4 5 6 7 8     positions equal order
     composite   0 1 0 1 2 0 1 7 8     positions restart at every chunk, the final block does not
+    parallel    0 1 2 3 4 2 3 5 6     every chunk is right behind the prefix, the final block behind
+                                      the longest (APE, arXiv:2502.05431)
 """
 
 import dataclasses
@@ -19,7 +21,7 @@ from jaxrag.base.errors import RequestError
 from jaxrag.base.types import EMPTY, FINAL, FIRST_CHUNK, PREFIX, HostArray
 from pallas_kernels.visibility import QUESTION_SHIFT
 
-PositionScheme = Literal["reordered", "composite"]
+PositionScheme = Literal["reordered", "composite", "parallel"]
 POSITION_SCHEMES: tuple[str, ...] = get_args(PositionScheme)
 
 
@@ -30,7 +32,7 @@ class Layout:
     positions: HostArray  # [T] int32
     segments: HostArray  # [T] int32
     chunk_offsets: tuple[int, ...]  # position of each chunk's first token
-    final_start: int  # position (and order) of the final block's first token
+    final_start: int  # position of the final block's first token
 
 
 def lay_out(
@@ -43,8 +45,11 @@ def lay_out(
     if scheme not in POSITION_SCHEMES:
         raise RequestError(f"positions={scheme!r}: expected one of {', '.join(POSITION_SCHEMES)}")
     starts = prefix + np.concatenate(([0], np.cumsum(chunks, dtype=np.int64))).astype(int)
-    offsets = tuple(int(s) for s in starts[:-1]) if scheme == "reordered" else (0,) * len(chunks)
-    final_start = int(starts[-1])
+    offsets, final_start = tuple(int(s) for s in starts[:-1]), int(starts[-1])
+    if scheme != "reordered":
+        offsets = (0 if scheme == "composite" else prefix,) * len(chunks)
+    if scheme == "parallel":
+        final_start = prefix + max(chunks, default=0)
     positions = [np.arange(prefix)]
     positions += [np.arange(n) + at for n, at in zip(chunks, offsets, strict=True)]
     positions += [np.arange(final) + final_start]

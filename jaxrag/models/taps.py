@@ -14,8 +14,7 @@ from jaxrag.kv.cache import PagePool, PageTable
 from jaxrag.models.attention import (
     Attend,
     PackedAttend,
-    Pages,
-    attend_pool,
+    attend_table,
     paged_attention,
 )
 from jaxrag.models.rope import RopeTable
@@ -144,9 +143,9 @@ class PartsAttend:
     ) -> tuple[Array, PagePool, tuple[Array, Array]]:
         """Attend; of every part [T, count] the sum of the heads' squared shares, and the most."""
         pages = cache.rows(layer, self.table.pages, self.config.num_layers)
-        table = Pages(pages, self.table.offsets, self.table.slot_position)
         hot = jax.nn.one_hot(self.parts, self.count)[None]
         op = functools.partial(paged_attention, beside=hot, out_dtype=jnp.float32)
-        out, _ = attend_pool(op, self.config, self.rope, cache, q, table, tokens.positions, window)
+        where = (self.table, pages, tokens.positions, window)
+        out, _ = attend_table(op, self.config, self.rope, cache, q, *where)
         out, shares = jnp.split(out, [q.shape[-1]], -1)
         return out.astype(q.dtype), cache, (jnp.square(shares).sum((0, 2)), shares.max((0, 2)))

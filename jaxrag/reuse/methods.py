@@ -7,6 +7,7 @@
 - CacheBlend, arXiv:2405.16444: ``cacheblend`` (select.kv_deviation).
 - Cache-Craft, arXiv:2502.15734: ``cache_craft`` (select.cache_craft).
 - EPIC, arXiv:2410.15332: ``epic`` (select.first_k).
+- APE, arXiv:2502.05431: ``ape`` (models.segments, models.attention.attend_table).
 - RetrievalAttention, arXiv:2409.10516: ``retrieval_attention`` (decode.retrieval, attention_index).
 - KCache, arXiv:2404.18057: ``kcache`` (decode.topn, kv.cache.host, pallas_kernels.topn_attention).
 - ``primed`` and ``primed_fusion`` are ours: every chunk behind one text, a primer
@@ -17,13 +18,15 @@ decode.DECODE_RULES, and go with any of these methods.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
-from typing import get_args
+from typing import Any, get_args
 
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import RequestError
 from jaxrag.base.installed import config_names, config_path
 from jaxrag.base.tables import build, read_toml
+from jaxrag.kv.cache import ChunkAttention
 from jaxrag.kv.placement import KVPlacement
 from jaxrag.models.reading import Reading
 from jaxrag.models.segments import POSITION_SCHEMES, PositionScheme
@@ -47,7 +50,8 @@ class Method:
     Attributes:
       encoder: which stored form of a chunk is used (encode.ENCODERS); None computes the whole
         prompt with full attention and reuses nothing.
-      positions: of reused chunks: "reordered" equals order, "composite" restarts at every chunk.
+      positions: of reused chunks: "reordered" equals order, "composite" restarts at every chunk,
+        "parallel" has every chunk right behind the prefix.
       template: the prompt format used where neither the caller nor the knowledge base names one.
       selector: which chunk tokens are computed again at question time (select.SELECTORS).
       recompute_ratio: how many: ceil(ratio x chunk tokens), 0..1; None: the selector's own number.
@@ -62,6 +66,10 @@ class Method:
       decode: how generated tokens attend (decode.DECODE_RULES).
       primer: what chunks are encoded behind, a name of configs/primers or a file, for encoders
         that see one; None: that of the knowledge base, else names.DEFAULT_PRIMER.
+      attention_temperature: what scores of question and answer with chunk keys are divided by.
+      scaling_factor: what the log-sum-exp of these scores is multiplied by, beside the temperature,
+        before the chunks' part of the attention is merged with the rest (attention.attend_table).
+        Both at 1: chunks are attended to as all else is.
     """
 
     name: str
@@ -75,6 +83,8 @@ class Method:
     prefix_cache: bool = False
     decode: DecodeRule = dataclasses.field(default_factory=Dense)
     primer: str | None = None
+    attention_temperature: float = 1.0
+    scaling_factor: float = 1.0
 
     def __post_init__(self) -> None:
         if self.positions not in POSITION_SCHEMES:
@@ -96,10 +106,10 @@ class Method:
                 f"method {self.name!r} computes the whole prompt: no chunk is missed; leave "
                 f"misses={self.misses!r} out, or choose a method that reuses chunks"
             )
-        if self.positions == "composite" and (self.misses != "encode" or self.prefix_cache):
+        if self.overlapping and (self.misses != "encode" or self.prefix_cache):
             raise RequestError(
                 f"method {self.name!r}: what is computed in place sees all that precedes it by "
-                f"position, and composite positions overlap; use positions='reordered'"
+                f"position, and {self.positions} positions overlap; use positions='reordered'"
             )
         if self.encoder is None and (self.recomputes or self.first_encoder is not None):
             raise RequestError(
@@ -111,16 +121,63 @@ class Method:
                 f"method {self.name!r} reads no chunks that are encoded behind a primer: leave "
                 f"primer={self.primer!r} out, or choose primed or primed_fusion"
             )
-        if self.positions == "composite" and self.decode.by_position:
+        if self.overlapping and self.decode.by_position:
             raise RequestError(
                 f"method {self.name!r}: decode rule {self.decode.name!r} chooses keys by position, "
-                f"and composite positions overlap; use positions='reordered' or decode='dense'"
+                f"and {self.positions} positions overlap; use positions='reordered' or "
+                "decode='dense'"
             )
-        if self.positions == "composite" and self.recomputes:
+        if self.overlapping and self.recomputes:
             raise RequestError(
                 f"method {self.name!r}: recomputed tokens see what stands before them by position, "
-                f"and composite positions overlap; use positions='reordered'"
+                f"and {self.positions} positions overlap; use positions='reordered'"
             )
+        self._check_attention()
+
+    def _check_attention(self) -> None:
+        """RequestError for constants out of range, or beside what does not attend by them."""
+        for field in ("attention_temperature", "scaling_factor"):
+            value = getattr(self, field)
+            if not (math.isfinite(value) and value > 0):
+                raise RequestError(
+                    f"method {self.name!r}: {field}={value}: expected a number above 0; 1 changes "
+                    "nothing"
+                )
+        if self.chunk_attention is None:
+            return
+        refused = {
+            f"decode={self.decode.name!r}, which weighs keys in its own way": self.decode.sparse,
+            f"selector={self.selector.name!r}: chunk tokens would attend so": self.recomputes,
+            f"misses={self.misses!r}: chunk tokens would attend so": self.misses != "encode",
+            "prefix_cache: what is kept would depend on them": self.prefix_cache,
+            "encoder=None: no chunk is reused": self.encoder is None,
+        }
+        for what, given in refused.items():
+            if given:
+                raise RequestError(
+                    f"method {self.name!r}: attention_temperature={self.attention_temperature} and "
+                    f"scaling_factor={self.scaling_factor} do not go with {what}; leave either out"
+                )
+
+    @property
+    def chunk_attention(self) -> ChunkAttention | None:
+        """How question and answer attend to chunks; None: as to all else."""
+        if self.attention_temperature == self.scaling_factor == 1:
+            return None
+        return ChunkAttention(self.attention_temperature, self.scaling_factor)
+
+    @property
+    def overlapping(self) -> bool:
+        """May tokens of several chunks have the same position?"""
+        return self.positions != "reordered"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """By name, as tables have them, without the constants of attention where they are 1."""
+        values = dataclasses.asdict(self)
+        if self.chunk_attention is None:
+            del values["attention_temperature"], values["scaling_factor"]
+        return values
 
     @property
     def recomputes(self) -> bool:
@@ -185,6 +242,12 @@ class Method:
         """
         if generates or not placement.away:
             self.decode.check_placement(config, placement)
+        if self.chunk_attention is not None and not placement.on_device:
+            raise RequestError(
+                f"method {self.name!r} attends to chunks in a way of its own, over K and V on the "
+                f"device, and this model was loaded with {placement}; load it without, or choose "
+                "full_reuse"
+            )
         if not self.recomputes:
             return
         if placement.value_layers is not None and self.selector.reads_values:
@@ -206,11 +269,11 @@ class Method:
         self.decode.check(config)
         if self.recomputes:
             self.selector.check(config)
-        if self.positions == "composite" and config.sliding_window is not None:
+        if self.overlapping and config.sliding_window is not None:
             raise RequestError(
-                f"method {self.name!r}: composite positions do not follow the order of the prompt, "
-                f"and this model's sliding window ({config.sliding_window} tokens) is measured in "
-                f"order; use positions='reordered'"
+                f"method {self.name!r}: {self.positions} positions do not follow the order of the "
+                f"prompt, and this model's sliding window ({config.sliding_window} tokens) is "
+                "measured in order; use positions='reordered'"
             )
 
 
@@ -225,6 +288,13 @@ METHODS: dict[str, Method] = {
     ),
     "cache_craft": Method("cache_craft", encoder="after_prefix", selector=CacheCraft()),
     "epic": Method("epic", encoder="isolated", selector=FirstK()),
+    "ape": Method(
+        "ape",
+        encoder="after_prefix",
+        positions="parallel",
+        attention_temperature=0.9,
+        scaling_factor=0.9,
+    ),
     "fusionrag": Method(
         "fusionrag",
         encoder="neighbours",

@@ -174,7 +174,7 @@ def _record(questions: QuestionFile, settings: Settings, shard: Shard) -> dict[s
         "shard": str(shard),
         "model": settings.model.fingerprint,
         "kb": None if settings.kb is None else str(settings.kb.path),
-        "method": dataclasses.asdict(settings.method),
+        "method": settings.method.settings,
         "template": settings.template.to_dict(),
         "k": ask.k,
         "where": ask.where,

@@ -151,7 +151,7 @@ def plain_subject(model: Model, ask: Ask, method: Method) -> dict[str, Any]:
 
     What becomes of leading parts and how answers attend is left out: there KV is exact.
     """
-    values = dataclasses.asdict(method)
+    values = method.settings
     for other in ("prefix_cache", "decode", "primer"):
         del values[other]
     primer = chosen_primer(None, method)
@@ -186,7 +186,7 @@ def answer_fingerprint(
     said = {
         "version": __version__,
         "subject": plain_subject(model, ask, method),
-        "method": dataclasses.asdict(method),
+        "method": method.settings,
         "day": datetime.date.today().isoformat() if dated else None,
         "sizes": dict(sizes),
     }

@@ -68,7 +68,7 @@ def gate_subject(method: Method, template: PromptTemplate) -> dict[str, Any]:
     what precedes it than a stored chunk's. So is the decode rule: the gate looks at prefill. And
     the primer, which is the knowledge base's.
     """
-    values = dataclasses.asdict(method)
+    values = method.settings
     for other in ("recompute_ratio", "misses", "prefix_cache", "decode", "primer"):
         del values[other]
     subject = {"method": values, "template": template.to_dict()}

@@ -144,11 +144,12 @@ def set_up(config: TrainConfig) -> Setup:
     c = config.compute
     mesh = make_mesh(c.data, c.fsdp, c.tensor)
     _check_mesh(model, config)
-    composite = "composite" in (config.data.positions, *(part.positions for part in config.eval))
-    if composite and model.sliding_window is not None:
+    schemes = {config.data.positions, *(part.positions for part in config.eval)} - {"reordered"}
+    if schemes and model.sliding_window is not None:
         raise ConfigError(
-            f"composite positions do not follow the order of the prompt, and this model's sliding "
-            f"window ({model.sliding_window} tokens) is measured in order; use reordered positions"
+            f"{schemes.pop()} positions do not follow the order of the prompt, and this model's "
+            f"sliding window ({model.sliding_window} tokens) is measured in order; use reordered "
+            "positions"
         )
     table = rope_table(model.rope, min(config.data.row_tokens, model.max_positions))
     return Setup(

@@ -82,9 +82,10 @@ class Answer:
         return np.asarray(jax.nn.log_softmax(logits))[np.arange(len(self.tokens)), self.tokens]
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def _mixed(params, config, rope, tokens, stored, fresh):
-    hidden, *_ = forward(params, config, tokens, None, Mixed(config, rope, stored, fresh))
+@functools.partial(jax.jit, static_argnames=("config", "apart"))
+def _mixed(params, config, rope, tokens, stored, fresh, chunks, apart):
+    attend = Mixed(config, rope, stored, fresh, chunks, apart)
+    hidden, *_ = forward(params, config, tokens, None, attend)
     return unembed(params, hidden)
 
 
@@ -237,19 +238,20 @@ class Bench:
         config = self.model.config
         shape = (config.num_layers, len(answers), WIDTH)
         ids, positions = np.zeros((2, *shape[1:]), np.int32)
-        fresh = np.ones(shape, bool)
+        fresh, chunks = np.ones(shape, bool), np.zeros(shape[1:], bool)
         kv = np.zeros((*shape[:2], 2, WIDTH, config.num_kv_heads, config.head_dim), np.float32)
         for row, (prompt, answer) in enumerate(zip(self.prompts, answers, strict=True)):
             ids[row], positions[row], _ = self._whole(prompt, answer, method.positions)
             start, end = len(prompt.prefix), prompt.num_tokens - len(prompt.final)
-            fresh[:, row, start:end] = answer.fresh
+            fresh[:, row, start:end], chunks[row, start:end] = answer.fresh, True
             for (key, _), chunk in zip(answer.parts, prompt.chunks, strict=True):
                 if key:
                     kv[:, row, :, start : start + len(chunk)] = answer.store.get_many([key]).kv
                 start += len(chunk)
         tokens = Tokens(ids, positions, np.full_like(ids, FINAL))
         rope = self.model.rope(WIDTH)
-        logits = np.asarray(_mixed(self.model.params, config, rope, tokens, kv, fresh))
+        stored = (kv, fresh, chunks, method.chunk_attention)
+        logits = np.asarray(_mixed(self.model.params, config, rope, tokens, *stored))
         return _steps(logits, self.prompts, answers)
 
     def packed(

@@ -69,6 +69,7 @@ def _settings() -> Iterator[Method]:
         ("gradual_dropped", "after_prefix", dataclasses.replace(GRADUAL, keep_fresh=False)),
     ):
         yield Method(name, encoder, selector=selector, recompute_ratio=RATIO)
+    yield Method("weighed", "isolated", attention_temperature=0.6, scaling_factor=0.8)
     for name in ("full_reuse", "epic", "cacheblend", "gradual", "cache_craft", "over_cache"):
         changes = {"encoder": "after_prefix", "misses": "in_place"}
         yield dataclasses.replace(METHODS[name], name=f"{name}_in_place", **changes)

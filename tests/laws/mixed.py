@@ -14,13 +14,15 @@ class Mixed:
     """Attention of whole prompts over dense K, V: fresh where ``fresh`` [L, B, T], else stored.
 
     ``stored`` [L, B, 2, T, K, H] is K before rotation and V. A token sees those before it in order.
-    Collects q, k and v as they come.
+    ``apart``: to the tokens of ``chunks`` [B, T] in this way. Collects q, k and v as they come.
     """
 
     config: Any
     rope: Any
     stored: jax.Array
     fresh: jax.Array
+    chunks: jax.Array
+    apart: Any = None
 
     def __call__(self, layer, window, q, k, v, tokens, cache):
         keep, stored, seen = self.fresh[layer][..., None, None], self.stored[layer], (q, k, v)
@@ -32,5 +34,19 @@ class Mixed:
         group = q.shape[2] // k.shape[2]
         q, k = (place(x, tokens.positions, self.rope, self.config.rope) for x in (q, k))
         scores = jnp.einsum("btnh,bsnh->bnts", q, k.repeat(group, 2)) * q.shape[-1] ** -0.5
-        weights = jax.nn.softmax(jnp.where(see, scores, -jnp.inf), -1)
+        weights = self.weights(jnp.where(see, scores, -jnp.inf))
         return jnp.einsum("bnts,bsnh->btnh", weights, v.repeat(group, 2)), cache, seen
+
+    def weights(self, scores):
+        """Softmax of scores [B, N, T, T], in which those of chunks may weigh otherwise.
+
+        With T and S each e^(score / T) x (their sum)^(T S - 1), instead of e^score.
+        """
+        if self.apart is None:
+            return jax.nn.softmax(scores, -1)
+        chunks, t = self.chunks[:, None, None], self.apart.temperature
+        own = jnp.where(chunks, jnp.exp(scores / t), 0)
+        total = own.sum(-1, keepdims=True)
+        own *= jnp.where(total > 0, total, 1) ** (t * self.apart.scale - 1)
+        weights = jnp.where(chunks, own, jnp.exp(scores))
+        return weights / weights.sum(-1, keepdims=True)

@@ -11,9 +11,12 @@ from jaxrag.kv.cache.pages import CachedChunk, PageAllocator, pages_for
 from jaxrag.kv.cache.pool import PAGE, PagePool, empty_pool
 from jaxrag.kv.cache.tables import (
     MIN_TABLE_PAGES,
+    ChunkAttention,
+    ChunkPages,
     PageTable,
     TableBuilder,
     batch_table,
+    chunk_pages,
     stack_tables,
     table_width,
 )
@@ -22,12 +25,15 @@ __all__ = [
     "MIN_TABLE_PAGES",
     "PAGE",
     "CachedChunk",
+    "ChunkAttention",
+    "ChunkPages",
     "PageAllocator",
     "PagePool",
     "PageTable",
     "PagedCache",
     "TableBuilder",
     "batch_table",
+    "chunk_pages",
     "empty_pool",
     "pages_for",
     "stack_tables",

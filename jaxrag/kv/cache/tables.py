@@ -1,17 +1,39 @@
 """Where in its prompt each page of a request is, collected on the host, read on the device."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxrag.base import struct
 from jaxrag.base.shapes import bucket
-from jaxrag.base.types import HIDDEN, Array, HostArray
+from jaxrag.base.types import HIDDEN, Array, HostArray, on_host
 from jaxrag.kv.cache.pages import CachedChunk
 from jaxrag.kv.cache.pool import PAGE
 
 MIN_TABLE_PAGES = 256  # tables are padded to powers of two from here; hidden pages cost nothing
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkAttention:
+    """How tokens attend to chunks, beside all else (APE, arXiv:2502.05431).
+
+    Attributes:
+      temperature: scores of their keys are divided by it.
+      scale: that log-sum-exp is multiplied by temperature x scale where the parts are merged.
+    """
+
+    temperature: float
+    scale: float
+
+
+class ChunkPages(struct.PyTreeNode):
+    """Which pages of a batch hold chunks that are attended to in a way of their own."""
+
+    held: Array | HostArray  # [B, M] bool
+    attention: ChunkAttention = struct.static()
 
 
 class PageTable(struct.PyTreeNode):
@@ -20,6 +42,7 @@ class PageTable(struct.PyTreeNode):
     pages: Array  # [B, M] int32
     offsets: Array  # [B, M] int32 position of each page's chunk in the prompt
     slot_position: Array  # [B, M*page] int32 absolute position, HIDDEN where no token may attend
+    chunks: ChunkPages | None = None  # None: tokens attend to all keys alike
 
     def reveal(self, slots: Array, positions: Array) -> "PageTable":
         """Show the slots [B, T] that are about to be written, at these positions [B, T]."""
@@ -30,10 +53,18 @@ class PageTable(struct.PyTreeNode):
 
 
 class TableBuilder:
-    """Collects one request's pages on the host; slots are numbered in the order pages are added."""
+    """Collects one request's pages on the host; slots are numbered in the order pages are added.
+
+    Attributes:
+      pages: of the pool.
+      attention: how chunks are attended to; None: as all else.
+      chunk_pages: which of its pages hold these chunks, ascending; of no use without ``attention``.
+    """
 
     def __init__(self) -> None:
         self.pages: list[int] = []
+        self.attention: ChunkAttention | None = None
+        self.chunk_pages = np.zeros(0, np.int64)
         self._offsets: list[int] = []
         self._positions: list[HostArray] = []
 
@@ -87,6 +118,7 @@ class TableBuilder:
         """The same pages; what is added to or hidden in one does not show in the other."""
         other = TableBuilder()
         other.pages, other._offsets = list(self.pages), list(self._offsets)
+        other.attention, other.chunk_pages = self.attention, self.chunk_pages
         other._positions = list(self._positions)
         return other
 
@@ -112,7 +144,23 @@ def batch_table(
     """
     num_pages = max(table_width(b) for b in builders)
     padded = [b.rows(num_pages) for b in (*builders, *[TableBuilder()] * (rows - len(builders)))]
-    return PageTable(*(put(np.stack(part), rows) for part in zip(*padded, strict=True)))
+    chunks = jax.tree.map(lambda x: put(x, rows), chunk_pages(builders, rows, num_pages))
+    return PageTable(
+        *(put(np.stack(part), rows) for part in zip(*padded, strict=True)), chunks=chunks
+    )
+
+
+def chunk_pages(builders: Sequence[TableBuilder], rows: int, num_pages: int) -> ChunkPages | None:
+    """What requests, which have one ``attention``, share a ``PageTable`` with; on the host."""
+    ways = {builder.attention for builder in builders}
+    assert len(ways) <= 1, f"requests of one batch attend to their chunks in ways: {ways}"
+    attention = next(iter(ways), None)
+    if attention is None:
+        return None
+    held = np.zeros((rows, num_pages), bool)
+    for row, builder in enumerate(builders):
+        held[row, builder.chunk_pages] = True
+    return on_host(ChunkPages, held, attention)
 
 
 def table_width(builder: TableBuilder) -> int:
