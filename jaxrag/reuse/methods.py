@@ -145,18 +145,19 @@ class Method:
                 )
         if self.chunk_attention is None:
             return
-        refused = {
-            f"decode={self.decode.name!r}, which weighs keys in its own way": self.decode.sparse,
-            f"selector={self.selector.name!r}: chunk tokens would attend so": self.recomputes,
-            f"misses={self.misses!r}: chunk tokens would attend so": self.misses != "encode",
+        for what, given in {
+            f"decode={self.decode.name!r}, which weighs keys in a way of its own; use 'dense'": (
+                self.decode.sparse
+            ),
+            f"selector={self.selector.name!r}: only the question attends so": self.recomputes,
+            f"misses={self.misses!r}: only the question attends so": self.misses != "encode",
             "prefix_cache: what is kept would depend on them": self.prefix_cache,
             "encoder=None: no chunk is reused": self.encoder is None,
-        }
-        for what, given in refused.items():
+        }.items():
             if given:
                 raise RequestError(
                     f"method {self.name!r}: attention_temperature={self.attention_temperature} and "
-                    f"scaling_factor={self.scaling_factor} do not go with {what}; leave either out"
+                    f"scaling_factor={self.scaling_factor} do not go with {what}"
                 )
 
     @property

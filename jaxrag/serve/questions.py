@@ -454,6 +454,9 @@ def _on_turns(settings: Settings, talk: Conversation, keeps: bool, verbatim: boo
             "earlier turns are read as blocks, each for itself: an approximation, which the model "
             "has to be trained for"
         )
+    elif keeps and method.chunk_attention is not None:
+        what = "attends to chunks in a way of its own"
+        yield f"earlier turns were computed again with this question: {method.name} {what}"
     elif keeps and (method.recomputes or method.misses == "in_place"):
         what = "chooses tokens by the question" if method.recomputes else "computes gaps in place"
         yield f"earlier turns were computed again with this question: {method.name} {what}"

@@ -74,7 +74,7 @@ def test_looks_are_those_of_dense_attention(engine_on, asked, method, tokens):
     np.testing.assert_allclose(got.most, most, atol=2e-5)
 
 
-METHODS_CITED = ["turborag", "turborag_composite", "fusionrag", "full_attention"]
+METHODS_CITED = ["turborag", "turborag_composite", "ape", "fusionrag", "full_attention"]
 
 
 @pytest.mark.parametrize("method", METHODS_CITED)

@@ -59,7 +59,7 @@ def test_plain_reuse_by_a_model_that_was_not_trained_for_it_is_told(kb, stock):
     assert "--encoder primed, then --method primed" in note
     assert untuned(model=stock)
     plain = [name for name, one in METHODS.items() if one.encoder and not one.recomputes]
-    apart = ["full_reuse", "turborag", "turborag_composite", "block_attention"]
+    apart = ["full_reuse", "turborag", "turborag_composite", "block_attention", "ape"]
     assert plain == [*apart, "primed"]
     assert {name for name in METHODS if untuned(kb, method=name)} == set(apart)
     assert not notes(kb, method="primed")

@@ -78,8 +78,9 @@ def test_the_answer_is_that_of_generate(server, village):
         {},
         {"method": "full_attention", "prefix_cache": False},
         {"method": "fusionrag", "recompute_ratio": 0.5},
+        {"method": "ape"},
     ],
-    ids=["reused", "computed", "both"],
+    ids=["reused", "computed", "both", "ape"],
 )
 def test_usage_adds_up_and_is_equal_in_a_stream(server, options):
     server.chat(**options)  # what is encoded on the way is there from now on

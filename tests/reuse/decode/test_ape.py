@@ -212,6 +212,27 @@ def test_the_merged_parts_are_the_weights_of_all_keys(model, rng, op, count, con
         assert np.abs(out[0] - plain[0]).max() > 1e-2
 
 
+def test_shares_that_citations_rest_on_are_those_of_the_weights(model, rng):
+    """Columns beside the values are mixed as these are: the share of every slot."""
+    config, rope = model.config, model.rope(64)
+    shape = (2, 16, config.num_kv_heads, config.head_dim)
+    pool = PagePool(*jnp.asarray(rng.normal(size=(2, *shape)), jnp.float32))
+    q = jnp.asarray(rng.normal(size=(1, 1, config.num_heads, config.head_dim)), jnp.float32)
+    pages, slots = jnp.array([[1, 0]], jnp.int32), jnp.arange(32, dtype=jnp.int32)[None]
+    op = functools.partial(paged_attention, beside=jnp.eye(32)[None], out_dtype=jnp.float32)
+    at, found = jnp.array([[31]], jnp.int32), []
+    for chunks in (None, ChunkPages(jnp.array([[False, True]]), ChunkAttention(0.5, 0.8))):
+        table = PageTable(pages, jnp.zeros_like(pages), slots, chunks)
+        out, lse = attend_table(op, config, rope, pool, q, table, pages, at)
+        found.append((np.asarray(out[0, 0, :, config.head_dim :]), np.asarray(lse[0, 0])))
+    (plain, lse), (shares, _) = found
+    scores = np.log(plain.astype(float)) + lse[:, None]
+    own = np.where(np.arange(32) < 16, 0, np.exp(scores / 0.5))
+    own *= own.sum(-1, keepdims=True) ** (0.5 * 0.8 - 1)
+    weights = np.where(np.arange(32) < 16, np.exp(scores), own)
+    np.testing.assert_allclose(shares, weights / weights.sum(-1, keepdims=True), rtol=1e-4)
+
+
 def test_requests_of_other_methods_are_as_alone(model, a_prompt, store):
     """Among two ways of ape, each in rows of its own, and the same bits; cold, then warm."""
     made = [APE, METHODS["full_attention"], STRONG, METHODS["full_reuse"], APE, PLAIN, IN_ORDER]
