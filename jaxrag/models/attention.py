@@ -5,6 +5,7 @@ the cache it may have written to, and whatever should be stacked over the layers
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
@@ -50,6 +51,7 @@ __all__ = [
     "Attend",
     "PackedAttend",
     "PagedAttend",
+    "PagedOp",
     "Pages",
     "attend_placed",
     "attend_pool",
@@ -181,8 +183,11 @@ class PagedAttend:
         op = self._op(q.shape[1])
         one = op is paged_decode_attention
         queries, at = (q[:, 0], tokens.positions[:, 0]) if one else (q, tokens.positions)
-        where = (self.table, pages, at, window)
-        out, _ = attend_table(op, self.config, self.rope, cache, queries, *where)
+
+        def attend(op: PagedOp, where: Pages) -> tuple[Array, Array]:
+            return attend_pool(op, self.config, self.rope, cache, queries, where, at, window)
+
+        out, _ = attend_table(attend, op, self.table, pages)
         return out.reshape(q.shape).astype(q.dtype), cache, None
 
     def _op(self, num_queries: int) -> PagedOp:
@@ -293,7 +298,6 @@ def attend_pool(
     table: Pages,
     position: Array,
     window: Array | int | None = None,
-    temperature: float = 1.0,
 ) -> tuple[Array, Array]:
     """A paged op with the model's scale, rotation and kernels.
 
@@ -305,7 +309,6 @@ def attend_pool(
       q: [B, T, N, H] or [B, N, H] before rotation.
       position: [B, T] or [B] int32 of the queries.
       window: sliding window in tokens, or None.
-      temperature: scores are divided by it.
 
     Returns:
       out and lse, as the op says.
@@ -316,7 +319,7 @@ def attend_pool(
         name = getattr(op, "func", op).__name__
         if name in BODIES and (impl := body_of(name, config.kernels)) != "xla":
             limits["impl"] = impl
-        return op(*operands, **limits, scale=config.head_dim**-0.5 / temperature)
+        return op(*operands, **limits, scale=config.head_dim**-0.5)
 
     kv, rotary = Pool(pool.k, pool.v), rotary_of(config, rope)
     operands = (scale_rotary(q, config.rope), kv, table, position, rotary)
@@ -337,23 +340,19 @@ def attend_pool(
 
 
 def attend_table(
+    attend: Callable[[PagedOp, Pages], tuple[Array, Array]],
     op: PagedOp,
-    config: ModelConfig,
-    rope: RopeTable,
-    pool: PagePool,
-    q: Array,
     table: PageTable,
     pages: Array,
-    position: Array,
-    window: Array | int | None = None,
 ) -> tuple[Array, Array]:
-    """``attend_pool`` through the tables of requests, to their chunks as these say.
+    """Attention through the tables of requests, to their chunks as these say.
 
     APE, arXiv:2502.05431, section 4: with chunks c at temperature T and all other keys o (prefix,
     question, answer), out = (e^(T S lse_c) out_c + e^lse_o out_o) / (e^(T S lse_c) + e^lse_o).
 
     Args:
-      op: one of the paged ops; of the pool it may see what no slot of ``table`` hides.
+      attend: ``attend_pool`` of some queries, by an op over some of the pages' slots.
+      op: one of the paged ops.
       table: of the requests, of which ``pages`` [B, M] are those of this layer.
 
     Returns:
@@ -361,17 +360,20 @@ def attend_table(
     """
     where = Pages(pages, table.offsets, table.slot_position)
     if table.chunks is None:
-        return attend_pool(op, config, rope, pool, q, where, position, window)
+        return attend(op, where)
+    how = table.chunks.attention
+    of_chunk = jnp.repeat(table.chunks.held, where.slot_position.shape[1] // pages.shape[1], axis=1)
 
-    def part(held: Array, temperature: float) -> Partial:
-        held = jnp.repeat(held, pool.k.shape[1], axis=1)
-        seen = where._replace(slot_position=jnp.where(held, where.slot_position, HIDDEN))
-        return Partial(*attend_pool(op, config, rope, pool, q, seen, position, window, temperature))
+    @functools.wraps(getattr(op, "func", op))  # its name is that of its kernels
+    def at_temperature(*operands: Any, scale: float, **limits: Any) -> tuple[Array, Array]:
+        return op(*operands, scale=scale / how.temperature, **limits)
 
-    how, held = table.chunks.attention, jnp.asarray(table.chunks.held)
-    of_chunks, of_others = part(held, how.temperature), part(~held, 1.0)
-    weighed = of_chunks.replace(lse=of_chunks.lse * (how.temperature * how.scale))
-    both = merge([weighed, of_others])
+    def part(op: PagedOp, seen: Array) -> Partial:
+        shown = jnp.where(seen, where.slot_position, HIDDEN)
+        return Partial(*attend(op, where._replace(slot_position=shown)))
+
+    chunks, others = part(at_temperature, of_chunk), part(op, ~of_chunk)
+    both = merge([chunks.replace(lse=how.temperature * how.scale * chunks.lse), others])
     return both.out, both.lse
 
 

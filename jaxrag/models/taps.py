@@ -14,6 +14,9 @@ from jaxrag.kv.cache import PagePool, PageTable
 from jaxrag.models.attention import (
     Attend,
     PackedAttend,
+    PagedOp,
+    Pages,
+    attend_pool,
     attend_table,
     paged_attention,
 )
@@ -145,7 +148,11 @@ class PartsAttend:
         pages = cache.rows(layer, self.table.pages, self.config.num_layers)
         hot = jax.nn.one_hot(self.parts, self.count)[None]
         op = functools.partial(paged_attention, beside=hot, out_dtype=jnp.float32)
-        where = (self.table, pages, tokens.positions, window)
-        out, _ = attend_table(op, self.config, self.rope, cache, q, *where)
+
+        def attend(op: PagedOp, where: Pages) -> tuple[Array, Array]:
+            at = tokens.positions
+            return attend_pool(op, self.config, self.rope, cache, q, where, at, window)
+
+        out, _ = attend_table(attend, op, self.table, pages)
         out, shares = jnp.split(out, [q.shape[-1]], -1)
         return out.astype(q.dtype), cache, (jnp.square(shares).sum((0, 2)), shares.max((0, 2)))

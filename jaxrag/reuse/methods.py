@@ -293,8 +293,8 @@ METHODS: dict[str, Method] = {
         "ape",
         encoder="after_prefix",
         positions="parallel",
-        attention_temperature=0.9,
-        scaling_factor=0.9,
+        attention_temperature=0.8,
+        scaling_factor=0.95,
     ),
     "fusionrag": Method(
         "fusionrag",

@@ -44,7 +44,7 @@ def online(model, method, prompt):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["turborag", "turborag_composite", "epic"])
+@pytest.mark.parametrize("method", ["turborag", "turborag_composite", "epic", "ape"])
 def test_prefill_equals_the_reference(rng, models, method):
     prompt = a_prompt(rng, 37, 20, 1)
     got, expected = (

@@ -20,6 +20,7 @@ from jaxrag.kv.placement import KVPlacement
 from jaxrag.kv.store import MemoryStore, derive
 from jaxrag.measure.evals import gate
 from jaxrag.models.attention import (
+    attend_pool,
     attend_table,
     paged_attention,
     paged_decode_attention,
@@ -201,8 +202,13 @@ def test_the_merged_parts_are_the_weights_of_all_keys(model, rng, op, count, con
     found = []
     for chunks in (ChunkPages(held, how), None):
         table = PageTable(pages, np.zeros_like(pages), where, chunks)
-        given = jax.tree.map(jnp.asarray, (pool, queries, table, pages, at))
-        found.append([np.asarray(it) for it in attend_table(op, config, rope, *given)])
+        pool, queries, table, at = jax.tree.map(jnp.asarray, (pool, queries, table, at))
+
+        def attend(op, where, pool=pool, queries=queries, at=at):
+            return attend_pool(op, config, rope, pool, queries, where, at)
+
+        attended = attend_table(attend, op, table, jnp.asarray(pages))
+        found.append([np.asarray(it) for it in attended])
     (out, lse), (plain, plain_lse) = found
     assert np.isneginf(lse[1]).all() and not out[1].any()
     if constants == (1.0, 1.0):
@@ -223,7 +229,11 @@ def test_shares_that_citations_rest_on_are_those_of_the_weights(model, rng):
     at, found = jnp.array([[31]], jnp.int32), []
     for chunks in (None, ChunkPages(jnp.array([[False, True]]), ChunkAttention(0.5, 0.8))):
         table = PageTable(pages, jnp.zeros_like(pages), slots, chunks)
-        out, lse = attend_table(op, config, rope, pool, q, table, pages, at)
+
+        def attend(op, where):
+            return attend_pool(op, config, rope, pool, q, where, at)
+
+        out, lse = attend_table(attend, op, table, pages)
         found.append((np.asarray(out[0, 0, :, config.head_dim :]), np.asarray(lse[0, 0])))
     (plain, lse), (shares, _) = found
     scores = np.log(plain.astype(float)) + lse[:, None]
