@@ -21,7 +21,7 @@ class Mixed:
     rope: Any
     stored: jax.Array
     fresh: jax.Array
-    chunks: jax.Array
+    chunks: jax.Array | None = None
     apart: Any = None
 
     def __call__(self, layer, window, q, k, v, tokens, cache):
