@@ -229,7 +229,9 @@ print(json.dumps({
     assert "\n" not in seen["error"]
     assert "No space left" in seen["error"] or "full" in seen["error"]
     assert seen["added"] > 3
-    assert seen["standing"] == seen["found"] == seen["after"] == seen["added"]
+    assert seen["found"] == seen["added"]
+    # The disk may fill behind the commit of the last, which is whole then, and was not acknowledged.
+    assert seen["added"] <= seen["standing"] == seen["after"] <= seen["added"] + 1
     assert seen["damaged"] == seen["again_damaged"] == 0
     assert seen["notes"] == seen["again"] == []
     # A variant that no ingestion made is encoded for a question, which is answered all the same.
