@@ -230,7 +230,7 @@ print(json.dumps({
     assert "No space left" in seen["error"] or "full" in seen["error"]
     assert seen["added"] > 3
     assert seen["found"] == seen["added"]
-    # The disk may fill behind the commit of the last, which is whole then, and was not acknowledged.
+    # The disk may fill behind the commit of one more, which is whole, and was not acknowledged.
     assert seen["added"] <= seen["standing"] == seen["after"] <= seen["added"] + 1
     assert seen["damaged"] == seen["again_damaged"] == 0
     assert seen["notes"] == seen["again"] == []
