@@ -347,7 +347,7 @@ def attend_table(
 ) -> tuple[Array, Array]:
     """Attention through the tables of requests, to their chunks as these say.
 
-    APE, arXiv:2502.05431, section 4: with chunks c at temperature T and all other keys o (prefix,
+    APE, arXiv:2502.05431: with chunks c at temperature T and all other keys o (prefix,
     question, answer), out = (e^(T S lse_c) out_c + e^lse_o out_o) / (e^(T S lse_c) + e^lse_o).
 
     Args:
@@ -356,7 +356,7 @@ def attend_table(
       table: of the requests, of which ``pages`` [B, M] are those of this layer.
 
     Returns:
-      out and lse, as the op says; lse is that of the merged parts.
+      out [B, T, N, H] and lse [B, T, N] of the merged parts, without T for ops of one query.
     """
     where = Pages(pages, table.offsets, table.slot_position)
     if table.chunks is None:

@@ -138,7 +138,7 @@ def untuned(
     best = default_choice(model.config, model.reading)
     return (
         f"nothing says that this model was trained to read chunks apart, as {method.name} does; "
-        f"better: --encoder {','.join(best.encoders)}, then --method {best.method.name}",
+        f"better: --encoder {' --encoder '.join(best.encoders)}, then --method {best.method.name}",
     )
 
 

@@ -147,7 +147,7 @@ def set_up(config: TrainConfig) -> Setup:
     schemes = {config.data.positions, *(part.positions for part in config.eval)} - {"reordered"}
     if schemes and model.sliding_window is not None:
         raise ConfigError(
-            f"{schemes.pop()} positions do not follow the order of the prompt, and this model's "
+            f"{min(schemes)} positions do not follow the order of the prompt, and this model's "
             f"sliding window ({model.sliding_window} tokens) is measured in order; use reordered "
             "positions"
         )
