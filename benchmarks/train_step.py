@@ -148,6 +148,7 @@ def rows_of(ids: HostArray, chunks: int) -> TrainBatch:
         "examples": np.zeros((1, batch, length), np.int32),
     }
     arrays: dict[str, Any] = {"targets": np.roll(ids, -1, 1)[None], "kinds": kinds[None]}
+    arrays["in_order"] = every(np.arange(length, dtype=np.int32))
     return TrainBatch(tokens=Tokens(**tokens), **arrays)
 
 

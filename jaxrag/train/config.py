@@ -145,17 +145,25 @@ class DataPart:
 
 @dataclasses.dataclass(frozen=True)
 class LossPart:
-    """``[loss]``: cross-entropy of the responses.
+    """``[loss]``: cross-entropy of the responses, or their distance from full attention.
 
     Attributes:
+      objective: "labels" is cross-entropy; "distill" the KL divergence, at the tokens of responses,
+        of each mode from what the frozen weights say under full attention.
       reduction: "mean" over the step's response tokens, or their "sum" (Block-Attention's code).
       lm_weight: weight of the same loss on the tokens of chunks and questions; 0 = responses only.
       logits_tokens: tokens whose [V] logits exist at once.
     """
 
+    objective: Literal["labels", "distill"] = "labels"
     reduction: Literal["mean", "sum"] = "mean"
     lm_weight: float = 0.0
     logits_tokens: int = 4096
+
+    def __post_init__(self) -> None:
+        """Refuse what has no teacher: a chunk that is read alone is not to be as in full mode."""
+        if self.objective == "distill" and self.lm_weight:
+            raise ConfigError(f"[loss]: lm_weight={self.lm_weight}: objective 'distill' takes 0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,6 +292,8 @@ class TrainConfig:
                 f"data.rows={rows} is not a multiple of accumulate={c.accumulate} x "
                 f"data={c.data} x fsdp={c.fsdp}"
             )
+        if self.loss.objective == "distill" and self.lora is None:
+            raise ConfigError("loss.objective='distill' needs [lora]: the frozen weights teach")
         if self.run.best is not None and self.run.eval_every == 0:
             raise ConfigError(f"run.best={self.run.best!r} needs run.eval_every")
         modes = {source.mode or self.data.mode for source in self.data.sources}
@@ -319,7 +329,8 @@ _MAY_CHANGE = ("run.", "compute.data", "compute.fsdp", "compute.tensor", "eval."
 
 def changed_field(before: dict[str, Any], config: TrainConfig) -> str | None:
     """The first setting, as ``name: old -> new``, that differs and may not; None when none does."""
-    old, new = flatten(before), flatten(to_dict(config))
+    known = build(TrainConfig, before, "run.json")  # what it lacks has its default
+    old, new = flatten(to_dict(known)), flatten(to_dict(config))
     for name in sorted(old | new):
         if old.get(name) != new.get(name) and not name.startswith(_MAY_CHANGE):
             return f"{name}: {old.get(name)!r} -> {new.get(name)!r}"

@@ -62,7 +62,7 @@ def estimate(config: TrainConfig, model: ModelConfig) -> Cost:
     weight_ways = c.fsdp * c.tensor
     tokens = data.rows * data.row_tokens
     per_row = forward_flops(model, [(data.row_tokens, 0)], data.row_tokens)
-    per_step = PASSES * per_row * data.rows
+    per_step = passes(config) * per_row * data.rows
     frozen = 0 if config.lora is None else params
     part_tokens = tokens // (c.accumulate * c.data * c.fsdp)
     logits = min(config.loss.logits_tokens, tokens // c.accumulate)
@@ -79,6 +79,11 @@ def estimate(config: TrainConfig, model: ModelConfig) -> Cost:
         gradient_bytes=(8 if c.accumulate > 1 else 4) * trained // weight_ways,
         activation_bytes=part_tokens * _token_bytes(model, c.remat, width, c.tensor) + logits_bytes,
     )
+
+
+def passes(config: TrainConfig) -> int:
+    """Of a step, in forward passes; the teacher's is one more."""
+    return PASSES + (config.loss.objective == "distill")
 
 
 def _adapter_params(model: ModelConfig, lora: LoraPart) -> int:

@@ -24,7 +24,7 @@ from jaxrag.models.spec import Params
 from jaxrag.models.text.prompts import template_named
 from jaxrag.train.checkpoints import Checkpoints
 from jaxrag.train.config import TrainConfig, changed_field, to_dict
-from jaxrag.train.cost import PASSES
+from jaxrag.train.cost import passes
 from jaxrag.train.evaluation import HeldOut, held_out
 from jaxrag.train.log import Log, measured_peak
 from jaxrag.train.packing import NOTHING
@@ -274,7 +274,7 @@ class _Run:
                 step=step.position.step,
                 metrics=metrics,
                 tokens=tokens,
-                flops=PASSES * forward_flops(self.setup.model, spans, predicted),
+                flops=passes(self.setup.config) * forward_flops(self.setup.model, spans, predicted),
                 efficiency=step.efficiency,
             )
         )

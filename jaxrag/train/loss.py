@@ -5,6 +5,7 @@ its logits are, so it is computed in the same pass and nothing is computed twice
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,28 +22,40 @@ _FEWEST_TOKENS = 512  # measured: of fewer, adding up the gradient of the head t
 class TokenLoss(struct.PyTreeNode):
     """What was predicted of each token; float32 [B, T]."""
 
-    loss: Array  # -log p(target)
+    loss: Array  # -log p(target), or KL divergence from what was wanted
     correct: Array  # bool: is the target the most likely token (the first of equals)?
 
 
-def token_loss(hidden: Array, head: Array, targets: Array, tied: bool, tokens: int) -> TokenLoss:
+def token_loss(
+    hidden: Array,
+    head: Array,
+    targets: Array,
+    tied: bool,
+    tokens: int,
+    wanted: Array | None = None,
+) -> TokenLoss:
     """Loss of every token, no gradient: hidden [B, T, D], targets [B, T].
 
     ``head`` is [V, D] when ``tied``, else [D, V]; ``tokens`` at most have their logits at once.
     """
-    slices, length = _slices((hidden, targets), tokens, head.shape[0 if tied else 1])
+    slices, length = _slices((hidden, targets, wanted), tokens, head.shape[0 if tied else 1])
 
-    def one(_: None, part: tuple[Array, Array]) -> tuple[None, TokenLoss]:
-        hidden, targets = part
-        return None, _found(_logits(hidden, head, tied), targets)[0]
+    def one(_: None, part: tuple[Array, Array, Array | None]) -> tuple[None, TokenLoss]:
+        return None, _found(part, head, tied)[0]
 
     _, found = lax.scan(one, None, slices)
     return jax.tree.map(lambda x: _joined(x, length), found)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def weighted_loss(
-    hidden: Array, head: Array, targets: Array, weights: Array, tied: bool, tokens: int
+    hidden: Array,
+    head: Array,
+    targets: Array,
+    weights: Array,
+    wanted: Array | None,
+    tied: bool,
+    tokens: int,
 ) -> tuple[Array, TokenLoss]:
     """Sum of weights x token loss, float32 [], and what it is made of (which has no gradient).
 
@@ -51,9 +64,10 @@ def weighted_loss(
       head: [V, D] when ``tied``, else [D, V], of the same dtype.
       targets: [B, T] int32.
       weights: [B, T] float32, 0 where nothing is predicted.
+      wanted: None, or hidden [B, T, D] of which the distribution is wanted instead of the target.
       tokens: at most so many tokens have their logits at once, but one of each row.
     """
-    found = token_loss(hidden, head, targets, tied, tokens)
+    found = token_loss(hidden, head, targets, tied, tokens, wanted)
     return (found.loss * weights).sum(), found
 
 
@@ -61,18 +75,22 @@ _Gradients = tuple[Array, Array]  # of hidden and head, for a cotangent of 1
 
 
 def _forward(
-    hidden: Array, head: Array, targets: Array, weights: Array, tied: bool, tokens: int
+    hidden: Array,
+    head: Array,
+    targets: Array,
+    weights: Array,
+    wanted: Array | None,
+    tied: bool,
+    tokens: int,
 ) -> tuple[tuple[Array, TokenLoss], _Gradients]:
-    slices, length = _slices((hidden, targets, weights), tokens, head.shape[0 if tied else 1])
+    inputs = (hidden, targets, wanted, weights)
+    slices, length = _slices(inputs, tokens, head.shape[0 if tied else 1])
 
-    def one(
-        d_head: Array, part: tuple[Array, Array, Array]
-    ) -> tuple[Array, tuple[TokenLoss, Array]]:
-        hidden, targets, weights = part
-        logits = _logits(hidden, head, tied)
-        found, total, hits = _found(logits, targets)
-        d_logits = (jnp.exp(logits - total[..., None]) - hits) * weights[..., None]
-        d_logits = d_logits.astype(hidden.dtype)
+    def one(d_head: Array, part: tuple[Any, ...]) -> tuple[Array, tuple[TokenLoss, Array]]:
+        *asked, weights = part
+        hidden = asked[0]
+        found, too_much = _found(tuple(asked), head, tied)
+        d_logits = (too_much * weights[..., None]).astype(hidden.dtype)
         rows = hidden.reshape(-1, hidden.shape[-1]), d_logits.reshape(-1, d_logits.shape[-1])
         d_head += over_rows(*(rows[::-1] if tied else rows), jnp.float32)
         terms = "bcv,vd->bcd" if tied else "bcv,dv->bcd"
@@ -88,11 +106,11 @@ def _forward(
 
 def _backward(
     tied: bool, tokens: int, gradients: _Gradients, cotangents: tuple[Array, TokenLoss]
-) -> tuple[Array, Array, None, None]:
+) -> tuple[Array, Array, None, None, None]:
     d_hidden, d_head = gradients
     scale, _ = cotangents
     d_head = (d_head * scale).astype(d_hidden.dtype)
-    return (d_hidden * scale).astype(d_hidden.dtype), d_head, None, None
+    return (d_hidden * scale).astype(d_hidden.dtype), d_head, None, None, None
 
 
 weighted_loss.defvjp(_forward, _backward)
@@ -104,18 +122,27 @@ def _logits(hidden: Array, head: Array, tied: bool) -> Array:
     return jnp.einsum(terms, hidden, head, preferred_element_type=jnp.float32)
 
 
-def _found(logits: Array, targets: Array) -> tuple[TokenLoss, Array, Array]:
-    """What was predicted, the logsumexp [...] of logits [..., V], and which entry is the target.
+def _found(
+    part: tuple[Array, Array, Array | None], head: Array, tied: bool
+) -> tuple[TokenLoss, Array]:
+    """What was predicted of hidden, targets and wanted; the loss's gradient by logits [..., V].
 
     Comparisons and no index, so V may be split over devices; and no argmax, which the CPU computes
     entry by entry.
     """
+    hidden, targets, wanted = part
+    logits = _logits(hidden, head, tied)
     order = jnp.arange(logits.shape[-1], dtype=targets.dtype)
     hits = targets[..., None] == order
     at = jnp.where(hits, logits, 0.0).sum(-1)
     before = jnp.where(order < targets[..., None], logits, -jnp.inf).max(-1)
     total = jax.nn.logsumexp(logits, axis=-1)
-    return TokenLoss(total - at, (at > before) & (at >= logits.max(-1))), total, hits
+    p, correct = jnp.exp(logits - total[..., None]), (at > before) & (at >= logits.max(-1))
+    if wanted is None:
+        return TokenLoss(total - at, correct), p - hits
+    aim = jax.nn.log_softmax(_logits(wanted, head, tied))
+    loss = (jnp.exp(aim) * (aim - logits)).sum(-1) + total
+    return TokenLoss(loss, correct), p - jnp.exp(aim)
 
 
 def _at_once(tokens: int, vocabulary: int) -> int:

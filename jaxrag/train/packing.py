@@ -7,6 +7,7 @@ A sample of a prefix `p`, chunks `a` and `b` and two questions with responses, i
     segments, full    2 2 2 2 2 2 2 2 2 2 2
     question          0 0 0 0 0 0 1 1 1 2 2
     positions         0 1 2 3 4 5 6 7 8 6 7
+    in_order          0 1 2 3 4 5 6 7 8 6 7     positions in full mode, whatever the scheme
     kinds             0 0 2 0 2 0 1 1 0 1 0     1 predicts a response token, 2 one of its own part
 
 In full mode every token is FINAL, so it sees all that comes before it in its sample.
@@ -16,6 +17,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
@@ -32,6 +34,14 @@ class TrainBatch(struct.PyTreeNode):
     tokens: Tokens
     targets: Array  # int32, the next token of the same prompt; 0 where kinds is NOTHING
     kinds: Array  # int8
+    in_order: Array  # int32, positions in full mode
+
+    def in_full_mode(self) -> Tokens:
+        """The same tokens, read with full attention."""
+        segments = self.tokens.segments
+        return self.tokens.replace(
+            positions=self.in_order, segments=jnp.where(segments == EMPTY, EMPTY, FINAL)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +52,7 @@ class SamplePiece:
     positions: HostArray
     segments: HostArray
     examples: HostArray  # question << QUESTION_SHIFT; the row adds the example
+    in_order: HostArray
     targets: HostArray
     kinds: HostArray
     spans: tuple[tuple[int, int], ...]  # runs of (new tokens, tokens before them), for FLOPs
@@ -80,11 +91,13 @@ def lay_piece(sample: TrainSample, full: bool, positions: PositionScheme) -> Sam
         at += len(final)
     joined = np.concatenate(ids).astype(np.int32)
     kind = np.concatenate(kinds)
+    in_order = [np.arange(sample.num_shared), *place[1:]]
     return SamplePiece(
         ids=joined,
         positions=np.concatenate(place).astype(np.int32),
         segments=np.full_like(joined, FINAL) if full else np.concatenate(segments).astype(np.int32),
         examples=np.concatenate(examples).astype(np.int32),
+        in_order=np.concatenate(in_order).astype(np.int32),
         targets=np.where(kind != NOTHING, np.roll(joined, -1), 0).astype(np.int32),
         kinds=kind,
         spans=tuple((new, before) for new, before in spans if new),
@@ -139,7 +152,7 @@ class Packer:
 def pack_batch(rows: Sequence[Sequence[SamplePiece]], row_tokens: int) -> TrainBatch:
     """Rows of pieces, one behind the other and apart from each other, as arrays [B, T]."""
     shape = (len(rows), row_tokens)
-    names = ("ids", "positions", "segments", "examples", "targets")
+    names = ("ids", "positions", "segments", "examples", "targets", "in_order")
     arrays: dict[str, Any] = {name: np.zeros(shape, np.int32) for name in names}
     kinds: Any = np.zeros(shape, np.int8)
     assert EMPTY == NOTHING == 0
@@ -152,5 +165,5 @@ def pack_batch(rows: Sequence[Sequence[SamplePiece]], row_tokens: int) -> TrainB
             arrays["examples"][row, here] |= example_ids(example)
             kinds[row, here] = piece.kinds
             at = here.stop
-    targets = arrays.pop("targets")
-    return TrainBatch(tokens=Tokens(**arrays), targets=targets, kinds=kinds)
+    apart = {name: arrays.pop(name) for name in ("targets", "in_order")}
+    return TrainBatch(tokens=Tokens(**arrays), kinds=kinds, **apart)

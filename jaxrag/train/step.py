@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.sharding import Rules, replicated
-from jaxrag.base.types import Array
+from jaxrag.base.types import Array, Tokens
 from jaxrag.models.attention import PACKED_OUT, PackedAttend
 from jaxrag.models.decoder import Layer, forward
 from jaxrag.models.linear import PRODUCT
@@ -77,9 +77,17 @@ class Program:
     logits_tokens: int
     lora_scale: float | None
     mesh: Mesh
+    distills: bool = False
+
+    def wanted(self, frozen: Params | None, rope: RopeTable, batch: TrainBatch) -> Array | None:
+        """Hidden [B, T, D] of the frozen weights under full attention, where they teach."""
+        if not self.distills:
+            return None
+        plain = dataclasses.replace(self, lora_scale=None)
+        return lax.stop_gradient(plain.hidden(frozen, None, rope, batch.in_full_mode())[0])
 
     def hidden(
-        self, trained: Any, frozen: Params | None, rope: RopeTable, batch: TrainBatch
+        self, trained: Any, frozen: Params | None, rope: RopeTable, tokens: Tokens
     ) -> tuple[Array, Array]:
         """hidden [B, T, D] after the final norm, and the output matrix; both in ``dtype``."""
         outer: Params = trained if frozen is None else frozen
@@ -91,7 +99,7 @@ class Program:
             lm_head=None if outer.lm_head is None else self._cast(outer.lm_head),
         )
         attend = PackedAttend(self.config, rope, prefix_visible=False)
-        hidden, _, _ = forward(params, self.config, batch.tokens, None, attend, self._wrap)
+        hidden, _, _ = forward(params, self.config, tokens, None, attend, self._wrap)
         return hidden, params.embed if params.lm_head is None else params.lm_head
 
     @property
@@ -147,6 +155,7 @@ def program_of(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> Program:
         logits_tokens=config.loss.logits_tokens,
         lora_scale=None if config.lora is None else config.lora.alpha / config.lora.rank,
         mesh=mesh,
+        distills=config.loss.objective == "distill",
     )
 
 
@@ -194,9 +203,10 @@ def make_step(config: TrainConfig, program: Program, shardings: TrainState) -> S
         weights = _weights(config.loss, batch.kinds, num_response, num_context)
 
         def loss_of(trained: Any, part: TrainBatch, weights: Array) -> tuple[Array, _Sums]:
-            hidden, head = program.hidden(trained, frozen, rope, part)
+            hidden, head = program.hidden(trained, frozen, rope, part.tokens)
+            wanted = program.wanted(frozen, rope, part)
             loss, found = weighted_loss(
-                hidden, head, part.targets, weights, program.tied, program.logits_tokens
+                hidden, head, part.targets, weights, wanted, program.tied, program.logits_tokens
             )
             return loss, _sums(found, part.kinds)
 
@@ -238,8 +248,9 @@ def make_evaluation(
     def evaluate(
         trained: Any, frozen: Params | None, rope: RopeTable, batch: TrainBatch
     ) -> TokenLoss:
-        hidden, head = program.hidden(trained, frozen, rope, batch)
-        return token_loss(hidden, head, batch.targets, program.tied, program.logits_tokens)
+        hidden, head = program.hidden(trained, frozen, rope, batch.tokens)
+        wanted = program.wanted(frozen, rope, batch)
+        return token_loss(hidden, head, batch.targets, program.tied, program.logits_tokens, wanted)
 
     return jax.jit(evaluate, out_shardings=replicated(program.mesh))
 

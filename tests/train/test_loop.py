@@ -267,6 +267,15 @@ def test_mesh_and_model_are_checked_first(train_config, setting, value, match):
         set_up(train_config(**{setting: value}))
 
 
+@pytest.mark.parametrize(
+    ("loss", "match"),
+    [({}, "[lora]"), ({"lm_weight": 0.5}, "lm_weight=0.5"), ({"objective": "kl"}, "'kl'")],
+)
+def test_a_teacher_needs_frozen_weights_and_teaches_responses_alone(train_config, loss, match):
+    with refused(ConfigError, match):
+        train_config(loss={"objective": "distill"} | loss)
+
+
 def test_a_missing_model_says_what_makes_it(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with refused(TrainError):

@@ -8,10 +8,14 @@ import pytest
 from jaxrag.train.loss import token_loss, weighted_loss
 
 
-def plain(hidden, head, targets, weights, tied):
-    logits = hidden @ (head.T if tied else head)
+def plain(hidden, head, targets, weights, wanted, tied):
+    rows = head.T if tied else head
+    logits = hidden @ rows
     logp = jax.nn.log_softmax(logits.astype(jnp.float32))
     loss = -jnp.take_along_axis(logp, targets[..., None], axis=-1)[..., 0]
+    if wanted is not None:
+        aim = jax.nn.log_softmax((wanted @ jax.lax.stop_gradient(rows)).astype(jnp.float32))
+        loss = (jnp.exp(aim) * (aim - logp)).sum(-1)
     return (loss * weights).sum(), (loss, logits.argmax(-1) == targets)
 
 
@@ -25,13 +29,17 @@ def inputs(rng, tied, dtype=jnp.float32):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("tokens", [1, 7, 12, 1000])
-def test_equals_the_plain_loss(rng, tied, tokens):
+@pytest.mark.parametrize("objective", ["labels", "distill"])
+def test_equals_the_plain_loss(rng, objective, tied, tokens):
     hidden, head, targets, weights = inputs(rng, tied)
+    wanted = None
+    if objective == "distill":
+        wanted = jnp.asarray(rng.normal(size=hidden.shape), jnp.float32)
     (value, found), gradients = jax.value_and_grad(weighted_loss, (0, 1), has_aux=True)(
-        hidden, head, targets, weights, tied, tokens
+        hidden, head, targets, weights, wanted, tied, tokens
     )
     (expected, parts), expected_gradients = jax.value_and_grad(plain, (0, 1), has_aux=True)(
-        hidden, head, targets, weights, tied
+        hidden, head, targets, weights, wanted, tied
     )
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     np.testing.assert_allclose(found.loss, parts[0], rtol=1e-4, atol=1e-5)
@@ -42,7 +50,7 @@ def test_equals_the_plain_loss(rng, tied, tokens):
 
 def test_without_a_gradient_it_is_the_same(rng):
     hidden, head, targets, weights = inputs(rng, tied=True)
-    value, found = weighted_loss(hidden, head, targets, weights, True, 8)
+    value, found = weighted_loss(hidden, head, targets, weights, None, True, 8)
     alone = token_loss(hidden, head, targets, True, 1000)
     np.testing.assert_allclose(found.loss, alone.loss, rtol=1e-6)
     np.testing.assert_allclose(value, (alone.loss * weights).sum(), rtol=1e-6)
@@ -50,10 +58,10 @@ def test_without_a_gradient_it_is_the_same(rng):
 
 def test_bfloat16_losses_are_float32(rng):
     hidden, head, targets, weights = inputs(rng, tied=False, dtype=jnp.bfloat16)
-    value, found = weighted_loss(hidden, head, targets, weights, False, 8)
+    value, found = weighted_loss(hidden, head, targets, weights, None, False, 8)
     assert value.dtype == found.loss.dtype == jnp.float32
     wide = plain(
-        hidden.astype(jnp.float32), head.astype(jnp.float32), targets, weights, False
+        hidden.astype(jnp.float32), head.astype(jnp.float32), targets, weights, None, False
     )[0]  # fmt: skip
     np.testing.assert_allclose(value, wide, rtol=1e-2)
 
@@ -66,6 +74,6 @@ def test_logits_of_the_batch_never_exist(rng):
         jax.ShapeDtypeStruct((2, length), jnp.int32),
         jax.ShapeDtypeStruct((2, length), jnp.float32),
     ]
-    gradient = jax.grad(lambda *x: weighted_loss(*x, True, 64)[0], (0, 1))
+    gradient = jax.grad(lambda *x: weighted_loss(*x, None, True, 64)[0], (0, 1))
     memory = jax.jit(gradient).lower(*shapes).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 4 * 2 * length * vocabulary / 3

@@ -60,7 +60,7 @@ def training_forward(config):
     )  # fmt: skip
 
     def forward(params, rope, batch):
-        hidden, _ = program.hidden(params, None, rope, batch)
+        hidden, _ = program.hidden(params, None, rope, batch.tokens)
         return unembed(params, hidden)
 
     return jax.jit(forward)

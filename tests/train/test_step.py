@@ -11,13 +11,14 @@ import pytest
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.prefilled import prefilled
 from jaxrag.engine.request import Prompt, Request
+from jaxrag.measure.evals.gate import kl_divergence
 from jaxrag.reuse.methods import METHODS
 from jaxrag.train.config import OptimizerPart
 from jaxrag.train.lora import init_adapters, merge_all
-from jaxrag.train.packing import Packer, lay_piece
+from jaxrag.train.packing import RESPONSE, Packer, lay_piece
 from jaxrag.train.samples import Final, TrainSample
 from jaxrag.train.start import set_up
-from jaxrag.train.step import decays, learning_rate, make_optimizer, make_step
+from jaxrag.train.step import decays, learning_rate, make_evaluation, make_optimizer, make_step
 from jaxrag.train.stream import SampleStream
 
 
@@ -87,7 +88,9 @@ def test_what_is_kept_for_the_backward_pass(train_config, settings):
         batch = setup.place(packer.batch(), None)
 
         def gradient(trained):
-            return jax.vjp(lambda w: setup.program.hidden(w, None, setup.rope, batch), trained)[1]
+            return jax.vjp(
+                lambda w: setup.program.hidden(w, None, setup.rope, batch.tokens), trained
+            )[1]
 
         leaves = jax.tree.leaves(jax.eval_shape(gradient, setup.first_state().trained))
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
@@ -127,6 +130,35 @@ def test_adapters_start_as_the_model_and_merge_exactly(train_config, settings, u
     whole = merge_all(setup.frozen(), state.trained, 2.0)
     merged, _ = logits_of(merged_setup, whole, None)
     np.testing.assert_allclose(adapted, merged, rtol=1e-4, atol=1e-4)
+
+
+LORA = {"lora": {"rank": 3, "alpha": 6.0, "targets": ["q", "k", "v", "o"]}}
+
+
+def test_adapters_learn_block_mode_from_full_attention(train_config, settings):
+    """The loss is the KL divergence of block mode from the frozen weights' full mode."""
+    distill = {"loss.objective": "distill", "loss.lm_weight": 0.0, "optimizer.steps": 24}
+    config = train_config(**{**settings, **LORA, **distill})
+    setup = set_up(config)
+    adapters, frozen = setup.first_state().trained, setup.frozen()
+    scored = [slice(a, b) for a, b in lay_piece(SAMPLE, False, "reordered").questions]
+    full, block = (
+        np.concatenate([logits_of(setup, adapters, frozen, it)[0][a] for a in scored])
+        for it in (True, False)
+    )
+    packer = Packer(1, 200)
+    assert packer.add([lay_piece(SAMPLE, False, "reordered")])
+    batch = setup.place(packer.batch(), None)
+    found = make_evaluation(setup.program)(adapters, frozen, setup.rope, batch)
+    here = np.asarray(batch.kinds) == RESPONSE
+    np.testing.assert_allclose(found.loss[here], kl_divergence(full, block), rtol=1e-3, atol=1e-6)
+    packer = Packer(1, 200)
+    assert packer.add([lay_piece(SAMPLE, True, "reordered")])
+    batch = setup.place(packer.batch(), None)
+    found = make_evaluation(setup.program)(adapters, frozen, setup.rope, batch)
+    np.testing.assert_allclose(found.loss[here], 0, atol=1e-6)
+    losses, _, _ = few_steps(config, 24)
+    assert losses[-4:, 0].mean() < 0.7 * losses[:2, 0].mean()
 
 
 def test_adapters_have_the_shapes_of_their_targets(train_config):
@@ -169,7 +201,7 @@ def logits_of(setup, trained, frozen, full=False, positions="reordered"):
 
     @jax.jit
     def run(trained, frozen, rope, batch):
-        hidden, head = setup.program.hidden(trained, frozen, rope, batch)
+        hidden, head = setup.program.hidden(trained, frozen, rope, batch.tokens)
         return hidden @ (head.T if setup.program.tied else head)
 
     logits = run(trained, frozen, setup.rope, batch)

@@ -266,28 +266,33 @@ def forced_logits(
     Returns float32 [len(answer) + 1, V] for each request, and how many chunk tokens were
     recomputed for all of them.
     """
-    engine = engine_of(settings.model)
     logits: list[HostArray] = []
     recomputed = 0
     for question, answer in zip(questions, answers, strict=True):
-        method = dataclasses.replace(question.method, decode=Dense())
-        request = dataclasses.replace(
-            question, method=method, max_new_tokens=len(answer) + 1, watched=True
-        )
-        look = functools.partial(_forced_logits, np.asarray(answer, np.int32))
-        [(one, count)] = prefilled(engine, [request], look)
+        [one], count = forced_along(settings, question, [answer])
         logits.append(one)
         recomputed += count
     return logits, recomputed
 
 
-def _forced_logits(
-    answer: HostArray, runner: ModelRunner, state: Sequence, there: Prefilled
-) -> tuple[HostArray, int]:
-    """Logits float32 [len(answer) + 1, V] of one answer; how many tokens were recomputed for it."""
-    rest = _feed(runner, state, there.table, answer)
-    recomputed = 0 if state.choice is None else len(state.choice.tokens)
-    return np.concatenate((to_host(there.logits), rest)), recomputed
+def forced_along(
+    settings: Settings, question: ReadyQuestion, answers: abc.Sequence[abc.Sequence[int]]
+) -> tuple[list[HostArray], int]:
+    """As ``forced_logits``: several answers to one question, which is prefilled once."""
+    request = dataclasses.replace(
+        question,
+        method=dataclasses.replace(question.method, decode=Dense()),
+        max_new_tokens=max(map(len, answers)) + 1,
+        watched=True,
+    )
+
+    def look(runner: ModelRunner, state: Sequence, there: Prefilled) -> tuple[list[HostArray], int]:
+        rest = (_feed(runner, state, there.table, np.asarray(it, np.int32)) for it in answers)
+        logits = [np.concatenate((to_host(there.logits), one)) for one in rest]
+        return logits, 0 if state.choice is None else len(state.choice.tokens)
+
+    [found] = prefilled(engine_of(settings.model), [request], look)
+    return found
 
 
 def _feed(runner: ModelRunner, state: Sequence, table: PageTable, answer: HostArray) -> HostArray:

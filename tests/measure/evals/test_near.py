@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import shutil
 
+import jax
 import numpy as np
 import pytest
 from dataset_fixtures import write
@@ -13,7 +15,9 @@ from jaxrag.cli import main
 from jaxrag.measure.evals.datasets.near import NearStudy, arms_of, run, tables
 from jaxrag.measure.evals.datasets.options import NearOptions
 from jaxrag.measure.evals.datasets.run import ITEMS, items_of
+from jaxrag.measure.evals.gate import forced_along, forced_logits
 from jaxrag.measure.evals.statistics import bootstrapped
+from jaxrag.models.export import export_hf
 from jaxrag.models.model import load_model
 from jaxrag.serve.conversation import Passage
 from jaxrag.serve.questions import prepare
@@ -92,6 +96,46 @@ def test_a_method_that_computes_everything_is_full_attention(options):
     assert max(found["kl"]) < 1e-8 and all(found["same"])
     assert found["text"] == line["full"]["text"] and found["recomputed"] == 1
     assert found["gold"] == pytest.approx(line["full"]["gold"], abs=1e-4)
+
+
+def test_other_weights_are_compared_with_those_they_came_from(options, model_dir, tmp_path):
+    """Full attention itself is a row then, and of the same weights nothing is between them."""
+    other = tmp_path / "other"
+    model = load_model(str(model_dir))
+    moved = jax.tree.map(lambda x: x * 1.01, model.params.layers)
+    export_hf(other, model.params.replace(layers=moved), model.config, model_dir)
+    asked = dataclasses.replace(
+        options, methods=("full_attention", "full_reuse"), number=1, out=str(tmp_path / "n.json")
+    )
+    rows = {}
+    for name in (model_dir, other):
+        own = dataclasses.replace(asked, reference=str(name), out=f"{asked.out}.{name.name}")
+        rows[name] = run(own, progress=False)["rows"]
+    full, reuse = rows[model_dir]
+    assert full["kl"]["value"] < 1e-9 and full["recomputed"] == 1 and full["bytes_per_token"] == 0
+    assert reuse["kl"]["value"] > 1e-6
+    assert rows[other][0]["kl"]["value"] > 1e-8
+    with refused(ConfigError, asked.out):  # its lines are of another reference
+        run(dataclasses.replace(asked, reference=str(other), out=f"{asked.out}.{model_dir.name}"))
+    shutil.copytree(model_dir, tmp_path / "spelled")
+    path = tmp_path / "spelled" / "tokenizer.json"
+    path.write_text(path.read_text() + " ")
+    with refused(RequestError, "spelled"):
+        run(dataclasses.replace(asked, reference=str(tmp_path / "spelled")), progress=False)
+
+
+@pytest.mark.parametrize("arm", ["full_reuse", "primed_fusion mill"])
+def test_answers_along_one_prefill_are_as_each_alone(options, arm):
+    study = NearStudy.open(options, load_model(str(options.model)))
+    [item, *_] = items_of(options)
+    settings = study.arms[arm]
+    ready = prepare(settings, item.question, passages_of(study, item))
+    answers = [[7, 9, 11, 13], [21], [], [30, 31, 32]]
+    together, count = forced_along(settings, ready, answers)
+    for answer, found in zip(answers, together, strict=True):
+        [alone], again = forced_logits(settings, [ready], [answer])
+        np.testing.assert_allclose(found, alone, rtol=1e-5, atol=1e-5)
+        assert again == count and len(found) == len(answer) + 1
 
 
 def test_encoders_take_the_place_of_a_methods_own(options):

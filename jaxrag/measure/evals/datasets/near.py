@@ -22,7 +22,7 @@ from jaxrag.measure.evals.datasets.options import NearOptions
 from jaxrag.measure.evals.datasets.run import ITEMS, ask_all, items_of, template_of
 from jaxrag.measure.evals.datasets.spec import DatasetItem
 from jaxrag.measure.evals.datasets.table import dataset_named
-from jaxrag.measure.evals.gate import answered, forced_logits, kl_divergence
+from jaxrag.measure.evals.gate import answered, forced_along, kl_divergence
 from jaxrag.measure.evals.statistics import LEVEL, bootstrapped, median, plain, share
 from jaxrag.measure.subject import described
 from jaxrag.measure.table import Table, percent
@@ -39,21 +39,31 @@ FULL = "full_attention"
 
 @dataclasses.dataclass(frozen=True)
 class NearStudy:
-    """One model, and how its prompts are asked: by full attention, and by each method."""
+    """One model, and how its prompts are asked: by full attention, and by each method.
+
+    Full attention is the reference's, where ``options`` name one.
+    """
 
     options: NearOptions
+    model: Model
     store: MemoryStore
     full: Settings
     arms: Mapping[str, Settings]
 
-    @property
-    def model(self) -> Model:
-        """That is asked."""
-        return self.full.model
-
     @classmethod
-    def open(cls, options: NearOptions, model: Model) -> "NearStudy":
-        """Resolve methods and primers. RequestError or ConfigError for one that there is not."""
+    def open(
+        cls, options: NearOptions, model: Model, reference: Model | None = None
+    ) -> "NearStudy":
+        """Resolve methods and primers. RequestError or ConfigError for one that there is not.
+
+        RequestError for a reference of another tokenizer too.
+        """
+        reference = reference or model
+        if reference.text_tokenizer().digest != model.text_tokenizer().digest:
+            raise RequestError(
+                f"--reference {options.reference}: its tokenizer is not that of {options.model}; "
+                "tokens cannot be compared"
+            )
         longest = model.config.max_positions
         store = MemoryStore(model.fingerprint, model.kv_layout, max_tokens=longest)
         template = template_of(options)
@@ -65,7 +75,8 @@ class NearStudy:
         arms = {name: settings(method) for name, method in arms_of(options).items()}
         numbering = dataset_named(options.name).numbering
         arms = with_neighbours(options, arms, items_of, numbering, options.chunk_tokens)
-        return cls(options, store, settings(METHODS[FULL]), arms)
+        full = resolve(dataclasses.replace(ask, method=METHODS[FULL]), model=reference)
+        return cls(options, model, store, full, arms)
 
     def measure(self, item: DatasetItem) -> dict[str, Any]:
         """One prompt by every method; JSON-able."""
@@ -90,7 +101,9 @@ class NearStudy:
                 "kl": kl_divergence(wanted, logits).tolist(),
                 "same": (wanted.argmax(1) == logits.argmax(1)).tolist(),
                 "gold": own_gold,
-                "recomputed": recomputed / sum(ready.prompt.lengths),
+                "recomputed": recomputed / sum(ready.prompt.lengths)
+                if settings.method.encoder
+                else 1.0,
                 "text": answer.text,
                 "ttft": _ttft(answer),
             }
@@ -110,13 +123,11 @@ class NearStudy:
         settings: Settings, ready: ReadyQuestion, answer: Sequence[int], gold: HostArray
     ) -> tuple[HostArray, float, int]:
         """Logits [T, V] along an answer, the log-probability of the gold, tokens computed again."""
-        [logits, along], recomputed = forced_logits(
-            settings, [ready, ready], [answer, gold.tolist()]
-        )
+        [logits, along], recomputed = forced_along(settings, ready, [answer, gold.tolist()])
         chances = along[: len(gold)].astype(np.float64)
         chances -= chances.max(1, keepdims=True)
         each = chances[np.arange(len(gold)), gold] - np.log(np.exp(chances).sum(1))
-        return logits, float(each.sum()), recomputed // 2
+        return logits, float(each.sum()), recomputed
 
 
 def passages_of(item: DatasetItem, model: Model, most: int) -> list[Passage]:
@@ -133,10 +144,10 @@ def arms_of(options: NearOptions) -> dict[str, Method]:
     found: dict[str, Method] = {}
     for named in options.methods:
         method = method_named(named)
-        if method.encoder is None:
+        if method.encoder is None and options.reference is None:
             raise RequestError(f"--method {named}: every method is compared with full attention")
         variants = {method.name: method}
-        if options.encoders and encoder_named(method.encoder).sees_prefix:
+        if options.encoders and method.encoder and encoder_named(method.encoder).sees_prefix:
             variants = {
                 f"{method.name} {encoder}": dataclasses.replace(method, encoder=encoder)
                 for encoder in options.encoders
@@ -169,7 +180,8 @@ def run(
     """
     arms_of(options)  # refused before the model is loaded
     items = items_of(dataclasses.replace(options, number=None))[: options.number]
-    study = NearStudy.open(options, load(str(options.model)))
+    of = options.reference
+    study = NearStudy.open(options, load(str(options.model)), None if of is None else load(of))
     setting: dict[str, Any] = {
         "dataset": options.name,
         "passages": options.documents,
@@ -183,6 +195,8 @@ def run(
     }
     if (told := told_of(study.arms)) is not None:
         setting["neighbours"] = told
+    if of is not None:
+        setting["reference"] = study.full.model.digest
     with tempfile.TemporaryDirectory(prefix="jaxrag-") as folder:
         kept = Path(f"{options.out or Path(folder) / 'near'}{ITEMS}")
         primers = {name: _primer(settings) for name, settings in study.arms.items()}
@@ -237,7 +251,7 @@ def result_of(
             "method": name,
             "kl": bootstrapped(kl, seed),
             "kl_minus_first": bootstrapped(kl - first, seed),
-            "kl_over_first": bootstrapped(kl, seed, over=first),
+            "kl_over_first": bootstrapped(kl, seed, over=first) if first.all() else None,
             "same_tokens": bootstrapped(same, seed),
             "gold_minus_full": bootstrapped(gold, seed),
             "right": plain(share(right([it["text"] for it in own]), each)),

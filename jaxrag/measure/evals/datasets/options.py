@@ -128,6 +128,10 @@ class NearOptions(DatasetOptions):
         None, "of the prompt, as a knowledge base has it; or a .toml file", "NAME",
         unset="the data set's own",
     )  # fmt: skip
+    reference: str | None = option(
+        None, "weights whose full attention all is compared with, as those that adapters were "
+        "trained for", "MODEL", unset="the model's own",
+    )  # fmt: skip
     chunk_tokens: int = option(256, "of a passage, the first of it", "N", parse=parse_count)
     answer_tokens: int = option(16, "of full attention's answer that are compared", "N")
     metric: str = option("subspan", "whether an answer of as many tokens is right", "NAME")
