@@ -64,7 +64,7 @@ class ProcessorRows(struct.PyTreeNode):
             for token_id, value in sampling.logit_bias:
                 bias[row, token_id] = value
             ends[row, [it for it in eos_ids if it < vocab_size]] = True
-            prompt[row, ids] = True
+            prompt[row, ids[ids < vocab_size]] = True  # packets hold others
             if matcher is not None:
                 allowed[row] = matcher.allowed()
 

@@ -94,7 +94,8 @@ class Request:
       timeout: seconds from when it is added after which it fails; None: never.
       cited: its outcome says which chunks each token was chosen for.
       primer: token ids [R] int32 or vectors [R, D] float32 that chunks are encoded behind, in no
-        prompt; None: none is known, and the method may not read such chunks.
+        prompt; None: none is known, and the method may not read such chunks. Of packets vectors,
+        which the prompt's chunks hold by ids (``encode.wrapped``).
     """
 
     prompt: Prompt
@@ -127,6 +128,10 @@ class Request:
             raise RequestError(
                 f"method {self.method.name!r} reads chunks that are encoded behind a primer: pass "
                 "primer=, its tokens"
+            )
+        if self.method.wraps and self.primer is not None and self.primer.ndim != 2:
+            raise RequestError(
+                f"method {self.method.name!r} reads vectors around chunks: pass primer=, [R, D]"
             )
         if self.prompt.turns and self.method.overlapping:
             raise RequestError(

@@ -247,6 +247,7 @@ def why_refused(load: ChunkLoad, reason: Refused) -> ChunkOrigin:
         for name, it in ENCODERS.items()
         if name != load.encoder
         and not it.sees_neighbours
+        and not it.wraps
         and not (it.sees_primer and encoding.primer is None)
     ]
     keys = [encoding.key(name, load.chunk.ids) for name in names]

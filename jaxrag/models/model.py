@@ -286,10 +286,9 @@ class Model:
         """
         ids = _int_rows("ids", ids, None)
         batch, length = ids.shape
-        if ids.size and (ids.min() < 0 or ids.max() >= self.config.vocab_size):
+        if ids.size and (ids.min() < 0 or ids.max() >= self.num_ids):
             raise RequestError(
-                f"ids hold {ids.min()}..{ids.max()}, the vocabulary is "
-                f"0..{self.config.vocab_size - 1}"
+                f"ids hold {ids.min()}..{ids.max()}, the vocabulary is 0..{self.num_ids - 1}"
             )
         order = np.broadcast_to(np.arange(length, dtype=np.int32), ids.shape)
         positions = order if positions is None else _int_rows("positions", positions, ids.shape)

@@ -12,6 +12,7 @@
 - KCache, arXiv:2404.18057: ``kcache`` (decode.topn, kv.cache.host, pallas_kernels.topn_attention).
 - ``primed`` and ``primed_fusion`` are ours: every chunk behind one text, a primer
   (encode.primer), and over that FusionRAG's selection (select.query_guided).
+- KV Packet, arXiv:2604.13226: ``packets`` (encode.packets), by the vectors of a file.
 
 Decode rules of other papers (StreamingLLM, SnapKV, InfLLM, Quest) are lines of
 decode.DECODE_RULES, and go with any of these methods.
@@ -65,7 +66,8 @@ class Method:
         under a method that reuses chunks answers depend on what the pool held.
       decode: how generated tokens attend (decode.DECODE_RULES).
       primer: what chunks are encoded behind, a name of configs/primers or a file, for encoders
-        that see one; None: that of the knowledge base, else names.DEFAULT_PRIMER.
+        that see one; None: that of the knowledge base, else names.DEFAULT_PRIMER. Of ``packets``
+        the file of the vectors, without which it answers nothing.
       attention_temperature: what scores of question and answer with chunk keys are divided by.
       scaling_factor: what the log-sum-exp of these scores is multiplied by, beside the temperature,
         before the chunks' part of the attention is merged with the rest (attention.attend_table).
@@ -131,6 +133,12 @@ class Method:
             raise RequestError(
                 f"method {self.name!r}: recomputed tokens see what stands before them by position, "
                 f"and {self.positions} positions overlap; use positions='reordered'"
+            )
+        mixed = set(self.encoders) != {"packets"} or self.misses != "encode" or self.prefix_cache
+        if self.wraps and (mixed or self.recomputes):
+            raise RequestError(
+                f"method {self.name!r}: only the encoder 'packets' reads vectors of packets: no "
+                "other encoder, no selector, misses or prefix_cache goes with it"
             )
         self._check_attention()
 
@@ -198,8 +206,13 @@ class Method:
 
     @property
     def reads_primed(self) -> bool:
-        """Is any chunk's KV such as it is behind a primer?"""
-        return "primed" in (self.encoder, self.first_encoder)
+        """Is any chunk's KV such as it is behind a primer, or between its vectors?"""
+        return "primed" in self.encoders or self.wraps
+
+    @property
+    def wraps(self) -> bool:
+        """Do prompts hold trained vectors around chunks?"""
+        return "packets" in self.encoders
 
     def exact(
         self, num_prefix: int, num_chunks: int, num_primer: int | None = None
@@ -307,6 +320,7 @@ METHODS: dict[str, Method] = {
     "primed_fusion": Method(
         "primed_fusion", encoder="primed", selector=QueryGuided(), recompute_ratio=0.15
     ),
+    "packets": Method("packets", encoder="packets"),
     "retrieval_attention": Method("retrieval_attention", encoder=None, decode=Retrieval()),
     "kcache": Method("kcache", encoder=None, decode=TopN()),
 }

@@ -7,7 +7,7 @@ Misses = Literal["encode", "in_place"]  # what becomes of chunks that the store 
 METHOD_NAMES = (
     "full_attention", "full_reuse", "turborag", "turborag_composite", "block_attention",
     "cacheblend", "cache_craft", "epic", "ape", "fusionrag", "primed", "primed_fusion",
-    "retrieval_attention", "kcache",
+    "packets", "retrieval_attention", "kcache",
 )  # fmt: skip
 DEFAULT_PRIMER = "bakery"  # of configs/primers
 DECODE_NAMES = (

@@ -340,12 +340,12 @@ def shown_prompt(model: Model, prompt: Prompt) -> list[dict[str, Any]]:
     kinds = ["chunk" if i in places else "turn" for i in range(len(prompt.chunks))]
     names = ["prefix", *(f"{kind} {next(counts[kind])}" for kind in kinds), "final block"]
     parts = zip(names, (prompt.prefix, *prompt.chunks, prompt.final), strict=True)
-    tokenizer = model.tokenizer
+    tokenizer, size = model.tokenizer, model.config.vocab_size
     return [
         {
             "part": name,
             "tokens": len(ids),
-            "text": "" if tokenizer is None else tokenizer.decode(ids, skip_special=False),
+            "text": tokenizer.decode(ids[ids < size], skip_special=False) if tokenizer else "",
         }
         for name, ids in parts
         if len(ids)

@@ -46,11 +46,15 @@ def chosen_template(
 def chosen_primer(kb: KnowledgeBase | None, method: Method) -> Primer | None:
     """What a method's chunks are encoded behind; None where they see no primer.
 
-    Raises RequestError for another one than that of the knowledge base, ConfigError for one that
-    there is not.
+    Raises RequestError for another one than that of the knowledge base, or than the method reads,
+    ConfigError for one that there is not.
     """
     if not method.reads_primed:
         return None
+    if method.wraps and kb is not None:
+        raise RequestError(
+            f"method {method.name!r}: a knowledge base keeps no packets; ask over documents= alone"
+        )
     known = None if kb is None else kb.primer
     wanted = None if method.primer is None else primer_named(method.primer)
     if known is not None and wanted is not None and not wanted.same(known):
@@ -58,7 +62,14 @@ def chosen_primer(kb: KnowledgeBase | None, method: Method) -> Primer | None:
             f"method {method.name!r}: primer={method.primer!r}, and the knowledge base holds "
             f"chunks behind the primer {known.name!r}; leave it out"
         )
-    return known or wanted or default_primer()
+    found = known or wanted or default_primer()
+    if found.wraps != method.wraps:
+        raise RequestError(
+            f"method {method.name!r}: {found.name!r} is {'' if found.wraps else 'not '}packets; "
+            "name in primer= a file that `jaxrag train primer` wrote with --form "
+            f"{'packets' if method.wraps else 'primer'}"
+        )
+    return found
 
 
 def gate_subject(method: Method, template: PromptTemplate) -> dict[str, Any]:

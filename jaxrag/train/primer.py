@@ -7,6 +7,8 @@ of each chunk while it is encoded, and nowhere else.
   encoded:  prefix | vectors | c1          sees prefix, vectors, itself
             prefix | vectors | c2          the same
   answered: prefix | c1 | c2 | question, answer      the KV of the chunks, at the prompt's positions
+
+Vectors of packets (arXiv:2604.13226) stand around each chunk instead, and belong to it throughout.
 """
 
 import dataclasses
@@ -35,7 +37,9 @@ from jaxrag.models.model import Model
 from jaxrag.models.rope import RopeTable, place
 from jaxrag.models.spec import Params
 from jaxrag.models.taps import Tap
+from jaxrag.reuse.encode.packets import wrapped
 
+type _Around = tuple[int | None, int]  # of the vectors: how many are a header, and of how many
 _STATE = ".state.npz"  # beside the result, until the run is done
 
 
@@ -69,6 +73,8 @@ class PrimerSettings:
       learning_rate: of the first step; it falls to 0 along half a cosine.
       seed: of the order of the prompts.
       every: steps between two looks at the prompts that are held out.
+      header: how many of the vectors are in front of a chunk, the others behind it, and all of
+        them in the prompt (packets); None: all are in front, and in no prompt.
     """
 
     steps: int = 180
@@ -76,6 +82,7 @@ class PrimerSettings:
     batch: int = 1
     seed: int = 0
     every: int = 30
+    header: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "every"):
@@ -138,8 +145,8 @@ def train_primer(
     if not prompts:
         raise TrainError("no prompt to train with; give more questions")
     rows = _rows_of(model, settings.batch)
-    lay = functools.partial(_lay_out, model, num_vectors=len(start))
-    shapes = _Shapes.of([*prompts, *held_out], len(start))
+    lay = functools.partial(_lay_out, model, around=(settings.header, len(start)))
+    shapes = _Shapes.of([*prompts, *held_out], (settings.header, len(start)))
     vectors = jnp.asarray(start, jnp.float32)
     schedule = optax.cosine_decay_schedule(settings.learning_rate, settings.steps)
     optimizer = optax.adam(schedule)
@@ -148,7 +155,7 @@ def train_primer(
     run = _run_id(model, start, prompts, settings)
     if resume and kept.exists():
         (vectors, state), step = _read_state(kept, (vectors, state), run)
-    ropes = model.rope(max(shapes.full, shapes.block))
+    ropes = model.rope(max(shapes.full, shapes.block + shapes.final))
     plain = jax.jit(functools.partial(_divergence, config=model.config))
     grads = jax.jit(jax.value_and_grad(functools.partial(_divergence, config=model.config)))
 
@@ -217,12 +224,15 @@ class _Shapes:
     answer: int
 
     @classmethod
-    def of(cls, prompts: Sequence[PrimerPrompt], num_vectors: int) -> "_Shapes":
+    def of(cls, prompts: Sequence[PrimerPrompt], around: _Around) -> "_Shapes":
+        header, count = around
         before = [len(it.prefix) + sum(map(len, it.chunks)) for it in prompts]
+        if header is not None:
+            before = [n + count * len(it.chunks) for n, it in zip(before, prompts, strict=True)]
         final = max(len(it.final) + len(it.answer) for it in prompts)
         return cls(
             row_length(max(it.tokens for it in prompts)),
-            row_length(max(before) + num_vectors),
+            row_length(max(before) + (count if header is None else 0)),
             row_length(max(before)),
             -(-final // 16) * 16,
             max(len(it.answer) for it in prompts),
@@ -234,10 +244,11 @@ def _lay_out(
     prompts: Sequence[PrimerPrompt],
     rows: int,
     shapes: _Shapes,
-    num_vectors: int,
+    around: _Around,
 ) -> _Batch:
     """Rows of a batch, on the device."""
-    vocab = model.config.vocab_size
+    vocab, (header, count) = model.config.vocab_size, around
+    vectors = np.arange(vocab, vocab + count, dtype=np.int32)[: None if header is None else 0]
     full, block, final = (
         {name: np.zeros((rows, width), np.int32) for name in ("ids", "positions", "segments")}
         for width in (shapes.full, shapes.block, shapes.final)
@@ -258,18 +269,18 @@ def _lay_out(
         plain = np.concatenate((it.prefix, *it.chunks, it.final, it.answer))
         write(full, row, 0, plain, 0, FINAL)
         before = len(plain) - len(it.final) - len(it.answer)
-        count = np.arange(len(it.answer))
-        wanted[row, : len(count)] = before + len(it.final) - 1 + count
-        asked[row, : len(count)] = len(it.final) - 1 + count
-        write(final, row, 0, plain[before:], before, FINAL)
+        answer = np.arange(len(it.answer))
+        wanted[row, : len(answer)] = before + len(it.final) - 1 + answer
+        asked[row, : len(answer)] = len(it.final) - 1 + answer
         at = write(block, row, 0, it.prefix, 0, PREFIX)
         columns = [np.arange(at)]
-        vectors = np.arange(vocab, vocab + num_vectors, dtype=np.int32)
         at = front = write(block, row, at, vectors, at, PREFIX)
         for segment, chunk in enumerate(it.chunks, FIRST_CHUNK):
-            columns.append(np.arange(at, at + len(chunk)))
-            at = write(block, row, at, chunk, front, segment)
+            held = chunk if header is None else wrapped(chunk, vocab, header, count)
+            columns.append(np.arange(at, at + len(held)))
+            at = write(block, row, at, held, front, segment)
         here = np.concatenate(columns)
+        write(final, row, 0, plain[before:], len(here), FINAL)
         context[row, : len(here)] = here
         order[row, : len(here)] = np.arange(len(here))
     put = functools.partial(model.put_batch, batch=rows)
@@ -380,7 +391,8 @@ def _run_id(
     model: Model, start: HostArray, prompts: Sequence[PrimerPrompt], settings: PrimerSettings
 ) -> str:
     """Identity of a run: what its vectors follow from."""
-    found = hashlib.sha256(json.dumps(dataclasses.asdict(settings), sort_keys=True).encode())
+    said = {name: it for name, it in dataclasses.asdict(settings).items() if it is not None}
+    found = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
     found.update(model.fingerprint.encode())
     found.update(np.ascontiguousarray(start, "<f4").tobytes())
     for it in prompts:

@@ -12,6 +12,7 @@ from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.state import EngineSettings
 from jaxrag.kv.store import ChunkStore
 from jaxrag.models.model import random_model
+from jaxrag.reuse.encode import wrapped
 from jaxrag.reuse.methods import METHODS
 
 TIMEOUT = 120  # seconds in which what must happen happens
@@ -57,7 +58,12 @@ def asked(rng):
             neighbours=tuple((library[(i + 1) % len(library)],) for i in chosen),
         )
         prompt = dataclasses.replace(prompt, prefix=library[0][:5])
-        if method.reads_primed:
+        if method.wraps:
+            config = engine.runner.model.config
+            more.setdefault("primer", np.eye(2, config.model_dim, dtype=np.float32))
+            chunks = tuple(wrapped(it, config.vocab_size, 1, 2) for it in prompt.chunks)
+            prompt = dataclasses.replace(prompt, chunks=chunks)
+        elif method.reads_primed:
             more.setdefault("primer", library[4])
         return Request(prompt, store or engine.memory, method, tokens, **more)
 

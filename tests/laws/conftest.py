@@ -25,6 +25,7 @@ from jaxrag.kv.store import MemoryStore, derive
 from jaxrag.models.decoder import forward, unembed
 from jaxrag.models.model import random_model
 from jaxrag.models.segments import lay_out
+from jaxrag.reuse.encode import wrapped
 from jaxrag.reuse.methods import Method
 from jaxrag.reuse.select import KvDeviation, kv_deviation
 
@@ -115,9 +116,10 @@ class Bench:
     Attributes:
       prompts: of three chunks; of two of them at other places; of one; and of that one alone.
       primer: that methods such as "primed" read chunks behind.
+      packets: whether that is vectors, which the prompts' chunks hold.
     """
 
-    def __init__(self, config):
+    def __init__(self, config, packets=False):
         self.model = random_model(config, cache_tokens=2048)
         # Who asks at once is in the pool at once, whatever has to be encoded.
         self.engine = self.model.engine = Engine(self.model, EngineSettings(lockstep=True))
@@ -131,6 +133,15 @@ class Bench:
             for (start, chunks), final in zip(parts, finals, strict=True)
         ]
         self.primer = rng.integers(3, 101, 13).astype(np.int32)
+        self.reader = self.model
+        if packets:
+            self.primer = rng.normal(size=(2, config.model_dim)).astype(np.float32)
+            self.reader = self.model.with_soft(self.primer)
+            around = functools.partial(wrapped, vocab_size=config.vocab_size, header=1, count=2)
+            self.prompts = [  # of FEW keys, still, where they were
+                dataclasses.replace(it, chunks=tuple(around(ids[1:]) for ids in it.chunks))
+                for it in self.prompts
+            ]
         self._salts = 0
         self._answers: dict[tuple[str, str], list[Answer]] = {}
 
@@ -267,7 +278,7 @@ class Bench:
             ids[row], places[row], segments[row] = self._whole(*it, positions or "reordered")
         if positions is None:
             places, segments = None, np.where(segments, FINAL, 0)
-        logits = np.asarray(self.model.logits(ids, places, segments))
+        logits = np.asarray(self.reader.logits(ids, places, segments))
         return _steps(logits, prompts, answers)
 
     @staticmethod
@@ -327,11 +338,19 @@ def _fresh(model, state, kept) -> np.ndarray:
 
 
 @pytest.fixture(scope="session")
-def bench(tiny_config):
-    """``bench(family)``: made once, so that all laws share compiled programs and answers."""
+def benches(tiny_config):
+    """Made once, so that all laws share compiled programs and answers."""
 
-    def make(name, **more):
+    def make(name, packets=False, **more):
         family, changes = FAMILIES[name]
-        return Bench(tiny_config(family, num_layers=4, eos_ids=(), **changes, **more))
+        return Bench(tiny_config(family, num_layers=4, eos_ids=(), **changes, **more), packets)
 
     return functools.cache(make)
+
+
+@pytest.fixture
+def bench(benches, request):
+    """``bench(family)``, of prompts as the test's method reads them."""
+    asked = getattr(request.node, "callspec", None)
+    named = None if asked is None else asked.params.get("method")
+    return functools.partial(benches, packets=named in ALL_METHODS and ALL_METHODS[named].wraps)

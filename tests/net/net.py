@@ -47,7 +47,8 @@ import jaxrag
 from jaxrag.base.types import FINAL, FIRST_CHUNK
 from jaxrag.engine.engine import engine_of
 from jaxrag.reuse.decode import DECODE_RULES
-from jaxrag.reuse.encode import ENCODERS
+from jaxrag.reuse.encode import ENCODERS, Primer
+from jaxrag.reuse.encode.primer import PrimerVectors, write_vectors
 from jaxrag.reuse.select import SELECTORS, selector_from
 from jaxrag.tasks.synthetic import SyntheticTask, sample
 
@@ -192,16 +193,26 @@ def of_model(part: str, few: int, only: str) -> Arrays:
     model, prompts = jaxrag.load_model(subject.model, dtype="float32"), subject.prompts(few)
     found = {"logits": logits(model, prompts)}
     with tempfile.TemporaryDirectory() as work, contextlib.ExitStack() as stack:
-        opened = jaxrag.KnowledgeBase.open(work, model, stored="native") if subject.kept else None
+        base = Path(work, "kb")
+        opened = jaxrag.KnowledgeBase.open(base, model, stored="native") if subject.kept else None
         kb = opened and stack.enter_context(opened)
-        for name, ask in cases().items():
+        asks = cases() | {"method packets": {"method": between(model, Path(work)), "kb": None}}
+        for name, ask in asks.items():
             if not re.match(only, name):
                 continue
             try:
-                found[name] = answers({**ask, "kb": kb}, prompts, model)
+                found[name] = answers({"kb": kb, **ask}, prompts, model)
             except jaxrag.JaxragError as error:
                 found[name] = {"refused": np.array(type(error).__name__)}
     return {f"{name}/{key}": it for name, arrays in found.items() for key, it in arrays.items()}
+
+
+def between(model: jaxrag.Model, folder: Path) -> jaxrag.Method:
+    """Chunks between vectors that are embeddings of some tokens, of a file in the folder."""
+    vectors = PrimerVectors.of(model.digest, np.asarray(model.params.embed)[7:13], header=4)
+    path = folder / "packets.safetensors"
+    write_vectors(Primer(path.stem, vectors=vectors), path)
+    return dataclasses.replace(jaxrag.METHODS["packets"], primer=str(path))
 
 
 def hits(few: int, only: str) -> Arrays:

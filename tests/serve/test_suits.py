@@ -23,6 +23,8 @@ DOCUMENTS = {
 SHIPPED = Path(__file__).parents[2] / "checkpoints" / "synthetic-0.8m"
 QUESTION = "Who carries the salt to the village?"
 
+OF_BASES = [name for name, one in METHODS.items() if not one.wraps]  # which no base keeps
+
 
 @pytest.fixture(scope="module")
 def stock(text_model):
@@ -60,8 +62,8 @@ def test_plain_reuse_by_a_model_that_was_not_trained_for_it_is_told(kb, stock):
     assert untuned(model=stock)
     plain = [name for name, one in METHODS.items() if one.encoder and not one.recomputes]
     apart = ["full_reuse", "turborag", "turborag_composite", "block_attention", "ape"]
-    assert plain == [*apart, "primed"]
-    assert {name for name in METHODS if untuned(kb, method=name)} == set(apart)
+    assert plain == [*apart, "primed", "packets"]
+    assert {name for name in OF_BASES if untuned(kb, method=name)} == set(apart)
     assert not notes(kb, method="primed")
     assert not notes(kb, method="primed_fusion")
     assert untuned(kb, method="fusionrag", recompute_ratio=0)
@@ -113,7 +115,7 @@ def test_a_preset_that_the_template_turns_into_another_is_told(kb, text_model):
     assert notes(model=text_model, method="block_attention", template="block_attention") == ()
     (note,) = notes(model=text_model, template="block_attention")
     assert "turborag with the template 'block_attention' is the same as block_attention" in note
-    for name in METHODS:
+    for name in OF_BASES:
         found = notes(model=text_model, method=name, template="plain")
         assert any("the same as" in note for note in found) == (name == "block_attention")
 

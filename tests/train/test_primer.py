@@ -14,6 +14,7 @@ from jaxrag.engine.prefilled import prefilled
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.kv.store import MemoryStore, derive
 from jaxrag.models.model import random_model
+from jaxrag.reuse.encode import wrapped
 from jaxrag.reuse.methods import METHODS
 from jaxrag.train.primer import PrimerPrompt, PrimerSettings, train_primer
 
@@ -48,14 +49,20 @@ def log_softmax(x):
     return x - x.max() - np.log(np.exp(x - x.max()).sum())
 
 
-def by_engine(model, prompt, vectors, name):
+def by_engine(model, prompt, vectors, name, header=None):
     """KL at the first token of the answer, by the stored KV that the engine makes and maps."""
     store = MemoryStore(derive(model.fingerprint, salt=name), model.kv_layout)
     asked = Prompt(prompt.prefix, prompt.chunks, prompt.final)
+    held = asked
+    if header is not None:
+        around = (model.config.vocab_size, header, len(vectors))
+        held = dataclasses.replace(asked, chunks=tuple(wrapped(it, *around) for it in asked.chunks))
     found = []
-    for method in ("full_attention", "primed"):
-        primer = vectors if method == "primed" else None
-        request = Request(asked, store, METHODS[method], 1, primer=primer)
+    for method, it, primer in (
+        ("full_attention", asked, None),
+        ("primed" if header is None else "packets", held, vectors),
+    ):
+        request = Request(it, store, METHODS[method], 1, primer=primer)
         [logits] = prefilled(
             engine_of(model), [request], lambda runner, state, there: np.asarray(there.logits)[0]
         )
@@ -64,31 +71,33 @@ def by_engine(model, prompt, vectors, name):
     return float((np.exp(full) * (full - block)).sum())
 
 
-def first_loss(model, prompts, start, out):
+def first_loss(model, prompts, start, out, header=None):
     """The held-out KL before the first step."""
     looks = []
-    settings = dataclasses.replace(QUICK, steps=1, batch=1)
+    settings = dataclasses.replace(QUICK, steps=1, batch=1, header=header)
     train_primer(model, start, prompts, prompts, settings, out, told=looks.append)
     return looks[0].held_out
 
 
+@pytest.mark.parametrize("header", [None, 0, 4])
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_the_loss_is_the_divergence_of_what_the_engine_answers(
-    tiny_config, prompts, tmp_path, request, family
+    tiny_config, prompts, tmp_path, request, family, header
 ):
     model = random_model(tiny_config(family), seed=4, cache_tokens=2048)
     start = np.asarray(model.params.embed)[20:26].astype(np.float32)
     for number, prompt in enumerate(prompts[:2]):  # with answers of one token
-        expected = by_engine(model, prompt, start, f"{request.node.name}{number}")
-        found = first_loss(model, [prompt], start, tmp_path / "p.safetensors")
+        expected = by_engine(model, prompt, start, f"{request.node.name}{number}", header)
+        found = first_loss(model, [prompt], start, tmp_path / "p.safetensors", header)
         assert found == pytest.approx(expected, rel=1e-3, abs=1e-6)
         assert expected > 1e-5
 
 
-def test_it_falls_and_nothing_but_the_vectors_moves(model, prompts, start, tmp_path):
+@pytest.mark.parametrize("header", [None, 3])
+def test_it_falls_and_nothing_but_the_vectors_moves(model, prompts, start, tmp_path, header):
     before = jax.tree.map(np.array, model.params)
     looks = []
-    settings = dataclasses.replace(QUICK, steps=30)
+    settings = dataclasses.replace(QUICK, steps=30, header=header)
     out = tmp_path / "p.safetensors"
     found = train_primer(model, start, prompts, prompts, settings, out, told=looks.append)
     held = [it.held_out for it in looks if it.held_out is not None]
@@ -99,9 +108,10 @@ def test_it_falls_and_nothing_but_the_vectors_moves(model, prompts, start, tmp_p
     assert not list(tmp_path.iterdir())  # the state of a run that is done is gone
 
 
-def test_a_run_that_was_ended_goes_on_to_the_same_vectors(model, prompts, start, tmp_path):
-    out = tmp_path / "p.safetensors"
-    whole = train_primer(model, start, prompts, [], QUICK, out)
+@pytest.mark.parametrize("header", [None, 3])
+def test_a_run_that_was_ended_goes_on_to_the_same_vectors(model, prompts, start, tmp_path, header):
+    out, settings = tmp_path / "p.safetensors", dataclasses.replace(QUICK, header=header)
+    whole = train_primer(model, start, prompts, [], settings, out)
 
     class Ended(Exception):
         pass
@@ -111,9 +121,9 @@ def test_a_run_that_was_ended_goes_on_to_the_same_vectors(model, prompts, start,
             raise Ended
 
     with pytest.raises(Ended):
-        train_primer(model, start, prompts, [], QUICK, out, told=end)
+        train_primer(model, start, prompts, [], settings, out, told=end)
     seen = []
-    again = train_primer(model, start, prompts, [], QUICK, out, resume=True, told=seen.append)
+    again = train_primer(model, start, prompts, [], settings, out, resume=True, told=seen.append)
     np.testing.assert_array_equal(whole, again)
     assert [it.step for it in seen] == [5, 6]
 
@@ -128,8 +138,9 @@ def test_the_state_of_another_run_is_refused(model, prompts, start, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         train_primer(model, start, prompts, [], QUICK, out, told=end)
     other = dataclasses.replace(QUICK, seed=1)
-    with refused(TrainError, "another run", "--resume"):
-        train_primer(model, start, prompts, [], other, out, resume=True)
+    for settings in (other, dataclasses.replace(QUICK, header=3)):
+        with refused(TrainError, "another run", "--resume"):
+            train_primer(model, start, prompts, [], settings, out, resume=True)
     train_primer(model, start, prompts, [], other, out)  # anew
 
 

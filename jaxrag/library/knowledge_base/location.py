@@ -67,8 +67,9 @@ def _may_have_been(name: str, settings: Mapping[str, Any]) -> Iterator[Any]:
     if name == "template":
         yield from (template.to_dict() for template in TEMPLATES.values())
     if name == "encoders":
-        for count in range(1, len(ENCODERS) + 1):
-            yield from map(list, itertools.permutations(ENCODERS, count))
+        kept = [name for name, it in ENCODERS.items() if not it.wraps]
+        for count in range(1, len(kept) + 1):
+            yield from map(list, itertools.permutations(kept, count))
     if name == PRIMER:
         yield from (primer_named(shipped).to_dict() for shipped in config_names("primers"))
     if name == CHANGES:

@@ -52,6 +52,10 @@ CHANGES = "changes"  # how many were acknowledged; one that has none yet lacks t
 REPLACED: Mapping[str, Any] = {"max_bytes": None, "last_gc": None, "vectors_complete": False}
 DEFAULT_CHUNK_TOKENS = 512
 DEFAULT_INDEX = "lance"
+_NO_PACKETS = (
+    "a knowledge base keeps no packets: ask over documents without one, or train a primer "
+    "(`jaxrag train primer --form primer`) for the encoder 'primed'"
+)
 _SHOWN = 16  # digits of a digest in a message
 _OVERLAP_SHARE = 50  # the default overlap is a fiftieth of a chunk: 10 tokens of 512
 
@@ -111,6 +115,8 @@ class WantedSettings(KnowledgeBaseOptions):
         encoders = [encoder_named(name) for name in self.encoders or ()]
         if self.encoders is not None and not encoders:
             raise KnowledgeBaseError("encoders is empty; name at least one, such as 'isolated'")
+        if any(it.wraps for it in encoders):
+            raise KnowledgeBaseError(_NO_PACKETS)
         top_n, by = self.neighbours, self.similar_by
         if top_n is not None and (type(top_n) is not int or top_n < 1):
             raise KnowledgeBaseError(f"neighbours={top_n!r}: expected at least 1 chunk")
@@ -282,12 +288,14 @@ def primer_setting(wanted: WantedSettings, encoders: Sequence[str]) -> Primer | 
 def check_primer(
     primer: Primer | None, template: PromptTemplate, model: Model, chunk_tokens: int
 ) -> None:
-    """Refuse a primer that leaves no room for chunks of that many tokens: KnowledgeBaseError.
+    """Refuse packets, and a primer without room for chunks of that many tokens: KnowledgeBaseError.
 
     And vectors of another model: ConfigError.
     """
     if primer is None:
         return
+    if primer.wraps:
+        raise KnowledgeBaseError(f"primer {primer.name!r}: {_NO_PACKETS}")
     primer.check_model(model.digest, model.config.model_dim)
     tokenizer, limit = model.text_tokenizer(), model.config.max_positions
     length = len(primer.tokens(template, tokenizer))

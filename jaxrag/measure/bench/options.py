@@ -60,9 +60,10 @@ class TtftOptions:
     def __post_init__(self) -> None:
         from jaxrag.reuse.methods import METHODS
 
-        if METHODS.get(self.method) is None or METHODS[self.method].encoder is None:
-            reusing = ", ".join(name for name, m in METHODS.items() if m.encoder)
-            raise RequestError(f"method {self.method!r}: expected one that reuses: {reusing}")
+        reusing = [name for name, m in METHODS.items() if m.encoder and not m.wraps]
+        if self.method not in reusing:
+            names = ", ".join(reusing)
+            raise RequestError(f"method {self.method!r}: expected one that reuses: {names}")
         if min(self.contexts) < CHUNK_TOKENS or any(n % CHUNK_TOKENS for n in self.contexts):
             raise RequestError(f"contexts {self.contexts}: expected multiples of {CHUNK_TOKENS}")
         if min(*self.repeats, self.question_tokens) < 1:

@@ -4,7 +4,7 @@ import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -46,6 +46,9 @@ class PrimingOptions:
       out: the file of the vectors.
     """
 
+    form: Literal["primer", "packets"] = option(
+        "primer", "packets: half of them in front of a chunk, half behind it, and all in prompts"
+    )
     vectors: int = option(32, "how many stand in front of a chunk, 1 to 1,024", "N")
     start: str = option(
         DEFAULT_PRIMER, "the vectors begin as the last tokens of this text", "NAME|FILE"
@@ -78,7 +81,14 @@ class PrimingOptions:
 
     def settings(self) -> PrimerSettings:
         """Those of the trainer. Raises TrainError for a value out of range."""
-        return PrimerSettings(self.steps, self.learning_rate, self.batch, self.seed, self.every)
+        return PrimerSettings(
+            self.steps, self.learning_rate, self.batch, self.seed, self.every, self.header
+        )
+
+    @property
+    def header(self) -> int | None:
+        """How many vectors of packets are in front of a chunk; None: it is a primer."""
+        return None if self.form == "primer" else -(-self.vectors // 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +160,7 @@ def run(
         found = train_primer(
             model, start, used, held, options.settings(), out, resume=resume, told=told
         )
-    vectors = PrimerVectors.of(model.digest, found)
+    vectors = PrimerVectors.of(model.digest, found, options.header)
     write_vectors(Primer(out.stem, vectors=vectors), out)
     settings = dataclasses.asdict(options)
     return settings | {

@@ -25,6 +25,7 @@ from jaxrag.reuse.encode.encoders import (
     seen_prefix,
     seen_primer,
 )
+from jaxrag.reuse.encode.packets import wrapped
 from jaxrag.reuse.encode.primer import Primer, default_primer, primer_from_dict, primer_named
 
 __all__ = [
@@ -52,4 +53,5 @@ __all__ = [
     "provenance",
     "seen_prefix",
     "seen_primer",
+    "wrapped",
 ]

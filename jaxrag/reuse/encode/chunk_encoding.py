@@ -25,9 +25,9 @@ from jaxrag.reuse.encode.encoders import (
     chunk_key,
     encoder_named,
     front,
+    num_front,
     provenance,
     seen_prefix,
-    seen_primer,
 )
 from jaxrag.reuse.encode.neighbours import OwnKV
 
@@ -126,7 +126,7 @@ class ChunkEncoding:
     def num_before(self, encoder: str) -> int:
         """How many tokens its chunks see before neighbours and themselves."""
         chosen = encoder_named(encoder)
-        return len(seen_prefix(chosen, self.prefix)) + len(seen_primer(chosen, self.primer))
+        return len(seen_prefix(chosen, self.prefix)) + num_front(chosen, self.primer)
 
     def missing[C: ChunkInContext](self, encoder: str, wanted: Mapping[str, C]) -> dict[str, C]:
         """Those of the chunks, by key, that the store lacks or holds without indexes they get."""

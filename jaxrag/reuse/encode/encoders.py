@@ -6,6 +6,7 @@
 - ``neighbours``: FusionRAG section 3.1, equation 10
 - ``neighbours_joint``: an ablation of it
 - ``primed``: ours; behind one text that is the same for every chunk and in no prompt
+- ``packets``: KV Packet (arXiv:2604.13226); between trained vectors that stay around it
 """
 
 import dataclasses
@@ -31,13 +32,16 @@ class Encoder:
       sees_prefix: whether the prompt's prefix is in front.
       neighbours: whether other chunks stand between prefix and chunk: "none"; "stored", with the
         KV that each of them has under ``after_prefix``; "joint", prefilled together with the chunk.
-      sees_primer: whether a primer stands behind the prefix.
+      sees_primer: whether a primer stands behind the prefix, or as ``wraps`` says.
+      wraps: whether the primer's vectors are in front of the chunk's ids and behind them, as
+        ``packets.wrapped`` has them: a part of it, in its KV and in prompts.
     """
 
     name: str
     sees_prefix: bool
     neighbours: Literal["none", "stored", "joint"] = "none"
     sees_primer: bool = False
+    wraps: bool = False
 
     @property
     def sees_neighbours(self) -> bool:
@@ -56,6 +60,8 @@ ENCODERS: dict[str, Encoder] = {
     "neighbours_joint": Encoder("neighbours_joint", sees_prefix=True, neighbours="joint"),
     # Behind the prefix and a primer.
     "primed": Encoder("primed", sees_prefix=True, sees_primer=True),
+    # Behind the prefix, with a primer's vectors around it.
+    "packets": Encoder("packets", sees_prefix=True, sees_primer=True, wraps=True),
 }
 
 # A prompt's prefix is a chunk of its own: nothing stands before it, whatever the chunks behind it
@@ -140,7 +146,7 @@ def seen_prefix(encoder: Encoder, prefix_ids: HostArray) -> HostArray:
 def seen_primer(encoder: Encoder, primer: HostArray | None) -> HostArray:
     """What of the primer a chunk sees, token ids [R] int32 or vectors [R, D] float32, or nothing.
 
-    Raises RequestError where the encoder sees one and there is none.
+    Raises RequestError where the encoder sees one and there is none, or a text where it wraps.
     """
     if not encoder.sees_primer:
         return np.zeros(0, np.int32)
@@ -148,7 +154,14 @@ def seen_primer(encoder: Encoder, primer: HostArray | None) -> HostArray:
         raise RequestError(
             f"encoder {encoder.name!r} encodes chunks behind a primer: pass primer=, its tokens"
         )
+    if encoder.wraps and not is_soft(primer):
+        raise RequestError(f"encoder {encoder.name!r} wants vectors, float32 [R, D]: pass primer=")
     return primer
+
+
+def num_front(encoder: Encoder, primer: HostArray | None) -> int:
+    """How many tokens of the primer stand before a chunk and are no part of it; errors as above."""
+    return 0 if encoder.wraps else len(seen_primer(encoder, primer))
 
 
 def primer_id(encoder: Encoder, tokenizer_digest: str, primer: HostArray | None) -> str:
@@ -170,7 +183,7 @@ def is_soft(primer: HostArray) -> bool:
 def front(
     model: Model, encoder: Encoder, prefix_ids: HostArray, primer: HostArray | None
 ) -> tuple[Model, HostArray]:
-    """What all chunks of an encoder see, prefix and primer: int32 [P + R], and who reads that.
+    """What stands before all chunks of an encoder, prefix and primer: int32 [P + R], and who reads.
 
     That is the model itself, or one that knows the vectors of the primer by ids of their own.
     Raises RequestError as ``seen_primer`` does.
@@ -180,6 +193,7 @@ def front(
     if is_soft(first):
         model = model.with_soft(first)
         first = np.arange(model.config.vocab_size, model.num_ids, dtype=np.int32)
+    first = first[: num_front(encoder, primer)]
     return model, np.concatenate((seen, first)) if len(first) else seen
 
 

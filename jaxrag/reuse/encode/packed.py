@@ -134,8 +134,9 @@ def check_context(
 ) -> None:
     """Refuse chunks that are empty, or do not fit the model's context with what precedes them."""
     limit = model.config.max_positions
-    if len(prefix) and prefix.max() >= model.num_ids:
-        raise RequestError(f"token id {prefix.max()}: the model embeds 0..{model.num_ids - 1}")
+    most = max((int(ids.max()) for ids in (prefix, *chunks) if len(ids)), default=0)
+    if most >= model.num_ids:
+        raise RequestError(f"token id {most}: the model embeds 0..{model.num_ids - 1}")
     for index, (chunk, others) in enumerate(zip(chunks, neighbours, strict=True)):
         before = len(prefix) + sum(map(len, others))
         if not len(chunk) or before + len(chunk) > limit:

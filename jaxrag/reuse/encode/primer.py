@@ -21,7 +21,8 @@ from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.reuse.names import DEFAULT_PRIMER
 
-_VECTORS, _TENSOR, _FORMAT = ".safetensors", "primer", "jaxrag.primer"
+_VECTORS, _FORMAT = ".safetensors", "jaxrag.primer"
+_TENSOR, _AROUND = "primer", ["header", "trailer"]  # of a file: one, or both of packets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,17 +41,20 @@ class PrimerVectors:
       model: digest of its weights.
       width: D, of the model.
       values: [R, D] float32, little-endian, in base64.
+      header: how many of them are in front of a chunk, the others behind it, and all in prompts:
+        packets; None: all are in front, and in no prompt.
     """
 
     model: str
     width: int
     values: str
+    header: int | None = None
 
     @classmethod
-    def of(cls, model: str, vectors: HostArray) -> "PrimerVectors":
+    def of(cls, model: str, vectors: HostArray, header: int | None = None) -> "PrimerVectors":
         """Vectors [R, D] of any float dtype."""
         values = base64.b64encode(np.ascontiguousarray(vectors, "<f4").tobytes()).decode()
-        return cls(model, vectors.shape[1], values)
+        return cls(model, vectors.shape[1], values, header)
 
     def array(self) -> HostArray:
         """[R, D] float32. Raises ValueError for values that are no such vectors."""
@@ -58,6 +62,8 @@ class PrimerVectors:
         vectors = flat.astype(np.float32).reshape(-1, self.width)
         if not vectors.size or not np.isfinite(vectors).all():
             raise ValueError("expected finite numbers")
+        if self.header is not None and not 0 <= self.header <= len(vectors):
+            raise ValueError(f"header={self.header} of {len(vectors)}")
         return vectors
 
 
@@ -92,6 +98,19 @@ class Primer:
                 f"primer {self.name!r}: expected [[passages]] with a title and a text each"
             )
 
+    @property
+    def around(self) -> tuple[int, int] | None:
+        """Of packets, whose vectors stay around a chunk: how many are in front, and in all."""
+        found = self.vectors
+        if found is None or found.header is None:
+            return None
+        return found.header, len(found.array())
+
+    @property
+    def wraps(self) -> bool:
+        """Are its vectors packets?"""
+        return self.around is not None
+
     def same(self, other: "Primer") -> bool:
         """Do they hold the same, whatever they are called?"""
         return (self.passages, self.vectors) == (other.passages, other.vectors)
@@ -125,6 +144,8 @@ class Primer:
         """Plain form; ``primer_from_dict`` is its inverse."""
         values = dataclasses.asdict(self)
         del values["passages" if self.vectors is not None else "vectors"]
+        if self.vectors is not None and not self.wraps:
+            del values["vectors"]["header"]
         return values
 
 
@@ -157,7 +178,9 @@ def write_vectors(primer: Primer, path: Path) -> None:
 
     assert primer.vectors is not None
     about = {"format": _FORMAT, "model": primer.vectors.model}
-    save_file({_TENSOR: primer.vectors.array()}, str(path), metadata=about)
+    found, at = primer.vectors.array(), primer.vectors.header
+    tensors = {_TENSOR: found} if at is None else {_AROUND[0]: found[:at], _AROUND[1]: found[at:]}
+    save_file(tensors, str(path), metadata=about)
 
 
 def _read_vectors(path: Path) -> Primer:
@@ -167,16 +190,18 @@ def _read_vectors(path: Path) -> Primer:
     try:
         with safe_open(str(path), "numpy") as file:
             about = file.metadata() or {}
-            if about.get("format") != _FORMAT or set(file.keys()) != {_TENSOR}:
+            names = sorted(file.keys())
+            if about.get("format") != _FORMAT or names not in ([_TENSOR], _AROUND):
                 raise ConfigError(f"primer {path}: no vectors of `jaxrag train primer`")
-            vectors = np.asarray(file.get_tensor(_TENSOR))
+            parts = [np.asarray(file.get_tensor(name)) for name in names]
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"primer {path}: cannot be read ({error})") from None
-    if vectors.ndim != 2 or vectors.dtype != np.float32:
-        raise ConfigError(
-            f"primer {path}: {vectors.dtype} {vectors.shape}, expected float32 [R, D]"
-        )
-    return Primer(path.stem, vectors=PrimerVectors.of(about.get("model", ""), vectors))
+    for it in parts:
+        if it.ndim != 2 or it.dtype != np.float32 or it.shape[1] != parts[0].shape[1]:
+            raise ConfigError(f"primer {path}: {it.dtype} {it.shape}, expected float32 [R, D]")
+    header = len(parts[0]) if len(parts) > 1 else None
+    vectors = PrimerVectors.of(about.get("model", ""), np.concatenate(parts), header)
+    return Primer(path.stem, vectors=vectors)
 
 
 def default_primer() -> Primer:

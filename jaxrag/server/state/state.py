@@ -275,6 +275,8 @@ def offered_methods(
             f"method {default.name!r}: prefix_cache and misses='in_place' make answers depend on "
             "what was asked before; pass --allow-history-dependent to have it so"
         )
+    if default.wraps:
+        raise ConfigError(f"method {default.name!r}: a server reads no packets; name another")
     return {default.name: default} | {name: METHODS[name] for name in names}
 
 

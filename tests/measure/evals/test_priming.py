@@ -96,6 +96,29 @@ def test_over_a_data_set(jaxrag, model_dir, tmp_path, weir):
     assert json.loads(said)["prompts"] > 0 and primer_named(str(out)).vectors is not None
 
 
+def test_packets_are_trained_and_measured_over_a_data_set(
+    jaxrag, model_dir, text_model, tmp_path, weir
+):
+    out, data = tmp_path / "nq.safetensors", write("nq_open", tmp_path)
+    of = ("--template", "plain", "--model", model_dir, "--passages", 2)
+    command = ("train", "primer", "--form", "packets", "--dataset", "nq_open", "--data", data, *of)
+    code, said, err = jaxrag(*command, "--out", out, *FEW, "--num-held-out", 1, "--start", weir)
+    assert code == 0, err
+    assert json.loads(said)["held_out_kl"][0]["kl"] > 0
+    held = primer_named(str(out))
+    assert held.wraps and held.vectors.header == 3 and held.vectors.array().shape[0] == 5
+    command = ("eval", "near", "nq_open", "--data", data, *of, "--answer-tokens", 3, "--num", 2)
+    methods = ("--method", "full_reuse", "--method", "packets", "--method", "primed")
+    code, said, err = jaxrag(*command, *methods, "--primer", out, "--primer", weir, "--json")
+    assert code == 0, err
+    full, packets, primed = json.loads(said)["rows"]
+    assert [packets["method"], primed["method"]] == ["packets nq", "primed weir"]
+    assert packets["kl"]["value"] != full["kl"]["value"] and packets["recomputed"] == 0
+    assert packets["bytes_per_token"] > primed["bytes_per_token"] == full["bytes_per_token"]
+    code, _, err = jaxrag(*command, "--method", "packets", "--primer", weir)
+    assert code == 1 and "--form packets" in err and err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

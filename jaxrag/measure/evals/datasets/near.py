@@ -156,9 +156,15 @@ def arms_of(options: NearOptions) -> dict[str, Method]:
             arms = [(name, variant)]
             if variant.reads_primed and variant.primer is None:
                 arms = [
-                    (f"{name} {primer_named(it).name}", dataclasses.replace(variant, primer=it))
+                    (f"{name} {primer.name}", dataclasses.replace(variant, primer=it))
                     for it in options.primers
+                    if (primer := primer_named(it)).wraps == variant.wraps
                 ]
+            if not arms:
+                raise RequestError(
+                    f"--method {named}: no --primer for it; name a file of `jaxrag train primer "
+                    f"--form {'packets' if variant.wraps else 'primer'}`"
+                )
             for name, arm in arms:
                 if name in found:
                     raise RequestError(f"--method {named}: there are two of {name!r}; rename one")
@@ -247,6 +253,8 @@ def result_of(
         ]
         method = settings.method
         first = first if len(first) else kl
+        around = settings.primer.around if settings.primer else None
+        more = around[1] if around else 0  # of every chunk
         rows.append({
             "method": name,
             "kl": bootstrapped(kl, seed),
@@ -257,7 +265,7 @@ def result_of(
             "right": plain(share(right([it["text"] for it in own]), each)),
             "recomputed": float(np.mean([it["recomputed"] for it in own])),
             "bytes_per_token": len({method.encoder, method.first_encoder} - {None})
-            * layout.stored_nbytes(size) / size,
+            * layout.stored_nbytes(size + more) / size,
             "ttft_over_full": plain(median(np.array(over))),
         })  # fmt: skip
     name = Path(str(study.options.model)).name
