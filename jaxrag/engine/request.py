@@ -15,6 +15,7 @@ from jaxrag.kv.store import KVStore
 from jaxrag.models.model import Model
 from jaxrag.reuse.attention_index.document import Indexing
 from jaxrag.reuse.decode import DecodeRule
+from jaxrag.reuse.encode import wrapped
 from jaxrag.reuse.methods import Method
 
 FAILED = -1  # in the place of a token whose logits hold a NaN
@@ -44,6 +45,13 @@ class Prompt:
         known = self.neighbours or ((),) * len(self.chunks)
         neighbours = tuple(None if at in turns else it for at, it in enumerate(known))
         return dataclasses.replace(self, neighbours=neighbours) if turns else self
+
+    def in_packets(self, vocab_size: int, header: int, count: int) -> "Prompt":
+        """Every chunk but turns between the ids of vectors; arguments as of ``encode.wrapped``."""
+        chunks = list(self.chunks)
+        for at in self.places:
+            chunks[at] = wrapped(chunks[at], vocab_size, header, count)
+        return dataclasses.replace(self, chunks=tuple(chunks))
 
     @property
     def turns(self) -> tuple[int, ...]:

@@ -37,6 +37,7 @@ TYPES: dict[str, type[Any]] = {
         *INDEXES.values(),
     )
 }
+_NDIM = {"int32": 1, "float32": 2}  # of arrays: token ids, and vectors of a primer
 _FIELDS = {it.name for it in dataclasses.fields(Request)} - {"store"}
 
 
@@ -170,9 +171,10 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, np.ndarray):
-        if value.dtype != np.int32 or value.ndim != 1:
+        if _NDIM.get(value.dtype.name) != value.ndim:
             raise TypeError(f"an array of {value.dtype} {value.shape} in a request")
-        return {"int32": base64.b64encode(value.tobytes()).decode()}
+        held = base64.b64encode(value.tobytes()).decode()
+        return {value.dtype.name: held, "shape": list(value.shape)}
     if isinstance(value, tuple | list):
         return [_plain(it) for it in value]
     if isinstance(value, frozenset):
@@ -191,9 +193,10 @@ def _value(plain: Any) -> Any:
         return tuple(_value(it) for it in plain)
     if not isinstance(plain, dict):
         return plain
-    if "int32" in plain:
+    for dtype in _NDIM.keys() & plain.keys():
         try:
-            return np.frombuffer(base64.b64decode(plain["int32"], validate=True), np.int32)
+            flat = np.frombuffer(base64.b64decode(plain[dtype], validate=True), dtype)
+            return flat.reshape(plain["shape"])
         except binascii.Error as error:
             raise ValueError(str(error)) from None
     fields = {name: _value(it) for name, it in plain.items() if name != "is"}

@@ -25,7 +25,7 @@ from jaxrag.library.retrieve.filters import Filter
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import BARE, PromptTemplate, QuestionIds, template_named
 from jaxrag.reuse.decode import rule_from
-from jaxrag.reuse.encode import Primer, wrapped
+from jaxrag.reuse.encode import Primer
 from jaxrag.reuse.methods import Method, method_named
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.conversation import (
@@ -261,7 +261,8 @@ def prepare(
         kept = False  # bit for bit the same whatever was asked before
     bare = verbatim or not isinstance(talk.questions[-1], str)
     primer = _primer_tokens(settings, prompt, bare)
-    prompt = _in_packets(settings, prompt)
+    if settings.primer is not None and settings.primer.around is not None:
+        prompt = prompt.in_packets(model.config.vocab_size, *settings.primer.around)
     keeps = talk.keeps and kept is not False and not _as_blocks(settings)
     notes += _unknown(settings, talk, documents, prompt)
     notes += _on_turns(settings, talk, keeps, verbatim)
@@ -554,14 +555,3 @@ def _primer_tokens(settings: Settings, prompt: Prompt, bare: bool) -> HostArray 
             "smaller chunks or a shorter primer"
         )
     return ids
-
-
-def _in_packets(settings: Settings, prompt: Prompt) -> Prompt:
-    """With the vectors of a primer around every chunk that is no turn, where it has such."""
-    around = None if settings.primer is None else settings.primer.around
-    if around is None:
-        return prompt
-    chunks = list(prompt.chunks)
-    for at in prompt.places:
-        chunks[at] = wrapped(chunks[at], settings.model.config.vocab_size, *around)
-    return dataclasses.replace(prompt, chunks=tuple(chunks))

@@ -37,9 +37,7 @@ from jaxrag.models.model import Model
 from jaxrag.models.rope import RopeTable, place
 from jaxrag.models.spec import Params
 from jaxrag.models.taps import Tap
-from jaxrag.reuse.encode.packets import wrapped
 
-type _Around = tuple[int | None, int]  # of the vectors: how many are a header, and of how many
 _STATE = ".state.npz"  # beside the result, until the run is done
 
 
@@ -50,12 +48,15 @@ class PrimerPrompt:
     Attributes:
       chunks: in the order of the prompt.
       answer: tokens of which the distribution is compared, the first included.
+      packets: the chunks with the ids of the vectors around them, by which the vectors stay in the
+        prompt (``encode.wrapped``); None: all vectors are in front of each chunk, and in no prompt.
     """
 
     prefix: HostArray
     chunks: tuple[HostArray, ...]
     final: HostArray
     answer: HostArray
+    packets: tuple[HostArray, ...] | None = None
 
     @property
     def tokens(self) -> int:
@@ -73,8 +74,6 @@ class PrimerSettings:
       learning_rate: of the first step; it falls to 0 along half a cosine.
       seed: of the order of the prompts.
       every: steps between two looks at the prompts that are held out.
-      header: how many of the vectors are in front of a chunk, the others behind it, and all of
-        them in the prompt (packets); None: all are in front, and in no prompt.
     """
 
     steps: int = 180
@@ -82,7 +81,6 @@ class PrimerSettings:
     batch: int = 1
     seed: int = 0
     every: int = 30
-    header: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "every"):
@@ -145,8 +143,8 @@ def train_primer(
     if not prompts:
         raise TrainError("no prompt to train with; give more questions")
     rows = _rows_of(model, settings.batch)
-    lay = functools.partial(_lay_out, model, around=(settings.header, len(start)))
-    shapes = _Shapes.of([*prompts, *held_out], (settings.header, len(start)))
+    lay = functools.partial(_lay_out, model, num_vectors=len(start))
+    shapes = _Shapes.of([*prompts, *held_out], len(start))
     vectors = jnp.asarray(start, jnp.float32)
     schedule = optax.cosine_decay_schedule(settings.learning_rate, settings.steps)
     optimizer = optax.adam(schedule)
@@ -224,15 +222,12 @@ class _Shapes:
     answer: int
 
     @classmethod
-    def of(cls, prompts: Sequence[PrimerPrompt], around: _Around) -> "_Shapes":
-        header, count = around
-        before = [len(it.prefix) + sum(map(len, it.chunks)) for it in prompts]
-        if header is not None:
-            before = [n + count * len(it.chunks) for n, it in zip(before, prompts, strict=True)]
+    def of(cls, prompts: Sequence[PrimerPrompt], num_vectors: int) -> "_Shapes":
+        before = [len(it.prefix) + sum(map(len, it.packets or it.chunks)) for it in prompts]
         final = max(len(it.final) + len(it.answer) for it in prompts)
         return cls(
             row_length(max(it.tokens for it in prompts)),
-            row_length(max(before) + (count if header is None else 0)),
+            row_length(max(before) + num_vectors),
             row_length(max(before)),
             -(-final // 16) * 16,
             max(len(it.answer) for it in prompts),
@@ -244,11 +239,10 @@ def _lay_out(
     prompts: Sequence[PrimerPrompt],
     rows: int,
     shapes: _Shapes,
-    around: _Around,
+    num_vectors: int,
 ) -> _Batch:
     """Rows of a batch, on the device."""
-    vocab, (header, count) = model.config.vocab_size, around
-    vectors = np.arange(vocab, vocab + count, dtype=np.int32)[: None if header is None else 0]
+    vocab = model.config.vocab_size
     full, block, final = (
         {name: np.zeros((rows, width), np.int32) for name in ("ids", "positions", "segments")}
         for width in (shapes.full, shapes.block, shapes.final)
@@ -269,16 +263,16 @@ def _lay_out(
         plain = np.concatenate((it.prefix, *it.chunks, it.final, it.answer))
         write(full, row, 0, plain, 0, FINAL)
         before = len(plain) - len(it.final) - len(it.answer)
-        answer = np.arange(len(it.answer))
-        wanted[row, : len(answer)] = before + len(it.final) - 1 + answer
-        asked[row, : len(answer)] = len(it.final) - 1 + answer
+        count = np.arange(len(it.answer))
+        wanted[row, : len(count)] = before + len(it.final) - 1 + count
+        asked[row, : len(count)] = len(it.final) - 1 + count
         at = write(block, row, 0, it.prefix, 0, PREFIX)
         columns = [np.arange(at)]
+        vectors = np.arange(vocab, vocab + (0 if it.packets else num_vectors), dtype=np.int32)
         at = front = write(block, row, at, vectors, at, PREFIX)
-        for segment, chunk in enumerate(it.chunks, FIRST_CHUNK):
-            held = chunk if header is None else wrapped(chunk, vocab, header, count)
-            columns.append(np.arange(at, at + len(held)))
-            at = write(block, row, at, held, front, segment)
+        for segment, chunk in enumerate(it.packets or it.chunks, FIRST_CHUNK):
+            columns.append(np.arange(at, at + len(chunk)))
+            at = write(block, row, at, chunk, front, segment)
         here = np.concatenate(columns)
         write(final, row, 0, plain[before:], len(here), FINAL)
         context[row, : len(here)] = here
@@ -391,12 +385,11 @@ def _run_id(
     model: Model, start: HostArray, prompts: Sequence[PrimerPrompt], settings: PrimerSettings
 ) -> str:
     """Identity of a run: what its vectors follow from."""
-    said = {name: it for name, it in dataclasses.asdict(settings).items() if it is not None}
-    found = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
+    found = hashlib.sha256(json.dumps(dataclasses.asdict(settings), sort_keys=True).encode())
     found.update(model.fingerprint.encode())
     found.update(np.ascontiguousarray(start, "<f4").tobytes())
     for it in prompts:
-        for part in (it.prefix, *it.chunks, it.final, it.answer):
+        for part in (it.prefix, *it.chunks, it.final, it.answer, *(it.packets or ())):
             found.update(len(part).to_bytes(8, "little") + part.astype("<i4").tobytes())
     return found.hexdigest()
 

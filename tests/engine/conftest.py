@@ -12,7 +12,6 @@ from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.state import EngineSettings
 from jaxrag.kv.store import ChunkStore
 from jaxrag.models.model import random_model
-from jaxrag.reuse.encode import wrapped
 from jaxrag.reuse.methods import METHODS
 
 TIMEOUT = 120  # seconds in which what must happen happens
@@ -61,8 +60,7 @@ def asked(rng):
         if method.wraps:
             config = engine.runner.model.config
             more.setdefault("primer", np.eye(2, config.model_dim, dtype=np.float32))
-            chunks = tuple(wrapped(it, config.vocab_size, 1, 2) for it in prompt.chunks)
-            prompt = dataclasses.replace(prompt, chunks=chunks)
+            prompt = prompt.in_packets(config.vocab_size, 1, 2)
         elif method.reads_primed:
             more.setdefault("primer", library[4])
         return Request(prompt, store or engine.memory, method, tokens, **more)

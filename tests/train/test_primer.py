@@ -44,23 +44,31 @@ def start(model):
     return np.asarray(model.params.embed)[20:26].astype(np.float32)
 
 
+def between(model, prompts, header, count):
+    """Prompts of packets; as they are where ``header`` is None."""
+    if header is None:
+        return prompts
+    around = (model.config.vocab_size, header, count)
+    return [
+        dataclasses.replace(it, packets=tuple(wrapped(ids, *around) for ids in it.chunks))
+        for it in prompts
+    ]
+
+
 def log_softmax(x):
     x = x.astype(np.float64)
     return x - x.max() - np.log(np.exp(x - x.max()).sum())
 
 
-def by_engine(model, prompt, vectors, name, header=None):
+def by_engine(model, prompt, vectors, name):
     """KL at the first token of the answer, by the stored KV that the engine makes and maps."""
     store = MemoryStore(derive(model.fingerprint, salt=name), model.kv_layout)
     asked = Prompt(prompt.prefix, prompt.chunks, prompt.final)
-    held = asked
-    if header is not None:
-        around = (model.config.vocab_size, header, len(vectors))
-        held = dataclasses.replace(asked, chunks=tuple(wrapped(it, *around) for it in asked.chunks))
+    held = dataclasses.replace(asked, chunks=prompt.packets or prompt.chunks)
     found = []
     for method, it, primer in (
         ("full_attention", asked, None),
-        ("primed" if header is None else "packets", held, vectors),
+        ("packets" if prompt.packets else "primed", held, vectors),
     ):
         request = Request(it, store, METHODS[method], 1, primer=primer)
         [logits] = prefilled(
@@ -71,10 +79,10 @@ def by_engine(model, prompt, vectors, name, header=None):
     return float((np.exp(full) * (full - block)).sum())
 
 
-def first_loss(model, prompts, start, out, header=None):
+def first_loss(model, prompts, start, out):
     """The held-out KL before the first step."""
     looks = []
-    settings = dataclasses.replace(QUICK, steps=1, batch=1, header=header)
+    settings = dataclasses.replace(QUICK, steps=1, batch=1)
     train_primer(model, start, prompts, prompts, settings, out, told=looks.append)
     return looks[0].held_out
 
@@ -86,9 +94,10 @@ def test_the_loss_is_the_divergence_of_what_the_engine_answers(
 ):
     model = random_model(tiny_config(family), seed=4, cache_tokens=2048)
     start = np.asarray(model.params.embed)[20:26].astype(np.float32)
+    prompts = between(model, prompts, header, len(start))
     for number, prompt in enumerate(prompts[:2]):  # with answers of one token
-        expected = by_engine(model, prompt, start, f"{request.node.name}{number}", header)
-        found = first_loss(model, [prompt], start, tmp_path / "p.safetensors", header)
+        expected = by_engine(model, prompt, start, f"{request.node.name}{number}")
+        found = first_loss(model, [prompt], start, tmp_path / "p.safetensors")
         assert found == pytest.approx(expected, rel=1e-3, abs=1e-6)
         assert expected > 1e-5
 
@@ -97,7 +106,8 @@ def test_the_loss_is_the_divergence_of_what_the_engine_answers(
 def test_it_falls_and_nothing_but_the_vectors_moves(model, prompts, start, tmp_path, header):
     before = jax.tree.map(np.array, model.params)
     looks = []
-    settings = dataclasses.replace(QUICK, steps=30, header=header)
+    settings = dataclasses.replace(QUICK, steps=30)
+    prompts = between(model, prompts, header, len(start))
     out = tmp_path / "p.safetensors"
     found = train_primer(model, start, prompts, prompts, settings, out, told=looks.append)
     held = [it.held_out for it in looks if it.held_out is not None]
@@ -110,8 +120,8 @@ def test_it_falls_and_nothing_but_the_vectors_moves(model, prompts, start, tmp_p
 
 @pytest.mark.parametrize("header", [None, 3])
 def test_a_run_that_was_ended_goes_on_to_the_same_vectors(model, prompts, start, tmp_path, header):
-    out, settings = tmp_path / "p.safetensors", dataclasses.replace(QUICK, header=header)
-    whole = train_primer(model, start, prompts, [], settings, out)
+    out, prompts = tmp_path / "p.safetensors", between(model, prompts, header, len(start))
+    whole = train_primer(model, start, prompts, [], QUICK, out)
 
     class Ended(Exception):
         pass
@@ -121,9 +131,9 @@ def test_a_run_that_was_ended_goes_on_to_the_same_vectors(model, prompts, start,
             raise Ended
 
     with pytest.raises(Ended):
-        train_primer(model, start, prompts, [], settings, out, told=end)
+        train_primer(model, start, prompts, [], QUICK, out, told=end)
     seen = []
-    again = train_primer(model, start, prompts, [], settings, out, resume=True, told=seen.append)
+    again = train_primer(model, start, prompts, [], QUICK, out, resume=True, told=seen.append)
     np.testing.assert_array_equal(whole, again)
     assert [it.step for it in seen] == [5, 6]
 
@@ -138,9 +148,9 @@ def test_the_state_of_another_run_is_refused(model, prompts, start, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         train_primer(model, start, prompts, [], QUICK, out, told=end)
     other = dataclasses.replace(QUICK, seed=1)
-    for settings in (other, dataclasses.replace(QUICK, header=3)):
+    for held, settings in ((prompts, other), (between(model, prompts, 3, len(start)), QUICK)):
         with refused(TrainError, "another run", "--resume"):
-            train_primer(model, start, prompts, [], settings, out, resume=True)
+            train_primer(model, start, held, [], settings, out, resume=True)
     train_primer(model, start, prompts, [], other, out)  # anew
 
 

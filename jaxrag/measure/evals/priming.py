@@ -23,7 +23,7 @@ from jaxrag.measure.evals.options import check_positive
 from jaxrag.models.model import Model
 from jaxrag.models.text.progress import progress_bar
 from jaxrag.models.text.prompts import PromptTemplate
-from jaxrag.reuse.encode import primer_named
+from jaxrag.reuse.encode import primer_named, wrapped
 from jaxrag.reuse.encode.primer import Primer, PrimerVectors, write_vectors
 from jaxrag.reuse.methods import METHODS
 from jaxrag.reuse.names import DEFAULT_PRIMER
@@ -81,9 +81,7 @@ class PrimingOptions:
 
     def settings(self) -> PrimerSettings:
         """Those of the trainer. Raises TrainError for a value out of range."""
-        return PrimerSettings(
-            self.steps, self.learning_rate, self.batch, self.seed, self.every, self.header
-        )
+        return PrimerSettings(self.steps, self.learning_rate, self.batch, self.seed, self.every)
 
     @property
     def header(self) -> int | None:
@@ -145,6 +143,10 @@ def run(
     with file, progress_bar(len(some), "full attention", "prompt", shown=progress) as bar:
         prompts = []
         for prompt in _prompts(asked.settings, some, file):
+            if options.header is not None:
+                around = (model.config.vocab_size, options.header, options.vectors)
+                packets = tuple(wrapped(it, *around) for it in prompt.chunks)
+                prompt = dataclasses.replace(prompt, packets=packets)
             prompts.append(prompt)
             bar.update()
     held, used = prompts[: options.held_out], prompts[options.held_out :]

@@ -62,8 +62,7 @@ def store(model, request):
 
 def prompt_of(model, parts):
     prefix, *chunks, final = parts
-    size = model.config.vocab_size
-    return Prompt(prefix, tuple(wrapped(it, size, HEADER, COUNT) for it in chunks), final)
+    return Prompt(prefix, tuple(chunks), final).in_packets(model.config.vocab_size, HEADER, COUNT)
 
 
 def written(model, vectors, path, header=HEADER):
