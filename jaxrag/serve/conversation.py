@@ -1,6 +1,5 @@
 """What is asked: a question, or the messages of a conversation, laid out as one prompt."""
 
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -15,12 +14,13 @@ from jaxrag.base.types import HostArray
 from jaxrag.engine.request import Prompt
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import QuestionIds
+from jaxrag.models.text.verbatim import OPENED, Framing
 from jaxrag.serve.ask import EarlierTurns, is_ids, is_list
+from jaxrag.serve.history import folded, message_of, together
 
 Text = str | Sequence[int] | HostArray  # text, or token ids where a model has no tokenizer
 
 _ROLES = ("system", "user", "assistant")
-_TURNS = {"tool": "user"}  # what a tool says is said to the model, as the user's words are
 _CHARACTERS = 64  # that a position of a context may stand for; more where a token has more
 _NOTHING = np.zeros(0, np.int32)
 
@@ -49,10 +49,11 @@ class Conversation:
       system: what is to be said before all of it; "" for nothing.
       keeps: turns may be looked for in the pool, and this one left there.
       query: what is retrieved for the last question, where that is not the question itself.
-      messages: as they were given, roles and texts, and of some tool_calls or tool_call_id; ()
-        where they are not all texts.
+      messages: as they were given, roles and texts, and of some tool_calls, tool_call_id or
+        reasoning_content; () where they are not all texts.
       prompt: the whole prompt as a text, which no template wraps; None: there is none such.
-      tools: that may be called, as OpenAI's clients define them.
+      framing: what the chat template is given beside them.
+      notes: on what was sent and is no part of it.
     """
 
     questions: tuple[Text, ...]
@@ -62,7 +63,12 @@ class Conversation:
     query: str | None = None
     messages: tuple[Mapping[str, Any], ...] = ()
     prompt: str | None = None
-    tools: tuple[Mapping[str, Any], ...] = ()
+    framing: Framing = OPENED
+    notes: tuple[str, ...] = ()
+
+    def with_tools(self, tools: tuple[Mapping[str, Any], ...]) -> "Conversation":
+        """The same with tools that may be called."""
+        return dataclasses.replace(self, framing=dataclasses.replace(self.framing, tools=tools))
 
     @property
     def has_tools(self) -> bool:
@@ -104,38 +110,27 @@ def conversation_of(messages: Any, query: str | None = None, *, wire: bool = Fal
     Args:
       messages: objects with role and content: of the user and the assistant in turns, a message of
         the system before them if there is one.
-      wire: they are written as OpenAI's clients do: a developer is the system, content may be in
-        parts, an assistant may have called tools, which answer in turn, other keys are ignored, and
-        neighbours of one role are joined.
+      wire: they are what OpenAI's clients send, as ``message_of`` has it, in any order; where no
+        template writes them, neighbours of one role are joined and missing questions are "".
     """
     if not is_list(messages) or not len(messages):
         raise RequestError(
             f"messages={reprlib.repr(messages)}: expected a list of objects with role and content, "
             "the last one of the user"
         )
-    turns: list[tuple[str, list[Text]]] = []
-    given: list[dict[str, Any]] = []
-    for place, message in enumerate(messages):
-        what = f"messages[{place}]"
-        role, content = _message(what, message, wire)
-        calls = _tool_calls(what, message) if wire and role == "assistant" else []
-        more: dict[str, Any] = {"tool_calls": calls} if calls else {}
-        if role == "tool" and isinstance(message.get("tool_call_id"), str):
-            more = {"tool_call_id": message["tool_call_id"]}
-        given.append({"role": role, "content": content, **more})
-        role, content = _TURNS.get(role, role), content or json.dumps(calls)
-        if not (wire and turns and turns[-1][0] == role):
-            turns.append((role, []))
-        elif not isinstance(turns[-1][1][0], str) or not isinstance(content, str):
-            raise RequestError(f"{what}: two of the {role} in a row")
-        turns[-1][1].append(content)
-    said = [(role, _together(contents)) for role, contents in turns]
+    read = message_of if wire else _message
+    given = [read(f"messages[{place}]", it) for place, it in enumerate(messages)]
+    said = _turns(given) if wire else [(it["role"], it["content"]) for it in given]
     count, system = len(said), ""
     if said[0][0] == "system":
         first = said.pop(0)[1]
         if not isinstance(first, str):
             raise RequestError("messages[0]: expected a text of the system")
         system = first
+    if wire:
+        leads = [("user", "")] * (not said or said[0][0] == "assistant")
+        said = [*leads, *said]
+        said += [("user", "")] * (said[-1][0] == "assistant")
     for place, (role, _) in enumerate(said):
         turn = ("user", "assistant")[place % 2]
         if role != turn:
@@ -157,67 +152,37 @@ def conversation_of(messages: Any, query: str | None = None, *, wire: bool = Fal
     return Conversation(questions, answers, system, True, query, verbatim)
 
 
-def _together(contents: list[Any]) -> Text:
-    """One content, or texts of one role in a row as one."""
-    return contents[0] if len(contents) == 1 else "\n\n".join(contents)
+def _turns(given: Sequence[Mapping[str, Any]]) -> list[tuple[str, Text]]:
+    """Roles and contents in turns; what a tool says is said to the model, as the user's words."""
+    turns: list[tuple[str, int, list[Text]]] = []
+    for message, places in folded(given):
+        role = "user" if message["role"] == "tool" else message["role"]
+        calls = message.get("tool_calls")
+        content = message["content"] or (json.dumps(calls) if calls else "")
+        if not turns or turns[-1][0] != role:
+            turns.append((role, places[-1], []))
+        turns[-1][2].append(content)
+    return [(role, together(role, place, contents)) for role, place, contents in turns]
 
 
-def _message(what: str, message: Any, wire: bool) -> tuple[str, Text]:
+def _message(what: str, message: Any) -> dict[str, Any]:
     """Role and content of one. Raises RequestError."""
-    if not isinstance(message, Mapping) or not (wire or set(message) == {"role", "content"}):
+    if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
         raise RequestError(
             f"{what}={reprlib.repr(message)}: expected an object with role and content"
         )
     role: Any = message.get("role")
     content: Any = message.get("content")
-    if wire and role == "developer":
-        role = "system"
-    roles = (*_ROLES, *_TURNS) if wire else _ROLES
-    if role not in roles:
+    if role not in _ROLES:
         raise RequestError(
-            f"{what} has role={reprlib.repr(role)}: expected one of {', '.join(roles)}"
+            f"{what} has role={reprlib.repr(role)}: expected one of {', '.join(_ROLES)}"
         )
-    if wire and role == "assistant" and message.get("tool_calls") and not content:
-        return role, ""
-    if wire and isinstance(content, list) and not is_ids(content):
-        content = "".join(_part(f"{what}.content[{i}]", part) for i, part in enumerate(content))
     if not (isinstance(content, str) and content.strip()) and not is_ids(content):
         raise RequestError(
-            f"{what} has content={reprlib.repr(message.get('content'))}: expected a text with "
-            f"words in it, or {'a list of text parts' if wire else 'token ids'}"
+            f"{what} has content={reprlib.repr(content)}: expected a text with words in it, or "
+            "token ids"
         )
-    return role, content
-
-
-def _tool_calls(what: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The calls of tools in a message, arguments as objects. Raises RequestError."""
-    calls: Any = message.get("tool_calls") or []
-    found: list[dict[str, Any]] = []
-    for call in calls if isinstance(calls, list) else [calls]:
-        function: Any = call.get("function") if isinstance(call, dict) else None
-        arguments: Any = function.get("arguments") if isinstance(function, dict) else None
-        if isinstance(arguments, str):  # as OpenAI writes them; templates take objects
-            with contextlib.suppress(ValueError):
-                arguments = json.loads(arguments)
-        if not isinstance(arguments, dict) or not isinstance(function.get("name"), str):
-            raise RequestError(
-                f"{what}.tool_calls={reprlib.repr(calls)}: expected a list of objects with a "
-                "function, its name and its arguments as JSON"
-            )
-        named = {"name": function["name"], "arguments": arguments}
-        found.append({"id": str(call.get("id", "")), "type": "function", "function": named})
-    return found
-
-
-def _part(what: str, part: Any) -> str:
-    """The text of a part of a message. Raises RequestError."""
-    kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
-    if kind != "text" or not isinstance(text, str):
-        raise RequestError(
-            f"{what} is of the type {reprlib.repr(kind)}: expected a part with type text, and its "
-            "text"
-        )
-    return text
+    return {"role": role, "content": content}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxrag.base.errors import RequestError
+from jaxrag.base.errors import RequestError, TokenizerError
 from jaxrag.base.installed import __version__
 from jaxrag.base.types import HostArray
 from jaxrag.engine.request import Prompt
@@ -27,11 +27,12 @@ from jaxrag.models.model import Model
 from jaxrag.models.text.passage_rules import PassageRules, passage_rules
 from jaxrag.models.text.passages import MOST_CHARACTERS, TextPiece, cut
 from jaxrag.models.text.tokenizer import Tokenizer
-from jaxrag.models.text.verbatim import framed
+from jaxrag.models.text.verbatim import OPENED, Framing, framed
 from jaxrag.reuse.encode import encoder_named
 from jaxrag.reuse.methods import Method
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.conversation import Conversation, FoundChunk, Source
+from jaxrag.serve.history import FOLDED, JOINT, folded
 from jaxrag.serve.suits import chosen_primer
 
 TextIds = Callable[[str], HostArray]  # ids of a text, int32 [T]
@@ -81,10 +82,11 @@ def is_verbatim(ask: Ask, model: Model, talk: Conversation) -> bool:
             "plain='passages' needs a model with a chat template, and neither template= nor "
             "earlier_turns='blocks'; use plain='off'"
         )
-    if talk.tools:
+    if talk.framing != OPENED:
         raise RequestError(
             "tools need a model with a chat template, and neither template= nor "
-            "earlier_turns='blocks'; name them in a message"
+            "earlier_turns='blocks', as chat_template_kwargs, continue_final_message and "
+            "add_generation_prompt do; name tools in a message, and leave the others out"
         )
     return False
 
@@ -134,9 +136,7 @@ def spans(sources: Sequence[Source], reuse: Iterable[PartReuse]) -> list[PlainSp
     rows = [row for row in reuse if row.part.startswith("chunk")]
     return [
         PlainSpan(
-            int(source.document_id.removeprefix(_MESSAGE)[:-1])
-            if source.document_id != _PROMPT
-            else 0,
+            message_place(source),
             source.start,
             source.end,
             row.tokens,
@@ -195,12 +195,51 @@ def answer_fingerprint(
 
 def verbatim_prompt(
     ask: Ask, model: Model, method: Method, talk: Conversation, encode: TextIds | None
-) -> tuple[Prompt, list[FoundChunk]]:
-    """The prompt of what is put as it is, and its blocks; ``encode`` as ``plain_prompt`` has it."""
+) -> tuple[Prompt, list[FoundChunk], tuple[str, ...]]:
+    """The prompt of what is put as it is, its blocks, and what is to be said of it.
+
+    ``encode`` as ``plain_prompt`` has it. Messages that the template does not take are folded.
+    """
     rules, tokenizer = rules_for(ask, method), model.text_tokenizer()
     if talk.prompt is not None:
-        return continued_prompt(tokenizer, talk.prompt, rules)
-    return plain_prompt(tokenizer, talk.messages, rules, encode, talk.tools)
+        return *continued_prompt(tokenizer, talk.prompt, rules), ()
+    try:
+        return *plain_prompt(tokenizer, talk.messages, rules, encode, talk.framing), ()
+    except TokenizerError:
+        rows = folded(talk.messages)
+        messages = [row for row, _ in rows]
+        if messages == list(talk.messages):
+            raise
+        prompt, members = plain_prompt(tokenizer, messages, rules, encode, talk.framing)
+    placed = [
+        dataclasses.replace(it, source=_before_folding(it.source, rows, talk.messages))
+        for it in members
+    ]
+    return prompt, placed, (FOLDED,)
+
+
+def _before_folding(
+    source: Source, rows: Sequence[tuple[Any, list[int]]], messages: Sequence[Mapping[str, Any]]
+) -> Source:
+    """A block of a message that is several, in the one where it begins."""
+    start, places = source.start, rows[message_place(source)][1]
+    for place in places:
+        size = len(messages[place]["content"]) + len(JOINT)
+        if start < size:
+            break
+        start -= size
+    return dataclasses.replace(
+        source,
+        document_id=f"{_MESSAGE}{place}]",
+        start=start,
+        end=start + source.end - source.start,
+    )
+
+
+def message_place(source: Source) -> int:
+    """Among messages, of the one that a block is of; 0 in a prompt that has none."""
+    name = source.document_id
+    return 0 if name == _PROMPT else int(name.removeprefix(_MESSAGE)[:-1])
 
 
 def continued_prompt(
@@ -227,7 +266,7 @@ def plain_prompt(
     messages: Sequence[Mapping[str, Any]],
     rules: PassageRules | None,
     encode: TextIds | None = None,
-    tools: Sequence[Mapping[str, Any]] = (),
+    framing: Framing = OPENED,
 ) -> tuple[Prompt, list[FoundChunk]]:
     """The prompt of a conversation, and its blocks in order.
 
@@ -237,13 +276,13 @@ def plain_prompt(
       messages: roles and contents, texts.
       rules: how passages are found; None: none is, as in more than ``MOST_CHARACTERS``.
       encode: gives the ids of contents and their pieces; None: the tokenizer does.
-      tools: that may be called.
+      framing: what the template is given beside them.
 
     Raises TokenizerError as ``framed`` does.
     """
     if sum(len(it["content"]) for it in messages) > MOST_CHARACTERS:
         rules = None
-    said = list(_pieces(tokenizer, messages, rules, encode or tokenizer.encode, tools))
+    said = list(_pieces(tokenizer, messages, rules, encode or tokenizer.encode, framing))
     return _laid_out(tokenizer, said, rules)
 
 
@@ -288,11 +327,11 @@ def _pieces(
     messages: Sequence[Mapping[str, Any]],
     rules: PassageRules | None,
     encode: TextIds,
-    tools: Sequence[Mapping[str, Any]],
+    framing: Framing,
 ) -> Iterator[_Said]:
     """Everything behind the leading tokens, piece by piece."""
     asking = max((i for i, it in enumerate(messages) if it["role"] == "user"), default=-1)
-    for number, part in enumerate(framed(tokenizer, messages, tools)):
+    for number, part in enumerate(framed(tokenizer, messages, framing)):
         if part.message is None:
             yield _Said(_frame_ids(tokenizer, part.text, first=number == 0))
         elif messages[part.message]["role"] == "assistant":

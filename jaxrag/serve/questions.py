@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -45,6 +46,7 @@ from jaxrag.serve.given import (
     on_neighbours,
     seeing_encoders,
 )
+from jaxrag.serve.history import FOLDED
 from jaxrag.serve.plain import TextIds, is_verbatim, verbatim_prompt
 from jaxrag.serve.suits import (
     chosen_primer,
@@ -240,17 +242,21 @@ def prepare(
     sampling = sampling or SamplingParams()
     sampling.check_ids(settings.model.config.vocab_size)
     settings.model.grammar(sampling.guide)  # refused here
-    talk = _refused(settings, question, documents)
-    notes = list(settings.notes)
+    talk = question if isinstance(question, Conversation) else Conversation((question,))
+    ask, model = settings.ask, settings.model
+    alone = documents is None and settings.kb is None and not len(ask.blocks)
+    verbatim = alone and is_verbatim(ask, model, talk)
+    _refused(settings, talk, documents, verbatim)
+    if alone and talk is not question:
+        raise RequestError("no knowledge base and no documents to answer from; give one of them")
+    notes = [*settings.notes, *talk.notes]
     found = _retrieved(settings, talk, documents, notes)
     retrieve_seconds = time.perf_counter() - start
     if not any(found) and (settings.kb is not None or documents is not None):
         notes += _on_nothing(settings, documents is None)
-    ask, model = settings.ask, settings.model
-    alone = documents is None and settings.kb is None and not len(ask.blocks)
-    verbatim = alone and is_verbatim(ask, model, talk)
     if verbatim:
-        prompt, members = verbatim_prompt(ask, model, settings.method, talk, settings.encode)
+        prompt, members, said = verbatim_prompt(ask, model, settings.method, talk, settings.encode)
+        notes += said
     else:
         prompt, members = _laid_out(settings, talk, found)
     again = functools.partial(prepare, settings, question, documents, sampling)
@@ -303,11 +309,11 @@ def _as_blocks(settings: Settings) -> bool:
 
 def _refused(
     settings: Settings,
-    question: Text | Conversation,
+    talk: Conversation,
     documents: Sequence[Text | Passage] | None,
-) -> Conversation:
-    """The question as a conversation; RequestError for one that cannot be read or answered."""
-    talk = question if isinstance(question, Conversation) else Conversation((question,))
+    verbatim: bool,
+) -> None:
+    """RequestError for a conversation that cannot be read or answered."""
     model, method = settings.model, settings.method
     given = () if documents is None else documents
     titles = (it.title for it in given if isinstance(it, Passage))
@@ -326,14 +332,12 @@ def _refused(
         *(("an earlier answer", it) for it in talk.answers),
         ("the question", last),
     ):
-        if isinstance(text, str):
+        if isinstance(text, str) and (
+            text.strip() or not (verbatim or (talk.messages and text is not last))
+        ):
             check_text(what, text)
     if isinstance(last, str):
         check_words(model.text_tokenizer(), last)
-    alone = documents is None and settings.kb is None and not len(settings.ask.blocks)
-    if alone and talk is not question:
-        raise RequestError("no knowledge base and no documents to answer from; give one of them")
-    return talk
 
 
 def _retrieved(
@@ -351,6 +355,8 @@ def _retrieved(
         seen: set[int | None] = set()
         searches = (*talk.questions[:-1], talk.query or talk.questions[-1])
         for place, asked in enumerate(settings.one_by_one(searches)):
+            if isinstance(asked, str) and not asked.strip():
+                continue
             chunks, said = _searched(settings, settings.kb, asked)
             notes += (note for note in said if note not in notes)
             found[place] = [it for it in chunks if it.chunk_id not in seen]
@@ -420,15 +426,17 @@ def _laid_out(
     blocks = [given_chunk(f"blocks[{i}]", it, model) for i, it in own]
     found = [[*(dataclasses.replace(it, bare=True) for it in blocks), *found[0]], *found[1:]]
     texts = [text for text in talk.questions if isinstance(text, str)]
+    none = np.zeros(0, np.int32)
     if texts:
         tokenizer = model.text_tokenizer()
         asked = template.conversation(tokenizer, texts, talk.system)
     else:  # token ids are put as they are: no template, as there may be no tokenizer
-        none = np.zeros(0, np.int32)
         ids = [given_chunk("question", one, model).ids for one in talk.questions]
         asked = [QuestionIds(none, one, (0, len(one))) for one in ids]
-    said = settings.one_by_one(talk.answers)
-    answers = [given_chunk("an answer", one, model).ids for one in said]
+    answers = [
+        given_chunk("an answer", it, model).ids if not isinstance(it, str) or it.strip() else none
+        for it in settings.one_by_one(talk.answers)
+    ]
 
     def wrap(chunk: FoundChunk) -> HostArray:
         if chunk.bare or not texts:
@@ -444,6 +452,11 @@ def _laid_out(
 def _on_turns(settings: Settings, talk: Conversation, keeps: bool, verbatim: bool) -> Iterator[str]:
     """Notes on what a method makes of a conversation."""
     method = settings.method
+    if not verbatim and any(
+        one["role"] != "system" and other["role"] == "system"
+        for one, other in itertools.pairwise(talk.messages)
+    ):
+        yield FOLDED
     if talk.system and not verbatim:
         yield (
             "the system message stands behind the chunks of the first question: before them it "

@@ -15,6 +15,8 @@ from pydantic_core import PydanticCustomError
 from jaxrag.base.guide import Guide, GuideKind
 from jaxrag.engine.sampling_params import MOST_BIASES, MOST_K, MOST_SEED, MOST_TOP, SamplingParams
 from jaxrag.library.options import NeighboursFrom, SearchMode
+from jaxrag.models.text.chat import RESERVED
+from jaxrag.models.text.verbatim import Framing
 from jaxrag.reuse.names import Misses
 from jaxrag.serve.ask import Cite, EarlierTurns, Plain, Unanswerable, is_ids
 from jaxrag.serve.conversation import Conversation, Passage, Text, conversation_of
@@ -396,7 +398,29 @@ def refuse(name: str, value: Any, harmless: Sequence[Any], who: str) -> None:
         raise invalid(f"{name}={shown}: {who} does not do that; leave it out", name)
 
 
-class Talk(Fields):
+class Templated(Fields):
+    """What a chat template is given beside messages, in vLLM's words."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = Field({})
+
+    def framed(self, talk: Conversation, messages: Sequence[Any]) -> Conversation:
+        """Messages so. Raises Problem 400 for what the template cannot be given."""
+        if taken := self.chat_template_kwargs.keys() & set(RESERVED):
+            name = f"chat_template_kwargs.{min(taken)}"
+            raise wrong(name, self.chat_template_kwargs[min(taken)], "another name: it is set here")
+        ending: Any = "closed" if self.add_generation_prompt is False else "opened"
+        if self.continue_final_message:
+            if self.add_generation_prompt or messages[-1].get("role") != "assistant":
+                what = "the last message of the assistant, and add_generation_prompt=false"
+                raise wrong("continue_final_message", True, what)
+            ending = "continued"
+        framing = Framing(values=self.chat_template_kwargs, ending=ending)
+        return dataclasses.replace(talk, framing=framing)
+
+
+class Talk(Templated):
     """Messages, and what chunks are found for where that is another text."""
 
     messages: Any = None
@@ -406,4 +430,5 @@ class Talk(Fields):
         """What the messages say. Raises Problem 400 or RequestError."""
         if isinstance(self.messages, list) and len(self.messages) > MOST_TEXTS:
             raise wrong("messages", self.messages, f"at most {MOST_TEXTS} entries")
-        return conversation_of(self.messages, self.query, wire=True)
+        talk = conversation_of(self.messages, self.query, wire=True)
+        return self.framed(talk, self.messages)

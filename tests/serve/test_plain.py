@@ -18,6 +18,7 @@ from jaxrag.models.text.passage_rules import passage_rules
 from jaxrag.reuse.methods import METHODS
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.conversation import conversation_of
+from jaxrag.serve.history import FOLDED
 from jaxrag.serve.plain import continued_prompt, plain_prompt, rules_for
 from jaxrag.serve.questions import prepare, resolve
 from jaxrag.serve.seen import SeenTexts
@@ -285,8 +286,27 @@ def test_calls_of_tools_hold_no_control_tokens(model):
     talk = conversation_of(agent_talk('{"path": "<|im_end|>"}'), wire=True)
     with refused(TokenizerError, "1"):
         plain_prompt(Calling(model.text_tokenizer()), talk.messages, None)
-    with refused(RequestError, "1"):
-        conversation_of(agent_talk("wells.md"), wire=True)
+
+
+def test_passages_of_folded_messages_are_named_as_they_were_sent(model, rules_file):
+    """By a template that takes one message of the system, first."""
+
+    class Strict(Stripping):
+        def render_chat(self, messages, **how):
+            if any(it["role"] == "system" for it in messages[1:]):
+                raise TokenizerError("system first")
+            return self._tokenizer.render_chat(messages, **how)
+
+    strict = dataclasses.replace(model, tokenizer=Strict(model.text_tokenizer()))
+    sources = pasted([1, 2, 3])[1]
+    said = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Hands."}]
+    messages = [*said, {"role": "system", "content": "Be brief."}, sources]
+    ask = Ask(plain="passages", passage_rules=rules_file, **BRIEF)
+    asked = prepare(resolve(ask, model=strict), conversation_of(messages, wire=True))
+    assert FOLDED in asked.settings.notes and len(asked.sources) == 3
+    for it in asked.sources:
+        assert it.document_id == "messages[3]"
+        assert sources["content"][it.start : it.end] == it.text
 
 
 def test_tools_are_for_chats_alone(model):

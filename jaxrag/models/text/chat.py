@@ -18,6 +18,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jaxrag.base.errors import TokenizerError
@@ -27,6 +28,8 @@ MAX_BYTES = 1 << 30  # of address space of the process that renders
 MAX_CHARACTERS = 16 << 20  # of what is rendered
 
 _WORKER = Path(__file__).with_name("chat_worker.py")
+RESERVED = ("messages", "tools", "add_generation_prompt", "strftime_now")  # no ``values``
+_NONE: Mapping[str, Any] = MappingProxyType({})
 _KEPT = 64  # prompts: a knowledge base asks every question in the same one
 
 
@@ -38,20 +41,22 @@ def render_template(
     add_generation_prompt: bool,
     now: datetime.datetime | None = None,
     tools: Sequence[Mapping[str, Any]] = (),
+    values: Mapping[str, Any] = _NONE,
 ) -> str:
     """Render a chat template.
 
     ``messages`` are mappings with "role" and "content", ``tools`` definitions of functions as
     OpenAI's clients write them; plain values that survive JSON. ``special_tokens`` are the names
-    templates use, such as ``bos_token``. ``now`` is what ``strftime_now`` prints, by default the
-    present. Raises TokenizerError when the template is malformed, refuses the messages, or passes a
-    limit of this module.
+    templates use, such as ``bos_token``, ``values`` further variables. ``now`` is what
+    ``strftime_now`` prints, by default the present. Raises TokenizerError when the template is
+    malformed, refuses the messages, or passes a limit of this module.
     """
     request = {
         "source": source,
         "messages": [dict(message) for message in messages],
         "special_tokens": dict(special_tokens),
         "tools": [dict(it) for it in tools] or None,
+        "values": dict(values),
         "add_generation_prompt": add_generation_prompt,
         "now": None if now is None else now.isoformat(),
         "seconds": MAX_SECONDS,

@@ -54,8 +54,7 @@ def _render(request: dict[str, Any]) -> str:
         messages=request["messages"],
         add_generation_prompt=request["add_generation_prompt"],
         tools=request["tools"],
-        documents=None,
-        **request["special_tokens"],
+        **({"documents": None} | request["special_tokens"] | request["values"]),
     )
 
 

@@ -15,6 +15,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -248,10 +249,12 @@ class Tokenizer:
         template: str = "default",
         now: datetime.datetime | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        values: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """Messages as the model's chat template writes them; encode it with ``special=True``.
 
-        ``template`` names one of several templates; ``now`` is the date a template may print.
+        ``template`` names one of several templates; ``now`` is the date a template may print,
+        ``values`` are variables of its own.
         Raises TokenizerError when there is no such template or it refuses the messages.
         """
         if template not in self._templates:
@@ -267,6 +270,7 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             now=now,
             tools=tools,
+            values=values,
         )
 
     def is_byte(self, token_id: int) -> bool:

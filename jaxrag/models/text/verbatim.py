@@ -7,7 +7,7 @@ import dataclasses
 import datetime
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -46,14 +46,31 @@ class MessagePart:
     message: int | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Framing:
+    """What a chat template is given beside messages.
+
+    Attributes:
+      tools: that may be called, as OpenAI's clients define them.
+      values: variables of the template's own, such as enable_thinking.
+      ending: "opened": an answer begins behind the messages; "closed": nothing follows them;
+        "continued": the last message goes on.
+    """
+
+    tools: tuple[Mapping[str, Any], ...] = ()
+    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    ending: Literal["opened", "closed", "continued"] = "opened"
+
+
+OPENED = Framing()
+
+
 def framed(
-    tokenizer: Tokenizer,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] = (),
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], framing: Framing = OPENED
 ) -> list[MessagePart]:
     """The parts of a conversation, with the template's opening of the answer last.
 
-    Tools, and calls of them in a message, are part of the template's own text.
+    Tools, calls of them and thoughts in a message are part of the template's own text.
 
     It is rendered twice: with a mark in place of every content, which shows the frame, and as it
     is, which shows what the template does to contents.
@@ -62,25 +79,34 @@ def framed(
     messages, one that does to a content what is not known here or leaves the tools out, and tools
     or calls that spell special tokens.
     """
-    now = datetime.datetime.combine(datetime.date.today(), datetime.time())
-    marks = [chr(_FIRST_MARK + place) for place in range(len(messages))]
     contents = [message["content"] for message in messages]
     if len(messages) > _MARKS or any(_has_mark(content) for content in contents):
         raise TokenizerError(
             "messages hold characters of the private-use area U+E000 to U+F8FF, or are more than "
             f"{_MARKS}; leave these out"
         )
+    tools = framing.tools
     for place, message in enumerate(messages):
-        for name in ("tool_calls", "tool_call_id"):
+        for name in ("tool_calls", "reasoning_content"):
             if name in message:
                 _check_spelled(tokenizer, f"messages[{place}].{name}", message[name])
-    if tools:
-        _check_spelled(tokenizer, "tools", tools)
+    for name, given in (("tools", tools), ("chat_template_kwargs", framing.values)):
+        if given:
+            _check_spelled(tokenizer, name, given)
     # One without content, as of a message that calls tools, is left so: templates look for that.
-    marks = [mark if content else "" for mark, content in zip(marks, contents, strict=True)]
+    marks = [chr(_FIRST_MARK + i) if content else "" for i, content in enumerate(contents)]
     marked = [{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)]
-    frame = tokenizer.render_chat(marked, now=now, tools=tools)
-    whole = tokenizer.render_chat(messages, now=now, tools=tools)
+    now = datetime.datetime.combine(datetime.date.today(), datetime.time())
+    frame, whole = (
+        tokenizer.render_chat(
+            said,
+            add_generation_prompt=framing.ending == "opened",
+            now=now,
+            tools=tools,
+            values=framing.values,
+        )
+        for said in (marked, messages)
+    )
     if tools and not all(it["function"]["name"] in frame for it in tools):
         raise TokenizerError("the model's chat template writes no tools; name them in a message")
     between, rest = list[str](), frame
@@ -93,14 +119,18 @@ def framed(
             raise _not_repeated(place)
         between.append(before)
     between.append(rest)
-    return list(_parts(between, contents, whole))
+    parts = list(_parts(between, contents, whole))
+    return parts[:-1] if framing.ending == "continued" else parts
 
 
 def _parts(between: Sequence[str], contents: Sequence[str], whole: str) -> Iterator[MessagePart]:
     """The frame's texts with contents between them, changed as the template changes them."""
+    following = [between[-1]]  # of every place the next text of the frame that is not empty
+    for text in between[:0:-1]:
+        following.append(text or following[-1])
     at = 0
     for place, content in enumerate(contents):
-        before, behind = between[place], between[place + 1]
+        before, behind = between[place], following[-1 - place]
         start = at + len(before)
         for change in _CHANGES:
             text = change(content)

@@ -17,6 +17,7 @@ from jaxrag.server.fields import Fields, Generation, wrong
 
 MOST_TOOLS = 128
 _ANY = {"type": "object"}
+_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,11 +195,26 @@ def called(item: Mapping[str, Any]) -> dict[str, Any]:
     return {"id": item.get("call_id"), "type": "function", "function": function}
 
 
-def answered(item: Mapping[str, Any]) -> dict[str, Any]:
-    """The result of a call in the input, as a message."""
+def answered(place: int, item: Mapping[str, Any]) -> dict[str, Any]:
+    """The result of a call in the input, as a message. Raises Problem 400 for parts of no text."""
     output = item.get("output")
-    content = output if isinstance(output, str) else json.dumps(output, ensure_ascii=False)
-    return {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
+    if isinstance(output, list):
+        output = [text_part(f"input[{place}].output", part) for part in output]
+    elif not isinstance(output, str | None):
+        output = json.dumps(output, ensure_ascii=False)
+    return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
+
+
+def text_part(what: str, part: Any) -> dict[str, Any]:
+    """A part of an item in the input, as a message has it. Raises Problem 400."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in _PARTS:
+        raise invalid(
+            f"{what} has a part of the type {reprlib.repr(kind)}: expected one of "
+            f"{', '.join(_PARTS)}",
+            "input",
+        )
+    return {"type": "text", "text": part.get("refusal" if kind == "refusal" else "text")}
 
 
 def input_items(place: int, message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

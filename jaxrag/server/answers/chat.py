@@ -1,6 +1,5 @@
 """POST /v1/chat/completions: a conversation over retrieved or given chunks."""
 
-import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -45,4 +44,4 @@ def _asked(body: Mapping[str, Any]) -> tuple[Generation, Conversation, Calling |
     calling, talk = fields.calling(), fields.conversation()
     if calling is None:
         return fields, talk, None
-    return with_tools(fields, calling), dataclasses.replace(talk, tools=calling.tools), calling
+    return with_tools(fields, calling), talk.with_tools(calling.tools), calling

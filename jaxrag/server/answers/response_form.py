@@ -145,8 +145,7 @@ class ResponseForm(Form):
         ]
         shown = {name: it for name, it in self.complete.items() if name != "jaxrag"}
         answer = self.answer(result, output)
-        says = answer["content"].strip() or "tool_calls" in answer
-        messages = [*self._asked.messages, *([answer] if says else [])]
+        messages = [*self._asked.messages, answer]
         grounds = [] if before is None else list(before.grounds)
         if visit.knowledge_base is not None:
             documents = tuple(dict.fromkeys(it.document_id for it in result.sources))

@@ -21,6 +21,7 @@ from jaxrag.server.answers.calling import (
     functions_of,
     input_items,
     refuse_knowledge,
+    text_part,
     with_tools,
 )
 from jaxrag.server.answers.response_form import (
@@ -32,7 +33,16 @@ from jaxrag.server.answers.stored import keeps_responses, kept_response
 from jaxrag.server.answers.visit import Visit
 from jaxrag.server.attributes import Metadata
 from jaxrag.server.errors import invalid
-from jaxrag.server.fields import MOST_TEXTS, Count, Fields, Generation, Int, refuse, wrong
+from jaxrag.server.fields import (
+    MOST_TEXTS,
+    Count,
+    Fields,
+    Generation,
+    Int,
+    Templated,
+    refuse,
+    wrong,
+)
 from jaxrag.server.state.entry import Call
 from jaxrag.server.state.lists import page_of
 from jaxrag.server.state.registry import ResponseRow
@@ -52,7 +62,6 @@ _NOT_DONE = {  # field: what it may be all the same
     "logprobs": (),
 }
 _MOST_FOUND = 50  # passages of a search
-_PARTS = ("text", "input_text", "output_text")
 
 
 class _Text(Fields):
@@ -76,7 +85,7 @@ class _SearchTool(Fields):
     filters: dict[str, Any] | None = None
 
 
-class _ResponseFields(Tools):
+class _ResponseFields(Tools, Templated):
     """Those that are not of a chat; the others are read as its."""
 
     previous_response_id: str | None = None
@@ -171,10 +180,12 @@ def request_of(given: Mapping[str, Any], before: ResponseRow | None = None) -> R
     calling = functions_of(body)
     search = None if calling else _search(body)
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    messages = [*(before.body["messages"] if before else ()), *_items(body.input)]
-    talk = conversation_of([*system, *messages], body.query, wire=True)
+    items, notes = _items(body.input)
+    messages = [*(before.body["messages"] if before else ()), *items]
+    talk = body.framed(conversation_of([*system, *messages], body.query, wire=True), messages)
+    talk = dataclasses.replace(talk, notes=tuple(notes))
     if calling is not None:
-        talk = dataclasses.replace(talk, tools=calling.tools)
+        talk = talk.with_tools(calling.tools)
     form, results = _text_format(body), _RESULTS in body.include
     fields = Generation.read(
         {name: value for name, value in given.items() if name not in names}
@@ -208,18 +219,24 @@ def request_of(given: Mapping[str, Any], before: ResponseRow | None = None) -> R
     return ResponseRequest(fields, messages, talk, search, echo, results, calling)
 
 
-def _items(given: Any) -> list[dict[str, Any]]:
-    """The messages of the input, calls and results; earlier searches are no part of the talk."""
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
+def _items(given: Any) -> tuple[list[dict[str, Any]], list[str]]:
+    """The messages of the input, calls and results; and notes on what else it holds.
+
+    Earlier searches and thoughts are no part of the talk.
+    """
+    if isinstance(given, str) and given.strip():
+        return [{"role": "user", "content": given}], []
     if not isinstance(given, list) or not given:
         raise wrong("input", given, "a text, or a list of messages")
     if len(given) > MOST_TEXTS:
         raise invalid(f"input has {len(given)} entries: expected at most {MOST_TEXTS}", "input")
-    found: list[dict[str, Any]] = []
+    found, notes = list[dict[str, Any]](), list[str]()
     for place, item in enumerate(given):
         kind = item.get("type", "message") if isinstance(item, dict) else None
-        if kind == "file_search_call":
+        if kind in ("file_search_call", "reasoning"):
+            continue
+        if kind == "item_reference":
+            notes.append(f"input[{place}] refers to an item, and none is kept: send it as it is")
             continue
         if kind == "function_call":
             if not (found and "tool_calls" in found[-1]):
@@ -227,7 +244,7 @@ def _items(given: Any) -> list[dict[str, Any]]:
             found[-1]["tool_calls"].append(called(item))
             continue
         if kind == "function_call_output":
-            found.append(answered(item))
+            found.append(answered(place, item))
             continue
         if kind != "message":
             raise invalid(
@@ -235,20 +252,9 @@ def _items(given: Any) -> list[dict[str, Any]]:
             )
         content = item.get("content")
         if isinstance(content, list):
-            content = [_text_part(place, part) for part in content]
+            content = [text_part(f"input[{place}].content", part) for part in content]
         found.append({"role": item.get("role"), "content": content})
-    return found
-
-
-def _text_part(place: int, part: Any) -> dict[str, Any]:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind not in _PARTS:
-        raise invalid(
-            f"input[{place}].content has a part of the type {reprlib.repr(kind)}: expected one of "
-            f"{', '.join(_PARTS)}",
-            "input",
-        )
-    return {"type": "text", "text": part.get("text")}
+    return found, notes
 
 
 def _search(body: Tools) -> FileSearch | None:

@@ -5,7 +5,7 @@ from refusal import refused
 
 from jaxrag.base.errors import TokenizerError
 from jaxrag.models.text.chat import render_template
-from jaxrag.models.text.verbatim import MessagePart, framed
+from jaxrag.models.text.verbatim import Framing, MessagePart, framed
 
 LLAMA = (
     "{{ bos_token }}{% for m in messages %}<|h|>{{ m.role }}<|/h|>\n\n{{ m.content | trim }}<|e|>"
@@ -27,9 +27,9 @@ class Rendering:
     def __init__(self, source):
         self.source = source
 
-    def render_chat(self, messages, now=None, tools=()):
+    def render_chat(self, messages, **how):
         names = {"bos_token": "<|b|>"}
-        how = {"add_generation_prompt": True, "now": now, "tools": tools}
+        how = {"add_generation_prompt": True, **how}
         return render_template(self.source, messages, names, **how)
 
 
@@ -63,6 +63,23 @@ def test_parts_are_what_the_template_writes(source, contents, as_read):
 def test_a_template_that_changes_contents_is_refused(source):
     with refused(TokenizerError, "0"):
         framed(Rendering(source), talk("abc"))
+
+
+@pytest.mark.parametrize("empty", [0, 1, 2])
+def test_a_content_may_be_empty(empty):
+    contents = ["a\n", " b", "c\n"]
+    contents[empty] = ""
+    tokenizer, messages = Rendering(LLAMA), talk(*contents)
+    parts = framed(tokenizer, messages)
+    assert "".join(part.text for part in parts) == tokenizer.render_chat(messages)
+
+
+def test_the_last_message_goes_on_or_ends():
+    tokenizer, messages = Rendering(LLAMA), talk("a", "b")
+    goes_on = framed(tokenizer, messages, Framing(ending="continued"))
+    assert "".join(part.text for part in goes_on).endswith("<|h|>assistant<|/h|>\n\nb")
+    ends = framed(tokenizer, messages, Framing(ending="closed"))
+    assert [it.text for it in ends] == [*(it.text for it in goes_on), "<|e|>"]
 
 
 def test_contents_with_marks_are_refused():
