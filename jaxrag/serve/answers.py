@@ -131,7 +131,8 @@ class Growing:
         self._question, self._notify = question, notify
         least = question.sampling.min_tokens
         self._whole = question.settings.ask.cite == "marks"  # marks are known at its end
-        self._answer = Answer(tuple(question.settings.ask.stop), stream, least)
+        stop = () if question.sampling.guide else tuple(question.settings.ask.stop)
+        self._answer = Answer(stop, stream, least, question.stops)
 
     @property
     def ended(self) -> bool:

@@ -6,14 +6,16 @@
     mistral   [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]
     glm       <tool_call>name<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>
     glm_4     name, a line break, {...}
+    coder     <tool_call><function=name><parameter=a>1</parameter></function></tool_call>
 
-Qwen 2.5 and 3 write the first. What is no call of a tool that there is stays text.
+Qwen 2.5 and 3 write the first, Qwen 3 Coder the last, Granite and Phi 4 Mistral's behind another
+mark. What is no call of a tool that there is stays text.
 """
 
 import dataclasses
 import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from jaxrag.base.errors import RequestError
@@ -21,13 +23,19 @@ from jaxrag.base.errors import RequestError
 _OPENED, _CLOSED = "<tool_call>", "</tool_call>"
 _FORMS = (  # the first whose sign is in a chat template
     ("<arg_key>", "glm"),
+    ("<function=", "coder"),
     (_OPENED, "hermes"),
     ("[TOOL_CALLS]", "mistral"),
+    ("<|tool_call|>", "mistral"),
     ("<|observation|>", "glm_4"),
     ("<|python_tag|>", "llama"),
     ('"parameters":', "llama"),
 )
+_TAGGED = ("hermes", "glm", "coder")
 _ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=(.*?)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_FUNCTION = re.compile(r"\s*<function=(.*?)>")
+_MARKS = re.compile(r"\A\s*(\[TOOL_CALLS\]|<\|python_tag\|>|<\|tool_call\|>)|<\|/tool_call\|>\s*\Z")
 _DECODER = json.JSONDecoder()
 
 
@@ -47,16 +55,16 @@ def form_of(template: str) -> str:
         if sign in template:
             return form
     raise RequestError(
-        "tools: the model's chat template writes calls in no form that is known (Hermes, Llama 3, "
-        "Mistral, GLM); name the tools in a message"
+        "tools: the model's chat template writes calls in no form that is known (Hermes, Qwen, "
+        "Llama 3, Mistral, Granite, GLM); name the tools in a message"
     )
 
 
 def calls_of(text: str, form: str, names: Collection[str]) -> tuple[str, list[ToolCall]]:
     """What an answer says beside its calls, and these; the whole text where it calls nothing."""
-    if form in ("hermes", "glm"):
+    if form in _TAGGED:
         said, *parts = text.split(_OPENED)
-        read = _hermes if form == "hermes" else _glm
+        read = {"hermes": _hermes, "glm": _glm, "coder": _coder}[form]
         if not parts and text.lstrip().startswith("{"):  # the mark was a special token
             said, parts = "", [text]
         found = [read(part.partition(_CLOSED)[0]) for part in parts]
@@ -71,7 +79,7 @@ def calls_of(text: str, form: str, names: Collection[str]) -> tuple[str, list[To
 
 def sure_text(text: str, form: str, names: Collection[str]) -> int:
     """How many characters of the beginning of an answer are no call, whatever follows."""
-    if form in ("hermes", "glm"):
+    if form in _TAGGED:
         at = text.find(_OPENED)
         if at < 0:
             last = text.rfind("<")
@@ -102,10 +110,18 @@ def _hermes(part: str) -> ToolCall | None:
         return None
 
 
+def _coder(part: str) -> ToolCall | None:
+    named = _FUNCTION.match(part)
+    return None if named is None else _told(named[1], _PARAMETER.findall(part))
+
+
 def _glm(part: str) -> ToolCall | None:
-    name = part.partition("<arg_key>")[0].strip()
+    return _told(part.partition("<arg_key>")[0].strip(), _ARGUMENT.findall(part))
+
+
+def _told(name: str, pairs: Iterable[tuple[str, str]]) -> ToolCall | None:
     arguments: dict[str, Any] = {}
-    for key, value in _ARGUMENT.findall(part):
+    for key, value in pairs:
         try:
             arguments[key.strip()] = json.loads(value)
         except ValueError:
@@ -123,7 +139,7 @@ def _named_line(text: str) -> ToolCall | None:
 
 def _objects(text: str) -> Iterator[ToolCall | None]:
     """Of a list of calls, or of calls one behind the other, and nothing else; else one None."""
-    rest = text.strip().removeprefix("[TOOL_CALLS]").removeprefix("<|python_tag|>").strip()
+    rest = _MARKS.sub("", text).strip()
     while rest:
         try:
             found, end = _DECODER.raw_decode(rest)

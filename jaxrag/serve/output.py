@@ -1,7 +1,7 @@
 """From token ids to text: detokenised as it grows, with stop strings and the reason it ended."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from jaxrag.engine.sampling_params import FinishReason
@@ -26,6 +26,7 @@ class Answer:
     stop: tuple[str, ...]
     stream: Detokeniser | None  # None without a tokenizer: text stays empty
     min_tokens: int = 0  # that stop strings are not looked for in
+    sure: Callable[[str], int] | None = None  # characters of a text in which they are; None: all
     token_ids: list[int] = dataclasses.field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason | None = None
@@ -58,19 +59,22 @@ class Answer:
         """Move text from held to shown; a stop string ends the answer just before it."""
         self._held += piece
         stop = self.stop if len(self.token_ids) > self.min_tokens else ()
-        found = [at for at in (self._held.find(word) for word in stop) if at >= 0]
+        free = len(self._held)
+        if stop and self.sure is not None:
+            free = max(0, self.sure(self.text + self._held) - len(self.text))
+        found = [at for at in (self._held.find(word) for word in stop) if 0 <= at < free]
         if found:
             shown, self._held = self._held[: min(found)], ""
             self.finish_reason = "stop"
         else:
-            keep = max((_overlap(self._held, word) for word in stop), default=0)
-            cut = len(self._held) - keep
+            keep = max((overlap(self._held, word) for word in stop), default=0)
+            cut = min(free, len(self._held) - keep)
             shown, self._held = self._held[:cut], self._held[cut:]
         self.text += shown
         return shown
 
 
-def _overlap(text: str, word: str) -> int:
+def overlap(text: str, word: str) -> int:
     """Length of the longest end of ``text`` that is a proper beginning of ``word``."""
     return next(
         (n for n in range(min(len(text), len(word) - 1), 0, -1) if text.endswith(word[:n])), 0

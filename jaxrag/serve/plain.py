@@ -332,7 +332,9 @@ def _pieces(
     """Everything behind the leading tokens, piece by piece."""
     asking = max((i for i, it in enumerate(messages) if it["role"] == "user"), default=-1)
     for number, part in enumerate(framed(tokenizer, messages, framing)):
-        if part.message is None:
+        if part.spelled:
+            yield _Said(encode(part.text))
+        elif part.message is None:
             yield _Said(_frame_ids(tokenizer, part.text, first=number == 0))
         elif messages[part.message]["role"] == "assistant":
             yield _Said(encode(part.text), ends_answer=True)

@@ -106,12 +106,15 @@ class ReadyQuestion(Request):
       found: the chunks of its prompt but for turns, in order, as they are cited.
       retrieve_seconds: what finding them took.
       again: makes it ready anew, as what it was made from may have left the knowledge base.
+      stops: in how many characters of the beginning of its answer stop strings are looked for, as
+        none is in a call of a tool; None: in all.
     """
 
     settings: Settings
     found: tuple[FoundChunk, ...]
     retrieve_seconds: float
     again: "Callable[[], ReadyQuestion]"
+    stops: Callable[[str], int] | None = None
 
     @property
     def sources(self) -> list[Source]:
@@ -250,6 +253,8 @@ def prepare(
     if alone and talk is not question:
         raise RequestError("no knowledge base and no documents to answer from; give one of them")
     notes = [*settings.notes, *talk.notes]
+    if ask.stop and sampling.guide is not None:
+        notes.append("stop: not looked for, as the answer is of a form, whose end is its own")
     found = _retrieved(settings, talk, documents, notes)
     retrieve_seconds = time.perf_counter() - start
     if not any(found) and (settings.kb is not None or documents is not None):

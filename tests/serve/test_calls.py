@@ -17,6 +17,10 @@ GLM = (
     "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n"
     "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
 )
+CODER = (
+    "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n"
+    "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
+)
 BOTH = f"<tool_call>\n{NAMED}\n</tool_call>\n<tool_call>\n{ADDED}\n</tool_call>"
 LLAMA = NAMED.replace("arguments", "parameters")
 CALLS = [  # as models write them
@@ -29,6 +33,8 @@ CALLS = [  # as models write them
     ("llama", f'{{"name": "add", "parameters": {{"a": 1}}}}; {LLAMA}', "", [ADD, ROME]),
     ("mistral", f"[TOOL_CALLS] [{NAMED}]", "", [ROME]),
     ("mistral", f" [{ADDED}, {ADDED}]", "", [ADD, ADD]),
+    ("mistral", f"<|tool_call|>[{NAMED}]<|/tool_call|>", "", [ROME]),
+    ("coder", f"So.\n{CODER}\n{CODER}", "So.", [ROME, ROME]),
     ("glm", f"So.{GLM}", "So.", [ROME]),
     ("glm_4", 'weather\n{"city": "Rome", "days": 3}', "", [ROME]),
 ]
@@ -43,6 +49,7 @@ TEXTS = [
     ("mistral", "[1, 2]"),
     ("mistral", "[see the note]"),
     ("glm", "It is <tool_call></tool_call>"),
+    ("coder", "<tool_call>weather</tool_call>"),
     ("glm_4", "weather\nis what it is"),
     ("glm_4", "add"),
 ]
@@ -68,7 +75,7 @@ def test_what_a_stream_has_told_is_never_taken_back(form, text):
 
 
 def test_text_is_told_as_it_comes():
-    for form in ("hermes", "llama", "mistral", "glm", "glm_4"):
+    for form in ("hermes", "llama", "mistral", "glm", "coder", "glm_4"):
         assert sure_text("It is sunny", form, NAMES) == 11
 
 
@@ -77,7 +84,9 @@ def test_text_is_told_as_it_comes():
     [
         ("{{ tools }}<tool_call>", "hermes"),
         ("<tool_call>{name}\n<arg_key>", "glm"),
+        ("<tool_call>\n<function=name>", "coder"),
         ("[TOOL_CALLS]", "mistral"),
+        ("<|tool_call|>", "mistral"),
         ("<|python_tag|>", "llama"),
         ("<|assistant|><|observation|>", "glm_4"),
     ],

@@ -1,10 +1,13 @@
 """An answer as it grows: stop strings, end of sequence, length, and what is shown when."""
 
+import functools
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxrag.models.text.tokenizer import Tokenizer
+from jaxrag.serve.calls import sure_text
 from jaxrag.serve.output import Answer
 
 
@@ -82,3 +85,13 @@ def test_tokens_of_one_step_behind_a_stop_string_are_left_out():
     answer = Answer(("\n",), Words(["", "a", "b\n", "c"]))
     assert answer.push([1, 2, 3], "length") == "ab"
     assert (answer.text, answer.token_ids, answer.finish_reason) == ("ab", [1, 2], "stop")
+
+
+def test_stop_ends_no_call_that_a_model_makes_of_itself():
+    text = 'Hm city <tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+    for stop, said in (("city", "Hm "), ("name", text)):
+        sure = functools.partial(sure_text, form="hermes", names={"weather"})
+        answer = Answer((stop,), Words(list(text)), sure=sure)
+        shown = "".join(answer.push([place]) for place in range(len(text)))
+        shown += answer.push([], "stop")
+        assert shown == answer.text == said

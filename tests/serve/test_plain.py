@@ -253,7 +253,7 @@ class Calling(Stripping):
     def render_chat(self, messages, **how):
         text = "".join(
             f"<|im_start|>{it['role']}\n{it['content']}"
-            + "".join(json.dumps(call["function"]) for call in it.get("tool_calls", []))
+            + "".join(json.dumps(call["function"], ensure_ascii=False) for call in it.get("tool_calls", []))
             + "<|im_end|>\n"
             for it in messages
         )
@@ -284,8 +284,10 @@ def test_what_tools_say_is_passages(model, rules_file):
 
 def test_calls_of_tools_hold_no_control_tokens(model):
     talk = conversation_of(agent_talk('{"path": "<|im_end|>"}'), wire=True)
-    with refused(TokenizerError, "1"):
-        plain_prompt(Calling(model.text_tokenizer()), talk.messages, None)
+    tokenizer = Calling(model.text_tokenizer())
+    found = _all_ids(plain_prompt(tokenizer, talk.messages, None))
+    assert tokenizer.decode(found, skip_special=False) == tokenizer.render_chat(talk.messages)
+    assert list(found).count(tokenizer.encode("<|im_end|>", special=True)[0]) == len(talk.messages)
 
 
 def test_passages_of_folded_messages_are_named_as_they_were_sent(model, rules_file):

@@ -194,7 +194,7 @@ def test_langchain_uses_responses(kept):
     ("fields", "param", "words"),
     [
         ({"input": []}, "input", "a text, or a list of messages"),
-        ({"input": [{"type": "reasoning"}]}, "input", "expected a message"),
+        ({"input": [{"type": "image"}]}, "input", "expected a message"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             "input",

@@ -246,6 +246,44 @@ def test_an_id_spells_no_special_token(serving):
     assert text.count("<|im_end|>") == len(messages)
 
 
+def test_tools_and_calls_spell_no_special_token(serving):
+    """What they spell is ordinary text, and goes back as it came."""
+    tool = {"name": "f", "description": "Ends at <|im_end|>."}
+    call = {"function": {"name": "f", "arguments": '{"a": "<|im_start|>"}'}, "id": "a" * 9}
+    messages = [*ASKED, {"role": "assistant", "tool_calls": [call]}]
+    asked = {"messages": messages, "tools": [{"type": "function", "function": tool}]}
+    answer = serving.post(CHAT, **asked, max_tokens=1)
+    assert answer.status_code == 200, answer.text
+    tokens = serving.post("/tokenize", messages=messages).raise_for_status().json()["tokens"]
+    special = serving.post("/tokenize", prompt="<|im_start|>").json()["tokens"]
+    text = serving.post("/detokenize", tokens=tokens).json()["prompt"]
+    assert text.count("<|im_start|>") == len(messages) + 2 == tokens.count(special[-1]) + 1
+
+
+@pytest.mark.parametrize("choice", ["required", "named"])
+@pytest.mark.parametrize("parameters", [None, {}, {"type": "object", "properties": {}}])
+def test_a_function_without_parameters_gets_none(serving, parameters, choice):
+    tool = {"type": "function", "function": {"name": "now", "parameters": parameters}}
+    wanted = {"type": "function", "function": {"name": "now"}} if choice == "named" else choice
+    answer = serving.post(CHAT, messages=ASKED, tools=[tool], tool_choice=wanted, **DRAWN).json()
+    calls = answer["choices"][0]["message"]["tool_calls"]
+    assert {it["function"]["arguments"] for it in calls} == {"{}"}
+
+
+def test_arguments_are_an_object_whatever_the_schema_leaves_out(serving):
+    parameters = {"properties": {"a": {"enum": [1]}}, "required": ["a"]}
+    function = {"name": "f", "parameters": parameters | {"additionalProperties": False}}
+    tool = {"type": "function", "function": function}
+    wanted = {"type": "function", "function": {"name": "f"}}
+    answer = serving.post(
+        CHAT, messages=ASKED, tools=[tool], tool_choice=wanted, stop=["a", "1"], **DRAWN
+    ).json()
+    [choice] = answer["choices"]
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
+    assert choice["finish_reason"] == "tool_calls"
+    assert any(it.startswith("stop: not looked for") for it in answer["jaxrag"]["notes"])
+
+
 BAD = [
     ({"tools": {}}, "tools", "expected a list"),
     ({"tools": [{"type": "retrieval"}]}, "tools", "expected one of function"),
@@ -262,13 +300,13 @@ BAD = [
         "leave one out",
     ),
     (
-        {"tools": [{"type": "function", "function": {"name": "f", "description": "<|im_end|>"}}]},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}]},
         "tools",
-        "spell a special token",
+        "parameters.type='x': expected object",
     ),
     (
-        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}],
-         "tool_choice": "required"},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {
+            "properties": {"a": {"type": "x"}}}}}], "tool_choice": "required"},
         "response_format",
         "Invalid type",
     ),

@@ -3,9 +3,11 @@
 The template's own text may hold special tokens; contents never do, whatever is spelled in them.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -16,6 +18,9 @@ from jaxrag.models.text.tokenizer import Tokenizer
 
 _FIRST_MARK = 0xE000  # of the private-use area: 6,400 characters that no script has
 _MARKS = 6400
+_FIRST_HIDDEN = 0xF0000  # of another such area
+_HIDDEN = re.compile("([\U000f0000-\U000ffffd])")
+_KNOWN = ("role", "content", "tool_call_id")  # of a message: these spell no special token
 
 
 def _answer_alone(content: str) -> str:
@@ -40,10 +45,12 @@ class MessagePart:
     Attributes:
       text: the parts' texts together are what the template renders.
       message: whose content it is, as the template has it; None: the template's own text.
+      spelled: it is a special token's, as tools, calls or thoughts spell it: ordinary text.
     """
 
     text: str
     message: int | None = None
+    spelled: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +83,7 @@ def framed(
     is, which shows what the template does to contents.
 
     Raises TokenizerError for a tokenizer without a chat template, a template that refuses the
-    messages, one that does to a content what is not known here or leaves the tools out, and tools
-    or calls that spell special tokens.
+    messages, and one that does to a content what is not known here or leaves the tools out.
     """
     contents = [message["content"] for message in messages]
     if len(messages) > _MARKS or any(_has_mark(content) for content in contents):
@@ -85,14 +91,15 @@ def framed(
             "messages hold characters of the private-use area U+E000 to U+F8FF, or are more than "
             f"{_MARKS}; leave these out"
         )
-    tools = framing.tools
-    for place, message in enumerate(messages):
-        for name in ("tool_calls", "reasoning_content"):
-            if name in message:
-                _check_spelled(tokenizer, f"messages[{place}].{name}", message[name])
-    for name, given in (("tools", tools), ("chat_template_kwargs", framing.values)):
-        if given:
-            _check_spelled(tokenizer, name, given)
+    tools = _hidden(tokenizer, "tools", framing.tools)
+    values = _hidden(tokenizer, "chat_template_kwargs", framing.values)
+    messages = [
+        {
+            name: it if name in _KNOWN else _hidden(tokenizer, f"messages[{place}].{name}", it)
+            for name, it in message.items()
+        }
+        for place, message in enumerate(messages)
+    ]
     # One without content, as of a message that calls tools, is left so: templates look for that.
     marks = [chr(_FIRST_MARK + i) if content else "" for i, content in enumerate(contents)]
     marked = [{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)]
@@ -103,10 +110,12 @@ def framed(
             add_generation_prompt=framing.ending == "opened",
             now=now,
             tools=tools,
-            values=framing.values,
+            values=values,
         )
         for said in (marked, messages)
     )
+    if "\\udb8" in frame:  # what is hidden, as an escape
+        raise TokenizerError("the model's chat template escapes special tokens in tools or calls")
     if tools and not all(it["function"]["name"] in frame for it in tools):
         raise TokenizerError("the model's chat template writes no tools; name them in a message")
     between, rest = list[str](), frame
@@ -120,7 +129,8 @@ def framed(
         between.append(before)
     between.append(rest)
     parts = list(_parts(between, contents, whole))
-    return parts[:-1] if framing.ending == "continued" else parts
+    parts = parts[:-1] if framing.ending == "continued" else parts
+    return [one for it in parts for one in _shown(it, tokenizer)]
 
 
 def _parts(between: Sequence[str], contents: Sequence[str], whole: str) -> Iterator[MessagePart]:
@@ -146,10 +156,39 @@ def _parts(between: Sequence[str], contents: Sequence[str], whole: str) -> Itera
     yield MessagePart(between[-1])
 
 
-def _check_spelled(tokenizer: Tokenizer, what: str, given: Any) -> None:
+def _hidden(tokenizer: Tokenizer, what: str, given: Any) -> Any:
+    """The same with a character of its own for every special token that it spells."""
+    if not given:
+        return given
     text = json.dumps(given, ensure_ascii=False)
-    if not np.array_equal(tokenizer.encode(text), tokenizer.encode(text, special=True)):
-        raise TokenizerError(f"{what} spell a special token of the model: leave it out")
+    if _spells_none(tokenizer, text):
+        return given
+    if not _HIDDEN.search(text):
+        for place, token in enumerate(tokenizer.added_tokens):
+            spelled = json.dumps(token, ensure_ascii=False)[1:-1]
+            text = text.replace(spelled, chr(_FIRST_HIDDEN + place))
+        with contextlib.suppress(ValueError):
+            found = json.loads(text)
+            if _spells_none(tokenizer, text):
+                return found
+    raise TokenizerError(f"{what} spell a special token of the model: leave it out")
+
+
+def _spells_none(tokenizer: Tokenizer, text: str) -> bool:
+    return np.array_equal(tokenizer.encode(text), tokenizer.encode(text, special=True))
+
+
+def _shown(part: MessagePart, tokenizer: Tokenizer) -> Iterator[MessagePart]:
+    """A part with what was hidden in it as parts of their own."""
+    if part.message is not None:
+        yield part
+        return
+    for number, text in enumerate(_HIDDEN.split(part.text)):
+        if number % 2:
+            token = list(tokenizer.added_tokens)[ord(text) - _FIRST_HIDDEN]
+            yield MessagePart(token, spelled=True)
+        elif text or number == 0:
+            yield MessagePart(text)
 
 
 def _has_mark(content: str) -> bool:

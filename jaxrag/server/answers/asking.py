@@ -19,6 +19,7 @@ from jaxrag.serve.ask import Ask
 from jaxrag.serve.conversation import Conversation, Source, Text
 from jaxrag.serve.plain import PlainSpan, answer_fingerprint, spans
 from jaxrag.serve.questions import ReadyQuestion, prepare, resolve
+from jaxrag.serve.thoughts import thinks
 from jaxrag.server.errors import ClientLeft, Problem, invalid, unavailable
 from jaxrag.server.fields import Generation
 from jaxrag.server.state.ingested import bring_ingested
@@ -188,6 +189,7 @@ class Asking:
       prompt_tokens: length of the prompt, once it is ready.
       pieces: of the answer so far.
       spans: passages that were found in its messages, once it has an answer.
+      thinks: whether its answer begins in the middle of a thought; None: it can hold none.
       moments: when what happened, by ``time.monotonic``: those of the engine, and before them
         "preparing", on a thread, "retrieved" and "prepared".
     """
@@ -196,6 +198,7 @@ class Asking:
         """Its news go to the inbox, under its place."""
         self.prompt_tokens = 0
         self.pieces: list[Piece] = []
+        self.thinks: bool | None = None
         self.spans: list[PlainSpan] = []
         self.moments: dict[str, float] = {}
         self._state, self._inbox, self._place = state, inbox, place
@@ -216,6 +219,7 @@ class Asking:
         """
         check_cancelled = functools.partial(self._check_cancelled, deadline)
         self._asked = await self._loop.run_in_executor(threads, self._made, make, check_cancelled)
+        self.thinks = None if self._asked.abstains else thinks(self._asked)
         self.prompt_tokens = 0 if self._asked.abstains else self._asked.prompt.num_tokens
         self._growing = Growing(self._asked, self._hear)
 
@@ -225,6 +229,7 @@ class Asking:
         sampling = other._asked.sampling.of_choice(choice)
         self._asked = dataclasses.replace(other._asked, sampling=sampling)
         self.prompt_tokens, self.moments = other.prompt_tokens, dict(other.moments)
+        self.thinks = other.thinks
         self._growing = Growing(self._asked, self._hear)
 
     def _made(self, make: Make, check_cancelled: Callable[[], None]) -> ReadyQuestion:

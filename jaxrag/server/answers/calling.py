@@ -4,7 +4,7 @@ import dataclasses
 import json
 import reprlib
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -12,11 +12,12 @@ from pydantic import Field
 from jaxrag.base.guide import Guide
 from jaxrag.models.model import Model
 from jaxrag.serve.calls import ToolCall, calls_of, form_of, sure_text
+from jaxrag.serve.questions import ReadyQuestion
 from jaxrag.server.errors import invalid
 from jaxrag.server.fields import Fields, Generation, wrong
 
 MOST_TOOLS = 128
-_ANY = {"type": "object"}
+_SAYING = {"type", "properties", "required", "title", "description", "$schema"}
 _PARTS = ("text", "input_text", "output_text", "refusal")
 
 
@@ -124,7 +125,13 @@ def refuse_knowledge(fields: Generation, base: str | None) -> None:
 def _tool(place: int, given: Any) -> dict[str, Any]:
     """A definition of a function, with the schema of its arguments. Raises Problem 400."""
     tool = _Tool.read(given, f"tools[{place}]")
-    parameters = tool.function.parameters or _ANY
+    parameters = tool.function.parameters or {"properties": {}}
+    kind = parameters.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise wrong(f"tools[{place}].function.parameters.type", kind, "object")
+    parameters = {**parameters, "type": "object"}
+    if parameters.get("properties") == {} and parameters.keys() <= _SAYING:
+        parameters["additionalProperties"] = False
     return {"type": "function", "function": {**given["function"], "parameters": parameters}}
 
 
@@ -136,6 +143,14 @@ class CallReader:
         self._calling = calling
         if calling is not None:
             self._form = form_of("".join(model.text_tokenizer().chat_templates.values()))
+
+    def stopping(
+        self, make: Callable[[Callable[[], None]], ReadyQuestion]
+    ) -> Callable[[Callable[[], None]], ReadyQuestion]:
+        """The same, so that no stop string ends a call."""
+        if self._calling is None:
+            return make
+        return lambda cancelled: dataclasses.replace(make(cancelled), stops=self.sure)
 
     def read(self, text: str) -> tuple[str, list[ToolCall]]:
         """What an answer says, and what it calls."""

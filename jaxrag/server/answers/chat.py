@@ -30,7 +30,8 @@ async def chat_completions(visit: Visit) -> Response:
     if calling is not None:
         refuse_knowledge(fields, base)
     form = ChatForm(visit, fields, calling)
-    make = functools.partial(make_ready, visit.state, visit.call.access, fields, talk, base)
+    ready = functools.partial(make_ready, visit.state, visit.call.access, fields, talk, base)
+    make = form.reader.stopping(ready)
     return await respond(visit, fields, [make], form)
 
 

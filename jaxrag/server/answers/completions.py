@@ -105,7 +105,7 @@ class CompletionForm(Form):
         """New text."""
         return {"text": text or ""}
 
-    def message(self, result: Result) -> dict[str, Any]:
+    def message(self, place: int, result: Result) -> dict[str, Any]:
         """All of it."""
         return {"text": result.text}
 

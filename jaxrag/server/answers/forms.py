@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxrag.models.model import Model
 from jaxrag.serve.answers import Piece, Result
+from jaxrag.serve.thoughts import spoken, thought_of
 from jaxrag.server.answers.calling import Calling, CallReader, shown_call
 from jaxrag.server.answers.cited import of_chat
 from jaxrag.server.answers.visit import Visit
@@ -87,13 +88,14 @@ class Form:
         """``kind`` and ``name``: of the answer, as ``head`` has them."""
         self.model = visit.state.model
         self.fields = fields
+        self.visit = visit
         self._head = head(visit, kind, name)
 
     def part(self, text: str | None) -> dict[str, Any]:
         """New text in an event; None: the choice has ended."""
         raise NotImplementedError
 
-    def message(self, result: Result) -> dict[str, Any]:
+    def message(self, place: int, result: Result) -> dict[str, Any]:
         """The whole text of a choice."""
         raise NotImplementedError
 
@@ -113,9 +115,9 @@ class Form:
 
     def finish(self, place: int, result: Result) -> dict[str, Any]:
         """The last event of a choice."""
-        return self.event(_choice(place, self.part(None), finish=self.reason(result)))
+        return self.event(_choice(place, self.part(None), finish=self.reason(place, result)))
 
-    def reason(self, result: Result) -> str:
+    def reason(self, place: int, result: Result) -> str:
         """Why a choice ended."""
         return result.finish_reason
 
@@ -151,13 +153,22 @@ class Form:
             told = [logprob for part in parts for logprob in part.logprobs]
             top = [likeliest for part in parts for likeliest in part.top]
             piece = Piece(result.text, result.token_ids, told, top)
-            text, found = self.message(result), self._logprobs(place, piece)
-            choices.append(_choice(place, text, found, self.reason(result)))
+            text, found = self.message(place, result), self._logprobs(place, piece)
+            choices.append(_choice(place, text, found, self.reason(place, result)))
         return self.event(*choices) | account
 
     def event(self, *choices: dict[str, Any]) -> dict[str, Any]:
         """Choices behind the head."""
         return self._head | {"choices": list(choices)}
+
+    def spoken(self, place: int, result: Result) -> tuple[str, Result]:
+        """What a choice thinks, and the choice without it."""
+        return spoken(result, self.visit.askings[place].thinks)
+
+    def sure(self, place: int, text: str, reader: CallReader) -> tuple[str, str]:
+        """Of the beginning of a choice what surely is a thought, and what is said and no call."""
+        thought, at = thought_of(text, self.visit.askings[place].thinks, ended=False)
+        return thought, text[at : at + reader.sure(text[at:])]
 
     def _logprobs(self, place: int, piece: Piece) -> dict[str, Any] | None:
         return self.logprobs(place, piece) if self.fields.logprobs is not False else None
@@ -172,10 +183,10 @@ class ChatForm(Form):
     def __init__(self, visit: Visit, fields: Generation, calling: Calling | None = None) -> None:
         kind = "chat.completion.chunk" if fields.stream else "chat.completion"
         super().__init__(visit, kind, "chatcmpl", fields)
-        self._reader = CallReader(visit.state.model, calling)
+        self.reader = CallReader(visit.state.model, calling)
         self._empty = "" if calling is None else None  # content of a message that says nothing
         self._texts = [""] * fields.choices
-        self._told = [0] * fields.choices
+        self._told = [("", "")] * fields.choices  # thoughts, and what was said
 
     def opening(self) -> Iterator[dict[str, Any]]:
         """Who speaks."""
@@ -184,39 +195,46 @@ class ChatForm(Form):
             yield self.grown(place, delta)
 
     def piece(self, place: int, piece: Piece) -> Iterator[dict[str, Any]]:
-        """The event of what is surely no call."""
+        """The events of what is surely a thought, or no call."""
         self._texts[place] += piece.text
-        before = self._told[place]
-        self._told[place] = end = max(self._reader.sure(self._texts[place]), before)
-        new = self._texts[place][before:end]
+        told = self._told[place]
+        self._told[place] = thought, said = self.sure(place, self._texts[place], self.reader)
+        if new := thought[len(told[0]) :]:
+            yield self.grown(place, {"reasoning_content": new})
+        new = said[len(told[1]) :]
         yield from super().piece(place, dataclasses.replace(piece, text=new))
 
     def part(self, text: str | None) -> dict[str, Any]:
         """What the message grows by."""
         return {"delta": {} if text is None else {"content": text}}
 
-    def message(self, result: Result) -> dict[str, Any]:
+    def message(self, place: int, result: Result) -> dict[str, Any]:
         """The message; of one that may call, without content where it is calls alone."""
-        text, calls = self._reader.read(result.text)
+        thought, result = self.spoken(place, result)
+        text, calls = self.reader.read(result.text)
         said = {"role": "assistant", "content": text or self._empty, "refusal": None}
+        said |= {"reasoning_content": thought} if thought else {}
         called = {"tool_calls": list(map(shown_call, calls))} if calls else {}
         return {"message": said | {"annotations": of_chat(result)} | called}
 
-    def reason(self, result: Result) -> str:
+    def reason(self, place: int, result: Result) -> str:
         """Why it ended: for the calls, if there are any."""
-        called = result.finish_reason == "stop" and self._reader.read(result.text)[1]
-        return "tool_calls" if called else super().reason(result)
+        stops = result.finish_reason == "stop"
+        called = stops and self.reader.read(self.spoken(place, result)[1].text)[1]
+        return "tool_calls" if called else super().reason(place, result)
 
     def ended(
         self, place: int, result: Result, account: dict[str, Any] | None
     ) -> Iterator[dict[str, Any]]:
         """What is left of the text, the calls, citations, and the end."""
-        said, calls = self._reader.read(self._texts[place])
-        rest = said[self._told[place] :]
-        delta: dict[str, Any] = {"content": rest} if rest else {}
+        thought, alone = self.spoken(place, result)
+        said, calls = self.reader.read(alone.text)
+        told = self._told[place]
+        rest = {"reasoning_content": thought[len(told[0]) :], "content": said[len(told[1]) :]}
+        delta: dict[str, Any] = {name: text for name, text in rest.items() if text}
         if calls:
             delta["tool_calls"] = [{"index": at, **shown_call(it)} for at, it in enumerate(calls)]
-        for grown in (delta, {"annotations": found} if (found := of_chat(result)) else {}):
+        for grown in (delta, {"annotations": found} if (found := of_chat(alone)) else {}):
             if grown:
                 yield self.grown(place, grown)
         yield from super().ended(place, result, account)

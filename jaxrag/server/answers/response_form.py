@@ -73,11 +73,13 @@ class ResponseForm(Form):
     ) -> None:
         """Raises RequestError for a model whose calls are not known."""
         super().__init__(visit, "response", "resp", asked.generation)
-        self._reader = CallReader(visit.state.model, asked.calling)
-        self._text, self._end = "", 0  # the answer, and how much of it was told
+        self.reader = CallReader(visit.state.model, asked.calling)
+        self._text, self._end = "", 0  # the answer, and how much of what it says was told
         self._open = False  # the message has begun
-        self._visit, self._asked, self._before = visit, asked, before
-        self._id, self._message = (f"{it}_{uuid.uuid4().hex}" for it in ("resp", "msg"))
+        self._asked, self._before = asked, before
+        names = ("resp", "msg", "rs")
+        self._id, self._message, self._thinking = (f"{it}_{uuid.uuid4().hex}" for it in names)
+        self._thought = ""  # that was told
         self._call = f"fs_{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._count = 0
@@ -98,24 +100,39 @@ class ResponseForm(Form):
             yield self.told("output_item.added", output_index=0, item=begun)
             for what in ("in_progress", "searching", "completed"):
                 yield self.told(f"file_search_call.{what}", **at)
-            done = self._searched("completed", _best_first(self._visit))
+            done = self._searched("completed", _best_first(self.visit))
             yield self.told("output_item.done", output_index=0, item=done)
-        if self._asked.calling is None:
+        if self._asked.calling is None and self.visit.askings[0].thinks is None:
             yield from self._opened()
 
     def _opened(self) -> Iterator[dict[str, Any]]:
-        """The message begins."""
+        """The message begins, behind what is thought before it."""
         self._open = True
+        yield from self._thought_first(self.sure(0, self._text, self.reader)[0])
         item = self.said("in_progress", [])
         yield self.told("output_item.added", output_index=self._at["output_index"], item=item)
         empty = said_text("", [], [])
         yield self.told("content_part.added", **self._at, content_index=0, part=empty)
 
+    def _thought_first(self, thought: str) -> Iterator[dict[str, Any]]:
+        """A thought as a whole, once."""
+        if not thought or self._thought:
+            return
+        self._thought, index = thought, self._at["output_index"]
+        at = {"output_index": index, "item_id": self._thinking, "content_index": 0}
+        begun = self.thinking("", "in_progress") | {"content": []}
+        yield self.told("output_item.added", output_index=index, item=begun)
+        yield self.told("reasoning_text.delta", **at, delta=thought)
+        yield self.told("reasoning_text.done", **at, text=thought)
+        done = self.thinking(thought, "completed")
+        yield self.told("output_item.done", output_index=index, item=done)
+        self._at["output_index"] += 1
+
     def piece(self, place: int, piece: Piece) -> Iterator[dict[str, Any]]:
         """What is new of the text and surely no call."""
         self._text += piece.text
         tokens = self._tokens(piece) if self._asked.calling is None else []
-        yield from self._more(self._text[: self._reader.sure(self._text)], tokens)
+        yield from self._more(self.sure(0, self._text, self.reader)[1], tokens)
 
     def _more(self, said: str, logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[dict[str, Any]]:
         """What was not told of this."""
@@ -130,7 +147,7 @@ class ResponseForm(Form):
 
     async def settle(self, results: Sequence[Result], account: dict[str, Any]) -> None:
         """The response as a whole; it is kept, if it is to be."""
-        logprobs = [one for it in self._visit.askings[0].pieces for one in self._tokens(it)]
+        logprobs = [one for it in self.visit.askings[0].pieces for one in self._tokens(it)]
         output = self.output(results[0], logprobs)
         self.complete = self._ended_response(results[0], output, account)
         if self._asked.echo["store"]:
@@ -138,7 +155,7 @@ class ResponseForm(Form):
 
     def _keep(self, result: Result) -> None:
         """Store it with the documents that it is made from, and none of their passages."""
-        visit, before = self._visit, self._before
+        visit, before = self.visit, self._before
         output = [
             it | ({"results": None} if it["type"] == "file_search_call" else {})
             for it in self.complete["output"]
@@ -157,7 +174,9 @@ class ResponseForm(Form):
     def answer(self, result: Result, output: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """What it said, as later prompts have it; ``output`` are its items."""
         calls = [called(it) for it in output if it["type"] == "function_call"]
-        message = {"role": "assistant", "content": self._reader.read(result.text)[0]}
+        thought, result = self.spoken(0, result)
+        message = {"role": "assistant", "content": self.reader.read(result.text)[0]}
+        message |= {"reasoning_content": thought} if thought else {}
         return message | ({"tool_calls": calls} if calls else {})
 
     def ended(
@@ -165,7 +184,9 @@ class ResponseForm(Form):
     ) -> Iterator[dict[str, Any]]:
         """What is left of the message, its citations, the calls, and everything as a whole."""
         for index, item in enumerate(self.complete["output"]):
-            if item["type"] == "message":
+            if item["type"] == "reasoning":
+                yield from self._thought_first(item["content"][0]["text"])
+            elif item["type"] == "message":
                 yield from self._more(item["content"][0]["text"])
                 if not self._open:
                     yield from self._opened()
@@ -223,12 +244,15 @@ class ResponseForm(Form):
 
     def output(self, result: Result, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The items of the response."""
-        said, calls = self._reader.read(result.text)
+        thought, result = self.spoken(0, result)
+        said, calls = self.reader.read(result.text)
         status = "incomplete" if result.finish_reason == "length" else "completed"
         items = [_item(it, status) for it in calls]
-        if said or not items:
+        if said or not (items or thought):
             cited = of_response(result, self.fields.cite not in (None, "no"))
             items.insert(0, self.said(status, [said_text(said, cited, logprobs)]))
+        if thought:
+            items.insert(0, self.thinking(thought, status if len(items) == 0 else "completed"))
         if self._asked.search is not None:
             found = sorted(result.sources, key=lambda it: it.number)
             items.insert(0, self._searched("completed", found))
@@ -259,7 +283,7 @@ class ResponseForm(Form):
             "background": False,
             "error": None,
             "incomplete_details": None,
-            "model": self._visit.named,
+            "model": self.visit.named,
             "output": output,
             "usage": None,
             **self._asked.echo,
@@ -286,6 +310,12 @@ class ResponseForm(Form):
             "queries": [question],
             "results": told,
         }
+
+    def thinking(self, thought: str, status: str) -> dict[str, Any]:
+        """What is thought before the answer."""
+        content = [{"type": "reasoning_text", "text": thought}]
+        item = {"id": self._thinking, "type": "reasoning", "summary": [], "content": content}
+        return item | {"status": status}
 
     def said(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
         """The message of the answer."""

@@ -134,7 +134,8 @@ async def responses(visit: Visit) -> Response:
     if calling is not None:
         refuse_knowledge(fields, base)
     form = ResponseForm(visit, asked, before)
-    make = functools.partial(make_ready, state, access, fields, asked.talk, base)
+    ready = functools.partial(make_ready, state, access, fields, asked.talk, base)
+    make = form.reader.stopping(ready)
     return await respond(visit, fields, [make], form)
 
 
