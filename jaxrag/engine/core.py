@@ -14,6 +14,7 @@ from jaxrag.base.errors import (
     DeadlineExceeded,
     EngineError,
     JaxragError,
+    RequestError,
 )
 from jaxrag.engine.admission import SchedulerSettings
 from jaxrag.engine.arena import HostArena, default_arena_bytes
@@ -259,7 +260,7 @@ class Core:
         skip = max(len(sequence.tokens) - sequence.read, 0)  # sent before it was begun again
         try:
             new, reason = sequence.accept(ids)
-        except EngineError as error:
+        except (EngineError, RequestError) as error:
             self._fail(sequence, error)
             return
         here = slice(skip, skip + len(new))

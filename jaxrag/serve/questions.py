@@ -244,7 +244,7 @@ def prepare(
     start = time.perf_counter()
     sampling = sampling or SamplingParams()
     sampling.check_ids(settings.model.config.vocab_size)
-    settings.model.grammar(sampling.guide)  # refused here
+    grammar = settings.model.grammar(sampling.guide)  # refused here
     talk = question if isinstance(question, Conversation) else Conversation((question,))
     ask, model = settings.ask, settings.model
     alone = documents is None and settings.kb is None and not len(ask.blocks)
@@ -252,7 +252,7 @@ def prepare(
     _refused(settings, talk, documents, verbatim)
     if alone and talk is not question:
         raise RequestError("no knowledge base and no documents to answer from; give one of them")
-    notes = [*settings.notes, *talk.notes]
+    notes = [*settings.notes, *talk.notes, *(grammar.notes if grammar else ())]
     if ask.stop and sampling.guide is not None:
         notes.append("stop: not looked for, as the answer is of a form, whose end is its own")
     found = _retrieved(settings, talk, documents, notes)

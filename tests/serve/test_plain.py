@@ -253,7 +253,10 @@ class Calling(Stripping):
     def render_chat(self, messages, **how):
         text = "".join(
             f"<|im_start|>{it['role']}\n{it['content']}"
-            + "".join(json.dumps(call["function"], ensure_ascii=False) for call in it.get("tool_calls", []))
+            + "".join(
+                json.dumps(call["function"], ensure_ascii=False)
+                for call in it.get("tool_calls", [])
+            )
             + "<|im_end|>\n"
             for it in messages
         )

@@ -154,6 +154,50 @@ def test_what_is_hostile_stops_nobody_else(serving, body):
             if running.done() or time.monotonic() > ended:
                 break
         answer = running.result()
-    assert answer.status_code in (200, 400, 500), answer.text
+    assert answer.status_code in (200, 400), answer.text
     if answer.status_code != 200:
         assert "\n" not in answer.json()["error"]["message"]
+
+
+REFUSED = {
+    "deep": {"guided_json": json.loads('{"properties": {"a": ' * 64 + "{}" + "}}" * 64)},
+    "false": {"guided_json": "false"},
+    "many": {
+        "guided_json": {
+            "anyOf": [{"type": "object", "properties": {"a": {"const": it}}} for it in range(900)]
+        }
+    },
+    "itself": {"guided_json": {"$ref": "#"}},
+}
+
+
+@pytest.mark.parametrize("body", REFUSED.values(), ids=REFUSED)
+def test_what_no_answer_can_be_is_400_at_once(serving, body):
+    begun = time.monotonic()
+    answer = serving.post(CHAT, messages=ASKED, **body, max_tokens=8)
+    assert answer.status_code == 400 and time.monotonic() - begun < 10, answer.text  # 2 alone
+    error = answer.json()["error"]
+    assert "\n" not in error["message"] and error["param"] == "response_format"
+
+
+def test_what_is_not_held_to_is_noted(serving):
+    schema = {"type": "string", "format": "password", "maxLength": 3}
+    answer = serving.post(CHAT, messages=ASKED, guided_json=schema, **DRAWN).json()
+    assert any("Unknown format: password" in it for it in answer["jaxrag"]["notes"])
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ({"guided_choice": ["<|im_end|> is a marker"]}, "<|im_end|> is a marker"),
+        ({"guided_json": {"enum": ["<|im_start|>x"]}}, '"<|im_start|>x"'),
+    ],
+)
+def test_a_form_that_spells_a_special_token_is_answered(serving, form, text):
+    answer = serving.post(CHAT, messages=ASKED, **form, **DRAWN).json()
+    assert text_of_choice(answer) == (text, "stop")
+
+
+def text_of_choice(answer):
+    [choice] = answer["choices"]
+    return choice["message"]["content"], choice["finish_reason"]

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import llguidance
 
 _MOST_ERROR = 200
+_TRIED = 12  # tokens of an answer, before it is asked for
+_REASONS = {"NoExtensionBias": "no text satisfies it, as a $ref to itself"}
 
 
 class Grammar:
@@ -26,6 +28,7 @@ class Grammar:
 
     Attributes:
       guide: that it is of.
+      notes: on what of it no answer is held to.
     """
 
     def __init__(
@@ -36,22 +39,41 @@ class Grammar:
         Raises RequestError for a guide that no answer satisfies, that is too large, or that the
         vocabulary cannot spell.
         """
-        self.guide, self._vocab_size = guide, vocab_size
+        self.guide, self._vocab_size, self._eos_ids = guide, vocab_size, eos_ids
         self._words = _words(tokenizer, vocab_size, eos_ids)
-        self._text = _grammar_of(guide)
         try:
-            self.matcher().allowed()
-        except EngineError as error:
+            self._text = _grammar_of(guide)
+            for place in (0, -1):
+                self._try(place)
+        except ValueError as error:
             raise _refused(guide, str(error)) from None
+        what = "response_format: not held to"
+        said = self._new().get_grammar_warnings()
+        self.notes = tuple(f"{what}: {_line(it)}" for it in said)
+
+    def _try(self, place: int) -> None:
+        """RequestError where an answer whose tokens are at this place soon gets too complex."""
+        matcher = self.matcher()
+        allowed: HostArray | None = matcher.allowed()
+        for _ in range(_TRIED):
+            if allowed is None:
+                return
+            ids = np.flatnonzero(np.unpackbits(allowed.view(np.uint8), bitorder="little"))
+            if int(ids[place]) in self._eos_ids:
+                return
+            allowed = matcher.next if matcher.take(int(ids[place])) else None
 
     def matcher(self) -> "Matcher":
         """At the beginning of an answer."""
+        return Matcher(self._new(), -(-self._vocab_size // 32))
+
+    def _new(self) -> "llguidance.LLMatcher":
         from llguidance import LLMatcher
 
         matcher = LLMatcher(self._words, self._text, log_level=0)
         if matcher.is_error():
             raise _refused(self.guide, matcher.get_error())
-        return Matcher(matcher, -(-self._vocab_size // 32))
+        return matcher
 
 
 class Matcher:
@@ -74,22 +96,28 @@ class Matcher:
     def take(self, token_id: int) -> bool:
         """The answer grows by a token; False: it is complete.
 
-        Raises EngineError for a token that is not allowed, and where none may follow.
+        Raises EngineError for a token that is not allowed, and RequestError where the form is too
+        complex to go on.
         """
         if not self._matcher.consume_token(token_id):
-            raise EngineError(f"a guided answer left its form: {_line(self._matcher.get_error())}")
-        self.next = None if self._matcher.is_stopped() else self.allowed()
+            why = _line(self._matcher.get_error())
+            if "satisfy the grammar" in why:
+                raise EngineError(f"a guided answer left its form: {why}")
+            raise RequestError(f"guide: too complex for its answer to go on ({why}); make it less")
+        ended = self._matcher.is_stopped() and self._matcher.is_accepting()
+        self.next = None if ended else self.allowed()
         return self.next is not None
 
     def allowed(self) -> HostArray:
         """Bits of the tokens that may follow, those that end it as well: uint32 [ceil(V / 32)].
 
-        Raises EngineError where there are none.
+        Raises RequestError where there are none.
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: self._size]
         if self._matcher.is_error() or not bits.any():
             why = self._matcher.get_error() or "the vocabulary has no token that may follow"
-            raise EngineError(f"the answer cannot take the form that was asked for: {_line(why)}")
+            what = "guide: the answer cannot take the form that was asked for"
+            raise RequestError(f"{what}: {_REASONS.get(_line(why), _line(why))}")
         return bits
 
 
@@ -111,8 +139,11 @@ def _grammar_of(guide: Guide) -> str:
         if not isinstance(schema, dict | bool):
             raise _refused(guide, "it is no object")
         # No white space that a model could go on with for ever.
-        compact: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-        return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=compact))
+        how: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+        how["lenient"] = True  # what is not done is noted
+        if isinstance(schema, bool):
+            schema = {} if schema else {"enum": []}
+        return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=how))
     texts = schema if isinstance(schema, list) else []
     if not texts or not all(isinstance(it, str) and it for it in texts):
         raise _refused(guide, "it is no list of texts")
@@ -142,12 +173,29 @@ def _words(
     if not eos_ids:
         raise RequestError("guide: answers of a form need a model with a token that ends answers")
     try:
-        return LLTokenizer(tokenizer.to_json(), n_vocab=vocab_size, eos_token=sorted(eos_ids))
+        text = _unspelled(tokenizer.to_json())
+        return LLTokenizer(text, n_vocab=vocab_size, eos_token=sorted(eos_ids))
     except ValueError:
         raise RequestError(
             "guide: answers of a form need a vocabulary that spells any text, byte by byte; this "
             "model's does not"
         ) from None
+
+
+def _unspelled(text: str) -> str:
+    """A tokenizer.json whose special tokens no text spells, as forms are of ordinary tokens."""
+    told = json.loads(text)
+    names = {it["content"]: f"\U000f0000{it['id']}" for it in told["added_tokens"] if it["special"]}
+    for token in told["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    model = told["model"]
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {names.get(it, it): number for it, number in model["vocab"].items()}
+    else:
+        model["vocab"] = [[names.get(it, it), score] for it, score in model["vocab"]]
+    if "unk_token" in model:
+        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+    return json.dumps(told | {"post_processor": None})
 
 
 def _refused(guide: Guide, why: str) -> RequestError:

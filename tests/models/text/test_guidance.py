@@ -127,13 +127,19 @@ def test_what_is_not_allowed_is_refused(grammar_of, tokenizer):
         matcher.take(int(tokenizer.encode("no")[0]))
 
 
+MANY = {"anyOf": [{"type": "object", "properties": {"a": {"const": it}}} for it in range(900)]}
+
+
 @pytest.mark.parametrize(
     ("kind", "text", "words"),
     [
         ("json_schema", "{", ""),
         ("json_schema", "[1]", ""),
         ("json_schema", '{"type": "foo"}', ""),
-        ("json_schema", '{"not": {}}', ""),
+        ("json_schema", "false", ""),
+        ("json_schema", '{"$ref": "#"}', "a $ref to itself"),
+        ("json_schema", '{"properties": {"a": ' * 64 + "{}" + "}}" * 64, "recursion"),
+        ("json_schema", json.dumps(MANY), "max is 2000"),
         ("json_schema", '{"type": "integer", "minimum": 5, "maximum": 3}', ""),
         ("json_schema", '{"$ref": "http://localhost/x"}', ""),
         ("json_schema", '{"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}', ""),
@@ -149,6 +155,60 @@ def test_what_no_answer_can_be_is_refused_in_one_line(grammar_of, kind, text, wo
     with refused(RequestError, words) as caught:
         grammar_of(kind, text)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"type": "string", "format": "password", "maxLength": 3}, "Unknown format: password"),
+        ({"type": "array", "uniqueItems": True, "items": {"enum": [1, 2]}}, "uniqueItems"),
+        ({"enum": ["a"], "not": {"const": "b"}}, "not"),
+        ({"oneOf": [{"enum": ["a", "b"]}, {"const": "a"}]}, "oneOf"),
+        (True, None),
+        ({"type": "string", "format": "date"}, None),
+    ],
+)
+def test_what_no_answer_is_held_to_is_noted(grammar_of, tokenizer, schema, words):
+    grammar = grammar_of("json_schema", json.dumps(schema))
+    assert len(grammar.notes) == (words is not None)
+    assert all("not held to" in it and words in it for it in grammar.notes)
+    text, ended = drawn(grammar, tokenizer, random.Random(1))
+    assert not ended or json.loads(text) is not ...
+
+
+@pytest.mark.parametrize("folder", ["model_dir", "chat_model_dir"])
+def test_special_tokens_that_a_form_spells_are_ordinary_text(request, folder):
+    tokenizer = Tokenizer.load(request.getfixturevalue(folder))
+    eos_ids = frozenset(tokenizer.eos_ids)
+    special = {tokenizer.encode(it, special=True)[0] for it in tokenizer.added_tokens}
+    for token in tokenizer.added_tokens:
+        for text, kind, guide in (
+            (f"{token} is a marker", "choice", [f"{token} is a marker"]),
+            (f'"{token}x"', "json_schema", {"enum": [f"{token}x"]}),
+            (f'{{"{token}": 1}}', "json_schema", {
+                "type": "object", "properties": {token: {"const": 1}}, "required": [token],
+                "additionalProperties": False,
+            }),
+        ):  # fmt: skip
+            grammar = Grammar(tokenizer, Guide(kind, json.dumps(guide)), 600, eos_ids)
+            for seed in range(3):
+                assert drawn(grammar, tokenizer, random.Random(seed)) == (text, True)
+            matcher = grammar.matcher()
+            for token_id in tokenizer.encode(text)[:-1]:
+                assert token_id not in special and matcher.take(int(token_id))
+
+
+def test_a_form_that_gets_too_complex_is_the_requests_fault(grammar_of, tokenizer):
+    """Where no try found it before."""
+    schema = {
+        "type": "array",
+        "prefixItems": [{"type": "string", "pattern": "^[ab]{60}$"}, MANY],
+        "minItems": 2,
+    }
+    matcher = grammar_of("json_schema", json.dumps(schema)).matcher()
+    with refused(RequestError, "too complex"):
+        for token_id in tokenizer.encode(json.dumps(["a" * 60, {"a": 1}])):
+            matcher.take(int(token_id))
 
 
 def test_a_model_without_an_end_is_refused(grammar_of):
