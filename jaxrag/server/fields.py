@@ -71,8 +71,9 @@ _EXPECTED = {  # by the kind of pydantic's error
 def body_of(raw: bytes) -> dict[str, Any]:
     """The JSON object that a request carries. Raises Problem 400."""
     try:
-        values = json.loads(raw, parse_constant=_refuse_constant, **_hooks(len(raw)))
-        if b"\\u" in raw:  # half of a surrogate pair can be written so
+        text = raw.decode(json.detect_encoding(raw))  # strictly, which json itself does not
+        values = json.loads(text, parse_constant=_refuse_constant, **_hooks(len(raw)))
+        if "\\u" in text:  # half of a surrogate pair can be written so
             json.dumps(values, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise invalid("the body holds half of a surrogate pair; repair the text") from None

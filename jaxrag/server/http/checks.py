@@ -1,11 +1,13 @@
 """What lies around all answers: refuses what is not to come in, and answers with errors."""
 
 import asyncio
+import zlib
+from typing import Any
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxrag.server.errors import Problem, answer_error, too_large, too_slow, unavailable
+from jaxrag.server.errors import Problem, answer_error, invalid, too_large, too_slow, unavailable
 from jaxrag.server.http.hosts import check_name, check_site
 from jaxrag.server.http.logs import PROBES
 from jaxrag.server.state.entry import TENANT
@@ -77,13 +79,20 @@ class _Body:
         self._uploads = scope["path"].startswith(_UPLOADS)
         self._most = settings.max_upload_bytes if self._uploads else settings.max_body_bytes
         self._begun = asyncio.get_running_loop().time()
-        self._seen = self._held = 0
+        self._came = self._seen = self._held = 0
+        self._unpack: Any = None
         self._tenant = ""
         self._whole = False
 
     def check_length(self) -> None:
-        """Problem 413 for one that says that it is too long."""
-        length = dict(self._scope["headers"]).get(b"content-length", b"")
+        """Problem 413 for one that says that it is too long, 400 for one that cannot be read."""
+        headers = dict(self._scope["headers"])
+        packed = headers.get(b"content-encoding", b"identity").decode("latin-1").strip().lower()
+        if packed in ("gzip", "x-gzip", "deflate"):
+            self._unpack = zlib.decompressobj(wbits=47)  # of either
+        elif packed != "identity":
+            raise invalid(f"content-encoding: {packed:.40}: expected gzip, deflate or none")
+        length = headers.get(b"content-length", b"")
         if length.isdigit() and int(length) > self._most:
             raise self._beyond()
 
@@ -93,11 +102,15 @@ class _Body:
             return await self._receive()
         seconds = self._settings.body_seconds
         try:
-            async with asyncio.timeout_at(self._begun + allowed_seconds(seconds, self._seen)):
+            async with asyncio.timeout_at(self._begun + allowed_seconds(seconds, self._came)):
                 message = await self._receive()
         except TimeoutError:
             raise too_slow("the body of the request", seconds) from None
         self._whole = not message.get("more_body")
+        self._came += len(message.get("body", b""))
+        if self._unpack is not None:
+            unpacked = await asyncio.to_thread(self._unpacked, message.get("body", b""))
+            message = {**message, "body": unpacked}
         self._seen += len(message.get("body", b""))
         if self._seen > self._most:
             raise self._beyond()
@@ -106,6 +119,16 @@ class _Body:
         self._bodies.hold(self._tenant, holds - self._held)
         self._held = holds
         return message
+
+    def _unpacked(self, body: bytes) -> bytes:
+        """A piece as it was before it was packed; one byte more than may be says that all is."""
+        try:
+            found: bytes = self._unpack.decompress(body, self._most - self._seen + 1)
+        except zlib.error as error:
+            raise invalid(f"the body is not what content-encoding says ({error})") from None
+        if self._whole and not self._unpack.eof and not self._unpack.unconsumed_tail:
+            raise invalid("the body ends in the middle of what content-encoding says; send all")
+        return found
 
     def release(self) -> None:
         """The request is over."""
