@@ -127,12 +127,14 @@ class Growing:
 
     def __init__(self, question: ReadyQuestion, notify: Callable[[News], None]) -> None:
         tokenizer = question.settings.model.tokenizer
-        stream = None if tokenizer is None else tokenizer.stream()
+        stream = (
+            None if tokenizer is None else tokenizer.stream(not question.settings.shown.special)
+        )
         self._question, self._notify = question, notify
         least = question.sampling.min_tokens
         self._whole = question.settings.ask.cite == "marks"  # marks are known at its end
         stop = () if question.sampling.guide else tuple(question.settings.ask.stop)
-        self._answer = Answer(stop, stream, least, question.stops)
+        self._answer = Answer(stop, stream, least, question.settings.shown)
 
     @property
     def ended(self) -> bool:

@@ -19,6 +19,25 @@ class Detokeniser(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """How the text of an answer is shown.
+
+    Attributes:
+      sure: in how many characters of its beginning stop strings are looked for, as none is in a
+        call of a tool; None: in all.
+      stop_too: with the stop string at which it ends.
+      special: with special tokens.
+    """
+
+    sure: Callable[[str], int] | None = None
+    stop_too: bool = False
+    special: bool = False
+
+
+PLAINLY = Shown()
+
+
 @dataclasses.dataclass
 class Answer:
     """One answer as it grows: ids, text, and why it ended."""
@@ -26,7 +45,7 @@ class Answer:
     stop: tuple[str, ...]
     stream: Detokeniser | None  # None without a tokenizer: text stays empty
     min_tokens: int = 0  # that stop strings are not looked for in
-    sure: Callable[[str], int] | None = None  # characters of a text in which they are; None: all
+    how: Shown = PLAINLY
     token_ids: list[int] = dataclasses.field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason | None = None
@@ -60,11 +79,13 @@ class Answer:
         self._held += piece
         stop = self.stop if len(self.token_ids) > self.min_tokens else ()
         free = len(self._held)
-        if stop and self.sure is not None:
-            free = max(0, self.sure(self.text + self._held) - len(self.text))
-        found = [at for at in (self._held.find(word) for word in stop) if 0 <= at < free]
+        if stop and self.how.sure is not None:
+            free = max(0, self.how.sure(self.text + self._held) - len(self.text))
+        places = [(self._held.find(word), len(word)) for word in stop]
+        found = [(at, size) for at, size in places if 0 <= at < free]
         if found:
-            shown, self._held = self._held[: min(found)], ""
+            at, size = min(found)
+            shown, self._held = self._held[: at + size * self.how.stop_too], ""
             self.finish_reason = "stop"
         else:
             keep = max((overlap(self._held, word) for word in stop), default=0)

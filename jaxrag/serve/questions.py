@@ -47,6 +47,7 @@ from jaxrag.serve.given import (
     seeing_encoders,
 )
 from jaxrag.serve.history import FOLDED
+from jaxrag.serve.output import PLAINLY, Shown
 from jaxrag.serve.plain import TextIds, is_verbatim, verbatim_prompt
 from jaxrag.serve.suits import (
     chosen_primer,
@@ -75,6 +76,7 @@ class Settings:
       neighbours: where those of chunks that are given come from, for encoders that see some:
         "corpus", the knowledge base; other passages; "prompt", its own others.
       encode: gives the ids of what messages hold; None: the tokenizer does.
+      shown: how their text is.
       check_cancelled: asked between two texts; raises where nobody waits for the answer any more.
     """
 
@@ -88,6 +90,7 @@ class Settings:
     primer: Primer | None = None
     neighbours: NeighboursFrom | PassageCorpus = "corpus"
     encode: TextIds | None = dataclasses.field(default=None, repr=False)
+    shown: Shown = PLAINLY
     check_cancelled: Callable[[], None] = dataclasses.field(default=lambda: None, repr=False)
 
     def one_by_one[It](self, texts: Iterable[It]) -> Iterator[It]:
@@ -106,15 +109,12 @@ class ReadyQuestion(Request):
       found: the chunks of its prompt but for turns, in order, as they are cited.
       retrieve_seconds: what finding them took.
       again: makes it ready anew, as what it was made from may have left the knowledge base.
-      stops: in how many characters of the beginning of its answer stop strings are looked for, as
-        none is in a call of a tool; None: in all.
     """
 
     settings: Settings
     found: tuple[FoundChunk, ...]
     retrieve_seconds: float
     again: "Callable[[], ReadyQuestion]"
-    stops: Callable[[str], int] | None = None
 
     @property
     def sources(self) -> list[Source]:

@@ -33,7 +33,6 @@ _UNSUPPORTED = {  # field: what it may be all the same
     "functions": ([],),
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
-    "min_p": (0,),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -300,6 +299,11 @@ class Generation(SaidFields, Named):
     guided_choice: _Choice | None = None
     structured_outputs: _Structured = Field(default_factory=lambda: _Structured.read({}))
     ignore_eos: bool = False
+    stop_token_ids: Annotated[
+        list[Annotated[Int, Field(ge=0, le=MOST_K)]], Field(max_length=64, fail_fast=True)
+    ] = Field([])
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     documents: (
         Annotated[list[Any], Field(max_length=MOST_TEXTS), AfterValidator(_passages)] | None
     ) = None

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.serve.calls import sure_text
-from jaxrag.serve.output import Answer
+from jaxrag.serve.output import Answer, Shown
 
 
 class Words:
@@ -91,7 +91,7 @@ def test_stop_ends_no_call_that_a_model_makes_of_itself():
     text = 'Hm city <tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
     for stop, said in (("city", "Hm "), ("name", text)):
         sure = functools.partial(sure_text, form="hermes", names={"weather"})
-        answer = Answer((stop,), Words(list(text)), sure=sure)
+        answer = Answer((stop,), Words(list(text)), how=Shown(sure))
         shown = "".join(answer.push([place]) for place in range(len(text)))
         shown += answer.push([], "stop")
         assert shown == answer.text == said

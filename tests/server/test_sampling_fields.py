@@ -1,5 +1,7 @@
 """What a sampler is asked beside temperature and top-p, by OpenAI's own client."""
 
+import json
+
 import openai
 import pytest
 
@@ -142,3 +144,40 @@ def test_tools_that_are_not_to_be_used_are_let_through(ask):
     assert texts(ask(tools=[tool], tool_choice="none")) == ["falcon"]
     with pytest.raises(openai.BadRequestError):
         ask(tools=[tool])
+
+
+def test_vllms_ways_to_end_and_to_show(server, served_model):
+    asked = {"ignore_eos": True, "max_tokens": 6, "temperature": 50.0, "seed": 5}
+    whole = server.chat(logprobs=True, **asked).json()["choices"][0]
+    words = [it["token"] for it in whole["logprobs"]["content"]]
+    assert len(set(words)) == 6
+    third = int(served_model.tokenizer.encode(words[2])[0])
+    cut = server.chat(stop_token_ids=[third], **asked).json()
+    assert cut["choices"][0]["finish_reason"] == "stop"
+    assert cut["usage"]["completion_tokens"] == 2
+    text = whole["message"]["content"]
+    at = text.index(words[2])
+    for too, said in ((False, text[:at]), (True, text[: at + len(words[2])])):
+        told = server.chat(stop=words[2], include_stop_str_in_output=too, **asked).json()
+        assert told["choices"][0]["message"]["content"] == said
+    refused = server.chat(stop_token_ids=[10**6])
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "stop_token_ids"
+    end = sorted(served_model.config.eos_ids)[0]
+    forced = {"logit_bias": {str(end): 100}, "ignore_eos": True, "max_tokens": 2}
+    assert server.chat(**forced).json()["choices"][0]["message"]["content"] == ""
+    special = server.chat(**forced, skip_special_tokens=False).json()["choices"][0]
+    mark = served_model.tokenizer.decode([end], skip_special=False)
+    assert special["message"]["content"].count(mark) == 2
+
+
+def test_what_is_not_done_is_noted(server):
+    told = server.chat(min_p=0.1, bad_words=["falcon"], allowed_token_ids=[5], max_tokens=1).json()
+    [note] = [it for it in told["jaxrag"]["notes"] if "are ignored" in it]
+    assert all(name in note for name in ("min_p", "bad_words", "allowed_token_ids"))
+
+
+def test_a_stream_with_usage_has_none_before_it(server):
+    answer = server.chat(stream=True, stream_options={"include_usage": True})
+    lines = [it[6:] for it in answer.text.split("\n\n") if it.startswith("data: {")]
+    *others, last = map(json.loads, lines)
+    assert last["usage"]["completion_tokens"] and all(it["usage"] is None for it in others)

@@ -9,6 +9,8 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrag.models.model import load_model
+
 PROMPT = "Kora Felell keeps a falcon. Giso Berow lives in Tondorf."
 
 
@@ -87,6 +89,35 @@ def test_is_greedy_can_be_told(server, served_model):
     for at in range(1, len(ids)):
         largest = found["token_logprobs"][at] == max(found["top_logprobs"][at].values())
         assert largest == (truth[at - 1] == ids[at])
+
+
+EMOJI = "Ha \U0001f44b \u4f60\u597d e\u0301 \uae40!"
+
+
+def test_parts_of_characters_have_names_of_their_own(start, chat_model_dir):
+    """No two candidates are one, and a harness is told what is greedy."""
+    model = load_model(chat_model_dir, cache_tokens=2048)
+    with start(model, {}) as serving:
+        ids = model.tokenizer.encode(EMOJI).tolist()
+        found = score(serving, ids, logprobs=5)["choices"][0]["logprobs"]
+        truth = expected(model, ids)
+        assert any(it.startswith("bytes:\\x") for it in found["tokens"])
+        for at in range(1, len(ids)):
+            top, token = found["top_logprobs"][at], found["tokens"][at]
+            assert len(top) == 5 + (ids[at] not in truth[at - 1].argsort()[-5:])
+            assert (max(top, key=top.get) == token) == (truth[at - 1].argmax() == ids[at])
+        body = {"max_tokens": 12, "ignore_eos": True, "temperature": 9.0, "seed": 2}
+        told = complete(serving, EMOJI, logprobs=5, **body).json()["choices"][0]["logprobs"]
+        assert all(len(it) in (5, 6) for it in told["top_logprobs"])
+        chat = serving.chat("Is it?", logprobs=True, top_logprobs=3, **body).json()["choices"][0]
+        spelled = [it for one in chat["logprobs"]["content"] for it in (one, *one["top_logprobs"])]
+        assert all(
+            it["token"] == bytes(it["bytes"]).decode()
+            for it in spelled
+            if it["bytes"] is not None and not it["token"].startswith("bytes:")
+        )
+        parts = [it for it in spelled if it["token"].startswith("bytes:")]
+        assert parts and all(it["bytes"] for it in parts)
 
 
 def test_no_more_than_the_chosen_ones_are_named_for_zero(server):

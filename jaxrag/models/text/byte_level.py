@@ -1,7 +1,7 @@
 """Byte-level tokenizers: what their tokens spell, and small ones that are made on the spot."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +46,16 @@ def spelled(tokenizer: tokenizers.Tokenizer) -> list[str]:
 
     Of any tokenizer: where it is not byte-level, U+2581 stands for a space.
     """
-    vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+    spell = speller(tokenizer)
+    return [spell(it).decode("utf-8", "replace") for it in tokenizer.get_vocab(False)]
+
+
+def speller(tokenizer: tokenizers.Tokenizer) -> Callable[[str], bytes]:
+    """What gives the bytes of a token that was not added; U+2581 as in ``spelled``."""
     if not _is_byte_level(json.loads(tokenizer.to_str())):
-        return [token.replace("\u2581", " ") for token in vocabulary]
+        return lambda token: token.replace("\u2581", " ").encode()
     table = _bytes_of_characters()
-    return [
-        bytes(table[c] for c in token if c in table).decode("utf-8", "replace")
-        for token in vocabulary
-    ]
+    return lambda token: bytes(table[it] for it in token if it in table)
 
 
 def _is_byte_level(state: Any) -> bool:

@@ -13,7 +13,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,7 +26,7 @@ from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import TokenizerError
 from jaxrag.base.gguf import is_gguf
 from jaxrag.base.types import HostArray
-from jaxrag.models.text.byte_level import spelled
+from jaxrag.models.text.byte_level import spelled, speller
 from jaxrag.models.text.chat import render_template
 from jaxrag.models.text.gguf import read_gguf_tokenizer
 from jaxrag.models.text.pieces import PIECE_CHARACTERS, breaks_between_words, encode_in_pieces
@@ -276,6 +276,19 @@ class Tokenizer:
     def is_byte(self, token_id: int) -> bool:
         """Whether an id is one byte of byte fallback, ``<0xE4>``."""
         return _BYTE_TOKEN.fullmatch(self._text.id_to_token(token_id) or "") is not None
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """What an id spells, an added one too; None for one that is not in the vocabulary."""
+        token = self._text.id_to_token(token_id)
+        if token is None:
+            return None
+        if self.is_byte(token_id):
+            return bytes.fromhex(token[3:5])
+        return token.encode() if token in self.added_tokens else self._spell(token)
+
+    @functools.cached_property
+    def _spell(self) -> Callable[[str], bytes]:
+        return speller(self._text)
 
     def is_silent(self, token_id: int, skip_special: bool) -> bool:
         """Whether ``decode`` drops an id: not in the vocabulary, or special and skipped."""

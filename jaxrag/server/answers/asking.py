@@ -17,9 +17,11 @@ from jaxrag.reuse.methods import METHODS
 from jaxrag.serve.answers import Growing, News, Piece, Result, abstained
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.conversation import Conversation, Source, Text
+from jaxrag.serve.output import Shown
 from jaxrag.serve.plain import PlainSpan, answer_fingerprint, spans
 from jaxrag.serve.questions import ReadyQuestion, prepare, resolve
 from jaxrag.serve.thoughts import thinks
+from jaxrag.server.answers.calling import Calling, CallReader
 from jaxrag.server.errors import ClientLeft, Problem, invalid, unavailable
 from jaxrag.server.fields import Generation
 from jaxrag.server.state.ingested import bring_ingested
@@ -94,7 +96,25 @@ def make_ready(
     encode = None
     if (tokenizer := state.model.tokenizer) is not None:
         encode = functools.partial(state.seen.ids, access.tenant, encode=tokenizer.encode)
-    settings = dataclasses.replace(settings, encode=encode, check_cancelled=check_cancelled)
+    tools = asked.framing.tools if isinstance(asked, Conversation) else ()
+    reader = CallReader(state.model, Calling(tools, "auto", True)) if tools else None
+    ends, notes = frozenset(fields.stop_token_ids), settings.notes
+    if any(it >= state.model.config.vocab_size for it in ends):
+        raise invalid(f"stop_token_ids={sorted(ends)}: expected ids of tokens", "stop_token_ids")
+    if ends and sampling.guide is not None:
+        ends = frozenset()
+        notes += ("stop_token_ids: not looked for, as the answer is of a form",)
+    settings = dataclasses.replace(
+        settings,
+        encode=encode,
+        check_cancelled=check_cancelled,
+        notes=notes,
+        shown=Shown(
+            None if reader is None else reader.sure,
+            stop_too=fields.include_stop_str_in_output,
+            special=not fields.skip_special_tokens,
+        ),
+    )
     ready = prepare(settings, asked, fields.documents, sampling)
     if base is None and server.plain == "passages" and not isinstance(state.engine, Replicas):
         bases = [
@@ -109,7 +129,7 @@ def make_ready(
     return dataclasses.replace(
         ready,
         max_new_tokens=wanted or min(server.max_new_tokens, room),
-        eos_ids=frozenset() if fields.ignore_eos else ready.eos_ids,
+        eos_ids=ends | (frozenset() if fields.ignore_eos else ready.eos_ids),
         rows=server.rows,
         watched=fields.stream,
         priority=_priority(state, access, fields.priority),

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import reprlib
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -12,7 +12,6 @@ from pydantic import Field
 from jaxrag.base.guide import Guide
 from jaxrag.models.model import Model
 from jaxrag.serve.calls import ToolCall, calls_of, form_of, sure_text
-from jaxrag.serve.questions import ReadyQuestion
 from jaxrag.server.errors import invalid
 from jaxrag.server.fields import Fields, Generation, wrong
 
@@ -143,14 +142,6 @@ class CallReader:
         self._calling = calling
         if calling is not None:
             self._form = form_of("".join(model.text_tokenizer().chat_templates.values()))
-
-    def stopping(
-        self, make: Callable[[Callable[[], None]], ReadyQuestion]
-    ) -> Callable[[Callable[[], None]], ReadyQuestion]:
-        """The same, so that no stop string ends a call."""
-        if self._calling is None:
-            return make
-        return lambda cancelled: dataclasses.replace(make(cancelled), stops=self.sure)
 
     def read(self, text: str) -> tuple[str, list[ToolCall]]:
         """What an answer says, and what it calls."""

@@ -30,8 +30,7 @@ async def chat_completions(visit: Visit) -> Response:
     if calling is not None:
         refuse_knowledge(fields, base)
     form = ChatForm(visit, fields, calling)
-    ready = functools.partial(make_ready, visit.state, visit.call.access, fields, talk, base)
-    make = form.reader.stopping(ready)
+    make = functools.partial(make_ready, visit.state, visit.call.access, fields, talk, base)
     return await respond(visit, fields, [make], form)
 
 

@@ -1,5 +1,6 @@
 """How answers are written: what chats and completions have in common."""
 
+import contextlib
 import dataclasses
 import time
 import uuid
@@ -15,8 +16,6 @@ from jaxrag.server.answers.visit import Visit
 from jaxrag.server.errors import Problem
 from jaxrag.server.fields import Generation
 
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-
 
 def head(visit: Visit, kind: str, name: str) -> dict[str, Any]:
     """What an answer, or each event of it, begins with: its id, object, moment and model."""
@@ -29,19 +28,30 @@ def head(visit: Visit, kind: str, name: str) -> dict[str, Any]:
 
 
 def token_text(model: Model, token_id: int) -> str:
-    """A token as text, special ones too; by its id where the model has no tokenizer."""
-    if model.tokenizer is None:
+    """A token as text, special ones too, no two alike; parts of characters as OpenAI spells them.
+
+    By its id where the model has no text of it.
+    """
+    spelled = _bytes_of(model, token_id)
+    if spelled is None:
         return f"token_id:{token_id}"
-    return model.tokenizer.decode([token_id], skip_special=False)
+    with contextlib.suppress(UnicodeDecodeError):
+        if not model.text_tokenizer().is_byte(token_id):
+            return spelled.decode()
+    return "bytes:" + "".join(f"\\x{it:02x}" for it in spelled)
+
+
+def _bytes_of(model: Model, token_id: int) -> bytes | None:
+    return None if model.tokenizer is None else model.tokenizer.token_bytes(token_id)
 
 
 def logprobs_of(model: Model, piece: Piece) -> list[dict[str, Any]]:
     """Tokens of a piece with their log-probabilities, and the likeliest in the place of each."""
 
     def told(token_id: int, logprob: float) -> dict[str, Any]:
-        text = token_text(model, token_id)
-        known = None if _INCOMPLETE in text else list(text.encode())
-        return {"token": text, "logprob": logprob, "bytes": known}
+        spelled = _bytes_of(model, token_id)
+        known = None if spelled is None else list(spelled)
+        return {"token": token_text(model, token_id), "logprob": logprob, "bytes": known}
 
     pairs = zip(piece.ids, piece.logprobs, strict=True)
     tops = piece.top or [[] for _ in piece.ids]
@@ -159,7 +169,8 @@ class Form:
 
     def event(self, *choices: dict[str, Any]) -> dict[str, Any]:
         """Choices behind the head."""
-        return self._head | {"choices": list(choices)}
+        usage = {"usage": None} if self.fields.stream and self.fields.include_usage else {}
+        return self._head | {"choices": list(choices)} | usage
 
     def spoken(self, place: int, result: Result) -> tuple[str, Result]:
         """What a choice thinks, and the choice without it."""

@@ -134,8 +134,7 @@ async def responses(visit: Visit) -> Response:
     if calling is not None:
         refuse_knowledge(fields, base)
     form = ResponseForm(visit, asked, before)
-    ready = functools.partial(make_ready, state, access, fields, asked.talk, base)
-    make = form.reader.stopping(ready)
+    make = functools.partial(make_ready, state, access, fields, asked.talk, base)
     return await respond(visit, fields, [make], form)
 
 

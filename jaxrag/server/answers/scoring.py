@@ -124,7 +124,8 @@ def _choice(
     top: list[dict[str, float] | None] = [None]
     for at, probability in enumerate(chosen.tolist()):
         best = zip(found.top_ids[at, :count].tolist(), found.top[at, :count].tolist(), strict=True)
-        top.append(_named(model, [*best, (int(tokens[at + 1]), probability)]))
+        pairs = [*best, (int(tokens[at + 1]), probability)]
+        top.append({token_text(model, it): value for it, value in pairs})
     ended = more and int(tokens[-1]) in model.config.eos_ids
     return {
         "index": place,
@@ -137,18 +138,6 @@ def _choice(
         },
         "finish_reason": "stop" if ended else "length",
     }
-
-
-def _named(model: Model, best: Sequence[tuple[int, float]]) -> dict[str, float]:
-    """Log-probabilities by the texts of tokens; by the id where two have one text."""
-    named: dict[str, float] = {}
-    ids = set[int]()
-    for token_id, probability in best:
-        if token_id not in ids:
-            ids.add(token_id)
-            text = token_text(model, token_id)
-            named[f"token_id:{token_id}" if text in named else text] = probability
-    return named
 
 
 def tokenizer_info(call: Call) -> dict[str, Any]:
