@@ -239,13 +239,18 @@ class Engine:
         return self._mail.looked
 
     @property
+    def compiles(self) -> bool:
+        """Whether its thread compiles, or waits for what is compiled."""
+        return self.compile_times.under_way > 0
+
+    @property
     def silence(self) -> float:
         """Seconds for which its thread has been at one turn of its loop; 0 while it waits.
 
         While it compiles, or waits for what is compiled, they are 0, and begin anew behind that. A
         long job counts; one that never ends is a thread that is stuck.
         """
-        return 0.0 if self.compile_times.under_way else self._mail.silence
+        return 0.0 if self.compiles else self._mail.silence
 
     def where(self, number: int) -> Where | None:
         """Status of a request; None for one that is over, or not begun."""

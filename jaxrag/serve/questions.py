@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -324,7 +325,15 @@ def _refused(
     titles = (it.title for it in given if isinstance(it, Passage))
     texts = (it.text if isinstance(it, Passage) else it for it in given)
     said = (talk.system, talk.query or "", *talk.questions, *talk.answers)
-    check_size(model, (*said, *settings.ask.blocks, *texts, *titles))
+    more = [
+        it[name]
+        for it in talk.messages
+        for name in ("tool_calls", "reasoning_content")
+        if name in it
+    ]
+    framing = [it for it in (more, talk.framing.tools, talk.framing.values) if it]
+    frame = json.dumps(framing, ensure_ascii=False) if framing else ""
+    check_size(model, (*said, frame, *settings.ask.blocks, *texts, *titles))
     if _as_blocks(settings) and method.encoder is None:
         raise RequestError(
             f"earlier_turns='blocks': method {method.name!r} computes the whole prompt "

@@ -5,6 +5,7 @@ import threading
 import jax
 import pytest
 from refusal import refused
+from serving import until
 
 from jaxrag.base.errors import ConfigError
 from jaxrag.server.http.health import STUCK, watchdog
@@ -57,7 +58,7 @@ def stuck(patient):
 
 
 def test_health_is_503_while_the_engine_is_stuck(stuck, patient):
-    assert patient.client.get("/health").json() == {"status": "ok", "phase": "ready"}
+    until(lambda: patient.client.get("/health").json() == {"status": "ok", "phase": "ready"})
     stuck.hold()
     assert patient.client.get("/health").status_code == 200  # not for long enough
     stuck.now[0] = 90.0
@@ -95,6 +96,12 @@ def test_compiling_is_not_being_stuck(stuck, patient):
         stuck.now[0] = 90.0
         assert patient.client.get("/health").status_code == 200
         assert patient.client.get("/v1/engine").json()["silence_seconds"] == 0
+        assert patient.client.get("/health").json()["compiling"] == {
+            "done": 0,
+            "of": 1,
+            "waiting": 0,
+        }
+        assert "jaxrag_engine_compiling 1.0" in patient.client.get("/metrics").text
         go.set()
         assert compiled.wait(120)
         assert patient.client.get("/health").status_code == 200  # it counts from here

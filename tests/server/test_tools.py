@@ -11,6 +11,7 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 
 from jaxrag.models.model import load_model
+from jaxrag.models.text.tokenizer import Tokenizer
 
 CHAT = "/v1/chat/completions"
 ASKED = [{"role": "user", "content": "Is it warm?"}]
@@ -390,3 +391,22 @@ def test_no_tool_and_no_form_makes_the_server_fail(serving, path):
 
     asked()
     assert serving.client.get("/ready").status_code == 200
+
+
+def test_definitions_beyond_the_context_are_refused_before_they_are_tokenised(serving, monkeypatch):
+    encoded = []
+    encode = Tokenizer.encode
+
+    def watched(self, text, special=False):
+        encoded.append(len(text))
+        return encode(self, text, special)
+
+    monkeypatch.setattr(Tokenizer, "encode", watched)
+    tool = {"type": "function", "function": {"name": "f", "description": "x" * 1_000_000}}
+    answer = serving.post(CHAT, messages=ASKED, tools=[tool])
+    assert answer.status_code == 400 and "characters" in answer.json()["error"]["message"]
+    arguments = json.dumps({"a": "x" * 1_000_000})
+    call = {"id": "a" * 9, "function": {"name": "f", "arguments": arguments}}
+    messages = [*ASKED, {"role": "assistant", "tool_calls": [call]}]
+    assert serving.post(CHAT, messages=messages).status_code == 400
+    assert max(encoded, default=0) < 100_000

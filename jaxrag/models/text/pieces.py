@@ -66,13 +66,22 @@ def encode_in_pieces(text: str, encode: Encode, breaks: str) -> EncodedText:
     Raises TokenizerError, before anything long is encoded, for a text of which more than
     MAX_CHARACTERS would have to be encoded at once.
     """
-    cuts = list(_cuts(text, encode, breaks))
-    edges = [(0, 0), *cuts, (len(text), 0)]
     parts = [
-        _shifted(encode(text[start + dropped : end]), start, dropped)
-        for (start, dropped), (end, _) in itertools.pairwise(edges)
+        _shifted(encode(text[first:end]), first - dropped, dropped)
+        for first, dropped, end in pieces_of(text, encode, breaks)
     ]
     return np.concatenate([ids for ids, _ in parts]), np.concatenate([at for _, at in parts])
+
+
+def pieces_of(text: str, encode: Encode, breaks: str) -> list[tuple[int, int, int]]:
+    """The pieces: of each the first character to encode, how many before it are left out, its end.
+
+    As of ``encode_in_pieces``, which encodes them.
+    """
+    edges = [(0, 0), *_cuts(text, encode, breaks), (len(text), 0)]
+    return [
+        (start + dropped, dropped, end) for (start, dropped), (end, _) in itertools.pairwise(edges)
+    ]
 
 
 def _cuts(text: str, encode: Encode, breaks: str) -> Iterator[tuple[int, int]]:

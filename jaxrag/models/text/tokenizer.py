@@ -29,7 +29,12 @@ from jaxrag.base.types import HostArray
 from jaxrag.models.text.byte_level import spelled, speller
 from jaxrag.models.text.chat import render_template
 from jaxrag.models.text.gguf import read_gguf_tokenizer
-from jaxrag.models.text.pieces import PIECE_CHARACTERS, breaks_between_words, encode_in_pieces
+from jaxrag.models.text.pieces import (
+    PIECE_CHARACTERS,
+    breaks_between_words,
+    encode_in_pieces,
+    pieces_of,
+)
 
 PROMPT_FILE = "prompt.toml"  # the prompt format of the model, see jaxrag.models.text.prompts
 READING_FILE = "reading.toml"  # how it was trained to read chunks, see jaxrag.models.reading
@@ -52,6 +57,7 @@ TEMPLATE_DIRECTORY = "additional_chat_templates"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 _REPLACEMENT = "\ufffd"
 _MOST_GROWTH = 64
+_LONG = 4096  # characters of a text for which other threads are let run
 
 
 class Tokenizer:
@@ -163,15 +169,20 @@ class Tokenizer:
     def encode(self, text: str, special: bool = False) -> HostArray:
         """Ids of a text, int32 [T], without BOS or EOS.
 
-        ``special=True`` recognises added tokens spelled in the text, as a rendered chat needs; else
-        a long text is encoded in pieces, to the same ids. Raises TokenizerError for a text that the
-        tokenizer's own rules fail on, and as ``encode_with_offsets``.
+        ``special=True`` recognises added tokens spelled in the text, as a rendered chat needs. A
+        long text is encoded in pieces, to the same ids, while other threads run. Raises
+        TokenizerError for a text that the tokenizer's own rules fail on, and as
+        ``encode_with_offsets``.
         """
-        if len(text) > PIECE_CHARACTERS and not special:
-            return self.encode_with_offsets(text)[0]
         tokenizer = self._special if special else self._text
-        with _panics():
-            return np.asarray(tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+        def ids(piece: str) -> HostArray:
+            return np.asarray(_encoding(tokenizer, piece).ids, np.int32)
+
+        if len(text) <= PIECE_CHARACTERS:
+            return ids(text)
+        cuts = pieces_of(text, functools.partial(_encoded, tokenizer), self._breaks)
+        return np.concatenate([ids(text[first:end]) for first, _, end in cuts])
 
     def encode_with_offsets(self, text: str) -> tuple[HostArray, HostArray]:
         """Ids int32 [T], and for each the (start, end) characters of the text it covers, [T, 2].
@@ -179,15 +190,10 @@ class Tokenizer:
         A long text is encoded in pieces, to the same ids. Raises TokenizerError for one that is too
         long to be encoded at once and cannot be cut, and as ``encode``.
         """
+        encode = functools.partial(_encoded, self._text)
         if len(text) <= PIECE_CHARACTERS:
-            return self._encoded(text)
-        return encode_in_pieces(text, self._encoded, self._breaks)
-
-    def _encoded(self, text: str) -> tuple[HostArray, HostArray]:
-        with _panics():
-            encoding = self._text.encode(text, add_special_tokens=False)
-        offsets = np.array(encoding.offsets, np.int32).reshape(-1, 2)
-        return np.asarray(encoding.ids, np.int32), offsets
+            return encode(text)
+        return encode_in_pieces(text, encode, self._breaks)
 
     @functools.cached_property
     def _breaks(self) -> str:
@@ -353,18 +359,21 @@ class TextStream:
         if self._tokenizer.is_silent(token_id, self._skip_special):
             return ""  # it does not even end a run of bytes
         self._window.append(token_id)
-        text = self._decode(self._window)
-        if text.endswith(_REPLACEMENT) or self._tokenizer.is_byte(token_id):
+        if self._tokenizer.is_byte(token_id):
             return ""
-        piece = text[self._emitted :]
-        self._emitted = len(text)
+        text = self._decode(self._window)
+        sure = len(text) - text.endswith(_REPLACEMENT)  # of several, the last may still change
+        if sure <= self._emitted:
+            return ""
+        piece = text[self._emitted : sure]
+        self._emitted = sure
         if len(self._window) > self._LONGEST_WINDOW:
             # A decoder may strip a space from the first token, so the shorter window must already
             # begin with text: then the next decode strips the same space.
             kept = self._decode(self._window[-self._KEPT :])
             if kept:
                 del self._window[: -self._KEPT]
-                self._emitted = len(kept)
+                self._emitted = len(kept) - kept.endswith(_REPLACEMENT)
         return piece
 
     def flush(self) -> str:
@@ -376,6 +385,20 @@ class TextStream:
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, self._skip_special)
+
+
+def _encoded(tokenizer: tokenizers.Tokenizer, text: str) -> tuple[HostArray, HostArray]:
+    encoding = _encoding(tokenizer, text)
+    offsets = np.array(encoding.offsets, np.int32).reshape(-1, 2)
+    return np.asarray(encoding.ids, np.int32), offsets
+
+
+def _encoding(tokenizer: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
+    with _panics():
+        if len(text) < _LONG:
+            return tokenizer.encode(text, add_special_tokens=False)
+        # Of the two, only a batch gives way to other threads.
+        return tokenizer.encode_batch([text], add_special_tokens=False)[0]
 
 
 def check_vocab(tokenizer: Tokenizer, config: ModelConfig) -> None:

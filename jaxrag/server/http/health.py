@@ -26,8 +26,8 @@ async def health(request: Request) -> JSONResponse:
     state = state_of(request)
     check_moves(state)
     said: dict[str, Any] = {"status": "ok", "phase": state.phase}
-    if (compiling := state.compiling) is not None:
-        done, of = compiling
+    if state.compiling is not None or state.engine.compiles:
+        done, of = state.compiling or (0, 1)  # one, for who asked for it
         said["compiling"] = {"done": done, "of": of, "waiting": len(state.asking)}
     return JSONResponse(said)
 

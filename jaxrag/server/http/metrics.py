@@ -168,6 +168,8 @@ class _Now(Collector):
                      state.limits.running)  # fmt: skip
         yield _gauge("engine_silence_seconds", "For which the engine's thread has been at one turn "
                      "of its loop; 0 while it waits.", engine.silence)  # fmt: skip
+        yield _gauge("engine_compiling", "1 while the engine's thread compiles, or waits for it.",
+                     float(engine.compiles))  # fmt: skip
         if (looked := engine.looked) is not None:
             ago = max(time.monotonic() - looked, 0.0)
             yield _gauge("last_step_timestamp_seconds", "When the engine's loop last turned, in "

@@ -270,6 +270,11 @@ class Replicas(Engine):
         return max((it.last for it in list(self._members.values()) if it.report), default=None)
 
     @property
+    def compiles(self) -> bool:
+        """Never: each replica does so by itself."""
+        return False
+
+    @property
     def silence(self) -> float:
         """0 while an engine is up; else seconds since one was."""
         if self._up():

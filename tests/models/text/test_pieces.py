@@ -4,6 +4,8 @@ import json
 import random
 import subprocess
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from tokenizers import Regex, models, normalizers, pre_tokenizers, trainers
 from jaxrag.base.errors import DocumentError, TokenizerError
 from jaxrag.library.documents.chunking import Chunking, split
 from jaxrag.models.text import byte_level, pieces
+from jaxrag.models.text import tokenizer as tokenizer_module
 from jaxrag.models.text.tokenizer import Tokenizer
 
 SAMPLE = (
@@ -134,13 +137,13 @@ def small(monkeypatch):
 def encoded(monkeypatch):
     """Lengths of the texts that the library is given."""
     lengths = []
-    encode = Tokenizer._encoded
+    encode = tokenizer_module._encoding
 
-    def watched(self, text):
+    def watched(made, text):
         lengths.append(len(text))
-        return encode(self, text)
+        return encode(made, text)
 
-    monkeypatch.setattr(Tokenizer, "_encoded", watched)
+    monkeypatch.setattr(tokenizer_module, "_encoding", watched)
     return lengths
 
 
@@ -159,6 +162,40 @@ def test_pieces_give_the_ids_and_offsets_of_the_whole(small, encoded, make):
         encoded.clear()
         np.testing.assert_array_equal(tokenizer.encode(text), ids)
         assert encoded and max(encoded) < 1_000
+
+
+@pytest.mark.parametrize("make", [gpt_2, llama_3])
+def test_special_tokens_are_found_in_pieces_as_well(small, encoded, make):
+    made = make()
+    made.add_special_tokens(["<|end of it|>"])
+    tokenizer = loaded(made)
+    for seed in range(4):
+        words = text_of(2_000, seed).split(" ")
+        words[::17] = ["<|end of it|>"] * len(words[::17])
+        text = " ".join(words)
+        ids = tokenizer.encode(text, special=True)
+        assert ids.tolist() == made.encode(text, add_special_tokens=False).ids
+        assert (ids == made.token_to_id("<|end of it|>")).sum() == len(words[::17])
+        assert max(encoded) < 1_000
+        encoded.clear()
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_others_run_while_a_long_word_is_encoded(special):
+    tokenizer, over, longest = loaded(gpt_2()), threading.Event(), 0.0
+
+    def encode():
+        tokenizer.encode("x1Yz" * 100_000, special=special)
+        over.set()
+
+    thread = threading.Thread(target=encode)
+    begun = last = time.monotonic()
+    thread.start()
+    while not over.wait(0.001):
+        now = time.monotonic()
+        longest, last = max(longest, now - last), now
+    thread.join()
+    assert longest < 0.5 * (time.monotonic() - begun)
 
 
 @pytest.mark.parametrize("make", [of_phrases, unigram])

@@ -197,6 +197,29 @@ def test_streaming_stays_linear(tokenizer, monkeypatch):
     assert longest < 100
 
 
+@pytest.mark.parametrize("spelled", ["\U0001f680", "\u00e9"])
+def test_a_token_that_completes_no_character_costs_what_others_do(tokenizer, monkeypatch, spelled):
+    """A part of one, again and again."""
+    decode, read = tokenizer.decode, []
+
+    def watch(ids, skip_special=True):
+        read.append(len(ids))
+        return decode(ids, skip_special)
+
+    monkeypatch.setattr(tokenizer, "decode", watch)
+    ids = [int(tokenizer.encode(spelled)[-2])] * 3000
+    assert "".join(pieces_of(tokenizer, ids)) == decode(ids)
+    assert sum(read) < 100 * len(ids)
+
+
+def test_a_token_has_its_bytes(tokenizer):
+    for text in ["a b", "\U0001f680 na\u00efve"]:
+        spelled = b"".join(tokenizer.token_bytes(int(it)) for it in tokenizer.encode(text))
+        assert spelled.decode().strip() == text
+    assert tokenizer.token_bytes(tokenizer.bos_id) == b"<s>"
+    assert tokenizer.token_bytes(10**6) is None
+
+
 def template(*names):
     return processors.TemplateProcessing(
         single=[*names, "$A"], special_tokens=[(name, SPECIAL.index(name)) for name in names]
