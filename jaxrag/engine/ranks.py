@@ -17,12 +17,13 @@ import hashlib
 import hmac
 import json
 import queue
+import re
 import secrets
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Literal
 
 import jax
@@ -38,8 +39,12 @@ STALL_SECONDS = 15.0  # of silence after which a process counts as dead
 BEAT_SECONDS = 1.0
 _END_SECONDS = 10.0
 _MEET_SECONDS = 5.0  # for who comes to prove what it knows
+_LOOK_SECONDS = 0.05  # between two looks at who has
+_MOST_MEETING = 64  # at once
+_MOST_OPEN = 4096  # turns and batches that not all have spoken of
 
 _SECRET = 32  # bytes
+_RANK = re.compile("[0-9]{1,6}")
 _SAID = 1 << 16  # bytes that a follower says at once, at most
 _HEAD = struct.Struct(">cQ")
 _DONE = struct.Struct(">QI")
@@ -153,6 +158,9 @@ class Leader:
             all_there = len(ranks) > len(self._links)
             if all_there:
                 del self._loaded[number]
+            many = len(self._loaded) > _MOST_OPEN
+        if many:
+            self.lose(f"rank {rank} speaks of batches that there are not")
         if all_there and self._on_loaded is not None:
             self._on_loaded(number)
 
@@ -187,6 +195,9 @@ class Leader:
             same = len(set(seen.values())) == 1
             if len(seen) > len(self._links):
                 del self._seen[turn]
+            many = len(self._seen) > _MOST_OPEN
+        if many:
+            self.lose(f"rank {rank} speaks of turns that there are not")
         if not same:
             self.lose(f"rank {rank} made another turn {turn} than the others")
 
@@ -373,23 +384,8 @@ def lead(
     """
     links: dict[int, _Link] = {}
     end = time.monotonic() + JOIN_SECONDS
-    with server:
-        while len(links) < processes - 1:
-            server.settimeout(max(end - time.monotonic(), 0.001))
-            try:
-                sock, _ = server.accept()
-            except TimeoutError:
-                for link in links.values():
-                    link.close()
-                raise ConfigError(
-                    f"{processes - 1 - len(links)} of {processes} processes did not come within "
-                    f"{JOIN_SECONDS:g} s; start all of them"
-                ) from None
-            link = _Link(sock, _MEET_SECONDS, _SAID)
-            said = _met(link, secret)
-            if said is None:  # a stranger
-                link.close()
-                continue
+    with server, contextlib.closing(_comers(server, secret, end)) as comers:
+        for link, said in comers:
             wrong = _unlike(said, about, links, processes)
             if wrong:
                 for one in (link, *links.values()):
@@ -398,10 +394,58 @@ def lead(
                     one.close()
                 raise ConfigError(wrong)
             links[int(said["rank"])] = link
+            if len(links) == processes - 1:
+                break
+        else:
+            for link in links.values():
+                link.close()
+            raise ConfigError(
+                f"{processes - 1 - len(links)} of {processes} processes did not come within "
+                f"{JOIN_SECONDS:g} s; start all of them"
+            )
     for link in links.values():
         link.seconds(STALL_SECONDS)
         link.send(b"h")
     return Leader(stores, links)
+
+
+def _comers(
+    server: socket.socket, secret: bytes, end: float
+) -> Generator[tuple[_Link, dict[str, str]]]:
+    """Who comes and knows the secret, until a moment; several are met at once, each for a while."""
+    met: queue.SimpleQueue[tuple[_Link, dict[str, str] | None]] = queue.SimpleQueue()
+    meeting, over = 0, threading.Event()
+
+    def meet_one(link: _Link) -> None:
+        timer = threading.Timer(_MEET_SECONDS, link.close)
+        timer.start()
+        said = _met(link, secret)
+        timer.cancel()
+        met.put((link, said))
+        if over.is_set():
+            link.close()
+
+    server.settimeout(_LOOK_SECONDS)
+    try:
+        while time.monotonic() < end:
+            with contextlib.suppress(TimeoutError):
+                link = _Link(server.accept()[0], _MEET_SECONDS, _SAID)
+                if meeting < _MOST_MEETING:
+                    meeting += 1
+                    threading.Thread(target=meet_one, args=(link,), daemon=True).start()
+                else:
+                    link.close()
+            while not met.empty():
+                link, said = met.get()
+                meeting -= 1
+                if said is None:  # a stranger
+                    link.close()
+                else:
+                    yield link, said
+    finally:
+        over.set()
+        while not met.empty():
+            met.get()[0].close()
 
 
 def follow(
@@ -448,10 +492,12 @@ def _met(link: _Link, secret: bytes) -> dict[str, str] | None:
         link.say(_proof(secret, b"leader", theirs, mine))
         kind, data = link.receive()
         said = json.loads(data)
-    except (OSError, EOFError, EngineError, ValueError):
+    except (OSError, EOFError, EngineError, ValueError, RecursionError):
         return None
-    known = kind == b"h" and isinstance(said, dict) and str(said.get("rank", "")).isdigit()
-    return said if known else None
+    if kind != b"h" or not isinstance(said, dict):
+        return None
+    texts = all(isinstance(it, str) for it in said.values())
+    return said if texts and _RANK.fullmatch(said.get("rank", "")) else None
 
 
 def _unlike(

@@ -10,9 +10,11 @@ import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import PurePath
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import httpx2
+import uvicorn
 from mcp.server.mcpserver import Context, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from mcp.server.transport_security import TransportSecuritySettings
@@ -20,11 +22,14 @@ from mcp.types import ToolAnnotations
 from pydantic import Field
 
 from jaxrag.base.installed import __version__
+from jaxrag.server.http.checks import Checks
+from jaxrag.server.http.connections import Connections
+from jaxrag.server.settings import ServerSettings
+from jaxrag.server.state.bodies import Bodies
 
 MOST_FOUND = 50  # passages of a search
 MOST_TEXT = 1 << 20  # characters of a document that a tool adds
 _SECONDS = 600.0  # of an answer, and until what was added is found
-_LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 _LIMIT = 100  # knowledge bases, and documents of one, that are listed
 _WORDS = (
     "Documents are in knowledge bases. `search` gives passages, `ask` an answer with the passages "
@@ -217,19 +222,33 @@ def run_http(
     Args:
       hosts: names by which it may be called beside ``host``; a browser's pages may be of the same.
     """
-    names = {host, *hosts, *(_LOOPBACK if host in _LOOPBACK else ())}
-    named = sorted({*names, *(f"{it}:*" for it in names)})
-    server.run(
-        "streamable-http",
-        host=host,
-        port=port,
-        stateless_http=True,
-        transport_security=TransportSecuritySettings(
-            enable_dns_rebinding_protection=True,
-            allowed_hosts=named,
-            allowed_origins=[f"{scheme}://{it}" for it in named for scheme in ("http", "https")],
-        ),
+    settings = ServerSettings(host=host, port=port, allowed_hosts=tuple(hosts))
+    asyncio.run(_served(server, settings))
+
+
+async def _served(server: MCPServer[httpx2.AsyncClient], settings: ServerSettings) -> None:
+    """With the bounds of `jaxrag serve` on connections, heads, bodies, hosts and origins."""
+    connections = Connections(settings)
+    bodies = Bodies(settings.max_bodies_bytes, 1)
+    state: Any = SimpleNamespace(settings=settings, bodies=bodies, max_requests=None)
+    security = TransportSecuritySettings(enable_dns_rebinding_protection=False)  # Checks do that
+    app = server.streamable_http_app(stateless_http=True, transport_security=security)
+    config = uvicorn.Config(
+        Checks(app, state),
+        host=settings.host,
+        port=settings.port,
+        log_level="warning",
+        http=connections.protocol,  # type: ignore[arg-type]
+        ws="none",
+        server_header=False,
+        proxy_headers=False,
     )
+    asyncio.get_running_loop().set_exception_handler(connections.on_error)
+    watching = asyncio.ensure_future(connections.watch())
+    try:
+        await uvicorn.Server(config).serve()
+    finally:
+        watching.cancel()
 
 
 def _origin(hit: Mapping[str, Any]) -> str:

@@ -1,10 +1,12 @@
 """Processes of one model: who may take part, what is sent, and how all end when one is lost."""
 
+import contextlib
 import dataclasses
 import json
 import socket
 import struct
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -29,11 +31,12 @@ def gathered(monkeypatch):
     """``gathered(said...)``: the leader or its error, and a follower or error for each."""
     monkeypatch.setattr(ranks, "JOIN_SECONDS", 5.0)
     monkeypatch.setattr(ranks, "BEAT_SECONDS", 0.02)
-    made = []
+    made, kept = [], []
 
-    def call(*said, processes=None, strangers=()):
+    def call(*said, processes=None, strangers=(), silent=0):
         server, found = socket.create_server(("127.0.0.1", 0)), {}
         address = server.getsockname()[:2]
+        kept.extend(socket.create_connection(address) for _ in range(silent))
 
         def join(place, rank, about, secret):
             try:
@@ -62,6 +65,8 @@ def gathered(monkeypatch):
         return leader, *(found[place] for place in range(len(said)))
 
     yield call
+    for one in kept:
+        one.close()
     for leader in made:
         if isinstance(leader, ranks.Leader):
             leader.close()
@@ -245,6 +250,55 @@ def test_who_does_not_know_the_secret_is_no_rank(gathered, monkeypatch):
     met = [it for it in (one, other) if isinstance(it, ranks.Follower)]
     assert isinstance(leader, ranks.Leader) and isinstance(one, ranks.Follower) and len(met) == 1
     assert isinstance(other, ConfigError)
+
+
+def test_who_says_nothing_keeps_nobody_waiting(gathered, monkeypatch):
+    """As many as came first; one after the other they would take all the time that there is."""
+    monkeypatch.setattr(ranks, "JOIN_SECONDS", 20.0)
+    leader, one = gathered((1, ABOUT, SECRET), silent=12)
+    assert isinstance(leader, ranks.Leader) and isinstance(one, ranks.Follower)
+
+
+def test_a_drop_at_a_time_is_no_meeting(monkeypatch):
+    monkeypatch.setattr(ranks, "_MEET_SECONDS", 0.5)
+    monkeypatch.setattr(ranks, "_LOOK_SECONDS", 0.01)
+    closed = threading.Event()
+    server = socket.create_server(("127.0.0.1", 0))
+    with server, socket.create_connection(server.getsockname()[:2]) as drip:
+
+        def read():
+            with contextlib.suppress(OSError):
+                while drip.recv(1 << 16):
+                    pass
+            closed.set()
+
+        comers = ranks._comers(server, SECRET, time.monotonic() + 4)
+        threads = [threading.Thread(target=it) for it in (read, lambda: list(comers))]
+        for thread in threads:
+            thread.start()
+        begun = time.monotonic()
+        while not closed.wait(0.1) and time.monotonic() < begun + 3.5:
+            with contextlib.suppress(OSError):
+                drip.sendall(b"a")
+        assert closed.is_set()
+        for thread in threads:
+            thread.join()
+
+
+@pytest.mark.parametrize("rank", ["\u00b2", "9" * 5000, "-1", ""])
+def test_who_says_nonsense_of_itself_is_a_stranger(gathered, monkeypatch, rank):
+    monkeypatch.setattr(ranks, "JOIN_SECONDS", 1.0)
+    leader, one = gathered((rank, ABOUT, SECRET))
+    assert "did not come within" in str(leader) and isinstance(one, ConfigError)
+
+
+def test_what_is_spoken_of_and_is_not_has_a_bound(gathered, monkeypatch):
+    monkeypatch.setattr(ranks, "_MOST_OPEN", 50)
+    leader, one = gathered((1, ABOUT, SECRET))
+    for number in range(60):
+        one.loaded(1000 + number)
+    until(lambda: leader.lost)
+    assert "rank 1 speaks of batches that there are not" in str(leader.lost)
 
 
 def test_who_does_not_come_is_waited_for_a_while(gathered, monkeypatch):

@@ -170,7 +170,9 @@ def test_pages_of_other_sites_are_refused(server):
     accept = {"accept": "application/json, text/event-stream"}
     with listening(server.url, more=("--allowed-host", "tools.test")) as url:
         for changed, status in (
-            ({"host": "evil.test"}, 421),
+            ({"host": "evil.test"}, 403),
+            ({"host": "127.0.0.1:1.evil.test"}, 403),
+            ({"origin": f"{url.removesuffix('/mcp')}.evil.test"}, 403),
             ({"origin": "http://evil.test"}, 403),
         ):
             assert httpx2.post(url, json=body, headers=accept | changed).status_code == status
@@ -215,3 +217,11 @@ def test_a_key_is_no_argument():
     """Arguments are shown to everybody on a machine."""
     with pytest.raises(SystemExit):
         main(["mcp", "--key", "secret"])
+
+
+def test_half_a_head_is_closed(server):
+    with listening(server.url) as url:
+        host, port = url.removeprefix("http://").removesuffix("/mcp").split(":")
+        with socket.create_connection((host, int(port)), 60) as half:
+            half.sendall(b"GET /mcp HTTP/1.1\r\nx: " + b"a" * (1 << 20))
+            assert half.recv(1 << 16).startswith(b"HTTP/1.1 431")

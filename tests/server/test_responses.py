@@ -342,3 +342,12 @@ def test_a_store_that_is_not_there_is_404(client):
         client.responses.create(
             model=MODEL, input=HOME, tools=[{"type": "file_search", "vector_store_ids": ["vs_0"]}]
         )
+
+
+def test_a_removed_response_leaves_no_word_on_the_disk(start, served_model, tmp_path):
+    with start(served_model, {}, data=str(tmp_path)) as server:
+        asked = server.post("/v1/responses", input=HOME)
+        made = asked.raise_for_status().json()["id"]
+        assert server.client.delete(f"/v1/responses/{made}").status_code == 200
+        files = list(tmp_path.rglob("server.sqlite*"))
+        assert files and not any(b"Giso Berow" in it.read_bytes() for it in files)

@@ -5,6 +5,7 @@ is of the same origin as the server. A name that is an address, or has no dot, c
 """
 
 import ipaddress
+import re
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
@@ -16,6 +17,7 @@ from jaxrag.server.tenants import EVERY, is_loopback
 
 _PAGE = "/"
 _FOREIGN = ("cross-site", "same-site")  # values of Sec-Fetch-Site; another port is the same site
+_HOST = re.compile(r"(?:\[([^\]]*)\]|([^:\[\]]*))(?::\d*)?")
 _SHOWN = 100  # characters of what a client sent
 
 
@@ -41,11 +43,9 @@ def _is_allowed(name: str, settings: ServerSettings) -> bool:
 
 
 def _name(host: str) -> str:
-    """Of a Host, without its port, and an address without brackets."""
-    host = host.strip().lower()
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0].removesuffix(".")
+    """Of a Host, without its port, and an address without brackets; "" for what is no Host."""
+    found = _HOST.fullmatch(host.strip().lower())
+    return "" if found is None else (found[1] or found[2]).removesuffix(".")
 
 
 def _is_address(name: str) -> bool:

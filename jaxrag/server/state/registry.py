@@ -247,6 +247,7 @@ class Registry:
         with self._change() as connection:
             connection.execute("DELETE FROM members WHERE file = ?", (file_id,))
             connection.execute("DELETE FROM files WHERE id = ?", (file_id,))
+        self._empty_log()
 
     # Vector stores
 
@@ -299,6 +300,7 @@ class Registry:
             connection.execute("DELETE FROM members WHERE store = ?", (store_id,))
             connection.execute("DELETE FROM ages WHERE store = ?", (store_id,))
             connection.execute("DELETE FROM stores WHERE id = ?", (store_id,))
+        self._empty_log()
 
     def use_store(self, store_id: str) -> None:
         """A vector store is used now: known at once, and durable by ``write_uses``."""
@@ -424,13 +426,16 @@ class Registry:
         """Forget those that are older than RESPONSE_SECONDS."""
         with self._change() as connection:
             old = self.clock() - RESPONSE_SECONDS
-            connection.execute("DELETE FROM responses WHERE created < ?", (old,))
+            gone = connection.execute("DELETE FROM responses WHERE created < ?", (old,)).rowcount
+        if gone:
+            self._empty_log()
 
     def remove_responses(self, response_ids: Iterable[str]) -> None:
         """Forget responses."""
         with self._change() as connection:
             for response_id in response_ids:
                 connection.execute("DELETE FROM responses WHERE id = ?", (response_id,))
+        self._empty_log()
 
     def forget_answers(self, store: str, documents: Collection[str] | None = None) -> None:
         """Forget the responses that were made from these documents of a store; None: from any."""
@@ -515,6 +520,11 @@ class Registry:
         """One transaction, durable at its end."""
         with self._lock, store_errors(self.path, _ADVICE), transaction(self._connection):
             yield self._connection
+
+    def _empty_log(self) -> None:
+        """What was removed is in no file any more, the write-ahead log among them."""
+        with self._lock, self._read_lock, store_errors(self.path, _ADVICE):
+            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
 
 
 def new_id(kind: str) -> str:
