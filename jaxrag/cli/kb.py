@@ -216,8 +216,11 @@ def _about_rows(report: "VerifyReport") -> list[str]:
 
 def _opened(args: Args, **options: Any) -> "KnowledgeBase":
     from jaxrag.library.knowledge_base import KnowledgeBase
+    from jaxrag.library.knowledge_base.settings import find_folder
+    from jaxrag.server.tenants import upload_secret
 
-    return KnowledgeBase.open(args.kb, secret=secret_of(args.secret_file), **options)
+    secret = secret_of(args.secret_file) or upload_secret(find_folder(args.kb))
+    return KnowledgeBase.open(args.kb, secret=secret, **options)
 
 
 def _plain(value: object) -> str:

@@ -254,12 +254,25 @@ class Tenants:
         """What seals the KV of a tenant; None where there are no keys, and so no tenants."""
         if self._file is None:
             return None
-        return hmac.digest(self._secret, b"jaxrag.seal\0" + tenant.encode(), "sha256")
+        return _seal(self._secret, tenant)
 
     def limits(self, name: str) -> Tenant:
         """What all keys of a tenant have in common."""
         tables = {} if self._file is None else self._file.tenants
         return tables.get(name, Tenant())
+
+
+def upload_secret(folder: Path) -> bytes | None:
+    """What seals a tenant's vector store, by the secret of its data folder; None for another."""
+    *data, tenants, tenant, stores, _ = ("", "", "", *folder.resolve().parts)
+    if (tenants, stores) != ("tenants", "stores") or tenant == folder_name(""):
+        return None
+    path = Path(*data)
+    return _seal(_secret(path), tenant) if (path / SECRET).is_file() else None
+
+
+def _seal(secret: bytes, tenant: str) -> bytes:
+    return hmac.digest(secret, b"jaxrag.seal\0" + tenant.encode(), "sha256")
 
 
 def bearer(header: str | None) -> str | None:

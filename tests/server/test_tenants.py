@@ -12,6 +12,7 @@ from refusal import refused
 from serving import key_file
 
 from jaxrag.base.errors import ChunkMissing, ConfigError
+from jaxrag.cli import main
 from jaxrag.kv.store import ChunkStore
 from jaxrag.library.documents import Document
 from jaxrag.library.knowledge_base import KnowledgeBase
@@ -354,3 +355,20 @@ def test_a_header_of_a_trusted_proxy_takes_groups_away(running, served_model, tm
             headers = {"x-groups": "sales", **forged}
             answer = server.client.post(ask[0], json=ask[1], headers=headers)
             assert answer.status_code == 403 and "X-Groups from 127.0.0.1" in answer.text
+
+
+def test_a_store_of_uploads_is_verified(start, served_model, keys, tmp_path):
+    """Its seal is derived from the secret of the data folder that it is in."""
+    with start(served_model, {}, keys=keys, data=str(tmp_path)) as running:
+        key = key_of("blue")
+        url = f"{running.url}/v1"
+        with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
+            made = client.vector_stores.create(name="notes")
+            done = client.vector_stores.files.upload_and_poll(
+                vector_store_id=made.id, file=("a.txt", STORY)
+            )
+            assert done.status == "completed"
+    [folder] = (tmp_path / "tenants/blue/stores").iterdir()
+    assert main(["kb", "verify", str(folder)]) == 0
+    (tmp_path / "secret").rename(tmp_path / "elsewhere")
+    assert main(["kb", "verify", str(folder)]) != 0
