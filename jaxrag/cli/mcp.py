@@ -19,7 +19,8 @@ def run(args: Args) -> None:
     if args.allowed_host and listen is None:
         raise ConfigError("--allowed-host needs --listen HOST:PORT")
     try:
-        from jaxrag.server.mcp import make_server, run_http
+        from jaxrag.server.http.tools import run_http
+        from jaxrag.server.mcp import make_server
     except ImportError as error:
         raise ConfigError(
             f"{error.name} is not installed; install it with: pip install 'jaxrag[mcp]'"

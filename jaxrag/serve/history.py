@@ -10,7 +10,7 @@ from typing import Any
 from jaxrag.base.errors import RequestError
 from jaxrag.serve.ask import is_ids
 
-Message = Mapping[str, Any]
+Said = Mapping[str, Any]
 
 FOLDED = (
     "the messages were not put as they were sent: later ones of the system are joined to the "
@@ -106,7 +106,7 @@ def _call_name(given: Any) -> str:
     return name if _CALL_NAME.fullmatch(name) else digest.hexdigest()[:9]
 
 
-def folded(messages: Sequence[Message]) -> list[tuple[dict[str, Any], list[int]]]:
+def folded(messages: Sequence[Said]) -> list[tuple[dict[str, Any], list[int]]]:
     """The same for whoever takes the system once, first, and roles in turns; and where they stood.
 
     A message is ``FOLDED``, beside the places of those that it is made of. Raises RequestError
@@ -148,7 +148,7 @@ def together(role: str, place: int, contents: Sequence[Any]) -> Any:
     return JOINT.join(contents)
 
 
-def _with_object(call: Message) -> dict[str, Any]:
+def _with_object(call: Said) -> dict[str, Any]:
     function = call["function"]
     arguments = function["arguments"] if isinstance(function["arguments"], dict) else {}
     return {**call, "function": {**function, "arguments": arguments}}

@@ -20,7 +20,7 @@ class Detokeniser(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Shown:
+class AnswerText:
     """How the text of an answer is shown.
 
     Attributes:
@@ -35,7 +35,7 @@ class Shown:
     special: bool = False
 
 
-PLAINLY = Shown()
+PLAINLY = AnswerText()
 
 
 @dataclasses.dataclass
@@ -45,7 +45,7 @@ class Answer:
     stop: tuple[str, ...]
     stream: Detokeniser | None  # None without a tokenizer: text stays empty
     min_tokens: int = 0  # that stop strings are not looked for in
-    how: Shown = PLAINLY
+    how: AnswerText = PLAINLY
     token_ids: list[int] = dataclasses.field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason | None = None

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -36,7 +35,6 @@ from jaxrag.serve.conversation import (
     Passage,
     Source,
     Text,
-    check_size,
     laid_out,
     numbered,
 )
@@ -48,8 +46,9 @@ from jaxrag.serve.given import (
     seeing_encoders,
 )
 from jaxrag.serve.history import FOLDED
-from jaxrag.serve.output import PLAINLY, Shown
+from jaxrag.serve.output import PLAINLY, AnswerText
 from jaxrag.serve.plain import TextIds, is_verbatim, verbatim_prompt
+from jaxrag.serve.readable import check_readable
 from jaxrag.serve.suits import (
     chosen_primer,
     chosen_template,
@@ -60,7 +59,7 @@ from jaxrag.serve.suits import (
     unplaced,
     untuned,
 )
-from jaxrag.serve.words import check_text, check_words, some_of
+from jaxrag.serve.words import some_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +90,7 @@ class Settings:
     primer: Primer | None = None
     neighbours: NeighboursFrom | PassageCorpus = "corpus"
     encode: TextIds | None = dataclasses.field(default=None, repr=False)
-    shown: Shown = PLAINLY
+    shown: AnswerText = PLAINLY
     check_cancelled: Callable[[], None] = dataclasses.field(default=lambda: None, repr=False)
 
     def one_by_one[It](self, texts: Iterable[It]) -> Iterator[It]:
@@ -250,7 +249,12 @@ def prepare(
     ask, model = settings.ask, settings.model
     alone = documents is None and settings.kb is None and not len(ask.blocks)
     verbatim = alone and is_verbatim(ask, model, talk)
-    _refused(settings, talk, documents, verbatim)
+    check_readable(ask, model, talk, documents, verbatim)
+    if _as_blocks(settings) and settings.method.encoder is None:
+        raise RequestError(
+            f"earlier_turns='blocks': method {settings.method.name!r} computes the whole prompt "
+            "and reads no blocks; leave it out, or choose a method that reuses chunks"
+        )
     if alone and talk is not question:
         raise RequestError("no knowledge base and no documents to answer from; give one of them")
     notes = [*settings.notes, *talk.notes, *(grammar.notes if grammar else ())]
@@ -311,47 +315,6 @@ def prepare(
 def _as_blocks(settings: Settings) -> bool:
     """Whether earlier turns are chunks, each for itself."""
     return settings.ask.earlier_turns == "blocks"
-
-
-def _refused(
-    settings: Settings,
-    talk: Conversation,
-    documents: Sequence[Text | Passage] | None,
-    verbatim: bool,
-) -> None:
-    """RequestError for a conversation that cannot be read or answered."""
-    model, method = settings.model, settings.method
-    given = () if documents is None else documents
-    titles = (it.title for it in given if isinstance(it, Passage))
-    texts = (it.text if isinstance(it, Passage) else it for it in given)
-    said = (talk.system, talk.query or "", *talk.questions, *talk.answers)
-    more = [
-        it[name]
-        for it in talk.messages
-        for name in ("tool_calls", "reasoning_content")
-        if name in it
-    ]
-    framing = [it for it in (more, talk.framing.tools, talk.framing.values) if it]
-    frame = json.dumps(framing, ensure_ascii=False) if framing else ""
-    check_size(model, (*said, frame, *settings.ask.blocks, *texts, *titles))
-    if _as_blocks(settings) and method.encoder is None:
-        raise RequestError(
-            f"earlier_turns='blocks': method {method.name!r} computes the whole prompt "
-            "and reads no blocks; leave it out, or choose a method that reuses chunks"
-        )
-    *earlier, last = talk.questions
-    for what, text in (
-        ("the system message", talk.system or "none"),
-        *(("an earlier question", it) for it in earlier),
-        *(("an earlier answer", it) for it in talk.answers),
-        ("the question", last),
-    ):
-        if isinstance(text, str) and (
-            text.strip() or not (verbatim or (talk.messages and text is not last))
-        ):
-            check_text(what, text)
-    if isinstance(last, str):
-        check_words(model.text_tokenizer(), last)
 
 
 def _retrieved(

@@ -8,24 +8,17 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from pathlib import PurePath
-from types import SimpleNamespace
 from typing import Annotated, Any
 
 import httpx2
-import uvicorn
 from mcp.server.mcpserver import Context, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
-from mcp.server.transport_security import TransportSecuritySettings
 from mcp.types import ToolAnnotations
 from pydantic import Field
 
 from jaxrag.base.installed import __version__
-from jaxrag.server.http.checks import Checks
-from jaxrag.server.http.connections import Connections
-from jaxrag.server.settings import ServerSettings
-from jaxrag.server.state.bodies import Bodies
 
 MOST_FOUND = 50  # passages of a search
 MOST_TEXT = 1 << 20  # characters of a document that a tool adds
@@ -212,43 +205,6 @@ def make_server(
         added = ToolAnnotations(read_only_hint=False, destructive_hint=False, open_world_hint=False)
         server.add_tool(tools.add, annotations=added, structured_output=False)
     return server
-
-
-def run_http(
-    server: MCPServer[httpx2.AsyncClient], host: str, port: int, hosts: Sequence[str]
-) -> None:
-    """Serve streamable HTTP at /mcp until a signal ends it.
-
-    Args:
-      hosts: names by which it may be called beside ``host``; a browser's pages may be of the same.
-    """
-    settings = ServerSettings(host=host, port=port, allowed_hosts=tuple(hosts))
-    asyncio.run(_served(server, settings))
-
-
-async def _served(server: MCPServer[httpx2.AsyncClient], settings: ServerSettings) -> None:
-    """With the bounds of `jaxrag serve` on connections, heads, bodies, hosts and origins."""
-    connections = Connections(settings)
-    bodies = Bodies(settings.max_bodies_bytes, 1)
-    state: Any = SimpleNamespace(settings=settings, bodies=bodies, max_requests=None)
-    security = TransportSecuritySettings(enable_dns_rebinding_protection=False)  # Checks do that
-    app = server.streamable_http_app(stateless_http=True, transport_security=security)
-    config = uvicorn.Config(
-        Checks(app, state),
-        host=settings.host,
-        port=settings.port,
-        log_level="warning",
-        http=connections.protocol,  # type: ignore[arg-type]
-        ws="none",
-        server_header=False,
-        proxy_headers=False,
-    )
-    asyncio.get_running_loop().set_exception_handler(connections.on_error)
-    watching = asyncio.ensure_future(connections.watch())
-    try:
-        await uvicorn.Server(config).serve()
-    finally:
-        watching.cancel()
 
 
 def _origin(hit: Mapping[str, Any]) -> str:

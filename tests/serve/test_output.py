@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.serve.calls import sure_text
-from jaxrag.serve.output import Answer, Shown
+from jaxrag.serve.output import Answer, AnswerText
 
 
 class Words:
@@ -35,7 +35,7 @@ STOPS = st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3)
 @example(["a ", "St", "x"], ["Stop"], "", 2)
 @example(["a", ""], ["\ufffd"], "\ufffdz", 2)
 def test_what_is_shown_is_the_text_up_to_the_first_stop_string(pieces, stop, tail, limit):
-    """Shown is never taken back; held is only what a stop string may begin with."""
+    """AnswerText is never taken back; held is only what a stop string may begin with."""
     answer, shown = Answer(tuple(stop), Words(["", *pieces], tail)), ""
     for token_id in range(1, len(pieces) + 1):
         last = token_id == limit
@@ -91,7 +91,7 @@ def test_stop_ends_no_call_that_a_model_makes_of_itself():
     text = 'Hm city <tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
     for stop, said in (("city", "Hm "), ("name", text)):
         sure = functools.partial(sure_text, form="hermes", names={"weather"})
-        answer = Answer((stop,), Words(list(text)), how=Shown(sure))
+        answer = Answer((stop,), Words(list(text)), how=AnswerText(sure))
         shown = "".join(answer.push([place]) for place in range(len(text)))
         shown += answer.push([], "stop")
         assert shown == answer.text == said

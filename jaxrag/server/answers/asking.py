@@ -17,7 +17,7 @@ from jaxrag.reuse.methods import METHODS
 from jaxrag.serve.answers import Growing, News, Piece, Result, abstained
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.conversation import Conversation, Source, Text
-from jaxrag.serve.output import Shown
+from jaxrag.serve.output import AnswerText
 from jaxrag.serve.plain import PlainSpan, answer_fingerprint, spans
 from jaxrag.serve.questions import ReadyQuestion, prepare, resolve
 from jaxrag.serve.thoughts import thinks
@@ -109,7 +109,7 @@ def make_ready(
         encode=encode,
         check_cancelled=check_cancelled,
         notes=notes,
-        shown=Shown(
+        shown=AnswerText(
             None if reader is None else reader.sure,
             stop_too=fields.include_stop_str_in_output,
             special=not fields.skip_special_tokens,
