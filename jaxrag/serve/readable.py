@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 
+from jaxrag.base.errors import RequestError
 from jaxrag.models.model import Model
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.conversation import Conversation, Passage, Text, check_size
@@ -31,6 +32,11 @@ def check_readable(
     frame = json.dumps(framing, ensure_ascii=False) if framing else ""
     check_size(model, (*said, frame, *ask.blocks, *texts, *titles))
     *earlier, last = talk.questions
+    if talk.messages and last == "" and not verbatim:
+        raise RequestError(
+            "the question is empty, or the last of messages is not of the user; ask something, or "
+            "send them to the model alone"
+        )
     for what, text, blank in (
         ("the system message", talk.system, True),
         *(("an earlier question", it, bool(talk.messages)) for it in earlier),

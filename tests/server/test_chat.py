@@ -257,7 +257,7 @@ def test_logprobs_are_those_of_the_chosen_tokens(server):
     assert len(content) == 4 == whole["usage"]["completion_tokens"]
     assert all(it["logprob"] <= 0 and it["top_logprobs"] == [] for it in content)
     assert content[0]["logprob"] > -0.1, "of this answer the model is sure"
-    assert bytes(content[0]["bytes"]).decode() == content[0]["token"] == "falcon"
+    assert bytes(content[0]["bytes"]).decode() == content[0]["token"] == " falcon"
     streamed = events(server.chat(**options, stream=True))
     told = [it["choices"][0]["logprobs"] for it in streamed]
     assert [one for it in told if it is not None for one in it["content"]] == content

@@ -34,7 +34,7 @@ def told(answer):
     [
         ({"messages": []}, "messages", "list of objects"),
         ({"messages": [{"role": "narrator", "content": "x"}]}, "messages", "one of system, user"),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, "messages", "expected one of the"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "messages", "not of the"),
         ({"messages": [*ASKED, {"role": "assistant", "content": "x"}]}, "messages", "not of the"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
