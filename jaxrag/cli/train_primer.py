@@ -41,8 +41,9 @@ def run(args: Args) -> None:
             asked = priming.of_knowledge_base(kb, questions, options, args.k)
             result = priming.run(asked, options, **how)
     looks = result["held_out_kl"]
+    kind = "keys and values" if options.form == "layers" else "vectors"
     lines = [
-        f"{args.out}: {options.vectors} vectors of {result['width']}, "
+        f"{args.out}: {options.vectors} {kind} of {result['width']}, "
         f"{Path(args.out).stat().st_size:,} bytes"
     ]
     if looks:

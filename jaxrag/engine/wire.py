@@ -37,7 +37,7 @@ TYPES: dict[str, type[Any]] = {
         *INDEXES.values(),
     )
 }
-_NDIM = {"int32": 1, "float32": 2}  # of arrays: token ids, and vectors of a primer
+_NDIM = {"int32": (1,), "float32": (2, 5)}  # of arrays: token ids, and vectors of a primer, or KV
 _FIELDS = {it.name for it in dataclasses.fields(Request)} - {"store"}
 
 
@@ -171,7 +171,7 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, np.ndarray):
-        if _NDIM.get(value.dtype.name) != value.ndim:
+        if value.ndim not in _NDIM.get(value.dtype.name, ()):
             raise TypeError(f"an array of {value.dtype} {value.shape} in a request")
         held = base64.b64encode(value.tobytes()).decode()
         return {value.dtype.name: held, "shape": list(value.shape)}

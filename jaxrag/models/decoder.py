@@ -113,8 +113,18 @@ def embedded(params: Params, ids: Array) -> Array:
     if params.soft is None:
         return x
     behind = ids - params.embed.shape[0]
-    rows = params.soft[jnp.clip(behind, 0, params.soft.shape[0] - 1)]
+    rows = jnp.asarray(params.soft)[jnp.clip(behind, 0, params.soft.shape[0] - 1)]
     return jnp.where((behind >= 0)[..., None], rows, x)
+
+
+def _given(k: Array, v: Array, soft: Array, behind: Array) -> tuple[Array, Array]:
+    """k and v [B, T, K, H]; of tokens whose ``behind`` [B, T] is not negative those of ``soft``.
+
+    ``soft`` is K and V [2, R, K, H] of one layer, of which ``behind`` is the row.
+    """
+    rows = soft[:, jnp.clip(behind, 0, soft.shape[1] - 1)]
+    here = (behind >= 0)[..., None, None]
+    return jnp.where(here, rows[0], k), jnp.where(here, rows[1], v)
 
 
 def forward(
@@ -184,6 +194,8 @@ def run_layer(
     """One layer over x [B, T, D]: x behind it, the cache, and what attend collected."""
     p, index, window = layer
     q, k, v = heads_of(x, p, config)
+    if p.soft is not None:
+        k, v = _given(k, v, p.soft, tokens.ids - config.vocab_size)
     out, cache, collected = attend(jnp.asarray(index), window, q, k, v, tokens, cache)
     return finish_layer(x, out, p, config), cache, collected
 

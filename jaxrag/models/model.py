@@ -151,11 +151,12 @@ class Model:
     def with_soft(self, vectors: HostArray) -> "Model":
         """The same weights, which read ids from the vocabulary's size on as vectors [R, D] float32.
 
-        It encodes; its engine is this model's, which knows nothing of such ids.
+        Or as K before rotation and V of every layer, [R, L, 2, K, H] float32. It encodes; its
+        engine is this model's, which knows nothing of such ids.
         """
         model = copy.copy(self)
         soft = self.put(np.asarray(vectors, np.float32).astype(self.config.dtype))
-        model.params = self.params.replace(soft=soft)
+        model.params = self.params.with_soft(soft)
         return model
 
     @property

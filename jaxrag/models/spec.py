@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxrag.base import struct
@@ -55,12 +56,14 @@ class LayerParams(struct.PyTreeNode):
     k_norm: Any = None  # [L, H]
     post_attn_norm: Any = None  # [L, D]
     post_mlp_norm: Any = None  # [L, D]
+    soft: Any = None  # [L, 2, R, K, H], of no checkpoint (Params)
 
 
 class Params(struct.PyTreeNode):
     """All weights of a decoder. ``lm_head`` is None when the embedding is tied.
 
-    ``soft`` is what ids from the vocabulary's size on are embedded as (``Model.with_soft``).
+    ``soft`` is what ids from the vocabulary's size on are embedded as; where ``layers`` have such,
+    it is their K before rotation and V, whatever they are embedded as (``with_soft``).
 
     ``layers`` is a LayerParams, or a list of one a layer, whose leaves lack L (by_layer); then the
     matrices and ``lm_head`` may be Int8Weight.
@@ -71,6 +74,14 @@ class Params(struct.PyTreeNode):
     final_norm: Any  # [D]
     lm_head: Any = None  # [D, V]
     soft: Any = None  # [R, D], of no checkpoint
+
+    def with_soft(self, given: Any) -> "Params":
+        """With R ids more: vectors [R, D], or K and V of every layer, [R, L, 2, K, H]."""
+        if given.ndim == 2:
+            return self.replace(soft=given)
+        layers = self.layers.replace(soft=given.transpose(1, 2, 0, 3, 4))
+        nothing = np.zeros((len(given), self.embed.shape[1]), given.dtype)
+        return self.replace(soft=nothing, layers=layers)
 
 
 def param_specs(config: ModelConfig) -> Params:

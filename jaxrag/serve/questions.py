@@ -534,7 +534,7 @@ def _primer_tokens(settings: Settings, prompt: Prompt, bare: bool) -> HostArray 
     """
     if settings.primer is None:
         return None
-    settings.primer.check_model(settings.model.digest, settings.model.config.model_dim)
+    settings.primer.check_model(settings.model.digest, settings.model.config)
     template = template_named(BARE) if bare else settings.template
     ids = settings.primer.tokens(template, settings.model.text_tokenizer())
     longest = len(prompt.prefix) + max(prompt.lengths, default=0)

@@ -134,6 +134,8 @@ def train_primer(
 ) -> HostArray:
     """Train vectors that begin as ``start`` [R, D]; returns them, float32.
 
+    Or K before rotation and V of every layer in their place, [R, L, 2, K, H].
+
     The state of the run is kept beside ``out``, so that one that was ended goes on to the same
     vectors, to the bit on one machine.
 
@@ -317,7 +319,7 @@ def _answered(
     vectors: Array, params: Params, rope: RopeTable, batch: _Batch, config: ModelConfig
 ) -> Array:
     """Hidden [B, F, D] of the final block over chunks that were encoded behind the vectors."""
-    soft = params.replace(soft=vectors.astype(params.embed.dtype))
+    soft = params.with_soft(vectors.astype(params.embed.dtype))
     packed = PackedAttend(config, rope, prefix_visible=True)
     kept = Tap(packed, lambda q, k, v: (k, v))
     _, _, (k, v) = forward(soft, config, batch.block, None, kept, jax.checkpoint)

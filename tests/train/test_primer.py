@@ -13,11 +13,13 @@ from jaxrag.engine.engine import engine_of
 from jaxrag.engine.prefilled import prefilled
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.kv.store import MemoryStore, derive
+from jaxrag.measure.evals.priming import start_layers
 from jaxrag.models.model import random_model
 from jaxrag.reuse.encode import wrapped
 from jaxrag.reuse.methods import METHODS
 from jaxrag.train.primer import PrimerPrompt, PrimerSettings, train_primer
 
+LAYERS = "layers"
 QUICK = PrimerSettings(steps=6, learning_rate=0.05, batch=2, every=2)
 
 
@@ -44,9 +46,15 @@ def start(model):
     return np.asarray(model.params.embed)[20:26].astype(np.float32)
 
 
+@pytest.fixture
+def start_of(model, prompts, start):
+    """What a run begins as: vectors, or K and V of every layer."""
+    return lambda form: start_layers(model, prompts[0].prefix, start) if form == LAYERS else start
+
+
 def between(model, prompts, header, count):
-    """Prompts of packets; as they are where ``header`` is None."""
-    if header is None:
+    """Prompts of packets; as they are where ``header`` is no number."""
+    if header in (None, LAYERS):
         return prompts
     around = (model.config.vocab_size, header, count)
     return [
@@ -102,8 +110,24 @@ def test_the_loss_is_the_divergence_of_what_the_engine_answers(
         assert expected > 1e-5
 
 
-@pytest.mark.parametrize("header", [None, 3])
-def test_it_falls_and_nothing_but_the_vectors_moves(model, prompts, start, tmp_path, header):
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_of_layers_too(tiny_config, prompts, tmp_path, request, family):
+    """And before the first step it is that of the vectors from which they are."""
+    model = random_model(tiny_config(family), seed=4, cache_tokens=2048)
+    vectors = np.asarray(model.params.embed)[20:26].astype(np.float32)
+    start, prompt = start_layers(model, prompts[0].prefix, vectors), prompts[0]
+    one, other = (first_loss(model, [prompt], it, tmp_path / "p") for it in (vectors, start))
+    assert other == pytest.approx(one, rel=1e-5)
+    moved = start + np.random.default_rng(2).normal(size=start.shape).astype(np.float32)
+    found = first_loss(model, [prompt], moved, tmp_path / "p")
+    expected = by_engine(model, prompt, moved, request.node.name)
+    assert found == pytest.approx(expected, rel=1e-3, abs=1e-6)
+    assert abs(found - one) > 1e-5
+
+
+@pytest.mark.parametrize("header", [None, 3, LAYERS])
+def test_it_falls_and_nothing_but_the_vectors_moves(model, prompts, start_of, tmp_path, header):
+    start = start_of(header)
     before = jax.tree.map(np.array, model.params)
     looks = []
     settings = dataclasses.replace(QUICK, steps=30)
@@ -118,8 +142,9 @@ def test_it_falls_and_nothing_but_the_vectors_moves(model, prompts, start, tmp_p
     assert not list(tmp_path.iterdir())  # the state of a run that is done is gone
 
 
-@pytest.mark.parametrize("header", [None, 3])
-def test_a_run_that_was_ended_goes_on_to_the_same_vectors(model, prompts, start, tmp_path, header):
+@pytest.mark.parametrize("header", [None, 3, LAYERS])
+def test_a_run_that_was_ended_goes_on_to_the_same(model, prompts, start_of, tmp_path, header):
+    start = start_of(header)
     out, prompts = tmp_path / "p.safetensors", between(model, prompts, header, len(start))
     whole = train_primer(model, start, prompts, [], QUICK, out)
 
@@ -154,12 +179,14 @@ def test_the_state_of_another_run_is_refused(model, prompts, start, tmp_path):
     train_primer(model, start, prompts, [], other, out)  # anew
 
 
-def test_on_a_mesh_as_on_one_device(tiny_config, prompts, start, tmp_path):
+@pytest.mark.parametrize("form", [None, LAYERS])
+def test_on_a_mesh_as_on_one_device(tiny_config, prompts, start, start_of, tmp_path, form):
+    given = start_of(form)
     config = tiny_config("llama", model_dim=start.shape[1])
     found = []
     for mesh in (None, make_mesh(2, 1, 2)):
         model = random_model(config, seed=4, mesh=mesh, cache_tokens=2048)
-        found.append(train_primer(model, start, prompts, [], QUICK, tmp_path / "p.safetensors"))
+        found.append(train_primer(model, given, prompts, [], QUICK, tmp_path / "p.safetensors"))
     np.testing.assert_allclose(*found, rtol=1e-3, atol=2e-4)
 
 

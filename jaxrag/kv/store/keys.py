@@ -9,6 +9,7 @@ two different inputs spell the same bytes.
 import hashlib
 import json
 import math
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,9 @@ FINGERPRINT_DIGITS = 64
 ID_DIGITS = 40
 
 _HEX = "0123456789abcdef"
+
+# The ids of arrays that cannot change: of some megabytes, and wanted for every chunk.
+_KNOWN: dict[int, tuple[weakref.ref[Any], str]] = {}
 
 
 def fingerprint(fields: Mapping[str, Any]) -> str:
@@ -50,15 +54,22 @@ def content_id(tokenizer_digest: str, token_ids: NDArray[np.int32]) -> str:
 
 
 def vectors_id(vectors: NDArray[np.float32]) -> str:
-    """Hash vectors [R, D] float32 that stand in the place of tokens.
+    """Hash vectors [R, D] float32 that stand in the place of tokens, or KV [R, L, 2, K, H].
 
     Raises:
-        StoreError: ``vectors`` is not such a matrix, or empty.
+        StoreError: ``vectors`` is no such array, or empty.
     """
-    if vectors.dtype != np.float32 or vectors.ndim != 2 or not vectors.size:
+    if vectors.dtype != np.float32 or vectors.ndim not in (2, 5) or not vectors.size:
         raise StoreError(f"vectors: expected float32 [R, D], got {vectors.dtype} {vectors.shape}")
+    at = id(vectors)
+    known = _KNOWN.get(at)
+    if known is not None and known[0]() is vectors:
+        return known[1]
     shape = np.asarray(vectors.shape, "<i8").tobytes()
-    return _digest(b"jaxrag.vectors", [shape, vectors.astype("<f4").tobytes()])
+    found = _digest(b"jaxrag.vectors", [shape, vectors.astype("<f4").tobytes()])
+    if not vectors.flags.writeable:
+        _KNOWN[at] = (weakref.ref(vectors, lambda gone: _KNOWN.pop(at, None)), found)
+    return found
 
 
 def context_id(

@@ -296,7 +296,7 @@ def check_primer(
         return
     if primer.wraps:
         raise KnowledgeBaseError(f"primer {primer.name!r}: {_NO_PACKETS}")
-    primer.check_model(model.digest, model.config.model_dim)
+    primer.check_model(model.digest, model.config)
     tokenizer, limit = model.text_tokenizer(), model.config.max_positions
     length = len(primer.tokens(template, tokenizer))
     needed = _positions_of(template, tokenizer, chunk_tokens)

@@ -163,7 +163,7 @@ def primers_of(kb: KnowledgeBase, named: Sequence[str]) -> dict[str, Primer]:
     found: dict[str, Primer] = {}
     others = {FULL.name, *UNPRIMED}  # that rows are called by
     for text, one in wanted.items():
-        one.check_model(kb.model_digest, kb.config.model_dim)
+        one.check_model(kb.model_digest, kb.config)
         if not any(one.same(other) for other in found.values()):
             found[text if one.name in found.keys() | others else one.name] = one
     return found

@@ -23,7 +23,7 @@ from jaxrag.measure.evals.options import check_positive
 from jaxrag.models.model import Model
 from jaxrag.models.text.progress import progress_bar
 from jaxrag.models.text.prompts import PromptTemplate
-from jaxrag.reuse.encode import primer_named, wrapped
+from jaxrag.reuse.encode import encode_chunks, primer_named, wrapped
 from jaxrag.reuse.encode.primer import Primer, PrimerVectors, write_vectors
 from jaxrag.reuse.methods import METHODS
 from jaxrag.reuse.names import DEFAULT_PRIMER
@@ -46,8 +46,10 @@ class PrimingOptions:
       out: the file of the vectors.
     """
 
-    form: Literal["primer", "packets"] = option(
-        "primer", "packets: half of them in front of a chunk, half behind it, and all in prompts"
+    form: Literal["primer", "packets", "layers"] = option(
+        "primer",
+        "packets: half of them in front of a chunk, half behind it, and all in prompts; layers: "
+        "keys and values of every layer in the place of vectors",
     )
     vectors: int = option(32, "how many stand in front of a chunk, 1 to 1,024", "N")
     start: str = option(
@@ -86,7 +88,7 @@ class PrimingOptions:
     @property
     def header(self) -> int | None:
         """How many vectors of packets are in front of a chunk; None: it is a primer."""
-        return None if self.form == "primer" else -(-self.vectors // 2)
+        return -(-self.vectors // 2) if self.form == "packets" else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +137,8 @@ def run(
             "smaller --num-held-out"
         )
     start = start_vectors(model, asked.settings.template, options.start, options.vectors)
+    if start.ndim > 2 and options.form != "layers":
+        raise RequestError(f"--start {options.start}: keys and values; add --form layers")
     out = Path(options.out)
     file = AnswerFile(
         f"{out}{ANSWERS}",
@@ -149,6 +153,8 @@ def run(
                 prompt = dataclasses.replace(prompt, packets=packets)
             prompts.append(prompt)
             bar.update()
+    if options.form == "layers":
+        start = start_layers(model, prompts[0].prefix, start)
     held, used = prompts[: options.held_out], prompts[options.held_out :]
     looks: list[dict[str, Any]] = []
     with progress_bar(options.steps, "train primer", "step", shown=progress) as bar:
@@ -176,14 +182,30 @@ def run(
 def start_vectors(model: Model, template: PromptTemplate, text: str, count: int) -> HostArray:
     """The embeddings [count, D] float32 of the last tokens of a text, repeated where it is short.
 
-    Raises ConfigError for a primer that there is not, or that is vectors.
+    Of a primer that is no text its last vectors, or K and V [count, L, 2, K, H]. Raises ConfigError
+    for a primer that there is not, and for K and V of another model.
     """
     primer = primer_named(text)
     ids = primer.tokens(template, model.text_tokenizer())
+    if ids.ndim > 2:
+        primer.check_model(model.digest, model.config)
     if ids.ndim != 1:
-        return np.resize(ids[-count:], (count, ids.shape[1])).astype(np.float32)
+        return np.resize(ids[-count:], (count, *ids.shape[1:])).astype(np.float32)
     table = np.asarray(model.params.embed[np.resize(ids, max(count, len(ids)))[-count:]])
     return table.astype(np.float32)
+
+
+def start_layers(model: Model, prefix: HostArray, start: HostArray) -> HostArray:
+    """K before rotation and V of vectors [R, D] behind a prefix [P], float32 [R, L, 2, K, H].
+
+    Where ``start`` is such already, that. Raises RequestError where the context is too short.
+    """
+    if start.ndim > 2:
+        return start
+    soft = model.with_soft(start)
+    ids = np.arange(model.config.vocab_size, soft.num_ids, dtype=np.int32)
+    [(_, kv)] = encode_chunks(soft, "after_prefix", prefix, [ids])
+    return kv.transpose(2, 0, 1, 3, 4).astype(np.float32)
 
 
 def _prompts(

@@ -119,8 +119,8 @@ def chunk_key(
       token_ids: [T] int32, as they are encoded.
       neighbours: [T'] int32 each, the chunks in front of it in their order; content and order
         count. Needed by encoders that see neighbours, and refused by the others unless empty.
-      primer: token ids [R] int32 or vectors [R, D] float32, what the encoder may see; needed by one
-        that sees a primer.
+      primer: as ``Primer.tokens`` gives it, what the encoder may see; needed by one that sees a
+        primer.
     """
     origin = provenance(model, encoder, prefix_ids, token_ids, neighbours, primer)
     return store_key(fingerprint, origin.content_id, origin.context_id)
@@ -144,7 +144,7 @@ def seen_prefix(encoder: Encoder, prefix_ids: HostArray) -> HostArray:
 
 
 def seen_primer(encoder: Encoder, primer: HostArray | None) -> HostArray:
-    """What of the primer a chunk sees, token ids [R] int32 or vectors [R, D] float32, or nothing.
+    """What of the primer a chunk sees, as ``Primer.tokens`` gives it, or nothing.
 
     Raises RequestError where the encoder sees one and there is none, or a text where it wraps.
     """
@@ -154,7 +154,7 @@ def seen_primer(encoder: Encoder, primer: HostArray | None) -> HostArray:
         raise RequestError(
             f"encoder {encoder.name!r} encodes chunks behind a primer: pass primer=, its tokens"
         )
-    if encoder.wraps and not is_soft(primer):
+    if encoder.wraps and primer.ndim != 2:
         raise RequestError(f"encoder {encoder.name!r} wants vectors, float32 [R, D]: pass primer=")
     return primer
 
@@ -176,8 +176,8 @@ def primer_id(encoder: Encoder, tokenizer_digest: str, primer: HostArray | None)
 
 
 def is_soft(primer: HostArray) -> bool:
-    """Whether a primer is vectors [R, D] and not token ids [R]."""
-    return primer.ndim == 2
+    """Whether a primer is vectors [R, D], or KV [R, L, 2, K, H], and not token ids [R]."""
+    return primer.ndim > 1
 
 
 def front(

@@ -1,4 +1,4 @@
-"""Primers: texts, or trained vectors, that chunks are encoded behind and that stand in no prompt.
+"""Primers: texts, trained vectors or trained KV, that chunks are encoded behind, in no prompt.
 
 The first tokens of a text serve a model as attention sinks, whatever they say. Of a chunk that is
 encoded alone they are the chunk's own; behind other text they are not.
@@ -7,12 +7,15 @@ encoded alone they are the chunk's own; behind other text they are not.
 import base64
 import binascii
 import dataclasses
+import functools
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import ConfigError
 from jaxrag.base.installed import config_names, config_path
 from jaxrag.base.tables import build, read_toml
@@ -22,7 +25,8 @@ from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.reuse.names import DEFAULT_PRIMER
 
 _VECTORS, _FORMAT = ".safetensors", "jaxrag.primer"
-_TENSOR, _AROUND = "primer", ["header", "trailer"]  # of a file: one, or both of packets
+# The tensors of a file: vectors, those of packets, or K and V [L, R, K, H] of every layer.
+_FRONT, _AROUND, _LAYERS = ["primer"], ["header", "trailer"], ["keys", "values"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,35 +39,50 @@ class PrimerPassage:
 
 @dataclasses.dataclass(frozen=True)
 class PrimerVectors:
-    """Embeddings in the place of a text's, trained for one model.
+    """Embeddings in the place of a text's, or K and V of every layer, trained for one model.
 
     Attributes:
       model: digest of its weights.
-      width: D, of the model.
-      values: [R, D] float32, little-endian, in base64.
+      width: D of the model, or how many numbers K and V are.
+      values: [R, width] float32, little-endian, in base64.
       header: how many of them are in front of a chunk, the others behind it, and all in prompts:
         packets; None: all are in front, and in no prompt.
+      layers: (L, 2, K, H) of K before rotation and V; None: they are embeddings.
     """
 
     model: str
     width: int
     values: str
     header: int | None = None
+    layers: tuple[int, int, int, int] | None = None
 
     @classmethod
     def of(cls, model: str, vectors: HostArray, header: int | None = None) -> "PrimerVectors":
-        """Vectors [R, D] of any float dtype."""
+        """Vectors [R, D] of any float dtype, or K and V [R, L, 2, K, H]."""
         values = base64.b64encode(np.ascontiguousarray(vectors, "<f4").tobytes()).decode()
-        return cls(model, vectors.shape[1], values, header)
+        each = vectors.shape[1:]
+        return cls(model, math.prod(each), values, header, each if len(each) == 4 else None)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one of them: (D,), or (L, 2, K, H)."""
+        return self.layers or (self.width,)
 
     def array(self) -> HostArray:
-        """[R, D] float32. Raises ValueError for values that are no such vectors."""
+        """[R, D] float32, or [R, L, 2, K, H]; ValueError for values that are no such vectors."""
+        return self._array
+
+    @functools.cached_property
+    def _array(self) -> HostArray:
         flat = np.frombuffer(base64.b64decode(self.values, validate=True), "<f4")
         vectors = flat.astype(np.float32).reshape(-1, self.width)
         if not vectors.size or not np.isfinite(vectors).all():
             raise ValueError("expected finite numbers")
-        if self.header is not None and not 0 <= self.header <= len(vectors):
+        most = len(vectors) if self.layers is None else -1
+        if self.header is not None and not 0 <= self.header <= most:
             raise ValueError(f"header={self.header} of {len(vectors)}")
+        vectors = vectors.reshape(len(vectors), *self.shape)
+        vectors.flags.writeable = False
         return vectors
 
 
@@ -115,19 +134,25 @@ class Primer:
         """Do they hold the same, whatever they are called?"""
         return (self.passages, self.vectors) == (other.passages, other.vectors)
 
-    def check_model(self, digest: str, width: int) -> None:
-        """Refuse vectors of other weights than those of this digest and width D: ConfigError."""
-        found = self.vectors
-        if found is None or (found.model, found.width) == (digest, width):
+    def check_model(self, digest: str, config: ModelConfig) -> None:
+        """Refuse vectors of other weights than those of this digest and config: ConfigError."""
+        found, c = self.vectors, config
+        if found is None:
             return
+        shape = (c.num_layers, 2, c.num_kv_heads, c.head_dim) if found.layers else (c.model_dim,)
+        if (found.model, found.shape) == (digest, shape):
+            return
+        own, other = (" x ".join(map(str, it)) for it in (found.shape, shape))
         raise ConfigError(
-            f"primer {self.name!r}: its vectors, {found.width} wide, were trained for weights "
-            f"{found.model[:12]}, and this model is {width} wide with {digest[:12]}; train one for "
+            f"primer {self.name!r}: its vectors, {own} wide, were trained for weights "
+            f"{found.model[:12]}, and this model is {other} wide with {digest[:12]}; train one for "
             "it (`jaxrag train primer`), or name a text"
         )
 
     def tokens(self, template: PromptTemplate, tokenizer: Tokenizer) -> HostArray:
-        """Token ids [R] int32 as a prompt of the template has its passages, or vectors [R, D].
+        """Token ids [R] int32 as a prompt of the template has its passages.
+
+        Or vectors [R, D] float32, or K before rotation and V of every layer, [R, L, 2, K, H].
 
         Raises TokenizerError for text that the tokenizer cannot encode.
         """
@@ -144,8 +169,9 @@ class Primer:
         """Plain form; ``primer_from_dict`` is its inverse."""
         values = dataclasses.asdict(self)
         del values["passages" if self.vectors is not None else "vectors"]
-        if self.vectors is not None and not self.wraps:
-            del values["vectors"]["header"]
+        for key in ("header", "layers"):
+            if self.vectors is not None and values["vectors"][key] is None:
+                del values["vectors"][key]
         return values
 
 
@@ -179,8 +205,12 @@ def write_vectors(primer: Primer, path: Path) -> None:
     assert primer.vectors is not None
     about = {"format": _FORMAT, "model": primer.vectors.model}
     found, at = primer.vectors.array(), primer.vectors.header
-    tensors = {_TENSOR: found} if at is None else {_AROUND[0]: found[:at], _AROUND[1]: found[at:]}
-    save_file(tensors, str(path), metadata=about)
+    names, parts = _FRONT, [found]
+    if at is not None:
+        names, parts = _AROUND, [found[:at], found[at:]]
+    elif primer.vectors.layers is not None:
+        names, parts = _LAYERS, list(np.ascontiguousarray(found.transpose(2, 1, 0, 3, 4)))
+    save_file(dict(zip(names, parts, strict=True)), str(path), metadata=about)
 
 
 def _read_vectors(path: Path) -> Primer:
@@ -191,16 +221,20 @@ def _read_vectors(path: Path) -> Primer:
         with safe_open(str(path), "numpy") as file:
             about = file.metadata() or {}
             names = sorted(file.keys())
-            if about.get("format") != _FORMAT or names not in ([_TENSOR], _AROUND):
+            if about.get("format") != _FORMAT or names not in (_FRONT, _AROUND, _LAYERS):
                 raise ConfigError(f"primer {path}: no vectors of `jaxrag train primer`")
             parts = [np.asarray(file.get_tensor(name)) for name in names]
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"primer {path}: cannot be read ({error})") from None
+    deep = names == _LAYERS
+    ndim, said, same = (4, "[L, R, K, H]", 0) if deep else (2, "[R, D]", 1)
     for it in parts:
-        if it.ndim != 2 or it.dtype != np.float32 or it.shape[1] != parts[0].shape[1]:
-            raise ConfigError(f"primer {path}: {it.dtype} {it.shape}, expected float32 [R, D]")
-    header = len(parts[0]) if len(parts) > 1 else None
-    vectors = PrimerVectors.of(about.get("model", ""), np.concatenate(parts), header)
+        alike = it.shape[same:] == parts[0].shape[same:]
+        if it.ndim != ndim or it.dtype != np.float32 or not alike:
+            raise ConfigError(f"primer {path}: {it.dtype} {it.shape}, expected float32 {said}")
+    header = len(parts[0]) if names == _AROUND else None
+    found = np.stack(parts).transpose(2, 1, 0, 3, 4) if deep else np.concatenate(parts)
+    vectors = PrimerVectors.of(about.get("model", ""), found, header)
     return Primer(path.stem, vectors=vectors)
 
 

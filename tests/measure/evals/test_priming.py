@@ -1,5 +1,6 @@
 """`jaxrag train primer`: prompts of a knowledge base and of a data set, and what is refused."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from jaxrag.base.errors import RequestError
 from jaxrag.cli import main
 from jaxrag.measure.evals.priming import PrimingOptions, start_vectors
 from jaxrag.models.text.prompts import TEMPLATES
-from jaxrag.reuse.encode import primer_named
+from jaxrag.reuse.encode import Primer, primer_named
+from jaxrag.reuse.encode.primer import write_vectors
 
 FEW = (
     "--vectors",
@@ -116,6 +118,45 @@ def test_packets_are_trained_and_measured_over_a_data_set(
     assert packets["kl"]["value"] != full["kl"]["value"] and packets["recomputed"] == 0
     assert packets["bytes_per_token"] > primed["bytes_per_token"] == full["bytes_per_token"]
     code, _, err = jaxrag(*command, "--method", "packets", "--primer", weir)
+    assert code == 1 and "--form packets" in err and err.count("\n") == 1
+
+
+def test_layers_begin_as_near_as_vectors_and_are_measured(jaxrag, model_dir, tmp_path, weir):
+    data = write("nq_open", tmp_path)
+    of = ("--template", "plain", "--model", model_dir, "--passages", 2)
+    command = ("train", "primer", "--dataset", "nq_open", "--data", data, *of, *FEW)
+    command = (*command, "--num-held-out", 1)
+    looks = {}
+    for form in ("primer", "layers"):
+        out = tmp_path / f"{form}.safetensors"
+        code, said, err = jaxrag(*command, "--form", form, "--out", out, "--start", weir)
+        assert code == 0, err
+        looks[form] = [it["kl"] for it in json.loads(said)["held_out_kl"]]
+    assert looks["layers"][0] == pytest.approx(looks["primer"][0], rel=1e-4)
+    assert looks["layers"][-1] != looks["layers"][0] and looks["layers"] != looks["primer"]
+    again = tmp_path / "again.safetensors"  # on from KV, and from vectors
+    for form in ("layers", "primer"):
+        start = ("--start", tmp_path / f"{form}.safetensors", "--form", "layers", "--out", again)
+        code, said, err = jaxrag(*command, *start)
+        assert code == 0, err
+        [first, *_] = json.loads(said)["held_out_kl"]
+        assert first["kl"] == pytest.approx(looks[form][-1], rel=1e-4)
+    code, _, err = jaxrag(*command, "--start", out, "--out", tmp_path / "x.safetensors")
+    assert code == 1 and "--form layers" in err and err.count("\n") == 1
+    foreign = dataclasses.replace(primer_named(str(out)).vectors, model="0" * 64)
+    write_vectors(Primer("foreign", vectors=foreign), tmp_path / "foreign.safetensors")
+    start = ("--start", tmp_path / "foreign.safetensors", "--form", "layers")
+    code, _, err = jaxrag(*command, *start, "--out", tmp_path / "x.safetensors")
+    assert code == 1 and "'foreign'" in err and err.count("\n") == 1
+    near = ("eval", "near", "nq_open", "--data", data, *of, "--answer-tokens", 3, "--num", 2)
+    methods = ("--method", "full_reuse", "--method", "primed", "--primer", out, "--primer", weir)
+    code, said, err = jaxrag(*near, *methods, "--json")
+    assert code == 0, err
+    full, layers, text = json.loads(said)["rows"]
+    assert [layers["method"], text["method"]] == ["primed layers", "primed weir"]
+    assert layers["kl"]["value"] not in (full["kl"]["value"], text["kl"]["value"])
+    assert layers["recomputed"] == 0 and layers["bytes_per_token"] == full["bytes_per_token"]
+    code, _, err = jaxrag(*near, "--method", "packets", "--primer", out)
     assert code == 1 and "--form packets" in err and err.count("\n") == 1
 
 

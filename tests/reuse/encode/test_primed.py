@@ -243,14 +243,15 @@ def test_a_file_of_vectors_is_read_as_it_was_written(model, trained):
     np.testing.assert_array_equal(
         primer.tokens(TEMPLATES["plain"], None), vectors_of(model, np.arange(20, 26))
     )
-    primer.check_model(model.digest, model.config.model_dim)
+    primer.check_model(model.digest, model.config)
 
 
 def test_foreign_and_damaged_vectors_are_refused_in_one_line(model, trained, tmp_path):
     primer, path = trained
-    for digest, width in (("0" * 64, model.config.model_dim), (model.digest, 7)):
+    narrow = dataclasses.replace(model.config, model_dim=8)
+    for digest, config in (("0" * 64, model.config), (model.digest, narrow)):
         with refused(ConfigError, "mine", "jaxrag train primer"):
-            primer.check_model(digest, width)
+            primer.check_model(digest, config)
     for text in (b"", b"{}", path.read_bytes()[:-9]):
         other = tmp_path / "other.safetensors"
         other.write_bytes(text)
