@@ -11,12 +11,21 @@ from typing import Any
 
 from jaxrag.base.errors import DamagedCatalogError
 from jaxrag.base.types import Connection
-from jaxrag.library.catalog.database import Database
-from jaxrag.library.catalog.digests import CHUNKS, DOCUMENTS, KEYS, DigestTable, Totals, contexts
+from jaxrag.library.catalog.database import Database, to_json
+from jaxrag.library.catalog.digests import (
+    CHUNKS,
+    DOCUMENTS,
+    KEYS,
+    SETTINGS,
+    DigestTable,
+    Totals,
+    contexts,
+)
 from jaxrag.library.catalog.forgotten import unlike_rows
 from jaxrag.library.catalog.rows import ChunkRow, DocumentRow
 from jaxrag.library.retrieve.base import searched_text
 from jaxrag.library.retrieve.bm25 import BM25Index
+from jaxrag.library.retrieve.terms import TERMS, TERMS_VERSION
 
 _INDEXED_AT_ONCE = 4096  # chunks whose words are held
 
@@ -205,7 +214,10 @@ class Audit:
         ).fetchone()
         if homeless:
             faults.append(Fault(KEY, "of no chunk", homeless))
-        if count := index.count_unlike(_texts(connection)):
+        statement = "SELECT value FROM settings WHERE name = ?"
+        version = connection.execute(statement, (TERMS,)).fetchone()
+        own = version == (to_json(TERMS_VERSION),)  # others are made anew, not compared
+        if own and (count := index.count_unlike(_texts(connection))):
             faults.append(Fault(WORDS, count=count))
         if count := len(unlike_rows(connection)):
             faults.append(Fault(REMOVAL, count=count))
@@ -253,13 +265,32 @@ class Audit:
         )
         unlike = [(name,) for name in unlike_rows(connection)]
         connection.executemany("DELETE FROM forgotten WHERE name = ?", unlike)
+        self._index(connection)
+        Totals.counted(connection).write(connection)
+
+    def _index(self, connection: Connection) -> None:
+        """Make the index of words anew."""
         index = BM25Index(connection, path=self.database.path)
         index.clear()
+        (chunks,) = connection.execute("SELECT COUNT(*) FROM chunks").fetchone()
         for some in itertools.batched(_texts(connection), _INDEXED_AT_ONCE):
-            index.add(dict(some))
+            index.add(dict(some), chunks - len(some))
         # Of which chunks the neighbours were last searched is not known any more.
         connection.execute("DELETE FROM settings WHERE name = 'searched'")
-        Totals.counted(connection).write(connection)
+        row = SETTINGS.row((TERMS, to_json(TERMS_VERSION)))
+        connection.execute(SETTINGS.insert("INSERT OR REPLACE"), row)
+
+    def renew_words(self) -> None:
+        """Make the index of words anew, where its terms are of another version.
+
+        Raises DamagedCatalogError where the totals are not as written.
+        """
+        with self.database.transaction() as connection:
+            known = Totals.read(connection, self.database.path)
+            self._index(connection)
+            (terms,) = connection.execute("SELECT TOTAL(num_terms) FROM lengths").fetchone()
+            made = dataclasses.replace(known, terms=int(terms)).with_words(connection)
+            made.with_settings(connection).write(connection)
 
     def _report(
         self,

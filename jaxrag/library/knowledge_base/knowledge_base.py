@@ -42,6 +42,7 @@ from jaxrag.library.options import ChunkBy, SearchMode, SimilarBy
 from jaxrag.library.retrieve.adapters import adopted
 from jaxrag.library.retrieve.base import Reranker, Retriever
 from jaxrag.library.retrieve.filters import Filter
+from jaxrag.library.retrieve.terms import TERMS
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.models.text.tokenizer import Tokenizer
@@ -407,8 +408,9 @@ class KnowledgeBase(Maintained):
     ) -> Hits | list[Hits]:
         """The up to ``k`` best chunks for a question, best first; a list of them for a list.
 
-        Where the vector index has lost vectors, what is left is searched, and the ``notes`` of the
-        result say so.
+        Of equal chunks of several documents one is given. Where the vector index has lost vectors,
+        or the index of words is of another version, what there is is searched, and the ``notes`` of
+        the result say so.
 
         Args:
           question: a text or several.
@@ -440,7 +442,8 @@ class KnowledgeBase(Maintained):
         complete = self._vectors is not None and bool(self._settings["vectors_complete"])
         given = self.retriever
         retriever = None if given is None else adopted(given, self.chunks)
-        search = Search(self._catalog, self._vectors, complete, retriever, self.reranker)
+        version = self._settings.get(TERMS)
+        search = Search(self._catalog, self._vectors, complete, retriever, self.reranker, version)
         found = search.run(questions, k, limited(where, groups), mode, min_score)
         return found[0] if isinstance(question, str) else found
 

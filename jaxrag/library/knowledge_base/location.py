@@ -1,6 +1,7 @@
 """Where a knowledge base lies: its folder, its catalog, and the repository of its chunks."""
 
 import itertools
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -31,10 +32,12 @@ from jaxrag.library.knowledge_base.settings import (
 )
 from jaxrag.library.knowledge_base.vectors import VECTORS, ChunkVectors
 from jaxrag.library.knowledge_base.writers import FOLDER as WRITERS
+from jaxrag.library.retrieve.terms import TERMS, TERMS_VERSION
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import TEMPLATES, template_from_dict
 from jaxrag.reuse.encode import ENCODERS, encoder_named, primer_named
 
+_LOG = logging.getLogger("jaxrag")
 CATALOG = "catalog.sqlite"
 TIER = "tier"  # folder of the local copies of a repository that lies elsewhere
 _MOST_TRIED = 1 << 20  # counts that a lost one is looked for among
@@ -114,6 +117,9 @@ def open_catalog(
         check_settings(folder, settings, model, wanted)
         _check_age(folder, catalog, mode, wanted.accept_older)
         _extend(folder, catalog, model, wanted, mode)
+        if mode == "rw" and settings.get(TERMS) != TERMS_VERSION:
+            catalog.audit().renew_words()
+            _LOG.warning("%s: its index of words was of another version and was made anew", folder)
     except BaseException:
         catalog.close()
         raise

@@ -31,6 +31,7 @@ from jaxrag.library.knowledge_base.settings import PRIMER, check_primer, find_fo
 from jaxrag.library.knowledge_base.upkeep import Claim
 from jaxrag.library.knowledge_base.vectors import ChunkVectors
 from jaxrag.library.options import DEFAULT_TOP_N, SimilarBy
+from jaxrag.library.retrieve.terms import TERMS, TERMS_VERSION
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.reuse.attention_index.document import indexes_nbytes
@@ -262,6 +263,8 @@ class Maintained(Parts):
         else:
             why = ""
         look = functools.partial(examine, names)
+        if self._settings.get(TERMS) != TERMS_VERSION:
+            why = why or "words were not checked: their index is of another version"
         audit = self._catalog.audit()
         if not repair:
             return dataclasses.replace(audit.check(look), unchecked=why)

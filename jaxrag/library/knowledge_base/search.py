@@ -18,6 +18,12 @@ from jaxrag.library.retrieve.adapters import ask_foreign
 from jaxrag.library.retrieve.base import Found, Reranker, Retriever
 from jaxrag.library.retrieve.filters import Filter
 from jaxrag.library.retrieve.retrievers import Ranking, by_vectors, fused, reranked
+from jaxrag.library.retrieve.terms import TERMS_VERSION
+
+_OTHER_TERMS = (
+    "the index of words is of another version, so that words with marks may not be found; open the "
+    "knowledge base for writing, as `jaxrag ingest` does, to make it anew"
+)
 
 
 class Hits(list[Hit]):
@@ -41,6 +47,7 @@ class Search:
     complete: bool  # every chunk has its vector
     retriever: Retriever | None  # used instead of our own, where no mode is named
     reranker: Reranker | None
+    terms: int | None  # version of those in the index of words; None: the first
 
     def run(
         self,
@@ -51,6 +58,8 @@ class Search:
         min_score: float | None = None,
     ) -> list[Hits]:
         """The up to ``k`` best chunks of every question, best first; none below ``min_score``.
+
+        Of equal chunks of several documents the first alone is given.
 
         Raises RequestError for a bad filter, an unknown mode, or one whose vectors are not there,
         and for a least score where scores are ranks.
@@ -69,9 +78,9 @@ class Search:
                 [one for one in ranking if min_score is None or one.score >= min_score]
                 for ranking in rank(questions, depth)
             ]
-            rows = [self.catalog.hits(ranking, chosen) for ranking in rankings]
+            rows = [_distinct(self.catalog.hits(ranking, chosen)) for ranking in rankings]
             cut = [
-                len(hits) < k and len(ranking) >= depth  # chunks that are gone took places
+                len(hits) < k and len(ranking) >= depth  # some are gone, or equal
                 for hits, ranking in zip(rows, rankings, strict=True)
             ]
             if not any(cut):
@@ -92,8 +101,9 @@ class Search:
         def words(queries: Sequence[str], k: int) -> list[list[Found]]:
             return [self.catalog.ranked(query, k, chosen) for query in queries]
 
+        notes: tuple[str, ...] = (_OTHER_TERMS,) * (self.terms != TERMS_VERSION)
         if mode == "bm25":
-            return words, ()
+            return words, notes
         if self.vectors is None or not self.complete:
             why = "has no embedder" if self.vectors is None else "has chunks without a vector yet"
             raise RequestError(
@@ -102,9 +112,10 @@ class Search:
             )
         index, embed = self.vectors.index, self.vectors.embedder
         compared = self.vectors.compared(self.catalog, lately=True)
-        notes: tuple[str, ...] = ()
+        if mode == "vector":
+            notes = ()
         if lost := len(compared.lost):
-            notes = (
+            notes += (
                 f"the vectors of {lost} of {self.catalog.counts()['chunks']} chunks are gone, so "
                 "these were not found by meaning; `jaxrag kb verify --repair` makes them again",
             )
@@ -120,6 +131,12 @@ class Search:
             return by_vectors(index, embed(queries, "query"), k, allowed, compared.strays)
 
         return near if mode == "vector" else partial(fused, (words, near)), notes
+
+
+def _distinct(hits: Sequence[Hit]) -> list[Hit]:
+    """Without chunks whose text one of another document has that comes before."""
+    first: dict[str, str] = {}
+    return [hit for hit in hits if first.setdefault(hit.text, hit.document_id) == hit.document_id]
 
 
 def _check_least(min_score: float, ranks: bool) -> None:

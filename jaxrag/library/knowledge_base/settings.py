@@ -26,6 +26,7 @@ from jaxrag.library.options import (
     SimilarBy,
 )
 from jaxrag.library.retrieve.lance import kind_named
+from jaxrag.library.retrieve.terms import TERMS, TERMS_VERSION
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import BARE, PromptTemplate, template_named
 from jaxrag.models.text.tokenizer import Tokenizer
@@ -49,7 +50,12 @@ NEEDED = (
 PRIMER = "primer"  # the setting, of those whose encoders see one
 CHANGES = "changes"  # how many were acknowledged; one that has none yet lacks the setting
 # What takes the place of one that is lost: no answer depends on it.
-REPLACED: Mapping[str, Any] = {"max_bytes": None, "last_gc": None, "vectors_complete": False}
+REPLACED: Mapping[str, Any] = {
+    "max_bytes": None,
+    "last_gc": None,
+    "vectors_complete": False,
+    TERMS: None,
+}
 DEFAULT_CHUNK_TOKENS = 512
 DEFAULT_INDEX = "lance"
 _NO_PACKETS = (
@@ -189,6 +195,7 @@ def new_settings(model: Model, wanted: WantedSettings) -> dict[str, Any]:
     salt = wanted.salt or ""
     return {
         "id": uuid.uuid4().hex,
+        TERMS: TERMS_VERSION,
         "model": {
             "path": None if model.path is None else str(Path(model.path).absolute()),
             "digest": model.digest,
