@@ -38,6 +38,7 @@ Parameter = click.Parameter
 SUMMARIES = {  # what each command does: `jaxrag --help` reads none of them
     "demo": "ingest the example documents and ask about them, with the model that comes along",
     "ingest": "encode documents into a knowledge base, once",
+    "read": "show what is read of files: text, metadata and what was left out; without a model",
     "ask": "answer a question from cached chunks",
     "generate": "answer a file of questions: one JSON line in, one JSON line out",
     "serve": "serve a model and its knowledge bases over HTTP, as OpenAI's clients ask",

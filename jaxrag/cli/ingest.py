@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from jaxrag.models.model import Model
 
 
+_LEFT_OUT = 20  # lines that are shown
+
+
 def run(args: Args) -> int:
     """Exit code 0 when everything was ingested, 3 when documents were left out."""
     from jaxrag.library.documents import Shard
@@ -75,13 +78,14 @@ def merged(reports: "Sequence[AddReport]", seconds: float) -> "AddReport":
     """One report of several parts: counts are added, ``seconds`` is the whole run's."""
     from jaxrag.library.knowledge_base.ingest import UNKNOWN_EXAMPLES
 
-    own = ("skipped", "seconds", "unknown_words", "neighbours", "removed", "gone")
+    own = ("skipped", "seconds", "unknown_words", "neighbours", "removed", "gone", "left_out")
     names = [f.name for f in dataclasses.fields(reports[0]) if f.name not in own]
     unknown = dict.fromkeys(word for report in reports for word in report.unknown_words)
     return dataclasses.replace(
         reports[0],
         **{name: sum(getattr(report, name) for report in reports) for name in names},
         skipped=tuple(itertools.chain.from_iterable(report.skipped for report in reports)),
+        left_out=tuple(itertools.chain.from_iterable(report.left_out for report in reports)),
         seconds=seconds,
         unknown_words=tuple(unknown)[:UNKNOWN_EXAMPLES],
     )
@@ -281,6 +285,10 @@ def print_report(report: "AddReport", as_json: bool, sync: bool = False) -> None
     """What was left out on stderr, the rest on stdout."""
     for bad in report.skipped:
         print(f"skipped {bad.source}: {bad.reason}", file=sys.stderr)
+    for line in report.left_out[:_LEFT_OUT]:
+        print(printable(f"left out of {line}"), file=sys.stderr)
+    if more := report.left_out[_LEFT_OUT:]:
+        print(f"left out of documents: {len(more)} lines more, see --json", file=sys.stderr)
     if report.unknown_tokens:
         print(
             f"warning: the model's vocabulary lacks {human_count(report.unknown_tokens)} of "
@@ -341,6 +349,27 @@ def _print_left(gone: Sequence[str], kept: int, sync: bool) -> None:
         print(f"kept {counted(kept, 'document')} of files that were not read to their end")
 
 
+READING = [
+    value("--encoding", "NAME", "of text files without a byte order mark, such as gb18030 (utf-8)"),
+    value(
+        "--text-field",
+        "NAME",
+        "key or column that holds the text of a record (text; in tables also content or body)",
+    ),
+    flag(
+        "--follow-links",
+        "read what links in a folder name outside of it, and linked folders (reported only)",
+    ),
+    value(
+        "--parse-seconds",
+        "S",
+        "that a file may take to parse, but for text, tables and JSON lines, else it "
+        "is left out (60)",
+        60.0,
+        type=float,
+    ),
+    value("--parse-bytes", "SIZE", "of memory that it may take (4GiB)", 4 << 30, type=parse_bytes),
+]
 PARAMETERS = [
     argument(
         "paths",
@@ -362,25 +391,7 @@ PARAMETERS = [
         "overlap), open-webui, anythingllm, haystack, llamaindex",
     ),
     SECRET,
-    value("--encoding", "NAME", "of text files without a byte order mark, such as gb18030 (utf-8)"),
-    value(
-        "--text-field",
-        "NAME",
-        "key or column that holds the text of a record (text; in tables also content or body)",
-    ),
-    flag(
-        "--follow-links",
-        "read what links in a folder name outside of it, and linked folders (reported only)",
-    ),
-    value(
-        "--parse-seconds",
-        "S",
-        "that a file may take to parse, but for text, tables and JSON lines, else it "
-        "is left out (60)",
-        60.0,
-        type=float,
-    ),
-    value("--parse-bytes", "SIZE", "of memory that it may take (4GiB)", 4 << 30, type=parse_bytes),
+    *READING,
     value(
         "--shard",
         "I/N",

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import operator
 import textwrap
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxrag.base.errors import RequestError
@@ -16,6 +17,7 @@ from jaxrag.cli.output import counted, give, human_count, note, print_json, shor
 from jaxrag.models.text.printable import printable
 
 if TYPE_CHECKING:
+    from jaxrag.library.catalog import Hit
     from jaxrag.library.catalog.salvage import Salvage
     from jaxrag.library.knowledge_base import KnowledgeBase
     from jaxrag.library.knowledge_base.upkeep import VerifyReport
@@ -68,6 +70,39 @@ def run_list(args: Args) -> None:
     rows = [["document", "chunks", "title"]]
     rows += [[d.id, str(d.num_chunks), shorten(d.title, _TITLE)] for d in documents]
     print(table(rows, right=(1,)))
+
+
+def run_show(args: Args) -> None:
+    """Print a document as it is stored; RequestError where there is none of that id."""
+    from jaxrag.cli.read import document_lines, text_lines
+
+    with _opened(args) as kb:
+        hits = kb.chunks_of(args.id)
+    if not hits:
+        raise RequestError(f"no document {args.id!r}; `jaxrag kb list {args.kb}` shows their ids")
+    first = hits[0]
+    said = ("start", "end", "page", "section", "text")
+    chunks = [{name: getattr(hit, name) for name in said} for hit in hits]
+    value = {"id": args.id, "title": first.title, "file": first.file, "metadata": first.metadata,
+             "text": _whole(hits)} | ({"chunks": chunks} if args.chunks else {})  # fmt: skip
+    lines = list(document_lines(args.id, first.title, first.metadata))
+    for hit in hits if args.chunks else ():
+        page = "" if hit.page is None else f", page {hit.page}"
+        section = f", {hit.section}" * bool(hit.section)
+        place = f"-- chunk {hit.chunk_index}, characters {hit.start} to {hit.end}{page}{section}"
+        lines += [printable(place), *text_lines(hit.text)]
+    give(args, value, lines if args.chunks else [*lines, *text_lines(value["text"])])
+
+
+def _whole(hits: "Sequence[Hit]") -> str:
+    """The text that was cut into these chunks; only white space stood between two."""
+    text, end = "", 0
+    for hit in hits:
+        if text and hit.start > end:
+            text += " " if hit.start == end + 1 else "\n\n"
+        text += hit.text[max(0, end - hit.start) :]
+        end = max(end, hit.end)
+    return text
 
 
 def run_remove(args: Args) -> int:
@@ -248,6 +283,15 @@ COMMAND = group(
         ),
     ),
     command("list", run_list, "every document", "jaxrag kb list kb", _HEAD, WHERE),
+    command(
+        "show",
+        run_show,
+        "a document's text as it is stored, its metadata, and what was left out of it",
+        "jaxrag kb show kb notes.md --chunks",
+        _HEAD,
+        argument("id", "ID", "as `jaxrag kb list` shows it"),
+        flag("--chunks", "chunk by chunk, with their places"),
+    ),
     command(
         "remove",
         run_remove,

@@ -17,7 +17,7 @@ TWOFOLD = {
     "--kb": {"DIR": "a knowledge base", "[NAME=]DIR": "several, with names of their own"},
     "--model": {"MODEL": "one", "NAME=DIR": "several", "DIR": "its tokenizer, nothing else"},
     "--out": {"FILE": "the result", "DIR": "a folder: pictures, a run"},
-    "--chunks": {"N": "so many", "N|N-M": "fewest and most"},
+    "--chunks": {"N": "so many", "N|N-M": "fewest and most", "": "one by one"},
     "--neighbours": {"N": "so many of a chunk", "[corpus|prompt]": "where they are found"},
     "--data": {"DIR": "what clients upload", "FILE": "a data set's own"},
     "--requests": {"N": "so many", "FILE": "those recorded in it"},

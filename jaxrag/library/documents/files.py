@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 from jaxrag.base.errors import DocumentError
 from jaxrag.library.documents.document import BadDocument, Document
+from jaxrag.library.documents.left_out import LeftOut
 
 MAX_FILE_BYTES = 256 << 20  # of a file that is read as a whole
 MAX_LINE_BYTES = 64 << 20  # of a file that is read line by line
@@ -71,6 +72,7 @@ class File:
     name: str
     options: ReadOptions
     reported: str | None = None  # what hits report as its path
+    left_out: LeftOut = dataclasses.field(default_factory=LeftOut, compare=False)
 
     @property
     def suffix(self) -> str:
@@ -92,12 +94,14 @@ class File:
     ) -> Document:
         """The file as one document, titled by its name where it has no title.
 
-        Raises DocumentError for one without text, which says ``empty``.
+        Its metadata name what was ``left_out``. Raises DocumentError for one without text, which
+        says ``empty``.
         """
         if not text.strip():
             raise DocumentError(empty)
         title = title or self.path.stem
-        return Document(self.name, text, title, self.reported, dict(metadata), pages)
+        known = {**metadata, **self.left_out.metadata()}
+        return Document(self.name, text, title, self.reported, known, pages)
 
 
 FileReader = Callable[[BinaryIO, File], Iterator[Document | BadDocument]]

@@ -89,6 +89,10 @@ def read_html(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
         root = _parsed(text)
         title, body = text_of(root)
         metadata = {} if root is None else _metadata_of(root)
+        visible = 0 if root is None else len(_Writer().write(root))
+        if 0 < len(body) < visible / 2:
+            share = f"{100 * len(body) / visible:.0f} % kept"
+            file.left_out.add("characters of its visible text", share, visible - len(body))
     empty = "holds no text outside of scripts and menus; leave the file out"
     yield file.document(body, title, metadata, empty=empty)
 

@@ -10,6 +10,7 @@ import xxhash
 
 from jaxrag.base.errors import ConfigError, DocumentError
 from jaxrag.library.documents.document import BadDocument, Document, document_from_mapping, text_id
+from jaxrag.library.documents.left_out import left_out_of
 from jaxrag.library.documents.parser import ParseLimits, Parser
 from jaxrag.library.documents.paths import DocumentFiles, read_paths
 
@@ -65,6 +66,7 @@ class Intake:
       part: of the documents that are taken in.
       paths: the files and folders that were given to be read, so far.
       passed: files of folders that hold no text by their nature, so far.
+      left_out: what readers left out of documents, a line for each kind, so far.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Intake:
         self.seen: set[str] = set()
         self.paths: list[Path] = []
         self.passed = 0
+        self.left_out: list[str] = []
         self._whole: set[str] = set()
         self._refused: set[str] = set()  # files with a document that another file had
         self._index = 0
@@ -105,6 +108,7 @@ class Intake:
                     continue
                 self.seen.add(found.id)
                 self.characters += len(found.text)
+                self.left_out += [f"{found.id}: {it}" for it in left_out_of(found.metadata)]
             yield found
 
     @property

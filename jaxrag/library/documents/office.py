@@ -1,5 +1,6 @@
 """Readers of office files and .pdf; .docx, .pptx and .xlsx are unpacked within bounds."""
 
+import collections
 import datetime
 import io
 import itertools
@@ -39,6 +40,24 @@ _BREAKS = {f"{_W}tab": " ", f"{_W}br": "\n", f"{_W}cr": "\n", f"{_W}noBreakHyphe
 _WRAPPERS = frozenset(
     f"{_W}{name}" for name in ("sdt", "sdtContent", "customXml", "ins", "smartTag")
 )
+# What holds text or a meaning that is in no paragraph's text.
+_WITHOUT_TEXT = {
+    "{http://schemas.openxmlformats.org/officeDocument/2006/math}oMath": "equations",
+    f"{_W}sym": "symbols",
+    f"{_W}altChunk": "embedded documents",
+    "{http://schemas.openxmlformats.org/drawingml/2006/picture}pic": "pictures",
+}
+_DRAWN = {
+    "{http://schemas.openxmlformats.org/presentationml/2006/main}pic": "pictures",
+    "{http://schemas.openxmlformats.org/drawingml/2006/chart}chart": "charts",
+    "{http://schemas.openxmlformats.org/drawingml/2006/diagram}relIds": "diagrams",
+    "{http://schemas.microsoft.com/office/drawing/2010/main}m": "equations",
+}
+# A cell with a formula, and without a value or with an empty one.
+_UNCOMPUTED = re.compile(
+    rb'<c r="([A-Z]{1,3}[0-9]{1,7})"(?![^<>]* t="str")[^<>]{0,200}><f(?:[^<>]{0,500}/>|'
+    rb"[^<>]{0,500}>[^<]{0,9000}</f>)(?:<v\s*/>|<v></v>)?</c>"
+)
 _MAX_ROWS = 1 << 20  # of a sheet, as the format has it
 _STREAMED = ("xl/worksheets/", "xl/sharedStrings.xml")
 _DIGITS = 15  # of a number, as spreadsheets keep them
@@ -54,14 +73,16 @@ def read_docx(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
     """
     data = read_bytes(stream)
     with parsing("DOCX"):
-        title, body = _docx_text(repacked(parts(data, "DOCX")))
+        title, body = _docx_text(repacked(parts(data, "DOCX")), file)
     yield file.document(body, title)
 
 
-def _docx_text(data: bytes) -> tuple[str, str]:
+def _docx_text(data: bytes, file: File) -> tuple[str, str]:
     import docx  # only who reads DOCX waits for it
 
     document = docx.Document(io.BytesIO(data))
+    for tag, what in _WITHOUT_TEXT.items():
+        file.left_out.add(what, count=sum(1 for _ in document.element.body.iter(tag)))
     styles = _style_names(document.styles.element)
     blocks: list[Block] = []
     first = ""
@@ -177,12 +198,12 @@ def read_pptx(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
     """
     data = read_bytes(stream)
     with parsing("PPTX"):
-        title, texts = _pptx_text(repacked(parts(data, "PPTX")))
+        title, texts = _pptx_text(repacked(parts(data, "PPTX")), file)
     body, pages = join_pages(texts)
     yield file.document(body, title, pages=pages)
 
 
-def _pptx_text(data: bytes) -> tuple[str, list[str]]:
+def _pptx_text(data: bytes, file: File) -> tuple[str, list[str]]:
     """The title, and the text of every slide."""
     import pptx  # only who reads PPTX waits for it
 
@@ -190,9 +211,12 @@ def _pptx_text(data: bytes) -> tuple[str, list[str]]:
     title = ""
     texts: list[str] = []
     size = 0
-    for slide in presentation.slides:
+    for number, slide in enumerate(presentation.slides, 1):
         hidden = slide.element.get("show") in ("0", "false")
         blocks = [] if hidden else list(_slide(slide))
+        for node in () if hidden else slide.element.iter(*_DRAWN):
+            file.left_out.add(_DRAWN[node.tag], number)
+        file.left_out.add("hidden slides", number, hidden)
         title = title or first_title(blocks)
         texts.append(joined(blocks))
         size += len(texts[-1])
@@ -248,7 +272,8 @@ def read_xlsx(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
     data = read_bytes(stream)
     with parsing("XLSX"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the library, about styles and extensions
-        title, body = _xlsx_text(repacked(parts(data, "XLSX", streamed=_STREAMED)))
+        found = parts(data, "XLSX", streamed=_STREAMED)
+        title, body = _xlsx_text(repacked(_looked_at(found, file)), file)
     empty = (
         "holds no text in visible sheets; leave the file out, or save it by a spreadsheet "
         "program, which computes its formulas"
@@ -256,7 +281,16 @@ def read_xlsx(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
     yield file.document(body, title, empty=empty)
 
 
-def _xlsx_text(data: bytes) -> tuple[str, str]:
+def _looked_at(found: Iterable[tuple[str, bytes]], file: File) -> Iterator[tuple[str, bytes]]:
+    """The parts of a workbook; its formulas that were saved without a value are counted."""
+    for name, part in found:
+        if name.startswith(_STREAMED[0]):
+            for cell in _UNCOMPUTED.finditer(part):
+                file.left_out.add("formulas without a value", cell[1].decode())
+        yield name, part
+
+
+def _xlsx_text(data: bytes, file: File) -> tuple[str, str]:
     import openpyxl  # only who reads XLSX waits for it
 
     book = openpyxl.load_workbook(
@@ -271,6 +305,7 @@ def _xlsx_text(data: bytes) -> tuple[str, str]:
     size = 0
     for sheet in book.worksheets:
         if sheet.sheet_state != "visible":
+            file.left_out.add("hidden sheets", sheet.title)
             continue
         sheet.reset_dimensions()  # are what the file says, and not what it holds
         title = heading(1, sheet.title)
@@ -337,10 +372,12 @@ def read_pdf(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
         reader = _open(data)
         num_pages = len(reader.pages)
     texts: list[str] = []
+    pictured: list[int] = []
     size = bad = 0
     for number in range(num_pages):
         try:
             text = _clean(reader.pages[number].extract_text())
+            pictured += [number] if _has_picture(reader.pages[number]) else []
         except MemoryError:
             raise
         except Exception as error:
@@ -350,10 +387,25 @@ def read_pdf(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
         texts.append(text)
         size += len(text) + len(BETWEEN_PAGES)
         require_short(size)
+    times = collections.Counter(texts)
+    for number in pictured:
+        if not texts[number]:
+            file.left_out.add("pages with pictures and no text", number + 1)
+        elif times[texts[number]] > 1:
+            what = "pages with pictures and only a text that other pages have"
+            file.left_out.add(what, number + 1)
     body, pages = join_pages(texts)
     if body or not bad or bad < num_pages:
         empty = f"no text layer on its {num_pages} pages; run text recognition (OCR) on it first"
         yield file.document(body, _title(reader), pages=pages, empty=empty)
+
+
+def _has_picture(page: Any) -> bool:
+    try:
+        drawn = page["/Resources"]["/XObject"].values()
+        return any(it.get_object().get("/Subtype") == "/Image" for it in drawn)
+    except (KeyError, AttributeError, TypeError):  # none, or not as the format has it
+        return False
 
 
 def _open(data: bytes) -> Any:

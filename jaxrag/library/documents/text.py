@@ -10,6 +10,14 @@ from jaxrag.library.documents.files import File, decode, parse_json, read_bytes
 from jaxrag.library.documents.metadata import front_matter
 
 _NOTEBOOK = 4  # their format since 2015
+# ![alternative text](data:...), [name]: data:..., <img src="data:...">
+_DATA = re.compile(
+    r"!\[([^\[\]\n]{0,500})\]\(\s{0,9}<?data:[\w.+-]{1,99}/[^\s()<>\[\]!]*+>?[^)\n]{0,500}\)"
+    r"|^[ ]{0,3}\[[^\[\]\n]{1,500}\]:[ ]{0,9}<?data:[\w.+-]{1,99}/\S*+[^\n]{0,500}$"
+    r"|<img\b[^<>]{0,500}?\bsrc=[\"']?data:[^\"'<>\s]*+[^<>]{0,500}>",
+    re.MULTILINE,
+)
+_ALT = re.compile(r"""\balt=["']([^"'<>]{0,500})""")
 _HEADING = re.compile(r"^# (.*)$", re.MULTILINE)  # linear in the text: no part can share another's
 
 
@@ -23,10 +31,12 @@ def read_text(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
     title, metadata = "", dict[str, Any]()
     if file.suffix == ".md":
         metadata, text = front_matter(text)
+        text = _without_data(text, file)
         if isinstance(metadata.get("title"), str):
             title = metadata.pop("title")
         title = title.strip() or first_heading(text)
-    yield Document(file.name, text, title or file.path.stem, file.reported, metadata)
+    known = {**metadata, **file.left_out.metadata()}
+    yield Document(file.name, text, title or file.path.stem, file.reported, known)
 
 
 def first_heading(text: str) -> str:
@@ -55,11 +65,24 @@ def read_notebook(stream: BinaryIO, file: File) -> Iterator[Document | BadDocume
         if kind == "code":
             parts.append(f"```{language}\n{source}\n```")
         else:
+            source = _without_data(source, file)
             prose.append(source)
             parts.append(source)
     title = first_heading("\n".join(prose))
     empty = "holds no cell with text; leave the file out"
     yield file.document("\n\n".join(parts), title, empty=empty)
+
+
+def _without_data(text: str, file: File) -> str:
+    """A Markdown text without pictures that stand in it as base64; their alternative text stays."""
+
+    def said(found: re.Match[str]) -> str:
+        alt = _ALT.search(found[0])
+        return found[1] or (alt[1] if alt else "")
+
+    text, count = _DATA.subn(said, text)
+    file.left_out.add("pictures inlined as data", count=count)
+    return text
 
 
 def _cell(cell: Any) -> tuple[str, str]:

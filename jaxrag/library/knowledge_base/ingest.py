@@ -92,6 +92,7 @@ class Ingest:
             seconds=time.perf_counter() - start,
             unknown_words=tuple(pipeline.unknown_words),
             passed=intake.passed,
+            left_out=tuple(intake.left_out),
         )
 
     def commit(self, batch: Sequence[Prepared]) -> None:

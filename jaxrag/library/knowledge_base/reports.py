@@ -75,6 +75,7 @@ class AddReport:
     kept: int = 0  # documents of files that are there and could not be read whole
     on_demand: int = 0  # chunks without KV, which is encoded when it is needed first
     kv_bytes: int = 0  # of the KV that was computed, as it is stored, without indexes
+    left_out: tuple[str, ...] = ()  # of documents, by their readers: a line for each kind
 
     @property
     def tokens_per_second(self) -> float:

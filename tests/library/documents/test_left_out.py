@@ -1,0 +1,119 @@
+"""What readers leave out is counted by kind and place, in the metadata of the document."""
+
+import io
+import json
+
+import openpyxl
+import pypdf
+import pytest
+from docx.oxml import parse_xml
+from pypdf.generic import DictionaryObject, NameObject, NumberObject, StreamObject
+
+from jaxrag.library.documents.left_out import LEFT_OUT, LeftOut, left_out_of
+
+W = 'xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main"'
+M = 'xmlns:m="http://schemas.openxmlformats.org/officeDocument/2006/math"'
+PICTURE = "data:image/png;base64," + "QUJD" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("places", "said"),
+    [
+        ([2, 3, 4, 7], "4 pages (2 to 4, 7)"),
+        (["B4"], "1 pages (B4)"),
+        ([1, 3, 5, 7, 9, 11], "6 pages (1, 3, 5, 7, 9 and 1 more)"),
+        ([None, None], "2 pages"),
+        ([], None),
+    ],
+)
+def test_a_kind_is_counted_and_its_places_named(places, said):
+    found = LeftOut()
+    for place in places:
+        found.add("pages", place)
+    assert left_out_of(found.metadata()) == ([said] if said else [])
+    assert left_out_of({LEFT_OUT: "of another kind"}) == []
+
+
+def with_pictures(text_pages, pictured):
+    """A PDF of these pages with text, and as many with a picture alone."""
+    writer = pypdf.PdfWriter(io.BytesIO(text_pages))
+    image = StreamObject()
+    image._data = b"\0"
+    image.update({NameObject("/Subtype"): NameObject("/Image"),
+                  **{NameObject(it): NumberObject(1) for it in ("/Width", "/Height")}})  # fmt: skip
+    for _ in range(pictured):
+        page = writer.add_blank_page(200, 200)
+        drawn = DictionaryObject({NameObject("/I"): writer._add_object(image)})
+        page[NameObject("/Resources")] = DictionaryObject({NameObject("/XObject"): drawn})
+    out = io.BytesIO()
+    writer.write(out)
+    return out.getvalue()
+
+
+def test_pages_of_a_pdf_with_pictures_and_no_text(tmp_path, read, make_pdf):
+    (tmp_path / "lease.pdf").write_bytes(with_pictures(make_pdf(["Cover of the lease"]), 9))
+    document = read.only(tmp_path / "lease.pdf")
+    assert document.text == "Cover of the lease"
+    assert left_out_of(document.metadata) == ["9 pages with pictures and no text (2 to 10)"]
+
+
+def test_equations_and_symbols_of_a_docx(tmp_path, read, make_docx):
+    def fill(document):
+        document.add_paragraph("The payment is")
+        for inner in (
+            "<m:oMath><m:r><m:t>x</m:t></m:r></m:oMath>",
+            '<w:r><w:sym w:char="F0FE"/></w:r>',
+        ):
+            document.element.body.insert(0, parse_xml(f"<w:p {W} {M}>{inner}</w:p>"))
+
+    (tmp_path / "loan.docx").write_bytes(make_docx(fill))
+    found = left_out_of(read.only(tmp_path / "loan.docx").metadata)
+    assert found == ["1 equations", "1 symbols"]
+
+
+def test_formulas_of_a_sheet_without_a_value(tmp_path, read):
+    book = openpyxl.Workbook()
+    for row in (("Item", "Cost"), ("Paint", 12), ("Total", "=SUM(B2:B2)"), ("Half", "=B3/2")):
+        book.active.append(row)
+    book.create_sheet("Hidden").sheet_state = "hidden"
+    book.save(tmp_path / "budget.xlsx")
+    found = left_out_of(read.only(tmp_path / "budget.xlsx").metadata)
+    assert sorted(found) == ["1 hidden sheets (Hidden)", "2 formulas without a value (B3, B4)"]
+
+
+def test_share_of_a_page_that_is_kept(tmp_path, read):
+    rest = "<p>The ferry to Lund leaves at 9:40.</p>" * 20
+    page = f"<body>{rest}<article><h3>Win a bicycle</h3></article></body>"
+    (tmp_path / "promo.html").write_text(page)
+    (line,) = left_out_of(read.only(tmp_path / "promo.html").metadata)
+    assert line.endswith("characters of its visible text (2 % kept)")
+    (tmp_path / "whole.html").write_text(f"<body><main>{rest}</main><p>Below.</p></body>")
+    assert LEFT_OUT not in read.only(tmp_path / "whole.html").metadata
+
+
+MARKDOWN = f"""# Pump
+
+Before ![valve A]({PICTURE}) and <img alt="tank B" src="{PICTURE}"> after.
+
+![seen][one] `data:image/png` ![linked](a.png)
+
+[one]: <{PICTURE}>
+"""
+
+
+@pytest.mark.parametrize("kind", ["md", "ipynb"])
+def test_pictures_inlined_as_data(tmp_path, read, kind):
+    text = MARKDOWN
+    if kind == "ipynb":
+        text = json.dumps({"cells": [{"cell_type": "markdown", "source": MARKDOWN}]})
+    (tmp_path / f"pump.{kind}").write_text(text)
+    document = read.only(tmp_path / f"pump.{kind}")
+    kept = "# Pump Before valve A and tank B after. ![seen][one] `data:image/png` ![linked](a.png)"
+    assert " ".join(document.text.split()) == kept
+    assert left_out_of(document.metadata) == ["3 pictures inlined as data"]
+
+
+def test_an_endless_picture_takes_no_time(tmp_path, read):
+    endless = ("![a](data:image/png;base64," + "A" * 1000) * 2000
+    (tmp_path / "endless.md").write_text("Text. " + endless)
+    assert read.only(tmp_path / "endless.md").text.startswith("Text.")
