@@ -125,6 +125,8 @@ def _documents(
             yield _document(found, columns, file, encoding)
         except DocumentError as error:
             yield file.bad(error, found.where)
+        except (KeyError, ValueError):  # not of the columns' types, which were found just before
+            yield file.bad("changed while the file was read; add it again", found.where)
 
 
 def _rows(text: io.TextIOWrapper, file: File) -> Iterator[_Row | BadDocument]:

@@ -1,10 +1,14 @@
 """Readers of .json, .csv and .tsv: one document an object or row, a bad one costs only itself."""
 
+import io
 import json
+from pathlib import Path
 
 import pytest
 
-from jaxrag.library.documents import files, records
+from jaxrag.library.documents import BadDocument, files, records
+from jaxrag.library.documents.files import File, ReadOptions
+from jaxrag.library.documents.records import read_table
 
 
 def test_json_holds_a_list_an_object_or_documents(tmp_path, read):
@@ -161,3 +165,25 @@ def test_byte_order_mark_is_stronger_than_the_named_encoding(tmp_path, read):
     good, bad = read(tmp_path, encoding="gb18030")
     assert bad == []
     assert [d.text for d in good] == ["盐井", "盐井"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(b"1234", b"n.a."), (b"true", b"neve"), (b"size", b"mass")]
+)
+def test_a_table_that_changes_between_two_looks_costs_a_line(before, after):
+    class Changing(io.BytesIO):
+        looks = 0
+
+        def seek(self, place, whence=0):
+            self.looks += place == 0
+            if self.looks == 3:  # behind the first look
+                buffer = self.getbuffer()
+                at = bytes(buffer).find(before)
+                if at >= 0:
+                    buffer[at : at + 4] = after
+            return super().seek(place, whence)
+
+    stream = Changing(b"text,size,kind\nherons,1234,true\n")
+    (bad,) = read_table(stream, File(Path("birds.csv"), "birds.csv", ReadOptions()))
+    assert isinstance(bad, BadDocument)
+    assert bad.source == "birds.csv:2" and "changed while the file was read" in bad.reason
