@@ -80,18 +80,18 @@ def run_show(args: Args) -> None:
         hits = kb.chunks_of(args.id)
     if not hits:
         raise RequestError(f"no document {args.id!r}; `jaxrag kb list {args.kb}` shows their ids")
-    first = hits[0]
+    first, text = hits[0], _whole(hits)
     said = ("start", "end", "page", "section", "text")
     chunks = [{name: getattr(hit, name) for name in said} for hit in hits]
     value = {"id": args.id, "title": first.title, "file": first.file, "metadata": first.metadata,
-             "text": _whole(hits)} | ({"chunks": chunks} if args.chunks else {})  # fmt: skip
+             "text": text} | ({"chunks": chunks} if args.chunks else {})  # fmt: skip
     lines = list(document_lines(args.id, first.title, first.metadata))
     for hit in hits if args.chunks else ():
         page = "" if hit.page is None else f", page {hit.page}"
         section = f", {hit.section}" * bool(hit.section)
         place = f"-- chunk {hit.chunk_index}, characters {hit.start} to {hit.end}{page}{section}"
         lines += [printable(place), *text_lines(hit.text)]
-    give(args, value, lines if args.chunks else [*lines, *text_lines(value["text"])])
+    give(args, value, lines if args.chunks else [*lines, *text_lines(text)])
 
 
 def _whole(hits: "Sequence[Hit]") -> str:
