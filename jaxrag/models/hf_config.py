@@ -329,10 +329,11 @@ def _read_scaling(
     if kind == "linear":
         return LinearScaling(_required(given, "factor", kind))
     # A value beside the rope settings wins over one inside them, as transformers has it.
-    original = hf.get("original_max_position_embeddings") or given.get(
-        "original_max_position_embeddings", max_positions
-    )
-    original = int(_number("original_max_position_embeddings", original))
+    name = "original_max_position_embeddings"
+    stated = hf.get(name) or given.get(name, max_positions)
+    original = int(_number(name, stated))
+    if original < 1:
+        raise ConfigError(f"config.json: {name}={stated!r}: expected an integer from 1")
     if kind == "llama3":
         return Llama3Scaling(
             factor=_required(given, "factor", kind),

@@ -160,6 +160,11 @@ def test_original_length_beside_the_rope_settings_wins():
         ("llama", {"rope_scaling": {"type": "linear"}}, "'factor'"),
         ("llama", {"rope_scaling": {"type": "linear", "factor": -1}}, "factor=-1"),
         ("llama", {"rope_scaling": {"type": "default", "mrope_section": [1]}}, "mrope_section"),
+        (
+            "llama",
+            {"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 5e-324}},
+            "original_max_position_embeddings=5e-324",
+        ),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ("llama", {"sliding_window": 64}, "sliding_window=64"),
         ("llama", {"hidden_size": "64"}, "hidden_size='64'"),

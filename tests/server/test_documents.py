@@ -34,7 +34,16 @@ def test_a_file_is_kept_as_it_was_sent(client):
 
 
 @pytest.mark.parametrize(
-    "name", ['q"uote;x=.md', 'a"; filename="b.md', "two words; a=b.txt", "100%.md", "na\u00efve.md"]
+    "name",
+    [
+        'q"uote;x=.md',
+        'a"; filename="b.md',
+        "two words; a=b.txt",
+        "100%.md",
+        "na\u00efve.md",
+        "\U0001f469\u200d\U0001f680.txt",
+        "\u0645\u06cc\u200c\u062e.txt",
+    ],
 )
 def test_a_name_is_kept_whole(client, kept, name):
     made = upload(client, name)
@@ -54,6 +63,9 @@ def test_a_name_is_kept_whole(client, kept, name):
         ('filename="q%22uote%0D%0Ax-evil: 1.md"', 'q"uotex-evil: 1.md'),
         ('filename="TCP/IP.md"', "TCP_IP.md"),
         ("filename=plain.md", "plain.md"),
+        ("filename*=UTF-8''na%C3%AFve%20%E2%82%AC.md", "na\u00efve \u20ac.md"),
+        ("filename*=UTF-8''other.md; filename=\"a.md\"", "a.md"),
+        ('filename="\u202e\u200d.md\u0007"', ".md"),
     ],
 )
 def test_names_as_clients_write_them(kept, written, name):

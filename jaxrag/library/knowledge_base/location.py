@@ -149,7 +149,7 @@ def _check_age(folder: Path, catalog: Catalog, mode: Mode, accept_older: bool) -
             f"{folder / CATALOG} is older than its store, of change {own} where {known} were "
             "acknowledged: documents added since are missing and removed ones are back; restore a "
             f"newer copy, or run `jaxrag kb verify --accept-older {folder}` and add and remove "
-            "again what changed"
+            "again what changed. Make copies while no process has the knowledge base open"
         )
     if mode != "rw":
         raise KnowledgeBaseError(f"{folder}: open it for writing to accept an older catalog")

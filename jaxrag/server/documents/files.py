@@ -4,6 +4,7 @@ import asyncio
 import re
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
 from python_multipart.exceptions import MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -25,6 +26,7 @@ _MOST_PARTS = 32
 _QUOTED = re.compile(  # up to the last quotation mark that ends it, other parameters behind it
     rb'(?is);\s*filename="(.*?)"\s*(?:;\s*[\w*-]+=(?:"[^"]*"|[^";\s]*)\s*)*$'
 )
+_EXTENDED = re.compile(rb"""(?i);\s*filename\*\s*=\s*"?utf-8'[^']*'([^\s;"]+)""")  # RFC 5987
 _ESCAPED = re.compile(rb"(?i)%(22|0a|0d)")  # what browsers and OpenAI's client escape
 
 
@@ -179,6 +181,9 @@ class _Form:
     def _on_headers(self) -> None:
         _, options = parse_options_header(self._disposition)
         name = options.get(b"name", b"").decode("utf-8", "replace")
+        extended = _EXTENDED.search(self._disposition)
+        if b"filename" not in options and extended is not None:
+            options[b"filename"] = unquote_to_bytes(extended[1])
         if b"filename" not in options:
             self._name = name
             self.fields[name] = b""

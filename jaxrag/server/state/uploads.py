@@ -19,6 +19,7 @@ from jaxrag.server.tenants import folder_name
 FILES = "files"  # folder of a tenant
 TENANTS = "tenants"  # folder of the data folder
 _NAME_CHARACTERS = 255
+_JOINERS = "\u200c\u200d"  # of Persian words and of emoji
 
 
 class Uploads:
@@ -135,7 +136,7 @@ def plain_name(filename: str) -> str:
     parts = filename.replace("\\", "/").split("/")
     path = any(part in ("", ".", "..") or part.endswith(":") for part in parts)
     name = parts[-1] if path else "_".join(parts)
-    kept = "".join(it for it in name if it.isprintable()).strip()
+    kept = "".join(it for it in name if it.isprintable() or it in _JOINERS).strip(f" {_JOINERS}")
     stem, dot, suffix = kept.rpartition(".")
     if len(kept) > _NAME_CHARACTERS and dot and len(suffix) < _NAME_CHARACTERS // 2:
         kept = f"{stem[: _NAME_CHARACTERS - len(suffix) - 1]}.{suffix}"

@@ -52,7 +52,7 @@ def restored(make_kb, tmp_path):
 @pytest.mark.parametrize(("mode", "elsewhere"), [("r", False), ("rw", False), ("rw", True)])
 def test_an_older_catalog_is_refused_in_one_line(restored, make_kb, tmp_path, mode, elsewhere):
     restored(**({"store": tmp_path / "store"} if elsewhere else {}))
-    with refused(KnowledgeBaseError, OLDER, "of change 1 where 3 were acknowledged"):
+    with refused(KnowledgeBaseError, OLDER, "of change 1 where 3 were acknowledged", "no process"):
         make_kb(mode=mode)
 
 
