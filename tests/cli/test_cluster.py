@@ -79,6 +79,23 @@ def test_train_and_serve_run_as_one(tmp_path):
     assert (serve.kb, serve.keys, serve.distributed) == (("kb",), "keys.toml", True)
 
 
+def secure(pod):
+    """No root, nothing beyond it, and a share of the machine that is asked for."""
+    context = pod["securityContext"]
+    assert context["runAsNonRoot"] and context["seccompProfile"] == {"type": "RuntimeDefault"}
+    for container in pod["containers"]:
+        own = container["securityContext"]
+        assert own == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+        assert {"cpu", "memory"} <= container["resources"]["requests"].keys()
+        assert "memory" in container["resources"]["limits"]
+
+
+def test_pods_of_a_ray_cluster_are_no_roots():
+    cluster = yaml.safe_load((CLUSTER / "kuberay/raycluster.yaml").read_text())["spec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        secure(group["template"]["spec"])
+
+
 @pytest.mark.parametrize("path", sorted(CLUSTER.glob("*.yaml")), ids=lambda path: path.name)
 def test_pods_run_a_command_that_exists(path):
     """As many pods as processes, and pod 0 is the coordinator that the others are told."""
@@ -94,5 +111,14 @@ def test_pods_run_a_command_that_exists(path):
     name = job["metadata"]["name"]
     domain = job["spec"].get("serviceName") or job["spec"]["template"]["spec"]["subdomain"]
     assert args.coordinator.startswith(f"{name}-0.{domain}:")
+    secure(job["spec"]["template"]["spec"])
+    if "StatefulSet" in parts:
+        probes = {it: container[f"{it}Probe"] for it in ("startup", "liveness", "readiness")}
+        asked = {it: probe["exec"]["command"][-1] for it, probe in probes.items()}
+        assert all(it.startswith('test "$RANK" != 0 ||') for it in asked.values())
+        paths = {it: text.rpartition("8000")[2].removesuffix("')\"") for it, text in asked.items()}
+        # /health is 200 while it loads and compiles
+        assert paths == {"startup": "/health", "liveness": "/health", "readiness": "/ready"}
+        assert probes["startup"]["failureThreshold"] * probes["startup"]["periodSeconds"] >= 3600
     mounted = {mount["name"] for mount in container["volumeMounts"]}
     assert mounted == {volume["name"] for volume in job["spec"]["template"]["spec"]["volumes"]}

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxrag.engine.links import LinkState
@@ -159,8 +160,27 @@ def test_the_state_of_the_engine(server, monkeypatch):
 
 
 DASHBOARD = Path(__file__).parents[2] / "configs/grafana/jaxrag.json"
+ALERTS = DASHBOARD.with_name("alerts.yaml")
 SELECTOR = re.compile(r"\b(jaxrag_\w+)(?:\{([^}]*)\})?")
 BY = re.compile(r"by \(([^)]*)\) \(rate\((jaxrag_\w+)")
+
+
+def test_every_metric_of_the_alerts_is_there_with_its_labels(server):
+    server.chat(QUESTION)
+    there = {}
+    for name, labels in scrape(server):
+        there.setdefault(name, set()).update({f'{key}="{value}"' for key, value in labels})
+    (group,) = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]
+    assert len({it["alert"] for it in group["rules"]}) == len(group["rules"]) > 5
+    for rule in group["rules"]:
+        assert rule["labels"]["severity"] in ("critical", "warning")
+        assert rule["annotations"]["summary"].endswith(".")
+        found = SELECTOR.findall(rule["expr"])
+        assert found
+        for name, selector in found:
+            assert name in there, rule["expr"]
+            wanted = {it for it in selector.split(",") if it}
+            assert wanted <= there[name] | {'outcome="failed"'}, rule["expr"]
 
 
 def test_every_metric_of_the_dashboard_is_there_with_its_labels(server):
