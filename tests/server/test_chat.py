@@ -296,6 +296,7 @@ def test_models_are_listed_with_their_knowledge_bases(server):
     assert one == told["data"][1]
     assert (one["object"], one["max_model_len"], one["method"]) == ("model", 1024, "turborag")
     assert "fusionrag" in one["methods"] and "snapkv" in one["decode_rules"]
+    assert (one["word_level"], one["cites"]) == (True, True)
 
 
 def test_it_is_healthy_and_ready(server):

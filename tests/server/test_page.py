@@ -145,6 +145,12 @@ class Page:
         self.until(lambda: len(self.all(".turn")) > before and self.one("#send").is_displayed())
         return self.all(".turn")[-1]
 
+    def ask_soon(self, question):
+        """Ask by keyboard, whether it can be answered or not."""
+        from selenium.webdriver.common.keys import Keys
+
+        self.one("#question").send_keys(question, Keys.ENTER)
+
     def unfold(self):
         """Open the sources and accounts of all answers."""
         self.script("for (const it of document.querySelectorAll('.card details')) it.open = true")
@@ -167,6 +173,7 @@ class Page:
 def test_somebody_asks_by_keyboard_and_sees_where_the_answer_is_from(server, chromium):
     chromium.open(server.url)
     assert chromium.texts("#examples button")
+    assert chromium.one("#served").text == server.state.name
     turn = chromium.ask(QUESTION)
     assert turn.find_element("css selector", ".answer").text == "falcon"
     assert chromium.browser.switch_to.active_element == chromium.one("#question")
@@ -192,6 +199,52 @@ def test_somebody_asks_by_keyboard_and_sees_where_the_answer_is_from(server, chr
     assert "falcon" in chromium.one("#announce").get_attribute("textContent")
     assert chromium.script(UNNAMED) == chromium.script(SAME_IDS) == []
     assert chromium.complaints() == []
+
+
+def test_passages_that_the_answer_used_are_marked(server, chromium):
+    """By the server's measure, the same in the sources and above them."""
+    chromium.open(server.url)
+    turn = chromium.ask("Which animal does Radia Dalell keep?")
+    assert turn.find_element("css selector", ".answer").text == "rabbit"
+    chromium.unfold()
+    sources = chromium.texts(".sources li")
+    used = [number for number, it in enumerate(sources) if "used in the answer" in it]
+    assert len(used) == 1 < len(sources) and "rabbit" in sources[used[0]]
+    above = chromium.texts(".cites button")
+    assert [number for number, it in enumerate(above) if it.endswith(", used")] == used
+
+
+def test_it_says_that_a_question_waits_for_compiling(server, chromium, held, monkeypatch):
+    state = server.state
+    monkeypatch.setattr(state, "phase", "starting")
+    monkeypatch.setattr(state, "compiling", (3, 11))
+    chromium.browser.get(server.url)
+    told = lambda text: chromium.until(lambda: chromium.one("#state").text == text)  # noqa: E731
+    told("compiling, 3 of 11")
+    assert chromium.one("#served").text == state.name
+    chromium.ask_soon(QUESTION)
+    told("compiling, 3 of 11; your question waits")
+    assert not chromium.all(".turn")
+    with held(state):
+        state.phase = "ready"
+        chromium.until(lambda: chromium.all(".turn"))
+        state.compiling = (4, 11)
+        told("compiling, 4 of 11; your question waits")
+    chromium.until(lambda: chromium.texts(".answer") == ["falcon"])
+    told("ready; compiling, 4 of 11")
+    state.compiling = None
+    told("ready")
+
+
+def test_a_long_passage_is_cut_between_words(server, chromium):
+    chromium.open(server.url)
+    begun = lambda text: chromium.script("return beginningOf(arguments[0])", text)  # noqa: E731
+    words = "Rindfleischetikettierungsueberwachungsaufgabe " * 10
+    assert begun(words) == words[: len(begun(words))] and words[len(begun(words))] == " "
+    assert len(begun(words)) <= 320
+    address = "see https://example.org/" + "a/b-c." * 100
+    assert begun(address) and begun("a" * 500) == "a" * 500
+    assert begun("\u6f22\u5b57" * 300) == "\u6f22\u5b57" * 160
 
 
 @pytest.mark.slow
@@ -296,6 +349,8 @@ def test_a_document_is_uploaded_asked_about_found_and_removed(keeping, chromium,
     chromium.one("#documents summary").click()
     chromium.until(lambda: len(chromium.all("#list li")) == 13)
     assert "in village" in chromium.one("#documents summary").text
+    assert "an instruct model" in chromium.one("#may-add").text
+    assert "open Documents" not in chromium.one("#how-to-add").text
     chromium.one("#name").send_keys("mine")
     chromium.one("#make button").click()
     chromium.until(lambda: "in mine" in chromium.one("#documents summary").text)
@@ -356,6 +411,8 @@ def test_markdown_of_a_document_is_shown_and_runs_and_loads_nothing(
     with start(served_model, {"hostile": tmp_path / "kb"}) as running:
         chromium.open(running.url)
         assert "answers from 1 document in hostile" in chromium.one("#about").text
+        assert "an instruct model" in chromium.one("#how-to-add").text  # it knows words only
+        chromium.script("welcome({...chosen(), word_level: false})")
         assert "--data" in chromium.one("#how-to-add").text
         chromium.ask("Kora Felell")
         chromium.one(".cites button").click()

@@ -24,6 +24,7 @@ def _entries(call: Call) -> list[dict[str, Any]]:
     state = call.state
     first = state.default_base(call.access)
     uploads = state.settings.data is not None and call.access.documents == "write"
+    words = state.model.tokenizer
     return [
         {
             "id": state.name + ("" if name is None else f"@{name}"),
@@ -39,6 +40,8 @@ def _entries(call: Call) -> list[dict[str, Any]]:
             "k": state.settings.k,
             "max_tokens": state.settings.max_new_tokens,
             "uploads": uploads,
+            "word_level": words is not None and words.is_word_level,
+            "cites": words is not None and state.model.placement.on_device,
             "questions": list(state.settings.questions) if name == first else [],
         }
         for name in (None, *state.readable(call.access))
