@@ -1,12 +1,13 @@
 """File batches: what is wrong with one file is said of that file, and the others are found."""
 
 import contextlib
+import itertools
 
 import openai
 import pytest
 from serving import key_file
 
-GOOD = b"File 23: Giso Berow lives in Tondorf.\n"
+NUMBERS = itertools.count(23)  # of equal files one is found
 BAD = {
     "torn.pdf": (b"%PDF-1.7\nnothing of it", "invalid_file", "cannot be parsed as PDF"),
     "photo.png": (b"\x89PNG", "unsupported_file", "file type '.png'"),
@@ -15,7 +16,9 @@ BAD = {
 HOME = "What is the home of Giso Berow?"
 
 
-def upload(client, name="story.txt", data=GOOD):
+def upload(client, name="story.txt", data=None):
+    if data is None:
+        data = f"File {next(NUMBERS)}: Giso Berow lives in Tondorf.\n".encode()
     return client.files.create(file=(name, data), purpose="assistants").id
 
 

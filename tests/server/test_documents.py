@@ -151,7 +151,12 @@ def test_no_answer_ends_with_a_document_that_was_removed_meanwhile(client, kept,
 
 def test_filters_choose_files_by_their_attributes(client):
     store = client.vector_stores.create(name="filtered")
-    files = {year: upload(client, f"{year}.txt") for year in (2019, 2020, 2021)}
+    files = {
+        year: upload(
+            client, f"{year}.txt", b"File %d: Giso Berow lives in Tondorf.\n" % (year - 2000)
+        )
+        for year in (2019, 2020, 2021)
+    }
     batch = client.vector_stores.file_batches.create_and_poll(
         store.id,
         files=[

@@ -122,7 +122,8 @@ def test_what_is_in_progress_when_a_server_ends_the_next_one_takes_up(open_libra
     library, access = open_library()
     store = library.create(access, "notes", {}).name
     with held(model.engine):
-        files = [uploaded(library, access) for _ in range(3)]
+        stories = [STORY.replace(b"23", b"%d" % number) for number in (23, 24, 25)]
+        files = [uploaded(library, access, it) for it in stories]
         library.put(access, store, [(file, {}) for file in files])
         until(lambda: works_on(library))
         closing = threading.Thread(target=library.close)

@@ -20,7 +20,7 @@ from jaxrag.library.retrieve.filters import Filter
 from jaxrag.library.retrieve.retrievers import Ranking, by_vectors, fused, reranked
 from jaxrag.library.retrieve.terms import TERMS_VERSION
 
-_OTHER_TERMS = (
+OTHER_TERMS = (
     "the index of words is of another version, so that words with marks may not be found; open the "
     "knowledge base for writing, as `jaxrag ingest` does, to make it anew"
 )
@@ -101,7 +101,7 @@ class Search:
         def words(queries: Sequence[str], k: int) -> list[list[Found]]:
             return [self.catalog.ranked(query, k, chosen) for query in queries]
 
-        notes: tuple[str, ...] = (_OTHER_TERMS,) * (self.terms != TERMS_VERSION)
+        notes: tuple[str, ...] = (OTHER_TERMS,) * (self.terms != TERMS_VERSION)
         if mode == "bm25":
             return words, notes
         if self.vectors is None or not self.complete:
