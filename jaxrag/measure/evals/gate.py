@@ -21,6 +21,7 @@ from jaxrag.base.types import Array, HostArray, Step
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.prefill import Prefilled
 from jaxrag.engine.prefilled import prefilled
+from jaxrag.engine.request import Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.engine.sequence import Sequence
@@ -269,14 +270,14 @@ def forced_logits(
     logits: list[HostArray] = []
     recomputed = 0
     for question, answer in zip(questions, answers, strict=True):
-        [one], count = forced_along(settings, question, [answer])
+        [one], count = forced_along(settings.model, question, [answer])
         logits.append(one)
         recomputed += count
     return logits, recomputed
 
 
 def forced_along(
-    settings: Settings, question: ReadyQuestion, answers: abc.Sequence[abc.Sequence[int]]
+    model: Model, question: Request, answers: abc.Sequence[abc.Sequence[int]]
 ) -> tuple[list[HostArray], int]:
     """As ``forced_logits``: several answers to one question, which is prefilled once."""
     request = dataclasses.replace(
@@ -291,7 +292,7 @@ def forced_along(
         logits = [np.concatenate((to_host(there.logits), one)) for one in rest]
         return logits, 0 if state.choice is None else len(state.choice.tokens)
 
-    [found] = prefilled(engine_of(settings.model), [request], look)
+    [found] = prefilled(engine_of(model), [request], look)
     return found
 
 

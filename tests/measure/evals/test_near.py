@@ -131,7 +131,7 @@ def test_answers_along_one_prefill_are_as_each_alone(options, arm):
     settings = study.arms[arm]
     ready = prepare(settings, item.question, passages_of(study, item))
     answers = [[7, 9, 11, 13], [21], [], [30, 31, 32]]
-    together, count = forced_along(settings, ready, answers)
+    together, count = forced_along(settings.model, ready, answers)
     for answer, found in zip(answers, together, strict=True):
         [alone], again = forced_logits(settings, [ready], [answer])
         np.testing.assert_allclose(found, alone, rtol=1e-5, atol=1e-5)

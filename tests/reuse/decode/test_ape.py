@@ -131,8 +131,7 @@ def logits_of(model, request):
 
 def forced(model, request, answer):
     """[len(answer) + 1, V] as the gate and ``eval near`` measure them."""
-    look = functools.partial(gate._forced_logits, np.asarray(answer, np.int32))
-    [(found, _)] = prefilled(engine_of(model), [request], look)
+    [found], _ = gate.forced_along(model, request, [answer])
     return found
 
 

@@ -123,7 +123,7 @@ class NearStudy:
         settings: Settings, ready: ReadyQuestion, answer: Sequence[int], gold: HostArray
     ) -> tuple[HostArray, float, int]:
         """Logits [T, V] along an answer, the log-probability of the gold, tokens computed again."""
-        [logits, along], recomputed = forced_along(settings, ready, [answer, gold.tolist()])
+        [logits, along], recomputed = forced_along(settings.model, ready, [answer, gold.tolist()])
         chances = along[: len(gold)].astype(np.float64)
         chances -= chances.max(1, keepdims=True)
         each = chances[np.arange(len(gold)), gold] - np.log(np.exp(chances).sum(1))
