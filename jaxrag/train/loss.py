@@ -37,6 +37,7 @@ def token_loss(
     """Loss of every token, no gradient: hidden [B, T, D], targets [B, T].
 
     ``head`` is [V, D] when ``tied``, else [D, V]; ``tokens`` at most have their logits at once.
+    ``wanted`` [B, T, D] is as in ``weighted_loss``.
     """
     slices, length = _slices((hidden, targets, wanted), tokens, head.shape[0 if tied else 1])
 
