@@ -97,6 +97,10 @@ def _looks(
     pool: PagePool, decoder: Decoder, table: PageTable, chunks: Array, step: Step, count: int
 ) -> tuple[Array, Array]:
     """Over all layers: the sum of squared shares, and the largest share, [T, C] each."""
-    attend = PartsAttend(decoder.config, decoder.rope, table, chunks[0], count)
+    attend = PartsAttend(decoder.config, decoder.rope, table, chunks[0], count, _votes)
     _, _, (votes, most) = forward(decoder.params, decoder.config, step.tokens, pool, attend)
     return jnp.sum(votes, 0), jnp.max(most, 0)
+
+
+def _votes(shares: Array) -> tuple[Array, Array]:
+    return jnp.square(shares).sum(1), shares.max(1)

@@ -126,6 +126,7 @@ class PartsAttend:
     Attributes:
       table: of the request, [1, M]; shows the tokens' own slots.
       parts: [M * page] int32 part of the prompt that each slot is of, 0..count-1; -1 is of none.
+      take: what is kept of a layer's shares, float32 [T, N, count].
     """
 
     config: ModelConfig
@@ -133,6 +134,7 @@ class PartsAttend:
     table: PageTable
     parts: Array
     count: int
+    take: Callable[[Array], Any]
 
     def __call__(
         self,
@@ -143,8 +145,8 @@ class PartsAttend:
         v: Array,
         tokens: Tokens,
         cache: PagePool,
-    ) -> tuple[Array, PagePool, tuple[Array, Array]]:
-        """Attend; of every part [T, count] the sum of the heads' squared shares, and the most."""
+    ) -> tuple[Array, PagePool, Any]:
+        """Attend, and take of the shares of attention that every part gets."""
         pages = cache.rows(layer, self.table.pages, self.config.num_layers)
         hot = jax.nn.one_hot(self.parts, self.count)[None]
         op = functools.partial(paged_attention, beside=hot, out_dtype=jnp.float32)
@@ -155,4 +157,4 @@ class PartsAttend:
 
         out, _ = attend_table(attend, op, self.table, pages)
         out, shares = jnp.split(out, [q.shape[-1]], -1)
-        return out.astype(q.dtype), cache, (jnp.square(shares).sum((0, 2)), shares.max((0, 2)))
+        return out.astype(q.dtype), cache, self.take(shares[0])
