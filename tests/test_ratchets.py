@@ -24,8 +24,8 @@ MOST = {
 AT_MOST = {  # of what shrinks and grows with every change
     "code lines": 59_960,
     "code lines, tests": 55_500,
-    "code lines, benchmarks": 6_000,
-    "benchmark scripts beside the GPU's": 22,
+    "code lines, benchmarks": 6_200,
+    "benchmark scripts beside the GPU's": 23,
     "fields of one request": 64,
     "objects of one request": 5,
 }
