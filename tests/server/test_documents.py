@@ -8,6 +8,7 @@ import threading
 import httpx
 import numpy as np
 import openai
+import openpyxl
 import pytest
 from serving import until
 
@@ -226,6 +227,18 @@ def test_a_file_that_cannot_be_read_fails_alone(client, name, data, code, why):
     assert {hit.file_id for hit in client.vector_stores.search(store.id, query="Giso")} == {
         files[1].id
     }
+
+
+def test_what_a_reader_left_out_is_listed(client):
+    book, data = openpyxl.Workbook(), io.BytesIO()
+    book.active.append(["Giso Berow lives in Tondorf."])
+    book.create_sheet("draft").sheet_state = "hidden"
+    book.save(data)
+    store = client.vector_stores.create(name="books")
+    file = upload(client, "book.xlsx", data.getvalue())
+    member = client.vector_stores.files.create_and_poll(file.id, vector_store_id=store.id)
+    [line] = member.to_dict()["jaxrag"]["left_out"]
+    assert line.startswith("1 hidden sheet")
 
 
 def test_what_is_served_is_a_vector_store_by_its_name(client, kept):

@@ -346,20 +346,24 @@ def test_a_document_is_uploaded_asked_about_found_and_removed(keeping, chromium,
     good.write_text("File 18: Giso Berow lives in Tondorf.", encoding="utf-8")
     bad.write_bytes(b"%PDF-1.7 and nothing else")
     chromium.open(keeping.url)
-    chromium.one("#documents summary").click()
+    chromium.one("#documents > summary").click()
     chromium.until(lambda: len(chromium.all("#list li")) == 13)
-    assert "in village" in chromium.one("#documents summary").text
+    assert "in village" in chromium.one("#documents > summary").text
     assert "an instruct model" in chromium.one("#may-add").text
     assert "open Documents" not in chromium.one("#how-to-add").text
     chromium.one("#name").send_keys("mine")
     chromium.one("#make button").click()
-    chromium.until(lambda: "in mine" in chromium.one("#documents summary").text)
+    chromium.until(lambda: "in mine" in chromium.one("#documents > summary").text)
     chromium.until(lambda: chromium.one("#none").is_displayed())
     chromium.one("#files").send_keys(f"{good}\n{bad}")
     statuses = "return [...document.querySelectorAll('#list li')].map((it) => it.dataset.status)"
     chromium.until(lambda: sorted(map(str, chromium.script(statuses))) == ["completed", "failed"])
     failed = chromium.one('[data-status="failed"]')
     assert "broken.pdf" in failed.text and failed.find_element("css selector", ".failed").text
+
+    done = chromium.one('[data-status="completed"]')
+    done.find_element("css selector", "summary").click()
+    chromium.until(lambda: "Giso Berow lives in Tondorf." in done.text)
 
     assert chromium.script(FAINT) == chromium.script(UNNAMED) == chromium.script(SAME_IDS) == []
     chromium.script("""
@@ -384,7 +388,7 @@ def test_a_document_is_uploaded_asked_about_found_and_removed(keeping, chromium,
     assert chromium.script("return [window.hurt, document.images.length]") == [None, 0]
 
     for left in (2, 1, 0):
-        chromium.all("#list li button")[0].click()
+        chromium.all("#list li > button")[0].click()
         chromium.all("#list .sure button")[0].click()  # "Remove it", before "Keep it"
         chromium.until(lambda left=left: len(chromium.all("#list li")) == left)
     chromium.until(lambda: chromium.one("#none").is_displayed())
@@ -449,7 +453,7 @@ def test_a_key_is_asked_for_and_forgotten(running, served_model, village, chromi
         assert not chromium.one("#key-form").is_displayed()
         assert chromium.browser.switch_to.active_element == chromium.one("#question")
         assert "falcon" in chromium.ask(QUESTION).text
-        chromium.one("#documents summary").click()
+        chromium.one("#documents > summary").click()
         chromium.until(lambda: chromium.one("#read-only").is_displayed())
         assert not chromium.one("#drop").is_displayed()
         assert not chromium.one("#engine").is_displayed()  # it is no admin's key

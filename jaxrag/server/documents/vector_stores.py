@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from jaxrag.library.catalog import DocumentEntry, Hit
+from jaxrag.library.documents.left_out import left_out_of
 from jaxrag.library.knowledge_base.search import Hits
 from jaxrag.library.options import SearchMode
 from jaxrag.serve.suits import suited
@@ -381,7 +382,12 @@ def _ingested(call: Call, shelf: Shelf) -> list[dict[str, Any]]:
 
 
 def _shown_document(library: Library, shelf: Shelf, entry: DocumentEntry) -> dict[str, Any]:
-    counts = {"documents": 1, "chunks": entry.num_chunks, "tokens": entry.num_tokens}
+    counts = {
+        "documents": 1,
+        "chunks": entry.num_chunks,
+        "tokens": entry.num_tokens,
+        "left_out": left_out_of(entry.metadata),
+    }
     member = Member(
         0, shelf.name, entry.id, "", entry.metadata, None, "completed", None, None, counts,
         library.created,

@@ -163,7 +163,10 @@ class Indexer:
                 "documents": report.documents,
                 "chunks": report.chunks,
                 "tokens": report.tokens,
-                "left_out": [f"{it.source}: {it.reason}" for it in report.skipped[:_SHOWN]],
+                "left_out": [
+                    *(f"{it.source}: {it.reason}" for it in report.skipped[:_SHOWN]),
+                    *(it.removeprefix(f"{member.file}: ") for it in report.left_out[:_SHOWN]),
+                ],
             }
             self._registry.settle_member(member.number, "completed", counts=counts)
 
