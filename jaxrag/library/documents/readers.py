@@ -11,8 +11,9 @@ from jaxrag.library.documents.document import BadDocument, Document
 from jaxrag.library.documents.files import File, FileReader, ReadOptions
 from jaxrag.library.documents.html import read_epub, read_html, read_mail
 from jaxrag.library.documents.markup import read_org, read_rst
-from jaxrag.library.documents.office import read_docx, read_pdf, read_pptx, read_xlsx
+from jaxrag.library.documents.office import read_docx, read_pdf, read_pptx
 from jaxrag.library.documents.records import read_json, read_json_lines, read_table
+from jaxrag.library.documents.sheets import read_xlsx
 from jaxrag.library.documents.text import read_notebook, read_text
 
 _READERS: dict[str, FileReader] = {

@@ -1,0 +1,322 @@
+"""Tables as lines of ``column: value``, named only where the table has a header.
+
+A row is a mapping of columns to cells. A cell that is merged over several places is one object that
+stands at each of them. Names are given where the file marks a header, or where the cells say it: a
+name too few costs a word, a name too many makes a statement that nobody made.
+"""
+
+import collections
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from jaxrag.library.documents.blocks import Block, names, row
+
+Row = Mapping[int, "Cell"]
+
+_SAMPLE = 500  # rows of a table whose cells say what its columns hold
+_MOST_HEADERS = 3  # rows
+_LONGEST_NAME = 80  # characters
+_LONG = 8  # rows: more of them than forms have
+_NONE = names("- -- \u2013 \u2014 . ? / n.a. n/a na nan none null nil tbd tba #n/a unknown x")
+_DATE = re.compile(r"\d{4}-\d\d?-\d\d?(?:[T ].*)?|\d\d?[./]\d\d?[./]\d{2,4}|\d\d?:\d\d(?::\d\d)?")
+_NUMBER = re.compile(
+    r"[-+(~<>\u2264\u2265\u2212]?\s?(?:[A-Z]{0,2}[€$£¥₹]|[A-Z]{3}\s)?\s?-?"
+    r"\d[\d.,'\u00a0\u202f ]*(?:[eE][-+]?\d+)?\D{0,5}"
+)
+_YEAR = re.compile(r"(?:19|20)\d\d")
+# What the lines of a form begin with, and the rows of a table seldom.
+_OF_FORMS = re.compile(
+    r"(?:.*:|.*\b(?:date|by|on|to|from|no\.?|nr\.?|number|id|name|client|customer|company|vendor|"
+    r"author|owner|manager|contact|address|phone|tel|e-?mail|version|status|currency|subject|"
+    r"project|department|reference|invoice|order|year|month|period|title|due|rate|datum|kunde)\b.*)",
+    re.I,
+)
+_OF_SUMS = re.compile(r"(?:sub|grand )?(?:totals?|sums?|averages?|mean|summe|gesamt)\b.*", re.I)
+
+
+class Cell(NamedTuple):
+    """What stands in one cell."""
+
+    text: str  # on one line
+    kind: str  # "text", or what all values of a column may be: "number", "percent", "date", "code"
+    strong: bool = False  # set off as names are, as in bold
+
+
+def cell(text: str, strong: bool = False) -> Cell:
+    """A cell of which nothing is known but its text."""
+    if _DATE.fullmatch(text):
+        kind = "date"
+    elif _NUMBER.fullmatch(text):
+        kind = "percent" if text.endswith("%") else "number"
+    else:
+        kind = "code" if any(map(str.isdigit, text)) else "text"
+    return Cell(text, kind, strong)
+
+
+def sheet_blocks(rows: Sequence[tuple[int, Row]]) -> Iterator[Block]:
+    """The tables of a sheet, apart where empty rows or columns part them.
+
+    Args:
+      rows: with their numbers, ascending; those without a filled cell may be missing.
+    """
+    before: dict[tuple[int, int], _Named] = {}
+    for number, part in enumerate(_parts([(n, some) for n, it in rows if (some := _filled(it))])):
+        columns = [column for it in part for column in it]
+        place = min(columns), max(columns)
+        table = _Named(part)
+        for above, least, most in [(it, *at) for at, it in before.items()]:
+            if least <= place[0] and place[1] <= most and (goes_on := above.going_on(table)):
+                table, place = goes_on, (least, most)
+        before[place] = table
+        for kind, text in table.blocks():
+            yield ("rows" if kind and number % 2 else kind), text  # apart from those above
+
+
+def table_blocks(rows: Iterable[Row], headers: int | None = None) -> Iterator[Block]:
+    """One table.
+
+    Args:
+      headers: how many rows the file marks as its header; None: it does not say.
+    """
+    if found := [filled for it in rows if (filled := _filled(it))]:
+        yield from _Named(found, headers).blocks()
+
+
+def _filled(line: Row) -> dict[int, Cell]:
+    return {column: it for column, it in line.items() if it.text}
+
+
+def _parts(rows: Sequence[tuple[int, dict[int, Cell]]]) -> Iterator[list[dict[int, Cell]]]:
+    """Rows that follow each other, of columns that belong together."""
+    start = 0
+    for at in range(1, len(rows) + 1):
+        if at < len(rows) and rows[at][0] == rows[at - 1][0] + 1:
+            continue
+        band = rows[start:at]
+        start = at
+        edges = _edges([it for _, it in band])
+        if not edges:
+            yield [it for _, it in band]
+            continue
+        for low, high in zip([0, *edges], [*edges, 1 << 30], strict=True):
+            some = [(n, {c: it for c, it in line.items() if low <= c < high}) for n, line in band]
+            yield from _parts([(n, line) for n, line in some if line])
+
+
+def _edges(rows: Sequence[dict[int, Cell]]) -> list[int]:
+    """Columns behind empty ones at which another table begins: it has two columns and its keys."""
+    columns = sorted({column for line in rows for column in line})
+    edges: list[int] = []
+    start = 0
+    for at in range(1, len(columns)):
+        if columns[at] == columns[at - 1] + 1:
+            continue
+        keys = [line[columns[at]].kind for line in rows[1:] if columns[at] in line]
+        two = at - start > 1 and columns[at + 1 : at + 2] == [columns[at] + 1]
+        if two and keys and set(keys) <= {"text", "code"}:
+            edges.append(columns[at])
+            start = at
+    return edges
+
+
+class _Named:
+    """A table: its titles, the names of its columns, and its rows."""
+
+    def __init__(self, rows: Sequence[dict[int, Cell]], marked: int | None = None) -> None:
+        self.width = len({column for line in rows for column in line})
+        titles = 0
+        while titles < len(rows) - 1 and not marked and _is_one(rows[titles]):
+            titles += 1
+        self.titles, rest = rows[:titles], rows[titles:]
+        self.names, used = _names(rest, self.width, marked)
+        self.header, self.rows = rest[used - 1 : used], rest[used:]
+        self.continues = False
+
+    def going_on(self, below: "_Named") -> "_Named | None":
+        """The table below under the names of this one, where it has none and rows like these."""
+        if below.names or below.titles:
+            return None
+        table = self
+        if not self.names and len(self.rows) == 1 and len(self.rows[0]) > 1:  # a header alone
+            table = _Named([*self.rows, *below.rows])
+            like = bool(table.names)
+        else:
+            like = bool(self.names) and self._is_like(below.rows)
+        if not like:
+            return None
+        more = _Named.__new__(_Named)
+        more.width, more.names, more.header = table.width, table.names, table.header
+        more.titles, more.rows, more.continues = [], below.rows, True
+        return more
+
+    def _is_like(self, rows: Sequence[dict[int, Cell]]) -> bool:
+        kinds, first = _kinds(self.rows), min(self.names)
+        keys = [line[first] for line in rows if first in line]
+        cells = [(column, it) for line in rows for column, it in line.items()]
+        if not any(it.kind not in ("text", "code") for _, it in cells) or not all(
+            it.kind in kinds.get(column, {it.kind}) or it.text.lower() in _NONE
+            for column, it in cells
+        ):
+            return False
+        if not [it for it in keys if it.kind != "number"] or _OF_SUMS.match(keys[0].text):
+            return True
+        forms = any(_OF_FORMS.fullmatch(it.text) for it in keys)
+        return not forms and (len(rows) > 1 or len(rows[0]) > 2)
+
+    def blocks(self) -> Iterator[Block]:
+        for line in self.titles:
+            yield row(_texts(line))
+        if self.names and not self.continues:
+            yield row(self.names.values())
+        names = self.names
+        typed = _typed(self.rows) if names else {}
+        notes = _notes_begin(self.rows, typed)
+        first = min(names, default=0)
+        header = _texts(self.header[0]) if self.header else []
+        for at, line in enumerate(self.rows):
+            if names and at < notes and _begins_another(line, typed, self.names):
+                if len(typed) > 1:
+                    yield from _Named(self.rows[at:]).blocks()
+                    return
+                names = {}
+            if not names or at >= notes or (_is_one(line) and (len(line) > 1 or first in line)):
+                yield row(_texts(line))
+            elif _texts(line) != header:
+                named = ((names.get(column, ""), line[column].text) for column in sorted(line))
+                yield "row", " | ".join(f"{name}: {it}" if name else it for name, it in named)
+
+
+def _texts(line: dict[int, Cell]) -> list[str]:
+    """Each cell once, wherever it is merged to."""
+    return [it.text for it in {id(line[column]): line[column] for column in sorted(line)}.values()]
+
+
+def _is_one(line: dict[int, Cell]) -> bool:
+    """Whether a row is one cell of words, which may say something of the rows below."""
+    cells = {id(it): it for it in line.values()}
+    return len(cells) == 1 and next(iter(cells.values())).kind in ("text", "code")
+
+
+def _names(
+    rows: Sequence[dict[int, Cell]], width: int, marked: int | None
+) -> tuple[dict[int, str], int]:
+    """The names of the columns, and how many rows say them; ({}, 0) where none does."""
+    count = marked if marked is not None else _header_rows(rows)
+    count = min(count, len(rows) - 1)
+    head, body = rows[:count], rows[count:]
+    if not head or width < 2:
+        return {}, 0
+    names: dict[int, list[str]] = collections.defaultdict(list)
+    for line in head:
+        fills = line is not head[-1] and not _has_wide(line)  # a name above several, not merged
+        above = ""
+        for column in sorted({*line, *(head[-1] if fills else ())}):
+            above = line[column].text if column in line else above if fills else ""
+            if above and above not in names[column][-1:]:
+                names[column].append(above)
+    found = {column: " ".join(texts) for column, texts in sorted(names.items()) if texts}
+    if marked:
+        return found, count
+    distinct = len(set(found.values())) == len(found) > 1
+    short = all(len(name) <= _LONGEST_NAME for name in found.values())
+    if distinct and short and _is_header(head, body, width):
+        return found, count
+    return {}, 0
+
+
+def _has_wide(line: dict[int, Cell]) -> bool:
+    return len({id(it) for it in line.values()}) < len(line)
+
+
+def _header_rows(rows: Sequence[dict[int, Cell]]) -> int:
+    count = 1
+    while count < min(_MOST_HEADERS, len(rows) - 1):
+        line, below = rows[count - 1], rows[count]
+        texts = [it.text for it in below.values()]
+        parted = set(line) < set(below) and len(set(texts)) < len(texts)  # as Q1, Q2, Q1, Q2
+        if not (_has_wide(line) or parted) or not all(map(_may_name, below.values())):
+            break
+        count += 1
+    return count
+
+
+def _may_name(it: Cell) -> bool:
+    return it.kind in ("text", "code") or _YEAR.fullmatch(it.text) is not None
+
+
+def _kinds(rows: Sequence[dict[int, Cell]]) -> dict[int, set[str]]:
+    """What each column holds, but for what stands for no value."""
+    kinds: dict[int, set[str]] = collections.defaultdict(set)
+    for line in rows[:_SAMPLE]:
+        for column, it in line.items():
+            if it.text.lower() not in _NONE:
+                kinds[column].add(it.kind)
+    return kinds
+
+
+def _is_header(
+    head: Sequence[dict[int, Cell]], body: Sequence[dict[int, Cell]], width: int
+) -> bool:
+    last = head[-1]
+    cells = [it for line in head for it in line.values()]
+    if not all(map(_may_name, cells)):
+        return False
+    if all(it.strong for it in cells):
+        return not all(it.strong for it in body[0].values())
+    typed = _typed(body)
+    body = body[: _notes_begin(body, typed)]
+    kinds = {c: {typed.get(c, it) for it in found} for c, found in _kinds(body).items()}
+    named = [(it, kinds.get(column, set())) for column, it in last.items()]
+    if any(it.kind in found for it, found in named if it.kind != "text"):
+        return any(_YEAR.fullmatch(it.text) for it in last.values()) and "text" in {
+            it.kind for it in last.values()
+        }
+    alike = any(len(found) == 1 and found != {"text"} for _, found in named)
+    mixed = any(len(found - {"code"}) > 1 for _, found in named)
+    first = min(last)
+    forms = sum(bool(_OF_FORMS.fullmatch(it[first].text)) for it in body[:_LONG] if first in it)
+    if width == 2:
+        return not (forms or mixed) and (alike or len(body) >= _LONG)
+    again = any(line.get(column) == it for column, it in last.items() for line in body[:_SAMPLE])
+    return (alike or not again) and len(last) > 1 and forms < max(2, len(body))
+
+
+def _typed(rows: Sequence[dict[int, Cell]]) -> dict[int, str]:
+    """The columns of which two thirds of the cells are of one kind that is not text."""
+    counts: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for line in rows[:_SAMPLE]:
+        for column, it in line.items():
+            if it.text.lower() not in _NONE:
+                counts[column][it.kind] += 1
+    most = {column: found.most_common(1)[0] for column, found in counts.items() if found}
+    return {
+        column: kind
+        for column, (kind, count) in most.items()
+        if kind not in ("text", "code") and 3 * count >= 2 * counts[column].total()
+    }
+
+
+def _notes_begin(rows: Sequence[dict[int, Cell]], typed: Mapping[int, str]) -> int:
+    """Where the rows end that are of the table, and sentences about it begin."""
+    end = len(rows)
+    while end and any(_is_sentence(it) for c, it in rows[end - 1].items() if c in typed):
+        end -= 1
+    return end
+
+
+def _is_sentence(it: Cell) -> bool:
+    return it.kind in ("text", "code") and len(it.text.split()) > 2
+
+
+def _begins_another(
+    line: dict[int, Cell], typed: Mapping[int, str], names: Mapping[int, str]
+) -> bool:
+    """Whether a row may name the columns anew: words where the columns hold values."""
+    there = [(names.get(column, ""), line[column]) for column in typed if column in line]
+    if len(line) < 2 or not there or len(there) < len(typed):
+        return False
+    return all(map(_may_name, line.values())) and all(
+        it.text.lower() not in _NONE and (it.text[:1].isupper() or not name[:1].isupper())
+        for name, it in there
+    )
