@@ -17,6 +17,7 @@ Row = Mapping[int, "Cell"]
 _SAMPLE = 500  # rows of a table whose cells say what its columns hold
 _MOST_HEADERS = 3  # rows
 _LONGEST_NAME = 80  # characters
+_SPARSE = 32  # columns to a cell: in such a row places say nothing
 _LONG = 8  # rows: more of them than forms have
 _NONE = names("- -- \u2013 \u2014 . ? / n.a. n/a na nan none null nil tbd tba #n/a unknown x")
 _DATE = re.compile(r"\d{4}-\d\d?-\d\d?(?:[T ].*)?|\d\d?[./]\d\d?[./]\d{2,4}|\d\d?:\d\d(?::\d\d)?")
@@ -124,12 +125,12 @@ class _Named:
     """A table: its titles, the names of its columns, and its rows."""
 
     def __init__(self, rows: Sequence[dict[int, Cell]], marked: int | None = None) -> None:
-        self.width = len({column for line in rows for column in line})
+        self.columns = sorted({column for line in rows for column in line})
         titles = 0
         while titles < len(rows) - 1 and not marked and _is_one(rows[titles]):
             titles += 1
         self.titles, rest = rows[:titles], rows[titles:]
-        self.names, used = _names(rest, self.width, marked)
+        self.names, used = _names(rest, len(self.columns), marked)
         self.header, self.rows = rest[used - 1 : used], rest[used:]
         self.continues = False
 
@@ -146,7 +147,7 @@ class _Named:
         if not like:
             return None
         more = _Named.__new__(_Named)
-        more.width, more.names, more.header = table.width, table.names, table.header
+        more.columns, more.names, more.header = table.columns, table.names, table.header
         more.titles, more.rows, more.continues = [], below.rows, True
         return more
 
@@ -166,14 +167,14 @@ class _Named:
 
     def blocks(self) -> Iterator[Block]:
         for line in self.titles:
-            yield row(_texts(line))
+            yield row(self._texts(line))
         if self.names and not self.continues:
             yield row(self.names.values())
         names = self.names
         typed = _typed(self.rows) if names else {}
         notes = _notes_begin(self.rows, typed)
         first = min(names, default=0)
-        header = _texts(self.header[0]) if self.header else []
+        header = [it.text for it in self.header[0].values()] if self.header else []
         for at, line in enumerate(self.rows):
             if names and at < notes and _begins_another(line, typed, self.names):
                 if len(typed) > 1:
@@ -181,15 +182,24 @@ class _Named:
                     return
                 names = {}
             if not names or at >= notes or (_is_one(line) and (len(line) > 1 or first in line)):
-                yield row(_texts(line))
-            elif _texts(line) != header:
+                yield row(self._texts(line))
+            elif [it.text for it in line.values()] != header:
                 named = ((names.get(column, ""), line[column].text) for column in sorted(line))
                 yield "row", " | ".join(f"{name}: {it}" if name else it for name, it in named)
 
-
-def _texts(line: dict[int, Cell]) -> list[str]:
-    """Each cell once, wherever it is merged to."""
-    return [it.text for it in {id(line[column]): line[column] for column in sorted(line)}.values()]
+    def _texts(self, line: dict[int, Cell]) -> list[str]:
+        """Each cell once, wherever it is merged to; the places of empty ones before others."""
+        last, seen = max(line), set[int]()
+        texts = []
+        sparse = len(self.columns) > _SPARSE * len(line)
+        for column in sorted(line) if sparse else self.columns:
+            it = line.get(column)
+            if column <= last:
+                texts.append("" if it is None or id(it) in seen else it.text)
+                seen.add(id(it))
+        while texts[-1:] == [""]:
+            texts.pop()
+        return texts
 
 
 def _is_one(line: dict[int, Cell]) -> bool:

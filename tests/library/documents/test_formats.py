@@ -150,8 +150,8 @@ def test_docx_in_document_order(tmp_path, read, make_docx):
     document = read.only(tmp_path)
     assert document.title == "盐井 Wells"
     assert document.text == (
-        "# 盐井 Wells\n\nThe salt wells are worked by hand.\n\n## Depths\n\n- first\n- second\n\n"
-        "Name | Depth\nA x | y | 12 m\n\n盐井靠人力开采。"
+        "# 盐井 Wells\n\nThe salt wells are worked by hand.\n\n## Depths\n\n- first\n1. second\n\n"
+        "Name | Depth\nName: A x | y | Depth: 12 m\n\n盐井靠人力开采。"
     )
 
 

@@ -12,7 +12,6 @@ from pypdf.generic import DictionaryObject, NameObject, NumberObject, StreamObje
 from jaxrag.library.documents.left_out import LEFT_OUT, LeftOut, left_out_of
 
 W = 'xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main"'
-M = 'xmlns:m="http://schemas.openxmlformats.org/officeDocument/2006/math"'
 PICTURE = "data:image/png;base64," + "QUJD" * 100_000
 
 
@@ -57,18 +56,17 @@ def test_pages_of_a_pdf_with_pictures_and_no_text(tmp_path, read, make_pdf):
     assert left_out_of(document.metadata) == ["9 pages with pictures and no text (2 to 10)"]
 
 
-def test_equations_and_symbols_of_a_docx(tmp_path, read, make_docx):
+def test_symbols_of_a_docx_that_are_not_known(tmp_path, read, make_docx):
     def fill(document):
         document.add_paragraph("The payment is")
-        for inner in (
-            "<m:oMath><m:r><m:t>x</m:t></m:r></m:oMath>",
-            '<w:r><w:sym w:char="F0FE"/></w:r>',
-        ):
-            document.element.body.insert(0, parse_xml(f"<w:p {W} {M}>{inner}</w:p>"))
+        for font in ("Wingdings", "House Icons"):
+            inner = f'<w:r><w:sym w:font="{font}" w:char="F0FE"/></w:r>'
+            document.element.body.insert(0, parse_xml(f"<w:p {W}>{inner}</w:p>"))
 
     (tmp_path / "loan.docx").write_bytes(make_docx(fill))
-    found = left_out_of(read.only(tmp_path / "loan.docx").metadata)
-    assert found == ["1 equations", "1 symbols"]
+    document = read.only(tmp_path / "loan.docx")
+    assert document.text == "☑\n\nThe payment is"
+    assert left_out_of(document.metadata) == ["1 symbols"]
 
 
 def test_formulas_of_a_sheet_without_a_value(tmp_path, read):

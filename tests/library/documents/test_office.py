@@ -176,7 +176,7 @@ def test_slides_are_pages(tmp_path, read):
     document = read.only(tmp_path)
     parts = [
         "# Salt wells\n\nof Yánjing",
-        "# Depths\n\n- one\n- two\n\nName | Depth\nA | 12 m",
+        "# Depths\n\n- one\n- two\n\nName | Depth\nName: A | Depth: 12 m",
         "盐井靠人力开采。\n\nNotes: Say this.\n\nNotes: And that.",
     ]
     assert document.text == "\n\n".join(parts)

@@ -1,0 +1,371 @@
+"""Reader of .docx: the text that its pages show, in the order of the document."""
+
+import io
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, BinaryIO
+
+from jaxrag.library.documents.blocks import Block, heading, item, joined, one_spaced
+from jaxrag.library.documents.document import BadDocument, Document
+from jaxrag.library.documents.files import File, decode, parsing, parts, read_bytes, repacked
+from jaxrag.library.documents.html import declared_encoding, html_text
+from jaxrag.library.documents.marks import (
+    EQUATION,
+    LOWERED,
+    RAISED,
+    STRUCK,
+    counted,
+    equation,
+    marked,
+)
+from jaxrag.library.documents.symbols import symbol
+from jaxrag.library.documents.tables import Cell, cell, table_blocks
+
+_W = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
+_R = "{http://schemas.openxmlformats.org/officeDocument/2006/relationships}"
+_TEXT, _PARAGRAPH, _RUN, _TABLE = (f"{_W}{name}" for name in ("t", "p", "r", "tbl"))
+_BREAKS = {f"{_W}tab": " ", f"{_W}br": "\n", f"{_W}cr": "\n", f"{_W}noBreakHyphen": "-"}
+_WRAPPERS = frozenset(
+    f"{_W}{name}" for name in ("sdt", "sdtContent", "customXml", "ins", "moveTo", "smartTag")
+)
+# Where text was moved from, what only other programs read, and how a reading is written above.
+_NOT_SHOWN = frozenset(
+    ("{http://schemas.openxmlformats.org/markup-compatibility/2006}Fallback",
+     *(f"{_W}{name}" for name in ("moveFrom", "del", "pPr", "rPr", "rt", "instrText")))
+)  # fmt: skip
+_PICTURE = "{http://schemas.openxmlformats.org/drawingml/2006/picture}pic"
+_MARKS = {"superscript": RAISED, "subscript": LOWERED}
+_OFF = ("0", "false", "off", "none")
+_LEVELS = 9  # of lists
+_MOST_COLUMNS = 256
+_MOST_BASES = 16  # styles that a style is based on
+_CHUNKS = (".xml", ".rels", ".html", ".htm", ".xhtml", ".txt")
+_RELATION = "http://schemas.openxmlformats.org/officeDocument/2006/relationships/numbering"
+
+
+def read_docx(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
+    """One document: the body with text boxes and tracked insertions, headings as "# " lines.
+
+    Numbers of lists and headings are written as they are shown, equations on one line, raised and
+    lowered text as in 10^6 and H_2O. Tables become rows of cells between bars, or of "name: value"
+    below a header. Headers, footers, notes, comments, hidden text and pictures are left out.
+    Refused: a file that unpacks to more than the bounds of ``archive``.
+    """
+    data = read_bytes(stream)
+    with parsing("DOCX"):
+        title, body = _Reader(repacked(parts(data, "DOCX", _CHUNKS)), file).read()
+    yield file.document(body, title)
+
+
+def _value(element: Any, *path: str) -> str | None:
+    """The value of an element below, "" where it has none; None where there is no such element."""
+    found = element.find("/".join(f"{_W}{name}" for name in path))
+    return None if found is None else found.get(f"{_W}val", "")
+
+
+def _is_on(element: Any, *path: str) -> bool | None:
+    value = _value(element, *path)
+    return None if value is None else value not in _OFF
+
+
+class _Styles:
+    """What paragraphs and runs have by their styles, and by those that these are based on."""
+
+    def __init__(self, root: Any) -> None:
+        self._by_id: dict[str, Any] = {}
+        self._default: str | None = None
+        for style in root.iterchildren(f"{_W}style"):
+            name = style.get(f"{_W}styleId") or ""
+            self._by_id.setdefault(name, style)
+            by_default = style.get(f"{_W}default") in ("1", "true", "on")
+            if by_default and style.get(f"{_W}type") == "paragraph":
+                self._default = name
+
+    def chain(self, name: str | None) -> list[Any]:
+        """The style and its bases; that of a paragraph that names none, or one that is not there.
+
+        Runs name none by ''.
+        """
+        found: list[Any] = []
+        name = self._default if name is None or (name and name not in self._by_id) else name
+        while name in self._by_id and len(found) < _MOST_BASES:
+            found.append(self._by_id[name])
+            name = _value(found[-1], "basedOn")
+        return found
+
+
+class _Lists:
+    """The numbers of automatic lists, counted in the order of the document."""
+
+    def __init__(self, root: Any | None) -> None:
+        self._levels: dict[str, dict[int, Any]] = {}
+        self._lists: dict[str, tuple[str, Any]] = {}
+        self._counts: dict[str, list[int | None]] = {}
+        self._begun: set[str] = set()
+        linked: dict[str, str] = {}
+        of_style: dict[str, str] = {}
+        for it in () if root is None else root.iterchildren(f"{_W}abstractNum"):
+            name = it.get(f"{_W}abstractNumId")
+            levels = it.iterchildren(f"{_W}lvl")
+            self._levels[name] = {int(lvl.get(f"{_W}ilvl", 0)): lvl for lvl in levels}
+            if style := _value(it, "numStyleLink"):
+                linked[name] = style
+            if style := _value(it, "styleLink"):
+                of_style[style] = name
+        for it in () if root is None else root.iterchildren(f"{_W}num"):
+            name = _value(it, "abstractNumId") or ""
+            name = of_style.get(linked.get(name, ""), name)
+            self._lists[it.get(f"{_W}numId")] = name, it
+
+    def next(self, number: str, level: int) -> str | None:
+        """The label of the next paragraph of a list: "-" for a bullet; None if it has none."""
+        if number not in self._lists or not 0 <= level < _LEVELS:
+            return None
+        name, own = self._lists[number]
+        levels = dict(self._levels.get(name, {}))
+        starts: dict[int, int] = {}
+        for it in own.iterchildren(f"{_W}lvlOverride"):
+            at = int(it.get(f"{_W}ilvl", 0))
+            for replaced in it.iterchildren(f"{_W}lvl"):
+                levels[at] = replaced
+            if start := _value(it, "startOverride"):
+                starts[at] = int(start)
+        if level not in levels:
+            return None
+        counts = self._counts.setdefault(name, [None] * _LEVELS)
+        if number not in self._begun:
+            self._begun.add(number)
+            for at in starts:
+                counts[at] = None
+        for at in range(level + 1):
+            start = starts.get(at, int(_value(levels.get(at, own), "start") or 1))
+            before = counts[at]
+            if before is None:
+                counts[at] = start
+            elif at == level:
+                counts[at] = before + 1
+        counts[level + 1 :] = [None] * (_LEVELS - level - 1)
+        return self._label(levels, level, counts)
+
+    def _label(self, levels: Mapping[int, Any], level: int, counts: list[int | None]) -> str:
+        form = _value(levels[level], "numFmt") or "decimal"
+        text = _value(levels[level], "lvlText") or ""
+        if form == "bullet":
+            return "-"
+        if form == "none":
+            return text
+        legal = _is_on(levels[level], "isLgl")
+        for at in range(level + 1):
+            shown = form if at == level else _value(levels.get(at, levels[level]), "numFmt") or ""
+            text = text.replace(f"%{at + 1}", counted(counts[at] or 0, "" if legal else shown))
+        return one_spaced(text)
+
+
+class _Reader:
+    """One document, and where its counting stands."""
+
+    def __init__(self, data: bytes, file: File) -> None:
+        import docx  # only who reads DOCX waits for it
+
+        self._document = docx.Document(io.BytesIO(data))
+        self._file = file
+        self._styles = _Styles(self._document.styles.element)
+        relations = self._document.part.rels.values()
+        found = [it.target_part for it in relations if it.reltype == _RELATION]
+        self._lists = _Lists(found[0].element if found else None)
+
+    def read(self) -> tuple[str, str]:
+        """The title and the text."""
+        body = self._document.element.body
+        pictures = sum(1 for _ in body.iter(_PICTURE))
+        self._file.left_out.add("pictures", count=pictures)
+        blocks = list(self._blocks(body))
+        titled = (text.lstrip("# ") for _, text in blocks if text.startswith("#"))
+        properties = self._document.core_properties
+        return one_spaced(properties.title or "") or next(titled, ""), joined(blocks)
+
+    def _blocks(self, parent: Any) -> Iterator[Block]:
+        tables = 0
+        for node in _children(parent):
+            if node.tag == _TABLE:
+                tables += 1
+                for kind, text in self._table(node):
+                    yield ("rows" if kind and tables % 2 else kind), text
+            elif node.tag == _PARAGRAPH:
+                yield self._paragraph(node)
+            else:
+                yield "", self._embedded(node)
+
+    def _embedded(self, node: Any) -> str:
+        """The text of a document in another format that is shown in this place."""
+        part = self._document.part.related_parts.get(node.get(f"{_R}id"))
+        kind = "" if part is None else part.content_type.partition(";")[0]
+        data = b"" if part is None else part.blob
+        text = ""
+        if kind in ("text/html", "application/xhtml+xml"):
+            text = html_text(decode(data, declared_encoding(data)))[1]
+        elif kind == "text/plain":
+            text = decode(data).strip()
+        self._file.left_out.add("embedded documents", count=not text)
+        return text
+
+    def _paragraph(self, node: Any) -> Block:
+        chain = self._styles.chain(_value(node, "pPr", "pStyle"))
+        text = self._text(node, chain)
+        label = self._label(node, chain)
+        if not text:
+            return "", ""
+        level = _heading_level(chain)
+        if level:
+            return heading(level, text if label in (None, "-") else f"{label} {text}")
+        name = _value(chain[0], "name") or "" if chain else ""
+        if label not in (None, "-", ""):
+            return "item", f"{label} {text}"
+        return item(text) if label == "-" or name.startswith("List") else ("", text)
+
+    def _label(self, node: Any, chain: list[Any]) -> str | None:
+        """The number before a paragraph; what is empty or deleted has none of its own."""
+        number = level = None
+        for it in (node, *chain):
+            number = number if number is not None else _value(it, "pPr", "numPr", "numId")
+            level = level if level is not None else _value(it, "pPr", "numPr", "ilvl")
+        removed = ("del", "moveFrom")
+        if not number or any(_value(node, "pPr", "rPr", name) is not None for name in removed):
+            return None
+        return self._lists.next(number, int(level or 0))
+
+    def _text(self, paragraph: Any, chain: list[Any]) -> str:
+        """The text of a paragraph; that of a text box stands on lines of its own."""
+        from lxml import etree
+
+        runs: list[tuple[str, str]] = []
+        events = etree.iterwalk(paragraph, events=("start", "end"))
+        hidden = _first(_is_on(style, "rPr", "vanish") for style in chain) or False
+        mark = ""
+        for event, node in events:
+            tag = node.tag
+            if event == "end":
+                if tag == _PARAGRAPH and node is not paragraph:
+                    runs.append(("\n", ""))
+            elif tag in _NOT_SHOWN:
+                events.skip_subtree()
+            elif tag == _RUN:
+                if self._is_hidden(node, hidden):
+                    seen = any(it.text for it in node.iterchildren(_TEXT))
+                    self._file.left_out.add("hidden passages", count=seen)
+                    events.skip_subtree()
+                mark = _mark(node)
+            elif tag == _TEXT:
+                runs.append((self._letters(node), mark))
+            elif tag == f"{_W}sym":
+                runs.append((self._sign(node.get(f"{_W}font"), node.get(f"{_W}char")), mark))
+            elif tag == f"{_W}checkBox":
+                state = _first((_is_on(node, "checked"), _is_on(node, "default")))
+                runs.append(("☒ " if state else "☐ ", ""))
+            elif tag == EQUATION:
+                runs.append((equation(node), ""))
+                events.skip_subtree()
+            elif tag == _PARAGRAPH and node is not paragraph:
+                runs.append(("\n", ""))
+            elif tag in _BREAKS and node.getparent().tag == _RUN:
+                runs.append((_BREAKS[tag], mark))
+        lines = (" ".join(line.split()) for line in marked(runs).split("\n"))
+        return "\n".join(line for line in lines if line)
+
+    def _is_hidden(self, run: Any, hidden: bool) -> bool:
+        own = _is_on(run, "rPr", "vanish")
+        if own is None:
+            styles = self._styles.chain(_value(run, "rPr", "rStyle") or "")
+            own = _first(_is_on(style, "rPr", "vanish") for style in styles)
+        return hidden if own is None else own
+
+    def _letters(self, node: Any) -> str:
+        """The text of a run; that in a font of signs stands in places of its own."""
+        text = node.text or ""
+        if not any("\uf000" <= it < "\uf100" for it in text):
+            return text
+        fonts = node.getparent().find(f"{_W}rPr/{_W}rFonts")
+        font = "" if fonts is None else fonts.get(f"{_W}ascii") or ""
+        return "".join(
+            self._sign(font, f"{ord(it):x}") if "\uf000" <= it < "\uf100" else it for it in text
+        )
+
+    def _sign(self, font: str | None, char: str | None) -> str:
+        try:
+            found = symbol(font or "", int(char or "", 16))
+        except ValueError:
+            found = ""
+        self._file.left_out.add("symbols", count=not found)
+        return found
+
+    def _table(self, table: Any) -> Iterator[Block]:
+        """The rows of a table; cells that are merged stand in each place that they take."""
+        found: list[list[tuple[int, Cell]]] = []
+        above: dict[int, Cell] = {}
+        headers = 0
+        for line in _children(table, f"{_W}tr"):
+            if any(_value(line, "trPr", name) is not None for name in ("del", "moveFrom")):
+                continue
+            if _is_on(line, "trPr", "hidden"):
+                self._file.left_out.add("hidden rows")
+                continue
+            headers += _is_on(line, "trPr", "tblHeader") is not None and headers == len(found)
+            at = int(_value(line, "trPr", "gridBefore") or 0)
+            cells: list[tuple[int, Cell]] = []
+            for node in _children(line, f"{_W}tc"):
+                merged = _value(node, "tcPr", "vMerge")
+                it = above.get(at) if merged in ("", "continue") else None
+                it = it or cell(self._in_cell(node), _is_strong(node))
+                for place in range(max(1, int(_value(node, "tcPr", "gridSpan") or 1))):
+                    above[at + place] = it
+                    if at + place >= _MOST_COLUMNS:
+                        break
+                    cells.append((at + place, it))
+                at = cells[-1][0] + 1 if cells else at
+            found.append(cells)
+        yield from table_blocks((dict(it) for it in found), headers or None)
+
+    def _in_cell(self, node: Any) -> str:
+        """On one line. What tables in tables hold is split into words once only, as text."""
+        words = []
+        for kind, text in self._blocks(node):
+            text = text.removeprefix("- ") if kind == "item" else text.lstrip("# ")
+            words.append(text.replace("\n", " ").replace("  ", " "))
+        return " ".join(filter(None, words)).strip()
+
+
+def _children(parent: Any, *wanted: str) -> Iterator[Any]:
+    """Paragraphs, tables and embedded documents below a body or cell, or what else is wanted.
+
+    Those inside content controls are there too.
+    """
+    for node in parent.iterchildren():
+        if node.tag in (wanted or (_PARAGRAPH, _TABLE, f"{_W}altChunk")):
+            yield node
+        elif node.tag in _WRAPPERS:
+            yield from _children(node, *wanted)
+
+
+def _first(values: Iterable[bool | None]) -> bool | None:
+    return next((it for it in values if it is not None), None)
+
+
+def _mark(run: Any) -> str:
+    mark = _MARKS.get(_value(run, "rPr", "vertAlign") or "", "")
+    struck = _is_on(run, "rPr", "strike") or _is_on(run, "rPr", "dstrike")
+    return mark or (STRUCK if struck else "")
+
+
+def _is_strong(cell_node: Any) -> bool:
+    """Whether all runs of a cell are in bold."""
+    runs = [run for run in cell_node.iter(_RUN) if run.find(_TEXT) is not None]
+    return bool(runs) and all(_is_on(run, "rPr", "b") for run in runs)
+
+
+def _heading_level(chain: Iterable[Any]) -> int:
+    """1 to 6 for the styles "Title" and "heading 1" and so on, 0 for any other."""
+    for style in chain:
+        name = _value(style, "name") or ""
+        first, _, number = name.rpartition(" ")
+        if name == "Title" or (first.lower() == "heading" and number in set("123456789")):
+            return 1 if name == "Title" else min(int(number), 6)
+    return 0
