@@ -7,12 +7,13 @@ from typing import BinaryIO
 
 from jaxrag.base.errors import DocumentError
 from jaxrag.base.installed import installs
+from jaxrag.library.documents.delimited import read_table
 from jaxrag.library.documents.document import BadDocument, Document
 from jaxrag.library.documents.files import File, FileReader, ReadOptions
 from jaxrag.library.documents.html import read_epub, read_html, read_mail
 from jaxrag.library.documents.markup import read_org, read_rst
 from jaxrag.library.documents.office import read_pdf
-from jaxrag.library.documents.records import read_json, read_json_lines, read_table
+from jaxrag.library.documents.records import read_json, read_json_lines
 from jaxrag.library.documents.sheets import read_xlsx
 from jaxrag.library.documents.slides import read_pptx
 from jaxrag.library.documents.text import read_notebook, read_text

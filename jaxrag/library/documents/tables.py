@@ -55,6 +55,11 @@ def cell(text: str, strong: bool = False) -> Cell:
     return Cell(text, kind, strong)
 
 
+def is_year(text: str) -> bool:
+    """Whether a text is a number that may well name a column."""
+    return _YEAR.fullmatch(text) is not None
+
+
 def sheet_blocks(rows: Sequence[tuple[int, Row]]) -> Iterator[Block]:
     """The tables of a sheet, apart where empty rows or columns part them.
 
@@ -252,7 +257,7 @@ def _header_rows(rows: Sequence[dict[int, Cell]]) -> int:
 
 
 def _may_name(it: Cell) -> bool:
-    return it.kind in ("text", "code") or _YEAR.fullmatch(it.text) is not None
+    return it.kind in ("text", "code") or is_year(it.text)
 
 
 def _kinds(rows: Sequence[dict[int, Cell]]) -> dict[int, set[str]]:
@@ -279,7 +284,7 @@ def _is_header(
     kinds = {c: {typed.get(c, it) for it in found} for c, found in _kinds(body).items()}
     named = [(it, kinds.get(column, set())) for column, it in last.items()]
     if any(it.kind in found for it, found in named if it.kind != "text"):
-        return any(_YEAR.fullmatch(it.text) for it in last.values()) and "text" in {
+        return any(is_year(it.text) for it in last.values()) and "text" in {
             it.kind for it in last.values()
         }
     alike = any(len(found) == 1 and found != {"text"} for _, found in named)

@@ -39,7 +39,7 @@ def test_ids_of_tables_have_their_file_in_front(tmp_path, read):
 
 
 def test_a_row_that_is_left_out_does_not_decide_a_type(tmp_path, read):
-    (tmp_path / "a.csv").write_text("text,n\ngood,1\nx,three,cells\n ,2\n")
+    (tmp_path / "a.csv").write_text("text,n\ngood,1\nx,three,cells\n ,\n")
     good, bad = read(tmp_path)
     assert (good[0].metadata, len(bad)) == ({"n": 1}, 2)
 
