@@ -29,7 +29,6 @@ _SAMPLE_LINES = 50
 _SAMPLE_CHARACTERS = 1 << 16  # of a line
 _FEW = 1_000  # bytes of a file for one that is not decoded
 _WIDE = ("utf-32-le", "utf-32-be", "utf-16-le", "utf-16-be")
-_NULS = 64  # bytes for one NUL, in text of several bytes a character
 _SURE = 4  # characters that are UTF-8 by no accident
 # What text of western Europe in one byte a character seldom holds.
 _NOT_WESTERN = re.compile(
@@ -82,7 +81,9 @@ def _encoding(stream: BinaryIO, file: File) -> str:
     wide = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"}.get(start[:4])
     if mark := wide or marked_encoding(start):
         return mark
-    for name in _WIDE if _NULS * start.count(0) > len(start) else ():
+    # Half of the bytes of Latin letters are NUL; those of others are seldom ASCII.
+    many = 4 * max(start.count(0), sum(it > 0x7F for it in start))
+    for name in _WIDE if 0 in start and many > len(start) else ():
         with contextlib.suppress(UnicodeError):
             text = start[: len(start) // 4 * 4].decode(name)
             if "\n" in text and not _CONTROL.search(text):
@@ -267,6 +268,7 @@ def _rows(text: io.TextIOWrapper, file: File, form: _Form) -> Iterator[_Row | Ba
                 continue
         while len(row) > len(names) and not row[-1]:
             row.pop()
+        row = [form.delimiter.join(row)] if len(names) == 1 else row  # not parted, but prose
         found = True
         yield _Row(names, row, text_column, where, form.named)
     if not found:

@@ -79,8 +79,8 @@ def _math(element: Any) -> str:
         inner = value(name, "sepChr", "|").join(_math(it) for it in element.findall(f"{_M}e"))
         return value(name, "begChr", "(") + inner + value(name, "endChr", ")")
     if name in ("m", "mr"):
-        inner = [_math(it) for it in element if it.tag in (f"{_M}mr", f"{_M}e")]
-        return "[" + "; ".join(inner) + "]" if name == "m" else ", ".join(inner)
+        rows = [_math(it) for it in element if it.tag in (f"{_M}mr", f"{_M}e")]
+        return "[" + "; ".join(rows) + "]" if name == "m" else ", ".join(rows)
     return "".join(_math(it) for it in element if isinstance(it.tag, str))
 
 

@@ -137,10 +137,9 @@ class _Lists:
             for at in starts:
                 counts[at] = None
         for at in range(level + 1):
-            start = starts.get(at, int(_value(levels.get(at, own), "start") or 1))
             before = counts[at]
             if before is None:
-                counts[at] = start
+                counts[at] = starts.get(at, int(_value(levels.get(at, own), "start") or 1))
             elif at == level:
                 counts[at] = before + 1
         counts[level + 1 :] = [None] * (_LEVELS - level - 1)
