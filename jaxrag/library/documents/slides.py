@@ -120,11 +120,11 @@ def _slide(slide: Any) -> Iterator[Block]:
 
 
 def _shapes(shapes: Iterable[Any], title: int | None) -> Iterator[Block]:
-    from pptx.enum.shapes import MSO_SHAPE_TYPE, PP_PLACEHOLDER
+    from pptx.enum.shapes import PP_PLACEHOLDER
 
     around = (PP_PLACEHOLDER.DATE, PP_PLACEHOLDER.FOOTER, PP_PLACEHOLDER.SLIDE_NUMBER)
     for shape in shapes:
-        if shape.shape_type == MSO_SHAPE_TYPE.GROUP:
+        if hasattr(shape, "shapes"):  # a group
             yield from _shapes(shape.shapes, None)
         elif getattr(shape, "has_table", False):
             yield from _table(shape.table)

@@ -104,7 +104,11 @@ def test_line_ends_are_unified(tmp_path, read):
         ("a.html", b'<meta charset="klingon"><p>x</p>', "'klingon', which is unknown"),
         ("a.html", b"<div>" * 3000 + b"x", "nested too deeply"),
         ("a.csv", b"text\n", "no rows"),
-        ("a.csv", "a\n盐井靠人力".encode("gb18030"), "bytes are not UTF-8; name the encoding of the file"),
+        (
+            "a.csv",
+            "a\n盐井靠人力".encode("gb18030"),
+            "bytes are not UTF-8; name the encoding of the file",
+        ),
         ("a.csv", b"text,text\n1,2\n", "two columns have one name"),
         ("a.eml", b"Content-Type: image/png\n\nabc", "holds no text"),
         ("a.eml", b"Content-Type: text/plain; charset=klingon\n\nx\xff", "parsed as a message"),

@@ -26,3 +26,15 @@ class Case:
     invented: tuple[str, ...] = ()
     said: tuple[str, ...] = ()
     refused: str = ""
+
+
+def judged(case: Case, text: str) -> tuple[list[str], list[str]]:
+    """What of a case is lost in a text, and what is invented."""
+    found, at, lost = " ".join(text.split()), 0, []
+    for part in (" ".join(it.split()) for it in case.kept):
+        place = found.find(part, at)
+        if place < 0:
+            lost.append(part)
+        else:
+            at = place + len(part)
+    return lost, [it for it in case.invented if " ".join(it.split()) in found]
