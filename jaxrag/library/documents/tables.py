@@ -33,6 +33,27 @@ _OF_FORMS = re.compile(
     r"project|department|reference|invoice|order|year|month|period|title|due|rate|datum|kunde)\b.*)",
     re.I,
 )
+# What columns are often called.
+_OF_TABLES = re.compile(
+    r"(?:[\w.-]+ )?(?:name|title|type|kind|category|class|group|status|state|date|day|month|year|"
+    r"time|from|to|start|end|city|town|country|region|place|location|street|address|room|station|port|"
+    r"server|host|role|job|department|team|owner|manager|author|keeper|contact|customer|client|"
+    r"supplier|company|product|item|article|service|model|version|brand|part|material|colou?r|size|"
+    r"unit|price|cost|amount|value|rate|number|no\.?|id|code|key|phone|e-?mail|language|subject|"
+    r"term|word|meaning|definition|description|comment|note|remark|reason|question|answer|task|step|"
+    r"action|result|test|input|output|parameter|setting|option|default|field|feature|risk|impact|"
+    r"source|target|level|mon(?:day)?|tue(?:sday)?|wed(?:nesday)?|thu(?:rsday)?|fri(?:day)?|"
+    r"sat(?:urday)?|sun(?:day)?|jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|"
+    r"aug(?:ust)?|sep(?:tember)?|oct(?:ober)?|nov(?:ember)?|dec(?:ember)?|"
+    r"spring|summer|autumn|winter|[qh][1-4]|"
+    r"stadt|ort|land|straße|abteilung|rolle|datum|tag|monat|jahr|zeit|preis|betrag|wert|menge|"
+    r"nr\.?|nummer|artikel|produkt|kunde|beschreibung|bemerkung)(?:e?s)?(?: \(.{1,20}\))?",
+    re.I,
+)
+_UNITS = names(
+    "m km cm mm m² m2 m³ m3 ha kg g mg t l ml s ms min h d % ‰ € $ £ eur usd gbp chf k€ t€ m€ pcs "
+    "n °c °f k v a w kw mw gw kwh mwh gwh hz db pa bar years year days"
+)
 _OF_SUMS = re.compile(r"(?:sub|grand )?(?:totals?|sums?|averages?|mean|summe|gesamt)\b.*", re.I)
 
 
@@ -168,7 +189,7 @@ class _Named:
         if not [it for it in keys if it.kind != "number"] or _OF_SUMS.match(keys[0].text):
             return True
         forms = any(_OF_FORMS.fullmatch(it.text) for it in keys)
-        return not forms and (len(rows) > 1 or len(rows[0]) > 2)
+        return not forms and max(map(len, rows)) > 2
 
     def blocks(self) -> Iterator[Block]:
         for line in self.titles:
@@ -250,7 +271,9 @@ def _header_rows(rows: Sequence[dict[int, Cell]]) -> int:
         line, below = rows[count - 1], rows[count]
         texts = [it.text for it in below.values()]
         parted = set(line) < set(below) and len(set(texts)) < len(texts)  # as Q1, Q2, Q1, Q2
-        if not (_has_wide(line) or parted) or not all(map(_may_name, below.values())):
+        units = [it for it in texts if it.strip("()[] ").lower() in _UNITS]
+        several = _has_wide(line) or parted or 2 * len(units) > len(texts)
+        if not several or not all(map(_may_name, below.values())):
             break
         count += 1
     return count
@@ -273,7 +296,7 @@ def _kinds(rows: Sequence[dict[int, Cell]]) -> dict[int, set[str]]:
 def _is_header(
     head: Sequence[dict[int, Cell]], body: Sequence[dict[int, Cell]], width: int
 ) -> bool:
-    last = head[-1]
+    last = {column: it for line in head for column, it in line.items()}
     cells = [it for line in head for it in line.values()]
     if not all(map(_may_name, cells)):
         return False
@@ -282,19 +305,29 @@ def _is_header(
     typed = _typed(body)
     body = body[: _notes_begin(body, typed)]
     kinds = {c: {typed.get(c, it) for it in found} for c, found in _kinds(body).items()}
-    named = [(it, kinds.get(column, set())) for column, it in last.items()]
-    if any(it.kind in found for it, found in named if it.kind != "text"):
-        return any(is_year(it.text) for it in last.values()) and "text" in {
-            it.kind for it in last.values()
-        }
-    alike = any(len(found) == 1 and found != {"text"} for _, found in named)
-    mixed = any(len(found - {"code"}) > 1 for _, found in named)
+    years = [column for column, it in last.items() if is_year(it.text)]
+    for column, it in last.items():
+        if column in years:
+            if all(is_year(line[column].text) for line in body if column in line):
+                return False
+        elif it.kind != "text" and it.kind in kinds.get(column, ()):
+            return False
+    found = [kinds.get(column, set()) for column in last if column not in years]
+    alike = any(len(it) == 1 and it != {"text"} for it in found)
+    mixed = any(len(it - {"code"}) > 1 for it in found)
+    common = sum(bool(_OF_TABLES.fullmatch(it.text)) for it in last.values())
     first = min(last)
     forms = sum(bool(_OF_FORMS.fullmatch(it[first].text)) for it in body[:_LONG] if first in it)
     if width == 2:
-        return not (forms or mixed) and (alike or len(body) >= _LONG)
+        if forms or mixed:
+            return False
+        return common == 2 or len(body) >= _LONG or (common > 0 if years else alike)
+    if 2 * common >= len(last) > 1:
+        return True
     again = any(line.get(column) == it for column, it in last.items() for line in body[:_SAMPLE])
-    return (alike or not again) and len(last) > 1 and forms < max(2, len(body))
+    valued = bool(years) or any(it - {"text", "code"} for it in found)
+    is_form = 2 * forms >= len(body[:_LONG])
+    return (valued or (not again and len(body) >= _LONG)) and len(last) > 1 and not is_form
 
 
 def _typed(rows: Sequence[dict[int, Cell]]) -> dict[int, str]:
