@@ -43,10 +43,10 @@ class ReadOptions:
     """How files are read.
 
     Attributes:
-      encoding: of text files without a byte order mark; None is UTF-8, and for .html what the page
-        declares.
+      encoding: of text files without a byte order mark; None is UTF-8, for .html what the page
+        declares, and in tables what they are found to be in.
       text_field: the key or column that holds the text of a record; None is "text", and in tables
-        the first of "text", "content" and "body" that is there.
+        the first of "text", "content" and "body" that is there, or all columns.
       follow_links: read what links inside a folder name outside of it, and links to folders.
 
     Raises DocumentError for an encoding that does not exist.

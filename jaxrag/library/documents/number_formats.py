@@ -40,9 +40,10 @@ class _Section(NamedTuple):
 
     parts: tuple[_Part, ...]
     condition: tuple[str, float] | None
+    kinds: frozenset[str]
 
     def holds(self, *kinds: str) -> bool:
-        return any(it.kind in kinds for it in self.parts)
+        return not self.kinds.isdisjoint(kinds)
 
 
 def shown(value: float, code: str, since_1904: bool = False) -> tuple[str, str]:
@@ -53,6 +54,8 @@ def shown(value: float, code: str, since_1904: bool = False) -> tuple[str, str]:
       code: of the number format.
       since_1904: the epoch is 1904 and not 1900.
     """
+    if code == "General":
+        return general(value), "number"
     sections = _sections(code)
     numeric = sections[:3] if len(sections) > 3 else sections
     section, signed = _section_for(value, numeric)
@@ -113,7 +116,7 @@ def _sections(code: str) -> tuple[_Section, ...]:
         else:
             found[-1].append(_Part(kind, "" if kind == "general" else text))
     return tuple(
-        _Section(tuple(parts), condition)
+        _Section(tuple(parts), condition, frozenset(it.kind for it in parts))
         for parts, condition in zip(found, conditions, strict=True)
     )
 

@@ -3,7 +3,7 @@
 import io
 import warnings
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
 from jaxrag.base.errors import DocumentError
@@ -19,14 +19,14 @@ from jaxrag.library.documents.files import (
     require_short,
 )
 from jaxrag.library.documents.marks import LOWERED, RAISED, STRUCK, marked
-from jaxrag.library.documents.tables import Cell, cell, sheet_blocks
+from jaxrag.library.documents.tables import Line, Row, TableCell, cell, sheet_blocks
 
 _MAX_ROWS = 1 << 20  # of a sheet, as the format has it
 _STREAMED = ("xl/worksheets/", "xl/sharedStrings.xml")
 _RETURN = "_x000D_"  # a carriage return in XML
 _RAISED = {"superscript": RAISED, "subscript": LOWERED}
 
-Cells = dict[int, dict[int, Cell]]  # by row and column
+Cells = dict[int, Line]  # by row and column
 
 
 def read_xlsx(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
@@ -85,7 +85,7 @@ class _Sheet:
         self._book = sheet.parent
         self._styles: dict[int, tuple[str, bool]] = {}
 
-    def rows(self) -> list[tuple[int, Mapping[int, Cell]]]:
+    def rows(self) -> Sequence[tuple[int, Row]]:
         """The rows that are shown, by their numbers; places that are merged hold one cell."""
         from openpyxl.worksheet._reader import FORMULA_TAG, WorkSheetParser
 
@@ -117,10 +117,10 @@ class _Sheet:
 
     def _shown(
         self, cells: Cells, parser: Any, uncomputed: list[tuple[int, int]]
-    ) -> list[tuple[int, Mapping[int, Cell]]]:
+    ) -> Sequence[tuple[int, Row]]:
         rows = {int(n) for n, it in parser.row_dimensions.items() if _is_hidden(it, "ht")}
         spans = [
-            (int(it["min"]), int(it["max"]))
+            (int(it["min"]), int(it.get("max", it["min"])))
             for it in parser.column_dimensions.values()
             if _is_hidden(it, "width")
         ]
@@ -135,6 +135,8 @@ class _Sheet:
             if not hidden:
                 where = self._where(line, column)
                 self._file.left_out.add("formulas without a value", where)
+        if not rows and not spans:
+            return sorted(cells.items())
         left = [(n, {c: it for c, it in line.items() if c not in columns})
                 for n, line in sorted(cells.items()) if n not in rows]  # fmt: skip
         # Rows and columns between which nothing is seen stand beside each other.
@@ -165,17 +167,17 @@ class _Sheet:
         for reference in filter(None, references):
             yield range_boundaries(reference)[1]
 
-    def _cell(self, found: Mapping[str, Any]) -> Cell:
+    def _cell(self, found: Mapping[str, Any]) -> TableCell:
         code, strong = self._style(found["style_id"])
         value = found["value"]
         if isinstance(value, bool):
-            return Cell("TRUE" if value else "FALSE", "bool", strong)
+            return TableCell("TRUE" if value else "FALSE", "bool", strong)
         if isinstance(value, int | float):
             text, kind = number_formats.shown(value, code, self._book.epoch.year == 1904)
             if not text:
                 where = self._where(found["row"], found["column"])
                 self._file.left_out.add("values that their format hides", where)
-            return Cell(text, kind, strong)
+            return TableCell(text, kind, strong)
         if isinstance(value, list):  # text of several fonts
             value = marked(_run(it) for it in value)
         text = one_spaced(str(value).replace(_RETURN, " ").replace(_RETURN.lower(), " "))

@@ -31,7 +31,7 @@ from jaxrag.library.documents.marks import (
     equation,
     marked,
 )
-from jaxrag.library.documents.tables import Cell, cell, table_blocks
+from jaxrag.library.documents.tables import Line, cell, table_blocks
 
 _A = "{http://schemas.openxmlformats.org/drawingml/2006/main}"
 _CHOSEN = "{http://schemas.openxmlformats.org/markup-compatibility/2006}"
@@ -140,9 +140,9 @@ def _shapes(shapes: Iterable[Any], title: int | None) -> Iterator[Block]:
 
 def _table(table: Any) -> Iterator[Block]:
     """The rows of a table; cells that are merged stand in each place that they take."""
-    rows: list[dict[int, Cell]] = []
+    rows: list[Line] = []
     for line in table.rows:
-        cells: dict[int, Cell] = {}
+        cells: Line = {}
         for at, it in enumerate(line.cells):
             place = it._tc
             if place.get("vMerge") in ("1", "true") and rows and at in rows[-1]:
@@ -173,7 +173,7 @@ def _paragraphs(frame: Any) -> Iterator[Block]:
             yield "", text
             continue
         form = number.get("type", "arabicPeriod")
-        start = int(number.get("startAt", 1))
+        start = int(number.get("startAt", "")) if number.get("startAt", "").isdecimal() else 1
         counts[place, form] = counts.get((place, form), start - 1) + 1
         shape = next((it for name, it in _FORMS.items() if form.startswith(name)), "")
         shown = counted(counts[place, form], shape)
@@ -194,7 +194,7 @@ def _runs(paragraph: Any) -> Iterator[tuple[str, str]]:
             yield " ", ""
         elif node.tag == f"{_A}t":
             form = node.getparent().find(f"{_A}rPr")
-            raised = 0 if form is None else int(form.get("baseline", "0").rstrip("%") or 0)
+            place = "0" if form is None else form.get("baseline", "0").rstrip("%0") or "0"
             struck = form is not None and form.get("strike", "noStrike") != "noStrike"
-            mark = RAISED if raised > 0 else LOWERED if raised < 0 else ""
+            mark = "" if place == "0" else LOWERED if place.startswith("-") else RAISED
             yield node.text or "", mark or (STRUCK if struck else "")

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from jaxrag.library.documents.blocks import Block, names, row
 
-Row = Mapping[int, "Cell"]
+Row = Mapping[int, "TableCell"]
+Line = dict[int, "TableCell"]  # of cells that are filled
 
 _SAMPLE = 500  # rows of a table whose cells say what its columns hold
 _MOST_HEADERS = 3  # rows
@@ -57,7 +58,7 @@ _UNITS = names(
 _OF_SUMS = re.compile(r"(?:sub|grand )?(?:totals?|sums?|averages?|mean|summe|gesamt)\b.*", re.I)
 
 
-class Cell(NamedTuple):
+class TableCell(NamedTuple):
     """What stands in one cell."""
 
     text: str  # on one line
@@ -65,7 +66,7 @@ class Cell(NamedTuple):
     strong: bool = False  # set off as names are, as in bold
 
 
-def cell(text: str, strong: bool = False) -> Cell:
+def cell(text: str, strong: bool = False) -> TableCell:
     """A cell of which nothing is known but its text."""
     if _DATE.fullmatch(text):
         kind = "date"
@@ -73,7 +74,7 @@ def cell(text: str, strong: bool = False) -> Cell:
         kind = "percent" if text.endswith("%") else "number"
     else:
         kind = "code" if any(map(str.isdigit, text)) else "text"
-    return Cell(text, kind, strong)
+    return TableCell(text, kind, strong)
 
 
 def is_year(text: str) -> bool:
@@ -110,11 +111,13 @@ def table_blocks(rows: Iterable[Row], headers: int | None = None) -> Iterator[Bl
         yield from _Named(found, headers).blocks()
 
 
-def _filled(line: Row) -> dict[int, Cell]:
+def _filled(line: Row) -> Line:
     return {column: it for column, it in line.items() if it.text}
 
 
-def _parts(rows: Sequence[tuple[int, dict[int, Cell]]]) -> Iterator[list[dict[int, Cell]]]:
+def _parts(
+    rows: Sequence[tuple[int, Line]],
+) -> Iterator[list[Line]]:
     """Rows that follow each other, of columns that belong together."""
     start = 0
     for at in range(1, len(rows) + 1):
@@ -131,7 +134,7 @@ def _parts(rows: Sequence[tuple[int, dict[int, Cell]]]) -> Iterator[list[dict[in
             yield from _parts([(n, line) for n, line in some if line])
 
 
-def _edges(rows: Sequence[dict[int, Cell]]) -> list[int]:
+def _edges(rows: Sequence[Line]) -> list[int]:
     """Columns behind empty ones at which another table begins: it has two columns and its keys."""
     columns = sorted({column for line in rows for column in line})
     edges: list[int] = []
@@ -150,7 +153,7 @@ def _edges(rows: Sequence[dict[int, Cell]]) -> list[int]:
 class _Named:
     """A table: its titles, the names of its columns, and its rows."""
 
-    def __init__(self, rows: Sequence[dict[int, Cell]], marked: int | None = None) -> None:
+    def __init__(self, rows: Sequence[Line], marked: int | None = None) -> None:
         self.columns = sorted({column for line in rows for column in line})
         titles = 0
         while titles < len(rows) - 1 and not marked and _is_one(rows[titles]):
@@ -177,7 +180,7 @@ class _Named:
         more.titles, more.rows, more.continues = [], below.rows, True
         return more
 
-    def _is_like(self, rows: Sequence[dict[int, Cell]]) -> bool:
+    def _is_like(self, rows: Sequence[Line]) -> bool:
         kinds, first = _kinds(self.rows), min(self.names)
         keys = [line[first] for line in rows if first in line]
         cells = [(column, it) for line in rows for column, it in line.items()]
@@ -213,7 +216,7 @@ class _Named:
                 named = ((names.get(column, ""), line[column].text) for column in sorted(line))
                 yield "row", " | ".join(f"{name}: {it}" if name else it for name, it in named)
 
-    def _texts(self, line: dict[int, Cell]) -> list[str]:
+    def _texts(self, line: Line) -> list[str]:
         """Each cell once, wherever it is merged to; the places of empty ones before others."""
         last, seen = max(line), set[int]()
         texts = []
@@ -228,15 +231,13 @@ class _Named:
         return texts
 
 
-def _is_one(line: dict[int, Cell]) -> bool:
+def _is_one(line: Line) -> bool:
     """Whether a row is one cell of words, which may say something of the rows below."""
     cells = {id(it): it for it in line.values()}
     return len(cells) == 1 and next(iter(cells.values())).kind in ("text", "code")
 
 
-def _names(
-    rows: Sequence[dict[int, Cell]], width: int, marked: int | None
-) -> tuple[dict[int, str], int]:
+def _names(rows: Sequence[Line], width: int, marked: int | None) -> tuple[dict[int, str], int]:
     """The names of the columns, and how many rows say them; ({}, 0) where none does."""
     count = marked if marked is not None else _header_rows(rows)
     count = min(count, len(rows) - 1)
@@ -261,11 +262,11 @@ def _names(
     return {}, 0
 
 
-def _has_wide(line: dict[int, Cell]) -> bool:
+def _has_wide(line: Line) -> bool:
     return len({id(it) for it in line.values()}) < len(line)
 
 
-def _header_rows(rows: Sequence[dict[int, Cell]]) -> int:
+def _header_rows(rows: Sequence[Line]) -> int:
     count = 1
     while count < min(_MOST_HEADERS, len(rows) - 1):
         line, below = rows[count - 1], rows[count]
@@ -279,11 +280,11 @@ def _header_rows(rows: Sequence[dict[int, Cell]]) -> int:
     return count
 
 
-def _may_name(it: Cell) -> bool:
+def _may_name(it: TableCell) -> bool:
     return it.kind in ("text", "code") or is_year(it.text)
 
 
-def _kinds(rows: Sequence[dict[int, Cell]]) -> dict[int, set[str]]:
+def _kinds(rows: Sequence[Line]) -> dict[int, set[str]]:
     """What each column holds, but for what stands for no value."""
     kinds: dict[int, set[str]] = collections.defaultdict(set)
     for line in rows[:_SAMPLE]:
@@ -293,9 +294,7 @@ def _kinds(rows: Sequence[dict[int, Cell]]) -> dict[int, set[str]]:
     return kinds
 
 
-def _is_header(
-    head: Sequence[dict[int, Cell]], body: Sequence[dict[int, Cell]], width: int
-) -> bool:
+def _is_header(head: Sequence[Line], body: Sequence[Line], width: int) -> bool:
     last = {column: it for line in head for column, it in line.items()}
     cells = [it for line in head for it in line.values()]
     if not all(map(_may_name, cells)):
@@ -330,7 +329,7 @@ def _is_header(
     return (valued or (not again and len(body) >= _LONG)) and len(last) > 1 and not is_form
 
 
-def _typed(rows: Sequence[dict[int, Cell]]) -> dict[int, str]:
+def _typed(rows: Sequence[Line]) -> dict[int, str]:
     """The columns of which two thirds of the cells are of one kind that is not text."""
     counts: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for line in rows[:_SAMPLE]:
@@ -345,7 +344,7 @@ def _typed(rows: Sequence[dict[int, Cell]]) -> dict[int, str]:
     }
 
 
-def _notes_begin(rows: Sequence[dict[int, Cell]], typed: Mapping[int, str]) -> int:
+def _notes_begin(rows: Sequence[Line], typed: Mapping[int, str]) -> int:
     """Where the rows end that are of the table, and sentences about it begin."""
     end = len(rows)
     while end and any(_is_sentence(it) for c, it in rows[end - 1].items() if c in typed):
@@ -353,13 +352,11 @@ def _notes_begin(rows: Sequence[dict[int, Cell]], typed: Mapping[int, str]) -> i
     return end
 
 
-def _is_sentence(it: Cell) -> bool:
+def _is_sentence(it: TableCell) -> bool:
     return it.kind in ("text", "code") and len(it.text.split()) > 2
 
 
-def _begins_another(
-    line: dict[int, Cell], typed: Mapping[int, str], names: Mapping[int, str]
-) -> bool:
+def _begins_another(line: Line, typed: Mapping[int, str], names: Mapping[int, str]) -> bool:
     """Whether a row may name the columns anew: words where the columns hold values."""
     there = [(names.get(column, ""), line[column]) for column in typed if column in line]
     if len(line) < 2 or not there or len(there) < len(typed):

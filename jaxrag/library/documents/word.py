@@ -18,7 +18,7 @@ from jaxrag.library.documents.marks import (
     marked,
 )
 from jaxrag.library.documents.symbols import symbol
-from jaxrag.library.documents.tables import Cell, cell, table_blocks
+from jaxrag.library.documents.tables import Line, TableCell, cell, table_blocks
 
 _W = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 _R = "{http://schemas.openxmlformats.org/officeDocument/2006/relationships}"
@@ -65,6 +65,12 @@ def _value(element: Any, *path: str) -> str | None:
 def _is_on(element: Any, *path: str) -> bool | None:
     value = _value(element, *path)
     return None if value is None else value not in _OFF
+
+
+def _count(element: Any, *path: str, default: int = 0) -> int:
+    """The number of an element below; the default where there is none."""
+    value = _value(element, *path) or ""
+    return int(value) if value.isdecimal() else default
 
 
 class _Styles:
@@ -127,8 +133,8 @@ class _Lists:
             at = int(it.get(f"{_W}ilvl", 0))
             for replaced in it.iterchildren(f"{_W}lvl"):
                 levels[at] = replaced
-            if start := _value(it, "startOverride"):
-                starts[at] = int(start)
+            if _value(it, "startOverride"):
+                starts[at] = _count(it, "startOverride", default=1)
         if level not in levels:
             return None
         counts = self._counts.setdefault(name, [None] * _LEVELS)
@@ -139,7 +145,7 @@ class _Lists:
         for at in range(level + 1):
             before = counts[at]
             if before is None:
-                counts[at] = starts.get(at, int(_value(levels.get(at, own), "start") or 1))
+                counts[at] = starts.get(at, _count(levels.get(at, own), "start", default=1))
             elif at == level:
                 counts[at] = before + 1
         counts[level + 1 :] = [None] * (_LEVELS - level - 1)
@@ -230,7 +236,7 @@ class _Reader:
         removed = ("del", "moveFrom")
         if not number or any(_value(node, "pPr", "rPr", name) is not None for name in removed):
             return None
-        return self._lists.next(number, int(level or 0))
+        return self._lists.next(number, int(level) if (level or "").isdecimal() else 0)
 
     def _text(self, paragraph: Any, chain: list[Any]) -> str:
         """The text of a paragraph; that of a text box stands on lines of its own."""
@@ -298,8 +304,8 @@ class _Reader:
 
     def _table(self, table: Any) -> Iterator[Block]:
         """The rows of a table; cells that are merged stand in each place that they take."""
-        found: list[list[tuple[int, Cell]]] = []
-        above: dict[int, Cell] = {}
+        found: list[list[tuple[int, TableCell]]] = []
+        above: Line = {}
         headers = 0
         for line in _children(table, f"{_W}tr"):
             if any(_value(line, "trPr", name) is not None for name in ("del", "moveFrom")):
@@ -308,13 +314,13 @@ class _Reader:
                 self._file.left_out.add("hidden rows")
                 continue
             headers += _is_on(line, "trPr", "tblHeader") is not None and headers == len(found)
-            at = int(_value(line, "trPr", "gridBefore") or 0)
-            cells: list[tuple[int, Cell]] = []
+            at = _count(line, "trPr", "gridBefore")
+            cells: list[tuple[int, TableCell]] = []
             for node in _children(line, f"{_W}tc"):
                 merged = _value(node, "tcPr", "vMerge")
                 it = above.get(at) if merged in ("", "continue") else None
                 it = it or cell(self._in_cell(node), _is_strong(node))
-                for place in range(max(1, int(_value(node, "tcPr", "gridSpan") or 1))):
+                for place in range(max(1, _count(node, "tcPr", "gridSpan", default=1))):
                     above[at + place] = it
                     if at + place >= _MOST_COLUMNS:
                         break
