@@ -140,24 +140,22 @@ class _Form:
 def _form(text: io.TextIOWrapper, file: File) -> _Form:
     text.seek(0)
     lines = list[str]()
+    comments, last, said = 0, "", None
     with contextlib.suppress(UnicodeError):  # said where the rows are read
         while len(lines) < _SAMPLE_LINES and (line := text.readline(_SAMPLE_CHARACTERS)):
-            lines.append(line)
-    delimiter = ""
-    skipped = 0
-    if said := re.fullmatch(r"sep=(.)\s*", lines[0] if lines else "", re.I):
-        delimiter, skipped = said[1], 1
-    comments = 0
-    for line in lines[skipped:]:
-        if not line.startswith("#"):
-            break
-        comments += 1
-    delimiter = delimiter or _delimiter(lines[skipped + comments :], file)
-    rows = _sample(lines[skipped + comments :], delimiter)
+            first = not (lines or comments or said)
+            if first and (said := re.fullmatch(r"sep=(.)\s*", line, re.I)):
+                continue
+            if lines or not line.startswith("#"):
+                lines.append(line)
+            else:
+                comments, last = comments + 1, line
+    delimiter = said[1] if said else _delimiter(lines, file)
+    rows = _sample(lines, delimiter)
     if comments and not (rows and _is_header(rows[0], rows[1:], file)):
-        last = _sample(lines[skipped + comments - 1 : skipped + comments], delimiter)
-        if rows and last and 1 < len(last[0]) == len(rows[0]):  # "#name,value" names the columns
-            comments, rows = comments - 1, [*last, *rows]
+        named = _sample([last], delimiter)
+        if rows and named and 1 < len(named[0]) == len(rows[0]):  # "#name,value" names the columns
+            comments, rows = comments - 1, [*named, *rows]
     file.left_out.add("comment lines", count=comments)
     usual = collections.Counter(map(len, rows)).most_common(1)[0][0] if rows else 0
     titles = 0
@@ -165,8 +163,8 @@ def _form(text: io.TextIOWrapper, file: File) -> _Form:
         if _text_column(rows[titles], file.options.text_field):
             break
         titles += 1
-    named = bool(rows) and _is_header(rows[titles], rows[titles + 1 :], file)
-    return _Form(delimiter, skipped + comments, titles, named)
+    header = bool(rows) and _is_header(rows[titles], rows[titles + 1 :], file)
+    return _Form(delimiter, (said is not None) + comments, titles, header)
 
 
 def _sample(lines: Sequence[str], delimiter: str) -> list[list[str]]:

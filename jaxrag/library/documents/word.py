@@ -236,7 +236,7 @@ class _Reader:
         removed = ("del", "moveFrom")
         if not number or any(_value(node, "pPr", "rPr", name) is not None for name in removed):
             return None
-        return self._lists.next(number, int(level) if (level or "").isdecimal() else 0)
+        return self._lists.next(number, int(level) if level and level.isdecimal() else 0)
 
     def _text(self, paragraph: Any, chain: list[Any]) -> str:
         """The text of a paragraph; that of a text box stands on lines of its own."""
