@@ -253,7 +253,8 @@ def _dated(value: float, when: datetime.datetime, section: _Section) -> str:
             unit = {"h": 3600, "m": 60, "s": 1}[it.text[0]]
             out.append(f"{round(value * 86_400) // unit:0{len(it.text)}}")
         elif it.kind != "time":
-            out.append("" if it.kind in ("digit", "text", "general") else it.text)
+            fraction = it.text == "." and parts[at + 1 : at + 2] == (_Part("digit", "0"),)
+            out.append("" if fraction or it.kind in ("digit", "text", "general") else it.text)
         elif it.text[0] == "m" and len(it.text) < 3 and _is_minute(at, timed, parts):
             out.append(f"{when.minute:0{len(it.text)}}")
         else:

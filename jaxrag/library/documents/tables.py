@@ -7,7 +7,7 @@ name too few costs a word, a name too many makes a statement that nobody made.
 
 import collections
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxrag.library.documents.blocks import Block, names, row
@@ -195,6 +195,12 @@ class _Named:
         return not forms and max(map(len, rows)) > 2
 
     def blocks(self) -> Iterator[Block]:
+        table: _Named | None = self
+        while table is not None:
+            table = yield from table._until_another()
+
+    def _until_another(self) -> Generator[Block, None, "_Named | None"]:
+        """The blocks up to where names begin anew; the table from there on."""
         for line in self.titles:
             yield row(self._texts(line))
         if self.names and not self.continues:
@@ -205,16 +211,23 @@ class _Named:
         first = min(names, default=0)
         header = [it.text for it in self.header[0].values()] if self.header else []
         for at, line in enumerate(self.rows):
+            headline = _is_one(line) and (len(line) > 1 or first in line)
             if names and at < notes and _begins_another(line, typed, self.names):
                 if len(typed) > 1:
-                    yield from _Named(self.rows[at:]).blocks()
-                    return
+                    return _Named(self.rows[at:])
                 names = {}
-            if not names or at >= notes or (_is_one(line) and (len(line) > 1 or first in line)):
+            if not names or at >= notes or headline:
                 yield row(self._texts(line))
             elif [it.text for it in line.values()] != header:
                 named = ((names.get(column, ""), line[column].text) for column in sorted(line))
                 yield "row", " | ".join(f"{name}: {it}" if name else it for name, it in named)
+            below = self.rows[at + 1] if headline and at + 1 < len(self.rows) else {}
+            anew = len(below) > 1 and 2 * _common(below) > len(below)
+            if anew and [it.text for it in below.values()] != header:
+                another = _Named(self.rows[at + 1 :])
+                if another.names:
+                    return another
+        return None
 
     def _texts(self, line: Line) -> list[str]:
         """Each cell once, wherever it is merged to; the places of empty ones before others."""
@@ -257,9 +270,19 @@ def _names(rows: Sequence[Line], width: int, marked: int | None) -> tuple[dict[i
         return found, count
     distinct = len(set(found.values())) == len(found) > 1
     short = all(len(name) <= _LONGEST_NAME for name in found.values())
-    if distinct and short and _is_header(head, body, width):
+    if distinct and short and _is_header(head, _first_part(body), width):
         return found, count
     return {}, 0
+
+
+def _first_part(body: Sequence[Line]) -> Sequence[Line]:
+    """The rows up to a headline behind the first of them."""
+    several = False
+    for at, line in enumerate(body[:_SAMPLE]):
+        if several and _is_one(line):
+            return body[:at]
+        several = several or not _is_one(line)
+    return body
 
 
 def _has_wide(line: Line) -> bool:
@@ -314,7 +337,7 @@ def _is_header(head: Sequence[Line], body: Sequence[Line], width: int) -> bool:
     found = [kinds.get(column, set()) for column in last if column not in years]
     alike = any(len(it) == 1 and it != {"text"} for it in found)
     mixed = any(len(it - {"code"}) > 1 for it in found)
-    common = sum(bool(_OF_TABLES.fullmatch(it.text)) for it in last.values())
+    common = _common(last)
     first = min(last)
     forms = sum(bool(_OF_FORMS.fullmatch(it[first].text)) for it in body[:_LONG] if first in it)
     if width == 2:
@@ -327,6 +350,11 @@ def _is_header(head: Sequence[Line], body: Sequence[Line], width: int) -> bool:
     valued = bool(years) or any(it - {"text", "code"} for it in found)
     is_form = 2 * forms >= len(body[:_LONG])
     return (valued or (not again and len(body) >= _LONG)) and len(last) > 1 and not is_form
+
+
+def _common(line: Line) -> int:
+    """How many cells are what columns are often called."""
+    return sum(_OF_TABLES.fullmatch(it.text) is not None for it in line.values())
 
 
 def _typed(rows: Sequence[Line]) -> dict[int, str]:

@@ -258,7 +258,7 @@ class _Reader:
                     seen = any(it.text for it in node.iterchildren(_TEXT))
                     self._file.left_out.add("hidden passages", count=seen)
                     events.skip_subtree()
-                mark = _mark(node)
+                mark = self._mark(node)
             elif tag == _TEXT:
                 runs.append((self._letters(node), mark))
             elif tag == f"{_W}sym":
@@ -275,6 +275,16 @@ class _Reader:
                 runs.append((_BREAKS[tag], mark))
         lines = (" ".join(line.split()) for line in marked(runs).split("\n"))
         return "\n".join(line for line in lines if line)
+
+    def _mark(self, run: Any) -> str:
+        """How a run is raised, lowered or struck out, by itself or by its style."""
+        for it in (run, *self._styles.chain(_value(run, "rPr", "rStyle") or "")):
+            if (place := _value(it, "rPr", "vertAlign")) is not None:
+                return _MARKS.get(place, "")
+            if (height := _value(it, "rPr", "position") or "0") != "0":
+                return LOWERED if height.startswith("-") else RAISED
+        struck = _is_on(run, "rPr", "strike") or _is_on(run, "rPr", "dstrike")
+        return STRUCK if struck else ""
 
     def _is_hidden(self, run: Any, hidden: bool) -> bool:
         own = _is_on(run, "rPr", "vanish")
@@ -352,12 +362,6 @@ def _children(parent: Any, *wanted: str) -> Iterator[Any]:
 
 def _first(values: Iterable[bool | None]) -> bool | None:
     return next((it for it in values if it is not None), None)
-
-
-def _mark(run: Any) -> str:
-    mark = _MARKS.get(_value(run, "rPr", "vertAlign") or "", "")
-    struck = _is_on(run, "rPr", "strike") or _is_on(run, "rPr", "dstrike")
-    return mark or (STRUCK if struck else "")
 
 
 def _is_strong(cell_node: Any) -> bool:
