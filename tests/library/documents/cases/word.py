@@ -145,6 +145,10 @@ def with_chunk(kind, name, data):
     return write
 
 
+def up(made):
+    made.styles.add_style("Up", 2).font.superscript = True
+
+
 def hidden_style(made):
     style = made.styles.add_style("Draft", 1)
     style.font.hidden = True
@@ -190,6 +194,10 @@ CASES = [
          document(run("log") + run("2", LOW) + run("8 is 3, e") + run("-x/2", HIGH)
                   + run(", the 1") + run("st", HIGH) + run(" of May")),
          kept=("log_(2)8 is 3, e^(-x/2), the 1st of May",), invented=("28",)),
+    Case("raised text", "by-style.docx",
+         document(run("10") + run("9", '<w:rStyle w:val="Up"/>') + run(" stars, 2")
+                  + run("53", '<w:position w:val="8"/>') + run(" grains"), fill=up),
+         kept=("10^9 stars, 2^53 grains",), invented=("109", "253")),
     Case("raised text", "footnote.docx",
          document(run("Revenue was 45") + run("1", HIGH) + run(" million")
                   + '<w:r><w:footnoteReference w:id="1"/></w:r>' + run(" in all.")),
