@@ -6,6 +6,7 @@ name too few costs a word, a name too many makes a statement that nobody made.
 """
 
 import collections
+import dataclasses
 import re
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -88,14 +89,16 @@ def sheet_blocks(rows: Sequence[tuple[int, Row]]) -> Iterator[Block]:
     Args:
       rows: with their numbers, ascending; those without a filled cell may be missing.
     """
-    before: dict[tuple[int, int], _Named] = {}
+    before: dict[tuple[int, int], _Table] = {}
     for number, part in enumerate(_parts([(n, some) for n, it in rows if (some := _filled(it))])):
         columns = [column for it in part for column in it]
         place = min(columns), max(columns)
-        table = _Named(part)
-        for above, least, most in [(it, *at) for at, it in before.items()]:
+        table = _Table.of(part)
+        for (least, most), above in reversed(before.items()):
             if least <= place[0] and place[1] <= most and (goes_on := above.going_on(table)):
                 table, place = goes_on, (least, most)
+                break
+        before.pop(place, None)
         before[place] = table
         for kind, text in table.blocks():
             yield ("rows" if kind and number % 2 else kind), text  # apart from those above
@@ -108,16 +111,14 @@ def table_blocks(rows: Iterable[Row], headers: int | None = None) -> Iterator[Bl
       headers: how many rows the file marks as its header; None: it does not say.
     """
     if found := [filled for it in rows if (filled := _filled(it))]:
-        yield from _Named(found, headers).blocks()
+        yield from _Table.of(found, headers).blocks()
 
 
 def _filled(line: Row) -> Line:
     return {column: it for column, it in line.items() if it.text}
 
 
-def _parts(
-    rows: Sequence[tuple[int, Line]],
-) -> Iterator[list[Line]]:
+def _parts(rows: Sequence[tuple[int, Line]]) -> Iterator[list[Line]]:
     """Rows that follow each other, of columns that belong together."""
     start = 0
     for at in range(1, len(rows) + 1):
@@ -150,35 +151,48 @@ def _edges(rows: Sequence[Line]) -> list[int]:
     return edges
 
 
-class _Named:
-    """A table: its titles, the names of its columns, and its rows."""
+@dataclasses.dataclass(frozen=True)
+class _Table:
+    """Rows of cells under the names of their columns.
 
-    def __init__(self, rows: Sequence[Line], marked: int | None = None) -> None:
-        self.columns = sorted({column for line in rows for column in line})
+    Attributes:
+      names: of columns; none where there is no header.
+      header: texts of the last row that says them; a row below that repeats them is not shown.
+      titles: rows above the header.
+      continues: the names were shown with rows above.
+    """
+
+    columns: Sequence[int]
+    names: Mapping[int, str]
+    header: Sequence[str]
+    titles: Sequence[Line]
+    rows: Sequence[Line]
+    continues: bool = False
+
+    @classmethod
+    def of(cls, rows: Sequence[Line], marked: int | None = None) -> "_Table":
+        """A table of all rows, of which so many are marked as a header."""
+        columns = sorted({column for line in rows for column in line})
         titles = 0
         while titles < len(rows) - 1 and not marked and _is_one(rows[titles]):
             titles += 1
-        self.titles, rest = rows[:titles], rows[titles:]
-        self.names, used = _names(rest, len(self.columns), marked)
-        self.header, self.rows = rest[used - 1 : used], rest[used:]
-        self.continues = False
+        rest = rows[titles:]
+        names, used = _names(rest, len(columns), marked)
+        header = [it.text for it in rest[used - 1].values()] if used else []
+        return cls(columns, names, header, rows[:titles], rest[used:])
 
-    def going_on(self, below: "_Named") -> "_Named | None":
+    def going_on(self, below: "_Table") -> "_Table | None":
         """The table below under the names of this one, where it has none and rows like these."""
         if below.names or below.titles:
             return None
         table = self
-        if not self.names and len(self.rows) == 1 and len(self.rows[0]) > 1:  # a header alone
-            table = _Named([*self.rows, *below.rows])
-            like = bool(table.names)
-        else:
-            like = bool(self.names) and self._is_like(below.rows)
-        if not like:
+        if not self.names and len(self.rows) == 1 < len(self.rows[0]):  # a header alone
+            table = _Table.of([*self.rows, *below.rows])
+        elif not self.names or not self._is_like(below.rows):
             return None
-        more = _Named.__new__(_Named)
-        more.columns, more.names, more.header = table.columns, table.names, table.header
-        more.titles, more.rows, more.continues = [], below.rows, True
-        return more
+        if not table.names:
+            return None
+        return dataclasses.replace(table, titles=(), rows=below.rows, continues=True)
 
     def _is_like(self, rows: Sequence[Line]) -> bool:
         kinds, first = _kinds(self.rows), min(self.names)
@@ -189,18 +203,18 @@ class _Named:
             for column, it in cells
         ):
             return False
-        if not [it for it in keys if it.kind != "number"] or _OF_SUMS.match(keys[0].text):
+        if all(it.kind == "number" for it in keys) or _OF_SUMS.match(keys[0].text):
             return True
-        forms = any(_OF_FORMS.fullmatch(it.text) for it in keys)
-        return not forms and max(map(len, rows)) > 2
+        return max(map(len, rows)) > 2 and not any(_OF_FORMS.fullmatch(it.text) for it in keys)
 
     def blocks(self) -> Iterator[Block]:
-        table: _Named | None = self
+        """The lines of this table, and of those that begin within it."""
+        table: _Table | None = self
         while table is not None:
             table = yield from table._until_another()
 
-    def _until_another(self) -> Generator[Block, None, "_Named | None"]:
-        """The blocks up to where names begin anew; the table from there on."""
+    def _until_another(self) -> Generator[Block, None, "_Table | None"]:
+        """The lines up to where names begin anew; the table from there on."""
         for line in self.titles:
             yield row(self._texts(line))
         if self.names and not self.continues:
@@ -209,22 +223,21 @@ class _Named:
         typed = _typed(self.rows) if names else {}
         notes = _notes_begin(self.rows, typed)
         first = min(names, default=0)
-        header = [it.text for it in self.header[0].values()] if self.header else []
         for at, line in enumerate(self.rows):
             headline = _is_one(line) and (len(line) > 1 or first in line)
-            if names and at < notes and _begins_another(line, typed, self.names):
+            if names and at < notes and _begins_another(line, typed, names):
                 if len(typed) > 1:
-                    return _Named(self.rows[at:])
+                    return _Table.of(self.rows[at:])
                 names = {}
             if not names or at >= notes or headline:
                 yield row(self._texts(line))
-            elif [it.text for it in line.values()] != header:
+            elif [it.text for it in line.values()] != self.header:
                 named = ((names.get(column, ""), line[column].text) for column in sorted(line))
                 yield "row", " | ".join(f"{name}: {it}" if name else it for name, it in named)
             below = self.rows[at + 1] if headline and at + 1 < len(self.rows) else {}
             anew = len(below) > 1 and 2 * _common(below) > len(below)
-            if anew and [it.text for it in below.values()] != header:
-                another = _Named(self.rows[at + 1 :])
+            if anew and [it.text for it in below.values()] != self.header:
+                another = _Table.of(self.rows[at + 1 :])
                 if another.names:
                     return another
         return None
