@@ -176,7 +176,7 @@ class _Sheet:
             text, kind = number_formats.shown(value, code, self._book.epoch.year == 1904)
             if not text:
                 where = self._where(found["row"], found["column"])
-                self._file.left_out.add("values that their format hides", where)
+                self._file.left_out.add("values hidden by the format", where)
             return TableCell(text, kind, strong)
         if isinstance(value, list):  # text of several fonts
             value = marked(_run(it) for it in value)
