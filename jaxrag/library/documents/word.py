@@ -1,8 +1,9 @@
 """Reader of .docx: the text that its pages show, in the order of the document."""
 
+import functools
 import io
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from jaxrag.library.documents.blocks import Block, heading, item, joined, one_spaced
 from jaxrag.library.documents.document import BadDocument, Document
@@ -33,10 +34,10 @@ _NOT_SHOWN = frozenset(
      *(f"{_W}{name}" for name in ("moveFrom", "del", "pPr", "rPr", "rt", "instrText")))
 )  # fmt: skip
 _PICTURE = "{http://schemas.openxmlformats.org/drawingml/2006/picture}pic"
-_MARKS = {"superscript": RAISED, "subscript": LOWERED}
 _OFF = ("0", "false", "off", "none")
 _LEVELS = 9  # of lists
 _MOST_COLUMNS = 256
+_HEADERS = 5  # rows of a table that may say its names, and the first below
 _MOST_BASES = 16  # styles that a style is based on
 _CHUNKS = (".xml", ".rels", ".html", ".htm", ".xhtml", ".txt")
 _RELATION = "http://schemas.openxmlformats.org/officeDocument/2006/relationships/numbering"
@@ -58,8 +59,13 @@ def read_docx(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
 
 def _value(element: Any, *path: str) -> str | None:
     """The value of an element below, "" where it has none; None where there is no such element."""
-    found = element.find("/".join(f"{_W}{name}" for name in path))
+    found = element.find(_path(path))
     return None if found is None else found.get(f"{_W}val", "")
+
+
+@functools.cache
+def _path(names: tuple[str, ...]) -> str:
+    return "/".join(f"{_W}{name}" for name in names)
 
 
 def _is_on(element: Any, *path: str) -> bool | None:
@@ -73,11 +79,23 @@ def _count(element: Any, *path: str, default: int = 0) -> int:
     return int(value) if value.isdecimal() else default
 
 
+class _Style(NamedTuple):
+    """What a paragraph or a run has by its style; None is what neither it nor its bases say."""
+
+    name: str
+    level: int  # of a heading; 0 for any other
+    number: str | None  # of its list
+    depth: str | None  # in that list
+    hidden: bool | None
+    mark: str | None
+
+
 class _Styles:
-    """What paragraphs and runs have by their styles, and by those that these are based on."""
+    """The styles of a document, and what each takes from those that it is based on."""
 
     def __init__(self, root: Any) -> None:
         self._by_id: dict[str, Any] = {}
+        self._found: dict[str | None, _Style] = {}
         self._default: str | None = None
         for style in root.iterchildren(f"{_W}style"):
             name = style.get(f"{_W}styleId") or ""
@@ -86,17 +104,27 @@ class _Styles:
             if by_default and style.get(f"{_W}type") == "paragraph":
                 self._default = name
 
-    def chain(self, name: str | None) -> list[Any]:
-        """The style and its bases; that of a paragraph that names none, or one that is not there.
+    def of(self, name: str | None) -> _Style:
+        """A style by its id; the default one of paragraphs for None and one that is not there.
 
-        Runs name none by ''.
+        Runs without a style have that of ''.
         """
-        found: list[Any] = []
-        name = self._default if name is None or (name and name not in self._by_id) else name
-        while name in self._by_id and len(found) < _MOST_BASES:
-            found.append(self._by_id[name])
-            name = _value(found[-1], "basedOn")
-        return found
+        if name not in self._found:
+            chain: list[Any] = []
+            at = self._default if name is None or (name and name not in self._by_id) else name
+            while at in self._by_id and len(chain) < _MOST_BASES:
+                chain.append(self._by_id[at])
+                at = _value(chain[-1], "basedOn")
+            names = [_value(it, "name") or "" for it in chain]
+            self._found[name] = _Style(
+                next(iter(names), ""),
+                next(filter(None, map(_heading_level, names)), 0),
+                _first(_value(it, "pPr", "numPr", "numId") for it in chain),
+                _first(_value(it, "pPr", "numPr", "ilvl") for it in chain),
+                _first(_is_on(it, "rPr", "vanish") for it in chain),
+                _first(map(_mark, chain)),
+            )
+        return self._found[name]
 
 
 class _Lists:
@@ -214,37 +242,36 @@ class _Reader:
         return text
 
     def _paragraph(self, node: Any) -> Block:
-        chain = self._styles.chain(_value(node, "pPr", "pStyle"))
-        text = self._text(node, chain)
-        label = self._label(node, chain)
+        style = self._styles.of(_value(node, "pPr", "pStyle"))
+        text = self._text(node, style.hidden or False)
+        label = self._label(node, style)
         if not text:
             return "", ""
-        level = _heading_level(chain)
-        if level:
-            return heading(level, text if label in (None, "-") else f"{label} {text}")
-        name = _value(chain[0], "name") or "" if chain else ""
+        if style.level:
+            return heading(style.level, text if label in (None, "-") else f"{label} {text}")
         if label not in (None, "-", ""):
             return "item", f"{label} {text}"
-        return item(text) if label == "-" or name.startswith("List") else ("", text)
+        return item(text) if label == "-" or style.name.startswith("List") else ("", text)
 
-    def _label(self, node: Any, chain: list[Any]) -> str | None:
+    def _label(self, node: Any, style: _Style) -> str | None:
         """The number before a paragraph; what is empty or deleted has none of its own."""
-        number = level = None
-        for it in (node, *chain):
-            number = number if number is not None else _value(it, "pPr", "numPr", "numId")
-            level = level if level is not None else _value(it, "pPr", "numPr", "ilvl")
-        removed = ("del", "moveFrom")
-        if not number or any(_value(node, "pPr", "rPr", name) is not None for name in removed):
+        own = node.find(f"{_W}pPr")
+        number, level = style.number, style.depth
+        if own is not None:
+            number = _first((_value(own, "numPr", "numId"), number))
+            level = _first((_value(own, "numPr", "ilvl"), level))
+            if any(_value(own, "rPr", name) is not None for name in ("del", "moveFrom")):
+                return None
+        if not number:
             return None
         return self._lists.next(number, int(level) if level and level.isdecimal() else 0)
 
-    def _text(self, paragraph: Any, chain: list[Any]) -> str:
+    def _text(self, paragraph: Any, hidden: bool) -> str:
         """The text of a paragraph; that of a text box stands on lines of its own."""
         from lxml import etree
 
         runs: list[tuple[str, str]] = []
         events = etree.iterwalk(paragraph, events=("start", "end"))
-        hidden = _first(_is_on(style, "rPr", "vanish") for style in chain) or False
         mark = ""
         for event, node in events:
             tag = node.tag
@@ -254,11 +281,11 @@ class _Reader:
             elif tag in _NOT_SHOWN:
                 events.skip_subtree()
             elif tag == _RUN:
-                if self._is_hidden(node, hidden):
+                mark, gone = self._form(node, hidden)
+                if gone:
                     seen = any(it.text for it in node.iterchildren(_TEXT))
                     self._file.left_out.add("hidden passages", count=seen)
                     events.skip_subtree()
-                mark = self._mark(node)
             elif tag == _TEXT:
                 runs.append((self._letters(node), mark))
             elif tag == f"{_W}sym":
@@ -276,22 +303,13 @@ class _Reader:
         lines = (" ".join(line.split()) for line in marked(runs).split("\n"))
         return "\n".join(line for line in lines if line)
 
-    def _mark(self, run: Any) -> str:
-        """How a run is raised, lowered or struck out, by itself or by its style."""
-        for it in (run, *self._styles.chain(_value(run, "rPr", "rStyle") or "")):
-            if (place := _value(it, "rPr", "vertAlign")) is not None:
-                return _MARKS.get(place, "")
-            if (height := _value(it, "rPr", "position") or "0") != "0":
-                return LOWERED if height.startswith("-") else RAISED
-        struck = _is_on(run, "rPr", "strike") or _is_on(run, "rPr", "dstrike")
-        return STRUCK if struck else ""
-
-    def _is_hidden(self, run: Any, hidden: bool) -> bool:
-        own = _is_on(run, "rPr", "vanish")
-        if own is None:
-            styles = self._styles.chain(_value(run, "rPr", "rStyle") or "")
-            own = _first(_is_on(style, "rPr", "vanish") for style in styles)
-        return hidden if own is None else own
+    def _form(self, run: Any, hidden: bool) -> tuple[str, bool]:
+        """The mark of a run, and whether it is hidden, by itself or by its style."""
+        if run.find(f"{_W}rPr") is None:
+            return "", hidden
+        style = self._styles.of(_value(run, "rPr", "rStyle") or "")
+        gone = _first((_is_on(run, "rPr", "vanish"), style.hidden, hidden))
+        return _first((_mark(run), style.mark)) or "", bool(gone)
 
     def _letters(self, node: Any) -> str:
         """The text of a run; that in a font of signs stands in places of its own."""
@@ -329,7 +347,7 @@ class _Reader:
             for node in _children(line, f"{_W}tc"):
                 merged = _value(node, "tcPr", "vMerge")
                 it = above.get(at) if merged in ("", "continue") else None
-                it = it or cell(self._in_cell(node), _is_strong(node))
+                it = it or cell(self._in_cell(node), len(found) < _HEADERS and _is_strong(node))
                 for place in range(max(1, _count(node, "tcPr", "gridSpan", default=1))):
                     above[at + place] = it
                     if at + place >= _MOST_COLUMNS:
@@ -360,8 +378,20 @@ def _children(parent: Any, *wanted: str) -> Iterator[Any]:
             yield from _children(node, *wanted)
 
 
-def _first(values: Iterable[bool | None]) -> bool | None:
+def _first[T](values: Iterable[T | None]) -> T | None:
     return next((it for it in values if it is not None), None)
+
+
+def _mark(element: Any) -> str | None:
+    """How a run or a style raises, lowers or strikes text out; None where it does not say."""
+    place = _value(element, "rPr", "vertAlign")
+    height = _value(element, "rPr", "position")
+    if place is not None or height:
+        if place == "subscript" or (height or "").startswith("-"):
+            return LOWERED
+        return RAISED if place == "superscript" or (height or "0") != "0" else ""
+    struck = _is_on(element, "rPr", "strike") or _is_on(element, "rPr", "dstrike")
+    return STRUCK if struck else None
 
 
 def _is_strong(cell_node: Any) -> bool:
@@ -370,11 +400,9 @@ def _is_strong(cell_node: Any) -> bool:
     return bool(runs) and all(_is_on(run, "rPr", "b") for run in runs)
 
 
-def _heading_level(chain: Iterable[Any]) -> int:
+def _heading_level(style: str) -> int:
     """1 to 6 for the styles "Title" and "heading 1" and so on, 0 for any other."""
-    for style in chain:
-        name = _value(style, "name") or ""
-        first, _, number = name.rpartition(" ")
-        if name == "Title" or (first.lower() == "heading" and number in set("123456789")):
-            return 1 if name == "Title" else min(int(number), 6)
-    return 0
+    first, _, number = style.rpartition(" ")
+    if style == "Title":
+        return 1
+    return min(int(number), 6) if first.lower() == "heading" and number in set("123456789") else 0

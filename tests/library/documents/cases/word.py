@@ -196,8 +196,9 @@ CASES = [
          kept=("log_(2)8 is 3, e^(-x/2), the 1st of May",), invented=("28",)),
     Case("raised text", "by-style.docx",
          document(run("10") + run("9", '<w:rStyle w:val="Up"/>') + run(" stars, 2")
-                  + run("53", '<w:position w:val="8"/>') + run(" grains"), fill=up),
-         kept=("10^9 stars, 2^53 grains",), invented=("109", "253")),
+                  + run("53", '<w:position w:val="8"/>') + run(" grains in 4")
+                  + run("2", '<w:vertAlign w:val="baseline"/>') + run(" boxes"), fill=up),
+         kept=("10^9 stars, 2^53 grains in 42 boxes",), invented=("109", "253")),
     Case("raised text", "footnote.docx",
          document(run("Revenue was 45") + run("1", HIGH) + run(" million")
                   + '<w:r><w:footnoteReference w:id="1"/></w:r>' + run(" in all.")),
