@@ -19,14 +19,14 @@ from jaxrag.library.documents.files import (
     require_short,
 )
 from jaxrag.library.documents.marks import LOWERED, RAISED, STRUCK, marked
-from jaxrag.library.documents.tables import Line, Row, TableCell, cell, sheet_blocks
+from jaxrag.library.documents.tables import Row, TableCell, TableLine, cell, sheet_blocks
 
 _MAX_ROWS = 1 << 20  # of a sheet, as the format has it
 _STREAMED = ("xl/worksheets/", "xl/sharedStrings.xml")
 _RETURN = "_x000D_"  # a carriage return in XML
 _RAISED = {"superscript": RAISED, "subscript": LOWERED}
 
-Cells = dict[int, Line]  # by row and column
+Cells = dict[int, TableLine]  # by row and column
 
 
 def read_xlsx(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:

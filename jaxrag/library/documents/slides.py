@@ -31,7 +31,7 @@ from jaxrag.library.documents.marks import (
     equation,
     marked,
 )
-from jaxrag.library.documents.tables import Line, cell, table_blocks
+from jaxrag.library.documents.tables import TableLine, cell, table_blocks
 
 _A = "{http://schemas.openxmlformats.org/drawingml/2006/main}"
 _CHOSEN = "{http://schemas.openxmlformats.org/markup-compatibility/2006}"
@@ -140,9 +140,9 @@ def _shapes(shapes: Iterable[Any], title: int | None) -> Iterator[Block]:
 
 def _table(table: Any) -> Iterator[Block]:
     """The rows of a table; cells that are merged stand in each place that they take."""
-    rows: list[Line] = []
+    rows: list[TableLine] = []
     for line in table.rows:
-        cells: Line = {}
+        cells: TableLine = {}
         for at, it in enumerate(line.cells):
             place = it._tc
             if place.get("vMerge") in ("1", "true") and rows and at in rows[-1]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from jaxrag.library.documents.blocks import Block, names, row
 
 Row = Mapping[int, "TableCell"]
-Line = dict[int, "TableCell"]  # of cells that are filled
+TableLine = dict[int, "TableCell"]  # of cells that are filled
 
 _SAMPLE = 500  # rows of a table whose cells say what its columns hold
 _MOST_HEADERS = 3  # rows
@@ -114,11 +114,11 @@ def table_blocks(rows: Iterable[Row], headers: int | None = None) -> Iterator[Bl
         yield from _Table.of(found, headers).blocks()
 
 
-def _filled(line: Row) -> Line:
+def _filled(line: Row) -> TableLine:
     return {column: it for column, it in line.items() if it.text}
 
 
-def _parts(rows: Sequence[tuple[int, Line]]) -> Iterator[list[Line]]:
+def _parts(rows: Sequence[tuple[int, TableLine]]) -> Iterator[list[TableLine]]:
     """Rows that follow each other, of columns that belong together."""
     start = 0
     for at in range(1, len(rows) + 1):
@@ -135,7 +135,7 @@ def _parts(rows: Sequence[tuple[int, Line]]) -> Iterator[list[Line]]:
             yield from _parts([(n, line) for n, line in some if line])
 
 
-def _edges(rows: Sequence[Line]) -> list[int]:
+def _edges(rows: Sequence[TableLine]) -> list[int]:
     """Columns behind empty ones at which another table begins: it has two columns and its keys."""
     columns = sorted({column for line in rows for column in line})
     edges: list[int] = []
@@ -165,12 +165,12 @@ class _Table:
     columns: Sequence[int]
     names: Mapping[int, str]
     header: Sequence[str]
-    titles: Sequence[Line]
-    rows: Sequence[Line]
+    titles: Sequence[TableLine]
+    rows: Sequence[TableLine]
     continues: bool = False
 
     @classmethod
-    def of(cls, rows: Sequence[Line], marked: int | None = None) -> "_Table":
+    def of(cls, rows: Sequence[TableLine], marked: int | None = None) -> "_Table":
         """A table of all rows, of which so many are marked as a header."""
         columns = sorted({column for line in rows for column in line})
         titles = 0
@@ -194,7 +194,7 @@ class _Table:
             return None
         return dataclasses.replace(table, titles=(), rows=below.rows, continues=True)
 
-    def _is_like(self, rows: Sequence[Line]) -> bool:
+    def _is_like(self, rows: Sequence[TableLine]) -> bool:
         kinds, first = _kinds(self.rows), min(self.names)
         keys = [line[first] for line in rows if first in line]
         cells = [(column, it) for line in rows for column, it in line.items()]
@@ -242,7 +242,7 @@ class _Table:
                     return another
         return None
 
-    def _texts(self, line: Line) -> list[str]:
+    def _texts(self, line: TableLine) -> list[str]:
         """Each cell once, wherever it is merged to; the places of empty ones before others."""
         last, seen = max(line), set[int]()
         texts = []
@@ -257,13 +257,13 @@ class _Table:
         return texts
 
 
-def _is_one(line: Line) -> bool:
+def _is_one(line: TableLine) -> bool:
     """Whether a row is one cell of words, which may say something of the rows below."""
     cells = {id(it): it for it in line.values()}
     return len(cells) == 1 and next(iter(cells.values())).kind in ("text", "code")
 
 
-def _names(rows: Sequence[Line], width: int, marked: int | None) -> tuple[dict[int, str], int]:
+def _names(rows: Sequence[TableLine], width: int, marked: int | None) -> tuple[dict[int, str], int]:
     """The names of the columns, and how many rows say them; ({}, 0) where none does."""
     count = marked if marked is not None else _header_rows(rows)
     count = min(count, len(rows) - 1)
@@ -288,7 +288,7 @@ def _names(rows: Sequence[Line], width: int, marked: int | None) -> tuple[dict[i
     return {}, 0
 
 
-def _first_part(body: Sequence[Line]) -> Sequence[Line]:
+def _first_part(body: Sequence[TableLine]) -> Sequence[TableLine]:
     """The rows up to a headline behind the first of them."""
     several = False
     for at, line in enumerate(body[:_SAMPLE]):
@@ -298,11 +298,11 @@ def _first_part(body: Sequence[Line]) -> Sequence[Line]:
     return body
 
 
-def _has_wide(line: Line) -> bool:
+def _has_wide(line: TableLine) -> bool:
     return len({id(it) for it in line.values()}) < len(line)
 
 
-def _header_rows(rows: Sequence[Line]) -> int:
+def _header_rows(rows: Sequence[TableLine]) -> int:
     count = 1
     while count < min(_MOST_HEADERS, len(rows) - 1):
         line, below = rows[count - 1], rows[count]
@@ -320,7 +320,7 @@ def _may_name(it: TableCell) -> bool:
     return it.kind in ("text", "code") or is_year(it.text)
 
 
-def _kinds(rows: Sequence[Line]) -> dict[int, set[str]]:
+def _kinds(rows: Sequence[TableLine]) -> dict[int, set[str]]:
     """What each column holds, but for what stands for no value."""
     kinds: dict[int, set[str]] = collections.defaultdict(set)
     for line in rows[:_SAMPLE]:
@@ -330,7 +330,7 @@ def _kinds(rows: Sequence[Line]) -> dict[int, set[str]]:
     return kinds
 
 
-def _is_header(head: Sequence[Line], body: Sequence[Line], width: int) -> bool:
+def _is_header(head: Sequence[TableLine], body: Sequence[TableLine], width: int) -> bool:
     last = {column: it for line in head for column, it in line.items()}
     cells = [it for line in head for it in line.values()]
     if not all(map(_may_name, cells)):
@@ -365,12 +365,12 @@ def _is_header(head: Sequence[Line], body: Sequence[Line], width: int) -> bool:
     return (valued or (not again and len(body) >= _LONG)) and len(last) > 1 and not is_form
 
 
-def _common(line: Line) -> int:
+def _common(line: TableLine) -> int:
     """How many cells are what columns are often called."""
     return sum(_OF_TABLES.fullmatch(it.text) is not None for it in line.values())
 
 
-def _typed(rows: Sequence[Line]) -> dict[int, str]:
+def _typed(rows: Sequence[TableLine]) -> dict[int, str]:
     """The columns of which two thirds of the cells are of one kind that is not text."""
     counts: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for line in rows[:_SAMPLE]:
@@ -385,7 +385,7 @@ def _typed(rows: Sequence[Line]) -> dict[int, str]:
     }
 
 
-def _notes_begin(rows: Sequence[Line], typed: Mapping[int, str]) -> int:
+def _notes_begin(rows: Sequence[TableLine], typed: Mapping[int, str]) -> int:
     """Where the rows end that are of the table, and sentences about it begin."""
     end = len(rows)
     while end and any(_is_sentence(it) for c, it in rows[end - 1].items() if c in typed):
@@ -397,7 +397,7 @@ def _is_sentence(it: TableCell) -> bool:
     return it.kind in ("text", "code") and len(it.text.split()) > 2
 
 
-def _begins_another(line: Line, typed: Mapping[int, str], names: Mapping[int, str]) -> bool:
+def _begins_another(line: TableLine, typed: Mapping[int, str], names: Mapping[int, str]) -> bool:
     """Whether a row may name the columns anew: words where the columns hold values."""
     there = [(names.get(column, ""), line[column]) for column in typed if column in line]
     if len(line) < 2 or not there or len(there) < len(typed):

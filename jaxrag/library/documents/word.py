@@ -19,7 +19,7 @@ from jaxrag.library.documents.marks import (
     marked,
 )
 from jaxrag.library.documents.symbols import symbol
-from jaxrag.library.documents.tables import Line, TableCell, cell, table_blocks
+from jaxrag.library.documents.tables import TableCell, TableLine, cell, table_blocks
 
 _W = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 _R = "{http://schemas.openxmlformats.org/officeDocument/2006/relationships}"
@@ -333,7 +333,7 @@ class _Reader:
     def _table(self, table: Any) -> Iterator[Block]:
         """The rows of a table; cells that are merged stand in each place that they take."""
         found: list[list[tuple[int, TableCell]]] = []
-        above: Line = {}
+        above: TableLine = {}
         headers = 0
         for line in _children(table, f"{_W}tr"):
             if any(_value(line, "trPr", name) is not None for name in ("del", "moveFrom")):
