@@ -1,9 +1,13 @@
 """Unknown fields are ignored by every endpoint that reads JSON, and its answer says which."""
 
+import re
+from pathlib import Path
+
 import pytest
 
-from jaxrag.server.fields import Generation, ignored
+from jaxrag.server.fields import Fields, Generation, ignored
 
+PAGES = Path(__file__).parents[2] / "docs"
 STORES = "/v1/vector_stores"
 SEARCH = {"type": "file_search", "vector_store_ids": ["village"]}
 UNKNOWN = {"nobody": [1], "nothing": None}
@@ -105,3 +109,21 @@ def test_what_is_wrong_is_named_by_its_place(kept, path, body, param, words):
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param), error
     assert words in error["message"]
+
+
+def models(of=Fields):
+    """All that bodies, and objects in them, are read as."""
+    for model in of.__subclasses__():
+        if model.__module__.startswith("jaxrag."):
+            yield model
+            yield from models(model)
+
+
+def test_the_reference_names_every_field(server):
+    pages = [
+        (PAGES / it).read_text(encoding="utf-8") for it in ("server.md", "server-reference.md")
+    ]
+    prose = re.sub(r"(?s)```.*?```", "", "".join(pages))
+    known = set(re.findall(r"[a-z_]+", " ".join(re.findall(r"`([^`\n]+)`", prose))))
+    missing = {name for model in models() for name in model.names()} - known
+    assert len(list(models())) > 20 and not missing
