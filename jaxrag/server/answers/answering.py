@@ -171,8 +171,9 @@ def _account(visit: Visit, fields: Generation, results: Sequence[Result]) -> dic
         asking.account(result, fields.return_text, visit.call.access)
         for asking, result in zip(visit.askings, results, strict=True)
     ]
+    notes = ignored(fields)
     for account in accounts:
-        account["notes"] = [*account["notes"], *ignored(fields)]
+        account["notes"] = [*account["notes"], *notes]
     found = {
         "usage": usage(visit.askings, results, fields.choices),
         "jaxrag": accounts[0] if len(accounts) == 1 else accounts,

@@ -54,6 +54,10 @@ from jaxrag.server.where import where_of
 
 _Included = Literal["file_search_call.results", "message.output_text.logprobs"]
 _RESULTS, _LOGPROBS = get_args(_Included)
+_ECHOED = (
+    "instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "previous_response_id",
+    "store", "tool_choice", "top_logprobs",
+)  # fmt: skip
 _undone = functools.partial(undone, who="/v1/responses")
 
 
@@ -180,14 +184,16 @@ def request_of(given: Mapping[str, Any], before: ResponseRow | None = None) -> R
     """What a body asks for. Raises Problem 400, or RequestError for a bad sampling."""
     body = _ResponseFields.read(given)
     calling = functions_of(body)
-    search, notes = (None, []) if calling else _search(body)
+    search, unread = (None, []) if calling else _search(body)
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    items, left = _items(body.input)
+    items, notes = _items(body.input)
     messages = [*(before.body["messages"] if before else ()), *items]
     talk = body.framed(conversation_of([*system, *messages], body.query, wire=True), messages)
-    talk = dataclasses.replace(talk, notes=(*left, *notes, *ignored(body.text, at="text")))
+    talk = dataclasses.replace(talk, notes=tuple(notes))
     if calling is not None:
         talk = talk.with_tools(calling.tools)
+    unread += ignored(body.text, at="text")
+    talk = dataclasses.replace(talk, notes=(*talk.notes, *unread))
     form, results = body.text.format, _RESULTS in body.include
     fields = Generation.read(
         {name: value for name, value in given.items() if name not in body.names()}
@@ -202,19 +208,11 @@ def request_of(given: Mapping[str, Any], before: ResponseRow | None = None) -> R
     )
     if calling is not None:
         fields = with_tools(fields, calling)
-    echo = {
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
-        "metadata": body.metadata,
-        "parallel_tool_calls": body.parallel_tool_calls,
-        "previous_response_id": None if before is None else before.id,
+    echo = {name: getattr(body, name) for name in _ECHOED} | {
         "reasoning": {"effort": None, "summary": None},
-        "store": body.store,
         "temperature": fields.temperature,
         "text": {"format": form},
-        "tool_choice": body.tool_choice,
         "tools": body.tools if search or calling else [],
-        "top_logprobs": body.top_logprobs,
         "top_p": fields.top_p,
         "truncation": "disabled",
     }
