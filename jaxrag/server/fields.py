@@ -7,7 +7,7 @@ import json
 import reprlib
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Self, TypeGuard
+from typing import Annotated, Any, Self
 
 import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
@@ -205,27 +205,10 @@ def _biases(value: dict[str, Any]) -> tuple[tuple[int, Any], ...]:
     return tuple((int(name), it) for name, it in value.items() if it is not None)
 
 
-def _passages(given: list[Any]) -> tuple[Passage, ...]:
-    """Texts, lists of token ids, or objects with a text and perhaps a title and an id."""
-    return tuple(_passage(f"documents[{place}]", one) for place, one in enumerate(given))
-
-
-def _passage(what: str, value: Any) -> Passage:
-    if is_text(value):
-        return Passage(value)
-    if not isinstance(value, dict):
-        raise wrong(what, value, "a text, token ids, or an object with a text")
-    text, title, name = value.get("text"), value.get("title"), value.get("id")
-    if isinstance(name, int) and not isinstance(name, bool):
-        name = str(name)
-    if not (is_text(text) and isinstance(title, str | None) and isinstance(name, str | None)):
-        raise wrong(what, value, "a text, and perhaps a title and an id")
-    return Passage(text, title or "", name)
-
-
-def is_text(value: Any) -> TypeGuard[Text]:
-    """Is it a text, or a list of token ids?"""
-    return isinstance(value, str) or is_ids(value)
+def _text_or_ids(value: Any) -> Text:
+    if not (isinstance(value, str) or is_ids(value)):
+        raise unlike("a text, token ids, or an object with either as its text")
+    return value
 
 
 def formatted(asked: dict[str, Any], holder: Any, what: str) -> Guide | None:
@@ -311,6 +294,19 @@ class _Structured(Fields, extra="forbid"):
     choice: _Choice | None = None
 
 
+class _DocumentFields(Fields):
+    """A chunk that is given: a text or token ids, and perhaps what they are called."""
+
+    text: Annotated[Any, AfterValidator(_text_or_ids)]
+    title: str = ""
+    id: Annotated[str | None, BeforeValidator(lambda it: str(it) if type(it) is int else it)] = None
+
+
+_Document = Annotated[
+    _DocumentFields, BeforeValidator(lambda it: it if isinstance(it, dict) else {"text": it})
+]
+
+
 class _StreamOptions(Fields):
     """``include_usage``: its length comes at the end of a stream."""
 
@@ -360,9 +356,9 @@ class Generation(SaidFields, Named, _Undone):
     ] = Field([])
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    documents: (
-        Annotated[list[Any], Field(max_length=MOST_TEXTS), AfterValidator(_passages)] | None
-    ) = None
+    documents: Annotated[list[_Document], Field(max_length=MOST_TEXTS, fail_fast=True)] | None = (
+        None
+    )
     neighbours: NeighboursFrom = "corpus"
     stream: bool = False
     stream_options: _StreamOptions = _StreamOptions()
@@ -406,6 +402,12 @@ class Generation(SaidFields, Named, _Undone):
     def sampling(self) -> SamplingParams:
         """How its tokens are chosen."""
         return self._sampling
+
+    @property
+    def passages(self) -> list[Passage] | None:
+        """Its documents."""
+        given = self.documents
+        return None if given is None else [Passage(it.text, it.title, it.id) for it in given]
 
     @property
     def said(self) -> dict[str, Any]:

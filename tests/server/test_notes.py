@@ -73,6 +73,11 @@ def test_what_is_unknown_of_documents_is_named(kept):
             {"stream_options": {"include_usage": False, "include_obfuscation": True}},
             ("stream_options.include_obfuscation",),
         ),
+        (
+            "/v1/chat/completions",
+            {"documents": ["a", {"text": "b", "id": 7, "page": 2}]},
+            ("documents[1].page",),
+        ),
     ],
 )
 def test_it_is_named_by_its_place(server, path, body, places):
@@ -97,6 +102,10 @@ def test_of_very_many_the_first_are_kept_and_named():
     [
         ("/v1/chat/completions", {"stream_options": {"include_usage": 1}}, "stream_options",
          "stream_options.include_usage=1: expected true or false"),
+        ("/v1/completions", {"prompt": "a", "documents": ["a", 5]}, "documents",
+         "documents[1].text=5: expected a text, token ids, or an object"),
+        ("/v1/completions", {"prompt": "a", "documents": [{"text": "a", "title": 5}]}, "documents",
+         "documents[0].title=5: expected a text"),
         (f"{STORES}/vs_0/files", {"file_id": ""}, "file_id", "file_id='': expected a text that is"),
         (f"{STORES}/vs_0/file_batches", {"file_ids": ["x" * 65]}, "file_ids", "at most 64"),
         ("/v1/prefetch", {"keys": ["Zz"]}, "keys", "keys[0]='Zz': expected a text of the pattern"),
