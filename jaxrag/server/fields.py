@@ -1,12 +1,13 @@
-"""Request bodies as models: known fields of the right type, or 400; others are ignored."""
+"""Request bodies as models: known fields of the right type, or 400; others are noted."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import reprlib
 import secrets
-from collections.abc import Mapping, Sequence, Set
-from typing import Annotated, Any, Self, TypeGuard
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Self
 
 import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
@@ -24,25 +25,13 @@ from jaxrag.server.errors import invalid
 
 LONG_BODY = 256 << 10  # bytes; a longer one makes no other thread wait while it is read
 MOST_TEXTS = 4096  # messages, documents or blocks of a request
-_MOST_NOTED = 16  # unknown fields
+_MOST_NOTED = 16  # unknown fields; of one more it is said that there are more
 MOST_CHOICES = 64  # answers to a request, of all its prompts together
-_CHOICE = {"tools": "tool_choice", "functions": "function_call"}  # "none": they are not read
-_UNSUPPORTED = {  # field: what it may be all the same
-    "groups": (),  # the key and the proxy say these
-    "tools": ([],),
-    "functions": ([],),
-    "tool_choice": ("none", "auto"),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "suffix": ("",),
-    "guided_grammar": (),
-}
 _SAMPLING = (
     "temperature", "top_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "min_tokens",
 )  # fmt: skip
+_NOTED = reprlib.Repr(maxlist=_MOST_NOTED, maxstring=80)
 _GUIDES = ("response_format", "guided_json", "guided_regex", "guided_choice")
 _EXPECTED = {  # by the kind of pydantic's error
     "bool_type": "true or false",
@@ -57,6 +46,7 @@ _EXPECTED = {  # by the kind of pydantic's error
     "list_type": "a list",
     "literal_error": "one of {expected}",
     "missing": "a value",
+    "none_required": "nothing; leave it out",
     "model_type": "an object",
     "string_pattern_mismatch": "a text of the pattern {pattern}",
     "string_too_long": "a text of at most {max_length} characters",
@@ -102,16 +92,13 @@ def _refuse_constant(name: str) -> Any:
 class Fields(pydantic.BaseModel):
     """Fields of a body, or of an object in it; null is as good as absent."""
 
-    model_config = pydantic.ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
+    model_config = pydantic.ConfigDict(strict=True, frozen=True, allow_inf_nan=False, extra="allow")
 
     @classmethod
     def read(cls, values: Mapping[str, Any], at: str = "") -> Self:
         """Those of a body, or of an object ``at`` a place in it. Raises Problem 400."""
-        given: Any = values
-        if isinstance(values, dict):  # of which the rest may be very much
-            given = {name: values[name] for name in cls.names() if name in values}
         try:
-            return cls.model_validate(given)
+            return cls.model_validate(values)
         except pydantic.ValidationError as errors:
             error = errors.errors(include_url=False)[0]
         kind, context = error["type"], error.get("ctx", {})
@@ -123,22 +110,64 @@ class Fields(pydantic.BaseModel):
         raise wrong((at + place).removeprefix("."), value, expected)
 
     @classmethod
-    def names(cls) -> Set[str]:
-        """Those that a body has them under."""
-        return {field.alias or name for name, field in cls.model_fields.items()}
+    @functools.cache
+    def names(cls) -> Mapping[str, str]:
+        """Those that a body has them under, and what they are called here."""
+        return {field.alias or name: name for name, field in cls.model_fields.items()}
 
     @pydantic.model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, values: Any) -> Any:
+    def _said(cls, values: Any) -> Any:
+        """Those that are said, and of the unknown, which may be very many, the first."""
         if not isinstance(values, dict):
             return values
-        return {name: value for name, value in values.items() if value is not None}
+        known = {name: values[name] for name in cls.names() if values.get(name) is not None}
+        unknown = (it for it in values.items() if it[0] not in known and it[1] is not None)
+        return known | dict(itertools.islice(unknown, _MOST_NOTED + 1))
+
+
+def _unread(place: str, value: Any) -> Iterator[str]:
+    """Places in a value that no model has."""
+    if isinstance(value, Fields):
+        for name in value.model_extra or ():
+            yield f"{place}.{name}"
+        for alias, name in value.names().items():
+            yield from _unread(f"{place}.{alias}", getattr(value, name))
+    elif isinstance(value, list):
+        for number, one in enumerate(value):
+            yield from _unread(f"{place}[{number}]", one)
+
+
+def ignored(read: Fields, at: str = "") -> list[str]:
+    """A note on what was sent ``at`` a place and nothing is made of; none where all is read."""
+    return note_of(it.removeprefix(".") for it in _unread(at, read))
+
+
+def note_of(names: Iterable[str]) -> list[str]:
+    """A note on fields that nothing is made of; none where there are none."""
+    shown = list(itertools.islice(names, _MOST_NOTED + 1))
+    return [f"unknown fields {_NOTED.repr(shown)} of the request are ignored"] if shown else []
 
 
 def wrong(place: str, value: Any, expected: str) -> Exception:
     """The problem of a field, or of a place in it, that is not what was expected."""
     name = place.partition(".")[0].partition("[")[0]
     return invalid(f"{place}={reprlib.repr(value):.120}: expected {expected}", name)
+
+
+def undone(*harmless: Any, who: str = "this server", choice: str = "") -> AfterValidator:
+    """Of a field that asks for what ``who`` does not do, unless its value is harmless.
+
+    ``choice``: a field before it that may be "none", and then it is not read.
+    """
+
+    def check(value: Any, info: pydantic.ValidationInfo) -> Any:
+        if value not in harmless and info.data.get(choice) != "none":
+            name, shown = info.field_name, reprlib.repr(value)
+            raise invalid(f"{name}={shown}: {who} does not do that; leave it out", name)
+        return value
+
+    return AfterValidator(check)
 
 
 def _whole(value: Any) -> Any:
@@ -151,7 +180,8 @@ def listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _unlike(expected: str) -> Exception:
+def unlike(expected: str) -> Exception:
+    """What a validator raises that expects something else."""
     return PydanticCustomError("expected", expected)
 
 
@@ -164,51 +194,36 @@ def _guide_of(kind: GuideKind) -> AfterValidator:
 def _logprobs(value: Any) -> bool | int:
     value = _whole(value)
     if not isinstance(value, int) or not 0 <= value <= MOST_TOP:  # True and False are integers
-        raise _unlike(f"true, false, or an integer, 0 to {MOST_TOP}")
+        raise unlike(f"true, false, or an integer, 0 to {MOST_TOP}")
     return value
 
 
 def _biases(value: dict[str, Any]) -> tuple[tuple[int, Any], ...]:
     """Token ids, which are texts in JSON, and what is added to their logits."""
     if not all(name.isascii() and name.isdecimal() and len(name) < 11 for name in value):
-        raise _unlike("token ids and a number for each")
+        raise unlike("token ids and a number for each")
     return tuple((int(name), it) for name, it in value.items() if it is not None)
 
 
-def _passages(given: list[Any]) -> tuple[Passage, ...]:
-    """Texts, lists of token ids, or objects with a text and perhaps a title and an id."""
-    return tuple(_passage(f"documents[{place}]", one) for place, one in enumerate(given))
+def _text_or_ids(value: Any) -> Text:
+    if not (isinstance(value, str) or is_ids(value)):
+        raise unlike("a text, token ids, or an object with either as its text")
+    return value
 
 
-def _passage(what: str, value: Any) -> Passage:
-    if is_text(value):
-        return Passage(value)
-    if not isinstance(value, dict):
-        raise wrong(what, value, "a text, token ids, or an object with a text")
-    text, title, name = value.get("text"), value.get("title"), value.get("id")
-    if isinstance(name, int) and not isinstance(name, bool):
-        name = str(name)
-    if not (is_text(text) and isinstance(title, str | None) and isinstance(name, str | None)):
-        raise wrong(what, value, "a text, and perhaps a title and an id")
-    return Passage(text, title or "", name)
-
-
-def is_text(value: Any) -> TypeGuard[Text]:
-    """Is it a text, or a list of token ids?"""
-    return isinstance(value, str) or is_ids(value)
-
-
-def _formatted(asked: dict[str, Any]) -> Guide | None:
-    """``response_format``."""
-    kind, schema = asked.get("type"), asked.get("json_schema")
-    if kind == "text":
-        return None
+def formatted(asked: dict[str, Any], holder: Any, what: str) -> Guide | None:
+    """The form that an answer is asked in; its schema is in ``holder``, and called ``what``."""
+    kind = asked.get("type")
+    schema = holder.get("schema") if isinstance(holder, dict) else None
     if kind == "json_object":
-        return Guide("json_schema", json.dumps({"type": "object"}))
-    schema = schema.get("schema") if isinstance(schema, dict) else None
-    if kind != "json_schema" or not isinstance(schema, dict):
-        raise _unlike("a type: text, json_object, or json_schema with json_schema.schema")
-    return Guide("json_schema", json.dumps(schema))
+        schema = {"type": "object"}
+    elif kind != "text" and (kind != "json_schema" or not isinstance(schema, dict)):
+        raise unlike(f"a type: text, json_object, or json_schema with {what}")
+    return None if kind == "text" else Guide("json_schema", json.dumps(schema))
+
+
+def _response_format(given: dict[str, Any]) -> Guide | None:
+    return formatted(given, given.get("json_schema"), "json_schema.schema")
 
 
 Int = Annotated[int, BeforeValidator(_whole)]
@@ -219,6 +234,9 @@ Texts = Annotated[
     BeforeValidator(listed),
     AfterValidator(tuple),
 ]
+ChunkCount = Annotated[Count, Field(le=1000)]  # of a question
+HitCount = Annotated[Count, Field(le=50)]  # of a search
+EmbeddedText = Annotated[str, Field(min_length=1, max_length=1 << 16)]  # of what vectors are made
 _Length = Annotated[Count, Field(le=MOST_K)]
 _Schema = Annotated[Any, _guide_of("json_schema")]
 _Regex = Annotated[str, _guide_of("regex")]
@@ -233,6 +251,21 @@ class Named(Fields):
     knowledge_base: str | None = None
 
 
+class _Undone(Fields):
+    """What OpenAI's and vLLM's clients may say that is not done here."""
+
+    groups: Annotated[Any, undone()] = None  # the key and the proxy say these
+    tool_choice: Annotated[Any, undone("none", "auto")] = "auto"
+    function_call: Annotated[Any, undone("none", "auto")] = None
+    tools: Annotated[list[Any], undone([], choice="tool_choice")] = Field([])
+    functions: Annotated[list[Any], undone([], choice="function_call")] = Field([])
+    modalities: Annotated[Any, undone(["text"])] = None
+    audio: Annotated[Any, undone()] = None
+    prediction: Annotated[Any, undone()] = None
+    suffix: Annotated[Any, undone("")] = None
+    guided_grammar: Annotated[Any, undone()] = None
+
+
 class SaidFields(Fields):
     """Those of ``Ask``, in its words; None where it does not say."""
 
@@ -244,7 +277,7 @@ class SaidFields(Fields):
     misses: Misses | None = None
     prefix_cache: bool | None = None
     decode: str | None = None
-    k: Annotated[Count, Field(le=1000)] | None = None
+    k: ChunkCount | None = None
     where: dict[str, Any] | None = None
     search_mode: SearchMode | None = None
     min_score: float | None = None
@@ -261,7 +294,26 @@ class _Structured(Fields, extra="forbid"):
     choice: _Choice | None = None
 
 
-class Generation(SaidFields, Named):
+class _DocumentFields(Fields):
+    """A chunk that is given: a text or token ids, and perhaps what they are called."""
+
+    text: Annotated[Any, AfterValidator(_text_or_ids)]
+    title: str = ""
+    id: Annotated[str | None, BeforeValidator(lambda it: str(it) if type(it) is int else it)] = None
+
+
+_Document = Annotated[
+    _DocumentFields, BeforeValidator(lambda it: it if isinstance(it, dict) else {"text": it})
+]
+
+
+class _StreamOptions(Fields):
+    """``include_usage``: its length comes at the end of a stream."""
+
+    include_usage: bool = False
+
+
+class Generation(SaidFields, Named, _Undone):
     """What chats and completions have in common, in the words of OpenAI and vLLM.
 
     Attributes:
@@ -293,7 +345,7 @@ class Generation(SaidFields, Named):
     min_tokens: Int = 0
     top_logprobs: Int = 0
     logprobs: Annotated[bool | int, PlainValidator(_logprobs)] = False
-    response_format: Annotated[dict[str, Any], AfterValidator(_formatted)] | None = None
+    response_format: Annotated[dict[str, Any], AfterValidator(_response_format)] | None = None
     guided_json: _Schema | None = None
     guided_regex: _Regex | None = None
     guided_choice: _Choice | None = None
@@ -304,33 +356,16 @@ class Generation(SaidFields, Named):
     ] = Field([])
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    documents: (
-        Annotated[list[Any], Field(max_length=MOST_TEXTS), AfterValidator(_passages)] | None
-    ) = None
+    documents: Annotated[list[_Document], Field(max_length=MOST_TEXTS, fail_fast=True)] | None = (
+        None
+    )
     neighbours: NeighboursFrom = "corpus"
     stream: bool = False
-    stream_options: dict[str, Any] = Field({})
+    stream_options: _StreamOptions = _StreamOptions()
     priority: Annotated[Int, Field(ge=0, le=MOST_K)] | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
     return_text: bool = False
     _sampling: SamplingParams = pydantic.PrivateAttr()
-    _ignored: list[str] = pydantic.PrivateAttr()
-
-    @classmethod
-    def read(cls, values: Mapping[str, Any], at: str = "") -> Self:
-        """Problem 400 also for what is not done."""
-        names = cls.names()
-        for name, harmless in _UNSUPPORTED.items():
-            value = values.get(name) if name not in names else None
-            unread = values.get(_CHOICE.get(name, "")) == "none"
-            if unread and not isinstance(value, list | None):
-                raise wrong(name, value, "a list")
-            if value is not None and not unread:
-                refuse(name, value, harmless, "this server")
-        found = super().read(values, at)
-        unknown = (it for it in values if it not in names and it not in _UNSUPPORTED)
-        found._ignored = list(itertools.islice(unknown, _MOST_NOTED))
-        return found
 
     def model_post_init(self, _: Any) -> None:
         """Raises Problem 400 for what cannot be, and RequestError for a bad sampling."""
@@ -354,11 +389,8 @@ class Generation(SaidFields, Named):
         """What the answer has to be; Problem 400 where it is said twice."""
         outputs = self.structured_outputs
         asked = {name: getattr(self, name) for name in _GUIDES}
-        asked |= {
-            "structured_outputs.json": outputs.as_json,
-            "structured_outputs.regex": outputs.regex,
-            "structured_outputs.choice": outputs.choice,
-        }
+        for alias, name in outputs.names().items():
+            asked[f"structured_outputs.{alias}"] = getattr(outputs, name)
         given = {name: guide for name, guide in asked.items() if guide is not None}
         if len(given) > 1:
             raise invalid(f"{' and '.join(given)}: expected one of them", next(iter(given)))
@@ -372,6 +404,12 @@ class Generation(SaidFields, Named):
         return self._sampling
 
     @property
+    def passages(self) -> list[Passage] | None:
+        """Its documents."""
+        given = self.documents
+        return None if given is None else [Passage(it.text, it.title, it.id) for it in given]
+
+    @property
     def said(self) -> dict[str, Any]:
         """Fields of ``Ask`` that the body has, by name."""
         said = {name: getattr(self, name) for name in SaidFields.model_fields}
@@ -379,28 +417,11 @@ class Generation(SaidFields, Named):
         said["sampling"] = self.sampling
         return {name: value for name, value in said.items() if value is not None}
 
-    @property
-    def include_usage(self) -> bool:
-        """Does its length come at the end of a stream?"""
-        return self.stream_options.get("include_usage") is True
-
-    @property
-    def ignored(self) -> list[str]:
-        """Names of the first fields that nothing is made of."""
-        return self._ignored
-
     def guided(self, guide: Guide) -> Self:
         """With what the answer has to be."""
         found = self.model_copy()
         found._sampling = dataclasses.replace(self.sampling, guide=guide)
         return found
-
-
-def refuse(name: str, value: Any, harmless: Sequence[Any], who: str) -> None:
-    """Problem 400 for a field that asks for what is not done."""
-    if value not in harmless:
-        shown = reprlib.repr(value)
-        raise invalid(f"{name}={shown}: {who} does not do that; leave it out", name)
 
 
 class Templated(Fields):
@@ -428,12 +449,10 @@ class Templated(Fields):
 class Talk(Templated):
     """Messages, and what chunks are found for where that is another text."""
 
-    messages: Any = None
+    messages: Annotated[list[Any], Field(max_length=MOST_TEXTS)] | None = None
     query: str | None = None
 
     def conversation(self) -> Conversation:
         """What the messages say. Raises Problem 400 or RequestError."""
-        if isinstance(self.messages, list) and len(self.messages) > MOST_TEXTS:
-            raise wrong("messages", self.messages, f"at most {MOST_TEXTS} entries")
         talk = conversation_of(self.messages, self.query, wire=True)
-        return self.framed(talk, self.messages)
+        return self.framed(talk, self.messages or ())

@@ -398,7 +398,9 @@ def test_embeddings_are_those_of_the_knowledge_base(
             assert np.allclose([row.embedding for row in made.data], bag_of_letters(texts))
             assert made.usage.total_tokens > 0
             asked = {"model": "synthetic@letters", "input": "abc"}
-            raw = started.post("/v1/embeddings", **asked, encoding_format="base64").json()
+            form = {"encoding_format": "base64", "user": "me"}
+            raw = started.post("/v1/embeddings", **asked, **form).json()
+            assert "['user']" in raw["jaxrag"]["notes"][0]
             data = base64.b64decode(raw["data"][0]["embedding"])
             assert np.array_equal(np.frombuffer(data, "<f4"), bag_of_letters(["abc"])[0])
             numbers = started.post("/v1/embeddings", **asked, dimensions=16).json()

@@ -14,7 +14,7 @@ class CountFields(Fields):
 
 def count_tokens(call):
     """POST /v1/count: how many tokens a text has. The file of the endpoint would hold this."""
-    text = CountFields.read(call.body).text
+    text = call.read(CountFields).text
     return {"count": len(call.state.model.text_tokenizer().encode(text))}
 
 

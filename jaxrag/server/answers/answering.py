@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import functools
-import reprlib
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from jaxrag.server.answers.forms import Form
 from jaxrag.server.answers.sse import EventStream, comment, event
 from jaxrag.server.answers.visit import Visit, unless_left
 from jaxrag.server.errors import busy, invalid
-from jaxrag.server.fields import MOST_CHOICES, Generation
+from jaxrag.server.fields import MOST_CHOICES, Generation, ignored
 from jaxrag.server.state.entry import Call, Endpoint, enter
 
 _TOGETHER = 64  # events that are sent at once, where so many are there
@@ -172,10 +171,9 @@ def _account(visit: Visit, fields: Generation, results: Sequence[Result]) -> dic
         asking.account(result, fields.return_text, visit.call.access)
         for asking, result in zip(visit.askings, results, strict=True)
     ]
-    if fields.ignored:
-        note = f"unknown fields {reprlib.repr(fields.ignored)} of the request are ignored"
-        for account in accounts:
-            account["notes"] = [*account["notes"], note]
+    notes = ignored(fields)
+    for account in accounts:
+        account["notes"] = [*account["notes"], *notes]
     found = {
         "usage": usage(visit.askings, results, fields.choices),
         "jaxrag": accounts[0] if len(accounts) == 1 else accounts,

@@ -115,7 +115,7 @@ def make_ready(
             special=not fields.skip_special_tokens,
         ),
     )
-    ready = prepare(settings, asked, fields.documents, sampling)
+    ready = prepare(settings, asked, fields.passages, sampling)
     if base is None and server.plain == "passages" and not isinstance(state.engine, Replicas):
         bases = [
             it

@@ -78,13 +78,22 @@ class Tools(Fields):
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
 
+    @property
+    def kinds(self) -> list[Any]:
+        """Their types."""
+        return [it.get("type") if isinstance(it, dict) else None for it in self.tools]
+
+    def offered(self) -> bool:
+        """Whether any may be called. Raises Problem 400 where one has to be and there is none."""
+        if not self.tools and self.tool_choice not in ("none", "auto"):
+            raise wrong("tool_choice", self.tool_choice, "none or auto, as there are no tools")
+        return bool(self.tools) and self.tool_choice != "none"
+
     def calling(self) -> Calling | None:
         """Those that may be called; None where none may. Raises Problem 400."""
-        choice = self.tool_choice
-        if choice == "none" or not self.tools:
-            if choice not in ("none", "auto"):
-                raise wrong("tool_choice", choice, "none or auto, as there are no tools")
+        if not self.offered():
             return None
+        choice = self.tool_choice
         tools = tuple(_tool(place, it) for place, it in enumerate(self.tools))
         names = [it["function"]["name"] for it in tools]
         if len(set(names)) < len(names):
@@ -179,10 +188,10 @@ def shown_call(call: ToolCall) -> dict[str, Any]:
 
 def functions_of(given: Tools) -> Calling | None:
     """The functions that may be called; None where no tool is one. Raises Problem 400."""
-    kinds = [it.get("type") if isinstance(it, dict) else None for it in given.tools]
+    kinds = given.kinds
     if "function" not in kinds:
         return None
-    if set(kinds) != {"function"}:
+    if any(it != "function" for it in kinds):
         raise invalid(
             f"tools of the types {reprlib.repr(kinds)}: expected functions alone, or file_search "
             "alone",

@@ -34,7 +34,7 @@ async def chat_completions(visit: Visit) -> Response:
     return await respond(visit, fields, [make], form)
 
 
-class _ChatFields(Generation, Talk, Tools):
+class _ChatFields(Talk, Tools, Generation):
     """All of them."""
 
 

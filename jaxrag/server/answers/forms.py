@@ -140,7 +140,7 @@ class Form:
         """The last events of a choice; of the last one with the account of the answer."""
         if account is None:
             yield self.finish(place, result)
-        elif self.fields.include_usage:
+        elif self.fields.stream_options.include_usage:
             yield self.finish(place, result)
             yield self.event() | account
         else:
@@ -169,8 +169,8 @@ class Form:
 
     def event(self, *choices: dict[str, Any]) -> dict[str, Any]:
         """Choices behind the head."""
-        usage = {"usage": None} if self.fields.stream and self.fields.include_usage else {}
-        return self._head | {"choices": list(choices)} | usage
+        told = self.fields.stream and self.fields.stream_options.include_usage
+        return self._head | {"choices": list(choices)} | ({"usage": None} if told else {})
 
     def spoken(self, place: int, result: Result) -> tuple[str, Result]:
         """What a choice thinks, and the choice without it."""

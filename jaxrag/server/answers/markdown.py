@@ -35,7 +35,7 @@ class _Fields(Fields):
 
 def markdown(call: Call) -> dict[str, Any]:
     """The nodes of every text in ``texts``, in ``nodes``. Raises Problem 400 for too much text."""
-    texts = _Fields.read(call.body).texts
+    texts = call.read(_Fields).texts
     if sum(map(len, texts)) > MOST_CHARACTERS:
         raise invalid(f"texts: expected at most {MOST_CHARACTERS} characters in all", "texts")
     return {"object": "markdown", "nodes": [nodes_of(text) for text in texts]}

@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, PlainValidator
 from starlette.responses import Response
 
 from jaxrag.engine.sampling_params import MOST_TOP
@@ -38,9 +38,13 @@ from jaxrag.server.fields import (
     Count,
     Fields,
     Generation,
+    HitCount,
     Int,
     Templated,
-    refuse,
+    formatted,
+    ignored,
+    undone,
+    unlike,
     wrong,
 )
 from jaxrag.server.state.entry import Call
@@ -50,38 +54,43 @@ from jaxrag.server.where import where_of
 
 _Included = Literal["file_search_call.results", "message.output_text.logprobs"]
 _RESULTS, _LOGPROBS = get_args(_Included)
-_NOT_DONE = {  # field: what it may be all the same
-    "background": (False,),
-    "conversation": (),
-    "prompt": (),
-    "reasoning": ({}, {"effort": "none"}, {"effort": None, "summary": None}),
-    "truncation": ("disabled",),
-    "messages": (),
-    "documents": (),
-    "n": (1,),
-    "logprobs": (),
-}
-_MOST_FOUND = 50  # passages of a search
+_ECHOED = (
+    "instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "previous_response_id",
+    "store", "tool_choice", "top_logprobs",
+)  # fmt: skip
+_undone = functools.partial(undone, who="/v1/responses")
+
+
+def _format(given: dict[str, Any]) -> dict[str, Any]:
+    formatted(given, given, "a schema")
+    return given
 
 
 class _Text(Fields):
     """What ``text`` says of the answer's form."""
 
     verbosity: Literal["medium"] = "medium"
-    format: dict[str, Any] = Field({"type": "text"})
+    format: Annotated[dict[str, Any], AfterValidator(_format)] = Field({"type": "text"})
+
+
+def _one(given: Any) -> str:
+    if not (isinstance(given, list) and len(given) == 1 and isinstance(given[0], str)):
+        raise unlike("a list of one id; a prompt is made from one vector store")
+    return given[0]
 
 
 class _Ranking(Fields):
     score_threshold: float | None = None
-    hybrid_search: Any = None
+    hybrid_search: None = None  # the weights of a vector store are its own
 
 
 class _SearchTool(Fields):
     """The one tool that there is beside functions."""
 
-    vector_store_ids: Annotated[list[str], Field(fail_fast=True)]
-    max_num_results: Annotated[Count, Field(le=_MOST_FOUND)] | None = None
-    ranking_options: _Ranking = _Ranking.read({})
+    type: Literal["file_search"]
+    vector_store_ids: Annotated[str, PlainValidator(_one)]
+    max_num_results: HitCount | None = None
+    ranking_options: _Ranking = _Ranking()
     filters: dict[str, Any] | None = None
 
 
@@ -98,6 +107,17 @@ class _ResponseFields(Tools, Templated):
     max_output_tokens: Count | None = None
     metadata: Metadata = Field({})
     store: bool = True
+    background: Annotated[Any, _undone(False)] = None
+    conversation: Annotated[Any, _undone()] = None
+    prompt: Annotated[Any, _undone()] = None
+    reasoning: Annotated[
+        Any, _undone({}, {"effort": "none"}, {"effort": None, "summary": None})
+    ] = None
+    truncation: Annotated[Any, _undone("disabled")] = None
+    messages: Annotated[Any, _undone()] = None
+    documents: Annotated[Any, _undone()] = None
+    n: Annotated[Any, _undone(1)] = None
+    logprobs: Annotated[Any, _undone()] = None
 
 
 @visited("input")
@@ -138,16 +158,6 @@ async def responses(visit: Visit) -> Response:
     return await respond(visit, fields, [make], form)
 
 
-def _text_format(body: _ResponseFields) -> dict[str, Any]:
-    """What ``text`` says of the answer's form. Raises Problem 400 for what it is not."""
-    form = body.text.format
-    if form.get("type") not in ("text", "json_object", "json_schema"):
-        raise wrong("text.format", form, "a type: text, json_object or json_schema")
-    if form["type"] == "json_schema" and not isinstance(form.get("schema"), dict):
-        raise wrong("text.format", form, "a schema with the type json_schema")
-    return form
-
-
 def get_response(call: Call) -> dict[str, Any]:
     """A response that is kept."""
     return dict(kept_response(call.state, call.access, call.path["response"]).body["response"])
@@ -173,12 +183,8 @@ def delete_response(call: Call) -> dict[str, Any]:
 def request_of(given: Mapping[str, Any], before: ResponseRow | None = None) -> ResponseRequest:
     """What a body asks for. Raises Problem 400, or RequestError for a bad sampling."""
     body = _ResponseFields.read(given)
-    for name, harmless in _NOT_DONE.items():
-        if given.get(name) is not None:
-            refuse(name, given[name], harmless, "/v1/responses")
-    names = {*body.names(), *_NOT_DONE, "stream_options"}
     calling = functions_of(body)
-    search = None if calling else _search(body)
+    search, unread = (None, []) if calling else _search(body)
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     items, notes = _items(body.input)
     messages = [*(before.body["messages"] if before else ()), *items]
@@ -186,9 +192,11 @@ def request_of(given: Mapping[str, Any], before: ResponseRow | None = None) -> R
     talk = dataclasses.replace(talk, notes=tuple(notes))
     if calling is not None:
         talk = talk.with_tools(calling.tools)
-    form, results = _text_format(body), _RESULTS in body.include
+    unread += ignored(body.text, at="text")
+    talk = dataclasses.replace(talk, notes=(*talk.notes, *unread))
+    form, results = body.text.format, _RESULTS in body.include
     fields = Generation.read(
-        {name: value for name, value in given.items() if name not in names}
+        {name: value for name, value in given.items() if name not in body.names()}
         | {
             "max_tokens": body.max_output_tokens,
             "response_format": {**form, "json_schema": form},
@@ -200,19 +208,11 @@ def request_of(given: Mapping[str, Any], before: ResponseRow | None = None) -> R
     )
     if calling is not None:
         fields = with_tools(fields, calling)
-    echo = {
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
-        "metadata": body.metadata,
-        "parallel_tool_calls": body.parallel_tool_calls,
-        "previous_response_id": None if before is None else before.id,
+    echo = {name: getattr(body, name) for name in _ECHOED} | {
         "reasoning": {"effort": None, "summary": None},
-        "store": body.store,
         "temperature": fields.temperature,
         "text": {"format": form},
-        "tool_choice": body.tool_choice,
         "tools": body.tools if search or calling else [],
-        "top_logprobs": body.top_logprobs,
         "top_p": fields.top_p,
         "truncation": "disabled",
     }
@@ -257,38 +257,23 @@ def _items(given: Any) -> tuple[list[dict[str, Any]], list[str]]:
     return found, notes
 
 
-def _search(body: Tools) -> FileSearch | None:
-    """The one tool that there is; None where none is to be used."""
-    choice = body.tool_choice
-    if choice == "none" or not body.tools:
-        if choice not in ("none", "auto"):
-            raise wrong("tool_choice", choice, "none or auto, as there are no tools")
-        return None
-    kinds = [it.get("type") if isinstance(it, dict) else None for it in body.tools]
-    if kinds != ["file_search"]:
+def _search(body: Tools) -> tuple[FileSearch | None, list[str]]:
+    """The one tool that there is, None where none is to be used; and notes."""
+    if not body.offered():
+        return None, []
+    if body.kinds != ["file_search"]:
         raise invalid(
-            f"tools of the types {reprlib.repr(kinds)}: expected one, file_search; or pass "
+            f"tools of the types {reprlib.repr(body.kinds)}: expected one, file_search; or pass "
             'tool_choice="none"',
             "tools",
         )
-    if choice not in ("auto", "required", {"type": "file_search"}):
-        raise wrong("tool_choice", choice, "none, auto, required, or the type file_search")
+    if body.tool_choice not in ("auto", "required", {"type": "file_search"}):
+        what = "none, auto, required, or the type file_search"
+        raise wrong("tool_choice", body.tool_choice, what)
     tool = _SearchTool.read(body.tools[0], "tools[0]")
-    if len(tool.vector_store_ids) != 1:
-        raise invalid(
-            f"tools[0].vector_store_ids={reprlib.repr(tool.vector_store_ids)}: expected a list of "
-            "one id; a prompt is made from one vector store",
-            "tools",
-        )
-    if tool.ranking_options.hybrid_search is not None:
-        raise invalid(
-            "tools[0].ranking_options.hybrid_search: the weights of a vector store are its own; "
-            "leave it out",
-            "tools",
-        )
     fields = {
         "k": tool.max_num_results,
         "where": None if tool.filters is None else where_of(tool.filters),
         "min_score": tool.ranking_options.score_threshold or None,
     }
-    return FileSearch(tool.vector_store_ids[0], fields)
+    return FileSearch(tool.vector_store_ids, fields), ignored(tool, at="tools[0]")

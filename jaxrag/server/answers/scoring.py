@@ -23,8 +23,8 @@ from jaxrag.server.answers.asking import LATE
 from jaxrag.server.answers.forms import TokenTexts, head, token_text
 from jaxrag.server.answers.visit import Visit
 from jaxrag.server.errors import invalid
-from jaxrag.server.fields import Generation, Int, wrong
-from jaxrag.server.state.entry import Call
+from jaxrag.server.fields import Generation, Int, ignored, wrong
+from jaxrag.server.state.entry import Call, with_notes
 
 MOST = 5  # most likely tokens that are named
 
@@ -92,7 +92,7 @@ async def scored(
         "prompt_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
     }
     answer = head(visit, "text_completion", "cmpl") | {"choices": choices, "usage": usage}
-    return JSONResponse(answer)
+    return JSONResponse(with_notes(answer, ignored(fields)))
 
 
 def _refuse_chunks(visit: Visit, fields: Generation) -> None:

@@ -9,27 +9,27 @@ from jaxrag.models.model import Model, as_token_ids
 from jaxrag.serve.ask import Ask, is_ids
 from jaxrag.serve.questions import prepare, resolve
 from jaxrag.server.errors import invalid
-from jaxrag.server.fields import Fields, Talk, wrong
+from jaxrag.server.fields import Named, Talk, wrong
 from jaxrag.server.state.entry import Call
 from jaxrag.server.state.state import ServerState
 
 MOST = 1 << 19  # characters of a text, or token ids
 
 
-class _Fields(Talk):
+class _Fields(Talk, Named):
     prompt: str | None = None
     content: str | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
 
-class _Tokens(Fields):
+class _Tokens(Named):
     tokens: Any = None
 
 
 def tokenize(call: Call) -> dict[str, Any]:
     """Token ids of a text, or of messages as they would be asked without any chunks."""
-    model, fields = call.state.model, _Fields.read(call.body)
+    model, fields = call.state.model, call.read(_Fields)
     ids = _ids(call.state, fields)
     answer = {"tokens": ids, "count": len(ids), "max_model_len": model.config.max_positions}
     if fields.return_token_strs:
@@ -41,7 +41,7 @@ def tokenize(call: Call) -> dict[str, Any]:
 
 def detokenize(call: Call) -> dict[str, Any]:
     """The text of token ids, special ones too."""
-    given = _Tokens.read(call.body).tokens
+    given = call.read(_Tokens).tokens
     if isinstance(given, list) and len(given) > MOST:
         raise invalid(f"tokens has {len(given)} entries: expected at most {MOST}", "tokens")
     if given != [] and not is_ids(given):

@@ -7,19 +7,18 @@ import numpy as np
 from pydantic import BeforeValidator, Field
 
 from jaxrag.base.types import HostArray
-from jaxrag.kv.store.keys import ID_DIGITS, is_hex
+from jaxrag.kv.store.keys import ID_DIGITS
 from jaxrag.kv.store.prefetch import Tier
 from jaxrag.library.embed import BertEmbedder, Embedder
 from jaxrag.server.errors import forbidden, invalid
-from jaxrag.server.fields import Count, Named, Texts
+from jaxrag.server.fields import ChunkCount, Count, EmbeddedText, Named, listed
 from jaxrag.server.state.entry import Call
 from jaxrag.server.state.state import ServerState
 from jaxrag.server.tenants import Access
 
 _MOST_KEYS = 10_000
-_MOST_CHUNKS = 1000
 _MOST_TEXTS = 2048
-_TEXT_CHARACTERS = 1 << 16
+_Key = Annotated[str, Field(pattern=f"^[0-9a-f]{{{ID_DIGITS}}}$")]
 
 
 def _no_ids(given: Any) -> Any:
@@ -28,12 +27,12 @@ def _no_ids(given: Any) -> Any:
             "input holds token ids; send texts (LangChain: check_embedding_ctx_length=False)",
             "input",
         )
-    return [given] if isinstance(given, str) else given
+    return listed(given)
 
 
 class _EmbeddingFields(Named):
     input: Annotated[
-        list[Annotated[str, Field(min_length=1, max_length=_TEXT_CHARACTERS)]],
+        list[EmbeddedText],
         Field(min_length=1, max_length=_MOST_TEXTS, fail_fast=True),
         BeforeValidator(_no_ids),
     ]
@@ -44,14 +43,16 @@ class _EmbeddingFields(Named):
 
 class _PrefetchFields(Named):
     question: str | None = None
-    keys: Annotated[Texts, Field(max_length=_MOST_KEYS)] = Field([])
+    keys: Annotated[
+        list[_Key], Field(max_length=_MOST_KEYS, fail_fast=True), BeforeValidator(listed)
+    ] = Field([])
     tier: Tier = "page"
-    k: Annotated[Count, Field(le=_MOST_CHUNKS)] | None = None
+    k: ChunkCount | None = None
 
 
 def create_embeddings(call: Call) -> dict[str, Any]:
     """Vectors of texts, as base64 of little-endian float32 or as numbers."""
-    state, fields = call.state, _EmbeddingFields.read(call.body)
+    state, fields = call.state, call.read(_EmbeddingFields)
     texts, form, dimensions = list(fields.input), fields.encoding_format, fields.dimensions
     kind = "query" if fields.input_type == "query" else "passage"
     embedder, of = _embedder(state, call.access, call.named_base())
@@ -77,18 +78,15 @@ def prefetch(call: Call) -> dict[str, Any]:
     """For admins: bring KV of a question's chunks, or of store keys, closer; answers when it is."""
     if not call.access.admin:
         raise forbidden("prefetch is for admins; ask for a key that is one")
-    state, fields = call.state, _PrefetchFields.read(call.body)
+    state, fields = call.state, call.read(_PrefetchFields)
     question, keys = fields.question, fields.keys
     if (question is None) == (not keys):
         raise invalid("expected a question or keys, one of them", "question")
-    bad = next((key for key in keys if not is_hex(key, ID_DIGITS)), None)
-    if bad is not None:
-        raise invalid(f"keys: {bad[:80]!r}: expected {ID_DIGITS} lower-case hex digits", "keys")
     name = call.named_base() or state.default_base(call.access)
     if name is None:
         raise invalid("there is no knowledge base; name one", "knowledge_base")
     base = state.library.knowledge_base(call.access, name)
-    what = list(keys) if question is None else question
+    what = keys if question is None else question
     k, groups = fields.k or state.settings.k, call.access.groups
     nbytes = base.prefetch(what, k=k, tier=fields.tier, groups=groups).result()
     return {"object": "prefetch", "knowledge_base": name, "tier": fields.tier, "bytes": nbytes}

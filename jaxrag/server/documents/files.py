@@ -12,7 +12,8 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse
 
 from jaxrag.server.errors import invalid
-from jaxrag.server.state.entry import Call, enter
+from jaxrag.server.fields import note_of
+from jaxrag.server.state.entry import Call, enter, with_notes
 from jaxrag.server.state.lists import page_of
 from jaxrag.server.state.registry import FileRow
 from jaxrag.server.state.uploads import plain_name
@@ -104,7 +105,8 @@ async def create_file(request: Request) -> JSONResponse:
             raise invalid("the file has no name; its ending says what kind of file it is", _FILE)
         purpose = form.fields.get(_PURPOSE, b"").decode("utf-8", "replace")
         made = await asyncio.to_thread(upload.finish, name, purpose or "assistants")
-        return JSONResponse(_shown(made))
+        notes = note_of(it for it in form.fields if it != _PURPOSE)
+        return JSONResponse(with_notes(_shown(made), notes))
     except BaseException:
         upload.abort()
         raise

@@ -14,7 +14,7 @@ from jaxrag.library.options import SearchMode
 from jaxrag.serve.suits import suited
 from jaxrag.server.attributes import Attributes, Metadata, file_id_of, is_upload
 from jaxrag.server.errors import invalid
-from jaxrag.server.fields import Count, Fields, Int, Texts, listed, wrong
+from jaxrag.server.fields import Count, EmbeddedText, Fields, HitCount, Int, listed, wrong
 from jaxrag.server.state.entry import Call
 from jaxrag.server.state.library import Library
 from jaxrag.server.state.lists import page_of
@@ -23,12 +23,11 @@ from jaxrag.server.state.shelf import Shelf, no_member
 from jaxrag.server.where import where_of
 
 _FOUND = 10  # chunks of a search that does not say how many
-_MOST_FOUND = 50
 _MOST_FILES = 500  # of a batch
 _MOST_QUESTIONS = 16
-_QUESTION_CHARACTERS = 1 << 16
 _NAME_CHARACTERS = 256
-_ID_CHARACTERS = 64
+_Id = Annotated[str, Field(min_length=1, max_length=64)]
+_Ids = Annotated[list[_Id], Field(max_length=_MOST_FILES, fail_fast=True), BeforeValidator(listed)]
 _ANCHOR, _MOST_DAYS = "last_active_at", 365  # of what expires
 _MOST_CHUNK = 4096  # tokens
 
@@ -70,11 +69,10 @@ class _Cut(Fields):
         return {"chunk_tokens": size, "overlap": overlap}
 
 
-class _StoreFields(_Cut):
+class _ChangeFields(Fields):
     name: Annotated[str, Field(max_length=_NAME_CHARACTERS)] | None = None
     metadata: Metadata | None = None
     expires_after: _Expiry | None = None
-    file_ids: Annotated[Texts, Field(max_length=_MOST_FILES)] = Field([])
 
     @property
     def days(self) -> int | None:
@@ -82,13 +80,17 @@ class _StoreFields(_Cut):
         return None if self.expires_after is None else self.expires_after.days
 
 
+class _StoreFields(_Cut, _ChangeFields):
+    file_ids: _Ids = Field([])
+
+
 class _SearchFields(Fields):
     query: Annotated[
-        list[Annotated[str, Field(min_length=1, max_length=_QUESTION_CHARACTERS)]],
+        list[EmbeddedText],
         Field(min_length=1, max_length=_MOST_QUESTIONS, fail_fast=True),
         BeforeValidator(listed),
     ]
-    max_num_results: Annotated[Count, Field(le=_MOST_FOUND)] = _FOUND
+    max_num_results: HitCount = _FOUND
     filters: dict[str, Any] | None = None
     where: dict[str, Any] | None = None
     search_mode: SearchMode | None = None
@@ -111,11 +113,11 @@ class _Members(_Cut):
 
 
 class _MemberFields(_Members):
-    file_id: str = ""
+    file_id: _Id
 
 
 class _BatchFields(_Members):
-    file_ids: Annotated[Texts, Field(max_length=_MOST_FILES)] = Field([])
+    file_ids: _Ids = Field([])
     files: Annotated[list[_MemberFields], Field(max_length=_MOST_FILES, fail_fast=True)] | None = (
         None
     )
@@ -126,7 +128,7 @@ class _BatchFields(_Members):
 
 def create_store(call: Call) -> dict[str, Any]:
     """Make one, with files or without."""
-    library, access, fields = call.library, call.access, _StoreFields.read(call.body)
+    library, access, fields = call.library, call.access, call.read(_StoreFields)
     for file_id in fields.file_ids:
         library.file(access, file_id)
     shelf = library.create(
@@ -151,7 +153,7 @@ def get_store(call: Call) -> dict[str, Any]:
 
 def change_store(call: Call) -> dict[str, Any]:
     """Rename one, give it other metadata, or another time to expire."""
-    fields = _StoreFields.read(call.body)
+    fields = call.read(_ChangeFields)
     said = {"name": fields.name, "metadata": fields.metadata}
     given: dict[str, Any] = {name: it for name, it in said.items() if it is not None}
     if "expires_after" in call.body:  # null: never
@@ -167,7 +169,7 @@ def delete_store(call: Call) -> dict[str, Any]:
 
 def search_store(call: Call) -> dict[str, Any]:
     """The chunks that fit a question best."""
-    fields = _SearchFields.read(call.body)
+    fields = call.read(_SearchFields)
     questions, count, given = list(fields.query), fields.max_num_results, fields.filters
     base = call.library.base(call.library.shelf(call.access, call.path["store"]), uses=True)
     rankings = base.search(
@@ -207,15 +209,13 @@ def _together(rankings: Sequence[Hits], k: int) -> Hits:
 
 def add_member(call: Call) -> dict[str, Any]:
     """Put a file in; its status says when it is found."""
-    fields = _MemberFields.read(call.body)
-    if not fields.file_id:
-        raise invalid("file_id: expected the id of an uploaded file", "file_id")
+    fields = call.read(_MemberFields)
     return _put(call, fields.file_id, fields.attributes)
 
 
 def change_member(call: Call) -> dict[str, Any]:
     """Give a file other attributes; it is indexed anew, from the KV that is there."""
-    attributes = _MemberFields.read(call.body).attributes
+    attributes = call.read(_Members).attributes
     get_member(call)
     return _put(call, call.path["file"], attributes)
 
@@ -267,12 +267,11 @@ def member_content(call: Call) -> dict[str, Any]:
 
 def create_batch(call: Call) -> dict[str, Any]:
     """Put several files in."""
-    fields = _BatchFields.read(call.body)
-    given = [(it, fields.attributes) for it in fields.file_ids]
-    files = given if fields.files is None else [(it.file_id, it.attributes) for it in fields.files]
-    names = {name for name, _ in files}
-    wrong = [it for it in names if not 0 < len(it) <= _ID_CHARACTERS]
-    if wrong or not 0 < len(files) <= _MOST_FILES or len(names) < len(files):
+    fields = call.read(_BatchFields)
+    files = [(it, fields.attributes) for it in fields.file_ids]
+    if fields.files is not None:
+        files = [(it.file_id, it.attributes) for it in fields.files]
+    if not 0 < len(files) == len(dict(files)):
         raise invalid(f"file_ids: expected 1 to {_MOST_FILES} different ids of files", "file_ids")
     batch = new_id("vsfb_")
     call.library.put(call.access, call.path["store"], files, batch)

@@ -3,14 +3,14 @@
 import asyncio
 import dataclasses
 import functools
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from jaxrag.server.errors import invalid, not_found, unavailable
-from jaxrag.server.fields import Named, body_of
+from jaxrag.server.fields import Fields, Named, body_of, ignored
 from jaxrag.server.state.library import Library
 from jaxrag.server.state.state import ServerState, state_of
 from jaxrag.server.tenants import Access
@@ -29,11 +29,13 @@ class Call:
       request: of HTTP, with its query and headers.
       access: what its sender may do.
       raw: its body; b"" where its method has none.
+      notes: on what it says.
     """
 
     request: Request
     access: Access
     raw: bytes = b""
+    notes: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def state(self) -> ServerState:
@@ -59,6 +61,12 @@ class Call:
     def body(self) -> dict[str, Any]:
         """The JSON object that it carries. Raises Problem 400."""
         return body_of(self.raw)
+
+    def read[T: Fields](self, kind: type[T]) -> T:
+        """Its fields, and notes on the others. Raises Problem 400."""
+        fields = kind.read(self.body)
+        self.notes.extend(ignored(fields))
+        return fields
 
     def named_base(self) -> str | None:
         """The knowledge base that the request names, in whatever way; None where it names none.
@@ -124,7 +132,7 @@ def endpoint(
     def respond(call: Call) -> Response:
         """The answer as bytes: to write a long one takes a while, too."""
         found = answer(call)
-        return found if isinstance(found, Response) else JSONResponse(found)
+        return found if isinstance(found, Response) else JSONResponse(with_notes(found, call.notes))
 
     @functools.wraps(answer)
     async def handle(request: Request) -> Response:
@@ -133,6 +141,14 @@ def endpoint(
         return await asyncio.get_running_loop().run_in_executor(threads, respond, call)
 
     return handle
+
+
+def with_notes(answer: Mapping[str, Any], notes: Sequence[str]) -> Mapping[str, Any]:
+    """An answer whose account has these notes, too."""
+    if not notes:
+        return answer
+    account = answer.get("jaxrag", {})
+    return {**answer, "jaxrag": {**account, "notes": [*account.get("notes", ()), *notes]}}
 
 
 def is_stuck(state: ServerState) -> bool:
