@@ -13,7 +13,14 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from jaxrag.base.guide import Guide, GuideKind
-from jaxrag.engine.sampling_params import MOST_BIASES, MOST_K, MOST_SEED, MOST_TOP, SamplingParams
+from jaxrag.engine.sampling_params import (
+    MOST_BIASES,
+    MOST_K,
+    MOST_SEED,
+    MOST_TOP,
+    MOST_WORDS,
+    SamplingParams,
+)
 from jaxrag.library.options import NeighboursFrom, SearchMode
 from jaxrag.models.text.chat import RESERVED
 from jaxrag.models.text.verbatim import Framing
@@ -41,7 +48,7 @@ _UNSUPPORTED = {  # field: what it may be all the same
 }
 _SAMPLING = (
     "temperature", "top_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "min_tokens",
+    "min_tokens", "min_p", "bad_words", "allowed_token_ids",
 )  # fmt: skip
 _GUIDES = ("response_format", "guided_json", "guided_regex", "guided_choice")
 _EXPECTED = {  # by the kind of pydantic's error
@@ -291,6 +298,9 @@ class Generation(SaidFields, Named):
         dict[str, Any], Field(max_length=MOST_BIASES), AfterValidator(_biases)
     ] = Field({})
     min_tokens: Int = 0
+    min_p: float = 0.0
+    bad_words: Annotated[Texts, Field(max_length=MOST_WORDS)] = Field(())
+    allowed_token_ids: Annotated[list[Int], AfterValidator(tuple)] | None = None
     top_logprobs: Int = 0
     logprobs: Annotated[bool | int, PlainValidator(_logprobs)] = False
     response_format: Annotated[dict[str, Any], AfterValidator(_formatted)] | None = None
