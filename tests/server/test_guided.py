@@ -201,3 +201,11 @@ def test_a_form_that_spells_a_special_token_is_answered(serving, form, text):
 def text_of_choice(answer):
     [choice] = answer["choices"]
     return choice["message"]["content"], choice["finish_reason"]
+
+
+def test_words_are_looked_for_within_a_form(serving):
+    form = {"guided_choice": ["a", "b"], "messages": ASKED}
+    one = text_of(serving.post(CHAT, **form))
+    other = text_of(serving.post(CHAT, bad_words=[one], **form))
+    assert {one, other} == {"a", "b"}
+    assert text_of(serving.post(CHAT, bad_words=["a", "b"], **form)) == one, "the form comes first"

@@ -229,15 +229,6 @@ def test_what_keeps_nothing_is_refused(server, field, value):
     assert told.status_code == 400 and told.json()["error"]["param"] == field
 
 
-def test_words_are_looked_for_within_a_form(server):
-    form = {"guided_choice": ["falcon", "judge"], "max_tokens": 3}
-    one = server.chat(**form).json()["choices"][0]["message"]["content"]
-    other = server.chat(bad_words=[one], **form).json()["choices"][0]["message"]["content"]
-    assert {one, other} == {"falcon", "judge"}
-    told = server.chat(bad_words=["falcon", "judge"], **form).json()["choices"][0]
-    assert told["message"]["content"] == one, "the form comes first"
-
-
 def test_a_stream_with_usage_has_none_before_it(server):
     answer = server.chat(stream=True, stream_options={"include_usage": True})
     lines = [it[6:] for it in answer.text.split("\n\n") if it.startswith("data: {")]
