@@ -124,7 +124,9 @@ class SamplingParams:
     @property
     def floor(self) -> float:
         """How far a logit may be from the largest, by ``min_p``; -inf: any way."""
-        return self.temperature * math.log(self.min_p) if self.temperature * self.min_p else -math.inf
+        return (
+            self.temperature * math.log(self.min_p) if self.temperature * self.min_p else -math.inf
+        )
 
     def spelled(self, encode: Callable[[str], Sequence[int]]) -> "SamplingParams":
         """With ``bad_words`` as the token ids that they are given, and those behind a space.
@@ -167,7 +169,9 @@ class SamplingParams:
                 raise _refused(name, max(ids), f"token ids from 0 to {vocab_size - 1}")
         never = {word[-1] for word in words} | (set(eos_ids) if self.min_tokens else set())
         if self.allowed_token_ids is not None and never.issuperset(self.allowed_token_ids):
-            what = "some beside the last of bad_words, and beside the ends where there is min_tokens"
+            what = (
+                "some beside the last of bad_words, and beside the ends where there is min_tokens"
+            )
             raise _refused("allowed_token_ids", self.allowed_token_ids, what)
 
     def _ids_of(self, word: str | tuple[int, ...]) -> tuple[int, ...]:

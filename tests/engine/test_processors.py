@@ -137,9 +137,10 @@ def test_an_answer_holds_no_bad_word(engine_on, asked, alone, temperature):
     assert told[0] == plain[0] and told != plain
     assert pair not in itertools.pairwise(told)
     assert set(answer(allowed_token_ids=KEPT)) <= set(KEPT)
-    assert answer(min_p=1.0, temperature=temperature or 1.0) == alone(
-        engine, [dataclasses.replace(request, sampling=SamplingParams())]
-    )[0][0]
+    assert (
+        answer(min_p=1.0, temperature=temperature or 1.0)
+        == alone(engine, [dataclasses.replace(request, sampling=SamplingParams())])[0][0]
+    )
 
 
 @pytest.fixture

@@ -60,7 +60,9 @@ def test_every_client_comes_through_its_talk(output, tmp_path):
     """And sends what it sent when it was recorded, but for what was answered to it."""
     output(RECORDED, after=[tmp_path])
     for path in sorted(GOLDENS.glob("*.json")):
-        was, now = (json.loads((it / path.name).read_text())["requests"] for it in (GOLDENS, tmp_path))
+        was, now = (
+            json.loads((it / path.name).read_text())["requests"] for it in (GOLDENS, tmp_path)
+        )
         assert len(now) == 5
         assert [it["body"].keys() for it in now] == [it["body"].keys() for it in was], path.name
 

@@ -213,7 +213,7 @@ class Server:
 
         try:
             return Successors(self._bound, self._about, switch, self._room)
-        except OSError as error:
+        except ConfigError as error:
             _LOG.warning("no other process can take over from this one: %s", error)
             return None
 
