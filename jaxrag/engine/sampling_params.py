@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 from jaxrag.base.errors import RequestError
@@ -89,29 +89,29 @@ class SamplingParams:
             require_kind(name, value, (int, float), "a number", optional=False)
             if not least <= value <= most:
                 raise _refused(name, value, f"a number from {least:g} to {most:g}")
-        if len(self.logit_bias) > MOST_BIASES:
-            count = len(self.logit_bias)
-            raise RequestError(f"logit_bias has {count} entries: expected at most {MOST_BIASES}")
-        for token_id, bias in self.logit_bias:
-            _check_integer("logit_bias", token_id, MOST_K)
+        for name, held in (("logit_bias", MOST_BIASES), ("bad_words", MOST_OF_WORDS[0])):
+            if (count := len(getattr(self, name))) > held:
+                raise RequestError(f"{name} has {count} entries: expected at most {held}")
+        for _, bias in self.logit_bias:
             require_kind("logit_bias", bias, (int, float), "a number", optional=False)
             if not -_MOST_BIAS <= bias <= _MOST_BIAS:
                 raise _refused("logit_bias", bias, f"numbers from -{_MOST_BIAS} to {_MOST_BIAS}")
-        if len(self.bad_words) > MOST_OF_WORDS[0]:
-            count = len(self.bad_words)
-            raise RequestError(f"bad_words has {count} entries: expected at most {MOST_WORDS}")
-        most = {str: (_LONGEST_WORD, "characters"), tuple: (MOST_OF_WORDS[1], "tokens")}
         for word in self.bad_words:
-            length, what = most.get(type(word), (0, "token ids"))
-            if not 0 < len(word) <= length:
-                raise _refused("bad_words", word, f"texts that are not empty, of {length} {what}")
-            for token_id in word if isinstance(word, tuple) else ():
-                _check_integer("bad_words", token_id, MOST_K)
+            held = _LONGEST_WORD if isinstance(word, str) else MOST_OF_WORDS[1]
+            if not isinstance(word, str | tuple) or not 0 < len(word) <= held:
+                raise _refused("bad_words", word, f"texts, or tuples of token ids, of 1 to {held}")
         if self.allowed_token_ids is not None and (not self.allowed_token_ids or self.guide):
             value = self.allowed_token_ids
             raise _refused("allowed_token_ids", value, "one or more, and no form of the answer")
-        for token_id in self.allowed_token_ids or ():
-            _check_integer("allowed_token_ids", token_id, MOST_K)
+        for name, token_id in self._ids():
+            _check_integer(name, token_id, MOST_K)
+
+    def _ids(self) -> Iterator[tuple[str, int]]:
+        """All token ids, and the field of each."""
+        yield from (("logit_bias", it) for it, _ in self.logit_bias)
+        words = (it for it in self.bad_words if not isinstance(it, str))
+        yield from (("bad_words", it) for word in words for it in word)
+        yield from (("allowed_token_ids", it) for it in self.allowed_token_ids or ())
 
     @property
     def processes(self) -> bool:
@@ -124,11 +124,11 @@ class SamplingParams:
     @property
     def floor(self) -> float:
         """How far a logit may be from the largest, by ``min_p``; -inf: any way."""
-        return (
-            self.temperature * math.log(self.min_p) if self.temperature * self.min_p else -math.inf
-        )
+        if not self.min_p or not self.temperature:
+            return -math.inf
+        return self.temperature * math.log(self.min_p)
 
-    def spelled(self, encode: Callable[[str], Sequence[int]]) -> "SamplingParams":
+    def spelled(self, encode: Callable[[str], Iterable[Any]]) -> "SamplingParams":
         """With ``bad_words`` as the token ids that they are given, and those behind a space.
 
         As vLLM has it: the second where it begins with another token and is not longer. Raises
@@ -136,16 +136,12 @@ class SamplingParams:
         """
         found = list[str | tuple[int, ...]]()
         for word in self.bad_words:
-            if not isinstance(word, str):
-                found.append(word)
-                continue
-            bare, spaced = (tuple(map(int, encode(it + word.lstrip()))) for it in ("", " "))
-            if not bare:
-                raise _refused("bad_words", word, "texts of one token or more")
-            found.append(bare)
-            if spaced[0] != bare[0] and len(spaced) == len(bare):
-                found.append(spaced)
-        return dataclasses.replace(self, bad_words=tuple(found)) if self.bad_words else self
+            if isinstance(word, str):
+                word, spaced = (tuple(map(int, encode(it + word.lstrip()))) for it in ("", " "))
+                if len(spaced) == len(word) > 0 and spaced[0] != word[0]:
+                    found.append(spaced)
+            found.append(word)
+        return dataclasses.replace(self, bad_words=tuple(found))
 
     def of_choice(self, index: int) -> "SamplingParams":
         """Of one of several answers to a prompt: its index joins the seed; that of 0 is its own."""
@@ -159,25 +155,17 @@ class SamplingParams:
 
         ``eos_ids``: those that end the answer.
         """
-        words = [self._ids_of(it) for it in self.bad_words]
-        for name, ids in (
-            ("logit_bias", [it for it, _ in self.logit_bias]),
-            ("bad_words", [it for word in words for it in word]),
-            ("allowed_token_ids", self.allowed_token_ids or ()),
-        ):
-            if ids and max(ids) >= vocab_size:
-                raise _refused(name, max(ids), f"token ids from 0 to {vocab_size - 1}")
-        never = {word[-1] for word in words} | (set(eos_ids) if self.min_tokens else set())
+        for name, token_id in self._ids():
+            if token_id >= vocab_size:
+                raise _refused(name, token_id, f"token ids from 0 to {vocab_size - 1}")
+        never: set[int | str] = set(eos_ids) if self.min_tokens else set()
+        for word in self.bad_words:
+            if isinstance(word, str):
+                raise _refused("bad_words", word, "token ids, as there is no tokenizer here")
+            never.add(word[-1])
         if self.allowed_token_ids is not None and never.issuperset(self.allowed_token_ids):
-            what = (
-                "some beside the last of bad_words, and beside the ends where there is min_tokens"
-            )
+            what = "some beside the ends of bad_words, and with min_tokens those of the answer"
             raise _refused("allowed_token_ids", self.allowed_token_ids, what)
-
-    def _ids_of(self, word: str | tuple[int, ...]) -> tuple[int, ...]:
-        if isinstance(word, str):
-            raise _refused("bad_words", word, "token ids, as there is no tokenizer here")
-        return word
 
 
 def _check_integer(name: str, value: Any, most: int) -> None:

@@ -242,7 +242,10 @@ def prepare(
       TokenizerError: text for a model without a tokenizer.
     """
     start = time.perf_counter()
-    sampling = _spelled(sampling or SamplingParams(), settings.model)
+    sampling = sampling or SamplingParams()
+    if sampling.bad_words and settings.model.tokenizer is not None:
+        sampling = sampling.spelled(settings.model.tokenizer.encode)
+    sampling.check_ids(settings.model.config.vocab_size, settings.model.eos_ids)
     grammar = settings.model.grammar(sampling.guide)  # refused here
     talk = question if isinstance(question, Conversation) else Conversation((question,))
     ask, model = settings.ask, settings.model
@@ -309,14 +312,6 @@ def prepare(
     )
     engine_of(model).check_fits(ready)
     return ready
-
-
-def _spelled(sampling: SamplingParams, model: Model) -> SamplingParams:
-    """With token ids, of this model. Raises RequestError for others."""
-    if model.tokenizer is not None:
-        sampling = sampling.spelled(lambda text: model.tokenizer.encode(text))
-    sampling.check_ids(model.config.vocab_size, model.eos_ids)
-    return sampling
 
 
 def _as_blocks(settings: Settings) -> bool:

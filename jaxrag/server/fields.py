@@ -48,7 +48,7 @@ _UNSUPPORTED = {  # field: what it may be all the same
 }
 _SAMPLING = (
     "temperature", "top_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "min_tokens", "min_p", "bad_words", "allowed_token_ids",
+    "min_tokens", "min_p", "allowed_token_ids",
 )  # fmt: skip
 _GUIDES = ("response_format", "guided_json", "guided_regex", "guided_choice")
 _EXPECTED = {  # by the kind of pydantic's error
@@ -299,7 +299,7 @@ class Generation(SaidFields, Named):
     ] = Field({})
     min_tokens: Int = 0
     min_p: float = 0.0
-    bad_words: Annotated[Texts, Field(max_length=MOST_WORDS)] = Field(())
+    bad_words: Annotated[Texts, Field(max_length=MOST_WORDS)] | None = None
     allowed_token_ids: Annotated[list[Int], AfterValidator(tuple)] | None = None
     top_logprobs: Int = 0
     logprobs: Annotated[bool | int, PlainValidator(_logprobs)] = False
@@ -353,6 +353,7 @@ class Generation(SaidFields, Named):
             seed = secrets.randbelow(MOST_SEED + 1) if self.temperature else 0
         self._sampling = SamplingParams(
             **{name: getattr(self, name) for name in _SAMPLING},
+            bad_words=tuple(self.bad_words or ()),
             top_k=max(self.top_k, 0),
             seed=seed % (MOST_SEED + 1),
             logit_bias=tuple(self.logit_bias),  # type: ignore[arg-type]

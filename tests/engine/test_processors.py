@@ -1,4 +1,4 @@
-"""Penalties, biases, what is kept, least lengths, likeliest tokens: as numpy has it, in any company."""
+"""Penalties, biases, what is kept, lengths, likeliest tokens: as numpy has it, in any company."""
 
 import dataclasses
 import itertools
@@ -274,11 +274,12 @@ def test_every_choice_draws_for_itself():
         ({"min_tokens": -1}, "min_tokens=-1: expected"),
         ({"top_logprobs": 21}, "top_logprobs=21: expected an integer from 0 to 20"),
         ({"min_p": 1.1}, "min_p=1.1: expected a number from 0 to 1"),
-        ({"bad_words": ("",)}, "bad_words='': expected texts that are not empty"),
-        ({"bad_words": ("a" * 1025,)}, "of 1024 characters"),
-        ({"bad_words": ((1,) * 33,)}, "of 32 tokens"),
+        ({"bad_words": ("",)}, "bad_words='': expected texts, or tuples"),
+        ({"bad_words": ("a" * 1025,)}, "of 1 to 1024"),
+        ({"bad_words": ((1,) * 33,)}, "of 1 to 32"),
         ({"bad_words": ((-1,),)}, "bad_words=-1: expected an integer"),
-        ({"bad_words": ((1,),) * 257}, "bad_words has 257 entries: expected at most 128"),
+        ({"bad_words": ((1,),) * 257}, "bad_words has 257 entries: expected at most 256"),
+        ({"bad_words": (7,)}, "bad_words=7: expected texts, or tuples of token ids"),
         ({"allowed_token_ids": ()}, "allowed_token_ids=(): expected one or more"),
         (
             {"allowed_token_ids": (1,), "guide": Guide("regex", "a")},
@@ -313,7 +314,7 @@ def test_no_token_is_refused(engine_on, asked, said, value):
 def test_words_are_spelled_with_and_without_a_space():
     ids = {"falcon": [7], " falcon": [8], "tall": [3, 4], " tall": [5, 6, 4], "at": [9], " at": [9]}
     said = SamplingParams(bad_words=(" falcon", "tall", "at", (1, 2))).spelled(ids.__getitem__)
-    assert said.bad_words == ((7,), (8,), (3, 4), (9,), (1, 2))
+    assert said.bad_words == ((8,), (7,), (3, 4), (9,), (1, 2))
     assert said.spelled(ids.__getitem__) == said
-    with refused(RequestError, "x"):
+    with refused(RequestError, ()):
         SamplingParams(bad_words=("x",)).spelled(lambda text: [])

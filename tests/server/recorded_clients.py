@@ -82,7 +82,8 @@ def openai_chat(at: Asked) -> None:
 
     def turn(**more: Any) -> list[Any]:
         told = client.chat.completions.create(
-            model=at.model, messages=messages, tools=[TOOL], **{"max_tokens": LONG, **at.usual, **more}
+            model=at.model, messages=messages, tools=[TOOL],
+            **{"max_tokens": LONG, **at.usual, **more},
         )  # fmt: skip
         messages.append(told.choices[0].message)
         return told.choices[0].message.tool_calls or []
