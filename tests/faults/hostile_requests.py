@@ -68,13 +68,13 @@ def properties(count: int, name: str = "p") -> dict[str, Any]:
 
 def hostile() -> dict[str, tuple[str, bytes]]:
     """By name: where they are sent, and their bodies."""
-    tool = {"name": "f", "description": "a" * 1_000_000}
+    tools = [{"type": "function", "function": {"name": "f", "description": "a" * 1_000_000}}]
     branches = [{"type": "object", "properties": {"a": {"const": it}}} for it in range(900)]
     several = [properties(480, name) for name in "abcdefghijk"]
     bodies = {
         "1 MB of one word, chat": (CHAT, asked("a" * 1_000_000)),
         "1 MB of one word, completion": (COMPLETIONS, {"prompt": "a" * 1_000_000}),
-        "1 MB of one word, tool": (CHAT, asked("Hi", tools=[{"type": "function", "function": tool}])),
+        "1 MB of one word, tool": (CHAT, asked("Hi", tools=tools)),
         "1.9 MB without spaces, document": (CHAT, asked("Hi", documents=["a" * 1_900_000])),
         "510 kB of one word, chat": (CHAT, asked("a" * 510_000)),
         "schema of 900 branches": (CHAT, asked("Hi", guided_json={"anyOf": branches})),
@@ -183,7 +183,9 @@ def flooded(server: Served, seconds: float, clients: int) -> dict[str, Any]:
         kind = ("ordinary", "hostile")[number % 2]
         own = list(hostile().values())
         if kind == "ordinary":
-            own = [(CHAT, json.dumps(asked(f"Question {number}, {it}?")).encode()) for it in range(9)]
+            own = [
+                (CHAT, json.dumps(asked(f"Question {number}, {it}?")).encode()) for it in range(9)
+            ]
         for path, body in itertools.cycle(own):
             if time.monotonic() > ends:
                 return

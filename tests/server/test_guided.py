@@ -195,7 +195,7 @@ def test_what_is_too_wide_is_refused_before_it_is_compiled(serving, schema, wide
 
 def test_what_is_required_is_not_wide(serving):
     schema = {**optional(900), "required": [f"p{it}" for it in range(900)]}
-    schema["properties"] = dict.fromkeys(schema["properties"], {"const": 1})
+    schema["properties"] = {key: {"const": 1} for key in schema["properties"]}
     told = serving.post(CHAT, messages=ASKED, guided_json=schema, max_tokens=2)
     assert told.status_code == 200, told.text
 

@@ -8,8 +8,8 @@ unless the caller asks otherwise, whether or not the tokenizer calls it special.
 import contextlib
 import datetime
 import functools
-import itertools
 import hashlib
+import itertools
 import json
 import math
 import re

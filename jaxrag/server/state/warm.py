@@ -62,8 +62,8 @@ class WarmUp:
         """Compile what other requests need, while these are served; each in a moment of rest.
 
         Shorter and longer questions, and prompts without chunks; where files are uploaded or
-        passages are read, their encoding, and prompts of every length that hold some. Other methods and rules are compiled when they are first
-        asked for.
+        passages are read, their encoding, and prompts of every length that hold some. Other methods
+        and rules are compiled when they are first asked for.
         """
         state = self._state
         if isinstance(state.engine, Replicas):
