@@ -23,7 +23,7 @@ MOST = {
 }
 AT_MOST = {  # of what shrinks and grows with every change
     "code lines": 61_300,
-    "code lines, tests": 55_500,
+    "code lines, tests": 55_700,
     "code lines, benchmarks": 6_200,
     "benchmark scripts beside the GPU's": 23,
     "fields of one request": 64,

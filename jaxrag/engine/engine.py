@@ -454,7 +454,7 @@ class Engine:
         if request.room or placement.away:
             check = request.method.check_placement
             check(model.config, placement, generates=bool(request.room))
-        request.sampling.check_ids(model.config.vocab_size)
+        request.sampling.check_ids(model.config.vocab_size, request.eos_ids)
         number = next(self._numbers) if number is None else number
         self.check_fits(request)
         sequence = sequence_of(model, request, number)

@@ -1,6 +1,7 @@
 """What is done to logits before a token is drawn, where a request asks for it.
 
-Penalties, biases and the least length of an answer, and the likeliest tokens beside the drawn one.
+Penalties, biases, what is kept and the least length of an answer, and the likeliest tokens beside
+the drawn one.
 A lane holds this state only while somebody in it asks, and its program is another one then. Rows
 that ask for nothing have values that leave every logit as it is.
 """
@@ -13,7 +14,7 @@ from jax import lax
 
 from jaxrag.base import struct
 from jaxrag.base.types import Array, HostArray, on_host
-from jaxrag.engine.sampling_params import MOST_TOP, SamplingParams
+from jaxrag.engine.sampling_params import MOST_OF_WORDS, MOST_TOP, SamplingParams
 from jaxrag.models.text.guidance import Matcher
 
 
@@ -24,18 +25,23 @@ class ProcessorRows(struct.PyTreeNode):
       presence: penalty of tokens that are in the answer, float32.
       frequency: penalty of these by how often they are there, float32.
       repetition: what divides the logits of those in prompt and answer, float32.
+      floor: how far below the largest a logit may be, at most 0, float32.
       least: tokens before which the answer may not end.
       top: how many of the likeliest tokens are wanted.
-      bias: added to the logits, float32.
+      bias: added to the logits, float32; -inf for what may never come.
       ends: tokens that end the answer, bool.
       prompt: tokens of the prompt, bool.
       counts: of tokens in the answer so far.
       allowed: a bit for each token that may come next, uint32 [B, ceil(V / 32)].
+      words: tokens [B, W, N] of which the last may not come behind the others; right-aligned, -1
+        before them.
+      recent: the newest of the answer, [B, N - 1], right-aligned, -2 before them.
     """
 
     presence: Array
     frequency: Array
     repetition: Array
+    floor: Array
     least: Array
     top: Array
     bias: Array
@@ -43,6 +49,8 @@ class ProcessorRows(struct.PyTreeNode):
     prompt: Array
     counts: Array
     allowed: Array
+    words: Array
+    recent: Array
 
     @classmethod
     def of(
@@ -60,9 +68,15 @@ class ProcessorRows(struct.PyTreeNode):
         bias, ends = np.zeros(shape, np.float32), np.zeros(shape, bool)
         prompt = np.zeros(shape, bool)
         allowed = all_allowed(count, vocab_size)
+        words = np.full((count, *MOST_OF_WORDS), -1, np.int32)
         for row, (sampling, ids, eos_ids, matcher) in enumerate(asked):
             for token_id, value in sampling.logit_bias:
                 bias[row, token_id] = value
+            if sampling.allowed_token_ids is not None:
+                kept = np.isin(np.arange(vocab_size), sampling.allowed_token_ids)
+                bias[row, ~kept] = -np.inf
+            for place, word in enumerate(sampling.bad_words):
+                words[row, place, -len(word) :] = word
             ends[row, [it for it in eos_ids if it < vocab_size]] = True
             prompt[row, ids[ids < vocab_size]] = True  # packets hold others
             if matcher is not None:
@@ -77,6 +91,7 @@ class ProcessorRows(struct.PyTreeNode):
             column("presence_penalty", 0.0, np.float32),
             column("frequency_penalty", 0.0, np.float32),
             column("repetition_penalty", 1.0, np.float32),
+            column("floor", -np.inf, np.float32),
             column("min_tokens", 0, np.int32),
             column("top_logprobs", 0, np.int32),
             bias,
@@ -84,6 +99,8 @@ class ProcessorRows(struct.PyTreeNode):
             prompt,
             np.zeros(shape, np.int32),
             allowed,
+            words,
+            np.full((count, MOST_OF_WORDS[1] - 1), -2, np.int32),
         )
 
     def applied(self, logits: Array, token_index: Array) -> Array:
@@ -91,7 +108,8 @@ class ProcessorRows(struct.PyTreeNode):
 
         First the bias; then what was seen in prompt or answer is divided by the repetition penalty,
         or multiplied where it is negative; then the other penalties, by the answer alone; and what
-        would end the answer too early is -inf, as is what is not allowed.
+        would end the answer too early is -inf, as is what is not allowed, what would complete one
+        of the words, where that leaves something, and what is then below the floor.
         """
         there = self.counts > 0
         logits = logits + self.bias
@@ -102,7 +120,20 @@ class ProcessorRows(struct.PyTreeNode):
         early = (token_index < self.least)[:, None]
         bits = (self.allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
         allowed = bits.reshape(len(logits), -1)[:, : logits.shape[1]] == 1
-        return jnp.where((self.ends & early) | ~allowed, -jnp.inf, logits)
+        allowed &= ~(self.ends & early)
+        unsaid = allowed & ~self._completing(logits.shape[1])
+        kept = jnp.where(unsaid.any(-1, keepdims=True), unsaid, allowed)  # a form comes first
+        logits = jnp.where(kept, logits, -jnp.inf)
+        least = logits.max(-1, keepdims=True) + self.floor[:, None]
+        return jnp.where(logits < least, -jnp.inf, logits)
+
+    def _completing(self, vocab_size: int) -> Array:
+        """Which tokens would complete one of the words: bool [B, V]."""
+        before, last = self.words[..., :-1], self.words[..., -1]
+        met = ((before == self.recent[:, None]) | (before < 0)).all(-1) & (last >= 0)
+        rows = jnp.arange(len(last))[:, None]
+        nowhere = jnp.zeros((len(last), vocab_size), bool)
+        return nowhere.at[rows, jnp.where(met, last, vocab_size)].set(True, mode="drop")
 
     def likeliest(self, logits: Array) -> tuple[Array, Array]:
         """The MOST_TOP largest of each row and their ids, [B, MOST_TOP]; 0 where nobody asks."""
@@ -118,7 +149,10 @@ class ProcessorRows(struct.PyTreeNode):
     def counted(self, ids: Array) -> "ProcessorRows":
         """After these tokens [B] were drawn."""
         rows = jnp.arange(len(ids))
-        return self.replace(counts=self.counts.at[rows, jnp.maximum(ids, 0)].add(1))
+        return self.replace(
+            counts=self.counts.at[rows, jnp.maximum(ids, 0)].add(1),
+            recent=jnp.concatenate([self.recent[:, 1:], ids[:, None]], axis=1),
+        )
 
 
 def all_allowed(count: int, vocab_size: int) -> HostArray:

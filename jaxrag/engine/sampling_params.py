@@ -2,7 +2,9 @@
 
 import dataclasses
 import hashlib
+import math
 import reprlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 from jaxrag.base.errors import RequestError
@@ -18,11 +20,15 @@ MOST_K = 2**31 - 1  # the engine holds it as int32
 MOST_SEED = 2**32 - 1
 MOST_TOP = 20  # likeliest tokens that are told with each
 MOST_BIASES = 1024
+MOST_WORDS = 128
+MOST_OF_WORDS = 2 * MOST_WORDS, 32  # as tokens: each with a space before it too, and their length
+_LONGEST_WORD = 1024  # characters
 _MOST_BIAS = 100
-_PENALTIES = (
+_BETWEEN = (
     ("presence_penalty", -2.0, 2.0),
     ("frequency_penalty", -2.0, 2.0),
     ("repetition_penalty", 0.01, 100.0),
+    ("min_p", 0.0, 1.0),
 )
 _LONG = 128  # bits of an integer that is not shown: Python refuses to write some out
 
@@ -43,6 +49,10 @@ class SamplingParams:
       min_tokens: before which the answer does not end, but where its room does.
       top_logprobs: likeliest tokens that the engine tells with every token, at most 20.
       guide: what the text of the answer has to be; not with ``min_tokens``.
+      min_p: 0 to 1; keep the tokens whose probability is at least this share of the largest.
+      bad_words: texts, or token ids of each, that no answer comes to hold: the last token of one
+        is not chosen behind the others of it. At most 128, and 32 tokens of each.
+      allowed_token_ids: no other token is chosen; not with ``guide``. None: any.
     """
 
     temperature: float = option(0.0, "0 is greedy", "T")
@@ -56,6 +66,9 @@ class SamplingParams:
     min_tokens: int = option(0, shown=False)
     top_logprobs: int = option(0, shown=False)
     guide: Guide | None = option(None, shown=False)
+    min_p: float = option(0.0, shown=False)
+    bad_words: tuple[str | tuple[int, ...], ...] = option((), shown=False)
+    allowed_token_ids: tuple[int, ...] | None = option(None, shown=False)
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p"):
@@ -71,26 +84,64 @@ class SamplingParams:
         _check_integer("top_logprobs", self.top_logprobs, MOST_TOP)
         if self.guide is not None and self.min_tokens:
             raise _refused("min_tokens", self.min_tokens, "0 with a guide, whose answers may end")
-        for name, least, most in _PENALTIES:
+        for name, least, most in _BETWEEN:
             value = getattr(self, name)
             require_kind(name, value, (int, float), "a number", optional=False)
             if not least <= value <= most:
                 raise _refused(name, value, f"a number from {least:g} to {most:g}")
-        if len(self.logit_bias) > MOST_BIASES:
-            count = len(self.logit_bias)
-            raise RequestError(f"logit_bias has {count} entries: expected at most {MOST_BIASES}")
-        for token_id, bias in self.logit_bias:
-            _check_integer("logit_bias", token_id, MOST_K)
+        for name, held in (("logit_bias", MOST_BIASES), ("bad_words", MOST_OF_WORDS[0])):
+            if (count := len(getattr(self, name))) > held:
+                raise RequestError(f"{name} has {count} entries: expected at most {held}")
+        for _, bias in self.logit_bias:
             require_kind("logit_bias", bias, (int, float), "a number", optional=False)
             if not -_MOST_BIAS <= bias <= _MOST_BIAS:
                 raise _refused("logit_bias", bias, f"numbers from -{_MOST_BIAS} to {_MOST_BIAS}")
+        for word in self.bad_words:
+            held = _LONGEST_WORD if isinstance(word, str) else MOST_OF_WORDS[1]
+            if not isinstance(word, str | tuple) or not 0 < len(word) <= held:
+                raise _refused("bad_words", word, f"texts, or tuples of token ids, of 1 to {held}")
+        if self.allowed_token_ids is not None and (not self.allowed_token_ids or self.guide):
+            value = self.allowed_token_ids
+            raise _refused("allowed_token_ids", value, "one or more, and no form of the answer")
+        for name, token_id in self._ids():
+            _check_integer(name, token_id, MOST_K)
+
+    def _ids(self) -> Iterator[tuple[str, int]]:
+        """All token ids, and the field of each."""
+        yield from (("logit_bias", it) for it, _ in self.logit_bias)
+        words = (it for it in self.bad_words if not isinstance(it, str))
+        yield from (("bad_words", it) for word in words for it in word)
+        yield from (("allowed_token_ids", it) for it in self.allowed_token_ids or ())
 
     @property
     def processes(self) -> bool:
         """Does it ask for more than to draw from the model's own logits?"""
         penalised = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
         more = self.logit_bias or self.min_tokens or self.top_logprobs or self.guide
-        return bool(penalised or more)
+        kept = self.bad_words or self.allowed_token_ids or self.floor > -math.inf
+        return bool(penalised or more or kept)
+
+    @property
+    def floor(self) -> float:
+        """How far a logit may be from the largest, by ``min_p``; -inf: any way."""
+        if not self.min_p or not self.temperature:
+            return -math.inf
+        return self.temperature * math.log(self.min_p)
+
+    def spelled(self, encode: Callable[[str], Iterable[Any]]) -> "SamplingParams":
+        """With ``bad_words`` as the token ids that they are given, and those behind a space.
+
+        As vLLM has it: the second where it begins with another token and is not longer. Raises
+        RequestError for words of too many tokens.
+        """
+        found = list[str | tuple[int, ...]]()
+        for word in self.bad_words:
+            if isinstance(word, str):
+                word, spaced = (tuple(map(int, encode(it + word.lstrip()))) for it in ("", " "))
+                if len(spaced) == len(word) > 0 and spaced[0] != word[0]:
+                    found.append(spaced)
+            found.append(word)
+        return dataclasses.replace(self, bad_words=tuple(found))
 
     def of_choice(self, index: int) -> "SamplingParams":
         """Of one of several answers to a prompt: its index joins the seed; that of 0 is its own."""
@@ -99,11 +150,22 @@ class SamplingParams:
         digest = hashlib.blake2b(f"{self.seed}/{index}".encode(), digest_size=4).digest()
         return dataclasses.replace(self, seed=int.from_bytes(digest, "big"))
 
-    def check_ids(self, vocab_size: int) -> None:
-        """RequestError for a bias of a token that a model of so many has not."""
-        for token_id, _ in self.logit_bias:
+    def check_ids(self, vocab_size: int, eos_ids: Iterable[int] = ()) -> None:
+        """RequestError for tokens that a model of so many has not, and where none may be chosen.
+
+        ``eos_ids``: those that end the answer.
+        """
+        for name, token_id in self._ids():
             if token_id >= vocab_size:
-                raise _refused("logit_bias", token_id, f"token ids from 0 to {vocab_size - 1}")
+                raise _refused(name, token_id, f"token ids from 0 to {vocab_size - 1}")
+        never: set[int | str] = set(eos_ids) if self.min_tokens else set()
+        for word in self.bad_words:
+            if isinstance(word, str):
+                raise _refused("bad_words", word, "token ids, as there is no tokenizer here")
+            never.add(word[-1])
+        if self.allowed_token_ids is not None and never.issuperset(self.allowed_token_ids):
+            what = "some beside the ends of bad_words, and with min_tokens those of the answer"
+            raise _refused("allowed_token_ids", self.allowed_token_ids, what)
 
 
 def _check_integer(name: str, value: Any, most: int) -> None:

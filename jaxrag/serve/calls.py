@@ -37,6 +37,7 @@ _PARAMETER = re.compile(r"<parameter=(.*?)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _FUNCTION = re.compile(r"\s*<function=(.*?)>")
 _MARKS = re.compile(r"\A\s*(\[TOOL_CALLS\]|<\|python_tag\|>|<\|tool_call\|>)|<\|/tool_call\|>\s*\Z")
 _DECODER = json.JSONDecoder()
+_BEGUN = re.compile(r'\{\s*"name"\s*:\s*"([^"]*)"\s*,\s*"arguments"\s*:\s*(.*)', re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +76,22 @@ def calls_of(text: str, form: str, names: Collection[str]) -> tuple[str, list[To
     if not found or any(it is None or it.name not in names for it in found):
         return text, []
     return said.rstrip(), [it for it in found if it is not None]
+
+
+def begun_calls(text: str) -> list[ToolCall]:
+    """Of a list of calls, or the beginning of one: the last has the arguments that it came to."""
+    found = list[ToolCall]()
+    rest = text.lstrip().removeprefix("[").lstrip()
+    while rest:
+        try:
+            whole, end = _DECODER.raw_decode(rest)
+        except ValueError:
+            begun = _BEGUN.match(rest)
+            return [*found, ToolCall(begun[1], begun[2])] if begun else found
+        call = _call(whole)
+        found += [] if call is None else [call]
+        rest = rest[end:].lstrip(" \n\t,]")
+    return found
 
 
 def sure_text(text: str, form: str, names: Collection[str]) -> int:

@@ -243,7 +243,9 @@ def prepare(
     """
     start = time.perf_counter()
     sampling = sampling or SamplingParams()
-    sampling.check_ids(settings.model.config.vocab_size)
+    if sampling.bad_words and settings.model.tokenizer is not None:
+        sampling = sampling.spelled(settings.model.tokenizer.encode)
+    sampling.check_ids(settings.model.config.vocab_size, settings.model.eos_ids)
     grammar = settings.model.grammar(sampling.guide)  # refused here
     talk = question if isinstance(question, Conversation) else Conversation((question,))
     ask, model = settings.ask, settings.model

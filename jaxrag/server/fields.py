@@ -14,7 +14,14 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from jaxrag.base.guide import Guide, GuideKind
-from jaxrag.engine.sampling_params import MOST_BIASES, MOST_K, MOST_SEED, MOST_TOP, SamplingParams
+from jaxrag.engine.sampling_params import (
+    MOST_BIASES,
+    MOST_K,
+    MOST_SEED,
+    MOST_TOP,
+    MOST_WORDS,
+    SamplingParams,
+)
 from jaxrag.library.options import NeighboursFrom, SearchMode
 from jaxrag.models.text.chat import RESERVED
 from jaxrag.models.text.verbatim import Framing
@@ -29,7 +36,7 @@ _MOST_NOTED = 16  # unknown fields; of one more it is said that there are more
 MOST_CHOICES = 64  # answers to a request, of all its prompts together
 _SAMPLING = (
     "temperature", "top_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "min_tokens",
+    "min_tokens", "min_p", "allowed_token_ids",
 )  # fmt: skip
 _NOTED = reprlib.Repr(maxlist=_MOST_NOTED, maxstring=80)
 _GUIDES = ("response_format", "guided_json", "guided_regex", "guided_choice")
@@ -343,6 +350,9 @@ class Generation(SaidFields, Named, _Undone):
         dict[str, Any], Field(max_length=MOST_BIASES), AfterValidator(_biases)
     ] = Field({})
     min_tokens: Int = 0
+    min_p: float = 0.0
+    bad_words: Annotated[Texts, Field(max_length=MOST_WORDS)] | None = None
+    allowed_token_ids: Annotated[list[Int], AfterValidator(tuple)] | None = None
     top_logprobs: Int = 0
     logprobs: Annotated[bool | int, PlainValidator(_logprobs)] = False
     response_format: Annotated[dict[str, Any], AfterValidator(_response_format)] | None = None
@@ -378,6 +388,7 @@ class Generation(SaidFields, Named, _Undone):
             seed = secrets.randbelow(MOST_SEED + 1) if self.temperature else 0
         self._sampling = SamplingParams(
             **{name: getattr(self, name) for name in _SAMPLING},
+            bad_words=tuple(self.bad_words or ()),
             top_k=max(self.top_k, 0),
             seed=seed % (MOST_SEED + 1),
             logit_bias=tuple(self.logit_bias),  # type: ignore[arg-type]

@@ -171,6 +171,35 @@ REFUSED = {
 }
 
 
+def optional(count, name="p"):
+    return {"properties": {f"{name}{it}": {} for it in range(count)}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "wide"),
+    [
+        (optional(1001), 1001),
+        ({"anyOf": [optional(100, name) for name in "abcdefghij"]}, 1020),
+        ({"$defs": {"a": optional(1)}, "oneOf": [{"$ref": "#/$defs/a"}] * 500}, 1001),
+        ({"items": {"anyOf": [{"required": ["p0"], **optional(1)}] * 501}}, 1002),
+        ({**optional(1200), "required": ["p0"] * 900}, 1199),
+    ],
+)
+def test_what_is_too_wide_is_refused_before_it_is_compiled(serving, schema, wide, monkeypatch):
+    """Its tokens would be followed with Python's lock held, each for up to a second."""
+    monkeypatch.setattr("llguidance.LLMatcher.grammar_from_json_schema", None)
+    answer = serving.post(CHAT, messages=ASKED, guided_json=schema)
+    assert answer.status_code == 400, answer.text
+    assert f"it has {wide} properties that may be left out" in answer.json()["error"]["message"]
+
+
+def test_what_is_required_is_not_wide(serving):
+    schema = {**optional(900), "required": [f"p{it}" for it in range(900)]}
+    schema["properties"] = {key: {"const": 1} for key in schema["properties"]}
+    told = serving.post(CHAT, messages=ASKED, guided_json=schema, max_tokens=2)
+    assert told.status_code == 200, told.text
+
+
 @pytest.mark.parametrize("body", REFUSED.values(), ids=REFUSED)
 def test_what_no_answer_can_be_is_400_at_once(serving, body):
     begun = time.monotonic()
@@ -201,3 +230,11 @@ def test_a_form_that_spells_a_special_token_is_answered(serving, form, text):
 def text_of_choice(answer):
     [choice] = answer["choices"]
     return choice["message"]["content"], choice["finish_reason"]
+
+
+def test_words_are_looked_for_within_a_form(serving):
+    form = {"guided_choice": ["a", "b"], "messages": ASKED}
+    one = text_of(serving.post(CHAT, **form))
+    other = text_of(serving.post(CHAT, bad_words=[one], **form))
+    assert {one, other} == {"a", "b"}
+    assert text_of(serving.post(CHAT, bad_words=["a", "b"], **form)) == one, "the form comes first"

@@ -141,3 +141,17 @@ def test_another_user_gets_no_socket(monkeypatch):
                 Predecessor(bound.getsockname())
         finally:
             waiting.close()
+
+
+def test_who_holds_the_name_of_a_hand_over_is_told_of(start, served_model, caplog):
+    """It may be another user's: the server serves, and says why nobody can take over from it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = free.getsockname()
+    with socket.socket(socket.AF_UNIX) as holding:
+        holding.bind(handover._place(address))
+        with start(served_model, {}, port=address[1]) as server:
+            assert server.client.get("/health").status_code == 200
+            with refused(ConfigError, f"127.0.0.1:{address[1]}"):
+                Predecessor(address)
+    [told] = [it for it in caplog.messages if "no other process can take over" in it]
+    assert f"127.0.0.1:{address[1]}" in told and "--port" in told and "\n" not in told

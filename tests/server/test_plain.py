@@ -16,6 +16,7 @@ from jaxrag.server.settings import ServerSettings
 from jaxrag.server.state.state import make_state
 
 PASSAGES = ["Otters eat fish and sleep at day. " * 4, "Bees fly high over fields. " * 5]
+LARGE = ("jit(run_packed)", "jit(_place)", "jit(_layer)", "jit(_whole_steps)", "jit(_some_layers)")
 PLAIN = {"plain": "passages", "warm_up": False}
 
 
@@ -68,8 +69,12 @@ def test_no_passage_waits_for_its_encoding_to_be_compiled(
         while running.state.phase != "ready" or running.state.compiling is not None:
             time.sleep(0.05)
         ready = set(shapes)
+        compiled = dict(running.state.engine.compiled)
         long = ["Words of a passage that is long. " * count for count in (3, 9, 15)]
-        assert cached(ask(running, [*PASSAGES, *long])) == 0
+        for passages in (PASSAGES, [*PASSAGES, *long], ["hi there, who reads " * 60]):
+            assert cached(ask(running, passages)) == 0
+        for name in LARGE:
+            assert running.state.engine.compiled.get(name) == compiled.get(name), name
     assert ready and shapes == ready
 
 

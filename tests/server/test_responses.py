@@ -15,6 +15,7 @@ from jaxrag.server.errors import unavailable
 STORY = b"File 23: Giso Berow lives in Tondorf.\n\nFile 18: Mela Forow works as a judge.\n"
 HOME = "What is the home of Giso Berow?"
 ANIMAL = "Which animal does Kora Felell keep?"
+ASKED = [{"role": "user", "content": HOME}]
 MODEL, KB = "synthetic", "synthetic@village"
 VILLAGE = {"type": "file_search", "vector_store_ids": ["village"]}
 
@@ -257,6 +258,28 @@ def test_a_response_is_kept_and_goes_on(client, kept):
     assert client.responses.retrieve(second.id).id == second.id
 
 
+def test_an_item_is_referred_to(client, kept):
+    ask = {"model": MODEL, "tools": [VILLAGE]}
+    first = client.responses.create(**ask, input=HOME)
+    refs = [{"type": "item_reference", "id": it.id} for it in first.output]
+    assert len(refs) == 2, "a search and a message"
+
+    def told(*before):
+        talk = [{"role": "user", "content": HOME}, *before, {"role": "user", "content": ANIMAL}]
+        found = client.responses.create(**ask, input=talk, store=False)
+        return found.output_text, found.usage.input_tokens
+
+    assert told(*refs) == told(*[it.to_dict() for it in first.output]) != told()
+    client.responses.delete(first.id)
+    for name in (first.output[-1].id, "msg_1", "msg_" + "0" * 32):
+        answer = kept.post("/v1/responses", input=[{"type": "item_reference", "id": name}])
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (404, "input")
+        assert name in error["message"] and "\n" not in error["message"]
+    wrong = kept.post("/v1/responses", input=[{"type": "item_reference", "id": 7}])
+    assert wrong.status_code == 400 and "input[0].id=7" in wrong.json()["error"]["message"]
+
+
 def test_no_answer_outlives_its_documents(client, kept):
     """Law 18: what was made from a removed file is forgotten, with all that went on from it."""
     made = client.vector_stores.create(name="short")
@@ -269,11 +292,15 @@ def test_no_answer_outlives_its_documents(client, kept):
     quoting = client.responses.create(input=HOME, **ask)
     other = client.responses.create(input=ANIMAL, **ask)
     after = client.responses.create(input=ANIMAL, previous_response_id=quoting.id, **ask)
+    said = {"type": "item_reference", "id": quoting.output[-1].id}
+    referring = client.responses.create(
+        input=[{"role": "user", "content": HOME}, said, {"role": "user", "content": ANIMAL}], **ask
+    )
     rows = {it.id: it for it in kept.state.library.registry.responses()}
     assert "lives in Tondorf" not in json.dumps(rows[quoting.id].body), "no passage is kept"
     client.vector_stores.files.delete(files[0].id, vector_store_id=made.id)
     left = {it.id for it in kept.state.library.registry.responses()}
-    assert other.id in left and not left & {quoting.id, after.id}
+    assert other.id in left and not left & {quoting.id, after.id, referring.id}
     client.vector_stores.delete(made.id)
     for gone in (quoting, after, other):
         with pytest.raises(openai.NotFoundError):
@@ -327,6 +354,9 @@ def test_responses_outlive_the_server_and_are_their_tenants(running, served_mode
     with running(served_model, {}, **settings) as server:
         assert asked(server, "1", previous_response_id=told["id"]).status_code == 200
         assert asked(server, "1", previous_response_id="resp_b").status_code == 404
+        said = [{"type": "item_reference", "id": told["output"][-1]["id"]}, *ASKED]
+        assert asked(server, "1", input=said).status_code == 200
+        assert [asked(server, it, input=said, store=False).status_code for it in "23"] == [404] * 2
 
 
 def test_without_a_data_folder_nothing_is_kept(server):

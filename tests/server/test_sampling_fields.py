@@ -170,10 +170,63 @@ def test_vllms_ways_to_end_and_to_show(server, served_model):
     assert special["message"]["content"].count(mark) == 2
 
 
-def test_what_is_not_done_is_noted(server):
-    told = server.chat(min_p=0.1, bad_words=["falcon"], allowed_token_ids=[5], max_tokens=1).json()
-    [note] = [it for it in told["jaxrag"]["notes"] if "are ignored" in it]
-    assert all(name in note for name in ("min_p", "bad_words", "allowed_token_ids"))
+@pytest.fixture(params=["chat", "completion"])
+def answers(request, server):
+    """``answers(**fields)``: the texts of a request, and those of the same as a stream."""
+    path, prompt = "/v1/completions", {"prompt": PROMPT}
+    if request.param == "chat":
+        path, prompt = "/v1/chat/completions", {"model": KB, "messages": ASKED}
+
+    def said(choice):
+        if "text" in choice:
+            return choice["text"]
+        return (choice.get("message") or choice["delta"]).get("content") or ""
+
+    def ask(**fields):
+        body = {"max_tokens": 6, "seed": 5, **LONG, **prompt, **fields}
+        whole = server.post(path, **body).raise_for_status().json()["choices"]
+        streamed = [""] * len(whole)
+        for line in server.post(path, stream=True, **body).text.split("\n\n"):
+            if line.startswith("data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    streamed[choice["index"]] += said(choice)
+        assert streamed == list(map(said, whole))
+        return streamed
+
+    return ask
+
+
+@pytest.mark.parametrize("drawn", [{}, {"temperature": 50.0, "n": 2}])
+def test_words_and_tokens_are_kept_out(answers, server, drawn):
+    tokenizer = server.state.model.tokenizer
+    plain = answers(**drawn)
+    first = plain[0].split()[0]
+    assert first not in " ".join(answers(bad_words=[first], **drawn)).split()
+    kept = tokenizer.encode("falcon judge Tondorf").tolist()
+    told = answers(allowed_token_ids=kept, **drawn)
+    assert {it for text in told for it in text.split()} <= {"falcon", "judge", "Tondorf"}
+    told = answers(allowed_token_ids=kept, bad_words=["judge", "falcon"], **drawn)
+    assert told == [" ".join(["Tondorf"] * 6)] * len(told)
+    likeliest = answers()
+    assert answers(min_p=1.0, **drawn) == likeliest * len(plain)
+    assert (answers(min_p=0.0, **drawn) == likeliest * len(plain)) == (not drawn)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("min_p", 1.5),
+        ("bad_words", [""]),
+        ("bad_words", ["a"] * 129),
+        ("bad_words", [5]),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [10**6]),
+        ("allowed_token_ids", ["5"]),
+    ],
+)
+def test_what_keeps_nothing_is_refused(server, field, value):
+    told = server.chat(**{field: value})
+    assert told.status_code == 400 and told.json()["error"]["param"] == field
 
 
 def test_a_stream_with_usage_has_none_before_it(server):

@@ -1,6 +1,7 @@
 """Tools of a chat, as stock clients call them."""
 
 import json
+import re
 
 import hypothesis
 import hypothesis.strategies as st
@@ -12,6 +13,7 @@ from langchain_openai import ChatOpenAI
 
 from jaxrag.models.model import load_model
 from jaxrag.models.text.tokenizer import Tokenizer
+from jaxrag.serve.calls import begun_calls
 
 CHAT = "/v1/chat/completions"
 ASKED = [{"role": "user", "content": "Is it warm?"}]
@@ -410,3 +412,33 @@ def test_definitions_beyond_the_context_are_refused_before_they_are_tokenised(se
     messages = [*ASKED, {"role": "assistant", "tool_calls": [call]}]
     assert serving.post(CHAT, messages=messages).status_code == 400
     assert max(encoded, default=0) < 100_000
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ('[{"name": "a", "arguments": {"b": 1}}]', [("a", '{"b": 1}')]),
+        ('[{"name": "a", "arguments": {}}, {"name": "b", "argu', [("a", "{}")]),
+        ('[{"name": "a", "arguments": {}},{"name":"b","arguments":{"c": "d', [("a", "{}"),
+         ("b", '{"c": "d')]),
+        ('[{"name": "a", "arguments": ', [("a", "")]),
+        ('[{"name": "a', []),
+        ("[", []),
+        ("", []),
+    ],
+)  # fmt: skip
+def test_calls_that_were_cut_are_calls(text, calls):
+    assert [(it.name, it.arguments) for it in begun_calls(text)] == calls
+
+
+def test_required_calls_that_are_cut_are_no_text(serving):
+    """Whatever their length, whole and as a stream, in chats and in responses."""
+    seen = set()
+    for most in (3, 9, 30, 60):
+        asked = {"tools": [WEATHER], "tool_choice": "required", **DRAWN, "max_tokens": most}
+        [choice] = serving.post(CHAT, messages=ASKED, **asked).json()["choices"]
+        assert not choice["message"]["content"]
+        seen.add((choice["finish_reason"], bool(choice["message"].get("tool_calls"))))
+        streamed = serving.post(CHAT, messages=ASKED, stream=True, **asked).text
+        assert not re.search(r'"content": ?"[^"]', streamed)
+    assert ("length", True) in seen

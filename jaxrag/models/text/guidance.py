@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import llguidance
 
 _MOST_ERROR = 200
+_MOST_WIDE = 1000  # beyond it a token takes as long as it is wide squared, with Python's lock
 _TRIED = 12  # tokens of an answer, before it is asked for
 _REASONS = {"NoExtensionBias": "no text satisfies it, as a $ref to itself"}
 
@@ -138,6 +139,9 @@ def _grammar_of(guide: Guide) -> str:
     if guide.kind == "json_schema":
         if not isinstance(schema, dict | bool):
             raise _refused(guide, "it is no object")
+        if (wide := _width(schema)) > _MOST_WIDE:
+            why = "properties that may be left out, a branch being two: expected at most"
+            raise _refused(guide, f"it has {wide} {why} {_MOST_WIDE}")
         # No white space that a model could go on with for ever.
         how: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
         how["lenient"] = True  # what is not done is noted
@@ -150,6 +154,24 @@ def _grammar_of(guide: Guide) -> str:
     return str(
         LLMatcher.grammar_from_lark("start: TEXT\nTEXT: " + " | ".join(map(json.dumps, texts)))
     )
+
+
+def _width(schema: Any) -> int:
+    """Properties that may be left out, wherever they are, and twice the branches."""
+    width, rest = 0, [schema]
+    while rest:
+        one = rest.pop()
+        if isinstance(one, list):
+            rest += one
+        if not isinstance(one, dict):
+            continue
+        rest += one.values()
+        named, needed = one.get("properties"), one.get("required")
+        needed = [it for it in needed if isinstance(it, str)] if isinstance(needed, list) else []
+        width += len(named.keys() - set(needed)) if isinstance(named, dict) else 0
+        branches = (one.get(name) for name in ("anyOf", "oneOf"))
+        width += sum(2 * len(it) for it in branches if isinstance(it, list))
+    return width
 
 
 def _json_of(guide: Guide) -> Any:

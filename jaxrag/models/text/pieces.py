@@ -115,6 +115,8 @@ def _places(text: str, start: int, breaks: str) -> Iterator[int]:
         (start + _AROUND, full - _NEAR),
         (full, start + MAX_CHARACTERS),
     ):
+        if not any(it in text[first : last + 1] for it in breaks):  # at once; with the lock, too
+            continue
         found = itertools.islice(between.finditer(text, first, last + 1), _TRIES)
         yield from (match.start() for match in found)
 

@@ -9,6 +9,7 @@ import contextlib
 import datetime
 import functools
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -57,6 +58,7 @@ TEMPLATE_DIRECTORY = "additional_chat_templates"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 _REPLACEMENT = "\ufffd"
 _MOST_GROWTH = 64
+_AT_ONCE = 1 << 14  # tokens that are read with Python's lock held
 _LONG = 4096  # characters of a text for which other threads are let run
 
 
@@ -177,7 +179,7 @@ class Tokenizer:
         tokenizer = self._special if special else self._text
 
         def ids(piece: str) -> HostArray:
-            return np.asarray(_encoding(tokenizer, piece).ids, np.int32)
+            return _ids(_encoding(tokenizer, piece))
 
         if len(text) <= PIECE_CHARACTERS:
             return ids(text)
@@ -389,8 +391,17 @@ class TextStream:
 
 def _encoded(tokenizer: tokenizers.Tokenizer, text: str) -> tuple[HostArray, HostArray]:
     encoding = _encoding(tokenizer, text)
-    offsets = np.array(encoding.offsets, np.int32).reshape(-1, 2)
-    return np.asarray(encoding.ids, np.int32), offsets
+    if len(encoding) <= _AT_ONCE:
+        return _ids(encoding), np.array(encoding.offsets, np.int32).reshape(-1, 2)
+    spans = map(encoding.token_to_chars, range(len(encoding)))
+    parts = iter(lambda: list(itertools.islice(spans, _AT_ONCE)), [])
+    return _ids(encoding), np.concatenate([np.array(it, np.int32) for it in parts])
+
+
+def _ids(encoding: tokenizers.Encoding) -> HostArray:
+    ids = encoding.ids
+    starts = range(0, max(len(ids), 1), _AT_ONCE)
+    return np.concatenate([np.asarray(ids[at : at + _AT_ONCE], np.int32) for at in starts])
 
 
 def _encoding(tokenizer: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:

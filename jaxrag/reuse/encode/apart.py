@@ -12,7 +12,9 @@ from jaxrag.base.types import HostArray
 from jaxrag.models.model import Model
 from jaxrag.reuse.encode.packed import RowBatch, check_context, encode_batches, lay_rows
 
-_WIDTHS = (32, 48, 64, 80, 96, 128, 160, 192, 224, 256, 288, 320, 384, 448, 512)
+_WIDTHS = (
+    32, 48, 64, 80, 96, 128, 160, 192, 224, 256, 288, 320, 384, 448, 512, 768, 1024,
+)  # fmt: skip
 _TOKENS = 128  # of a program, unless one row is longer: what reading the weights costs is paid off
 
 

@@ -63,7 +63,6 @@ def make_ready(
     if wanted is not None and wanted > most:
         raise invalid(f"max_tokens={wanted}: this server gives at most {most}", "max_tokens")
     sampling = fields.said["sampling"]
-    sampling.check_ids(state.model.config.vocab_size)
     if sampling.min_tokens > (least := wanted or server.max_new_tokens):
         raise invalid(
             f"min_tokens={sampling.min_tokens}: expected at most max_tokens, which is {least}",

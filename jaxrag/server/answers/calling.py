@@ -11,7 +11,7 @@ from pydantic import Field
 
 from jaxrag.base.guide import Guide
 from jaxrag.models.model import Model
-from jaxrag.serve.calls import ToolCall, calls_of, form_of, sure_text
+from jaxrag.serve.calls import ToolCall, begun_calls, calls_of, form_of, sure_text
 from jaxrag.server.errors import invalid
 from jaxrag.server.fields import Fields, Generation, wrong
 
@@ -161,7 +161,7 @@ class CallReader:
             return calls_of(text, self._form, self._calling.names)
         if choice != "required":
             return "", [ToolCall(choice, text)]
-        return calls_of(text, "llama", self._calling.names)
+        return "", begun_calls(text)
 
     def sure(self, text: str) -> int:
         """How many characters of the beginning of an answer are no call."""

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxrag.serve.answers import Piece, Result
-from jaxrag.serve.calls import ToolCall
 from jaxrag.serve.conversation import Conversation, Source
 from jaxrag.server.answers.calling import Calling, CallReader, call_id, called
 from jaxrag.server.answers.cited import filename, of_response
@@ -18,7 +17,7 @@ from jaxrag.server.answers.visit import Visit
 from jaxrag.server.attributes import file_id_of
 from jaxrag.server.errors import Problem
 from jaxrag.server.fields import Generation
-from jaxrag.server.state.registry import Ground, ResponseRow
+from jaxrag.server.state.registry import Ground
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,18 +68,22 @@ class ResponseForm(Form):
     """
 
     def __init__(
-        self, visit: Visit, asked: ResponseRequest, before: ResponseRow | None = None
+        self, visit: Visit, asked: ResponseRequest, grounds: Sequence[Ground] = ()
     ) -> None:
-        """Raises RequestError for a model whose calls are not known."""
+        """``grounds``: of responses that it goes on from, or refers to.
+
+        Raises RequestError for a model whose calls are not known.
+        """
         super().__init__(visit, "response", "resp", asked.generation)
         self.reader = CallReader(visit.state.model, asked.calling)
         self._text, self._end = "", 0  # the answer, and how much of what it says was told
         self._open = False  # the message has begun
-        self._asked, self._before = asked, before
-        names = ("resp", "msg", "rs")
-        self._id, self._message, self._thinking = (f"{it}_{uuid.uuid4().hex}" for it in names)
+        self._asked, self._grounds = asked, grounds
+        self._name = uuid.uuid4().hex  # in the ids of its items, by which they are found
+        names = ("resp", "msg", "rs", "fs")
+        ids = (f"{it}_{self._name}" for it in names)
+        self._id, self._message, self._thinking, self._call = ids
         self._thought = ""  # that was told
-        self._call = f"fs_{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._count = 0
         self._at: dict[str, Any] = {
@@ -155,7 +158,7 @@ class ResponseForm(Form):
 
     def _keep(self, result: Result) -> None:
         """Store it with the documents that it is made from, and none of their passages."""
-        visit, before = self.visit, self._before
+        visit = self.visit
         output = [
             it | ({"results": None} if it["type"] == "file_search_call" else {})
             for it in self.complete["output"]
@@ -163,7 +166,7 @@ class ResponseForm(Form):
         shown = {name: it for name, it in self.complete.items() if name != "jaxrag"}
         answer = self.answer(result, output)
         messages = [*self._asked.messages, answer]
-        grounds = [] if before is None else list(before.grounds)
+        grounds = list(self._grounds)
         if visit.knowledge_base is not None:
             documents = tuple(dict.fromkeys(it.document_id for it in result.sources))
             store = store_id(visit.state, visit.call.access, visit.knowledge_base)
@@ -247,7 +250,17 @@ class ResponseForm(Form):
         thought, result = self.spoken(0, result)
         said, calls = self.reader.read(result.text)
         status = "incomplete" if result.finish_reason == "length" else "completed"
-        items = [_item(it, status) for it in calls]
+        items = [
+            {
+                "id": f"fc_{self._name}_{place}",
+                "type": "function_call",
+                "call_id": call_id(),
+                "name": call.name,
+                "arguments": call.arguments,
+                "status": status,
+            }
+            for place, call in enumerate(calls)
+        ]
         if said or not (items or thought):
             cited = of_response(result, self.fields.cite not in (None, "no"))
             items.insert(0, self.said(status, [said_text(said, cited, logprobs)]))
@@ -326,17 +339,6 @@ class ResponseForm(Form):
             "status": status,
             "content": content,
         }
-
-
-def _item(call: ToolCall, status: str) -> dict[str, Any]:
-    return {
-        "id": f"fc_{uuid.uuid4().hex}",
-        "type": "function_call",
-        "call_id": call_id(),
-        "name": call.name,
-        "arguments": call.arguments,
-        "status": status,
-    }
 
 
 def _best_first(visit: Visit) -> list[Source]:

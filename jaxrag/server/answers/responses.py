@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import reprlib
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, Field, PlainValidator
@@ -29,7 +30,7 @@ from jaxrag.server.answers.response_form import (
     ResponseForm,
     ResponseRequest,
 )
-from jaxrag.server.answers.stored import keeps_responses, kept_response
+from jaxrag.server.answers.stored import keeps_responses, kept_items, kept_response
 from jaxrag.server.answers.visit import Visit
 from jaxrag.server.attributes import Metadata
 from jaxrag.server.errors import invalid
@@ -134,7 +135,9 @@ async def responses(visit: Visit) -> Response:
                 "previous_response_id",
             )
         before = await asyncio.to_thread(kept_response, state, access, earlier)
-    asked = await visit.read(functools.partial(request_of, before=before))
+    referred = await visit.read(_referred)
+    kept, grounds = await asyncio.to_thread(kept_items, state, access, referred)
+    asked = await visit.read(functools.partial(request_of, before=before, kept=kept))
     stores = asked.echo["store"] and keeps_responses(state, access)
     asked = dataclasses.replace(asked, echo={**asked.echo, "store": stores})
     if stores:
@@ -153,7 +156,7 @@ async def responses(visit: Visit) -> Response:
     visit.knowledge_base = base
     if calling is not None:
         refuse_knowledge(fields, base)
-    form = ResponseForm(visit, asked, before)
+    form = ResponseForm(visit, asked, [*(before.grounds if before else ()), *grounds])
     make = functools.partial(make_ready, state, access, fields, asked.talk, base)
     return await respond(visit, fields, [make], form)
 
@@ -180,16 +183,33 @@ def delete_response(call: Call) -> dict[str, Any]:
     return {"id": row.id, "object": "response", "deleted": True}
 
 
-def request_of(given: Mapping[str, Any], before: ResponseRow | None = None) -> ResponseRequest:
-    """What a body asks for. Raises Problem 400, or RequestError for a bad sampling."""
+def _referred(given: Mapping[str, Any]) -> list[str]:
+    """Ids of the items that the input refers to. Raises Problem 400."""
+    items = given.get("input")
+    found = list[str]()
+    for place, item in enumerate(items[:MOST_TEXTS] if isinstance(items, list) else ()):
+        if isinstance(item, dict) and item.get("type") == "item_reference":
+            if not isinstance(item.get("id"), str):
+                raise wrong(f"input[{place}].id", item.get("id"), "the id of an item")
+            found.append(item["id"])
+    return found
+
+
+def request_of(
+    given: Mapping[str, Any],
+    before: ResponseRow | None = None,
+    kept: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+) -> ResponseRequest:
+    """What a body asks for. Raises Problem 400, or RequestError for a bad sampling.
+
+    ``kept``: the items that it refers to.
+    """
     body = _ResponseFields.read(given)
     calling = functions_of(body)
     search, unread = (None, []) if calling else _search(body)
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    items, notes = _items(body.input)
-    messages = [*(before.body["messages"] if before else ()), *items]
+    messages = [*(before.body["messages"] if before else ()), *_items(body.input, kept)]
     talk = body.framed(conversation_of([*system, *messages], body.query, wire=True), messages)
-    talk = dataclasses.replace(talk, notes=tuple(notes))
     if calling is not None:
         talk = talk.with_tools(calling.tools)
     unread += ignored(body.text, at="text")
@@ -219,24 +239,20 @@ def request_of(given: Mapping[str, Any], before: ResponseRow | None = None) -> R
     return ResponseRequest(fields, messages, talk, search, echo, results, calling)
 
 
-def _items(given: Any) -> tuple[list[dict[str, Any]], list[str]]:
-    """The messages of the input, calls and results; and notes on what else it holds.
-
-    Earlier searches and thoughts are no part of the talk.
-    """
+def _items(given: Any, kept: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages of the input, calls and results; earlier searches and thoughts are none."""
     if isinstance(given, str) and given.strip():
-        return [{"role": "user", "content": given}], []
+        return [{"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
         raise wrong("input", given, "a text, or a list of messages")
     if len(given) > MOST_TEXTS:
         raise invalid(f"input has {len(given)} entries: expected at most {MOST_TEXTS}", "input")
-    found, notes = list[dict[str, Any]](), list[str]()
+    found = list[dict[str, Any]]()
     for place, item in enumerate(given):
+        if isinstance(item, dict) and item.get("type") == "item_reference":
+            item = kept[item["id"]]
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if kind in ("file_search_call", "reasoning"):
-            continue
-        if kind == "item_reference":
-            notes.append(f"input[{place}] refers to an item, and none is kept: send it as it is")
             continue
         if kind == "function_call":
             if not (found and "tool_calls" in found[-1]):
@@ -254,7 +270,7 @@ def _items(given: Any) -> tuple[list[dict[str, Any]], list[str]]:
         if isinstance(content, list):
             content = [text_part(f"input[{place}].content", part) for part in content]
         found.append({"role": item.get("role"), "content": content})
-    return found, notes
+    return found
 
 
 def _search(body: Tools) -> tuple[FileSearch | None, list[str]]:

@@ -42,7 +42,7 @@ class Successors:
         switch: Callable[[], None],
         room: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Wait for it on a thread, until ``close``.
+        """Wait for it on a thread, until ``close``. Raises OSError where its name is taken.
 
         Args:
           bound: the socket that clients connect to.
@@ -53,7 +53,11 @@ class Successors:
         self._room = room
         self._bound, self._about, self._switch = bound, dict(about), switch
         self._asked = socket.socket(socket.AF_UNIX)
-        self._asked.bind(_place(bound.getsockname()))
+        try:
+            self._asked.bind(_place(bound.getsockname()))
+        except OSError:
+            self._asked.close()
+            raise
         self._asked.listen(1)
         self._kept: socket.socket | None = None  # to who took over
         threading.Thread(target=self._serve, name="jaxrag-handover", daemon=True).start()

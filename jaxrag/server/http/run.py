@@ -214,7 +214,11 @@ class Server:
         try:
             return Successors(self._bound, self._about, switch, self._room)
         except OSError as error:
-            _LOG.warning("no other process can take over from this one: %s", error)
+            host, port, *_ = self._bound.getsockname()
+            _LOG.warning(
+                "no other process can take over from this one: another has the name for that of "
+                "%s:%s (%s); end that, or choose another --port", host, port, error.strerror,
+            )  # fmt: skip
             return None
 
     async def _leave(self) -> None:

@@ -49,6 +49,8 @@ class WarmUp:
         first = [it for it in asked if it.prompt.chunks] or asked
         usual = [it for it in first if _SHORTEST <= len(it.prompt.final) <= _LONGEST]
         self._rest = [it for it in asked if it not in usual]
+        if state.settings.plain == "passages":
+            self._rest += self._about_passages()
         state.compiling = (0, len(usual) + len(self._rest) + 2)
         before = sum(state.engine.compiled.values())
         programs = state.engine.compile_ahead(usual, done=self._done)
@@ -60,8 +62,8 @@ class WarmUp:
         """Compile what other requests need, while these are served; each in a moment of rest.
 
         Shorter and longer questions, and prompts without chunks; where files are uploaded or
-        passages are read, their encoding. Other methods and rules are compiled when they are first
-        asked for.
+        passages are read, their encoding, and prompts of every length that hold some. Other methods
+        and rules are compiled when they are first asked for.
         """
         state = self._state
         if isinstance(state.engine, Replicas):
@@ -146,6 +148,12 @@ class WarmUp:
 
     def _about_nothing(self) -> Iterator[Request]:
         return (it for it in self._like(set()) if not it.prompt.chunks)
+
+    def _about_passages(self) -> list[Request]:
+        """Prompts whose tables have every width, most of it of passages."""
+        most, k = self._state.model.config.max_positions, self._state.settings.k
+        sizes = {(most >> halved) // k for halved in range(1, most.bit_length())} - {0}
+        return [it for it in self._like(sizes) if it.prompt.chunks]
 
     def _like(self, sizes: set[int]) -> Iterator[Request]:
         state, settings = self._state, self._state.settings

@@ -9,6 +9,7 @@ from refusal import refused
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from jaxrag.base.errors import TokenizerError
+from jaxrag.models.text import tokenizer as tokenizer_module
 from jaxrag.models.text.tokenizer import Tokenizer, check_vocab
 
 CORPUS = [
@@ -466,3 +467,41 @@ def test_a_deep_file_is_refused(tmp_path):
     (directory / "tokenizer_config.json").write_text('{"a":' + "[" * 100_000)
     with refused(TokenizerError):
         Tokenizer.load(directory)
+
+
+class Read:
+    """An encoding that says how much was read of it at once."""
+
+    def __init__(self, count):
+        self.ids, self.most = list(range(count)), 0
+
+    def __len__(self):
+        return len(self.ids)
+
+    @property
+    def offsets(self):
+        self.most = max(self.most, len(self))
+        return [(it, it + 1) for it in self.ids]
+
+    def token_to_chars(self, place):
+        return place, place + 1
+
+
+@pytest.mark.parametrize("count", [0, 5, tokenizer_module._AT_ONCE + 5])
+def test_a_long_encoding_is_read_bit_by_bit(count, monkeypatch):
+    """All of its offsets at once would hold Python's lock for half a second, for 2 MB."""
+    found = Read(count)
+    monkeypatch.setattr(tokenizer_module, "_encoding", lambda tokenizer, text: found)
+    ids, at = tokenizer_module._encoded(None, "")
+    assert ids.tolist() == found.ids and ids.dtype == at.dtype == np.int32
+    assert at.tolist() == [[it, it + 1] for it in found.ids]
+    assert found.most <= tokenizer_module._AT_ONCE
+
+
+def test_a_long_word_is_encoded_as_the_library_does(chat_model_dir):
+    tokenizer = Tokenizer.load(chat_model_dir)
+    text = "ab" * 40_000
+    ids, at = tokenizer.encode_with_offsets(text)
+    whole = tokenizer._text.encode(text, add_special_tokens=False)
+    assert ids.tolist() == whole.ids == tokenizer.encode(text).tolist()
+    assert at.tolist() == [list(it) for it in whole.offsets]
