@@ -22,7 +22,7 @@ MOST = {
     "long signatures, jaxrag": 6,
 }
 AT_MOST = {  # of what shrinks and grows with every change
-    "code lines": 61_300,
+    "code lines": 61_440,
     "code lines, tests": 55_500,
     "code lines, benchmarks": 6_200,
     "benchmark scripts beside the GPU's": 23,
