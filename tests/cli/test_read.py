@@ -21,7 +21,7 @@ def test_text_metadata_and_what_was_left_out(tmp_path, capsys):
     assert main(["read", str(tmp_path)]) == 3
     out, err = capsys.readouterr()
     assert out.splitlines() == [
-        "== pump.md: Pump", "left out: 1 pictures inlined as data", 'metadata: {"year": 2024}', "",
+        "== pump.md: Pump", "left out: 1 picture inlined as data", 'metadata: {"year": 2024}', "",
         "# Pump", "", "Open valve \\x1b[2J.", "", "",
     ]  # fmt: skip
     assert "odd.xls: file type '.xls'" in err

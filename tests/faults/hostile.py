@@ -213,7 +213,7 @@ class Trials:
             here.close()
 
 
-_BESIDE = re.compile(r"note:|warning:|loading |Compiling for this machine")
+_BESIDE = re.compile(r"note:|warning:|loading |about |Compiling for this machine")
 
 
 def judge(case: Case, code: int, lines: Sequence[str], folder: Path) -> tuple[str, str]:

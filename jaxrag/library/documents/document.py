@@ -150,8 +150,9 @@ def _check_characters(name: str, value: str) -> None:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
+        fix = "its file's name is not UTF-8: rename it" if name == "id" else "repair the text"
         raise DocumentError(
-            f"{name} holds half of a surrogate pair at character {error.start}; repair the text"
+            f"{name} holds half of a surrogate pair at character {error.start}; {fix}"
         ) from None
 
 

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,23 @@ MAX_VALUES = 4 << 20  # objects and lists in JSON that is parsed as a whole
 MAX_CELLS = 256 << 10  # of a row of a table
 BETWEEN_PAGES = "\n\n"
 
+_MOST_BAD = 5  # characters of text, for one that is not decoded
+_WIDE = re.compile(r"(?i)gb|big5|.*(?:jis|euc|cp9|2022|utf)")  # of several bytes a character
+_HIGH = bytes(range(0x80, 0x100))
+_BINARY = re.compile(r"[\0-\x06\x0e-\x19]")
+# Who names the left one means the right one, as browsers read it.
+_MEANT = {
+    "iso-8859-1": "cp1252",
+    "latin1": "cp1252",
+    "us-ascii": "cp1252",
+    "ascii": "cp1252",
+    "gb2312": "gb18030",
+    "gbk": "gb18030",
+    "shift_jis": "cp932",
+    "ks_c_5601-1987": "cp949",
+    "euc-kr": "cp949",
+    "utf-16": "utf-8",
+}
 _NO_MEMORY = 2  # XML_ERR_NO_MEMORY of libxml2
 _MARKS = {
     codecs.BOM_UTF8: "utf-8-sig",
@@ -43,8 +61,8 @@ class ReadOptions:
     """How files are read.
 
     Attributes:
-      encoding: of text files without a byte order mark; None is UTF-8, for .html what the page
-        declares, and in tables what they are found to be in.
+      encoding: of text files without a byte order mark that are not UTF-8, or of all of them where
+        it has several bytes a character; None: for .html what the page declares.
       text_field: the key or column that holds the text of a record; None is "text", and in tables
         the first of "text", "content" and "body" that is there, or all columns.
       follow_links: read what links inside a folder name outside of it, and links to folders.
@@ -167,6 +185,33 @@ def decode(data: bytes, encoding: str | None = None) -> str:
         raise DocumentError(
             f"{at} is not {known}; save the file as UTF-8 or name its encoding"
         ) from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def decode_kept(data: bytes, left_out: LeftOut, declared: str | None = None) -> str:
+    """Text of bytes that may say the wrong encoding, or hold some that are of none.
+
+    A byte order mark decides. Else what is UTF-8 is read so, unless ``declared`` has more than one
+    byte a character and fits; then as declared; and what fits nothing as cp1252, or with
+    replacement characters, which ``left_out`` counts. Raises DocumentError for what is no text.
+    """
+    known = _MEANT.get((declared or "").lower(), declared)
+    known = known if known and is_encoding(known) else None
+    name = marked_encoding(data) or known or "utf-8"
+    fits = [name] if marked_encoding(data) else ["utf-8", name]
+    for encoding in fits[:: -1 if known and _WIDE.match(known) else 1]:
+        with contextlib.suppress(DocumentError):
+            return decode(data, encoding)
+    text = data.decode(name, "replace")
+    bad = text.count("\ufffd")
+    whole = len(text) - len(text.encode("ascii", "ignore")) - bad
+    if name == "utf-8" and bad > whole:
+        text, bad = data.decode("cp1252", "replace"), len(data) - len(data.translate(None, _HIGH))
+        left_out.add("bytes not in UTF-8, read as cp1252", count=bad)
+    else:
+        left_out.add(f"bytes not in {name.upper()}", count=bad)
+    if bad * _MOST_BAD > len(text) or _BINARY.search(text):
+        return decode(data, name)  # says which byte
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 

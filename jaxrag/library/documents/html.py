@@ -1,45 +1,68 @@
-"""Readers of .html, .epub and .eml: the main text of pages, chapters and messages.
+"""Reader of .html: the text of pages as a person sees it.
 
 Headings, lists, tables and code become Markdown lines.
 """
 
-import datetime
-import email
-import email.policy
-import html.entities
-import posixpath
+import collections
+import itertools
 import re
-from collections.abc import Iterator, Mapping
-from email.message import EmailMessage
+from collections.abc import Iterator
 from typing import Any, BinaryIO
-from urllib.parse import unquote
 
 from jaxrag.base.errors import DocumentError
-from jaxrag.library.documents.blocks import Block, joined, names, one_spaced
-from jaxrag.library.documents.document import MAX_TITLE_CHARACTERS, BadDocument, Document
+from jaxrag.library.documents.blocks import (
+    Block,
+    code,
+    heading,
+    joined,
+    names,
+    one_spaced,
+    row,
+)
+from jaxrag.library.documents.document import BadDocument, Document
 from jaxrag.library.documents.files import (
     File,
-    decode,
+    decode_kept,
     is_encoding,
     marked_encoding,
-    one_line,
     parsing,
-    parts,
     read_bytes,
     require_few_tags,
+    require_short,
 )
+from jaxrag.library.documents.left_out import LeftOut
+from jaxrag.library.documents.marks import LOWERED, RAISED, STRUCK, counted, marked
 from jaxrag.library.documents.metadata import typed
 
 _DROPPED = names(
-    "script style noscript template nav aside footer iframe object svg button select textarea "
-    "head datalist canvas audio video rt rp"
+    "script style noscript nav iframe object datalist head canvas audio video rt rp defs "
+    "annotation annotation-xml mjx-math"
 )
 _BLOCKS = names(
-    "address article blockquote body center dd details div dl dt fieldset figcaption figure form "
-    "header hr html li main ol p section summary table tbody tfoot thead tr ul"
+    "address article aside blockquote body caption center dd details dialog div dl dt fieldset "
+    "figcaption figure footer form header hr html legend li main ol p pre section summary "
+    "table tbody template tfoot thead tr ul"
 )
-_HEADINGS = {f"h{level}": "#" * level + " " for level in range(1, 7)}
+_HEADINGS = {f"h{level}": level for level in range(1, 7)}
 _CELLS = frozenset(("td", "th"))
+_MARKS = {"sup": RAISED, "sub": LOWERED, "del": STRUCK, "s": STRUCK, "strike": STRUCK}
+# Between the parts of formulas: what precedes the second part, and the third.
+_FORMULAS = {
+    "mfrac": "/", "msup": "^", "msub": "_", "msubsup": "_^", "mover": "^", "munder": "_",
+    "munderover": "_^",
+}  # fmt: skip
+_COUNTED = {"a": "lowerLetter", "A": "upperLetter", "i": "lowerRoman", "I": "upperRoman"}
+_LANGUAGE = re.compile(r"\b(?:language|lang|source)-(\w+)|^(?:code )?(?!code )(\w+) literal-block")
+_UNSEEN = re.compile(r"(?i)(?:display\s*:\s*none|visibility\s*:\s*hidden)")
+_OPENED = {"dialog": "open", "template": "shadowrootmode"}  # are seen where they have it
+_HOLDS_FOOTERS = ("article", "blockquote", "figure", "main")
+_BUTTONS_SEEN = names("accordion tab")  # of a class or role; and those in headings and the like
+_UNTYPED = names("hidden submit button reset image password file")  # inputs whose value is no text
+_MOST_COLUMNS = 100  # that one cell may span
+_LONG_CELL = 2_000  # characters: a table with such cells and no header is a means of layout
+_CELL_NODES = 200  # so is one with as many elements in a cell
+_MOST = 0.75  # of the visible text: an article that is the page
+_MOST_LEFT = 0.1  # of it, before it is said
 _SPACE = re.compile(r"[ \t\n\r\f\v\u00a0]+")
 _DECLARED = re.compile(rb"""<meta[^>]{0,500}?charset\s*=\s*["']?\s*([A-Za-z0-9_:.-]{1,40})""", re.I)
 _XML_DECLARED = re.compile(rb"""^\s*<\?xml[^>]{0,100}?encoding\s*=\s*["']([A-Za-z0-9_.-]{1,40})""")
@@ -50,25 +73,6 @@ _META_OF_DISPLAY = names(
     "handheldfriendly mobileoptimized apple-mobile-web-app-capable csrf-token csrf-param"
 )
 _DECLARED_WITHIN = 4096  # bytes
-# Pages that name the left one mean the right one, as browsers read them.
-_MEANT = {
-    "iso-8859-1": "cp1252",
-    "latin1": "cp1252",
-    "us-ascii": "cp1252",
-    "ascii": "cp1252",
-    "gb2312": "gb18030",
-    "gbk": "gb18030",
-    "shift_jis": "cp932",
-    "ks_c_5601-1987": "cp949",
-    "euc-kr": "cp949",
-    "utf-16": "utf-8",
-}
-_PARTS = (".xml", ".opf", ".xhtml", ".html", ".htm")
-_CONTAINER = "META-INF/container.xml"
-_ENCRYPTION = "META-INF/encryption.xml"
-_ENTITY = re.compile(r"&([A-Za-z][A-Za-z0-9]{1,31});")
-_OF_XML = frozenset(("amp", "lt", "gt", "quot", "apos"))
-_XHTML = "{http://www.w3.org/1999/xhtml}"
 
 
 def read_html(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
@@ -76,29 +80,26 @@ def read_html(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
 
     Metadata are what ``<meta name=... content=...>`` say, under names in lower case, and the
     ``lang`` of the page; names about how a page is shown are left out.
-    Scripts, styles, menus and footers are left out; where the page marks its <main> part or single
-    <article>, so is everything around it. The encoding is that of a byte order mark, the option,
-    the page's own declaration or UTF-8, in this order.
+    Scripts, styles, menus, the page's footer and what is hidden are left out; where it marks its
+    <main> parts, or a single <article> that holds most of its text, so is everything around them,
+    and ``left_out`` says how much is kept. Forms show their values, pictures their alternative
+    text. The encoding is that of a byte order mark, UTF-8 if it fits, the option or the page's own.
     """
     data = read_bytes(stream)
     require_few_tags(data)
-    text = decode(data, file.options.encoding or declared_encoding(data))
+    text = decode_kept(data, file.left_out, file.options.encoding or declared_encoding(data))
     if not text.strip():
         raise DocumentError("the file is empty; leave it out")
     with parsing("HTML"):
         root = _parsed(text)
-        title, body = text_of(root)
+        title, body = text_of(root, file.left_out)
         metadata = {} if root is None else _metadata_of(root)
-        visible = 0 if root is None else len(_Writer().write(root))
-        if 0 < len(body) < visible / 2:
-            share = f"{100 * len(body) / visible:.0f} % kept"
-            file.left_out.add("characters of its visible text", share, visible - len(body))
     empty = "holds no text outside of scripts and menus; leave the file out"
     yield file.document(body, title, metadata, empty=empty)
 
 
 def declared_encoding(data: bytes) -> str | None:
-    """The encoding that a page names for itself; DocumentError when there is no such encoding."""
+    """The encoding that a page names for itself, if there is such an encoding."""
     if marked_encoding(data):
         return None
     head = data[:_DECLARED_WITHIN]
@@ -106,18 +107,15 @@ def declared_encoding(data: bytes) -> str | None:
     if found is None:
         return None
     name = found.group(1).decode("ascii").lower()
-    name = _MEANT.get(name, name)
-    if not is_encoding(name):
-        raise DocumentError(f"declares the encoding {name!r}, which is unknown; name its encoding")
-    return name
+    return name if is_encoding(name) else None
 
 
-def html_text(page: str) -> tuple[str, str]:
+def html_text(page: str, left_out: LeftOut) -> tuple[str, str]:
     """Title and main text of a page; the text is '' when there is none.
 
     Raises DocumentError for a page nested more than 2048 deep, of which the parser drops the rest.
     """
-    return text_of(_parsed(page))
+    return text_of(_parsed(page), left_out)
 
 
 def _parsed(page: str) -> Any:
@@ -147,292 +145,303 @@ def _metadata_of(root: Any) -> dict[str, Any]:
     return found
 
 
-def text_of(root: Any) -> tuple[str, str]:
+def text_of(root: Any, left_out: LeftOut) -> tuple[str, str]:
     """Title and main text of a parsed page, whose tags are in no namespace."""
     if root is None:
         return "", ""
     titles = [element for element in root.iter("title") if element.getparent().tag == "head"]
-    title = _SPACE.sub(" ", "".join(titles[0].itertext())).strip() if titles else ""
-    articles = list(root.iter("article"))
-    for part in (*list(root.iter("main"))[:1], *(articles if len(articles) == 1 else ())):
-        text = _Writer().write(part)
-        if text:
-            break
-    else:
-        text = _Writer().write(root)
+    title = one_spaced("".join(titles[0].itertext())) if titles else ""
+    text = _Writer(root).text(left_out)
     if not title and text.startswith("# "):
         title = text[2:].partition("\n")[0].strip()
     return title, text
 
 
 class _Writer:
-    """Turns one element into text: blocks apart by empty lines, items and rows one a line."""
+    """Turns a page into blocks: items and rows one a line, all else apart by empty lines."""
 
-    def __init__(self) -> None:
-        self._blocks: list[Block] = []
-        self._inline: list[str] = []
-        self._lead = ""  # "# " or "- " of the block under way
-        self._kind = ""
-        self._verbatim = 0  # depth of <pre>
-        self._row = 0  # depth of rows of data
+    def __init__(self, root: Any) -> None:
+        self._blocks: list[tuple[Block, str]] = []  # each with the part it is in
+        self._runs: list[tuple[str, str]] = []  # of the block under way: text, and its mark
+        self._level = 0  # of the heading under way
+        self._label = ""  # of the item under way
+        self._in = collections.Counter[str]()  # tags that are open
+        self._articles = 0
+        self._lists: list[Iterator[str]] = []  # the labels of the items to come
+        self._cells: list[tuple[str, int, int]] = []  # of the row under way: text, width, height
+        self._hanging: dict[int, tuple[str, int]] = {}  # by column: a cell of rows above
+        self._table: Any = None  # of data, that is open
+        self._row: Any = None
+        self._rows = "row"  # the kind of its block, another one in each table
+        self._size = 0
+        self._language = ""  # of code
+        self._raised = 0  # where in it raised text begins
+        self._note = False  # whether that is the mark of a footnote
+        self._shown = set(" ".join(root.xpath("//@aria-controls")).split())  # by a click
+        self._write(root)
 
-    def write(self, element: Any) -> str:
+    def text(self, left_out: LeftOut) -> str:
+        """The text of the main parts, or of the whole page."""
+        sizes = collections.Counter[str]()
+        for (_, text), part in self._blocks:
+            sizes[part] += len(text)
+        article = self._articles == 1 and sizes["article"] >= _MOST * sizes.total()
+        wanted = ("main",) if sizes["main"] else ("article",) if article else ("", "article")
+        lost = sum(size for part, size in sizes.items() if part not in wanted)
+        if lost > _MOST_LEFT * sizes.total():
+            share = f"{100 - 100 * lost / sizes.total():.0f} % kept"
+            left_out.add("characters of its visible text", share, lost)
+        return joined(block for block, part in self._blocks if part in wanted)
+
+    def _write(self, root: Any) -> None:
         from lxml import etree
 
-        events = etree.iterwalk(element, events=("start", "end"))
+        events = etree.iterwalk(root, events=("start", "end"))
+        skipped = None
         for event, node in events:
             tag = node.tag if isinstance(node.tag, str) else ""
-            if event == "start":
-                if tag in _DROPPED or node.get("hidden") is not None:
-                    events.skip_subtree()
-                    continue
+            if event == "start" and self._is_left_out(tag, node):
+                events.skip_subtree()
+                skipped = node
+            elif event == "start":
                 self._open(tag, node)
                 self._add(node.text)
             else:
-                if tag not in _DROPPED and node.get("hidden") is None:
-                    self._close(tag)
-                if node is not element:
-                    self._add(node.tail)
+                if node is not skipped:
+                    self._close(tag, node)
+                self._add(None if node is root else node.tail)
         self._flush()
-        return joined(self._blocks)
+
+    def _is_left_out(self, tag: str, node: Any) -> bool:
+        """Whether nothing below is to be read: it is not seen, or said here in other words."""
+        if tag in _DROPPED or not tag:
+            return bool(tag)
+        role, named = node.get("role") or "", node.get("class") or ""
+        hidden = node.get("hidden", "until-found") != "until-found" or "katex-html" in named
+        if hidden or _UNSEEN.search(node.get("style") or ""):
+            return role != "tabpanel" and node.get("id") not in self._shown
+        if tag == "svg":
+            texts = node.iter("text", "foreignobject", "foreignObject")
+            self._say("\n".join(one_spaced("".join(it.itertext())) for it in texts))
+        elif tag == "select":
+            options = list(node.iter("option"))
+            chosen = [it for it in options if it.get("selected") is not None]
+            chosen = chosen or options[: node.get("multiple") is None]
+            self._say(", ".join(one_spaced("".join(it.itertext())) for it in chosen))
+        elif tag == "button":
+            seen = node.get("aria-expanded") is not None or node.get("aria-controls") is not None
+            inside = any(self._in[it] for it in (*_HEADINGS, "summary", "dt"))
+            return not (seen or inside or any(it in role + named for it in _BUTTONS_SEEN))
+        elif tag == "footer":
+            return not any(self._in[it] for it in _HOLDS_FOOTERS)
+        else:
+            return tag in _OPENED and node.get(_OPENED[tag]) is None
+        return True
+
+    def _say(self, text: str) -> None:
+        """Words that stand apart from those around them."""
+        self._runs.append((f" {text} " if text.strip() else "", ""))
 
     def _open(self, tag: str, node: Any) -> None:
-        if tag == "pre":
+        block = tag in _BLOCKS or tag in _HEADINGS or tag in _CELLS
+        if block:
             self._flush()
-            self._verbatim += 1
+        self._articles += tag == "article" and not self._in["article"]
+        self._in["main part"] += _is_main(tag, node)
+        self._in[tag] += 1
+        if tag == "img":
+            self._say(one_spaced(node.get("alt") or ""))
+        elif tag == "input":
+            kind = (node.get("type") or "text").lower()
+            if kind in ("checkbox", "radio"):
+                self._say("[ ]" if node.get("checked") is None else "[x]")
+            elif kind not in _UNTYPED:
+                self._say(one_spaced(node.get("value") or ""))
         elif tag == "br":
-            self._inline.append(" " if self._row else "\n")
-        elif tag in _CELLS:
-            if self._row:
-                self._inline.append(" | " if self._inline else "")
-            else:
-                self._flush()
-        elif self._row:
-            self._inline.append(" " if tag in _BLOCKS else "")
-        elif tag in _HEADINGS or tag in _BLOCKS:
-            self._flush()
-            if tag == "tr" and _is_data(node):
-                self._row += 1
-            elif tag in _HEADINGS:
-                self._lead = _HEADINGS[tag]
-            elif tag == "li":
-                self._lead, self._kind = "- ", "item"
+            self._runs.append((" " if self._row is not None else "\n", ""))
+        elif tag in ("pre", "code") and (found := _LANGUAGE.search(node.get("class") or "")):
+            self._language = found[1] or found[2]
+        elif tag == "sup":
+            self._raised, self._note = len(self._runs), _is_note(node)
+        elif tag == "button" or (block and self._row is not None):
+            self._runs.append((" ", ""))
+        elif block:
+            self._begin(tag, node)
+        self._formula(node)
 
-    def _close(self, tag: str) -> None:
-        if tag == "pre":
+    def _begin(self, tag: str, node: Any) -> None:
+        """A block that is in no row of data."""
+        if tag == "table" and self._table is None and _is_data(node):
+            self._table = node
+            self._hanging.clear()
+            self._rows = "rows" if self._rows == "row" else "row"
+        elif tag == "pre":
+            self._language = ""
+        elif tag == "tr" and (self._table is not None or _is_plain(node)):
+            self._row = node
+        elif tag in _HEADINGS:
+            self._level = _HEADINGS[tag]
+        elif tag in ("ol", "ul"):
+            first = node.get("start") or ""
+            self._lists.append(_labels(node, first) if tag == "ol" else itertools.repeat("- "))
+        elif tag == "li":
+            if node.get("value") and node.getparent().tag == "ol":
+                self._lists[-1] = _labels(node.getparent(), node.get("value"))
+            self._label = next(self._lists[-1]) if self._lists else "- "
+
+    def _formula(self, node: Any) -> None:
+        """What stands in front of a part of a formula."""
+        parent = node.getparent()
+        signs = _FORMULAS.get(parent.tag if parent is not None else "", "")
+        if node.tag == "mfrac" and self._runs and self._runs[-1][0][-1:].isdigit():
+            self._runs.append((" ", ""))  # 1 1/2
+        if signs:
+            before = node.getprevious()
+            at = 0 if before is None else 1 if before.getprevious() is None else 2
+            sign = signs[at - 1] if 0 < at <= len(signs) else ""
+            self._runs.append((sign + "(" * (len(node) > 1), ""))
+        elif node.tag == "msqrt":
+            self._runs.append(("sqrt(", ""))
+
+    def _close(self, tag: str, node: Any) -> None:
+        parent = node.getparent()
+        bracketed = parent is not None and parent.tag in _FORMULAS and len(node) > 1
+        if bracketed or tag == "msqrt":
+            self._runs.append((")", ""))
+        if tag == "sup":
+            mark = "".join(text for text, _ in self._runs[self._raised :]).strip()
+            if mark and (self._note or mark[0] == "["):
+                self._runs[self._raised :] = [(f" [{mark.strip(' []()')}]", "")]
+        if node is self._row:
+            self._end_row(node)
+        elif self._row is not None:
+            if tag in _CELLS and node.getparent() is self._row:
+                wide = _span(node, "colspan", _MOST_COLUMNS)
+                high = 1 if self._table is None else _span(node, "rowspan", 1 << 16)
+                self._cells.append((self._taken(), wide, high))
+            elif tag in _BLOCKS or tag in _HEADINGS or tag in _CELLS:
+                self._runs.append((" ", ""))
+        elif tag in _BLOCKS or tag in _HEADINGS or tag in _CELLS:
             self._flush()
-            self._verbatim -= 1
-        elif self._row:
-            if tag == "tr":
-                self._kind = "row"
-                self._flush()
-                self._row -= 1
-            elif tag in _BLOCKS:
-                self._inline.append(" ")
-        elif tag in _HEADINGS or tag in _BLOCKS or tag in _CELLS:
-            self._flush()
+            self._table = None if node is self._table else self._table
+            if tag in ("ol", "ul") and self._lists:
+                self._lists.pop()
+            self._label = "" if tag == "li" else self._label
+            self._level = 0
+        self._in[tag] -= 1
+        self._in["main part"] -= _is_main(tag, node)
 
     def _add(self, text: str | None) -> None:
-        if text:
-            self._inline.append(text if self._verbatim else _SPACE.sub(" ", text))
+        if not text:
+            return
+        mark = next((sign for tag, sign in _MARKS.items() if self._in[tag]), "")
+        text = text if self._in["pre"] else _SPACE.sub(" ", text)
+        if mark == LOWERED and self._runs and self._runs[-1][0][-1:] in ("/", "\u2044"):
+            mark = ""  # <sup>1</sup>/<sub>2</sub>
+        elif text[:1] in ("/", "\u2044") and self._runs and self._runs[-1][1] == RAISED:
+            before = self._runs[-2][0] if len(self._runs) > 1 else ""
+            self._runs[-1] = " " * before[-1:].isdigit() + self._runs[-1][0], ""
+        self._runs.append((text, mark))
+
+    def _taken(self) -> str:
+        """The text under way, on one line; then there is none."""
+        text = one_spaced(marked(self._runs))
+        self._runs.clear()
+        return text
+
+    def _end_row(self, node: Any) -> None:
+        stray = self._taken()
+        alone = len(self._cells) == 1 and not self._hanging
+        line = [self._cells[0][0]] if alone else _placed(self._cells, self._hanging)
+        data = self._table is not None and not alone and any(line)
+        self._put((self._rows, " | ".join(line)) if data else row(line))
+        self._put(("", stray))
+        self._cells.clear()
+        self._row = None
 
     def _flush(self) -> None:
         """End the block under way."""
-        text = "".join(self._inline)
-        self._inline = []
-        if self._verbatim:
-            text = text.strip("\n")
-            text = f"```\n{text}\n```" if text.strip() else ""
-        else:
-            lines = [" ".join(line.split()) for line in text.split("\n")]
-            text = re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
-            if self._kind == "row" and len(filled := [c for c in text.split("|") if c.strip()]) < 2:
-                text, self._kind = "".join(filled).strip(), ""  # one cell is a paragraph
-            if text and self._lead:
-                text = self._lead + (text if self._lead == "- " else " ".join(text.split()))
+        if self._row is not None:
+            return
+        if self._in["pre"]:
+            self._put(code("".join(text for text, _ in self._runs), self._language))
+            self._runs.clear()
+            return
+        lines = [one_spaced(line) for line in marked(self._runs).split("\n")]
+        self._runs.clear()
+        text = re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
         if text:
-            self._blocks.append((self._kind, text))
-            self._lead, self._kind = "", ""
-        elif self._lead != "- ":  # an item's text may stand in a paragraph of its own
-            self._lead, self._kind = "", ""
+            plain = ("item" if self._label else "", self._label + text)
+            self._put(heading(self._level, text) if self._level else plain)
+            self._level, self._label = 0, ""
+
+    def _put(self, block: Block) -> None:
+        self._size += len(block[1])
+        require_short(self._size)
+        part = "main" if self._in["main part"] else "article" if self._in["article"] else ""
+        if block[1]:
+            self._blocks.append((block, part))
 
 
-def _is_data(row: Any) -> bool:
-    """Whether a table row is data, one line of text, and not a means of layout."""
-    structure = _BLOCKS | _HEADINGS.keys() | {"br", "pre"}
-    return not any(node.tag in structure for node in row.iterdescendants())
+def _placed(cells: list[tuple[str, int, int]], hanging: dict[int, tuple[str, int]]) -> list[str]:
+    """The cells of a row by column, with those that hang into it from rows above."""
+    line: list[str] = []
+    waiting = [(text, high) for text, wide, high in cells for _ in range(wide)][::-1]
+    while waiting or any(column >= len(line) for column in hanging):
+        here = len(line) in hanging
+        text, high = hanging.pop(len(line)) if here else waiting.pop() if waiting else ("", 1)
+        if high > 1:
+            hanging[len(line)] = text, high - 1
+        line.append(text)
+    return line
 
 
-def read_mail(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
-    """One document: the plain text of a message, else the text of its page; titled by its subject.
-
-    Metadata are ``from`` and ``to``, ``date`` in ISO form, and the names of ``attachments``, which
-    are not read.
-    """
-    data = read_bytes(stream)
-    with parsing("a message"):
-        message = email.message_from_bytes(data, policy=email.policy.default)
-        body, metadata = _body(message), _metadata(message)
-        subject = " ".join(str(message["subject"] or "").split())
-    title = subject[:MAX_TITLE_CHARACTERS] or file.path.stem
-    yield file.document(_whole(body), _whole(title), metadata)
-
-
-def _body(message: EmailMessage) -> str:
-    part = message.get_body(("plain", "html"))
-    if part is None:
-        return ""
-    text = str(part.get_content()).replace("\r\n", "\n").replace("\r", "\n")
-    if part.get_content_subtype() != "html":
-        return text
-    require_few_tags(text.encode("utf-8", "replace"))
-    return html_text(text)[1]
+def _is_data(table: Any) -> bool:
+    """Whether a table is one of short cells in rows and columns, and no means of layout."""
+    if table.get("role") in ("presentation", "none"):
+        return False
+    widest = count = 0
+    named = False
+    for line in table.iter("tr"):
+        cells = [it for it in line if it.tag in _CELLS]
+        named = named or any(it.tag == "th" for it in cells)
+        widest, count = max(widest, len(cells)), count + 1
+        for it in cells:
+            nodes = list(itertools.islice(it.iter(), _CELL_NODES))
+            length = sum(len(node.text or "") + len(node.tail or "") for node in nodes)
+            if not named and (length > _LONG_CELL or len(nodes) == _CELL_NODES):
+                return False
+    return widest > 1 and (named or count > 1)
 
 
-def _metadata(message: EmailMessage) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name in ("from", "to"):
-        if message[name] is not None:
-            found[name] = _whole(" ".join(str(message[name]).split()))
-    when = getattr(message["date"], "datetime", None)
-    if isinstance(when, datetime.datetime):
-        found["date"] = when.isoformat()
-    attached = [part.get_filename() for part in message.iter_attachments()]
-    if named := [_whole(name) for name in attached if name]:
-        found["attachments"] = named
-    return found
+def _is_plain(line: Any) -> bool:
+    """Whether a row that is in no table of data is one line of text."""
+    structure = _BLOCKS | _HEADINGS.keys() | {"br"}
+    return not any(node.tag in structure for node in line.iterdescendants())
 
 
-def _whole(text: str) -> str:
-    """Without what a header's undecoded bytes leave: halves of surrogate pairs."""
-    return text.encode("utf-8", "replace").decode()
+def _span(cell: Any, name: str, most: int) -> int:
+    number = (cell.get(name) or "1").strip()
+    return max(1, min(int(number), most)) if number.isdecimal() and len(number) < 9 else 1
 
 
-def read_epub(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
-    """One document: the text of all chapters as that of web pages, but for the table of contents.
-
-    Titled by the book; metadata are its ``author``, ``lang`` and ``date``, where they are given. A
-    chapter that cannot be read is reported, the others are kept. Refused: a book that is encrypted,
-    and one beyond the bounds of ``archive``.
-    """
-    data = read_bytes(stream)
-    with parsing("EPUB"):
-        found = dict(parts(data, "EPUB", _PARTS))
-        folder, package = _package(found)
-        chapters = list(_chapters(package, folder))
-        locked = _locked(found)
-        title, metadata = _described(package)
-    texts = []
-    bad = 0
-    for name in chapters:
-        if name in locked:
-            raise DocumentError("is encrypted; only a copy of it without protection can be read")
-        try:
-            texts.append(_chapter(found, name))
-        except MemoryError:
-            raise
-        except Exception as error:  # whatever its parser may raise
-            why = str(error) if isinstance(error, DocumentError) else one_line(error)
-            yield file.bad(f"the chapter cannot be read ({why})", f", {name}")
-            bad += 1
-    body = "\n\n".join(filter(None, texts))
-    if body:
-        yield file.document(body, title, metadata)
-    elif not bad:
-        raise DocumentError("holds no chapter with text; leave the file out")
+def _labels(node: Any, first: str) -> Iterator[str]:
+    """What stands before the items of an <ol> from the first one on, as it is shown."""
+    step = 1 if node.get("reversed") is None else -1
+    begin = 1 if step == 1 else len(node.findall("li"))
+    if re.fullmatch(r"-?[0-9]{1,9}", first.strip()):
+        begin = int(first)
+    form = _COUNTED.get(node.get("type") or "", "decimal")
+    return (f"{counted(number, form)}. " for number in itertools.count(begin, step))
 
 
-def _package(found: Mapping[str, bytes]) -> tuple[str, Any]:
-    """The folder of the package document, which says what the book is made of, and its root."""
-    container = _tree(_part(found, _CONTAINER))
-    for element in _all(container, "rootfile"):
-        name = element.get("full-path") or ""
-        return posixpath.dirname(name), _tree(_part(found, name))
-    raise DocumentError(f"{_CONTAINER} names no package; save the file anew")
+def _is_main(tag: str, node: Any) -> bool:
+    return tag == "main" or (node.get("role") == "main" and tag in _BLOCKS)
 
 
-def _chapters(package: Any, folder: str) -> Iterator[str]:
-    """Names of the parts to be read, in their order, each once."""
-    items = {element.get("id"): element for element in _all(package, "item")}
-    seen = set()
-    for place in _all(package, "itemref"):
-        element = items.get(place.get("idref"))
-        if element is None or "nav" in (element.get("properties") or "").split():
-            continue
-        name = _resolved(folder, element.get("href") or "")
-        if name not in seen and name.lower().endswith(_PARTS):
-            seen.add(name)
-            yield name
-
-
-def _described(package: Any) -> tuple[str, dict[str, Any]]:
-    def said(name: str) -> list[str]:
-        texts = (one_spaced("".join(element.itertext())) for element in _all(package, name))
-        return [text for text in texts if text]
-
-    metadata: dict[str, Any] = {}
-    if authors := said("creator"):
-        metadata["author"] = ", ".join(authors)
-    for name, label in (("language", "lang"), ("date", "date")):
-        if texts := said(name):
-            metadata[label] = texts[0]
-    return next(iter(said("title")), ""), metadata
-
-
-def _locked(found: Mapping[str, bytes]) -> set[str]:
-    """Names of the parts that are encrypted; fonts often are, and nothing else."""
-    if not found.get(_ENCRYPTION):
-        return set()
-    references = _all(_tree(found[_ENCRYPTION]), "CipherReference")
-    return {_resolved("", element.get("URI") or "") for element in references}
-
-
-def _chapter(found: Mapping[str, bytes], name: str) -> str:
-    from lxml import etree
-
-    data = _part(found, name)
-    page = decode(data, declared_encoding(data))
-    try:
-        root = _tree(_ENTITY.sub(_character, page).encode(), "utf-8")
-    except etree.XMLSyntaxError:  # a page as browsers take it
-        return html_text(page)[1]
-    for element in root.iter(f"{_XHTML}*"):
-        element.tag = element.tag.removeprefix(_XHTML)
-    return text_of(root)[1]
-
-
-def _character(found: re.Match[str]) -> str:
-    """What an entity of HTML stands for; XML knows none of them."""
-    name = found.group(1)
-    kept = found.group()
-    return kept if name in _OF_XML else html.entities.html5.get(f"{name};", kept)
-
-
-def _tree(data: bytes, encoding: str | None = None) -> Any:
-    """The root of XML, in which no entity is replaced and nothing outside of it is read.
-
-    It has this encoding, whatever it says, or else the one that it says.
-    """
-    from lxml import etree  # only who reads EPUB waits for it
-
-    parser = etree.XMLParser(
-        resolve_entities=False, no_network=True, load_dtd=False, remove_comments=True,
-        remove_pis=True, encoding=encoding,
-    )  # fmt: skip
-    return etree.fromstring(data, parser)
-
-
-def _all(root: Any, name: str) -> Iterator[Any]:
-    """Elements of that name, in whatever namespace."""
-    yield from root.iter(f"{{*}}{name}")
-
-
-def _part(found: Mapping[str, bytes], name: str) -> bytes:
-    if not found.get(name):
-        raise DocumentError(f"{name} is not in it, or empty; save the file anew")
-    return found[name]
-
-
-def _resolved(folder: str, href: str) -> str:
-    """The name of a part, as another part of that folder refers to it."""
-    return posixpath.normpath(posixpath.join(folder, unquote(href.partition("#")[0])))
+def _is_note(node: Any) -> bool:
+    """Whether what is raised is a link, as marks of footnotes are, and no exponent in one."""
+    parent = node.getparent()
+    if node.find("a") is not None or parent.tag != "a":
+        return node.find("a") is not None
+    return len(parent) == 1 and not ((parent.text or "") + (node.tail or "")).strip()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,8 +42,15 @@ def left_out_of(metadata: Mapping[str, Any]) -> list[str]:
     for it in found if isinstance(found, list) else []:
         if isinstance(it, dict) and {"what", "count", "where"} <= it.keys():
             where = f" ({it['where']})" if it["where"] else ""
-            lines.append(f"{it['count']} {it['what']}{where}")
+            what = it["what"] if it["count"] != 1 else _one_of(it["what"])
+            lines.append(f"{it['count']} {what}{where}")
     return lines
+
+
+def _one_of(what: str) -> str:
+    """The words for many things, for one: their first plural is made singular."""
+    plural = next((word for word in what.split() if word.endswith("s")), "")
+    return what.replace(plural, re.sub(r"(?<=[xh])es$|s$", "", re.sub("ies$", "y", plural)), 1)
 
 
 def _named(places: Sequence[str | int]) -> str:

@@ -16,7 +16,9 @@ from jaxrag.library.documents.blocks import (
     row,
 )
 from jaxrag.library.documents.document import BadDocument, Document
-from jaxrag.library.documents.files import File, decode, parsing, read_bytes, require_short
+from jaxrag.library.documents.files import File, decode_kept, parsing, read_bytes, require_short
+from jaxrag.library.documents.html import html_text
+from jaxrag.library.documents.text import first_heading
 
 _MAX_LINE = 1 << 20  # characters; docutils would take 10,000
 _DIRECTIVE = re.compile(r"^[ \t]*\.\. (?:\|[^|\n]{1,200}\| )?([A-Za-z][\w:.+-]{0,60}?)::", re.M)
@@ -33,19 +35,13 @@ _OF_CODE = names(
     "productionlist"
 )
 _OTHERS = _WITHOUT_TEXT | _OF_CODE | {"class"}  # than docutils takes these for
-_ADMONITIONS = names("attention caution danger error hint important note tip warning")
-_DROPPED = names("comment target substitution_definition pending meta decoration image raw")
-_LINES = names("literal_block doctest_block math_block")
-_PARAGRAPHS = names(
-    "paragraph title subtitle rubric term caption attribution field_name option_string"
-)
 
 _ORG_BLOCK = re.compile(r"[ \t]*#\+begin_(\w+)[ \t]*([\w+-]*)", re.I)
 _ORG_LITERAL = ("src", "example", "export")  # blocks whose lines are no markup
 _ORG_KEYWORD = re.compile(
     r"[ \t]*(?:#\+\w|#(?:[ \t]|$)|:[\w-]+:[ \t]*$)"
 )  # comments and drawers too
-_ORG_ITEM = re.compile(r"[ \t]*(?:[-+]|[ \t]\*|\d+[.)])[ \t]+(?=\S)")
+_ORG_ITEM = re.compile(r"[ \t]*(?:[-+]|[ \t]\*|(\d+[.)]))[ \t]+(?=\S)")
 _ORG_FIXED = re.compile(r"[ \t]*: ")  # lines that stand as they are
 _ORG_RULE = re.compile(r"[ \t]*\|[-+|\s]*$")  # of a table
 
@@ -57,25 +53,37 @@ def read_rst(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
     read as far as it is text: the words of a role, the content of a directive. A piece that
     docutils refuses stays as it was written.
     """
-    text = decode(read_bytes(stream), file.options.encoding)
+    text = decode_kept(read_bytes(stream), file.left_out, file.options.encoding)
     with parsing("reStructuredText"):
-        blocks = list(_blocks(_tree(text), 0, ""))
-    body = joined(blocks)
-    require_short(len(body))  # substitutions may say a thing many times
-    yield file.document(body, first_title(blocks))
+        page = _page(text)
+        require_short(len(page))  # substitutions may say a thing many times
+        body = html_text(page, file.left_out)[1]
+    yield file.document(body, first_heading(body))
 
 
-def _tree(text: str) -> Any:
+def _page(text: str) -> str:
+    """What docutils reads, as a web page that shows nothing of other files."""
     import docutils.core  # only who reads reStructuredText waits for it
+    from docutils import nodes
 
     _know(text)
     settings = {
         "_disable_config": True, "doctitle_xform": False, "docinfo_xform": False,
         "file_insertion_enabled": False, "raw_enabled": False, "halt_level": 5, "report_level": 5,
         "warning_stream": False, "line_length_limit": _MAX_LINE, "syntax_highlight": "none",
-        "input_encoding": "unicode",
+        "input_encoding": "unicode", "output_encoding": "unicode", "stylesheet_path": "",
+        "initial_header_level": 1, "embed_stylesheet": False,
     }  # fmt: skip
-    return docutils.core.publish_doctree(text, settings_overrides=settings)
+    tree = docutils.core.publish_doctree(text, settings_overrides=settings)
+    for message in list(tree.findall(nodes.system_message)):  # keeps what was refused
+        message.parent.replace(message, list(message.findall(nodes.literal_block)))
+    for picture in list(tree.findall(nodes.image)):
+        picture.parent.replace(picture, nodes.inline("", picture.get("alt", "")))
+    for dropped in list(tree.findall(lambda it: isinstance(it, nodes.raw | nodes.decoration))):
+        dropped.parent.remove(dropped)
+    return str(
+        docutils.core.publish_from_doctree(tree, writer="html5", settings_overrides=settings)
+    )
 
 
 def _know(text: str) -> None:
@@ -137,53 +145,6 @@ def _role(
     return [nodes.inline(rawtext, found.group(1) if found else shown.lstrip("~!"))], []
 
 
-def _blocks(node: Any, depth: int, lead: str) -> Iterator[Block]:
-    """What is below a node; its first block begins with ``lead``."""
-    for child in node.children:
-        for kind, text in _block(child, depth):
-            if lead and text:
-                kind, text, lead = "", lead + text, ""
-            yield kind, text
-
-
-def _block(node: Any, depth: int) -> Iterator[Block]:
-    name = node.tagname
-    if name in _DROPPED:
-        return
-    if name == "section":
-        yield from _blocks(node, depth + 1, "")
-    elif name == "title" and node.parent.tagname == "section":
-        yield heading(depth, node.astext())
-    elif name in _PARAGRAPHS:
-        yield "", one_spaced(node.astext())
-    elif name in _LINES:
-        yield code(node.astext(), _language(node))
-    elif name == "line_block":
-        yield "", "\n".join(filter(None, map(one_spaced, node.astext().split("\n"))))
-    elif name == "list_item":
-        first, *others = list(_blocks(node, depth, "")) or [("", "")]
-        yield from (item(first[1]), *others) if not first[0] else (first, *others)
-    elif name == "row":
-        yield row(one_spaced(cell.astext()) for cell in node.children)
-    elif name in _ADMONITIONS:
-        yield from _blocks(node, depth, f"{name.capitalize()}: ")
-    elif name in ("footnote", "citation"):
-        label, *_ = [*(it.astext() for it in node.children if it.tagname == "label"), ""]
-        yield from _blocks(node, depth, f"[{label}] " if label else "")
-    elif name == "field":
-        label, body = node.children
-        yield "", f"{one_spaced(label.astext())}: {one_spaced(body.astext())}"
-    elif name == "system_message":
-        yield from (("", it.astext()) for it in node.children if it.tagname == "literal_block")
-    elif name != "label":
-        yield from _blocks(node, depth, "")
-
-
-def _language(node: Any) -> str:
-    classes = [it for it in node.get("classes", ()) if it != "code"]
-    return classes[0] if len(classes) == 1 and classes[0].isalnum() else ""
-
-
 def read_org(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
     """One document, titled by ``#+TITLE:`` or else its first heading.
 
@@ -192,7 +153,7 @@ def read_org(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
     """
     import orgparse  # only who reads Org waits for it
 
-    text = decode(read_bytes(stream), file.options.encoding)
+    text = decode_kept(read_bytes(stream), file.left_out, file.options.encoding)
     with parsing("Org"):
         root = orgparse.loads(text)
         titles = root.get_file_property_list("TITLE")
@@ -243,4 +204,6 @@ def _paragraph(lines: list[str]) -> Block:
     text = " ".join(lines)
     lines.clear()
     found = _ORG_ITEM.match(text)
+    if found and found[1]:
+        return "item", one_spaced(text)  # under the number that it shows
     return item(one_spaced(text[found.end() :])) if found else ("", one_spaced(text))

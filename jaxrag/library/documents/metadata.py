@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from jaxrag.base.errors import DocumentError
+from jaxrag.base.groups import FIELD
+from jaxrag.library.documents.left_out import LeftOut
 
 MAX_FRONT_CHARACTERS = 64 << 10  # of front matter
 
@@ -21,6 +23,8 @@ _MOST_NESTED = 32  # the time of the parser grows with the square of it
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,17})")  # whatever has as many digits fits 64 bits
 _REAL = re.compile(r"-?(?:0|[1-9][0-9]{0,17})(?:\.[0-9]{1,30})?(?:[eE][-+]?[0-9]{1,2})?")
 _BOOLEANS = {"true": True, "false": False}
+_PLAIN_LINE = re.compile(r"^([\w .-]{1,80}?)[ \t]*[:=][ \t]+(\S[^\n]*?)[ \t]*$", re.M)
+_NAMES_GROUPS = re.compile(rf"^\W*{FIELD}\b", re.M)
 _FENCES = {"---": ("---", "..."), "+++": ("+++",)}
 _BEGINS_A_MAPPING = re.compile(r"\s*(?:#[^\n]*\n\s*)*['\"]?[\w .$-]+['\"]?:(?:\s|$)")
 
@@ -63,14 +67,16 @@ def typed(text: str) -> str | int | float | bool | None:
     return column.value(text)
 
 
-def front_matter(text: str) -> tuple[dict[str, Any], str]:
+def front_matter(text: str, left_out: LeftOut) -> tuple[dict[str, Any], str]:
     """The front matter of a Markdown text, and the text without it.
 
     YAML between lines of ``---`` (the last may be ``...``), or TOML between lines of ``+++``, on
-    the first line. What begins so and holds no key is a rule and text: ({}, text).
+    the first line. What begins so and holds no key, or sentences behind capitals, is a rule and
+    text: ({}, text). Of YAML or TOML that cannot be parsed the lines of ``key: value`` are taken
+    as they stand, and ``left_out`` says so.
 
-    Raises DocumentError for front matter that cannot be read, is longer than MAX_FRONT_CHARACTERS
-    or refers to itself (YAML's anchors).
+    Raises DocumentError for front matter that is longer than MAX_FRONT_CHARACTERS or refers to
+    itself (YAML's anchors).
     """
     fence, _, rest = text.partition("\n")
     ends = _FENCES.get(fence.rstrip())
@@ -79,12 +85,17 @@ def front_matter(text: str) -> tuple[dict[str, Any], str]:
     head, after = _until(rest, ends)
     if head is None or after is None:
         return {}, text
-    if ends[0] == "---":
-        if not _BEGINS_A_MAPPING.match(head):
-            return ({}, after) if not head.strip() else ({}, text)
-        values = _yaml(head)
-    else:
-        values = _toml(head)
+    if ends[0] == "---" and not _BEGINS_A_MAPPING.match(head):
+        return ({}, after) if not head.strip() else ({}, text)
+    try:
+        values = _yaml(head) if ends[0] == "---" else tomllib.loads(head)
+    except (ValueError, RecursionError):
+        if _NAMES_GROUPS.search(head):  # who may read it must not be guessed
+            raise DocumentError("its front matter has groups and is not YAML; repair it") from None
+        left_out.add("front matters read line by line")
+        values = {found[1]: typed(found[2]) for found in _PLAIN_LINE.finditer(head)}
+    if ends[0] == "---" and values and all(_is_sentence(*pair) for pair in values.items()):
+        return {}, text
     return {name: _plain(value) for name, value in values.items()}, after
 
 
@@ -120,10 +131,10 @@ def _yaml(text: str) -> dict[str, Any]:
                     f"its front matter nests more than {_MOST_NESTED} deep; write it flatter"
                 )
         values = yaml.load(text, _loader())
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise _unreadable("YAML", error) from None
+    except yaml.YAMLError:
+        raise ValueError from None
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise DocumentError("its front matter is no mapping of names to values; repair it")
+        raise ValueError
     return values
 
 
@@ -147,16 +158,9 @@ def _loader() -> Any:
     return Loader
 
 
-def _toml(text: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _unreadable("TOML", error) from None
-
-
-def _unreadable(kind: str, error: Exception) -> DocumentError:
-    text = " ".join(str(error).split())[:200] or type(error).__name__
-    return DocumentError(f"its front matter is not {kind} ({text}); repair it")
+def _is_sentence(key: str, value: Any) -> bool:
+    """Whether it is the beginning of a text, as in "Note: closed on Sundays."."""
+    return key[:1].isupper() and isinstance(value, str) and value.rstrip()[-1:] in tuple(".!?")
 
 
 def _plain(value: Any) -> Any:

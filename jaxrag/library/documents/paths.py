@@ -159,9 +159,10 @@ def read_paths(
 ) -> DocumentFiles:
     """Read files and folders (recursively, sorted, hidden entries left out), document by document.
 
-    ``.txt``, ``.md``, ``.rst``, ``.org``, ``.html``, ``.pdf``, ``.epub``, ``.docx``, ``.pptx``,
-    ``.xlsx``, ``.ipynb`` and ``.eml`` hold one document each; ``.jsonl``, ``.json``, ``.csv`` and
-    ``.tsv`` one an object or row. Pictures, sound, archives and programs in a folder are passed
+    ``.txt``, ``.text``, ``.log``, ``.md``, ``.markdown``, ``.mdx``, ``.rst``, ``.org``, ``.html``,
+    ``.pdf``, ``.epub``, ``.docx``, ``.pptx``, ``.xlsx``, ``.ipynb`` and ``.eml`` hold one document
+    each; ``.jsonl``, ``.json``, ``.csv`` and ``.tsv`` one an object or row. Pictures, sound,
+    archives and programs in a folder are passed
     over. A document's id is its path relative to the folder that was named (its file name where a
     file was named), for an object or row its ``id`` or else the path with the line or index.
     Whatever cannot be read comes as a BadDocument in its place.
@@ -171,9 +172,9 @@ def read_paths(
       follow_links: also read what links inside a folder name outside of it, and the folders that
         links in it name, each folder once; else these are reported.
       parse_seconds: that a file may take to parse.
-      parse_bytes: of memory that it may take. All but .txt, .md, .jsonl, .csv and .tsv are parsed
-        in a process of their own, so that a file which comes to a limit, or crashes its parser, is
-        left out alone.
+      parse_bytes: of memory that it may take. All but plain text, Markdown, .jsonl, .csv and .tsv
+        are parsed in a process of their own, so that a file which comes to a limit, or crashes its
+        parser, is left out alone.
       missing_ok: take a path that does not exist for an empty folder.
 
     Raises DocumentError at once for what is no list of paths, for a path that does not exist, for

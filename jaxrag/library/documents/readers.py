@@ -9,10 +9,12 @@ from jaxrag.base.errors import DocumentError
 from jaxrag.base.installed import installs
 from jaxrag.library.documents.delimited import read_table
 from jaxrag.library.documents.document import BadDocument, Document
+from jaxrag.library.documents.epub import read_epub
 from jaxrag.library.documents.files import File, FileReader, ReadOptions
-from jaxrag.library.documents.html import read_epub, read_html, read_mail
+from jaxrag.library.documents.html import read_html
+from jaxrag.library.documents.mail import read_mail
 from jaxrag.library.documents.markup import read_org, read_rst
-from jaxrag.library.documents.office import read_pdf
+from jaxrag.library.documents.pdf import read_pdf
 from jaxrag.library.documents.records import read_json, read_json_lines
 from jaxrag.library.documents.sheets import read_xlsx
 from jaxrag.library.documents.slides import read_pptx
@@ -21,7 +23,11 @@ from jaxrag.library.documents.word import read_docx
 
 _READERS: dict[str, FileReader] = {
     ".txt": read_text,
+    ".text": read_text,
+    ".log": read_text,
     ".md": read_text,
+    ".markdown": read_text,
+    ".mdx": read_text,
     ".jsonl": read_json_lines,
     ".json": read_json,
     ".csv": read_table,
@@ -40,7 +46,7 @@ _READERS: dict[str, FileReader] = {
 }
 # Packages that a reader imports and only the extra "documents" brings.
 _NEEDS = {
-    ".pdf": "pypdf",
+    ".pdf": "pypdfium2",
     ".docx": "docx",
     ".pptx": "pptx",
     ".xlsx": "openpyxl",

@@ -1,4 +1,4 @@
-"""Readers of .txt, .md (with its front matter) and .ipynb (without what its cells printed)."""
+"""Readers of plain text, Markdown (with its front matter) and .ipynb (without its outputs)."""
 
 import re
 from collections.abc import Iterator
@@ -6,13 +6,16 @@ from typing import Any, BinaryIO
 
 from jaxrag.base.errors import DocumentError
 from jaxrag.library.documents.document import BadDocument, Document
-from jaxrag.library.documents.files import File, decode, parse_json, read_bytes
+from jaxrag.library.documents.files import File, decode, decode_kept, parse_json, read_bytes
 from jaxrag.library.documents.metadata import front_matter
 
+_MARKDOWN = (".md", ".markdown", ".mdx")
 _NOTEBOOK = 4  # their format since 2015
-# ![alternative text](data:...), [name]: data:..., <img src="data:...">
+# ![alternative text](data:...), [link](data:...), ![of a cell](attachment:...),
+# [name]: data:..., <img src="data:...">
 _DATA = re.compile(
-    r"!\[([^\[\]\n]{0,500})\]\(\s{0,9}<?data:[\w.+-]{1,99}/[^\s()<>\[\]!]*+>?[^)\n]{0,500}\)"
+    r"!?\[([^\[\]\n]{0,500})\]\(\s{0,9}<?(?:attachment:|data:[\w.+-]{1,99}/)[^\s()<>\[\]!]*+>?"
+    r"[^)\n]{0,500}\)"
     r"|^[ ]{0,3}\[[^\[\]\n]{1,500}\]:[ ]{0,9}<?data:[\w.+-]{1,99}/\S*+[^\n]{0,500}$"
     r"|<img\b[^<>]{0,500}?\bsrc=[\"']?data:[^\"'<>\s]*+[^<>]{0,500}>",
     re.MULTILINE,
@@ -27,11 +30,11 @@ def read_text(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
     The front matter of Markdown is its metadata, but for a ``title``, which names it; without one
     its first heading does.
     """
-    text = decode(read_bytes(stream), file.options.encoding)
+    text = decode_kept(read_bytes(stream), file.left_out, file.options.encoding)
     title, metadata = "", dict[str, Any]()
-    if file.suffix == ".md":
-        metadata, text = front_matter(text)
-        text = _without_data(text, file)
+    if file.suffix in _MARKDOWN:
+        metadata, body = front_matter(text, file.left_out)
+        text = _without_data(body if body.strip() else text, file)
         if isinstance(metadata.get("title"), str):
             title = metadata.pop("title")
         title = title.strip() or first_heading(text)
@@ -60,6 +63,8 @@ def read_notebook(stream: BinaryIO, file: File) -> Iterator[Document | BadDocume
     prose, parts = [], []
     for cell in notebook["cells"]:
         kind, source = _cell(cell)
+        printed = cell.get("outputs")
+        file.left_out.add("outputs", count=len(printed) if isinstance(printed, list) else 0)
         if not source.strip():
             continue
         if kind == "code":

@@ -235,7 +235,7 @@ class _Reader:
         data = b"" if part is None else part.blob
         text = ""
         if kind in ("text/html", "application/xhtml+xml"):
-            text = html_text(decode(data, declared_encoding(data)))[1]
+            text = html_text(decode(data, declared_encoding(data)), self._file.left_out)[1]
         elif kind == "text/plain":
             text = decode(data).strip()
         self._file.left_out.add("embedded documents", count=not text)

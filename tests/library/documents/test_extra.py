@@ -12,7 +12,7 @@ from jaxrag.library.documents import BadDocument, Document, read_paths
 from jaxrag.library.documents.readers import _NEEDS
 
 ROOT = Path(__file__).parents[3]
-INSTALL = "`pip install docutils openpyxl orgparse pypdf python-docx python-pptx`"
+INSTALL = "`pip install docutils openpyxl orgparse pypdfium2 python-docx python-pptx`"
 
 
 def _without_extra(tmp_path_factory):
@@ -38,7 +38,8 @@ def test_a_file_without_its_reader_is_refused_alone(tmp_path, tmp_path_factory, 
     (tmp_path / "d.org").write_text("* Wells")
     monkeypatch.setattr(sys, "path", [*map(_without_extra(tmp_path_factory), sys.path)])
     pdf, notebook, text, org = read_paths([tmp_path])
-    assert pdf == BadDocument(str(tmp_path / "a.pdf"), f"pypdf is not installed; {INSTALL} does it")
+    reason = f"pypdfium2 is not installed; {INSTALL} does it"
+    assert pdf == BadDocument(str(tmp_path / "a.pdf"), reason)
     assert isinstance(notebook, Document) and isinstance(text, Document)
     assert org.reason.startswith("orgparse is not installed; ")
 

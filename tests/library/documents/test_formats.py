@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from jaxrag.library.documents import files as files_module
-from jaxrag.library.documents import office as office_module
+from jaxrag.library.documents import pdf as pdf_module
 from jaxrag.library.documents.html import html_text
+from jaxrag.library.documents.left_out import LeftOut
 
 SAMPLES = Path(__file__).parent / "samples"  # each with the text that it becomes
 
@@ -25,19 +26,24 @@ def test_a_sample_becomes_its_main_text(read, name, title):
 # HTML
 
 
+def page_text(page):
+    return html_text(page, LeftOut())[1]
+
+
 def test_what_stands_around_main_or_the_single_article_is_left_out():
     side = "<div>side</div>"
-    assert html_text(f"{side}<main><p>text</p></main>{side}")[1] == "text"
-    assert html_text(f"{side}<article><p>text</p></article>")[1] == "text"
-    assert html_text(f"{side}<main></main>")[1] == "side"
+    assert page_text(f"{side}<main><p>text</p></main>{side}") == "text"
+    assert page_text(f"{side}<article><p>text</p></article>") == "side\n\ntext"
+    assert page_text(f"{side}<article><p>a longer text</p></article>") == "a longer text"
+    assert page_text(f"{side}<main></main>") == "side"
     both = "<article>one</article><article>two</article>"
-    assert html_text(side + both)[1] == "side\n\none\n\ntwo"
+    assert page_text(side + both) == "side\n\none\n\ntwo"
 
 
 def test_table_of_layout_keeps_its_paragraphs():
     page = "<table><tr><td>menu</td><td><p>one</p><p>two</p>three<br>four</td></tr></table>"
-    assert html_text(page)[1] == "menu\n\none\n\ntwo\n\nthree\nfour"
-    assert html_text("<table><tr><td><img></td><td>text</td></tr></table>")[1] == "text"
+    assert page_text(page) == "menu\n\none\n\ntwo\n\nthree\nfour"
+    assert page_text("<table><tr><td><img></td><td>text</td></tr></table>") == "text"
 
 
 @pytest.mark.parametrize(
@@ -78,6 +84,11 @@ def test_pdf_keeps_its_pages(tmp_path, read, make_pdf):
     assert empty == third, "a page without text begins where the next one does"
 
 
+def test_pdf_whose_lines_run_from_the_right(tmp_path, read, make_pdf):
+    (tmp_path / "a.pdf").write_bytes(make_pdf(["םלוע םולש"]))  # as it is drawn, from the left
+    assert read.only(tmp_path).text == "שלום עולם"
+
+
 @pytest.mark.parametrize("title", ["", "untitled", "Untitled"])  # as some programs write for none
 def test_pdf_without_title_takes_the_name(tmp_path, read, make_pdf, title):
     (tmp_path / "wells.pdf").write_bytes(make_pdf(["text"], title=title))
@@ -88,21 +99,18 @@ def test_pdf_that_needs_a_password_or_recognition(tmp_path, read, make_pdf):
     (tmp_path / "a.pdf").write_bytes(make_pdf(["text"], encrypt=True))
     assert "is encrypted; save a copy" in read.refused(tmp_path / "a.pdf")
     (tmp_path / "b.pdf").write_bytes(make_pdf(["", ""]))
-    assert "no text layer on its 2 pages; run text recognition" in read.refused(tmp_path / "b.pdf")
+    assert "no text layer on any page; run text recognition" in read.refused(tmp_path / "b.pdf")
 
 
 def test_bad_page_costs_only_itself(tmp_path, read, make_pdf, monkeypatch):
-    import pypdf
+    read_page = pdf_module._page
 
-    extract = pypdf.PageObject.extract_text
-
-    def breaking(page, *arguments, **options):
-        text = extract(page, *arguments, **options)
-        if "two" in text:
+    def breaking(pdf, number, file):
+        if number == 1:
             raise KeyError("/Font\nmissing")
-        return text
+        return read_page(pdf, number, file)
 
-    monkeypatch.setattr(pypdf.PageObject, "extract_text", breaking)
+    monkeypatch.setattr(pdf_module, "_page", breaking)
     path = tmp_path / "a.pdf"
     path.write_bytes(make_pdf(["one", "two", "three"]))
     good, bad = read(path)
@@ -118,7 +126,7 @@ def test_pdf_text_beyond_the_bound_is_refused(tmp_path, read, make_pdf, monkeypa
 
 
 def test_halves_of_surrogates_and_nuls_of_broken_fonts_do_not_cost_the_file():
-    assert office_module._clean("a\0b \ud83c\udf75 \ud800") == "ab 🍵 \ufffd"
+    assert pdf_module._clean("a\0b \ud83c\udf75 \ud800") == "ab 🍵 \ufffd"
 
 
 def test_chinese_lines_that_fill_the_page_go_on_with_the_next(tmp_path, read, make_pdf):

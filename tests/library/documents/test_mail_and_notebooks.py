@@ -22,12 +22,13 @@ def message(text="The salt wells.", html=None, attached=True):
 
 
 def test_a_message_is_its_text(tmp_path, read):
-    (tmp_path / "a.eml").write_bytes(message(html="<p>not this"))
+    (tmp_path / "a.eml").write_bytes(message(html="<p>The <b>salt</b> wells."))
     [mail] = read(tmp_path)[0]
-    assert (mail.title, mail.text) == ("Wells of Yánjing", "The salt wells.\n")
+    assert (mail.title, mail.text) == ("Wells of Yánjing", "The salt wells.")
     assert mail.metadata == {
         "from": "Bo <bo@example.org>", "to": "Ka <ka@example.org>",
         "date": "2021-03-04T10:00:00+01:00", "attachments": ["wells.png"],
+        "left_out": [{"what": "attachments", "count": 1, "where": "wells.png"}],
     }  # fmt: skip
 
 

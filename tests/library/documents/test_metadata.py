@@ -7,6 +7,7 @@ from refusal import refused
 
 from jaxrag.base.errors import DocumentError
 from jaxrag.library.documents import Document, document_from_mapping
+from jaxrag.library.documents.left_out import LeftOut
 from jaxrag.library.documents.metadata import MAX_FRONT_CHARACTERS, front_matter, typed
 from jaxrag.library.retrieve.filters import Filter
 
@@ -65,7 +66,7 @@ def test_what_spells_a_number(text, value):
     assert typed(text) == value
     assert type(typed(text)) is type(value)
     if text and not isinstance(value, float):
-        assert front_matter(f"---\nx: {text}\n---\ny")[0] == {"x": value}
+        assert front_matter(f"---\nx: {text}\n---\ny", LeftOut())[0] == {"x": value}
 
 
 def test_metadata_of_records_is_taken_out_of_its_object():
@@ -125,18 +126,15 @@ def test_front_matter_is_metadata_and_no_text(tmp_path, read):
     ],
 )
 def test_rules_and_prose_are_text(text):
-    assert front_matter(text) == ({}, text)
+    assert front_matter(text, LeftOut()) == ({}, text)
 
 
 @pytest.mark.parametrize(
     ("head", "reason"),
     [
-        ("a: b: c", "not YAML"),
         ("a: &x [1]\nb: *x", "alias"),
-        ("a: !!python/object/apply:os.getcwd []", "not YAML"),
         ("a: " + "[" * 60_000, "nests more than 32 deep"),
-        ("a: [1", "not YAML"),
-        ("1: 2", "no mapping of names"),
+        ("a: [1\ngroups:\n- us", "has groups and is not YAML"),
         ("a: !!binary aGk=", "metadata is not JSON"),
         ("a: " + "x" * MAX_FRONT_CHARACTERS, "front matter holds"),
     ],
@@ -146,6 +144,22 @@ def test_front_matter_that_cannot_be_read_is_named(tmp_path, read, head, reason)
     good, bad = read(tmp_path)
     assert (good, len(bad)) == ([], 1)
     assert reason in bad[0].reason
+
+
+@pytest.mark.parametrize(
+    ("head", "found"),
+    [
+        ("---\na: b: c", {"a": "b: c"}),
+        ("---\na: !!python/object/apply:os.getcwd []", {"a": "!!python/object/apply:os.getcwd []"}),
+        ("---\na: [1\nyear: 2021", {"a": "[1", "year": 2021}),
+        ("---\n1: 2", {"1": 2}),
+        ("+++\na = b\nn = 3", {"a": "b", "n": 3}),
+    ],
+)
+def test_front_matter_of_another_form_is_read_by_its_lines(head, found):
+    left_out = LeftOut()
+    assert front_matter(f"{head}\n{head[:3]}\ntext", left_out) == (found, "text")
+    assert left_out.counts == {"front matters read line by line": 1}
 
 
 def test_pages_tell_of_themselves(tmp_path, read):
