@@ -80,9 +80,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before ``-m`` chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what tests/slow.txt names."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what tests/slow.txt names; the names in files that are collected whole and lack them."""
     slow = set(SLOW.read_text(encoding="utf-8").splitlines())
+    files = {item.nodeid.split("::")[0] for item in items if not config.getoption("lf", False)}
+    gone = {it for it in slow if it.split("::")[0] in files} - {item.nodeid for item in items}
+    config.slow_without_test = gone if not any("::" in it for it in config.args) else set()
     for item in items:
         if item.nodeid in slow:
             item.add_marker(pytest.mark.slow)
