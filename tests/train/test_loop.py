@@ -220,8 +220,8 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(train_config, tmp
             train(config, out, progress=False)
         assert "No space left on device; what was saved before is whole" in str(told.value)
         assert "\n" not in str(told.value) and complete(out) == [2]
-        monkeypatch.setattr(Checkpoints, "save", save)
-        assert_same_weights(train(config, out, resume=True, progress=False).model, whole.model)
+    monkeypatch.setattr(Checkpoints, "save", save)
+    assert_same_weights(train(config, out, resume=True, progress=False).model, whole.model)
 
 
 def test_another_error_of_a_file_is_not_taken_for_a_full_disk(train_config, tmp_path, monkeypatch):
