@@ -22,8 +22,8 @@ MOST = {
     "long signatures, jaxrag": 6,
 }
 AT_MOST = {  # of what shrinks and grows with every change
-    "code lines": 61_440,
-    "code lines, tests": 55_500,
+    "code lines": 61_650,
+    "code lines, tests": 56_600,
     "code lines, benchmarks": 6_200,
     "benchmark scripts beside the GPU's": 23,
     "fields of one request": 64,

@@ -12,6 +12,7 @@ import collections
 import itertools
 import json
 import re
+import string
 import subprocess
 import sys
 import tempfile
@@ -35,8 +36,8 @@ WORD = re.compile(r"[^\W\d_]+")
 
 
 def passages(path):
-    """Titles and texts, one a line of NQ-open's oracle file; what Markdown would take is left out."""
-    for line in open(path, encoding="utf-8"):
+    """Titles and texts, one a line of NQ-open's oracle file, without what Markdown would take."""
+    for line in path.read_text(encoding="utf-8").splitlines():
         [it] = json.loads(line)["ctxs"]
         yield [re.sub(r"[^\w\s.,:;()%/-]", "", part) for part in (it["title"], it["text"])]
 
@@ -56,7 +57,7 @@ def write(folder, texts, documents):
     """Files of every format, by format; each source is beside them as plain text."""
     made = collections.defaultdict(list)
     groups = itertools.islice(itertools.batched(texts, PASSAGES), documents)
-    for number, group in enumerate(groups):
+    for number, group in zip(string.ascii_lowercase, groups, strict=False):
         source = folder / f"{number}.md"
         source.write_text(markdown(group), encoding="utf-8")
         plain = folder / f"{number}.source"
@@ -118,7 +119,7 @@ def measured(files):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--texts", required=True)
+    parser.add_argument("--texts", type=Path, required=True)
     parser.add_argument("--documents", type=int, default=7, help="of each format")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
