@@ -71,7 +71,7 @@ def test_no_passage_waits_for_its_encoding_to_be_compiled(
         ready = set(shapes)
         compiled = dict(running.state.engine.compiled)
         long = ["Words of a passage that is long. " * count for count in (3, 9, 15)]
-        for passages in (PASSAGES, [*PASSAGES, *long], ["hi there, who reads " * 60]):
+        for passages in ([*PASSAGES, *long], ["hi there, who reads " * 60]):
             assert cached(ask(running, passages)) == 0
         for name in LARGE:
             assert running.state.engine.compiled.get(name) == compiled.get(name), name
