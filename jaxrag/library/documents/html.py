@@ -7,7 +7,7 @@ import collections
 import itertools
 import re
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from jaxrag.base.errors import DocumentError
 from jaxrag.library.documents.blocks import (
@@ -33,6 +33,7 @@ from jaxrag.library.documents.files import (
 from jaxrag.library.documents.left_out import LeftOut
 from jaxrag.library.documents.marks import LOWERED, RAISED, STRUCK, counted, marked
 from jaxrag.library.documents.metadata import typed
+from jaxrag.library.documents.tables import TableCell, cell, table_blocks
 
 _DROPPED = names(
     "script style noscript nav iframe object datalist head canvas audio video rt rp defs "
@@ -168,9 +169,11 @@ class _Writer:
         self._in = collections.Counter[str]()  # tags that are open
         self._articles = 0
         self._lists: list[Iterator[str]] = []  # the labels of the items to come
-        self._cells: list[tuple[str, int, int]] = []  # of the row under way: text, width, height
-        self._hanging: dict[int, tuple[str, int]] = {}  # by column: a cell of rows above
+        self._cells: list[_Placed] = []  # of the row under way
+        self._hanging: dict[int, _Placed] = {}  # by column: a cell of rows above
         self._table: Any = None  # of data, that is open
+        self._lines: list[list[TableCell]] = []  # of it
+        self._headers = 0  # how many of them are marked as its header
         self._row: Any = None
         self._rows = "row"  # the kind of its block, another one in each table
         self._size = 0
@@ -318,12 +321,13 @@ class _Writer:
             if tag in _CELLS and node.getparent() is self._row:
                 wide = _span(node, "colspan", _MOST_COLUMNS)
                 high = 1 if self._table is None else _span(node, "rowspan", 1 << 16)
-                self._cells.append((self._taken(), wide, high))
+                self._cells.append(_Placed(cell(self._taken(), tag == "th"), wide, high))
             elif tag in _BLOCKS or tag in _HEADINGS or tag in _CELLS:
                 self._runs.append((" ", ""))
         elif tag in _BLOCKS or tag in _HEADINGS or tag in _CELLS:
             self._flush()
-            self._table = None if node is self._table else self._table
+            if node is self._table:
+                self._end_table()
             if tag in ("ol", "ul") and self._lists:
                 self._lists.pop()
             self._label = "" if tag == "li" else self._label
@@ -351,13 +355,23 @@ class _Writer:
 
     def _end_row(self, node: Any) -> None:
         stray = self._taken()
-        alone = len(self._cells) == 1 and not self._hanging
-        line = [self._cells[0][0]] if alone else _placed(self._cells, self._hanging)
-        data = self._table is not None and not alone and any(line)
-        self._put((self._rows, " | ".join(line)) if data else row(line))
+        title = len(self._cells) == 1 and not self._lines
+        if self._table is None or title:
+            self._put(row(it.cell.text for it in self._cells))
+        elif self._cells:
+            inner = node.getparent().tag == "thead" or all(it.cell.strong for it in self._cells)
+            self._headers += inner and self._headers == len(self._lines)
+            self._lines.append(_placed(self._cells, self._hanging))
         self._put(("", stray))
         self._cells.clear()
         self._row = None
+
+    def _end_table(self) -> None:
+        lines = (dict(enumerate(line)) for line in self._lines)
+        for kind, text in table_blocks(lines, self._headers):
+            self._put((kind and self._rows, text))
+        self._lines.clear()
+        self._table, self._headers = None, 0
 
     def _flush(self) -> None:
         """End the block under way."""
@@ -383,17 +397,28 @@ class _Writer:
             self._blocks.append((block, part))
 
 
-def _placed(cells: list[tuple[str, int, int]], hanging: dict[int, tuple[str, int]]) -> list[str]:
+class _Placed(NamedTuple):
+    """A cell, and how many columns and rows it takes."""
+
+    cell: TableCell
+    wide: int
+    high: int
+
+
+def _placed(cells: list[_Placed], hanging: dict[int, _Placed]) -> list[TableCell]:
     """The cells of a row by column, with those that hang into it from rows above."""
-    line: list[str] = []
-    waiting = [(text, high) for text, wide, high in cells for _ in range(wide)][::-1]
+    line: list[TableCell] = []
+    waiting = [it for it in cells for _ in range(it.wide)][::-1]
     while waiting or any(column >= len(line) for column in hanging):
         here = len(line) in hanging
-        text, high = hanging.pop(len(line)) if here else waiting.pop() if waiting else ("", 1)
-        if high > 1:
-            hanging[len(line)] = text, high - 1
-        line.append(text)
+        it = hanging.pop(len(line)) if here else waiting.pop() if waiting else _NOTHING
+        if it.high > 1:
+            hanging[len(line)] = it._replace(high=it.high - 1)
+        line.append(it.cell)
     return line
+
+
+_NOTHING = _Placed(cell(""), 1, 1)
 
 
 def _is_data(table: Any) -> bool:

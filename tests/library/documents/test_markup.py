@@ -171,3 +171,12 @@ def test_lines_of_org_that_look_like_tables_are_read_at_once(tmp_path, read):
     # Trying every way to part it into cells would take longer than anybody waits.
     (tmp_path / "a.org").write_text("| " + "word " * 5_000)
     assert len(read.only(tmp_path).text) == 5 * 5_000 - 1
+
+
+def test_each_chunk_of_a_long_table_names_its_columns(tmp_path, read):
+    rows = "".join(f"<tr><td>Boat {n}<td>{n} m" for n in range(200))
+    page = f"<table><thead><tr><th>Name<th>Length</thead>{rows}</table>"
+    (tmp_path / "boats.html").write_text(page, encoding="utf-8")
+    first, *others = read.only(tmp_path / "boats.html").text.splitlines()
+    assert first == "Name | Length"
+    assert others == [f"Name: Boat {n} | Length: {n} m" for n in range(200)]
