@@ -24,6 +24,7 @@ from jaxrag.kv.store.quantise import quantise
 from jaxrag.kv.store.record import MAX_AUX_BYTES, Provenance, describe_aux
 from jaxrag.library.documents import Document, Intake, Shard, read_paths
 from jaxrag.library.documents.chunking import Chunking
+from jaxrag.library.documents.left_out import LeftOut
 from jaxrag.library.documents.metadata import front_matter
 from jaxrag.library.documents.stacks import stack_named
 from jaxrag.library.embed import as_embedder
@@ -123,7 +124,7 @@ FIELDS = {
             {"groups": groups} for groups in
             (None, "sales", [], ["a b"], [""], ["é"], [1], ["x" * 65], ["a"] * 33, {"a": 1})
         ]}),
-        (front_matter, ["+++\nyear = \n+++\ntext"]),
+        (functools.partial(front_matter, left_out=LeftOut()), ["+++\ngroups = \n+++\ntext"]),
         (functools.partial(read_paths, ["."]), {
             "parse_seconds": [0, NAN, INF, "9"], "parse_bytes": [1, None],
             "encoding": ["klingon", "base64", "rot13", "undefined", "", "a\0b"],

@@ -75,8 +75,8 @@ def front_matter(text: str, left_out: LeftOut) -> tuple[dict[str, Any], str]:
     text: ({}, text). Of YAML or TOML that cannot be parsed the lines of ``key: value`` are taken
     as they stand, and ``left_out`` says so.
 
-    Raises DocumentError for front matter that is longer than MAX_FRONT_CHARACTERS or refers to
-    itself (YAML's anchors).
+    Raises DocumentError for front matter that is longer than MAX_FRONT_CHARACTERS, refers to
+    itself (YAML's anchors), or names groups and cannot be parsed.
     """
     fence, _, rest = text.partition("\n")
     ends = _FENCES.get(fence.rstrip())
