@@ -219,7 +219,7 @@ def test_a_file_that_takes_too_long_is_left_out_alone(many):
 def test_the_process_waits_for_neither_jax_nor_a_tokenizer():
     program = (
         "import sys, jaxrag.library.documents.parser_process; "
-        "print({'jax', 'numpy', 'tokenizers', 'lxml', 'pypdf'} & set(sys.modules))"
+        "print({'jax', 'numpy', 'tokenizers', 'lxml', 'pypdfium2'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "set()\n", done.stderr
