@@ -1,6 +1,6 @@
 """Reader of .html: the text of pages as a person sees it.
 
-Headings, lists, tables and code become Markdown lines.
+Headings, lists and code become Markdown lines, and tables lines of ``column: value``.
 """
 
 import collections

@@ -30,7 +30,8 @@ _MANY_DRAWINGS = 20  # on a page without text that is not an empty one
 _COLUMN = 25  # characters of a line, on average, in a column of prose
 _MARKER = re.compile(r"[•·*▪◦‣\u2013\u2014-]|\(?\w{1,3}[.)]|\[\w{1,5}\]")  # of an item
 _WAIT = re.compile(r"Please wait\W+If this message is not eventually replaced")
-_CUT = re.compile(r"(\w+)[-\u00ad\u2010]\n(\w+)")
+_CUT = re.compile(r"\b(\w++)[-\u00ad\u2010]\n(\w+)")
+_JOINED = re.compile(r"\b\w++(?:-\w++)+")
 _CUTS = ("\x02", "\ufffe")  # what pdfium gives for a hyphen at the end of a line
 _NUMBER = re.compile(r"\d+")
 _SPACED = 4  # capitals one by one: as many may be no word
@@ -305,11 +306,12 @@ def _mended(texts: Sequence[str]) -> list[str]:
 
     A hyphen stays between numbers, and where the same word has it elsewhere.
     """
-    whole = " ".join(texts)
+    words = itertools.chain.from_iterable(map(_JOINED.findall, texts))
+    kept = {pair for word in words for pair in itertools.pairwise(word.split("-"))}
 
     def mended(found: re.Match[str]) -> str:
         before, after = found[1], found[2]
-        if (before[-1] + after[0]).isdigit() or f"{before}-{after}" in whole:
+        if (before[-1] + after[0]).isdigit() or (before, after) in kept:
             return f"{before}-{after}"
         whole_word = (before[-1] + after[0]).islower() or (before + after).isupper()
         return before + after if whole_word else found[0]
