@@ -1,13 +1,23 @@
 """The files under configs/ parse, and describe the models they name."""
 
+import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 from refusal import refused
 
-from jaxrag.base.config import config_from_dict, config_to_dict
+from jaxrag.base.config import (
+    LinearScaling,
+    NoRotation,
+    RopeConfig,
+    YarnScaling,
+    config_from_dict,
+    config_to_dict,
+)
 from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.base.tables import build, read_toml
+from jaxrag.models.overview import rope_words
 from jaxrag.models.spec import num_params
 from jaxrag.models.text.prompts import template_named
 from jaxrag.reuse.methods import METHODS, method_named
@@ -62,6 +72,34 @@ def test_only_a_key_that_may_be_none_may_be_left_out():
             config_from_dict({k: v for k, v in values.items() if k != key})
     with refused(ConfigError, "rope_theta"):
         config_from_dict({**values, "rope_theta": 1e4})
+
+
+def test_layers_of_several_kinds(tiny_config):
+    """What a config says of them comes back, and what it says without them is as it was."""
+    own = tiny_config().rope
+    local = RopeConfig(50.0, 10, False, LinearScaling(3.0))
+    yarn = YarnScaling(4.0, 32, 8.0, 0.5, 1.7, True)
+    none = dataclasses.replace(own, scaling=NoRotation())
+    plain = tiny_config()
+    kinds = tiny_config(more_ropes=(local, none), rope_layers=(0, 2, 1))
+    written = json.loads(json.dumps(config_to_dict(kinds)))
+    assert config_from_dict(written) == kinds
+    assert written.keys() - config_to_dict(plain).keys() == {"more_ropes", "rope_layers"}
+    assert [kinds.rope_of(layer) for layer in range(3)] == [own, none, local]
+    assert kinds.of_layer(2) == dataclasses.replace(plain, rope=local)
+    assert plain.of_layer(2) is plain
+    assert rope_words(kinds) == (
+        "1 layers theta 5300; 1 layers theta 50, linear x 3; 1 layers without positions"
+    )
+    wrong = ((local,), None), ((), (0, 0, 1)), ((local,), (0, 1)), ((local,), (1, 1, 1))
+    for more, layers in wrong:
+        with refused(ConfigError, "rope_layers"):
+            tiny_config(more_ropes=more, rope_layers=layers)
+    for other in ({"rotary_dim": 8}, {"interleaved": True}, {"scaling": yarn}):
+        with refused(ConfigError, "more_ropes"):
+            tiny_config(more_ropes=(dataclasses.replace(local, **other),), rope_layers=(0, 1, 0))
+    with refused(ConfigError, "theta"):
+        tiny_config(more_ropes=(dataclasses.replace(local, theta=0.0),), rope_layers=(0, 1, 0))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ further down: no function of the model core repeats a constant of this module.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from jaxrag.base.errors import ConfigError
@@ -126,7 +126,12 @@ class YarnScaling:
     truncate: bool
 
 
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+@dataclasses.dataclass(frozen=True)
+class NoRotation:
+    """No position embedding at all (NoPE): every angle is 0."""
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | NoRotation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +164,7 @@ class ModelConfig:
     num_kv_heads: int  # K
     head_dim: int  # H
     norm_eps: float
-    rope: RopeConfig
+    rope: RopeConfig  # of every layer, or of those whose kind is 0
     max_positions: int
     sliding_window: int | None  # tokens, the query included; None = every layer attends globally
     window_layers: tuple[bool, ...] | None  # [L] which layers use the window; None = all of them
@@ -172,6 +177,8 @@ class ModelConfig:
     dtype: DType  # of parameters, activations and cached KV
     bos_id: int | None
     eos_ids: tuple[int, ...]
+    more_ropes: tuple[RopeConfig, ...] = ()  # of layers of the kinds 1, 2, ...
+    rope_layers: tuple[int, ...] | None = None  # [L] the kind of every layer; None = all are 0
     # Which body of the attention ops runs (pallas_kernels/README.md), and over which mesh where it
     # is not XLA that spreads it. No properties of the model: they are in no file and in no key.
     kernels: Kernels = "xla"
@@ -186,20 +193,11 @@ class ModelConfig:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected at most {most}")
         if not 0 < self.norm_eps < 1:
             raise ConfigError(f"norm_eps={self.norm_eps}: expected a number above 0 and below 1")
-        if not 0 < self.rope.theta < math.inf:
-            raise ConfigError(f"rope theta={self.rope.theta}: expected a finite positive number")
-        scaling = {} if self.rope.scaling is None else dataclasses.asdict(self.rope.scaling)
-        for name, value in scaling.items():
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"rope scaling {name}={value}: expected a finite number from 0")
+        for rope in self.ropes:
+            self._check_rope(rope)
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
-            )
-        if self.rope.rotary_dim % 2 or not 0 < self.rope.rotary_dim <= self.head_dim:
-            raise ConfigError(
-                f"rotary_dim={self.rope.rotary_dim}: expected an even number up to head_dim="
-                f"{self.head_dim}"
             )
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype={self.dtype!r}: expected one of {', '.join(DTYPES)}")
@@ -209,6 +207,46 @@ class ModelConfig:
             raise ConfigError(
                 f"window_layers has {len(self.window_layers)} entries for {self.num_layers} layers"
             )
+        kinds = (0,) * self.num_layers if self.rope_layers is None else self.rope_layers
+        if len(kinds) != self.num_layers or set(kinds) != set(range(len(self.ropes))):
+            raise ConfigError(
+                f"rope_layers={self.rope_layers}: expected for each of {self.num_layers} layers "
+                f"one of the kinds 0..{len(self.ropes) - 1}, and each kind somewhere"
+            )
+
+    def _check_rope(self, rope: RopeConfig) -> None:
+        if not 0 < rope.theta < math.inf:
+            raise ConfigError(f"rope theta={rope.theta}: expected a finite positive number")
+        scaling = {} if rope.scaling is None else dataclasses.asdict(rope.scaling)
+        for name, value in scaling.items():
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"rope scaling {name}={value}: expected a finite number from 0")
+        if rope.rotary_dim % 2 or not 0 < rope.rotary_dim <= self.head_dim:
+            raise ConfigError(
+                f"rotary_dim={rope.rotary_dim}: expected an even number up to head_dim="
+                f"{self.head_dim}"
+            )
+        if _alike(rope) != _alike(self.rope):
+            raise ConfigError(
+                f"more_ropes={rope}: rotary_dim, interleaved and a YaRN attention_factor have to "
+                f"be those of every layer, as in rope={self.rope}"
+            )
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """Of every kind of layers."""
+        return self.rope, *self.more_ropes
+
+    def rope_of(self, layer: int) -> RopeConfig:
+        """Of one layer."""
+        return self.rope if self.rope_layers is None else self.ropes[self.rope_layers[layer]]
+
+    def of_layer(self, layer: int) -> "ModelConfig":
+        """The same with the rotation of one layer as that of all."""
+        if self.rope_layers is None:
+            return self
+        rope = self.rope_of(layer)
+        return dataclasses.replace(self, rope=rope, more_ropes=(), rope_layers=None)
 
     @property
     def group_size(self) -> int:
@@ -227,18 +265,33 @@ class ModelConfig:
         return self.kv_bytes_per_token // (2 * self.num_layers)
 
 
-_SCALINGS: dict[str, type[LinearScaling | Llama3Scaling | YarnScaling]] = {
+_SCALINGS: dict[str, type[RopeScaling]] = {
     "linear": LinearScaling,
     "llama3": Llama3Scaling,
     "yarn": YarnScaling,
+    "none": NoRotation,
 }
 
 
+def _alike(rope: RopeConfig) -> tuple[int, bool, float]:
+    """What is the same in all kinds of layers."""
+    factor = rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling) else 1.0
+    return rope.rotary_dim, rope.interleaved, factor
+
+
 def config_to_dict(config: ModelConfig) -> dict[str, Any]:
-    """Plain JSON-able form of a config, without its kernels; inverse of ``config_from_dict``."""
-    values = dataclasses.asdict(dataclasses.replace(config, kernel_mesh=None))
-    del values["kernels"], values["kernel_mesh"]
+    """Plain JSON-able form of a config, without its kernels; inverse of ``config_from_dict``.
+
+    What has a default and holds it is left out: a trait that came later is in no older key.
+    """
+    plain = dataclasses.replace(config, kernels="xla", kernel_mesh=None)
+    values = dataclasses.asdict(plain)
+    for field in dataclasses.fields(plain):
+        if getattr(plain, field.name) == field.default:
+            del values[field.name]
     values["rope"] = rope_to_dict(config.rope)
+    if config.more_ropes:
+        values["more_ropes"] = tuple(map(rope_to_dict, config.more_ropes))
     return values
 
 
@@ -254,6 +307,9 @@ def config_from_dict(values: Mapping[str, Any], where: str = "model config") -> 
             )
     if isinstance(values.get("rope"), Mapping):
         values = {**values, "rope": rope_from_dict(values["rope"], f"{where}.rope")}
+    if isinstance(more := values.get("more_ropes"), Sequence):
+        kinds = tuple(rope_from_dict(it, f"{where}.more_ropes") for it in more)
+        values = {**values, "more_ropes": kinds}
     return build(ModelConfig, values, where, keep_ints=True)
 
 

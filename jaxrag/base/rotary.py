@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxrag.base.config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+from jaxrag.base.config import LinearScaling, Llama3Scaling, NoRotation, RopeConfig, YarnScaling
 
 
 def frequencies(rope: RopeConfig) -> NDArray[Any]:
@@ -21,6 +21,8 @@ def frequencies(rope: RopeConfig) -> NDArray[Any]:
             return plain
         case LinearScaling(factor):
             return plain / factor
+        case NoRotation():
+            return np.zeros_like(plain)
         case Llama3Scaling():
             return _llama3(plain, rope.scaling)
         case YarnScaling():

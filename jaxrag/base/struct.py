@@ -12,9 +12,9 @@ import jax
 _STATIC = "static"
 
 
-def static() -> Any:
+def static(default: Any = dataclasses.MISSING) -> Any:
     """A field that compiled functions are compiled for: hashable, and no array."""
-    return dataclasses.field(metadata={_STATIC: True})
+    return dataclasses.field(default=default, metadata={_STATIC: True})
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(static,))

@@ -81,7 +81,7 @@ def start_away(
             far = [
                 rule.far(
                     HostPrompt(
-                        config=config,
+                        config=config.of_layer(index),
                         layer=layer,
                         index=index,
                         position=position,

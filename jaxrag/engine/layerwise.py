@@ -63,6 +63,7 @@ class _Layer(struct.PyTreeNode):
     """One layer of the model, and the prompt that goes through it.
 
     Attributes:
+      rope: of the layer.
       prompt: the tokens that are run.
       index: [] int32 of the layer.
     """
@@ -131,8 +132,8 @@ class LayerPrefill:
         rows = rows_of(pages)[request.run.slots]
         x = _embed(model.params, prompt.ids)
         for layer in range(model.config.num_layers):
-            at = np.asarray(layer, np.int32)
-            here = on_host(_Layer, model.params, model.rope_factors, prompt, at)
+            at, rope = np.asarray(layer, np.int32), model.rope_factors.of_layer(layer)
+            here = on_host(_Layer, model.params, rope, prompt, at)
             k, v, queries = _keys_values(here, x, model.config)
             self._write_on_device(at, k, v, prompt, pages)
             part = None

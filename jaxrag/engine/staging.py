@@ -348,8 +348,10 @@ def stage(
             rows = page[at][inside].astype(np.int64) * PAGE + local[at][inside] % PAGE
             k = None
             if runner.model.placement.away:  # [L, K, n, H], then as the store has it
-                keys = block[:, 0][:, inside].swapaxes(1, 2)
-                k = rotated(keys, local[at][inside], runner.model.config.rope).swapaxes(1, 2)
+                keys, rope_of = block[:, 0][:, inside].swapaxes(1, 2), runner.model.config.rope_of
+                places = local[at][inside]
+                k = np.stack([rotated(it, places, rope_of(i)) for i, it in enumerate(keys)])
+                k = k.swapaxes(1, 2)
             host.put(rows, k, block[host.first_layer :, 1][:, inside])
     if runner.model.placement.away:
         for block in blocks:
@@ -430,7 +432,7 @@ def _place(
     def layer(index: Array, pool: PagePool) -> PagePool:
         rows = jnp.where(nowhere, pool.k.shape[0], pool.rows(index, page, config.num_layers))
         slot = local % PAGE
-        k = at_position(kv[index, 0], local, rope, config.rope)
+        k = at_position(kv[index, 0], local, rope.of_layer(index), config.rope)
         return PagePool(
             k=pool.k.at[rows, slot].set(k, mode="drop"),
             v=pool.v.at[rows, slot].set(kv[index, 1], mode="drop"),

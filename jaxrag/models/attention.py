@@ -130,7 +130,8 @@ class PackedAttend:
             )
             return out
 
-        q_at, k_at = (place(x, tokens.positions, self.rope, config.rope) for x in (q, k))
+        rope = self.rope.of_layer(layer)
+        q_at, k_at = (place(x, tokens.positions, rope, config.rope) for x in (q, k))
         packed = Rows(tokens.positions, tokens.segments, tokens.examples)
         call: Callable[..., Array] = attend
         if config.kernel_mesh is not None:
@@ -183,9 +184,10 @@ class PagedAttend:
         op = self._op(q.shape[1])
         one = op is paged_decode_attention
         queries, at = (q[:, 0], tokens.positions[:, 0]) if one else (q, tokens.positions)
+        rope = self.rope.of_layer(layer)
 
         def attend(op: PagedOp, where: Pages) -> tuple[Array, Array]:
-            return attend_pool(op, self.config, self.rope, cache, queries, where, at, window)
+            return attend_pool(op, self.config, rope, cache, queries, where, at, window)
 
         out, _ = attend_table(attend, op, self.table, pages)
         return out.reshape(q.shape).astype(q.dtype), cache, None
@@ -206,7 +208,7 @@ class PagedAttend:
         """
         pages = cache.rows(layer, self.table.pages, self.config.num_layers)
         used = jnp.maximum(tokens.positions, 0)
-        placed = place(k, used, self.rope, self.config.rope)
+        placed = place(k, used, self.rope.of_layer(layer), self.config.rope)
         return pages, cache.write(pages, self.slots, placed, v)
 
 
@@ -282,7 +284,7 @@ def attention_received(
         Pages(pages, table.offsets, table.slot_position),
         query_position,
         groups,
-        rotary_of(config, rope),
+        rotary_of(config, rope.of_layer(config.num_layers - 1)),
         scale=config.head_dim**-0.5,
         causal=causal,
         window=window,
@@ -305,7 +307,7 @@ def attend_pool(
 
     Args:
       op: one of the paged ops.
-      rope: tables beyond every position and offset.
+      rope: of the layer, beyond every position and offset.
       q: [B, T, N, H] or [B, N, H] before rotation.
       position: [B, T] or [B] int32 of the queries.
       window: sliding window in tokens, or None.

@@ -22,6 +22,7 @@ from jaxrag.base.config import (
     LinearScaling,
     Llama3Scaling,
     ModelConfig,
+    NoRotation,
     RopeConfig,
     RopeScaling,
     YarnScaling,
@@ -314,6 +315,8 @@ def write_rope(rope: RopeConfig, head_dim: int) -> dict[str, Any]:
             return {"rope_type": "default", **values}
         case LinearScaling(factor):
             return {"rope_type": "linear", **values, "factor": factor}
+        case NoRotation():
+            return {"rope_type": "none", **values}  # which nothing reads: export refuses it
         case Llama3Scaling() | YarnScaling() as scaling:
             kind = "yarn" if isinstance(scaling, YarnScaling) else "llama3"
             fields = dataclasses.asdict(scaling)

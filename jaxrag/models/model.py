@@ -38,7 +38,7 @@ from jaxrag.models.linear import by_layer, gains_by_layer
 from jaxrag.models.memory import check_pool, memory_of, require_room, require_room_for_int8
 from jaxrag.models.reading import Reading, read_reading
 from jaxrag.models.record import read_record
-from jaxrag.models.rope import RopeFactors, RopeTable, rope_factors, rope_table
+from jaxrag.models.rope import RopeFactors, RopeTable, rope_factors, rope_tables
 from jaxrag.models.segments import positions_follow_order
 from jaxrag.models.shares import as_held, by_heads, head_share, own_heads, put_share
 from jaxrag.models.spec import Params, init_params, num_params, param_shardings
@@ -226,7 +226,7 @@ class Model:
         size = bucket(num_positions, 1024)
         if size in self._ropes:
             return self._ropes[size]
-        table = rope_table(self.config.rope, size)
+        table = rope_tables(self.config, size)
         placed: RopeTable = jax.tree.map(lambda x: self.put(np.asarray(x)), table)
         if not self.placement.away or size <= _KEPT_ROPE:
             self._ropes[size] = placed
@@ -235,7 +235,7 @@ class Model:
     @functools.cached_property
     def rope_factors(self) -> RopeFactors:
         """The same for the whole context, in a memory that hardly grows with it."""
-        return rope_factors(self.config.rope, self.config.max_positions)
+        return rope_factors(self.config, self.config.max_positions)
 
     @functools.cached_property
     def _by_layer(self) -> Params:

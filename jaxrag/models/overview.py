@@ -7,7 +7,14 @@ from typing import Any, cast
 
 from jax.sharding import Mesh
 
-from jaxrag.base.config import DType, ModelConfig, YarnScaling, config_to_dict
+from jaxrag.base.config import (
+    DType,
+    ModelConfig,
+    NoRotation,
+    RopeConfig,
+    YarnScaling,
+    config_to_dict,
+)
 from jaxrag.base.errors import ModelError
 from jaxrag.base.gguf import is_gguf
 from jaxrag.kv.placement import ON_DEVICE
@@ -180,11 +187,20 @@ def eight_billion(dtype: DType = "bfloat16") -> Memory:
 
 
 def rope_words(config: ModelConfig) -> str:
-    """The rotary embedding in a few words."""
-    rope, scaling = config.rope, config.rope.scaling
+    """The rotary embedding in a few words; of each kind of layers, where there are several."""
+    words, kinds = [_rope_words(it, config.head_dim) for it in config.ropes], config.rope_layers
+    if kinds is None:
+        return words[0]
+    return "; ".join(f"{kinds.count(at)} layers {it}" for at, it in enumerate(words))
+
+
+def _rope_words(rope: RopeConfig, head_dim: int) -> str:
+    scaling = rope.scaling
+    if isinstance(scaling, NoRotation):
+        return "without positions"
     words = f"theta {rope.theta:g}"
-    if rope.rotary_dim != config.head_dim:
-        words += f", {rope.rotary_dim} of {config.head_dim} dimensions"
+    if rope.rotary_dim != head_dim:
+        words += f", {rope.rotary_dim} of {head_dim} dimensions"
     if rope.interleaved:
         words += ", interleaved"
     if scaling is None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrag.base import struct
-from jaxrag.base.config import RopeConfig
+from jaxrag.base.config import ModelConfig, RopeConfig
 from jaxrag.base.rotary import attention_factor, frequencies
 from jaxrag.base.types import Array, HostArray
 from pallas_kernels.rotation import rotate
@@ -22,6 +22,7 @@ __all__ = [
     "place",
     "rope_factors",
     "rope_table",
+    "rope_tables",
     "rotate",
 ]
 
@@ -29,10 +30,21 @@ FINE = 1024  # positions of the fine table
 
 
 class RopeTable(struct.PyTreeNode):
-    """cos and sin of every position; S positions, R rotary dims."""
+    """cos and sin of every position; S positions, R rotary dims.
 
-    cos: Array  # [S, R/2] float32
-    sin: Array  # [S, R/2] float32
+    Where layers are of several kinds, of each kind: then ``of_layer`` is what tokens are placed by.
+    """
+
+    cos: Array  # [S, R/2] float32, or [kinds, S, R/2]
+    sin: Array  # the same
+    kinds: tuple[int, ...] | None = struct.static(default=None)  # [L] of each layer, where several
+
+    def of_layer(self, layer: Array | int) -> "RopeTable":
+        """The table of one layer: [S, R/2]."""
+        if self.kinds is None:
+            return self
+        kind = jnp.asarray(self.kinds, jnp.int32)[layer]
+        return RopeTable(self.cos[kind], self.sin[kind])
 
     def at(self, positions: Array) -> tuple[Array, Array]:
         """Cosine and sine [..., R/2] of positions [...]."""
@@ -48,6 +60,10 @@ class RopeFactors(struct.PyTreeNode):
     fine: RopeTable  # of positions 0 .. FINE - 1
     coarse: RopeTable  # of positions 0, FINE, 2 FINE, ...
 
+    def of_layer(self, layer: Array | int) -> "RopeFactors":
+        """The factors of one layer."""
+        return RopeFactors(self.fine.of_layer(layer), self.coarse.of_layer(layer))
+
     def at(self, positions: Array) -> tuple[Array, Array]:
         """Cosine and sine [..., R/2] of positions [...]."""
         (cos, sin), (dcos, dsin) = self.coarse.at(positions // FINE), self.fine.at(positions % FINE)
@@ -59,20 +75,28 @@ Rope = RopeTable | RopeFactors
 
 def rope_table(rope: RopeConfig, num_positions: int) -> RopeTable:
     """Tables for positions 0 .. num_positions - 1."""
-    return _table(rope, np.arange(num_positions))
+    return _table((rope,), None, np.arange(num_positions))
 
 
-def rope_factors(rope: RopeConfig, num_positions: int) -> RopeFactors:
+def rope_tables(config: ModelConfig, num_positions: int) -> RopeTable:
+    """The same for the layers of a model, which may be of several kinds."""
+    return _table(config.ropes, config.rope_layers, np.arange(num_positions))
+
+
+def rope_factors(config: ModelConfig, num_positions: int) -> RopeFactors:
     """Factors for positions 0 .. num_positions - 1 and some more."""
-    coarse = np.arange(0, max(num_positions, 1), FINE)
-    return RopeFactors(fine=_table(rope, np.arange(FINE)), coarse=_table(rope, coarse))
+    coarse, of = np.arange(0, max(num_positions, 1), FINE), (config.ropes, config.rope_layers)
+    return RopeFactors(fine=_table(*of, np.arange(FINE)), coarse=_table(*of, coarse))
 
 
-def _table(rope: RopeConfig, positions: HostArray) -> RopeTable:
-    angles = positions.astype(np.float64)[:, None] * frequencies(rope)
-    both = (np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32))
+def _table(
+    ropes: tuple[RopeConfig, ...], kinds: tuple[int, ...] | None, positions: HostArray
+) -> RopeTable:
+    angles = [positions.astype(np.float64)[:, None] * frequencies(rope) for rope in ropes]
+    turns = angles[0] if kinds is None else np.stack(angles)
+    both = (np.cos(turns).astype(np.float32), np.sin(turns).astype(np.float32))
     cos, sin = jax.device_put(both)  # jnp.asarray would compile a program for each shape
-    return RopeTable(cos=cos, sin=sin)
+    return RopeTable(cos=cos, sin=sin, kinds=kinds)
 
 
 def scale_rotary(x: Array, rope: RopeConfig) -> Array:

@@ -152,8 +152,8 @@ class PartsAttend:
         op = functools.partial(paged_attention, beside=hot, out_dtype=jnp.float32)
 
         def attend(op: PagedOp, where: Pages) -> tuple[Array, Array]:
-            at = tokens.positions
-            return attend_pool(op, self.config, self.rope, cache, q, where, at, window)
+            at, rope = tokens.positions, self.rope.of_layer(layer)
+            return attend_pool(op, self.config, rope, cache, q, where, at, window)
 
         out, _ = attend_table(attend, op, self.table, pages)
         out, shares = jnp.split(out, [q.shape[-1]], -1)

@@ -96,6 +96,11 @@ def write_connector(
         raise KnowledgeBaseError(
             f"{kb.path} was opened for reading; open it with its model and mode 'rw'"
         )
+    if model.config.rope_layers is not None:
+        raise RequestError(
+            f"{kb.path}: layers of this model rotate keys in {len(model.config.ropes)} ways, which "
+            "the connector does not write; answer with `jaxrag serve`"
+        )
     if kb.store.layout.drops:
         raise RequestError(
             f"{kb.path} is stored as {kb.store.layout.stored}, which leaves tokens out: another "

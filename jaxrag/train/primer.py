@@ -364,14 +364,14 @@ class _ContextAttend:
         cache: tuple[Array, Array],
     ) -> tuple[Array, tuple[Array, Array], None]:
         """Shapes as Attend."""
-        config, at = self.config, tokens.positions
+        config, at, rope = self.config, tokens.positions, self.rope.of_layer(layer)
         own = jnp.where(tokens.segments == EMPTY, HIDDEN, at)
         keys_at = jnp.concatenate((self.order, own), 1)
         placed_at = jnp.where(keys_at == HIDDEN, 0, keys_at)
-        keys = place(jnp.concatenate((cache[0], k), 1), placed_at, self.rope, config.rope)
+        keys = place(jnp.concatenate((cache[0], k), 1), placed_at, rope, config.rope)
         values = jnp.concatenate((cache[1], v), 1)
         batch, length, heads, dim = q.shape
-        asked = place(q, at, self.rope, config.rope)
+        asked = place(q, at, rope, config.rope)
         asked = asked.reshape(batch, length, config.num_kv_heads, -1, dim)
         scores = jnp.einsum("bfkgh,bskh->bkgfs", asked, keys, preferred_element_type=jnp.float32)
         visible = keys_at[:, None] <= at[..., None]

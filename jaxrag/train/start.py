@@ -19,7 +19,7 @@ from jaxrag.models.checkpoint import is_checkpoint, load_checkpoint
 from jaxrag.models.digest import weights_digest
 from jaxrag.models.hf import load_config, load_hf
 from jaxrag.models.record import read_record
-from jaxrag.models.rope import RopeTable, rope_table
+from jaxrag.models.rope import RopeTable, rope_tables
 from jaxrag.models.spec import Params, init_params, param_shardings
 from jaxrag.models.text.prompts import template_named
 from jaxrag.models.text.tokenizer import Tokenizer, check_vocab
@@ -151,7 +151,7 @@ def set_up(config: TrainConfig) -> Setup:
             f"sliding window ({model.sliding_window} tokens) is measured in order; use reordered "
             "positions"
         )
-    table = rope_table(model.rope, min(config.data.row_tokens, model.max_positions))
+    table = rope_tables(model, min(config.data.row_tokens, model.max_positions))
     return Setup(
         config=config,
         model=model,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from jaxrag.base.config import RopeConfig, YarnScaling
+from jaxrag.base.config import LinearScaling, NoRotation, RopeConfig, YarnScaling
 from jaxrag.base.errors import RequestError
 from jaxrag.reuse import methods
 from jaxrag.reuse.attention_index import Ivf
@@ -101,11 +101,22 @@ ALL_RULES = RULES | RULE_SETTINGS
 
 # YaRN over a part of the head, with an attention factor that no forward can overlook.
 _YARN = RopeConfig(100.0, 6, False, YarnScaling(4.0, 32, 8.0, 0.5, 1.7, True))
+_UNROTATED = RopeConfig(5_300.0, 10, False, NoRotation())
 # A family of conftest.py and changes. The first two have between them the parts of all others: a
 # decoder is what its config says, so that pairs of these and a rule are pairs of those parts.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "joined": ("glm4", {"qk_norm": True, "rope": dataclasses.replace(_YARN, interleaved=True)}),
-    "windows": ("qwen2", {"sliding_window": 6, "window_layers": (False, True, False, True)}),
+    "windows": (
+        "qwen2",
+        {
+            "sliding_window": 6,
+            "window_layers": (False, True, False, True),
+            "rope": RopeConfig(9_000.0, 10, False, LinearScaling(3.0)),
+            "more_ropes": (RopeConfig(50.0, 10, False, None),),
+            "rope_layers": (0, 1, 0, 1),
+        },
+    ),
+    "unrotated": ("llama", {"more_ropes": (_UNROTATED,), "rope_layers": (0, 1, 1, 0)}),
     "yarn": ("llama", {"rope": _YARN}),
     **{name: (name, {}) for name in ("llama", "mistral", "qwen2", "qwen3", "glm", "glm4")},
 }

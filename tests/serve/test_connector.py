@@ -1,5 +1,6 @@
 """The folder by which another engine reads a knowledge base: what is in it, and what it refuses."""
 
+import dataclasses
 import json
 import shlex
 from pathlib import Path
@@ -164,6 +165,11 @@ def test_refused_before_work(kb, tmp_path):
     with refused(ConfigError, "'none'"):
         write_connector(kb, tmp_path / "out", passage_rules="none")
     assert not (tmp_path / "out").exists()
+    own = kb.model.config
+    with pytest.MonkeyPatch.context() as patch, refused(RequestError, "2 ways"):
+        kinds = {"more_ropes": (own.rope,), "rope_layers": (0, 1)}
+        patch.setattr(kb.model, "config", dataclasses.replace(own, **kinds))
+        write_connector(kb, tmp_path / "out")
     with jaxrag.KnowledgeBase.open(kb.path, mode="r") as closed, refused(KnowledgeBaseError):
         write_connector(closed, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -68,13 +68,14 @@ class KeyPlacement:
 
     def describe(self) -> dict[str, Any]:
         """JSON-able: whether RoPE is applied, from which position on, and every constant of it."""
-        rotated = self.first_position is not None
+        rotated, values = self.first_position is not None, config_to_dict(self.config)
         return {
             "applied": rotated,
             "first_position": self.first_position,
             "attention_factor": attention_factor(self.config.rope),
             "attention_factor_applied": rotated,
-            **config_to_dict(self.config)["rope"],
+            **values["rope"],
+            **{name: values[name] for name in ("more_ropes", "rope_layers") if name in values},
         }
 
     def check(self, tokens: int, what: str) -> None:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxrag.base.config import RopeConfig
+from jaxrag.base.config import ModelConfig, RopeConfig
 from jaxrag.base.errors import StoreError
 from jaxrag.base.shapes import bucket
 from jaxrag.base.types import Array, HostArray
@@ -30,7 +30,7 @@ from jaxrag.kv.store.backend import Backend
 from jaxrag.kv.store.grid import KV_AXES, aux_grid, kv_grid
 from jaxrag.kv.store.record import SCALE
 from jaxrag.library.export.bundle import Bundle, KeyPlacement, describe, read
-from jaxrag.models.rope import RopeTable, place, rope_table
+from jaxrag.models.rope import RopeTable, place, rope_tables
 from jaxrag.models.tensor_files import NewTensor, file_header, write_file
 
 METADATA_KEY = "jaxrag"  # of the JSON record in a safetensors header
@@ -70,7 +70,7 @@ def write_safetensors(
     def load() -> HostArray:
         kv = read(store, bundle)
         if placement.first_position is not None:
-            kv[:, 0] = place_keys(kv[:, 0], placement.first_position, placement.config.rope)
+            kv[:, 0] = place_keys(kv[:, 0], placement.first_position, placement.config)
         return kv
 
     tensors = arrange(store.layout, tokens, load)
@@ -148,7 +148,7 @@ def _begins_with(path: Path, header: bytes, nbytes: int) -> bool:
         return False
 
 
-def place_keys(keys: HostArray, first_position: int, rope: RopeConfig) -> HostArray:
+def place_keys(keys: HostArray, first_position: int, config: ModelConfig) -> HostArray:
     """Give keys [L, T, K, H] the positions first_position, first_position + 1, ...
 
     A YaRN attention factor is multiplied in. Computed in float32 and rounded once, to the dtype of
@@ -159,18 +159,19 @@ def place_keys(keys: HostArray, first_position: int, rope: RopeConfig) -> HostAr
     padded[:, :tokens] = keys
     last = first_position + padded.shape[1]
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        table = rope_table(rope, bucket(last, _SMALLEST_SHAPE))
-        return np.asarray(_place(padded, np.int32(first_position), table, rope))[:, :tokens]
+        table = rope_tables(config, bucket(last, _SMALLEST_SHAPE))
+        return np.asarray(_place(padded, np.int32(first_position), table, config.rope))[:, :tokens]
 
 
 @functools.partial(jax.jit, static_argnames=("rope",))
 def _place(keys: Array, first_position: Array, table: RopeTable, rope: RopeConfig) -> Array:
     positions = first_position + jnp.arange(keys.shape[1])
 
-    def layer(k: Array) -> Array:
-        return place(k.astype(jnp.float32), positions, table, rope).astype(k.dtype)
+    def layer(index: Array, k: Array) -> Array:
+        own = table.of_layer(index)
+        return place(k.astype(jnp.float32), positions, own, rope).astype(k.dtype)
 
-    return lax.map(layer, keys)
+    return lax.map(lambda it: layer(*it), (jnp.arange(len(keys)), keys))
 
 
 def huggingface_tensors(layout: KVLayout, tokens: int, load: LoadKV) -> list[NewTensor]:

@@ -166,13 +166,14 @@ def layer_arrays(layers: Sequence[LayerIndexes]) -> dict[str, HostArray]:
 
 
 def build_arrays(
-    keys: HostArray, queries: HostArray, indexing: Indexing, rope: RopeConfig
+    keys: HostArray, queries: HostArray, indexing: Indexing, ropes: Sequence[RopeConfig]
 ) -> dict[str, HostArray]:
     """Build the indexes of a chunk; the auxiliary arrays that hold them.
 
     Args:
         keys: [L, T, K, H] before RoPE.
         queries: [L, N, m, H] before RoPE, strided over the chunk.
+        ropes: [L] of every layer.
 
     Raises RetrievalError as ``build_layer`` does.
     """
@@ -180,7 +181,7 @@ def build_arrays(
     return layer_arrays(
         [
             build_layer(layer, asked, it.spec, rope, it.reach, k=it.k, logarithmic=it.logarithmic)
-            for layer, asked in zip(keys, queries, strict=True)
+            for layer, asked, rope in zip(keys, queries, ropes, strict=True)
         ]
     )
 

@@ -83,9 +83,10 @@ class AwayAttend:
     ) -> tuple[Array, Pattern, None]:
         """Write, then attend; shapes as Attend, T = 1."""
         config, at = self.config, jnp.maximum(tokens.positions, 0)
-        k, v = place(k, at, self.rope, config.rope), v.astype(config.dtype)
+        rope = self.rope.of_layer(layer)
+        k, v = place(k, at, rope, config.rope), v.astype(config.dtype)
         k = k.astype(config.dtype)
-        placed = place(q, at, self.rope, config.rope)
+        placed = place(q, at, rope, config.rope)
         asked = scale_rotary(q[:, 0], config.rope).astype(jnp.float32)
         rows, heads = device_axes("batch"), device_axes("batch", "kv_heads")
         new, pattern = device_axes("batch", None, "kv_heads"), PATTERN
@@ -174,7 +175,8 @@ def pattern_of(
     index = np.where(positions < sink, positions, sink + (positions - sink) % recent)
     for at, layer in enumerate(layers):
         rows = layer.rows[positions]
-        keys = turned(layer.k[:, rows].astype(np.float32), layer.offsets[positions], config.rope)
+        keys, rope = layer.k[:, rows].astype(np.float32), config.rope_of(at)
+        keys = turned(keys, layer.offsets[positions], rope)
         k[at, 0, index] = keys.swapaxes(0, 1).astype(k.dtype)
         v[at, 0, index] = layer.v[:, rows].swapaxes(0, 1)
     return on_host(Pattern, np.full((len(layers), 1), number, np.int32), k, v)

@@ -25,7 +25,7 @@ import numpy as np
 from jax.experimental import io_callback
 from jax.sharding import Mesh
 
-from jaxrag.base.config import RopeConfig
+from jaxrag.base.config import ModelConfig, RopeConfig
 from jaxrag.base.sharding import by_device, device_axes
 from jaxrag.base.types import Array, HostArray
 from jaxrag.kv.store.layout import WHOLE, HeadShare
@@ -343,7 +343,7 @@ class HostSearch:
         self._requests[number].layers.append((parts, checks))
 
     def find(
-        self, numbers: Array, layer: Array, q: Array, position: Array, k: int, rope: RopeConfig
+        self, numbers: Array, layer: Array, q: Array, position: Array, k: int, config: ModelConfig
     ) -> Array:
         """Positions of the best k keys for q [B, K, G, H] before rotation: [B, K, G, k] int32.
 
@@ -352,9 +352,9 @@ class HostSearch:
         """
 
         def search(share: Any, numbers: Any, layer: Any, q: Any, position: Any) -> HostArray:
-            q, position = np.asarray(q), np.asarray(position)
-            first = self.first_head(int(share), q.shape[1])
-            return self._search(int(layer), first, np.asarray(numbers), q, position, k, rope)
+            q, position, at = np.asarray(q), np.asarray(position), int(layer)
+            first, rope = self.first_head(int(share), q.shape[1]), config.rope_of(at)
+            return self._search(at, first, np.asarray(numbers), q, position, k, rope)
 
         def on_device(share: Array | int, *arrays: Array) -> Array:
             shape = jax.ShapeDtypeStruct((*arrays[2].shape[:3], k), jnp.int32)

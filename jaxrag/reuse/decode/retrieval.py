@@ -237,7 +237,8 @@ class Retrieval(DecodeRule):
                 places = (it.positions, it.chunk.position)
                 parts.append(host.open(number, opened[it.chunk.key][layer], None, *places))
             if len(span.rest):
-                made = list(span.indexes(keys.__getitem__, _banks(queries, asked, config)))
+                here = dataclasses.replace(span, config=config.of_layer(layer))
+                made = list(here.indexes(keys.__getitem__, _banks(queries, asked, config)))
                 parts.append(host.open(number, made, keys, span.rest))
             misses = any(part.misses for part in parts)
             host.add_layer(number, parts, span.checks if misses else None)
@@ -252,7 +253,7 @@ class Retrieval(DecodeRule):
         config = view.config
         q = view.q.astype(jnp.float32)
         q = q.reshape(q.shape[0], config.num_kv_heads, config.group_size, config.head_dim)
-        found = view.host.find(state.numbers, layer, q, view.position, self.k, config.rope)
+        found = view.host.find(state.numbers, layer, q, view.position, self.k, config)
         window = view.attend_at(*view.window(self.sink, self.recent))
         edge = view.position[:, None, None, None] - self.recent
         wheres = [found, state.tail]

@@ -84,7 +84,7 @@ class DecodeAttend:
             far = Far(self.values, layer, table.pages, self.paged.slots, new)
         view = View(
             config=self.paged.config,
-            rope=self.paged.rope,
+            rope=self.paged.rope.of_layer(layer),
             pool=pool,
             pages=pages,
             offsets=table.offsets,

@@ -119,7 +119,7 @@ class StoredIndexes:
                 [
                     open_index(it)
                     for it in load_layer(
-                        chunk.store, chunk.key, layer, config.rope, share=self._share
+                        chunk.store, chunk.key, layer, config.rope_of(layer), share=self._share
                     )
                 ]
                 for layer in range(config.num_layers)
@@ -137,9 +137,8 @@ class StoredIndexes:
         """
 
         def load() -> tuple[list[list[AttentionIndex | Searcher]], int]:
-            made = load_layer(
-                chunk.store, chunk.key, layer, config.rope, in_place=True, share=self._share
-            )
+            of = (chunk.store, chunk.key, layer, config.rope_of(layer))
+            made = load_layer(*of, in_place=True, share=self._share)
             heads = [it if not len(it) else open_index(it) for it in made]
             return [heads], sum(head.nbytes for head in heads)
 

@@ -55,7 +55,7 @@ class View:
     Rules choose by position, the pool is read by slot.
 
     Attributes:
-      rope: at least as long as the request's slots.
+      rope: of this layer, at least as long as the request's slots.
       pool: K and V of all layers.
       pages: [B, M] rows of the pool, of this layer.
       offsets: [B, M] by how much the keys of each page are still to be rotated.
@@ -267,4 +267,5 @@ class PromptSlots(struct.PyTreeNode):
         table = self.table
         pages = pool.rows(layer, table.pages, config.num_layers)
         where = (jnp.asarray(self.order), jnp.asarray(self.position))
+        rope = rope.of_layer(layer)
         return View(config, rope, pool, pages, table.offsets, table.slot_position, *where)

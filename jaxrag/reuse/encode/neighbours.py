@@ -76,7 +76,11 @@ def _encode(
     """K before RoPE and V of new tokens [B, T] behind their context: [L, B, T, K, H] each."""
     kv, local = before.kv, before.local
     num_layers, _, _, heads, dim = kv.shape
-    k = place(kv[:, 0], jnp.broadcast_to(local, (num_layers, *local.shape)), rope, config.rope)
+    if rope.kinds is None:
+        k = place(kv[:, 0], jnp.broadcast_to(local, (num_layers, *local.shape)), rope, config.rope)
+    else:
+        own = [place(kv[i, 0], local, rope.of_layer(i), config.rope) for i in range(num_layers)]
+        k = jnp.stack(own)
     pool = PagePool(k=k.reshape(-1, PAGE, heads, dim), v=kv[:, 1].reshape(-1, PAGE, heads, dim))
     table = before.table.reveal(slots, tokens.positions)
     paged = PagedAttend(config, rope, table, slots, rows_in_turn=rows_in_turn)

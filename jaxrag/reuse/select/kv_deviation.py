@@ -305,7 +305,7 @@ def _write(
     def layer(pool: PagePool, scanned: tuple[Array, Array, Array]) -> tuple[PagePool, None]:
         index, k, v = scanned
         pages = pool.rows(index, copies.pages, config.num_layers)
-        placed = place(k, local, decoder.rope, config.rope)
+        placed = place(k, local, decoder.rope.of_layer(index), config.rope)
         return pool.write(pages, copies.slots, placed, v), None
 
     layers = first + jnp.arange(len(fresh[0]), dtype=jnp.int32)
@@ -360,7 +360,8 @@ def _deviation(
     at = jnp.take_along_axis(pages, slots // PAGE, axis=1)
     at = pool.rows(layer, at, config.num_layers)
     total = jnp.zeros(slots.shape, jnp.float32)
-    fresh = fresh | {"k": place(fresh["k"], where.local, decoder.rope, config.rope)}
+    rope = decoder.rope.of_layer(layer)
+    fresh = fresh | {"k": place(fresh["k"], where.local, rope, config.rope)}
     for name in part:
         cached = getattr(pool, name)[at, slots % PAGE].astype(jnp.float32)
         total += jnp.square(fresh[name].astype(jnp.float32) - cached).sum((2, 3))

@@ -1,5 +1,6 @@
 """Exported files hold the store's bytes, or their keys rotated once; whole, or not at all."""
 
+import dataclasses
 import hashlib
 import json
 
@@ -98,6 +99,22 @@ def test_keys_are_rotated_once_to_their_positions(fill, tmp_path, rotated, rope,
         record = metadata_of(path)["rope"]
         assert (record["applied"], record["first_position"]) == (True, first)
         assert record["attention_factor_applied"]
+
+
+def test_every_layer_is_rotated_as_its_kind_is(fill, tmp_path, rotated):
+    chunks, plain = fill("float32")
+    more = (dataclasses.replace(plain.rope, theta=7.0),)
+    layers = tuple(i % 2 for i in range(plain.num_layers))
+    config = dataclasses.replace(plain, more_ropes=more, rope_layers=layers)
+    export_bundles(chunks.store, chunks.bundles[:1], KeyPlacement(config, 3), tmp_path / "out")
+    (path,) = (tmp_path / "out" / "chunks").iterdir()
+    found, kv = load_file(path), chunks.kv[0]
+    for layer in range(plain.num_layers):
+        wanted = rotated(kv[layer : layer + 1, 0], 3, config.rope_of(layer))[0].swapaxes(0, 1)
+        np.testing.assert_allclose(found[f"layers.{layer}.key"][0], wanted, 1e-4, 1e-5)
+    record = metadata_of(path)["rope"]
+    assert (record["theta"], record["more_ropes"][0]["theta"]) == (plain.rope.theta, 7.0)
+    assert record["rope_layers"] == list(layers)
 
 
 def test_bfloat16_keys_are_rounded_once(fill, tmp_path, rotated):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from refusal import refused
 
+from jaxrag.base.config import NoRotation
 from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.base.sharding import make_mesh
 from jaxrag.engine.away import start_away
@@ -107,6 +108,24 @@ def test_answers_are_those_of_the_device(pair, ids, rng, name):
     of them stands for an InfLLM block would hang on rounding.
     """
     model, away = pair
+    documents = [rng.permutation(np.arange(3, 101))[:n].astype(np.int32) for n in (90, 40, 7)]
+    questions = [list(map(int, q)) for q in ids(9, 30)]
+    expected = _answers(model, questions, documents, EXACT[name])
+    _same(_answers(away, questions, documents, EXACT[name]), expected)
+
+
+@pytest.mark.parametrize(
+    "name", ["flat", *(pytest.param(it, marks=pytest.mark.slow) for it in EXACT if it != "flat")]
+)
+def test_every_layer_is_rotated_as_its_kind_is(model_of, ids, rng, name):
+    """The rules' own keys, those of the pattern, and those that are turned for indexes."""
+    own = model_of().config.rope
+    more = tuple(
+        dataclasses.replace(own, theta=theta, scaling=scaling)
+        for theta, scaling in ((70.0, None), (own.theta, NoRotation()))
+    )
+    model = model_of(max_positions=1024, more_ropes=more, rope_layers=(1, 2, 0))
+    away = dataclasses.replace(model, placement=AWAY)
     documents = [rng.permutation(np.arange(3, 101))[:n].astype(np.int32) for n in (90, 40, 7)]
     questions = [list(map(int, q)) for q in ids(9, 30)]
     expected = _answers(model, questions, documents, EXACT[name])
@@ -334,8 +353,8 @@ def test_host_memory_that_is_not_there(model_of, ids):
 
 def test_rope_factors_are_the_table(tiny_config):
     for family in ("llama", "glm"):
-        rope = tiny_config(family).rope
+        at = tiny_config(family)
         positions = np.array([0, 1, 1023, 1024, 5000, 100_000])
-        table, factors = rope_table(rope, 100_001), rope_factors(rope, 100_001)
+        table, factors = rope_table(at.rope, 100_001), rope_factors(at, 100_001)
         for ours, theirs in zip(factors.at(positions), table.at(positions), strict=True):
             np.testing.assert_allclose(ours, theirs, atol=3e-7)

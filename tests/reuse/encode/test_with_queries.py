@@ -82,7 +82,7 @@ def test_long_chunks_get_indexes_and_short_ones_none(model, chunks):
             observed = encode_observed(model, prefix, [chunks[index]], INDEXING.queries)
             ((_, _, queries, keys),) = observed
             np.testing.assert_allclose(keys, kv[:, 0], rtol=1e-5, atol=1e-6)
-            again = build_arrays(kv[:, 0], queries, INDEXING, model.config.rope)
+            again = build_arrays(kv[:, 0], queries, INDEXING, [model.config.rope] * len(kv))
             assert aux.keys() == again.keys() == {f"attention_index_{n}" for n in range(3)}
 
 
