@@ -69,6 +69,12 @@ YARN = {
 YARN_MSCALE = {**YARN, "truncate": False, "mscale": 1.3, "mscale_all_dim": 0.6}
 GLM_ROPE = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
 GLM_SIZES = {"head_dim": 12, "rope_parameters": GLM_ROPE, "eos_token_id": [2, 7]}
+SCALES = {
+    "embedding_multiplier": 1.7,
+    "attention_multiplier": 0.21,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 3.0,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +119,21 @@ GOLDENS = (
     Golden("qwen3", "qwen3"),
     Golden("glm", "glm", GLM_SIZES),
     Golden("glm4", "glm4", GLM_SIZES),
+    Golden("granite", "granite", SCALES),
+    Golden(
+        "granite_bias",
+        "granite",
+        {
+            **SCALES,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "num_attention_heads": 4,
+            "logits_scaling": 0.7,
+            "rope_parameters": LLAMA3,
+        },
+        omit=("head_dim",),
+    ),
 )
 
 

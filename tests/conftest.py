@@ -121,6 +121,9 @@ TINY = llama(
     head_dim=10, norm_eps=3e-5, theta=5_300.0, max_positions=512, tie_embeddings=False,
 )  # fmt: skip
 GLM_ROPE = RopeConfig(theta=5_300.0, rotary_dim=6, interleaved=True, scaling=None)
+SCALES = {
+    "embedding_scale": 1.7, "attention_scale": 0.21, "residual_scale": 0.6, "logit_scale": 1 / 3,
+}  # fmt: skip
 FAMILY_CHANGES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 7},
@@ -128,6 +131,7 @@ FAMILY_CHANGES: dict[str, dict[str, Any]] = {
     "qwen3": {"qk_norm": True},
     "glm": {"qkv_bias": True, "rope": GLM_ROPE},
     "glm4": {"qkv_bias": True, "post_norms": True, "rope": GLM_ROPE},
+    "granite": SCALES,
 }
 
 

@@ -95,6 +95,7 @@ _LARGEST = {
     "head_dim": 1 << 14,
     "max_positions": 1 << 28,
 }
+_LARGEST_SCALE = 1e6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +180,10 @@ class ModelConfig:
     eos_ids: tuple[int, ...]
     more_ropes: tuple[RopeConfig, ...] = ()  # of layers of the kinds 1, 2, ...
     rope_layers: tuple[int, ...] | None = None  # [L] the kind of every layer; None = all are 0
+    embedding_scale: float = 1.0  # of embeddings, before the first layer
+    attention_scale: float | None = None  # of scores; None = 1/sqrt(H)
+    residual_scale: float = 1.0  # of what attention and MLP add to the residual
+    logit_scale: float = 1.0
     # Which body of the attention ops runs (pallas_kernels/README.md), and over which mesh where it
     # is not XLA that spreads it. No properties of the model: they are in no file and in no key.
     kernels: Kernels = "xla"
@@ -195,6 +200,10 @@ class ModelConfig:
             raise ConfigError(f"norm_eps={self.norm_eps}: expected a number above 0 and below 1")
         for rope in self.ropes:
             self._check_rope(rope)
+        for name in ("embedding_scale", "attention_scale", "residual_scale", "logit_scale"):
+            value = getattr(self, name)
+            if value is not None and not 1 / _LARGEST_SCALE <= value <= _LARGEST_SCALE:
+                raise ConfigError(f"{name}={value}: expected a number from 1e-6 to 1e6")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
@@ -252,6 +261,11 @@ class ModelConfig:
     def group_size(self) -> int:
         """G = N / K, the query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def score_scale(self) -> float:
+        """What products of queries and keys are multiplied with."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -28,6 +28,7 @@ from jaxrag.kv.cache import PAGE, PagePool, PageTable
 from jaxrag.kv.cache.host_pool import rows_of
 from jaxrag.models.attention import Pages, attend_placed, merge
 from jaxrag.models.decoder import (
+    embedded,
     finish_layer,
     heads_of,
     layer_of,
@@ -130,7 +131,7 @@ class LayerPrefill:
         pages, offsets, slot_position = request.table.rows(len(request.table.pages))
         blocks = list(_blocks(pages, offsets, slot_position))
         rows = rows_of(pages)[request.run.slots]
-        x = _embed(model.params, prompt.ids)
+        x = _embed(model.params, model.config, prompt.ids)
         for layer in range(model.config.num_layers):
             at, rope = np.asarray(layer, np.int32), model.rope_factors.of_layer(layer)
             here = on_host(_Layer, model.params, rope, prompt, at)
@@ -219,10 +220,10 @@ def _blocks(pages: HostArray, offsets: HostArray, slot_position: HostArray) -> I
         )
 
 
-@jax.jit
-def _embed(params: Params, ids: Array) -> Array:
+@functools.partial(jax.jit, static_argnames=("config",))
+def _embed(params: Params, config: ModelConfig, ids: Array) -> Array:
     """The residual stream before the first layer: [1, S, D]."""
-    return params.embed[ids][None]
+    return embedded(params, config, ids)[None]
 
 
 @functools.partial(jax.jit, static_argnames=("config",))
@@ -362,7 +363,7 @@ def _as_pages(
 @functools.partial(jax.jit, static_argnames=("config",))
 def _logits(params: Params, config: ModelConfig, x: Array, last: Array) -> Array:
     """[V] float32 after token ``last`` of x [1, S, D]."""
-    return unembed(params, rms_norm(x[0, last], params.final_norm, config.norm_eps))
+    return unembed(params, config, rms_norm(x[0, last], params.final_norm, config.norm_eps))
 
 
 def _cut(arrays: abc.Sequence[Array], start: Array, width: int) -> list[Array]:

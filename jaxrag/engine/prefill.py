@@ -22,6 +22,7 @@ from jaxrag.models.attention import Attend, PagedAttend
 from jaxrag.models.decoder import (
     Decoder,
     LayerAt,
+    embedded,
     layers_at,
     rms_norm,
     run_layer,
@@ -270,7 +271,7 @@ def _attend(decoder: Decoder, table: PageTable, piece: _Piece, rows_in_turn: boo
 def _begin(ends: Decoder, table: PageTable, piece: _Piece) -> tuple[PageTable, Array]:
     """The table that shows the piece's slots, and x [B, T, D] before the first layer."""
     table = table.reveal(piece.step.slots, piece.step.positions)
-    return table, ends.params.embed[piece.step.ids]
+    return table, embedded(ends.params, ends.config, piece.step.ids)
 
 
 @functools.partial(jax.jit, static_argnames=("rows_in_turn",), donate_argnames=("pool", "x"))
@@ -303,6 +304,8 @@ def _end(
         at = jnp.maximum(piece.last, 0)[:, None, None]
         last = jnp.take_along_axis(x, at, axis=1)[:, 0]
         last = rms_norm(last, ends.params.final_norm, ends.config.norm_eps)
-        return jnp.where((piece.last >= 0)[:, None], unembed(ends.params, last), logits)
+        return jnp.where(
+            (piece.last >= 0)[:, None], unembed(ends.params, ends.config, last), logits
+        )
 
     return lax.cond((piece.last >= 0).any(), finish, lambda: logits), queries

@@ -28,6 +28,7 @@ from jaxrag.models.attention import Attend, PagedAttend
 from jaxrag.models.decoder import (
     Decoder,
     LayerAt,
+    embedded,
     forward,
     layers_at,
     rms_norm,
@@ -278,7 +279,7 @@ def _begin(ends: Decoder, rows: LaneRows, plan: Plan) -> tuple[_Token, Array]:
     """The newest tokens, and x [R, 1, D] before the first layer."""
     step, live = _newest(rows)
     table = rows.table if plan.away else rows.table.reveal(step.slots, step.positions)
-    return _Token(step, table, live), ends.params.embed[step.ids]
+    return _Token(step, table, live), embedded(ends.params, ends.config, step.ids)
 
 
 @functools.partial(jax.jit, static_argnames=("plan",), donate_argnames=("cache", "x"))
@@ -317,7 +318,7 @@ def _sampled(
     rows: LaneRows, drawn: Drawn, ends: Decoder, hidden: Array, token: _Token, at: Array
 ) -> tuple[LaneRows, Drawn]:
     """Rows behind a token, and ``drawn`` with the next, of hidden [R, D], put at column ``at``."""
-    new = sample_rows(unembed(ends.params, hidden), rows.sampling, rows.index + 1)
+    new = sample_rows(unembed(ends.params, ends.config, hidden), rows.sampling, rows.index + 1)
     rows = rows.replace(
         table=token.table,
         ids=new.ids,

@@ -3,7 +3,7 @@
 A new family is one file with a ``Family`` and one line here.
 """
 
-from jaxrag.models import glm, llama, mistral, qwen2, qwen3
+from jaxrag.models import glm, granite, llama, mistral, qwen2, qwen3
 from jaxrag.models.family import Family
 
 FAMILIES: dict[str, Family] = {
@@ -13,4 +13,5 @@ FAMILIES: dict[str, Family] = {
     "qwen3": qwen3.FAMILY,
     "glm": glm.GLM,
     "glm4": glm.GLM4,
+    "granite": granite.FAMILY,
 }

@@ -123,7 +123,7 @@ class PackedAttend:
                 k,
                 v,
                 rows,
-                scale=config.head_dim**-0.5,
+                scale=config.score_scale,
                 prefix_visible=self.prefix_visible,
                 window=window,
                 impl=body_of("segment_attention", config.kernels),
@@ -285,7 +285,7 @@ def attention_received(
         query_position,
         groups,
         rotary_of(config, rope.of_layer(config.num_layers - 1)),
-        scale=config.head_dim**-0.5,
+        scale=config.score_scale,
         causal=causal,
         window=window,
     )
@@ -321,7 +321,7 @@ def attend_pool(
         name = getattr(op, "func", op).__name__
         if name in BODIES and (impl := body_of(name, config.kernels)) != "xla":
             limits["impl"] = impl
-        return op(*operands, **limits, scale=config.head_dim**-0.5)
+        return op(*operands, **limits, scale=config.score_scale)
 
     kv, rotary = Pool(pool.k, pool.v), rotary_of(config, rope)
     operands = (scale_rotary(q, config.rope), kv, table, position, rotary)
@@ -401,7 +401,7 @@ def attend_placed(
         table,
         position,
         Placed(),
-        scale=config.head_dim**-0.5,
+        scale=config.score_scale,
         window=window,
         rotate_side="keys",
         out_dtype=jnp.float32,

@@ -39,6 +39,11 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     return weight * wide.astype(x.dtype)
 
 
+def scaled(x: Array, by: float) -> Array:
+    """x times a constant, rounded once; x itself where that is 1."""
+    return x if by == 1.0 else (x.astype(jnp.float32) * by).astype(x.dtype)
+
+
 def _project(x: Array, weight: Any, bias: Array | None) -> Array:
     """x [B, T, D] @ weight [D, heads, H] (+ bias) -> [B, T, heads, H]."""
     out = linear(x, weight)
@@ -68,11 +73,11 @@ def finish_layer(x: Array, out: Array, p: LayerParams, config: ModelConfig) -> A
     out = out if p.o_bias is None else out + p.o_bias
     if config.post_norms:
         out = rms_norm(out, p.post_attn_norm, config.norm_eps)
-    x = x + out
+    x = x + scaled(out, config.residual_scale)
     out = _mlp(rms_norm(x, p.mlp_norm, config.norm_eps), p)
     if config.post_norms:
         out = rms_norm(out, p.post_mlp_norm, config.norm_eps)
-    return x + out
+    return x + scaled(out, config.residual_scale)
 
 
 def _mlp(x: Array, p: LayerParams) -> Array:
@@ -107,14 +112,14 @@ def layer_windows(config: ModelConfig) -> Array | None:
     return jnp.array([config.sliding_window if use else unbounded for use in uses], jnp.int32)
 
 
-def embedded(params: Params, ids: Array) -> Array:
+def embedded(params: Params, config: ModelConfig, ids: Array) -> Array:
     """x [B, T, D] of token ids [B, T] int32: rows of ``embed`` and, behind them, of ``soft``."""
     x: Array = params.embed[ids]
     if params.soft is None:
-        return x
+        return scaled(x, config.embedding_scale)
     behind = ids - params.embed.shape[0]
     rows = jnp.asarray(params.soft)[jnp.clip(behind, 0, params.soft.shape[0] - 1)]
-    return jnp.where((behind >= 0)[..., None], rows, x)
+    return scaled(jnp.where((behind >= 0)[..., None], rows, x), config.embedding_scale)
 
 
 def _given(k: Array, v: Array, soft: Array, behind: Array) -> tuple[Array, Array]:
@@ -165,7 +170,7 @@ def run_layers(
 
     The first result is the residual stream x [B, T, D] before any further norm.
     """
-    x = embedded(params, tokens.ids)
+    x = embedded(params, config, tokens.ids)
     layer_ids, windows = jnp.arange(config.num_layers, dtype=jnp.int32), layer_windows(config)
 
     def layer(carry: _Carry, scanned: Any) -> tuple[_Carry, Any]:
@@ -212,7 +217,7 @@ def keys_and_values(
     return k, v, cache, collected
 
 
-def unembed(params: Params, hidden: Array) -> Array:
+def unembed(params: Params, config: ModelConfig, hidden: Array) -> Array:
     """Logits in float32: hidden [..., D] -> [..., V]."""
     rows = hidden.reshape(-1, hidden.shape[-1])
     if isinstance(params.lm_head, Int8Weight):
@@ -221,4 +226,4 @@ def unembed(params: Params, hidden: Array) -> Array:
         logits = product(rows, params.embed, 1, jnp.float32)
     else:
         logits = product(rows, params.lm_head, 0, jnp.float32)
-    return logits.reshape(*hidden.shape[:-1], -1)
+    return scaled(logits, config.logit_scale).reshape(*hidden.shape[:-1], -1)

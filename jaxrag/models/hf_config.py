@@ -13,7 +13,7 @@ import dataclasses
 import math
 import reprlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 from jaxrag.base.config import (
@@ -29,6 +29,13 @@ from jaxrag.base.config import (
 )
 from jaxrag.base.errors import ConfigError
 
+# Keys of Granite's arithmetic, and what leaves the result unchanged.
+SCALES: dict[str, tuple[Any, ...]] = {
+    "embedding_multiplier": (None, 1),
+    "attention_multiplier": (None,),
+    "residual_multiplier": (None, 1),
+    "logits_scaling": (None, 1),
+}
 # Keys of other architectures' arithmetic, with the values that leave the result unchanged.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
@@ -37,10 +44,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (None,),
     "query_pre_attn_scalar": (None,),
     "logit_scale": (None, 1),
-    "logits_scaling": (None, 1),
-    "embedding_multiplier": (None, 1),
-    "residual_multiplier": (None, 1),
-    "attention_multiplier": (None,),
+    **SCALES,
     "clip_qkv": (None,),
     "use_mrope": (None, False),
     "use_qk_norm": (None, False),
@@ -113,6 +117,11 @@ def read_float(hf: Mapping[str, Any], key: str, default: float) -> float:
     return float(value)
 
 
+def read_positive(hf: Mapping[str, Any], key: str, default: float) -> float:
+    """A finite number above 0; absent means ``default``."""
+    return _number(key, hf.get(key, default))
+
+
 def read_bool(hf: Mapping[str, Any], key: str, default: bool) -> bool:
     """True or false; absent means ``default``."""
     value = hf.get(key, default)
@@ -143,13 +152,15 @@ def read_decoder(
     interleaved: bool = False,
     sliding_window: int | None = None,
     window_layers: tuple[bool, ...] | None = None,
+    understood: Collection[str] = (),
 ) -> ModelConfig:
     """Read everything but the traits a family decides itself, which are the keyword arguments.
 
+    ``understood`` are keys of another arithmetic that the family reads.
     Raises ConfigError naming the key and its value when it is malformed or not supported.
     """
     for key, neutral in _UNSUPPORTED.items():
-        if hf.get(key) not in neutral:
+        if key not in understood and hf.get(key) not in neutral:
             raise ConfigError(
                 f"config.json: {key}={reprlib.repr(hf[key])} is not supported for {family} models"
                 + (_UNQUANTISED if key in _QUANTISED else "")

@@ -90,7 +90,7 @@ def _likelihoods(
 
     def of_piece(scanned: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         states, following = scanned
-        logs = jax.nn.log_softmax(unembed(params, states))
+        logs = jax.nn.log_softmax(unembed(params, config, states))
         top, top_ids = lax.top_k(logs, count)
         return jnp.take_along_axis(logs, following[:, None], axis=-1)[:, 0], top, top_ids
 

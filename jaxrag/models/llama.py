@@ -8,7 +8,7 @@ from jaxrag.base.errors import ConfigError
 from jaxrag.models.family import DECODER, GATED_MLP, MLP_BIAS, O_BIAS, QKV_BIAS, Family
 from jaxrag.models.hf_config import Defaults, read_bool, read_decoder, refuse_windows, write_decoder
 
-_DEFAULTS = Defaults(
+DEFAULTS = Defaults(
     vocab_size=32000,
     hidden_size=4096,
     intermediate_size=11008,
@@ -30,7 +30,7 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     return read_decoder(
         hf,
         "llama",
-        _DEFAULTS,
+        DEFAULTS,
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=read_bool(hf, "mlp_bias", False),

@@ -396,7 +396,7 @@ def _logits(
 ) -> Array:
     attend = PackedAttend(config, table, prefix_visible)
     hidden, _, _ = forward(params, config, tokens, None, attend)
-    return unembed(params, hidden)
+    return unembed(params, config, hidden)
 
 
 def _int_rows(name: str, x: Any, shape: tuple[int, ...] | None) -> HostArray:

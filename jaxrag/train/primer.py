@@ -32,7 +32,7 @@ from jaxrag.base.errors import TrainError
 from jaxrag.base.shapes import row_length
 from jaxrag.base.types import EMPTY, FINAL, FIRST_CHUNK, HIDDEN, PREFIX, Array, HostArray, Tokens
 from jaxrag.models.attention import PackedAttend
-from jaxrag.models.decoder import forward, layer_windows, rms_norm, run_layer, unembed
+from jaxrag.models.decoder import embedded, forward, layer_windows, rms_norm, run_layer, unembed
 from jaxrag.models.model import Model
 from jaxrag.models.rope import RopeTable, place
 from jaxrag.models.spec import Params
@@ -302,17 +302,18 @@ def _divergence(
     """Mean KL divergence of the block-wise answers from those of full attention."""
     plain = PackedAttend(config, rope, prefix_visible=False)
     hidden, _, _ = forward(params, config, batch.full, None, plain)
-    teacher = lax.stop_gradient(_log_probs(params, hidden, batch.wanted))
-    student = _log_probs(params, _answered(vectors, params, rope, batch, config), batch.asked)
+    teacher = lax.stop_gradient(_log_probs(params, config, hidden, batch.wanted))
+    answered = _answered(vectors, params, rope, batch, config)
+    student = _log_probs(params, config, answered, batch.asked)
     each = (jnp.exp(teacher) * (teacher - student)).sum(-1)
     counts = batch.wanted >= 0
     return jnp.where(counts, each, 0).sum() / counts.sum()
 
 
-def _log_probs(params: Params, hidden: Array, columns: Array) -> Array:
+def _log_probs(params: Params, config: ModelConfig, hidden: Array, columns: Array) -> Array:
     """[B, A, V] float32 behind the columns [B, A] of hidden [B, T, D]."""
     here = jnp.take_along_axis(hidden, jnp.maximum(columns, 0)[..., None], axis=1, mode="clip")
-    return jax.nn.log_softmax(unembed(params, here), axis=-1)
+    return jax.nn.log_softmax(unembed(params, config, here), axis=-1)
 
 
 def _answered(
@@ -333,7 +334,7 @@ def _answered(
         x, _, _ = run_layer(config, tuple(here), x, batch.final, (k, v), attend)
         return x, None
 
-    x = params.embed[batch.final.ids]
+    x = embedded(params, config, batch.final.ids)
     layers = jnp.arange(config.num_layers, dtype=jnp.int32)
     x, _ = lax.scan(layer, x, (params.layers, layers, layer_windows(config), k, v))
     return rms_norm(x, params.final_norm, config.norm_eps)
@@ -377,7 +378,8 @@ class _ContextAttend:
         visible = keys_at[:, None] <= at[..., None]
         if window is not None:
             visible &= at[..., None] - keys_at[:, None] < window
-        scores = jnp.where(visible[:, None, None], scores * dim**-0.5, jnp.finfo(jnp.float32).min)
+        scores = scores * config.score_scale
+        scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
         weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
         out = jnp.einsum("bkgfs,bskh->bfkgh", weights, values)
         return out.reshape(batch, length, heads, dim).astype(q.dtype), cache, None

@@ -15,7 +15,7 @@ from jaxrag.base.config import ModelConfig
 from jaxrag.base.sharding import Rules, replicated
 from jaxrag.base.types import Array, Tokens
 from jaxrag.models.attention import PACKED_OUT, PackedAttend
-from jaxrag.models.decoder import Layer, forward
+from jaxrag.models.decoder import Layer, forward, scaled
 from jaxrag.models.linear import PRODUCT
 from jaxrag.models.rope import RopeTable
 from jaxrag.models.spec import LayerParams, Params, param_shardings
@@ -89,7 +89,7 @@ class Program:
     def hidden(
         self, trained: Any, frozen: Params | None, rope: RopeTable, tokens: Tokens
     ) -> tuple[Array, Array]:
-        """hidden [B, T, D] after the final norm, and the output matrix; both in ``dtype``."""
+        """hidden [B, T, D] of which the output matrix makes logits, and that; in ``dtype``."""
         outer: Params = trained if frozen is None else frozen
         layers: Any = outer.layers if frozen is None else (outer.layers, trained)
         params = outer.replace(
@@ -100,6 +100,7 @@ class Program:
         )
         attend = PackedAttend(self.config, rope, prefix_visible=False)
         hidden, _, _ = forward(params, self.config, tokens, None, attend, self._wrap)
+        hidden = scaled(hidden, self.config.logit_scale)
         return hidden, params.embed if params.lm_head is None else params.lm_head
 
     @property

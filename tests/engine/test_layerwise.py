@@ -64,7 +64,7 @@ def _prefilled(model, prompt, method):
 @pytest.mark.parametrize(
     ("family", "changes", "methods"),
     [
-        ("llama", {}, ("epic", "turborag")),
+        ("granite", {}, ("epic", "turborag")),
         pytest.param("llama", {}, ("full_attention", "full_reuse"), marks=pytest.mark.slow),
         pytest.param("glm", {}, EVERY, marks=pytest.mark.slow),  # interleaved
         pytest.param("llama", {"sliding_window": 24}, EVERY[:3], marks=pytest.mark.slow),

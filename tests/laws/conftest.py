@@ -87,7 +87,7 @@ class Answer:
 def _mixed(params, config, rope, tokens, stored, fresh, chunks, apart):
     attend = Mixed(config, rope, stored, fresh, chunks, apart)
     hidden, *_ = forward(params, config, tokens, None, attend)
-    return unembed(params, hidden)
+    return unembed(params, config, hidden)
 
 
 def made_of(method: str, rule: str = "dense") -> Method:

@@ -99,13 +99,19 @@ RULE_SETTINGS: dict[str, DecodeRule] = {
 }
 ALL_RULES = RULES | RULE_SETTINGS
 
+SCALES = {
+    "embedding_scale": 1.7, "attention_scale": 0.5, "residual_scale": 0.6, "logit_scale": 1 / 3,
+}  # fmt: skip
 # YaRN over a part of the head, with an attention factor that no forward can overlook.
 _YARN = RopeConfig(100.0, 6, False, YarnScaling(4.0, 32, 8.0, 0.5, 1.7, True))
 _UNROTATED = RopeConfig(5_300.0, 10, False, NoRotation())
 # A family of conftest.py and changes. The first two have between them the parts of all others: a
 # decoder is what its config says, so that pairs of these and a rule are pairs of those parts.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "joined": ("glm4", {"qk_norm": True, "rope": dataclasses.replace(_YARN, interleaved=True)}),
+    "joined": (
+        "glm4",
+        {"qk_norm": True, "rope": dataclasses.replace(_YARN, interleaved=True), **SCALES},
+    ),
     "windows": (
         "qwen2",
         {
@@ -118,7 +124,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "unrotated": ("llama", {"more_ropes": (_UNROTATED,), "rope_layers": (0, 1, 1, 0)}),
     "yarn": ("llama", {"rope": _YARN}),
-    **{name: (name, {}) for name in ("llama", "mistral", "qwen2", "qwen3", "glm", "glm4")},
+    **{
+        name: (name, {})
+        for name in ("llama", "mistral", "qwen2", "qwen3", "glm", "glm4", "granite")
+    },
 }
 USUAL = ("joined", "windows")
 WINDOWED = ("windows", "mistral")

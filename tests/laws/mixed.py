@@ -34,7 +34,9 @@ class Mixed:
         group = q.shape[2] // k.shape[2]
         rope = self.rope.of_layer(layer)
         q, k = (place(x, tokens.positions, rope, self.config.rope) for x in (q, k))
-        scores = jnp.einsum("btnh,bsnh->bnts", q, k.repeat(group, 2)) * q.shape[-1] ** -0.5
+        scores = jnp.einsum("btnh,bsnh->bnts", q, k.repeat(group, 2)) * (
+            self.config.attention_scale or q.shape[-1] ** -0.5
+        )
         weights = self.weights(jnp.where(see, scores, -jnp.inf))
         return jnp.einsum("bnts,bsnh->btnh", weights, v.repeat(group, 2)), cache, seen
 

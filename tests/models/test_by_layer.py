@@ -66,7 +66,7 @@ def test_the_numbers_are_those_of_the_scan(wide, random_params, family):
     @jax.jit
     def run(params):
         hidden, _, collected = forward(params, config, tokens, None, attend)
-        return unembed(params, hidden), collected
+        return unembed(params, config, hidden), collected
 
     for one, other in zip(*map(jax.tree.leaves, map(run, (params, by_layer(params)))), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)

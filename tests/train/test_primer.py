@@ -96,7 +96,7 @@ def first_loss(model, prompts, start, out):
 
 
 @pytest.mark.parametrize("header", [None, 0, 4])
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("family", ["granite", "mistral"])
 def test_the_loss_is_the_divergence_of_what_the_engine_answers(
     tiny_config, prompts, tmp_path, request, family, header
 ):

@@ -61,7 +61,7 @@ def training_forward(config):
 
     def forward(params, rope, batch):
         hidden, _ = program.hidden(params, None, rope, batch.tokens)
-        return unembed(params, hidden)
+        return unembed(params, config, hidden)
 
     return jax.jit(forward)
 

@@ -213,18 +213,24 @@ def last_logits(runner, state, there):
 
 
 @pytest.mark.parametrize(
-    ("method", "full", "positions"),
+    ("method", "full", "positions", "scales"),
     [
-        ("full_attention", True, "reordered"),
-        ("turborag", False, "reordered"),
-        ("turborag_composite", False, "composite"),
+        ("full_attention", True, "reordered", {}),
+        ("turborag", False, "reordered", {}),
+        ("turborag_composite", False, "composite", {"logit_scale": 1.7, "residual_scale": 0.6}),
     ],
 )
 def test_training_forward_equals_cached_inference(
-    train_config, text_model, method, full, positions
+    train_config, text_model, method, full, positions, scales
 ):
     """Law 2: chunks encoded alone and read from the cache give the logits that were trained."""
     setup = set_up(train_config())
+    if scales:
+        config = dataclasses.replace(setup.model, **scales)
+        setup = dataclasses.replace(
+            setup, program=dataclasses.replace(setup.program, config=config)
+        )
+        text_model = dataclasses.replace(text_model, config=config)
     logits, _ = logits_of(setup, setup.first_state().trained, None, full, positions)
     at = SAMPLE.num_shared
     for final in SAMPLE.finals:

@@ -315,7 +315,7 @@ def _forced(
     pool: PagePool, decoder: Decoder, table: PageTable, step: Step
 ) -> tuple[PagePool, Array]:
     hidden, pool, _ = run_tokens(decoder, pool, table, step)
-    return pool, unembed(decoder.params, hidden)
+    return pool, unembed(decoder.params, decoder.config, hidden)
 
 
 @dataclasses.dataclass

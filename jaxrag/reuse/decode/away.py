@@ -127,7 +127,7 @@ class AwayAttend:
         pattern_k = pattern_k.at[layer, rows, index].set(k[:, 0], mode="drop")
         pattern_v = pattern_v.at[layer, rows, index].set(v[:, 0], mode="drop")
         kept = (pattern_k[layer], pattern_v[layer])
-        part = _attend(placed[:, 0], *kept, position, self.window)
+        part = _attend(placed[:, 0], *kept, position, self.window, self.config.score_scale)
         if ticket is not None:
             part = merge([part, self._wait(ticket, part)])
         return part.out.reshape(placed.shape), pattern_k, pattern_v
@@ -214,7 +214,9 @@ def _index(position: Array, sink: int, recent: int) -> Array:
     return jnp.where(position < sink, position, sink + (position - sink) % recent)
 
 
-def _attend(q: Array, k: Array, v: Array, position: Array, window: tuple[int, int]) -> Partial:
+def _attend(
+    q: Array, k: Array, v: Array, position: Array, window: tuple[int, int], scale: float
+) -> Partial:
     """Attention of q [B, N, H], in place, to what the pattern [B, W, K, H] holds: T = 1."""
     sink, recent = window
     batch, width, num_kv_heads, dim = k.shape
@@ -223,7 +225,7 @@ def _attend(q: Array, k: Array, v: Array, position: Array, window: tuple[int, in
     there = jnp.where(at < sink, at <= position[:, None], position[:, None] - behind >= sink)
     heads = q.reshape(batch, num_kv_heads, -1, dim)
     scores = jnp.einsum("bkgh,bwkh->bkgw", heads, k, preferred_element_type=jnp.float32)
-    scores = jnp.where(there[:, None, None], scores * dim**-0.5, -jnp.inf)
+    scores = jnp.where(there[:, None, None], scores * scale, -jnp.inf)
     lse = jax.nn.logsumexp(scores, axis=-1)
     weights = jnp.exp(scores - jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None])
     out = jnp.einsum("bkgw,bwkh->bkgh", weights, v.astype(jnp.float32))

@@ -202,7 +202,7 @@ def _host_votes(memory: HostMemory, prompt: HostPrompt, head: int, start: int) -
             continue
         one = np.repeat(placed[:, number, None], len(memory.offsets), axis=1)
         asked = turned(one, -memory.offsets, memory.config.rope).swapaxes(0, 1)
-        scores = memory.scan(head, asked * np.float32(memory.dim**-0.5), stretches)
+        scores = memory.scan(head, asked * np.float32(memory.config.score_scale), stretches)
         weights, _ = softmax(np.where(places <= position, scores, np.float32(-np.inf)))
         total[:, places] += weights
     return total

@@ -82,7 +82,7 @@ class View:
     @property
     def scale(self) -> float:
         """What scores are multiplied with."""
-        return self.config.head_dim**-0.5
+        return self.config.score_scale
 
     @property
     def table(self) -> Pages:

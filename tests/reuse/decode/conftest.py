@@ -107,7 +107,7 @@ def _rule_logits(runner, state, there, given):
             hidden, table, decoding = runner.cache.run(
                 _by_rule, decoder, table, decoding, new, plan
             )
-        out.append(np.asarray(unembed(runner.model.params, hidden[0, 0])))
+        out.append(np.asarray(unembed(runner.model.params, runner.model.config, hidden[0, 0])))
     if host is not None:
         _ACCOUNTS.append(host.account_of([number]))
         host.release([number])

@@ -308,7 +308,8 @@ ONE_OF_EACH = list({rule.name: rule for rule in reversed(RULES)}.values())
 
 @pytest.mark.parametrize("rule", some_slow({"flat", "quest", "infllm"}))
 def test_where_half_a_head_turns_in_pairs_and_a_factor_is_on_it(tiny_config, rule):
-    config = tiny_config(rope=RopeConfig(5_000.0, 6, True, YARN), num_kv_heads=6)
+    rope = RopeConfig(5_000.0, 6, True, YARN)
+    config = tiny_config(rope=rope, num_kv_heads=6, attention_scale=0.5)
     same(case_of(config), rule, steps=6)
 
 

@@ -45,7 +45,7 @@ def test_a_run_ends_where_the_offset_changes():
 
 
 def test_scores_are_those_of_placed_keys_with_a_placed_query(tiny_config, layer, rng):
-    config = tiny_config()
+    config = tiny_config(attention_scale=0.21)
     mine, q = HostMemory(config, layer), rng.standard_normal((2, 3, 10)).astype(np.float32)
     at = np.arange(210)
     asked = mine.ask(q, 260)
@@ -58,7 +58,7 @@ def test_scores_are_those_of_placed_keys_with_a_placed_query(tiny_config, layer,
             ]
         )
         np.testing.assert_allclose(mine.placed_keys(head, at), keys, rtol=1e-5, atol=1e-5)
-        expected = placed[head] @ keys.T * 10**-0.5
+        expected = placed[head] @ keys.T * 0.21
         stretches = mine.stretches(0, 210)
         where = positions_of(stretches, np.arange(210))
         np.testing.assert_allclose(

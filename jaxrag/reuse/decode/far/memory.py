@@ -117,7 +117,8 @@ class HostMemory:
     def ask(self, q: HostArray, position: int, more: Sequence[int] = ()) -> HostArray:
         """q [K, G, H] times the scale, turned to every offset and to ``more``: [O + m, K, G, H]."""
         offsets = np.concatenate([self.offsets, np.asarray(more, self.offsets.dtype)])
-        heads = np.repeat((q * np.float32(self.dim**-0.5))[..., None, :], len(offsets), axis=-2)
+        heads = (q * np.float32(self.config.score_scale))[..., None, :]
+        heads = np.repeat(heads, len(offsets), axis=-2)
         heads = turned(heads, position - offsets, self.config.rope)
         return np.ascontiguousarray(np.moveaxis(heads, -2, 0))
 
