@@ -75,6 +75,17 @@ SCALES = {
     "residual_multiplier": 0.6,
     "logits_scaling": 3.0,
 }
+GEMMA_KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+GEMMA = {
+    "num_hidden_layers": 3,
+    "layer_types": GEMMA_KINDS,
+    "sliding_window": 5,
+    "query_pre_attn_scalar": 10,
+    "rope_parameters": {
+        "full_attention": LINEAR,
+        "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
+    },
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +130,22 @@ GOLDENS = (
     Golden("qwen3", "qwen3"),
     Golden("glm", "glm", GLM_SIZES),
     Golden("glm4", "glm4", GLM_SIZES),
+    Golden("gemma3", "gemma3_text", GEMMA),
+    Golden(
+        "gemma3_pattern_bf16",
+        "gemma3_text",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window_pattern": 2,
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 7,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "num_attention_heads": 4,
+        },
+        torch.bfloat16,
+        omit=("rope_parameters",),
+    ),
     Golden("granite", "granite", SCALES),
     Golden(
         "granite_bias",
@@ -166,16 +193,23 @@ def randomised(model: torch.nn.Module, dtype: torch.dtype, seed: int) -> torch.n
 def config_v4(config: dict[str, Any]) -> dict[str, Any]:
     """The configuration as transformers 4 wrote it."""
     old = dict(config)
-    rope = dict(old.pop("rope_parameters"))
+    rope, given = dict(old.pop("rope_parameters")), config["rope_parameters"]
+    if "sliding_attention" in rope:
+        if "sliding_window_pattern" in old:
+            del old["layer_types"], old["_sliding_window_pattern"]
+        old["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope, given = dict(rope["full_attention"]), given["full_attention"]
     old["torch_dtype"] = old.pop("dtype")
     old["rope_theta"] = rope.pop("rope_theta")
     if "partial_rotary_factor" in rope:
         old["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     kind = rope.pop("rope_type")
-    name = "type" if kind in ("linear", "yarn") else "rope_type"
+    newer = "rope_local_base_freq" in old or kind == "llama3"  # than the word "type"
+    name = "rope_type" if newer else "type"
     old["rope_scaling"] = None if kind == "default" else {name: kind, **rope}
     again = transformers.CONFIG_MAPPING[old["model_type"]].from_dict(copy.deepcopy(old))
-    if {**again.rope_parameters, "type": kind} != {**config["rope_parameters"], "type": kind}:
+    read = again.rope_parameters.get("full_attention", again.rope_parameters)
+    if {**read, "type": kind} != {**given, "type": kind}:
         raise SystemExit(f"{kind}: the old form reads as {again.rope_parameters}")
     return old
 
@@ -230,7 +264,7 @@ def block_logits(
 
     window = getattr(model.config, "sliding_window", None)
     masks: Any = mask(window)
-    if model.config.model_type in ("qwen2", "qwen3"):
+    if model.config.model_type in ("qwen2", "qwen3", "gemma3_text"):
         masks = {"full_attention": mask(None), "sliding_attention": mask(window)}
     with torch.no_grad():
         logits = model(

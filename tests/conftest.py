@@ -34,7 +34,7 @@ import numpy as np
 import pytest
 
 import jaxrag.cli.waiting
-from jaxrag.base.config import ModelConfig, RopeConfig, YarnScaling
+from jaxrag.base.config import LinearScaling, ModelConfig, RopeConfig, YarnScaling
 from jaxrag.cli import main
 from jaxrag.measure.zoo import llama
 from jaxrag.models.export import export_hf
@@ -129,6 +129,17 @@ FAMILY_CHANGES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 7},
     "qwen2": {"qkv_bias": True, "tie_embeddings": True},
     "qwen3": {"qk_norm": True},
+    "gemma3": {
+        "qk_norm": True,
+        "post_norms": True,
+        "unit_norms": True,
+        "activation": "gelu_tanh",
+        "tie_embeddings": True,
+        "embedding_scale": 24**0.5,
+        "attention_scale": 13**-0.5,
+        "rope": RopeConfig(5_300.0, 10, False, LinearScaling(3.0)),
+        "more_ropes": (RopeConfig(90.0, 10, False, None),),
+    },
     "glm": {"qkv_bias": True, "rope": GLM_ROPE},
     "glm4": {"qkv_bias": True, "post_norms": True, "rope": GLM_ROPE},
     "granite": SCALES,
@@ -140,6 +151,14 @@ def tiny_config() -> Callable[..., ModelConfig]:
     """``tiny_config(family="llama", **changes)``: a ModelConfig small enough for any test."""
 
     def make(family: str = "llama", **changes: Any) -> ModelConfig:
+        if family == "gemma3":
+            local = [layer != 1 for layer in range(changes.get("num_layers", TINY.num_layers))]
+            kinds = {
+                "sliding_window": 7,
+                "window_layers": tuple(local),
+                "rope_layers": tuple(map(int, local)),
+            }
+            changes = {**kinds, **changes}
         return dataclasses.replace(TINY, family=family, **{**FAMILY_CHANGES[family], **changes})
 
     return make

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 DType = Literal["float32", "bfloat16", "float16"]
 DTYPES: tuple[str, ...] = get_args(DType)
 DecodeWeights = Literal["int8"]
+Activation = Literal["silu", "gelu_tanh"]
 Kernels = Literal["measured", "xla", "pallas_triton", "pallas_interpret"]
 KERNELS: tuple[str, ...] = get_args(Kernels)
 
@@ -150,7 +151,7 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer: RMSNorm, rotary GQA attention, gated SiLU MLP.
+    """A decoder-only transformer: RMSNorm, rotary GQA attention, gated MLP.
 
     Shape letters as in GLOSSARY.md: L layers, D model, F MLP, N query heads, K KV heads,
     H head dim, V vocabulary.
@@ -184,6 +185,9 @@ class ModelConfig:
     attention_scale: float | None = None  # of scores; None = 1/sqrt(H)
     residual_scale: float = 1.0  # of what attention and MLP add to the residual
     logit_scale: float = 1.0
+    activation: Activation = "silu"  # of the gate of the MLP
+    # Gemma: norms multiply by 1 + weight, in float32; embedding_scale is rounded to dtype.
+    unit_norms: bool = False
     # Which body of the attention ops runs (pallas_kernels/README.md), and over which mesh where it
     # is not XLA that spreads it. No properties of the model: they are in no file and in no key.
     kernels: Kernels = "xla"

@@ -363,7 +363,7 @@ def _as_pages(
 @functools.partial(jax.jit, static_argnames=("config",))
 def _logits(params: Params, config: ModelConfig, x: Array, last: Array) -> Array:
     """[V] float32 after token ``last`` of x [1, S, D]."""
-    return unembed(params, config, rms_norm(x[0, last], params.final_norm, config.norm_eps))
+    return unembed(params, config, rms_norm(x[0, last], params.final_norm, config))
 
 
 def _cut(arrays: abc.Sequence[Array], start: Array, width: int) -> list[Array]:

@@ -303,7 +303,7 @@ def _end(
     def finish() -> Array:
         at = jnp.maximum(piece.last, 0)[:, None, None]
         last = jnp.take_along_axis(x, at, axis=1)[:, 0]
-        last = rms_norm(last, ends.params.final_norm, ends.config.norm_eps)
+        last = rms_norm(last, ends.params.final_norm, ends.config)
         return jnp.where(
             (piece.last >= 0)[:, None], unembed(ends.params, ends.config, last), logits
         )

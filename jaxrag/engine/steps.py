@@ -310,7 +310,7 @@ def _end(
     rows: LaneRows, drawn: Drawn, ends: Decoder, x: Array, token: _Token, at: Array
 ) -> tuple[LaneRows, Drawn]:
     """``_sampled`` of x [R, 1, D] behind the last layer."""
-    hidden = rms_norm(x[:, 0], ends.params.final_norm, ends.config.norm_eps)
+    hidden = rms_norm(x[:, 0], ends.params.final_norm, ends.config)
     return _sampled(rows, drawn, ends, hidden, token, at)
 
 

@@ -3,7 +3,7 @@
 A new family is one file with a ``Family`` and one line here.
 """
 
-from jaxrag.models import glm, granite, llama, mistral, qwen2, qwen3
+from jaxrag.models import gemma, glm, granite, llama, mistral, qwen2, qwen3
 from jaxrag.models.family import Family
 
 FAMILIES: dict[str, Family] = {
@@ -11,6 +11,7 @@ FAMILIES: dict[str, Family] = {
     "mistral": mistral.FAMILY,
     "qwen2": qwen2.FAMILY,
     "qwen3": qwen3.FAMILY,
+    "gemma3": gemma.FAMILY,
     "glm": glm.GLM,
     "glm4": glm.GLM4,
     "granite": granite.FAMILY,

@@ -32,10 +32,12 @@ class Decoder(struct.PyTreeNode):
     factors: RopeFactors | None = None  # of the whole context, where KV is in host memory
 
 
-def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+def rms_norm(x: Array, weight: Array, config: ModelConfig) -> Array:
     """RMSNorm over the last axis, statistics in float32, result in x's dtype."""
     wide = x.astype(jnp.float32)
-    wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + config.norm_eps)
+    if config.unit_norms:
+        return ((1 + weight.astype(jnp.float32)) * wide).astype(x.dtype)
     return weight * wide.astype(x.dtype)
 
 
@@ -58,12 +60,12 @@ def _linear(x: Array, weight: Any, bias: Array | None) -> Array:
 
 def heads_of(x: Array, p: LayerParams, config: ModelConfig) -> tuple[Array, Array, Array]:
     """q [B, T, N, H], k and v [B, T, K, H] of one layer, before rotation, of its input x."""
-    x = rms_norm(x, p.attn_norm, config.norm_eps)
+    x = rms_norm(x, p.attn_norm, config)
     q = _project(x, p.q, p.q_bias)
     k = _project(x, p.k, p.k_bias)
     v = _project(x, p.v, p.v_bias)
     if config.qk_norm:
-        q, k = rms_norm(q, p.q_norm, config.norm_eps), rms_norm(k, p.k_norm, config.norm_eps)
+        q, k = rms_norm(q, p.q_norm, config), rms_norm(k, p.k_norm, config)
     return q, k, v
 
 
@@ -72,16 +74,21 @@ def finish_layer(x: Array, out: Array, p: LayerParams, config: ModelConfig) -> A
     out = linear(out, p.o)
     out = out if p.o_bias is None else out + p.o_bias
     if config.post_norms:
-        out = rms_norm(out, p.post_attn_norm, config.norm_eps)
+        out = rms_norm(out, p.post_attn_norm, config)
     x = x + scaled(out, config.residual_scale)
-    out = _mlp(rms_norm(x, p.mlp_norm, config.norm_eps), p)
+    out = _mlp(rms_norm(x, p.mlp_norm, config), p, config)
     if config.post_norms:
-        out = rms_norm(out, p.post_mlp_norm, config.norm_eps)
+        out = rms_norm(out, p.post_mlp_norm, config)
     return x + scaled(out, config.residual_scale)
 
 
-def _mlp(x: Array, p: LayerParams) -> Array:
-    hidden = jax.nn.silu(_linear(x, p.gate, p.gate_bias)) * _linear(x, p.up, p.up_bias)
+def _mlp(x: Array, p: LayerParams, config: ModelConfig) -> Array:
+    gate = _linear(x, p.gate, p.gate_bias)
+    if config.activation == "silu":
+        gate = jax.nn.silu(gate)
+    else:  # in float32, as torch has it
+        gate = jax.nn.gelu(gate.astype(jnp.float32), approximate=True).astype(gate.dtype)
+    hidden = gate * _linear(x, p.up, p.up_bias)
     return _linear(hidden, p.down, p.down_bias)
 
 
@@ -115,11 +122,14 @@ def layer_windows(config: ModelConfig) -> Array | None:
 def embedded(params: Params, config: ModelConfig, ids: Array) -> Array:
     """x [B, T, D] of token ids [B, T] int32: rows of ``embed`` and, behind them, of ``soft``."""
     x: Array = params.embed[ids]
+    by = config.embedding_scale
+    if config.unit_norms:
+        by = float(np.asarray(by, x.dtype))
     if params.soft is None:
-        return scaled(x, config.embedding_scale)
+        return scaled(x, by)
     behind = ids - params.embed.shape[0]
     rows = jnp.asarray(params.soft)[jnp.clip(behind, 0, params.soft.shape[0] - 1)]
-    return scaled(jnp.where((behind >= 0)[..., None], rows, x), config.embedding_scale)
+    return scaled(jnp.where((behind >= 0)[..., None], rows, x), by)
 
 
 def _given(k: Array, v: Array, soft: Array, behind: Array) -> tuple[Array, Array]:
@@ -154,7 +164,7 @@ def forward(
     x, cache, collected = run_layers(
         params, config, tokens, cache, attend, config.num_layers, wrap_layer
     )
-    return rms_norm(x, params.final_norm, config.norm_eps), cache, collected
+    return rms_norm(x, params.final_norm, config), cache, collected
 
 
 def run_layers(

@@ -66,6 +66,8 @@ class Family:
 
     ``read_config`` raises ConfigError for a key that changes the arithmetic and is not supported.
     ``ignored`` are ``fnmatch`` patterns of tensors that older checkpoints carry and nothing reads.
+    ``within`` are architectures that have such a model in them, whose tensors then begin with one
+    of ``prefixes`` in place of what this stands for.
     """
 
     name: str
@@ -75,6 +77,13 @@ class Family:
     write_config: Callable[[ModelConfig], dict[str, Any]]
     tensors: tuple[TensorRule, ...]
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq", "*.attn.masked_bias")
+    within: tuple[str, ...] = ()
+    prefixes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def own_name(self, name: str) -> str:
+        """What a tensor is called where the model is not in another."""
+        found = next((it for it in self.prefixes if name.startswith(it)), "")
+        return self.prefixes.get(found, "") + name.removeprefix(found)
 
 
 _ATTENTION = "model.layers.{layer}.self_attn."

@@ -28,6 +28,7 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
 }
 _PAIRED = ("llama", "mistral")  # whose q and k are ordered for pairs of neighbours
 _ROPE_FREQS = "rope_freqs.weight"
@@ -50,6 +51,12 @@ _NAMES = {
     "ffn_down": "mlp.down_proj",
     "rope_freqs": "rope_freqs",
 }
+_GEMMA_NAMES = {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GEMMA_27B = 62  # layers; of the sizes that there are, it alone has scores by the width of a model
 # Keys of another arithmetic, with the values that leave the result as it is.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "expert_count": (0,),
@@ -80,12 +87,14 @@ class GGUFTensor(StoredTensor):
       kind: its type in the file, such as "Q4_K".
       size: bytes in the file.
       pairs: heads whose rows are ordered in pairs; 0: rows are as they should be.
+      less_one: of Gemma's norms a file has 1 + weight.
     """
 
     entry: str
     kind: str
     size: int
     pairs: int
+    less_one: bool
 
     @property
     def num_bytes(self) -> int:
@@ -104,7 +113,8 @@ class GGUFTensor(StoredTensor):
             halves = rows.reshape(self.pairs, -1, 2, rows.shape[1])
             rows = halves.swapaxes(1, 2).reshape(rows.shape)
         if self.kind in DTYPES:
-            return rows.reshape(-1).view(self.dtype).reshape(self.shape)
+            values = rows.reshape(-1).view(self.dtype).reshape(self.shape)
+            return values - values.dtype.type(1) if self.less_one else values
         from gguf import GGMLQuantizationType, quants
 
         kind, (_, size) = GGMLQuantizationType[self.kind], _block_of(self.kind)
@@ -148,14 +158,18 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
     for key, neutral in _UNSUPPORTED.items():
         number.require(key, neutral)
     window = number.whole("attention.sliding_window", 0)
-    if window and architecture not in _PAIRED:
+    gemma = architecture == "gemma3"
+    if window and architecture not in _PAIRED and not gemma:
         number.require("attention.sliding_window", (0,))
-    if window:  # which is all that sets a Mistral apart from a Llama
+    if window and not gemma:  # which is all that sets a Mistral apart from a Llama
         architecture = "mistral"
     matrices = {tensor.identity[1] for tensor in tensors.values() if len(tensor.shape) > 1}
     bos = header.number("tokenizer.ggml.bos_token_id", -1)
     embed = tensors.get("model.embed_tokens.weight")
+    rope = _rope(header, number, head_dim)
+    own = _of_gemma(number, rope, head_dim, width // heads) if gemma else {"rope_parameters": rope}
     return {
+        **own,
         "architectures": [ARCHITECTURES[architecture]],
         "vocab_size": 0 if embed is None else embed.shape[0],
         "hidden_size": width,
@@ -166,7 +180,6 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
         "head_dim": head_dim,
         "max_position_embeddings": number.whole("context_length"),
         "rms_norm_eps": number("attention.layer_norm_rms_epsilon"),
-        "rope_parameters": _rope(header, number, head_dim),
         "attention_bias": "model.layers.0.self_attn.q_proj.bias" in tensors,
         "mlp_bias": "model.layers.0.mlp.gate_proj.bias" in tensors,
         "sliding_window": window or None,
@@ -174,6 +187,18 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
         "bos_token_id": None if bos == -1 else bos,
         "eos_token_id": ending_ids(header),
         "dtype": "float32" if matrices == {"F32"} else "bfloat16",
+    }
+
+
+def _of_gemma(
+    number: "_Numbers", rope: dict[str, Any], head_dim: int, group: int
+) -> dict[str, Any]:
+    """What it says of itself beside the rest; most of it by its size alone."""
+    local = {"rope_type": "default", "rope_theta": number("rope.freq_base_swa", 10_000.0)}
+    return {
+        "rope_parameters": {"full_attention": rope, "sliding_attention": local},
+        "sliding_window_pattern": number.whole("attention.sliding_window_pattern", 6),
+        "query_pre_attn_scalar": group if number.whole("block_count") == _GEMMA_27B else head_dim,
     }
 
 
@@ -233,6 +258,7 @@ def _tensors(header: Header) -> dict[str, StoredTensor]:
     pairs = {"attn_q": heads, "attn_k": number.whole("attention.head_count_kv", heads)}
     size, end = header.path.stat().st_size, 0
     tensors: dict[str, StoredTensor] = {}
+    names = _NAMES | (_GEMMA_NAMES if architecture == "gemma3" else {})
     for entry, place in sorted(header.tensors.items(), key=lambda item: item[1].start):
         where, (kind, nbytes) = f"{header.path}: {entry!r}", _type_of(header, entry)
         inside = end <= place.start and place.start + nbytes <= size
@@ -243,7 +269,7 @@ def _tensors(header: Header) -> dict[str, StoredTensor]:
             )
         end = place.start + nbytes
         found = _NAME.fullmatch(entry)
-        ours = None if found is None else _NAMES.get(found[2])
+        ours = None if found is None else names.get(found[2])
         if found is None or ours is None:
             raise ModelError(f"{where} is no tensor of a {architecture} model that is read")
         layer = "" if found[1] is None else f"model.layers.{found[1]}."
@@ -263,6 +289,7 @@ def _tensors(header: Header) -> dict[str, StoredTensor]:
             kind=kind,
             size=nbytes,
             pairs=paired,
+            less_one=architecture == "gemma3" and found[2].endswith("norm"),
         )
     return tensors
 

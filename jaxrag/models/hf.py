@@ -82,7 +82,7 @@ def find_family(hf: Mapping[str, Any], where: str) -> Family:
     if not (model_type is None or isinstance(model_type, str)):
         raise ModelError(f"{where}: model_type={model_type!r:.200}: expected a name")
     for family in FAMILIES.values():
-        if family.architecture in architectures:
+        if {family.architecture, *family.within} & set(architectures):
             return family
         if not architectures and family.model_type == model_type:
             return family
@@ -244,7 +244,7 @@ def place(
 def find_sources(directory: Path, config: ModelConfig) -> dict[str, StoredParam]:
     """Match the tensors of the files with the parameters, strictly both ways, by parameter path."""
     family = FAMILIES[config.family]
-    stored = stored_tensors(directory)
+    stored = {family.own_name(name): it for name, it in stored_tensors(directory).items()}
     specs = by_name(param_specs(config))
     shapes = {
         rule: specs[rule.paths[0]].shape[rule.per_layer :]

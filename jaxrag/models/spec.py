@@ -96,8 +96,10 @@ def param_specs(config: ModelConfig) -> Params:
     def bias(shape: tuple[int, ...], axes: tuple[str | None, ...], used: bool) -> ParamSpec | None:
         return ParamSpec((layers, *shape), ("layers", *axes), "zeros") if used else None
 
+    gain: Literal["zeros", "ones"] = "zeros" if c.unit_norms else "ones"
+
     def norm(size: int, used: bool = True) -> ParamSpec | None:
-        return ParamSpec((layers, size), ("layers", None), "ones") if used else None
+        return ParamSpec((layers, size), ("layers", None), gain) if used else None
 
     return Params(
         embed=ParamSpec((c.vocab_size, dim), ("vocab", "embed"), "normal", dim),
@@ -123,7 +125,7 @@ def param_specs(config: ModelConfig) -> Params:
             post_attn_norm=norm(dim, c.post_norms),
             post_mlp_norm=norm(dim, c.post_norms),
         ),
-        final_norm=ParamSpec((dim,), (None,), "ones"),
+        final_norm=ParamSpec((dim,), (None,), gain),
         lm_head=None
         if c.tie_embeddings
         else ParamSpec((dim, c.vocab_size), ("embed", "vocab"), "normal", dim),

@@ -337,7 +337,7 @@ def _answered(
     x = embedded(params, config, batch.final.ids)
     layers = jnp.arange(config.num_layers, dtype=jnp.int32)
     x, _ = lax.scan(layer, x, (params.layers, layers, layer_windows(config), k, v))
-    return rms_norm(x, params.final_norm, config.norm_eps)
+    return rms_norm(x, params.final_norm, config)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,6 +39,10 @@ NAMES = {
     "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }  # fmt: skip
+GEMMA_NAMES = {
+    "pre_feedforward_layernorm": "ffn_norm", "post_attention_layernorm": "post_attention_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}  # fmt: skip
 
 
 def paired(rows, heads):
@@ -84,6 +88,7 @@ def write(path, directory, kind="F32", *, architecture=None, metadata=(), tokeni
     if config.sliding_window:
         values["attention.sliding_window"] = config.sliding_window
     rope = hf["rope_parameters"]
+    rope = rope.get("full_attention", rope)
     if rope["rope_type"] in ("linear", "yarn"):
         values |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}
         values |= {
@@ -104,8 +109,10 @@ def write(path, directory, kind="F32", *, architecture=None, metadata=(), tokeni
         heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(key.split(".")[-2])
         if heads and name in ("llama", "mistral"):
             view = paired(view, heads)
+        if name == "gemma3" and key.endswith("norm.weight"):
+            view = view + 1
         one = kind if view.ndim > 1 else "F32"
-        writer.add_tensor(entry(key), stored(view, one), raw_dtype=GGMLQuantizationType[one])
+        writer.add_tensor(entry(key, name), stored(view, one), raw_dtype=GGMLQuantizationType[one])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -127,11 +134,12 @@ def put(writer, key, value):
         writer.add_array(key, value)
 
 
-def entry(key):
+def entry(key, architecture):
     """The name of a tensor in the file."""
+    names = NAMES | (GEMMA_NAMES if architecture == "gemma3" else {})
     *layer, last = key.removeprefix("model.layers.").split(".", 1) if ".layers." in key else [key]
     stem, end = last.rsplit(".", 1)
-    return ".".join([*(["blk"] if layer else []), *layer, NAMES[stem], end])
+    return ".".join([*(["blk"] if layer else []), *layer, names[stem], end])
 
 
 def sentence_pieces():

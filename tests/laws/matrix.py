@@ -120,17 +120,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope": RopeConfig(9_000.0, 10, False, LinearScaling(3.0)),
             "more_ropes": (RopeConfig(50.0, 10, False, None),),
             "rope_layers": (0, 1, 0, 1),
+            "activation": "gelu_tanh",
+            "unit_norms": True,
         },
     ),
     "unrotated": ("llama", {"more_ropes": (_UNROTATED,), "rope_layers": (0, 1, 1, 0)}),
     "yarn": ("llama", {"rope": _YARN}),
     **{
         name: (name, {})
-        for name in ("llama", "mistral", "qwen2", "qwen3", "glm", "glm4", "granite")
+        for name in ("llama", "mistral", "qwen2", "qwen3", "glm", "glm4", "granite", "gemma3")
     },
 }
 USUAL = ("joined", "windows")
-WINDOWED = ("windows", "mistral")
+WINDOWED = ("windows", "mistral", "gemma3")
 
 
 def goes_together(method: str, rule: str, family: str) -> bool:

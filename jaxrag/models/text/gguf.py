@@ -59,7 +59,15 @@ _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _ENDS = ("eos", "eot", "eom")  # ids that end an answer
 # Control tokens that end a turn in chats, for files that name only the end of a text.
 _ENDS_OF_TURNS = frozenset(
-    {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_text|>", "<|endoftext|>"}
+    {
+        "<|im_end|>",
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|end|>",
+        "<|end_of_text|>",
+        "<|endoftext|>",
+        "<end_of_turn>",
+    }
 )
 
 

@@ -1,0 +1,140 @@
+"""Gemma 3: windows in most layers, which rotate by other angles than the layers without one.
+
+Norms multiply by 1 + weight, embeddings are multiplied by the root of their width. A directory of
+the model that sees images too has the same below ``text_config``, and of that nothing else is read.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrag.base.config import ModelConfig, RopeConfig
+from jaxrag.base.errors import ConfigError
+from jaxrag.models.family import DECODER, GATED_MLP, O_BIAS, QK_NORM, QKV_BIAS, Family, TensorRule
+from jaxrag.models.hf_config import (
+    Defaults,
+    read_bool,
+    read_decoder,
+    read_float,
+    read_int,
+    read_rope,
+    write_decoder,
+    write_rope,
+)
+from jaxrag.models.qwen2 import read_windows, write_windows
+
+_DEFAULTS = Defaults(
+    vocab_size=262_208,
+    hidden_size=2304,
+    intermediate_size=9216,
+    num_hidden_layers=26,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=256,
+    max_position_embeddings=131_072,
+    rms_norm_eps=1e-6,
+    bos_token_id=2,
+    eos_token_ids=(1,),
+)
+_GLOBAL, _LOCAL = "full_attention", "sliding_attention"
+_WINDOW, _PATTERN = 4096, 6
+_ACTIVATION = "gelu_pytorch_tanh"
+_OF_OUTER = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype")
+_SCALAR = "query_pre_attn_scalar"
+
+
+def read_config(hf: Mapping[str, Any]) -> ModelConfig:
+    """Every sixth layer is without a window, unless ``layer_types`` says otherwise."""
+    if isinstance(hf.get("text_config"), Mapping):
+        outer = {key: hf[key] for key in _OF_OUTER if hf.get(key) is not None}
+        hf = {**outer, **hf["text_config"]}
+    activation = hf.get("hidden_activation", _ACTIVATION)
+    if activation != _ACTIVATION:
+        raise ConfigError(
+            f"config.json: hidden_activation={activation!r}: only {_ACTIVATION!r} is supported"
+        )
+    if read_bool(hf, "use_bidirectional_attention", False):
+        raise ConfigError("config.json: use_bidirectional_attention=True: a decoder looks back")
+    num_layers = read_int(hf, "num_hidden_layers", _DEFAULTS.num_hidden_layers)
+    pattern = read_int(hf, "sliding_window_pattern", _PATTERN)
+    every = [_LOCAL if pattern < 1 or (i + 1) % pattern else _GLOBAL for i in range(num_layers)]
+    windows = {"use_sliding_window": True, "sliding_window": hf.get("sliding_window", _WINDOW)}
+    layer_types = hf.get("layer_types") or every
+    window, layers = read_windows({**windows, "layer_types": layer_types}, num_layers)
+    kinds = {kind: _read_rope(hf, kind) for kind in sorted(set(layer_types))}
+    ropes = list(kinds.values())
+    bias = read_bool(hf, "attention_bias", False)
+    own = {"tie_word_embeddings": True, **hf, "rope_scaling": None, "rope_parameters": None}
+    for key in (_SCALAR, "hidden_act", "rope_theta"):
+        own.pop(key, None)
+    config = read_decoder(
+        own, "gemma3", _DEFAULTS, qkv_bias=bias, o_bias=bias, qk_norm=True, post_norms=True,
+        sliding_window=window, window_layers=layers,
+    )  # fmt: skip
+    return dataclasses.replace(
+        config,
+        rope=ropes[0],
+        more_ropes=tuple(ropes[1:]),
+        rope_layers=tuple(map(list(kinds).index, layer_types)) if ropes[1:] else None,
+        activation="gelu_tanh",
+        unit_norms=True,
+        embedding_scale=config.model_dim**0.5,
+        attention_scale=read_float(hf, _SCALAR, 256) ** -0.5,
+    )
+
+
+def _read_rope(hf: Mapping[str, Any], kind: str) -> RopeConfig:
+    """Of the layers of a kind, in the form of transformers 5 or 4."""
+    given = hf.get("rope_parameters") or {}
+    if given and not {_GLOBAL, _LOCAL} & given.keys():
+        raise ConfigError(f"config.json: rope_parameters={given!r}: expected {_GLOBAL} in it")
+    local = kind == _LOCAL
+    theta = hf.get("rope_local_base_freq", 1e4) if local else hf.get("rope_theta", 1e6)
+    scaling = {} if local else hf.get("rope_scaling") or {}
+    return read_rope(
+        {"rope_parameters": {"rope_theta": theta, **(given.get(kind) or {}), **scaling}},
+        head_dim=read_int(hf, "head_dim", 256),
+        max_positions=read_int(hf, "max_position_embeddings", _DEFAULTS.max_position_embeddings),
+        partial_rotary_factor=1.0,
+        interleaved=False,
+    )
+
+
+def write_config(config: ModelConfig) -> dict[str, Any]:
+    """Inverse of ``read_config``."""
+    hf = write_decoder(config, FAMILY.architecture, FAMILY.model_type)
+    windows = write_windows(config)
+    del hf["hidden_act"], windows["use_sliding_window"]
+    named = zip(windows["layer_types"], range(config.num_layers), strict=True)
+    ropes = {kind: write_rope(config.rope_of(at), config.head_dim) for kind, at in named}
+    return {
+        **hf,
+        **windows,
+        "sliding_window": config.sliding_window or _WINDOW,
+        "rope_parameters": ropes,
+        "hidden_activation": _ACTIVATION,
+        "attention_bias": config.qkv_bias,
+        _SCALAR: round(config.score_scale**-2),
+    }
+
+
+_LAYER = "model.layers.{layer}."
+_NORMS = (
+    TensorRule(_LAYER + "post_attention_layernorm.weight", ("layers.post_attn_norm",), "d -> d"),
+    TensorRule(_LAYER + "pre_feedforward_layernorm.weight", ("layers.mlp_norm",), "d -> d"),
+    TensorRule(_LAYER + "post_feedforward_layernorm.weight", ("layers.post_mlp_norm",), "d -> d"),
+)
+FAMILY = Family(
+    name="gemma3",
+    architecture="Gemma3ForCausalLM",
+    model_type="gemma3_text",
+    read_config=read_config,
+    write_config=write_config,
+    tensors=(
+        *(rule for rule in DECODER if rule.paths != ("layers.mlp_norm",)),
+        *(_NORMS + QKV_BIAS + O_BIAS + QK_NORM + GATED_MLP),
+    ),
+    ignored=("*vision_tower.*", "*multi_modal_projector.*"),
+    within=("Gemma3ForConditionalGeneration",),
+    prefixes={"language_model.": "", "model.language_model.": "model."},
+)
