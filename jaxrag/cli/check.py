@@ -234,7 +234,12 @@ def _next(
     found: "Overview", suited: "tuple[Choice, ...]", checked: "Checked | None"
 ) -> list[tuple[str, str]]:
     """Which methods suit, which of them missed the target, and what to type."""
+    from jaxrag.models import FAMILIES
+
     rows = [("refused", one.refused) for one in suited if one.refused is not None]
+    if FAMILIES[found.config.family].needs_bos and not found.reading.block_positions:
+        text = "are read behind a BOS token, which this family needs: not isolated ones (epic)"
+        rows.append(("chunks", text))
     served = [one for one in suited if one.refused is None]
     missed: list[Choice] = []
     if checked is not None and not isinstance(checked.agreement, str):

@@ -67,7 +67,8 @@ class Family:
     ``read_config`` raises ConfigError for a key that changes the arithmetic and is not supported.
     ``ignored`` are ``fnmatch`` patterns of tensors that older checkpoints carry and nothing reads.
     ``within`` are architectures that have such a model in them, whose tensors then begin with one
-    of ``prefixes`` in place of what this stands for.
+    of ``prefixes`` in place of what this stands for. ``needs_bos``: it reads a text badly that has
+    no BOS token in front, so that no chunk is encoded alone, unless it was trained for that.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Family:
     write_config: Callable[[ModelConfig], dict[str, Any]]
     tensors: tuple[TensorRule, ...]
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq", "*.attn.masked_bias")
+    needs_bos: bool = False
     within: tuple[str, ...] = ()
     prefixes: Mapping[str, str] = dataclasses.field(default_factory=dict)
 

@@ -135,6 +135,7 @@ FAMILY = Family(
         *(_NORMS + QKV_BIAS + O_BIAS + QK_NORM + GATED_MLP),
     ),
     ignored=("*vision_tower.*", "*multi_modal_projector.*"),
+    needs_bos=True,
     within=("Gemma3ForConditionalGeneration",),
     prefixes={"language_model.": "", "model.language_model.": "model."},
 )

@@ -29,6 +29,7 @@ from jaxrag.base.installed import config_names, config_path
 from jaxrag.base.tables import build, read_toml
 from jaxrag.kv.cache import ChunkAttention
 from jaxrag.kv.placement import KVPlacement
+from jaxrag.models import FAMILIES
 from jaxrag.models.reading import Reading
 from jaxrag.models.segments import POSITION_SCHEMES, PositionScheme
 from jaxrag.reuse.decode import DecodeRule, Dense, Retrieval, TopN, rule_from
@@ -209,6 +210,10 @@ class Method:
         """Is any chunk's KV such as it is behind a primer, or between its vectors?"""
         return "primed" in self.encoders or self.wraps
 
+    def lacks_bos(self, config: ModelConfig) -> bool:
+        """Is any chunk's KV without a BOS token before it, which the model's family needs?"""
+        return "isolated" in self.encoders and FAMILIES[config.family].needs_bos
+
     @property
     def wraps(self) -> bool:
         """Do prompts hold trained vectors around chunks?"""
@@ -361,7 +366,8 @@ def choices(config: ModelConfig, reading: Reading) -> tuple[Choice, ...]:
     """
     tuned = [name for name in _TUNED if METHODS[name].positions in reading.block_positions]
     roomy = config.vocab_size >= _VOCABULARY and config.max_positions >= _CONTEXT
-    untuned = [name for name in _UNTUNED if roomy or not METHODS[name].reads_primed]
+    fit = [name for name in _UNTUNED if not METHODS[name].lacks_bos(config)]
+    untuned = [name for name in fit if roomy or not METHODS[name].reads_primed]
     found = [_choice(METHODS[name], config) for name in tuned or untuned]
     first = next((one for one in found if one.refused is None), None)
     return tuple(dataclasses.replace(one, default=one is first) for one in found)

@@ -136,8 +136,12 @@ def for_no_chunks(method: Method, ask: Ask) -> Method:
 def untuned(
     model: Model, kb: KnowledgeBase | None, method: Method, template: PromptTemplate
 ) -> tuple[str, ...]:
-    """A note where nothing speaks for reading stored chunks as they are: no training, no gate."""
-    if method.encoder is None or method.recomputes:
+    """A note where nothing speaks for reading stored chunks as they are: no training, no gate.
+
+    Also where parts are computed again, if the family needs a BOS token that chunks alone lack.
+    """
+    bare = method.lacks_bos(model.config)
+    if method.encoder is None or (method.recomputes and not bare):
         return ()
     if method.positions in model.reading.block_positions:
         return ()
@@ -148,7 +152,8 @@ def untuned(
         return ()
     best = default_choice(model.config, model.reading)
     return (
-        f"nothing says that this model was trained to read chunks apart, as {method.name} does; "
+        f"nothing says that this model was trained to read chunks apart, as {method.name} does"
+        f"{', and without the BOS token that its family needs before them' if bare else ''}; "
         f"better: --encoder {' --encoder '.join(best.encoders)}, then --method {best.method.name}",
     )
 

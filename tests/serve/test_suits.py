@@ -8,7 +8,7 @@ from refusal import refused
 
 from jaxrag import KnowledgeBase, generate
 from jaxrag.base.errors import ConfigError
-from jaxrag.models.model import load_model
+from jaxrag.models.model import load_model, random_model
 from jaxrag.models.reading import Reading, read_reading, write_reading
 from jaxrag.models.text.prompts import TEMPLATES
 from jaxrag.reuse.methods import METHODS, choices, default_choice
@@ -67,6 +67,24 @@ def test_plain_reuse_by_a_model_that_was_not_trained_for_it_is_told(kb, stock):
     assert not notes(kb, method="primed")
     assert not notes(kb, method="primed_fusion")
     assert untuned(kb, method="fusionrag", recompute_ratio=0)
+
+
+def test_a_family_that_needs_a_bos_gets_no_chunks_alone(tiny_config, stock):
+    """Neither by default nor, without a note, by methods that compute parts of them again."""
+    config = tiny_config("gemma3", vocab_size=stock.config.vocab_size, max_positions=1024)
+    model = random_model(config, tokenizer=stock.tokenizer, cache_tokens=2048)
+    model = dataclasses.replace(model, reading=Reading())
+    named = [it.method.name for it in choices(config, Reading())]
+    assert "epic" in [it.method.name for it in choices(stock.config, Reading())]
+    assert named and "epic" not in named
+    assert default_choice(config, Reading()).encoders == ("after_prefix",)
+    for method in ("epic", "turborag"):
+        (note,) = notes(model=model, method=method)
+        assert "without the BOS token" in note and "--method cacheblend" in note
+    assert not untuned(model=model, method="cacheblend")
+    assert not untuned(model=stock, method="epic")
+    trained = dataclasses.replace(model, reading=Reading(("reordered",)))
+    assert not untuned(model=trained, method="epic")
 
 
 def test_training_speaks_for_the_positions_it_had(text_model, stock):
