@@ -129,6 +129,20 @@ def test_law_11_kernels_on_a_mesh_answer_as_on_one_device(rng, tiny_config, mode
     assert [r.token_ids for r in results[0]] == [r.token_ids for r in results[1]]
 
 
+@pytest.mark.slow
+def test_layers_of_two_kinds_on_a_mesh_answer_as_on_one_device(rng, tiny_config):
+    """With windows in one kind, and chunks at several places."""
+    config = tiny_config("gemma3", num_layers=2)
+    one = random_model(config, cache_tokens=1024)
+    kernels = dataclasses.replace(config, kernels="pallas_interpret")
+    many = random_model(kernels, mesh=make_mesh(1, 1, 2), cache_tokens=1024)
+    documents = [[int(t) for t in rng.integers(3, 101, n)] for n in (30, 17)]
+    question = [int(t) for t in rng.integers(3, 101, 9)]
+    asked = {"documents": documents, "method": "full_reuse", "max_new_tokens": 4}
+    answers = [generate(question, model=it, **asked).token_ids for it in (one, many)]
+    assert answers[0] == answers[1]
+
+
 def test_kernels_are_in_no_file_and_no_key(tiny_config):
     config = tiny_config()
     other = dataclasses.replace(config, kernels="pallas_interpret")

@@ -96,7 +96,7 @@ def first_loss(model, prompts, start, out):
 
 
 @pytest.mark.parametrize("header", [None, 0, 4])
-@pytest.mark.parametrize("family", ["granite", "mistral"])
+@pytest.mark.parametrize("family", ["granite", "gemma3"])
 def test_the_loss_is_the_divergence_of_what_the_engine_answers(
     tiny_config, prompts, tmp_path, request, family, header
 ):
@@ -110,7 +110,7 @@ def test_the_loss_is_the_divergence_of_what_the_engine_answers(
         assert expected > 1e-5
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_of_layers_too(tiny_config, prompts, tmp_path, request, family):
     """And before the first step it is that of the vectors from which they are."""
     model = random_model(tiny_config(family), seed=4, cache_tokens=2048)
