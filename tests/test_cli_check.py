@@ -132,6 +132,14 @@ def test_measured_forms_are_kept_and_shown(check, tmp_path, monkeypatch):
     assert code == 1 and err.startswith("jaxrag: ") and err.count("\n") == 1
 
 
+def test_a_family_that_needs_a_bos_is_told_which_chunks_it_reads(check):
+    said = check(GOLDENS / "gemma3", "--quick")[1]
+    assert "behind a BOS token" in said and "not isolated" in said
+    assert "epic (isolated KV)" not in said and "cacheblend (after_prefix KV)" in said
+    said = check(GOLDENS / "llama", "--quick")[1]
+    assert "BOS" not in said and "epic (isolated KV)" in said
+
+
 def test_a_chat_model_is_shown_with_its_own_template(check, chat_model_dir):
     found = json.loads(check(chat_model_dir, "--quick", "--json")[1])
     assert found["prompt"]["template"] == "chat"

@@ -98,6 +98,9 @@ def test_layers_of_several_kinds(tiny_config):
     for other in ({"rotary_dim": 8}, {"interleaved": True}, {"scaling": yarn}):
         with refused(ConfigError, "more_ropes"):
             tiny_config(more_ropes=(dataclasses.replace(local, **other),), rope_layers=(0, 1, 0))
+    for more in ("ab", [3], [{"theta": 1.0}]):
+        with refused(ConfigError, "more_ropes"):
+            config_from_dict({**written, "more_ropes": more})
     with refused(ConfigError, "theta"):
         tiny_config(more_ropes=(dataclasses.replace(local, theta=0.0),), rope_layers=(0, 1, 0))
 

@@ -326,7 +326,8 @@ def config_from_dict(values: Mapping[str, Any], where: str = "model config") -> 
     if isinstance(values.get("rope"), Mapping):
         values = {**values, "rope": rope_from_dict(values["rope"], f"{where}.rope")}
     if isinstance(more := values.get("more_ropes"), Sequence):
-        kinds = tuple(rope_from_dict(it, f"{where}.more_ropes") for it in more)
+        at = f"{where}.more_ropes"
+        kinds = [rope_from_dict(it, at) if isinstance(it, Mapping) else it for it in more]
         values = {**values, "more_ropes": kinds}
     return build(ModelConfig, values, where, keep_ints=True)
 

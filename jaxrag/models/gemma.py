@@ -5,8 +5,9 @@ the model that sees images too has the same below ``text_config``, and of that n
 """
 
 import dataclasses
+from collections import ChainMap
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from jaxrag.base.config import ModelConfig, RopeConfig
 from jaxrag.base.errors import ConfigError
@@ -64,12 +65,12 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     kinds = {kind: _read_rope(hf, kind) for kind in sorted(set(layer_types))}
     ropes = list(kinds.values())
     bias = read_bool(hf, "attention_bias", False)
-    own = {"tie_word_embeddings": True, **hf, "rope_scaling": None, "rope_parameters": None}
-    for key in (_SCALAR, "hidden_act", "rope_theta"):
-        own.pop(key, None)
+    own = {"rope_parameters": None, "rope_scaling": None, "hidden_act": "silu"}
+    own["tie_word_embeddings"] = read_bool(hf, "tie_word_embeddings", True)
     config = read_decoder(
-        own, "gemma3", _DEFAULTS, qkv_bias=bias, o_bias=bias, qk_norm=True, post_norms=True,
-        sliding_window=window, window_layers=layers,
+        ChainMap(own, cast(dict[str, Any], hf)), "gemma3", _DEFAULTS, qkv_bias=bias, o_bias=bias,
+        qk_norm=True, post_norms=True, sliding_window=window, window_layers=layers,
+        understood=(_SCALAR,),
     )  # fmt: skip
     return dataclasses.replace(
         config,

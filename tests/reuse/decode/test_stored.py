@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from refusal import refused
 
+from jaxrag.base.config import RopeConfig
 from jaxrag.base.errors import RequestError, RetrievalError
 from jaxrag.engine.engine import engine_of
 from jaxrag.models.model import random_model
@@ -22,6 +23,7 @@ EXHAUSTIVE = Indexing(LISTS, queries=40, reach=300)
 TRAINED = ProjectedGraph(degree=8, knn=20, ef=280, exact_below=50, min_queries=1)
 RULE = Retrieval(k=6, sink=4, recent=30, index=TRAINED, queries=32)
 FLAT = Flat(k=6, sink=4, recent=30)
+KINDS = {"more_ropes": (RopeConfig(70.0, 10, False, None),), "rope_layers": (1, 0, 1)}
 LENGTHS = (70, 9, 64)  # the second one is too short for an index
 
 
@@ -116,11 +118,15 @@ def test_keys_that_were_computed_again_are_found_where_they_are_now(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["glm4", "qwen2"])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("glm4", {}), ("qwen2", {}), ("llama", KINDS)],
+    ids=["glm4", "qwen2", "kinds"],
+)
 def test_other_rotations_and_other_prompts(
-    make_model, prompt, a_prompt, ids, next_logits, accounts, family
+    make_model, prompt, a_prompt, ids, next_logits, accounts, family, changes
 ):
-    model = make_model(family)
+    model = make_model(family, **changes)
     put(model, prompt)
     other = dataclasses.replace(a_prompt(final=5), chunks=prompt.chunks[2:])
     given = np.stack(ids(4, 4))
