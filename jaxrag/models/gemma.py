@@ -65,7 +65,7 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     kinds = {kind: _read_rope(hf, kind) for kind in sorted(set(layer_types))}
     ropes = list(kinds.values())
     bias = read_bool(hf, "attention_bias", False)
-    own = {"rope_parameters": None, "rope_scaling": None, "hidden_act": "silu"}
+    own: dict[str, Any] = {"rope_parameters": None, "rope_scaling": None, "hidden_act": "silu"}
     own["tie_word_embeddings"] = read_bool(hf, "tie_word_embeddings", True)
     config = read_decoder(
         ChainMap(own, cast(dict[str, Any], hf)), "gemma3", _DEFAULTS, qkv_bias=bias, o_bias=bias,
