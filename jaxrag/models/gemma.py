@@ -55,7 +55,7 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
             f"config.json: hidden_activation={activation!r}: only {_ACTIVATION!r} is supported"
         )
     if read_bool(hf, "use_bidirectional_attention", False):
-        raise ConfigError("config.json: use_bidirectional_attention=True: a decoder looks back")
+        raise ConfigError("config.json: use_bidirectional_attention=True is not supported")
     num_layers = read_int(hf, "num_hidden_layers", _DEFAULTS.num_hidden_layers)
     pattern = read_int(hf, "sliding_window_pattern", _PATTERN)
     every = [_LOCAL if pattern < 1 or (i + 1) % pattern else _GLOBAL for i in range(num_layers)]
