@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxrag.base.errors import ModelError
+from jaxrag.cli.check import _understood
 from jaxrag.kv.cache import budget
 from jaxrag.kv.placement import AWAY, KVPlacement
 from jaxrag.measure.bench import forms, model_check
@@ -84,6 +85,12 @@ def test_every_golden_directory_is_understood(name):
     assert found.memory.weights == width * num_params(found.config)
     assert found.memory.kv_per_token == found.config.kv_bytes_per_token
     assert "rms_norm_eps" not in found.ignored and "hidden_size" not in found.ignored
+
+
+def test_the_parts_of_a_family_are_said():
+    rows = dict(_understood(overview(GOLDENS / "granite")))
+    assert rows["constants"] == "embeddings x 1.7, scores x 0.21, residuals x 0.6, logits x 0.3333"
+    assert "constants" not in dict(_understood(overview(GOLDENS / "llama")))
 
 
 def test_keys_that_nothing_reads_are_named(tmp_path):

@@ -112,7 +112,7 @@ def _show(rows: Iterable[tuple[str, str]]) -> None:
 
 def _understood(found: "Overview") -> list[tuple[str, str]]:
     from jaxrag.models.memory import gib
-    from jaxrag.models.overview import rope_words
+    from jaxrag.models.overview import rope_words, scale_words
 
     c, files = found.config, found.files
     stored = f"{gib(files.nbytes)} of weights in {' and '.join(files.dtypes)}"
@@ -132,6 +132,7 @@ def _understood(found: "Overview") -> list[tuple[str, str]]:
             f"{c.num_heads} query and {c.num_kv_heads} KV heads of {c.head_dim}{window}",
         ),
         ("positions", f"RoPE {rope_words(c)}; context {c.max_positions} tokens"),
+        *([("constants", scales)] if (scales := scale_words(c)) else []),
         ("runs in", c.dtype),
         ("trained", trained),
     ]

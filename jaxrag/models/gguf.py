@@ -2,7 +2,7 @@
 
 A tensor has the name and the values that it would have in a Hugging Face directory: blocks are
 dequantised as they are read, and the rows of q and k, which llama.cpp's converter orders for pairs
-of neighbouring dimensions where the architecture is llama, are put back. What llama.cpp would
+of neighbouring dimensions in architectures like llama, are put back. What llama.cpp would
 compute otherwise than the families here is refused by its key.
 """
 
@@ -29,8 +29,9 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "granite": "GraniteForCausalLM",
 }
-_PAIRED = ("llama", "mistral")  # whose q and k are ordered for pairs of neighbours
+_PAIRED = ("llama", "mistral", "granite")  # whose q and k are ordered for pairs of neighbours
 _ROPE_FREQS = "rope_freqs.weight"
 _BLOCK = 1 << 20  # bytes that are dequantised at a time
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
@@ -57,6 +58,13 @@ _GEMMA_NAMES = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _GEMMA_27B = 62  # layers; of the sizes that there are, it alone has scores by the width of a model
+# Granite's constants, by their names in config.json; 0 is as none.
+_SCALES = {
+    "embedding_multiplier": "embedding_scale",
+    "attention_multiplier": "attention.scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
 # Keys of another arithmetic, with the values that leave the result as it is.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "expert_count": (0,),
@@ -155,11 +163,13 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
     head_dim = number.whole("attention.key_length", width // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         number.require(key, (head_dim,))
+    scales = _scales(number, head_dim) if architecture == "granite" else {}
     for key, neutral in _UNSUPPORTED.items():
-        number.require(key, neutral)
+        if not (scales and key in _SCALES.values()):
+            number.require(key, neutral)
     window = number.whole("attention.sliding_window", 0)
     gemma = architecture == "gemma3"
-    if window and architecture not in _PAIRED and not gemma:
+    if window and architecture not in ("llama", "mistral", "gemma3"):
         number.require("attention.sliding_window", (0,))
     if window and not gemma:  # which is all that sets a Mistral apart from a Llama
         architecture = "mistral"
@@ -187,6 +197,7 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
         "bos_token_id": None if bos == -1 else bos,
         "eos_token_id": ending_ids(header),
         "dtype": "float32" if matrices == {"F32"} else "bfloat16",
+        **scales,
     }
 
 
@@ -321,6 +332,11 @@ def _block_of(kind: str) -> tuple[int, int]:
 
     count, width = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     return count, width
+
+
+def _scales(number: _Numbers, head_dim: int) -> dict[str, float]:
+    found = {name: number(key, 0) or 1.0 for name, key in _SCALES.items()}
+    return {**found, "attention_multiplier": number("attention.scale", 0) or head_dim**-0.5}
 
 
 def _rope(header: Header, number: _Numbers, head_dim: int) -> dict[str, Any]:

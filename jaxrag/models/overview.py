@@ -214,6 +214,17 @@ def _rope_words(rope: RopeConfig, head_dim: int) -> str:
     return words
 
 
+def scale_words(config: ModelConfig) -> str:
+    """The constants of a model that are none in others, in a few words; "" where it has none."""
+    scales = {
+        "embeddings": config.embedding_scale,
+        "scores": config.attention_scale,
+        "residuals": config.residual_scale,
+        "logits": config.logit_scale,
+    }
+    return ", ".join(f"{name} x {by:.4g}" for name, by in scales.items() if by not in (None, 1))
+
+
 def _hf_files(path: Path, config: ModelConfig) -> WeightFiles:
     sources = find_sources(path, config)
     tensors = stored_tensors(path)

@@ -44,6 +44,11 @@ GEMMA_NAMES = {
     "post_feedforward_layernorm": "post_ffw_norm",
 }  # fmt: skip
 
+GRANITE = {
+    "embedding_scale": "embedding_multiplier", "attention.scale": "attention_multiplier",
+    "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
+}  # fmt: skip
+
 
 def paired(rows, heads):
     """Rows of q and k as llama.cpp's converter orders them."""
@@ -85,6 +90,8 @@ def write(path, directory, kind="F32", *, architecture=None, metadata=(), tokeni
         "attention.layer_norm_rms_epsilon": config.norm_eps, "rope.freq_base": config.rope.theta,
         "rope.dimension_count": config.head_dim,
     }  # fmt: skip
+    if name == "granite":
+        values |= {key: hf[it] for key, it in GRANITE.items()}
     if config.sliding_window:
         values["attention.sliding_window"] = config.sliding_window
     rope = hf["rope_parameters"]
@@ -107,7 +114,7 @@ def write(path, directory, kind="F32", *, architecture=None, metadata=(), tokeni
     for key, tensor in read_tensors(directory).items():
         view = np.asarray(tensor.view(), np.float32)
         heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(key.split(".")[-2])
-        if heads and name in ("llama", "mistral"):
+        if heads and name in ("llama", "mistral", "granite"):
             view = paired(view, heads)
         if name == "gemma3" and key.endswith("norm.weight"):
             view = view + 1

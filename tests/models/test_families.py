@@ -63,6 +63,13 @@ def test_families_differ_in_what_a_missing_key_means():
     assert read("glm4").norm_eps == 1.5625e-7
 
 
+@pytest.mark.parametrize("divisor", [1.0, 3.0, 8.0, 0.7, 13.3, 49.0])
+def test_the_divisor_of_logits_survives_the_round_trip(divisor):
+    config = read("granite", logits_scaling=divisor, attention_multiplier=0.0078125)
+    assert (config.logit_scale, config.score_scale) == (1 / divisor, 0.0078125)
+    assert FAMILIES["granite"].read_config(FAMILIES["granite"].write_config(config)) == config
+
+
 def test_biases_and_norms_per_family():
     llama = read("llama", attention_bias=True, mlp_bias=True)
     assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias) == (True, True, True)
@@ -173,6 +180,12 @@ def test_original_length_beside_the_rope_settings_wins():
         ("llama", {"dtype": "float64"}, "dtype='float64'"),
         ("llama", {"num_hidden_layers": 0}, "num_layers=0"),
         ("llama", {"num_key_value_heads": 5}, "num_kv_heads=5"),
+        ("llama", {"attention_multiplier": 0.5}, "attention_multiplier=0.5"),
+        ("granite", {"attention_multiplier": 0}, "attention_multiplier=0"),
+        ("granite", {"residual_multiplier": 1e30}, "residual_scale=1e+30"),
+        ("granite", {"logits_scaling": 2.0**-40}, "logit_scale=1099511627776.0"),
+        ("granite", {"embedding_multiplier": None}, "embedding_multiplier=None"),
+        ("granite", {"sliding_window": 64}, "sliding_window=64"),
         ("mistral", {"layer_types": ["full_attention"]}, "full_attention"),
         ("qwen2", {"layer_types": ["chunked_attention"] * 32}, "chunked_attention"),
         ("qwen2", {"layer_types": ["sliding_attention"] * 32}, "use_sliding_window=False"),

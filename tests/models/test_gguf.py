@@ -43,7 +43,7 @@ def wide(tmp_path_factory, random_params):
 @pytest.mark.parametrize(
     "name",
     ["llama", "llama_bias", "llama_tied", "llama_linear", "llama_yarn", "llama_llama3",
-     "llama_fp16", "mistral_window", "qwen2", "qwen3"],
+     "llama_fp16", "mistral_window", "qwen2", "qwen3", "granite", "granite_bias"],
 )  # fmt: skip
 def test_a_file_is_the_directory_it_was_made_of(name, tmp_path):
     path = write(tmp_path / "model.gguf", GOLDENS / name)
@@ -238,6 +238,7 @@ def test_sentence_pieces_without_a_space_or_bos(tmp_path):
         ({"split.count": 3}, ("one of 3 parts", "llama-gguf-split --merge")),
         ({"general.type": "adapter"}, ("'adapter'",)),
         ({"llama.expert_count": 8}, ("llama.expert_count=8",)),
+        ({"llama.attention.scale": 0.5}, ("llama.attention.scale=0.5",)),
         ({"llama.rope.scaling.type": "longrope"}, ("longrope", "yarn")),
         ({"llama.rope.dimension_count": 4}, ("llama.rope.dimension_count=4", "expected 10")),
         ({"llama.attention.head_count": 0}, ("llama.attention.head_count=0",)),
