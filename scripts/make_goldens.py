@@ -86,6 +86,14 @@ GEMMA = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
     },
 }
+OLMO3 = {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "rope_parameters": {
+        "full_attention": YARN,
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +154,37 @@ GOLDENS = (
         torch.bfloat16,
         omit=("rope_parameters",),
     ),
+    Golden("olmo2", "olmo2"),
+    Golden(
+        "olmo2_bias",
+        "olmo2",
+        {"attention_bias": True, "num_attention_heads": 4, "num_key_value_heads": 4},
+        omit=("head_dim",),
+    ),
+    Golden("olmo3", "olmo3", {**OLMO3, "sliding_window": 5}),
+    Golden(
+        "olmo3_every_fourth",
+        "olmo3",
+        {"num_hidden_layers": 4, "sliding_window": 6},
+        omit=("rope_parameters",),
+    ),
+    Golden(
+        "smollm3",
+        "smollm3",
+        {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": False},
+    ),
+    Golden(
+        "smollm3_window",
+        "smollm3",
+        {
+            "num_hidden_layers": 4,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": YARN,
+        },
+    ),
     Golden("granite", "granite", SCALES),
     Golden(
         "granite_bias",
@@ -197,14 +236,17 @@ def config_v4(config: dict[str, Any]) -> dict[str, Any]:
     if "sliding_attention" in rope:
         if "sliding_window_pattern" in old:
             del old["layer_types"], old["_sliding_window_pattern"]
-        old["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        if old["model_type"] != "olmo3":
+            old["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         rope, given = dict(rope["full_attention"]), given["full_attention"]
     old["torch_dtype"] = old.pop("dtype")
     old["rope_theta"] = rope.pop("rope_theta")
     if "partial_rotary_factor" in rope:
         old["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     kind = rope.pop("rope_type")
-    newer = "rope_local_base_freq" in old or kind == "llama3"  # than the word "type"
+    newer = (
+        "sliding_attention" in config["rope_parameters"] or kind == "llama3"
+    )  # than the word "type"
     name = "rope_type" if newer else "type"
     old["rope_scaling"] = None if kind == "default" else {name: kind, **rope}
     again = transformers.CONFIG_MAPPING[old["model_type"]].from_dict(copy.deepcopy(old))
@@ -264,7 +306,7 @@ def block_logits(
 
     window = getattr(model.config, "sliding_window", None)
     masks: Any = mask(window)
-    if model.config.model_type in ("qwen2", "qwen3", "gemma3_text"):
+    if model.config.model_type in ("qwen2", "qwen3", "gemma3_text", "olmo3", "smollm3"):
         masks = {"full_attention": mask(None), "sliding_attention": mask(window)}
     with torch.no_grad():
         logits = model(

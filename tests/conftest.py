@@ -34,7 +34,7 @@ import numpy as np
 import pytest
 
 import jaxrag.cli.waiting
-from jaxrag.base.config import LinearScaling, ModelConfig, RopeConfig, YarnScaling
+from jaxrag.base.config import LinearScaling, ModelConfig, NoRotation, RopeConfig, YarnScaling
 from jaxrag.cli import main
 from jaxrag.measure.zoo import llama
 from jaxrag.models.export import export_hf
@@ -124,6 +124,7 @@ GLM_ROPE = RopeConfig(theta=5_300.0, rotary_dim=6, interleaved=True, scaling=Non
 SCALES = {
     "embedding_scale": 1.7, "attention_scale": 0.21, "residual_scale": 0.6, "logit_scale": 1 / 3,
 }  # fmt: skip
+OLMO = {"qk_norm": True, "joint_qk_norm": True, "post_norms": True, "pre_norms": False}
 FAMILY_CHANGES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 7},
@@ -143,6 +144,13 @@ FAMILY_CHANGES: dict[str, dict[str, Any]] = {
     "glm": {"qkv_bias": True, "rope": GLM_ROPE},
     "glm4": {"qkv_bias": True, "post_norms": True, "rope": GLM_ROPE},
     "granite": SCALES,
+    "olmo2": OLMO,
+    "olmo3": {
+        **OLMO,
+        "rope": RopeConfig(5_300.0, 10, False, YarnScaling(4.0, 32, 8.0, 0.5, 1.7, True)),
+        "more_ropes": (RopeConfig(90.0, 10, False, None),),
+    },
+    "smollm3": {"more_ropes": (RopeConfig(5_300.0, 10, False, NoRotation()),)},
 }
 
 
@@ -151,7 +159,7 @@ def tiny_config() -> Callable[..., ModelConfig]:
     """``tiny_config(family="llama", **changes)``: a ModelConfig small enough for any test."""
 
     def make(family: str = "llama", **changes: Any) -> ModelConfig:
-        if family == "gemma3":
+        if family in ("gemma3", "olmo3"):
             local = [layer != 1 for layer in range(changes.get("num_layers", TINY.num_layers))]
             kinds = {
                 "sliding_window": 7,
@@ -159,6 +167,9 @@ def tiny_config() -> Callable[..., ModelConfig]:
                 "rope_layers": tuple(map(int, local)),
             }
             changes = {**kinds, **changes}
+        if family == "smollm3":
+            bare = [layer % 3 == 1 for layer in range(changes.get("num_layers", TINY.num_layers))]
+            changes = {"rope_layers": tuple(map(int, bare)), **changes}
         return dataclasses.replace(TINY, family=family, **{**FAMILY_CHANGES[family], **changes})
 
     return make

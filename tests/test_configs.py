@@ -11,7 +11,6 @@ from jaxrag.base.config import (
     LinearScaling,
     NoRotation,
     RopeConfig,
-    YarnScaling,
     config_from_dict,
     config_to_dict,
 )
@@ -78,7 +77,6 @@ def test_layers_of_several_kinds(tiny_config):
     """What a config says of them comes back, and what it says without them is as it was."""
     own = tiny_config().rope
     local = RopeConfig(50.0, 10, False, LinearScaling(3.0))
-    yarn = YarnScaling(4.0, 32, 8.0, 0.5, 1.7, True)
     none = dataclasses.replace(own, scaling=NoRotation())
     plain = tiny_config()
     kinds = tiny_config(more_ropes=(local, none), rope_layers=(0, 2, 1))
@@ -95,7 +93,7 @@ def test_layers_of_several_kinds(tiny_config):
     for more, layers in wrong:
         with refused(ConfigError, "rope_layers"):
             tiny_config(more_ropes=more, rope_layers=layers)
-    for other in ({"rotary_dim": 8}, {"interleaved": True}, {"scaling": yarn}):
+    for other in ({"rotary_dim": 8}, {"interleaved": True}):
         with refused(ConfigError, "more_ropes"):
             tiny_config(more_ropes=(dataclasses.replace(local, **other),), rope_layers=(0, 1, 0))
     for more in ("ab", [3], [{"theta": 1.0}]):

@@ -185,6 +185,8 @@ class ModelConfig:
     attention_scale: float | None = None  # of scores; None = 1/sqrt(H)
     residual_scale: float = 1.0  # of what attention and MLP add to the residual
     logit_scale: float = 1.0
+    pre_norms: bool = True  # RMSNorm before attention and before the MLP; OLMo 2 has none
+    joint_qk_norm: bool = False  # OLMo 2: that of q and k is over all their heads together
     activation: Activation = "silu"  # of the gate of the MLP
     # Gemma: norms multiply by 1 + weight, in float32; embedding_scale is rounded to dtype.
     unit_norms: bool = False
@@ -239,10 +241,11 @@ class ModelConfig:
                 f"rotary_dim={rope.rotary_dim}: expected an even number up to head_dim="
                 f"{self.head_dim}"
             )
-        if _alike(rope) != _alike(self.rope):
+        alike = (self.rope.rotary_dim, self.rope.interleaved)
+        if (rope.rotary_dim, rope.interleaved) != alike:
             raise ConfigError(
-                f"more_ropes={rope}: rotary_dim, interleaved and a YaRN attention_factor have to "
-                f"be those of every layer, as in rope={self.rope}"
+                f"more_ropes={rope}: rotary_dim and interleaved have to be those of every layer, "
+                f"as in rope={self.rope}"
             )
 
     @property
@@ -289,12 +292,6 @@ _SCALINGS: dict[str, type[RopeScaling]] = {
     "yarn": YarnScaling,
     "none": NoRotation,
 }
-
-
-def _alike(rope: RopeConfig) -> tuple[int, bool, float]:
-    """What is the same in all kinds of layers."""
-    factor = rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling) else 1.0
-    return rope.rotary_dim, rope.interleaved, factor
 
 
 def config_to_dict(config: ModelConfig) -> dict[str, Any]:

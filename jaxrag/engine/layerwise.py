@@ -36,7 +36,7 @@ from jaxrag.models.decoder import (
     rms_norm,
     unembed,
 )
-from jaxrag.models.rope import RopeFactors, place, scale_rotary, turn
+from jaxrag.models.rope import RopeFactors, place, turn
 from jaxrag.models.spec import Params
 from jaxrag.reuse.decode import Observe, PromptQueries
 
@@ -320,7 +320,7 @@ def _attend(
     table = Pages(pages, jnp.zeros_like(pages), slot_position)
     x, positions = _cut((x, here.prompt.positions[None]), start, width)
     q, _, _ = heads_of(x, layer_of(here.params, here.index), config)
-    q = turn(scale_rotary(q, config.rope), jnp.maximum(positions, 0), here.rope, config.rope)
+    q = place(q, jnp.maximum(positions, 0), here.rope, config.rope)
     windows = layer_windows(config)
     window = None if windows is None else windows[here.index]
     return attend_placed(config, q, pool, table, positions, window)

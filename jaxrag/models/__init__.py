@@ -3,7 +3,7 @@
 A new family is one file with a ``Family`` and one line here.
 """
 
-from jaxrag.models import gemma, glm, granite, llama, mistral, qwen2, qwen3
+from jaxrag.models import gemma, glm, granite, llama, mistral, olmo, qwen2, qwen3, smollm3
 from jaxrag.models.family import Family
 
 FAMILIES: dict[str, Family] = {
@@ -15,4 +15,7 @@ FAMILIES: dict[str, Family] = {
     "glm": glm.GLM,
     "glm4": glm.GLM4,
     "granite": granite.FAMILY,
+    "olmo2": olmo.OLMO2,
+    "olmo3": olmo.OLMO3,
+    "smollm3": smollm3.FAMILY,
 }

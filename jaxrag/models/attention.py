@@ -277,14 +277,15 @@ def attention_received(
     window = config.sliding_window
     if not causal or (config.window_layers is not None and not config.window_layers[-1]):
         window = None
+    rope = rope.of_layer(config.num_layers - 1)
     pages = pool.rows(config.num_layers - 1, table.pages, config.num_layers)
     return key_mass(
-        scale_rotary(q, config.rope),
+        scale_rotary(q, rope, config.rope),
         pool.k,
         Pages(pages, table.offsets, table.slot_position),
         query_position,
         groups,
-        rotary_of(config, rope.of_layer(config.num_layers - 1)),
+        rotary_of(config, rope),
         scale=config.score_scale,
         causal=causal,
         window=window,
@@ -324,7 +325,7 @@ def attend_pool(
         return op(*operands, **limits, scale=config.score_scale)
 
     kv, rotary = Pool(pool.k, pool.v), rotary_of(config, rope)
-    operands = (scale_rotary(q, config.rope), kv, table, position, rotary)
+    operands = (scale_rotary(q, rope, config.rope), kv, table, position, rotary)
     call: Callable[..., tuple[Array, Array]] = attend
     if config.kernel_mesh is not None:
         rows, heads = attention_axes(config.kernel_mesh, q.shape[0], config.num_kv_heads)

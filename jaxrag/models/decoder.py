@@ -60,13 +60,25 @@ def _linear(x: Array, weight: Any, bias: Array | None) -> Array:
 
 def heads_of(x: Array, p: LayerParams, config: ModelConfig) -> tuple[Array, Array, Array]:
     """q [B, T, N, H], k and v [B, T, K, H] of one layer, before rotation, of its input x."""
-    x = rms_norm(x, p.attn_norm, config)
+    x = _before(x, p.attn_norm, config)
     q = _project(x, p.q, p.q_bias)
     k = _project(x, p.k, p.k_bias)
     v = _project(x, p.v, p.v_bias)
-    if config.qk_norm:
+    if config.joint_qk_norm:
+        q, k = _joint_norm(q, p.q_norm, config), _joint_norm(k, p.k_norm, config)
+    elif config.qk_norm:
         q, k = rms_norm(q, p.q_norm, config), rms_norm(k, p.k_norm, config)
     return q, k, v
+
+
+def _before(x: Array, weight: Array, config: ModelConfig) -> Array:
+    return rms_norm(x, weight, config) if config.pre_norms else x
+
+
+def _joint_norm(x: Array, weight: Array, config: ModelConfig) -> Array:
+    """RMSNorm of x [B, T, heads, H] over all heads together, by weight [heads, H]."""
+    joined = rms_norm(x.reshape(*x.shape[:2], -1), weight.reshape(-1), config)
+    return joined.reshape(x.shape)
 
 
 def finish_layer(x: Array, out: Array, p: LayerParams, config: ModelConfig) -> Array:
@@ -76,7 +88,7 @@ def finish_layer(x: Array, out: Array, p: LayerParams, config: ModelConfig) -> A
     if config.post_norms:
         out = rms_norm(out, p.post_attn_norm, config)
     x = x + scaled(out, config.residual_scale)
-    out = _mlp(rms_norm(x, p.mlp_norm, config), p, config)
+    out = _mlp(_before(x, p.mlp_norm, config), p, config)
     if config.post_norms:
         out = rms_norm(out, p.post_mlp_norm, config)
     return x + scaled(out, config.residual_scale)

@@ -113,6 +113,10 @@ QK_NORM = (
     TensorRule(_ATTENTION + "q_norm.weight", ("layers.q_norm",), "h -> h"),
     TensorRule(_ATTENTION + "k_norm.weight", ("layers.k_norm",), "h -> h"),
 )
+JOINT_QK_NORM = (
+    TensorRule(_ATTENTION + "q_norm.weight", ("layers.q_norm",), "(n h) -> n h"),
+    TensorRule(_ATTENTION + "k_norm.weight", ("layers.k_norm",), "(k h) -> k h"),
+)
 GATED_MLP = (
     TensorRule(_MLP + "gate_proj.weight", ("layers.gate",), "f d -> d f"),
     TensorRule(_MLP + "up_proj.weight", ("layers.up",), "f d -> d f"),

@@ -53,7 +53,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 _QUANTISED = ("quantization_config", "compression_config")
 _UNQUANTISED = "; take the weights that were quantised, in bfloat16, float16 or float32"
-_DEFAULT_THETA = 10_000.0
 _LARGEST = sys.float_info.max
 _SHARED_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 _SCALING_KEYS: dict[str, frozenset[str]] = {
@@ -94,6 +93,8 @@ class Defaults:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     partial_rotary_factor: float = 1.0
+    rope_theta: float = 10_000.0
+    tie_word_embeddings: bool = False
 
 
 def read_int(hf: Mapping[str, Any], key: str, default: int) -> int:
@@ -200,6 +201,7 @@ def read_decoder(
             max_positions=max_positions,
             partial_rotary_factor=defaults.partial_rotary_factor,
             interleaved=interleaved,
+            default_theta=defaults.rope_theta,
         ),
         max_positions=max_positions,
         sliding_window=sliding_window,
@@ -209,7 +211,7 @@ def read_decoder(
         mlp_bias=mlp_bias,
         qk_norm=qk_norm,
         post_norms=post_norms,
-        tie_embeddings=read_bool(hf, "tie_word_embeddings", False),
+        tie_embeddings=read_bool(hf, "tie_word_embeddings", defaults.tie_word_embeddings),
         dtype=_read_dtype(hf),
         bos_id=bos_ids[0] if bos_ids else None,
         eos_ids=read_token_ids(hf, "eos_token_id", defaults.eos_token_ids),
@@ -273,8 +275,9 @@ def read_rope(
     *,
     head_dim: int,
     max_positions: int,
-    partial_rotary_factor: float,
-    interleaved: bool,
+    partial_rotary_factor: float = 1.0,
+    interleaved: bool = False,
+    default_theta: float = 10_000.0,
 ) -> RopeConfig:
     """Read the rotary settings of a ``config.json``.
 
@@ -304,7 +307,7 @@ def read_rope(
         raise ConfigError(
             f"config.json: partial_rotary_factor={fraction}: this family rotates every dimension"
         )
-    theta = given.get("rope_theta", hf.get("rope_theta", _DEFAULT_THETA))
+    theta = given.get("rope_theta", hf.get("rope_theta", default_theta))
     return RopeConfig(
         theta=_number("rope_theta", theta),
         rotary_dim=int(head_dim * fraction),

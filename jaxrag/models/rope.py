@@ -5,6 +5,8 @@ and composes: ``rotate`` by a then by b is ``rotate`` by a + b. A YaRN attention
 rotation; ``place`` multiplies it in once, when a query or key first receives its position.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,13 +40,15 @@ class RopeTable(struct.PyTreeNode):
     cos: Array  # [S, R/2] float32, or [kinds, S, R/2]
     sin: Array  # the same
     kinds: tuple[int, ...] | None = struct.static(default=None)  # [L] of each layer, where several
+    factor: Any = None  # [kinds] float32, or of one: the attention factor, where kinds differ in it
 
     def of_layer(self, layer: Array | int) -> "RopeTable":
         """The table of one layer: [S, R/2]."""
         if self.kinds is None:
             return self
         kind = jnp.asarray(self.kinds, jnp.int32)[layer]
-        return RopeTable(self.cos[kind], self.sin[kind])
+        factor = None if self.factor is None else self.factor[kind]
+        return RopeTable(self.cos[kind], self.sin[kind], factor=factor)
 
     def at(self, positions: Array) -> tuple[Array, Array]:
         """Cosine and sine [..., R/2] of positions [...]."""
@@ -59,6 +63,11 @@ class RopeFactors(struct.PyTreeNode):
 
     fine: RopeTable  # of positions 0 .. FINE - 1
     coarse: RopeTable  # of positions 0, FINE, 2 FINE, ...
+
+    @property
+    def factor(self) -> Any:
+        """As that of a ``RopeTable``."""
+        return self.fine.factor
 
     def of_layer(self, layer: Array | int) -> "RopeFactors":
         """The factors of one layer."""
@@ -96,13 +105,20 @@ def _table(
     turns = angles[0] if kinds is None else np.stack(angles)
     both = (np.cos(turns).astype(np.float32), np.sin(turns).astype(np.float32))
     cos, sin = jax.device_put(both)  # jnp.asarray would compile a program for each shape
-    return RopeTable(cos=cos, sin=sin, kinds=kinds)
+    factors = [attention_factor(rope) for rope in ropes]
+    differ = jax.device_put(np.array(factors, np.float32)) if len(set(factors)) > 1 else None
+    return RopeTable(cos=cos, sin=sin, kinds=kinds, factor=differ)
 
 
-def scale_rotary(x: Array, rope: RopeConfig) -> Array:
-    """Multiply the rotary dims of x [..., H] by the attention factor; x itself when it is 1."""
+def scale_rotary(x: Array, table: Rope, rope: RopeConfig) -> Array:
+    """Multiply the rotary dims of x [..., H] by the attention factor; x itself when it is 1.
+
+    ``table`` is of the layer, of which ``rope`` is where layers do not differ in their factor.
+    """
     factor = attention_factor(rope)
-    if factor == 1.0:
+    if table.factor is not None:
+        factor = table.factor
+    elif factor == 1.0:
         return x
     rotary = jnp.arange(x.shape[-1]) < rope.rotary_dim
     return (x.astype(jnp.float32) * jnp.where(rotary, factor, 1.0)).astype(x.dtype)
@@ -110,7 +126,7 @@ def scale_rotary(x: Array, rope: RopeConfig) -> Array:
 
 def place(x: Array, positions: Array, table: Rope, rope: RopeConfig) -> Array:
     """Give heads x [..., T, heads, H] their positions [..., T]: rotation and attention factor."""
-    return turn(scale_rotary(x, rope), positions, table, rope)
+    return turn(scale_rotary(x, table, rope), positions, table, rope)
 
 
 def turn(x: Array, by: Array, table: Rope, rope: RopeConfig) -> Array:

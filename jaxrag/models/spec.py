@@ -36,15 +36,15 @@ class ParamSpec:
 class LayerParams(struct.PyTreeNode):
     """Weights of all layers; every leaf leads with L, or not (Params). Absent weights are None."""
 
-    attn_norm: Any  # [L, D]
-    q: Any  # [L, D, N, H]
-    k: Any  # [L, D, K, H]
-    v: Any  # [L, D, K, H]
-    o: Any  # [L, N, H, D]
-    mlp_norm: Any  # [L, D]
-    gate: Any  # [L, D, F]
-    up: Any  # [L, D, F]
-    down: Any  # [L, F, D]
+    attn_norm: Any = None  # [L, D]
+    q: Any = None  # [L, D, N, H]
+    k: Any = None  # [L, D, K, H]
+    v: Any = None  # [L, D, K, H]
+    o: Any = None  # [L, N, H, D]
+    mlp_norm: Any = None  # [L, D]
+    gate: Any = None  # [L, D, F]
+    up: Any = None  # [L, D, F]
+    down: Any = None  # [L, F, D]
     q_bias: Any = None  # [L, N, H]
     k_bias: Any = None  # [L, K, H]
     v_bias: Any = None  # [L, K, H]
@@ -52,8 +52,8 @@ class LayerParams(struct.PyTreeNode):
     gate_bias: Any = None  # [L, F]
     up_bias: Any = None  # [L, F]
     down_bias: Any = None  # [L, D]
-    q_norm: Any = None  # [L, H]
-    k_norm: Any = None  # [L, H]
+    q_norm: Any = None  # [L, H], or [L, N, H] over all heads together
+    k_norm: Any = None  # [L, H], or [L, K, H]
     post_attn_norm: Any = None  # [L, D]
     post_mlp_norm: Any = None  # [L, D]
     soft: Any = None  # [L, 2, R, K, H], of no checkpoint (Params)
@@ -101,15 +101,20 @@ def param_specs(config: ModelConfig) -> Params:
     def norm(size: int, used: bool = True) -> ParamSpec | None:
         return ParamSpec((layers, size), ("layers", None), gain) if used else None
 
+    def head_norm(count: int, axis: str) -> ParamSpec | None:
+        if not (c.qk_norm and c.joint_qk_norm):
+            return norm(head, c.qk_norm)
+        return ParamSpec((layers, count, head), ("layers", axis, None), gain)
+
     return Params(
         embed=ParamSpec((c.vocab_size, dim), ("vocab", "embed"), "normal", dim),
         layers=LayerParams(
-            attn_norm=norm(dim),
+            attn_norm=norm(dim, c.pre_norms),
             q=weight((dim, heads, head), ("embed", "heads", None), dim),
             k=weight((dim, kv_heads, head), ("embed", "kv_heads", None), dim),
             v=weight((dim, kv_heads, head), ("embed", "kv_heads", None), dim),
             o=weight((heads, head, dim), ("heads", None, "embed"), heads * head),
-            mlp_norm=norm(dim),
+            mlp_norm=norm(dim, c.pre_norms),
             gate=weight((dim, mlp), ("embed", "mlp"), dim),
             up=weight((dim, mlp), ("embed", "mlp"), dim),
             down=weight((mlp, dim), ("mlp", "embed"), mlp),
@@ -120,8 +125,8 @@ def param_specs(config: ModelConfig) -> Params:
             gate_bias=bias((mlp,), ("mlp",), c.mlp_bias),
             up_bias=bias((mlp,), ("mlp",), c.mlp_bias),
             down_bias=bias((dim,), ("embed",), c.mlp_bias),
-            q_norm=norm(head, c.qk_norm),
-            k_norm=norm(head, c.qk_norm),
+            q_norm=head_norm(heads, "heads"),
+            k_norm=head_norm(kv_heads, "kv_heads"),
             post_attn_norm=norm(dim, c.post_norms),
             post_mlp_norm=norm(dim, c.post_norms),
         ),

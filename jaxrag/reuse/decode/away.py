@@ -87,7 +87,7 @@ class AwayAttend:
         k, v = place(k, at, rope, config.rope), v.astype(config.dtype)
         k = k.astype(config.dtype)
         placed = place(q, at, rope, config.rope)
-        asked = scale_rotary(q[:, 0], config.rope).astype(jnp.float32)
+        asked = scale_rotary(q[:, 0], rope, config.rope).astype(jnp.float32)
         rows, heads = device_axes("batch"), device_axes("batch", "kv_heads")
         new, pattern = device_axes("batch", None, "kv_heads"), PATTERN
         where = (device_axes(), pattern.numbers, rows)

@@ -150,7 +150,7 @@ def _bounds(view: View, boxes: Boxes) -> Array:
     """No key of a page scores higher than this: [B, K, G, M] float32, before scaling."""
     assert view.q is not None
     turn = jnp.maximum(view.position[:, None] - view.offsets, 0)
-    q = scale_rotary(view.q, view.config.rope).astype(jnp.float32)[:, None]
+    q = scale_rotary(view.q, view.rope, view.config.rope).astype(jnp.float32)[:, None]
     cos, sin = view.rope.cos[turn][:, :, None], view.rope.sin[turn][:, :, None]
     q = rotate(q, cos, sin, interleaved=view.config.rope.interleaved)
     q = q.reshape(*turn.shape, view.config.num_kv_heads, -1, view.config.head_dim)

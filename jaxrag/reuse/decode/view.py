@@ -108,7 +108,7 @@ class View:
         """Scores of all keys, by slot: [B, K, G, S] float32, -inf where a slot is not seen."""
         assert self.q is not None
         return paged_scores(
-            scale_rotary(self.q, self.config.rope),
+            scale_rotary(self.q, self.rope, self.config.rope),
             self.pool.k,
             self.table,
             self.position,
@@ -167,7 +167,7 @@ class View:
     def _slot_scores(self, slots: Array, see: Array, query_at: Array, turn: Array) -> Array:
         assert self.q is not None
         return slot_scores(
-            scale_rotary(self.q, self.config.rope),
+            scale_rotary(self.q, self.rope, self.config.rope),
             self.pool.k,
             self.pages,
             slots,
