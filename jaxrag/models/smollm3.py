@@ -66,8 +66,8 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
         return config
     if not any(rotates):
         return dataclasses.replace(config, rope=none)
-    kinds = tuple(int(not it) for it in rotates)
-    return dataclasses.replace(config, more_ropes=(none,), rope_layers=kinds)
+    bare = tuple(int(not it) for it in rotates)
+    return dataclasses.replace(config, more_ropes=(none,), rope_layers=bare)
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:

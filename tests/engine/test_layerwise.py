@@ -6,6 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
+from jaxrag.base.config import NoRotation, RopeConfig, YarnScaling
 from jaxrag.engine import layerwise
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.prefilled import prefilled
@@ -21,6 +22,17 @@ FAR = (
     KVPlacement(value_layers=1),
 )
 
+# Layers with YaRN's attention factor and without rotation, and norms behind their parts alone.
+YARN = RopeConfig(100.0, 10, False, YarnScaling(4.0, 32, 8.0, 0.5, 1.7, True))
+KINDS = {
+    "rope": YARN,
+    "more_ropes": (dataclasses.replace(YARN, scaling=NoRotation()),),
+    "rope_layers": (1, 0, 1),
+    "post_norms": True,
+    "pre_norms": False,
+    "qk_norm": True,
+    "joint_qk_norm": True,
+}
 EVERY = ("epic", "full_attention", "full_reuse", "turborag")
 
 
@@ -64,7 +76,7 @@ def _prefilled(model, prompt, method):
 @pytest.mark.parametrize(
     ("family", "changes", "methods"),
     [
-        ("granite", {}, ("epic", "turborag")),
+        ("granite", KINDS, ("epic", "turborag")),
         pytest.param("llama", {}, ("full_attention", "full_reuse"), marks=pytest.mark.slow),
         pytest.param("glm", {}, EVERY, marks=pytest.mark.slow),  # interleaved
         pytest.param("llama", {"sliding_window": 24}, EVERY[:3], marks=pytest.mark.slow),
@@ -88,7 +100,8 @@ def test_blocks_and_pieces(tiny_config, a_prompt, far, monkeypatch):
     """Prompts of several pieces, beside chunks of several blocks."""
     monkeypatch.setattr(layerwise, "PREFILL_TOKENS", 64)
     monkeypatch.setattr(layerwise, "BLOCK_PAGES", 4)
-    model = random_model(tiny_config(eos_ids=(), max_positions=8192), cache_tokens=4096)
+    config = tiny_config("granite", eos_ids=(), max_positions=8192, **KINDS)
+    model = random_model(config, cache_tokens=4096)
     far = model.placed(far)
     for prompt in (a_prompt(3, (200, 130), 150), a_prompt(0, (100,), 65)):
         for method in ("turborag", "full_attention"):

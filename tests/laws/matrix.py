@@ -110,7 +110,13 @@ _UNROTATED = RopeConfig(5_300.0, 10, False, NoRotation())
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "joined": (
         "glm4",
-        {"qk_norm": True, "rope": dataclasses.replace(_YARN, interleaved=True), **SCALES},
+        {
+            "qk_norm": True,
+            "rope": dataclasses.replace(_YARN, interleaved=True),
+            "more_ropes": (RopeConfig(100.0, 6, True, NoRotation()),),
+            "rope_layers": (0, 1, 0, 1),
+            **SCALES,
+        },
     ),
     "windows": (
         "qwen2",
@@ -122,17 +128,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_layers": (0, 1, 0, 1),
             "activation": "gelu_tanh",
             "unit_norms": True,
+            "qk_norm": True,
+            "joint_qk_norm": True,
+            "post_norms": True,
+            "pre_norms": False,
         },
     ),
     "unrotated": ("llama", {"more_ropes": (_UNROTATED,), "rope_layers": (0, 1, 1, 0)}),
     "yarn": ("llama", {"rope": _YARN}),
     **{
         name: (name, {})
-        for name in ("llama", "mistral", "qwen2", "qwen3", "glm", "glm4", "granite", "gemma3")
+        for name in (
+            *("llama", "mistral", "qwen2", "qwen3", "glm", "glm4", "granite", "gemma3"),
+            *("olmo2", "olmo3", "smollm3"),
+        )
     },
 }
 USUAL = ("joined", "windows")
-WINDOWED = ("windows", "mistral", "gemma3")
+WINDOWED = ("windows", "mistral", "gemma3", "olmo3")
 
 
 def goes_together(method: str, rule: str, family: str) -> bool:

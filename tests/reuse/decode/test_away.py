@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from refusal import refused
 
-from jaxrag.base.config import NoRotation
+from jaxrag.base.config import NoRotation, YarnScaling
 from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.base.sharding import make_mesh
 from jaxrag.engine.away import start_away
@@ -119,12 +119,14 @@ def test_answers_are_those_of_the_device(pair, ids, rng, name):
 )
 def test_every_layer_is_rotated_as_its_kind_is(model_of, ids, rng, name):
     """The rules' own keys, those of the pattern, and those that are turned for indexes."""
-    own = model_of().config.rope
+    own, yarn = model_of().config.rope, YarnScaling(4.0, 32, 8.0, 0.5, 1.7, True)
     more = tuple(
         dataclasses.replace(own, theta=theta, scaling=scaling)
-        for theta, scaling in ((70.0, None), (own.theta, NoRotation()))
+        for theta, scaling in ((70.0, yarn), (own.theta, NoRotation()))
     )
-    model = model_of(max_positions=1024, more_ropes=more, rope_layers=(1, 2, 0))
+    model = model_of(
+        max_positions=1024, more_ropes=more, rope_layers=(1, 2, 0), attention_scale=0.5
+    )
     away = dataclasses.replace(model, placement=AWAY)
     documents = [rng.permutation(np.arange(3, 101))[:n].astype(np.int32) for n in (90, 40, 7)]
     questions = [list(map(int, q)) for q in ids(9, 30)]
