@@ -171,18 +171,18 @@ GOLDENS = (
     Golden(
         "smollm3",
         "smollm3",
-        {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": False},
+        {"num_hidden_layers": 4, "tie_word_embeddings": False, "rope_parameters": YARN},
     ),
     Golden(
         "smollm3_window",
         "smollm3",
         {
-            "num_hidden_layers": 4,
+            "num_hidden_layers": 3,
+            "no_rope_layers": [1, 0, 1],
             "use_sliding_window": True,
             "sliding_window": 6,
             "attention_bias": True,
             "mlp_bias": True,
-            "rope_parameters": YARN,
         },
     ),
     Golden("granite", "granite", SCALES),

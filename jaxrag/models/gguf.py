@@ -30,8 +30,11 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "granite": "GraniteForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
 }
-_PAIRED = ("llama", "mistral", "granite")  # whose q and k are ordered for pairs of neighbours
+# Whose q and k are ordered for pairs of neighbours.
+_PAIRED = ("llama", "mistral", "granite", "smollm3")
 _ROPE_FREQS = "rope_freqs.weight"
 _BLOCK = 1 << 20  # bytes that are dequantised at a time
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
@@ -52,7 +55,7 @@ _NAMES = {
     "ffn_down": "mlp.down_proj",
     "rope_freqs": "rope_freqs",
 }
-_GEMMA_NAMES = {
+_GEMMA_NAMES = {  # and OLMo 2's
     "ffn_norm": "pre_feedforward_layernorm",
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
@@ -269,7 +272,7 @@ def _tensors(header: Header) -> dict[str, StoredTensor]:
     pairs = {"attn_q": heads, "attn_k": number.whole("attention.head_count_kv", heads)}
     size, end = header.path.stat().st_size, 0
     tensors: dict[str, StoredTensor] = {}
-    names = _NAMES | (_GEMMA_NAMES if architecture == "gemma3" else {})
+    names = _NAMES | (_GEMMA_NAMES if architecture in ("gemma3", "olmo2") else {})
     for entry, place in sorted(header.tensors.items(), key=lambda item: item[1].start):
         where, (kind, nbytes) = f"{header.path}: {entry!r}", _type_of(header, entry)
         inside = end <= place.start and place.start + nbytes <= size

@@ -114,7 +114,7 @@ def write(path, directory, kind="F32", *, architecture=None, metadata=(), tokeni
     for key, tensor in read_tensors(directory).items():
         view = np.asarray(tensor.view(), np.float32)
         heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(key.split(".")[-2])
-        if heads and name in ("llama", "mistral", "granite"):
+        if heads and name in ("llama", "mistral", "granite", "smollm3"):
             view = paired(view, heads)
         if name == "gemma3" and key.endswith("norm.weight"):
             view = view + 1
@@ -143,7 +143,7 @@ def put(writer, key, value):
 
 def entry(key, architecture):
     """The name of a tensor in the file."""
-    names = NAMES | (GEMMA_NAMES if architecture == "gemma3" else {})
+    names = NAMES | (GEMMA_NAMES if architecture in ("gemma3", "olmo2") else {})
     *layer, last = key.removeprefix("model.layers.").split(".", 1) if ".layers." in key else [key]
     stem, end = last.rsplit(".", 1)
     return ".".join([*(["blk"] if layer else []), *layer, names[stem], end])

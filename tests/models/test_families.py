@@ -6,7 +6,7 @@ import math
 import pytest
 from refusal import refused
 
-from jaxrag.base.config import LinearScaling, Llama3Scaling, YarnScaling
+from jaxrag.base.config import LinearScaling, Llama3Scaling, NoRotation, YarnScaling
 from jaxrag.base.errors import ConfigError
 from jaxrag.models import FAMILIES
 from jaxrag.models.family import TensorRule
@@ -68,6 +68,40 @@ def test_the_divisor_of_logits_survives_the_round_trip(divisor):
     config = read("granite", logits_scaling=divisor, attention_multiplier=0.0078125)
     assert (config.logit_scale, config.score_scale) == (1 / divisor, 0.0078125)
     assert FAMILIES["granite"].read_config(FAMILIES["granite"].write_config(config)) == config
+
+
+def test_olmo_3_scales_the_rotation_of_its_global_layers():
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    config = read("olmo3", num_hidden_layers=5, rope_scaling=scaling)
+    assert config.rope_layers == (1, 1, 1, 0, 1)
+    assert (config.sliding_window, config.window_layers) == (4096, (True, True, True, False, True))
+    assert [rope.theta for rope in config.ropes] == [500_000.0] * 2
+    assert isinstance(config.rope.scaling, YarnScaling) and config.rope_of(0).scaling is None
+    assert read("olmo3").rope_layers is None  # all rotate alike
+
+
+@pytest.mark.parametrize(
+    ("keys", "kinds", "windows"),
+    [
+        ({}, (0, 0, 0, 1, 0), None),
+        ({"no_rope_layer_interval": 2}, (0, 1, 0, 1, 0), None),
+        ({"no_rope_layers": [1] * 7}, None, None),
+        ({"no_rope_layers": [0] * 5}, None, None),
+        ({"sliding_window": 9}, (0, 0, 0, 1, 0), None),
+        (
+            {"sliding_window": 9, "use_sliding_window": True},
+            (0, 0, 0, 1, 0),
+            (False, False, False, True, False),
+        ),
+    ],
+)
+def test_layers_of_smollm3_without_rotation(keys, kinds, windows):
+    config = read("smollm3", num_hidden_layers=5, **keys)
+    assert (config.rope_layers, config.window_layers) == (kinds, windows)
+    assert config.rope.theta == 2_000_000.0 and config.tie_embeddings
+    none = [isinstance(config.rope_of(layer).scaling, NoRotation) for layer in range(5)]
+    assert none == ([bool(it) for it in kinds] if kinds else [keys["no_rope_layers"][0] == 0] * 5)
+    assert FAMILIES["smollm3"].read_config(FAMILIES["smollm3"].write_config(config)) == config
 
 
 def test_biases_and_norms_per_family():
@@ -186,6 +220,14 @@ def test_original_length_beside_the_rope_settings_wins():
         ("granite", {"logits_scaling": 2.0**-40}, "logit_scale=1099511627776.0"),
         ("granite", {"embedding_multiplier": None}, "embedding_multiplier=None"),
         ("granite", {"sliding_window": 64}, "sliding_window=64"),
+        ("olmo2", {"sliding_window": 64}, "sliding_window=64"),
+        ("olmo3", {"layer_types": ["full_attention"]}, "1 entries for 32 layers"),
+        ("olmo3", {"layer_types": ["chunked_attention"] * 32}, "chunked_attention"),
+        ("olmo3", {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters={'rope_type'"),
+        ("olmo3", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers=[1, 0]"),
+        ("smollm3", {"no_rope_layers": [2] * 36}, "no_rope_layers=[2, 2"),
+        ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval=0"),
         ("mistral", {"layer_types": ["full_attention"]}, "full_attention"),
         ("qwen2", {"layer_types": ["chunked_attention"] * 32}, "chunked_attention"),
         ("qwen2", {"layer_types": ["sliding_attention"] * 32}, "use_sliding_window=False"),

@@ -43,7 +43,8 @@ def wide(tmp_path_factory, random_params):
 @pytest.mark.parametrize(
     "name",
     ["llama", "llama_bias", "llama_tied", "llama_linear", "llama_yarn", "llama_llama3",
-     "llama_fp16", "mistral_window", "qwen2", "qwen3", "granite", "granite_bias"],
+     "llama_fp16", "mistral_window", "qwen2", "qwen3", "granite", "granite_bias",
+     "olmo2", "olmo2_bias", "smollm3"],
 )  # fmt: skip
 def test_a_file_is_the_directory_it_was_made_of(name, tmp_path):
     path = write(tmp_path / "model.gguf", GOLDENS / name)

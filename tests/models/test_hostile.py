@@ -68,6 +68,34 @@ def test_numbers_of_a_config_that_make_no_model(llama, changes):
 
 
 @pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("granite", {"attention_multiplier": float("nan")}),
+        ("granite", {"logits_scaling": float("inf")}),
+        ("granite", {"residual_multiplier": "0.2"}),
+        ("granite", {"embedding_multiplier": 10**400}),
+        ("olmo2", {"num_key_value_heads": 4}),
+        ("olmo3", {"layer_types": 5}),
+        ("olmo3", {"layer_types": ["full_attention", ["sliding_attention"], 3]}),
+        ("olmo3", {"rope_parameters": 5}),
+        ("olmo3", {"rope_parameters": {"full_attention": 5}}),
+        ("olmo3", {"sliding_window": None}),
+        ("olmo3", {"sliding_window": "5"}),
+        ("smollm3", {"no_rope_layers": 5}),
+        ("smollm3", {"no_rope_layers": [[0], 1, 1, 1]}),
+        ("smollm3", {"no_rope_layers": ["1"] * 10**5}),
+        ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": -(10**400)}),
+    ],
+    ids=lambda it: f"{it!r:.60}",
+)
+def test_parts_of_families_that_make_no_model(name, changes, tmp_path):
+    directory = Path(shutil.copytree(GOLDENS / name, tmp_path / name))
+    edit_json(directory / "config.json", **changes)
+    with refused(ConfigError):
+        load_hf(directory)
+
+
+@pytest.mark.parametrize(
     "changes",
     [
         {"architectures": 5},
