@@ -91,6 +91,12 @@ def test_the_parts_of_a_family_are_said():
     rows = dict(_understood(overview(GOLDENS / "granite")))
     assert rows["constants"] == "embeddings x 1.7, scores x 0.21, residuals x 0.6, logits x 0.3333"
     assert "constants" not in dict(_understood(overview(GOLDENS / "llama")))
+    rows = dict(_understood(overview(GOLDENS / "olmo3")))
+    assert "norms after attention and MLP alone" in rows["layers"]
+    assert "sliding window of 5 tokens in 2 layers" in rows["attention"]
+    assert "1 layers theta 100, yarn x 4" in rows["positions"]
+    rows = dict(_understood(overview(GOLDENS / "smollm3")))
+    assert "1 layers without positions" in rows["positions"]
 
 
 def test_keys_that_nothing_reads_are_named(tmp_path):

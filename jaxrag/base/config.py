@@ -85,10 +85,11 @@ class ModelOptions:
     )
 
 
+MOST_LAYERS = 1 << 12
 # Of every size, far above any model's: beyond it a name list or a table would take all memory.
 _LARGEST = {
     "vocab_size": 1 << 24,
-    "num_layers": 1 << 12,
+    "num_layers": MOST_LAYERS,
     "model_dim": 1 << 20,
     "mlp_dim": 1 << 22,
     "num_heads": 1 << 14,

@@ -118,6 +118,8 @@ def _understood(found: "Overview") -> list[tuple[str, str]]:
     stored = f"{gib(files.nbytes)} of weights in {' and '.join(files.dtypes)}"
     head = "tied to the embedding" if c.tie_embeddings else "of its own"
     window = "" if c.sliding_window is None else f"; sliding window of {c.sliding_window} tokens"
+    window += f" in {sum(c.window_layers)} layers" if c.window_layers else ""
+    norms = "" if c.pre_norms else "; norms after attention and MLP alone"
     positions = ", ".join(found.reading.block_positions)
     trained = "with full attention, as far as is known (no reading.toml)"
     if positions:
@@ -126,7 +128,7 @@ def _understood(found: "Overview") -> list[tuple[str, str]]:
         ("model", found.path),
         ("files", f"{files.kind}, {files.count} with {stored}"),
         ("architecture", f"{found.architecture}, {human_count(files.parameters)} parameters"),
-        ("layers", f"{c.num_layers} of width {c.model_dim}, MLP {c.mlp_dim}; head {head}"),
+        ("layers", f"{c.num_layers} of width {c.model_dim}, MLP {c.mlp_dim}{norms}; head {head}"),
         (
             "attention",
             f"{c.num_heads} query and {c.num_kv_heads} KV heads of {c.head_dim}{window}",

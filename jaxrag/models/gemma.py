@@ -18,6 +18,7 @@ from jaxrag.models.hf_config import (
     read_decoder,
     read_float,
     read_int,
+    read_num_layers,
     read_rope,
     write_decoder,
     write_rope,
@@ -56,7 +57,7 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
         )
     if read_bool(hf, "use_bidirectional_attention", False):
         raise ConfigError("config.json: use_bidirectional_attention=True is not supported")
-    num_layers = read_int(hf, "num_hidden_layers", _DEFAULTS.num_hidden_layers)
+    num_layers = read_num_layers(hf, _DEFAULTS.num_hidden_layers)
     pattern = read_int(hf, "sliding_window_pattern", _PATTERN)
     every = [_LOCAL if pattern < 1 or (i + 1) % pattern else _GLOBAL for i in range(num_layers)]
     windows = {"use_sliding_window": True, "sliding_window": hf.get("sliding_window", _WINDOW)}

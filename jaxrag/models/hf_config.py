@@ -18,6 +18,7 @@ from typing import Any, cast
 
 from jaxrag.base.config import (
     DTYPES,
+    MOST_LAYERS,
     DType,
     LinearScaling,
     Llama3Scaling,
@@ -103,6 +104,14 @@ def read_int(hf: Mapping[str, Any], key: str, default: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(f"config.json: {key}={value!r}: expected an integer")
     return value
+
+
+def read_num_layers(hf: Mapping[str, Any], default: int) -> int:
+    """``num_hidden_layers``, before lists are made of so many. Raises ConfigError as read_int."""
+    found = read_int(hf, "num_hidden_layers", default)
+    if found > MOST_LAYERS:
+        raise ConfigError(f"config.json: num_hidden_layers={found}: expected at most {MOST_LAYERS}")
+    return found
 
 
 def read_optional_int(hf: Mapping[str, Any], key: str, default: int | None) -> int | None:

@@ -5,8 +5,9 @@ the others.
 """
 
 import dataclasses
+from collections import ChainMap
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import ConfigError
@@ -23,7 +24,7 @@ from jaxrag.models.hf_config import (
     Defaults,
     read_bool,
     read_decoder,
-    read_int,
+    read_num_layers,
     read_rope,
     refuse_windows,
     write_decoder,
@@ -64,7 +65,7 @@ def _read(hf: Mapping[str, Any], family: str, **more: Any) -> ModelConfig:
 
 def read_config_3(hf: Mapping[str, Any]) -> ModelConfig:
     """Every fourth layer is without a window, unless ``layer_types`` says otherwise."""
-    num_layers = read_int(hf, "num_hidden_layers", _DEFAULTS.num_hidden_layers)
+    num_layers = read_num_layers(hf, _DEFAULTS.num_hidden_layers)
     every = [_LOCAL if (i + 1) % _EVERY else _GLOBAL for i in range(num_layers)]
     kinds = hf.get("layer_types") or every
     given = {"sliding_window": hf.get("sliding_window", _WINDOW), "layer_types": kinds}
@@ -74,7 +75,7 @@ def read_config_3(hf: Mapping[str, Any]) -> ModelConfig:
         raise ConfigError(f"config.json: rope_parameters={stated!r}: expected {_GLOBAL} in it")
     scaling = hf.get("rope_scaling") or {}
     theta = {"rope_theta": hf.get("rope_theta", _THETA)}
-    plain = {**hf, "rope_scaling": None, "rope_parameters": theta}
+    plain = ChainMap({"rope_scaling": None, "rope_parameters": theta}, cast(dict[str, Any], hf))
     config = _read(plain, "olmo3", sliding_window=window, window_layers=layers)
     own = {_GLOBAL: scaling, _LOCAL: {}}
     ropes = {

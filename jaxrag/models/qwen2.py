@@ -11,6 +11,7 @@ from jaxrag.models.hf_config import (
     read_bool,
     read_decoder,
     read_int,
+    read_num_layers,
     read_optional_int,
     write_decoder,
 )
@@ -81,7 +82,7 @@ def write_windows(config: ModelConfig) -> dict[str, Any]:
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     """Biases are part of the family; no key switches them off."""
-    num_layers = read_int(hf, "num_hidden_layers", DEFAULTS.num_hidden_layers)
+    num_layers = read_num_layers(hf, DEFAULTS.num_hidden_layers)
     window, layers = read_windows(hf, num_layers)
     return read_decoder(
         hf, "qwen2", DEFAULTS, qkv_bias=True, sliding_window=window, window_layers=layers

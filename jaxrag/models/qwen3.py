@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxrag.base.config import ModelConfig
 from jaxrag.models.family import DECODER, GATED_MLP, O_BIAS, QK_NORM, QKV_BIAS, Family
-from jaxrag.models.hf_config import read_bool, read_decoder, read_int, write_decoder
+from jaxrag.models.hf_config import read_bool, read_decoder, read_num_layers, write_decoder
 from jaxrag.models.qwen2 import DEFAULTS as QWEN2_DEFAULTS
 from jaxrag.models.qwen2 import read_windows, write_windows
 
@@ -15,7 +15,7 @@ _DEFAULTS = dataclasses.replace(QWEN2_DEFAULTS, head_dim=128)
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     """A missing ``head_dim`` is 128, whatever the width of the model."""
-    num_layers = read_int(hf, "num_hidden_layers", _DEFAULTS.num_hidden_layers)
+    num_layers = read_num_layers(hf, _DEFAULTS.num_hidden_layers)
     window, layers = read_windows(hf, num_layers)
     bias = read_bool(hf, "attention_bias", False)
     return read_decoder(

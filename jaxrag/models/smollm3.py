@@ -7,7 +7,14 @@ from typing import Any
 from jaxrag.base.config import ModelConfig, NoRotation
 from jaxrag.base.errors import ConfigError
 from jaxrag.models.family import Family
-from jaxrag.models.hf_config import Defaults, read_bool, read_decoder, read_int, write_decoder
+from jaxrag.models.hf_config import (
+    Defaults,
+    read_bool,
+    read_decoder,
+    read_int,
+    read_num_layers,
+    write_decoder,
+)
 from jaxrag.models.llama import FAMILY as LLAMA
 from jaxrag.models.qwen2 import read_windows, write_windows
 
@@ -31,7 +38,7 @@ _EVERY = 4
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     """``no_rope_layers`` has 1 for a layer that rotates; windows are by default where it has 0."""
-    num_layers = read_int(hf, "num_hidden_layers", _DEFAULTS.num_hidden_layers)
+    num_layers = read_num_layers(hf, _DEFAULTS.num_hidden_layers)
     every = read_int(hf, "no_rope_layer_interval", _EVERY)
     rotates = hf.get("no_rope_layers")
     if rotates is None:
