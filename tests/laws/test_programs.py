@@ -39,8 +39,11 @@ def slow(*values):
     ],
 )
 def test_law_11_sharded_is_one_device(rng, tiny_config, caplog, method, sizes):
-    """A (data, fsdp, tensor) mesh changes nothing; sizes it does not divide are named."""
-    config = tiny_config(vocab_size=104, model_dim=24, mlp_dim=40, num_layers=4)
+    """A (data, fsdp, tensor) mesh changes nothing; sizes it does not divide are named.
+
+    Nor does it where q and k are normalised over heads that lie on several devices.
+    """
+    config = tiny_config("olmo2", vocab_size=104, num_layers=4)
     models = [
         random_model(config, mesh=mesh, cache_tokens=2048) for mesh in (None, make_mesh(*sizes))
     ]
