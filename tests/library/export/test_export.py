@@ -103,7 +103,8 @@ def test_keys_are_rotated_once_to_their_positions(fill, tmp_path, rotated, rope,
 
 def test_every_layer_is_rotated_as_its_kind_is(fill, tmp_path, rotated):
     chunks, plain = fill("float32")
-    more = (dataclasses.replace(plain.rope, theta=7.0),)
+    yarn = YarnScaling(4.0, 32, 8.0, 0.5, 1.7, True)
+    more = (dataclasses.replace(plain.rope, theta=7.0, scaling=yarn),)
     layers = tuple(i % 2 for i in range(plain.num_layers))
     config = dataclasses.replace(plain, more_ropes=more, rope_layers=layers)
     export_bundles(chunks.store, chunks.bundles[:1], KeyPlacement(config, 3), tmp_path / "out")
@@ -115,6 +116,8 @@ def test_every_layer_is_rotated_as_its_kind_is(fill, tmp_path, rotated):
     record = metadata_of(path)["rope"]
     assert (record["theta"], record["more_ropes"][0]["theta"]) == (plain.rope.theta, 7.0)
     assert record["rope_layers"] == list(layers)
+    assert record["attention_factor"] == 1
+    assert record["more_ropes"][0]["scaling"]["attention_factor"] == 1.7
 
 
 def test_bfloat16_keys_are_rounded_once(fill, tmp_path, rotated):
