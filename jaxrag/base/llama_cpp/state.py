@@ -7,7 +7,9 @@ sequence of a context, so ``StateForm`` learns it once, from the state of a shor
 """
 
 import dataclasses
+import math
 import struct
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +21,7 @@ _COUNTS = struct.Struct("=II")  # streams, cells
 _CELL = np.dtype([("position", "=i4"), ("sequences", "=u4"), ("sequence", "=i4")])
 _LAYERS = struct.Struct("=II")  # whether V is transposed, layers
 _ROW = struct.Struct("=iQ")  # type, bytes of a row
+_COLUMN = struct.Struct("=iII")  # type, bytes of an element, elements of a row
 
 
 class StateError(Exception):
@@ -27,20 +30,51 @@ class StateError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """One cache of the context: ``kinds`` are the types of K and V, a row of ``row`` bytes each."""
+    """One cache of the context.
+
+    Attributes:
+      kinds: types of K and V, of which a token has ``row`` bytes in a layer.
+      element: bytes that stay together where V is transposed, [row / element, T]; 0: it is not.
+      window: cells that are kept behind the newest; 0: all.
+    """
 
     layers: int
     kinds: tuple[int, int]
     row: int
-    window: int  # cells that are kept behind the newest; 0: all
+    element: int
+    window: int
 
     def cells(self, tokens: int) -> int:
         return min(tokens, self.window) if self.window else tokens
 
+    @property
+    def heads(self) -> tuple[struct.Struct, struct.Struct]:
+        """What stands before K, and before V, of a layer."""
+        return _ROW, _COLUMN if self.element else _ROW
+
     def nbytes(self, tokens: int) -> int:
         cells = self.cells(tokens)
         whole = _COUNTS.size + cells * _CELL.itemsize + _LAYERS.size
-        return whole + 2 * self.layers * (_ROW.size + cells * self.row)
+        return whole + self.layers * sum(it.size + cells * self.row for it in self.heads)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """As which elements are moved."""
+        return np.dtype(f"u{self.element or 1}")
+
+    def rows(self, data: Bytes, cells: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """K and V [layers, cells, row] in place, in elements; ``data``: both."""
+        views, at = list[NDArray[Any]](), 0
+        for head in self.heads:
+            size = head.size + cells * self.row
+            whole = data[at : at + self.layers * size].reshape(self.layers, size)[:, head.size :]
+            if head is _COLUMN:
+                columns = whole.view(self.dtype).reshape(self.layers, -1, cells)
+                views.append(columns.swapaxes(1, 2))
+            else:
+                views.append(whole.reshape(self.layers, cells, -1).view(self.dtype))
+            at += self.layers * size
+        return views[0], views[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,12 +134,11 @@ class StateForm:
         at, layer = _HEAD.size, 0
         for part in self.parts:
             cells = part.cells(tokens)
-            at += _COUNTS.size + cells * _CELL.itemsize + _LAYERS.size
-            rows = self._rows(data, at, part, cells)
-            kv[layer : layer + part.layers, :, tokens - cells :] = rows.swapaxes(0, 1)
-            at, layer = at + rows.shape[0] * rows.shape[1] * (_ROW.size + cells * part.row), (
-                layer + part.layers
-            )
+            start = at + _COUNTS.size + cells * _CELL.itemsize + _LAYERS.size
+            for which, rows in enumerate(part.rows(data[start:], cells)):
+                own = kv[layer : layer + part.layers, which, tokens - cells :]
+                own.view(part.dtype)[...] = rows
+            at, layer = at + part.nbytes(tokens), layer + part.layers
         return kv
 
     def joined(self, kv: Bytes, first: int, sequence: int = 0) -> Bytes:
@@ -122,40 +155,35 @@ class StateForm:
             table["position"] = first + tokens - cells + np.arange(cells)
             table["sequences"], table["sequence"] = 1, sequence
             at += table.nbytes
-            _LAYERS.pack_into(state, at, 0, part.layers)
+            _LAYERS.pack_into(state, at, int(part.element > 0), part.layers)
             at += _LAYERS.size
-            rows = self._rows(state, at, part, cells)
-            rows[...] = kv[layer : layer + part.layers, :, tokens - cells :].swapaxes(0, 1)
-            for kind in part.kinds:
+            for which, rows in enumerate(part.rows(state[at:], cells)):
+                own = kv[layer : layer + part.layers, which, tokens - cells :]
+                rows[...] = own.view(part.dtype)
+            for head, kind in zip(part.heads, part.kinds, strict=True):
+                sizes = (part.row,) if head is _ROW else (part.element, part.row // part.element)
                 for _ in range(part.layers):
-                    _ROW.pack_into(state, at, kind, part.row)
-                    at += _ROW.size + cells * part.row
+                    head.pack_into(state, at, kind, *sizes)
+                    at += head.size + cells * part.row
             layer += part.layers
         return state
-
-    @staticmethod
-    def _rows(data: Bytes, at: int, part: _Part, cells: int) -> Bytes:
-        """K of every layer, then V of every layer, [2, layers, cells, row], in place."""
-        size = _ROW.size + cells * part.row
-        whole = data[at : at + 2 * part.layers * size].reshape(2, part.layers, size)
-        return whole[:, :, _ROW.size :].reshape(2, part.layers, cells, part.row)
 
 
 def _learned(state: bytes, at: int, window: int) -> tuple[_Part, int]:
     streams, cells = _COUNTS.unpack_from(state, at)
     at += _COUNTS.size + cells * _CELL.itemsize
     transposed, layers = _LAYERS.unpack_from(state, at)
-    if streams != 1 or transposed or not 0 < layers < 1 << 12:
-        raise ValueError(f"{streams} streams, {layers} layers, V transposed: {transposed}")
+    if streams != 1 or transposed > 1 or not 0 < layers < 1 << 12:
+        raise ValueError(f"{streams} streams, {layers} layers")
     at += _LAYERS.size
-    kinds = []
-    rows = set[int]()
-    for _ in range(2):
+    kinds, rows, element = list[int](), set[int](), 0
+    for head in (_ROW, _COLUMN if transposed else _ROW):
         for _ in range(layers):
-            kind, row = _ROW.unpack_from(state, at)
-            rows.add(row)
-            at += _ROW.size + cells * row
+            kind, *sizes = head.unpack_from(state, at)
+            rows.add(math.prod(sizes))
+            at += head.size + cells * math.prod(sizes)
         kinds.append(kind)
-    if len(rows) != 1:
+        element = sizes[0] if head is _COLUMN else 0
+    if len(rows) != 1 or element not in (0, 1, 2, 4):
         raise ValueError("rows of different sizes")
-    return _Part(layers, (kinds[0], kinds[1]), rows.pop(), window), at
+    return _Part(layers, (kinds[0], kinds[1]), rows.pop(), element, window), at
