@@ -156,7 +156,7 @@ class LlamaCppCore(Core):
         except ModelError as error:  # no process can be started
             for sequence in list(state.live.values()):
                 self._fail(sequence, error)
-        moved = bool(self._running)
+        moved = bool(state.live)
         return self._run_spare(moved) or moved
 
     def _revive(self) -> None:

@@ -1,7 +1,6 @@
 """Models that llama.cpp reads and decodes: what is ours of them, without their weights."""
 
 import dataclasses
-import functools
 import importlib.metadata
 import os
 from collections.abc import Iterator, Sequence
@@ -55,6 +54,7 @@ class Backend:
       leading: int32, what chunks are read behind that would be read alone, as the model wants a
         beginning; may be empty.
       cells: tokens of KV for all requests together.
+      version: of llama-cpp-python.
     """
 
     engine: str
@@ -62,12 +62,12 @@ class Backend:
     layout: KVLayout
     leading: HostArray
     cells: int
+    version: str
 
-    @functools.cached_property
+    @property
     def identity(self) -> dict[str, str]:
         """What shapes its KV beside weights and tokens."""
-        version = importlib.metadata.version("llama-cpp-python")
-        return {"llama_cpp": version, "kv": ENGINES[self.engine]}
+        return {"llama_cpp": self.version, "kv": ENGINES[self.engine]}
 
     def before(self, prefix: HostArray, ids: HostArray) -> HostArray:
         """What a chunk is read behind, int32: prefix and primer, else the beginning if need be."""
@@ -117,9 +117,17 @@ def open_llama_cpp(
       cache_tokens: of KV for all requests together; None: one context, at most 8,192.
       leading: as of ``Backend``.
 
-    Raises ModelError for another file, and for a model whose layers keep KV of different sizes.
+    Raises ModelError for another file, for a model whose layers keep KV of different sizes, and
+    where llama-cpp-python is not installed.
     """
     kind = ENGINES[engine]
+    try:
+        version = importlib.metadata.version("llama-cpp-python")
+    except importlib.metadata.PackageNotFoundError:
+        raise ModelError(
+            f"engine={engine!r} needs llama-cpp-python; install it with: "
+            "pip install 'jaxrag[llama_cpp]'"
+        ) from None
     if not is_gguf(path):
         raise ModelError(f"{path}: engine='llama_cpp' takes a GGUF file")
     header = read_header(path)
@@ -136,7 +144,7 @@ def open_llama_cpp(
     )
     row = layout.nbytes(1) // (2 * layout.num_layers)
     process = LlamaCpp(asked, layout.num_layers, row, config.vocab_size)
-    return Backend(engine, process, layout, leading, cells), config
+    return Backend(engine, process, layout, leading, cells, version), config
 
 
 def _config(header: Header) -> ModelConfig:

@@ -200,8 +200,8 @@ def resolve(
         notes += gate
     notes += (*renamed(method, template), *untuned(model, kb, method, template))
     notes += unplaced(model, method)
+    check_backend(model, method)
     method.check(model.config)
-    check_backend(model, method, ask.cite != "no")
     method.check_placement(model.config, model.placement, generates=ask.max_new_tokens > 1)
     method.decode.check_mesh(model.config, model.mesh, model.placement)
     primer = chosen_primer(kb, method)

@@ -125,13 +125,11 @@ def default_method(model: Model, kb: KnowledgeBase | None) -> Method:
     return next((METHODS[name] for name in _FOR_STOCK if name in found), plain)
 
 
-def check_backend(model: Model, method: Method, cited: bool = False) -> None:
+def check_backend(model: Model, method: Method) -> None:
     """RequestError for what the engine of a model does not do, where that is not ours."""
     if model.backend is None:
         return
     engine = f"engine={model.backend.engine!r}"
-    if cited:
-        raise RequestError(f"{engine} says not which passages an answer is from; leave cite out")
     if method.prefix_cache:
         raise RequestError(f"{engine} keeps no leading parts of prompts; leave prefix_cache out")
     if not method.as_stored:
@@ -214,8 +212,8 @@ def suiting(kb: KnowledgeBase, model: Model) -> tuple[str, ...]:
         if composite and "composite" not in model.reading.block_positions:
             continue
         with contextlib.suppress(RequestError, ConfigError):
-            method.check(model.config)
             check_backend(model, method)
+            method.check(model.config)
             same = dataclasses.replace(method, name="", template="")
             if same not in found or method.template == kb.template.name:
                 found[same] = name

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import importlib.util
 import mmap
 import os
 import signal
@@ -48,15 +47,7 @@ class LlamaCpp:
     """
 
     def __init__(self, asked: Asked, layers: int, row: int, vocab_size: int) -> None:
-        """``row``: bytes of K, or V, of a token in a layer.
-
-        Raises ModelError where llama-cpp-python is not installed.
-        """
-        if importlib.util.find_spec("llama_cpp") is None:
-            raise ModelError(
-                "engine='llama_cpp' needs llama-cpp-python; install it with: "
-                "pip install 'jaxrag[llama_cpp]'"
-            )
+        """``row``: bytes of K, or V, of a token in a layer."""
         self.asked, self.lives = asked, 0
         self._vocab_size = vocab_size
         self._expected = {"vocab_size": vocab_size, "layers": layers, "row": row}
