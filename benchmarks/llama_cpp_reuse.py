@@ -7,19 +7,16 @@ compared with plain llama.cpp in this process, and all of it with our own engine
 example: python benchmarks/llama_cpp_reuse.py --model FILE.gguf --data nq-open-oracle.jsonl
 """
 
-import ctypes
 import dataclasses
 import json
-import os
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from script import Result, run_script
 
 import jaxrag
@@ -63,7 +60,8 @@ def run(options: ReuseOptions) -> Result:
         if model.backend is not None:
             model.backend.process.close()
             for row in rows:
-                row["plain_ms"] = plain_decode(options.model, row["tokens"], options.tokens)
+                for name, flash in (("plain_ms", -1), ("plain_without_flash_ms", 0)):
+                    row[name] = _plain(options.model, row["tokens"], options.tokens, flash)
     return {"method": options.method, "model": subject, "rows": rows, **describe()}
 
 
@@ -128,39 +126,16 @@ def _measured(
     }
 
 
-def plain_decode(path: str, prompt: int, tokens: int) -> float:
-    """Milliseconds a token of llama.cpp alone, greedy, behind so many tokens; as it comes."""
-    import llama_cpp as lib
+def _plain(path: str, prompt: int, tokens: int, flash: int) -> float:
+    """Milliseconds a token of llama.cpp alone, in a process of its own."""
+    peer = Path(__file__).with_name("peer_llama_file.py")
+    command = [sys.executable, str(peer), path, *map(str, (prompt, tokens, flash))]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
-    silent = lib.llama_log_callback(lambda level, text, data: None)
-    lib.llama_log_set(silent, ctypes.c_void_p(0))
-    model = lib.llama_model_load_from_file(path.encode(), lib.llama_model_default_params())
-    asked = lib.llama_context_default_params()
-    asked.n_ctx, asked.n_batch = prompt + tokens + 64, prompt
-    asked.n_threads = asked.n_threads_batch = len(os.sched_getaffinity(0))
-    context = lib.llama_init_from_model(model, asked)
-    size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
-    batch = lib.llama_batch_init(prompt, 0, 1)
 
-    def step(ids: Any, place: int) -> int:
-        batch.n_tokens = len(ids)
-        for at, token in enumerate(ids):
-            batch.token[at], batch.pos[at] = int(token), place + at
-            batch.n_seq_id[at], batch.seq_id[at][0] = 1, 0
-            batch.logits[at] = at == len(ids) - 1
-        assert not lib.llama_decode(context, batch)
-        logits = np.ctypeslib.as_array(lib.llama_get_logits_ith(context, len(ids) - 1), (size,))
-        return int(logits.argmax())
-
-    token = step(np.arange(1000, 1000 + prompt) % (size - 1), 0)
-    times = []
-    for at in range(tokens):
-        start = time.perf_counter()
-        token = step([token], prompt + at)
-        times.append(time.perf_counter() - start)
-    lib.llama_free(context)
-    lib.llama_model_free(model)
-    return 1e3 * statistics.mean(times)
+def _told(row: dict[str, Any]) -> str:
+    plain = row.get("plain_ms"), row.get("plain_without_flash_ms")
+    return "" if None in plain else ", plain {:.1f}, without flash attention {:.1f}".format(*plain)
 
 
 def report(result: Result) -> list[str]:
@@ -170,10 +145,7 @@ def report(result: Result) -> list[str]:
     )
     line += " ({full_over_disk:.1f}x)  from memory {memory_seconds:.3f} s ({full_over_memory:.1f}x)"
     line += "  a token {token_ms:.1f} ms"
-    return [
-        line.format(**row) + (f", plain {row['plain_ms']:.1f}" if "plain_ms" in row else "")
-        for row in result["rows"]
-    ]
+    return [line.format(**row) + _told(row) for row in result["rows"]]
 
 
 if __name__ == "__main__":
