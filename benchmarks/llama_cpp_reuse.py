@@ -19,12 +19,15 @@ from typing import Any
 
 from script import Result, run_script
 
-import jaxrag
 from jaxrag.base.options import option, parse_counts
 from jaxrag.engine.engine import engine_of
+from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.measure.machine import describe, settle
 from jaxrag.measure.subject import described
 from jaxrag.models.llama_cpp import ROWS
+from jaxrag.models.model import load_model
+from jaxrag.serve.answers import Result as Answer
+from jaxrag.serve.generate import generate
 
 _ROOM = 256  # tokens of template, question and answer
 
@@ -48,11 +51,12 @@ def run(options: ReuseOptions) -> Result:
     """Rows of engine and context, JSON-able."""
     texts, rows, subject = _texts(options.data), list[dict[str, Any]](), {}
     for engine in options.engines.split(","):
-        model = jaxrag.load_model(options.model, engine=engine, cache_tokens=_cells(options))
+        model = load_model(options.model, engine=engine, cache_tokens=_cells(options))
         subject = described(Path(options.model).name, model, model.prompt_format())
         with tempfile.TemporaryDirectory() as folder:
-            stored = {"chunk_tokens": 512, "stored": "native"}
-            with jaxrag.KnowledgeBase.open(Path(folder) / "kb", model=model, **stored) as kb:
+            with KnowledgeBase.open(
+                Path(folder) / "kb", model=model, chunk_tokens=512, stored="native"
+            ) as kb:
                 for context in options.contexts:
                     rows.append(_measured(kb, engine, context, texts, options))
                     print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
@@ -76,7 +80,7 @@ def _texts(path: str) -> list[str]:
 
 
 def _measured(
-    kb: jaxrag.KnowledgeBase, engine: str, context: int, texts: list[str], options: ReuseOptions
+    kb: KnowledgeBase, engine: str, context: int, texts: list[str], options: ReuseOptions
 ) -> dict[str, Any]:
     """First tokens in seconds, medians over the orders, of which the first one warms up."""
     model = kb.model
@@ -94,11 +98,9 @@ def _measured(
         order = documents.copy()
         random.Random(repeat).shuffle(order)
 
-        def ask(
-            method: str, tokens: int, order: list[str] = order, repeat: int = repeat
-        ) -> jaxrag.Result:
+        def ask(method: str, tokens: int, order: list[str] = order, repeat: int = repeat) -> Answer:
             settle()
-            return jaxrag.generate(
+            return generate(
                 f"What do these say, in few words ({repeat})?", kb=kb, documents=order,
                 method=method, max_new_tokens=tokens, batch_size=ROWS if engine != "jax" else 1,
             )  # fmt: skip
@@ -128,9 +130,11 @@ def _measured(
 
 def _plain(path: str, prompt: int, tokens: int, flash: int) -> float:
     """Milliseconds a token of llama.cpp alone, in a process of its own."""
-    peer = Path(__file__).with_name("peer_llama_file.py")
-    command = [sys.executable, str(peer), path, *map(str, (prompt, tokens, flash))]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    peer = str(Path(__file__).with_name("peer_llama.py"))
+    command = [sys.executable, peer, path, "float16", path, str(flash)]
+    asked = json.dumps({"ids": list(range(1000, 1000 + prompt)), "rows": 1, "tokens": tokens})
+    ran = subprocess.run(command, input=asked, check=True, capture_output=True, text=True)
+    return float(1e3 * json.loads(ran.stdout.splitlines()[-1])["seconds"] / tokens)
 
 
 def _told(row: dict[str, Any]) -> str:

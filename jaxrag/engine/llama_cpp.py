@@ -26,7 +26,7 @@ from jaxrag.engine.sequence import Need, PromptPart, Sequence, stored_exact
 from jaxrag.engine.staging import ChunkOrigin, why_refused
 from jaxrag.engine.steps import Drawn, SamplingRows, sample_rows
 from jaxrag.kv.cache import PageAllocator, pages_for
-from jaxrag.models.llama_cpp import ROWS, Backend
+from jaxrag.models.llama_cpp import ROWS, LlamaCppBackend
 from jaxrag.models.model import Model
 from jaxrag.reuse.decode import Dense
 
@@ -92,7 +92,7 @@ class _Running:
     Attributes:
       place: position of the next token that is run.
       pieces: what is left of its prompt: token ids to run, or None where something else was done.
-      todo: ids to run next; none: ``pieces`` is asked.
+      todo: ids to run next, none where ``pieces`` is asked for more.
       ends: whether the logits behind them are wanted.
       computed: ids that were run of its prompt.
     """
@@ -114,7 +114,7 @@ class LlamaCppCore(Core):
         super().__init__(runner, *others)
         backend = runner.model.backend
         assert backend is not None
-        self._backend: Backend = backend
+        self._backend: LlamaCppBackend = backend
         self._running: dict[int, _Running] = {}
         self._hits = self._transfers.hits
         self._life = 0  # of the process, whose rows these are

@@ -12,7 +12,7 @@ import numpy as np
 from jaxrag.base.config import ModelConfig, RopeConfig
 from jaxrag.base.errors import ConfigError, ModelError, RequestError
 from jaxrag.base.gguf import Header, is_gguf, read_header
-from jaxrag.base.llama_cpp.client import Asked, LlamaCpp
+from jaxrag.base.llama_cpp.client import LlamaCpp, LlamaCppOptions
 from jaxrag.base.types import HostArray
 from jaxrag.kv.store.layout import KVLayout
 from jaxrag.models.text.gguf import ending_ids
@@ -43,7 +43,7 @@ class Elsewhere:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Backend:
+class LlamaCppBackend:
     """llama.cpp with the weights of one model.
 
     Attributes:
@@ -109,13 +109,13 @@ class Backend:
 
 def open_llama_cpp(
     path: Path, engine: str, cache_tokens: int | None, leading: HostArray
-) -> tuple[Backend, ModelConfig]:
+) -> tuple[LlamaCppBackend, ModelConfig]:
     """llama.cpp with a GGUF file, and what its metadata says of the model; no weight is read.
 
     Args:
       engine: one of ENGINES.
       cache_tokens: of KV for all requests together; None: one context, at most 8,192.
-      leading: as of ``Backend``.
+      leading: as of ``LlamaCppBackend``.
 
     Raises ModelError for another file, for a model whose layers keep KV of different sizes, and
     where llama-cpp-python is not installed.
@@ -135,7 +135,7 @@ def open_llama_cpp(
     layout = _layout(config, kind)
     cells = cache_tokens or min(config.max_positions, _MOST_CELLS)
     reading = min(config.max_positions, _MOST_READ)
-    asked = Asked(
+    asked = LlamaCppOptions(
         path=str(path),
         kv=kind,
         cells=cells + reading,
@@ -144,7 +144,7 @@ def open_llama_cpp(
     )
     row = layout.nbytes(1) // (2 * layout.num_layers)
     process = LlamaCpp(asked, layout.num_layers, row, config.vocab_size)
-    return Backend(engine, process, layout, leading, cells, version), config
+    return LlamaCppBackend(engine, process, layout, leading, cells, version), config
 
 
 def _config(header: Header) -> ModelConfig:

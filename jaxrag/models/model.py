@@ -36,7 +36,7 @@ from jaxrag.models.hf import load_config, load_hf, names_dtype
 from jaxrag.models.hub import fetched, is_hub_name
 from jaxrag.models.int8 import with_int8_weights
 from jaxrag.models.linear import by_layer, gains_by_layer
-from jaxrag.models.llama_cpp import ENGINES, Backend, Elsewhere, open_llama_cpp
+from jaxrag.models.llama_cpp import ENGINES, Elsewhere, LlamaCppBackend, open_llama_cpp
 from jaxrag.models.memory import check_pool, memory_of, require_room, require_room_for_int8
 from jaxrag.models.reading import Reading, read_reading
 from jaxrag.models.record import read_record
@@ -95,7 +95,7 @@ class Model:
     reading: Reading = dataclasses.field(default_factory=Reading)
     placement: KVPlacement = ON_DEVICE
     decode_weights: DecodeWeights | None = None
-    backend: Backend | None = None
+    backend: LlamaCppBackend | None = None
     engine: Any = dataclasses.field(default=None, init=False, repr=False)
     _ropes: dict[int, RopeTable] = dataclasses.field(default_factory=dict, init=False, repr=False)
 

@@ -14,7 +14,7 @@ from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.kv.store import MemoryStore
 from jaxrag.kv.store.layout import KVLayout
-from jaxrag.models.llama_cpp import ROWS, Backend, Elsewhere
+from jaxrag.models.llama_cpp import ROWS, Elsewhere, LlamaCppBackend
 from jaxrag.models.model import Model
 from jaxrag.reuse.methods import METHODS
 
@@ -103,7 +103,7 @@ def process():
 @pytest.fixture
 def model(process):
     layout, leading = KVLayout(1, 1, 2, "float16"), np.array([BOS], np.int32)
-    backend = Backend("llama_cpp", process, layout, leading, 400, "0.0")
+    backend = LlamaCppBackend("llama_cpp", process, layout, leading, 400, "0.0")
     return Model(CONFIG, Elsewhere(), None, "ab" * 32, cache_tokens=400, backend=backend)
 
 
@@ -253,7 +253,7 @@ def test_tokens_are_drawn_as_anywhere(model, store):
     sampling = SamplingParams(top_logprobs=2, logit_bias=((first, -100.0), (50, 60.0)))
     [progress, *_] = engine_of(model).iterate([asked(store, tokens=1, sampling=sampling)])
     assert progress.new == [50]
-    assert [token for token, _ in progress.top[0]][0] == first  # of the model's own logits
+    assert progress.top[0][0][0] == first  # of the model's own logits
     hot = SamplingParams(temperature=50.0, seed=3)
     drawn = [told(model, asked(store, tokens=8, sampling=hot))[0][0] for _ in range(2)]
     assert drawn[0] == drawn[1] != answer(asked(store).prompt.ids, 8)
@@ -277,7 +277,7 @@ def test_what_it_does_not_do_is_refused(model, store):
 
 def test_kv_of_one_engine_is_no_hit_of_another(model):
     others = [
-        Backend(name, model.backend.process, model.backend.layout, PREFIX, 400, version)
+        LlamaCppBackend(name, model.backend.process, model.backend.layout, PREFIX, 400, version)
         for name, version in (("llama_cpp:q8_0", "0.0"), ("llama_cpp", "0.1"))
     ]
     prints = {

@@ -168,7 +168,11 @@ def test_two_hundred_requests_of_eight_threads(model, tmp_path):
         alone = {it: ask(it) for it in questions}
         with ThreadPoolExecutor(8) as threads:
             asked = questions * 40
-            wrong = [it for it, text in zip(asked, threads.map(ask, asked)) if text != alone[it]]
+            wrong = [
+                it
+                for it, text in zip(asked, threads.map(ask, asked), strict=True)
+                if text != alone[it]
+            ]
     assert len(asked) == 200 and not wrong
 
 

@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from jaxrag.base.errors import EngineError, ModelError
+from jaxrag.base.types import HostArray
 
-HostArray = NDArray[Any]
-Run = tuple[int, int, HostArray, bool]  # row, place, ids, whether logits are wanted behind them
+# Row, place, ids, and whether logits are wanted behind them.
+TokenRun = tuple[int, int, HostArray, bool]
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class LlamaCppOptions:
     """What a context of llama.cpp is made with: a file, the type of KV, and its sizes."""
 
     path: str
@@ -46,7 +46,7 @@ class LlamaCpp:
       lives: how often a process was started.
     """
 
-    def __init__(self, asked: Asked, layers: int, row: int, vocab_size: int) -> None:
+    def __init__(self, asked: LlamaCppOptions, layers: int, row: int, vocab_size: int) -> None:
         """``row``: bytes of K, or V, of a token in a layer."""
         self.asked, self.lives = asked, 0
         self._vocab_size = vocab_size
@@ -83,8 +83,8 @@ class LlamaCpp:
             self._area[: kv.size] = kv.reshape(-1)
             self._call("restore", row, kv.shape, 0, first, place)
 
-    def step(self, runs: Sequence[Run], life: int) -> HostArray:
-        """Run tokens; the logits [n, V] float32 behind those where they are wanted, in order.
+    def step(self, runs: Sequence[TokenRun], life: int) -> HostArray:
+        """TokenRun tokens; the logits [n, V] float32 behind those where they are wanted, in order.
 
         EngineError where ``lives`` is another than ``life``.
         """

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Bytes = NDArray[np.uint8]
+Octets = NDArray[np.uint8]
 
 _HEAD = struct.Struct("=Ii")  # magic number, sequence
 _COUNTS = struct.Struct("=II")  # streams, cells
@@ -62,7 +62,7 @@ class _Part:
         """As which elements are moved."""
         return np.dtype(f"u{self.element or 1}")
 
-    def rows(self, data: Bytes, cells: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    def rows(self, data: Octets, cells: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """K and V [layers, cells, row] in place, in elements; ``data``: both."""
         views, at = list[NDArray[Any]](), 0
         for head in self.heads:
@@ -121,10 +121,10 @@ class StateForm:
 
     @property
     def row(self) -> int:
-        """Bytes of K, or of V, of a token in a layer."""
+        """Octets of K, or of V, of a token in a layer."""
         return self.parts[0].row
 
-    def taken(self, state: bytes | Bytes) -> Bytes:
+    def taken(self, state: bytes | Octets) -> Octets:
         """The KV uint8 [L, 2, T, row] of a sequence's state. Raises StateError for another's."""
         data = np.frombuffer(state, np.uint8)
         tokens = _COUNTS.unpack_from(data, _HEAD.size)[1]
@@ -141,7 +141,7 @@ class StateForm:
             at, layer = at + part.nbytes(tokens), layer + part.layers
         return kv
 
-    def joined(self, kv: Bytes, first: int, sequence: int = 0) -> Bytes:
+    def joined(self, kv: Octets, first: int, sequence: int = 0) -> Octets:
         """The state of a sequence with this KV [L, 2, T, row], from position ``first`` on."""
         tokens = kv.shape[2]
         state = np.empty(_HEAD.size + sum(it.nbytes(tokens) for it in self.parts), np.uint8)

@@ -17,9 +17,9 @@ import numpy as np
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parent)
-    from state import Bytes, StateError, StateForm  # type: ignore[import-not-found]
+    from state import Octets, StateError, StateForm  # type: ignore[import-not-found]
 else:
-    from jaxrag.base.llama_cpp.state import Bytes, StateError, StateForm
+    from jaxrag.base.llama_cpp.state import Octets, StateError, StateForm
 
 KINDS = {"f16": 1, "q8_0": 8, "q4_0": 2}  # types of ggml
 _BATCH = 2048  # tokens of one call
@@ -69,7 +69,7 @@ class Worker:
         self.form = StateForm.learn(self._saved().tobytes(), window)
         self._forget(self._moved)
 
-    def encode(self, before: Bytes, ids: Bytes) -> Bytes:
+    def encode(self, before: Octets, ids: Octets) -> Octets:
         """KV uint8 [L, 2, T, row] of a chunk read behind some tokens, which may be none."""
         if not np.array_equal(before, self._before):
             self._forget(self._front)
@@ -85,7 +85,7 @@ class Worker:
         finally:
             self._forget(self._moved)
 
-    def restore(self, row: int, kv: Bytes, first: int, place: int) -> None:
+    def restore(self, row: int, kv: Octets, first: int, place: int) -> None:
         """Put KV [L, 2, T, row] that was read from position ``first`` on to ``place`` of a row."""
         state = self.form.joined(kv, first)
         data = state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
@@ -95,7 +95,7 @@ class Worker:
         lib.llama_memory_seq_cp(self._memory, self._moved, row, -1, -1)
         self._forget(self._moved)
 
-    def step(self, runs: list[tuple[int, int, Bytes, bool]], logits: Any) -> None:
+    def step(self, runs: list[tuple[int, int, Octets, bool]], logits: Any) -> None:
         """Run tokens: of each a row, its place, ids, and whether logits [V] are wanted behind it.
 
         ``logits`` float32 [*, V] gets these in order.
@@ -109,7 +109,7 @@ class Worker:
         """Nobody has the row any more."""
         self._forget(row)
 
-    def _decode(self, runs: list[tuple[int, int, Bytes, bool]]) -> list[int]:
+    def _decode(self, runs: list[tuple[int, int, Octets, bool]]) -> list[int]:
         """One call a batch; where the logits that are wanted stand in the last one."""
         batch, count = self._batch, 0
         wanted = list[int]()
@@ -133,7 +133,7 @@ class Worker:
         if code := lib.llama_decode(self._context, self._batch):
             raise self._failed(f"runs no batch of {count} tokens (code {code})")
 
-    def _saved(self) -> Bytes:
+    def _saved(self) -> Octets:
         size = lib.llama_state_seq_get_size(self._context, self._moved)
         state = np.empty(size, np.uint8)
         data = state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
