@@ -31,7 +31,6 @@ TYPES = {
     "float16": _KIND.F16,
     "int8": _KIND.Q8_0,
 }
-FLASH = int(sys.argv[4]) if len(sys.argv) > 4 else -1
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -137,6 +136,8 @@ def interleave(values: np.ndarray, head_dim: int) -> np.ndarray:
 class Sequences:
     """B sequences behind the same prompt, which decode from there as often as asked."""
 
+    flash = -1  # attention: 0 without, -1 as it comes
+
     def __init__(self, model: Any, dtype: str, ids: Sequence[int], rows: int, tokens: int) -> None:
         self.asked = (list(ids), rows, tokens)
         self.ids, self.rows = ids, rows
@@ -145,7 +146,7 @@ class Sequences:
         settings.n_ctx = rows * -(-(len(ids) + tokens) // 256) * 256
         settings.n_batch = settings.n_ubatch = max(BATCH, rows)
         settings.n_seq_max = rows
-        settings.flash_attn_type = FLASH
+        settings.flash_attn_type = self.flash
         settings.kv_unified = False  # every sequence has KV of its own
         settings.n_threads = settings.n_threads_batch = cores
         settings.type_k = settings.type_v = int(TYPES["float32" if dtype == "int8" else dtype])
@@ -218,7 +219,8 @@ def log(level: int, text: bytes, _: ctypes.c_void_p) -> None:
 
 def main() -> None:
     """Convert the model named on the command line and answer until stdin closes."""
-    directory, dtype, target = sys.argv[1:4]
+    directory, dtype, target, *flash = sys.argv[1:]
+    Sequences.flash = int(*flash) if flash else -1
     llama_cpp.llama_log_set(log, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
     if Path(directory).is_dir():
