@@ -156,24 +156,30 @@ def test_cold_is_warm(model, tmp_path):
     assert told.count(told[0]) == 4
 
 
-def test_two_hundred_requests_of_eight_threads(model, tmp_path):
-    """Each gets what it gets alone."""
-    questions = [f"What is said about {it}?" for it in ("leave", "pay", "tools", "safety", "mail")]
-    with jaxrag.KnowledgeBase.open(tmp_path, model=model, chunk_tokens=64) as kb:
-        kb.add(jaxrag.read_paths(CHAPTERS))
+def test_two_hundred_requests_of_eight_threads(model):
+    """Each finds its own year: sums round by who decodes beside, but that is far from a tie."""
+    names = ["bridge", "tower", "school", "mill", "harbour", "church", "library", "station"]
+    years = {name: str(1801 + 17 * at) for at, name in enumerate(names)}
+    told = [f"The old {name} of Varnholm was built in {years[name]}." for name in names]
 
-        def ask(question):
-            return jaxrag.generate(question, kb=kb, k=2, max_new_tokens=6, batch_size=8).text
+    def ask(at):
+        name, other = names[at % len(names)], told[(at // 8 + at) % len(names)]
+        own = told[names.index(name)]
+        documents = [own, other] if at % 2 else [other, own]
+        question = f"In which year was the old {name} of Varnholm built?"
+        text = jaxrag.generate(
+            question, documents=documents, model=model, method="primed", max_new_tokens=16,
+            batch_size=8,
+        ).text  # fmt: skip
+        return years[name] in text and not any(
+            it in text for it in years.values() if it != years[name]
+        )
 
-        alone = {it: ask(it) for it in questions}
-        with ThreadPoolExecutor(8) as threads:
-            asked = questions * 40
-            wrong = [
-                it
-                for it, text in zip(asked, threads.map(ask, asked), strict=True)
-                if text != alone[it]
-            ]
-    assert len(asked) == 200 and not wrong
+    alone = [ask(at) for at in range(64)]
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(ask, range(200)))
+    assert sum(alone) > 48  # the model can
+    assert [at for at in range(200) if found[at] != alone[at % 64]] == []
 
 
 def test_flipped_states_are_never_served(model, tmp_path):
@@ -183,9 +189,9 @@ def test_flipped_states_are_never_served(model, tmp_path):
         kb.add(jaxrag.read_paths(CHAPTERS[:1]))
         keys = sorted(kb.store.keys())
         wanted = {key: kb.store.get(key).copy() for key in keys}
-        files = [it for it in tmp_path.rglob("*") if it.is_file() and it.stat().st_size > 100_000]
-        files = [it for it in files if it.suffix not in (".sqlite", ".db") and "chunks" in it.parts]
-        assert files
+        files = [it for it in (tmp_path / "kv").rglob("*") if it.is_file()]
+        files = [it for it in files if it.stat().st_size > 100_000]
+        assert len(files) >= len(keys)
         found, refused_ = 0, 0
         for _ in range(500):
             path = rng.choice(files)
@@ -222,7 +228,8 @@ def test_a_killed_process_costs_its_requests_alone(model):
     before = jaxrag.generate("When was it built?", **asked, max_new_tokens=6)
     stream = jaxrag.generate("When was it built?", **asked, max_new_tokens=200, stream=True)
     next(stream)
-    os.kill(model.backend.process._process.pid, signal.SIGKILL)
+    [(process, _)] = model.backend.process._started
+    process.kill()
     with pytest.raises(EngineError, match="llama.cpp ended with SIGKILL"):
         list(stream)
     assert jaxrag.generate("When was it built?", **asked, max_new_tokens=6).text == before.text
@@ -234,8 +241,7 @@ def test_ingest_survives_a_kill(tmp_path):
                str(tmp_path / "kb"), "--model", str(MODEL), "--engine", "llama_cpp",
                "--chunk-tokens", "64", "--json"]  # fmt: skip
     first = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-    chunks = tmp_path / "kb" / "chunks"
-    while first.poll() is None and len(list(chunks.rglob("*")) if chunks.exists() else ()) < 60:
+    while first.poll() is None and len(list((tmp_path / "kb").glob("kv/*/*/*"))) < 3:
         time.sleep(0.05)
     first.send_signal(signal.SIGKILL)
     assert first.wait() == -signal.SIGKILL
@@ -243,4 +249,4 @@ def test_ingest_survives_a_kill(tmp_path):
     verify = [sys.executable, "-m", "jaxrag", "kb", "verify", str(tmp_path / "kb")]
     subprocess.run(verify, cwd=ROOT, check=True, capture_output=True)
     with jaxrag.KnowledgeBase.open(tmp_path / "kb") as kb:
-        assert kb.engine == "llama_cpp" and kb.num_chunks > 10
+        assert kb.engine == "llama_cpp" and kb.stats().chunks > 10

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -57,13 +58,13 @@ class LlamaCpp:
         self._shared = mmap.mmap(self._file, size)
         self._area = np.frombuffer(self._shared, np.uint8)
         self._lock = threading.RLock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._link: Connection | None = None
+        self._started = list[tuple[subprocess.Popen[bytes], Connection]]()  # at most one
+        weakref.finalize(self, _end, self._started)
 
     def live(self) -> int:
         """Start it where it does not run; ``lives``."""
         with self._lock:
-            if self._link is None:
+            if not self._started:
                 self._start()
             return self.lives
 
@@ -98,35 +99,29 @@ class LlamaCpp:
     def leave(self, row: int) -> None:
         """Nobody has the row any more."""
         with self._lock:
-            if self._link is not None:
+            if self._started:
                 self._call("leave", row)
 
     def _require(self, life: int) -> None:
-        if self._link is None or life != self.lives:
+        if not self._started or life != self.lives:
             raise EngineError("llama.cpp ended, and with it the rows of this request; ask again")
 
     def close(self) -> None:
         """End the process; the next call starts another."""
         with self._lock:
-            if self._link is not None:
-                self._link.close()
-            if self._process is not None:
-                self._process.kill()
-                self._process.wait()
-            self._link = self._process = None
+            _end(self._started)
 
     def _call(self, *command: Any) -> Any:
-        if self._link is None:
-            self._start()
+        self.live()
         return self._answer(*command)
 
     def _answer(self, *command: Any) -> Any:
-        assert self._link is not None and self._process is not None
+        [(process, link)] = self._started
         try:
-            self._link.send(command)
-            answer = self._link.recv()
+            link.send(command)
+            answer = link.recv()
         except (EOFError, OSError):
-            code = self._process.wait()
+            code = process.wait()
             self.close()
             how = f"status {code}" if code >= 0 else signal.Signals(-code).name
             raise EngineError(
@@ -143,13 +138,13 @@ class LlamaCpp:
         ours, theirs = socket.socketpair()
         with contextlib.closing(theirs):
             passed = theirs.fileno(), self._file
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, str(Path(__file__).with_name("worker.py")), *map(str, passed)],
                 pass_fds=passed,
                 start_new_session=True,  # an interrupt is ours to hear
                 stdin=subprocess.DEVNULL,
             )
-        self._link = Connection(ours.detach())
+        self._started.append((process, Connection(ours.detach())))
         self.lives += 1
         try:
             told = self._answer("open", *dataclasses.astuple(self.asked))
@@ -158,6 +153,14 @@ class LlamaCpp:
         except EngineError as error:
             self.close()
             raise ModelError(f"{self.asked.path}: {error}") from None
+
+
+def _end(started: list[tuple[subprocess.Popen[bytes], Connection]]) -> None:
+    while started:
+        process, link = started.pop()
+        link.close()
+        process.kill()
+        process.wait()
 
 
 def _file() -> int:
