@@ -1,11 +1,12 @@
-"""The llama.cpp side of `decode_throughput.py`; run by the peer's own interpreter.
+"""The llama.cpp side of other scripts here; run by the peer's own interpreter.
 
 Imports llama_cpp, gguf and NumPy and nothing of jaxrag. Reads one JSON line per measurement from
 stdin, {"ids": [...], "rows": B, "tokens": n}, and answers {"seconds": s, "ids": [...]}: n decode
 steps of B sequences, greedy, behind the same prompt; the ids of the first of them, from that which
 follows the prompt. The prompt is run once and its KV copied to every sequence; neither is timed.
 Weights and KV are in the dtype of the command line, on all cores, nothing on a GPU; "int8" are
-weights of float32 as Q8_0, beside KV in float32.
+weights of float32 as Q8_0, beside KV in float32. A GGUF file is taken as it is, with KV in float16;
+a last argument of 0 is without flash attention, which is otherwise where llama.cpp puts it.
 """
 
 import ctypes
@@ -24,7 +25,12 @@ import numpy as np
 
 BATCH = 512  # tokens of the prompt that are run at once
 _KIND = gguf.GGMLQuantizationType
-TYPES = {"float32": _KIND.F32, "bfloat16": _KIND.BF16, "int8": _KIND.Q8_0}
+TYPES = {
+    "float32": _KIND.F32,
+    "bfloat16": _KIND.BF16,
+    "float16": _KIND.F16,
+    "int8": _KIND.Q8_0,
+}
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -130,6 +136,8 @@ def interleave(values: np.ndarray, head_dim: int) -> np.ndarray:
 class Sequences:
     """B sequences behind the same prompt, which decode from there as often as asked."""
 
+    flash = -1  # attention: 0 without, -1 as it comes
+
     def __init__(self, model: Any, dtype: str, ids: Sequence[int], rows: int, tokens: int) -> None:
         self.asked = (list(ids), rows, tokens)
         self.ids, self.rows = ids, rows
@@ -138,6 +146,7 @@ class Sequences:
         settings.n_ctx = rows * -(-(len(ids) + tokens) // 256) * 256
         settings.n_batch = settings.n_ubatch = max(BATCH, rows)
         settings.n_seq_max = rows
+        settings.flash_attn_type = self.flash
         settings.kv_unified = False  # every sequence has KV of its own
         settings.n_threads = settings.n_threads_batch = cores
         settings.type_k = settings.type_v = int(TYPES["float32" if dtype == "int8" else dtype])
@@ -210,10 +219,12 @@ def log(level: int, text: bytes, _: ctypes.c_void_p) -> None:
 
 def main() -> None:
     """Convert the model named on the command line and answer until stdin closes."""
-    directory, dtype, target = sys.argv[1:]
+    directory, dtype, target, *flash = sys.argv[1:]
+    Sequences.flash = int(*flash) if flash else -1
     llama_cpp.llama_log_set(log, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
-    convert(Path(directory), dtype, Path(target))
+    if Path(directory).is_dir():
+        convert(Path(directory), dtype, Path(target))
     model = load(Path(target))
     hello: Mapping[str, Any] = {
         "llama_cpp": llama_cpp.__version__,

@@ -15,17 +15,17 @@ ROOT = Path(__file__).parents[1]
 MOST = {
     "rooms": 18,
     "arrows between rooms": 87,
-    "floors of files, jaxrag": 38,
-    "floors within a room": 10,
+    "floors of files, jaxrag": 39,
+    "floors within a room": 11,
     "type names with two homes": 0,
     "names in docstrings that do not resolve": 0,
-    "long signatures, jaxrag": 6,
+    "long signatures, jaxrag": 7,
 }
 AT_MOST = {  # of what shrinks and grows with every change
-    "code lines": 61_650,
-    "code lines, tests": 56_600,
-    "code lines, benchmarks": 6_200,
-    "benchmark scripts beside the GPU's": 23,
+    "code lines": 62_500,
+    "code lines, tests": 57_050,
+    "code lines, benchmarks": 6_250,
+    "benchmark scripts beside the GPU's": 24,
     "fields of one request": 64,
     "objects of one request": 5,
 }

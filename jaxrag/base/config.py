@@ -38,6 +38,7 @@ class ModelOptions:
       max_host_bytes: ceiling of KV in host memory.
       kv: "device" or "host", where K and V are; None: where the method's decode rule is meant to
         have them.
+      engine: as of ``load_model``; None: what the knowledge base was made with, else "jax".
       decode_weights: "int8": decode steps on a CPU read the weights as int8; None: as they are.
     """
 
@@ -76,6 +77,13 @@ class ModelOptions:
         None,
         "where K and V are",
         unset="where the method's decode rule is meant to have them",
+    )
+    engine: str | None = option(
+        None,
+        "what reads and decodes: jax, or llama_cpp with a GGUF file; after a colon the type of KV "
+        "that it keeps, such as llama_cpp:q8_0",
+        "NAME",
+        unset="what the knowledge base was made with, else jax",
     )
     decode_weights: DecodeWeights | None = option(
         None,

@@ -163,6 +163,8 @@ def _size_of(kb: "KnowledgeBase", plan: "AddPlan") -> str:
 def _smaller(kb: "KnowledgeBase", plan: "AddPlan") -> dict[str, float]:
     """About how many bytes the KV would take in each form that takes fewer."""
     layout, tokens = kb.store.layout, kb.chunking.chunk_tokens
+    if kb.engine != "jax":  # which has types of its own
+        return {}
     own = layout.stored_nbytes(tokens)
     others = {form: dataclasses.replace(layout, stored=form) for form in FORMATS}  # type: ignore[arg-type]
     sizes = {form: it.stored_nbytes(tokens) for form, it in others.items()}

@@ -113,6 +113,7 @@ def load(path: str, options: ModelOptions, method: "Method | None" = None) -> "M
             max_host_bytes=options.max_host_bytes,
             kernels=options.kernels,
             kv=options.kv or "device",
+            engine=options.engine or "jax",
         ).decoding_with(options.decode_weights)
     if options.dtype is None and model.config.dtype == "bfloat16":
         tell_slow_dtype()
@@ -168,7 +169,7 @@ def model_of_kb(args: Args, method: "Method | None" = None) -> "Model":
     with KnowledgeBase.open(args.kb, secret=secret_of(args.secret_file)) as remembered:
         path = args.model or remembered.model_path
         given = from_fields(ModelOptions, args)
-        options = dataclasses.replace(given, dtype=given.dtype or remembered.store.layout.dtype)
+        options = as_remembered(given, remembered)
     if path is None:
         raise KnowledgeBaseError(f"{args.kb} does not remember a model directory; pass --model DIR")
     if args.model is None and not Path(path).exists():
@@ -179,6 +180,13 @@ def model_of_kb(args: Args, method: "Method | None" = None) -> "Model":
     return load(path, options, method)
 
 
+def as_remembered[Options: ModelOptions](given: Options, kb: "KnowledgeBase") -> Options:
+    """With the engine and the dtype of a knowledge base, where none is named."""
+    engine = given.engine or kb.engine
+    dtype = given.dtype or (kb.store.layout.dtype if engine == "jax" else None)
+    return dataclasses.replace(given, dtype=dtype, engine=engine)
+
+
 def model_of(settings: "ServerSettings") -> "Model":
     """The model of the settings, or that of the first knowledge base."""
     from jaxrag.library.knowledge_base import KnowledgeBase
@@ -186,18 +194,17 @@ def model_of(settings: "ServerSettings") -> "Model":
 
     method = method_named(settings.method or "turborag")  # placed where any default is
     given = settings.model
-    path, dtype = given.path, given.dtype
+    path, options = given.path, given
     for folder in list(settings.knowledge_bases.values())[:1]:
         with KnowledgeBase.open(folder, secret=secret_of(settings.secret_file)) as remembered:
-            path = path or remembered.model_path
-            dtype = dtype or remembered.store.layout.dtype
+            path, options = path or remembered.model_path, as_remembered(given, remembered)
         if given.path is None and (path is None or not Path(path).exists()):
             raise KnowledgeBaseError(
                 f"{folder} was made with the model in {path}, which is not there; pass --model DIR"
             )
     if path is None:
         raise ConfigError("nothing to serve: pass --kb DIR, or --model DIR")
-    return load(path, dataclasses.replace(given, dtype=dtype), method)
+    return load(path, options, method)
 
 
 def open_bases(settings: "ServerSettings", model: "Model") -> "dict[str, KnowledgeBase]":

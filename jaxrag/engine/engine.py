@@ -19,6 +19,7 @@ from jax.stages import Lowered
 from jaxrag.base.errors import ContextExceeded, EngineError, RequestError
 from jaxrag.base.sharding import collectives_by, processes_of
 from jaxrag.engine.core import Core
+from jaxrag.engine.llama_cpp import LlamaCppCore, LlamaCppRunner, llama_cpp_sequence
 from jaxrag.engine.mapping import most_pages, sequence_of
 from jaxrag.engine.progress import CommandedSink, Progress, Sink, Where, unheard
 from jaxrag.engine.ranks import Follower, Leader
@@ -73,7 +74,11 @@ class Engine:
         several = len(processes_of(model.mesh)) > 1
         settings = settings or EngineSettings()
         self.settings = dataclasses.replace(settings, lockstep=several or settings.lockstep)
-        self.runner = ModelRunner(model, self.settings.half_life)
+        ours = model.backend is None
+        make = ModelRunner if ours else LlamaCppRunner
+        self.runner = make(model, self.settings.half_life)
+        self._make_core = Core if ours else LlamaCppCore
+        self._sequence_of = sequence_of if ours else llama_cpp_sequence
         self.compiled = Counter[str]()
         self.turns = 0
         self._clock = clock
@@ -307,7 +312,7 @@ class Engine:
         needed: list[list[int]] = []
 
         def traced() -> Iterator[Lowered]:
-            for request in requests if self._leader is None else ():
+            for request in requests if self._leader is None and self.runner.compiles else ():
                 found = self.spare(
                     functools.partial(programs_of, self.runner, self.settings, request)
                 )
@@ -457,7 +462,7 @@ class Engine:
         request.sampling.check_ids(model.config.vocab_size, request.eos_ids)
         number = next(self._numbers) if number is None else number
         self.check_fits(request)
-        sequence = sequence_of(model, request, number)
+        sequence = self._sequence_of(model, request, number)
         sequence.sink = sink
         sequence.moments["added"] = self._clock() if now is None else now
         return sequence
@@ -466,7 +471,7 @@ class Engine:
     def _at_work(self) -> Core:
         """What serves; for the engine's thread."""
         if self._core is None:
-            self._core = Core(
+            self._core = self._make_core(
                 self.runner, self.settings, self._mail.post, self._clock, self.compile_times
             )
         return self._core

@@ -26,9 +26,12 @@ class ModelRunner:
 
     Attributes:
       model: the weights, config and mesh.
+      compiles: whether its steps are programs of ours.
       host_search: where indexes of this model's requests are searched. Compiled steps name it, so
         it holds nothing of the model, and is closed with the runner.
     """
+
+    compiles = True
 
     def __init__(self, model: Model, half_life: float = HALF_LIFE) -> None:
         """Allocates nothing yet; ``half_life`` is of the pool's chunks, in requests."""

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +57,30 @@ def weights_digest(directory: str | Path, memo: Path | None = None) -> str:
     tensors = stored_tensors(directory)
     if sum(tensor.num_bytes for tensor in tensors.values()) < _WORTH_REMEMBERING:
         return _tensors_digest(tensors)
+    paths = {tensor.path for tensor in tensors.values()}
     memo = memo or cache_directory() / "weights.json"
-    known = _read_memo(memo)
-    files = _file_states({tensor.path for tensor in tensors.values()})
-    entry = known.get(str(directory))
+    return _remembered(memo, str(directory), paths, lambda: _tensors_digest(tensors))
+
+
+def file_digest(path: Path) -> str:
+    """Digest of all bytes of one file, 64 hex digits; remembered as ``weights_digest`` is."""
+    path, memo = path.resolve(), cache_directory() / "files.json"
+
+    def digest() -> str:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
+
+    return _remembered(memo, str(path), {path}, digest)
+
+
+def _remembered(memo: Path, name: str, paths: set[Path], make: Callable[[], str]) -> str:
+    """What ``make`` said of these files, as long as none of them changes."""
+    known, files = _read_memo(memo), _file_states(paths)
+    entry = known.get(name)
     if isinstance(entry, dict) and entry.get("files") == files:
         return str(entry["digest"])
-    digest = _tensors_digest(tensors)
-    _write_memo(memo, {**known, str(directory): {"files": files, "digest": digest}})
+    digest = make()
+    _write_memo(memo, {**known, name: {"files": files, "digest": digest}})
     return digest
 
 

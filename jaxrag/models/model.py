@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrag.base.config import DecodeWeights, DType, Kernels, ModelConfig, config_to_dict
 from jaxrag.base.errors import ConfigError, RequestError, TokenizerError
+from jaxrag.base.gguf import is_gguf
 from jaxrag.base.guide import Guide
 from jaxrag.base.shapes import bucket
 from jaxrag.base.sharding import Rules, exchange, put, replicated
@@ -29,12 +30,13 @@ from jaxrag.models.attention import PackedAttend, check_kernels, measured_kernel
 from jaxrag.models.checkpoint import is_checkpoint, load_checkpoint
 from jaxrag.models.compiled import keep_compiled
 from jaxrag.models.decoder import Decoder, forward, unembed
-from jaxrag.models.digest import params_digest, weights_digest
+from jaxrag.models.digest import file_digest, params_digest, weights_digest
 from jaxrag.models.forms import take_forms
 from jaxrag.models.hf import load_config, load_hf, names_dtype
 from jaxrag.models.hub import fetched, is_hub_name
 from jaxrag.models.int8 import with_int8_weights
 from jaxrag.models.linear import by_layer, gains_by_layer
+from jaxrag.models.llama_cpp import ENGINES, Elsewhere, LlamaCppBackend, open_llama_cpp
 from jaxrag.models.memory import check_pool, memory_of, require_room, require_room_for_int8
 from jaxrag.models.reading import Reading, read_reading
 from jaxrag.models.record import read_record
@@ -78,6 +80,7 @@ class Model:
       reading: how it was trained to read chunks, from ``reading.toml``.
       placement: where its engine's pool has K and V.
       decode_weights: "int8" on a CPU: decode steps read the matrices as int8, prefill as they are.
+      backend: what has the weights, reads and decodes, where it is not JAX that does.
       engine: the slot for ``engine.engine_of``.
     """
 
@@ -92,6 +95,7 @@ class Model:
     reading: Reading = dataclasses.field(default_factory=Reading)
     placement: KVPlacement = ON_DEVICE
     decode_weights: DecodeWeights | None = None
+    backend: LlamaCppBackend | None = None
     engine: Any = dataclasses.field(default=None, init=False, repr=False)
     _ropes: dict[int, RopeTable] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
@@ -117,6 +121,8 @@ class Model:
     def __repr__(self) -> str:
         """What it is and where, on one line."""
         c = self.config
+        if self.backend is not None:
+            return f"<Model {self.path!r}: {c.family}, {self.backend.engine}>"
         place = "default device" if self.mesh is None else f"{self.mesh.size} devices"
         return (
             f"<Model {self.path or 'random'!r}: {c.family}, {num_params(c):,} parameters in "
@@ -168,18 +174,21 @@ class Model:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Identity of everything that shapes cached KV: weights, config, dtype, RoPE, version."""
-        return fingerprint(
-            {
-                "weights": self.digest,
-                "config": config_to_dict(self.config),
-                "kv_version": KV_VERSION,
-            }
-        )
+        named = {
+            "weights": self.digest,
+            "config": config_to_dict(self.config),
+            "kv_version": KV_VERSION,
+        }
+        if self.backend is not None:
+            named["engine"] = self.backend.identity
+        return fingerprint(named)
 
     @property
     def whole_kv_layout(self) -> KVLayout:
         """Sizes and dtype of the chunk KV this model makes, as a repository holds it."""
         c = self.config
+        if self.backend is not None:
+            return self.backend.layout
         return KVLayout(c.num_layers, c.num_kv_heads, c.head_dim, c.dtype)
 
     @functools.cached_property
@@ -421,6 +430,7 @@ def load_model(
     value_layers: int | None = None,
     max_host_bytes: int | None = None,
     kv: KVHome = "device",
+    engine: str = "jax",
 ) -> Model:
     """Load a Hugging Face directory, a jaxrag checkpoint or a GGUF file.
 
@@ -441,6 +451,9 @@ def load_model(
       max_host_bytes: ceiling of that host memory.
       kv: "host" keeps K and V in host memory; then ``cache_tokens`` is the size of the pool there,
         None = a quarter of the memory that is free.
+      engine: what reads and decodes: "jax", or "llama_cpp" in a process of its own, of a GGUF file;
+        "llama_cpp:q8_0" and "llama_cpp:q4_0" keep KV in these types, "llama_cpp" as f16. Of the
+        other arguments ``cache_tokens`` holds there too.
 
     Raises:
       ModelError, ConfigError: a missing, truncated, unsupported or inconsistent directory, one that
@@ -456,6 +469,9 @@ def load_model(
     if not (mesh is None or isinstance(mesh, Mesh)):
         raise RequestError(f"mesh={reprlib.repr(mesh)}: expected one that make_mesh gives, or None")
     keep_compiled()
+    if engine != "jax":
+        others = mesh, dtype, value_layers, max_host_bytes
+        return _load_elsewhere(Path(path), engine, cache_tokens, others == (None,) * 4)
     check_kernels(kernels)
     placement = KVPlacement(kv, value_layers, max_host_bytes)
 
@@ -482,6 +498,25 @@ def load_model(
         template=template,
         reading=reading,
         placement=placement,
+    )
+
+
+def _load_elsewhere(path: Path, engine: str, cache_tokens: int | None, alone: bool) -> Model:
+    if engine not in ENGINES:
+        raise RequestError(f"engine={engine!r:.80}: expected one of jax, {', '.join(ENGINES)}")
+    if not alone:
+        raise RequestError(f"engine={engine!r} has no mesh, dtype and host memory; leave them out")
+    tokenizer = Tokenizer.find(path) if is_gguf(path) else None
+    leading = np.zeros(0, np.int32) if tokenizer is None else tokenizer.leading_ids
+    backend, config = open_llama_cpp(path, engine, cache_tokens, leading)
+    return Model(
+        config=config,
+        params=cast(Params, Elsewhere()),
+        tokenizer=tokenizer,
+        digest=file_digest(path),
+        path=str(path),
+        cache_tokens=backend.cells,
+        backend=backend,
     )
 
 

@@ -194,6 +194,13 @@ class Method:
         """May any chunk token be computed again?"""
         return not isinstance(self.selector, NoTokens) and self.recompute_ratio != 0
 
+    @property
+    def as_stored(self) -> bool:
+        """Are chunks that see no others read as they are stored, and attended to as all else is?"""
+        others = any(name.startswith("neighbours") for name in self.encoders)
+        alike = self.chunk_attention is None and not self.decode.sparse
+        return alike and not (others or self.recomputes or self.overlapping or self.wraps)
+
     def encoder_of(self, chunk: int) -> str:
         """The encoder of the chunk at this place of the prompt."""
         name = self.first_encoder if chunk == 0 and self.first_encoder else self.encoder

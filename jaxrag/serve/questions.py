@@ -50,6 +50,7 @@ from jaxrag.serve.output import PLAINLY, AnswerText
 from jaxrag.serve.plain import TextIds, is_verbatim, verbatim_prompt
 from jaxrag.serve.readable import check_readable
 from jaxrag.serve.suits import (
+    check_backend,
     chosen_primer,
     chosen_template,
     default_method,
@@ -199,6 +200,7 @@ def resolve(
         notes += gate
     notes += (*renamed(method, template), *untuned(model, kb, method, template))
     notes += unplaced(model, method)
+    check_backend(model, method)
     method.check(model.config)
     method.check_placement(model.config, model.placement, generates=ask.max_new_tokens > 1)
     method.decode.check_mesh(model.config, model.mesh, model.placement)

@@ -125,6 +125,21 @@ def default_method(model: Model, kb: KnowledgeBase | None) -> Method:
     return next((METHODS[name] for name in _FOR_STOCK if name in found), plain)
 
 
+def check_backend(model: Model, method: Method) -> None:
+    """RequestError for what the engine of a model does not do, where that is not ours."""
+    if model.backend is None:
+        return
+    engine = f"engine={model.backend.engine!r}"
+    if method.prefix_cache:
+        raise RequestError(f"{engine} keeps no leading parts of prompts; leave prefix_cache out")
+    if not method.as_stored:
+        known = ", ".join(name for name, it in METHODS.items() if it.as_stored)
+        raise RequestError(
+            f"method {method.name!r}: {engine} computes nothing again and attends to all of a "
+            f"prompt; choose one of {known}"
+        )
+
+
 def for_no_chunks(method: Method, ask: Ask) -> Method:
     """A default method where a prompt has no chunks: none is chosen by the question, turns stay."""
     if ask.method is not None or len(ask.blocks):
@@ -202,6 +217,7 @@ def suiting(kb: KnowledgeBase, model: Model) -> tuple[str, ...]:
         if composite and "composite" not in model.reading.block_positions:
             continue
         with contextlib.suppress(RequestError, ConfigError):
+            check_backend(model, method)
             method.check(model.config)
             same = dataclasses.replace(method, name="", template="")
             if same not in found or method.template == kb.template.name:

@@ -272,7 +272,7 @@ def test_the_report_has_a_line_for_every_arm():
 @pytest.fixture
 def peer_llama(monkeypatch):
     """The script of llama.cpp's side, whose libraries no test has."""
-    types = SimpleNamespace(F32=0, BF16=30, Q8_0=8)
+    types = SimpleNamespace(F32=0, F16=1, BF16=30, Q8_0=8)
     monkeypatch.setitem(sys.modules, "gguf", SimpleNamespace(GGMLQuantizationType=types))
     llama = SimpleNamespace(llama_log_callback=lambda function: function)
     monkeypatch.setitem(sys.modules, "llama_cpp", llama)

@@ -11,11 +11,12 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxrag.base.config import DTYPES, DType
+from jaxrag.base.config import DType
 from jaxrag.base.errors import StoreError
 from jaxrag.kv.int4 import head_nbytes
 
 Stored = Literal["native", "int8", "int4", "int4-half"]
+KVDType = DType | Literal["uint8"]  # bytes: what another engine made of them
 STORED: tuple[str, ...] = get_args(Stored)
 
 KEPT: Mapping[str, Fraction] = MappingProxyType(
@@ -27,7 +28,9 @@ _NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
+    "uint8": np.dtype(np.uint8),
 }
+KV_DTYPES: tuple[str, ...] = tuple(_NUMPY_DTYPES)
 _SCALE_BYTES = 4  # float32, one for every H elements
 
 
@@ -70,7 +73,7 @@ class KVLayout:
     num_layers: int  # L
     num_kv_heads: int  # K
     head_dim: int  # H
-    dtype: DType
+    dtype: KVDType
     stored: Stored = "native"
 
     def __post_init__(self) -> None:
@@ -78,8 +81,8 @@ class KVLayout:
             size = getattr(self, name)
             if type(size) is not int or size < 1:
                 raise StoreError(f"{name}={size!r}: expected a positive integer")
-        if self.dtype not in DTYPES:
-            raise StoreError(f"dtype={self.dtype!r}: expected one of {', '.join(DTYPES)}")
+        if self.dtype not in _NUMPY_DTYPES:
+            raise StoreError(f"dtype={self.dtype!r}: expected one of {', '.join(KV_DTYPES)}")
         if self.stored not in STORED:
             raise StoreError(f"stored={self.stored!r}: expected one of {', '.join(STORED)}")
 

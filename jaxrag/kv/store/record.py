@@ -14,11 +14,10 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from jaxrag.base.config import DTYPES, DType
 from jaxrag.base.errors import ChunkCorrupt, ChunkNotSealed, StoreError
 from jaxrag.kv.store.dropping import from_bits
 from jaxrag.kv.store.keys import ID_DIGITS, chunk_key, is_hex, require_hex
-from jaxrag.kv.store.layout import KEPT, STORED, KVLayout, Stored
+from jaxrag.kv.store.layout import KEPT, KV_DTYPES, STORED, KVDType, KVLayout, Stored
 from jaxrag.kv.store.seal import SEAL_DIGITS, Sealer, same_seal
 
 FORMAT = 2  # of the directory layout and of records without seals; another number is refused
@@ -81,7 +80,7 @@ class Record:
     key: str
     attempt: str  # the directory that holds the bytes; opens with the time it was begun
     shape: tuple[int, int, int, int, int]  # [L, 2, T, K, H]
-    dtype: DType
+    dtype: KVDType
     stored: Stored
     ways: int  # files that the heads are split over, one for each rank that wrote them
     xxh3: tuple[str, ...]  # [L * ways] xxh3-64 of a layer's stored bytes in a file, K then V
@@ -180,7 +179,7 @@ class Record:
             raise StoreError("text differs from its checksum")
         del values["format"]
         values["shape"] = _shape(values["shape"])
-        for name, choices in (("dtype", DTYPES), ("stored", STORED)):
+        for name, choices in (("dtype", KV_DTYPES), ("stored", STORED)):
             if values[name] not in choices:
                 raise StoreError(
                     f"{name} is {values[name]!r}, expected one of {', '.join(choices)}"

@@ -44,6 +44,7 @@ class Parts:
       model: the model it was opened with, or None.
       model_path: directory of the model it was made with; None for a model made in memory.
       model_digest: of the weights of that model.
+      engine: what read its chunks, as ``load_model`` names it.
       template: wraps its chunks in a prompt.
       encoders: the KV variants that are kept of every chunk.
       primer: what "primed" encodes every chunk behind; None where none was chosen.
@@ -72,6 +73,7 @@ class Parts:
         self.model = model
         self.model_path: str | None = settings["model"]["path"]
         self.model_digest: str = settings["model"]["digest"]
+        self.engine: str = settings["model"].get("engine", "jax")
         self.config: ModelConfig = config_from_dict(settings["model"]["config"], str(path))
         self.template: PromptTemplate = template_from_dict(settings["template"], str(path))
         self.chunking = Chunking(**settings["chunking"])

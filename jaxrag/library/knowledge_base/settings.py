@@ -190,8 +190,16 @@ def new_settings(model: Model, wanted: WantedSettings) -> dict[str, Any]:
     encoders = list(dict.fromkeys(wanted.encoders or default_encoders(model)))
     primer = primer_setting(wanted, encoders)
     check_primer(primer, template, model, chunking.chunk_tokens)
-    # What is pasted is shared with a pool that holds KV as it is computed.
-    stored = wanted.stored or ("native" if chunking.pasted else DEFAULT_FORM)
+    if model.backend is not None:
+        model.backend.check_encoders(encoders)
+        if wanted.stored not in (None, "native") or wanted.attention_index is not None:
+            raise KnowledgeBaseError(
+                f"engine={model.backend.engine!r} keeps KV as it made it; leave --stored and "
+                "indexes out, and choose the type of KV by --engine"
+            )
+    # What is pasted is shared with a pool that holds KV as it is computed, or is another engine's.
+    whole = chunking.pasted or model.backend is not None
+    stored = wanted.stored or ("native" if whole else DEFAULT_FORM)
     salt = wanted.salt or ""
     return {
         "id": uuid.uuid4().hex,
@@ -201,6 +209,7 @@ def new_settings(model: Model, wanted: WantedSettings) -> dict[str, Any]:
             "digest": model.digest,
             "fingerprint": model.fingerprint,
             "config": config_to_dict(config),
+            **({} if model.backend is None else {"engine": model.backend.engine}),
         },
         "tokenizer": tokenizer.digest,
         "fingerprint": derive(model.fingerprint, stored=stored, salt=salt),
@@ -426,6 +435,12 @@ def _check_seal(folder: Path, known: str | None, wanted: WantedSettings) -> None
 
 def _check_model(folder: Path, settings: Mapping[str, Any], model: Model) -> None:
     known = settings["model"]
+    ours = "jax" if model.backend is None else model.backend.engine
+    if ours != known.get("engine", "jax"):
+        raise KnowledgeBaseError(
+            f"{folder} was made with engine={known.get('engine', 'jax')!r}, not with {ours!r}; "
+            "name its own, or ingest into another folder"
+        )
     if model.digest != known["digest"]:
         theirs, ours = _shown_apart(known["digest"], model.digest)
         raise KnowledgeBaseError(

@@ -46,6 +46,9 @@ def encode_chunks(
     chosen = encoder_named(encoder)
     others = checked_neighbours(chosen, neighbours, len(chunks))
     prefix = seen_prefix(chosen, prefix_ids)
+    if model.backend is not None:
+        model.backend.check_encoders([encoder])
+        return model.backend.encode(prefix, chunks)
     if not chosen.sees_neighbours:
         return (encode_apart if apart else encode_rows)(model, prefix, chunks)
     if chosen.neighbours == "joint":

@@ -1,0 +1,328 @@
+"""An engine whose model llama.cpp has: its requests, their chunks from the store, its steps.
+
+Who waits for what, in which order, and what is told of it is as for every other model (core,
+scheduler). But there is no pool that requests share: a request has cells of its own for all of its
+prompt and its answer, its chunks are put there from the store when its row begins, and what is not
+stored is computed there.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrag.base.errors import EngineError, ModelError, RequestError
+from jaxrag.base.types import HostArray, Step, on_host
+from jaxrag.engine.core import Core
+from jaxrag.engine.decoding import sampling_rows
+from jaxrag.engine.mapping import sequence_of
+from jaxrag.engine.request import LaneKey, Request
+from jaxrag.engine.runner import ModelRunner
+from jaxrag.engine.sequence import Need, PromptPart, Sequence, stored_exact
+from jaxrag.engine.staging import ChunkOrigin, why_refused
+from jaxrag.engine.steps import Drawn, SamplingRows, sample_rows
+from jaxrag.kv.cache import PageAllocator, pages_for
+from jaxrag.models.llama_cpp import ROWS, LlamaCppBackend
+from jaxrag.models.model import Model
+from jaxrag.reuse.decode import Dense
+
+_LANE = LaneKey(Dense(), 0, 0, ROWS)
+
+
+@dataclasses.dataclass
+class _Cells:
+    """Who has how much of llama.cpp's KV, in pages; in the place of a pool."""
+
+    allocator: PageAllocator
+    host: None = None
+    lost: bool = False
+
+
+class LlamaCppRunner(ModelRunner):
+    """A model without a pool of ours."""
+
+    compiles = False
+
+    @functools.cached_property
+    def cells(self) -> _Cells:
+        """Made when they are first needed."""
+        return _Cells(PageAllocator(self.num_pages))
+
+    @property
+    def cache(self) -> Any:
+        """What the scheduler counts with."""
+        return self.cells
+
+    def forget_cache(self) -> None:
+        """Nobody has anything."""
+        self.__dict__.pop("cells", None)
+
+
+class LlamaCppSequence(Sequence):
+    """A request with cells of its own for everything."""
+
+    def need(self, held: Any) -> Need:
+        """Its prompt and its answer."""
+        return Need({}, pages_for(self.num_tokens + self.request.room))
+
+
+def llama_cpp_sequence(model: Model, request: Request, number: int) -> LlamaCppSequence:
+    """As ``sequence_of``; one of the rows that all requests share decodes it.
+
+    Raises RequestError for a method that does more than to read chunks as they are stored.
+    """
+    if not request.method.as_stored:
+        raise RequestError(
+            f"method {request.method.name!r} computes chunk tokens again, or attends to some as to "
+            "no others, which engine='llama_cpp' does not do"
+        )
+    made = sequence_of(model, dataclasses.replace(request, rows=ROWS), number)
+    fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
+    return LlamaCppSequence(**fields | {"lane": _LANE})
+
+
+@dataclasses.dataclass(eq=False)
+class _Running:
+    """A request with a row.
+
+    Attributes:
+      place: position of the next token that is run.
+      pieces: what is left of its prompt: token ids to run, or None where something else was done.
+      todo: ids to run next, none where ``pieces`` is asked for more.
+      ends: whether the logits behind them are wanted.
+      computed: ids that were run of its prompt.
+    """
+
+    sequence: Sequence
+    row: int
+    sampling: SamplingRows
+    pieces: Iterator[HostArray | None] = dataclasses.field(default_factory=lambda: iter(()))
+    place: int = 0
+    todo: HostArray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+    ends: bool = False
+    computed: list[HostArray] = dataclasses.field(default_factory=list)
+
+
+class LlamaCppCore(Core):
+    """An engine at work, for one thread, whose tokens llama.cpp runs."""
+
+    def __init__(self, runner: ModelRunner, *others: Any) -> None:
+        super().__init__(runner, *others)
+        backend = runner.model.backend
+        assert backend is not None
+        self._backend: LlamaCppBackend = backend
+        self._running: dict[int, _Running] = {}
+        self._hits = self._transfers.hits
+        self._life = 0  # of the process, whose rows these are
+
+    @property
+    def busy(self) -> bool:
+        """Is there anything to wait for?"""
+        return bool(self.state.live or self._jobs or self._spare)
+
+    def stop(self, number: int) -> None:
+        """The client wants no more tokens of a request, and its outcome, if it has one by now."""
+        sequence = self.state.live.get(number)
+        if sequence is not None and "first" in sequence.moments:
+            self._finish(sequence, "stop")
+        else:
+            self.abort(number)
+
+    def _turn(self) -> bool:
+        state = self.state
+        now = state.moment()
+        state.pace.work(now, state.scheduler.given - self._given)
+        self._given = state.scheduler.given
+        for number in state.scheduler.expired(now):
+            self._expire(number)
+        self._run_jobs()
+        for admitted in state.scheduler.admit(now):
+            state.live[admitted.number].moments.setdefault("admitted", now)
+        for number in state.scheduler.outgrown():
+            self._fail(state.live[number], self._too_large(state.live[number]))
+        try:
+            if state.live:
+                self._revive()
+            while (ready := state.scheduler.next_prefill()) is not None:
+                self._begin(state.live[ready])
+            self._advance()
+            self._step()
+        except EngineError as error:
+            self._lose(error)
+        except ModelError as error:  # no process can be started
+            for sequence in list(state.live.values()):
+                self._fail(sequence, error)
+        moved = bool(state.live)
+        return self._run_spare(moved) or moved
+
+    def _revive(self) -> None:
+        """Have llama.cpp run; whoever had a row of another process than this one has lost it."""
+        life = self._backend.process.live()
+        if life != self._life:
+            self._lose(EngineError("llama.cpp was started anew meanwhile; ask again"))
+            self._life = life
+
+    def _begin(self, sequence: Sequence) -> None:
+        row = self.state.scheduler.row_of(sequence)
+        assert row is not None
+        processes = sequence.request.sampling.processes
+        vocab_size = self.state.runner.model.config.vocab_size if processes else None
+        self._backend.process.leave(row)
+        running = _Running(sequence, row, sampling_rows([sequence], 1, vocab_size))
+        running.pieces = self._pieces(running)
+        self._running[sequence.number] = running
+
+    def _pieces(self, running: _Running) -> Iterator[HostArray | None]:
+        """Bring its prompt in, part by part, and yield what of it has to be run.
+
+        Nothing is run before what precedes it is there. After each chunk that had to be encoded
+        others have their turn.
+        """
+        sequence, exact = running.sequence, True
+        stored = self._stored(sequence)
+        waiting, place = list[HostArray](), 0
+        for part in sequence.parts:
+            if not len(part.ids):
+                continue
+            kv = stored.get(part.asked_key)
+            if kv is None and part.load is not None and part.load.misses == "encode":
+                kv = stored[part.load.key] = self._encoded(part)
+                yield None
+            here = kv is None or stored_exact(sequence.request.method, sequence.parts, part)
+            part.exact = exact = exact and here
+            if kv is None:
+                waiting.append(part.ids)
+            else:
+                if waiting:
+                    yield np.concatenate(waiting)
+                    waiting = []
+                first = self._first(part)
+                self._backend.restore(running.row, kv, first, place, self._life)
+                running.place = place + len(part.ids)
+            place += len(part.ids)
+        sequence.moments.setdefault("ready", self.state.clock())
+        running.ends = True
+        yield np.concatenate([*waiting, sequence.request.prompt.final])
+
+    def _first(self, part: PromptPart) -> int:
+        """How many tokens the KV of a part was read behind."""
+        assert part.load is not None
+        encoding, ids = part.load.encoding, part.ids
+        front = np.zeros(encoding.num_before(part.load.encoder), np.int32)
+        return len(self._backend.before(front, ids))
+
+    def _stored(self, sequence: Sequence) -> dict[str, HostArray]:
+        """The KV of its parts that is in host memory, or in their store and what was put there."""
+        arena, found = self.state.arena, dict[str, HostArray]()
+        loads = sequence.loads
+        arena.asked(loads)
+        for key in loads:
+            if (kv := arena.get(key)) is not None:
+                found[key] = kv
+                sequence.came(key, ChunkOrigin("host"))
+        left = [key for key in loads if key not in found]
+        if left:
+            held = loads[left[0]].encoding.held
+            read = held.get_many(left, on_missing="skip")
+            for key, (start, length) in read.offsets.items():
+                kv = found[key] = np.ascontiguousarray(read.kv[:, :, start : start + length])
+                sequence.came(key, ChunkOrigin("store"))
+                if not held.private:
+                    arena.put(key, kv)
+            for key, why in read.refused.items():
+                sequence.came(key, why_refused(loads[key], why))
+        for part in sequence.distinct:
+            assert part.origin is not None
+            self._hits[part.origin.counted] += 1
+        return found
+
+    def _encoded(self, part: PromptPart) -> HostArray:
+        """The KV of a part that no store gave, which is kept where the store takes it."""
+        load = part.load
+        assert load is not None and part.origin is not None
+        [made] = load.encoding.encode(load.encoder, {load.key: load.chunk})
+        before = load.encoding.num_before(load.encoder)
+        part.origin = dataclasses.replace(
+            part.origin,
+            not_stored=load.encoding.offer(made),
+            runs=((load.tokens, before + load.tokens),),
+        )
+        return made.kv
+
+    def _advance(self) -> None:
+        """Bring in the next piece of every prompt that is not there yet."""
+        for running in list(self._running.values()):
+            if not len(running.todo):
+                ids = next(running.pieces, None)
+                if ids is not None:
+                    running.todo = ids
+                    running.computed.append(ids)
+
+    def _step(self) -> None:
+        """Run tokens of every row that has some, and draw the next ones."""
+        room, runs, asked = self.state.settings.prefill_tokens, [], list[_Running]()
+        for running in sorted(self._running.values(), key=lambda it: len(it.todo)):
+            ids = running.todo[: max(room, 1)]
+            if len(ids) and (room > 0 or len(running.todo) == 1):
+                ends = running.ends and len(ids) == len(running.todo)
+                runs.append((running.row, running.place, ids, ends))
+                running.place += len(ids)
+                running.todo = running.todo[len(ids) :]
+                room -= len(ids)
+                asked += [running] * ends
+        if not runs:
+            return
+        logits = self._backend.process.step(runs, self._life)
+        for running, row in zip(asked, logits, strict=True):
+            self._draw(running, row)
+
+    def _draw(self, running: _Running, logits: HostArray) -> None:
+        sequence = running.sequence
+        matcher, processors = sequence.matcher, running.sampling.processors
+        if matcher is not None and matcher.next is not None and processors is not None:
+            allowed = processors.replace(allowed=matcher.next[None])
+            running.sampling = running.sampling.replace(processors=allowed)
+        index = np.array([sequence.read], np.int32)
+        drawn, running.sampling = _draw(logits[None], running.sampling, index)
+        ids, logprobs = np.asarray(drawn.ids), np.asarray(drawn.logprobs)
+        top = []
+        if drawn.top is not None and (count := sequence.request.sampling.top_logprobs):
+            pairs = (np.asarray(it)[0, :count].tolist() for it in drawn.top)
+            top = [list(zip(*pairs, strict=True))]
+        if "first" not in sequence.moments:
+            sequence.moments["first"] = self.state.clock()
+            computed = np.concatenate(running.computed)
+            nowhere = np.zeros(len(computed), np.int32)
+            sequence.run = on_host(Step, computed, nowhere, nowhere)
+        running.todo = ids
+        self._took(sequence, ids.tolist(), logprobs.tolist(), top)
+
+    def _release(self, sequence: Sequence) -> None:
+        running = self._running.pop(sequence.number, None)
+        super()._release(sequence)
+        if running is not None:
+            with contextlib.suppress(EngineError):
+                self._backend.process.leave(running.row)
+
+    def _lose(self, error: EngineError) -> None:
+        """Everybody with a row is told; who waits is served from now on."""
+        self.state.restarts += bool(self._running)
+        for running in list(self._running.values()):
+            self._fail(running.sequence, error)
+
+    def _rebuild(self) -> None:
+        self._running.clear()
+        super()._rebuild()
+
+
+@jax.jit
+def _draw(logits: Any, sampling: SamplingRows, index: Any) -> tuple[Drawn, SamplingRows]:
+    """The next token of one row, and how the one behind it is drawn."""
+    drawn = sample_rows(logits, sampling, index)
+    if sampling.processors is None:
+        return drawn, sampling
+    return drawn, sampling.replace(processors=sampling.processors.counted(drawn.ids))
