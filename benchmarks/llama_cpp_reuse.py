@@ -53,9 +53,12 @@ def run(options: ReuseOptions) -> Result:
     for engine in options.engines.split(","):
         model = load_model(options.model, engine=engine, cache_tokens=_cells(options))
         subject = described(Path(options.model).name, model, model.prompt_format())
-        with tempfile.TemporaryDirectory() as folder, KnowledgeBase.open(
-            Path(folder) / "kb", model=model, chunk_tokens=512, stored="native"
-        ) as kb:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            KnowledgeBase.open(
+                Path(folder) / "kb", model=model, chunk_tokens=512, stored="native"
+            ) as kb,
+        ):
             for context in options.contexts:
                 rows.append(_measured(kb, engine, context, texts, options))
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)

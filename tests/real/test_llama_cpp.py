@@ -249,4 +249,4 @@ def test_ingest_survives_a_kill(tmp_path):
     verify = [sys.executable, "-m", "jaxrag", "kb", "verify", str(tmp_path / "kb")]
     subprocess.run(verify, cwd=ROOT, check=True, capture_output=True)
     with jaxrag.KnowledgeBase.open(tmp_path / "kb") as kb:
-        assert kb.engine == "llama_cpp" and kb.stats().chunks > 10
+        assert kb.engine == "llama_cpp" and kb.stats()["chunks"] > 10
