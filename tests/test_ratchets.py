@@ -22,8 +22,8 @@ MOST = {
     "long signatures, jaxrag": 7,
 }
 AT_MOST = {  # of what shrinks and grows with every change
-    "code lines": 62_500,
-    "code lines, tests": 57_050,
+    "code lines": 64_200,
+    "code lines, tests": 58_200,
     "code lines, benchmarks": 6_250,
     "benchmark scripts beside the GPU's": 24,
     "fields of one request": 64,
