@@ -130,7 +130,8 @@ def _received(
 ) -> Array:
     """Shares of attention, the mean over heads and layers: [T, count]."""
     mean = functools.partial(jnp.mean, axis=1)
-    attend = PartsAttend(decoder.config, decoder.rope, table, parts, count, mean)
+    sink_logits = decoder.params.layers.sink_logits
+    attend = PartsAttend(decoder.config, decoder.rope, table, parts, count, mean, sink_logits)
     _, _, shares = forward(decoder.params, decoder.config, step.tokens, pool, attend)
     return jnp.mean(shares, 0)
 

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 EMPTY, PREFIX, FINAL, FIRST_CHUNK = 0, 1, 2, 3
 GREEDY_STEPS = 12
@@ -68,6 +69,17 @@ YARN = {
 }
 YARN_MSCALE = {**YARN, "truncate": False, "mscale": 1.3, "mscale_all_dim": 0.6}
 GLM_ROPE = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+MIXTRAL = {"num_local_experts": 5, "num_experts_per_tok": 2}
+QWEN3_MOE = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 17}
+GPT_OSS = {
+    "num_hidden_layers": 3,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "sliding_window": 6,
+    "swiglu_alpha": 1.3,
+    "swiglu_limit": 0.9,
+    "rope_parameters": {**YARN, "truncate": False, "original_max_position_embeddings": 24},
+}
 GLM_SIZES = {"head_dim": 12, "rope_parameters": GLM_ROPE, "eos_token_id": [2, 7]}
 SCALES = {
     "embedding_multiplier": 1.7,
@@ -136,6 +148,20 @@ GOLDENS = (
         },
     ),
     Golden("qwen3", "qwen3"),
+    Golden("mixtral", "mixtral", MIXTRAL),
+    Golden("mixtral_window", "mixtral", {**MIXTRAL, "sliding_window": 5}),
+    Golden("qwen3_moe", "qwen3_moe", QWEN3_MOE),
+    Golden(
+        "qwen3_moe_normalised",
+        "qwen3_moe",
+        {**QWEN3_MOE, "norm_topk_prob": True, "attention_bias": True, "num_experts": 7},
+    ),
+    Golden("gpt_oss", "gpt_oss", GPT_OSS),
+    Golden(
+        "gpt_oss_global",
+        "gpt_oss",
+        {**GPT_OSS, "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2},
+    ),
     Golden("glm", "glm", GLM_SIZES),
     Golden("glm4", "glm4", GLM_SIZES),
     Golden("gemma3", "gemma3_text", GEMMA),
@@ -207,7 +233,9 @@ def make_model(golden: Golden, seed: int) -> torch.nn.Module:
     """A random model in float32, its weights already rounded to the dtype they are saved in."""
     keys = {key: value for key, value in COMMON.items() if key not in golden.omit}
     config = transformers.AutoConfig.for_model(golden.model_type, **{**keys, **golden.changes})
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    )
     return randomised(model, golden.dtype, seed)
 
 
@@ -219,12 +247,14 @@ def randomised(model: torch.nn.Module, dtype: torch.dtype, seed: int) -> torch.n
             noise = torch.randn(weight.shape, generator=generator)
             if name.endswith("bias"):
                 values = 0.5 * noise
+            elif name.endswith("sinks"):
+                values = 2 * noise
             elif weight.ndim == 1:  # a norm
                 values = 1 + 0.3 * noise
             elif "embed" in name:
                 values = noise
-            else:
-                values = 1.5 * noise / weight.shape[1] ** 0.5
+            else:  # of experts all are one tensor, [E, out, in]
+                values = 1.5 * noise / weight.shape[-1] ** 0.5
             weight.copy_(values.to(dtype))
     return model.eval()
 
@@ -306,7 +336,9 @@ def block_logits(
 
     window = getattr(model.config, "sliding_window", None)
     masks: Any = mask(window)
-    if model.config.model_type in ("qwen2", "qwen3", "gemma3_text", "olmo3", "smollm3"):
+    if model.config.model_type in (
+        "qwen2", "qwen3", "gemma3_text", "olmo3", "smollm3", "gpt_oss",
+    ):  # fmt: skip
         masks = {"full_attention": mask(None), "sliding_attention": mask(window)}
     with torch.no_grad():
         logits = model(
@@ -352,7 +384,9 @@ def write_golden(golden: Golden, out: Path) -> None:
     expected = {"ids": ids, "logits": logits, "greedy": continuation}
 
     layouts = {"prefix_hidden": (False, False), "prefix_visible": (False, True)}
-    if getattr(model.config, "sliding_window", None) is None:
+    kinds = getattr(model.config, "layer_types", None)
+    windowed = getattr(model.config, "sliding_window", None) is not None
+    if not windowed or (kinds and "sliding_attention" not in kinds):
         layouts["composite"] = (True, False)
     for name, (composite, prefix_visible) in layouts.items():
         positions, segments = block_layout(composite)
@@ -369,6 +403,15 @@ def write_golden(golden: Golden, out: Path) -> None:
     np.savez_compressed(directory / "expected.npz", **expected)
 
 
+def write_mxfp4(path: Path) -> None:
+    """Random blocks of MXFP4, and what transformers makes of them."""
+    rng = np.random.default_rng(11)
+    blocks = rng.integers(0, 256, (3, 5, 2, 16), dtype=np.uint8)
+    scales = rng.integers(115, 135, (3, 5, 2), dtype=np.uint8)
+    made = convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales))
+    np.savez_compressed(path, blocks=blocks, scales=scales, values=made.float().numpy())
+
+
 def write_all(
     goldens: Sequence[Any], write: Callable[[Any, Path], None], folder: str, *packages: str
 ) -> None:
@@ -381,6 +424,8 @@ def write_all(
     transformers.utils.logging.disable_progress_bar()
     for golden in goldens:
         write(golden, out)
+    if goldens is GOLDENS:
+        write_mxfp4(out / "mxfp4.npz")
     versions = {
         name: importlib.metadata.version(name) for name in ("torch", "transformers", *packages)
     }

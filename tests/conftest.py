@@ -34,7 +34,14 @@ import numpy as np
 import pytest
 
 import jaxrag.cli.waiting
-from jaxrag.base.config import LinearScaling, ModelConfig, NoRotation, RopeConfig, YarnScaling
+from jaxrag.base.config import (
+    ExpertsConfig,
+    LinearScaling,
+    ModelConfig,
+    NoRotation,
+    RopeConfig,
+    YarnScaling,
+)
 from jaxrag.cli import main
 from jaxrag.measure.zoo import llama
 from jaxrag.models.export import export_hf
@@ -140,6 +147,17 @@ FAMILY_CHANGES: dict[str, dict[str, Any]] = {
         "attention_scale": 13**-0.5,
         "rope": RopeConfig(5_300.0, 10, False, LinearScaling(3.0)),
         "more_ropes": (RopeConfig(90.0, 10, False, None),),
+    },
+    "mixtral": {"experts": ExpertsConfig(count=5, active=2, normalise=True)},
+    "qwen3_moe": {"qk_norm": True, "experts": ExpertsConfig(count=6, active=3, normalise=False)},
+    "gpt_oss": {
+        "sink_logits": True,
+        "experts": ExpertsConfig(5, 2, True, router_bias=True, clamp=(1.3, 0.9)),
+        "qkv_bias": True,
+        "o_bias": True,
+        "mlp_bias": True,
+        "sliding_window": 7,
+        "window_layers": (True, False, True),
     },
     "glm": {"qkv_bias": True, "rope": GLM_ROPE},
     "glm4": {"qkv_bias": True, "post_norms": True, "rope": GLM_ROPE},

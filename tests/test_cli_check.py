@@ -13,6 +13,7 @@ import pytest
 
 from jaxrag.base.errors import ModelError
 from jaxrag.cli.check import _understood
+from jaxrag.cli.output import human_count
 from jaxrag.kv.cache import budget
 from jaxrag.kv.placement import AWAY, KVPlacement
 from jaxrag.measure.bench import forms, model_check
@@ -49,11 +50,10 @@ def large(tmp_path_factory, tokenizer_dir):
         if rule.paths[0] not in specs:
             continue
         shape = specs[rule.paths[0]].shape
-        layers = range(LLAMA_3_8B.num_layers) if rule.per_layer else range(1)
-        expected = rule.file_shape(shape[1:] if rule.per_layer else shape)
+        expected = rule.file_shape(shape[rule.repeats :])
         tensors += [
-            NewTensor(rule.key.format(layer=layer), DTYPES["BF16"], expected, None)
-            for layer in layers
+            NewTensor(rule.name(at), DTYPES["BF16"], expected, None)
+            for at in np.ndindex(shape[: rule.repeats])
         ]
     with (folder / "model.safetensors").open("wb") as file:
         header = file_header(tensors, {})
@@ -105,6 +105,16 @@ def test_keys_that_nothing_reads_are_named(tmp_path):
     path.write_text(json.dumps({**json.loads(path.read_text()), "pretraining_tp": 4}))
     before = overview(GOLDENS / "llama").ignored
     assert set(overview(tmp_path / "llama").ignored) == {*before, "pretraining_tp"}
+
+
+def test_experts_are_counted(check):
+    code, out, _ = check(GOLDENS / "gpt_oss", "--quick")
+    one = 3 * (3 * 24 * 37 + 2 * 37 + 24)  # of an expert, in all layers
+    whole = num_params(overview(GOLDENS / "gpt_oss").config)
+    assert code == 0
+    assert f"{human_count(whole)} parameters, a token meets {human_count(whole - 3 * one)}" in out
+    assert "5 experts of 37, 2 for a token" in out
+    assert "a sink logit of each head" in " ".join(out.split())
 
 
 def test_the_shipped_model(check):

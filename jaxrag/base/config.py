@@ -106,6 +106,7 @@ _LARGEST = {
     "max_positions": 1 << 28,
 }
 _LARGEST_SCALE = 1e6
+MOST_EXPERTS = 1 << 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,8 +160,33 @@ class RopeConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ExpertsConfig:
+    """An MLP of many experts, each as wide as ``mlp_dim``; a token goes through some of them.
+
+    Their weights are a softmax over all of ``count``; ``normalise`` divides those of the chosen
+    ones by their sum.
+    """
+
+    count: int  # E
+    active: int  # experts of a token, those of the largest weights
+    normalise: bool
+    router_bias: bool = False
+    # gpt-oss (alpha, limit): gate up to limit, up within +-limit, then
+    # gate * sigmoid(alpha * gate) * (up + 1); None: SiLU.
+    clamp: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.count <= MOST_EXPERTS:
+            raise ConfigError(f"experts={self.count}: expected 1 to {MOST_EXPERTS}")
+        if not 1 <= self.active <= self.count:
+            raise ConfigError(f"active experts={self.active}: expected 1 to {self.count}, all")
+        if self.clamp is not None and not all(0 < x < math.inf for x in self.clamp):
+            raise ConfigError(f"clamp={self.clamp}: expected two finite positive numbers")
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer: RMSNorm, rotary GQA attention, gated MLP.
+    """A decoder-only transformer: RMSNorm, rotary GQA attention, gated MLP or experts.
 
     Shape letters as in GLOSSARY.md: L layers, D model, F MLP, N query heads, K KV heads,
     H head dim, V vocabulary.
@@ -170,7 +196,7 @@ class ModelConfig:
     vocab_size: int  # V
     num_layers: int  # L
     model_dim: int  # D
-    mlp_dim: int  # F
+    mlp_dim: int  # F, of an expert where there are experts
     num_heads: int  # N
     num_kv_heads: int  # K
     head_dim: int  # H
@@ -203,6 +229,8 @@ class ModelConfig:
     # is not XLA that spreads it. No properties of the model: they are in no file and in no key.
     kernels: Kernels = "xla"
     kernel_mesh: "Mesh | None" = None
+    experts: ExpertsConfig | None = None
+    sink_logits: bool = False  # gpt-oss: a logit of each head in the softmax's denominator
 
     def __post_init__(self) -> None:
         for name in _LARGEST:
@@ -227,6 +255,8 @@ class ModelConfig:
             raise ConfigError(f"dtype={self.dtype!r}: expected one of {', '.join(DTYPES)}")
         if self.kernels not in KERNELS:
             raise ConfigError(f"kernels={self.kernels!r}: expected one of {', '.join(KERNELS)}")
+        if self.experts is not None and self.activation != "silu":
+            raise ConfigError(f"activation={self.activation!r}: experts have 'silu' or a clamp")
         if self.window_layers is not None and len(self.window_layers) != self.num_layers:
             raise ConfigError(
                 f"window_layers has {len(self.window_layers)} entries for {self.num_layers} layers"

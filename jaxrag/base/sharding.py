@@ -45,6 +45,7 @@ class Rules:
     heads: str | None = "tensor"
     kv_heads: str | None = "tensor"
     mlp: str | None = "tensor"
+    experts: str | None = "tensor"  # then the units of one lie together
     layers: str | None = None
 
 

@@ -113,6 +113,7 @@ def _show(rows: Iterable[tuple[str, str]]) -> None:
 def _understood(found: "Overview") -> list[tuple[str, str]]:
     from jaxrag.models.memory import gib
     from jaxrag.models.overview import rope_words, scale_words
+    from jaxrag.models.spec import num_active_params
 
     c, files = found.config, found.files
     stored = f"{gib(files.nbytes)} of weights in {' and '.join(files.dtypes)}"
@@ -120,6 +121,11 @@ def _understood(found: "Overview") -> list[tuple[str, str]]:
     window = "" if c.sliding_window is None else f"; sliding window of {c.sliding_window} tokens"
     window += f" in {sum(c.window_layers)} layers" if c.window_layers else ""
     norms = "" if c.pre_norms else "; norms after attention and MLP alone"
+    mlp, count = f"MLP {c.mlp_dim}", f"{human_count(files.parameters)} parameters"
+    if c.experts is not None:
+        mlp = f"{c.experts.count} experts of {c.mlp_dim}, {c.experts.active} for a token"
+        count += f", a token meets {human_count(num_active_params(c))}"
+    window += "; a sink logit of each head" if c.sink_logits else ""
     positions = ", ".join(found.reading.block_positions)
     trained = "with full attention, as far as is known (no reading.toml)"
     if positions:
@@ -127,8 +133,8 @@ def _understood(found: "Overview") -> list[tuple[str, str]]:
     rows = [
         ("model", found.path),
         ("files", f"{files.kind}, {files.count} with {stored}"),
-        ("architecture", f"{found.architecture}, {human_count(files.parameters)} parameters"),
-        ("layers", f"{c.num_layers} of width {c.model_dim}, MLP {c.mlp_dim}{norms}; head {head}"),
+        ("architecture", f"{found.architecture}, {count}"),
+        ("layers", f"{c.num_layers} of width {c.model_dim}, {mlp}{norms}; head {head}"),
         (
             "attention",
             f"{c.num_heads} query and {c.num_kv_heads} KV heads of {c.head_dim}{window}",

@@ -101,7 +101,8 @@ def _looks(
     pool: PagePool, decoder: Decoder, table: PageTable, chunks: Array, step: Step, count: int
 ) -> tuple[Array, Array]:
     """Over all layers: the sum of squared shares, and the largest share, [T, C] each."""
-    attend = PartsAttend(decoder.config, decoder.rope, table, chunks[0], count, _votes)
+    logits = decoder.params.layers.sink_logits
+    attend = PartsAttend(decoder.config, decoder.rope, table, chunks[0], count, _votes, logits)
     _, _, (votes, most) = forward(decoder.params, decoder.config, step.tokens, pool, attend)
     return jnp.sum(votes, 0), jnp.max(most, 0)
 

@@ -298,7 +298,8 @@ def _finish(
     if part is not None:
         new = merge([new, Partial(*_cut((part.out, part.lse), start, width))])
     [old] = _cut((x,), start, width)
-    done = finish_layer(old, new.out.astype(old.dtype), layer_of(here.params, here.index), config)
+    new = new.replace(out=new.out.astype(old.dtype))
+    done = finish_layer(old, new, layer_of(here.params, here.index), config)
     [x] = _put((x,), (done,), start)
     return x
 

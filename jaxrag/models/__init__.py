@@ -3,7 +3,20 @@
 A new family is one file with a ``Family`` and one line here.
 """
 
-from jaxrag.models import gemma, glm, granite, llama, mistral, olmo, qwen2, qwen3, smollm3
+from jaxrag.models import (
+    gemma,
+    glm,
+    gpt_oss,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    olmo,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+)
 from jaxrag.models.family import Family
 
 FAMILIES: dict[str, Family] = {
@@ -12,6 +25,9 @@ FAMILIES: dict[str, Family] = {
     "qwen2": qwen2.FAMILY,
     "qwen3": qwen3.FAMILY,
     "gemma3": gemma.FAMILY,
+    "mixtral": mixtral.FAMILY,
+    "qwen3_moe": qwen3_moe.FAMILY,
+    "gpt_oss": gpt_oss.FAMILY,
     "glm": glm.GLM,
     "glm4": glm.GLM4,
     "granite": granite.FAMILY,

@@ -69,6 +69,7 @@ __all__ = [
     "slot_scores",
     "slot_values",
     "topn_attention",
+    "with_sink_logits",
 ]
 
 
@@ -87,8 +88,8 @@ class Attend(Protocol):
         v: Array,
         tokens: Tokens,
         cache: Any,
-    ) -> tuple[Array, Any, Any]:
-        """Return out [B, T, N, H], the cache, and a tree to stack over layers (or None)."""
+    ) -> tuple[Partial, Any, Any]:
+        """Return out and lse, the cache, and a tree to stack over layers (or None)."""
         ...
 
 
@@ -113,12 +114,12 @@ class PackedAttend:
         v: Array,
         tokens: Tokens,
         cache: None,
-    ) -> tuple[Array, None, None]:
+    ) -> tuple[Partial, None, None]:
         """Place q and k at their positions and attend within the row."""
         config = self.config
 
-        def attend(q: Array, k: Array, v: Array, rows: Rows, window: Any) -> Array:
-            out, _ = segment_attention(
+        def attend(q: Array, k: Array, v: Array, rows: Rows, window: Any) -> tuple[Array, Array]:
+            return segment_attention(
                 q,
                 k,
                 v,
@@ -128,12 +129,11 @@ class PackedAttend:
                 window=window,
                 impl=body_of("segment_attention", config.kernels),
             )
-            return out
 
         rope = self.rope.of_layer(layer)
         q_at, k_at = (place(x, tokens.positions, rope, config.rope) for x in (q, k))
         packed = Rows(tokens.positions, tokens.segments, tokens.examples)
-        call: Callable[..., Array] = attend
+        call: Callable[..., tuple[Array, Array]] = attend
         if config.kernel_mesh is not None:
             rows, heads = attention_axes(config.kernel_mesh, q.shape[0], config.num_kv_heads)
             by_head = PartitionSpec(rows, None, heads, None)
@@ -141,10 +141,10 @@ class PackedAttend:
                 attend,
                 mesh=config.kernel_mesh,
                 in_specs=(by_head, by_head, by_head, PartitionSpec(rows), PartitionSpec()),
-                out_specs=by_head,
+                out_specs=(by_head, PartitionSpec(rows, None, heads)),
                 check_vma=False,
             )
-        return call(q_at, k_at, v, packed, window), None, None
+        return Partial(*call(q_at, k_at, v, packed, window)), None, None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +173,7 @@ class PagedAttend:
         v: Array,
         tokens: Tokens,
         cache: PagePool,
-    ) -> tuple[Array, PagePool, None]:
+    ) -> tuple[Partial, PagePool, None]:
         """Write, then attend."""
         if cache.v.shape != cache.k.shape:
             raise RequestError(
@@ -189,8 +189,9 @@ class PagedAttend:
         def attend(op: PagedOp, where: Pages) -> tuple[Array, Array]:
             return attend_pool(op, self.config, rope, cache, queries, where, at, window)
 
-        out, _ = attend_table(attend, op, self.table, pages)
-        return out.reshape(q.shape).astype(q.dtype), cache, None
+        out, lse = attend_table(attend, op, self.table, pages)
+        part = Partial(out.reshape(q.shape).astype(q.dtype), lse.reshape(q.shape[:-1]))
+        return part, cache, None
 
     def _op(self, num_queries: int) -> PagedOp:
         """What queries [B, num_queries] attend with."""
@@ -432,6 +433,17 @@ def check_kernels(kernels: str) -> None:
             check_impl(op, body_of(op, kernels))
     except KernelError as error:
         raise ConfigError(f"kernels={kernels!r}: {error}") from None
+
+
+def with_sink_logits(part: Partial, sink_logits: Array | None) -> Array:
+    """Attention over all keys, with one logit more a head [N] that only takes weight (gpt-oss).
+
+    Once, behind every merge: none is a key of any part.
+    """
+    if sink_logits is None:
+        return part.out
+    kept = jax.nn.sigmoid(part.lse - sink_logits.astype(jnp.float32))
+    return (part.out.astype(jnp.float32) * kept[..., None]).astype(part.out.dtype)
 
 
 def merge(partials: Sequence[Partial]) -> Partial:

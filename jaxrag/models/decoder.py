@@ -10,8 +10,9 @@ from jax import lax
 
 from jaxrag.base import struct
 from jaxrag.base.config import ModelConfig
-from jaxrag.base.types import Array, HostArray, Tokens
-from jaxrag.models.attention import Attend
+from jaxrag.base.types import Array, HostArray, Partial, Tokens
+from jaxrag.models.attention import Attend, with_sink_logits
+from jaxrag.models.experts import experts_mlp
 from jaxrag.models.int8 import Int8Weight, int8_product
 from jaxrag.models.linear import linear, product
 from jaxrag.models.rope import RopeFactors, RopeTable
@@ -81,14 +82,15 @@ def _joint_norm(x: Array, weight: Array, config: ModelConfig) -> Array:
     return joined.reshape(x.shape)
 
 
-def finish_layer(x: Array, out: Array, p: LayerParams, config: ModelConfig) -> Array:
-    """What one layer makes of its input x [B, T, D] and the output of its attention."""
-    out = linear(out, p.o)
+def finish_layer(x: Array, part: Partial, p: LayerParams, config: ModelConfig) -> Array:
+    """What one layer makes of its input x [B, T, D] and its attention over all keys."""
+    out = linear(with_sink_logits(part, p.sink_logits), p.o)
     out = out if p.o_bias is None else out + p.o_bias
     if config.post_norms:
         out = rms_norm(out, p.post_attn_norm, config)
     x = x + scaled(out, config.residual_scale)
-    out = _mlp(_before(x, p.mlp_norm, config), p, config)
+    mlp = _mlp if config.experts is None else experts_mlp
+    out = mlp(_before(x, p.mlp_norm, config), p, config)
     if config.post_norms:
         out = rms_norm(out, p.post_mlp_norm, config)
     return x + scaled(out, config.residual_scale)
@@ -223,8 +225,8 @@ def run_layer(
     q, k, v = heads_of(x, p, config)
     if p.soft is not None:
         k, v = _given(k, v, p.soft, tokens.ids - config.vocab_size)
-    out, cache, collected = attend(jnp.asarray(index), window, q, k, v, tokens, cache)
-    return finish_layer(x, out, p, config), cache, collected
+    part, cache, collected = attend(jnp.asarray(index), window, q, k, v, tokens, cache)
+    return finish_layer(x, part, p, config), cache, collected
 
 
 def keys_and_values(

@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from jaxrag.base.gguf import is_gguf
 from jaxrag.base.sharding import to_host
 from jaxrag.models.gguf import stored_tensors
 from jaxrag.models.record import is_checkpoint, read_record
 from jaxrag.models.spec import Params, by_name
-from jaxrag.models.tensor_files import StoredTensor
+from jaxrag.models.tensor_files import StoredTensor, read_tensors
 
 _WORTH_REMEMBERING = 64 << 20  # bytes; hashing less takes no time
 _BLOCK = 64 << 20  # bytes brought to the host at a time
@@ -54,7 +55,7 @@ def weights_digest(directory: str | Path, memo: Path | None = None) -> str:
     directory = Path(directory).resolve()
     if is_checkpoint(directory):
         return read_record(directory).digest
-    tensors = stored_tensors(directory)
+    tensors = stored_tensors(directory) if is_gguf(directory) else read_tensors(directory)
     if sum(tensor.num_bytes for tensor in tensors.values()) < _WORTH_REMEMBERING:
         return _tensors_digest(tensors)
     paths = {tensor.path for tensor in tensors.values()}

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-import einops
 import jax
 import numpy as np
 
@@ -114,19 +113,18 @@ def _tensors(family: Family, params: Params) -> Iterator[NewTensor]:
         if rule.paths[0] not in leaves:
             continue
         parts = [leaves[path] for path in rule.paths]
-        for layer in range(parts[0].shape[0]) if rule.per_layer else (None,):
-            shape = parts[0].shape if layer is None else parts[0].shape[1:]
+        lead = rule.repeats
+        for at in np.ndindex(parts[0].shape[:lead]):
             yield NewTensor(
-                name=rule.key.format(layer=layer),
+                name=rule.name(at),
                 dtype=np.dtype(parts[0].dtype),
-                shape=rule.file_shape(shape),
-                values=functools.partial(_file_tensor, rule, parts, layer),
+                shape=rule.file_shape(parts[0].shape[lead:]),
+                values=functools.partial(_file_tensor, rule, parts, at),
             )
 
 
-def _file_tensor(rule: TensorRule, parts: list[Array], layer: int | None) -> HostArray:
-    arrays = [np.asarray(part if layer is None else part[layer]) for part in parts]
-    return np.concatenate([einops.rearrange(array, rule.inverse) for array in arrays])
+def _file_tensor(rule: TensorRule, parts: list[Array], at: tuple[int, ...]) -> HostArray:
+    return rule.joined([np.asarray(part[at]) for part in parts])
 
 
 def _split(tensors: list[NewTensor], max_bytes: int) -> list[list[NewTensor]]:

@@ -7,20 +7,25 @@ strict check of a checkpoint all follow from the same lines.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import einops
+import numpy as np
+
 from jaxrag.base.config import ModelConfig
+from jaxrag.base.types import HostArray
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorRule:
     """One tensor of a checkpoint and the parameter (or fused parameters) it holds.
 
-    ``key`` is the name in the file, with ``{layer}`` where it repeats per layer. ``paths`` are
-    attribute paths in ``Params``; several paths lie fused, in that order, along the file tensor's
-    first axis. ``pattern`` is an einops pattern from the file's axes to one layer of the parameter;
-    it is inverted by swapping its sides.
+    ``key`` is the name in the file, with ``{layer}`` where it repeats per layer and ``{expert}``
+    where per expert. ``paths`` are attribute paths in ``Params``. ``pattern`` is an einops pattern
+    from the file's axes to one repetition of a parameter; where several lie fused, ``p`` is the
+    axis of which they are the parts, in the order of ``paths``.
     """
 
     key: str
@@ -28,36 +33,39 @@ class TensorRule:
     pattern: str
 
     @property
-    def per_layer(self) -> bool:
-        """Whether the file holds one such tensor per layer."""
-        return "{layer}" in self.key
+    def repeats(self) -> int:
+        """How many of the parameter's first axes the file has as so many tensors: L, or L and E."""
+        return ("{layer}" in self.key) + ("{expert}" in self.key)
 
-    @property
-    def inverse(self) -> str:
-        """The einops pattern from the parameter back to the file's axes."""
+    def name(self, at: Sequence[int]) -> str:
+        """The tensor at this layer and expert, as many numbers as it repeats over."""
+        return self.key.format(**dict(zip(("layer", "expert"), at, strict=False)))
+
+    def taken(self, stored: HostArray, part: int, shape: tuple[int, ...]) -> HostArray:
+        """Of the file's tensor one repetition, of this shape, of the parameter ``paths[part]``."""
         left, right = self.pattern.split(" -> ")
-        return f"{right} -> {left}"
+        sizes = self._sizes(shape)
+        if "p" not in sizes:
+            return einops.rearrange(stored, self.pattern, **sizes)
+        return einops.rearrange(stored, f"{left} -> p {right}", **sizes)[part]
 
-    def axis_sizes(self, shape: tuple[int, ...]) -> dict[str, int]:
-        """Name the axes of one layer of the parameter, whose shape is ``shape``."""
-        return dict(zip(self.pattern.split(" -> ")[1].split(), shape, strict=True))
+    def joined(self, parts: Sequence[HostArray]) -> HostArray:
+        """Inverse of ``taken``: the file's tensor, of one repetition of every parameter."""
+        left, right = self.pattern.split(" -> ")
+        if len(parts) == 1:
+            return einops.rearrange(parts[0], f"{right} -> {left}")
+        return einops.rearrange(np.stack(parts), f"p {right} -> {left}")
+
+    def _sizes(self, shape: tuple[int, ...]) -> dict[str, int]:
+        """The axes of the pattern by name."""
+        fused = {} if len(self.paths) == 1 else {"p": len(self.paths)}
+        return fused | dict(zip(self.pattern.split(" -> ")[1].split(), shape, strict=True))
 
     def file_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the file's tensor, given the shape of one layer of one parameter."""
-        sizes = self.axis_sizes(shape)
-        axes: list[int] = []
-        group: list[int] | None = None
-        for word in self.pattern.split(" -> ")[0].replace("(", "( ").replace(")", " )").split():
-            if word == "(":
-                group = []
-            elif word == ")":
-                axes.append(math.prod(group or []))
-                group = None
-            elif group is not None:
-                group.append(sizes[word])
-            else:
-                axes.append(sizes[word])
-        return (axes[0] * len(self.paths), *axes[1:])
+        """Shape of the file's tensor, given that of one repetition of one parameter."""
+        left, sizes = self.pattern.split(" -> ")[0], self._sizes(shape)
+        words = re.findall(r"\(([^)]*)\)|(\w+)", left)
+        return tuple(math.prod(sizes[axis] for axis in "".join(word).split()) for word in words)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,8 +136,15 @@ MLP_BIAS = (
     TensorRule(_MLP + "down_proj.bias", ("layers.down_bias",), "d -> d"),
 )
 FUSED_MLP = (
-    TensorRule(_MLP + "gate_up_proj.weight", ("layers.gate", "layers.up"), "f d -> d f"),
+    TensorRule(_MLP + "gate_up_proj.weight", ("layers.gate", "layers.up"), "(p f) d -> d f"),
     TensorRule(_MLP + "down_proj.weight", ("layers.down",), "d f -> f d"),
+)
+_EXPERT = _MLP + "experts.{expert}."
+EXPERTS = (
+    TensorRule(_MLP + "gate.weight", ("layers.router",), "e d -> d e"),
+    TensorRule(_EXPERT + "gate_proj.weight", ("layers.gate",), "f d -> d f"),
+    TensorRule(_EXPERT + "up_proj.weight", ("layers.up",), "f d -> d f"),
+    TensorRule(_EXPERT + "down_proj.weight", ("layers.down",), "d f -> f d"),
 )
 POST_NORMS = (
     TensorRule(_LAYER + "post_self_attn_layernorm.weight", ("layers.post_attn_norm",), "d -> d"),

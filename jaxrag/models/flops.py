@@ -36,8 +36,7 @@ def turborag_flops(
     qkv = 2 * c.model_dim * (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
     attention = attention_matmuls * 2 * c.num_heads * c.head_dim * num_context
     output = 2 * c.model_dim**2
-    mlp = 2 * 3 * c.model_dim * c.mlp_dim
-    return num_input * c.num_layers * (qkv + attention + output + mlp)
+    return num_input * c.num_layers * (qkv + attention + output + _mlp_flops(c))
 
 
 def score_flops(config: ModelConfig, num_queries: int, num_keys: int) -> int:
@@ -95,9 +94,16 @@ def forward_flops(config: ModelConfig, spans: Sequence[tuple[int, int]], num_log
 
 
 def _layers_flops_per_token(c: ModelConfig) -> int:
-    """Every weight matrix of every layer, once."""
+    """Every weight matrix of every layer that a token meets, once."""
     qkvo = 2 * c.model_dim * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
-    return c.num_layers * (qkvo + 2 * 3 * c.model_dim * c.mlp_dim)
+    return c.num_layers * (qkvo + _mlp_flops(c))
+
+
+def _mlp_flops(c: ModelConfig) -> int:
+    """The MLP of a layer; of experts those that a token goes through, and the choice."""
+    one = 2 * 3 * c.model_dim * c.mlp_dim
+    experts = c.experts
+    return one if experts is None else experts.active * one + 2 * c.model_dim * experts.count
 
 
 def _lm_head_flops(c: ModelConfig) -> int:

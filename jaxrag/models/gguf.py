@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxrag.base.config import Llama3Scaling, RopeConfig
+from jaxrag.base.config import MOST_EXPERTS, Llama3Scaling, RopeConfig
 from jaxrag.base.errors import ModelError
 from jaxrag.base.gguf import Header, is_gguf, read_header
 from jaxrag.base.rotary import frequencies
 from jaxrag.base.types import HostArray
+from jaxrag.models.mxfp4 import joined
 from jaxrag.models.tensor_files import DTYPES, StoredTensor, read_tensors
 from jaxrag.models.text.gguf import ending_ids
 
@@ -32,6 +33,7 @@ ARCHITECTURES = {
     "granite": "GraniteForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
 }
 # Whose q and k are ordered for pairs of neighbours.
 _PAIRED = ("llama", "mistral", "granite", "smollm3")
@@ -53,6 +55,10 @@ _NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{expert}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{expert}.up_proj",
+    "ffn_down_exps": "mlp.experts.{expert}.down_proj",
     "rope_freqs": "rope_freqs",
 }
 _GEMMA_NAMES = {  # and OLMo 2's
@@ -70,7 +76,9 @@ _SCALES = {
 }
 # Keys of another arithmetic, with the values that leave the result as it is.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "expert_count": (0,),
+    "expert_shared_count": (0,),
+    "expert_weights_scale": (0, 1),
+    "expert_gating_func": (0, 1),
     "use_parallel_residual": (False,),
     "logit_scale": (0, 1),
     "residual_scale": (0, 1),
@@ -146,7 +154,7 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     Raises ModelError as ``read_tensors`` and ``read_gguf_config`` do.
     """
     if not is_gguf(path):
-        return read_tensors(path)
+        return joined(read_tensors(path))
     found = _tensors(read_header(path))
     found.pop(_ROPE_FREQS, None)  # of the config
     return found
@@ -176,6 +184,16 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
         number.require("attention.sliding_window", (0,))
     if window and not gemma:  # which is all that sets a Mistral apart from a Llama
         architecture = "mistral"
+    count, experts = number.whole("expert_count", 0), {}
+    if architecture == "qwen3moe":
+        experts = {
+            "num_experts": count,
+            "num_experts_per_tok": number.whole("expert_used_count"),
+            "moe_intermediate_size": number.whole("expert_feed_forward_length"),
+            "norm_topk_prob": True,  # llama.cpp divides by their sum, always
+        }
+    elif count:
+        number.require("expert_count", (0,))
     matrices = {tensor.identity[1] for tensor in tensors.values() if len(tensor.shape) > 1}
     bos = header.number("tokenizer.ggml.bos_token_id", -1)
     embed = tensors.get("model.embed_tokens.weight")
@@ -183,6 +201,7 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
     own = _of_gemma(number, rope, head_dim, width // heads) if gemma else {"rope_parameters": rope}
     return {
         **own,
+        **experts,
         "architectures": [ARCHITECTURES[architecture]],
         "vocab_size": 0 if embed is None else embed.shape[0],
         "hidden_size": width,
@@ -293,7 +312,7 @@ def _tensors(header: Header) -> dict[str, StoredTensor]:
             raise ModelError(
                 f"{where} has {place.shape[0]} rows, which {paired} heads do not share"
             )
-        tensors[name] = GGUFTensor(
+        tensor = GGUFTensor(
             name=name,
             path=header.path,
             dtype=DTYPES.get(kind, np.dtype(np.float32)),
@@ -305,7 +324,30 @@ def _tensors(header: Header) -> dict[str, StoredTensor]:
             pairs=paired,
             less_one=architecture == "gemma3" and found[2].endswith("norm"),
         )
+        tensors |= {it.name: it for it in _apart(tensor)}
     return tensors
+
+
+def _apart(tensor: GGUFTensor) -> list[GGUFTensor]:
+    """Of a tensor of all experts each one's, else itself."""
+    if "{expert}" not in tensor.name:
+        return [tensor]
+    count, size = tensor.shape[0], tensor.size // tensor.shape[0]
+    if len(tensor.shape) != 3 or count > MOST_EXPERTS:
+        raise ModelError(
+            f"{tensor.path}: {tensor.entry!r} is {list(tensor.shape)}, expected three axes, and "
+            f"{MOST_EXPERTS} experts at most"
+        )
+    return [
+        dataclasses.replace(
+            tensor,
+            name=tensor.name.format(expert=number),
+            shape=tensor.shape[1:],
+            start=tensor.start + number * size,
+            size=size,
+        )
+        for number in range(count)
+    ]
 
 
 def _type_of(header: Header, entry: str) -> tuple[str, int]:

@@ -10,11 +10,11 @@ of one parameter at a time, read through a memory map.
 import dataclasses
 import fnmatch
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import einops
 import jax
 import numpy as np
 from jax.sharding import Mesh
@@ -44,7 +44,7 @@ Index = tuple[slice, ...]
 
 @dataclasses.dataclass(frozen=True)
 class StoredParam:
-    """Where one parameter lies: its rule, its place among the fused ones, one tensor per layer."""
+    """Where one parameter lies: its rule, its place among the fused ones, its tensors in order."""
 
     rule: TensorRule
     part: int
@@ -52,15 +52,12 @@ class StoredParam:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The narrowest dtype that holds every layer exactly."""
+        """The narrowest dtype that holds every tensor exactly."""
         return functools.reduce(jax.numpy.promote_types, (t.dtype for t in self.tensors))
 
-    def layer(self, index: int, shape: tuple[int, ...]) -> HostArray:
-        """One layer of the parameter as a view of the mapped file; ``shape`` is the layer's."""
-        stored = self.tensors[index].view()
-        rows = stored.shape[0] // len(self.rule.paths)
-        stored = stored[self.part * rows : (self.part + 1) * rows]
-        return einops.rearrange(stored, self.rule.pattern, **self.rule.axis_sizes(shape))
+    def repetition(self, number: int, shape: tuple[int, ...]) -> HostArray:
+        """One of the parameter, of this shape, as a view of the mapped file."""
+        return self.rule.taken(self.tensors[number].view(), self.part, shape)
 
 
 def is_hf_directory(directory: Path) -> bool:
@@ -247,15 +244,14 @@ def find_sources(directory: Path, config: ModelConfig) -> dict[str, StoredParam]
     stored = {family.own_name(name): it for name, it in stored_tensors(directory).items()}
     specs = by_name(param_specs(config))
     shapes = {
-        rule: specs[rule.paths[0]].shape[rule.per_layer :]
+        rule: specs[rule.paths[0]].shape[rule.repeats :]
         for rule in family.tensors
         if rule.paths[0] in specs
     }
     tied = config.tie_embeddings and "lm_head.weight" in stored
     ignored = (*family.ignored, "lm_head.weight") if tied else family.ignored
-    found = match_tensors(
-        directory, stored, shapes, config.num_layers, (family.name, "model"), ignored
-    )
+    counts = (config.num_layers, 0 if config.experts is None else config.experts.count)
+    found = match_tensors(directory, stored, shapes, counts, (family.name, "model"), ignored)
     if tied:
         _check_tied(directory, stored)
     return found
@@ -265,7 +261,7 @@ def match_tensors(
     directory: Path,
     stored: Mapping[str, StoredTensor],
     shapes: Mapping[TensorRule, tuple[int, ...]],
-    num_layers: int,
+    counts: tuple[int, ...],
     what: tuple[str, str],
     ignored: Sequence[str],
     prefix: str = "",
@@ -275,8 +271,8 @@ def match_tensors(
     Args:
       directory: where the tensors are, for errors.
       stored: all of them by name.
-      shapes: of one layer of each rule's parameter.
-      num_layers: tensors of a rule that repeats.
+      shapes: of one repetition of each rule's parameter.
+      counts: of layers, and of experts, over which a rule may repeat.
       what: the family, and what it is of, for errors.
       ignored: patterns of names that may be left over.
 
@@ -285,8 +281,7 @@ def match_tensors(
     unused = set(stored)
     found: dict[str, StoredParam] = {}
     for rule, shape in shapes.items():
-        layers = range(num_layers) if rule.per_layer else range(1)
-        names = [prefix + rule.key.format(layer=layer) for layer in layers]
+        names = [prefix + rule.name(at) for at in np.ndindex(counts[: rule.repeats])]
         for name in names:
             if name not in stored:
                 raise ModelError(
@@ -314,12 +309,11 @@ def _read_slice(source: StoredParam, spec: ParamSpec, dtype: str | None, index: 
     sizes = [len(range(n)[part]) for n, part in zip(spec.shape, index, strict=True)]
     block = np.empty(sizes, source.dtype if dtype is None else jax.numpy.dtype(dtype))
     with np.errstate(over="ignore"):  # what a narrower dtype cannot hold is found when all is there
-        if source.rule.per_layer:
-            layers = range(spec.shape[0])[index[0]]
-            for row, layer in zip(block, layers, strict=True):
-                row[...] = source.layer(layer, spec.shape[1:])[index[1:]]
-        else:
-            block[...] = source.layer(0, spec.shape)[index]
+        lead = source.rule.repeats
+        counts, shape = spec.shape[:lead], spec.shape[lead:]
+        numbers = np.arange(math.prod(counts)).reshape(counts)[index[:lead]]
+        for at in np.ndindex(numbers.shape):
+            block[at] = source.repetition(int(numbers[at]), shape)[index[lead:]]
     return block
 
 

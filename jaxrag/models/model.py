@@ -109,10 +109,16 @@ class Model:
                 f"decode_weights={self.decode_weights!r}: only for one CPU, and this model is on "
                 f"{'a mesh' if self.mesh is not None else jax.default_backend()}; leave it out"
             )
+        if self.decode_weights and self.config.experts is not None:
+            raise ConfigError(
+                f"decode_weights={self.decode_weights!r}: not for a model with experts; leave it "
+                "out"
+            )
         fastest = self.placement.on_device and measured_kernels()
         if self.config.kernels == "measured" and not fastest:
             self.config = dataclasses.replace(self.config, kernels="xla")
-        if self.config.kernels != "xla" and self.mesh is not None and self.mesh.size > 1:
+        by_device = self.config.kernels != "xla" or self.config.experts is not None
+        if by_device and self.mesh is not None and self.mesh.size > 1:
             self.config = dataclasses.replace(self.config, kernel_mesh=self.mesh)
         if self.tokenizer is not None:
             check_vocab(self.tokenizer, self.config)

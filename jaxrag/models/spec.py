@@ -20,6 +20,7 @@ from jaxrag.base.errors import ModelError
 from jaxrag.base.sharding import Rules, replicated, sharding, to_host
 from jaxrag.base.types import Array
 
+MLP = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")  # of LayerParams
 _LAYERS = "layers."
 
 
@@ -34,7 +35,10 @@ class ParamSpec:
 
 
 class LayerParams(struct.PyTreeNode):
-    """Weights of all layers; every leaf leads with L, or not (Params). Absent weights are None."""
+    """Weights of all layers; every leaf leads with L, or not (Params). Absent weights are None.
+
+    Of a model with experts, ``gate``, ``up``, ``down`` and their biases have E behind L.
+    """
 
     attn_norm: Any = None  # [L, D]
     q: Any = None  # [L, D, N, H]
@@ -56,6 +60,9 @@ class LayerParams(struct.PyTreeNode):
     k_norm: Any = None  # [L, H], or [L, K, H]
     post_attn_norm: Any = None  # [L, D]
     post_mlp_norm: Any = None  # [L, D]
+    sink_logits: Any = None  # [L, N]
+    router: Any = None  # [L, D, E]
+    router_bias: Any = None  # [L, E]
     soft: Any = None  # [L, 2, R, K, H], of no checkpoint (Params)
 
 
@@ -106,7 +113,7 @@ def param_specs(config: ModelConfig) -> Params:
             return norm(head, c.qk_norm)
         return ParamSpec((layers, count, head), ("layers", axis, None), gain)
 
-    return Params(
+    specs = Params(
         embed=ParamSpec((c.vocab_size, dim), ("vocab", "embed"), "normal", dim),
         layers=LayerParams(
             attn_norm=norm(dim, c.pre_norms),
@@ -129,12 +136,35 @@ def param_specs(config: ModelConfig) -> Params:
             k_norm=head_norm(kv_heads, "kv_heads"),
             post_attn_norm=norm(dim, c.post_norms),
             post_mlp_norm=norm(dim, c.post_norms),
+            sink_logits=weight((heads,), ("heads",), 1) if c.sink_logits else None,
         ),
         final_norm=ParamSpec((dim,), (None,), gain),
         lm_head=None
         if c.tie_embeddings
         else ParamSpec((dim, c.vocab_size), ("embed", "vocab"), "normal", dim),
     )
+    if c.experts is None:
+        return specs
+    count = c.experts.count
+    parts = {
+        name: _of_each(spec, count)
+        for name in MLP
+        if (spec := getattr(specs.layers, name)) is not None
+    }
+    return specs.replace(
+        layers=specs.layers.replace(
+            router=weight((dim, count), ("embed", None), dim),
+            router_bias=bias((count,), (None,), c.experts.router_bias),
+            **parts,
+        )
+    )
+
+
+def _of_each(spec: ParamSpec, count: int) -> ParamSpec:
+    """A weight of the MLP as each of the experts has it; these are spread, and not their units."""
+    axes = tuple(None if axis == "mlp" else axis for axis in spec.axes[1:])
+    shape = (spec.shape[0], count, *spec.shape[1:])
+    return dataclasses.replace(spec, shape=shape, axes=("layers", "experts", *axes))
 
 
 def is_spec(leaf: object) -> bool:
@@ -155,6 +185,16 @@ def param_shardings(config: ModelConfig, mesh: Mesh, rules: Rules | None = None)
 def num_params(config: ModelConfig) -> int:
     """How many weights the config has."""
     return sum(math.prod(s.shape) for s in jax.tree.leaves(param_specs(config), is_leaf=is_spec))
+
+
+def num_active_params(config: ModelConfig) -> int:
+    """How many of them a token meets: of the experts those that it goes through."""
+    whole, experts = num_params(config), config.experts
+    if experts is None:
+        return whole
+    layers = vars(param_specs(config).layers)
+    each = sum(math.prod(layers[name].shape) for name in MLP if layers[name] is not None)
+    return whole - each // experts.count * (experts.count - experts.active)
 
 
 def init_params(

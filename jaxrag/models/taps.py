@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrag.base.config import ModelConfig
-from jaxrag.base.types import Array, Tokens
+from jaxrag.base.types import Array, Partial, Tokens
 from jaxrag.kv.cache import PagePool, PageTable
 from jaxrag.models.attention import (
     Attend,
@@ -19,6 +19,7 @@ from jaxrag.models.attention import (
     attend_pool,
     attend_table,
     paged_attention,
+    with_sink_logits,
 )
 from jaxrag.models.rope import RopeTable
 
@@ -44,7 +45,7 @@ class Tap:
         v: Array,
         tokens: Tokens,
         cache: Any,
-    ) -> tuple[Array, Any, Any]:
+    ) -> tuple[Partial, Any, Any]:
         """Attend as the other does, and take."""
         out, cache, _ = self.attend(layer, window, q, k, v, tokens, cache)
         return out, cache, self.take(q, k, v)
@@ -74,7 +75,7 @@ class LastQueries:
         v: Array,
         tokens: Tokens,
         cache: tuple[Any, Array],
-    ) -> tuple[Array, tuple[Any, Array], Any]:
+    ) -> tuple[Partial, tuple[Any, Array], Any]:
         """Attend as the other does, and keep q."""
         out, inner, collected = self.attend(layer, window, q, k, v, tokens, cache[0])
         return out, (inner, q), collected
@@ -89,11 +90,13 @@ class ChunkMassAttend:
 
     Attributes:
       columns: [B, T] int32 column of each token, 0 .. C-1, or -1.
+      sink_logits: [L, N] of the model; they take of the shares.
     """
 
     config: ModelConfig
     rope: RopeTable
     columns: Array
+    sink_logits: Array | None = None
 
     def __call__(
         self,
@@ -104,7 +107,7 @@ class ChunkMassAttend:
         v: Array,
         tokens: Tokens,
         cache: Array,
-    ) -> tuple[Array, Array, None]:
+    ) -> tuple[Partial, Array, None]:
         """Attend to V, then to one-hot columns in place of V: their mixture is the shares."""
         packed = PackedAttend(self.config, self.rope, prefix_visible=True)
         out, _, _ = packed(layer, window, q, k, v, tokens, None)
@@ -115,7 +118,7 @@ class ChunkMassAttend:
             hot = jax.nn.one_hot(self.columns - first, dim)[:, :, None]
             hot = jnp.broadcast_to(hot, k.shape)
             share, _, _ = packed(layer, window, *wide, hot, tokens, None)
-            shares.append(share.mean(axis=2))
+            shares.append(with_sink_logits(share, _of_layer(self.sink_logits, layer)).mean(axis=2))
         return out, cache + jnp.concatenate(shares, -1)[..., : cache.shape[-1]], None
 
 
@@ -127,6 +130,7 @@ class PartsAttend:
       table: of the request, [1, M]; shows the tokens' own slots.
       parts: [M * page] int32 part of the prompt that each slot is of, 0..count-1; -1 is of none.
       take: what is kept of a layer's shares, float32 [T, N, count].
+      sink_logits: [L, N] of the model; they take of the shares.
     """
 
     config: ModelConfig
@@ -135,6 +139,7 @@ class PartsAttend:
     parts: Array
     count: int
     take: Callable[[Array], Any]
+    sink_logits: Array | None = None
 
     def __call__(
         self,
@@ -145,7 +150,7 @@ class PartsAttend:
         v: Array,
         tokens: Tokens,
         cache: PagePool,
-    ) -> tuple[Array, PagePool, Any]:
+    ) -> tuple[Partial, PagePool, Any]:
         """Attend, and take of the shares of attention that every part gets."""
         pages = cache.rows(layer, self.table.pages, self.config.num_layers)
         hot = jax.nn.one_hot(self.parts, self.count)[None]
@@ -155,6 +160,11 @@ class PartsAttend:
             at, rope = tokens.positions, self.rope.of_layer(layer)
             return attend_pool(op, self.config, rope, cache, q, where, at, window)
 
-        out, _ = attend_table(attend, op, self.table, pages)
+        out, lse = attend_table(attend, op, self.table, pages)
         out, shares = jnp.split(out, [q.shape[-1]], -1)
-        return out.astype(q.dtype), cache, self.take(shares[0])
+        taken = with_sink_logits(Partial(shares, lse), _of_layer(self.sink_logits, layer))
+        return Partial(out.astype(q.dtype), lse), cache, self.take(taken[0])
+
+
+def _of_layer(sink_logits: Array | None, layer: Array) -> Array | None:
+    return None if sink_logits is None else sink_logits[layer]

@@ -26,8 +26,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-# Buffers such as BERT's position_ids; no parameter of a model has this type.
-_READABLE = {**DTYPES, "I64": np.dtype(np.int64)}
+# Buffers such as BERT's position_ids, and parts of what is quantised (mxfp4.py).
+_READABLE = {**DTYPES, "I64": np.dtype(np.int64), "U8": np.dtype(np.uint8)}
 MAX_HEADER_BYTES = 100_000_000  # as the reference library has it
 MAX_JSON_BYTES = 64 << 20  # of any other JSON file of a model directory
 _FIX = "download or copy it again"
@@ -67,7 +67,7 @@ def read_tensors(directory: Path) -> dict[str, StoredTensor]:
     """The tensors of a directory by name, from one file or from all files of its index.
 
     Raises ModelError when there are none, when a file is missing, truncated or malformed, when a
-    tensor is neither float32, bfloat16, float16 nor int64, or when index and files disagree.
+    tensor is neither float32, bfloat16, float16, int64 nor uint8, or when index and files disagree.
     """
     if (directory / SINGLE_FILE).is_file():
         return read_file(directory / SINGLE_FILE)

@@ -96,8 +96,9 @@ def _token_bytes(model: ModelConfig, remat: str, width: int, tensor: int) -> int
     c = model
     heads = c.num_heads * c.head_dim // tensor
     kv_heads = max(c.num_kv_heads * c.head_dim // tensor, 1)
-    products = 2 * heads + 2 * kv_heads + 2 * c.mlp_dim // tensor + 2 * c.model_dim
-    everything = products + 4 * c.model_dim + heads + 3 * c.mlp_dim // tensor
+    mlp = c.mlp_dim * (1 if c.experts is None else c.experts.active) // tensor
+    products = 2 * heads + 2 * kv_heads + 2 * mlp + 2 * c.model_dim
+    everything = products + 4 * c.model_dim + heads + 3 * mlp
     kept = {
         "none": everything,
         "dots": c.model_dim + products,

@@ -14,9 +14,10 @@ from flax import struct
 from jax.sharding import Mesh
 
 from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import ConfigError
 from jaxrag.base.sharding import Rules, sharding
 from jaxrag.base.types import Array
-from jaxrag.models.spec import LayerParams, Params, ParamSpec, param_specs
+from jaxrag.models.spec import MLP, LayerParams, Params, ParamSpec, param_specs
 from jaxrag.train.config import LoraPart
 
 _NUM_INPUT_AXES = {"o": 2}  # [N, H] -> D; every other target reads one axis
@@ -33,8 +34,12 @@ Adapters = dict[str, Adapter]
 
 
 def adapter_specs(config: ModelConfig, lora: LoraPart) -> dict[str, Adapter]:
-    """ParamSpec of every A and B, by target."""
+    """ParamSpec of every A and B, by target. Raises ConfigError for a target of experts."""
     layers = param_specs(config).layers
+    if config.experts is not None and (of_experts := sorted(set(MLP).intersection(lora.targets))):
+        raise ConfigError(
+            f"[lora]: targets has {of_experts[0]!r}: experts take no adapters; name q, k, v and o"
+        )
     specs: dict[str, Adapter] = {}
     for target in sorted(set(lora.targets)):
         weight: ParamSpec = getattr(layers, target)

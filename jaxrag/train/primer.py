@@ -30,7 +30,17 @@ from jaxrag.base import struct
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import TrainError
 from jaxrag.base.shapes import row_length
-from jaxrag.base.types import EMPTY, FINAL, FIRST_CHUNK, HIDDEN, PREFIX, Array, HostArray, Tokens
+from jaxrag.base.types import (
+    EMPTY,
+    FINAL,
+    FIRST_CHUNK,
+    HIDDEN,
+    PREFIX,
+    Array,
+    HostArray,
+    Partial,
+    Tokens,
+)
 from jaxrag.models.attention import PackedAttend
 from jaxrag.models.decoder import embedded, forward, layer_windows, rms_norm, run_layer, unembed
 from jaxrag.models.model import Model
@@ -363,7 +373,7 @@ class _ContextAttend:
         v: Array,
         tokens: Tokens,
         cache: tuple[Array, Array],
-    ) -> tuple[Array, tuple[Array, Array], None]:
+    ) -> tuple[Partial, tuple[Array, Array], None]:
         """Shapes as Attend."""
         config, at, rope = self.config, tokens.positions, self.rope.of_layer(layer)
         own = jnp.where(tokens.segments == EMPTY, HIDDEN, at)
@@ -371,7 +381,7 @@ class _ContextAttend:
         placed_at = jnp.where(keys_at == HIDDEN, 0, keys_at)
         keys = place(jnp.concatenate((cache[0], k), 1), placed_at, rope, config.rope)
         values = jnp.concatenate((cache[1], v), 1)
-        batch, length, heads, dim = q.shape
+        batch, length, _, dim = q.shape
         asked = place(q, at, rope, config.rope)
         asked = asked.reshape(batch, length, config.num_kv_heads, -1, dim)
         scores = jnp.einsum("bfkgh,bskh->bkgfs", asked, keys, preferred_element_type=jnp.float32)
@@ -382,7 +392,8 @@ class _ContextAttend:
         scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
         weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
         out = jnp.einsum("bkgfs,bskh->bfkgh", weights, values)
-        return out.reshape(batch, length, heads, dim).astype(q.dtype), cache, None
+        lse = jax.nn.logsumexp(scores, axis=-1).transpose(0, 3, 1, 2).reshape(q.shape[:-1])
+        return Partial(out.reshape(q.shape).astype(q.dtype), lse), cache, None
 
 
 def _run_id(

@@ -32,7 +32,7 @@ from jaxrag.train.step import Program, TrainState, new_state, program_of, state_
 
 _SIZES = (
     "family", "vocab_size", "num_layers", "model_dim", "mlp_dim", "num_heads", "num_kv_heads",
-    "head_dim",
+    "head_dim", "experts",
 )  # fmt: skip
 
 
@@ -199,8 +199,15 @@ def _stored_config(config: TrainConfig, planned: bool) -> ModelConfig:
 
 def _check_mesh(model: ModelConfig, config: TrainConfig) -> None:
     """Refuse a mesh that would replicate what it should split."""
+    count = None if model.experts is None else model.experts.count
+    if count is not None and count % config.compute.tensor:
+        raise ConfigError(
+            f"compute.tensor={config.compute.tensor} does not divide the model's {count} experts; "
+            "choose a divisor of that"
+        )
+    split = ("num_heads", "num_kv_heads", "vocab_size") + (("mlp_dim",) if count is None else ())
     for axis, names in (
-        ("tensor", ("num_heads", "num_kv_heads", "mlp_dim", "vocab_size")),
+        ("tensor", split),
         ("fsdp", ("model_dim",)),
     ):
         ways = getattr(config.compute, axis)

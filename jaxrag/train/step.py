@@ -149,6 +149,8 @@ def _policy(remat: str) -> Callable[..., Any] | None:
 
 def program_of(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> Program:
     """The program of a run."""
+    if model.experts is not None and mesh.size > 1:
+        model = dataclasses.replace(model, kernel_mesh=mesh)
     return Program(
         config=model,
         dtype=config.compute.dtype,
@@ -310,11 +312,11 @@ def make_optimizer(part: OptimizerPart) -> optax.GradientTransformation:
 
 
 def decays(params: Any) -> Any:
-    """Which leaves weight decay applies to: matrices, by name; norms and biases do not decay."""
+    """Which leaves weight decay applies to: matrices; norms, biases and sink logits do not."""
 
     def of(path: tuple[Any, ...], _: Array) -> bool:
         name = jax.tree_util.keystr(path[-1:])
-        return "norm" not in name and "bias" not in name
+        return not any(kind in name for kind in ("norm", "bias", "sink_logits"))
 
     return jax.tree_util.tree_map_with_path(of, params)
 

@@ -50,7 +50,11 @@ def dense_looks(model, request, answer):
             for head in range(config.num_heads):
                 scores = k[layer, : query + 1, head // group] @ q[layer, query, head]
                 weights = np.exp((scores - scores.max()) * config.head_dim**-0.5)
-                weights /= weights.sum()
+                own = 0.0
+                if config.sink_logits:
+                    own = float(model.params.layers.sink_logits[layer, head])
+                    own = np.exp(own - scores.max() * config.head_dim**-0.5)
+                weights /= weights.sum() + own
                 shares = [weights[of[: query + 1] == c].sum() for c in range(votes.shape[1])]
                 votes[i] += np.square(shares)
                 most[i] = np.maximum(most[i], shares)
@@ -70,6 +74,23 @@ def test_looks_are_those_of_dense_attention(engine_on, asked, method, tokens):
     votes, most = dense_looks(engine.runner.model, request, ids)
     got = found[-1].outcome.looks
     assert got.votes.shape == (tokens, 4)
+    np.testing.assert_allclose(got.votes, votes, atol=2e-5)
+    np.testing.assert_allclose(got.most, most, atol=2e-5)
+
+
+def test_what_sinks_take_is_looked_at_by_nobody(engine_on, asked, shared_models):
+    plain = shared_models("float32")
+    config = dataclasses.replace(plain.config, sink_logits=True)
+    sink_logits = np.linspace(-2, 2, config.num_layers * config.num_heads, dtype=np.float32)
+    layers = plain.params.layers.replace(
+        sink_logits=jnp.asarray(sink_logits.reshape(config.num_layers, -1))
+    )
+    engine = engine_on(config=config, params=plain.params.replace(layers=layers))
+    request = asked(engine, method="full_attention", chunks=4, tokens=8, cited=True)
+    found = list(engine.iterate([request]))
+    ids = [token for progress in found for token in progress.new]
+    votes, most = dense_looks(engine.runner.model, request, ids)
+    got = found[-1].outcome.looks
     np.testing.assert_allclose(got.votes, votes, atol=2e-5)
     np.testing.assert_allclose(got.most, most, atol=2e-5)
 

@@ -76,7 +76,8 @@ def _prefilled(model, prompt, method):
 @pytest.mark.parametrize(
     ("family", "changes", "methods"),
     [
-        ("granite", KINDS, ("epic", "turborag")),
+        ("granite", {**KINDS, "sink_logits": True}, ("epic", "turborag")),
+        pytest.param("granite", KINDS, ("epic", "turborag"), marks=pytest.mark.slow),
         pytest.param("llama", {}, ("full_attention", "full_reuse"), marks=pytest.mark.slow),
         pytest.param("glm", {}, EVERY, marks=pytest.mark.slow),  # interleaved
         pytest.param("llama", {"sliding_window": 24}, EVERY[:3], marks=pytest.mark.slow),

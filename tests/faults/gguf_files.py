@@ -37,7 +37,8 @@ NAMES = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
+    "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp",
+    **{f"mlp.experts.{it}_proj": f"ffn_{it}_exps" for it in ("gate", "up", "down")},
 }  # fmt: skip
 GEMMA_NAMES = {
     "pre_feedforward_layernorm": "ffn_norm", "post_attention_layernorm": "post_attention_norm",
@@ -80,7 +81,8 @@ def stored(values, kind):
 def write(path, directory, kind="F32", *, architecture=None, metadata=(), tokenizer=None):
     """A Hugging Face directory as a GGUF file; ``metadata`` is keys that are added or changed."""
     hf, config = json.loads((directory / "config.json").read_text()), load_config(directory)
-    name = architecture or {"mistral": "llama"}.get(config.family, config.family)
+    names = {"mistral": "llama", "qwen3_moe": "qwen3moe"}
+    name = architecture or names.get(config.family, config.family)
     writer = GGUFWriter(path, name)
     values = {
         "block_count": config.num_layers, "context_length": config.max_positions,
@@ -94,6 +96,11 @@ def write(path, directory, kind="F32", *, architecture=None, metadata=(), tokeni
         values |= {key: hf[it] for key, it in GRANITE.items()}
     if config.sliding_window:
         values["attention.sliding_window"] = config.sliding_window
+    if config.experts is not None:
+        values |= {
+            "expert_count": config.experts.count, "expert_used_count": config.experts.active,
+            "expert_feed_forward_length": config.mlp_dim,
+        }  # fmt: skip
     rope = hf["rope_parameters"]
     rope = rope.get("full_attention", rope)
     if rope["rope_type"] in ("linear", "yarn"):
@@ -111,8 +118,7 @@ def write(path, directory, kind="F32", *, architecture=None, metadata=(), tokeni
     values |= {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2}
     for key, value in {**values, **(tokenizer or {}), **dict(metadata)}.items():
         put(writer, key, value)
-    for key, tensor in read_tensors(directory).items():
-        view = np.asarray(tensor.view(), np.float32)
+    for key, view in stacked(directory).items():
         heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(key.split(".")[-2])
         if heads and name in ("llama", "mistral", "granite", "smollm3"):
             view = paired(view, heads)
@@ -125,6 +131,21 @@ def write(path, directory, kind="F32", *, architecture=None, metadata=(), tokeni
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def stacked(directory):
+    """The tensors of a directory in float32, those of all experts as one."""
+    found, experts = {}, {}
+    for key, tensor in sorted(read_tensors(directory).items()):
+        view, parts = np.asarray(tensor.view(), np.float32), key.split(".experts.")
+        if len(parts) == 1:
+            found[key] = view
+        else:
+            number, rest = parts[1].split(".", 1)
+            experts.setdefault(f"{parts[0]}.experts.{rest}", {})[int(number)] = view
+    for key, each in experts.items():
+        found[key] = np.stack([each[number] for number in range(len(each))])
+    return found
 
 
 def put(writer, key, value):

@@ -100,11 +100,12 @@ RULE_SETTINGS: dict[str, DecodeRule] = {
 ALL_RULES = RULES | RULE_SETTINGS
 
 SCALES = {
-    "embedding_scale": 1.7, "attention_scale": 0.5, "residual_scale": 0.6, "logit_scale": 1 / 3,
+    "embedding_scale": 1.7, "attention_scale": 0.2, "residual_scale": 0.6, "logit_scale": 1 / 3,
 }  # fmt: skip
 # YaRN over a part of the head, with an attention factor that no forward can overlook.
 _YARN = RopeConfig(100.0, 6, False, YarnScaling(4.0, 32, 8.0, 0.5, 1.7, True))
 _UNROTATED = RopeConfig(5_300.0, 10, False, NoRotation())
+_TURNS = (False, True, False, True)
 # A family of conftest.py and changes. The first two have between them the parts of all others: a
 # decoder is what its config says, so that pairs of these and a rule are pairs of those parts.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -112,6 +113,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "glm4",
         {
             "qk_norm": True,
+            "activation": "gelu_tanh",
+            "sink_logits": True,
             "rope": dataclasses.replace(_YARN, interleaved=True),
             "more_ropes": (RopeConfig(100.0, 6, True, NoRotation()),),
             "rope_layers": (0, 1, 0, 1),
@@ -119,14 +122,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "windows": (
-        "qwen2",
+        "gpt_oss",
         {
+            "tie_embeddings": True,
             "sliding_window": 6,
-            "window_layers": (False, True, False, True),
+            "window_layers": _TURNS,
             "rope": RopeConfig(9_000.0, 10, False, LinearScaling(3.0)),
             "more_ropes": (RopeConfig(50.0, 10, False, None),),
             "rope_layers": (0, 1, 0, 1),
-            "activation": "gelu_tanh",
             "unit_norms": True,
             "qk_norm": True,
             "joint_qk_norm": True,
@@ -136,16 +139,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "unrotated": ("llama", {"more_ropes": (_UNROTATED,), "rope_layers": (0, 1, 1, 0)}),
     "yarn": ("llama", {"rope": _YARN}),
+    "mixed": ("qwen2", {"sliding_window": 6, "window_layers": _TURNS}),
+    "sinks": ("gpt_oss", {"sliding_window": None, "window_layers": None}),
     **{
         name: (name, {})
         for name in (
             *("llama", "mistral", "qwen2", "qwen3", "glm", "glm4", "granite", "gemma3"),
-            *("olmo2", "olmo3", "smollm3"),
+            *("olmo2", "olmo3", "smollm3", "mixtral", "qwen3_moe"),
         )
     },
 }
 USUAL = ("joined", "windows")
-WINDOWED = ("windows", "mistral", "gemma3", "olmo3")
+WINDOWED = ("windows", "mixed", "mistral", "gemma3", "olmo3")
 
 
 def goes_together(method: str, rule: str, family: str) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxrag.base.types import Partial
 from jaxrag.models.rope import place
 
 
@@ -37,19 +38,20 @@ class Mixed:
         scores = jnp.einsum("btnh,bsnh->bnts", q, k.repeat(group, 2)) * (
             self.config.attention_scale or q.shape[-1] ** -0.5
         )
-        weights = self.weights(jnp.where(see, scores, -jnp.inf))
-        return jnp.einsum("bnts,bsnh->btnh", weights, v.repeat(group, 2)), cache, seen
+        weights, lse = self.weights(jnp.where(see, scores, -jnp.inf))
+        out = jnp.einsum("bnts,bsnh->btnh", weights, v.repeat(group, 2))
+        return Partial(out, lse.swapaxes(1, 2)), cache, seen
 
     def weights(self, scores):
-        """Softmax of scores [B, N, T, T], in which those of chunks may weigh otherwise.
+        """Softmax of scores [B, N, T, T], in which those of chunks may weigh otherwise; its lse.
 
         With T and S each e^(score / T) x (their sum)^(T S - 1), instead of e^score.
         """
         if self.apart is None:
-            return jax.nn.softmax(scores, -1)
+            return jax.nn.softmax(scores, -1), jax.nn.logsumexp(scores, -1)
         chunks, t = self.chunks[:, None, None], self.apart.temperature
         own = jnp.where(chunks, jnp.exp(scores / t), 0)
         total = own.sum(-1, keepdims=True)
         own *= jnp.where(total > 0, total, 1) ** (t * self.apart.scale - 1)
         weights = jnp.where(chunks, own, jnp.exp(scores))
-        return weights / weights.sum(-1, keepdims=True)
+        return weights / weights.sum(-1, keepdims=True), jnp.log(weights.sum(-1))

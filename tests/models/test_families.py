@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 from refusal import refused
 
@@ -254,6 +255,20 @@ def test_every_parameter_of_a_family_has_one_tensor_rule(family, tiny_config):
 def test_tensor_rule_shapes():
     rule = TensorRule("x.{layer}", ("layers.o",), "d (n h) -> n h d")
     assert rule.file_shape((6, 10, 24)) == (24, 60)
-    assert rule.inverse == "n h d -> d (n h)"
-    fused = TensorRule("x.{layer}", ("layers.gate", "layers.up"), "f d -> d f")
+    assert (rule.repeats, rule.name((3,))) == (1, "x.3")
+    fused = TensorRule("x.{layer}.{expert}", ("layers.gate", "layers.up"), "(p f) d -> d f")
     assert fused.file_shape((24, 37)) == (74, 24)
+    assert (fused.repeats, fused.name((3, 5))) == (2, "x.3.5")
+
+
+@pytest.mark.parametrize("pattern", ["(p f) d -> d f", "d (f p) -> d f", "d f p -> d f"])
+def test_what_lies_fused_comes_apart_and_together(rng, pattern):
+    rule = TensorRule("x", ("layers.gate", "layers.up"), pattern)
+    parts = [rng.normal(size=(3, 4)) for _ in "ab"]
+    stored = rule.joined(parts)
+    assert stored.shape == rule.file_shape((3, 4))
+    for number, part in enumerate(parts):
+        np.testing.assert_array_equal(rule.taken(stored, number, (3, 4)), part)
+    first = {"(p f) d -> d f": parts[0].T, "d (f p) -> d f": parts[0][:, :1]}.get(pattern)
+    if first is not None:
+        np.testing.assert_array_equal(stored[: len(first), : first.shape[1]], first)

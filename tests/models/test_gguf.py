@@ -14,6 +14,7 @@ from gguf_files import GOLDENS, byte_level, paired, sentence_pieces, write
 from refusal import refused
 from safetensors.numpy import load_file, save_file
 
+from jaxrag.base.config import ExpertsConfig
 from jaxrag.base.errors import ConfigError, ModelError, TokenizerError
 from jaxrag.base.gguf import read_header
 from jaxrag.cli import main
@@ -43,8 +44,8 @@ def wide(tmp_path_factory, random_params):
 @pytest.mark.parametrize(
     "name",
     ["llama", "llama_bias", "llama_tied", "llama_linear", "llama_yarn", "llama_llama3",
-     "llama_fp16", "mistral_window", "qwen2", "qwen3", "granite", "granite_bias",
-     "olmo2", "olmo2_bias", "smollm3"],
+     "llama_fp16", "mistral_window", "qwen2", "qwen3", "qwen3_moe_normalised", "granite",
+     "granite_bias", "olmo2", "olmo2_bias", "smollm3"],
 )  # fmt: skip
 def test_a_file_is_the_directory_it_was_made_of(name, tmp_path):
     path = write(tmp_path / "model.gguf", GOLDENS / name)
@@ -62,6 +63,29 @@ def test_logits_are_those_of_the_directory(tmp_path):
     assert model.config.family == "mistral"
     ids, logits = golden["ids"], golden["logits"]
     np.testing.assert_allclose(model.logits(ids), logits, atol=1e-4)
+
+
+def test_quantised_experts_are_apart(random_params, tiny_config, tmp_path):
+    experts = ExpertsConfig(3, 2, normalise=True)
+    config = tiny_config(
+        "qwen3_moe", model_dim=32, mlp_dim=64, num_heads=16, num_kv_heads=16,
+        num_layers=1, experts=experts,
+    )  # fmt: skip
+    export_hf(tmp_path / "hf", random_params(config), config)
+    path = write(tmp_path / "model.gguf", tmp_path / "hf", "Q8_0")
+    ours, plain = (load_params(it, config).layers for it in (path, tmp_path / "hf"))
+    for name in ("router", "gate", "up", "down"):
+        one, other = np.asarray(getattr(ours, name)), np.asarray(getattr(plain, name))
+        assert one.shape == other.shape
+        np.testing.assert_allclose(one, other, atol=0.02)
+        assert np.abs(one - other).max() > 0
+    with refused(ModelError, "qwen3moe.expert_gating_func=2"):
+        load_config(write(path, tmp_path / "hf", metadata={"qwen3moe.expert_gating_func": 2}))
+    flat = write(path, GOLDENS / "qwen3", architecture="qwen3moe", metadata={
+        "qwen3moe.expert_used_count": 2, "qwen3moe.expert_feed_forward_length": 37,
+    })  # fmt: skip
+    with refused(ConfigError, "experts=0"):
+        load_config(flat)
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", *QUANTISED])

@@ -1,5 +1,8 @@
 """Laws 11 to 13 of decode rules that search and fetch on the host, over meshes."""
 
+import dataclasses
+
+import jax
 import pytest
 from refusal import refused
 
@@ -7,7 +10,9 @@ from jaxrag import generate
 from jaxrag.base.errors import RequestError
 from jaxrag.base.sharding import make_mesh
 from jaxrag.engine.engine import engine_of
+from jaxrag.models.export import export_hf
 from jaxrag.models.model import load_model
+from jaxrag.models.spec import init_params
 
 DOCUMENTS = [
     "Salt is worked at the wells by hands that ask for wool.",
@@ -63,6 +68,25 @@ def test_rows_and_heads_on_four_devices(wide_model_dir, case):
     mesh = make_mesh(2, 1, 2)
     found = answers(wide_model_dir, case, QUESTIONS[:3], mesh, batch=3)
     assert found == answers(wide_model_dir, case, QUESTIONS[:3])
+
+
+@pytest.fixture(scope="module")
+def experts_dir(tmp_path_factory, tiny_config, tokenizer_dir):
+    """A model with experts and sink logits, of heads that two devices share."""
+    config = tiny_config(
+        "gpt_oss", vocab_size=600, num_layers=2, num_heads=8, num_kv_heads=4, max_positions=1024,
+        sliding_window=None, window_layers=None,
+    )  # fmt: skip
+    config = dataclasses.replace(config, experts=dataclasses.replace(config.experts, count=4))
+    directory = tmp_path_factory.mktemp("experts") / "gpt-oss"
+    export_hf(directory, init_params(config, jax.random.key(3)), config, tokenizer_dir)
+    return directory
+
+
+@pytest.mark.parametrize("case", FIRST[1:])
+def test_experts_and_sink_logits_on_four_devices(experts_dir, case):
+    found = answers(experts_dir, case, QUESTIONS[:3], make_mesh(2, 1, 2), batch=3)
+    assert found == answers(experts_dir, case, QUESTIONS[:3])
 
 
 @pytest.mark.slow

@@ -7,11 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from refusal import refused
 
+from jaxrag.base.errors import ConfigError
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.prefilled import prefilled
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.measure.evals.gate import kl_divergence
+from jaxrag.models.export import export_hf
+from jaxrag.models.spec import init_params
 from jaxrag.reuse.methods import METHODS
 from jaxrag.train.config import OptimizerPart
 from jaxrag.train.lora import init_adapters, merge_all
@@ -63,6 +67,27 @@ def test_sharded_equals_one_device(train_config, settings, usual):
     moments = jax.tree.leaves(sharded.optimizer)
     assert any(len({str(s.index) for s in m.addressable_shards}) == 4 for m in moments)
     np.testing.assert_allclose(weight, state.trained.layers.gate, rtol=1e-2, atol=1e-4)
+
+
+def test_experts_are_sharded_alike(train_config, settings, tiny_config, tokenizer_dir, tmp_path):
+    config = tiny_config("gpt_oss", vocab_size=600, num_layers=1, window_layers=None)
+    config = dataclasses.replace(config, experts=dataclasses.replace(config.experts, count=4))
+    export_hf(tmp_path / "x", init_params(config, jax.random.key(3)), config, tokenizer_dir)
+    settings |= {"model.path": str(tmp_path / "x"), "compute.remat": "dots"}
+    split = {"compute.data": 2, "compute.fsdp": 2, "compute.tensor": 2}
+    one, state, _ = few_steps(train_config(**settings), 2)
+    found, sharded, _ = few_steps(train_config(**settings, **split), 2)
+    assert one[0, 0] > one[1, 0]
+    np.testing.assert_allclose(found, one, rtol=1e-4)
+    layers, spread = state.trained.layers, sharded.trained.layers
+    assert len({shard.index for shard in spread.gate.addressable_shards}) == 4  # fsdp x tensor
+    for name in ("gate", "router", "sink_logits"):
+        start = init_params(config, jax.random.key(3)).layers
+        ours, moved = getattr(spread, name), getattr(layers, name)
+        assert np.abs(moved - getattr(start, name)).max() > 1e-3
+        np.testing.assert_allclose(ours, moved, rtol=1e-2, atol=1e-4)
+    with refused(ConfigError, "does not divide the model's 4 experts"):
+        set_up(train_config(**settings, **{"compute.tensor": 3}))
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def load_params(directory: Path, family: EncoderFamily, config: BertConfig) -> B
     stored = read_tensors(directory)
     prefix = family.prefix if family.prefix + TENSORS[0].key in stored else ""
     sources = match_tensors(
-        directory, stored, {rule: _shape(rule, config) for rule in TENSORS}, config.num_layers,
+        directory, stored, {rule: _shape(rule, config) for rule in TENSORS}, (config.num_layers,),
         (family.model_type, "encoder"), _IGNORED, prefix,
     )  # fmt: skip
     leaves = {}
@@ -146,8 +146,8 @@ def load_params(directory: Path, family: EncoderFamily, config: BertConfig) -> B
         shape = _shape(source.rule, config)
         block: HostArray = np.empty((len(source.tensors), *shape), np.float32)
         for layer, row in enumerate(block):
-            row[...] = source.layer(layer, shape)
-        placed = jax.device_put(block if source.rule.per_layer else block[0])
+            row[...] = source.repetition(layer, shape)
+        placed = jax.device_put(block if source.rule.repeats else block[0])
         leaves[path] = jax.block_until_ready(placed)
     return nested(BertParams, BertLayerParams, leaves)
 

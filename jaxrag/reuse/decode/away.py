@@ -80,7 +80,7 @@ class AwayAttend:
         v: Array,
         tokens: Tokens,
         cache: Pattern,
-    ) -> tuple[Array, Pattern, None]:
+    ) -> tuple[Partial, Pattern, None]:
         """Write, then attend; shapes as Attend, T = 1."""
         config, at = self.config, jnp.maximum(tokens.positions, 0)
         rope = self.rope.of_layer(layer)
@@ -92,10 +92,11 @@ class AwayAttend:
         new, pattern = device_axes("batch", None, "kv_heads"), PATTERN
         where = (device_axes(), pattern.numbers, rows)
         operands = (where, (heads, new, new, new), pattern[1:])
-        attend = by_device(self.host.mesh, self._attend, operands, (new, *pattern[1:]))
+        attend = by_device(self.host.mesh, self._attend, operands, (new, new, *pattern[1:]))
         here = (layer, cache.numbers, tokens.positions[:, 0])
-        out, *kept = attend(here, (asked, placed, k, v), (cache.k, cache.v))
-        return out.astype(q.dtype), cache.replace(k=kept[0], v=kept[1]), None
+        out, lse, *kept = attend(here, (asked, placed, k, v), (cache.k, cache.v))
+        part = Partial(out.astype(q.dtype), lse)
+        return part, cache.replace(k=kept[0], v=kept[1]), None
 
     def _attend(
         self,
@@ -103,8 +104,8 @@ class AwayAttend:
         here: tuple[Array, Array, Array],
         new: tuple[Array, Array, Array, Array],
         pattern: tuple[Array, Array],
-    ) -> tuple[Array, Array, Array]:
-        """``__call__`` of one device, on its rows and heads: its part of the output and pattern.
+    ) -> tuple[Array, Array, Array, Array]:
+        """``__call__`` of one device, on its rows and heads: its part of out, lse and pattern.
 
         Args:
             share: number of its run of KV heads.
@@ -130,7 +131,7 @@ class AwayAttend:
         part = _attend(placed[:, 0], *kept, position, self.window, self.config.score_scale)
         if ticket is not None:
             part = merge([part, self._wait(ticket, part)])
-        return part.out.reshape(placed.shape), pattern_k, pattern_v
+        return part.out.reshape(placed.shape), part.lse, pattern_k, pattern_v
 
     def _start(self, *arrays: Array | int) -> Array:
         """Hand q [B, K, G, H], k and v [B, K, H] of a layer to the host, which goes on alone."""

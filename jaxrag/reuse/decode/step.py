@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jaxrag.base import struct
-from jaxrag.base.types import HIDDEN, Array, HostArray, Tokens
+from jaxrag.base.types import HIDDEN, Array, HostArray, Partial, Tokens
 from jaxrag.kv.cache import PagePool
 from jaxrag.kv.cache.host import HostValues
 from jaxrag.models.attention import PagedAttend
@@ -74,7 +74,7 @@ class DecodeAttend:
         v: Array,
         tokens: Tokens,
         cache: tuple[PagePool, Any],
-    ) -> tuple[Array, tuple[PagePool, Any], None]:
+    ) -> tuple[Partial, tuple[PagePool, Any], None]:
         """Write, then attend; shapes as Attend, T = 1."""
         pool, state = cache
         pages, pool = self.paged.write(layer, k, v, tokens, pool)
@@ -99,4 +99,4 @@ class DecodeAttend:
         part, new = self.rule.attend(view, layer, here)
         if new is not here:  # most rules only read their state
             state = jax.tree.map(lambda x, y: x.at[layer].set(y), state, new)
-        return part.out.astype(q.dtype), (pool, state), None
+        return part.replace(out=part.out.astype(q.dtype)), (pool, state), None

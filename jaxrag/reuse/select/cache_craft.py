@@ -164,7 +164,7 @@ def _mean_shares(
     """Attention of prompts [B, T] to each column, mean over heads and layers: [B, T, columns]."""
     config = decoder.config
     sums = jnp.zeros((*ids.shape, columns), jnp.float32)
-    attend = ChunkMassAttend(config, decoder.rope, column)
+    attend = ChunkMassAttend(config, decoder.rope, column, decoder.params.layers.sink_logits)
     tokens = in_order(ids, segments)
     _, sums, _ = run_layers(decoder.params, config, tokens, sums, attend, layers)
     return sums / layers

@@ -61,8 +61,8 @@ SLOW = ("dense", "snapkv", "infllm", "quest")
 
 @pytest.fixture(scope="module")
 def pair(model_of):
-    """The other tests' model, and the same with K and V in host memory."""
-    model = model_of(max_positions=1024)
+    """A model with sink logits, and the same with K and V in host memory."""
+    model = model_of(max_positions=1024, sink_logits=True)
     return model, dataclasses.replace(model, placement=AWAY)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrag.base.errors import RequestError
-from jaxrag.base.types import FINAL, Tokens
+from jaxrag.base.types import FINAL, Partial, Tokens
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.prefilled import prefilled
 from jaxrag.engine.request import Prompt, Request
@@ -69,9 +69,9 @@ class Dense:
         )
         apart = at[:, None] - jnp.concatenate((self.positions, at))[None]
         seen = apart >= 0 if window is None else (apart >= 0) & (apart < window)
-        weights = jax.nn.softmax(jnp.where(seen, scores * config.head_dim**-0.5, -jnp.inf), -1)
-        out = jnp.einsum("nts,snh->tnh", weights, jnp.repeat(values, groups, 1))
-        return out[None], cache, (k, v)
+        scores = jnp.where(seen, scores * config.head_dim**-0.5, -jnp.inf)
+        out = jnp.einsum("nts,snh->tnh", jax.nn.softmax(scores, -1), jnp.repeat(values, groups, 1))
+        return Partial(out[None], jax.nn.logsumexp(scores, -1).T[None]), cache, (k, v)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
