@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -20,6 +20,7 @@ from jaxrag.base.types import HostArray, Step, on_host
 from jaxrag.engine.core import Core
 from jaxrag.engine.decoding import sampling_rows
 from jaxrag.engine.mapping import sequence_of
+from jaxrag.engine.progress import PrefillSink
 from jaxrag.engine.request import LaneKey, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sequence import Need, PromptPart, Sequence, stored_exact
@@ -30,6 +31,9 @@ from jaxrag.models.llama_cpp import ROWS, LlamaCppBackend
 from jaxrag.models.model import Model
 from jaxrag.reuse.decode import Dense
 
+_NO_POOL = (
+    "this looks at KV on the device, which engine='llama_cpp' does not show; use engine='jax'"
+)
 _LANE = LaneKey(Dense(), 0, 0, ROWS)
 
 
@@ -40,6 +44,9 @@ class _Cells:
     allocator: PageAllocator
     host: None = None
     lost: bool = False
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise RequestError(_NO_POOL)
 
 
 class LlamaCppRunner(ModelRunner):
@@ -123,6 +130,12 @@ class LlamaCppCore(Core):
     def busy(self) -> bool:
         """Is there anything to wait for?"""
         return bool(self.state.live or self._jobs or self._spare)
+
+    def submit(self, sequence: Sequence) -> None:
+        """Queue a request; its client is notified where it may not run."""
+        super().submit(sequence)
+        if isinstance(sequence.sink, PrefillSink) and not self.state.ended(sequence):
+            self._fail(sequence, RequestError(_NO_POOL))
 
     def stop(self, number: int) -> None:
         """The client wants no more tokens of a request, and its outcome, if it has one by now."""

@@ -26,7 +26,7 @@ ENGINES: dict[str, KVKind] = {
 ROWS = 8  # sequences that are decoded together
 _BLOCKS = {"q8_0": (32, 34), "q4_0": (32, 18)}  # values and bytes of a block
 _MOST_CELLS = 8192  # tokens of KV by default, of all requests together
-_MOST_READ = 4096  # tokens of a chunk and what it is read behind
+_MOST_READ = 2048  # tokens of a chunk and what it is read behind
 READ = ("isolated", "after_prefix", "primed")  # encoders
 
 

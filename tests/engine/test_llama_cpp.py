@@ -10,6 +10,7 @@ import jaxrag
 from jaxrag.base.config import ModelConfig, RopeConfig
 from jaxrag.base.errors import Cancelled, ContextExceeded, EngineError, ModelError, RequestError
 from jaxrag.engine.engine import Engine, engine_of
+from jaxrag.engine.prefilled import prefilled
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.kv.store import MemoryStore
@@ -273,6 +274,14 @@ def test_what_it_does_not_do_is_refused(model, store):
         model.logits([[1, 2]])
     with refused(ContextExceeded, "cache_tokens"):
         engine_of(model).add(asked(store, tokens=390), print)
+
+
+def test_what_looks_into_a_pool_is_refused(model, store):
+    with refused(RequestError, "looks at KV on the device"):
+        prefilled(engine_of(model), [asked(store)], lambda *seen: None)
+    with refused(RequestError, "looks at KV on the device"):
+        engine_of(model).call(lambda runner: runner.cache.pool)
+    assert told(model, asked(store))[0][0] == answer(asked(store).prompt.ids, 5)
 
 
 def test_kv_of_one_engine_is_no_hit_of_another(model):
