@@ -26,7 +26,7 @@ ENGINES: dict[str, KVKind] = {
 ROWS = 8  # sequences that are decoded together
 _BLOCKS = {"q8_0": (32, 34), "q4_0": (32, 18)}  # values and bytes of a block
 _MOST_CELLS = 8192  # tokens of KV by default, of all requests together
-_MOST_READ = 2048  # tokens of a chunk and what it is read behind
+MOST_READ = 2048  # tokens of a chunk and what it is read behind
 READ = ("isolated", "after_prefix", "primed")  # encoders
 
 
@@ -84,10 +84,10 @@ class LlamaCppBackend:
         """
         for index, ids in enumerate(chunks):
             before = self.before(prefix, ids)
-            if not 0 < len(before) + len(ids) <= _MOST_READ:
+            if not 0 < len(before) + len(ids) <= MOST_READ:
                 raise RequestError(
                     f"a chunk of {len(ids)} tokens behind {len(before)}: llama.cpp reads "
-                    f"1 to {_MOST_READ}; use smaller chunks"
+                    f"1 to {MOST_READ}; use smaller chunks"
                 )
             kv = self.process.encode(before, ids)
             shape = self.layout.shape(len(ids))
@@ -134,7 +134,7 @@ def open_llama_cpp(
     config = _config(header)
     layout = _layout(config, kind)
     cells = cache_tokens or min(config.max_positions, _MOST_CELLS)
-    reading = min(config.max_positions, _MOST_READ)
+    reading = min(config.max_positions, MOST_READ)
     asked = LlamaCppOptions(
         path=str(path),
         kv=kind,

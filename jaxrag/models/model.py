@@ -36,7 +36,7 @@ from jaxrag.models.hf import load_config, load_hf, names_dtype
 from jaxrag.models.hub import fetched, is_hub_name
 from jaxrag.models.int8 import with_int8_weights
 from jaxrag.models.linear import by_layer, gains_by_layer
-from jaxrag.models.llama_cpp import ENGINES, Elsewhere, LlamaCppBackend, open_llama_cpp
+from jaxrag.models.llama_cpp import ENGINES, MOST_READ, Elsewhere, LlamaCppBackend, open_llama_cpp
 from jaxrag.models.memory import check_pool, memory_of, require_room, require_room_for_int8
 from jaxrag.models.reading import Reading, read_reading
 from jaxrag.models.record import read_record
@@ -188,6 +188,12 @@ class Model:
         if self.backend is not None:
             named["engine"] = self.backend.identity
         return fingerprint(named)
+
+    @property
+    def max_encoded(self) -> int:
+        """How many tokens a chunk may have, with what it is encoded behind."""
+        limit = self.config.max_positions
+        return limit if self.backend is None else min(limit, MOST_READ)
 
     @property
     def whole_kv_layout(self) -> KVLayout:

@@ -115,7 +115,7 @@ class Preparer:
         )
         fronts = map(self.encoding.num_before, self.encoders)
         before = max((len(self.encoding.prefix), *fronts))
-        room = self.encoding.model.config.max_positions - before
+        room = self.encoding.model.max_encoded - before
         longest = max(len(ids) for ids in token_ids)
         if longest > room:
             raise DocumentError(

@@ -182,10 +182,10 @@ def new_settings(model: Model, wanted: WantedSettings) -> dict[str, Any]:
     chunking = Chunking(size, overlap, by)
     prefix = template.prefix_ids(tokenizer)
     needed = _positions_of(template, tokenizer, chunking.chunk_tokens)
-    if needed > config.max_positions:
+    if needed > model.max_encoded:
         raise KnowledgeBaseError(
             f"chunk_tokens={chunking.chunk_tokens} with the {template.name!r} template needs "
-            f"{needed} positions, the model has {config.max_positions}; use smaller chunks"
+            f"{needed} positions, the model has {model.max_encoded}; use smaller chunks"
         )
     encoders = list(dict.fromkeys(wanted.encoders or default_encoders(model)))
     primer = primer_setting(wanted, encoders)
@@ -313,7 +313,7 @@ def check_primer(
     if primer.wraps:
         raise KnowledgeBaseError(f"primer {primer.name!r}: {_NO_PACKETS}")
     primer.check_model(model.digest, model.config)
-    tokenizer, limit = model.text_tokenizer(), model.config.max_positions
+    tokenizer, limit = model.text_tokenizer(), model.max_encoded
     length = len(primer.tokens(template, tokenizer))
     needed = _positions_of(template, tokenizer, chunk_tokens)
     if needed + length > limit:
