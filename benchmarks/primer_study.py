@@ -122,7 +122,7 @@ class Study:
     """The model, the prompts by how many passages they have, and the texts by kind."""
 
     def __init__(self, o: PrimerOptions) -> None:
-        primed = {"methods": ("primed",), "template": o.template, "seed": SEED}
+        primed: dict[str, Any] = {"methods": ("primed",), "template": o.template, "seed": SEED}
         near = NearOptions("nq_open", (o.data,), model=o.model, **primed)
         self.near = NearStudy.open(near, load_model(o.model, dtype="float32"))
         self.template, self.tokenizer = self.near.full.template, self.near.model.text_tokenizer()
