@@ -24,8 +24,8 @@ MOST = {
 AT_MOST = {  # of what shrinks and grows with every change
     "code lines": 64_200,
     "code lines, tests": 58_200,
-    "code lines, benchmarks": 6_250,
-    "benchmark scripts beside the GPU's": 24,
+    "code lines, benchmarks": 6_520,
+    "benchmark scripts beside the GPU's": 25,
     "fields of one request": 64,
     "objects of one request": 5,
 }
