@@ -9,13 +9,12 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-import einops
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from jaxrag.base.config import ModelConfig
-from jaxrag.base.types import HostArray
+
+if TYPE_CHECKING:
+    from jaxrag.base.types import HostArray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,20 +40,24 @@ class TensorRule:
         """The tensor at this layer and expert, as many numbers as it repeats over."""
         return self.key.format(**dict(zip(("layer", "expert"), at, strict=False)))
 
-    def taken(self, stored: HostArray, part: int, shape: tuple[int, ...]) -> HostArray:
+    def taken(self, stored: "HostArray", part: int, shape: tuple[int, ...]) -> "HostArray":
         """Of the file's tensor one repetition, of this shape, of the parameter ``paths[part]``."""
+        from einops import rearrange  # it brings NumPy, which no help text waits for
+
         left, right = self.pattern.split(" -> ")
         sizes = self._sizes(shape)
         if "p" not in sizes:
-            return einops.rearrange(stored, self.pattern, **sizes)
-        return einops.rearrange(stored, f"{left} -> p {right}", **sizes)[part]
+            return rearrange(stored, self.pattern, **sizes)
+        return rearrange(stored, f"{left} -> p {right}", **sizes)[part]
 
-    def joined(self, parts: Sequence[HostArray]) -> HostArray:
+    def joined(self, parts: "Sequence[HostArray]") -> "HostArray":
         """Inverse of ``taken``: the file's tensor, of one repetition of every parameter."""
+        from einops import rearrange
+
         left, right = self.pattern.split(" -> ")
         if len(parts) == 1:
-            return einops.rearrange(parts[0], f"{right} -> {left}")
-        return einops.rearrange(np.stack(parts), f"p {right} -> {left}")
+            return rearrange(parts[0], f"{right} -> {left}")
+        return rearrange(list(parts), f"p {right} -> {left}")
 
     def _sizes(self, shape: tuple[int, ...]) -> dict[str, int]:
         """The axes of the pattern by name."""
