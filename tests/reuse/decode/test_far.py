@@ -231,7 +231,7 @@ def on_host(case, rule, layer=LAYER):
 
     def ours(q, position):
         window = near(case.pool, q, position)
-        scaled = np.asarray(scale_rotary(jnp.asarray(q), config.rope))
+        scaled = np.asarray(scale_rotary(jnp.asarray(q), case.rope, config.rope))
         shape = (config.num_kv_heads, config.group_size, config.head_dim)
         if far is None:
             return heads_of(config, window)
