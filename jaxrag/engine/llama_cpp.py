@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from jaxrag.base.errors import EngineError, ModelError, RequestError
+from jaxrag.base.errors import EngineError, JaxragError, ModelError, RequestError
 from jaxrag.base.types import HostArray, Step, on_host
 from jaxrag.engine.core import Core
 from jaxrag.engine.decoding import sampling_rows
@@ -270,7 +270,15 @@ class LlamaCppCore(Core):
         """Bring in the next piece of every prompt that is not there yet."""
         for running in list(self._running.values()):
             if not len(running.todo):
-                ids = next(running.pieces, None)
+                try:
+                    ids = next(running.pieces, None)
+                except (EngineError, ModelError):
+                    raise
+                except (
+                    JaxragError
+                ) as error:  # of its store, or of a chunk: its own
+                    self._fail(running.sequence, error)
+                    continue
                 if ids is not None:
                     running.todo = ids
                     running.computed.append(ids)

@@ -231,6 +231,15 @@ def test_a_file_that_cannot_be_loaded_is_an_error_of_the_request(model, process,
     assert told(model, asked(store))[0][0] == answer(asked(store).prompt.ids, 5)
 
 
+def test_a_chunk_that_cannot_be_read_fails_its_request_alone(model, store, monkeypatch):
+    monkeypatch.setattr("jaxrag.models.llama_cpp.MOST_READ", 8)
+    long = asked(store, chunks=(np.arange(30, dtype=np.int32),))
+    (_, _, [error]), (tokens, _, errors) = told(model, long, asked(store, tokens=9))
+    assert isinstance(error, RequestError) and "a chunk of 30 tokens" in str(error)
+    assert not errors and tokens == answer(asked(store).prompt.ids, 9)
+    assert engine_of(model).status().restarts == 0
+
+
 def test_what_is_aborted_leaves_its_row(model, process, store):
     stop, seen = threading.Event(), []
 

@@ -59,6 +59,7 @@ class LlamaCpp:
         self._area = np.frombuffer(self._shared, np.uint8)
         self._lock = threading.RLock()
         self._started = list[tuple[subprocess.Popen[bytes], Connection]]()  # at most one
+        weakref.finalize(self, os.close, self._file)
         weakref.finalize(self, _end, self._started)
 
     def live(self) -> int:
@@ -85,7 +86,7 @@ class LlamaCpp:
             self._call("restore", row, kv.shape, 0, first, place)
 
     def step(self, runs: Sequence[TokenRun], life: int) -> HostArray:
-        """TokenRun tokens; the logits [n, V] float32 behind those where they are wanted, in order.
+        """Run tokens; the logits [n, V] float32 behind those where they are wanted, in order.
 
         EngineError where ``lives`` is another than ``life``.
         """
