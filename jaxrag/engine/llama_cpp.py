@@ -274,9 +274,7 @@ class LlamaCppCore(Core):
                     ids = next(running.pieces, None)
                 except (EngineError, ModelError):
                     raise
-                except (
-                    JaxragError
-                ) as error:  # of its store, or of a chunk: its own
+                except JaxragError as error:  # of its store, or of a chunk: its own
                     self._fail(running.sequence, error)
                     continue
                 if ids is not None:
