@@ -54,6 +54,7 @@ IN_VLLM = {"jaxrag.connectors.counts", "jaxrag.connectors.vllm"}  # by its proce
 # runtime lies; Triton is in no test's environment.
 CHOSEN = {"pallas_kernels.mosaic.paged", "pallas_kernels.jax_triton.topn"}
 MAY_IMPORT = {"pallas_kernels.jax_triton.topn": {"triton", "jax_triton"}}  # beside jax
+IN_LLAMA_CPP = {"jaxrag.base.llama_cpp.worker"}  # by its process alone
 # Run by the peer's interpreter, never imported.
 PEER_SCRIPTS = {f"jaxrag.measure.bench.peer_{name}" for name in ("logits", "transformers")}
 
@@ -227,7 +228,7 @@ print(json.dumps({
     "precision": jax.config.jax_default_matmul_precision,
 }))
 """
-    left_out = PEER_SCRIPTS | CHOSEN | IN_VLLM
+    left_out = PEER_SCRIPTS | CHOSEN | IN_VLLM | IN_LLAMA_CPP
     modules = [name for name in FILES if name not in left_out and not name.endswith("__main__")]
     done = subprocess.run(
         [sys.executable, "-c", program, json.dumps(modules)],
