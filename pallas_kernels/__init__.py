@@ -2,7 +2,7 @@
 
 from pallas_kernels.bodies import BODIES, IMPLS, Impl, KernelError, check_impl, default_impl
 from pallas_kernels.key_mass import key_mass
-from pallas_kernels.operands import Pages, Placed, Pool, Rotary, Rows
+from pallas_kernels.operands import Capped, Pages, Placed, Pool, Rotary, Rows, Scale, scored
 from pallas_kernels.paged_attention import paged_attention, paged_attention_by_row
 from pallas_kernels.paged_decode_attention import paged_decode_attention
 from pallas_kernels.paged_scores import paged_scores
@@ -14,6 +14,7 @@ from pallas_kernels.topn_attention import topn_attention
 __all__ = [
     "BODIES",
     "IMPLS",
+    "Capped",
     "Impl",
     "KernelError",
     "Pages",
@@ -21,6 +22,7 @@ __all__ = [
     "Pool",
     "Rotary",
     "Rows",
+    "Scale",
     "check_impl",
     "default_impl",
     "key_mass",
@@ -28,6 +30,7 @@ __all__ = [
     "paged_attention_by_row",
     "paged_decode_attention",
     "paged_scores",
+    "scored",
     "segment_attention",
     "slot_mixture",
     "slot_scores",

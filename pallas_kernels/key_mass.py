@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.operands import Pages, Rotary
+from pallas_kernels.operands import Pages, Rotary, Scale, scored
 from pallas_kernels.tiles import TILE, pad_to
 from pallas_kernels.visibility import cached_visible, within_window
 
@@ -27,7 +27,7 @@ def key_mass(
     groups: Array,
     rotary: Rotary,
     *,
-    scale: float,
+    scale: Scale,
     causal: bool,
     window: Array | int | None = None,
 ) -> Array:
@@ -82,7 +82,7 @@ def key_mass(
         if causal:
             see &= cached_visible(q_pos, slots) & within_window(q_pos, slots, window)
         scores = jnp.einsum("bkrh,bpskh->bkrps", q_i, keys, preferred_element_type=jnp.float32)
-        return scores * scale, see
+        return scored(scores, scale), see
 
     def one_block(total: Array, queries: tuple[Array, Array]) -> tuple[Array, None]:
         rows = (batch, num_kv_heads, queries[0].shape[2])

@@ -11,6 +11,42 @@ from pallas_kernels.rotation import rotate
 Array = jax.Array
 
 
+class Capped(NamedTuple):
+    """In the place of a scale: what is scaled is then held within ``cap``, softly (Gemma 2).
+
+    A score is cap * tanh(scale * product / cap).
+    """
+
+    scale: float
+    cap: float
+
+    def __truediv__(self, by: float) -> "Capped":
+        """Of scores that are divided by a number."""
+        return Capped(self.scale / by, self.cap / by)
+
+
+Scale = float | Capped
+
+
+def scored(products: Array, scale: Scale) -> Array:
+    """Scores of products of queries and keys."""
+    if isinstance(scale, Capped):
+        return scale.cap * jnp.tanh(products * (scale.scale / scale.cap))
+    return products if scale == 1.0 else products * scale
+
+
+def slope(scores: Array, scale: Scale) -> Array | float:
+    """By how much scores grow with their products."""
+    if isinstance(scale, Capped):
+        return scale.scale * (1 - (scores / scale.cap) ** 2)
+    return scale
+
+
+def in_two(scale: Scale) -> tuple[Scale, float]:
+    """What makes a softmax's exponents in two steps: of products at once, of differences later."""
+    return (scale, 1.0) if isinstance(scale, Capped) else (1.0, scale)
+
+
 class Pool(NamedTuple):
     """Keys and values in pages; keys are rotated to their place inside their chunk.
 

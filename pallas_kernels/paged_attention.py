@@ -16,7 +16,7 @@ from jax import lax
 
 from pallas_kernels.bodies import platform
 from pallas_kernels.forms import forms
-from pallas_kernels.operands import Pages, Placed, Pool, Rotary
+from pallas_kernels.operands import Pages, Placed, Pool, Rotary, Scale
 from pallas_kernels.tiles import (
     Mix,
     Tiles,
@@ -43,7 +43,7 @@ def paged_attention(
     query_position: Array,
     rotary: Rotary | Placed,
     *,
-    scale: float,
+    scale: Scale,
     window: Array | int | None = None,
     rotate_side: str | None = None,
     beside: Array | None = None,
@@ -187,7 +187,7 @@ def paged_attention_by_row(
     query_position: Array,
     rotary: Rotary,
     *,
-    scale: float,
+    scale: Scale,
     window: Array | int | None = None,
 ) -> tuple[Array, Array]:
     """As ``paged_attention``, one row of the batch after the other: for one CPU.

@@ -14,7 +14,7 @@ from jax import lax
 
 from pallas_kernels.bodies import Impl, check_impl, platform
 from pallas_kernels.forms import forms
-from pallas_kernels.operands import Pages, Pool, Rotary
+from pallas_kernels.operands import Capped, Pages, Pool, Rotary, Scale, in_two, scored
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.tiles import pad_to
 from pallas_kernels.visibility import cached_visible, within_window
@@ -34,7 +34,7 @@ def paged_decode_attention(
     query_position: Array,
     rotary: Rotary,
     *,
-    scale: float,
+    scale: Scale,
     window: Array | int | None = None,
     impl: Impl = "xla",
 ) -> tuple[Array, Array]:
@@ -46,7 +46,7 @@ def paged_decode_attention(
       table: where the keys stand.
       query_position: [B] int32; -1 for padding rows.
       rotary: of positions and offsets.
-      scale: factor on the scores.
+      scale: factor on the scores, which the `xla` body may cap.
       window: sliding window in tokens, or None.
       impl: the body, one of ``bodies.BODIES``.
 
@@ -56,7 +56,7 @@ def paged_decode_attention(
     Raises:
       KernelError: no such body, or it cannot run on this backend.
     """
-    check_impl("paged_decode_attention", impl)
+    check_impl("paged_decode_attention", impl, isinstance(scale, Capped))
     operands = (q[:, None], pool, table, query_position[:, None], rotary)
     if impl == "xla" and platform() == "cpu":
         return _attend_live(q, pool, table, query_position, rotary, scale, window)
@@ -76,7 +76,7 @@ def _attend_live(
     table: Pages,
     query_position: Array,
     rotary: Rotary,
-    scale: float,
+    scale: Scale,
     window: Array | int | None,
 ) -> tuple[Array, Array]:
     """As ``paged_decode_attention``, by the tiles in which somebody sees a key."""
@@ -105,6 +105,7 @@ def _attend_live(
     # Where a KV head's keys are short, those of all heads are read as they lie, by queries
     # [B, 1, N, K * H] that are zero but for the columns of their own: the zeros cost less.
     apart = kv_heads * dim >= _APART
+    at_once, by = in_two(scale)
     placed = rotary.turn(q, jnp.maximum(query_position, 0))
     placed = placed.reshape(batch, kv_heads, group, dim)
     if not apart:
@@ -134,9 +135,9 @@ def _attend_live(
 
         visible = shown[:, None, None]
         scores = product("vkgh,vksh->vkgs", placed[at // per_row], keys)
-        scores = jnp.where(visible, scores, _FLOOR)
+        scores = jnp.where(visible, scored(scores, at_once), _FLOOR)
         top = scores.max(-1)
-        weights = jnp.where(visible, jnp.exp((scores - top[..., None]) * scale), 0.0)
+        weights = jnp.where(visible, jnp.exp((scores - top[..., None]) * by), 0.0)
         out = product("vkgs,vksh->vkgh", weights.astype(values.dtype), values)
         if not apart:
             out = out.reshape(together, kv_heads, group, kv_heads, dim)
@@ -152,9 +153,9 @@ def _attend_live(
     parts = lax.fori_loop(0, -(-live.sum() // together), some, empty)
     out, top, total = (x.reshape(batch, per_row, *x.shape[1:]) for x in parts)
     best = top.max(1)
-    share = jnp.exp((top - best[:, None]) * scale)
+    share = jnp.exp((top - best[:, None]) * by)
     total, out = (total * share).sum(1), (out * share[..., None]).sum(1)
     seen = total > 0
     total = jnp.where(seen, total, 1.0)
-    lse = jnp.where(seen, best * scale + jnp.log(total), -jnp.inf)
+    lse = jnp.where(seen, best * by + jnp.log(total), -jnp.inf)
     return out / total[..., None], lse

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.operands import Pages, Rotary
+from pallas_kernels.operands import Pages, Rotary, Scale, scored
 from pallas_kernels.tiles import pad_to
 from pallas_kernels.visibility import cached_visible
 
@@ -25,7 +25,7 @@ def paged_scores(
     query_position: Array,
     rotary: Rotary,
     *,
-    scale: float,
+    scale: Scale,
 ) -> Array:
     """Scaled scores of every slot that the query sees (the `xla` body).
 
@@ -61,7 +61,7 @@ def paged_scores(
         turned = turned.reshape(batch, pages_per_tile, num_kv_heads, group, dim)
         keys = k_pool[part(pages, j, pages_per_tile)]
         scores = jnp.einsum("bpkgh,bpskh->bkgps", turned, keys, preferred_element_type=jnp.float32)
-        scores = scores.reshape(batch, num_kv_heads, group, size) * scale
+        scores = scored(scores.reshape(batch, num_kv_heads, group, size), scale)
         return jnp.where(part(see, j, size)[:, None, None], scores, -jnp.inf)
 
     def nothing(_: Array) -> Array:

@@ -17,7 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.bodies import Impl, check_impl
-from pallas_kernels.operands import Rows
+from pallas_kernels.operands import Capped, Rows, Scale
 from pallas_kernels.packed_tiles import Residuals, Rule, classify_tiles
 from pallas_kernels.tiles import (
     Mix,
@@ -43,7 +43,7 @@ def segment_attention(
     v: Array,
     rows: Rows,
     *,
-    scale: float,
+    scale: Scale,
     prefix_visible: bool,
     window: Array | int | None = None,
     impl: Impl = "xla",
@@ -55,7 +55,7 @@ def segment_attention(
       k: [B, T, K, H] rotated keys; N is a multiple of K.
       v: [B, T, K, H] values.
       rows: who sees whom.
-      scale: factor on the scores.
+      scale: factor on the scores, which the `xla` body may cap.
       prefix_visible: may chunks see the prefix?
       window: sliding window in tokens, the query included; None for none.
       impl: the body, one of ``bodies.BODIES``.
@@ -66,7 +66,7 @@ def segment_attention(
     Raises:
       KernelError: no such body, or it cannot run on this backend.
     """
-    check_impl("segment_attention", impl)
+    check_impl("segment_attention", impl, isinstance(scale, Capped))
     length = q.shape[1]
     tile = min(PACKED_TILE, length)
     q, k, v = (pad_to(x, 1, tile) for x in (q, k, v))
@@ -81,7 +81,7 @@ def segment_attention(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _attend(
-    scale: float,
+    scale: Scale,
     prefix_visible: bool,
     tile: int,
     impl: Impl,
@@ -120,7 +120,7 @@ def _attend(
 
 
 def _attend_forward(
-    scale: float,
+    scale: Scale,
     prefix_visible: bool,
     tile: int,
     impl: Impl,
@@ -135,7 +135,7 @@ def _attend_forward(
 
 
 def _attend_backward(
-    scale: float,
+    scale: Scale,
     prefix_visible: bool,
     tile: int,
     impl: Impl,

@@ -7,7 +7,7 @@ and nothing else is read. Slots may be chosen once for all heads, per KV head or
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.operands import Rotary
+from pallas_kernels.operands import Rotary, Scale, scored
 
 Array = jax.Array
 
@@ -22,7 +22,7 @@ def slot_scores(
     key_turn: Array,
     rotary: Rotary,
     *,
-    scale: float,
+    scale: Scale,
 ) -> Array:
     """Scaled scores of one query a row with the chosen slots (the `xla` body).
 
@@ -51,7 +51,7 @@ def slot_scores(
         scores = jnp.einsum("bkgh,bknh->bkgn", turned, keys[:, :, 0])
     else:
         scores = jnp.einsum("bkgh,bkgnh->bkgn", turned, keys)
-    return jnp.where(see, scores * scale, -jnp.inf)
+    return jnp.where(see, scored(scores, scale), -jnp.inf)
 
 
 def slot_values(scores: Array, v_pool: Array, pages: Array, slots: Array) -> tuple[Array, Array]:

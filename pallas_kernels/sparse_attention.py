@@ -9,7 +9,7 @@ that are computed again and the final block; what each may see follows from posi
 import jax
 
 from pallas_kernels.bodies import Impl, check_impl
-from pallas_kernels.operands import Pages, Pool, Rotary
+from pallas_kernels.operands import Capped, Pages, Pool, Rotary, Scale
 from pallas_kernels.paged_attention import paged_attention
 
 Array = jax.Array
@@ -22,7 +22,7 @@ def sparse_attention(
     query_position: Array,
     rotary: Rotary,
     *,
-    scale: float,
+    scale: Scale,
     window: Array | int | None = None,
     impl: Impl = "xla",
 ) -> tuple[Array, Array]:
@@ -34,7 +34,7 @@ def sparse_attention(
       table: where the keys stand.
       query_position: [B, T] int32; -1 for padding rows. Any order is right; ascending is fastest.
       rotary: of positions and offsets.
-      scale: factor on the scores.
+      scale: factor on the scores, which the `xla` body may cap.
       window: sliding window in tokens, or None.
       impl: the body, one of ``bodies.BODIES``.
 
@@ -44,7 +44,7 @@ def sparse_attention(
     Raises:
       KernelError: no such body, or it cannot run on this backend or with such heads.
     """
-    check_impl("sparse_attention", impl)
+    check_impl("sparse_attention", impl, isinstance(scale, Capped))
     operands = (q, pool, table, query_position, rotary)
     if impl == "xla":
         return paged_attention(*operands, scale=scale, window=window)

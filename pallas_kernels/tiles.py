@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.operands import Scale, in_two, scored, slope
+
 Array = jax.Array
 _State = tuple[Array, Array, Array]  # what a loop over key tiles carries
 Mix = Callable[[Array], Array]  # weights [B, K, R, S] of a key tile -> [B, K, R, H] float32
@@ -64,7 +66,7 @@ def tiled_attention(
     tiles: Tiles,
     score_tile: Callable[[Array, Array], tuple[Array, Mix]],
     shape: tuple[int, int, int, int],
-    scale: float,
+    scale: Scale,
     dtype: jnp.dtype,
 ) -> tuple[Array, Array]:
     """Attend every query tile to its live key tiles.
@@ -74,7 +76,7 @@ def tiled_attention(
       score_tile: (i, j) -> products [B, K, R, S] float32 of query tile i and key tile j, and how
         weights of the same shape mix the values of the key tile to [B, K, R, H] float32.
       shape: (B, K, R, H); R rows of a query tile are G query heads times queries.
-      scale: positive factor on the products, which makes them scores.
+      scale: positive factor on the products, which makes them scores, or with a cap.
       dtype: of the returned ``out``.
 
     Returns:
@@ -83,21 +85,23 @@ def tiled_attention(
     """
     live, whole, visible = tiles
     batch, heads, rows, dim = shape
+    at_once, by = in_two(scale)
     unmasked, masked = _listed(live & whole), _listed(live & ~whole)
 
     def query_tile(_: None, i: Array) -> tuple[None, tuple[Array, Array]]:
         def update(j: Array, state: _State, *, mask: bool) -> _State:
             out, top, total = state
             scores, mix_values = score_tile(i, j)
+            scores = scored(scores, at_once)
             if mask:
                 see = visible(i, j)
                 scores = jnp.where(see, scores, _FLOOR)
             new_top = jnp.maximum(top, scores.max(-1))
             # Scaled within the exponential's own pass over the tile.
-            weights = jnp.exp((scores - new_top[..., None]) * scale)
+            weights = jnp.exp((scores - new_top[..., None]) * by)
             if mask:
                 weights = jnp.where(see, weights, 0.0)
-            shrink = jnp.exp((top - new_top) * scale)
+            shrink = jnp.exp((top - new_top) * by)
             part = mix_values(weights)
             return out * shrink[..., None] + part, new_top, total * shrink + weights.sum(-1)
 
@@ -111,7 +115,7 @@ def tiled_attention(
         out, top, total = state
         seen = total > 0
         out = out / jnp.where(seen, total, 1.0)[..., None]
-        lse = top * scale + jnp.log(jnp.where(seen, total, 1.0))
+        lse = top * by + jnp.log(jnp.where(seen, total, 1.0))
         lse = jnp.where(seen, lse, -jnp.inf)
         return None, (out.astype(dtype), lse)
 
@@ -124,7 +128,7 @@ def tiled_attention(
 
 def tiled_gradient(
     tiles: Tiles,
-    scale: float,
+    scale: Scale,
     q: Array,
     k: Array,
     v: Array,
@@ -171,13 +175,14 @@ def tiled_gradient(
         def update(j: Array, state: _State, *, mask: bool) -> _State:
             d_q, d_k, d_v = state
             k_j, v_j = (lax.dynamic_slice_in_dim(x, j * size, size, 2) for x in (k, v))
-            scores = product("bkrh,bksh->bkrs", q_i, k_j) * scale
+            scores = scored(product("bkrh,bksh->bkrs", q_i, k_j), scale)
+            by = slope(scores, scale)
             if mask:
                 see = visible(i, j)
                 scores = jnp.where(see, scores, _FLOOR)
             weights = jnp.exp(scores - lse_i[..., None])
             d_weights = product("bkrh,bksh->bkrs", d_out_i, v_j)
-            d_scores = (weights * (d_weights - shift_i[..., None]) * scale).astype(q.dtype)
+            d_scores = (weights * (d_weights - shift_i[..., None]) * by).astype(q.dtype)
             d_k = add(d_k, j, product("bkrs,bkrh->bksh", d_scores, q_i))
             d_v = add(d_v, j, product("bkrs,bkrh->bksh", weights.astype(q.dtype), d_out_i))
             return d_q + product("bkrs,bksh->bkrh", d_scores, k_j), d_k, d_v

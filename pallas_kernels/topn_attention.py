@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.bodies import Impl, check_impl
-from pallas_kernels.operands import Pages, Pool, Rotary
+from pallas_kernels.operands import Capped, Pages, Pool, Rotary, Scale
 from pallas_kernels.paged_scores import paged_scores
 from pallas_kernels.slot_attention import slot_values
 
@@ -25,7 +25,7 @@ def topn_attention(
     *,
     n: int,
     renormalise: bool,
-    scale: float,
+    scale: Scale,
     impl: Impl = "xla",
 ) -> tuple[Array, Array]:
     """Attention of one query a row to its ``n`` best keys, chosen per query head.
@@ -41,7 +41,7 @@ def topn_attention(
         fewer.
       renormalise: divide by the weights that are used. The paper does not: the weights are those of
         the softmax over all visible keys, and the output shrinks by what is left out.
-      scale: factor on the scores.
+      scale: factor on the scores, which the `xla` body may cap.
       impl: the body, one of ``bodies.BODIES``.
 
     Returns:
@@ -52,7 +52,7 @@ def topn_attention(
     Raises:
       KernelError: no such body, or it cannot run on this backend.
     """
-    check_impl("topn_attention", impl)
+    check_impl("topn_attention", impl, isinstance(scale, Capped))
     n = min(n, table.slot_position.shape[1])
     if impl == "xla":
         every = paged_scores(q, pool.k, table, query_position, rotary, scale=scale)

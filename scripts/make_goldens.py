@@ -9,7 +9,7 @@ and biases, so that a swapped axis or an ignored key changes the result. Beside 
 
 Nothing of jaxrag is imported here. Run it where torch and transformers are installed:
 
-    python scripts/make_goldens.py [--out tests/goldens]
+    python scripts/make_goldens.py [--out tests/goldens] [--only NAME ...]
 """
 
 import argparse
@@ -86,6 +86,13 @@ SCALES = {
     "attention_multiplier": 0.21,
     "residual_multiplier": 0.6,
     "logits_scaling": 3.0,
+}
+GEMMA2 = {
+    "num_hidden_layers": 3,
+    "sliding_window": 5,
+    "query_pre_attn_scalar": 10,
+    "attn_logit_softcapping": 1.7,
+    "final_logit_softcapping": 4.0,
 }
 GEMMA_KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 GEMMA = {
@@ -164,6 +171,21 @@ GOLDENS = (
     ),
     Golden("glm", "glm", GLM_SIZES),
     Golden("glm4", "glm4", GLM_SIZES),
+    Golden("gemma2", "gemma2", {**GEMMA2, "rope_parameters": LINEAR}),
+    Golden(
+        "gemma2_bf16",
+        "gemma2",
+        {
+            **GEMMA2,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "query_pre_attn_scalar": 7,
+            "attn_logit_softcapping": None,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "num_attention_heads": 4,
+        },
+        torch.bfloat16,
+    ),
     Golden("gemma3", "gemma3_text", GEMMA),
     Golden(
         "gemma3_pattern_bf16",
@@ -337,7 +359,7 @@ def block_logits(
     window = getattr(model.config, "sliding_window", None)
     masks: Any = mask(window)
     if model.config.model_type in (
-        "qwen2", "qwen3", "gemma3_text", "olmo3", "smollm3", "gpt_oss",
+        "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo3", "smollm3", "gpt_oss",
     ):  # fmt: skip
         masks = {"full_attention": mask(None), "sliding_attention": mask(window)}
     with torch.no_grad():
@@ -415,23 +437,31 @@ def write_mxfp4(path: Path) -> None:
 def write_all(
     goldens: Sequence[Any], write: Callable[[Any, Path], None], folder: str, *packages: str
 ) -> None:
-    """Make every golden, and note the versions of torch, transformers and others."""
+    """Make every golden, or some, and note the versions of torch, transformers and others."""
     parser = argparse.ArgumentParser(description="make goldens of the tests")
     parser.add_argument("--out", type=Path, default=Path(folder), help=f"({folder})")
-    out: Path = parser.parse_args().out
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="leave the others as they are")
+    args = parser.parse_args()
+    out: Path = args.out
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    for golden in goldens:
+    made = [golden for golden in goldens if not args.only or golden.name in args.only]
+    for golden in made:
         write(golden, out)
-    if goldens is GOLDENS:
+    if goldens is GOLDENS and not args.only:
         write_mxfp4(out / "mxfp4.npz")
-    versions = {
+    versions: dict[str, Any] = {
         name: importlib.metadata.version(name) for name in ("torch", "transformers", *packages)
     }
-    (out / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
+    noted = out / "versions.json"
+    if args.only:  # those of the others stay, and what differs is said
+        whole = json.loads(noted.read_text())
+        later = {**whole.get("later", {}), **{golden.name: versions for golden in made}}
+        versions = {**whole, "later": dict(sorted(later.items()))}
+    noted.write_text(json.dumps(versions, indent=2) + "\n")
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    print(f"{len(goldens)} goldens, {size / 1e6:.2f} MB in {out}")
+    print(f"{len(made)} goldens, {size / 1e6:.2f} MB in {out}")
 
 
 if __name__ == "__main__":

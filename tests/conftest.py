@@ -137,6 +137,16 @@ FAMILY_CHANGES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 7},
     "qwen2": {"qkv_bias": True, "tie_embeddings": True},
     "qwen3": {"qk_norm": True},
+    "gemma2": {
+        "post_norms": True,
+        "unit_norms": True,
+        "activation": "gelu_tanh",
+        "tie_embeddings": True,
+        "embedding_scale": 24**0.5,
+        "attention_scale": 13**-0.5,
+        "score_cap": 1.3,
+        "logit_cap": 6.0,
+    },
     "gemma3": {
         "qk_norm": True,
         "post_norms": True,
@@ -177,13 +187,11 @@ def tiny_config() -> Callable[..., ModelConfig]:
     """``tiny_config(family="llama", **changes)``: a ModelConfig small enough for any test."""
 
     def make(family: str = "llama", **changes: Any) -> ModelConfig:
-        if family in ("gemma3", "olmo3"):
+        if family in ("gemma2", "gemma3", "olmo3"):
             local = [layer != 1 for layer in range(changes.get("num_layers", TINY.num_layers))]
-            kinds = {
-                "sliding_window": 7,
-                "window_layers": tuple(local),
-                "rope_layers": tuple(map(int, local)),
-            }
+            kinds: dict[str, Any] = {"sliding_window": 7, "window_layers": tuple(local)}
+            if family != "gemma2":
+                kinds["rope_layers"] = tuple(map(int, local))
             changes = {**kinds, **changes}
         if family == "smollm3":
             bare = [layer % 3 == 1 for layer in range(changes.get("num_layers", TINY.num_layers))]

@@ -220,6 +220,8 @@ class ModelConfig:
     attention_scale: float | None = None  # of scores; None = 1/sqrt(H)
     residual_scale: float = 1.0  # of what attention and MLP add to the residual
     logit_scale: float = 1.0
+    score_cap: float | None = None  # Gemma 2: scores s become cap * tanh(s / cap)
+    logit_cap: float | None = None  # so do logits
     pre_norms: bool = True  # RMSNorm before attention and before the MLP; OLMo 2 has none
     joint_qk_norm: bool = False  # OLMo 2: that of q and k is over all their heads together
     activation: Activation = "silu"  # of the gate of the MLP
@@ -243,7 +245,8 @@ class ModelConfig:
             raise ConfigError(f"norm_eps={self.norm_eps}: expected a number above 0 and below 1")
         for rope in self.ropes:
             self._check_rope(rope)
-        for name in ("embedding_scale", "attention_scale", "residual_scale", "logit_scale"):
+        scales = ("embedding_scale", "attention_scale", "residual_scale", "logit_scale")
+        for name in (*scales, "score_cap", "logit_cap"):
             value = getattr(self, name)
             if value is not None and not 1 / _LARGEST_SCALE <= value <= _LARGEST_SCALE:
                 raise ConfigError(f"{name}={value}: expected a number from 1e-6 to 1e6")
@@ -255,6 +258,11 @@ class ModelConfig:
             raise ConfigError(f"dtype={self.dtype!r}: expected one of {', '.join(DTYPES)}")
         if self.kernels not in KERNELS:
             raise ConfigError(f"kernels={self.kernels!r}: expected one of {', '.join(KERNELS)}")
+        if self.score_cap is not None and self.kernels not in ("measured", "xla"):
+            raise ConfigError(
+                f"kernels={self.kernels!r}: no kernel holds scores within score_cap="
+                f"{self.score_cap:g}; leave kernels at 'measured'"
+            )
         if self.experts is not None and self.activation != "silu":
             raise ConfigError(f"activation={self.activation!r}: experts have 'silu' or a clamp")
         if self.window_layers is not None and len(self.window_layers) != self.num_layers:

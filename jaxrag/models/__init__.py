@@ -5,6 +5,7 @@ A new family is one file with a ``Family`` and one line here.
 
 from jaxrag.models import (
     gemma,
+    gemma2,
     glm,
     gpt_oss,
     granite,
@@ -24,6 +25,7 @@ FAMILIES: dict[str, Family] = {
     "mistral": mistral.FAMILY,
     "qwen2": qwen2.FAMILY,
     "qwen3": qwen3.FAMILY,
+    "gemma2": gemma2.FAMILY,
     "gemma3": gemma.FAMILY,
     "mixtral": mixtral.FAMILY,
     "qwen3_moe": qwen3_moe.FAMILY,

@@ -22,6 +22,7 @@ from jaxrag.kv.cache.host import HostValues
 from jaxrag.models.rope import RopeTable, place, scale_rotary
 from pallas_kernels import (
     BODIES,
+    Capped,
     Impl,
     KernelError,
     Pages,
@@ -29,6 +30,7 @@ from pallas_kernels import (
     Pool,
     Rotary,
     Rows,
+    Scale,
     check_impl,
     default_impl,
     key_mass,
@@ -36,6 +38,7 @@ from pallas_kernels import (
     paged_attention_by_row,
     paged_decode_attention,
     paged_scores,
+    scored,
     segment_attention,
     slot_mixture,
     slot_scores,
@@ -53,6 +56,7 @@ __all__ = [
     "PagedAttend",
     "PagedOp",
     "Pages",
+    "Scale",
     "attend_placed",
     "attend_pool",
     "attend_table",
@@ -66,6 +70,8 @@ __all__ = [
     "paged_decode_attention",
     "paged_scores",
     "rotary_of",
+    "scale_of",
+    "scored",
     "slot_scores",
     "slot_values",
     "topn_attention",
@@ -124,10 +130,10 @@ class PackedAttend:
                 k,
                 v,
                 rows,
-                scale=config.score_scale,
+                scale=scale_of(config),
                 prefix_visible=self.prefix_visible,
                 window=window,
-                impl=body_of("segment_attention", config.kernels),
+                impl=body_of("segment_attention", config),
             )
 
         rope = self.rope.of_layer(layer)
@@ -196,7 +202,7 @@ class PagedAttend:
     def _op(self, num_queries: int) -> PagedOp:
         """What queries [B, num_queries] attend with."""
         in_turn = self.rows_in_turn and num_queries >= LONG
-        if in_turn and body_of("sparse_attention", self.config.kernels) == "xla":
+        if in_turn and body_of("sparse_attention", self.config) == "xla":
             return paged_attention_by_row
         return paged_decode_attention if num_queries == 1 else sparse_attention
 
@@ -287,7 +293,7 @@ def attention_received(
         query_position,
         groups,
         rotary_of(config, rope),
-        scale=config.score_scale,
+        scale=scale_of(config),
         causal=causal,
         window=window,
     )
@@ -321,9 +327,9 @@ def attend_pool(
     def attend(operands: tuple[Any, ...], window: Array | int | None) -> tuple[Array, Array]:
         limits: dict[str, Any] = {} if window is None else {"window": window}
         name = getattr(op, "func", op).__name__
-        if name in BODIES and (impl := body_of(name, config.kernels)) != "xla":
+        if name in BODIES and (impl := body_of(name, config)) != "xla":
             limits["impl"] = impl
-        return op(*operands, **limits, scale=config.score_scale)
+        return op(*operands, **limits, scale=scale_of(config))
 
     kv, rotary = Pool(pool.k, pool.v), rotary_of(config, rope)
     operands = (scale_rotary(q, rope, config.rope), kv, table, position, rotary)
@@ -369,7 +375,7 @@ def attend_table(
     of_chunk = jnp.repeat(table.chunks.held, where.slot_position.shape[1] // pages.shape[1], axis=1)
 
     @functools.wraps(getattr(op, "func", op))  # its name is that of its kernels
-    def at_temperature(*operands: Any, scale: float, **limits: Any) -> tuple[Array, Array]:
+    def at_temperature(*operands: Any, scale: Scale, **limits: Any) -> tuple[Array, Array]:
         return op(*operands, scale=scale / how.temperature, **limits)
 
     def part(op: PagedOp, seen: Array) -> Partial:
@@ -403,7 +409,7 @@ def attend_placed(
         table,
         position,
         Placed(),
-        scale=config.score_scale,
+        scale=scale_of(config),
         window=window,
         rotate_side="keys",
         out_dtype=jnp.float32,
@@ -416,9 +422,20 @@ def rotary_of(config: ModelConfig, rope: RopeTable) -> Rotary:
     return Rotary(rope.cos, rope.sin, config.rope.interleaved)
 
 
-def body_of(op: str, kernels: str) -> Impl:
-    """The body of an op: as ``kernels`` says, or what was measured to be best on this device."""
-    return default_impl(op) if kernels == "measured" else cast(Impl, kernels)
+def scale_of(config: ModelConfig) -> Scale:
+    """What makes scores of products of queries and keys."""
+    scale, cap = config.score_scale, config.score_cap
+    return scale if cap is None else Capped(scale, cap)
+
+
+def body_of(op: str, config: ModelConfig) -> Impl:
+    """The body of an op: as ``kernels`` says, or what was measured to be best on this device.
+
+    No kernel caps scores: there it is "xla".
+    """
+    if config.kernels != "measured":
+        return cast(Impl, config.kernels)
+    return default_impl(op) if config.score_cap is None else "xla"
 
 
 def measured_kernels() -> bool:
@@ -430,7 +447,7 @@ def check_kernels(kernels: str) -> None:
     """ConfigError unless the attention ops have these bodies and they run here."""
     try:
         for op in BODIES:
-            check_impl(op, body_of(op, kernels))
+            check_impl(op, default_impl(op) if kernels == "measured" else kernels)
     except KernelError as error:
         raise ConfigError(f"kernels={kernels!r}: {error}") from None
 

@@ -47,6 +47,11 @@ def scaled(x: Array, by: float) -> Array:
     return x if by == 1.0 else (x.astype(jnp.float32) * by).astype(x.dtype)
 
 
+def capped(x: Array, cap: float | None) -> Array:
+    """x within a cap, softly; x itself where there is none."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
 def _project(x: Array, weight: Any, bias: Array | None) -> Array:
     """x [B, T, D] @ weight [D, heads, H] (+ bias) -> [B, T, heads, H]."""
     out = linear(x, weight)
@@ -250,4 +255,5 @@ def unembed(params: Params, config: ModelConfig, hidden: Array) -> Array:
         logits = product(rows, params.embed, 1, jnp.float32)
     else:
         logits = product(rows, params.lm_head, 0, jnp.float32)
-    return scaled(logits, config.logit_scale).reshape(*hidden.shape[:-1], -1)
+    logits = capped(scaled(logits, config.logit_scale), config.logit_cap)
+    return logits.reshape(*hidden.shape[:-1], -1)

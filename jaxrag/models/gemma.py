@@ -6,7 +6,7 @@ the model that sees images too has the same below ``text_config``, and of that n
 
 import dataclasses
 from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 from jaxrag.base.config import ModelConfig, RopeConfig
@@ -47,37 +47,63 @@ _SCALAR = "query_pre_attn_scalar"
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     """Every sixth layer is without a window, unless ``layer_types`` says otherwise."""
-    if isinstance(hf.get("text_config"), Mapping):
-        outer = {key: hf[key] for key in _OF_OUTER if hf.get(key) is not None}
-        hf = {**outer, **hf["text_config"]}
+    hf = text_of(hf)
+    num_layers = read_num_layers(hf, _DEFAULTS.num_hidden_layers)
+    pattern = read_int(hf, "sliding_window_pattern", _PATTERN)
+    every = [_LOCAL if pattern < 1 or (i + 1) % pattern else _GLOBAL for i in range(num_layers)]
+    layer_types = hf.get("layer_types") or every
+    plain = ChainMap({"rope_parameters": None, "rope_scaling": None}, cast(dict[str, Any], hf))
+    config = read_gemma(plain, "gemma3", _DEFAULTS, layer_types)
+    kinds = {kind: _read_rope(hf, kind) for kind in sorted(set(layer_types))}
+    ropes = list(kinds.values())
+    return dataclasses.replace(
+        config,
+        qk_norm=True,
+        rope=ropes[0],
+        more_ropes=tuple(ropes[1:]),
+        rope_layers=tuple(map(list(kinds).index, layer_types)) if ropes[1:] else None,
+    )
+
+
+def text_of(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config that is of the text, where it has others."""
+    if not isinstance(hf.get("text_config"), Mapping):
+        return hf
+    outer = {key: hf[key] for key in _OF_OUTER if hf.get(key) is not None}
+    return {**outer, **hf["text_config"]}
+
+
+def read_gemma(
+    hf: Mapping[str, Any],
+    family: str,
+    defaults: Defaults,
+    layer_types: Sequence[str],
+    understood: Collection[str] = (),
+) -> ModelConfig:
+    """What Gemmas have in common; ``understood`` as in ``read_decoder``."""
     activation = hf.get("hidden_activation", _ACTIVATION)
     if activation != _ACTIVATION:
         raise ConfigError(
             f"config.json: hidden_activation={activation!r}: only {_ACTIVATION!r} is supported"
         )
-    if read_bool(hf, "use_bidirectional_attention", False):
-        raise ConfigError("config.json: use_bidirectional_attention=True is not supported")
-    num_layers = read_num_layers(hf, _DEFAULTS.num_hidden_layers)
-    pattern = read_int(hf, "sliding_window_pattern", _PATTERN)
-    every = [_LOCAL if pattern < 1 or (i + 1) % pattern else _GLOBAL for i in range(num_layers)]
+    both_ways = hf.get("use_bidirectional_attention")
+    if both_ways not in (None, False, "vision"):  # between the parts of an image
+        raise ConfigError(
+            f"config.json: use_bidirectional_attention={both_ways!r} is not supported"
+        )
+    num_layers = read_num_layers(hf, defaults.num_hidden_layers)
     windows = {"use_sliding_window": True, "sliding_window": hf.get("sliding_window", _WINDOW)}
-    layer_types = hf.get("layer_types") or every
     window, layers = read_windows({**windows, "layer_types": layer_types}, num_layers)
-    kinds = {kind: _read_rope(hf, kind) for kind in sorted(set(layer_types))}
-    ropes = list(kinds.values())
     bias = read_bool(hf, "attention_bias", False)
-    own: dict[str, Any] = {"rope_parameters": None, "rope_scaling": None, "hidden_act": "silu"}
+    own: dict[str, Any] = {"hidden_act": "silu"}
     own["tie_word_embeddings"] = read_bool(hf, "tie_word_embeddings", True)
     config = read_decoder(
-        ChainMap(own, cast(dict[str, Any], hf)), "gemma3", _DEFAULTS, qkv_bias=bias, o_bias=bias,
-        qk_norm=True, post_norms=True, sliding_window=window, window_layers=layers,
-        understood=(_SCALAR,),
+        ChainMap(own, cast(dict[str, Any], hf)), family, defaults, qkv_bias=bias, o_bias=bias,
+        post_norms=True, sliding_window=window, window_layers=layers,
+        understood=(_SCALAR, *understood),
     )  # fmt: skip
     return dataclasses.replace(
         config,
-        rope=ropes[0],
-        more_ropes=tuple(ropes[1:]),
-        rope_layers=tuple(map(list(kinds).index, layer_types)) if ropes[1:] else None,
         activation="gelu_tanh",
         unit_norms=True,
         embedding_scale=config.model_dim**0.5,
@@ -104,16 +130,21 @@ def _read_rope(hf: Mapping[str, Any], kind: str) -> RopeConfig:
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
     """Inverse of ``read_config``."""
-    hf = write_decoder(config, FAMILY.architecture, FAMILY.model_type)
+    hf = write_gemma(config, FAMILY)
+    named = zip(hf["layer_types"], range(config.num_layers), strict=True)
+    ropes = {kind: write_rope(config.rope_of(at), config.head_dim) for kind, at in named}
+    return {**hf, "rope_parameters": ropes}
+
+
+def write_gemma(config: ModelConfig, family: Family) -> dict[str, Any]:
+    """Inverse of ``read_gemma``."""
+    hf = write_decoder(config, family.architecture, family.model_type)
     windows = write_windows(config)
     del hf["hidden_act"], windows["use_sliding_window"]
-    named = zip(windows["layer_types"], range(config.num_layers), strict=True)
-    ropes = {kind: write_rope(config.rope_of(at), config.head_dim) for kind, at in named}
     return {
         **hf,
         **windows,
         "sliding_window": config.sliding_window or _WINDOW,
-        "rope_parameters": ropes,
         "hidden_activation": _ACTIVATION,
         "attention_bias": config.qkv_bias,
         _SCALAR: round(config.score_scale**-2),
@@ -126,16 +157,17 @@ _NORMS = (
     TensorRule(_LAYER + "pre_feedforward_layernorm.weight", ("layers.mlp_norm",), "d -> d"),
     TensorRule(_LAYER + "post_feedforward_layernorm.weight", ("layers.post_mlp_norm",), "d -> d"),
 )
+TENSORS = (
+    *(rule for rule in DECODER if rule.paths != ("layers.mlp_norm",)),
+    *(_NORMS + QKV_BIAS + O_BIAS + GATED_MLP),
+)
 FAMILY = Family(
     name="gemma3",
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
     read_config=read_config,
     write_config=write_config,
-    tensors=(
-        *(rule for rule in DECODER if rule.paths != ("layers.mlp_norm",)),
-        *(_NORMS + QKV_BIAS + O_BIAS + QK_NORM + GATED_MLP),
-    ),
+    tensors=TENSORS + QK_NORM,
     ignored=("*vision_tower.*", "*multi_modal_projector.*"),
     needs_bos=True,
     within=("Gemma3ForConditionalGeneration",),

@@ -29,6 +29,7 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "granite": "GraniteForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
@@ -66,13 +67,19 @@ _GEMMA_NAMES = {  # and OLMo 2's
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_GEMMA_27B = 62  # layers; of the sizes that there are, it alone has scores by the width of a model
+_GEMMAS = ("gemma2", "gemma3")
+# Layers; of the sizes that there are, these alone have scores by the width of a model.
+_GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 # Granite's constants, by their names in config.json; 0 is as none.
 _SCALES = {
     "embedding_multiplier": "embedding_scale",
     "attention_multiplier": "attention.scale",
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
+}
+_CAPS = {  # Gemma 2's, as in config.json, and what llama.cpp takes where there is none
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
 }
 # Keys of another arithmetic, with the values that leave the result as it is.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -175,12 +182,13 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
     for key in ("attention.value_length", "rope.dimension_count"):
         number.require(key, (head_dim,))
     scales = _scales(number, head_dim) if architecture == "granite" else {}
+    gemma = architecture in _GEMMAS
     for key, neutral in _UNSUPPORTED.items():
-        if not (scales and key in _SCALES.values()):
+        of_it = (scales and key in _SCALES.values()) or (architecture == "gemma2" and key in _CAPS)
+        if not of_it:
             number.require(key, neutral)
-    window = number.whole("attention.sliding_window", 0)
-    gemma = architecture == "gemma3"
-    if window and architecture not in ("llama", "mistral", "gemma3"):
+    window = number.whole("attention.sliding_window", 4096 if architecture == "gemma2" else 0)
+    if window and architecture not in ("llama", "mistral", *_GEMMAS):
         number.require("attention.sliding_window", (0,))
     if window and not gemma:  # which is all that sets a Mistral apart from a Llama
         architecture = "mistral"
@@ -198,7 +206,11 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
     bos = header.number("tokenizer.ggml.bos_token_id", -1)
     embed = tensors.get("model.embed_tokens.weight")
     rope = _rope(header, number, head_dim)
-    own = _of_gemma(number, rope, head_dim, width // heads) if gemma else {"rope_parameters": rope}
+    own: dict[str, Any] = {"rope_parameters": rope}
+    if gemma:
+        large = number.whole("block_count") == _GEMMA_27B[architecture]
+        scalar = width // heads if large else head_dim
+        own = {**_of_gemma(number, rope, architecture), "query_pre_attn_scalar": scalar}
     return {
         **own,
         **experts,
@@ -223,15 +235,15 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
     }
 
 
-def _of_gemma(
-    number: "_Numbers", rope: dict[str, Any], head_dim: int, group: int
-) -> dict[str, Any]:
-    """What it says of itself beside the rest; most of it by its size alone."""
+def _of_gemma(number: "_Numbers", rope: dict[str, Any], architecture: str) -> dict[str, Any]:
+    """What it says of itself beside the rest."""
+    if architecture == "gemma2":
+        caps = {key: number(key, default) or None for key, default in _CAPS.items()}
+        return {"rope_parameters": rope, **caps}
     local = {"rope_type": "default", "rope_theta": number("rope.freq_base_swa", 10_000.0)}
     return {
         "rope_parameters": {"full_attention": rope, "sliding_attention": local},
         "sliding_window_pattern": number.whole("attention.sliding_window_pattern", 6),
-        "query_pre_attn_scalar": group if number.whole("block_count") == _GEMMA_27B else head_dim,
     }
 
 
@@ -291,7 +303,7 @@ def _tensors(header: Header) -> dict[str, StoredTensor]:
     pairs = {"attn_q": heads, "attn_k": number.whole("attention.head_count_kv", heads)}
     size, end = header.path.stat().st_size, 0
     tensors: dict[str, StoredTensor] = {}
-    names = _NAMES | (_GEMMA_NAMES if architecture in ("gemma3", "olmo2") else {})
+    names = _NAMES | (_GEMMA_NAMES if architecture in (*_GEMMAS, "olmo2") else {})
     for entry, place in sorted(header.tensors.items(), key=lambda item: item[1].start):
         where, (kind, nbytes) = f"{header.path}: {entry!r}", _type_of(header, entry)
         inside = end <= place.start and place.start + nbytes <= size
@@ -322,7 +334,7 @@ def _tensors(header: Header) -> dict[str, StoredTensor]:
             kind=kind,
             size=nbytes,
             pairs=paired,
-            less_one=architecture == "gemma3" and found[2].endswith("norm"),
+            less_one=architecture in _GEMMAS and found[2].endswith("norm"),
         )
         tensors |= {it.name: it for it in _apart(tensor)}
     return tensors

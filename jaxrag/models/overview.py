@@ -222,7 +222,10 @@ def scale_words(config: ModelConfig) -> str:
         "residuals": config.residual_scale,
         "logits": config.logit_scale,
     }
-    return ", ".join(f"{name} x {by:.4g}" for name, by in scales.items() if by not in (None, 1))
+    caps = {"scores": config.score_cap, "logits": config.logit_cap}
+    words = [f"{name} x {by:.4g}" for name, by in scales.items() if by not in (None, 1)]
+    words += [f"{name} within {cap:.4g}" for name, cap in caps.items() if cap is not None]
+    return ", ".join(words)
 
 
 def _hf_files(path: Path, config: ModelConfig) -> WeightFiles:

@@ -13,6 +13,7 @@ from flax import struct
 from jax import lax
 
 from jaxrag.base.types import Array
+from jaxrag.models.decoder import capped
 from jaxrag.models.linear import over_rows
 
 _CACHED_LOGITS = 2**22  # measured: 16 MiB of float32 logits; more are written to memory
@@ -33,22 +34,23 @@ def token_loss(
     tied: bool,
     tokens: int,
     wanted: Array | None = None,
+    cap: float | None = None,
 ) -> TokenLoss:
     """Loss of every token, no gradient: hidden [B, T, D], targets [B, T].
 
     ``head`` is [V, D] when ``tied``, else [D, V]; ``tokens`` at most have their logits at once.
-    ``wanted`` [B, T, D] is as in ``weighted_loss``.
+    ``wanted`` [B, T, D] is as in ``weighted_loss``; ``cap`` is the model's ``logit_cap``.
     """
     slices, length = _slices((hidden, targets, wanted), tokens, head.shape[0 if tied else 1])
 
     def one(_: None, part: tuple[Array, Array, Array | None]) -> tuple[None, TokenLoss]:
-        return None, _found(part, head, tied)[0]
+        return None, _found(part, head, tied, cap)[0]
 
     _, found = lax.scan(one, None, slices)
     return jax.tree.map(lambda x: _joined(x, length), found)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def weighted_loss(
     hidden: Array,
     head: Array,
@@ -57,6 +59,7 @@ def weighted_loss(
     wanted: Array | None,
     tied: bool,
     tokens: int,
+    cap: float | None = None,
 ) -> tuple[Array, TokenLoss]:
     """Sum of weights x token loss, float32 [], and what it is made of (which has no gradient).
 
@@ -67,8 +70,9 @@ def weighted_loss(
       weights: [B, T] float32, 0 where nothing is predicted.
       wanted: None, or hidden [B, T, D] of which the distribution is wanted instead of the target.
       tokens: at most so many tokens have their logits at once, but one of each row.
+      cap: the model's ``logit_cap``.
     """
-    found = token_loss(hidden, head, targets, tied, tokens, wanted)
+    found = token_loss(hidden, head, targets, tied, tokens, wanted, cap)
     return (found.loss * weights).sum(), found
 
 
@@ -83,6 +87,7 @@ def _forward(
     wanted: Array | None,
     tied: bool,
     tokens: int,
+    cap: float | None,
 ) -> tuple[tuple[Array, TokenLoss], _Gradients]:
     inputs = (hidden, targets, wanted, weights)
     slices, length = _slices(inputs, tokens, head.shape[0 if tied else 1])
@@ -90,7 +95,7 @@ def _forward(
     def one(d_head: Array, part: tuple[Any, ...]) -> tuple[Array, tuple[TokenLoss, Array]]:
         *asked, weights = part
         hidden = asked[0]
-        found, too_much = _found(tuple(asked), head, tied)
+        found, too_much = _found(tuple(asked), head, tied, cap)
         d_logits = (too_much * weights[..., None]).astype(hidden.dtype)
         rows = hidden.reshape(-1, hidden.shape[-1]), d_logits.reshape(-1, d_logits.shape[-1])
         d_head += over_rows(*(rows[::-1] if tied else rows), jnp.float32)
@@ -106,7 +111,11 @@ def _forward(
 
 
 def _backward(
-    tied: bool, tokens: int, gradients: _Gradients, cotangents: tuple[Array, TokenLoss]
+    tied: bool,
+    tokens: int,
+    cap: float | None,
+    gradients: _Gradients,
+    cotangents: tuple[Array, TokenLoss],
 ) -> tuple[Array, Array, None, None, None]:
     d_hidden, d_head = gradients
     scale, _ = cotangents
@@ -117,22 +126,24 @@ def _backward(
 weighted_loss.defvjp(_forward, _backward)
 
 
-def _logits(hidden: Array, head: Array, tied: bool) -> Array:
+def _logits(hidden: Array, head: Array, tied: bool, cap: float | None) -> Array:
     """As decoder.unembed: float32."""
     terms = "bcd,vd->bcv" if tied else "bcd,dv->bcv"
-    return jnp.einsum(terms, hidden, head, preferred_element_type=jnp.float32)
+    return capped(jnp.einsum(terms, hidden, head, preferred_element_type=jnp.float32), cap)
 
 
 def _found(
-    part: tuple[Array, Array, Array | None], head: Array, tied: bool
+    part: tuple[Array, Array, Array | None], head: Array, tied: bool, cap: float | None
 ) -> tuple[TokenLoss, Array]:
     """What was predicted of hidden, targets and wanted; the loss's gradient by logits [..., V].
+
+    By those before the cap.
 
     Comparisons and no index, so V may be split over devices; and no argmax, which the CPU computes
     entry by entry.
     """
     hidden, targets, wanted = part
-    logits = _logits(hidden, head, tied)
+    logits = _logits(hidden, head, tied, cap)
     order = jnp.arange(logits.shape[-1], dtype=targets.dtype)
     hits = targets[..., None] == order
     at = jnp.where(hits, logits, 0.0).sum(-1)
@@ -140,10 +151,14 @@ def _found(
     total = jax.nn.logsumexp(logits, axis=-1)
     p, correct = jnp.exp(logits - total[..., None]), (at > before) & (at >= logits.max(-1))
     if wanted is None:
-        return TokenLoss(total - at, correct), p - hits
-    aim = jax.nn.log_softmax(_logits(wanted, head, tied))
-    loss = (jnp.exp(aim) * (aim - logits)).sum(-1) + total
-    return TokenLoss(loss, correct), p - jnp.exp(aim)
+        loss, too_much = total - at, p - hits
+    else:
+        aim = jax.nn.log_softmax(_logits(wanted, head, tied, cap))
+        loss = (jnp.exp(aim) * (aim - logits)).sum(-1) + total
+        too_much = p - jnp.exp(aim)
+    if cap is not None:
+        too_much *= 1 - (logits / cap) ** 2
+    return TokenLoss(loss, correct), too_much
 
 
 def _at_once(tokens: int, vocabulary: int) -> int:

@@ -41,7 +41,7 @@ from jaxrag.base.types import (
     Partial,
     Tokens,
 )
-from jaxrag.models.attention import PackedAttend
+from jaxrag.models.attention import PackedAttend, scale_of, scored
 from jaxrag.models.decoder import embedded, forward, layer_windows, rms_norm, run_layer, unembed
 from jaxrag.models.model import Model
 from jaxrag.models.rope import RopeTable, place
@@ -388,7 +388,7 @@ class _ContextAttend:
         visible = keys_at[:, None] <= at[..., None]
         if window is not None:
             visible &= at[..., None] - keys_at[:, None] < window
-        scores = scores * config.score_scale
+        scores = scored(scores, scale_of(config))
         scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
         weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
         out = jnp.einsum("bkgfs,bskh->bfkgh", weights, values)

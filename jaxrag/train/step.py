@@ -104,9 +104,9 @@ class Program:
         return hidden, params.embed if params.lm_head is None else params.lm_head
 
     @property
-    def tied(self) -> bool:
-        """Is the output matrix [V, D]?"""
-        return self.config.tie_embeddings
+    def unembedding(self) -> tuple[bool, int, float | None]:
+        """Is the output matrix [V, D]? Tokens that have their logits at once, and their cap."""
+        return self.config.tie_embeddings, self.logits_tokens, self.config.logit_cap
 
     def _wrap(self, layer: Layer) -> Layer:
         """Cast and merge one layer's weights inside the scan, then what remat says."""
@@ -209,7 +209,7 @@ def make_step(config: TrainConfig, program: Program, shardings: TrainState) -> S
             hidden, head = program.hidden(trained, frozen, rope, part.tokens)
             wanted = program.wanted(frozen, rope, part)
             loss, found = weighted_loss(
-                hidden, head, part.targets, weights, wanted, program.tied, program.logits_tokens
+                hidden, head, part.targets, weights, wanted, *program.unembedding
             )
             return loss, _sums(found, part.kinds)
 
@@ -253,7 +253,8 @@ def make_evaluation(
     ) -> TokenLoss:
         hidden, head = program.hidden(trained, frozen, rope, batch.tokens)
         wanted = program.wanted(frozen, rope, batch)
-        return token_loss(hidden, head, batch.targets, program.tied, program.logits_tokens, wanted)
+        tied, tokens, cap = program.unembedding
+        return token_loss(hidden, head, batch.targets, tied, tokens, wanted, cap)
 
     return jax.jit(evaluate, out_shardings=replicated(program.mesh))
 

@@ -94,6 +94,9 @@ def write(path, directory, kind="F32", *, architecture=None, metadata=(), tokeni
     }  # fmt: skip
     if name == "granite":
         values |= {key: hf[it] for key, it in GRANITE.items()}
+    if name == "gemma2":
+        caps = "attn_logit_softcapping", "final_logit_softcapping"
+        values |= {key: float(hf[key] or 0) for key in caps}
     if config.sliding_window:
         values["attention.sliding_window"] = config.sliding_window
     if config.experts is not None:
@@ -122,7 +125,7 @@ def write(path, directory, kind="F32", *, architecture=None, metadata=(), tokeni
         heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(key.split(".")[-2])
         if heads and name in ("llama", "mistral", "granite", "smollm3"):
             view = paired(view, heads)
-        if name == "gemma3" and key.endswith("norm.weight"):
+        if name in ("gemma2", "gemma3") and key.endswith("norm.weight"):
             view = view + 1
         one = kind if view.ndim > 1 else "F32"
         writer.add_tensor(entry(key, name), stored(view, one), raw_dtype=GGMLQuantizationType[one])
@@ -164,7 +167,7 @@ def put(writer, key, value):
 
 def entry(key, architecture):
     """The name of a tensor in the file."""
-    names = NAMES | (GEMMA_NAMES if architecture in ("gemma3", "olmo2") else {})
+    names = NAMES | (GEMMA_NAMES if architecture in ("gemma2", "gemma3", "olmo2") else {})
     *layer, last = key.removeprefix("model.layers.").split(".", 1) if ".layers." in key else [key]
     stem, end = last.rsplit(".", 1)
     return ".".join([*(["blk"] if layer else []), *layer, names[stem], end])

@@ -119,6 +119,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "more_ropes": (RopeConfig(100.0, 6, True, NoRotation()),),
             "rope_layers": (0, 1, 0, 1),
             **SCALES,
+            "score_cap": 0.9,
+            "logit_cap": 4.0,
         },
     ),
     "windows": (
@@ -144,13 +146,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     **{
         name: (name, {})
         for name in (
-            *("llama", "mistral", "qwen2", "qwen3", "glm", "glm4", "granite", "gemma3"),
-            *("olmo2", "olmo3", "smollm3", "mixtral", "qwen3_moe"),
+            *("llama", "mistral", "qwen2", "qwen3", "glm", "glm4", "granite", "gemma2"),
+            *("gemma3", "olmo2", "olmo3", "smollm3", "mixtral", "qwen3_moe"),
         )
     },
 }
 USUAL = ("joined", "windows")
-WINDOWED = ("windows", "mixed", "mistral", "gemma3", "olmo3")
+WINDOWED = ("windows", "mixed", "mistral", "gemma2", "gemma3", "olmo3")
 
 
 def goes_together(method: str, rule: str, family: str) -> bool:

@@ -38,6 +38,8 @@ class Mixed:
         scores = jnp.einsum("btnh,bsnh->bnts", q, k.repeat(group, 2)) * (
             self.config.attention_scale or q.shape[-1] ** -0.5
         )
+        if (cap := self.config.score_cap) is not None:
+            scores = cap * jnp.tanh(scores / cap)
         weights, lse = self.weights(jnp.where(see, scores, -jnp.inf))
         out = jnp.einsum("bnts,bsnh->btnh", weights, v.repeat(group, 2))
         return Partial(out, lse.swapaxes(1, 2)), cache, seen

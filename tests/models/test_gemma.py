@@ -1,5 +1,6 @@
-"""Gemma 3: what its config.json says, how it rounds, and the forms that its files have."""
+"""Gemma 2 and 3: what config.json says, how it rounds, and the forms that files have."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -45,6 +46,42 @@ def test_a_config_of_the_size_of_4b_says_little():
     assert config.tie_embeddings
     assert config.embedding_scale == 2560**0.5
     assert config.attention_scale == 1 / 16
+
+
+def test_a_config_of_gemma_2_of_the_size_of_2b():
+    """As it is published, of which transformers reads no ``hidden_act``."""
+    config = FAMILIES["gemma2"].read_config(
+        {
+            "attention_bias": False, "attn_logit_softcapping": 50.0, "hidden_size": 2304,
+            "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+            "hidden_activation": "gelu_pytorch_tanh", "num_hidden_layers": 26,
+            "intermediate_size": 9216, "query_pre_attn_scalar": 256, "rope_theta": 10000.0,
+            "sliding_window": 4096, "torch_dtype": "bfloat16",
+        }
+    )  # fmt: skip
+    assert config.window_layers == (True, False) * 13
+    assert (config.sliding_window, config.rope) == (4096, LOCAL)
+    assert (config.score_cap, config.logit_cap) == (50.0, 30.0)
+    assert (config.attention_scale, config.embedding_scale) == (1 / 16, 48.0)
+    assert not config.qk_norm
+    assert FAMILIES["gemma2"].read_config({}) == dataclasses.replace(config, dtype="float32")
+    without = FAMILIES["gemma2"].read_config({"attn_logit_softcapping": None})
+    assert (without.score_cap, without.logit_cap) == (None, 30.0)
+    with refused(ConfigError, "final_logit_softcapping=0"):
+        FAMILIES["gemma2"].read_config({"final_logit_softcapping": 0})
+
+
+def test_a_gguf_file_of_gemma_2(tmp_path):
+    golden = GOLDEN.parent / "gemma2"
+    config, params, _ = load_hf(write(tmp_path / "model.gguf", golden))
+    wanted, theirs, _ = load_hf(golden)
+    assert config == wanted
+    for name, leaf in by_name(params).items():
+        np.testing.assert_allclose(leaf, by_name(theirs)[name], atol=1e-6, err_msg=name)
+    large = {"gemma2.block_count": 46, "gemma2.attention.head_count": 4}
+    large |= {"gemma2.final_logit_softcapping": 0.0}
+    large = load_config(write(tmp_path / "large.gguf", golden, metadata=large))
+    assert (large.attention_scale, large.logit_cap) == (6**-0.5, None)  # 24 / 4
 
 
 def test_layers_of_one_kind():

@@ -259,7 +259,7 @@ def test_sentence_pieces_without_a_space_or_bos(tmp_path):
 @pytest.mark.parametrize(
     ("metadata", "named"),
     [
-        ({"general.architecture": "gemma2"}, ("'gemma2'", "llama, mistral, qwen2, qwen3")),
+        ({"general.architecture": "gemma4"}, ("'gemma4'", "llama, mistral, qwen2, qwen3")),
         ({"split.count": 3}, ("one of 3 parts", "llama-gguf-split --merge")),
         ({"general.type": "adapter"}, ("'adapter'",)),
         ({"llama.expert_count": 8}, ("llama.expert_count=8",)),

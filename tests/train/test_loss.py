@@ -8,13 +8,17 @@ import pytest
 from jaxrag.train.loss import token_loss, weighted_loss
 
 
-def plain(hidden, head, targets, weights, wanted, tied):
+def plain(hidden, head, targets, weights, wanted, tied, cap=None):
+    def within(logits):
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
     rows = head.T if tied else head
-    logits = hidden @ rows
+    logits = within(hidden @ rows)
     logp = jax.nn.log_softmax(logits.astype(jnp.float32))
     loss = -jnp.take_along_axis(logp, targets[..., None], axis=-1)[..., 0]
     if wanted is not None:
-        aim = jax.nn.log_softmax((wanted @ jax.lax.stop_gradient(rows)).astype(jnp.float32))
+        wanted = within(wanted @ jax.lax.stop_gradient(rows))
+        aim = jax.nn.log_softmax(wanted.astype(jnp.float32))
         loss = (jnp.exp(aim) * (aim - logp)).sum(-1)
     return (loss * weights).sum(), (loss, logits.argmax(-1) == targets)
 
@@ -30,16 +34,17 @@ def inputs(rng, tied, dtype=jnp.float32):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("tokens", [1, 7, 12, 1000])
 @pytest.mark.parametrize("objective", ["labels", "distill"])
-def test_equals_the_plain_loss(rng, objective, tied, tokens):
+@pytest.mark.parametrize("cap", [None, 1.3])
+def test_equals_the_plain_loss(rng, objective, tied, tokens, cap):
     hidden, head, targets, weights = inputs(rng, tied)
     wanted = None
     if objective == "distill":
         wanted = jnp.asarray(rng.normal(size=hidden.shape), jnp.float32)
     (value, found), gradients = jax.value_and_grad(weighted_loss, (0, 1), has_aux=True)(
-        hidden, head, targets, weights, wanted, tied, tokens
+        hidden, head, targets, weights, wanted, tied, tokens, cap
     )
     (expected, parts), expected_gradients = jax.value_and_grad(plain, (0, 1), has_aux=True)(
-        hidden, head, targets, weights, wanted, tied
+        hidden, head, targets, weights, wanted, tied, cap
     )
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     np.testing.assert_allclose(found.loss, parts[0], rtol=1e-4, atol=1e-5)

@@ -227,7 +227,7 @@ def logits_of(setup, trained, frozen, full=False, positions="reordered"):
     @jax.jit
     def run(trained, frozen, rope, batch):
         hidden, head = setup.program.hidden(trained, frozen, rope, batch.tokens)
-        return hidden @ (head.T if setup.program.tied else head)
+        return hidden @ (head.T if setup.program.unembedding[0] else head)
 
     logits = run(trained, frozen, setup.rope, batch)
     return np.asarray(logits[row, at : at + len(piece)]), at

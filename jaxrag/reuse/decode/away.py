@@ -21,7 +21,7 @@ from jaxrag.base.sharding import by_device, device_axes
 from jaxrag.base.types import HIDDEN, Array, HostArray, Partial, Tokens, on_host
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.cache.host_pool import HostPool, rows_of
-from jaxrag.models.attention import merge
+from jaxrag.models.attention import Scale, merge, scale_of, scored
 from jaxrag.models.rope import RopeFactors, place, scale_rotary
 from jaxrag.reuse.attention_index import turned
 from jaxrag.reuse.decode.far import HostLayer
@@ -128,7 +128,7 @@ class AwayAttend:
         pattern_k = pattern_k.at[layer, rows, index].set(k[:, 0], mode="drop")
         pattern_v = pattern_v.at[layer, rows, index].set(v[:, 0], mode="drop")
         kept = (pattern_k[layer], pattern_v[layer])
-        part = _attend(placed[:, 0], *kept, position, self.window, self.config.score_scale)
+        part = _attend(placed[:, 0], *kept, position, self.window, scale_of(self.config))
         if ticket is not None:
             part = merge([part, self._wait(ticket, part)])
         return part.out.reshape(placed.shape), part.lse, pattern_k, pattern_v
@@ -216,7 +216,7 @@ def _index(position: Array, sink: int, recent: int) -> Array:
 
 
 def _attend(
-    q: Array, k: Array, v: Array, position: Array, window: tuple[int, int], scale: float
+    q: Array, k: Array, v: Array, position: Array, window: tuple[int, int], scale: Scale
 ) -> Partial:
     """Attention of q [B, N, H], in place, to what the pattern [B, W, K, H] holds: T = 1."""
     sink, recent = window
@@ -226,7 +226,7 @@ def _attend(
     there = jnp.where(at < sink, at <= position[:, None], position[:, None] - behind >= sink)
     heads = q.reshape(batch, num_kv_heads, -1, dim)
     scores = jnp.einsum("bkgh,bwkh->bkgw", heads, k, preferred_element_type=jnp.float32)
-    scores = jnp.where(there[:, None, None], scores * scale, -jnp.inf)
+    scores = jnp.where(there[:, None, None], scored(scores, scale), -jnp.inf)
     lse = jax.nn.logsumexp(scores, axis=-1)
     weights = jnp.exp(scores - jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None])
     out = jnp.einsum("bkgw,bwkh->bkgh", weights, v.astype(jnp.float32))

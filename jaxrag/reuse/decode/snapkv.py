@@ -18,7 +18,7 @@ from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import RequestError
 from jaxrag.base.types import Array, HostArray, Partial
 from jaxrag.kv.placement import KVPlacement
-from jaxrag.models.attention import merge
+from jaxrag.models.attention import merge, scale_of, scored
 from jaxrag.models.rope import place
 from jaxrag.reuse.attention_index import rotated, turned
 from jaxrag.reuse.decode.far import FarAnswer, FarLayer, HostPrompt
@@ -131,7 +131,7 @@ def _votes(view: View, queries: Array, positions: Array) -> Array:
 
     def add(total: Array, one: tuple[Array, Array]) -> tuple[Array, None]:
         q, at = one  # [B, K, G, H], [B]
-        scores = jnp.einsum("bkgh,bskh->bkgs", q, keys) * view.scale
+        scores = scored(jnp.einsum("bkgh,bskh->bkgs", q, keys), scale_of(config))
         see = (view.slot_position <= at[:, None])[:, None, None]
         weights = jax.nn.softmax(jnp.where(see, scores, -jnp.inf), axis=-1)
         return total + jnp.where(see, weights, 0.0), None

@@ -18,6 +18,7 @@ from jaxrag.models.attention import (
     paged_decode_attention,
     paged_scores,
     rotary_of,
+    scale_of,
     slot_scores,
     slot_values,
     topn_attention,
@@ -80,11 +81,6 @@ class View:
     far: Far | None = None
 
     @property
-    def scale(self) -> float:
-        """What scores are multiplied with."""
-        return self.config.score_scale
-
-    @property
     def table(self) -> Pages:
         """Where the keys of this layer stand."""
         return Pages(self.pages, self.offsets, self.slot_position)
@@ -113,7 +109,7 @@ class View:
             self.table,
             self.position,
             rotary_of(self.config, self.rope),
-            scale=self.scale,
+            scale=scale_of(self.config),
         )
 
     def slots_of(self, positions: Array) -> Array:
@@ -175,7 +171,7 @@ class View:
             jnp.maximum(query_at, 0),
             turn,
             rotary_of(self.config, self.rope),
-            scale=self.scale,
+            scale=scale_of(self.config),
         )
 
     def mix(self, scores: Array, slots: Array) -> Partial:

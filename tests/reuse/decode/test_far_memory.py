@@ -44,8 +44,9 @@ def test_a_run_ends_where_the_offset_changes():
     assert [(it.positions, it.offset) for it in found] == [(slice(0, 100), 0), (slice(100, 200), 1)]
 
 
-def test_scores_are_those_of_placed_keys_with_a_placed_query(tiny_config, layer, rng):
-    config = tiny_config(attention_scale=0.21)
+@pytest.mark.parametrize("cap", [None, 0.4])
+def test_scores_are_those_of_placed_keys_with_a_placed_query(tiny_config, layer, rng, cap):
+    config = tiny_config(attention_scale=0.21, score_cap=cap)
     mine, q = HostMemory(config, layer), rng.standard_normal((2, 3, 10)).astype(np.float32)
     at = np.arange(210)
     asked = mine.ask(q, 260)
@@ -59,11 +60,18 @@ def test_scores_are_those_of_placed_keys_with_a_placed_query(tiny_config, layer,
         )
         np.testing.assert_allclose(mine.placed_keys(head, at), keys, rtol=1e-5, atol=1e-5)
         expected = placed[head] @ keys.T * 0.21
+        if cap:
+            expected = cap * np.tanh(expected / cap)
         stretches = mine.stretches(0, 210)
         where = positions_of(stretches, np.arange(210))
         np.testing.assert_allclose(
             mine.scan(head, asked[:, head], stretches), expected[:, where], rtol=1e-4, atol=1e-5
         )
+        weights = np.exp(expected)
+        out, lse = mine.attend(head, asked[:, head], stretches)
+        np.testing.assert_allclose(lse, np.log(weights.sum(1)), rtol=1e-5)
+        mixed = weights @ layer.v[head, layer.rows] / weights.sum(1)[:, None]
+        np.testing.assert_allclose(out, mixed, rtol=1e-4, atol=1e-5)
         some = rng.permutation(210)[:50]
         np.testing.assert_allclose(
             mine.scores(head, asked[:, head, 1], some), expected[1, some], rtol=1e-4, atol=1e-5

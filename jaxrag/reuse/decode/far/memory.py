@@ -164,10 +164,13 @@ class HostMemory:
             keys = self.keys(head, each.rows)
             np.matmul(asked[each.offset], keys.T, out=scores[:, at : at + each.count])
             at += each.count
-        return scores[:group]
+        return self._capped(scores[:group])
 
     def scores(self, head: int, asked: HostArray, positions: HostArray) -> HostArray:
         """Scores of the keys at positions [n] with one query, ``asked`` [O, H]: [n] float32."""
+        return self._capped(self._products(head, asked, positions))
+
+    def _products(self, head: int, asked: HostArray, positions: HostArray) -> HostArray:
         rows = self.layer.rows[positions]
         if self._which is None:
             return self._scores(head, asked[0], rows)
@@ -207,6 +210,10 @@ class HostMemory:
         )
         return scores
 
+    def _capped(self, scores: HostArray) -> HostArray:
+        cap = self.config.score_cap
+        return scores if cap is None else np.float32(cap) * np.tanh(scores / np.float32(cap))
+
     def mix(
         self, head: int, scores: HostArray, positions: HostArray
     ) -> tuple[HostArray, HostArray]:
@@ -234,7 +241,7 @@ class HostMemory:
         total = np.zeros(group, np.float32)
         out = np.zeros((group, self.dim), np.float32)
         for each in stretches:
-            scores = asked[each.offset] @ self.keys(head, each.rows).T
+            scores = self._capped(asked[each.offset] @ self.keys(head, each.rows).T)
             now = np.maximum(most, scores.max(1))
             weights = np.exp(scores - now[:, None])
             shrink = np.exp(most - now)
