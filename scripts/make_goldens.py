@@ -3,7 +3,7 @@
 Every model is tiny and random, with sizes that are all unequal, unusual constants and random norms
 and biases, so that a swapped axis or an ignored key changes the result. Beside each model lie
 
-* ``config_v4.json``: the same configuration with ``rope_theta`` and ``rope_scaling``;
+* ``config_v4.json``, but of Gemma 4: the configuration with ``rope_theta`` and ``rope_scaling``;
 * ``expected.npz``: ``ids``, causal ``logits`` and ``greedy`` continuations, and for every block
   layout ``<layout>/ids|positions|segments|logits``, logits of non-empty tokens only.
 
@@ -93,6 +93,25 @@ GEMMA2 = {
     "query_pre_attn_scalar": 10,
     "attn_logit_softcapping": 1.7,
     "final_logit_softcapping": 4.0,
+}
+GEMMA4 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 6,
+    "global_head_dim": 12,
+    "sliding_window": 5,
+    "final_logit_softcapping": 6.0,
+    "hidden_size_per_layer_input": 0,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": 100.0,
+            "partial_rotary_factor": 0.5,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
+    },
 }
 GEMMA_KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 GEMMA = {
@@ -202,6 +221,24 @@ GOLDENS = (
         torch.bfloat16,
         omit=("rope_parameters",),
     ),
+    Golden(
+        "gemma4",
+        "gemma4_text",
+        {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ),
+    Golden(
+        "gemma4_bf16",
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": False,
+        },
+        torch.bfloat16,
+    ),
     Golden("olmo2", "olmo2"),
     Golden(
         "olmo2_bias",
@@ -265,7 +302,8 @@ def randomised(model: torch.nn.Module, dtype: torch.dtype, seed: int) -> torch.n
     """The model with random weights in float32, rounded to the dtype that they are saved in."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        scales = [it for it in model.named_buffers() if it[0].endswith("layer_scalar")]
+        for name, weight in [*model.named_parameters(), *scales]:
             noise = torch.randn(weight.shape, generator=generator)
             if name.endswith("bias"):
                 values = 0.5 * noise
@@ -359,7 +397,7 @@ def block_logits(
     window = getattr(model.config, "sliding_window", None)
     masks: Any = mask(window)
     if model.config.model_type in (
-        "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo3", "smollm3", "gpt_oss",
+        "qwen2", "qwen3", "gemma2", "gemma3_text", "gemma4_text", "olmo3", "smollm3", "gpt_oss",
     ):  # fmt: skip
         masks = {"full_attention": mask(None), "sliding_attention": mask(window)}
     with torch.no_grad():
@@ -421,7 +459,9 @@ def write_golden(golden: Golden, out: Path) -> None:
 
     model.to(golden.dtype).save_pretrained(directory, max_shard_size=golden.max_shard_size)
     config = json.loads((directory / "config.json").read_text())
-    (directory / "config_v4.json").write_text(json.dumps(config_v4(config), indent=2) + "\n")
+    if golden.model_type != "gemma4_text":  # which transformers 4 does not have
+        old = json.dumps(config_v4(config), indent=2) + "\n"
+        (directory / "config_v4.json").write_text(old)
     np.savez_compressed(directory / "expected.npz", **expected)
 
 

@@ -143,7 +143,18 @@ class NoRotation:
     """No position embedding at all (NoPE): every angle is 0."""
 
 
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | NoRotation
+@dataclasses.dataclass(frozen=True)
+class InParts:
+    """Gemma 4: a head is ``parts`` equal ones, in each of which the first ``turning`` pairs turn.
+
+    Every part has the angles of a head of its own size; halves of all parts lie together.
+    """
+
+    parts: int
+    turning: int
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | NoRotation | InParts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,6 +244,12 @@ class ModelConfig:
     kernel_mesh: "Mesh | None" = None
     experts: ExpertsConfig | None = None
     sink_logits: bool = False  # gpt-oss: a logit of each head in the softmax's denominator
+    wide_norms: bool = False  # Gemma 4: norms multiply in float32; embedding_scale is rounded
+    value_norm: bool = False  # Gemma 4: RMSNorm over H on v, without a weight
+    layer_scales: bool = False  # Gemma 4: a number by which a layer multiplies the residual stream
+    # Gemma 4: [L] KV heads of the checkpoint, each ``head_parts`` of ours or that many of its own.
+    own_kv_heads: tuple[int, ...] | None = None
+    keys_as_values: bool = False  # Gemma 4: layers without a window have no projection of V
 
     def __post_init__(self) -> None:
         for name in _LARGEST:
@@ -269,6 +286,9 @@ class ModelConfig:
             raise ConfigError(
                 f"window_layers has {len(self.window_layers)} entries for {self.num_layers} layers"
             )
+        for name in ("rope_layers", "own_kv_heads"):
+            if len(getattr(self, name) or ()) not in (0, self.num_layers):
+                raise ConfigError(f"{name}: expected one for each of {self.num_layers} layers")
         kinds = (0,) * self.num_layers if self.rope_layers is None else self.rope_layers
         if len(kinds) != self.num_layers or set(kinds) != set(range(len(self.ropes))):
             raise ConfigError(
@@ -288,6 +308,10 @@ class ModelConfig:
                 f"rotary_dim={rope.rotary_dim}: expected an even number up to head_dim="
                 f"{self.head_dim}"
             )
+        if isinstance(rope.scaling, InParts) and (
+            rope.scaling.parts < 1 or rope.rotary_dim % (2 * rope.scaling.parts)
+        ):
+            raise ConfigError(f"rope of {rope.scaling}: expected parts of an even size")
         alike = (self.rope.rotary_dim, self.rope.interleaved)
         if (rope.rotary_dim, rope.interleaved) != alike:
             raise ConfigError(
@@ -310,6 +334,20 @@ class ModelConfig:
             return self
         rope = self.rope_of(layer)
         return dataclasses.replace(self, rope=rope, more_ropes=(), rope_layers=None)
+
+    @property
+    def head_parts(self) -> tuple[int, ...]:
+        """[L] of how many equal heads a head of each layer is made."""
+        scalings = [self.rope_of(layer).scaling for layer in range(self.num_layers)]
+        return tuple(it.parts if isinstance(it, InParts) else 1 for it in scalings)
+
+    @property
+    def own_kv_share(self) -> float:
+        """How much of K and V the model's own heads would be, 0..1; the rest are copies."""
+        if self.own_kv_heads is None:
+            return 1.0
+        heads = zip(self.own_kv_heads, self.head_parts, strict=True)
+        return sum(own / parts for own, parts in heads) / (self.num_layers * self.num_kv_heads)
 
     @property
     def group_size(self) -> int:
@@ -338,6 +376,7 @@ _SCALINGS: dict[str, type[RopeScaling]] = {
     "llama3": Llama3Scaling,
     "yarn": YarnScaling,
     "none": NoRotation,
+    "in_parts": InParts,
 }
 
 

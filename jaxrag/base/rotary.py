@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxrag.base.config import LinearScaling, Llama3Scaling, NoRotation, RopeConfig, YarnScaling
+from jaxrag.base.config import (
+    InParts,
+    LinearScaling,
+    Llama3Scaling,
+    NoRotation,
+    RopeConfig,
+    YarnScaling,
+)
 
 
 def frequencies(rope: RopeConfig) -> NDArray[Any]:
@@ -23,6 +30,9 @@ def frequencies(rope: RopeConfig) -> NDArray[Any]:
             return plain / factor
         case NoRotation():
             return np.zeros_like(plain)
+        case InParts(parts, turning):
+            each = plain[: dim // 2 // parts] ** parts
+            return np.tile(np.where(np.arange(len(each)) < turning, each, 0.0), parts)
         case Llama3Scaling():
             return _llama3(plain, rope.scaling)
         case YarnScaling():

@@ -234,14 +234,14 @@ def _keys_values(here: _Layer, x: Array, config: ModelConfig) -> tuple[Array, Ar
 
     def piece(some: tuple[Array, Array]) -> tuple[Array, Array]:
         x, positions = some
-        _, k, v = heads_of(x[None], p, config)
+        _, k, v = heads_of(x[None], p, config, here.index)
         k = place(k, jnp.maximum(positions, 0)[None], here.rope, config.rope)
         return k[0].astype(config.dtype), v[0].astype(config.dtype)
 
     cut = (x[0].reshape(-1, size, x.shape[-1]), prompt.positions.reshape(-1, size))
     k, v = lax.map(piece, cut)
     columns = x[:, jnp.maximum(prompt.observed, 0)]
-    queries, _, _ = heads_of(columns, p, config)
+    queries, _, _ = heads_of(columns, p, config, here.index)
     queries = jnp.where((prompt.observed >= 0)[:, None, None], queries[0], 0)
     whole = (x.shape[1], config.num_kv_heads, config.head_dim)
     return k.reshape(whole), v.reshape(whole), queries.astype(config.dtype)
@@ -320,7 +320,7 @@ def _attend(
     pages = jnp.arange(len(pool.k), dtype=jnp.int32)[None]
     table = Pages(pages, jnp.zeros_like(pages), slot_position)
     x, positions = _cut((x, here.prompt.positions[None]), start, width)
-    q, _, _ = heads_of(x, layer_of(here.params, here.index), config)
+    q, _, _ = heads_of(x, layer_of(here.params, here.index), config, here.index)
     q = place(q, jnp.maximum(positions, 0), here.rope, config.rope)
     windows = layer_windows(config)
     window = None if windows is None else windows[here.index]

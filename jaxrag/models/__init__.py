@@ -6,6 +6,7 @@ A new family is one file with a ``Family`` and one line here.
 from jaxrag.models import (
     gemma,
     gemma2,
+    gemma4,
     glm,
     gpt_oss,
     granite,
@@ -27,6 +28,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3": qwen3.FAMILY,
     "gemma2": gemma2.FAMILY,
     "gemma3": gemma.FAMILY,
+    "gemma4": gemma4.FAMILY,
     "mixtral": mixtral.FAMILY,
     "qwen3_moe": qwen3_moe.FAMILY,
     "gpt_oss": gpt_oss.FAMILY,

@@ -33,13 +33,22 @@ class Decoder(struct.PyTreeNode):
     factors: RopeFactors | None = None  # of the whole context, where KV is in host memory
 
 
-def rms_norm(x: Array, weight: Array, config: ModelConfig) -> Array:
+def rms_norm(x: Array, weight: Array | None, config: ModelConfig) -> Array:
     """RMSNorm over the last axis, statistics in float32, result in x's dtype."""
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + config.norm_eps)
+    return _weighted(wide, weight, x.dtype, config)
+
+
+def _weighted(wide: Array, weight: Array | None, dtype: Any, config: ModelConfig) -> Array:
+    """What was normed, float32, times a weight, where it has one."""
+    if weight is None:
+        return wide.astype(dtype)
+    if config.wide_norms:
+        return (weight.astype(jnp.float32) * wide).astype(dtype)
     if config.unit_norms:
-        return ((1 + weight.astype(jnp.float32)) * wide).astype(x.dtype)
-    return weight * wide.astype(x.dtype)
+        return ((1 + weight.astype(jnp.float32)) * wide).astype(dtype)
+    return weight * wide.astype(dtype)
 
 
 def scaled(x: Array, by: float) -> Array:
@@ -64,7 +73,9 @@ def _linear(x: Array, weight: Any, bias: Array | None) -> Array:
     return out if bias is None else out + bias
 
 
-def heads_of(x: Array, p: LayerParams, config: ModelConfig) -> tuple[Array, Array, Array]:
+def heads_of(
+    x: Array, p: LayerParams, config: ModelConfig, layer: Array | HostArray | int
+) -> tuple[Array, Array, Array]:
     """q [B, T, N, H], k and v [B, T, K, H] of one layer, before rotation, of its input x."""
     x = _before(x, p.attn_norm, config)
     q = _project(x, p.q, p.q_bias)
@@ -73,8 +84,25 @@ def heads_of(x: Array, p: LayerParams, config: ModelConfig) -> tuple[Array, Arra
     if config.joint_qk_norm:
         q, k = _joint_norm(q, p.q_norm, config), _joint_norm(k, p.k_norm, config)
     elif config.qk_norm:
-        q, k = rms_norm(q, p.q_norm, config), rms_norm(k, p.k_norm, config)
+        q, k = _head_norm(q, p.q_norm, config, layer), _head_norm(k, p.k_norm, config, layer)
+    if config.value_norm:
+        v = _head_norm(v, None, config, layer)
     return q, k, v
+
+
+def _head_norm(x: Array, weight: Array | None, config: ModelConfig, layer: Any) -> Array:
+    """RMSNorm of heads x [B, T, heads, H], of each part of a head where it has parts."""
+    parts = config.head_parts
+    most = max(parts)
+    if most == 1:
+        return rms_norm(x, weight, config)
+    wide = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, most, -1)
+    squares = (wide * wide).sum((-3, -1))
+    whole = squares.sum(-1, keepdims=True) / most
+    alone = jnp.asarray([it == 1 for it in parts])[layer]
+    mean = jnp.where(alone, whole, squares) * (most / x.shape[-1])
+    wide = wide * lax.rsqrt(mean + config.norm_eps)[..., None, :, None]
+    return _weighted(wide.reshape(x.shape), weight, x.dtype, config)
 
 
 def _before(x: Array, weight: Array, config: ModelConfig) -> Array:
@@ -98,7 +126,8 @@ def finish_layer(x: Array, part: Partial, p: LayerParams, config: ModelConfig) -
     out = mlp(_before(x, p.mlp_norm, config), p, config)
     if config.post_norms:
         out = rms_norm(out, p.post_mlp_norm, config)
-    return x + scaled(out, config.residual_scale)
+    x = x + scaled(out, config.residual_scale)
+    return x if p.layer_scale is None else x * p.layer_scale.astype(x.dtype)
 
 
 def _mlp(x: Array, p: LayerParams, config: ModelConfig) -> Array:
@@ -142,7 +171,7 @@ def embedded(params: Params, config: ModelConfig, ids: Array) -> Array:
     """x [B, T, D] of token ids [B, T] int32: rows of ``embed`` and, behind them, of ``soft``."""
     x: Array = params.embed[ids]
     by = config.embedding_scale
-    if config.unit_norms:
+    if config.unit_norms or config.wide_norms:
         by = float(np.asarray(by, x.dtype))
     if params.soft is None:
         return scaled(x, by)
@@ -227,7 +256,7 @@ def run_layer(
 ) -> tuple[Array, Any, Any]:
     """One layer over x [B, T, D]: x behind it, the cache, and what attend collected."""
     p, index, window = layer
-    q, k, v = heads_of(x, p, config)
+    q, k, v = heads_of(x, p, config, index)
     if p.soft is not None:
         k, v = _given(k, v, p.soft, tokens.ids - config.vocab_size)
     part, cache, collected = attend(jnp.asarray(index), window, q, k, v, tokens, cache)
@@ -242,7 +271,7 @@ def keys_and_values(
     Only the layers before it run, and nothing of this layer but its projections.
     """
     x, cache, collected = run_layers(params, config, tokens, cache, attend, layer)
-    _, k, v = heads_of(x, layer_of(params, layer), config)
+    _, k, v = heads_of(x, layer_of(params, layer), config, layer)
     return k, v, cache, collected
 
 

@@ -15,6 +15,9 @@ from jaxrag.base.config import ModelConfig
 
 if TYPE_CHECKING:
     from jaxrag.base.types import HostArray
+    from jaxrag.models.tensor_files import StoredTensor
+
+    Arrange = Callable[[Mapping[str, StoredTensor], ModelConfig], Mapping[str, StoredTensor]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +81,8 @@ class Family:
     ``read_config`` raises ConfigError for a key that changes the arithmetic and is not supported.
     ``ignored`` are ``fnmatch`` patterns of tensors that older checkpoints carry and nothing reads.
     ``within`` are architectures that have such a model in them, whose tensors then begin with one
-    of ``prefixes`` in place of what this stands for. ``needs_bos``: it reads a text badly that has
+    of ``prefixes`` in place of what this stands for. ``arrange`` makes of tensors of several shapes
+    those of the table. ``needs_bos``: it reads a text badly that has
     no BOS token in front, so that no chunk is encoded alone, unless it was trained for that.
     """
 
@@ -92,6 +96,7 @@ class Family:
     needs_bos: bool = False
     within: tuple[str, ...] = ()
     prefixes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    arrange: "Arrange | None" = None
 
     def own_name(self, name: str) -> str:
         """What a tensor is called where the model is not in another."""

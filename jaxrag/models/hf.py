@@ -241,7 +241,10 @@ def place(
 def find_sources(directory: Path, config: ModelConfig) -> dict[str, StoredParam]:
     """Match the tensors of the files with the parameters, strictly both ways, by parameter path."""
     family = FAMILIES[config.family]
+    stored: Mapping[str, StoredTensor]
     stored = {family.own_name(name): it for name, it in stored_tensors(directory).items()}
+    if family.arrange is not None:
+        stored = family.arrange(stored, config)
     specs = by_name(param_specs(config))
     shapes = {
         rule: specs[rule.paths[0]].shape[rule.repeats :]

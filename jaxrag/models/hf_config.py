@@ -20,6 +20,7 @@ from jaxrag.base.config import (
     DTYPES,
     MOST_LAYERS,
     DType,
+    InParts,
     LinearScaling,
     Llama3Scaling,
     ModelConfig,
@@ -338,7 +339,7 @@ def write_rope(rope: RopeConfig, head_dim: int) -> dict[str, Any]:
             return {"rope_type": "default", **values}
         case LinearScaling(factor):
             return {"rope_type": "linear", **values, "factor": factor}
-        case NoRotation():
+        case NoRotation() | InParts():
             return {"rope_type": "none", **values}  # which nothing reads: export refuses it
         case Llama3Scaling() | YarnScaling() as scaling:
             kind = "yarn" if isinstance(scaling, YarnScaling) else "llama3"

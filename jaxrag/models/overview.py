@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from jaxrag.base.config import (
     DType,
+    InParts,
     ModelConfig,
     NoRotation,
     RopeConfig,
@@ -205,6 +206,10 @@ def _rope_words(rope: RopeConfig, head_dim: int) -> str:
         words += ", interleaved"
     if scaling is None:
         return words
+    if isinstance(scaling, InParts):
+        pairs = rope.rotary_dim // 2 // scaling.parts
+        words += f", heads of {head_dim // scaling.parts}"
+        return words + (f", of which {2 * scaling.turning} turn" if scaling.turning < pairs else "")
     kind = type(scaling).__name__.removesuffix("Scaling").lower()
     words += f", {kind} x {scaling.factor:g}"
     original = getattr(scaling, "original_max_positions", None)

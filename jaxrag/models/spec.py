@@ -61,6 +61,7 @@ class LayerParams(struct.PyTreeNode):
     post_attn_norm: Any = None  # [L, D]
     post_mlp_norm: Any = None  # [L, D]
     sink_logits: Any = None  # [L, N]
+    layer_scale: Any = None  # [L, 1]
     router: Any = None  # [L, D, E]
     router_bias: Any = None  # [L, E]
     soft: Any = None  # [L, 2, R, K, H], of no checkpoint (Params)
@@ -136,6 +137,7 @@ def param_specs(config: ModelConfig) -> Params:
             k_norm=head_norm(kv_heads, "kv_heads"),
             post_attn_norm=norm(dim, c.post_norms),
             post_mlp_norm=norm(dim, c.post_norms),
+            layer_scale=norm(1, c.layer_scales),  # 1 at first, as a norm without 1 + weight
             sink_logits=weight((heads,), ("heads",), 1) if c.sink_logits else None,
         ),
         final_norm=ParamSpec((dim,), (None,), gain),

@@ -55,7 +55,7 @@ def test_block_logits(golden, layout):
     np.testing.assert_allclose(got, expected[f"{layout}/logits"], **TOLERANCE)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [it for it in NAMES if not it.startswith("gemma4")])
 def test_config_of_transformers_4_reads_the_same(name, tmp_path):
     directory = tmp_path / name
     shutil.copytree(GOLDENS / name, directory)

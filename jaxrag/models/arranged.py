@@ -1,0 +1,113 @@
+"""Heads of several sizes in one shape: the weights are arranged, and nothing else knows of it.
+
+Layers have heads of H dimensions, or of H / P. P KV heads of the latter lie in one of ours: where a
+query has its numbers at one of them and zeros at the others, its scores are those of that head, and
+of the values that come out all but that head's part meet zeros in ``o``. Fewer KV heads than ours
+are copied. The first halves of all parts lie before the second ones, so that the pairs that turn
+together are where they are in a head of H (``InParts``).
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.errors import ModelError
+from jaxrag.base.types import HostArray
+from jaxrag.models.tensor_files import StoredTensor, require_weight
+
+_Made = Callable[[HostArray], HostArray]
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrangedTensor(StoredTensor):
+    """What is made of another tensor as it is read; all but ``shape`` is the other's."""
+
+    source: StoredTensor
+    made: _Made
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the other, in its file."""
+        return self.source.num_bytes
+
+    @property
+    def identity(self) -> tuple[str, str]:
+        """As the other."""
+        return self.source.identity
+
+    def view(self) -> HostArray:
+        """The values in their places."""
+        return self.made(self.source.view()).reshape(self.shape)
+
+
+def arranged(tensors: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint with those of heads in the shapes of ``config``.
+
+    Where keys are values, ``v_proj`` is ``k_proj``. Raises ModelError for a tensor that
+    the checkpoint should have in another shape; what is missing is found later.
+    """
+    assert config.own_kv_heads is not None
+    found = dict(tensors)
+    dim, size, heads = config.model_dim, config.head_dim, config.num_heads
+    uses = config.window_layers or (config.sliding_window is not None,) * config.num_layers
+    for layer, (own, parts) in enumerate(zip(config.own_kv_heads, config.head_parts, strict=True)):
+        stem, each = f"model.layers.{layer}.self_attn.", size // parts
+        queries, keys = _places(config, own, parts)
+        if config.keys_as_values and not uses[layer] and stem + "k_proj.weight" in found:
+            extra = found.pop(stem + "v_proj.weight", None)
+            if extra is not None:
+                raise ModelError(
+                    f"{extra.path}: has {extra.name!r}, where attention_k_eq_v=True takes the keys"
+                )
+            found[stem + "v_proj.weight"] = found[stem + "k_proj.weight"]
+        of_keys = (own * each, dim), (config.num_kv_heads * size, dim), _rows(keys, each)
+        tables: dict[str, tuple[tuple[int, ...], tuple[int, ...], _Made]] = {
+            "q_proj": ((heads * each, dim), (heads * size, dim), _rows(queries, each)),
+            "k_proj": of_keys,
+            "v_proj": of_keys,
+            "o_proj": ((dim, heads * each), (dim, heads * size), _columns(queries, each)),
+            "q_norm": ((each,), (size,), _rows(np.zeros((1, parts), int), each)),
+            "k_norm": ((each,), (size,), _rows(np.zeros((1, parts), int), each)),
+        }
+        for name, (before, shape, made) in tables.items():
+            key = f"{stem}{name}.weight"
+            if key in found:
+                source = found[key]
+                require_weight(source, before, source.path)
+                found[key] = ArrangedTensor(
+                    source.name, source.path, source.dtype, shape, source.start, source, made
+                )
+    return found
+
+
+def _places(config: ModelConfig, own: int, parts: int) -> tuple[HostArray, HostArray]:
+    """Which head of the checkpoint lies in each part of ours, -1 for none: [N, P] and [K, P]."""
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    keys = np.arange(kv_heads * parts).reshape(kv_heads, parts) // (kv_heads * parts // own)
+    queries = np.full((heads, parts), -1)
+    for head in range(heads):
+        there = np.flatnonzero(keys[head * kv_heads // heads] == head * own // heads)
+        queries[head, there[0]] = head
+    return queries, keys
+
+
+def _rows(places: HostArray, each: int) -> _Made:
+    """Of rows [heads * each, ...] those of ``places`` [ours, P], a head's halves apart."""
+
+    def made(values: HostArray) -> HostArray:
+        rows = values.reshape(-1, 2, each // 2, *values.shape[1:])
+        rows = np.concatenate((rows, np.zeros_like(rows[:1])))  # of no head
+        return rows[places].swapaxes(1, 2)  # [ours, 2, P, each / 2, ...]
+
+    return made
+
+
+def _columns(places: HostArray, each: int) -> _Made:
+    """As ``_rows``, of columns."""
+    rows = _rows(places, each)
+    return lambda values: rows(values.T).reshape(-1, len(values)).T
+
+
+__all__ = ["ArrangedTensor", "arranged"]

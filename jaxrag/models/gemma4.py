@@ -1,0 +1,191 @@
+"""Gemma 4: layers with a window have other heads than those without, as have their angles.
+
+KV has one shape in all layers here, so that heads are arranged as they are loaded (arranged.py).
+Of the sizes that are published this is the 31B. Refused are inputs of each layer and layers that
+take K and V of others (E2B, E4B), and experts beside the MLP (26B-A4B).
+"""
+
+import dataclasses
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from jaxrag.base.config import InParts, ModelConfig, RopeConfig
+from jaxrag.base.errors import ConfigError
+from jaxrag.models.family import QK_NORM, Family, TensorRule
+from jaxrag.models.gemma import TENSORS, read_gemma, text_of
+from jaxrag.models.hf_config import (
+    Defaults,
+    read_bool,
+    read_int,
+    read_num_layers,
+    read_optional_int,
+    read_positive,
+)
+
+if TYPE_CHECKING:
+    from jaxrag.models.tensor_files import StoredTensor
+
+_DEFAULTS = Defaults(
+    vocab_size=262_144,
+    hidden_size=2304,
+    intermediate_size=9216,
+    num_hidden_layers=30,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=256,
+    max_position_embeddings=131_072,
+    rms_norm_eps=1e-6,
+    bos_token_id=2,
+    eos_token_ids=(1,),
+)
+_GLOBAL, _LOCAL = "full_attention", "sliding_attention"
+_CAP = "final_logit_softcapping"
+# Keys that are refused but for the values that switch them off: what they are, and the default.
+_REFUSED: dict[str, tuple[Any, str]] = {
+    "hidden_size_per_layer_input": (256, "an input of its own for each layer"),
+    "num_kv_shared_layers": (0, "layers that take K and V of others"),
+    "enable_moe_block": (False, "experts beside the MLP"),
+    "attention_bias": (False, "a bias of projections"),
+}
+_ROPES: dict[str, dict[str, Any]] = {
+    _GLOBAL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    _LOCAL: {"rope_type": "default", "rope_theta": 1e4},
+}
+
+
+def read_config(hf: Mapping[str, Any]) -> ModelConfig:
+    """Every sixth layer and the last are global, unless ``layer_types`` says otherwise."""
+    hf = text_of(hf)
+    for key, (default, what) in _REFUSED.items():
+        if hf.get(key, default):
+            raise ConfigError(
+                f"config.json: {key}={hf.get(key, default)!r}: {what} is not supported for gemma4 "
+                "models; of the published sizes the 31B is read"
+            )
+    num_layers = read_num_layers(hf, _DEFAULTS.num_hidden_layers)
+    every = [_LOCAL if (i + 1) % 6 and i < num_layers - 1 else _GLOBAL for i in range(num_layers)]
+    kinds = list(hf.get("layer_types") or every)
+    if kinds[-1:] != [_GLOBAL]:
+        raise ConfigError(f"config.json: layer_types={kinds[-1:]!r}: the last has to be {_GLOBAL}")
+    plain = ChainMap(
+        {"rope_parameters": None, "rope_scaling": None},
+        {"sliding_window": hf.get("sliding_window", 512)},
+        cast(dict[str, Any], hf),
+    )
+    config = read_gemma(plain, "gemma4", _DEFAULTS, kinds, understood=(_CAP,))
+    sizes = {
+        _LOCAL: (config.head_dim, config.num_kv_heads),
+        _GLOBAL: _global_heads(hf, config, kinds),
+    }
+    sizes = {kind: sizes[kind] for kind in sorted(set(kinds))}
+    head_dim = max(size for size, _ in sizes.values())
+    if any(head_dim % size for size, _ in sizes.values()):
+        raise ConfigError(
+            f"config.json: head_dim={config.head_dim}, global_head_dim={head_dim}: expected a "
+            "multiple of the other"
+        )
+    num_kv_heads = max(-(-count * size // head_dim) for size, count in sizes.values())
+    for size, count in sizes.values():
+        if num_kv_heads * (head_dim // size) % count:
+            raise ConfigError(
+                f"config.json: {count} KV heads of {size} do not divide {num_kv_heads} of "
+                f"{head_dim}, which layers of the other kind have"
+            )
+    ropes = [_read_rope(hf, kind, size, head_dim) for kind, (size, _) in sizes.items()]
+    return dataclasses.replace(
+        config,
+        head_dim=head_dim,
+        num_kv_heads=num_kv_heads,
+        keys_as_values=read_bool(hf, "attention_k_eq_v", False),
+        own_kv_heads=tuple(sizes[kind][1] for kind in kinds),
+        rope=ropes[0],
+        more_ropes=tuple(ropes[1:]),
+        rope_layers=tuple(map(list(sizes).index, kinds)) if ropes[1:] else None,
+        qk_norm=True,
+        value_norm=True,
+        layer_scales=True,
+        unit_norms=False,
+        wide_norms=True,
+        attention_scale=1.0,
+        logit_cap=None if hf.get(_CAP) is None else read_positive(hf, _CAP, 0),
+    )
+
+
+def _global_heads(
+    hf: Mapping[str, Any], config: ModelConfig, kinds: Sequence[str]
+) -> tuple[int, int]:
+    """Size and number of KV heads of layers without a window, as published or as saved again."""
+    count, stated = config.num_kv_heads, hf.get("per_layer_config")
+    if stated is not None:
+        own = [stated.get(str(layer), {}) for layer in range(len(kinds))]
+        wanted = [own[-1] if kind == _GLOBAL else {} for kind in kinds]
+        if own != wanted or not {"head_dim", "num_key_value_heads"} >= own[-1].keys():
+            raise ConfigError(
+                f"config.json: per_layer_config={stated!r:.200}: expected heads of all "
+                f"{_GLOBAL} layers, alike"
+            )
+        size = read_int(own[-1], "head_dim", config.head_dim)
+        count = read_int(own[-1], "num_key_value_heads", count)
+    else:
+        size = read_int(hf, "global_head_dim", 512)
+        if read_bool(hf, "attention_k_eq_v", False):
+            named = read_optional_int(hf, "num_global_key_value_heads", None)
+            count = count if named is None else named
+    if size < 2 or size % 2 or count < 1 or config.num_heads % count:
+        raise ConfigError(
+            f"config.json: global_head_dim={size}, num_global_key_value_heads={count}: expected an "
+            f"even size, and a number that divides {config.num_heads} heads"
+        )
+    return size, count
+
+
+def _read_rope(hf: Mapping[str, Any], kind: str, size: int, head_dim: int) -> RopeConfig:
+    given = (hf.get("rope_parameters") or _ROPES).get(kind)
+    expected = {"rope_type", "rope_theta", "partial_rotary_factor"}
+    named = given.get("rope_type") if isinstance(given, Mapping) else None
+    if named != _ROPES[kind]["rope_type"] or not expected >= given.keys():
+        raise ConfigError(
+            f"config.json: rope_parameters.{kind}={given!r:.200}: expected rope_type "
+            f"{_ROPES[kind]['rope_type']!r}, rope_theta and no scaling"
+        )
+    turning = size // 2
+    if kind == _GLOBAL:
+        share = read_positive(given, "partial_rotary_factor", 1.0)
+        turning = min(int(share * size // 2), turning)
+    elif given.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError(f"config.json: rope_parameters.{kind} turns whole heads")
+    theta = read_positive(given, "rope_theta", 1e4)
+    return RopeConfig(theta, head_dim, False, InParts(head_dim // size, turning))
+
+
+def write_config(config: ModelConfig) -> dict[str, Any]:
+    """Not possible: raises ConfigError."""
+    raise ConfigError(
+        "a gemma4 model has its heads arranged in one shape, which no Hugging Face directory has; "
+        "keep the directory that it is from, or a jaxrag checkpoint"
+    )
+
+
+def _arrange(
+    tensors: "Mapping[str, StoredTensor]", config: ModelConfig
+) -> "Mapping[str, StoredTensor]":
+    from jaxrag.models.arranged import arranged  # it brings NumPy, which no help text waits for
+
+    return arranged(tensors, config)
+
+
+_SCALE = TensorRule("model.layers.{layer}.layer_scalar", ("layers.layer_scale",), "s -> s")
+FAMILY = Family(
+    name="gemma4",
+    architecture="Gemma4ForCausalLM",
+    model_type="gemma4_text",
+    read_config=read_config,
+    write_config=write_config,
+    tensors=(*TENSORS, *QK_NORM, _SCALE),
+    ignored=("*vision_tower.*", "*audio_tower.*", "*embed_vision.*", "*embed_audio.*"),
+    needs_bos=True,
+    within=("Gemma4ForConditionalGeneration",),
+    prefixes={"model.language_model.": "model."},
+    arrange=_arrange,
+)
