@@ -36,6 +36,7 @@ import pytest
 import jaxrag.cli.waiting
 from jaxrag.base.config import (
     ExpertsConfig,
+    InParts,
     LinearScaling,
     ModelConfig,
     NoRotation,
@@ -158,6 +159,21 @@ FAMILY_CHANGES: dict[str, dict[str, Any]] = {
         "rope": RopeConfig(5_300.0, 10, False, LinearScaling(3.0)),
         "more_ropes": (RopeConfig(90.0, 10, False, None),),
     },
+    "gemma4": {
+        "qk_norm": True,
+        "value_norm": True,
+        "post_norms": True,
+        "wide_norms": True,
+        "layer_scales": True,
+        "activation": "gelu_tanh",
+        "tie_embeddings": True,
+        "head_dim": 12,
+        "embedding_scale": 24**0.5,
+        "attention_scale": 1.0,
+        "logit_cap": 6.0,
+        "rope": RopeConfig(5_300.0, 12, False, InParts(1, 2)),
+        "more_ropes": (RopeConfig(90.0, 12, False, InParts(2, 3)),),
+    },
     "mixtral": {"experts": ExpertsConfig(count=5, active=2, normalise=True)},
     "qwen3_moe": {"qk_norm": True, "experts": ExpertsConfig(count=6, active=3, normalise=False)},
     "gpt_oss": {
@@ -187,11 +203,13 @@ def tiny_config() -> Callable[..., ModelConfig]:
     """``tiny_config(family="llama", **changes)``: a ModelConfig small enough for any test."""
 
     def make(family: str = "llama", **changes: Any) -> ModelConfig:
-        if family in ("gemma2", "gemma3", "olmo3"):
+        if family in ("gemma2", "gemma3", "gemma4", "olmo3"):
             local = [layer != 1 for layer in range(changes.get("num_layers", TINY.num_layers))]
             kinds: dict[str, Any] = {"sliding_window": 7, "window_layers": tuple(local)}
             if family != "gemma2":
                 kinds["rope_layers"] = tuple(map(int, local))
+            if family == "gemma4":
+                kinds["own_kv_heads"] = tuple(2 if it else 1 for it in local)
             changes = {**kinds, **changes}
         if family == "smollm3":
             bare = [layer % 3 == 1 for layer in range(changes.get("num_layers", TINY.num_layers))]

@@ -126,6 +126,14 @@ def _understood(found: "Overview") -> list[tuple[str, str]]:
         mlp = f"{c.experts.count} experts of {c.mlp_dim}, {c.experts.active} for a token"
         count += f", a token meets {human_count(num_active_params(c))}"
     window += "; a sink logit of each head" if c.sink_logits else ""
+    if c.own_kv_heads is not None:
+        kinds = sorted(
+            {(n, c.head_dim // p) for n, p in zip(c.own_kv_heads, c.head_parts, strict=True)}
+        )
+        own = " or ".join(f"{count} of {size}" for count, size in kinds)
+        window += (
+            f"; arranged from KV heads that are {own}, whose share of KV is {c.own_kv_share:.0%}"
+        )
     positions = ", ".join(found.reading.block_positions)
     trained = "with full attention, as far as is known (no reading.toml)"
     if positions:

@@ -96,6 +96,11 @@ def write_connector(
         raise KnowledgeBaseError(
             f"{kb.path} was opened for reading; open it with its model and mode 'rw'"
         )
+    if model.config.own_kv_heads is not None:
+        raise RequestError(
+            f"{kb.path}: heads of a {model.config.family} model lie in one shape here, which no "
+            "other engine reads; answer with `jaxrag serve`"
+        )
     if model.config.rope_layers is not None:
         raise RequestError(
             f"{kb.path}: layers of this model rotate keys in {len(model.config.ropes)} ways, which "

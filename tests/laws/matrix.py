@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from jaxrag.base.config import LinearScaling, NoRotation, RopeConfig, YarnScaling
+from jaxrag.base.config import InParts, LinearScaling, NoRotation, RopeConfig, YarnScaling
 from jaxrag.base.errors import RequestError
 from jaxrag.reuse import methods
 from jaxrag.reuse.attention_index import Ivf
@@ -129,9 +129,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_embeddings": True,
             "sliding_window": 6,
             "window_layers": _TURNS,
-            "rope": RopeConfig(9_000.0, 10, False, LinearScaling(3.0)),
-            "more_ropes": (RopeConfig(50.0, 10, False, None),),
+            "head_dim": 12,
+            "rope": RopeConfig(9_000.0, 12, False, LinearScaling(3.0)),
+            "more_ropes": (RopeConfig(50.0, 12, False, InParts(2, 2)),),
             "rope_layers": (0, 1, 0, 1),
+            "value_norm": True,
+            "layer_scales": True,
             "unit_norms": True,
             "qk_norm": True,
             "joint_qk_norm": True,
@@ -147,12 +150,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         name: (name, {})
         for name in (
             *("llama", "mistral", "qwen2", "qwen3", "glm", "glm4", "granite", "gemma2"),
-            *("gemma3", "olmo2", "olmo3", "smollm3", "mixtral", "qwen3_moe"),
+            *("gemma3", "gemma4", "olmo2", "olmo3", "smollm3", "mixtral", "qwen3_moe"),
         )
     },
 }
 USUAL = ("joined", "windows")
-WINDOWED = ("windows", "mixed", "mistral", "gemma2", "gemma3", "olmo3")
+WINDOWED = ("windows", "mixed", "mistral", "gemma2", "gemma3", "gemma4", "olmo3")
 
 
 def goes_together(method: str, rule: str, family: str) -> bool:

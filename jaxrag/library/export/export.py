@@ -271,6 +271,11 @@ def export_selected(
     progress: bool,
 ) -> ExportReport:
     """Write what the request asks for to a folder; see ``export_bundles`` for what is raised."""
+    if config.own_kv_heads is not None and request.format != "zarr":
+        raise RequestError(
+            f"format={request.format!r}: heads of a {config.family} model lie in one shape here, "
+            "which no other engine reads; only 'zarr' is written"
+        )
     placement = request.placement(config)
     selection = request.select(selector)
     if request.joined or request.question is not None:
