@@ -227,6 +227,19 @@ GOLDENS = (
         {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
     ),
     Golden(
+        "gemma4_experts",
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 2,
+            "enable_moe_block": True,
+            "num_experts": 5,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 17,
+        },
+    ),
+    Golden(
         "gemma4_bf16",
         "gemma4_text",
         {

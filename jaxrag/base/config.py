@@ -174,6 +174,8 @@ class RopeConfig:
 class ExpertsConfig:
     """An MLP of many experts, each as wide as ``mlp_dim``; a token goes through some of them.
 
+    Where ``beside`` is there they are that wide, and stand beside an MLP of ``mlp_dim`` (Gemma 4).
+
     Their weights are a softmax over all of ``count``; ``normalise`` divides those of the chosen
     ones by their sum.
     """
@@ -185,12 +187,15 @@ class ExpertsConfig:
     # gpt-oss (alpha, limit): gate up to limit, up within +-limit, then
     # gate * sigmoid(alpha * gate) * (up + 1); None: SiLU.
     clamp: tuple[float, float] | None = None
+    beside: int | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.count <= MOST_EXPERTS:
             raise ConfigError(f"experts={self.count}: expected 1 to {MOST_EXPERTS}")
         if not 1 <= self.active <= self.count:
             raise ConfigError(f"active experts={self.active}: expected 1 to {self.count}, all")
+        if self.beside is not None and not 1 <= self.beside <= _LARGEST["mlp_dim"]:
+            raise ConfigError(f"experts of {self.beside} beside an MLP: expected at least 1")
         if self.clamp is not None and not all(0 < x < math.inf for x in self.clamp):
             raise ConfigError(f"clamp={self.clamp}: expected two finite positive numbers")
 
@@ -207,7 +212,7 @@ class ModelConfig:
     vocab_size: int  # V
     num_layers: int  # L
     model_dim: int  # D
-    mlp_dim: int  # F, of an expert where there are experts
+    mlp_dim: int  # F, of an expert where there are experts and nothing beside them
     num_heads: int  # N
     num_kv_heads: int  # K
     head_dim: int  # H
@@ -280,8 +285,8 @@ class ModelConfig:
                 f"kernels={self.kernels!r}: no kernel holds scores within score_cap="
                 f"{self.score_cap:g}; leave kernels at 'measured'"
             )
-        if self.experts is not None and self.activation != "silu":
-            raise ConfigError(f"activation={self.activation!r}: experts have 'silu' or a clamp")
+        if self.experts is not None and self.experts.clamp and self.activation != "silu":
+            raise ConfigError(f"activation={self.activation!r}: experts with a clamp have 'silu'")
         if self.window_layers is not None and len(self.window_layers) != self.num_layers:
             raise ConfigError(
                 f"window_layers has {len(self.window_layers)} entries for {self.num_layers} layers"

@@ -123,7 +123,9 @@ def _understood(found: "Overview") -> list[tuple[str, str]]:
     norms = "" if c.pre_norms else "; norms after attention and MLP alone"
     mlp, count = f"MLP {c.mlp_dim}", f"{human_count(files.parameters)} parameters"
     if c.experts is not None:
-        mlp = f"{c.experts.count} experts of {c.mlp_dim}, {c.experts.active} for a token"
+        width = c.experts.beside or c.mlp_dim
+        beside = f"{mlp} beside " if c.experts.beside else ""
+        mlp = f"{beside}{c.experts.count} experts of {width}, {c.experts.active} for a token"
         count += f", a token meets {human_count(num_active_params(c))}"
     window += "; a sink logit of each head" if c.sink_logits else ""
     if c.own_kv_heads is not None:

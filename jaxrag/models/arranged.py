@@ -8,6 +8,7 @@ together are where they are in a head of H (``InParts``).
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -79,7 +80,40 @@ def arranged(tensors: Mapping[str, StoredTensor], config: ModelConfig) -> dict[s
                 found[key] = ArrangedTensor(
                     source.name, source.path, source.dtype, shape, source.start, source, made
                 )
+        if config.experts is not None:
+            _fold_experts(found, config, f"model.layers.{layer}.")
     return found
+
+
+def _fold_experts(found: dict[str, StoredTensor], config: ModelConfig, stem: str) -> None:
+    """Put vectors before and behind experts and their choice into the matrices."""
+    assert config.experts is not None
+    dim, count, width = config.model_dim, config.experts.count, config.experts.beside or 0
+    for vector, size, matrix, shape, behind in (
+        ("pre_feedforward_layernorm_2.weight", dim, "experts.gate_up_proj", (2 * width, dim), 1.0),
+        ("router.scale", dim, "router.proj.weight", (dim,), dim**-0.5),
+        ("router.per_expert_scale", count, "experts.down_proj", (dim, width), None),
+    ):
+        by, source = found.pop(stem + vector, None), found.get(stem + matrix)
+        if by is None or source is None:
+            raise ModelError(
+                f"tensor {stem + (vector if by is None else matrix)!r} is missing; the gemma4 "
+                "config asks for it"
+            )
+        require_weight(by, (size,), by.path)
+        require_weight(source, (count, *shape), source.path)
+        found[stem + matrix] = ArrangedTensor(
+            source.name, source.path, source.dtype, source.shape, source.start, source,
+            functools.partial(_times, by, behind),
+        )  # fmt: skip
+
+
+def _times(by: StoredTensor, scale: float | None, values: HostArray) -> HostArray:
+    """Values times a vector over their last axis, and a number; without one, over their first."""
+    vector = by.view().astype(np.float32)
+    if scale is None:
+        vector = vector.reshape(-1, *(1,) * (values.ndim - 1))
+    return values.astype(np.float32) * vector * np.float32(1.0 if scale is None else scale)
 
 
 def _places(config: ModelConfig, own: int, parts: int) -> tuple[HostArray, HostArray]:

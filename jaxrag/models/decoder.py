@@ -14,7 +14,7 @@ from jaxrag.base.types import Array, HostArray, Partial, Tokens
 from jaxrag.models.attention import Attend, with_sink_logits
 from jaxrag.models.experts import experts_mlp
 from jaxrag.models.int8 import Int8Weight, int8_product
-from jaxrag.models.linear import linear, product
+from jaxrag.models.linear import activated, linear, product
 from jaxrag.models.rope import RopeFactors, RopeTable
 from jaxrag.models.spec import LayerParams, Params
 
@@ -122,8 +122,14 @@ def finish_layer(x: Array, part: Partial, p: LayerParams, config: ModelConfig) -
     if config.post_norms:
         out = rms_norm(out, p.post_attn_norm, config)
     x = x + scaled(out, config.residual_scale)
-    mlp = _mlp if config.experts is None else experts_mlp
+    experts = config.experts
+    mlp = _mlp if experts is None or experts.beside is not None else experts_mlp
     out = mlp(_before(x, p.mlp_norm, config), p, config)
+    if experts is not None and experts.beside is not None:
+        # Whose weights hold those of the norm before them.
+        other = experts_mlp(rms_norm(x, None, config), p, config)
+        out = rms_norm(out, p.post_dense_norm, config)
+        out += rms_norm(other, p.post_expert_norm, config)
     if config.post_norms:
         out = rms_norm(out, p.post_mlp_norm, config)
     x = x + scaled(out, config.residual_scale)
@@ -132,11 +138,7 @@ def finish_layer(x: Array, part: Partial, p: LayerParams, config: ModelConfig) -
 
 def _mlp(x: Array, p: LayerParams, config: ModelConfig) -> Array:
     gate = _linear(x, p.gate, p.gate_bias)
-    if config.activation == "silu":
-        gate = jax.nn.silu(gate)
-    else:  # in float32, as torch has it
-        gate = jax.nn.gelu(gate.astype(jnp.float32), approximate=True).astype(gate.dtype)
-    hidden = gate * _linear(x, p.up, p.up_bias)
+    hidden = activated(gate, config.activation) * _linear(x, p.up, p.up_bias)
     return _linear(hidden, p.down, p.down_bias)
 
 

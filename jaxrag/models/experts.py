@@ -20,14 +20,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxrag.base.config import ExpertsConfig, ModelConfig
+from jaxrag.base.config import Activation, ExpertsConfig, ModelConfig
 from jaxrag.base.sharding import Rules, attention_axes
 from jaxrag.base.types import Array
-from jaxrag.models.linear import product
+from jaxrag.models.linear import activated, product
 from jaxrag.models.spec import MLP, LayerParams
 
 _LARGEST_TILE = 64
 
+Form = tuple[float, float] | Activation  # of the gate: with a clamp, or plain
 _Weights = dict[str, Array]  # by name, [E, ...]; without E where they are of one expert
 _Plan = tuple[Array, Array, Array]  # of every tile its expert, its tokens [., b], is it used?
 
@@ -39,15 +40,18 @@ def experts_mlp(x: Array, p: LayerParams, config: ModelConfig) -> Array:
     """
     experts, mesh = config.experts, config.kernel_mesh
     assert experts is not None
+    if experts.beside is not None:
+        own = {"gate": p.expert_gate, "up": p.expert_up, "down": p.expert_down}
+        p = p.replace(**own)
     weights = {name: it for name in MLP if (it := getattr(p, name)) is not None}
     router = {"weight": p.router} | ({} if p.router_bias is None else {"bias": p.router_bias})
     if mesh is None:
-        return _through(x, router, weights, experts, None)
+        return _through(x, router, weights, config, None)
     rows, over = attention_axes(mesh, x.shape[0], experts.count)[0], Rules().experts
     if over is not None and experts.count % mesh.shape[over]:
         over = None
     call = jax.shard_map(
-        functools.partial(_through, experts=experts, over=over),
+        functools.partial(_through, config=config, over=over),
         mesh=mesh,
         in_specs=(PartitionSpec(rows), PartitionSpec(), PartitionSpec(over)),
         out_specs=PartitionSpec(rows),
@@ -58,15 +62,18 @@ def experts_mlp(x: Array, p: LayerParams, config: ModelConfig) -> Array:
 
 
 def _through(
-    x: Array, router: _Weights, weights: _Weights, experts: ExpertsConfig, over: str | None
+    x: Array, router: _Weights, weights: _Weights, config: ModelConfig, over: str | None
 ) -> Array:
     """x [B, T, D] through the experts of ``weights``, summed over the mesh axis ``over``."""
+    experts = config.experts
+    assert experts is not None
+    form: Form = experts.clamp or config.activation
     tokens = x.reshape(-1, x.shape[-1])
     share, chosen = routed(tokens, router, experts)
     if over is not None:
         chosen = chosen - lax.axis_index(over) * len(weights["gate"])
     mix = by_tiles if jax.default_backend() == "cpu" else by_ragged_dot
-    out = mix(tokens, share, chosen, weights, experts.clamp)
+    out = mix(tokens, share, chosen, weights, form)
     out = out if over is None else lax.psum(out, over)
     return out.astype(x.dtype).reshape(x.shape)
 
@@ -94,9 +101,7 @@ def _sorted(chosen: Array, count: int) -> tuple[Array, Array]:
     return jnp.argsort(pairs), sizes
 
 
-def by_ragged_dot(
-    x: Array, share: Array, chosen: Array, weights: _Weights, clamp: tuple[float, float] | None
-) -> Array:
+def by_ragged_dot(x: Array, share: Array, chosen: Array, weights: _Weights, form: Form) -> Array:
     """Tokens x [M, D] through their experts, float32: grouped products over all pairs at once.
 
     ``chosen`` [M, active] are numbers of experts, ``share`` their shares; of numbers that
@@ -112,16 +117,14 @@ def by_ragged_dot(
 
     at = order // chosen.shape[1]
     rows = x[at]
-    hidden = _gated(project(rows, "gate"), project(rows, "up"), clamp)
+    hidden = _gated(project(rows, "gate"), project(rows, "up"), form)
     inside = jnp.arange(len(order)) < sizes.sum()
     of_pair = jnp.where(inside, share.reshape(-1)[order], 0)[:, None]
     out = project(hidden, "down").astype(jnp.float32) * of_pair
     return jnp.zeros(x.shape, jnp.float32).at[at].add(out)
 
 
-def by_tiles(
-    x: Array, share: Array, chosen: Array, weights: _Weights, clamp: tuple[float, float] | None
-) -> Array:
+def by_tiles(x: Array, share: Array, chosen: Array, weights: _Weights, form: Form) -> Array:
     """The same as ``by_ragged_dot``, tile after tile."""
     count, pairs = len(weights["gate"]), chosen.size
     mean = max(pairs // (2 * count), 1)
@@ -137,37 +140,33 @@ def by_tiles(
     pair = order[jnp.where(there, rows, 0)]
     of_pair = jnp.where(there, share.reshape(-1)[pair], 0)
     plan = (expert, pair // chosen.shape[1], there[:, 0])
-    return _tiled(clamp, x, of_pair, weights, plan)
+    return _tiled(form, x, of_pair, weights, plan)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _tiled(
-    clamp: tuple[float, float] | None, x: Array, share: Array, weights: _Weights, plan: _Plan
-) -> Array:
+def _tiled(form: Form, x: Array, share: Array, weights: _Weights, plan: _Plan) -> Array:
     def step(out: Array, tile: Any) -> tuple[Array, None]:
         share, (expert, at, used) = tile
 
         def add(out: Array) -> Array:
-            return out.at[at].add(_of_expert(clamp, x[at], share, _one(weights, expert)))
+            return out.at[at].add(_of_expert(form, x[at], share, _one(weights, expert)))
 
         return lax.cond(used, add, lambda out: out, out), None
 
     return lax.scan(step, jnp.zeros(x.shape, jnp.float32), (share, plan))[0]
 
 
-def _tiled_forward(clamp: tuple[float, float] | None, *operands: Any) -> tuple[Array, Any]:
-    return _tiled(clamp, *operands), operands
+def _tiled_forward(form: Form, *operands: Any) -> tuple[Array, Any]:
+    return _tiled(form, *operands), operands
 
 
-def _tiled_backward(
-    clamp: tuple[float, float] | None, operands: Any, d_out: Array
-) -> tuple[Array, Array, _Weights, None]:
+def _tiled_backward(form: Form, operands: Any, d_out: Array) -> tuple[Array, Array, _Weights, None]:
     """Every tile is computed again, and its gradients are added where they belong."""
     x, share, weights, plan = operands
 
     def step(sums: Any, tile: Any) -> tuple[Any, Array]:
         share, (expert, at, _) = tile
-        back = jax.vjp(functools.partial(_of_expert, clamp), x[at], share, _one(weights, expert))[1]
+        back = jax.vjp(functools.partial(_of_expert, form), x[at], share, _one(weights, expert))[1]
         d_rows, d_share, d_one = back(d_out[at])
         d_x, d_weights = sums
         d_x = d_x.at[at].add(d_rows.astype(jnp.float32))
@@ -187,9 +186,7 @@ def _one(weights: _Weights, expert: Array) -> _Weights:
     return {name: it[expert] for name, it in weights.items()}
 
 
-def _of_expert(
-    clamp: tuple[float, float] | None, rows: Array, share: Array, one: _Weights
-) -> Array:
+def _of_expert(form: Form, rows: Array, share: Array, one: _Weights) -> Array:
     """Rows [b, D] through one expert, times their shares [b], float32."""
 
     def project(rows: Array, name: str) -> Array:
@@ -197,13 +194,13 @@ def _of_expert(
         bias = one.get(f"{name}_bias")
         return out if bias is None else out + bias
 
-    hidden = _gated(project(rows, "gate"), project(rows, "up"), clamp)
+    hidden = _gated(project(rows, "gate"), project(rows, "up"), form)
     return project(hidden, "down").astype(jnp.float32) * share[:, None]
 
 
-def _gated(gate: Array, up: Array, clamp: tuple[float, float] | None) -> Array:
-    if clamp is None:
-        return jax.nn.silu(gate) * up
-    alpha, limit = clamp
+def _gated(gate: Array, up: Array, form: Form) -> Array:
+    if isinstance(form, str):
+        return activated(gate, form) * up
+    alpha, limit = form
     gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     return gate * jax.nn.sigmoid(alpha * gate) * (up + 1)

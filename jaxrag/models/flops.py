@@ -101,9 +101,13 @@ def _layers_flops_per_token(c: ModelConfig) -> int:
 
 def _mlp_flops(c: ModelConfig) -> int:
     """The MLP of a layer; of experts those that a token goes through, and the choice."""
-    one = 2 * 3 * c.model_dim * c.mlp_dim
-    experts = c.experts
-    return one if experts is None else experts.active * one + 2 * c.model_dim * experts.count
+    one = 2 * 3 * c.model_dim
+    if c.experts is None:
+        return one * c.mlp_dim
+    width, beside = c.mlp_dim, 0
+    if c.experts.beside is not None:
+        width, beside = c.experts.beside, c.mlp_dim
+    return one * (c.experts.active * width + beside) + 2 * c.model_dim * c.experts.count
 
 
 def _lm_head_flops(c: ModelConfig) -> int:

@@ -1,8 +1,9 @@
 """Gemma 4: layers with a window have other heads than those without, as have their angles.
 
 KV has one shape in all layers here, so that heads are arranged as they are loaded (arranged.py).
-Of the sizes that are published this is the 31B. Refused are inputs of each layer and layers that
-take K and V of others (E2B, E4B), and experts beside the MLP (26B-A4B).
+So are the weights of experts, which hold some vectors that stand before and behind them. Of the
+published sizes 31B and 26B-A4B are read. Refused are inputs of each layer and layers that take K
+and V of others (E2B, E4B).
 """
 
 import dataclasses
@@ -10,7 +11,7 @@ from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from jaxrag.base.config import InParts, ModelConfig, RopeConfig
+from jaxrag.base.config import ExpertsConfig, InParts, ModelConfig, RopeConfig
 from jaxrag.base.errors import ConfigError
 from jaxrag.models.family import QK_NORM, Family, TensorRule
 from jaxrag.models.gemma import TENSORS, read_gemma, text_of
@@ -45,7 +46,6 @@ _CAP = "final_logit_softcapping"
 _REFUSED: dict[str, tuple[Any, str]] = {
     "hidden_size_per_layer_input": (256, "an input of its own for each layer"),
     "num_kv_shared_layers": (0, "layers that take K and V of others"),
-    "enable_moe_block": (False, "experts beside the MLP"),
     "attention_bias": (False, "a bias of projections"),
 }
 _ROPES: dict[str, dict[str, Any]] = {
@@ -61,7 +61,7 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
         if hf.get(key, default):
             raise ConfigError(
                 f"config.json: {key}={hf.get(key, default)!r}: {what} is not supported for gemma4 "
-                "models; of the published sizes the 31B is read"
+                "models; of the published sizes 31B and 26B-A4B are read"
             )
     num_layers = read_num_layers(hf, _DEFAULTS.num_hidden_layers)
     every = [_LOCAL if (i + 1) % 6 and i < num_layers - 1 else _GLOBAL for i in range(num_layers)]
@@ -108,8 +108,22 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
         unit_norms=False,
         wide_norms=True,
         attention_scale=1.0,
+        experts=_read_experts(hf) if read_bool(hf, "enable_moe_block", False) else None,
         logit_cap=None if hf.get(_CAP) is None else read_positive(hf, _CAP, 0),
     )
+
+
+def _read_experts(hf: Mapping[str, Any]) -> ExpertsConfig:
+    count, active, width = (
+        read_optional_int(hf, key, None)
+        for key in ("num_experts", "top_k_experts", "moe_intermediate_size")
+    )
+    if count is None or active is None or width is None:
+        raise ConfigError(
+            "config.json: enable_moe_block=True needs num_experts, top_k_experts and "
+            "moe_intermediate_size"
+        )
+    return ExpertsConfig(count, active, normalise=True, beside=width)
 
 
 def _global_heads(
@@ -175,14 +189,27 @@ def _arrange(
     return arranged(tensors, config)
 
 
-_SCALE = TensorRule("model.layers.{layer}.layer_scalar", ("layers.layer_scale",), "s -> s")
+_LAYER = "model.layers.{layer}."
+_POST = _LAYER + "post_feedforward_layernorm_"
+_OWN = (
+    TensorRule(_LAYER + "layer_scalar", ("layers.layer_scale",), "s -> s"),
+    TensorRule(_LAYER + "router.proj.weight", ("layers.router",), "e d -> d e"),
+    TensorRule(
+        _LAYER + "experts.gate_up_proj",
+        ("layers.expert_gate", "layers.expert_up"),
+        "e (p f) d -> e d f",
+    ),
+    TensorRule(_LAYER + "experts.down_proj", ("layers.expert_down",), "e d f -> e f d"),
+    TensorRule(_POST + "1.weight", ("layers.post_dense_norm",), "d -> d"),
+    TensorRule(_POST + "2.weight", ("layers.post_expert_norm",), "d -> d"),
+)
 FAMILY = Family(
     name="gemma4",
     architecture="Gemma4ForCausalLM",
     model_type="gemma4_text",
     read_config=read_config,
     write_config=write_config,
-    tensors=(*TENSORS, *QK_NORM, _SCALE),
+    tensors=TENSORS + QK_NORM + _OWN,
     ignored=("*vision_tower.*", "*audio_tower.*", "*embed_vision.*", "*embed_audio.*"),
     needs_bos=True,
     within=("Gemma4ForConditionalGeneration",),

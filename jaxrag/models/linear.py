@@ -22,6 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import Mesh
 
+from jaxrag.base.config import Activation
 from jaxrag.base.types import Array
 from jaxrag.models.compiled import processors
 from jaxrag.models.int8 import Int8Weight, int8_product
@@ -49,6 +50,14 @@ def _linear(x: Array, weight: Array) -> Array:
     inner = math.prod(x.shape[2:])
     rows = x.reshape(*x.shape[:2], inner)  # of no token too, so not -1
     return product(rows, weight.reshape(inner, *weight.shape[x.ndim - 2 :]))
+
+
+def activated(gate: Array, activation: Activation) -> Array:
+    """The gate of an MLP, in its dtype."""
+    if activation == "silu":
+        return jax.nn.silu(gate)
+    # In float32, as torch has it.
+    return jax.nn.gelu(gate.astype(jnp.float32), approximate=True).astype(gate.dtype)
 
 
 def product(x: Array, weight: Array, axis: int = 0, dtype: Any = None) -> Array:

@@ -62,6 +62,11 @@ class LayerParams(struct.PyTreeNode):
     post_mlp_norm: Any = None  # [L, D]
     sink_logits: Any = None  # [L, N]
     layer_scale: Any = None  # [L, 1]
+    expert_gate: Any = None  # [L, E, D, Fe], of experts beside an MLP
+    expert_up: Any = None  # [L, E, D, Fe]
+    expert_down: Any = None  # [L, E, Fe, D]
+    post_dense_norm: Any = None  # [L, D]
+    post_expert_norm: Any = None  # [L, D]
     router: Any = None  # [L, D, E]
     router_bias: Any = None  # [L, E]
     soft: Any = None  # [L, 2, R, K, H], of no checkpoint (Params)
@@ -137,7 +142,9 @@ def param_specs(config: ModelConfig) -> Params:
             k_norm=head_norm(kv_heads, "kv_heads"),
             post_attn_norm=norm(dim, c.post_norms),
             post_mlp_norm=norm(dim, c.post_norms),
-            layer_scale=norm(1, c.layer_scales),  # 1 at first, as a norm without 1 + weight
+            layer_scale=ParamSpec((layers, 1), ("layers", None), "ones")
+            if c.layer_scales
+            else None,
             sink_logits=weight((heads,), ("heads",), 1) if c.sink_logits else None,
         ),
         final_norm=ParamSpec((dim,), (None,), gain),
@@ -147,11 +154,19 @@ def param_specs(config: ModelConfig) -> Params:
     )
     if c.experts is None:
         return specs
-    count = c.experts.count
-    parts = {
-        name: _of_each(spec, count)
-        for name in MLP
-        if (spec := getattr(specs.layers, name)) is not None
+    count, width = c.experts.count, c.experts.beside
+    if width is None:
+        each = {name: spec for name in MLP if (spec := getattr(specs.layers, name)) is not None}
+    else:
+        each = {
+            "expert_gate": weight((dim, width), ("embed", "mlp"), dim),
+            "expert_up": weight((dim, width), ("embed", "mlp"), dim),
+            "expert_down": weight((width, dim), ("mlp", "embed"), width),
+        }
+    norms = ("post_dense_norm", "post_expert_norm")
+    parts: dict[str, ParamSpec | None] = {
+        **{name: _of_each(spec, count) for name, spec in each.items()},
+        **{name: norm(dim, width is not None) for name in norms},
     }
     return specs.replace(
         layers=specs.layers.replace(
@@ -194,8 +209,8 @@ def num_active_params(config: ModelConfig) -> int:
     whole, experts = num_params(config), config.experts
     if experts is None:
         return whole
-    layers = vars(param_specs(config).layers)
-    each = sum(math.prod(layers[name].shape) for name in MLP if layers[name] is not None)
+    specs = by_name(param_specs(config))
+    each = sum(math.prod(it.shape) for it in specs.values() if "experts" in it.axes)
     return whole - each // experts.count * (experts.count - experts.active)
 
 

@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 
-from jaxrag.base.config import InParts, LinearScaling, NoRotation, RopeConfig, YarnScaling
+from jaxrag.base.config import (
+    ExpertsConfig,
+    InParts,
+    LinearScaling,
+    NoRotation,
+    RopeConfig,
+    YarnScaling,
+)
 from jaxrag.base.errors import RequestError
 from jaxrag.reuse import methods
 from jaxrag.reuse.attention_index import Ivf
@@ -145,12 +152,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "unrotated": ("llama", {"more_ropes": (_UNROTATED,), "rope_layers": (0, 1, 1, 0)}),
     "yarn": ("llama", {"rope": _YARN}),
     "mixed": ("qwen2", {"sliding_window": 6, "window_layers": _TURNS}),
+    "gemma4": (
+        "gemma4",
+        {
+            "window_layers": _TURNS,
+            "rope_layers": (0, 1, 0, 1),
+            "own_kv_heads": (1, 2, 1, 2),
+            "experts": ExpertsConfig(5, 2, True, beside=17),
+        },
+    ),
     "sinks": ("gpt_oss", {"sliding_window": None, "window_layers": None}),
     **{
         name: (name, {})
         for name in (
             *("llama", "mistral", "qwen2", "qwen3", "glm", "glm4", "granite", "gemma2"),
-            *("gemma3", "gemma4", "olmo2", "olmo3", "smollm3", "mixtral", "qwen3_moe"),
+            *("gemma3", "olmo2", "olmo3", "smollm3", "mixtral", "qwen3_moe"),
         )
     },
 }

@@ -11,14 +11,16 @@ import pytest
 from refusal import refused
 from safetensors.numpy import load_file, save_file
 
-from jaxrag.base.config import InParts, config_from_dict, config_to_dict
+from jaxrag.base.config import ExpertsConfig, InParts, config_from_dict, config_to_dict
 from jaxrag.base.errors import ConfigError, ModelError
 from jaxrag.base.rotary import frequencies
 from jaxrag.models import FAMILIES
 from jaxrag.models.arranged import _places
 from jaxrag.models.decoder import heads_of, layer_of, rms_norm
 from jaxrag.models.export import export_hf
+from jaxrag.models.flops import forward_flops
 from jaxrag.models.hf import load_hf
+from jaxrag.models.spec import num_active_params, num_params
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "gemma4"
 LARGE = {  # as the 31B is published, of what is read
@@ -53,12 +55,29 @@ def test_the_config_of_the_31b():
     assert config_from_dict(json.loads(json.dumps(config_to_dict(config)))) == config
 
 
+def test_the_config_of_the_26b():
+    experts = {"num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
+    config = read(
+        enable_moe_block=True, num_attention_heads=16, num_key_value_heads=8, hidden_size=2816,
+        num_global_key_value_heads=2, num_hidden_layers=30, intermediate_size=2112, **experts,
+    )  # fmt: skip
+    assert config.experts == ExpertsConfig(128, 8, normalise=True, beside=704)
+    assert (config.num_kv_heads, config.head_dim, config.mlp_dim) == (4, 512, 2112)
+    beside = num_params(config) - num_params(dataclasses.replace(config, experts=None))
+    met = num_params(config) - num_active_params(config)
+    assert beside == 30 * (128 * 3 * 2816 * 704 + 2816 * 128 + 2 * 2816)
+    assert met == 30 * 120 * 3 * 2816 * 704
+    mlp = (8 * 704 + 2112) * 3 * 2816 + 2816 * 128
+    qkvo = 2816 * 512 * (2 * 16 + 2 * 4)
+    assert forward_flops(config, [(1, 0)], 0) == 30 * 2 * (mlp + qkvo + 2 * 16 * 512)
+
+
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
         ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input=256"),  # E2B, E4B
         ({"hidden_size_per_layer_input": None, "num_kv_shared_layers": 20}, "num_kv_shared_layers"),
-        ({"enable_moe_block": True, "num_experts": 128}, "enable_moe_block=True"),  # 26B-A4B
+        ({"enable_moe_block": True, "num_experts": 128}, "moe_intermediate_size"),
         ({"use_bidirectional_attention": "all"}, "'all'"),
         ({"attention_bias": True}, "attention_bias=True"),
         ({"layer_types": ["sliding_attention"] * 60}, "the last has to be full_attention"),
@@ -155,6 +174,22 @@ def test_tensors_in_other_shapes_and_left_over_are_refused(kind, tmp_path):
         other = {**tensors, at + name: it}
         save_file({key: value for key, value in other.items() if value is not None}, path)
         with refused(ModelError, said):
+            load_hf(tmp_path / "m")
+
+
+def test_what_is_folded_into_experts_is_of_its_size(tmp_path):
+    shutil.copytree(GOLDEN.parent / "gemma4_experts", tmp_path / "m")
+    path, at = tmp_path / "m" / "model.safetensors", "model.layers.2."
+    tensors = load_file(path)
+    for name, it, said in (
+        ("router.scale", None, "is missing"),
+        ("router.per_expert_scale", np.ones(1, np.float32), "[1]"),
+        ("pre_feedforward_layernorm_2.weight", np.ones(5, np.float32), "[5]"),
+        ("experts.down_proj", np.ones((5, 17, 24), np.float32), "[5, 17, 24]"),
+    ):
+        other = {**tensors, at + name: it}
+        save_file({key: value for key, value in other.items() if value is not None}, path)
+        with refused(ModelError, at + name, said):
             load_hf(tmp_path / "m")
 
 
