@@ -41,7 +41,7 @@ def choice(rng, tokens, count, active):
     return rng.uniform(0.1, 1, (tokens, active)).astype(np.float32), chosen
 
 
-def one_by_one(x, share, chosen, weights, clamp):
+def one_by_one(x, share, chosen, weights, form):
     """Every token through each of its experts, in float64."""
     w = {name: np.asarray(it, np.float64) for name, it in weights.items()}
     out = np.zeros(x.shape)
@@ -53,25 +53,28 @@ def one_by_one(x, share, chosen, weights, clamp):
                 x[token] @ w[name][e] + w.get(f"{name}_bias", np.zeros(e + 1))[e]
                 for name in ("gate", "up")
             )
-            if clamp is None:
+            if form == "silu":
                 hidden = gate / (1 + np.exp(-gate)) * up
+            elif form == "gelu_tanh":
+                cubed = (2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+                hidden = gate / 2 * (1 + np.tanh(cubed)) * up
             else:
-                alpha, limit = clamp
+                alpha, limit = form
                 gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
                 hidden = gate / (1 + np.exp(-alpha * gate)) * (up + 1)
             out[token] += part * (hidden @ w["down"][e] + w.get("down_bias", np.zeros(e + 1))[e])
     return out
 
 
-@pytest.mark.parametrize("clamp", [None, CLAMP])
+@pytest.mark.parametrize("form", ["silu", "gelu_tanh", CLAMP])
 @pytest.mark.parametrize(("tokens", "count", "active"), SIZES)
 @pytest.mark.parametrize("mix", [by_tiles, by_ragged_dot])
-def test_every_form_is_one_token_at_a_time(rng, mix, tokens, count, active, clamp):
-    weights = weights_of(rng, count, clamp is not None)
+def test_every_form_is_one_token_at_a_time(rng, mix, tokens, count, active, form):
+    weights = weights_of(rng, count, form == CLAMP)
     x = rng.normal(size=(tokens, DIM)).astype(np.float32)
     share, chosen = choice(rng, tokens, count, active)
-    out = mix(jnp.asarray(x), jnp.asarray(share), jnp.asarray(chosen), weights, clamp)
-    np.testing.assert_allclose(out, one_by_one(x, share, chosen, weights, clamp), **CLOSE)
+    out = mix(jnp.asarray(x), jnp.asarray(share), jnp.asarray(chosen), weights, form)
+    np.testing.assert_allclose(out, one_by_one(x, share, chosen, weights, form), **CLOSE)
 
 
 @pytest.mark.parametrize("mix", [by_tiles, by_ragged_dot])

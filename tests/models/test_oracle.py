@@ -14,7 +14,7 @@ from jaxrag.models.model import load_model
 pytestmark = pytest.mark.oracle
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [it for it in FAMILIES if it != "gemma4"])
 def test_exported_model_gives_the_same_logits(family, tiny_config, random_params, rng, tmp_path):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
