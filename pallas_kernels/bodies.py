@@ -40,13 +40,8 @@ class KernelError(ValueError):
     """A body that an op does not have or that cannot run on this backend; one line."""
 
 
-def check_impl(op: str, impl: str, capped: bool = False) -> None:
-    """KernelError unless ``op`` has a body ``impl`` that runs on the backend of this trace.
-
-    ``capped``: and that holds scores within a cap.
-    """
-    if capped and impl != "xla":
-        raise KernelError(f"{op}: the body {impl!r} has no cap of scores; choose 'xla'")
+def check_impl(op: str, impl: str) -> None:
+    """KernelError unless ``op`` has a body ``impl`` that runs on the backend of this trace."""
     if impl not in BODIES[op]:
         raise KernelError(f"{op} has no body {impl!r}: choose one of {', '.join(BODIES[op])}")
     found = platform()

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.bodies import KernelError
 from pallas_kernels.rotation import rotate
 
 Array = jax.Array
@@ -39,6 +40,13 @@ def slope(scores: Array, scale: Scale) -> Array | float:
     """By how much scores grow with their products."""
     if isinstance(scale, Capped):
         return scale.scale * (1 - (scores / scale.cap) ** 2)
+    return scale
+
+
+def uncapped(scale: Scale, impl: str) -> float:
+    """The scale of a body that has no cap. Raises KernelError for one with a cap."""
+    if isinstance(scale, Capped):
+        raise KernelError(f"the body {impl!r} does not cap scores; choose 'xla'")
     return scale
 
 

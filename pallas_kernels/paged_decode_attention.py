@@ -14,7 +14,7 @@ from jax import lax
 
 from pallas_kernels.bodies import Impl, check_impl, platform
 from pallas_kernels.forms import forms
-from pallas_kernels.operands import Capped, Pages, Pool, Rotary, Scale, in_two, scored
+from pallas_kernels.operands import Pages, Pool, Rotary, Scale, in_two, scored, uncapped
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.tiles import pad_to
 from pallas_kernels.visibility import cached_visible, within_window
@@ -56,7 +56,7 @@ def paged_decode_attention(
     Raises:
       KernelError: no such body, or it cannot run on this backend.
     """
-    check_impl("paged_decode_attention", impl, isinstance(scale, Capped))
+    check_impl("paged_decode_attention", impl)
     operands = (q[:, None], pool, table, query_position[:, None], rotary)
     if impl == "xla" and platform() == "cpu":
         return _attend_live(q, pool, table, query_position, rotary, scale, window)
@@ -66,7 +66,9 @@ def paged_decode_attention(
         from pallas_kernels.triton.paged import paged_kernel
 
         interpret = impl == "pallas_interpret"
-        out, lse = paged_kernel(*operands, scale=scale, window=window, interpret=interpret)
+        out, lse = paged_kernel(
+            *operands, scale=uncapped(scale, impl), window=window, interpret=interpret
+        )
     return out[:, 0], lse[:, 0]
 
 

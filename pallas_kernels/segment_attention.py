@@ -17,7 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.bodies import Impl, check_impl
-from pallas_kernels.operands import Capped, Rows, Scale
+from pallas_kernels.operands import Rows, Scale, uncapped
 from pallas_kernels.packed_tiles import Residuals, Rule, classify_tiles
 from pallas_kernels.tiles import (
     Mix,
@@ -66,7 +66,7 @@ def segment_attention(
     Raises:
       KernelError: no such body, or it cannot run on this backend.
     """
-    check_impl("segment_attention", impl, isinstance(scale, Capped))
+    check_impl("segment_attention", impl)
     length = q.shape[1]
     tile = min(PACKED_TILE, length)
     q, k, v = (pad_to(x, 1, tile) for x in (q, k, v))
@@ -99,7 +99,7 @@ def _attend(
             k,
             v,
             rule,
-            scale=scale,
+            scale=uncapped(scale, impl),
             prefix_visible=prefix_visible,
             interpret=impl == "pallas_interpret",
         )
@@ -148,7 +148,7 @@ def _attend_backward(
         d_q, d_k, d_v = segment_gradient_kernel(
             residuals,
             cotangents,
-            scale=scale,
+            scale=uncapped(scale, impl),
             prefix_visible=prefix_visible,
             interpret=impl == "pallas_interpret",
         )

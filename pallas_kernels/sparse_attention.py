@@ -9,7 +9,7 @@ that are computed again and the final block; what each may see follows from posi
 import jax
 
 from pallas_kernels.bodies import Impl, check_impl
-from pallas_kernels.operands import Capped, Pages, Pool, Rotary, Scale
+from pallas_kernels.operands import Pages, Pool, Rotary, Scale, uncapped
 from pallas_kernels.paged_attention import paged_attention
 
 Array = jax.Array
@@ -44,17 +44,19 @@ def sparse_attention(
     Raises:
       KernelError: no such body, or it cannot run on this backend or with such heads.
     """
-    check_impl("sparse_attention", impl, isinstance(scale, Capped))
+    check_impl("sparse_attention", impl)
     operands = (q, pool, table, query_position, rotary)
     if impl == "xla":
         return paged_attention(*operands, scale=scale, window=window)
     if impl == "pallas_mosaic":
         from pallas_kernels.mosaic.paged import paged_mosaic_kernel
 
-        out, lse = paged_mosaic_kernel(*operands, scale=scale, window=window)
+        out, lse = paged_mosaic_kernel(*operands, scale=uncapped(scale, impl), window=window)
     else:
         from pallas_kernels.triton.paged import paged_kernel
 
         interpret = impl == "pallas_interpret"
-        out, lse = paged_kernel(*operands, scale=scale, window=window, interpret=interpret)
+        out, lse = paged_kernel(
+            *operands, scale=uncapped(scale, impl), window=window, interpret=interpret
+        )
     return out.astype(q.dtype), lse

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.bodies import Impl, check_impl
-from pallas_kernels.operands import Capped, Pages, Pool, Rotary, Scale
+from pallas_kernels.operands import Pages, Pool, Rotary, Scale, uncapped
 from pallas_kernels.paged_scores import paged_scores
 from pallas_kernels.slot_attention import slot_values
 
@@ -52,7 +52,7 @@ def topn_attention(
     Raises:
       KernelError: no such body, or it cannot run on this backend.
     """
-    check_impl("topn_attention", impl, isinstance(scale, Capped))
+    check_impl("topn_attention", impl)
     n = min(n, table.slot_position.shape[1])
     if impl == "xla":
         every = paged_scores(q, pool.k, table, query_position, rotary, scale=scale)
@@ -69,7 +69,15 @@ def topn_attention(
             mix = mix_host_kernel
         interpret = impl == "pallas_interpret"
         out, kept, total = topn_kernel(
-            q, pool, table, query_position, rotary, n=n, scale=scale, interpret=interpret, mix=mix
+            q,
+            pool,
+            table,
+            query_position,
+            rotary,
+            n=n,
+            scale=uncapped(scale, impl),
+            interpret=interpret,
+            mix=mix,
         )
     if renormalise:
         return out, kept

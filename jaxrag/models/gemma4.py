@@ -155,7 +155,7 @@ def _global_heads(
 
 
 def _read_rope(hf: Mapping[str, Any], kind: str, size: int, head_dim: int) -> RopeConfig:
-    given = (hf.get("rope_parameters") or _ROPES).get(kind)
+    given: Any = (hf.get("rope_parameters") or _ROPES).get(kind)
     expected = {"rope_type", "rope_theta", "partial_rotary_factor"}
     named = given.get("rope_type") if isinstance(given, Mapping) else None
     if named != _ROPES[kind]["rope_type"] or not expected >= given.keys():

@@ -98,8 +98,8 @@ def _token_bytes(model: ModelConfig, remat: str, width: int, tensor: int) -> int
     kv_heads = max(c.num_kv_heads * c.head_dim // tensor, 1)
     mlp = c.mlp_dim
     if c.experts is not None:
-        width = c.experts.beside
-        mlp = c.experts.active * (mlp if width is None else width) + (0 if width is None else mlp)
+        beside = c.experts.beside
+        mlp = c.experts.active * (beside or mlp) + (mlp if beside else 0)
     mlp //= tensor
     products = 2 * heads + 2 * kv_heads + 2 * mlp + 2 * c.model_dim
     everything = products + 4 * c.model_dim + heads + 3 * mlp

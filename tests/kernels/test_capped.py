@@ -7,17 +7,16 @@ import pytest
 
 from jaxrag.base.errors import ConfigError
 from pallas_kernels import (
-    BODIES,
     Capped,
     KernelError,
     Rows,
-    check_impl,
     key_mass,
     paged_attention,
     paged_decode_attention,
     paged_scores,
     segment_attention,
     slot_scores,
+    sparse_attention,
     topn_attention,
 )
 
@@ -106,12 +105,19 @@ def test_a_temperature_divides_what_was_capped():
     assert (CAP / 3).scale / (CAP / 3).cap == pytest.approx(0.7 / 0.9)
 
 
-@pytest.mark.parametrize("op", BODIES)
-def test_no_other_body_takes_a_cap(op):
-    check_impl(op, "xla", capped=True)
-    check_impl(op, "pallas_interpret")
-    with pytest.raises(KernelError, match=f"{op}: the body 'pallas_interpret' has no cap"):
-        check_impl(op, "pallas_interpret", capped=True)
+def test_no_other_body_takes_a_cap(paged_scene):
+    q, pool, table, at, rotary = paged_scene(chunks=(20, 16, 5), queries=4).arguments
+    one, settings = (q[:, 0], pool, table, at[:, 0], rotary), {"scale": CAP}
+    settings["impl"] = "pallas_interpret"
+    rows, k = Rows(at, jnp.full_like(at, 2)), q[:, :, :2]
+    for call in (
+        lambda: paged_decode_attention(*one, **settings),
+        lambda: topn_attention(*one, n=3, renormalise=True, **settings),
+        lambda: sparse_attention(q, pool, table, at, rotary, **settings),
+        lambda: segment_attention(q, k, k, rows, prefix_visible=True, **settings),
+    ):
+        with pytest.raises(KernelError, match="'pallas_interpret' does not cap scores"):
+            call()
 
 
 def test_a_model_with_a_cap_takes_no_kernels(tiny_config):
