@@ -304,6 +304,13 @@ class ModelConfig:
         return dataclasses.replace(self, rope=rope, more_ropes=(), rope_layers=None)
 
     @property
+    def global_layers(self) -> tuple[int, ...]:
+        """Those that attend to the whole prompt, whatever the window of the others."""
+        windowed = self.window_layers or (True,) * self.num_layers
+        none = self.sliding_window is None
+        return tuple(i for i, it in enumerate(windowed) if none or not it)
+
+    @property
     def group_size(self) -> int:
         """G = N / K, the query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads

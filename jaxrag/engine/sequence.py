@@ -101,7 +101,7 @@ class PromptPart:
     @property
     def key(self) -> str:
         """Under which its store gave it; "" where it was not asked, or had to say no."""
-        return self.load.key if self.load and self.resident and not self.kept else ""
+        return self.load.stored_key if self.load and self.resident and not self.kept else ""
 
     @property
     def asked_key(self) -> str:
@@ -232,7 +232,10 @@ class Sequence:
             kept = (looking or part.turn) and bool(part.kept_key) and held(part.kept_key)
             exact = kept or stored_exact(self.request.method, self.parts, part)
             looking = looking and (exact or not len(part.ids))
-            keys.append((part.kept_key, True) if kept else (part.asked_key, False))
+            key = part.asked_key
+            if key and part.load is not None and held(part.load.stored_key):
+                key = part.load.stored_key  # all layers are as good as some
+            keys.append((part.kept_key, True) if kept else (key, False))
         return keys
 
     def came(self, key: str, origin: ChunkOrigin) -> None:

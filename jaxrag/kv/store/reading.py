@@ -224,9 +224,7 @@ def _require_layers(layers: Layers, layout: KVLayout) -> tuple[int, ...]:
     return tuple(range(*layers))
 
 
-def _buffer(
-    out: NDArray[Any] | None, layout: KVLayout, count: int, tokens: int
-) -> NDArray[Any]:
+def _buffer(out: NDArray[Any] | None, layout: KVLayout, count: int, tokens: int) -> NDArray[Any]:
     if out is None:
         return np.empty((count, *layout.shape(tokens)[1:]), layout.numpy_dtype)
     layout.require(out, "out", layers=count)

@@ -7,7 +7,6 @@ that encoding is part of no row.
 """
 
 import contextlib
-import functools
 import os
 import statistics
 import tempfile
@@ -19,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrag.engine.engine import Engine, engine_of
+from jaxrag.engine.mapping import sequence_of
 from jaxrag.engine.request import Prompt, Request
-from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.state import EngineSettings
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.store import ChunkStore, KVStore
@@ -32,7 +31,6 @@ from jaxrag.measure.zoo import LLAMA_100M, random_named, write_random
 from jaxrag.models.flops import block_attention_flops
 from jaxrag.models.model import Model, load_model
 from jaxrag.models.text.progress import progress_bar
-from jaxrag.reuse.encode import chunk_key, encoder_named
 from jaxrag.reuse.methods import METHODS, Method
 
 PEER_SCRIPT = Path(__file__).with_name("peer_transformers.py")
@@ -110,7 +108,7 @@ def _measure(
     tops: dict[str, int] = {}
     flops: dict[str, int] = {}
     for _ in range(repeats + 1):
-        _forget(model, reuse, prompt)
+        _forget(model, store, reuse, prompt)
         settle()
         first = first_token(model, store, full, prompt)
         tops["full"], flops["full"] = first.top, first.flops
@@ -119,7 +117,7 @@ def _measure(
             if name == "cold":
                 _drop_page_cache(store_path)
             if name != "pool":
-                _forget(model, reuse, prompt)
+                _forget(model, store, reuse, prompt)
             first = first_token(model, store, reuse, prompt)
             flops["reuse"] = first.flops
             times[name].append(first.seconds)
@@ -167,9 +165,7 @@ def _draw(model: Model, options: TtftOptions, context: int) -> Prompt:
 def first_token(model: Model, store: KVStore, method: Method, prompt: Prompt) -> First:
     """From token ids to the first token's id on the host, through the engine."""
     start = time.perf_counter()
-    # Chunks of random ids are behind no primer: once they are stored it costs nothing.
-    request = Request(prompt, store, method, 1, primer=_NO_PRIMER)
-    [told] = engine_of(model).iterate([request])
+    [told] = engine_of(model).iterate([_request(store, method, prompt)])
     seconds = time.perf_counter() - start
     if told.error is not None:
         raise told.error
@@ -177,20 +173,15 @@ def first_token(model: Model, store: KVStore, method: Method, prompt: Prompt) ->
     return First(seconds, told.new[0], told.outcome.flops)
 
 
-def _forget(model: Model, method: Method, prompt: Prompt) -> None:
+def _request(store: KVStore, method: Method, prompt: Prompt) -> Request:
+    """For one token. Chunks of random ids are behind no primer: stored they cost nothing."""
+    return Request(prompt, store, method, 1, primer=_NO_PRIMER)
+
+
+def _forget(model: Model, store: KVStore, method: Method, prompt: Prompt) -> None:
     """Drop the prompt's chunks from the pool; the store keeps them."""
-    for index, chunk in enumerate(prompt.chunks):
-        encoder, others = method.encoder_of(index), None
-        if encoder_named(encoder).sees_neighbours:
-            assert prompt.neighbours is not None
-            others = prompt.neighbours[index]
-        own = (prompt.prefix, chunk, others, _NO_PRIMER)
-        key = chunk_key(model.fingerprint, model, encoder, *own)
-        engine_of(model).call(functools.partial(_evict, key))
-
-
-def _evict(key: str, runner: ModelRunner) -> None:
-    runner.cache.allocator.evict(key)
+    loads = sequence_of(model, _request(store, method, prompt)).loads
+    engine_of(model).drop(list(loads))
 
 
 def _drop_page_cache(folder: Path) -> None:

@@ -1,0 +1,159 @@
+"""Chunks that no window reaches back to: layers with a window are neither read nor seen there."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrag.engine import mapping
+from jaxrag.engine.engine import Engine, engine_of
+from jaxrag.engine.mapping import sequence_of
+from jaxrag.engine.request import Prompt, Request
+from jaxrag.kv.store import MemoryStore
+from jaxrag.kv.store.wrapper import StoreWrapper
+from jaxrag.models.model import random_model
+from jaxrag.reuse.methods import METHODS
+
+SIZES = (20, 33, 16, 7, 40, 6)  # of chunks behind a prefix of 5
+NO_PRIMER = np.zeros(0, np.int32)
+
+
+class Logged(StoreWrapper):
+    """A store that remembers which layers of which chunks were read."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.read = []
+
+    def _load(self, wanted):
+        self.read += [(it.record.tokens, it.layers) for it in wanted]
+        return self.inner._load(wanted)
+
+
+@pytest.fixture(scope="module")
+def models(tiny_config):
+    """Of three layers: the second without a window, and all with one."""
+    made = {}
+
+    def make(family):
+        if family not in made:
+            windows = {} if family == "gemma3" else {"window_layers": None, "sliding_window": 7}
+            made[family] = random_model(tiny_config(family, eos_ids=(), **windows))
+        return dataclasses.replace(made[family], cache_tokens=2048)
+
+    return make
+
+
+@pytest.fixture
+def prompt(rng):
+    ids = [rng.integers(3, 101, size).astype(np.int32) for size in (5, *SIZES, 9)]
+    around = tuple((ids[2], ids[5]) for _ in SIZES)
+    return Prompt(ids[0], tuple(ids[1:-1]), ids[-1], around)
+
+
+def poison(runner):
+    """What nobody wrote to the pool is no number."""
+    cache = runner.cache
+    cache._pool = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), cache.pool)
+
+
+def answered(model, request, alone):
+    """Tokens and log-probabilities of a request to a new engine, whose pool holds NaN."""
+    model.engine = Engine(model)
+    model.engine.call(poison)
+    [found] = alone(model.engine, [request])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [
+        ("gemma3", METHODS["turborag"]),
+        ("gemma3", dataclasses.replace(METHODS["turborag"], prefix_cache=True)),
+        ("mistral", METHODS["full_reuse"]),  # nothing of the prefix and of five chunks
+    ],
+    ids=["gemma3", "prefix cache", "mistral"],
+)
+def test_answers_are_equal_with_and_without(models, prompt, alone, monkeypatch, family, method):
+    model = models(family)
+    store = Logged(MemoryStore(model.fingerprint, model.kv_layout))
+    request = Request(prompt, store, method, 12)
+    told = [answered(model, request, alone) for _ in range(2)]  # encoded, then read
+    part = model.config.global_layers
+    assert sorted(layers for _, layers in store.read) == sorted([*[part] * 6, (0, 1, 2)])
+    with monkeypatch.context() as patch:
+        patch.setattr(mapping, "_read_in_part", lambda *_: None)
+        told.append(answered(model, request, alone))
+    assert told[0] == told[1] == told[2]
+    assert all(np.isfinite(told[0][1]))
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_whoever_may_run_tokens_of_chunks_has_all_of_them(models, prompt, name):
+    """Which tokens are computed again is known once their KV is there."""
+    model, method = models("gemma3"), METHODS[name]
+    if method.overlapping or method.wraps or method.encoder is None:
+        pytest.skip("refused under a window, or nothing is read")
+    for misses in ("encode", "in_place"):
+        how = dataclasses.replace(method, misses=misses, decode=METHODS["turborag"].decode)
+        request = Request(prompt, engine_of(model).memory, how, 1, primer=NO_PRIMER)
+        layers = [part.load.layers for part in sequence_of(model, request).parts if part.load]
+        in_part = misses == "encode" and not method.recomputes
+        assert layers == ([(1,)] * 6 + [None] if in_part else [None] * 7)
+
+
+def test_exactly_what_the_last_window_sees_is_read(models, prompt, alone):
+    """Six tokens before the question: of the last chunk all layers, of others the second."""
+    model = models("gemma3")
+    store = Logged(MemoryStore(model.fingerprint, model.kv_layout))
+    request = Request(prompt, store, METHODS["turborag"], 2)
+    answered(model, request, alone)
+    assert not store.read
+    answered(model, request, alone)
+    expected = {(5, (1,)), *((size, (1,)) for size in SIZES[:-1]), (SIZES[-1], (0, 1, 2))}
+    assert sorted(store.read) == sorted(expected)
+    row = model.kv_layout.nbytes(1) // 3
+    [link] = [it for it in engine_of(model).tiers().links if it.bytes_read]
+    assert link.bytes_read == row * sum(tokens * len(layers) for tokens, layers in store.read)
+
+
+@pytest.mark.parametrize(("last", "reach"), [(6, 1), (5, 2), (1, 2)])
+def test_the_first_token_that_is_run_sees_a_window_less_one_back(models, rng, last, reach):
+    """W = 7: a last chunk of six tokens is all it sees; of five, one token of the one before."""
+    model = models("gemma3")
+    chunks = tuple(rng.integers(3, 101, size).astype(np.int32) for size in (30, 30, last))
+    made = Prompt(NO_PRIMER, chunks, np.array([5], np.int32))
+    request = Request(made, engine_of(model).memory, METHODS["turborag"], 1)
+    layers = [part.load.layers for part in sequence_of(model, request).parts[1:]]
+    assert layers == [(1,)] * (3 - reach) + [None] * reach
+
+
+def test_all_layers_in_the_pool_serve_who_needs_some_and_not_the_other_way(models, prompt, alone):
+    model = models("gemma3")
+    store = Logged(MemoryStore(model.fingerprint, model.kv_layout))
+    turned = dataclasses.replace(prompt, chunks=prompt.chunks[::-1], neighbours=None)
+    first, second = (Request(it, store, METHODS["turborag"], 3) for it in (prompt, turned))
+    expected = [answered(model, it, alone) for it in (first, second)]
+    model.engine = engine = Engine(model)
+    engine.call(poison)
+    store.read.clear()
+    assert alone(engine, [first, second, first]) == [*expected, expected[0]]
+    # The last chunk of the first is first in the second: it lies there. That of the second does
+    # not with all layers, and is read again, with all of them.
+    assert store.read.count((SIZES[0], (1,))) == 1
+    assert store.read.count((SIZES[0], (0, 1, 2))) == 1
+    assert store.read.count((SIZES[-1], (0, 1, 2))) == 1
+    assert len(store.read) == 1 + len(SIZES) + 1
+
+
+def test_an_earlier_turn_that_is_run_sees_its_window(models, prompt):
+    """A turn that may be computed again is where the first window ends."""
+    model = models("gemma3")
+    turn = np.arange(3, 40, dtype=np.int32)
+    spoken = dataclasses.replace(prompt, chunks=(*prompt.chunks, turn), neighbours=None)
+    spoken = spoken.with_turns({len(SIZES)})
+    request = Request(spoken, engine_of(model).memory, METHODS["turborag"], 1)
+    layers = [part.load.layers for part in sequence_of(model, request).parts if part.load]
+    assert layers == [(1,)] * len(SIZES) + [None]
