@@ -311,6 +311,12 @@ class ModelConfig:
         return tuple(i for i, it in enumerate(windowed) if none or not it)
 
     @property
+    def page_parts(self) -> int:
+        """How many pages of ``global_layers`` alone lie where one of all layers does."""
+        count = len(self.global_layers)
+        return self.num_layers // count if count else 1
+
+    @property
     def group_size(self) -> int:
         """G = N / K, the query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads

@@ -64,9 +64,9 @@ def sequence_of(model: Model, request: Request, number: int = 0) -> Sequence:
             context = context.behind(
                 part.load.stored_key if part.load is not None else context.name(ids)
             )
-    _read_in_part(model.config, request, parts, layout.final_start)
     made = Sequence(number, request, parts)
     made.lane = lane_of(request, made.need(lambda key: False).pages, model.placement)
+    _read_in_part(model.config, request, parts, layout.final_start)
     if (grammar := model.grammar(request.sampling.guide)) is not None:
         made.matcher = grammar.matcher()
     return made
@@ -128,8 +128,16 @@ def turn_pages(model: Model, sequence: Sequence) -> Iterator[tuple[str, int, int
             yield key, page, len(piece)
 
 
-def most_pages(request: Request) -> int:
+def most_pages(model: Model, request: Request) -> int:
     """Pages that a request needs if nothing of it is in the pool; equal chunks share them."""
+    whole = _most_pages(request)
+    if model.config.page_parts == 1:
+        return whole
+    loads = sequence_of(model, request).loads.values()
+    return whole - sum(pages_for(it.tokens) - it.num_pages for it in loads)
+
+
+def _most_pages(request: Request) -> int:
     prompt, method = request.prompt, request.method
     if is_one_run(method):
         return pages_for(prompt.num_tokens + request.room)
@@ -181,6 +189,9 @@ def map_sequence(sequence: Sequence, chunks: Mapping[str, CachedChunk]) -> None:
     for part, (key, kept) in zip(parts, sequence.keys(chunks.__contains__), strict=True):
         part.kept, part.pages, part.copy = kept, (), ()
         part.resident = chunks[key] if key else None
+        part.shared = part.resident.pages if part.resident is not None else ()
+        if part.load is not None and key == part.load.key:
+            part.shared = part.load.table_pages(part.shared)
         if part.load is not None and part.origin is None:
             part.origin = ChunkOrigin("pool")
     _mark_exact(method, parts)
@@ -280,7 +291,7 @@ def _map_parts(parts: abc.Sequence[PromptPart], table: TableBuilder, pages: list
         if not len(part.ids):
             continue
         if part.resident is not None:
-            first = table.map_chunk(part.resident, part.position, turned=part.kept)
+            first = table.map_chunk(part.resident, part.position, part.kept, part.shared)
         else:
             count = pages_for(len(part.ids))
             part.pages = tuple(pages[:count])

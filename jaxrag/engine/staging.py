@@ -19,7 +19,7 @@ from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import ChunkAbsent, ChunkCorrupt, ChunkNotSealed
 from jaxrag.base.types import Array, HostArray
 from jaxrag.engine.runner import BLOCK_TOKENS, ModelRunner
-from jaxrag.kv.cache import PAGE, PagedCache, PagePool
+from jaxrag.kv.cache import PAGE, PagedCache, PagePool, pages_for, parts_of
 from jaxrag.kv.cache.host import arrived
 from jaxrag.kv.store import Assembled, OwnRead, Refused, SharedStore, as_stored
 from jaxrag.kv.store.dropping import dropped_tokens
@@ -111,6 +111,20 @@ class ChunkLoad:
     def tokens(self) -> int:
         """Its length."""
         return len(self.chunk.ids)
+
+    @property
+    def parts(self) -> int:
+        """How many of its pages lie in one of the pool."""
+        return 1 if self.layers is None else self.encoding.model.config.page_parts
+
+    @property
+    def num_pages(self) -> int:
+        """That it takes of the pool."""
+        return -(-pages_for(self.tokens) // self.parts)
+
+    def table_pages(self, pages: Sequence[int]) -> Sequence[int]:
+        """As tables name those which it has of the pool."""
+        return parts_of(pages, pages_for(self.tokens), self.parts)
 
     def of(self, whole: HostArray) -> HostArray:
         """What is wanted of KV [L, 2, T, K, H] of all layers."""
@@ -455,7 +469,9 @@ def _targets(
     local = np.zeros(blocks * BLOCK_TOKENS, np.int32)
     for load, _, start in chunks:
         at = np.arange(load.tokens, dtype=np.int32)
-        page[start : start + load.tokens] = np.asarray(pages[load.key], np.int32)[at // PAGE]
+        page[start : start + load.tokens] = np.asarray(load.table_pages(pages[load.key]), np.int32)[
+            at // PAGE
+        ]
         local[start : start + load.tokens] = at
     return page, local
 
@@ -472,14 +488,15 @@ def _place(
 ) -> tuple[PagePool, Array]:
     """Rotate K of kv [L, 2, S, K, H] to its place in the chunk (fp32) and scatter to pages [S].
 
-    Of some ``layers`` [n, 2, S, K, H]; the others are zeros then, as what lay there may be NaN.
+    Of some ``layers`` [n, 2, S, K, H]; on whole pages the others are zeros then, as what lay there
+    may be NaN.
     The second result is ready when kv has been read; the pool itself is donated to the next call.
     """
     nowhere, slot = page >= pool.k.shape[0] // config.num_layers, local % PAGE
 
     def write(index: Array, pool: PagePool, k: Array | int, v: Array | int) -> PagePool:
         rows = jnp.where(nowhere, pool.k.shape[0], pool.rows(index, page, config.num_layers))
-        return PagePool(
+        return pool.replace(
             k=pool.k.at[rows, slot].set(k, mode="drop"), v=pool.v.at[rows, slot].set(v, mode="drop")
         )
 
@@ -490,7 +507,7 @@ def _place(
 
     if len(kv):
         pool = lax.fori_loop(0, len(kv), layer, pool)
-    if layers is not None:
+    if layers is not None and config.page_parts == 1:
         left = jnp.array([it for it in range(config.num_layers) if it not in layers])
         pool = lax.fori_loop(0, len(left), lambda at, pool: write(left[at], pool, 0, 0), pool)
     return pool, jnp.max(local)

@@ -59,7 +59,7 @@ def _scatter(pool: PagePool, pages: Array, content: PagePool) -> tuple[PagePool,
     num_layers = content.k.shape[0]
     rows = _rows(pool, pages, num_layers)
     rows = jnp.where(pages >= pool.k.shape[0] // num_layers, pool.k.shape[0], rows)
-    return PagePool(
+    return pool.replace(
         k=pool.k.at[rows].set(content.k, mode="drop"), v=pool.v.at[rows].set(content.v, mode="drop")
     ), None
 

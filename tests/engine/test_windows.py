@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrag.base.errors import ContextExceeded
 from jaxrag.engine import mapping
 from jaxrag.engine.engine import Engine, engine_of
 from jaxrag.engine.mapping import sequence_of
 from jaxrag.engine.request import Prompt, Request
+from jaxrag.kv.cache import PAGE
 from jaxrag.kv.store import MemoryStore
 from jaxrag.kv.store.wrapper import StoreWrapper
 from jaxrag.models.model import random_model
@@ -116,6 +118,9 @@ def test_exactly_what_the_last_window_sees_is_read(models, prompt, alone):
     assert sorted(store.read) == sorted(expected)
     row = model.kv_layout.nbytes(1) // 3
     [link] = [it for it in engine_of(model).tiers().links if it.bytes_read]
+    assert engine_of(model).tiers().pool_chunks == 7
+    pages = [1] * 7  # three pages of the second layer lie in one of three layers
+    assert engine_of(model).tiers().pool_bytes == PAGE * 3 * row * sum(pages)
     assert link.bytes_read == row * sum(tokens * len(layers) for tokens, layers in store.read)
 
 
@@ -157,3 +162,25 @@ def test_an_earlier_turn_that_is_run_sees_its_window(models, prompt):
     request = Request(spoken, engine_of(model).memory, METHODS["turborag"], 1)
     layers = [part.load.layers for part in sequence_of(model, request).parts if part.load]
     assert layers == [(1,)] * len(SIZES) + [None]
+
+
+def test_a_pool_of_what_windows_imply_serves_what_it_did_not_hold(
+    models, prompt, alone, at_rest, monkeypatch
+):
+    """Pages are whole for one request and parts for the next; others' chunks lie beside parts."""
+    big = models("gemma3")
+    turned = dataclasses.replace(prompt, chunks=prompt.chunks[::-1], neighbours=None)
+    requests = [
+        Request(it, engine_of(big).memory, METHODS["turborag"], 3) for it in (prompt, turned)
+    ]
+    expected = [answered(big, it, alone) for it in requests]
+    # The prefix, and chunks of which the last is whole: 12 pages of all layers, or 7 and 7 + 1.
+    model = dataclasses.replace(big, cache_tokens=PAGE * (8 + 1))
+    model.engine = engine = Engine(model)
+    engine.call(poison)
+    assert alone(engine, requests * 2) == expected * 2
+    at_rest(engine)
+    assert engine.runner.cache.allocator.evicted
+    monkeypatch.setattr(mapping, "_read_in_part", lambda *_: None)
+    with pytest.raises(ContextExceeded):
+        engine.check_fits(requests[0])
