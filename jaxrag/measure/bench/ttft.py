@@ -20,6 +20,7 @@ import numpy as np
 from jaxrag.engine.engine import Engine, engine_of
 from jaxrag.engine.mapping import sequence_of
 from jaxrag.engine.request import Prompt, Request
+from jaxrag.engine.staging import ChunkLoad
 from jaxrag.engine.state import EngineSettings
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.store import ChunkStore, KVStore
@@ -107,8 +108,9 @@ def _measure(
     times: dict[str, list[float]] = {name: [] for name in ("full", "pool", "disk", "cold", "peer")}
     tops: dict[str, int] = {}
     flops: dict[str, int] = {}
+    engine, chunks = engine_of(model), list(loads_of(model, store, reuse, prompt))
     for _ in range(repeats + 1):
-        _forget(model, store, reuse, prompt)
+        engine.drop(chunks)
         settle()
         first = first_token(model, store, full, prompt)
         tops["full"], flops["full"] = first.top, first.flops
@@ -117,7 +119,7 @@ def _measure(
             if name == "cold":
                 _drop_page_cache(store_path)
             if name != "pool":
-                _forget(model, store, reuse, prompt)
+                engine.drop(chunks)
             first = first_token(model, store, reuse, prompt)
             flops["reuse"] = first.flops
             times[name].append(first.seconds)
@@ -178,10 +180,9 @@ def _request(store: KVStore, method: Method, prompt: Prompt) -> Request:
     return Request(prompt, store, method, 1, primer=_NO_PRIMER)
 
 
-def _forget(model: Model, store: KVStore, method: Method, prompt: Prompt) -> None:
-    """Drop the prompt's chunks from the pool; the store keeps them."""
-    loads = sequence_of(model, _request(store, method, prompt)).loads
-    engine_of(model).drop(list(loads))
+def loads_of(model: Model, store: KVStore, method: Method, prompt: Prompt) -> dict[str, ChunkLoad]:
+    """By their keys in the pool, the chunks that such a request asks for."""
+    return sequence_of(model, _request(store, method, prompt)).loads
 
 
 def _drop_page_cache(folder: Path) -> None:
