@@ -42,6 +42,11 @@ from jaxrag.reuse.names import Misses
 HitKind = Literal["pool", "host", "store", "encoded", "in place"]
 
 
+def key_in_part(stored_key: str) -> str:
+    """Under which pool and arena have some layers of a chunk."""
+    return f"{stored_key} in part"
+
+
 @dataclasses.dataclass(frozen=True)
 class ChunkOrigin:
     """Where the KV of a chunk came from, for the request that had it loaded.
@@ -98,7 +103,7 @@ class ChunkLoad:
     @property
     def key(self) -> str:
         """In the pool and in the arena."""
-        return self.stored_key if self.layers is None else f"{self.stored_key} in part"
+        return self.stored_key if self.layers is None else key_in_part(self.stored_key)
 
     @property
     def nbytes(self) -> int:

@@ -37,14 +37,15 @@ def swap_in(
         here = np.asarray(pages[start : start + _PAGES], np.int32)
         fill = _PAGES - len(here)
         padded = np.pad(here, (0, fill), constant_values=nowhere)
-        rows = (
+        k, v = (
             np.pad(x[:, start : start + _PAGES], ((0, 0), (0, fill), (0, 0), (0, 0), (0, 0)))
             for x in content
         )
         if runner.model.mesh is None:
-            part = on_host(PagePool, *rows)
+            part = on_host(PagePool, k, v)
         else:
-            part = PagePool(*(runner.model.put_heads(x, _HEADS) for x in rows))
+            put = runner.model.put_heads
+            part = PagePool(put(k, _HEADS), put(v, _HEADS))
         runner.cache.run(_scatter, padded, part)
 
 

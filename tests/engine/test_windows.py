@@ -181,6 +181,8 @@ def test_a_pool_of_what_windows_imply_serves_what_it_did_not_hold(
     assert alone(engine, requests * 2) == expected * 2
     at_rest(engine)
     assert engine.runner.cache.allocator.evicted
+    engine.drop([record.key for record in requests[0].store.records()])  # no part stays
+    assert not engine.tiers().pool_chunks
     monkeypatch.setattr(mapping, "_read_in_part", lambda *_: None)
     with pytest.raises(ContextExceeded):
         engine.check_fits(requests[0])

@@ -11,11 +11,11 @@ from jaxrag.kv.store.keys import FINGERPRINT_DIGITS, ID_DIGITS, chunk_key, requi
 from jaxrag.kv.store.layout import WHOLE, HeadShare, KVLayout
 from jaxrag.kv.store.reading import (
     Assembled,
-    Layers,
     Lookup,
     OnMissing,
     ReadRequest,
     Refused,
+    SomeLayers,
     assemble,
     require_choice,
 )
@@ -139,7 +139,7 @@ class KVStore(abc.ABC):
         key: str,
         out: NDArray[Any] | None = None,
         *,
-        layers: Layers = None,
+        layers: SomeLayers = None,
     ) -> NDArray[Any]:
         """The KV of one chunk, or of some of its layers.
 
@@ -155,7 +155,7 @@ class KVStore(abc.ABC):
         keys: Sequence[str],
         out: NDArray[Any] | None = None,
         *,
-        layers: Layers = None,
+        layers: SomeLayers = None,
         on_missing: OnMissing = "raise",
         share: HeadShare = WHOLE,
     ) -> Assembled:

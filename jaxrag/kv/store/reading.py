@@ -20,7 +20,7 @@ from jaxrag.kv.store.seal import Sealer, same_seal
 
 OnMissing = Literal["raise", "skip"]
 # (first, end) of layers, or a set of them, which come in ascending order; None: all of them.
-Layers = tuple[int, int] | frozenset[int] | None
+SomeLayers = tuple[int, int] | frozenset[int] | None
 
 Refused = ChunkMissing | ChunkCorrupt
 Lookup = Record | Refused
@@ -90,7 +90,7 @@ class ReadRequest:
 def assemble(
     found: Mapping[str, Lookup],
     layout: KVLayout,
-    layers: Layers,
+    layers: SomeLayers,
     out: NDArray[Any] | None,
     on_missing: OnMissing,
     load: Callable[[Sequence[ReadRequest]], Sequence[Refused | None]],
@@ -208,7 +208,7 @@ def require_choice(value: object, choices: Any, name: str) -> None:
         raise StoreError(f"{name}={value!r}: expected one of {', '.join(get_args(choices))}")
 
 
-def _require_layers(layers: Layers, layout: KVLayout) -> tuple[int, ...]:
+def _require_layers(layers: SomeLayers, layout: KVLayout) -> tuple[int, ...]:
     size = layout.num_layers
     if layers is None:
         return tuple(range(size))
