@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrag.base.errors import ContextExceeded
+from jaxrag.base.sharding import make_mesh
 from jaxrag.engine import mapping
 from jaxrag.engine.engine import Engine, engine_of
 from jaxrag.engine.mapping import sequence_of
@@ -153,15 +154,22 @@ def test_all_layers_in_the_pool_serve_who_needs_some_and_not_the_other_way(model
     assert len(store.read) == 1 + len(SIZES) + 1
 
 
-def test_an_earlier_turn_that_is_run_sees_its_window(models, prompt):
-    """A turn that may be computed again is where the first window ends."""
+def test_an_earlier_turn_that_is_run_sees_its_window(models, prompt, alone, monkeypatch):
+    """Where a turn begins, which may be computed again, is where windows end."""
     model = models("gemma3")
     turn = np.arange(3, 40, dtype=np.int32)
     spoken = dataclasses.replace(prompt, chunks=(*prompt.chunks, turn), neighbours=None)
     spoken = spoken.with_turns({len(SIZES)})
-    request = Request(spoken, engine_of(model).memory, METHODS["turborag"], 1)
+    store = MemoryStore(model.fingerprint, model.kv_layout)
+    request = Request(spoken, store, METHODS["turborag"], 3)
     layers = [part.load.layers for part in sequence_of(model, request).parts if part.load]
     assert layers == [(1,)] * len(SIZES) + [None]
+    told = answered(model, request, alone)
+    again = alone(model.engine, [request])  # the turn is in the pool now
+    monkeypatch.setattr(mapping, "_read_in_part", lambda *_: None)
+    assert answered(model, request, alone) == told
+    np.testing.assert_allclose(again[0][1], told[1], rtol=2e-5)
+    assert again[0][0] == told[0]
 
 
 def test_a_pool_of_what_windows_imply_serves_what_it_did_not_hold(
@@ -186,3 +194,13 @@ def test_a_pool_of_what_windows_imply_serves_what_it_did_not_hold(
     monkeypatch.setattr(mapping, "_read_in_part", lambda *_: None)
     with pytest.raises(ContextExceeded):
         engine.check_fits(requests[0])
+
+
+def test_heads_of_parts_on_two_devices(models, prompt, alone):
+    model = models("gemma3")
+    store = Logged(MemoryStore(model.fingerprint, model.kv_layout))
+    request = Request(prompt, store, METHODS["turborag"], 3)
+    expected, _ = answered(model, request, alone)
+    spread = random_model(model.config, mesh=make_mesh(1, 1, 2), cache_tokens=2048)
+    assert answered(spread, request, alone)[0] == expected
+    assert sorted(layers for _, layers in store.read) == sorted([*[(1,)] * 6, (0, 1, 2)])
