@@ -133,8 +133,9 @@ def most_pages(model: Model, request: Request) -> int:
     whole = _most_pages(request)
     if model.config.page_parts == 1:
         return whole
-    loads = sequence_of(model, request).loads.values()
-    return whole - sum(pages_for(it.tokens) - it.num_pages for it in loads)
+    sequence = sequence_of(model, request)
+    saved = sum(pages_for(it.tokens) - it.num_pages for it in sequence.loads.values())
+    return max(whole - saved, sequence.need(lambda key: False).pages)  # a chunk may be there twice
 
 
 def _most_pages(request: Request) -> int:

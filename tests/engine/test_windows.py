@@ -11,10 +11,11 @@ from jaxrag.base.errors import ContextExceeded
 from jaxrag.base.sharding import make_mesh
 from jaxrag.engine import mapping
 from jaxrag.engine.engine import Engine, engine_of
-from jaxrag.engine.mapping import sequence_of
+from jaxrag.engine.mapping import most_pages, sequence_of
 from jaxrag.engine.request import Prompt, Request
+from jaxrag.engine.state import EngineSettings
 from jaxrag.kv.cache import PAGE
-from jaxrag.kv.store import MemoryStore
+from jaxrag.kv.store import ChunkStore, MemoryStore
 from jaxrag.kv.store.wrapper import StoreWrapper
 from jaxrag.models.model import random_model
 from jaxrag.reuse.methods import METHODS
@@ -189,6 +190,9 @@ def test_a_pool_of_what_windows_imply_serves_what_it_did_not_hold(
     assert alone(engine, requests * 2) == expected * 2
     at_rest(engine)
     assert engine.runner.cache.allocator.evicted
+    twice = dataclasses.replace(prompt, chunks=(*prompt.chunks, prompt.chunks[0]), neighbours=None)
+    repeated = dataclasses.replace(requests[0], prompt=twice)
+    assert most_pages(model, repeated) == 6 + 1 + 2 + 1  # the first chunk in part and whole
     engine.drop([record.key for record in requests[0].store.records()])  # no part stays
     assert not engine.tiers().pool_chunks
     monkeypatch.setattr(mapping, "_read_in_part", lambda *_: None)
@@ -204,3 +208,26 @@ def test_heads_of_parts_on_two_devices(models, prompt, alone):
     spread = random_model(model.config, mesh=make_mesh(1, 1, 2), cache_tokens=2048)
     assert answered(spread, request, alone)[0] == expected
     assert sorted(layers for _, layers in store.read) == sorted([*[(1,)] * 6, (0, 1, 2)])
+
+
+@pytest.mark.parametrize("form", ["native", "int8"])
+def test_what_host_memory_has_of_all_layers_serves_who_needs_some(
+    models, prompt, alone, tmp_path, form
+):
+    model = models("gemma3")
+    layout = dataclasses.replace(model.kv_layout, stored=form)
+    store = Logged(ChunkStore.open(tmp_path, model.fingerprint, layout, mode="rw"))
+    turned = dataclasses.replace(prompt, chunks=prompt.chunks[::-1], neighbours=None)
+    first, second = (Request(it, store, METHODS["turborag"], 3) for it in (prompt, turned))
+    expected = [answered(model, it, alone) for it in (first, second)]
+    model.engine = engine = Engine(model, EngineSettings(arena_bytes=1 << 20))
+    engine.call(poison)
+    store.read.clear()
+    assert alone(engine, [second]) == expected[1:]
+    assert len(store.read) == 1 + len(SIZES)
+    for key in list(engine.runner.cache.allocator.chunks):
+        engine.call(lambda runner, key=key: runner.cache.allocator.evict(key))
+    store.read.clear()
+    assert alone(engine, [first]) == expected[:1]
+    assert store.read == [(SIZES[-1], (0, 1, 2))]  # its second layer alone was in host memory
+    assert engine.tiers().hits["host"] == len(SIZES)
