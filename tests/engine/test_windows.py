@@ -231,3 +231,17 @@ def test_what_host_memory_has_of_all_layers_serves_who_needs_some(
     assert alone(engine, [first]) == expected[:1]
     assert store.read == [(SIZES[-1], (0, 1, 2))]  # its second layer alone was in host memory
     assert engine.tiers().hits["host"] == len(SIZES)
+
+
+def test_a_chunk_that_is_missing_in_part_and_whole(models, prompt, alone, tmp_path, monkeypatch):
+    """One of the two leads and encodes it, whatever layers are wanted of it where."""
+    model = models("gemma3")
+    twice = dataclasses.replace(prompt, chunks=(*prompt.chunks, prompt.chunks[0]), neighbours=None)
+    found = []
+    for folder in ("in part", "whole"):
+        store = ChunkStore.open(tmp_path / folder, model.fingerprint, model.kv_layout, mode="rw")
+        request = Request(twice, store, METHODS["turborag"], 3)
+        found += [answered(model, request, alone), answered(model, request, alone)]
+        assert len(list(store.keys())) == 1 + len(SIZES)
+        monkeypatch.setattr(mapping, "_read_in_part", lambda *_: None)
+    assert found[0] == found[1] == found[2] == found[3]
