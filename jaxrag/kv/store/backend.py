@@ -331,7 +331,10 @@ class Backend:
         target = ts.array(out.view(grid.bits), copy=False, write=True, context=self._context)
         source = self._open_array(path, grid)
         if layers is not None:
-            source = source[ts.d[0][list(layers)]]
+            first, end = (layers[0], layers[-1] + 1) if layers else (0, 0)
+            one_range = end - first == len(layers)
+            source = source[ts.d[0][slice(first, end) if one_range else list(layers)]]
+            source = source[ts.d[0].translate_to[0]]
         if heads is not None:
             source = source[ts.d[HEAD_AXIS][heads]][ts.d[HEAD_AXIS].translate_to[0]]
         return target.write(source)

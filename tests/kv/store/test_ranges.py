@@ -25,7 +25,7 @@ LAYOUTS = {
 TOKENS = (1, 6, 11)
 
 
-@pytest.fixture(scope="module", params=["memmap", "default", "memory", "two files"])
+@pytest.fixture(scope="module", params=["memmap", "default", "memory", "remote", "two files"])
 def kind(request):
     return request.param
 
@@ -39,7 +39,9 @@ def filled(kind, request, tmp_path_factory):
         store = MemoryStore(model, layout)
     else:
         io_mode = "default" if kind == "default" else "memmap"
-        directory = tmp_path_factory.mktemp("kb")
+        directory = f"memory://{request.param}"
+        if kind != "remote":
+            directory = tmp_path_factory.mktemp("kb")
         store = ChunkStore.open(directory, model, layout, mode="rw", io_mode=io_mode)
     chunks = {}
     for tokens in TOKENS:
