@@ -131,7 +131,7 @@ def turn_pages(model: Model, sequence: Sequence) -> Iterator[tuple[str, int, int
 def most_pages(model: Model, request: Request) -> int:
     """Pages that a request needs if nothing of it is in the pool; equal chunks share them."""
     whole = _most_pages(request)
-    if model.config.page_parts == 1:
+    if model.config.sliding_window is None:
         return whole
     sequence = sequence_of(model, request)
     saved = sum(pages_for(it.tokens) - it.num_pages for it in sequence.loads.values())

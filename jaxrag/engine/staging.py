@@ -118,18 +118,21 @@ class ChunkLoad:
         return len(self.chunk.ids)
 
     @property
-    def parts(self) -> int:
-        """How many of its pages lie in one of the pool."""
-        return 1 if self.layers is None else self.encoding.model.config.page_parts
-
-    @property
     def num_pages(self) -> int:
-        """That it takes of the pool."""
-        return -(-pages_for(self.tokens) // self.parts)
+        """That it takes of the pool: none for no layers, nobody sees it then."""
+        count, layers = pages_for(self.tokens), self.layers
+        if layers is None:
+            return count
+        return -(-count // self.encoding.model.config.page_parts) if layers else 0
 
     def table_pages(self, pages: Sequence[int]) -> Sequence[int]:
         """As tables name those which it has of the pool."""
-        return parts_of(pages, pages_for(self.tokens), self.parts)
+        if self.layers is None:
+            return pages
+        count = pages_for(self.tokens)
+        if not pages:
+            return [0] * count
+        return parts_of(pages, count, self.encoding.model.config.page_parts)
 
     def of(self, whole: HostArray) -> HostArray:
         """What is wanted of KV [L, 2, T, K, H] of all layers."""
@@ -493,26 +496,18 @@ def _place(
 ) -> tuple[PagePool, Array]:
     """Rotate K of kv [L, 2, S, K, H] to its place in the chunk (fp32) and scatter to pages [S].
 
-    Of some ``layers`` [n, 2, S, K, H]; on whole pages the others are zeros then, as what lay there
-    may be NaN.
+    Of some ``layers`` [n, 2, S, K, H], to parts of pages.
     The second result is ready when kv has been read; the pool itself is donated to the next call.
     """
     nowhere, slot = page >= pool.k.shape[0] // config.num_layers, local % PAGE
 
-    def write(index: Array, pool: PagePool, k: Array | int, v: Array | int) -> PagePool:
-        rows = jnp.where(nowhere, pool.k.shape[0], pool.rows(index, page, config.num_layers))
-        return pool.replace(
-            k=pool.k.at[rows, slot].set(k, mode="drop"), v=pool.v.at[rows, slot].set(v, mode="drop")
-        )
-
     def layer(at: Array, pool: PagePool) -> PagePool:
         index = at if layers is None else jnp.array(layers)[at]
+        rows = jnp.where(nowhere, pool.k.shape[0], pool.rows(index, page, config.num_layers))
         k = at_position(kv[at, 0], local, rope.of_layer(index), config.rope)
-        return write(index, pool, k, kv[at, 1])
+        return pool.replace(
+            k=pool.k.at[rows, slot].set(k, mode="drop"),
+            v=pool.v.at[rows, slot].set(kv[at, 1], mode="drop"),
+        )
 
-    if len(kv):
-        pool = lax.fori_loop(0, len(kv), layer, pool)
-    if layers is not None and config.page_parts == 1:
-        left = jnp.array([it for it in range(config.num_layers) if it not in layers])
-        pool = lax.fori_loop(0, len(left), lambda at, pool: write(left[at], pool, 0, 0), pool)
-    return pool, jnp.max(local)
+    return lax.fori_loop(0, len(kv), layer, pool) if len(kv) else pool, jnp.max(local)

@@ -38,13 +38,15 @@ class Logged(StoreWrapper):
 
 @pytest.fixture(scope="module")
 def models(tiny_config):
-    """Of three layers: the second without a window, and all with one."""
+    """Of three layers: the second without a window, all with one, and the first alone."""
     made = {}
 
     def make(family):
         if family not in made:
-            windows = {} if family == "gemma3" else {"window_layers": None, "sliding_window": 7}
-            made[family] = random_model(tiny_config(family, eos_ids=(), **windows))
+            layers = {"gemma3": (True, False, True), "most": (True, False, False)}.get(family)
+            name = "gemma3" if family == "gemma3" else "mistral"
+            windows = {"window_layers": layers, "sliding_window": 7}
+            made[family] = random_model(tiny_config(name, eos_ids=(), **windows))
         return dataclasses.replace(made[family], cache_tokens=2048)
 
     return make
@@ -72,24 +74,30 @@ def answered(model, request, alone):
 
 
 @pytest.mark.parametrize(
-    ("family", "method"),
+    ("family", "method", "pages"),
     [
-        ("gemma3", METHODS["turborag"]),
-        ("gemma3", dataclasses.replace(METHODS["turborag"], prefix_cache=True)),
-        ("mistral", METHODS["full_reuse"]),  # nothing of the prefix and of five chunks
+        ("gemma3", METHODS["turborag"], 7),
+        ("gemma3", dataclasses.replace(METHODS["turborag"], prefix_cache=True), 7),
+        ("most", METHODS["turborag"], 12),  # two of three layers without a window: as many pages
+        ("mistral", METHODS["full_reuse"], 1),  # nothing of the prefix and of five chunks
     ],
-    ids=["gemma3", "prefix cache", "mistral"],
+    ids=["gemma3", "prefix cache", "most", "mistral"],
 )
-def test_answers_are_equal_with_and_without(models, prompt, alone, monkeypatch, family, method):
+def test_answers_are_equal_with_and_without(
+    models, prompt, alone, monkeypatch, family, method, pages
+):
     model = models(family)
     store = Logged(MemoryStore(model.fingerprint, model.kv_layout))
     request = Request(prompt, store, method, 12)
     told = [answered(model, request, alone) for _ in range(2)]  # encoded, then read
     part = model.config.global_layers
     assert sorted(layers for _, layers in store.read) == sorted([*[part] * 6, (0, 1, 2)])
+    pool_bytes = engine_of(model).tiers().pool_bytes
     with monkeypatch.context() as patch:
         patch.setattr(mapping, "_read_in_part", lambda *_: None)
         told.append(answered(model, request, alone))
+    page = PAGE * model.config.kv_bytes_per_token
+    assert pool_bytes == pages * page
     assert told[0] == told[1] == told[2]
     assert all(np.isfinite(told[0][1]))
 

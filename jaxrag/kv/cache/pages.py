@@ -16,9 +16,7 @@ def pages_for(tokens: int) -> int:
 
 
 def parts_of(pages: Sequence[int], count: int, parts: int) -> Sequence[int]:
-    """``count`` parts as tables name them (``PagePool``), so many a page; 1: ``pages``, whole."""
-    if parts == 1:
-        return pages
+    """``count`` parts as tables name them (``PagePool``), so many in each of ``pages``."""
     return [-1 - (pages[it // parts] * parts + it % parts) for it in range(count)]
 
 

@@ -67,7 +67,7 @@ def empty_pool(
         lambda: PagePool(
             k=jnp.zeros((rows, *page), config.dtype),
             v=jnp.zeros((v_rows, *page), config.dtype),
-            part_layers=part_layers if config.page_parts > 1 else None,
+            part_layers=part_layers if 0 < len(place) < config.num_layers else None,
         ),
         out_shardings=sharding,
     )

@@ -82,7 +82,8 @@ class TableBuilder:
     ) -> int:
         """Map a shared chunk at a position: its slots are visible from there on.
 
-        Those of dropped tokens are hidden. ``pages``: parts of its own; None: these, whole.
+        Those of dropped tokens are hidden, and of a chunk without pages. ``pages`` are those of the
+        table; None: its own.
 
         ``turned`` says that its keys were rotated to that very position when they were computed.
         Returns the first of its slots.
@@ -90,7 +91,8 @@ class TableBuilder:
         first = self.num_slots
         pages = chunk.pages if pages is None else pages
         positions = np.full(len(pages) * PAGE, HIDDEN, np.int32)
-        positions[: chunk.tokens] = np.arange(chunk.tokens) + offset
+        if chunk.pages:
+            positions[: chunk.tokens] = np.arange(chunk.tokens) + offset
         if chunk.dropped is not None:
             positions[chunk.dropped] = HIDDEN
         self.pages += pages
