@@ -5,13 +5,21 @@ peer gives the logits of the last token only and keeps the KV, as ours does. The
 and the first round is a warm-up that compiles. The FLOPs are those that are really multiplied,
 beside the best of a large square product in the same dtype, ours and the peer's.
 
+With --windows instead a prompt of stored chunks, of a random model with the layers and heads of
+Gemma 3 270M, with its windows and without: bytes that a store gave, bytes of the pool that chunks
+have then, both beside the bytes of all that a window of the question reaches, and seconds to the
+first token. The KV is random, in a store on disk, and the chunks are not in the pool.
+
 example: python benchmarks/prefill.py --peer transformers --peer-python PEER/bin/python
 """
 
 import contextlib
 import dataclasses
+import functools
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,15 +39,21 @@ from script import (
 )
 from tqdm import tqdm
 
-from jaxrag.base.config import DType
+from jaxrag.base.config import DType, ModelConfig
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import option, parse_counts
-from jaxrag.engine.engine import engine_of
+from jaxrag.engine.engine import Engine, engine_of
 from jaxrag.engine.request import Prompt
+from jaxrag.engine.state import EngineSettings
+from jaxrag.kv.store import ChunkStore
+from jaxrag.kv.store.reading import ReadRequest, Refused
+from jaxrag.kv.store.wrapper import StoreWrapper
 from jaxrag.measure.bench import ttft
 from jaxrag.measure.bench.peer import Peer
+from jaxrag.measure.machine import describe
 from jaxrag.models.flops import forward_flops
-from jaxrag.models.model import Model, load_model
+from jaxrag.models.gemma import read_config
+from jaxrag.models.model import Model, load_model, random_model
 from jaxrag.reuse.methods import METHODS
 
 PEER = "transformers"
@@ -52,6 +66,7 @@ class PrefillOptions(RowsOptions):
     contexts: tuple[int, ...] = option(
         (512, 1024, 2048, 4096, 8192), "tokens of the prompt", "N,...", parse=parse_counts
     )
+    windows: bool = option(False, "measure what a model with windows reads and keeps of chunks")
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured."""
@@ -65,6 +80,8 @@ def run(options: PrefillOptions) -> dict[str, Any]:
 
     The result is written to ``options.out`` after every row.
     """
+    if options.windows:
+        return _windows(options)
     table = Rows.open("prefill", options, ("dtype", "context"))
     for dtype in options.dtypes:
         left = [n for n in options.contexts if not table.has(dtype=dtype, context=n)]
@@ -142,6 +159,9 @@ def _measure(
 
 def report(result: dict[str, Any]) -> Iterator[str]:
     """The result as lines of a table; over ours: time of the peer over ours, round by round."""
+    if result["benchmark"] == "windows":
+        yield from _report_windows(result)
+        return
     yield f"full prefill, {result['model']}; milliseconds, medians (range)"
     yield (
         f"{'':<14} {'ms':>26} {'TFLOP/s':>8} {'of matmul':>9} {'over ours':>18} {'first token':>11}"
@@ -160,6 +180,88 @@ def report(result: dict[str, Any]) -> Iterator[str]:
                 line += f" {between(arm['over_ours'], '.2f'):>18}"
                 line += f" {'same' if row['same_first_token'] else 'another':>11}"
             yield line
+
+
+_CHUNK, _QUESTION = 512, 32  # tokens
+_GEMMA = {
+    "num_hidden_layers": 18, "hidden_size": 640, "intermediate_size": 2048, "head_dim": 256,
+    "num_attention_heads": 4, "num_key_value_heads": 1, "sliding_window": 512,
+    "vocab_size": 32_768, "max_position_embeddings": 65_536,
+}  # fmt: skip
+
+
+class _Counted(StoreWrapper):
+    """A store that counts the bytes that it gave."""
+
+    nbytes = 0
+
+    def _load(self, wanted: Sequence[ReadRequest]) -> Sequence[Refused | None]:
+        self.nbytes += sum(it.out.nbytes for it in wanted)
+        return super()._load(wanted)
+
+
+def _windows(options: PrefillOptions) -> dict[str, Any]:
+    """A row for every context: both models in turn."""
+    windowed = dataclasses.replace(read_config(_GEMMA), dtype=options.dtypes[0])
+    without = dataclasses.replace(windowed, sliding_window=None, window_layers=None)
+    rows = []
+    for context in tqdm(options.contexts, disable=None):
+        with tempfile.TemporaryDirectory(prefix="jaxrag-bench-") as folder:
+            arms = {
+                name: functools.partial(_first_token, *_stored(config, context, Path(folder, name)))
+                for name, config in (("windows", windowed), ("none", without))
+            }
+            found = in_turn(arms, options.repeats)
+        row: dict[str, Any] = {"context": context, "repeats": options.repeats, "arms": {}}
+        for name, config in (("windows", windowed), ("none", without)):
+            window = min(config.sliding_window or context, context)
+            reach = len(config.global_layers) * (context - window) + config.num_layers * window
+            seconds = [it.pop("seconds") for it in found[name]]
+            row["arms"][name] = {
+                **found[name][0], "implied_bytes": 2 * config.kv_row_bytes * reach,
+                "seconds": seconds, "spread": spread(seconds),
+            }  # fmt: skip
+        rows.append(row)
+    about = f"random, the layers and heads of Gemma 3 270M, {options.dtypes[0]}"
+    more = {"chunk_tokens": _CHUNK, "question_tokens": _QUESTION, "machine": describe()}
+    return {"benchmark": "windows", "model": about, "rows": rows, **more}
+
+
+def _stored(config: ModelConfig, context: int, folder: Path) -> tuple[Model, Prompt, _Counted]:
+    """A model, and a prompt whose chunks are in a store."""
+    model = random_model(config, cache_tokens=context + 2048)
+    model.engine = Engine(model, EngineSettings(arena_bytes=0))
+    layout = model.kv_layout
+    store = ChunkStore.open(folder, model.fingerprint, layout, mode="rw", max_tokens=_CHUNK)
+    drawn = draw(config, 0, context).reshape(-1, _CHUNK)
+    prompt = Prompt(drawn[0][:0], tuple(drawn), draw(config, 0, _QUESTION))
+    kv = np.random.default_rng(0).standard_normal(layout.shape(_CHUNK), np.float32)
+    for load in ttft.loads_of(model, store, METHODS["turborag"], prompt).values():
+        record = load.encoding.provenance(load.encoder, load.chunk)
+        store.put(load.stored_key, kv.astype(layout.numpy_dtype), record=record)
+    return model, prompt, _Counted(store)
+
+
+def _first_token(model: Model, prompt: Prompt, store: _Counted) -> dict[str, float]:
+    engine, method = engine_of(model), METHODS["turborag"]
+    engine.drop(list(ttft.loads_of(model, store, method, prompt)))
+    before = store.nbytes
+    first = ttft.first_token(model, store, method, prompt)
+    tiers = engine.tiers()
+    assert tiers is not None
+    read, kept = store.nbytes - before, tiers.pool_bytes
+    return {"seconds": first.seconds, "read_bytes": read, "pool_bytes": kept}
+
+
+def _report_windows(result: dict[str, Any]) -> Iterator[str]:
+    yield f"{result['model']}: chunks of {result['chunk_tokens']} tokens; MB, milliseconds"
+    yield f"{'context':>8} {'layers':<8} {'implied':>8} {'read':>8} {'pool':>8} {'first token':>24}"
+    for row in result["rows"]:
+        for name, arm in row["arms"].items():
+            sizes = (arm[f"{it}_bytes"] / 1e6 for it in ("implied", "read", "pool"))
+            ms = {key: 1000 * value for key, value in arm["spread"].items()}
+            line = " ".join(f"{it:>8.1f}" for it in sizes)
+            yield f"{row['context']:>8} {name:<8} {line} {between(ms, '.0f'):>24}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -355,6 +355,19 @@ class ModelConfig:
         return sum(own / parts for own, parts in heads) / (self.num_layers * self.num_kv_heads)
 
     @property
+    def global_layers(self) -> tuple[int, ...]:
+        """Those that attend to the whole prompt, whatever the window of the others."""
+        windowed = self.window_layers or (True,) * self.num_layers
+        none = self.sliding_window is None
+        return tuple(i for i, it in enumerate(windowed) if none or not it)
+
+    @property
+    def page_parts(self) -> int:
+        """How many pages of ``global_layers`` alone lie where one of all layers does."""
+        count = len(self.global_layers)
+        return self.num_layers // count if count else 1
+
+    @property
     def group_size(self) -> int:
         """G = N / K, the query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads

@@ -30,6 +30,7 @@ from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sampling_params import FinishReason
 from jaxrag.engine.scheduler import Scheduler
 from jaxrag.engine.sequence import Ending, RequestStatus, Sequence
+from jaxrag.engine.staging import key_in_part
 from jaxrag.engine.state import Broken, EngineSettings, Post, State
 from jaxrag.engine.status import EngineStatus, Tiers, status_of, tiers_of
 from jaxrag.engine.thread import result_of
@@ -128,9 +129,10 @@ class Core:
 
     def drop(self, keys: abc.Sequence[str]) -> None:
         """Let chunks leave the pool, if no request maps them, and the arena."""
-        for key in keys:
+        every = [*keys, *map(key_in_part, keys)]
+        for key in every:
             self.state.runner.cache.allocator.evict(key)
-        self.state.arena.drop(keys)
+        self.state.arena.drop(every)
 
     def tiers(self) -> Tiers:
         """Where chunk KV came from, and lies; on any thread."""

@@ -132,7 +132,7 @@ class Engine:
 
     def check_fits(self, request: Request) -> None:
         """ContextExceeded for a request that the pool could not hold if it held nothing else."""
-        pages = most_pages(request)
+        pages = most_pages(self.runner.model, request)
         if pages > self.num_pages:
             raise ContextExceeded(
                 f"the prompt of {request.prompt.num_tokens} tokens and its answer need "

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from jaxrag.base.config import ModelConfig
 from jaxrag.base.types import HostArray, Step, on_host
 from jaxrag.engine.kept import Context
 from jaxrag.engine.request import Prompt, Request, lane_of
@@ -60,12 +61,41 @@ def sequence_of(model: Model, request: Request, number: int = 0) -> Sequence:
                 part.kept_key = leading[chunk + 1]
             parts.append(part)
         if request.keeps_turns:
-            context = context.behind(part.load.key if part.load is not None else context.name(ids))
+            context = context.behind(
+                part.load.stored_key if part.load is not None else context.name(ids)
+            )
     made = Sequence(number, request, parts)
     made.lane = lane_of(request, made.need(lambda key: False).pages, model.placement)
+    _read_in_part(model.config, request, parts, layout.final_start)
     if (grammar := model.grammar(request.sampling.guide)) is not None:
         made.matcher = grammar.matcher()
     return made
+
+
+def _read_in_part(
+    config: ModelConfig, request: Request, parts: abc.Sequence[PromptPart], final_start: int
+) -> None:
+    """Have of chunks that no window reaches back to only the layers without one brought in.
+
+    The first token that may be run sees W - 1 tokens back. Where tokens of chunks are chosen to be
+    computed again, and by all queries of the question, that may be any: then all is brought in.
+    """
+    method, layers = request.method, config.global_layers
+    if len(layers) == config.num_layers or method.recomputes:
+        return
+    run = (
+        it.position
+        for it in parts
+        if len(it.ids) and (it.load is None or it.load.misses == "in_place")
+    )
+    assert config.sliding_window is not None
+    seen = min((*run, final_start)) - config.sliding_window + 1
+    for part in parts:
+        load = part.load
+        if load is None or load.encoding.store.layout.drops:  # what it drops is read off all layers
+            continue
+        if part.position + len(part.ids) <= seen:
+            part.load = dataclasses.replace(load, layers=layers)
 
 
 def _beginning(model: Model, request: Request) -> Context:
@@ -88,7 +118,7 @@ def turn_pages(model: Model, sequence: Sequence) -> Iterator[tuple[str, int, int
     for chunk, ids in enumerate((prompt.prefix, *prompt.chunks), -1):
         if len(ids):
             load = loads[chunk]
-            context = context.behind(load.key if load is not None else context.name(ids))
+            context = context.behind(load.stored_key if load is not None else context.name(ids))
     sparse = request.method.decode.sparse
     answer = np.array([] if sparse else sequence.tokens[: sequence.read - 1], np.int32)
     turn = np.concatenate((prompt.final, answer)).astype(np.int32)
@@ -98,8 +128,17 @@ def turn_pages(model: Model, sequence: Sequence) -> Iterator[tuple[str, int, int
             yield key, page, len(piece)
 
 
-def most_pages(request: Request) -> int:
+def most_pages(model: Model, request: Request) -> int:
     """Pages that a request needs if nothing of it is in the pool; equal chunks share them."""
+    whole = _most_pages(request)
+    if model.config.sliding_window is None:
+        return whole
+    sequence = sequence_of(model, request)
+    saved = sum(pages_for(it.tokens) - it.num_pages for it in sequence.loads.values())
+    return max(whole - saved, sequence.need(lambda key: False).pages)  # a chunk may be there twice
+
+
+def _most_pages(request: Request) -> int:
     prompt, method = request.prompt, request.method
     if is_one_run(method):
         return pages_for(prompt.num_tokens + request.room)
@@ -151,6 +190,9 @@ def map_sequence(sequence: Sequence, chunks: Mapping[str, CachedChunk]) -> None:
     for part, (key, kept) in zip(parts, sequence.keys(chunks.__contains__), strict=True):
         part.kept, part.pages, part.copy = kept, (), ()
         part.resident = chunks[key] if key else None
+        part.shared = part.resident.pages if part.resident is not None else ()
+        if part.load is not None and key == part.load.key:
+            part.shared = part.load.table_pages(part.shared)
         if part.load is not None and part.origin is None:
             part.origin = ChunkOrigin("pool")
     _mark_exact(method, parts)
@@ -250,7 +292,7 @@ def _map_parts(parts: abc.Sequence[PromptPart], table: TableBuilder, pages: list
         if not len(part.ids):
             continue
         if part.resident is not None:
-            first = table.map_chunk(part.resident, part.position, turned=part.kept)
+            first = table.map_chunk(part.resident, part.position, part.kept, part.shared)
         else:
             count = pages_for(len(part.ids))
             part.pages = tuple(pages[:count])

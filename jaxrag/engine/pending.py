@@ -64,7 +64,7 @@ class PendingChunk:
 
     def release(self) -> None:
         """Other processes may encode it, or find it in the store; on any thread."""
-        self.load.encoding.store.release(self.load.key)
+        self.load.encoding.store.release(self.load.stored_key)
 
 
 @dataclasses.dataclass(eq=False)

@@ -75,6 +75,7 @@ class PromptPart:
       kept: it is in the pool under ``kept_key``.
       exact: its KV is, or will be, what full attention computes here.
       slots: [T] int32 of its tokens; empty where they are run with the final block.
+      shared: pages of what is resident, as tables name them.
       pages: the request's own, where they hold nothing else.
       copy: as many of the request's own, for a selector that rewrites KV.
     """
@@ -90,6 +91,7 @@ class PromptPart:
     kept: bool = False
     exact: bool = False
     slots: HostArray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+    shared: abc.Sequence[int] = ()
     pages: tuple[int, ...] = ()
     copy: tuple[int, ...] = ()
 
@@ -101,7 +103,7 @@ class PromptPart:
     @property
     def key(self) -> str:
         """Under which its store gave it; "" where it was not asked, or had to say no."""
-        return self.load.key if self.load and self.resident and not self.kept else ""
+        return self.load.stored_key if self.load and self.resident and not self.kept else ""
 
     @property
     def asked_key(self) -> str:
@@ -215,7 +217,8 @@ class Sequence:
         chunks: dict[str, int] = {}
         for part, (key, _) in zip(self.parts, self.keys(held), strict=True):
             if key:
-                chunks[key] = pages_for(len(part.ids))
+                load = part.load if part.load is not None and part.load.key == key else None
+                chunks[key] = pages_for(len(part.ids)) if load is None else load.num_pages
             if not key or (part.chunk >= 0 and method.rewrites):
                 own += pages_for(len(part.ids))
         return Need(chunks, own)
@@ -232,7 +235,10 @@ class Sequence:
             kept = (looking or part.turn) and bool(part.kept_key) and held(part.kept_key)
             exact = kept or stored_exact(self.request.method, self.parts, part)
             looking = looking and (exact or not len(part.ids))
-            keys.append((part.kept_key, True) if kept else (part.asked_key, False))
+            key = part.asked_key
+            if key and part.load is not None and held(part.load.stored_key):
+                key = part.load.stored_key  # all layers are as good as some
+            keys.append((part.kept_key, True) if kept else (key, False))
         return keys
 
     def came(self, key: str, origin: ChunkOrigin) -> None:

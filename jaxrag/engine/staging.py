@@ -7,7 +7,7 @@ the engine's thread may ``encode`` and ``place``.
 import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import ChunkAbsent, ChunkCorrupt, ChunkNotSealed
 from jaxrag.base.types import Array, HostArray
 from jaxrag.engine.runner import BLOCK_TOKENS, ModelRunner
-from jaxrag.kv.cache import PAGE, PagedCache, PagePool
+from jaxrag.kv.cache import PAGE, PagedCache, PagePool, pages_for, parts_of
 from jaxrag.kv.cache.host import arrived
 from jaxrag.kv.store import Assembled, OwnRead, Refused, SharedStore, as_stored
 from jaxrag.kv.store.dropping import dropped_tokens
@@ -40,6 +40,11 @@ from jaxrag.reuse.encode.neighbours import compute_own_kv
 from jaxrag.reuse.names import Misses
 
 HitKind = Literal["pool", "host", "store", "encoded", "in place"]
+
+
+def key_in_part(stored_key: str) -> str:
+    """Under which pool and arena have some layers of a chunk."""
+    return f"{stored_key} in part"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,23 +85,67 @@ class ChunkLoad:
     """A chunk whose KV is wanted in the pool.
 
     Attributes:
-      key: in its store and in the pool.
+      stored_key: in its store.
       encoder: a key of ENCODERS.
       chunk: its tokens, and those it is encoded behind.
       encoding: where it is kept, and how it is made.
       misses: what happens where it is not kept.
+      layers: whose KV is wanted, ascending; None: of all.
     """
 
-    key: str
+    stored_key: str
     encoder: str
     chunk: ChunkInContext
     encoding: ChunkEncoding
     misses: Misses
+    layers: tuple[int, ...] | None = None
+
+    @property
+    def key(self) -> str:
+        """In the pool and in the arena."""
+        return self.stored_key if self.layers is None else key_in_part(self.stored_key)
+
+    @property
+    def nbytes(self) -> int:
+        """Of its KV in memory."""
+        layout = self.encoding.store.layout
+        whole = layout.nbytes(self.tokens)
+        return whole if self.layers is None else whole // layout.num_layers * len(self.layers)
 
     @property
     def tokens(self) -> int:
         """Its length."""
         return len(self.chunk.ids)
+
+    @property
+    def num_pages(self) -> int:
+        """That it takes of the pool: none for no layers, nobody sees it then."""
+        count, layers = pages_for(self.tokens), self.layers
+        if layers is None:
+            return count
+        return -(-count // self.encoding.model.config.page_parts) if layers else 0
+
+    def table_pages(self, pages: Sequence[int]) -> Sequence[int]:
+        """As tables name those which it has of the pool."""
+        if self.layers is None:
+            return pages
+        count = pages_for(self.tokens)
+        if not pages:
+            return [0] * count
+        return parts_of(pages, count, self.encoding.model.config.page_parts)
+
+    def of(self, whole: HostArray) -> HostArray:
+        """What is wanted of KV [L, 2, T, K, H] of all layers."""
+        return whole if self.layers is None else whole[list(self.layers)]
+
+    def room(self, block: HostArray) -> HostArray:
+        """What of a staging block holds as many layers as are wanted."""
+        return block if self.layers is None else block[: len(self.layers)]
+
+    @property
+    def layer_set(self) -> frozenset[int] | None:
+        """As stores are asked for them."""
+        return None if self.layers is None else frozenset(self.layers)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -105,7 +154,7 @@ class Fetched:
 
     Attributes:
       found: by key, where each came from.
-      kv: one chunk behind the other, [L, 2, S, K, H].
+      kv: one chunk behind the other, [L, 2, S, K, H], of their ``layers``.
       at: by key, the first token of every chunk.
       block: the staging block that ``kv`` is a part of; None where it is in none.
       refused: by key, why there is no KV.
@@ -137,7 +186,7 @@ class Staged:
     Attributes:
       chunks: each chunk, where it came from, and the first of its tokens in the blocks.
       blocks: host memory and the device's copy of every BLOCK_TOKENS tokens,
-        [L, 2, BLOCK_TOKENS, K, H].
+        [L, 2, BLOCK_TOKENS, K, H], of their ``layers`` the copy.
       dropped: by key the tokens that a store left out, of a store that does.
     """
 
@@ -147,15 +196,17 @@ class Staged:
 
 
 def groups(loads: Iterable[ChunkLoad]) -> Iterator[list[ChunkLoad]]:
-    """Chunks that are read together: of one store, and of one block, or a single longer one."""
-    group: list[ChunkLoad] = []
+    """Chunks that are read together: the same layers of one store, of a block, or a longer one."""
+    alike: dict[Any, list[ChunkLoad]] = {}
     for load in loads:
-        tokens = load.tokens + sum(it.tokens for it in group)
-        if group and (tokens > BLOCK_TOKENS or load.encoding.store is not group[0].encoding.store):
-            yield group
-            group = []
-        group.append(load)
-    if group:
+        alike.setdefault((load.encoding.store, load.layers), []).append(load)
+    for those in alike.values():
+        group: list[ChunkLoad] = []
+        for load in those:
+            if group and load.tokens + sum(it.tokens for it in group) > BLOCK_TOKENS:
+                yield group
+                group = []
+            group.append(load)
         yield group
 
 
@@ -165,13 +216,18 @@ def fetch(runner: ModelRunner, group: Sequence[ChunkLoad]) -> Fetched:
     Raises StoreError where the storage fails.
     """
     block = _block_for(runner, group)
-    keys = [load.key for load in group]
-    return _as_fetched(group[0].encoding.store.get_many(keys, out=block, on_missing="skip"), block)
+    store, keys = group[0].encoding.store, [load.stored_key for load in group]
+    out = None if block is None else group[0].room(block)
+    layers = group[0].layer_set
+    answer = store.get_many(keys, out, layers=layers, on_missing="skip")
+    return _as_fetched(group, answer, block)
 
 
-def _as_fetched(answer: Assembled, block: HostArray | None) -> Fetched:
-    at = {key: first for key, (first, _) in answer.offsets.items()}
-    return Fetched(dict.fromkeys(at, ChunkOrigin("store")), answer.kv, at, block, answer.refused)
+def _as_fetched(group: Sequence[ChunkLoad], answer: Assembled, block: HostArray | None) -> Fetched:
+    named = {load.stored_key: load.key for load in group}
+    at = {named[key]: first for key, (first, _) in answer.offsets.items()}
+    refused = {named[key]: why for key, why in answer.refused.items()}
+    return Fetched(dict.fromkeys(at, ChunkOrigin("store")), answer.kv, at, block, refused)
 
 
 def read_own(runner: ModelRunner, group: Sequence[ChunkLoad]) -> tuple[OwnRead, HostArray | None]:
@@ -181,7 +237,9 @@ def read_own(runner: ModelRunner, group: Sequence[ChunkLoad]) -> tuple[OwnRead, 
     """
     store, block = group[0].encoding.store, _block_for(runner, group)
     assert isinstance(store, SharedStore)
-    return store.read_own([load.key for load in group], block), block
+    out = None if block is None else group[0].room(block)
+    keys = [load.stored_key for load in group]
+    return store.read_own(keys, out, layers=group[0].layer_set), block
 
 
 def agreed(
@@ -196,7 +254,7 @@ def agreed(
     if isinstance(own, BaseException):
         own = (OwnRead(None, f"{type(own).__name__}: {own}"), None)
     read, block = own
-    return _as_fetched(store.agreed([load.key for load in group], read), block)
+    return _as_fetched(group, store.agreed([load.stored_key for load in group], read), block)
 
 
 def fetch_held(
@@ -211,9 +269,10 @@ def fetch_held(
     block = _block_for(runner, group)
     if block is None:  # a single one
         return Fetched(found, held[group[0].key], at)
+    room = group[0].room(block)
     for load in group:
-        block[:, :, at[load.key] : at[load.key] + load.tokens] = held[load.key]
-    return Fetched(found, block[:, :, : ends[-1]], at, block)
+        room[:, :, at[load.key] : at[load.key] + load.tokens] = held[load.key]
+    return Fetched(found, room[:, :, : ends[-1]], at, block)
 
 
 def _block_for(runner: ModelRunner, group: Sequence[ChunkLoad]) -> HostArray | None:
@@ -233,7 +292,7 @@ def is_elsewhere(load: ChunkLoad, reason: Refused) -> bool:
     Where not, and this one is to encode it, its lease is held from now on.
     """
     absent = load.misses == "encode" and isinstance(reason, ChunkAbsent)
-    return absent and not load.encoding.store.lease(load.key)
+    return absent and not load.encoding.store.lease(load.stored_key)
 
 
 def why_refused(load: ChunkLoad, reason: Refused) -> ChunkOrigin:
@@ -253,7 +312,7 @@ def why_refused(load: ChunkLoad, reason: Refused) -> ChunkOrigin:
     keys = [encoding.key(name, load.chunk.ids) for name in names]
     held = encoding.store.head(keys, on_corrupt="skip")
     known = [name for name, record in zip(names, held, strict=True) if record is not None]
-    text = str(reason).removeprefix(f"chunk {load.key}: ")
+    text = str(reason).removeprefix(f"chunk {load.stored_key}: ")
     unsealed = isinstance(reason, ChunkNotSealed)
     corrupt = isinstance(reason, ChunkCorrupt) and not unsealed
     if corrupt:
@@ -274,7 +333,7 @@ def encode(loads: Sequence[ChunkLoad], *, reads: bool = True) -> list[NewlyEncod
     encoding, chosen = loads[0].encoding, encoder_named(loads[0].encoder)
     prefix = seen_prefix(chosen, encoding.prefix)
     own_kv = StoredNeighbours(encoding) if reads else _Computed(encoding.model, prefix)
-    wanted = {load.key: load.chunk for load in loads}
+    wanted = {load.stored_key: load.chunk for load in loads}
     made = {it.key: it for it in encoding.encode(chosen.name, wanted, own_kv)}
     num_primer = encoding.num_before(chosen.name) - len(prefix)  # run again with each chunk
     told = []
@@ -283,7 +342,7 @@ def encode(loads: Sequence[ChunkLoad], *, reads: bool = True) -> list[NewlyEncod
         again = num_before if chosen.neighbours == "joint" else num_primer
         runs = [(load.tokens + again, num_before + load.tokens)]
         runs += [(length, len(prefix) + length) for length in own_kv.computed]
-        told.append(NewlyEncoded(made[load.key], tuple(runs)))
+        told.append(NewlyEncoded(made[load.stored_key], tuple(runs)))
     return told
 
 
@@ -316,7 +375,7 @@ def keep(
     """
     not_stored = load.encoding.offer(made.chunk) if stores else "its store was not asked"
     found = dataclasses.replace(found, not_stored=not_stored, runs=made.runs)
-    kv = as_stored(made.chunk.kv, load.encoding.store.layout)
+    kv = load.of(as_stored(made.chunk.kv, load.encoding.store.layout))
     return Fetched({load.key: found}, kv, {load.key: 0})
 
 
@@ -357,7 +416,7 @@ def stage(
         for block in blocks:
             runner.staging.give(block)
         return Staged(chunks, [], dropped)
-    on_device = [(block, runner.model.put_kv(block)) for block in blocks]
+    on_device = [(block, runner.model.put_kv(loads[0].room(block))) for block in blocks]
     return Staged(chunks, [(block, arrived(kv)) for block, kv in on_device], dropped)
 
 
@@ -367,7 +426,7 @@ def _cut(runner: ModelRunner, kv: HostArray) -> list[HostArray]:
     for start in range(0, kv.shape[2], BLOCK_TOKENS):
         part = kv[:, :, start : start + BLOCK_TOKENS]
         block = runner.staging.take()
-        block[:, :, : part.shape[2]] = part
+        block[: len(kv), :, : part.shape[2]] = part
         blocks.append(block)
     return blocks
 
@@ -387,19 +446,23 @@ def place(
         return
     page, local = _targets(runner, staged.chunks, len(staged.blocks), pages)
     rope = runner.model.rope(int(local.max(initial=0)) + 1)
+    layers = staged.chunks[0][0].layers
     for index in range(len(staged.blocks))[first:end]:
         block, kv = staged.blocks[index]
         at = slice(index * BLOCK_TOKENS, (index + 1) * BLOCK_TOKENS)
-        placed = runner.cache.run(_place, runner.model.config, kv, page[at], local[at], rope)
+        placed = runner.cache.run(
+            _place, runner.model.config, kv, page[at], local[at], rope, layers=layers
+        )
         runner.staging.give(block, placed)
 
 
-def lower_place(runner: ModelRunner) -> Lowered:
+def lower_place(runner: ModelRunner, load: ChunkLoad) -> Lowered:
     """The program of ``place`` for chunks of at most 1,024 tokens, not compiled yet."""
-    kv = runner.model.put_kv(runner.staging.take())
+    kv = runner.model.put_kv(load.room(runner.staging.take()))
     page, local = (np.zeros(BLOCK_TOKENS, np.int32) for _ in range(2))
     rope = runner.model.rope(1)
-    lowered: Lowered = _place.lower(runner.cache.pool, runner.model.config, kv, page, local, rope)
+    arguments = (runner.cache.pool, runner.model.config, kv, page, local, rope)
+    lowered: Lowered = _place.lower(*arguments, layers=load.layers)
     return lowered
 
 
@@ -414,28 +477,37 @@ def _targets(
     local = np.zeros(blocks * BLOCK_TOKENS, np.int32)
     for load, _, start in chunks:
         at = np.arange(load.tokens, dtype=np.int32)
-        page[start : start + load.tokens] = np.asarray(pages[load.key], np.int32)[at // PAGE]
+        page[start : start + load.tokens] = np.asarray(load.table_pages(pages[load.key]), np.int32)[
+            at // PAGE
+        ]
         local[start : start + load.tokens] = at
     return page, local
 
 
-@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("pool",))
+@functools.partial(jax.jit, static_argnames=("config", "layers"), donate_argnames=("pool",))
 def _place(
-    pool: PagePool, config: ModelConfig, kv: Array, page: Array, local: Array, rope: RopeTable
+    pool: PagePool,
+    config: ModelConfig,
+    kv: Array,
+    page: Array,
+    local: Array,
+    rope: RopeTable,
+    layers: tuple[int, ...] | None,
 ) -> tuple[PagePool, Array]:
     """Rotate K of kv [L, 2, S, K, H] to its place in the chunk (fp32) and scatter to pages [S].
 
+    Of some ``layers`` [n, 2, S, K, H], to parts of pages.
     The second result is ready when kv has been read; the pool itself is donated to the next call.
     """
-    nowhere = page >= pool.k.shape[0] // config.num_layers
+    nowhere, slot = page >= pool.k.shape[0] // config.num_layers, local % PAGE
 
-    def layer(index: Array, pool: PagePool) -> PagePool:
+    def layer(at: Array, pool: PagePool) -> PagePool:
+        index = at if layers is None else jnp.array(layers)[at]
         rows = jnp.where(nowhere, pool.k.shape[0], pool.rows(index, page, config.num_layers))
-        slot = local % PAGE
-        k = at_position(kv[index, 0], local, rope.of_layer(index), config.rope)
-        return PagePool(
+        k = at_position(kv[at, 0], local, rope.of_layer(index), config.rope)
+        return pool.replace(
             k=pool.k.at[rows, slot].set(k, mode="drop"),
-            v=pool.v.at[rows, slot].set(kv[index, 1], mode="drop"),
+            v=pool.v.at[rows, slot].set(kv[at, 1], mode="drop"),
         )
 
-    return lax.fori_loop(0, config.num_layers, layer, pool), jnp.max(local)
+    return lax.fori_loop(0, len(kv), layer, pool) if len(kv) else pool, jnp.max(local)

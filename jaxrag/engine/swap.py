@@ -37,14 +37,15 @@ def swap_in(
         here = np.asarray(pages[start : start + _PAGES], np.int32)
         fill = _PAGES - len(here)
         padded = np.pad(here, (0, fill), constant_values=nowhere)
-        rows = (
+        k, v = (
             np.pad(x[:, start : start + _PAGES], ((0, 0), (0, fill), (0, 0), (0, 0), (0, 0)))
             for x in content
         )
         if runner.model.mesh is None:
-            part = on_host(PagePool, *rows)
+            part = on_host(PagePool, k, v)
         else:
-            part = PagePool(*(runner.model.put_heads(x, _HEADS) for x in rows))
+            put = runner.model.put_heads
+            part = PagePool(put(k, _HEADS), put(v, _HEADS))
         runner.cache.run(_scatter, padded, part)
 
 
@@ -59,7 +60,7 @@ def _scatter(pool: PagePool, pages: Array, content: PagePool) -> tuple[PagePool,
     num_layers = content.k.shape[0]
     rows = _rows(pool, pages, num_layers)
     rows = jnp.where(pages >= pool.k.shape[0] // num_layers, pool.k.shape[0], rows)
-    return PagePool(
+    return pool.replace(
         k=pool.k.at[rows].set(content.k, mode="drop"), v=pool.v.at[rows].set(content.v, mode="drop")
     ), None
 

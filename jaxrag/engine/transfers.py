@@ -244,7 +244,8 @@ class Transfers:
         self.hits["in place"] += 1
         for number in state.scheduler.refused(key):  # they ask for other pages then
             sequence = state.live[number]
-            if sequence.loads[key].misses == "in_place":
+            load = sequence.loads.get(key)  # None: it waits for all layers, and needs some
+            if load is not None and load.misses == "in_place":
                 sequence.came(key, found)
 
     def _failed(self, chunks: Iterable[PendingChunk], error: BaseException) -> None:
@@ -278,6 +279,8 @@ class Transfers:
             if self._join(chunk, order):
                 continue
             kv = arena.get(key)
+            if kv is None and (whole := arena.get(chunk.load.stored_key)) is not None:
+                kv = chunk.load.of(whole)
             if kv is None:
                 absent.append(chunk.load)
             else:
@@ -319,10 +322,10 @@ class Transfers:
 
     def _run(self, batch: ReadBatch, link: Link, order: Order, job: Callable[[], Fetched]) -> None:
         """Fetch on a thread of the link; at once where time does not count."""
-        state, layout = self._state, batch.loads[0].encoding.store.layout
+        state = self._state
         for chunk in batch.waiting.values():
             chunk.batch = batch
-        nbytes = sum(layout.nbytes(load.tokens) for load in batch.loads)
+        nbytes = sum(load.nbytes for load in batch.loads)
         if state.settings.lockstep:
             if state.report is None:
                 self._fetched(batch, result_of(job))
@@ -473,11 +476,10 @@ class Transfers:
     def _is_far(self, load: ChunkLoad) -> bool:
         """Is it worth reading ahead, and is there room for it?"""
         state, store = self._state, load.encoding.store
-        nbytes, most = store.layout.nbytes(load.tokens), state.arena.max_bytes
+        nbytes, most = load.nbytes, state.arena.max_bytes
         return not (
             store.private
-            or state.runner.has(load.key)
-            or load.key in state.arena
+            or any(state.runner.has(it) or it in state.arena for it in (load.key, load.stored_key))
             or load.key in self._reading
             or nbytes > most
             or state.links.is_open(state.link_of(store))

@@ -48,8 +48,8 @@ def programs_of(
     }
     sampling = sampling_rows([sequence] * rows, rows)
     lowered["first", rows] = sample_first.lower(prefill.prefilled.logits, sampling)
-    if need.chunks:
-        lowered["place"] = lower_place(runner)
+    for load in {it.layers: it for it in sequence.loads.values()}.values():
+        lowered["place", load.layers] = lower_place(runner, load)
     if lane is not None and not rule.sparse:
         made = Lane(runner, lane)
         lowered["leave", lane] = made.lower_leave()

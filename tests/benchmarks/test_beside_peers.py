@@ -140,6 +140,22 @@ def test_every_arm_decodes_what_the_engine_generates(model_dir, answer, tmp_path
     assert "seed is 0, now 1; write to another" in capsys.readouterr().err
 
 
+def test_what_windows_imply_is_what_is_read(monkeypatch, tmp_path):
+    """Chunks are as long as the window: six layers of the last one, the sixth of the others."""
+    small = {"num_hidden_layers": 6, "hidden_size": 32, "intermediate_size": 32, "head_dim": 8}
+    monkeypatch.setattr(prefill, "_GEMMA", prefill._GEMMA | small | {"vocab_size": 128})
+    command = ["--windows", "--contexts", "1024", "--repeats", "1", "--dtype", "float32"]
+    out = tmp_path / "result.json"
+    assert prefill.main([*command, "--out", str(out)]) == 0
+    [row] = json.loads(out.read_text(encoding="utf-8"))["rows"]
+    layer = 2 * 8 * 4 * 512  # bytes of a chunk
+    for arm, layers, pages in (("windows", 7, 38), ("none", 12, 64)):
+        found = row["arms"][arm]
+        assert found["read_bytes"] == found["implied_bytes"] == layers * layer
+        assert found["pool_bytes"] == pages * 6 * layer // 32
+        assert len(found["seconds"]) == 1
+
+
 def test_prefill_stands_beside_the_peer_and_the_matrix_product(model_dir, tmp_path, capsys):
     peer = FakePeer(
         tmp_path / "hf", matmul={"flops_per_second": 1e15}, top={"seconds": 2.0, "top": -5}

@@ -225,7 +225,10 @@ def test_a_pool_asked_for_ten_times_what_it_holds_serves_everybody(
 ):
     engine = engine_on(cache_tokens=192)
     requests = [asked(engine, tokens=10, rows=4) for _ in range(6)] * 5
-    assert sum(jaxrag.engine.mapping.most_pages(r) for r in requests) > 10 * engine.runner.num_pages
+    assert (
+        sum(jaxrag.engine.mapping.most_pages(engine.runner.model, r) for r in requests)
+        > 10 * engine.runner.num_pages
+    )
     expected = alone(engine, requests[:6]) * 5
     client = serve(engine, requests)
     assert [(client.ids[n], client.logprobs[n]) for n in client.numbers] == expected

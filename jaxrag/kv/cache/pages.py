@@ -15,6 +15,11 @@ def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE)
 
 
+def parts_of(pages: Sequence[int], count: int, parts: int) -> Sequence[int]:
+    """``count`` parts as tables name them (``PagePool``), so many in each of ``pages``."""
+    return [-1 - (pages[it // parts] * parts + it % parts) for it in range(count)]
+
+
 @dataclasses.dataclass
 class CachedChunk:
     """A chunk whose KV lies in the pool, or is on its way there.

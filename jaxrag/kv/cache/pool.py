@@ -17,14 +17,27 @@ class PagePool(struct.PyTreeNode):
 
     Where V of some layers lies in host memory (``cache.host.HostValues``), ``v`` ends before them,
     and what is written there is dropped.
+
+    Of a model with windows a page p is also so many parts, named -1 - (p * parts + part), each with
+    KV of the layers without one alone (``pages.parts_of``). ``part_layers`` [L] is where in a part
+    a layer lies; one with a window lies where the first without it does: nobody sees a token of the
+    chunk in it, and whatever others hold comes near no answer.
     """
 
     k: Array  # [L*P, page, K, H]
     v: Array  # [L*P, page, K, H]
+    part_layers: tuple[int, ...] | None = struct.static(default=None)
 
     def rows(self, layer: Array | int, pages: Array, num_layers: int) -> Array:
         """The rows of the pool where these pages of a layer lie, in their shape."""
-        return pages + layer * (self.k.shape[0] // num_layers)
+        size = self.k.shape[0] // num_layers
+        whole = pages + layer * size
+        if self.part_layers is None:
+            return whole
+        count = max(self.part_layers) + 1
+        page, part = jnp.divmod(-1 - pages, num_layers // count)
+        of_part = page + (part * count + jnp.array(self.part_layers)[layer]) * size
+        return jnp.where(pages < 0, of_part, whole)
 
     def write(self, pages: Array, slots: Array, k: Array, v: Array) -> "PagePool":
         """Write k, v [B, T, K, H] to the slots [B, T] of requests with these pages [B, M].
@@ -35,7 +48,7 @@ class PagePool(struct.PyTreeNode):
         inside = slots < pages.shape[1] * page
         which = jnp.take_along_axis(pages, jnp.where(inside, slots // page, 0), axis=1)
         which = jnp.where(inside, which, self.k.shape[0])
-        return PagePool(
+        return self.replace(
             k=self.k.at[which, slots % page].set(k.astype(self.k.dtype), mode="drop"),
             v=self.v.at[which, slots % page].set(v.astype(self.v.dtype), mode="drop"),
         )
@@ -48,9 +61,13 @@ def empty_pool(
     page = (PAGE, config.num_kv_heads, config.head_dim)
     rows = config.num_layers * num_pages
     v_rows = rows if value_layers is None else value_layers * num_pages
+    place = {layer: at for at, layer in enumerate(config.global_layers)}
+    part_layers = tuple(place.get(it, 0) for it in range(config.num_layers))
     make = jax.jit(
         lambda: PagePool(
-            k=jnp.zeros((rows, *page), config.dtype), v=jnp.zeros((v_rows, *page), config.dtype)
+            k=jnp.zeros((rows, *page), config.dtype),
+            v=jnp.zeros((v_rows, *page), config.dtype),
+            part_layers=part_layers if 0 < len(place) < config.num_layers else None,
         ),
         out_shardings=sharding,
     )

@@ -73,21 +73,30 @@ class TableBuilder:
         """Slots added so far."""
         return len(self.pages) * PAGE
 
-    def map_chunk(self, chunk: CachedChunk, offset: int, turned: bool = False) -> int:
+    def map_chunk(
+        self,
+        chunk: CachedChunk,
+        offset: int,
+        turned: bool = False,
+        pages: Sequence[int] | None = None,
+    ) -> int:
         """Map a shared chunk at a position: its slots are visible from there on.
 
-        Those of dropped tokens are hidden.
+        Those of dropped tokens are hidden, and of a chunk without pages. ``pages`` are those of the
+        table; None: its own.
 
         ``turned`` says that its keys were rotated to that very position when they were computed.
         Returns the first of its slots.
         """
         first = self.num_slots
-        positions = np.full(len(chunk.pages) * PAGE, HIDDEN, np.int32)
-        positions[: chunk.tokens] = np.arange(chunk.tokens) + offset
+        pages = chunk.pages if pages is None else pages
+        positions = np.full(len(pages) * PAGE, HIDDEN, np.int32)
+        if chunk.pages:
+            positions[: chunk.tokens] = np.arange(chunk.tokens) + offset
         if chunk.dropped is not None:
             positions[chunk.dropped] = HIDDEN
-        self.pages += chunk.pages
-        self._offsets += [0 if turned else offset] * len(chunk.pages)
+        self.pages += pages
+        self._offsets += [0 if turned else offset] * len(pages)
         self._positions.append(positions)
         return first
 

@@ -320,10 +320,10 @@ class Backend:
         path: str,
         grid: Grid,
         out: NDArray[Any],
-        layers: tuple[int, int] | None = None,
+        layers: Sequence[int] | None = None,
         heads: slice | None = None,
     ) -> ReadFuture:
-        """Begin to read the array under ``path``, or ranges of its layers and heads, into ``out``.
+        """Begin to read the array under ``path``, or some of its layers and heads, into ``out``.
 
         ``out`` may be strided and belongs to the read until ``finish_read`` has returned or
         raised. It then holds what is stored, unverified.
@@ -331,7 +331,10 @@ class Backend:
         target = ts.array(out.view(grid.bits), copy=False, write=True, context=self._context)
         source = self._open_array(path, grid)
         if layers is not None:
-            source = source[slice(*layers)][ts.d[0].translate_to[0]]
+            first, end = (layers[0], layers[-1] + 1) if layers else (0, 0)
+            one_range = end - first == len(layers)
+            source = source[ts.d[0][slice(first, end) if one_range else list(layers)]]
+            source = source[ts.d[0].translate_to[0]]
         if heads is not None:
             source = source[ts.d[HEAD_AXIS][heads]][ts.d[HEAD_AXIS].translate_to[0]]
         return target.write(source)

@@ -15,6 +15,7 @@ from jaxrag.kv.store.reading import (
     OnMissing,
     ReadRequest,
     Refused,
+    SomeLayers,
     assemble,
     require_choice,
 )
@@ -138,9 +139,9 @@ class KVStore(abc.ABC):
         key: str,
         out: NDArray[Any] | None = None,
         *,
-        layers: tuple[int, int] | None = None,
+        layers: SomeLayers = None,
     ) -> NDArray[Any]:
-        """The KV of one chunk, or of a range (first, end) of its layers.
+        """The KV of one chunk, or of some of its layers.
 
         ``get_many`` describes the arguments and what is raised.
 
@@ -154,7 +155,7 @@ class KVStore(abc.ABC):
         keys: Sequence[str],
         out: NDArray[Any] | None = None,
         *,
-        layers: tuple[int, int] | None = None,
+        layers: SomeLayers = None,
         on_missing: OnMissing = "raise",
         share: HeadShare = WHOLE,
     ) -> Assembled:
@@ -164,7 +165,7 @@ class KVStore(abc.ABC):
             out: a buffer [layers, 2, S, K / ways, H] with S >= sum T, filled from token 0 on; None
                 makes one. Its first two axes may be strided. Only the part returned as ``kv`` has a
                 meaning.
-            layers: (first, end) of the layers to read; None reads all of them.
+            layers: (first, end) of the layers to read, or a frozenset of them; None reads all.
             on_missing: "raise", or "skip" to leave refused chunks out and name them in the result.
             share: the heads to read, all by default. Of a chunk only the files that hold them are
                 opened, and these are read whole: a digest is of all of a layer in one file.

@@ -148,12 +148,15 @@ class KVLayout:
         scales = math.prod(self.shape(tokens)[:-1]) if self.stored == "int8" else 0
         return elements + scales * _SCALE_BYTES
 
-    def require(self, kv: NDArray[Any], name: str, *, layers: int = 0, ways: int = 1) -> None:
+    def require(
+        self, kv: NDArray[Any], name: str, *, layers: int | None = None, ways: int = 1
+    ) -> None:
         """Raise StoreError unless ``kv`` is [L, 2, any, K, H] of this layout's dtype.
 
-        ``layers`` expects that many instead of L; ``ways`` expects K / ways heads.
+        ``layers`` expects that many, None: L; ``ways`` expects K / ways heads.
         """
-        sizes = (layers or self.num_layers, 2, "tokens", self.num_kv_heads // ways, self.head_dim)
+        count = self.num_layers if layers is None else layers
+        sizes = (count, 2, "tokens", self.num_kv_heads // ways, self.head_dim)
         expected = f"{self.dtype} [{', '.join(map(str, sizes))}]"
         if not isinstance(kv, np.ndarray):
             raise StoreError(f"{name} is {type(kv).__name__}: expected a numpy array {expected}")

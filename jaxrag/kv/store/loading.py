@@ -92,13 +92,13 @@ class Loader:
         self, want: ReadRequest, directory: Path, runs: int
     ) -> list[Future[Refused | None]]:
         """Begin to read a chunk, in that many runs of layers at a time."""
-        first, end = want.layers
-        runs = min(end - first, runs)
-        edges = [first + (end - first) * run // runs for run in range(runs + 1)]
+        count = len(want.layers)
+        runs = max(1, min(count, runs))
+        edges = [count * run // runs for run in range(runs + 1)]
         attempt = directory / self._space.bytes_of(want.record)
         scale = self._scale(want)
         return [
-            self._threads.submit(self._local, want, attempt, range(a, b), scale)
+            self._threads.submit(self._local, want, attempt, want.layers[a:b], scale)
             for a, b in itertools.pairwise(edges)
         ]
 
@@ -106,7 +106,7 @@ class Loader:
         self,
         wanted: ReadRequest,
         directory: Path,
-        layers: range,
+        layers: Sequence[int],
         scale: NDArray[Any] | Refused | None,
     ) -> Refused | None:
         """Read, verify and place some layers of a chunk whose array lies in ``directory``.
@@ -150,10 +150,9 @@ class Loader:
         return None
 
     def _start_remote(self, want: ReadRequest) -> list[Future[Refused | None]]:
-        size = want.layers[1] - want.layers[0]
         _, kinds, tokens, part, dim = want.grid.part
         heads = slice(want.ranks.start * part, want.ranks.stop * part)
-        shape = (size, kinds, tokens, heads.stop - heads.start, dim)
+        shape = (len(want.layers), kinds, tokens, heads.stop - heads.start, dim)
         stored = want.out if want.direct else np.empty(shape, want.record.layout.stored_dtype)
         path = self._space.bytes_of(want.record)
         read = self._backend.start_read(path, want.grid, stored, want.layers, heads)
@@ -166,7 +165,7 @@ class Loader:
         scale = self._scale(want)
         if isinstance(scale, Refused):
             return scale
-        for layer, whole in zip(range(*want.layers), stored, strict=True):
+        for layer, whole in zip(want.layers, stored, strict=True):
             ways = len(want.ranks)
             parts = whole[None] if want.direct else np.stack(np.split(whole, ways, axis=2))
             refused = settle(want, layer, parts, scale, self._space.sealer)

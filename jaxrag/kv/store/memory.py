@@ -112,7 +112,7 @@ class MemoryStore(KVStore):
         arrays = self._held(want.record)
         if arrays is None:
             return _absent(want.record.key)  # replaced or dropped since its record was read
-        for layer in range(*want.layers):
+        for layer in want.layers:
             stored = arrays[_KV][layer]
             if want.direct:
                 target = want.layer_out(layer)

@@ -67,7 +67,8 @@ class HostTier:
             if kv is None:
                 absent.append(index)
             else:
-                np.copyto(want.out, kv[slice(*want.layers), :, :, want.heads])
+                for layer in want.layers:
+                    np.copyto(want.layer_out(layer), kv[layer][:, :, want.heads])
         if absent:
             found = load([wanted[index] for index in absent])
             for index, answer in zip(absent, found, strict=True):

@@ -19,6 +19,8 @@ from jaxrag.kv.store.record import Record, layer_digest
 from jaxrag.kv.store.seal import Sealer, same_seal
 
 OnMissing = Literal["raise", "skip"]
+# (first, end) of layers, or a set of them, which come in ascending order; None: all of them.
+SomeLayers = tuple[int, int] | frozenset[int] | None
 
 Refused = ChunkMissing | ChunkCorrupt
 Lookup = Record | Refused
@@ -48,7 +50,7 @@ class ReadRequest:
     """Layers of a chunk, all heads of them or a share, and where they go."""
 
     record: Record
-    layers: tuple[int, int]  # first, end
+    layers: tuple[int, ...]  # ascending
     out: NDArray[Any]  # [layers, 2, T, K / ways, H] in the layout's dtype; layers may be strided
     share: HeadShare = WHOLE
 
@@ -76,7 +78,7 @@ class ReadRequest:
 
     def layer_out(self, layer: int) -> NDArray[Any]:
         """Where a layer goes, [2, T, K / ways, H]."""
-        view: NDArray[Any] = self.out[layer - self.layers[0]]
+        view: NDArray[Any] = self.out[self.layers.index(layer)]
         return view
 
     def buffer(self) -> NDArray[Any]:
@@ -88,7 +90,7 @@ class ReadRequest:
 def assemble(
     found: Mapping[str, Lookup],
     layout: KVLayout,
-    layers: tuple[int, int] | None,
+    layers: SomeLayers,
     out: NDArray[Any] | None,
     on_missing: OnMissing,
     load: Callable[[Sequence[ReadRequest]], Sequence[Refused | None]],
@@ -99,7 +101,7 @@ def assemble(
     Args:
         found: per key its record, or why there is none.
         layout: sizes and dtype of the store.
-        layers: (first, end) of the layers that are wanted; None means all.
+        layers: that are wanted.
         out: [layers, 2, S, K / ways, H] with S >= sum of tokens, or None.
         on_missing: "raise" the first refusal, or "skip" refused chunks and name them.
         load: fills each view of the buffer with verified bytes and answers, per chunk, None or
@@ -117,7 +119,7 @@ def assemble(
         raise next(iter(refused.values()))
     records = [value for value in found.values() if isinstance(value, Record)]
     tokens = sum(record.tokens for record in records)
-    buffer = _buffer(out, layout.of_share(share), chosen, tokens)
+    buffer = _buffer(out, layout.of_share(share), len(chosen), tokens)
 
     wanted = []
     start = 0
@@ -206,22 +208,23 @@ def require_choice(value: object, choices: Any, name: str) -> None:
         raise StoreError(f"{name}={value!r}: expected one of {', '.join(get_args(choices))}")
 
 
-def _require_layers(layers: tuple[int, int] | None, layout: KVLayout) -> tuple[int, int]:
+def _require_layers(layers: SomeLayers, layout: KVLayout) -> tuple[int, ...]:
     size = layout.num_layers
     if layers is None:
-        return (0, size)
+        return tuple(range(size))
+    if isinstance(layers, frozenset):
+        if not layers <= set(range(size)):
+            raise StoreError(f"layers={set(layers)}: expected some of 0..{size - 1}")
+        return tuple(sorted(layers))
     sound = isinstance(layers, tuple) and len(layers) == 2 and all(type(i) is int for i in layers)
     if not sound or not 0 <= layers[0] < layers[1] <= size:
         raise StoreError(
             f"layers={layers!r}: expected (first, end) with 0 <= first < end <= {size}"
         )
-    return layers
+    return tuple(range(*layers))
 
 
-def _buffer(
-    out: NDArray[Any] | None, layout: KVLayout, layers: tuple[int, int], tokens: int
-) -> NDArray[Any]:
-    count = layers[1] - layers[0]
+def _buffer(out: NDArray[Any] | None, layout: KVLayout, count: int, tokens: int) -> NDArray[Any]:
     if out is None:
         return np.empty((count, *layout.shape(tokens)[1:]), layout.numpy_dtype)
     layout.require(out, "out", layers=count)
@@ -229,6 +232,6 @@ def _buffer(
         raise StoreError(f"out holds {out.shape[2]} tokens: the chunks need {tokens}")
     if not out.flags.writeable:
         raise StoreError("out is read-only: expected a writable buffer")
-    if not out[0, 0].flags.c_contiguous:
+    if count and not out[0, 0].flags.c_contiguous:
         raise StoreError("out is strided over tokens, heads or head dim: expected contiguous rows")
     return out[:, :, :tokens]

@@ -21,7 +21,7 @@ from jaxrag.kv.store.base import DEFAULT_INFLIGHT_BYTES, Aux, KVStore, NewChunk
 from jaxrag.kv.store.chunk_store import ChunkStore
 from jaxrag.kv.store.layout import WHOLE, HeadShare
 from jaxrag.kv.store.read_through import ReadThrough
-from jaxrag.kv.store.reading import Assembled, Lookup, OnMissing, Refused
+from jaxrag.kv.store.reading import Assembled, Lookup, OnMissing, Refused, SomeLayers
 from jaxrag.kv.store.record import Provenance, Record
 from jaxrag.kv.store.wrapper import StoreWrapper
 from jaxrag.kv.store.writer import ChunkWriter, PutResult
@@ -89,7 +89,7 @@ class SharedStore(StoreWrapper):
         keys: Sequence[str],
         out: NDArray[Any] | None = None,
         *,
-        layers: tuple[int, int] | None = None,
+        layers: SomeLayers = None,
         on_missing: OnMissing = "raise",
         share: HeadShare = WHOLE,
     ) -> Assembled:
@@ -117,7 +117,7 @@ class SharedStore(StoreWrapper):
         keys: Sequence[str],
         out: NDArray[Any] | None = None,
         *,
-        layers: tuple[int, int] | None = None,
+        layers: SomeLayers = None,
     ) -> OwnRead:
         """The first half of ``get_many``: read this process's heads; on any thread, at any time."""
         mine = WHOLE if self.inner.private else self.share

@@ -133,7 +133,8 @@ def _attention(config: ModelConfig, rows: int, queries: int, seed: int) -> MakeR
     def draw(*shape: int) -> jax.Array:
         return jnp.asarray(rng.normal(size=shape), dtype)
 
-    pool = PagePool(*(draw(rows * pages, PAGE, kv_heads, dim) for _ in range(2)))
+    k, v = (draw(rows * pages, PAGE, kv_heads, dim) for _ in range(2))
+    pool = PagePool(k, v)
     q, position = draw(rows, queries, config.num_heads, dim), jnp.asarray(at, jnp.int32)
     op = paged_decode_attention if queries == 1 else paged_attention
     if queries == 1:

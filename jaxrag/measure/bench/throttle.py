@@ -66,6 +66,6 @@ class Throttled(StoreWrapper):
 
 def _stored_bytes(wanted: ReadRequest) -> int:
     """Of the files of the layers that are wanted."""
-    record, layers = wanted.record, wanted.layers[1] - wanted.layers[0]
+    record, layers = wanted.record, len(wanted.layers)
     of_files = record.layout.stored_nbytes(record.tokens) * len(wanted.ranks) // record.ways
     return of_files * layers // record.layout.num_layers

@@ -7,7 +7,6 @@ that encoding is part of no row.
 """
 
 import contextlib
-import functools
 import os
 import statistics
 import tempfile
@@ -19,8 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrag.engine.engine import Engine, engine_of
+from jaxrag.engine.mapping import sequence_of
 from jaxrag.engine.request import Prompt, Request
-from jaxrag.engine.runner import ModelRunner
+from jaxrag.engine.staging import ChunkLoad
 from jaxrag.engine.state import EngineSettings
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.store import ChunkStore, KVStore
@@ -32,7 +32,6 @@ from jaxrag.measure.zoo import LLAMA_100M, random_named, write_random
 from jaxrag.models.flops import block_attention_flops
 from jaxrag.models.model import Model, load_model
 from jaxrag.models.text.progress import progress_bar
-from jaxrag.reuse.encode import chunk_key, encoder_named
 from jaxrag.reuse.methods import METHODS, Method
 
 PEER_SCRIPT = Path(__file__).with_name("peer_transformers.py")
@@ -109,8 +108,9 @@ def _measure(
     times: dict[str, list[float]] = {name: [] for name in ("full", "pool", "disk", "cold", "peer")}
     tops: dict[str, int] = {}
     flops: dict[str, int] = {}
+    engine, chunks = engine_of(model), list(loads_of(model, store, reuse, prompt))
     for _ in range(repeats + 1):
-        _forget(model, reuse, prompt)
+        engine.drop(chunks)
         settle()
         first = first_token(model, store, full, prompt)
         tops["full"], flops["full"] = first.top, first.flops
@@ -119,7 +119,7 @@ def _measure(
             if name == "cold":
                 _drop_page_cache(store_path)
             if name != "pool":
-                _forget(model, reuse, prompt)
+                engine.drop(chunks)
             first = first_token(model, store, reuse, prompt)
             flops["reuse"] = first.flops
             times[name].append(first.seconds)
@@ -167,9 +167,7 @@ def _draw(model: Model, options: TtftOptions, context: int) -> Prompt:
 def first_token(model: Model, store: KVStore, method: Method, prompt: Prompt) -> First:
     """From token ids to the first token's id on the host, through the engine."""
     start = time.perf_counter()
-    # Chunks of random ids are behind no primer: once they are stored it costs nothing.
-    request = Request(prompt, store, method, 1, primer=_NO_PRIMER)
-    [told] = engine_of(model).iterate([request])
+    [told] = engine_of(model).iterate([_request(store, method, prompt)])
     seconds = time.perf_counter() - start
     if told.error is not None:
         raise told.error
@@ -177,20 +175,14 @@ def first_token(model: Model, store: KVStore, method: Method, prompt: Prompt) ->
     return First(seconds, told.new[0], told.outcome.flops)
 
 
-def _forget(model: Model, method: Method, prompt: Prompt) -> None:
-    """Drop the prompt's chunks from the pool; the store keeps them."""
-    for index, chunk in enumerate(prompt.chunks):
-        encoder, others = method.encoder_of(index), None
-        if encoder_named(encoder).sees_neighbours:
-            assert prompt.neighbours is not None
-            others = prompt.neighbours[index]
-        own = (prompt.prefix, chunk, others, _NO_PRIMER)
-        key = chunk_key(model.fingerprint, model, encoder, *own)
-        engine_of(model).call(functools.partial(_evict, key))
+def _request(store: KVStore, method: Method, prompt: Prompt) -> Request:
+    """For one token. Chunks of random ids are behind no primer: stored they cost nothing."""
+    return Request(prompt, store, method, 1, primer=_NO_PRIMER)
 
 
-def _evict(key: str, runner: ModelRunner) -> None:
-    runner.cache.allocator.evict(key)
+def loads_of(model: Model, store: KVStore, method: Method, prompt: Prompt) -> dict[str, ChunkLoad]:
+    """By their keys in the pool, the chunks that such a request asks for."""
+    return sequence_of(model, _request(store, method, prompt)).loads
 
 
 def _drop_page_cache(folder: Path) -> None:

@@ -56,6 +56,19 @@ def pool_tokens(settings: PlanSettings, config: ModelConfig) -> int:
     return max(int(left * engine.pool_share / config.kv_bytes_per_token), 0)
 
 
+def seen_tokens(config: ModelConfig, tokens: int) -> int:
+    """How many tokens' KV the next one reads as much as: layers with a window read its end."""
+    windowed = config.num_layers - len(config.global_layers)
+    unseen = max(tokens - (config.sliding_window or tokens), 0)
+    return tokens - unseen * windowed // config.num_layers
+
+
+def kept_tokens(method: Method, config: ModelConfig, tokens: int) -> int:
+    """The same of what a prompt loads and keeps; all where tokens of chunks are computed again."""
+    whole = method.recomputes or method.encoder is None
+    return tokens if whole else seen_tokens(config, tokens)
+
+
 def weight_bytes(config: ModelConfig) -> int:
     """Of the weights, in the dtype that they are served in."""
     return num_params(config) * (4 if config.dtype == "float32" else 2)
@@ -123,7 +136,8 @@ def prefill_seconds(method: Method, settings: PlanSettings, config: ModelConfig)
     The products, or the reading of weights and cached KV where that takes longer.
     """
     engine = settings.engine
-    cached = 0 if method.encoder is None else prompt_tokens(settings)
+    tokens = prompt_tokens(settings)
+    cached = 0 if method.encoder is None else kept_tokens(method, config, tokens)
     moved = weight_bytes(config) + cached * config.kv_bytes_per_token
     memory = moved / (engine.devices * engine.bandwidth * engine.bandwidth_share)
     products = compute_seconds(prefill_flops(method, settings, config), settings)
@@ -138,15 +152,15 @@ def load_seconds(num_bytes: float, tier: StorageTier) -> float:
 def step_seconds(rows: int, settings: PlanSettings, config: ModelConfig) -> float:
     """Of one decode step: weights once and every row's KV, or the products if they take longer."""
     engine, tokens = settings.engine, prompt_tokens(settings)
-    moved = weight_bytes(config) + rows * tokens * config.kv_bytes_per_token
+    moved = weight_bytes(config) + rows * seen_tokens(config, tokens) * config.kv_bytes_per_token
     memory = moved / (engine.devices * engine.bandwidth * engine.bandwidth_share)
     computed = rows * forward_flops(config, [(1, tokens)], 1)
     return max(memory, compute_seconds(computed, settings))
 
 
-def decode_rows(settings: PlanSettings, config: ModelConfig) -> int:
+def decode_rows(method: Method, settings: PlanSettings, config: ModelConfig) -> int:
     """Requests that fit the pool together, at most those of the settings; 0: not even one."""
-    need = prompt_tokens(settings) + settings.queries.answer_tokens
+    need = kept_tokens(method, config, prompt_tokens(settings)) + settings.queries.answer_tokens
     return min(settings.engine.rows, pool_tokens(settings, config) // need)
 
 
@@ -204,7 +218,7 @@ def plan_method(name: str, settings: PlanSettings, config: ModelConfig) -> Metho
     if forms:
         slowest = computed + settings.engine.overhead + encoded
         tiers = (*tiers, FoundIn("computed", 0, 0.0, slowest))
-    rows = decode_rows(settings, config)
+    rows = decode_rows(method, settings, config)
     token = step_seconds(max(rows, 1), settings, config)
     busy = computed + queries.answer_tokens * token / max(rows, 1)
     return MethodPlan(
@@ -226,7 +240,7 @@ def _tiers(
     corpus, queries = settings.corpus, settings.queries
     if method.encoder is None:
         return (FoundIn("full attention", 0, 1.0, computed),)
-    rows = decode_rows(settings, config)
+    rows = decode_rows(method, settings, config)
     own = rows * (queries.prefix_tokens + queries.question_tokens + queries.answer_tokens)
     pool = max(pool_tokens(settings, config) - own, 0) / corpus.chunk_tokens
     places: list[tuple[str, float, StorageTier | None]] = [("pool", pool / variants(method), None)]
@@ -234,11 +248,13 @@ def _tiers(
     for tier in settings.tiers:
         held = math.inf if tier.bytes is None else tier.bytes / (chunk * variants(method))
         places.append((tier.name, held, tier))
+    tokens = prompt_tokens(settings)
+    loaded = queries.k * chunk * kept_tokens(method, config, tokens) // tokens
     found, before = [], 0.0
     for name, held, place in places:
         held = min(held, corpus.chunks)
         upto = max(popular_share(held, corpus.chunks, queries.popularity), before)
-        wait = 0.0 if place is None else load_seconds(queries.k * chunk, place)
+        wait = 0.0 if place is None else load_seconds(loaded, place)
         found.append(FoundIn(name, held, upto - before, computed + wait))
         before = upto
     return tuple(found)

@@ -15,6 +15,7 @@ from jaxrag.measure.plan.formulas import (
 from jaxrag.measure.plan.settings import PlanSettings
 from jaxrag.measure.table import Table
 from jaxrag.models.spec import num_params
+from jaxrag.reuse.methods import METHODS
 
 _BYTES = ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
@@ -30,7 +31,7 @@ def plan_record(settings: PlanSettings, config: ModelConfig) -> dict[str, Any]:
         },
         "prompt_tokens": prompt_tokens(settings),
         "pool_tokens": pool_tokens(settings, config),
-        "decode_rows": decode_rows(settings, config),
+        "decode_rows": min(decode_rows(METHODS[it], settings, config) for it in settings.methods),
         "methods": [
             dataclasses.asdict(plan_method(name, settings, config)) for name in settings.methods
         ],

@@ -285,7 +285,7 @@ def _copy(pool: PagePool, source: Array, target: Array, num_layers: int) -> Page
     layers = jnp.arange(num_layers)[:, None, None]
     old, new = (pool.rows(layers, pages[None], num_layers) for pages in (source, target))
     new = jnp.where(old == new, pool.k.shape[0], new)
-    return PagePool(
+    return pool.replace(
         k=pool.k.at[new].set(pool.k[old], mode="drop"),
         v=pool.v.at[new].set(pool.v[old], mode="drop"),
     )

@@ -18,8 +18,8 @@ def bring_ingested(
     What it pastes it has; that a knowledge base has it too is told by time, to its readers alone.
     Raises StoreError for KV that cannot be read or kept.
     """
-    found = store.find([load.key for load in loads])
-    lacking = [load for load in loads if not isinstance(found[load.key], Record)]
+    found = store.find([load.stored_key for load in loads])
+    lacking = [load for load in loads if not isinstance(found[load.stored_key], Record)]
     for base in bases:
         lacking = _bring(store, base, lacking)
 
@@ -37,6 +37,6 @@ def _bring(store: KVStore, base: KnowledgeBase, loads: Sequence[ChunkLoad]) -> l
         for index, kv in held:
             load = wanted[index]
             made = load.encoding.provenance(encoder, load.chunk)
-            store.put(load.key, np.ascontiguousarray(kv), record=made)
-            brought.add(load.key)
-    return [load for load in loads if load.key not in brought]
+            store.put(load.stored_key, np.ascontiguousarray(kv), record=made)
+            brought.add(load.stored_key)
+    return [load for load in loads if load.stored_key not in brought]

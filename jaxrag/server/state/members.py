@@ -98,7 +98,7 @@ class ReplicaMember:
             self.coming -= Counter(piece.name for piece in sent.pieces)
 
 
-def pieces_of(sequence: Sequence, token_bytes: int, private: bool) -> list[PromptPiece]:
+def pieces_of(sequence: Sequence, private: bool) -> list[PromptPiece]:
     """What an engine may hold of a prompt: its chunks, then its earlier turns.
 
     ``private``: no store but the engine's own has its chunks. The prefix is left out, which every
@@ -110,7 +110,7 @@ def pieces_of(sequence: Sequence, token_bytes: int, private: bool) -> list[Promp
             continue
         tokens = len(part.ids)
         if part.load is not None and not private:
-            chunks.append(PromptPiece(name_of(part.load.key), nbytes=tokens * token_bytes))
+            chunks.append(PromptPiece(name_of(part.load.key), nbytes=part.load.nbytes))
         elif part.load is not None:
             chunks.append(PromptPiece(name_of(part.load.key), tokens=tokens))
         elif part.kept_key:

@@ -319,7 +319,7 @@ class Replicas(Engine):
             number=sequence.number,
             request=sequence.request,
             sink=sequence.sink,
-            pieces=pieces_of(sequence, self.runner.model.kv_layout.nbytes(1), private),
+            pieces=pieces_of(sequence, private),
             prompt_cost=sequence.cost,
             since=self._clock(),
         )

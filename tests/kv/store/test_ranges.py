@@ -25,7 +25,7 @@ LAYOUTS = {
 TOKENS = (1, 6, 11)
 
 
-@pytest.fixture(scope="module", params=["memmap", "default", "memory", "two files"])
+@pytest.fixture(scope="module", params=["memmap", "default", "memory", "remote", "two files"])
 def kind(request):
     return request.param
 
@@ -39,7 +39,9 @@ def filled(kind, request, tmp_path_factory):
         store = MemoryStore(model, layout)
     else:
         io_mode = "default" if kind == "default" else "memmap"
-        directory = tmp_path_factory.mktemp("kb")
+        directory = f"memory://{request.param}"
+        if kind != "remote":
+            directory = tmp_path_factory.mktemp("kb")
         store = ChunkStore.open(directory, model, layout, mode="rw", io_mode=io_mode)
     chunks = {}
     for tokens in TOKENS:
@@ -96,7 +98,24 @@ def test_get_many_of_some_layers(filled, data):
     assert got.kv.tobytes() == wanted.tobytes()
 
 
-@pytest.mark.parametrize("layers", [(0, 6), (3, 3), (-1, 3), [0, 3], (4, 6), (0, True)])
+@settings(deadline=None, max_examples=20)
+@given(data=st.data())
+def test_a_set_of_layers_comes_in_ascending_order(filled, data):
+    store, chunks = filled
+    layers = data.draw(st.frozensets(st.integers(0, 4)))
+    keys = data.draw(st.lists(st.sampled_from(sorted(chunks)), min_size=1, unique=True))
+    wanted = np.concatenate([chunks[key] for key in keys], axis=2)[sorted(layers)]
+    out = np.full((len(layers), 2, wanted.shape[2] + 1, 2, 4), 7, np.float16)
+    for got in (store.get_many(keys, layers=layers), store.get_many(keys, out, layers=layers)):
+        assert got.kv.shape == wanted.shape
+        assert got.kv.tobytes() == wanted.tobytes()
+    assert (out[:, :, wanted.shape[2] :] == 7).all()
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [(0, 6), (3, 3), (-1, 3), [0, 3], (4, 6), (0, True), frozenset({0, 5}), frozenset({0, -1})],
+)
 def test_ranges_that_are_not_in_the_chunk(filled, layers):
     store, chunks = filled
     with refused(StoreError, "0"):
@@ -110,8 +129,9 @@ def test_exactly_the_layers_that_are_read_are_hashed(open_store, chunk, tmp_path
     data = bytearray(path.read_bytes())
     data[2 * c.kv[0].nbytes - 1] ^= 1  # in layer 1 of 3
     path.write_bytes(data)
-    for layers in ((1, 3), (1, 2), None):
+    for layers in ((1, 3), (1, 2), None, frozenset({0, 1})):
         with refused(ChunkCorrupt, "1"):
             store.get(c.key, layers=layers)
     for layers in ((0, 1), (2, 3)):
         assert store.get(c.key, layers=layers).tobytes() == c.kv[slice(*layers)].tobytes()
+    assert store.get(c.key, layers=frozenset({0, 2})).tobytes() == c.kv[[0, 2]].tobytes()

@@ -52,7 +52,7 @@ class FolderStore(KVStore):
 
     def _load_one(self, want):
         kv = np.load(self.folder / f"{want.record.key}.npy").view(self.layout.numpy_dtype)
-        for layer in range(*want.layers):
+        for layer in want.layers:
             part = kv[layer]
             if want.direct:  # the bytes belong where they are asked for
                 part = want.layer_out(layer)

@@ -88,6 +88,24 @@ def test_tiers_hold_all_finds_and_slow_down(small):
     )
 
 
+def test_windows_are_loaded_kept_and_read_as_far_as_they_reach(small):
+    """Of four layers three see 32 tokens of a prompt of 4 x 256 and a question of 32."""
+    windowed = dataclasses.replace(
+        small, num_layers=4, sliding_window=32, window_layers=(True, True, False, True)
+    )
+    whole = dataclasses.replace(windowed, sliding_window=None, window_layers=None)
+    reuse, again = METHODS["turborag"], METHODS["cacheblend"]
+    assert formulas.seen_tokens(windowed, 1056) == (1056 + 3 * 32) // 4
+    assert formulas.seen_tokens(windowed, 20) == formulas.seen_tokens(whole, 20) == 20
+    assert formulas.kept_tokens(again, windowed, 1056) == 1056
+    plans = [formulas.plan_method("turborag", settings(), it) for it in (windowed, whole)]
+    assert plans[0].token < plans[1].token and plans[0].first_token < plans[1].first_token
+    assert plans[0].corpus_bytes == plans[1].corpus_bytes
+    tight = settings(engine=dataclasses.replace(settings().engine, memory=1e8))
+    rows = [formulas.decode_rows(reuse, tight, it) for it in (windowed, whole)]
+    assert rows[0] > rows[1] == formulas.decode_rows(again, tight, windowed)
+
+
 def test_engines_follow_the_rate_and_the_pool(small):
     busy = dataclasses.replace(settings().queries, rate=2000.0)
     few, many = (
