@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from jaxrag.base.types import HostArray
 
 
+BESIDE = ("vision_tower", "multi_modal_projector")
+# How tensors of a model in another begin, and what this stands for.
+_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
+
+
 @dataclasses.dataclass(frozen=True)
 class TensorRule:
     """One tensor of a checkpoint and the parameter (or fused parameters) it holds.
@@ -77,8 +82,8 @@ class Family:
 
     ``read_config`` raises ConfigError for a key that changes the arithmetic and is not supported.
     ``ignored`` are ``fnmatch`` patterns of tensors that older checkpoints carry and nothing reads.
-    ``within`` are architectures that have such a model in them, whose tensors then begin with one
-    of ``prefixes`` in place of what this stands for. ``needs_bos``: it reads a text badly that has
+    ``within`` are architectures that have such a model in them, and what sees images beside it
+    (``BESIDE``), which nothing reads. ``needs_bos``: it reads a text badly that has
     no BOS token in front, so that no chunk is encoded alone, unless it was trained for that.
     """
 
@@ -91,12 +96,16 @@ class Family:
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq", "*.attn.masked_bias")
     needs_bos: bool = False
     within: tuple[str, ...] = ()
-    prefixes: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def own_name(self, name: str) -> str:
         """What a tensor is called where the model is not in another."""
-        found = next((it for it in self.prefixes if name.startswith(it)), "")
-        return self.prefixes.get(found, "") + name.removeprefix(found)
+        found = next((it for it in _PREFIXES if self.within and name.startswith(it)), "")
+        return _PREFIXES.get(found, "") + name.removeprefix(found)
+
+    def beside(self, name: str) -> str:
+        """Of a model around this one the part that a tensor is of; "" of what is read."""
+        words = name.split(".")
+        return next((it for it in BESIDE if self.within and it in words[:2]), "")
 
 
 _ATTENTION = "model.layers.{layer}.self_attn."

@@ -1,7 +1,7 @@
 """Gemma 3: windows in most layers, which rotate by other angles than the layers without one.
 
-Norms multiply by 1 + weight, embeddings are multiplied by the root of their width. A directory of
-the model that sees images too has the same below ``text_config``, and of that nothing else is read.
+Norms multiply by 1 + weight, embeddings are multiplied by the root of their width. Of the models
+that see images the text part is read.
 """
 
 import dataclasses
@@ -41,15 +41,11 @@ _DEFAULTS = Defaults(
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 _WINDOW, _PATTERN = 4096, 6
 _ACTIVATION = "gelu_pytorch_tanh"
-_OF_OUTER = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype")
 _SCALAR = "query_pre_attn_scalar"
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     """Every sixth layer is without a window, unless ``layer_types`` says otherwise."""
-    if isinstance(hf.get("text_config"), Mapping):
-        outer = {key: hf[key] for key in _OF_OUTER if hf.get(key) is not None}
-        hf = {**outer, **hf["text_config"]}
     activation = hf.get("hidden_activation", _ACTIVATION)
     if activation != _ACTIVATION:
         raise ConfigError(
@@ -136,8 +132,6 @@ FAMILY = Family(
         *(rule for rule in DECODER if rule.paths != ("layers.mlp_norm",)),
         *(_NORMS + QKV_BIAS + O_BIAS + QK_NORM + GATED_MLP),
     ),
-    ignored=("*vision_tower.*", "*multi_modal_projector.*"),
     needs_bos=True,
     within=("Gemma3ForConditionalGeneration",),
-    prefixes={"language_model.": "", "model.language_model.": "model."},
 )
