@@ -81,6 +81,7 @@ class Family:
     """A model family: its names in ``config.json``, its config reader and writer, its tensors.
 
     ``read_config`` raises ConfigError for a key that changes the arithmetic and is not supported.
+    ``apart`` are the tensors of a GGUF file, where they are others.
     ``ignored`` are ``fnmatch`` patterns of tensors that older checkpoints carry and nothing reads.
     ``within`` are architectures that have such a model in them, and what sees images beside it
     (``BESIDE``), which nothing reads. ``needs_bos``: it reads a text badly that has
@@ -93,6 +94,7 @@ class Family:
     read_config: Callable[[Mapping[str, Any]], ModelConfig]
     write_config: Callable[[ModelConfig], dict[str, Any]]
     tensors: tuple[TensorRule, ...]
+    apart: tuple[TensorRule, ...] = ()
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq", "*.attn.masked_bias")
     needs_bos: bool = False
     within: tuple[str, ...] = ()

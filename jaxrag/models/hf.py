@@ -266,7 +266,7 @@ def find_sources(directory: Path, config: ModelConfig) -> dict[str, StoredParam]
     specs = by_name(param_specs(config))
     shapes = {
         rule: specs[rule.paths[0]].shape[rule.repeats :]
-        for rule in family.tensors
+        for rule in (is_gguf(directory) and family.apart) or family.tensors
         if rule.paths[0] in specs
     }
     tied = config.tie_embeddings and "lm_head.weight" in stored
