@@ -30,6 +30,7 @@ def key_mass(
     scale: Scale,
     causal: bool,
     window: Array | int | None = None,
+    sink_logits: Array | None = None,
 ) -> Array:
     """Sum of softmax weights over all queries and heads, for every slot (the `xla` body).
 
@@ -44,6 +45,7 @@ def key_mass(
       scale: factor on the scores.
       causal: does a query see only slots up to its position? Else it sees every slot not hidden.
       window: sliding window in tokens (with ``causal``), or None.
+      sink_logits: [N], of each head one that takes weight in every softmax, or None.
 
     Returns:
       [B, M * page] float32; 0 in hidden slots.
@@ -101,6 +103,9 @@ def key_mass(
 
         top, weight = map(by_page, lax.map(lambda j: lax.cond(live[j], sums, no_sums, j), tiles))
         lse = jax.vmap(_grouped_lse)(top, weight, groups)
+        if sink_logits is not None:
+            sinks = sink_logits.astype(jnp.float32).reshape(num_kv_heads, group_size)
+            lse = jnp.logaddexp(lse, jnp.repeat(sinks, block, axis=1))
 
         def mass(j: Array) -> Array:
             scores, see = scores_of(*queries, j)

@@ -285,6 +285,21 @@ GOLDENS = (
     ),
     Golden("granite", "granite", SCALES),
     Golden(
+        "granite4",
+        "granitemoehybrid",
+        {
+            **SCALES,
+            "intermediate_size": 19,
+            "shared_intermediate_size": 37,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "layer_types": ["attention"] * 2,
+            "position_embedding_type": "rope",
+            "mamba_n_heads": 4,
+            "time_step_limit": None,
+        },
+    ),
+    Golden(
         "granite_bias",
         "granite",
         {

@@ -188,6 +188,7 @@ FAMILY_CHANGES: dict[str, dict[str, Any]] = {
     "glm": {"qkv_bias": True, "rope": GLM_ROPE},
     "glm4": {"qkv_bias": True, "post_norms": True, "rope": GLM_ROPE},
     "granite": SCALES,
+    "granite4": SCALES,
     "olmo2": OLMO,
     "olmo3": {
         **OLMO,

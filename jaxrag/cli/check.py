@@ -154,6 +154,9 @@ def _understood(found: "Overview") -> list[tuple[str, str]]:
         ("runs in", c.dtype),
         ("trained", trained),
     ]
+    if files.left_out:
+        parts = (f"{part} ({human_count(many)})" for part, many in files.left_out.items())
+        rows.append(("left out", f"{' and '.join(parts)}: the text part alone is read"))
     if found.ignored:
         rows.append(("ignored", f"of config.json: {', '.join(found.ignored)}"))
     return [*rows, *_text(found), *_memory(found)]
@@ -254,11 +257,14 @@ def _next(
 ) -> list[tuple[str, str]]:
     """Which methods suit, which of them missed the target, and what to type."""
     from jaxrag.models import FAMILIES
+    from jaxrag.reuse.methods import refused_methods
 
     rows = [("refused", one.refused) for one in suited if one.refused is not None]
     if FAMILIES[found.config.family].needs_bos and not found.reading.block_positions:
         text = "are read behind a BOS token, which this family needs: not isolated ones (epic)"
         rows.append(("chunks", text))
+    if refusing := refused_methods(found.config):
+        rows.append(("not here", f"{', '.join(refusing)}; each says why if it is asked for"))
     served = [one for one in suited if one.refused is None]
     missed: list[Choice] = []
     if checked is not None and not isinstance(checked.agreement, str):

@@ -93,7 +93,7 @@ def counted(number: int, what: str) -> str:
 def human_count(number: float) -> str:
     """1234567 -> 1.23M."""
     for size, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= size:
+        if abs(number) >= 0.9995 * size:  # 999.5M is written as 1G
             return f"{number / size:.3g}{unit}"
     return f"{number:.3g}"
 

@@ -69,6 +69,7 @@ def start_away(
         for it in carried_chunks(sequence)
     ]
     parts = search.parts
+    sinks = None if bank.sink_logits is None else np.asarray(bank.sink_logits, np.float32)
     config = with_heads(model.config, parts * search.share.ways)
     # Those that attend for other requests are not taken.
     with ThreadPoolExecutor(os.cpu_count(), "index") as builders:
@@ -93,6 +94,7 @@ def start_away(
                         documents=search.documents,
                         part=part,
                         parts=parts,
+                        sink_logits=None if sinks is None else sinks[index, asked],
                     )
                 )
                 for index, layer in enumerate(mine)

@@ -122,6 +122,7 @@ class Prefill:
         bank = PromptQueries(
             queries=model.zeros((*shape, model.config.num_heads, model.config.head_dim)),
             positions=model.put_batch(positions, rows),
+            sink_logits=model.params.layers.sink_logits,
         )
         self.prefilled = Prefilled(logits, table, bank)
         self.left = pieces(max(len(r.run.ids) for r in requests), PREFILL_TOKENS)
@@ -179,7 +180,7 @@ class Prefill:
 def _row(prefilled: Prefilled, row: Array) -> Prefilled:
     logits, table, bank = prefilled
     queries, positions = bank.queries[:, row][:, None], bank.positions[row][None]
-    bank = PromptQueries(queries=queries, positions=positions)
+    bank = bank.replace(queries=queries, positions=positions)
     return Prefilled(logits[row][None], jax.tree.map(lambda x: x[row][None], table), bank)
 
 

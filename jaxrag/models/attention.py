@@ -60,10 +60,10 @@ __all__ = [
     "attend_placed",
     "attend_pool",
     "attend_table",
-    "attention_received",
     "body_of",
     "check_kernels",
     "kept_mixture",
+    "key_mass",
     "measured_kernels",
     "merge",
     "paged_attention",
@@ -256,47 +256,6 @@ def kept_mixture(
         page=PAGE, steps=values.mapped.steps,
     )  # fmt: skip
     return out, lse
-
-
-def attention_received(
-    config: ModelConfig,
-    rope: RopeTable,
-    pool: PagePool,
-    table: PageTable,
-    groups: Array,
-    q: Array,
-    query_position: Array,
-    *,
-    causal: bool,
-) -> Array:
-    """Attention that every slot of the table gets in the last layer.
-
-    Args:
-      rope: tables beyond every position and offset.
-      groups: [B, M] int32 label of each page; a softmax runs over the pages of one label.
-      q: [B, T, N, H] that layer's queries before rotation.
-      query_position: [B, T] int32; -1 is padding.
-      causal: does a query see only slots up to its position?
-
-    Returns:
-      [B, S] float32, summed over queries and heads.
-    """
-    window = config.sliding_window
-    if not causal or (config.window_layers is not None and not config.window_layers[-1]):
-        window = None
-    rope = rope.of_layer(config.num_layers - 1)
-    pages = pool.rows(config.num_layers - 1, table.pages, config.num_layers)
-    return key_mass(
-        scale_rotary(q, rope, config.rope),
-        pool.k,
-        Pages(pages, table.offsets, table.slot_position),
-        query_position,
-        groups,
-        rotary_of(config, rope),
-        scale=scale_of(config),
-        causal=causal,
-        window=window,
-    )
 
 
 def attend_pool(

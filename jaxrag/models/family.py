@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     Arrange = Callable[[Mapping[str, StoredTensor], ModelConfig], Mapping[str, StoredTensor]]
 
 
+BESIDE = ("vision_tower", "multi_modal_projector", "embed_vision", "audio_tower", "embed_audio")
+# How tensors of a model in another begin, and what this stands for.
+_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
+
+
 @dataclasses.dataclass(frozen=True)
 class TensorRule:
     """One tensor of a checkpoint and the parameter (or fused parameters) it holds.
@@ -79,10 +84,11 @@ class Family:
     """A model family: its names in ``config.json``, its config reader and writer, its tensors.
 
     ``read_config`` raises ConfigError for a key that changes the arithmetic and is not supported.
+    ``apart`` are the tensors of a GGUF file, where they are others.
     ``ignored`` are ``fnmatch`` patterns of tensors that older checkpoints carry and nothing reads.
-    ``within`` are architectures that have such a model in them, whose tensors then begin with one
-    of ``prefixes`` in place of what this stands for. ``arrange`` makes of tensors of several shapes
-    those of the table. ``needs_bos``: it reads a text badly that has
+    ``within`` are architectures that have such a model in them, and what sees images beside it
+    (``BESIDE``), which nothing reads. ``arrange`` makes of tensors of several shapes those of the
+    table. ``needs_bos``: it reads a text badly that has
     no BOS token in front, so that no chunk is encoded alone, unless it was trained for that.
     """
 
@@ -92,16 +98,21 @@ class Family:
     read_config: Callable[[Mapping[str, Any]], ModelConfig]
     write_config: Callable[[ModelConfig], dict[str, Any]]
     tensors: tuple[TensorRule, ...]
+    apart: tuple[TensorRule, ...] = ()
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq", "*.attn.masked_bias")
     needs_bos: bool = False
     within: tuple[str, ...] = ()
-    prefixes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     arrange: "Arrange | None" = None
 
     def own_name(self, name: str) -> str:
         """What a tensor is called where the model is not in another."""
-        found = next((it for it in self.prefixes if name.startswith(it)), "")
-        return self.prefixes.get(found, "") + name.removeprefix(found)
+        found = next((it for it in _PREFIXES if self.within and name.startswith(it)), "")
+        return _PREFIXES.get(found, "") + name.removeprefix(found)
+
+    def beside(self, name: str) -> str:
+        """Of a model around this one the part that a tensor is of; "" of what is read."""
+        words = name.split(".")
+        return next((it for it in BESIDE if self.within and it in words[:2]), "")
 
 
 _ATTENTION = "model.layers.{layer}.self_attn."

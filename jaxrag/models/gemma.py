@@ -1,7 +1,7 @@
 """Gemma 3: windows in most layers, which rotate by other angles than the layers without one.
 
-Norms multiply by 1 + weight, embeddings are multiplied by the root of their width. A directory of
-the model that sees images too has the same below ``text_config``, and of that nothing else is read.
+Norms multiply by 1 + weight, embeddings are multiplied by the root of their width. Of the models
+that see images the text part is read.
 """
 
 import dataclasses
@@ -41,13 +41,11 @@ _DEFAULTS = Defaults(
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 _WINDOW, _PATTERN = 4096, 6
 _ACTIVATION = "gelu_pytorch_tanh"
-_OF_OUTER = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype")
 _SCALAR = "query_pre_attn_scalar"
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     """Every sixth layer is without a window, unless ``layer_types`` says otherwise."""
-    hf = text_of(hf)
     num_layers = read_num_layers(hf, _DEFAULTS.num_hidden_layers)
     pattern = read_int(hf, "sliding_window_pattern", _PATTERN)
     every = [_LOCAL if pattern < 1 or (i + 1) % pattern else _GLOBAL for i in range(num_layers)]
@@ -63,14 +61,6 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
         more_ropes=tuple(ropes[1:]),
         rope_layers=tuple(map(list(kinds).index, layer_types)) if ropes[1:] else None,
     )
-
-
-def text_of(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a config that is of the text, where it has others."""
-    if not isinstance(hf.get("text_config"), Mapping):
-        return hf
-    outer = {key: hf[key] for key in _OF_OUTER if hf.get(key) is not None}
-    return {**outer, **hf["text_config"]}
 
 
 def read_gemma(
@@ -168,8 +158,6 @@ FAMILY = Family(
     read_config=read_config,
     write_config=write_config,
     tensors=TENSORS + QK_NORM,
-    ignored=("*vision_tower.*", "*multi_modal_projector.*"),
     needs_bos=True,
     within=("Gemma3ForConditionalGeneration",),
-    prefixes={"language_model.": "", "model.language_model.": "model."},
 )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from jaxrag.base.config import ExpertsConfig, InParts, ModelConfig, RopeConfig
 from jaxrag.base.errors import ConfigError
 from jaxrag.models.family import QK_NORM, Family, TensorRule
-from jaxrag.models.gemma import TENSORS, read_gemma, text_of
+from jaxrag.models.gemma import TENSORS, read_gemma
 from jaxrag.models.hf_config import (
     Defaults,
     read_bool,
@@ -56,7 +56,6 @@ _ROPES: dict[str, dict[str, Any]] = {
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     """Every sixth layer and the last are global, unless ``layer_types`` says otherwise."""
-    hf = text_of(hf)
     for key, (default, what) in _REFUSED.items():
         if hf.get(key, default):
             raise ConfigError(
@@ -210,9 +209,7 @@ FAMILY = Family(
     read_config=read_config,
     write_config=write_config,
     tensors=TENSORS + QK_NORM + _OWN,
-    ignored=("*vision_tower.*", "*audio_tower.*", "*embed_vision.*", "*embed_audio.*"),
     needs_bos=True,
     within=("Gemma4ForConditionalGeneration",),
-    prefixes={"model.language_model.": "model."},
     arrange=_arrange,
 )

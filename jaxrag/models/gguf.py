@@ -23,7 +23,7 @@ from jaxrag.models.mxfp4 import joined
 from jaxrag.models.tensor_files import DTYPES, StoredTensor, read_tensors
 from jaxrag.models.text.gguf import ending_ids
 
-QUANTISED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+QUANTISED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -35,6 +35,7 @@ ARCHITECTURES = {
     "olmo2": "Olmo2ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
 }
 # Whose q and k are ordered for pairs of neighbours.
 _PAIRED = ("llama", "mistral", "granite", "smollm3")
@@ -62,10 +63,27 @@ _NAMES = {
     "ffn_down_exps": "mlp.experts.{expert}.down_proj",
     "rope_freqs": "rope_freqs",
 }
-_GEMMA_NAMES = {  # and OLMo 2's
+_NORMS_BEHIND = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
+}
+_EXPERTS = "block_sparse_moe.experts.{expert}."
+# What else tensors are called; of Mixtral's files the architecture is "llama".
+_OWN_NAMES = {
+    "gemma2": _NORMS_BEHIND,
+    "gemma3": _NORMS_BEHIND,
+    "olmo2": _NORMS_BEHIND,
+    "llama": {
+        "ffn_gate_inp": "block_sparse_moe.gate",
+        "ffn_gate_exps": _EXPERTS + "w1",
+        "ffn_up_exps": _EXPERTS + "w3",
+        "ffn_down_exps": _EXPERTS + "w2",
+    },
+    "gpt-oss": {
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_sinks": "self_attn.sinks",
+    },
 }
 _GEMMAS = ("gemma2", "gemma3")
 # Layers; of the sizes that there are, these alone have scores by the width of a model.
@@ -98,7 +116,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "attention.max_alibi_bias": (0,),
     "attention.temperature_scale": (0,),
     "rope.scaling.attn_factor": (0, 1),
-    "rope.scaling.yarn_attn_factor": (0, 1),
     "rope.scaling.yarn_ext_factor": (-1, 1),
     "rope.scaling.yarn_log_multiplier": (0,),
 }
@@ -187,21 +204,13 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
         of_it = (scales and key in _SCALES.values()) or (architecture == "gemma2" and key in _CAPS)
         if not of_it:
             number.require(key, neutral)
+    experts = _experts(number, architecture)
     window = number.whole("attention.sliding_window", 4096 if architecture == "gemma2" else 0)
-    if window and architecture not in ("llama", "mistral", *_GEMMAS):
+    if window and architecture not in ("llama", "mistral", "olmo2", "gpt-oss", *_GEMMAS):
         number.require("attention.sliding_window", (0,))
-    if window and not gemma:  # which is all that sets a Mistral apart from a Llama
-        architecture = "mistral"
-    count, experts = number.whole("expert_count", 0), {}
-    if architecture == "qwen3moe":
-        experts = {
-            "num_experts": count,
-            "num_experts_per_tok": number.whole("expert_used_count"),
-            "moe_intermediate_size": number.whole("expert_feed_forward_length"),
-            "norm_topk_prob": True,  # llama.cpp divides by their sum, always
-        }
-    elif count:
-        number.require("expert_count", (0,))
+    kind = ARCHITECTURES[architecture]
+    if architecture == "llama" and (window or experts):  # all that sets them apart from a Llama
+        kind = "MixtralForCausalLM" if experts else ARCHITECTURES["mistral"]
     matrices = {tensor.identity[1] for tensor in tensors.values() if len(tensor.shape) > 1}
     bos = header.number("tokenizer.ggml.bos_token_id", -1)
     embed = tensors.get("model.embed_tokens.weight")
@@ -211,10 +220,15 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
         large = number.whole("block_count") == _GEMMA_27B[architecture]
         scalar = width // heads if large else head_dim
         own = {**_of_gemma(number, rope, architecture), "query_pre_attn_scalar": scalar}
+    elif architecture == "gpt-oss":
+        plain = {} if rope["rope_type"] == "default" else {"truncate": False}  # as published
+        own = {"rope_parameters": {**rope, **plain}}
+    elif window and architecture == "olmo2":
+        kind, own = "Olmo3ForCausalLM", _of_olmo3(header, rope)
     return {
         **own,
         **experts,
-        "architectures": [ARCHITECTURES[architecture]],
+        "architectures": [kind],
         "vocab_size": 0 if embed is None else embed.shape[0],
         "hidden_size": width,
         "intermediate_size": number.whole("feed_forward_length"),
@@ -245,6 +259,35 @@ def _of_gemma(number: "_Numbers", rope: dict[str, Any], architecture: str) -> di
         "rope_parameters": {"full_attention": rope, "sliding_attention": local},
         "sliding_window_pattern": number.whole("attention.sliding_window_pattern", 6),
     }
+
+
+def _of_olmo3(header: Header, rope: dict[str, Any]) -> dict[str, Any]:
+    """An OLMo 2 with windows, in all layers but every fourth, unless the file says in which."""
+    local = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    said = header.numbers("olmo2.attention.sliding_window_pattern").tolist()
+    kinds = ["sliding_attention" if it else "full_attention" for it in said]
+    return {
+        "rope_parameters": {"full_attention": rope, "sliding_attention": local},
+        "layer_types": kinds or None,
+    }
+
+
+def _experts(number: "_Numbers", architecture: str) -> dict[str, Any]:
+    """Of a model with experts what ``config.json`` says of them."""
+    count = number.whole("expert_count", 0)
+    if not count and architecture not in ("qwen3moe", "gpt-oss"):
+        return {}
+    used = {"num_experts_per_tok": number.whole("expert_used_count")}
+    if architecture == "qwen3moe":
+        return {
+            **used,
+            "num_experts": count,
+            "moe_intermediate_size": number.whole("expert_feed_forward_length"),
+            "norm_topk_prob": True,  # llama.cpp divides by their sum, always
+        }
+    if architecture not in ("llama", "gpt-oss"):
+        number.require("expert_count", (0,))
+    return {**used, "num_local_experts": count}
 
 
 class _Numbers:
@@ -303,7 +346,7 @@ def _tensors(header: Header) -> dict[str, StoredTensor]:
     pairs = {"attn_q": heads, "attn_k": number.whole("attention.head_count_kv", heads)}
     size, end = header.path.stat().st_size, 0
     tensors: dict[str, StoredTensor] = {}
-    names = _NAMES | (_GEMMA_NAMES if architecture in (*_GEMMAS, "olmo2") else {})
+    names = _NAMES | _OWN_NAMES.get(architecture, {})
     for entry, place in sorted(header.tensors.items(), key=lambda item: item[1].start):
         where, (kind, nbytes) = f"{header.path}: {entry!r}", _type_of(header, entry)
         inside = end <= place.start and place.start + nbytes <= size
@@ -345,9 +388,10 @@ def _apart(tensor: GGUFTensor) -> list[GGUFTensor]:
     if "{expert}" not in tensor.name:
         return [tensor]
     count, size = tensor.shape[0], tensor.size // tensor.shape[0]
-    if len(tensor.shape) != 3 or count > MOST_EXPERTS:
+    axes = 2 if tensor.name.endswith("bias") else 3
+    if len(tensor.shape) != axes or count > MOST_EXPERTS:
         raise ModelError(
-            f"{tensor.path}: {tensor.entry!r} is {list(tensor.shape)}, expected three axes, and "
+            f"{tensor.path}: {tensor.entry!r} is {list(tensor.shape)}, expected {axes} axes, and "
             f"{MOST_EXPERTS} experts at most"
         )
     return [
@@ -415,6 +459,10 @@ def _rope(header: Header, number: _Numbers, head_dim: int) -> dict[str, Any]:
                  "beta_fast": number("rope.scaling.yarn_beta_fast", 0) or None,
                  "beta_slow": number("rope.scaling.yarn_beta_slow", 0) or None}  # fmt: skip
         scaled |= {key: value for key, value in named.items() if value is not None}
+    usual = 0.1 * math.log(factor) + 1 if kind == "yarn" and factor > 1 else 1.0
+    stated = number("rope.scaling.yarn_attn_factor", 0)
+    if stated not in (0, 1) and not math.isclose(stated, usual, rel_tol=1e-4):
+        number.require("rope.scaling.yarn_attn_factor", (usual,))
     if _ROPE_FREQS not in header.tensors:
         return scaled
     plain = RopeConfig(theta=theta, rotary_dim=head_dim, interleaved=False, scaling=None)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrag.base.config import ExpertsConfig, ModelConfig
-from jaxrag.models.family import DECODER, O_BIAS, QKV_BIAS, Family, TensorRule
+from jaxrag.models.family import DECODER, EXPERTS, O_BIAS, QKV_BIAS, Family, TensorRule
 from jaxrag.models.hf_config import (
     Defaults,
     read_bool,
@@ -46,6 +46,8 @@ _WINDOW = 128
 _QUANTISED = "quantization_config"
 _LAYER = "model.layers.{layer}."
 _EXPERTS = _LAYER + "mlp.experts."
+_ONE = _EXPERTS + "{expert}."
+_ATTENTION = (*DECODER, *QKV_BIAS, *O_BIAS)
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
@@ -108,9 +110,7 @@ FAMILY = Family(
     read_config=read_config,
     write_config=write_config,
     tensors=(
-        *DECODER,
-        *QKV_BIAS,
-        *O_BIAS,
+        *_ATTENTION,
         TensorRule(_LAYER + "self_attn.sinks", ("layers.sink_logits",), "n -> n"),
         TensorRule(_LAYER + "mlp.router.weight", ("layers.router",), "e d -> d e"),
         TensorRule(_LAYER + "mlp.router.bias", ("layers.router_bias",), "e -> e"),
@@ -122,5 +122,14 @@ FAMILY = Family(
         ),
         TensorRule(_EXPERTS + "down_proj", ("layers.down",), "e f d -> e f d"),
         TensorRule(_EXPERTS + "down_proj_bias", ("layers.down_bias",), "e d -> e d"),
+    ),
+    apart=(
+        *_ATTENTION,
+        *EXPERTS,
+        TensorRule(_LAYER + "self_attn.sinks.weight", ("layers.sink_logits",), "n -> n"),
+        TensorRule(_LAYER + "mlp.gate.bias", ("layers.router_bias",), "e -> e"),
+        TensorRule(_ONE + "gate_proj.bias", ("layers.gate_bias",), "f -> f"),
+        TensorRule(_ONE + "up_proj.bias", ("layers.up_bias",), "f -> f"),
+        TensorRule(_ONE + "down_proj.bias", ("layers.down_bias",), "d -> d"),
     ),
 )

@@ -26,7 +26,7 @@ from jaxrag.base.types import Array, HostArray
 from jaxrag.models import FAMILIES
 from jaxrag.models.family import Family, TensorRule
 from jaxrag.models.gguf import read_gguf_config, stored_tensors
-from jaxrag.models.hf_config import read_token_ids
+from jaxrag.models.hf_config import OF_OUTER, read_token_ids, text_part
 from jaxrag.models.spec import (
     Params,
     ParamSpec,
@@ -40,6 +40,18 @@ from jaxrag.models.tensor_files import StoredTensor, read_json, read_tensors, re
 from jaxrag.models.text.tokenizer import Tokenizer
 
 Index = tuple[slice, ...]
+
+_RECURRENT = "layers of linear attention keep a state, and no KV of tokens"
+_LATENT = "it caches latents, from which K and V are made (MLA)"
+# Why models whose ``model_type`` begins so are none of FAMILIES.
+_WHY = {
+    "qwen3_next": _RECURRENT,
+    "qwen3_5": _RECURRENT,
+    "llama4": "a token sees the tokens of its own 8192 positions, so that no chunk could be moved",
+    "deepseek_v": _LATENT,
+    "kimi_k2": _LATENT,
+    "ministral3": "queries are multiplied by what depends on their position",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,14 +90,20 @@ def find_family(hf: Mapping[str, Any], where: str) -> Family:
         raise ModelError(f"{where}: architectures={architectures!r:.200}: expected a list of names")
     if not (model_type is None or isinstance(model_type, str)):
         raise ModelError(f"{where}: model_type={model_type!r:.200}: expected a name")
+    inner = text_part(hf).get("model_type")
     for family in FAMILIES.values():
-        if {family.architecture, *family.within} & set(architectures):
+        if family.architecture in architectures:
+            return family
+        known = inner in (None, model_type, family.model_type)
+        if known and {*family.within} & {*architectures}:
             return family
         if not architectures and family.model_type == model_type:
             return family
-    supported = ", ".join(family.architecture for family in FAMILIES.values())
     found = ", ".join(architectures) or model_type
-    raise ModelError(f"{where}: architecture {found} is not supported; supported are {supported}")
+    why = next((said for name, said in _WHY.items() if str(inner).startswith(name)), "")
+    if not why:
+        why = f"supported are {', '.join(it.architecture for it in FAMILIES.values())}"
+    raise ModelError(f"{where}: architecture {found} is not supported; {why}")
 
 
 def load_config(directory: Path) -> ModelConfig:
@@ -130,7 +148,7 @@ def _read_config(
     """A config of what ``config.json`` and ``generation_config.json`` hold."""
     family = find_family(hf, str(directory / "config.json"))
     try:
-        config = family.read_config(hf)
+        config = family.read_config(text_part(hf))
         if generation is not None:
             config = _add_generation_ids(config, generation)
     except ConfigError as error:
@@ -146,9 +164,11 @@ def ignored_keys(directory: Path) -> tuple[str, ...]:
     """Keys of ``config.json`` that nothing reads, none of a GGUF file's. As ``load_config``."""
     if is_gguf(directory):
         return ()
-    hf = _Noting(read_json(Path(directory) / "config.json"))
-    find_family(hf, str(directory)).read_config(hf)
-    return tuple(key for key in hf if key not in hf.asked)
+    hf = read_json(Path(directory) / "config.json")
+    read = _Noting(text_part(hf))
+    find_family(hf, str(directory)).read_config(read)
+    named = read.asked | {"architectures", "model_type", "text_config", *OF_OUTER}
+    return tuple(key for key in {**hf, **read} if key not in named)
 
 
 class _Noting(dict[str, Any]):
@@ -248,11 +268,12 @@ def find_sources(directory: Path, config: ModelConfig) -> dict[str, StoredParam]
     specs = by_name(param_specs(config))
     shapes = {
         rule: specs[rule.paths[0]].shape[rule.repeats :]
-        for rule in family.tensors
+        for rule in (is_gguf(directory) and family.apart) or family.tensors
         if rule.paths[0] in specs
     }
     tied = config.tie_embeddings and "lm_head.weight" in stored
     ignored = (*family.ignored, "lm_head.weight") if tied else family.ignored
+    stored = {name: it for name, it in stored.items() if not family.beside(name)}
     counts = (config.num_layers, 0 if config.experts is None else config.experts.count)
     found = match_tensors(directory, stored, shapes, counts, (family.name, "model"), ignored)
     if tied:

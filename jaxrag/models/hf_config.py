@@ -56,6 +56,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 _QUANTISED = ("quantization_config", "compression_config")
 _UNQUANTISED = "; take the weights that were quantised, in bfloat16, float16 or float32"
 _LARGEST = sys.float_info.max
+OF_OUTER = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype")
 _SHARED_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 _SCALING_KEYS: dict[str, frozenset[str]] = {
     "default": frozenset(),
@@ -97,6 +98,14 @@ class Defaults:
     partial_rotary_factor: float = 1.0
     rope_theta: float = 10_000.0
     tie_word_embeddings: bool = False
+
+
+def text_part(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of a model that reads not only text what its text part's ``config.json`` would hold."""
+    inner = hf.get("text_config")
+    if not isinstance(inner, Mapping):
+        return hf
+    return {**{key: hf[key] for key in OF_OUTER if hf.get(key) is not None}, **inner}
 
 
 def read_int(hf: Mapping[str, Any], key: str, default: int) -> int:

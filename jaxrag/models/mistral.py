@@ -1,4 +1,7 @@
-"""Mistral 7B and its kin: no biases, one sliding window for all layers or none."""
+"""Mistral 7B and its kin: no biases, one sliding window for all layers or none.
+
+Of Mistral Small 3.1 and 3.2, which see images, the text part is read.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -52,4 +55,5 @@ FAMILY = Family(
     read_config=read_config,
     write_config=write_config,
     tensors=DECODER + GATED_MLP,
+    within=("Mistral3ForConditionalGeneration",),
 )

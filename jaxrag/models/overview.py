@@ -61,6 +61,7 @@ class WeightFiles:
     Attributes:
       kind: "Hugging Face directory", "GGUF file" or "jaxrag checkpoint".
       dtypes: that weights are stored in; of a GGUF file its own types.
+      left_out: what nothing reads of a model that reads not only text, with its parameters.
     """
 
     kind: str
@@ -68,6 +69,7 @@ class WeightFiles:
     nbytes: int
     dtypes: tuple[str, ...]
     parameters: int
+    left_out: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,12 +240,17 @@ def _hf_files(path: Path, config: ModelConfig) -> WeightFiles:
     tensors = stored_tensors(path)
     used = {tensor.name for source in sources.values() for tensor in source.tensors}
     found = {tensor.path for tensor in tensors.values()}
+    left_out: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        if part := FAMILIES[config.family].beside(name):
+            left_out[part] = left_out.get(part, 0) + math.prod(tensor.shape)
     return WeightFiles(
         kind="GGUF file" if is_gguf(path) else "Hugging Face directory",
         count=len(found),
         nbytes=sum(file.stat().st_size for file in found),
         dtypes=tuple(sorted({tensors[name].identity[1] for name in used})),
         parameters=sum(math.prod(tensors[name].shape) for name in used),
+        left_out=left_out,
     )
 
 

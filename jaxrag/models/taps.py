@@ -18,10 +18,14 @@ from jaxrag.models.attention import (
     Pages,
     attend_pool,
     attend_table,
+    key_mass,
     paged_attention,
+    rotary_of,
+    scale_of,
     with_sink_logits,
 )
-from jaxrag.models.rope import RopeTable
+from jaxrag.models.decoder import Decoder
+from jaxrag.models.rope import RopeTable, scale_rotary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +83,48 @@ class LastQueries:
         """Attend as the other does, and keep q."""
         out, inner, collected = self.attend(layer, window, q, k, v, tokens, cache[0])
         return out, (inner, q), collected
+
+
+def attention_received(
+    decoder: Decoder,
+    pool: PagePool,
+    table: PageTable,
+    groups: Array,
+    q: Array,
+    query_position: Array,
+    *,
+    causal: bool,
+) -> Array:
+    """Attention that every slot of the table gets in the last layer; sink logits take of it.
+
+    Args:
+      decoder: with tables beyond every position and offset, layers stacked.
+      groups: [B, M] int32 label of each page; a softmax runs over the pages of one label.
+      q: [B, T, N, H] that layer's queries before rotation.
+      query_position: [B, T] int32; -1 is padding.
+      causal: does a query see only slots up to its position?
+
+    Returns:
+      [B, S] float32, summed over queries and heads.
+    """
+    config, sinks = decoder.config, decoder.params.layers.sink_logits
+    window = config.sliding_window
+    if not causal or (config.window_layers is not None and not config.window_layers[-1]):
+        window = None
+    rope = decoder.rope.of_layer(config.num_layers - 1)
+    pages = pool.rows(config.num_layers - 1, table.pages, config.num_layers)
+    return key_mass(
+        scale_rotary(q, rope, config.rope),
+        pool.k,
+        Pages(pages, table.offsets, table.slot_position),
+        query_position,
+        groups,
+        rotary_of(config, rope),
+        scale=scale_of(config),
+        causal=causal,
+        window=window,
+        sink_logits=None if sinks is None else sinks[-1],
+    )
 
 
 @dataclasses.dataclass(frozen=True)

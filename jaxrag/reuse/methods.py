@@ -380,6 +380,11 @@ def choices(config: ModelConfig, reading: Reading) -> tuple[Choice, ...]:
     return tuple(dataclasses.replace(one, default=one is first) for one in found)
 
 
+def refused_methods(config: ModelConfig) -> tuple[str, ...]:
+    """Names of the presets that cannot serve the model."""
+    return tuple(name for name, it in METHODS.items() if _choice(it, config).refused)
+
+
 def default_choice(config: ModelConfig, reading: Reading) -> Choice:
     """What a new knowledge base keeps and is asked by, where no encoder and no method is named.
 

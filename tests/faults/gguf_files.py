@@ -39,6 +39,10 @@ NAMES = {
     "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp",
     **{f"mlp.experts.{it}_proj": f"ffn_{it}_exps" for it in ("gate", "up", "down")},
+    "block_sparse_moe.gate": "ffn_gate_inp", "mlp.router": "ffn_gate_inp",
+    **{f"block_sparse_moe.experts.w{at}": f"ffn_{it}_exps"
+       for at, it in zip((1, 3, 2), ("gate", "up", "down"), strict=True)},
+    "self_attn.sinks": "attn_sinks",
 }  # fmt: skip
 GEMMA_NAMES = {
     "pre_feedforward_layernorm": "ffn_norm", "post_attention_layernorm": "post_attention_norm",
@@ -81,7 +85,8 @@ def stored(values, kind):
 def write(path, directory, kind="F32", *, architecture=None, metadata=(), tokenizer=None):
     """A Hugging Face directory as a GGUF file; ``metadata`` is keys that are added or changed."""
     hf, config = json.loads((directory / "config.json").read_text()), load_config(directory)
-    names = {"mistral": "llama", "qwen3_moe": "qwen3moe"}
+    names = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe", "olmo3": "olmo2",
+             "gpt_oss": "gpt-oss"}  # fmt: skip
     name = architecture or names.get(config.family, config.family)
     writer = GGUFWriter(path, name)
     values = {
@@ -119,6 +124,10 @@ def write(path, directory, kind="F32", *, architecture=None, metadata=(), tokeni
         writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
     values = {f"{name}.{key}": value for key, value in values.items()}
     values |= {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2}
+    if config.family == "olmo3":
+        said = [it == "sliding_attention" for it in hf["layer_types"]]
+        if said != [(layer + 1) % 4 > 0 for layer in range(config.num_layers)]:
+            values["olmo2.attention.sliding_window_pattern"] = said
     for key, value in {**values, **(tokenizer or {}), **dict(metadata)}.items():
         put(writer, key, value)
     for key, view in stacked(directory).items():
@@ -127,7 +136,7 @@ def write(path, directory, kind="F32", *, architecture=None, metadata=(), tokeni
             view = paired(view, heads)
         if name in ("gemma2", "gemma3") and key.endswith("norm.weight"):
             view = view + 1
-        one = kind if view.ndim > 1 else "F32"
+        one = kind if view.ndim > 1 and not key.endswith("bias") else "F32"
         writer.add_tensor(entry(key, name), stored(view, one), raw_dtype=GGMLQuantizationType[one])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -141,14 +150,30 @@ def stacked(directory):
     found, experts = {}, {}
     for key, tensor in sorted(read_tensors(directory).items()):
         view, parts = np.asarray(tensor.view(), np.float32), key.split(".experts.")
-        if len(parts) == 1:
+        if len(parts) == 1 or not parts[1][0].isdigit():
             found[key] = view
         else:
             number, rest = parts[1].split(".", 1)
             experts.setdefault(f"{parts[0]}.experts.{rest}", {})[int(number)] = view
     for key, each in experts.items():
         found[key] = np.stack([each[number] for number in range(len(each))])
+    for key in [it for it in found if it.rsplit(".", 1)[-1].startswith(("gate_up_", "down_"))]:
+        found |= of_gpt_oss(key, found.pop(key))
     return found
+
+
+def of_gpt_oss(key, values):
+    """Its experts' tensors [E, in, out] as llama.cpp's converter parts and turns them."""
+    stem, last = key.rsplit(".", 1)
+    end = "bias" if last.endswith("_bias") else "weight"
+    if last.startswith("down"):
+        parts = {"down": values}
+    else:
+        parts = {"gate": values[..., ::2], "up": values[..., 1::2]}
+    return {
+        f"{stem}.{name}_proj.{end}": it if end == "bias" else it.swapaxes(1, 2)
+        for name, it in parts.items()
+    }
 
 
 def put(writer, key, value):
@@ -168,6 +193,9 @@ def put(writer, key, value):
 def entry(key, architecture):
     """The name of a tensor in the file."""
     names = NAMES | (GEMMA_NAMES if architecture in ("gemma2", "gemma3", "olmo2") else {})
+    if architecture == "gpt-oss":
+        names = {**names, "post_attention_layernorm": "post_attention_norm"}
+    key = f"{key}.weight" if key.endswith(".sinks") else key
     *layer, last = key.removeprefix("model.layers.").split(".", 1) if ".layers." in key else [key]
     stem, end = last.rsplit(".", 1)
     return ".".join([*(["blk"] if layer else []), *layer, names[stem], end])

@@ -95,6 +95,38 @@ def test_mass_is_the_column_sum_of_dense_softmax(rng, rope, queries, causal, win
         np.testing.assert_allclose(got[row], expected, rtol=2e-3, atol=2e-4)
 
 
+def test_a_sink_logit_takes_of_every_softmax(rng):
+    """As much as a key without a slot would; and each head has its own."""
+    rope, table = ROPES["half"], rope_table(ROPES["half"], 64)
+    keys, asked = (rng.normal(size=it).astype(np.float32) for it in ((2, PAGE, K, H), (3, N, H)))
+    at = np.array([[33, 40, 57]])
+
+    def mass(q, pool, sinks):
+        slots = jnp.arange(2 * PAGE)[None]
+        pages = Pages(jnp.array([[0, 1]]), jnp.array([[0, 0]]), slots)
+        given = (jnp.asarray(at[:, : q.shape[0]]), jnp.array([[0, 1]]))
+        rotary = Rotary(table.cos, table.sin, rope.interleaved)
+        sinks = None if sinks is None else jnp.asarray(sinks, jnp.float32)
+        rows = jnp.asarray(q[None]), jnp.asarray(pool)
+        return np.asarray(
+            key_mass(*rows, pages, *given, rotary, scale=0.3, causal=False, sink_logits=sinks)[0]
+        )
+
+    one = asked[:1, 4:5], keys[:, :, 1:]
+    turned = rotated(one[0][0], at[0, :1], rope)[0]
+    scores = 0.3 * one[1][:, :, 0] @ turned
+    kept = 1 / (1 + np.exp(0.7 - np.log(np.exp(scores).sum(1))))
+    close = {"rtol": 2e-4, "atol": 1e-6}
+    expected = mass(*one, None) * np.repeat(kept, PAGE)
+    np.testing.assert_allclose(mass(*one, [0.7]), expected, **close)
+    sinks = rng.normal(size=N)
+    each = [
+        mass(asked[:, n : n + 1], keys[:, :, n // G : n // G + 1], sinks[n : n + 1])
+        for n in range(N)
+    ]
+    np.testing.assert_allclose(mass(asked, keys, sinks), sum(each), **close)
+
+
 def test_keys_in_place_and_turned_keys_are_the_same(rng):
     """A page's offset turns its keys as if they had been placed there."""
     rope, ropes = ROPES["half"], rope_table(ROPES["half"], 1024)

@@ -11,7 +11,7 @@ from refusal import refused
 from jaxrag.base.config import ExpertsConfig, config_from_dict, config_to_dict
 from jaxrag.base.errors import ConfigError
 from jaxrag.base.sharding import make_mesh
-from jaxrag.models import FAMILIES
+from jaxrag.models import FAMILIES, experts
 from jaxrag.models.experts import by_ragged_dot, by_tiles, experts_mlp, routed
 from jaxrag.models.flops import block_attention_flops, forward_flops
 from jaxrag.models.model import Model, random_model
@@ -84,6 +84,25 @@ def test_experts_that_are_elsewhere_add_nothing(rng, mix):
     share, chosen = choice(rng, 40, 8, 3)
     out = mix(jnp.asarray(x), jnp.asarray(share), jnp.asarray(chosen - 2), weights, CLAMP)
     np.testing.assert_allclose(out, one_by_one(x, share, chosen - 2, weights, CLAMP), **CLOSE)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_meets_its_experts_in_blocks(rng, monkeypatch, dtype):
+    shapes = {"gate": (16, 12), "up": (16, 12), "down": (12, 16), "up_bias": (12,)}
+    weights = {
+        name: jnp.asarray(rng.normal(size=(7, *shape)), dtype) for name, shape in shapes.items()
+    }
+    share, chosen = map(jnp.asarray, choice(rng, 3, 7, 2))
+    x = jnp.asarray(rng.normal(size=(3, 16)), dtype)
+    given = (x, share, chosen, weights, None)
+    whole, plain = by_tiles(*given), by_ragged_dot(*given)
+    monkeypatch.setattr(experts, "_BLOCK", 100)
+    program = str(jax.make_jaxpr(lambda *it: by_tiles(*it, None))(*given[:4]))
+    parts = {"float32": 8, "bfloat16": 4}[dtype]  # of 768 bytes and of 384
+    assert f"[{7 * parts},{16 // parts},12]" in program
+    close = CLOSE if dtype == "float32" else {"rtol": 0.03, "atol": 0.06}
+    for expected in (whole, plain):
+        np.testing.assert_allclose(by_tiles(*given), expected, **close)
 
 
 def test_gradients_of_tiles(rng):

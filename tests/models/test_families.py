@@ -105,6 +105,16 @@ def test_layers_of_smollm3_without_rotation(keys, kinds, windows):
     assert FAMILIES["smollm3"].read_config(FAMILIES["smollm3"].write_config(config)) == config
 
 
+def test_a_granite_4_may_be_without_positions():
+    keys = {"layer_types": ["attention"] * 32, "num_local_experts": 0}
+    bare, rotary = (
+        read("granite4", **keys, position_embedding_type=kind) for kind in ("nope", "rope")
+    )
+    assert bare.rope.scaling == NoRotation() and rotary.rope.scaling is None
+    assert bare.mlp_dim == 1024
+    assert read("granite4", **FAMILIES["granite4"].write_config(bare)) == bare
+
+
 def test_biases_and_norms_per_family():
     llama = read("llama", attention_bias=True, mlp_bias=True)
     assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias) == (True, True, True)
@@ -221,6 +231,8 @@ def test_original_length_beside_the_rope_settings_wins():
         ("granite", {"logits_scaling": 2.0**-40}, "logit_scale=1099511627776.0"),
         ("granite", {"embedding_multiplier": None}, "embedding_multiplier=None"),
         ("granite", {"sliding_window": 64}, "sliding_window=64"),
+        ("granite4", {}, "layer_types contains 'mamba'"),
+        ("granite4", {"layer_types": ["attention"]}, "num_local_experts=8"),
         ("olmo2", {"sliding_window": 64}, "sliding_window=64"),
         ("olmo3", {"layer_types": ["full_attention"]}, "1 entries for 32 layers"),
         ("olmo3", {"layer_types": ["chunked_attention"] * 32}, "chunked_attention"),

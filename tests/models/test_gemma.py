@@ -18,6 +18,7 @@ from jaxrag.models import FAMILIES
 from jaxrag.models.decoder import embedded, rms_norm
 from jaxrag.models.digest import params_digest
 from jaxrag.models.hf import load_config, load_hf
+from jaxrag.models.hf_config import text_part
 from jaxrag.models.spec import by_name
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "gemma3"
@@ -25,7 +26,7 @@ LOCAL = RopeConfig(10_000.0, 256, False, None)
 
 
 def read(**keys):
-    return FAMILIES["gemma3"].read_config(keys)
+    return FAMILIES["gemma3"].read_config(text_part(keys))
 
 
 def test_a_config_of_the_size_of_4b_says_little():

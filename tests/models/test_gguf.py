@@ -1,7 +1,9 @@
 """GGUF files are read as the Hugging Face directories that they were made of, or refused."""
 
+import dataclasses
 import itertools
 import json
+import math
 import shutil
 import struct
 
@@ -14,7 +16,7 @@ from gguf_files import GOLDENS, byte_level, paired, sentence_pieces, write
 from refusal import refused
 from safetensors.numpy import load_file, save_file
 
-from jaxrag.base.config import ExpertsConfig
+from jaxrag.base.config import ExpertsConfig, RopeConfig, YarnScaling
 from jaxrag.base.errors import ConfigError, ModelError, TokenizerError
 from jaxrag.base.gguf import read_header
 from jaxrag.cli import main
@@ -45,7 +47,8 @@ def wide(tmp_path_factory, random_params):
     "name",
     ["llama", "llama_bias", "llama_tied", "llama_linear", "llama_yarn", "llama_llama3",
      "llama_fp16", "mistral_window", "qwen2", "qwen3", "qwen3_moe_normalised", "granite",
-     "granite_bias", "olmo2", "olmo2_bias", "smollm3"],
+     "granite_bias", "olmo2", "olmo2_bias", "olmo3", "olmo3_every_fourth", "smollm3", "mixtral",
+     "mixtral_window"],
 )  # fmt: skip
 def test_a_file_is_the_directory_it_was_made_of(name, tmp_path):
     path = write(tmp_path / "model.gguf", GOLDENS / name)
@@ -86,6 +89,45 @@ def test_quantised_experts_are_apart(random_params, tiny_config, tmp_path):
     })  # fmt: skip
     with refused(ConfigError, "experts=0"):
         load_config(flat)
+
+
+def test_a_file_of_gpt_oss(random_params, tiny_config, tmp_path):
+    """It says nothing of the clamp, and that layers have a window in turn is known."""
+    experts = ExpertsConfig(3, 2, normalise=True, router_bias=True, clamp=(1.702, 7.0))
+    yarn = YarnScaling(4.0, 32, 32.0, 1.0, 0.1 * math.log(4) + 1, truncate=False)
+    rope = RopeConfig(100.0, 32, interleaved=False, scaling=yarn)
+    config = tiny_config(
+        "gpt_oss", model_dim=32, mlp_dim=64, head_dim=32, num_heads=2, num_kv_heads=1, num_layers=2,
+        rope=rope, window_layers=(True, False), experts=experts,
+    )  # fmt: skip
+    params = random_params(config)
+    export_hf(tmp_path / "hf", params, config)
+    found, ours, _ = load_hf(write(tmp_path / "model.gguf", tmp_path / "hf"))
+    assert found == load_config(tmp_path / "hf")
+    assert params_digest(ours) == params_digest(params)
+    usual = {"gpt-oss.rope.scaling.yarn_attn_factor": 0.1 * math.log(4) + 1}
+    path = write(tmp_path / "model.gguf", tmp_path / "hf", "MXFP4", metadata=usual)
+    ours, kind = load_params(path, config, dtype="float32").layers, GGMLQuantizationType.MXFP4
+    for name in ("gate", "up", "down"):
+        turned = np.asarray(getattr(params.layers, name)).swapaxes(2, 3)
+        stored = gguf.quants.dequantize(gguf_files.stored(turned, "MXFP4"), kind)
+        np.testing.assert_array_equal(getattr(ours, name), stored.swapaxes(2, 3), err_msg=name)
+        bias = f"{name}_bias"
+        np.testing.assert_array_equal(getattr(ours, bias), getattr(params.layers, bias))
+    assert load_config(path) == dataclasses.replace(found, dtype="bfloat16")
+    with refused(ModelError, "gpt-oss.rope.scaling.yarn_attn_factor=3.0", "1.138"):
+        load_config(write(path, tmp_path / "hf", metadata=dict.fromkeys(usual, 3.0)))
+
+
+def test_messages_of_gpt_oss_end_no_answer(tmp_path):
+    words = byte_level("gpt-4o")
+    ids = len(words["tokenizer.ggml.tokens"])
+    words["tokenizer.ggml.tokens"] += ["<|end|>", "<|return|>", "<|call|>"]
+    words["tokenizer.ggml.token_type"] += [3] * 3
+    path = write(tmp_path / "a.gguf", GOLDENS / "llama", tokenizer=words)
+    assert load_config(path).eos_ids == (2, 0, ids + 1, ids + 2)
+    words["tokenizer.ggml.tokens"][-1] = "<|other|>"
+    assert load_config(write(path, GOLDENS / "llama", tokenizer=words)).eos_ids == (2, 0, ids)
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", *QUANTISED])
@@ -188,6 +230,7 @@ SMOLLM = [
         ("qwen2", QWEN2),
         ("llama-bpe", [*QWEN2[:5], "123", "45", *QWEN2[10:]]),
         ("tekken", [*QWEN2[:3], "'S", *QWEN2[4:]]),
+        ("gpt-4o", ["it's", " IT'S", " ", "123", "45", *QWEN2[10:]]),
         ("default", ["it", "'", "s", " IT", "'", "S", " ", "123", "45", " x", "\n\n", " ", "½", "é",
                      " ", " y", "..", "\n"]),
         ("deepseek-coder", ["it", "'", "s", " IT", "'", "S", " ", *"12345", " x", "\n", "\n", " ",
@@ -262,7 +305,7 @@ def test_sentence_pieces_without_a_space_or_bos(tmp_path):
         ({"general.architecture": "gemma4"}, ("'gemma4'", "llama, mistral, qwen2, qwen3")),
         ({"split.count": 3}, ("one of 3 parts", "llama-gguf-split --merge")),
         ({"general.type": "adapter"}, ("'adapter'",)),
-        ({"llama.expert_count": 8}, ("llama.expert_count=8",)),
+        ({"llama.expert_count": 8}, ("llama.expert_used_count",)),
         ({"llama.attention.scale": 0.5}, ("llama.attention.scale=0.5",)),
         ({"llama.rope.scaling.type": "longrope"}, ("longrope", "yarn")),
         ({"llama.rope.dimension_count": 4}, ("llama.rope.dimension_count=4", "expected 10")),

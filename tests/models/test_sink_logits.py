@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from jaxrag.base.types import FINAL, Partial, Tokens
+from jaxrag.kv.cache import PAGE, PagePool, PageTable
 from jaxrag.models.attention import PackedAttend, merge, with_sink_logits
 from jaxrag.models.decoder import forward
 from jaxrag.models.model import random_model
 from jaxrag.models.rope import place
-from jaxrag.models.taps import ChunkMassAttend, Tap
+from jaxrag.models.taps import ChunkMassAttend, Tap, attention_received
 from jaxrag.train.step import decays
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -107,6 +108,22 @@ def test_shares_of_attention_are_what_sinks_leave(rng, tiny_config):
     shares = weights.mean(1).sum(0)  # over heads, then layers
     np.testing.assert_allclose(sums[0, :, 0], shares[:, :5].sum(-1), **CLOSE)
     np.testing.assert_allclose(sums[0, :, 1], shares[:, 5:9].sum(-1), **CLOSE)
+
+
+def test_attention_received_is_what_the_last_layers_sinks_leave(rng, tiny_config):
+    """Of one query in one head over one page: all that is left of a weight of 1."""
+    model = random_model(tiny_config("llama", sink_logits=True, num_heads=1, num_kv_heads=1))
+    pool = PagePool(*(jnp.asarray(rng.normal(size=(3, PAGE, 1, 10)), jnp.float32),) * 2)
+    table = PageTable(*(jnp.zeros((1, 1), jnp.int32),) * 2, jnp.arange(PAGE)[None])
+    q, at = jnp.asarray(rng.normal(size=(1, 1, 1, 10)), jnp.float32), jnp.full((1, 1), PAGE)
+    given = (pool, table, jnp.zeros((1, 1), jnp.int32), q, at)
+    found = attention_received(model.decoder(64), *given, causal=True)
+    turned = place(q, at, model.rope(64), model.config.rope)[0, 0, 0]
+    keys = place(pool.k[2:], jnp.zeros((1, PAGE), jnp.int32), model.rope(64), model.config.rope)
+    lse = jax.nn.logsumexp(keys[0, :, 0] @ turned * 10**-0.5)
+    kept = jax.nn.sigmoid(lse - model.params.layers.sink_logits[2, 0])
+    assert 0.01 < kept < 0.99
+    np.testing.assert_allclose(found.sum(), kept, **CLOSE)
 
 
 def test_they_do_not_decay(tiny_config):

@@ -14,7 +14,9 @@ from jaxrag.engine.engine import engine_of
 from jaxrag.engine.prefilled import prefilled
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.measure.evals.gate import kl_divergence
+from jaxrag.models.digest import params_digest
 from jaxrag.models.export import export_hf
+from jaxrag.models.hf import load_hf
 from jaxrag.models.spec import init_params
 from jaxrag.reuse.methods import METHODS
 from jaxrag.train.config import OptimizerPart
@@ -88,6 +90,35 @@ def test_experts_are_sharded_alike(train_config, settings, tiny_config, tokenize
         np.testing.assert_allclose(ours, moved, rtol=1e-2, atol=1e-4)
     with refused(ConfigError, "does not divide the model's 4 experts"):
         set_up(train_config(**settings, **{"compute.tensor": 3}))
+
+
+FAMILIES = ("mixtral", "gemma3", "gpt_oss", "qwen3_moe", "olmo3", "granite", "smollm3")
+
+
+@pytest.mark.parametrize("trained", ["blocks", "adapters"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_are_exported_and_trained(
+    train_config, settings, tiny_config, tokenizer_dir, tmp_path, family, trained
+):
+    layers = {"window_layers": (True, False)} if family == "gpt_oss" else {}
+    config = tiny_config(family, vocab_size=600, num_layers=2, **layers)
+    params = init_params(config, jax.random.key(3))
+    export_hf(tmp_path / "x", params, config, tokenizer_dir)
+    found, loaded, _ = load_hf(tmp_path / "x")
+    assert dataclasses.replace(found, eos_ids=config.eos_ids, bos_id=config.bos_id) == config
+    assert params_digest(loaded) == params_digest(params)
+    settings |= {"model.path": str(tmp_path / "x"), "data.rows": 2}
+    if trained == "adapters":
+        settings |= {"lora": {"rank": 2, "alpha": 2.0, "targets": ["q", "v", "o"]}}
+        if config.experts is not None:
+            bad = {**settings["lora"], "targets": ["q", "up"]}
+            with refused(ConfigError, "up"):
+                set_up(train_config(**{**settings, "lora": bad}))
+    losses, state, _ = few_steps(train_config(**settings), 2)
+    assert np.isfinite(losses).all()
+    assert losses[:, 1].min() > 0
+    moments = jax.tree.leaves(state.optimizer)
+    assert all(np.isfinite(it).all() for it in moments)
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,12 @@ _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _BEFORE = r"[^\r\n\p{L}\p{N}]?"
-_TEKKEN = (
-    rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_REST_OF_LINE = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN = rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}{_REST_OF_LINE}"
+_GPT_4O = (
+    rf"{_BEFORE}{_UPPER}*{_LOWER}+{_SHORT}|{_BEFORE}{_UPPER}+{_LOWER}*{_SHORT}|\p{{N}}{{1,3}}"
+    rf"{_REST_OF_LINE}"
 )
 _KEPT_WHOLE = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"})
 # What each name of a pre-tokenizer stands for: patterns that split a text one after the other.
@@ -44,6 +47,7 @@ PATTERNS: dict[str, tuple[str, ...]] = {
         (_WORDS + r"\p{N}" + _REST,),
     ),
     "tekken": (_TEKKEN,),
+    "gpt-4o": (_GPT_4O,),
     "deepseek-coder": (
         r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u0800-\u9fa5\uac00-\ud7ff]+", r"\p{N}",
     ),
@@ -69,6 +73,9 @@ _ENDS_OF_TURNS = frozenset(
         "<end_of_turn>",
     }
 )
+
+# Control tokens that end an answer in gpt-oss's chats, whose messages end with <|end|>.
+_HARMONY = {"<|return|>", "<|call|>"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,10 +135,13 @@ def ending_ids(header: Header) -> list[int]:
     named = [header.number(f"tokenizer.ggml.{name}_token_id", -1) for name in _ENDS]
     tokens = header.texts("tokenizer.ggml.tokens")
     kinds = header.numbers("tokenizer.ggml.token_type").tolist()
+    ends = _ENDS_OF_TURNS
+    if {*tokens} >= _HARMONY:
+        ends = ends - {"<|end|>"} | _HARMONY
     turns = (
         token_id
         for token_id, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
-        if kind == _CONTROL and token in _ENDS_OF_TURNS
+        if kind == _CONTROL and token in ends
     )
     return list(dict.fromkeys([*(token_id for token_id in named if token_id != -1), *turns]))
 

@@ -57,10 +57,12 @@ class PromptQueries(struct.PyTreeNode):
     Attributes:
       queries: [L, B, W, N, H].
       positions: [B, W] int32; -1 where there is no query.
+      sink_logits: [L, N] of the model, or None.
     """
 
     queries: Array
     positions: Array
+    sink_logits: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -251,11 +253,12 @@ def prepare_layers(
 ) -> Any:
     """What ``rule.prepare`` makes of every layer, a tree of arrays [L, B, ...]; see ``Prompts``."""
 
-    def layer(index: Array, queries: Array) -> Any:
-        return rule.prepare(slots.view(config, rope, pool, index), queries, bank.positions, room)
+    def layer(index: Array, queries: Array, sinks: Array | None) -> Any:
+        view = dataclasses.replace(slots.view(config, rope, pool, index), sink_logits=sinks)
+        return rule.prepare(view, queries, bank.positions, room)
 
     layers = jnp.arange(config.num_layers, dtype=jnp.int32)
-    return jax.lax.map(lambda x: layer(*x), (layers, bank.queries))
+    return jax.lax.map(lambda x: layer(*x), (layers, bank.queries, bank.sink_logits))
 
 
 def highest(scores: Array, count: int) -> tuple[Array, Array]:

@@ -18,7 +18,7 @@ from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import RequestError
 from jaxrag.base.types import Array, HostArray, Partial
 from jaxrag.kv.placement import KVPlacement
-from jaxrag.models.attention import merge, scale_of, scored
+from jaxrag.models.attention import merge, scale_of, scored, with_sink_logits
 from jaxrag.models.rope import place
 from jaxrag.reuse.attention_index import rotated, turned
 from jaxrag.reuse.decode.far import FarAnswer, FarLayer, HostPrompt
@@ -45,8 +45,9 @@ class Kept(struct.PyTreeNode):
 class SnapKV(DecodeRule):
     """``capacity`` tokens of the prompt per layer and query head, chosen once, and all that follow.
 
-    The last ``window`` tokens are kept. Their softmax over the prompt, summed over them and
-    averaged over ``kernel`` neighbours, ranks the tokens before them. Query heads that share a KV
+    The last ``window`` tokens are kept. Their softmax over the prompt, of which the model's sink
+    logits take, summed over them and averaged over ``kernel`` neighbours, ranks the tokens before
+    them. Query heads that share a KV
     head choose for themselves, as in the published code, which repeats the keys. Of a prompt with
     reused chunks only the queries of the final block are there to look.
 
@@ -128,12 +129,16 @@ def _votes(view: View, queries: Array, positions: Array) -> Array:
     keys = view.keys()  # [B, S, K, H]
     placed = place(queries.astype(jnp.float32), jnp.maximum(positions, 0), view.rope, config.rope)
     placed = placed.reshape(*queries.shape[:2], config.num_kv_heads, -1, config.head_dim)
+    sinks = view.sink_logits
+    sinks = None if sinks is None else sinks.reshape(config.num_kv_heads, -1)
 
     def add(total: Array, one: tuple[Array, Array]) -> tuple[Array, None]:
         q, at = one  # [B, K, G, H], [B]
         scores = scored(jnp.einsum("bkgh,bskh->bkgs", q, keys), scale_of(config))
         see = (view.slot_position <= at[:, None])[:, None, None]
-        weights = jax.nn.softmax(jnp.where(see, scores, -jnp.inf), axis=-1)
+        scores = jnp.where(see, scores, -jnp.inf)
+        weights = jax.nn.softmax(scores, axis=-1)
+        weights = with_sink_logits(Partial(weights, jax.nn.logsumexp(scores, axis=-1)), sinks)
         return total + jnp.where(see, weights, 0.0), None
 
     batch, slots = keys.shape[:2]
@@ -203,6 +208,9 @@ def _host_votes(memory: HostMemory, prompt: HostPrompt, head: int, start: int) -
         one = np.repeat(placed[:, number, None], len(memory.offsets), axis=1)
         asked = turned(one, -memory.offsets, memory.config.rope).swapaxes(0, 1)
         scores = memory.scan(head, asked * np.float32(memory.config.score_scale), stretches)
-        weights, _ = softmax(np.where(places <= position, scores, np.float32(-np.inf)))
+        weights, lse = softmax(np.where(places <= position, scores, np.float32(-np.inf)))
+        if prompt.sink_logits is not None:
+            sinks = prompt.sink_logits[head * group : (head + 1) * group]
+            weights /= (1 + np.exp(sinks - lse))[:, None]
         total[:, places] += weights
     return total

@@ -66,6 +66,7 @@ class View:
         a padding row.
       q: [B, N, H] before rotation; None while a rule prepares.
       far: where V of some layers, perhaps not this one, lies in host memory.
+      sink_logits: [N] of this layer while a rule prepares; None where the model has none.
     """
 
     config: ModelConfig
@@ -79,6 +80,7 @@ class View:
     q: Array | None = None
     host: HostSearch | None = None
     far: Far | None = None
+    sink_logits: Array | None = None
 
     @property
     def table(self) -> Pages:

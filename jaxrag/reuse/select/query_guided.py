@@ -18,12 +18,11 @@ from jaxrag.base.shapes import bucket
 from jaxrag.base.sharding import to_host
 from jaxrag.base.types import EMPTY, FINAL, HIDDEN, Array, HostArray, Step, Tokens
 from jaxrag.kv.cache import PagedCache, PagePool, PageTable, batch_table, pages_for
-from jaxrag.models.attention import PackedAttend, PagedAttend, attention_received
+from jaxrag.models.attention import PackedAttend, PagedAttend
 from jaxrag.models.decoder import Decoder, forward
 from jaxrag.models.flops import score_flops, turborag_flops
 from jaxrag.models.model import Model
-from jaxrag.models.rope import RopeTable
-from jaxrag.models.taps import LastQueries
+from jaxrag.models.taps import LastQueries, attention_received
 from jaxrag.reuse.select.base import SelectionInput, Selector, put_row
 
 Over = Literal["question", "cache"]
@@ -47,6 +46,7 @@ class QueryGuided(Selector):
     positions; one causal softmax over everything it sees, so that chunks compete. Costs a prefill
     of the final block with all of the context.
 
+    A model's sink logits are in either softmax: a head that attends to its own has less of a vote.
     Scores are summed over the heads and over the tokens that vote, ``voters``: "to_end" are the
     question's and what the template says behind it, to the end; "question" its own alone; "final"
     the whole final block. A template that instructs the model between the documents and the
@@ -110,10 +110,8 @@ class QueryGuided(Selector):
             offsets[0, pages], groups[0, pages] = start, first
         placed, shown, grouped, at = put_row(model, offsets, seen, groups, voters)
         table = PageTable(pages=table.pages, offsets=placed, slot_position=shown)
-        rope = model.rope(table.slot_position.shape[1])
-        received: Array = _received_alone(
-            cache.pool, model.config, rope, table, grouped, queries, at
-        )
+        decoder = model.decoder(table.slot_position.shape[1])
+        received: Array = _received_alone(cache.pool, decoder, table, grouped, queries, at)
         return received
 
     def _over_cache(self, model: Model, cache: PagedCache, scene: SelectionInput) -> Array:
@@ -175,18 +173,17 @@ def _queries_alone(decoder: Decoder, ids: Array, order: Array) -> Array:
     return q
 
 
-@functools.partial(jax.jit, static_argnames=("config",))
+@jax.jit
 def _received_alone(
     pool: PagePool,
-    config: ModelConfig,
-    rope: RopeTable,
+    decoder: Decoder,
     table: PageTable,
     groups: Array,
     queries: Array,
     at: Array,
 ) -> Array:
     """Attention that slots get from the queries [B, T, N, H] that stand at ``at`` >= 0: [B, S]."""
-    return attention_received(config, rope, pool, table, groups, queries, at, causal=False)
+    return attention_received(decoder, pool, table, groups, queries, at, causal=False)
 
 
 @functools.partial(jax.jit, donate_argnames=("pool",))
@@ -201,5 +198,5 @@ def _received_over_cache(
     _, (pool, q), _ = forward(decoder.params, config, step.tokens, cache, attend)
     groups = jnp.zeros_like(table.pages)
     at = jnp.where(votes, step.positions, -1)
-    received = attention_received(config, rope, pool, table, groups, q, at, causal=True)
+    received = attention_received(decoder, pool, table, groups, q, at, causal=True)
     return pool, received

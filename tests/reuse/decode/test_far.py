@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -139,10 +140,20 @@ def bank_of(case, rule):
     return case.queries[:, kept], case.positions[kept]
 
 
+def sinks_of(case, rule):
+    """Sink logits [L, N] for a SnapKV of which votes are averaged, else None."""
+    shape = (case.config.num_layers, case.config.num_heads)
+    averaged = isinstance(rule, SnapKV) and rule.kernel > 1
+    return (
+        np.linspace(-1, 8, math.prod(shape), dtype=np.float32).reshape(shape) if averaged else None
+    )
+
+
 def on_device(case, rule):
     """``expected(q, position, layer)``: out [K, G, H] and lse [K, G] by the rule's ``attend``."""
     config = case.config
     queries, positions = bank_of(case, rule)
+    queries, positions = jnp.asarray(queries[:, None]), jnp.asarray(positions[None])
     host = HostSearch() if rule.searches is not None else None
     state = rule.begin(
         Prompts(
@@ -150,7 +161,7 @@ def on_device(case, rule):
             case.rope,
             lambda run: run(case.pool),
             PromptSlots(case.table, case.order, np.array([case.position], np.int32)),
-            PromptQueries(jnp.asarray(queries[:, None]), jnp.asarray(positions[None])),
+            PromptQueries(queries, positions, sinks_of(case, rule)),
             ROOM,
             host and host.admit(),
             host=host,
@@ -196,7 +207,7 @@ def heads_of(config, part):
 
 
 def prompt_of(case, rule, threads, layer=LAYER):
-    queries, positions = bank_of(case, rule)
+    (queries, positions), sinks = bank_of(case, rule), sinks_of(case, rule)
     return HostPrompt(
         case.config,
         case.layer,
@@ -206,6 +217,7 @@ def prompt_of(case, rule, threads, layer=LAYER):
         queries[LAYER],
         positions,
         threads,
+        sink_logits=None if sinks is None else sinks[LAYER],
     )
 
 

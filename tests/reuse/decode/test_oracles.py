@@ -136,13 +136,14 @@ def scene(tiny_config, dtype="float32", stretch=1.0, seed=0, rope=None):
     return made
 
 
-def run(scene, rule, queries=None, positions=None, layer=5):
+def run(scene, rule, queries=None, positions=None, layer=5, sinks=None):
     """(out [N, H], lse [N]) of the rule, prepared as at the end of the prompt."""
     view = scene.view
     before = jnp.where(view.slot_position < PROMPT, view.slot_position, HIDDEN)
     prompt = dataclasses.replace(
-        view, q=None, slot_position=before, position=jnp.array([PROMPT - 1], jnp.int32)
-    )
+        view, q=None, slot_position=before, position=jnp.array([PROMPT - 1], jnp.int32),
+        sink_logits=None if sinks is None else jnp.asarray(sinks),
+    )  # fmt: skip
     if queries is None:
         queries, positions = np.zeros((0, 6, 10)), np.zeros(0, np.int32)
     dtype = view.config.dtype
@@ -261,7 +262,9 @@ def last_queries(made, count, seed=3):
 def test_snapkv(tiny_config, kernel, rope):
     made = scene(tiny_config, rope=rope)
     queries, positions = last_queries(made, 6)
-    start = PROMPT - 6
+    start, sinks = PROMPT - 6, None
+    if kernel == 3:  # some queries look at little else than a sink, and count as little
+        sinks = np.linspace(2, 12, 6)
     if kernel == 5:  # they look at the window's own first token, which must not count
         for query, at in zip(queries, positions, strict=True):
             query[:] = 3 * made.turned(np.repeat(made.keys[start], 3, axis=0), start - at)
@@ -271,7 +274,8 @@ def test_snapkv(tiny_config, kernel, rope):
         for q, at in zip(queries[:, head], positions, strict=True):
             keys = [made.placed(made.keys[p, head // 3], p) for p in range(at + 1)]
             s = np.array([made.placed(q, at) @ key for key in keys]) * 10**-0.5
-            total[: at + 1] += np.exp(s - s.max()) / np.exp(s - s.max()).sum()
+            sink = 0 if sinks is None else np.exp(sinks[head] - s.max())
+            total[: at + 1] += np.exp(s - s.max()) / (np.exp(s - s.max()).sum() + sink)
         return total
 
     def expected(head):
@@ -282,8 +286,11 @@ def test_snapkv(tiny_config, kernel, rope):
 
     if kernel == 5:
         assert all(votes(h)[start] > 10 * votes(h)[start - 2 : start].max() for h in range(6))
-    found = run(made, SnapKV(capacity=20, window=6, kernel=kernel), queries, positions)
-    compare(made, found, expected)
+    rule = SnapKV(capacity=20, window=6, kernel=kernel)
+    compare(made, run(made, rule, queries, positions, sinks=sinks), expected)
+    if sinks is not None:
+        others = run(made, rule, queries, positions)[1]
+        assert any(abs(others[head] - expected(head)[1]) > 1e-3 for head in range(6))
 
 
 @pytest.mark.parametrize("scheme", ["original", "cache"])

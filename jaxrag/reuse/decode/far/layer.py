@@ -55,6 +55,7 @@ class HostPrompt:
       documents: indexes that chunks were stored with; None where there are none.
       part: which of the ``parts`` this is in which the host has the KV heads, one for each run of
         heads that devices have; all else is of this part, but for the documents'.
+      sink_logits: [N] float32 of this layer; None where the model has none.
     """
 
     config: ModelConfig
@@ -69,6 +70,7 @@ class HostPrompt:
     documents: StoredIndexes | None = None
     part: int = 0
     parts: int = 1
+    sink_logits: HostArray | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
