@@ -48,10 +48,9 @@ def empty_pool(
     page = (PAGE, config.num_kv_heads, config.head_dim)
     rows = config.num_layers * num_pages
     v_rows = rows if value_layers is None else value_layers * num_pages
-    make = jax.jit(
-        lambda: PagePool(
-            k=jnp.zeros((rows, *page), config.dtype), v=jnp.zeros((v_rows, *page), config.dtype)
-        ),
-        out_shardings=sharding,
-    )
-    return make()
+    make = jax.jit(_zeros, static_argnums=(0, 1, 2), out_shardings=sharding)
+    return make((rows, *page), (v_rows, *page), config.dtype)
+
+
+def _zeros(k: tuple[int, ...], v: tuple[int, ...], dtype: str) -> PagePool:
+    return PagePool(k=jnp.zeros(k, dtype), v=jnp.zeros(v, dtype))
