@@ -26,8 +26,7 @@ if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = (
         f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
         " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
-        " --xla_cpu_parallel_codegen_split_count=1"
-        " --xla_disable_hlo_passes=scatter_expander"
+        " --xla_cpu_parallel_codegen_split_count=1 --xla_disable_hlo_passes=scatter_expander"
     )
 
 import hypothesis
