@@ -76,6 +76,6 @@ def random_named(config: ModelConfig, *, shape: bool = False) -> str:
 def write_random(directory: Path, config: ModelConfig, dtype: DType, seed: int) -> Path:
     """A Hugging Face directory of random weights of that dtype; returns it."""
     config = dataclasses.replace(config, dtype=dtype)
-    params = jax.jit(lambda key: init_params(config, key))(jax.random.key(seed))
+    params = jax.jit(init_params, static_argnums=0)(config, jax.random.key(seed))
     export_hf(directory, params, config)
     return directory

@@ -194,7 +194,7 @@ LORA = {"lora": {"rank": 3, "alpha": 6.0, "targets": ["q", "k", "v", "o"]}}
 def test_adapters_learn_block_mode_from_full_attention(train_config, settings):
     """The loss is the KL divergence of block mode from the frozen weights' full mode."""
     distill = {"loss.objective": "distill", "loss.lm_weight": 0.0, "optimizer.steps": 24}
-    config = train_config(**{**settings, **LORA, **distill})
+    config = train_config(**{**settings, **LORA, **distill, "data.rows": 2})
     setup = set_up(config)
     adapters, frozen = setup.first_state().trained, setup.frozen()
     scored = [slice(a, b) for a, b in lay_piece(SAMPLE, False, "reordered").questions]

@@ -63,12 +63,12 @@ def empty_pool(
     v_rows = rows if value_layers is None else value_layers * num_pages
     place = {layer: at for at, layer in enumerate(config.global_layers)}
     part_layers = tuple(place.get(it, 0) for it in range(config.num_layers))
-    make = jax.jit(
-        lambda: PagePool(
-            k=jnp.zeros((rows, *page), config.dtype),
-            v=jnp.zeros((v_rows, *page), config.dtype),
-            part_layers=part_layers if 0 < len(place) < config.num_layers else None,
-        ),
-        out_shardings=sharding,
-    )
-    return make()
+    parted = part_layers if 0 < len(place) < config.num_layers else None
+    make = jax.jit(_zeros, static_argnums=(0, 1, 2, 3), out_shardings=sharding)
+    return make((rows, *page), (v_rows, *page), config.dtype, parted)
+
+
+def _zeros(
+    k: tuple[int, ...], v: tuple[int, ...], dtype: str, part_layers: tuple[int, ...] | None
+) -> PagePool:
+    return PagePool(k=jnp.zeros(k, dtype), v=jnp.zeros(v, dtype), part_layers=part_layers)
