@@ -28,7 +28,7 @@ from jaxrag.models.spec import MLP, LayerParams
 
 _LARGEST_TILE = 64
 
-Form = tuple[float, float] | Activation  # of the gate: with a clamp, or plain
+GateForm = tuple[float, float] | Activation  # of the gate: with a clamp, or plain
 _Weights = dict[str, Array]  # by name, [E, ...]; without E where they are of one expert
 _Plan = tuple[Array, Array, Array]  # of every tile its expert, its tokens [., b], is it used?
 
@@ -67,7 +67,7 @@ def _through(
     """x [B, T, D] through the experts of ``weights``, summed over the mesh axis ``over``."""
     experts = config.experts
     assert experts is not None
-    form: Form = experts.clamp or config.activation
+    form: GateForm = experts.clamp or config.activation
     tokens = x.reshape(-1, x.shape[-1])
     share, chosen = routed(tokens, router, experts)
     if over is not None:
@@ -101,7 +101,9 @@ def _sorted(chosen: Array, count: int) -> tuple[Array, Array]:
     return jnp.argsort(pairs), sizes
 
 
-def by_ragged_dot(x: Array, share: Array, chosen: Array, weights: _Weights, form: Form) -> Array:
+def by_ragged_dot(
+    x: Array, share: Array, chosen: Array, weights: _Weights, form: GateForm
+) -> Array:
     """Tokens x [M, D] through their experts, float32: grouped products over all pairs at once.
 
     ``chosen`` [M, active] are numbers of experts, ``share`` their shares; of numbers that
@@ -124,7 +126,7 @@ def by_ragged_dot(x: Array, share: Array, chosen: Array, weights: _Weights, form
     return jnp.zeros(x.shape, jnp.float32).at[at].add(out)
 
 
-def by_tiles(x: Array, share: Array, chosen: Array, weights: _Weights, form: Form) -> Array:
+def by_tiles(x: Array, share: Array, chosen: Array, weights: _Weights, form: GateForm) -> Array:
     """The same as ``by_ragged_dot``, tile after tile."""
     count, pairs = len(weights["gate"]), chosen.size
     mean = max(pairs // (2 * count), 1)
@@ -144,7 +146,7 @@ def by_tiles(x: Array, share: Array, chosen: Array, weights: _Weights, form: For
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _tiled(form: Form, x: Array, share: Array, weights: _Weights, plan: _Plan) -> Array:
+def _tiled(form: GateForm, x: Array, share: Array, weights: _Weights, plan: _Plan) -> Array:
     def step(out: Array, tile: Any) -> tuple[Array, None]:
         share, (expert, at, used) = tile
 
@@ -156,11 +158,13 @@ def _tiled(form: Form, x: Array, share: Array, weights: _Weights, plan: _Plan) -
     return lax.scan(step, jnp.zeros(x.shape, jnp.float32), (share, plan))[0]
 
 
-def _tiled_forward(form: Form, *operands: Any) -> tuple[Array, Any]:
+def _tiled_forward(form: GateForm, *operands: Any) -> tuple[Array, Any]:
     return _tiled(form, *operands), operands
 
 
-def _tiled_backward(form: Form, operands: Any, d_out: Array) -> tuple[Array, Array, _Weights, None]:
+def _tiled_backward(
+    form: GateForm, operands: Any, d_out: Array
+) -> tuple[Array, Array, _Weights, None]:
     """Every tile is computed again, and its gradients are added where they belong."""
     x, share, weights, plan = operands
 
@@ -186,7 +190,7 @@ def _one(weights: _Weights, expert: Array) -> _Weights:
     return {name: it[expert] for name, it in weights.items()}
 
 
-def _of_expert(form: Form, rows: Array, share: Array, one: _Weights) -> Array:
+def _of_expert(form: GateForm, rows: Array, share: Array, one: _Weights) -> Array:
     """Rows [b, D] through one expert, times their shares [b], float32."""
 
     def project(rows: Array, name: str) -> Array:
@@ -198,7 +202,7 @@ def _of_expert(form: Form, rows: Array, share: Array, one: _Weights) -> Array:
     return project(hidden, "down").astype(jnp.float32) * share[:, None]
 
 
-def _gated(gate: Array, up: Array, form: Form) -> Array:
+def _gated(gate: Array, up: Array, form: GateForm) -> Array:
     if isinstance(form, str):
         return activated(gate, form) * up
     alpha, limit = form
