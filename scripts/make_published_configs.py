@@ -133,6 +133,13 @@ GEMMA_27B = {
     "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128,
     "query_pre_attn_scalar": 168,
 }  # fmt: skip
+GEMMA_4_31B = {
+    "attention_k_eq_v": True, "final_logit_softcapping": 30.0, "global_head_dim": 512,
+    "head_dim": 256, "hidden_size": 5376, "hidden_size_per_layer_input": 0,
+    "intermediate_size": 21_504, "num_attention_heads": 32, "num_global_key_value_heads": 4,
+    "num_hidden_layers": 60, "num_key_value_heads": 16, "sliding_window": 1024,
+    "use_bidirectional_attention": "vision",
+}  # fmt: skip
 GEMMA_SEES = "Gemma3ForConditionalGeneration"
 
 
@@ -243,6 +250,14 @@ def published() -> dict[str, dict[str, Any]]:
         "qwen3-next-80b-a3b": newest("Qwen3NextForCausalLM", "Qwen3NextConfig"),
         "qwen3.5-9b": newest("Qwen3_5ForConditionalGeneration", "Qwen3_5Config"),
         "gemma-4-e2b": newest("Gemma4ForConditionalGeneration", "Gemma4Config"),
+        "gemma-2-9b": plain(
+            "Gemma2ForCausalLM", "Gemma2Config", vocab_size=256_000, hidden_size=3584,
+            intermediate_size=14_336, num_hidden_layers=42, num_attention_heads=16,
+            num_key_value_heads=8, head_dim=256, query_pre_attn_scalar=256,
+        ),
+        "gemma-4-31b": newest(
+            "Gemma4ForConditionalGeneration", "Gemma4Config", text_config=GEMMA_4_31B,
+        ),
         "deepseek-v3": newest("DeepseekV3ForCausalLM", "DeepseekV3Config"),
     }  # fmt: skip
 

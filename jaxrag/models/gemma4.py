@@ -131,7 +131,8 @@ def _global_heads(
     """Size and number of KV heads of layers without a window, as published or as saved again."""
     count, stated = config.num_kv_heads, hf.get("per_layer_config")
     if stated is not None:
-        own = [stated.get(str(layer), {}) for layer in range(len(kinds))]
+        by_layer = {key.lstrip("0") or "0": its for key, its in stated.items()}
+        own = [by_layer.get(str(layer), {}) for layer in range(len(kinds))]
         wanted = [own[-1] if kind == _GLOBAL else {} for kind in kinds]
         if own != wanted or not {"head_dim", "num_key_value_heads"} >= own[-1].keys():
             raise ConfigError(

@@ -22,6 +22,7 @@ from jaxrag.models.digest import params_digest
 from jaxrag.models.export import convert, export_hf
 from jaxrag.models.flops import forward_flops
 from jaxrag.models.hf import load_hf
+from jaxrag.models.hf_config import text_part
 from jaxrag.models.spec import num_active_params, num_params
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "gemma4"
@@ -40,9 +41,8 @@ def read(**keys):
 
 
 def test_the_config_of_the_31b():
-    config = FAMILIES["gemma4"].read_config(
-        {"text_config": LARGE, "dtype": "bfloat16", "eos_token_id": [1, 106]}
-    )
+    outer = {"text_config": LARGE, "dtype": "bfloat16", "eos_token_id": [1, 106]}
+    config = FAMILIES["gemma4"].read_config(text_part(outer))
     local = tuple((i + 1) % 6 > 0 for i in range(60))
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (32, 8, 512)
     assert config.window_layers == local

@@ -25,6 +25,8 @@ UNDERSTOOD = {  # what is said of each
     "llama-3.1-8b": ("LlamaForCausalLM, 8.03G", "llama3 x 8 from 8192", ISOLATED),
     "llama-3.2-1b": ("LlamaForCausalLM, 1.24G", "llama3 x 32", "tied to the embedding"),
     "llama-3.3-70b": ("LlamaForCausalLM, 70.6G", "80 of width 8192"),
+    "gemma-2-9b": ("Gemma2ForCausalLM, 9.24G", "scores within 50", "BOS", *WINDOW),
+    "gemma-4-31b": ("Gemma4ForCausalLM", "1024 tokens in 50 layers", LEFT_OUT, "BOS", *WINDOW),
     "gemma-3-270m": ("Gemma3ForCausalLM, 268M", "512 tokens in 15 layers", "BOS", *WINDOW),
     "gemma-3-1b": ("Gemma3ForCausalLM, 1G", "512 tokens in 22 layers", *WINDOW),
     "gemma-3-4b": ("Gemma3ForCausalLM, 3.88G", "5 layers theta 1e+06, linear x 8", LEFT_OUT),
@@ -66,6 +68,20 @@ def parts_in_mxfp4(name, shape):
             f"{name}_scales": (count, outer, inner // 32)}  # fmt: skip
 
 
+def heads_of_sizes(config):
+    """Of every layer of a Gemma 4 the tensors of its heads; V is not there where it is K."""
+    shapes, heads, width = {}, config.num_heads, config.model_dim
+    for layer, (own, parts) in enumerate(zip(config.own_kv_heads, config.head_parts, strict=True)):
+        size, stem = config.head_dim // parts, f"model.layers.{layer}.self_attn."
+        shapes |= {f"{stem}{it}_norm.weight": (size,) for it in "qk"}
+        shapes |= {f"{stem}{it}_proj.weight": (own * size, width) for it in "kv"}
+        shapes[f"{stem}q_proj.weight"] = (heads * size, width)
+        shapes[f"{stem}o_proj.weight"] = (width, heads * size)
+        if not config.window_layers[layer] and config.keys_as_values:
+            shapes[f"{stem}v_proj.weight"] = None
+    return shapes
+
+
 def directory(path, hf):
     """Config, and tensors of the right shapes without a byte on the disk."""
     family = find_family(hf, "")
@@ -77,6 +93,9 @@ def directory(path, hf):
         shape = specs[rule.paths[0]].shape
         for at in np.ndindex(shape[: rule.repeats]):
             shapes[rule.name(at)] = rule.file_shape(shape[rule.repeats :])
+    if config.own_kv_heads is not None:
+        shapes |= heads_of_sizes(config)
+        shapes = {name: shape for name, shape in shapes.items() if shape}
     if "quantization_config" in hf:
         packed = [it for it in shapes if it.endswith(("gate_up_proj", "down_proj"))]
         for name in packed:
