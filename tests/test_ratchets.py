@@ -22,9 +22,9 @@ MOST = {
     "long signatures, jaxrag": 7,
 }
 AT_MOST = {  # of what shrinks and grows with every change
-    "code lines": 63_700,
-    "code lines, tests": 58_050,
-    "code lines, benchmarks": 6_420,
+    "code lines": 64_850,
+    "code lines, tests": 58_960,
+    "code lines, benchmarks": 6_485,
     "benchmark scripts beside the GPU's": 25,
     "fields of one request": 64,
     "objects of one request": 5,

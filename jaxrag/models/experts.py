@@ -36,7 +36,7 @@ from jaxrag.models.spec import MLP, LayerParams
 _LARGEST_TILE = 64
 _BLOCK = 1 << 20  # bytes of a weight
 
-Gate = tuple[float, float] | Activation  # of the gate: with a clamp, or plain
+GateForm = tuple[float, float] | Activation  # of the gate: with a clamp, or plain
 _Weights = dict[str, Array]  # by name, [E, ...]; without E where they are of one expert
 _Plan = tuple[Array, Array, Array]  # of every tile its expert, its tokens [., b], is it used?
 _Product = Callable[[Array, str], Array]  # of rows [b, I] and the weight of this name
@@ -76,7 +76,7 @@ def _through(
     """x [B, T, D] through the experts of ``weights``, summed over the mesh axis ``over``."""
     experts = config.experts
     assert experts is not None
-    form: Gate = experts.clamp or config.activation
+    form: GateForm = experts.clamp or config.activation
     tokens = x.reshape(-1, x.shape[-1])
     share, chosen = routed(tokens, router, experts)
     if over is not None:
@@ -110,7 +110,9 @@ def _sorted(chosen: Array, count: int) -> tuple[Array, Array]:
     return jnp.argsort(pairs), sizes
 
 
-def by_ragged_dot(x: Array, share: Array, chosen: Array, weights: _Weights, form: Gate) -> Array:
+def by_ragged_dot(
+    x: Array, share: Array, chosen: Array, weights: _Weights, form: GateForm
+) -> Array:
     """Tokens x [M, D] through their experts, float32: grouped products over all pairs at once.
 
     ``chosen`` [M, active] are numbers of experts, ``share`` their shares; of numbers that
@@ -133,7 +135,7 @@ def by_ragged_dot(x: Array, share: Array, chosen: Array, weights: _Weights, form
     return jnp.zeros(x.shape, jnp.float32).at[at].add(out)
 
 
-def by_tiles(x: Array, share: Array, chosen: Array, weights: _Weights, form: Gate) -> Array:
+def by_tiles(x: Array, share: Array, chosen: Array, weights: _Weights, form: GateForm) -> Array:
     """The same as ``by_ragged_dot``, tile after tile."""
     count, pairs = len(weights["gate"]), chosen.size
     mean = max(pairs // (2 * count), 1)
@@ -153,7 +155,7 @@ def by_tiles(x: Array, share: Array, chosen: Array, weights: _Weights, form: Gat
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _tiled(form: Gate, x: Array, share: Array, weights: _Weights, plan: _Plan) -> Array:
+def _tiled(form: GateForm, x: Array, share: Array, weights: _Weights, plan: _Plan) -> Array:
     def step(out: Array, tile: Any) -> tuple[Array, None]:
         share, (expert, at, used) = tile
 
@@ -169,11 +171,13 @@ def _tiled(form: Gate, x: Array, share: Array, weights: _Weights, plan: _Plan) -
     return lax.scan(step, jnp.zeros(x.shape, jnp.float32), (share, plan))[0]
 
 
-def _tiled_forward(form: Gate, *operands: Any) -> tuple[Array, Any]:
+def _tiled_forward(form: GateForm, *operands: Any) -> tuple[Array, Any]:
     return _tiled(form, *operands), operands
 
 
-def _tiled_backward(form: Gate, operands: Any, d_out: Array) -> tuple[Array, Array, _Weights, None]:
+def _tiled_backward(
+    form: GateForm, operands: Any, d_out: Array
+) -> tuple[Array, Array, _Weights, None]:
     """Every tile is computed again, and its gradients are added where they belong."""
     x, share, weights, plan = operands
 
@@ -219,7 +223,7 @@ def _by_blocks(weights: _Weights, expert: Array, row: Array, name: str) -> Array
 
 
 def _of_expert(
-    form: Gate,
+    form: GateForm,
     rows: Array,
     share: Array,
     one: _Weights,
@@ -239,7 +243,7 @@ def _of_expert(
     return project(hidden, "down").astype(jnp.float32) * share[:, None]
 
 
-def _gated(gate: Array, up: Array, form: Gate) -> Array:
+def _gated(gate: Array, up: Array, form: GateForm) -> Array:
     if isinstance(form, str):
         return activated(gate, form) * up
     alpha, limit = form

@@ -199,13 +199,12 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
     for key in ("attention.value_length", "rope.dimension_count"):
         number.require(key, (head_dim,))
     scales = _scales(number, head_dim) if architecture == "granite" else {}
-    gemma = architecture in _GEMMAS
+    gemma2 = architecture == "gemma2"
     for key, neutral in _UNSUPPORTED.items():
-        of_it = (scales and key in _SCALES.values()) or (architecture == "gemma2" and key in _CAPS)
-        if not of_it:
+        if not ((scales and key in _SCALES.values()) or (gemma2 and key in _CAPS)):
             number.require(key, neutral)
     experts = _experts(number, architecture)
-    window = number.whole("attention.sliding_window", 4096 if architecture == "gemma2" else 0)
+    window = number.whole("attention.sliding_window", 4096 if gemma2 else 0)
     if window and architecture not in ("llama", "mistral", "olmo2", "gpt-oss", *_GEMMAS):
         number.require("attention.sliding_window", (0,))
     kind = ARCHITECTURES[architecture]
@@ -216,13 +215,12 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
     embed = tensors.get("model.embed_tokens.weight")
     rope = _rope(header, number, head_dim)
     own: dict[str, Any] = {"rope_parameters": rope}
-    if gemma:
+    if architecture in _GEMMAS:
         large = number.whole("block_count") == _GEMMA_27B[architecture]
         scalar = width // heads if large else head_dim
         own = {**_of_gemma(number, rope, architecture), "query_pre_attn_scalar": scalar}
-    elif architecture == "gpt-oss":
-        plain = {} if rope["rope_type"] == "default" else {"truncate": False}  # as published
-        own = {"rope_parameters": {**rope, **plain}}
+    elif architecture == "gpt-oss" and rope["rope_type"] != "default":
+        own = {"rope_parameters": {**rope, "truncate": False}}  # as published
     elif window and architecture == "olmo2":
         kind, own = "Olmo3ForCausalLM", _of_olmo3(header, rope)
     return {

@@ -94,10 +94,10 @@ def test_a_row_meets_its_experts_in_blocks(rng, monkeypatch, dtype):
     }
     share, chosen = map(jnp.asarray, choice(rng, 3, 7, 2))
     x = jnp.asarray(rng.normal(size=(3, 16)), dtype)
-    given = (x, share, chosen, weights, None)
+    given = (x, share, chosen, weights, "silu")
     whole, plain = by_tiles(*given), by_ragged_dot(*given)
     monkeypatch.setattr(experts, "_BLOCK", 100)
-    program = str(jax.make_jaxpr(lambda *it: by_tiles(*it, None))(*given[:4]))
+    program = str(jax.make_jaxpr(lambda *it: by_tiles(*it, "silu"))(*given[:4]))
     parts = {"float32": 8, "bfloat16": 4}[dtype]  # of 768 bytes and of 384
     assert f"[{7 * parts},{16 // parts},12]" in program
     close = CLOSE if dtype == "float32" else {"rtol": 0.03, "atol": 0.06}
