@@ -83,6 +83,24 @@ GEMMA4 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
     },
 }
+GEMMA4_SHARED = {
+    **GEMMA4,
+    "num_hidden_layers": 7,
+    "layer_types": [
+        "sliding_attention",
+        "sliding_attention",
+        "full_attention",
+        "sliding_attention",
+        "full_attention",
+        "sliding_attention",
+        "full_attention",
+    ],
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 14,
+    "vocab_size_per_layer_input": COMMON["vocab_size"],
+    "num_key_value_heads": 2,
+}
 GEMMA_KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 GEMMA = {
     "num_hidden_layers": 3,
@@ -219,6 +237,21 @@ GOLDENS = (
             "num_attention_heads": 4,
             "num_key_value_heads": 1,
             "tie_word_embeddings": False,
+        },
+        torch.bfloat16,
+    ),
+    Golden("gemma4_shared", "gemma4_text", GEMMA4_SHARED),
+    Golden(
+        "gemma4_shared_bf16",
+        "gemma4_text",
+        {
+            **GEMMA4_SHARED,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_kv_shared_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "use_double_wide_mlp": False,
         },
         torch.bfloat16,
     ),

@@ -255,6 +255,11 @@ class ModelConfig:
     # Gemma 4: [L] KV heads of the checkpoint, each ``head_parts`` of ours or that many of its own.
     own_kv_heads: tuple[int, ...] | None = None
     keys_as_values: bool = False  # Gemma 4: layers without a window have no projection of V
+    # Gemma 4 E2B and E4B: so many last layers have no K and V, but take those of the last layer of
+    # their kind that has some; their MLP may have a width of its own. Inputs of each layer.
+    shared_layers: int = 0
+    shared_mlp_dim: int | None = None
+    input_dim: int | None = None  # P
 
     def __post_init__(self) -> None:
         for name in _LARGEST:
@@ -294,6 +299,14 @@ class ModelConfig:
         for name in ("rope_layers", "own_kv_heads"):
             if len(getattr(self, name) or ()) not in (0, self.num_layers):
                 raise ConfigError(f"{name}: expected one for each of {self.num_layers} layers")
+        if not 0 <= self.shared_layers < self.num_layers or min(self.kv_sources or (0,)) < 0:
+            raise ConfigError(
+                f"shared_layers={self.shared_layers}: expected fewer than {self.num_layers} layers, "
+                "and of each of their kinds one before them"
+            )
+        for name in ("shared_mlp_dim", "input_dim"):
+            if not 1 <= (getattr(self, name) or 1) <= _LARGEST["mlp_dim"]:
+                raise ConfigError(f"{name}={getattr(self, name)}: expected at least 1")
         kinds = (0,) * self.num_layers if self.rope_layers is None else self.rope_layers
         if len(kinds) != self.num_layers or set(kinds) != set(range(len(self.ropes))):
             raise ConfigError(
@@ -351,13 +364,34 @@ class ModelConfig:
         """How much of K and V the model's own heads would be, 0..1; the rest are copies."""
         if self.own_kv_heads is None:
             return 1.0
-        heads = zip(self.own_kv_heads, self.head_parts, strict=True)
-        return sum(own / parts for own, parts in heads) / (self.num_layers * self.num_kv_heads)
+        heads = list(zip(self.own_kv_heads, self.head_parts, strict=True))[: self.num_kv_layers]
+        return sum(own / parts for own, parts in heads) / (len(heads) * self.num_kv_heads)
+
+    @property
+    def num_kv_layers(self) -> int:
+        """How many layers have K and V of their own, all of them before those that share."""
+        return self.num_layers - self.shared_layers
+
+    @property
+    def kv_sources(self) -> tuple[int, ...] | None:
+        """[L] whose K and V each layer attends to, -1: no layer has any; None: each to its own."""
+        if not self.shared_layers:
+            return None
+        windows = self.window_layers or (True,) * self.num_layers
+        kinds = list(zip(windows, self.rope_layers or (0,) * self.num_layers, strict=True))
+        last = {kind: layer for layer, kind in enumerate(kinds[: self.num_kv_layers])}
+        shared = [last.get(kind, -1) for kind in kinds[self.num_kv_layers :]]
+        return (*range(self.num_kv_layers), *shared)
+
+    def mlp_dim_of(self, layer: int) -> int:
+        """F of one layer."""
+        wide = self.shared_mlp_dim if layer >= self.num_kv_layers else None
+        return wide or self.mlp_dim
 
     @property
     def global_layers(self) -> tuple[int, ...]:
-        """Those that attend to the whole prompt, whatever the window of the others."""
-        windowed = self.window_layers or (True,) * self.num_layers
+        """Those with KV that attend to the whole prompt, whatever the window of the others."""
+        windowed = (self.window_layers or (True,) * self.num_layers)[: self.num_kv_layers]
         none = self.sliding_window is None
         return tuple(i for i, it in enumerate(windowed) if none or not it)
 
@@ -365,7 +399,7 @@ class ModelConfig:
     def page_parts(self) -> int:
         """How many pages of ``global_layers`` alone lie where one of all layers does."""
         count = len(self.global_layers)
-        return self.num_layers // count if count else 1
+        return self.num_kv_layers // count if count else 1
 
     @property
     def group_size(self) -> int:
@@ -381,12 +415,12 @@ class ModelConfig:
     def kv_bytes_per_token(self) -> int:
         """Bytes of K and V of one token over all layers, in ``dtype``."""
         width = 4 if self.dtype == "float32" else 2
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * width
+        return 2 * self.num_kv_layers * self.num_kv_heads * self.head_dim * width
 
     @property
     def kv_row_bytes(self) -> int:
         """Bytes of K, or of V, of one token in one layer."""
-        return self.kv_bytes_per_token // (2 * self.num_layers)
+        return self.kv_bytes_per_token // (2 * self.num_kv_layers)
 
 
 _SCALINGS: dict[str, type[RopeScaling]] = {

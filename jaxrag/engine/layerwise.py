@@ -338,7 +338,7 @@ def _write(
     pages: Array,
 ) -> tuple[PagePool, None]:
     """Put K, and V where the pool has it, of one layer [S, K, H] into the slots [1, S]."""
-    return pool.write(pool.rows(layer, pages, config.num_layers), slots, k[None], v[None]), None
+    return pool.write(pool.rows(layer, pages, config.num_kv_layers), slots, k[None], v[None]), None
 
 
 @functools.partial(jax.jit, static_argnames=("config",))
@@ -351,7 +351,7 @@ def _as_pages(
     v: Array | None,
 ) -> tuple[Array, Array]:
     """K and V of pages [M] as [M, PAGE, K, H]: from the host's [K, M * PAGE, H], or the pool."""
-    rows = pool.rows(layer, pages, config.num_layers)
+    rows = pool.rows(layer, pages, config.num_kv_layers)
 
     def of(here: Array | None, there: Array) -> Array:
         if here is None:

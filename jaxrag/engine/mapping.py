@@ -81,7 +81,7 @@ def _read_in_part(
     computed again, and by all queries of the question, that may be any: then all is brought in.
     """
     method, layers = request.method, config.global_layers
-    if len(layers) == config.num_layers or method.recomputes:
+    if len(layers) == config.num_kv_layers or method.recomputes:
         return
     run = (
         it.position

@@ -22,8 +22,10 @@ from jaxrag.models.attention import Attend, PagedAttend
 from jaxrag.models.decoder import (
     Decoder,
     LayerAt,
-    embedded,
+    Stream,
+    before_layers,
     layers_at,
+    residual,
     rms_norm,
     run_layer,
     run_layers,
@@ -226,13 +228,17 @@ def _lower_piece(
         return {"whole": _whole_piece.lower(*whole, rows_in_turn=rows_in_turn)}
     ends = without_layers(decoder)
     shown, x = jax.eval_shape(_begin, ends, table, piece)
-    here = (pool, x, next(layers_at(decoder)), ends, shown, piece)
-    layer = _layer.lower(*here, rows_in_turn=rows_in_turn)
+    layers, own = list(layers_at(decoder)), decoder.config.num_kv_layers
+    here = (pool, x, layers[0], ends, shown, piece)
+    several = {"layer": layers[0]} | ({"sharing": layers[own]} if layers[own:] else {})
     seen = [jax.eval_shape(functools.partial(_layer, rows_in_turn=rows_in_turn), *here)[2]]
-    new = seen * len(decoder.params.layers) if queries.shape[2] else None
+    new = seen * len(layers) if queries.shape[2] else None
     return {
         "begin": _begin.lower(ends, table, piece),
-        "layer": layer,
+        **{
+            name: _layer.lower(pool, x, it, ends, shown, piece, rows_in_turn=rows_in_turn)
+            for name, it in several.items()
+        },
         "end": _end.lower(logits, queries, ends, x, new, piece),
     }
 
@@ -269,22 +275,22 @@ def _attend(decoder: Decoder, table: PageTable, piece: _Piece, rows_in_turn: boo
 
 
 @jax.jit
-def _begin(ends: Decoder, table: PageTable, piece: _Piece) -> tuple[PageTable, Array]:
-    """The table that shows the piece's slots, and x [B, T, D] before the first layer."""
+def _begin(ends: Decoder, table: PageTable, piece: _Piece) -> tuple[PageTable, Array | Stream]:
+    """The table that shows the piece's slots, and x before the first layer."""
     table = table.reveal(piece.step.slots, piece.step.positions)
-    return table, embedded(ends.params, ends.config, piece.step.ids)
+    return table, before_layers(ends.params, ends.config, piece.step.ids)
 
 
 @functools.partial(jax.jit, static_argnames=("rows_in_turn",), donate_argnames=("pool", "x"))
 def _layer(
     pool: PagePool,
-    x: Array,
+    x: Array | Stream,
     layer: LayerAt,
     ends: Decoder,
     table: PageTable,
     piece: _Piece,
     rows_in_turn: bool,
-) -> tuple[PagePool, Array, Array | None]:
+) -> tuple[PagePool, Array | Stream, Array | None]:
     """Pool and x behind one layer, and the queries of the observed tokens [B, W, N, H]."""
     attend = _attend(ends, table, piece, rows_in_turn)
     tokens = piece.step.tokens
@@ -294,7 +300,7 @@ def _layer(
 
 @functools.partial(jax.jit, donate_argnames=("logits",))
 def _end(
-    logits: Array, queries: Array, ends: Decoder, x: Array, new: Any, piece: _Piece
+    logits: Array, queries: Array, ends: Decoder, x: Array | Stream, new: Any, piece: _Piece
 ) -> tuple[Array, Array]:
     """Logits and queries with those of this piece; ``new``: of all layers, stacked or apart."""
     if new is not None:
@@ -303,7 +309,7 @@ def _end(
 
     def finish() -> Array:
         at = jnp.maximum(piece.last, 0)[:, None, None]
-        last = jnp.take_along_axis(x, at, axis=1)[:, 0]
+        last = jnp.take_along_axis(residual(x), at, axis=1)[:, 0]
         last = rms_norm(last, ends.params.final_norm, ends.config)
         return jnp.where(
             (piece.last >= 0)[:, None], unembed(ends.params, ends.config, last), logits

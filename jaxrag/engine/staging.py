@@ -499,11 +499,11 @@ def _place(
     Of some ``layers`` [n, 2, S, K, H], to parts of pages.
     The second result is ready when kv has been read; the pool itself is donated to the next call.
     """
-    nowhere, slot = page >= pool.k.shape[0] // config.num_layers, local % PAGE
+    nowhere, slot = page >= pool.k.shape[0] // config.num_kv_layers, local % PAGE
 
     def layer(at: Array, pool: PagePool) -> PagePool:
         index = at if layers is None else jnp.array(layers)[at]
-        rows = jnp.where(nowhere, pool.k.shape[0], pool.rows(index, page, config.num_layers))
+        rows = jnp.where(nowhere, pool.k.shape[0], pool.rows(index, page, config.num_kv_layers))
         k = at_position(kv[at, 0], local, rope.of_layer(index), config.rope)
         return pool.replace(
             k=pool.k.at[rows, slot].set(k, mode="drop"),

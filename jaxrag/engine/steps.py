@@ -28,9 +28,11 @@ from jaxrag.models.attention import Attend, PagedAttend
 from jaxrag.models.decoder import (
     Decoder,
     LayerAt,
-    embedded,
+    Stream,
+    before_layers,
     forward,
     layers_at,
+    residual,
     rms_norm,
     run_layer,
     unembed,
@@ -158,7 +160,10 @@ def lower_steps(
     ends = without_layers(decoder)
     cache, order = _cache(pool, decoding, plan), None if decoding is None else decoding.order
     token, x = jax.eval_shape(functools.partial(_begin, plan=plan), ends, rows)
-    each = {len(layers): layers for layers in _groups(decoder)}.values()
+    own = decoder.config.num_kv_layers
+    groups = _groups(decoder)
+    kinds = [tuple(int(it[1]) >= own for it in layers) for layers in groups]
+    each = dict(zip(kinds, groups, strict=True)).values()
     return [
         _begin.lower(ends, rows, plan=plan),
         *(_some_layers.lower(cache, x, it, ends, token, order, plan=plan) for it in each),
@@ -275,28 +280,28 @@ def _newest(rows: LaneRows) -> tuple[Step, Array]:
 
 
 @functools.partial(jax.jit, static_argnames=("plan",))
-def _begin(ends: Decoder, rows: LaneRows, plan: Plan) -> tuple[_Token, Array]:
-    """The newest tokens, and x [R, 1, D] before the first layer."""
+def _begin(ends: Decoder, rows: LaneRows, plan: Plan) -> tuple[_Token, Array | Stream]:
+    """The newest tokens, and x of [R, 1] before the first layer."""
     step, live = _newest(rows)
     table = rows.table if plan.away else rows.table.reveal(step.slots, step.positions)
-    return _Token(step, table, live), embedded(ends.params, ends.config, step.ids)
+    return _Token(step, table, live), before_layers(ends.params, ends.config, step.ids)
 
 
 @functools.partial(jax.jit, static_argnames=("plan",), donate_argnames=("cache", "x"))
 def _some_layers(
     cache: Any,
-    x: Array,
+    x: Array | Stream,
     layers: list[LayerAt],
     ends: Decoder,
     token: _Token,
     order: Array | None,
     plan: Plan,
-) -> tuple[Any, Array]:
+) -> tuple[Any, Array | Stream]:
     """Cache and x behind some layers."""
     attend = _attend(ends, token.table, token.step, order, plan)
 
     @jax.jit  # traced once
-    def one(carry: tuple[Array, Any], layer: LayerAt) -> tuple[Array, Any]:
+    def one(carry: tuple[Any, Any], layer: LayerAt) -> tuple[Any, Any]:
         x, cache, _ = run_layer(ends.config, layer, carry[0], token.step.tokens, carry[1], attend)
         return x, cache
 
@@ -307,10 +312,10 @@ def _some_layers(
 
 @functools.partial(jax.jit, donate_argnames=("rows",))
 def _end(
-    rows: LaneRows, drawn: Drawn, ends: Decoder, x: Array, token: _Token, at: Array
+    rows: LaneRows, drawn: Drawn, ends: Decoder, x: Array | Stream, token: _Token, at: Array
 ) -> tuple[LaneRows, Drawn]:
-    """``_sampled`` of x [R, 1, D] behind the last layer."""
-    hidden = rms_norm(x[:, 0], ends.params.final_norm, ends.config)
+    """``_sampled`` of x of [R, 1] behind the last layer."""
+    hidden = rms_norm(residual(x)[:, 0], ends.params.final_norm, ends.config)
     return _sampled(rows, drawn, ends, hidden, token, at)
 
 

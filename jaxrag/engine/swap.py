@@ -22,7 +22,7 @@ def swap_out(runner: ModelRunner, pages: Sequence[int]) -> tuple[HostArray, Host
     for start in range(0, len(pages), _PAGES):
         here = np.asarray(pages[start : start + _PAGES], np.int32)
         padded = np.pad(here, (0, _PAGES - len(here)))
-        part = _gather(runner.cache.pool, padded, num_layers=runner.model.config.num_layers)
+        part = _gather(runner.cache.pool, padded, num_layers=runner.model.config.num_kv_layers)
         k.append(own(part.k)[:, : len(here)])
         v.append(own(part.v)[:, : len(here)])
     return np.concatenate(k, axis=1), np.concatenate(v, axis=1)

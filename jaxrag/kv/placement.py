@@ -51,13 +51,13 @@ class KVPlacement:
         """The number of first layers whose V is on the device."""
         if self.away:
             return 0
-        layers = config.num_layers
+        layers = config.num_kv_layers
         return layers if self.value_layers is None else min(self.value_layers, layers)
 
     def host_bytes(self, config: ModelConfig, tokens: int) -> int:
         """Of K and V of so many tokens in host memory."""
-        rows = config.num_layers - self.layers_on_device(config)
-        return tokens * config.kv_row_bytes * (rows + (config.num_layers if self.away else 0))
+        rows = config.num_kv_layers - self.layers_on_device(config)
+        return tokens * config.kv_row_bytes * (rows + (config.num_kv_layers if self.away else 0))
 
     def device_bytes(self, config: ModelConfig, tokens: int) -> int:
         """Of K and V of so many tokens on the device."""
@@ -65,14 +65,14 @@ class KVPlacement:
 
     def on_host(self, config: ModelConfig) -> str:
         """What is in host memory, for messages."""
-        layers = config.num_layers - self.layers_on_device(config)
+        layers = config.num_kv_layers - self.layers_on_device(config)
         return "K and V" if self.away else f"V of {layers} layers"
 
     def check(self, config: ModelConfig, mesh: Mesh | None) -> None:
         """Refuse what no model of this config and mesh can have: RequestError, ConfigError."""
         check_size("value_layers", self.value_layers, 0)
         check_size("max_host_bytes", self.max_host_bytes, 1)
-        layers = config.num_layers
+        layers = config.num_kv_layers
         if self.value_layers is not None and self.value_layers >= layers:
             raise RequestError(
                 f"{self}, the model has {layers} layers; choose fewer, "
@@ -87,6 +87,11 @@ class KVPlacement:
             )
         if self.on_device:
             return
+        if config.shared_layers or config.input_dim:
+            raise ConfigError(
+                f"{self}: prompts that go through the model layer by layer take no inputs of each "
+                "layer and no K and V of another; leave it out"
+            )
         if config.kernels not in ("xla", "measured"):
             raise ConfigError(
                 f"kernels={config.kernels!r} read K and V on the device, and {self} keeps "

@@ -63,6 +63,9 @@ def arranged(tensors: Mapping[str, StoredTensor], config: ModelConfig) -> dict[s
                     f"{extra.path}: has {extra.name!r}, where attention_k_eq_v=True takes the keys"
                 )
             found[stem + "v_proj.weight"] = found[stem + "k_proj.weight"]
+        if layer >= config.num_kv_layers:  # published with what nothing reads
+            for name in ("k_proj", "v_proj", "k_norm"):
+                found.pop(f"{stem}{name}.weight", None)
         of_keys = (own * each, dim), (config.num_kv_heads * size, dim), _rows(keys, each)
         tables: dict[str, tuple[tuple[int, ...], tuple[int, ...], _Made]] = {
             "q_proj": ((heads * each, dim), (heads * size, dim), _rows(queries, each)),

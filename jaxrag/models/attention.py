@@ -213,7 +213,7 @@ class PagedAttend:
 
         Owned pages have offset 0, so new keys are rotated absolutely.
         """
-        pages = cache.rows(layer, self.table.pages, self.config.num_layers)
+        pages = cache.rows(layer, self.table.pages, self.config.num_kv_layers)
         used = jnp.maximum(tokens.positions, 0)
         placed = place(k, used, self.rope.of_layer(layer), self.config.rope)
         return pages, cache.write(pages, self.slots, placed, v)

@@ -18,7 +18,7 @@ from jaxrag.models.linear import activated, linear, product
 from jaxrag.models.rope import RopeFactors, RopeTable
 from jaxrag.models.spec import LayerParams, Params
 
-_Carry = tuple[Array, Any]  # x [B, T, D] and the cache
+_Carry = tuple[Any, Any]  # x, [B, T, D] or a Stream, and the cache
 # A layer's weights, its index and its window (of ``layer_windows``), scalar int32.
 LayerAt = tuple[LayerParams, Array | HostArray, Array | None]
 Layer = Callable[[_Carry, Any], tuple[_Carry, Any]]  # (carry, (layer's params, ...)) of the scan
@@ -31,6 +31,32 @@ class Decoder(struct.PyTreeNode):
     rope: RopeTable  # of at least as many positions as the step's table has slots
     config: ModelConfig = struct.static()
     factors: RopeFactors | None = None  # of the whole context, where KV is in host memory
+
+
+class Stream(struct.PyTreeNode):
+    """The residual stream of models whose layers take more of a token than it.
+
+    Attributes:
+      x: [B, T, D].
+      inputs: [L, B, T, P] of every layer, or None.
+      k: [S, B, T, K, H] before rotation, of each of ``shared_from`` behind it; None: S = 0.
+      v: the same of V.
+    """
+
+    x: Array
+    inputs: Array | None
+    k: Array | None
+    v: Array | None
+
+
+def shared_from(config: ModelConfig) -> tuple[int, ...]:
+    """The layers whose K and V others take."""
+    return tuple(sorted(set((config.kv_sources or ())[config.num_kv_layers :])))
+
+
+def residual(x: Array | Stream) -> Array:
+    """[B, T, D] of what goes through the layers."""
+    return x.x if isinstance(x, Stream) else x
 
 
 def rms_norm(x: Array, weight: Array | None, config: ModelConfig) -> Array:
@@ -74,10 +100,15 @@ def _linear(x: Array, weight: Any, bias: Array | None) -> Array:
 
 
 def heads_of(
-    x: Array, p: LayerParams, config: ModelConfig, layer: Array | HostArray | int
+    x: Array | Stream, p: LayerParams, config: ModelConfig, layer: Array | HostArray | int
 ) -> tuple[Array, Array, Array]:
     """q [B, T, N, H], k and v [B, T, K, H] of one layer, before rotation, of its input x."""
-    x = _before(x, p.attn_norm, config)
+    if p.k is None:
+        assert isinstance(x, Stream) and x.k is not None and x.v is not None
+        q = _project(_before(x.x, p.attn_norm, config), p.q, p.q_bias)
+        at = jnp.searchsorted(jnp.array(shared_from(config)), jnp.array(config.kv_sources)[layer])
+        return _head_norm(q, p.q_norm, config, layer), x.k[at], x.v[at]
+    x = _before(residual(x), p.attn_norm, config)
     q = _project(x, p.q, p.q_bias)
     k = _project(x, p.k, p.k_bias)
     v = _project(x, p.v, p.v_bias)
@@ -115,8 +146,13 @@ def _joint_norm(x: Array, weight: Array, config: ModelConfig) -> Array:
     return joined.reshape(x.shape)
 
 
-def finish_layer(x: Array, part: Partial, p: LayerParams, config: ModelConfig) -> Array:
-    """What one layer makes of its input x [B, T, D] and its attention over all keys."""
+def finish_layer(
+    x: Array, part: Partial, p: LayerParams, config: ModelConfig, given: Array | None = None
+) -> Array:
+    """What one layer makes of its input x [B, T, D] and its attention over all keys.
+
+    ``given`` is the input [B, T, P] that it has of its own.
+    """
     out = linear(with_sink_logits(part, p.sink_logits), p.o)
     out = out if p.o_bias is None else out + p.o_bias
     if config.post_norms:
@@ -133,6 +169,9 @@ def finish_layer(x: Array, part: Partial, p: LayerParams, config: ModelConfig) -
     if config.post_norms:
         out = rms_norm(out, p.post_mlp_norm, config)
     x = x + scaled(out, config.residual_scale)
+    if given is not None:
+        gate = activated(linear(x, p.input_gate), config.activation)
+        x = x + rms_norm(linear(gate * given, p.input_out), p.post_input_norm, config)
     return x if p.layer_scale is None else x * p.layer_scale.astype(x.dtype)
 
 
@@ -157,7 +196,7 @@ def layers_at(decoder: Decoder) -> Iterator[LayerAt]:
 
 def without_layers(decoder: Decoder) -> Decoder:
     """What is left of it before the first and behind the last layer."""
-    return decoder.replace(params=decoder.params.replace(layers=[]))
+    return decoder.replace(params=decoder.params.replace(layers=[], sharing=None))
 
 
 def layer_windows(config: ModelConfig) -> Array | None:
@@ -172,14 +211,36 @@ def layer_windows(config: ModelConfig) -> Array | None:
 def embedded(params: Params, config: ModelConfig, ids: Array) -> Array:
     """x [B, T, D] of token ids [B, T] int32: rows of ``embed`` and, behind them, of ``soft``."""
     x: Array = params.embed[ids]
-    by = config.embedding_scale
-    if config.unit_norms or config.wide_norms:
-        by = float(np.asarray(by, x.dtype))
+    by = _rounded(config.embedding_scale, x, config)
     if params.soft is None:
         return scaled(x, by)
     behind = ids - params.embed.shape[0]
     rows = jnp.asarray(params.soft)[jnp.clip(behind, 0, params.soft.shape[0] - 1)]
     return scaled(jnp.where((behind >= 0)[..., None], rows, x), by)
+
+
+def _rounded(by: float, x: Array, config: ModelConfig) -> float:
+    return float(np.asarray(by, x.dtype)) if config.unit_norms or config.wide_norms else by
+
+
+def before_layers(params: Params, config: ModelConfig, ids: Array) -> Array | Stream:
+    """What goes into the first layer of token ids [B, T] int32."""
+    x = embedded(params, config, ids)
+    if config.input_dim is None and not config.shared_layers:
+        return x
+    k = inputs = None
+    if config.shared_layers:
+        shape = (len(shared_from(config)), *ids.shape, config.num_kv_heads, config.head_dim)
+        k = jnp.zeros(shape, x.dtype)
+    if config.input_dim is not None:
+        inputs = linear(x, params.input_proj)
+        inputs = rms_norm(scaled(inputs, config.model_dim**-0.5), params.input_norm, config)
+        rows = params.input_embed[ids]
+        if params.soft is not None:  # which have none
+            rows = jnp.where((ids < config.vocab_size)[..., None, None], rows, 0)
+        rows = scaled(rows, _rounded(config.input_dim**0.5, x, config))
+        inputs = jnp.moveaxis(scaled(inputs + rows, 2**-0.5), 2, 0)
+    return Stream(x, inputs, k, k)
 
 
 def _given(k: Array, v: Array, soft: Array, behind: Array) -> tuple[Array, Array]:
@@ -214,7 +275,7 @@ def forward(
     x, cache, collected = run_layers(
         params, config, tokens, cache, attend, config.num_layers, wrap_layer
     )
-    return rms_norm(x, params.final_norm, config), cache, collected
+    return rms_norm(residual(x), params.final_norm, config), cache, collected
 
 
 def run_layers(
@@ -225,12 +286,12 @@ def run_layers(
     attend: Attend,
     num_layers: int,
     wrap_layer: Callable[[Layer], Layer] | None = None,
-) -> tuple[Array, Any, Any]:
+) -> tuple[Any, Any, Any]:
     """Run the first ``num_layers`` layers over tokens [B, T]; arguments and results as ``forward``.
 
-    The first result is the residual stream x [B, T, D] before any further norm.
+    The first result is what goes into the next layer, ``residual`` of it before any further norm.
     """
-    x = embedded(params, config, tokens.ids)
+    x = before_layers(params, config, tokens.ids)
     layer_ids, windows = jnp.arange(config.num_layers, dtype=jnp.int32), layer_windows(config)
 
     def layer(carry: _Carry, scanned: Any) -> tuple[_Carry, Any]:
@@ -246,23 +307,39 @@ def run_layers(
             (x, cache), collected = body((x, cache), (p, layer_ids[index], window))
             each.append(collected)
         return x, cache, jax.tree.map(lambda *layers: jnp.stack(layers), *each)
-    scanned = (params.layers, layer_ids, windows)
-    if num_layers < config.num_layers:
-        scanned = jax.tree.map(lambda a: a[:num_layers], scanned)
-    (x, cache), collected = lax.scan(body, (x, cache), scanned)
-    return x, cache, collected
+    each, own = [], config.num_kv_layers
+    for weights, start, count in (params.layers, 0, own), (params.sharing, own, num_layers - own):
+        if count <= 0 and start:
+            break
+        count, which = min(count, num_layers), (layer_ids, windows)
+        if start or count < config.num_layers:
+            which = jax.tree.map(lambda a: a[start : start + count], which)
+            weights = jax.tree.map(lambda a: a[:count], weights)
+        (x, cache), collected = lax.scan(body, (x, cache), (weights, *which))
+        each.append(collected)
+    return x, cache, each[0] if len(each) == 1 else jax.tree.map(_joined, *each)
+
+
+def _joined(*parts: Array) -> Array:
+    return jnp.concatenate(parts)
 
 
 def run_layer(
-    config: ModelConfig, layer: LayerAt, x: Array, tokens: Tokens, cache: Any, attend: Attend
-) -> tuple[Array, Any, Any]:
-    """One layer over x [B, T, D]: x behind it, the cache, and what attend collected."""
+    config: ModelConfig, layer: LayerAt, x: Any, tokens: Tokens, cache: Any, attend: Attend
+) -> tuple[Any, Any, Any]:
+    """One layer over x, [B, T, D] or a Stream: that behind it, the cache, what attend collected."""
     p, index, window = layer
     q, k, v = heads_of(x, p, config, index)
     if p.soft is not None:
         k, v = _given(k, v, p.soft, tokens.ids - config.vocab_size)
     part, cache, collected = attend(jnp.asarray(index), window, q, k, v, tokens, cache)
-    return finish_layer(x, part, p, config), cache, collected
+    if not isinstance(x, Stream):
+        return finish_layer(x, part, p, config), cache, collected
+    if x.k is not None and p.k is not None:
+        new = (jnp.asarray(shared_from(config)) == index)[:, None, None, None, None]
+        x = x.replace(k=jnp.where(new, k, x.k), v=jnp.where(new, v, x.v))
+    given = None if x.inputs is None else x.inputs[index]
+    return x.replace(x=finish_layer(x.x, part, p, config, given)), cache, collected
 
 
 def keys_and_values(

@@ -32,12 +32,18 @@ class TensorRule:
     ``key`` is the name in the file, with ``{layer}`` where it repeats per layer and ``{expert}``
     where per expert. ``paths`` are attribute paths in ``Params``. ``pattern`` is an einops pattern
     from the file's axes to one repetition of a parameter; where several lie fused, ``p`` is the
-    axis of which they are the parts, in the order of ``paths``.
+    axis of which they are the parts, in the order of ``paths``. ``first`` is the layer of the first.
     """
 
     key: str
     paths: tuple[str, ...]
     pattern: str
+    first: int = 0
+
+    def sharing(self, first: int) -> "TensorRule":
+        """The same of the layers from ``first`` on, which take K and V of others."""
+        paths = tuple(path.replace("layers.", "sharing.", 1) for path in self.paths)
+        return dataclasses.replace(self, paths=paths, first=first)
 
     @property
     def repeats(self) -> int:
@@ -46,6 +52,7 @@ class TensorRule:
 
     def name(self, at: Sequence[int]) -> str:
         """The tensor at this layer and expert, as many numbers as it repeats over."""
+        at = (self.first + at[0], *at[1:]) if at else at
         return self.key.format(**dict(zip(("layer", "expert"), at, strict=False)))
 
     def taken(self, stored: "HostArray", part: int, shape: tuple[int, ...]) -> "HostArray":

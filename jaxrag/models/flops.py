@@ -33,10 +33,11 @@ def turborag_flops(
     if attention_matmuls not in (1, 2):
         raise RequestError(f"attention_matmuls={attention_matmuls}: expected 1 or 2")
     c = config
-    qkv = 2 * c.model_dim * (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+    q = 2 * c.model_dim * c.num_heads * c.head_dim
     attention = attention_matmuls * 2 * c.num_heads * c.head_dim * num_context
     output = 2 * c.model_dim**2
-    return num_input * c.num_layers * (qkv + attention + output + _mlp_flops(c))
+    layers = c.num_layers * (q + attention + output) + _kv_flops(c) + _mlp_flops(c)
+    return num_input * layers
 
 
 def score_flops(config: ModelConfig, num_queries: int, num_keys: int) -> int:
@@ -95,19 +96,29 @@ def forward_flops(config: ModelConfig, spans: Sequence[tuple[int, int]], num_log
 
 def _layers_flops_per_token(c: ModelConfig) -> int:
     """Every weight matrix of every layer that a token meets, once."""
-    qkvo = 2 * c.model_dim * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
-    return c.num_layers * (qkvo + _mlp_flops(c))
+    qo = 2 * c.model_dim * c.head_dim * 2 * c.num_heads
+    return c.num_layers * qo + _kv_flops(c) + _mlp_flops(c)
+
+
+def _kv_flops(c: ModelConfig) -> int:
+    """Projections of K and V, of the layers that have some."""
+    return c.num_kv_layers * 2 * c.model_dim * c.head_dim * 2 * c.num_kv_heads
 
 
 def _mlp_flops(c: ModelConfig) -> int:
-    """The MLP of a layer; of experts those that a token goes through, and the choice."""
+    """The MLPs of all layers; of experts those that a token goes through, and the choice.
+
+    What a layer makes of an input of its own are three products as well.
+    """
     one = 2 * 3 * c.model_dim
     if c.experts is None:
-        return one * c.mlp_dim
+        widths = sum(map(c.mlp_dim_of, range(c.num_layers)))
+        return one * (widths + c.num_layers * (c.input_dim or 0))
     width, beside = c.mlp_dim, 0
     if c.experts.beside is not None:
         width, beside = c.experts.beside, c.mlp_dim
-    return one * (c.experts.active * width + beside) + 2 * c.model_dim * c.experts.count
+    chosen = one * (c.experts.active * width + beside)
+    return c.num_layers * (chosen + 2 * c.model_dim * c.experts.count)
 
 
 def _lm_head_flops(c: ModelConfig) -> int:

@@ -1,9 +1,9 @@
 """Gemma 4: layers with a window have other heads than those without, as have their angles.
 
 KV has one shape in all layers here, so that heads are arranged as they are loaded (arranged.py).
-So are the weights of experts, which hold some vectors that stand before and behind them. Of the
-published sizes 31B and 26B-A4B are read. Refused are inputs of each layer and layers that take K
-and V of others (E2B, E4B).
+So are the weights of experts, which hold some vectors that stand before and behind them. The last
+layers of E2B and E4B have no K and V and attend to those of others; there each layer has an input of
+its own, too, of the token and its embedding.
 """
 
 import dataclasses
@@ -42,12 +42,6 @@ _DEFAULTS = Defaults(
 )
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 _CAP = "final_logit_softcapping"
-# Keys that are refused but for the values that switch them off: what they are, and the default.
-_REFUSED: dict[str, tuple[Any, str]] = {
-    "hidden_size_per_layer_input": (256, "an input of its own for each layer"),
-    "num_kv_shared_layers": (0, "layers that take K and V of others"),
-    "attention_bias": (False, "a bias of projections"),
-}
 _ROPES: dict[str, dict[str, Any]] = {
     _GLOBAL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
     _LOCAL: {"rope_type": "default", "rope_theta": 1e4},
@@ -56,12 +50,8 @@ _ROPES: dict[str, dict[str, Any]] = {
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     """Every sixth layer and the last are global, unless ``layer_types`` says otherwise."""
-    for key, (default, what) in _REFUSED.items():
-        if hf.get(key, default):
-            raise ConfigError(
-                f"config.json: {key}={hf.get(key, default)!r}: {what} is not supported for gemma4 "
-                "models; of the published sizes 31B and 26B-A4B are read"
-            )
+    if read_bool(hf, "attention_bias", False):
+        raise ConfigError("config.json: attention_bias=True is not supported for gemma4 models")
     num_layers = read_num_layers(hf, _DEFAULTS.num_hidden_layers)
     every = [_LOCAL if (i + 1) % 6 and i < num_layers - 1 else _GLOBAL for i in range(num_layers)]
     kinds = list(hf.get("layer_types") or every)
@@ -91,6 +81,7 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
                 f"config.json: {count} KV heads of {size} do not divide {num_kv_heads} of "
                 f"{head_dim}, which layers of the other kind have"
             )
+    shared, input_dim = _read_shared(hf, config)
     ropes = [_read_rope(hf, kind, size, head_dim) for kind, (size, _) in sizes.items()]
     return dataclasses.replace(
         config,
@@ -109,7 +100,30 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
         attention_scale=1.0,
         experts=_read_experts(hf) if read_bool(hf, "enable_moe_block", False) else None,
         logit_cap=None if hf.get(_CAP) is None else read_positive(hf, _CAP, 0),
+        shared_layers=shared,
+        shared_mlp_dim=2 * config.mlp_dim
+        if shared and read_bool(hf, "use_double_wide_mlp", False)
+        else None,
+        input_dim=input_dim,
     )
+
+
+def _read_shared(hf: Mapping[str, Any], config: ModelConfig) -> tuple[int, int | None]:
+    """How many layers take K and V of others, and the width of every layer's own input."""
+    shared = read_int(hf, "num_kv_shared_layers", 0)
+    if shared and read_bool(hf, "enable_moe_block", False):
+        raise ConfigError(
+            f"config.json: num_kv_shared_layers={shared} with enable_moe_block=True: expected "
+            "layers that take K and V of others, or experts"
+        )
+    input_dim = read_optional_int(hf, "hidden_size_per_layer_input", 256) or None
+    rows = read_int(hf, "vocab_size_per_layer_input", _DEFAULTS.vocab_size)
+    if input_dim is not None and rows != config.vocab_size:
+        raise ConfigError(
+            f"config.json: vocab_size_per_layer_input={rows}: expected vocab_size="
+            f"{config.vocab_size}"
+        )
+    return shared, input_dim
 
 
 def _read_experts(hf: Mapping[str, Any]) -> ExpertsConfig:
@@ -192,6 +206,12 @@ def _arrange(
 _LAYER = "model.layers.{layer}."
 _POST = _LAYER + "post_feedforward_layernorm_"
 _OWN = (
+    TensorRule("model.embed_tokens_per_layer.weight", ("input_embed",), "v (l i) -> v l i"),
+    TensorRule("model.per_layer_model_projection.weight", ("input_proj",), "(l i) d -> d l i"),
+    TensorRule("model.per_layer_projection_norm.weight", ("input_norm",), "i -> i"),
+    TensorRule(_LAYER + "per_layer_input_gate.weight", ("layers.input_gate",), "i d -> d i"),
+    TensorRule(_LAYER + "per_layer_projection.weight", ("layers.input_out",), "d i -> i d"),
+    TensorRule(_LAYER + "post_per_layer_input_norm.weight", ("layers.post_input_norm",), "d -> d"),
     TensorRule(_LAYER + "layer_scalar", ("layers.layer_scale",), "s -> s"),
     TensorRule(_LAYER + "router.proj.weight", ("layers.router",), "e d -> d e"),
     TensorRule(

@@ -266,16 +266,14 @@ def find_sources(directory: Path, config: ModelConfig) -> dict[str, StoredParam]
     if family.arrange is not None:
         stored = family.arrange(stored, config)
     specs = by_name(param_specs(config))
-    shapes = {
-        rule: specs[rule.paths[0]].shape[rule.repeats :]
-        for rule in (is_gguf(directory) and family.apart) or family.tensors
-        if rule.paths[0] in specs
-    }
+    rules = (is_gguf(directory) and family.apart) or family.tensors
+    if config.shared_layers:
+        rules += tuple(it.sharing(config.num_kv_layers) for it in rules if it.repeats)
+    shapes = {it: specs[it.paths[0]].shape for it in rules if it.paths[0] in specs}
     tied = config.tie_embeddings and "lm_head.weight" in stored
     ignored = (*family.ignored, "lm_head.weight") if tied else family.ignored
     stored = {name: it for name, it in stored.items() if not family.beside(name)}
-    counts = (config.num_layers, 0 if config.experts is None else config.experts.count)
-    found = match_tensors(directory, stored, shapes, counts, (family.name, "model"), ignored)
+    found = match_tensors(directory, stored, shapes, (family.name, "model"), ignored)
     if tied:
         _check_tied(directory, stored)
     return found
@@ -285,7 +283,6 @@ def match_tensors(
     directory: Path,
     stored: Mapping[str, StoredTensor],
     shapes: Mapping[TensorRule, tuple[int, ...]],
-    counts: tuple[int, ...],
     what: tuple[str, str],
     ignored: Sequence[str],
     prefix: str = "",
@@ -295,8 +292,7 @@ def match_tensors(
     Args:
       directory: where the tensors are, for errors.
       stored: all of them by name.
-      shapes: of one repetition of each rule's parameter.
-      counts: of layers, and of experts, over which a rule may repeat.
+      shapes: of each rule's parameter, all repetitions.
       what: the family, and what it is of, for errors.
       ignored: patterns of names that may be left over.
 
@@ -304,8 +300,9 @@ def match_tensors(
     """
     unused = set(stored)
     found: dict[str, StoredParam] = {}
-    for rule, shape in shapes.items():
-        names = [prefix + rule.name(at) for at in np.ndindex(counts[: rule.repeats])]
+    for rule, whole in shapes.items():
+        counts, shape = whole[: rule.repeats], whole[rule.repeats :]
+        names = [prefix + rule.name(at) for at in np.ndindex(counts)]
         for name in names:
             if name not in stored:
                 raise ModelError(

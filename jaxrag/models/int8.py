@@ -68,14 +68,17 @@ def with_int8_weights(params: Params) -> Params:
     What is not a matrix, and the table of the inputs, stay as they are, and keep their memory.
     """
 
-    def layer(index: int) -> LayerParams:
+    def layer(stacked: dict[str, np.ndarray], index: int) -> LayerParams:
         own = {name: leaf[index] for name, leaf in stacked.items()}
         small = {name: jnp.asarray(it) for name, it in own.items() if name not in _INNER}
-        large = {name: quantised(own[name], inner) for name, inner in _INNER.items()}
+        large = {name: quantised(own[name], it) for name, it in _INNER.items() if name in own}
         return LayerParams(**small, **large)
 
-    fields = vars(params.layers)
-    stacked = {name: np.asarray(leaf) for name, leaf in fields.items() if leaf is not None}
+    parts = [
+        {name: np.asarray(leaf) for name, leaf in vars(part).items() if leaf is not None}
+        for part in (params.layers, params.sharing)
+        if part is not None
+    ]
     head = np.asarray(params.embed).T if params.lm_head is None else np.asarray(params.lm_head)
-    layers = [layer(index) for index in range(len(stacked["q"]))]
-    return params.replace(layers=layers, lm_head=quantised(head, 1))
+    layers = [layer(part, index) for part in parts for index in range(len(part["q"]))]
+    return params.replace(layers=layers, sharing=None, lm_head=quantised(head, 1))

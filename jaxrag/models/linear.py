@@ -133,7 +133,7 @@ def gains_by_layer(params: Params, mesh: Mesh | None) -> bool:
     """Would ``by_layer`` make decoding faster, and hold no weight twice?"""
     if mesh is not None or jax.default_backend() != "cpu" or not forms().layers_apart:
         return False
-    leaves = jax.tree.leaves(params.layers)
+    leaves = jax.tree.leaves((params.layers, params.sharing))
     large = [leaf for leaf in leaves if leaf.ndim > 2]  # the others are vectors of a layer
     in_place = all(leaf.nbytes // len(leaf) % _IN_PLACE == 0 for leaf in large)
     return in_place and sum(leaf.nbytes for leaf in leaves) > IN_CACHE
@@ -144,12 +144,12 @@ def by_layer(params: Params) -> Params:
 
     Of weights on a CPU; the arrays lie in the memory of ``params``, and keep it.
     """
-    leaves, tree = jax.tree.flatten(params.layers)
-    apart = [[_in_place(layer) for layer in np.asarray(leaf)] for leaf in leaves]
-    layers: list[LayerParams] = [
-        jax.tree.unflatten(tree, weights) for weights in zip(*apart, strict=True)
-    ]
-    return params.replace(layers=layers)
+    layers: list[LayerParams] = []
+    for part in filter(None, (params.layers, params.sharing)):
+        leaves, tree = jax.tree.flatten(part)
+        apart = [[_in_place(layer) for layer in np.asarray(leaf)] for leaf in leaves]
+        layers += [jax.tree.unflatten(tree, weights) for weights in zip(*apart, strict=True)]
+    return params.replace(layers=layers, sharing=None)
 
 
 def _in_place(view: np.ndarray) -> Array:

@@ -201,7 +201,7 @@ class Model:
         c = self.config
         if self.backend is not None:
             return self.backend.layout
-        return KVLayout(c.num_layers, c.num_kv_heads, c.head_dim, c.dtype)
+        return KVLayout(c.num_kv_layers, c.num_kv_heads, c.head_dim, c.dtype)
 
     @functools.cached_property
     def kv_layout(self) -> KVLayout:

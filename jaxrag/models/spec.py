@@ -21,7 +21,6 @@ from jaxrag.base.sharding import Rules, replicated, sharding, to_host
 from jaxrag.base.types import Array
 
 MLP = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")  # of LayerParams
-_LAYERS = "layers."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +66,9 @@ class LayerParams(struct.PyTreeNode):
     expert_down: Any = None  # [L, E, Fe, D]
     post_dense_norm: Any = None  # [L, D]
     post_expert_norm: Any = None  # [L, D]
+    input_gate: Any = None  # [L, D, P]
+    input_out: Any = None  # [L, P, D]
+    post_input_norm: Any = None  # [L, D]
     router: Any = None  # [L, D, E]
     router_bias: Any = None  # [L, E]
     soft: Any = None  # [L, 2, R, K, H], of no checkpoint (Params)
@@ -79,7 +81,8 @@ class Params(struct.PyTreeNode):
     it is their K before rotation and V, whatever they are embedded as (``with_soft``).
 
     ``layers`` is a LayerParams, or a list of one a layer, whose leaves lack L (by_layer); then the
-    matrices and ``lm_head`` may be Int8Weight.
+    matrices and ``lm_head`` may be Int8Weight. ``sharing``, where the last layers take K and V of
+    others, are these, without ``k`` and ``v``; then ``layers`` are those before, and L their number.
     """
 
     embed: Any  # [V, D]
@@ -87,6 +90,10 @@ class Params(struct.PyTreeNode):
     final_norm: Any  # [D]
     lm_head: Any = None  # [D, V]
     soft: Any = None  # [R, D], of no checkpoint
+    sharing: Any = None
+    input_embed: Any = None  # [V, L, P], of all layers, as the next
+    input_proj: Any = None  # [D, L, P]
+    input_norm: Any = None  # [P]
 
     def with_soft(self, given: Any) -> "Params":
         """With R ids more: vectors [R, D], or K and V of every layer, [R, L, 2, K, H]."""
@@ -100,7 +107,37 @@ class Params(struct.PyTreeNode):
 def param_specs(config: ModelConfig) -> Params:
     """The tree of ParamSpec for a config; same structure as the parameters themselves."""
     c = config
-    layers, dim, mlp, head = c.num_layers, c.model_dim, c.mlp_dim, c.head_dim
+    dim, gain = c.model_dim, _gain(c)
+    whole = (c.num_layers, c.input_dim or 0)
+    specs = Params(
+        embed=ParamSpec((c.vocab_size, dim), ("vocab", "embed"), "normal", dim),
+        layers=_layer_specs(c, c.num_kv_layers, c.mlp_dim),
+        final_norm=ParamSpec((dim,), (None,), gain),
+        lm_head=None
+        if c.tie_embeddings
+        else ParamSpec((dim, c.vocab_size), ("embed", "vocab"), "normal", dim),
+    )
+    if c.shared_layers:
+        sharing = _layer_specs(c, c.shared_layers, c.shared_mlp_dim or c.mlp_dim)
+        none = dict.fromkeys(("k", "v", "k_bias", "v_bias", "k_norm"))
+        specs = specs.replace(sharing=sharing.replace(**none))
+    if c.input_dim is None:
+        return specs
+    return specs.replace(
+        input_embed=ParamSpec((c.vocab_size, *whole), ("vocab", None, None), "normal", c.input_dim),
+        input_proj=ParamSpec((dim, *whole), ("embed", None, None), "normal", dim),
+        input_norm=ParamSpec((c.input_dim,), (None,), gain),
+    )
+
+
+def _gain(config: ModelConfig) -> Literal["zeros", "ones"]:
+    """How weights of norms begin."""
+    return "zeros" if config.unit_norms else "ones"
+
+
+def _layer_specs(config: ModelConfig, layers: int, mlp: int) -> LayerParams:
+    """Of so many layers with an MLP of this width."""
+    c, dim, head = config, config.model_dim, config.head_dim
     heads, kv_heads = c.num_heads, c.num_kv_heads
 
     def weight(shape: tuple[int, ...], axes: tuple[str | None, ...], fan_in: int) -> ParamSpec:
@@ -109,7 +146,7 @@ def param_specs(config: ModelConfig) -> Params:
     def bias(shape: tuple[int, ...], axes: tuple[str | None, ...], used: bool) -> ParamSpec | None:
         return ParamSpec((layers, *shape), ("layers", *axes), "zeros") if used else None
 
-    gain: Literal["zeros", "ones"] = "zeros" if c.unit_norms else "ones"
+    gain = _gain(c)
 
     def norm(size: int, used: bool = True) -> ParamSpec | None:
         return ParamSpec((layers, size), ("layers", None), gain) if used else None
@@ -119,44 +156,41 @@ def param_specs(config: ModelConfig) -> Params:
             return norm(head, c.qk_norm)
         return ParamSpec((layers, count, head), ("layers", axis, None), gain)
 
-    specs = Params(
-        embed=ParamSpec((c.vocab_size, dim), ("vocab", "embed"), "normal", dim),
-        layers=LayerParams(
-            attn_norm=norm(dim, c.pre_norms),
-            q=weight((dim, heads, head), ("embed", "heads", None), dim),
-            k=weight((dim, kv_heads, head), ("embed", "kv_heads", None), dim),
-            v=weight((dim, kv_heads, head), ("embed", "kv_heads", None), dim),
-            o=weight((heads, head, dim), ("heads", None, "embed"), heads * head),
-            mlp_norm=norm(dim, c.pre_norms),
-            gate=weight((dim, mlp), ("embed", "mlp"), dim),
-            up=weight((dim, mlp), ("embed", "mlp"), dim),
-            down=weight((mlp, dim), ("mlp", "embed"), mlp),
-            q_bias=bias((heads, head), ("heads", None), c.qkv_bias),
-            k_bias=bias((kv_heads, head), ("kv_heads", None), c.qkv_bias),
-            v_bias=bias((kv_heads, head), ("kv_heads", None), c.qkv_bias),
-            o_bias=bias((dim,), ("embed",), c.o_bias),
-            gate_bias=bias((mlp,), ("mlp",), c.mlp_bias),
-            up_bias=bias((mlp,), ("mlp",), c.mlp_bias),
-            down_bias=bias((dim,), ("embed",), c.mlp_bias),
-            q_norm=head_norm(heads, "heads"),
-            k_norm=head_norm(kv_heads, "kv_heads"),
-            post_attn_norm=norm(dim, c.post_norms),
-            post_mlp_norm=norm(dim, c.post_norms),
-            layer_scale=ParamSpec((layers, 1), ("layers", None), "ones")
-            if c.layer_scales
-            else None,
-            sink_logits=weight((heads,), ("heads",), 1) if c.sink_logits else None,
-        ),
-        final_norm=ParamSpec((dim,), (None,), gain),
-        lm_head=None
-        if c.tie_embeddings
-        else ParamSpec((dim, c.vocab_size), ("embed", "vocab"), "normal", dim),
+    specs = LayerParams(
+        attn_norm=norm(dim, c.pre_norms),
+        q=weight((dim, heads, head), ("embed", "heads", None), dim),
+        k=weight((dim, kv_heads, head), ("embed", "kv_heads", None), dim),
+        v=weight((dim, kv_heads, head), ("embed", "kv_heads", None), dim),
+        o=weight((heads, head, dim), ("heads", None, "embed"), heads * head),
+        mlp_norm=norm(dim, c.pre_norms),
+        gate=weight((dim, mlp), ("embed", "mlp"), dim),
+        up=weight((dim, mlp), ("embed", "mlp"), dim),
+        down=weight((mlp, dim), ("mlp", "embed"), mlp),
+        q_bias=bias((heads, head), ("heads", None), c.qkv_bias),
+        k_bias=bias((kv_heads, head), ("kv_heads", None), c.qkv_bias),
+        v_bias=bias((kv_heads, head), ("kv_heads", None), c.qkv_bias),
+        o_bias=bias((dim,), ("embed",), c.o_bias),
+        gate_bias=bias((mlp,), ("mlp",), c.mlp_bias),
+        up_bias=bias((mlp,), ("mlp",), c.mlp_bias),
+        down_bias=bias((dim,), ("embed",), c.mlp_bias),
+        q_norm=head_norm(heads, "heads"),
+        k_norm=head_norm(kv_heads, "kv_heads"),
+        post_attn_norm=norm(dim, c.post_norms),
+        post_mlp_norm=norm(dim, c.post_norms),
+        layer_scale=ParamSpec((layers, 1), ("layers", None), "ones") if c.layer_scales else None,
+        sink_logits=weight((heads,), ("heads",), 1) if c.sink_logits else None,
     )
+    if c.input_dim is not None:
+        specs = specs.replace(
+            input_gate=weight((dim, c.input_dim), ("embed", None), dim),
+            input_out=weight((c.input_dim, dim), (None, "embed"), c.input_dim),
+            post_input_norm=norm(dim),
+        )
     if c.experts is None:
         return specs
     count, width = c.experts.count, c.experts.beside
     if width is None:
-        each = {name: spec for name in MLP if (spec := getattr(specs.layers, name)) is not None}
+        each = {name: spec for name in MLP if (spec := getattr(specs, name)) is not None}
     else:
         each = {
             "expert_gate": weight((dim, width), ("embed", "mlp"), dim),
@@ -169,11 +203,9 @@ def param_specs(config: ModelConfig) -> Params:
         **{name: norm(dim, width is not None) for name in norms},
     }
     return specs.replace(
-        layers=specs.layers.replace(
-            router=weight((dim, count), ("embed", None), dim),
-            router_bias=bias((count,), (None,), c.experts.router_bias),
-            **parts,
-        )
+        router=weight((dim, count), ("embed", None), dim),
+        router_bias=bias((count,), (None,), c.experts.router_bias),
+        **parts,
     )
 
 
@@ -241,8 +273,14 @@ def init_params(
     if not for_training:
         return made
     shrink = 1 / (2 * config.num_layers)
-    layers = made.layers
-    return made.replace(layers=layers.replace(o=layers.o * shrink, down=layers.down * shrink))
+    parts = {"layers": made.layers, "sharing": made.sharing}
+    return made.replace(
+        **{
+            name: it.replace(o=it.o * shrink, down=it.down * shrink)
+            for name, it in parts.items()
+            if it is not None
+        }
+    )
 
 
 def by_name(tree: Params) -> dict[str, Any]:
@@ -259,14 +297,16 @@ def from_names(leaves: Mapping[str, Any]) -> Params:
 
 
 def nested[P](params: Callable[..., P], layer: Callable[..., Any], leaves: Mapping[str, Any]) -> P:
-    """Parameters from leaves by dotted name; those of ``layers`` are a ``layer``."""
-    layers = {
-        name.removeprefix(_LAYERS): leaf
-        for name, leaf in leaves.items()
-        if name.startswith(_LAYERS)
-    }
-    rest = {name: leaf for name, leaf in leaves.items() if not name.startswith(_LAYERS)}
-    return params(layers=layer(**layers), **rest)
+    """Parameters from leaves by dotted name; what has a dot in it is of a ``layer``."""
+    parts: dict[str, dict[str, Any]] = {}
+    rest: dict[str, Any] = {}
+    for name, leaf in leaves.items():
+        part, _, inner = name.partition(".")
+        if inner:
+            parts.setdefault(part, {})[inner] = leaf
+        else:
+            rest[name] = leaf
+    return params(**{part: layer(**its) for part, its in parts.items()}, **rest)
 
 
 def require_finite(directory: str | Path, params: Params, mesh: Mesh | None = None) -> None:

@@ -112,7 +112,7 @@ def attention_received(
     if not causal or (config.window_layers is not None and not config.window_layers[-1]):
         window = None
     rope = decoder.rope.of_layer(config.num_layers - 1)
-    pages = pool.rows(config.num_layers - 1, table.pages, config.num_layers)
+    pages = pool.rows(config.num_layers - 1, table.pages, config.num_kv_layers)
     return key_mass(
         scale_rotary(q, rope, config.rope),
         pool.k,
@@ -198,7 +198,7 @@ class PartsAttend:
         cache: PagePool,
     ) -> tuple[Partial, PagePool, Any]:
         """Attend, and take of the shares of attention that every part gets."""
-        pages = cache.rows(layer, self.table.pages, self.config.num_layers)
+        pages = cache.rows(layer, self.table.pages, self.config.num_kv_layers)
         hot = jax.nn.one_hot(self.parts, self.count)[None]
         op = functools.partial(paged_attention, beside=hot, out_dtype=jnp.float32)
 

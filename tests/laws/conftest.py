@@ -247,7 +247,7 @@ class Bench:
         But for those that were computed for the request.
         """
         config = self.model.config
-        shape = (config.num_layers, len(answers), WIDTH)
+        shape = (config.num_kv_layers, len(answers), WIDTH)
         ids, positions = np.zeros((2, *shape[1:]), np.int32)
         fresh, chunks = np.ones(shape, bool), np.zeros(shape[1:], bool)
         kv = np.zeros((*shape[:2], 2, WIDTH, config.num_kv_heads, config.head_dim), np.float32)
@@ -293,7 +293,7 @@ class Bench:
     @staticmethod
     def pool_kv(runner, pages) -> list[np.ndarray]:
         """K and V in pages of the pool, [L, n, page, K, H] each."""
-        layers = np.arange(runner.model.config.num_layers) * runner.cache.allocator.num_pages
+        layers = np.arange(runner.model.config.num_kv_layers) * runner.cache.allocator.num_pages
         rows = layers[:, None] + np.array(pages, int)
         return [np.asarray(x[rows]) for x in (runner.cache.pool.k, runner.cache.pool.v)]
 
@@ -323,7 +323,7 @@ def _fresh(model, state, kept) -> np.ndarray:
     method, parts = state.request.method, state.parts[1:]
     in_place = [it.resident is None for it in parts]
     fresh = np.repeat(in_place, [len(it.ids) for it in parts])
-    fresh = np.tile(fresh, (model.config.num_layers, 1))
+    fresh = np.tile(fresh, (model.config.num_kv_layers, 1))
     if state.choice is not None:
         fresh[:, state.choice.tokens] = True
         selector = method.selector
@@ -343,7 +343,7 @@ def benches(tiny_config):
 
     def make(name, packets=False, **more):
         family, changes = FAMILIES[name]
-        return Bench(tiny_config(family, num_layers=4, eos_ids=(), **changes, **more), packets)
+        return Bench(tiny_config(family, **{"num_layers": 4, **changes, **more}, eos_ids=()), packets)
 
     return functools.cache(make)
 

@@ -161,6 +161,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "experts": ExpertsConfig(5, 2, True, beside=17),
         },
     ),
+    "gemma4_shared": (
+        "gemma4",
+        {
+            "num_layers": 6,
+            "window_layers": (*_TURNS, False, True),
+            "rope_layers": (0, 1) * 3,
+            "own_kv_heads": (1, 2) * 3,
+            "shared_layers": 2,
+            "shared_mlp_dim": 56,
+            "input_dim": 9,
+        },
+    ),
     "sinks": ("gpt_oss", {"sliding_window": None, "window_layers": None}),
     **{
         name: (name, {})
@@ -171,7 +183,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     },
 }
 USUAL = ("joined", "windows")
-WINDOWED = ("windows", "mixed", "mistral", "gemma2", "gemma3", "gemma4", "olmo3")
+WINDOWED = ("windows", "mixed", "mistral", "gemma2", "gemma3", "gemma4", "gemma4_shared", "olmo3")
 
 
 def goes_together(method: str, rule: str, family: str) -> bool:

@@ -14,6 +14,8 @@ from jaxrag.models.rope import place
 class Mixed:
     """Attention of whole prompts over dense K, V: fresh where ``fresh`` [L, B, T], else stored.
 
+    L counts the layers that have K and V.
+
     ``stored`` [L, B, 2, T, K, H] is K before rotation and V. A token sees those before it in order.
     ``apart``: to the tokens of ``chunks`` [B, T] in this way. Collects q, k and v as they come.
     """
@@ -26,6 +28,8 @@ class Mixed:
     apart: Any = None
 
     def __call__(self, layer, window, q, k, v, tokens, cache):
+        if (sources := self.config.kv_sources) is not None:
+            layer = jnp.array(sources)[layer]  # of its kind: rotated and windowed alike
         keep, stored, seen = self.fresh[layer][..., None, None], self.stored[layer], (q, k, v)
         k, v = jnp.where(keep, k, stored[:, 0]), jnp.where(keep, v, stored[:, 1])
         order = jnp.arange(q.shape[1])

@@ -39,7 +39,7 @@ class HostPool:
 
         Raises RequestError beyond the ceiling, and where there is no such memory.
         """
-        layers, dtype = config.num_layers, jnp.dtype(config.dtype)
+        layers, dtype = config.num_kv_layers, jnp.dtype(config.dtype)
         self.first_head, end = heads or (0, config.num_kv_heads)
         held = end - self.first_head
         shape = (held, num_pages * PAGE, config.head_dim)

@@ -21,15 +21,22 @@ class PagePool(struct.PyTreeNode):
     Of a model with windows a page p is also so many parts, named -1 - (p * parts + part), each with
     KV of the layers without one alone (``pages.parts_of``). ``part_layers`` [L] is where in a part
     a layer lies; one with a window lies where the first without it does: nobody sees a token of the
-    chunk in it, and whatever others hold comes near no answer.
+    chunk in it, and whatever others hold comes near no answer. ``sources`` [L], where layers share
+    K and V, is whose each takes (``ModelConfig.kv_sources``); L counts those with KV elsewhere.
     """
 
     k: Array  # [L*P, page, K, H]
     v: Array  # [L*P, page, K, H]
     part_layers: tuple[int, ...] | None = struct.static(default=None)
+    sources: tuple[int, ...] | None = struct.static(default=None)
 
     def rows(self, layer: Array | int, pages: Array, num_layers: int) -> Array:
-        """The rows of the pool where these pages of a layer lie, in their shape."""
+        """The rows of the pool where these pages of a layer lie, in their shape.
+
+        ``num_layers`` are those with KV.
+        """
+        if self.sources is not None:
+            layer = jnp.array(self.sources)[layer]
         size = self.k.shape[0] // num_layers
         whole = pages + layer * size
         if self.part_layers is None:
@@ -59,13 +66,15 @@ def empty_pool(
 ) -> PagePool:
     """A pool of zeros with ``num_pages`` pages a layer; V of so many first layers, None: of all."""
     page = (PAGE, config.num_kv_heads, config.head_dim)
-    rows = config.num_layers * num_pages
+    layers = config.num_kv_layers
+    rows = layers * num_pages
     v_rows = rows if value_layers is None else value_layers * num_pages
     place = {layer: at for at, layer in enumerate(config.global_layers)}
-    part_layers = tuple(place.get(it, 0) for it in range(config.num_layers))
-    parted = part_layers if 0 < len(place) < config.num_layers else None
+    part_layers = tuple(place.get(it, 0) for it in range(layers))
+    parted = part_layers if 0 < len(place) < layers else None
     make = jax.jit(_zeros, static_argnums=(0, 1, 2, 3), out_shardings=sharding)
-    return make((rows, *page), (v_rows, *page), config.dtype, parted)
+    pool = make((rows, *page), (v_rows, *page), config.dtype, parted)
+    return pool.replace(sources=config.kv_sources)
 
 
 def _zeros(

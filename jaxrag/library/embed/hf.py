@@ -138,7 +138,8 @@ def load_params(directory: Path, family: EncoderFamily, config: BertConfig) -> B
     stored = read_tensors(directory)
     prefix = family.prefix if family.prefix + TENSORS[0].key in stored else ""
     sources = match_tensors(
-        directory, stored, {rule: _shape(rule, config) for rule in TENSORS}, (config.num_layers,),
+        directory, stored,
+        {it: (config.num_layers,) * it.repeats + _shape(it, config) for it in TENSORS},
         (family.model_type, "encoder"), _IGNORED, prefix,
     )  # fmt: skip
     leaves = {}

@@ -19,7 +19,7 @@ _EXACT_TERMS = 1000  # of a harmonic sum, before the integral takes over
 def kv_token_bytes(config: ModelConfig, stored: str) -> int:
     """Of K and V of one token over all layers, in the store."""
     if stored == "int8":
-        return 2 * config.num_layers * config.num_kv_heads * (config.head_dim + 4)
+        return 2 * config.num_kv_layers * config.num_kv_heads * (config.head_dim + 4)
     return config.kv_bytes_per_token
 
 
@@ -58,9 +58,9 @@ def pool_tokens(settings: PlanSettings, config: ModelConfig) -> int:
 
 def seen_tokens(config: ModelConfig, tokens: int) -> int:
     """How many tokens' KV the next one reads as much as: layers with a window read its end."""
-    windowed = config.num_layers - len(config.global_layers)
+    windowed = config.num_kv_layers - len(config.global_layers)
     unseen = max(tokens - (config.sliding_window or tokens), 0)
-    return tokens - unseen * windowed // config.num_layers
+    return tokens - unseen * windowed // config.num_kv_layers
 
 
 def kept_tokens(method: Method, config: ModelConfig, tokens: int) -> int:

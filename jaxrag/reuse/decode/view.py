@@ -263,7 +263,7 @@ class PromptSlots(struct.PyTreeNode):
     def view(self, config: ModelConfig, rope: RopeTable, pool: PagePool, layer: Array) -> View:
         """One layer [] int32, as a rule that prepares is given it."""
         table = self.table
-        pages = pool.rows(layer, table.pages, config.num_layers)
+        pages = pool.rows(layer, table.pages, config.num_kv_layers)
         where = (jnp.asarray(self.order), jnp.asarray(self.position))
         rope = rope.of_layer(layer)
         return View(config, rope, pool, pages, table.offsets, table.slot_position, *where)

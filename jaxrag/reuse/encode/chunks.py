@@ -90,6 +90,6 @@ def encode_for_store(
         return
     prefix = seen_prefix(chosen, prefix_ids)
     long = [chunks[i] for i in indexed]
-    layer_ropes = [model.config.rope_of(layer) for layer in range(model.config.num_layers)]
+    layer_ropes = [model.config.rope_of(layer) for layer in range(model.config.num_kv_layers)]
     for at, kv, queries, keys in encode_observed(model, prefix, long, indexing.queries):
         yield indexed[at], kv, build_arrays(keys, queries, indexing, layer_ropes)

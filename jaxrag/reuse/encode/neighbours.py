@@ -31,7 +31,7 @@ from jaxrag.kv.cache import (
 from jaxrag.kv.cache.host import StagingBuffers
 from jaxrag.kv.store.layout import KVLayout
 from jaxrag.models.attention import PagedAttend
-from jaxrag.models.decoder import forward
+from jaxrag.models.decoder import run_layers
 from jaxrag.models.model import Model
 from jaxrag.models.rope import RopeTable, place
 from jaxrag.models.spec import Params
@@ -85,7 +85,8 @@ def _encode(
     table = before.table.reveal(slots, tokens.positions)
     paged = PagedAttend(config, rope, table, slots, rows_in_turn=rows_in_turn)
     attend = Tap(paged, lambda q, k, v: (k, v))
-    kept: tuple[Array, Array] = forward(params, config, tokens, pool, attend)[2]
+    kept: tuple[Array, Array]
+    kept = run_layers(params, config, tokens, pool, attend, config.num_kv_layers)[2]
     return kept
 
 

@@ -18,7 +18,7 @@ from jaxrag.base.shapes import row_length
 from jaxrag.base.sharding import host_part
 from jaxrag.base.types import EMPTY, FIRST_CHUNK, PREFIX, Array, HostArray, Tokens
 from jaxrag.models.attention import PackedAttend
-from jaxrag.models.decoder import forward
+from jaxrag.models.decoder import run_layers
 from jaxrag.models.model import Model
 from jaxrag.models.rope import RopeTable
 from jaxrag.models.segments import pack
@@ -56,7 +56,8 @@ def run_packed(
         return kv if asked is None else (*kv, at_columns(q, asked))
 
     attend = Tap(PackedAttend(config, rope, prefix_visible=True), kept)
-    found: tuple[Array, ...] = forward(params, config, tokens, None, attend)[2]
+    found: tuple[Array, ...]
+    found = run_layers(params, config, tokens, None, attend, config.num_kv_layers)[2]
     return found
 
 

@@ -139,7 +139,7 @@ class Primer:
         found, c = self.vectors, config
         if found is None:
             return
-        shape = (c.num_layers, 2, c.num_kv_heads, c.head_dim) if found.layers else (c.model_dim,)
+        shape = (c.num_kv_layers, 2, c.num_kv_heads, c.head_dim) if found.layers else (c.model_dim,)
         if (found.model, found.shape) == (digest, shape):
             return
         own, other = (" x ".join(map(str, it)) for it in (found.shape, shape))

@@ -89,10 +89,10 @@ class KvDeviation(Selector):
 
     def check(self, config: ModelConfig) -> None:
         """The model must have the layers that are compared."""
-        if self.layers[-1] >= config.num_layers:
+        if self.layers[-1] >= config.num_kv_layers:
             raise RequestError(
                 f"kv_deviation: layer {self.layers[-1]} is compared and the model has layers "
-                f"0..{config.num_layers - 1}; choose smaller layers"
+                f"0..{config.num_kv_layers - 1}; choose smaller layers"
             )
 
     def room(self, lengths: Sequence[int], ratio: float | None) -> int:
@@ -264,7 +264,7 @@ def _whole_check(
     )
     out = _deviation(decoder, pool, table.pages, prompts.where, {"k": k, "v": v}, layer, part)
     if copies is not None:
-        pool = _copy(pool, table.pages, copies.pages, config.num_layers)
+        pool = _copy(pool, table.pages, copies.pages, config.num_kv_layers)
         fresh = _from_layer(1, before, (k, v))
         pool = _write(pool, decoder, copies, prompts.where.local, fresh, 1)
     return pool, out
@@ -304,7 +304,7 @@ def _write(
 
     def layer(pool: PagePool, scanned: tuple[Array, Array, Array]) -> tuple[PagePool, None]:
         index, k, v = scanned
-        pages = pool.rows(index, copies.pages, config.num_layers)
+        pages = pool.rows(index, copies.pages, config.num_kv_layers)
         placed = place(k, local, decoder.rope.of_layer(index), config.rope)
         return pool.write(pages, copies.slots, placed, v), None
 
@@ -358,7 +358,7 @@ def _deviation(
     """
     config, slots = decoder.config, where.slots
     at = jnp.take_along_axis(pages, slots // PAGE, axis=1)
-    at = pool.rows(layer, at, config.num_layers)
+    at = pool.rows(layer, at, config.num_kv_layers)
     total = jnp.zeros(slots.shape, jnp.float32)
     rope = decoder.rope.of_layer(layer)
     fresh = fresh | {"k": place(fresh["k"], where.local, rope, config.rope)}
