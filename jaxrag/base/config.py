@@ -301,8 +301,8 @@ class ModelConfig:
                 raise ConfigError(f"{name}: expected one for each of {self.num_layers} layers")
         if not 0 <= self.shared_layers < self.num_layers or min(self.kv_sources or (0,)) < 0:
             raise ConfigError(
-                f"shared_layers={self.shared_layers}: expected fewer than {self.num_layers} layers, "
-                "and of each of their kinds one before them"
+                f"shared_layers={self.shared_layers}: expected fewer than {self.num_layers}, and "
+                "before them a layer of each of their kinds"
             )
         for name in ("shared_mlp_dim", "input_dim"):
             if not 1 <= (getattr(self, name) or 1) <= _LARGEST["mlp_dim"]:

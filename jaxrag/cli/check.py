@@ -136,6 +136,10 @@ def _understood(found: "Overview") -> list[tuple[str, str]]:
         window += (
             f"; arranged from KV heads that are {own}, whose share of KV is {c.own_kv_share:.0%}"
         )
+    if c.shared_layers:
+        wide = f", with an MLP of {c.shared_mlp_dim}" if c.shared_mlp_dim else ""
+        window += f"; the last {c.shared_layers} layers take K and V of others{wide}"
+    norms += f"; {c.input_dim} inputs of each layer's own" if c.input_dim else ""
     positions = ", ".join(found.reading.block_positions)
     trained = "with full attention, as far as is known (no reading.toml)"
     if positions:

@@ -307,21 +307,19 @@ def run_layers(
             (x, cache), collected = body((x, cache), (p, layer_ids[index], window))
             each.append(collected)
         return x, cache, jax.tree.map(lambda *layers: jnp.stack(layers), *each)
-    each, own = [], config.num_kv_layers
-    for weights, start, count in (params.layers, 0, own), (params.sharing, own, num_layers - own):
-        if count <= 0 and start:
-            break
-        count, which = min(count, num_layers), (layer_ids, windows)
-        if start or count < config.num_layers:
-            which = jax.tree.map(lambda a: a[start : start + count], which)
-            weights = jax.tree.map(lambda a: a[:count], weights)
-        (x, cache), collected = lax.scan(body, (x, cache), (weights, *which))
-        each.append(collected)
-    return x, cache, each[0] if len(each) == 1 else jax.tree.map(_joined, *each)
+    own = config.num_kv_layers
+    scanned = (params.layers, *_some((layer_ids, windows), 0, own))
+    (x, cache), collected = lax.scan(body, (x, cache), _some(scanned, 0, min(num_layers, own)))
+    if num_layers <= own:
+        return x, cache, collected
+    scanned = (params.sharing, *_some((layer_ids, windows), own, config.num_layers))
+    (x, cache), more = lax.scan(body, (x, cache), _some(scanned, 0, num_layers - own))
+    return x, cache, jax.tree.map(lambda *it: jnp.concatenate(it), collected, more)
 
 
-def _joined(*parts: Array) -> Array:
-    return jnp.concatenate(parts)
+def _some(stacked: Any, start: int, end: int) -> Any:
+    """Of arrays [L, ...] the layers from ``start`` on; themselves where that is all."""
+    return jax.tree.map(lambda a: a if (start, len(a)) == (0, end) else a[start:end], stacked)
 
 
 def run_layer(

@@ -32,7 +32,7 @@ class TensorRule:
     ``key`` is the name in the file, with ``{layer}`` where it repeats per layer and ``{expert}``
     where per expert. ``paths`` are attribute paths in ``Params``. ``pattern`` is an einops pattern
     from the file's axes to one repetition of a parameter; where several lie fused, ``p`` is the
-    axis of which they are the parts, in the order of ``paths``. ``first`` is the layer of the first.
+    axis of which they are the parts, in the order of ``paths``. ``first``: the layer of the first.
     """
 
     key: str

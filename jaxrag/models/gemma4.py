@@ -2,8 +2,8 @@
 
 KV has one shape in all layers here, so that heads are arranged as they are loaded (arranged.py).
 So are the weights of experts, which hold some vectors that stand before and behind them. The last
-layers of E2B and E4B have no K and V and attend to those of others; there each layer has an input of
-its own, too, of the token and its embedding.
+layers of E2B and E4B have no K and V and attend to those of others; there each layer has an input
+of its own, too, of the token and its embedding.
 """
 
 import dataclasses

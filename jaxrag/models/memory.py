@@ -20,7 +20,7 @@ from jaxrag.kv.cache.budget import (
 )
 from jaxrag.kv.cache.pool import PAGE
 from jaxrag.kv.placement import ON_DEVICE, KVPlacement, check_size
-from jaxrag.models.spec import ParamSpec, is_spec, num_params, param_specs
+from jaxrag.models.spec import ParamSpec, is_spec, num_params, num_table_params, param_specs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +155,7 @@ def require_room(path: Path, config: ModelConfig, memory: Memory) -> None:
 
 def require_room_for_int8(name: str, config: ModelConfig, memory: Memory) -> None:
     """Raise ModelError where a copy in int8 finds no room beside pool and weights that are read."""
-    copy = num_params(config)  # a byte each; scales are few
+    copy = num_params(config) - num_table_params(config)  # a byte each; scales are few
     left = None if memory.free is None else memory.free - memory.pool - memory.host_pool
     if left is not None and copy > left:
         raise ModelError(

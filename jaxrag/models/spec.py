@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from jaxrag.base import struct
 from jaxrag.base.config import ModelConfig
-from jaxrag.base.errors import ModelError
+from jaxrag.base.errors import ConfigError, ModelError
 from jaxrag.base.sharding import Rules, replicated, sharding, to_host
 from jaxrag.base.types import Array
 
@@ -82,7 +82,7 @@ class Params(struct.PyTreeNode):
 
     ``layers`` is a LayerParams, or a list of one a layer, whose leaves lack L (by_layer); then the
     matrices and ``lm_head`` may be Int8Weight. ``sharing``, where the last layers take K and V of
-    others, are these, without ``k`` and ``v``; then ``layers`` are those before, and L their number.
+    others, are these, without ``k`` and ``v``; ``layers`` are those before them, then.
     """
 
     embed: Any  # [V, D]
@@ -216,6 +216,15 @@ def _of_each(spec: ParamSpec, count: int) -> ParamSpec:
     return dataclasses.replace(spec, shape=shape, axes=("layers", "experts", *axes))
 
 
+def require_trainable(config: ModelConfig) -> None:
+    """Raise ConfigError for layers that no training computes."""
+    if config.shared_layers or config.input_dim:
+        raise ConfigError(
+            f"shared_layers={config.shared_layers}, input_dim={config.input_dim}: layers that take "
+            "K and V of others or an input of their own are not trained; choose another model"
+        )
+
+
 def is_spec(leaf: object) -> bool:
     """Tell tree functions to stop at a ParamSpec."""
     return isinstance(leaf, ParamSpec)
@@ -234,6 +243,11 @@ def param_shardings(config: ModelConfig, mesh: Mesh, rules: Rules | None = None)
 def num_params(config: ModelConfig) -> int:
     """How many weights the config has."""
     return sum(math.prod(s.shape) for s in jax.tree.leaves(param_specs(config), is_leaf=is_spec))
+
+
+def num_table_params(config: ModelConfig) -> int:
+    """How many of them are the table of every layer's inputs: a token meets its row alone."""
+    return config.vocab_size * config.num_layers * (config.input_dim or 0)
 
 
 def num_active_params(config: ModelConfig) -> int:

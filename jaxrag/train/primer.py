@@ -45,7 +45,7 @@ from jaxrag.models.attention import PackedAttend, scale_of, scored
 from jaxrag.models.decoder import embedded, forward, layer_windows, rms_norm, run_layer, unembed
 from jaxrag.models.model import Model
 from jaxrag.models.rope import RopeTable, place
-from jaxrag.models.spec import Params
+from jaxrag.models.spec import Params, require_trainable
 from jaxrag.models.taps import Tap
 
 _STATE = ".state.npz"  # beside the result, until the run is done
@@ -149,9 +149,10 @@ def train_primer(
     The state of the run is kept beside ``out``, so that one that was ended goes on to the same
     vectors, to the bit on one machine.
 
-    Raises TrainError for no prompt, for a state that is of another run, and for a loss that is no
-    number.
+    Raises ConfigError for a model that is not trained, and TrainError for no prompt, for a state
+    that is of another run, and for a loss that is no number.
     """
+    require_trainable(model.config)
     if not prompts:
         raise TrainError("no prompt to train with; give more questions")
     rows = _rows_of(model, settings.batch)

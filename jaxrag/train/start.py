@@ -20,7 +20,7 @@ from jaxrag.models.digest import weights_digest
 from jaxrag.models.hf import load_config, load_hf
 from jaxrag.models.record import read_record
 from jaxrag.models.rope import RopeTable, rope_tables
-from jaxrag.models.spec import Params, init_params, param_shardings
+from jaxrag.models.spec import Params, init_params, param_shardings, require_trainable
 from jaxrag.models.text.prompts import template_named
 from jaxrag.models.text.tokenizer import Tokenizer, check_vocab
 from jaxrag.train.checkpoints import abstract_state
@@ -198,7 +198,8 @@ def _stored_config(config: TrainConfig, planned: bool) -> ModelConfig:
 
 
 def _check_mesh(model: ModelConfig, config: TrainConfig) -> None:
-    """Refuse a mesh that would replicate what it should split."""
+    """Refuse a mesh that would replicate what it should split, and a model that is not trained."""
+    require_trainable(model)
     count = None if model.experts is None else model.experts.count
     if count is not None and count % config.compute.tensor:
         raise ConfigError(

@@ -343,7 +343,8 @@ def benches(tiny_config):
 
     def make(name, packets=False, **more):
         family, changes = FAMILIES[name]
-        return Bench(tiny_config(family, **{"num_layers": 4, **changes, **more}, eos_ids=()), packets)
+        changes = {"num_layers": 4, "eos_ids": (), **changes, **more}
+        return Bench(tiny_config(family, **changes), packets)
 
     return functools.cache(make)
 

@@ -9,7 +9,7 @@ import math
 from jaxrag.base.config import ModelConfig
 from jaxrag.measure.plan.settings import PlanSettings, StorageTier
 from jaxrag.models.flops import forward_flops, score_flops
-from jaxrag.models.spec import num_params
+from jaxrag.models.spec import num_params, num_table_params
 from jaxrag.reuse.methods import METHODS, Method
 from jaxrag.reuse.select import CacheCraft, KvDeviation, QueryGuided
 
@@ -72,6 +72,12 @@ def kept_tokens(method: Method, config: ModelConfig, tokens: int) -> int:
 def weight_bytes(config: ModelConfig) -> int:
     """Of the weights, in the dtype that they are served in."""
     return num_params(config) * (4 if config.dtype == "float32" else 2)
+
+
+def read_bytes(config: ModelConfig) -> int:
+    """Of the weights that a pass reads: of the table of every layer's inputs it is some rows."""
+    met = num_params(config) - num_table_params(config)
+    return weight_bytes(config) // num_params(config) * met
 
 
 def prompt_tokens(settings: PlanSettings) -> int:
@@ -138,7 +144,7 @@ def prefill_seconds(method: Method, settings: PlanSettings, config: ModelConfig)
     engine = settings.engine
     tokens = prompt_tokens(settings)
     cached = 0 if method.encoder is None else kept_tokens(method, config, tokens)
-    moved = weight_bytes(config) + cached * config.kv_bytes_per_token
+    moved = read_bytes(config) + cached * config.kv_bytes_per_token
     memory = moved / (engine.devices * engine.bandwidth * engine.bandwidth_share)
     products = compute_seconds(prefill_flops(method, settings, config), settings)
     return max(products, memory)
@@ -152,7 +158,7 @@ def load_seconds(num_bytes: float, tier: StorageTier) -> float:
 def step_seconds(rows: int, settings: PlanSettings, config: ModelConfig) -> float:
     """Of one decode step: weights once and every row's KV, or the products if they take longer."""
     engine, tokens = settings.engine, prompt_tokens(settings)
-    moved = weight_bytes(config) + rows * seen_tokens(config, tokens) * config.kv_bytes_per_token
+    moved = read_bytes(config) + rows * seen_tokens(config, tokens) * config.kv_bytes_per_token
     memory = moved / (engine.devices * engine.bandwidth * engine.bandwidth_share)
     computed = rows * forward_flops(config, [(1, tokens)], 1)
     return max(memory, compute_seconds(computed, settings))

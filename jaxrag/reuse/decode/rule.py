@@ -141,6 +141,11 @@ class DecodeRule(abc.ABC):
                 f"decode rule {self.name!r}: layers of this model see {config.sliding_window} "
                 f"tokens only (sliding window), there is nothing to leave out; use decode='dense'"
             )
+        if config.shared_layers:
+            raise RequestError(
+                f"decode rule {self.name!r}: {config.shared_layers} layers of this model take K "
+                "and V of others, of which it would choose anew; use decode='dense'"
+            )
         for field, tokens in self.tokens().items():
             if tokens > config.max_positions:
                 raise RequestError(
