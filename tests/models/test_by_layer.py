@@ -7,16 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrag import METHODS
 from jaxrag.base.sharding import make_mesh
 from jaxrag.base.types import FINAL, Tokens
 from jaxrag.engine.decoding import Lane, LaneKey
+from jaxrag.engine.engine import engine_of
+from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.models import linear as room
 from jaxrag.models.attention import PackedAttend
 from jaxrag.models.decoder import forward, unembed
 from jaxrag.models.linear import by_layer, gains_by_layer
 from jaxrag.models.model import random_model
-from jaxrag.models.rope import rope_table
+from jaxrag.models.rope import rope_tables
 from jaxrag.models.taps import Tap
 from jaxrag.reuse.decode import Dense
 
@@ -50,17 +53,23 @@ def test_layers_lie_in_the_memory_of_the_stacked_weights(params):
             assert here == index * part.nbytes, name
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "glm4"])
+SHARED = {
+    "num_layers": 6, "window_layers": (False, True) * 3, "rope_layers": (0, 1) * 3,
+    "own_kv_heads": (1, 2) * 3, "shared_layers": 2, "shared_mlp_dim": 448, "input_dim": 16,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "glm4", "gemma4"])
 def test_the_numbers_are_those_of_the_scan(wide, random_params, family):
     changes = {"window_layers": (True, False, True)} if family == "mistral" else {}
     if family == "glm4":
         changes = {"rope": wide().rope}
-    config = wide(family, **changes)
+    config = wide(family, **(SHARED if family == "gemma4" else changes))
     params = random_params(config)
     ids = jnp.asarray(np.random.default_rng(0).integers(0, config.vocab_size, (2, 19)), jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(19, dtype=jnp.int32), ids.shape)
     tokens = Tokens(ids=ids, positions=positions, segments=jnp.full_like(ids, FINAL))
-    plain = PackedAttend(config, rope_table(config.rope, 32), prefix_visible=False)
+    plain = PackedAttend(config, rope_tables(config, 32), prefix_visible=False)
     attend = Tap(plain, lambda q, k, v: (k, v))
 
     @jax.jit
@@ -70,6 +79,29 @@ def test_the_numbers_are_those_of_the_scan(wide, random_params, family):
 
     for one, other in zip(*map(jax.tree.leaves, map(run, (params, by_layer(params)))), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
+
+
+def test_layers_that_share_k_and_v_are_served_the_same(wide, monkeypatch):
+    """By the scan, by a program of each kind of layer, and with int8 where decode steps read it."""
+    config = wide("gemma4", **SHARED, eos_ids=())
+    answers = []
+    for least in (room.IN_CACHE, 0):
+        monkeypatch.setattr(room, "IN_CACHE", least)
+        model = random_model(config, cache_tokens=256)
+        apart = isinstance(model.decoder(64, weights="decode").params.layers, list)
+        assert apart == (least == 0)
+        for it in (model, model.decoding_with("int8"))[: 1 + apart]:
+            engine = engine_of(it)
+            prompt = Prompt(np.zeros(0, np.int32), (), np.arange(5, 40, dtype=np.int32))
+            request = Request(prompt, engine.memory, METHODS["full_attention"], 4)
+            answers.append([(one.new, one.logprobs) for one in engine.iterate([request])])
+    scan, own, small = (
+        [np.concatenate(it) for it in zip(*answer, strict=True)] for answer in answers
+    )
+    np.testing.assert_array_equal(scan[0], own[0])
+    np.testing.assert_allclose(scan[1], own[1], rtol=2e-5, atol=2e-5)
+    assert scan[1][0] == small[1][0] and not np.array_equal(own[1], small[1])
+    np.testing.assert_allclose(scan[1][:2], small[1][:2], atol=0.02)  # of the same tokens
 
 
 def test_who_gains(params, monkeypatch):

@@ -12,8 +12,10 @@ from refusal import refused
 from safetensors.numpy import load_file, save_file
 
 from jaxrag.base.config import ExpertsConfig, InParts, config_from_dict, config_to_dict
-from jaxrag.base.errors import ConfigError, ModelError
+from jaxrag.base.errors import ConfigError, ModelError, RequestError
 from jaxrag.base.rotary import frequencies
+from jaxrag.kv.cache import empty_pool
+from jaxrag.kv.placement import AWAY, KVPlacement
 from jaxrag.models import FAMILIES
 from jaxrag.models.arranged import _places
 from jaxrag.models.checkpoint import load_checkpoint
@@ -23,7 +25,10 @@ from jaxrag.models.export import convert, export_hf
 from jaxrag.models.flops import forward_flops
 from jaxrag.models.hf import load_hf
 from jaxrag.models.hf_config import text_part
-from jaxrag.models.spec import num_active_params, num_params
+from jaxrag.models.model import Model
+from jaxrag.models.spec import num_active_params, num_params, require_trainable
+from jaxrag.reuse.decode import Dense, Quest
+from jaxrag.reuse.encode import encode_chunks
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "gemma4"
 LARGE = {  # as the 31B is published, of what is read
@@ -74,11 +79,55 @@ def test_the_config_of_the_26b():
     assert forward_flops(config, [(1, 0)], 0) == 30 * 2 * (mlp + qkvo + 2 * 16 * 512)
 
 
+def test_the_config_of_the_e2b():
+    keys = {
+        "num_hidden_layers": 35, "num_kv_shared_layers": 20, "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 256, "hidden_size": 1536, "intermediate_size": 6144,
+        "num_attention_heads": 8, "num_key_value_heads": 1, "attention_k_eq_v": False,
+        "sliding_window": 512, "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+    }  # fmt: skip
+    config = read(**keys)
+    assert (config.num_layers, config.num_kv_layers, config.input_dim) == (35, 15, 256)
+    shared = ((13,) * 4 + (14,)) * 4
+    assert config.kv_sources == (*range(15), *shared)
+    assert config.global_layers == (4, 9, 14)
+    assert config.page_parts == 5
+    assert [config.mlp_dim_of(it) for it in (14, 15)] == [6144, 12288]
+    assert (config.num_kv_heads, config.head_dim) == (1, 512)
+    assert config.kv_bytes_per_token == 2 * 15 * 512 * 4  # the dtype is not said: float32
+    assert config.own_kv_share == pytest.approx((12 / 2 + 3) / 15)
+    assert config_from_dict(json.loads(json.dumps(config_to_dict(config)))) == config
+    qo, kv = 2 * 35 * 8 * 512, 2 * 15 * 512
+    mlp = 3 * (15 * 6144 + 20 * 12288)
+    inputs = 2 * 35 * 256
+    norms = 4 * 35 + 35  # of width D
+    vectors = 512 * (35 + 15) + 256 + 35
+    table = 262_144 * 35 * 256
+    assert (
+        num_params(config)
+        == 1536 * (qo + kv + mlp + inputs + norms + 35 * 256 + 262_144 + 1) + vectors + table
+    )
+    whole = forward_flops(config, [(1, 0)], 0)
+    attended = 2 * 2 * 35 * 8 * 512
+    assert whole == 2 * 1536 * (qo + kv + mlp + inputs + 35 * 256) + attended
+    layers = ({"use_double_wide_mlp": False}, {"num_kv_shared_layers": 0}, {"hidden_size": 2560})
+    for change in layers:
+        assert read(**{**keys, **change}) != config
+    assert read(**{**keys, "num_kv_shared_layers": 0}).shared_mlp_dim is None
+
+
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
-        ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input=256"),  # E2B, E4B
-        ({"hidden_size_per_layer_input": None, "num_kv_shared_layers": 20}, "num_kv_shared_layers"),
+        ({"num_kv_shared_layers": 60}, "shared_layers=60"),
+        ({"num_kv_shared_layers": 55}, "shared_layers=55"),  # none before them is global
+        ({"num_kv_shared_layers": -1}, "shared_layers=-1"),
+        ({"num_kv_shared_layers": 2, "enable_moe_block": True}, "enable_moe_block=True"),
+        ({"hidden_size_per_layer_input": -3}, "input_dim=-3"),
+        (
+            {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 128},
+            "vocab_size_per_layer_input=128",
+        ),
         ({"enable_moe_block": True, "num_experts": 128}, "moe_intermediate_size"),
         ({"use_bidirectional_attention": "all"}, "'all'"),
         ({"attention_bias": True}, "attention_bias=True"),
@@ -205,3 +254,69 @@ def test_it_is_not_written_as_a_hugging_face_directory(tmp_path):
     again, restored, _ = load_checkpoint(tmp_path / "ours")
     assert again == config
     assert params_digest(restored) == params_digest(params)
+
+
+SHARED = GOLDEN.parent / "gemma4_shared"
+
+
+def test_layers_that_share_have_no_use_for_k_and_v_of_their_own(tmp_path):
+    """Published files have some, which nothing reads; all else is required."""
+    shutil.copytree(SHARED, tmp_path / "m")
+    path, at = tmp_path / "m" / "model.safetensors", "model.layers.6."
+    tensors = load_file(path)
+    wanted = load_hf(SHARED)[1]
+    assert at + "self_attn.k_proj.weight" not in tensors
+    for name in ("k_proj", "v_proj", "k_norm"):
+        tensors[f"{at}self_attn.{name}.weight"] = np.ones((3, 5), np.float32)
+    save_file(tensors, path)
+    params = load_hf(tmp_path / "m")[1]
+    assert params_digest(params) == params_digest(wanted)
+    assert (params.sharing.k, params.sharing.v, params.sharing.k_norm) == (None,) * 3
+    assert len(params.layers.k) == 4 and len(params.sharing.q) == 3
+    assert params.sharing.gate.shape == (3, 24, 74)
+    for name, it, said in (
+        (at + "mlp.gate_proj.weight", np.ones((37, 24), np.float32), "[37, 24]"),
+        (at + "per_layer_input_gate.weight", None, "is missing"),
+        ("model.layers.3.self_attn.k_proj.weight", None, "is missing"),
+        ("model.embed_tokens_per_layer.weight", None, "is missing"),
+    ):
+        other = {**tensors, name: it}
+        save_file({key: value for key, value in other.items() if value is not None}, path)
+        with refused(ModelError, name, said):
+            load_hf(tmp_path / "m")
+
+
+def test_a_checkpoint_has_layers_that_share(tmp_path):
+    config, params, _ = load_hf(SHARED)
+    convert(SHARED, tmp_path / "ours")
+    again, restored, _ = load_checkpoint(tmp_path / "ours")
+    assert (again, params_digest(restored)) == (config, params_digest(params))
+
+
+def test_layers_that_share_are_not_served_from_the_host_and_not_trained():
+    config = load_hf(SHARED)[0]
+    for placement in (AWAY, KVPlacement(value_layers=1)):
+        with refused(ConfigError, str(placement), "K and V of another"):
+            placement.check(config, None)
+    with refused(ConfigError, "are not trained"):
+        require_trainable(config)
+    unwindowed = dataclasses.replace(
+        config, sliding_window=None, window_layers=None, rope_layers=None, more_ropes=()
+    )
+    with refused(RequestError, "'quest'", "3 layers of this model take K and V of others"):
+        Quest().check(unwindowed)
+    Dense().check(unwindowed)
+
+
+def test_only_the_layers_that_have_kv_keep_any():
+    config, params, _ = load_hf(SHARED)
+    model = Model(config=config, params=params, tokenizer=None, digest="d", cache_tokens=64)
+    assert model.kv_layout.num_layers == 4
+    pool = empty_pool(config, 3)
+    assert pool.k.shape[0] == 4 * 3
+    pages = np.array([0, 2])
+    rows = [np.asarray(pool.rows(layer, pages, 4)).tolist() for layer in range(7)]
+    assert rows[:4] == [[0, 2], [3, 5], [6, 8], [9, 11]]
+    assert rows[4:] == [rows[2], rows[3], rows[2]]
+    [(_, kv)] = encode_chunks(model, "isolated", pages[:0], [np.arange(5, 9)])
+    assert kv.shape == (4, 2, 4, 2, 12)

@@ -27,6 +27,12 @@ UNDERSTOOD = {  # what is said of each
     "llama-3.3-70b": ("LlamaForCausalLM, 70.6G", "80 of width 8192"),
     "gemma-2-9b": ("Gemma2ForCausalLM, 9.24G", "scores within 50", "BOS", *WINDOW),
     "gemma-4-31b": ("Gemma4ForCausalLM", "1024 tokens in 50 layers", LEFT_OUT, "BOS", *WINDOW),
+    # Their text parts, of the sizes that are published.
+    "gemma-4-e2b": ("Gemma4ForCausalLM, 4.63G", "35 of width 1536, MLP 6144; 256 inputs",
+                    "512 tokens in 28 layers", "the last 20 layers take K and V of others, with an "
+                    "MLP of 12288", "whose share of KV is 60%", *WINDOW),
+    "gemma-4-e4b": ("Gemma4ForCausalLM, 7.46G", "42 of width 2560, MLP 10240; 256 inputs",
+                    "the last 18 layers take K and V of others positions", *WINDOW),
     "gemma-3-270m": ("Gemma3ForCausalLM, 268M", "512 tokens in 15 layers", "BOS", *WINDOW),
     "gemma-3-1b": ("Gemma3ForCausalLM, 1G", "512 tokens in 22 layers", *WINDOW),
     "gemma-3-4b": ("Gemma3ForCausalLM, 3.88G", "5 layers theta 1e+06, linear x 8", LEFT_OUT),
@@ -52,7 +58,6 @@ REFUSED = {
     "llama-4-scout": "sees the tokens of its own 8192 positions",
     "qwen3-next-80b-a3b": "layers of linear attention keep a state, and no KV of tokens",
     "qwen3.5-9b": "layers of linear attention keep a state, and no KV of tokens",
-    "gemma-4-e2b": "an input of its own for each layer is not supported",
     "deepseek-v3": "latents, from which K and V are made (MLA)",
 }
 
@@ -76,7 +81,7 @@ def heads_of_sizes(config):
         shapes |= {f"{stem}{it}_norm.weight": (size,) for it in "qk"}
         shapes |= {f"{stem}{it}_proj.weight": (own * size, width) for it in "kv"}
         shapes[f"{stem}q_proj.weight"] = (heads * size, width)
-        shapes[f"{stem}o_proj.weight"] = (width, heads * size)
+        shapes[f"{stem}o_proj.weight"] = (width, heads * size)  # K and V of no use are there too
         if not config.window_layers[layer] and config.keys_as_values:
             shapes[f"{stem}v_proj.weight"] = None
     return shapes
@@ -87,7 +92,10 @@ def directory(path, hf):
     family = find_family(hf, "")
     config = family.read_config(text_part(hf))
     specs, shapes = by_name(param_specs(config)), {}
-    for rule in family.tensors:
+    rules = list(family.tensors)
+    if config.shared_layers:
+        rules += [it.sharing(config.num_kv_layers) for it in rules if it.repeats]
+    for rule in rules:
         if rule.paths[0] not in specs:
             continue
         shape = specs[rule.paths[0]].shape
