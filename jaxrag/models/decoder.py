@@ -333,7 +333,7 @@ def run_layer(
     part, cache, collected = attend(jnp.asarray(index), window, q, k, v, tokens, cache)
     if not isinstance(x, Stream):
         return finish_layer(x, part, p, config), cache, collected
-    if x.k is not None and p.k is not None:
+    if x.k is not None and x.v is not None and p.k is not None:
         new = (jnp.asarray(shared_from(config)) == index)[:, None, None, None, None]
         x = x.replace(k=jnp.where(new, k, x.k), v=jnp.where(new, v, x.v))
     given = None if x.inputs is None else x.inputs[index]

@@ -183,6 +183,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     },
 }
 USUAL = ("joined", "windows")
+MORE: list[Case] = [("turborag", "dense", "gemma4_shared")]  # tried by default, beside these
 WINDOWED = ("windows", "mixed", "mistral", "gemma2", "gemma3", "gemma4", "gemma4_shared", "olmo3")
 
 
@@ -221,7 +222,8 @@ def triples(
 ) -> tuple[list[Case], list[Case]]:
     """All triples of these that go together, and those of the default run."""
     rows = [row for row in itertools.product(methods, rules, FAMILIES) if goes_together(*row)]
-    return rows, covering([row for row in rows if _usual(*row)])
+    more = [row for row in MORE if row in rows]
+    return rows, covering([row for row in rows if _usual(*row)]) + more
 
 
 def cases(*axes: Iterable[str]) -> pytest.MarkDecorator:
