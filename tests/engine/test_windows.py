@@ -15,6 +15,7 @@ from jaxrag.engine.mapping import most_pages, sequence_of
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.state import EngineSettings
 from jaxrag.kv.cache import PAGE
+from jaxrag.kv.placement import KVPlacement
 from jaxrag.kv.store import ChunkStore, MemoryStore
 from jaxrag.kv.store.wrapper import StoreWrapper
 from jaxrag.models.model import random_model
@@ -258,3 +259,17 @@ def test_a_chunk_that_is_missing_in_part_and_whole(models, prompt, alone, tmp_pa
         assert len(list(store.keys())) == 1 + len(SIZES)
         monkeypatch.setattr(mapping, "_read_in_part", lambda *_: None)
     assert found[0] == found[1] == found[2] == found[3]
+
+
+@pytest.mark.parametrize("placement", [KVPlacement("host"), KVPlacement(value_layers=1)], ids=str)
+def test_pages_in_host_memory_have_no_parts(models, prompt, alone, placement):
+    """A model with windows is served there for a single token."""
+    model = models("gemma3")
+    request = Request(prompt, engine_of(model).memory, METHODS["turborag"], 1)
+    expected = answered(model, request, alone)
+    placed = dataclasses.replace(model, placement=placement)
+    placed.engine = Engine(placed)
+    for _ in range(2):  # encoded, then read
+        [(ids, logprobs)] = alone(placed.engine, [request])
+        assert ids == expected[0]
+        np.testing.assert_allclose(logprobs, expected[1], rtol=1e-5)
