@@ -20,6 +20,8 @@ from jaxrag.kv.store import ChunkStore, MemoryStore
 from jaxrag.kv.store.wrapper import StoreWrapper
 from jaxrag.models.model import random_model
 from jaxrag.reuse.methods import METHODS
+from jaxrag.server.state.members import pieces_of
+from jaxrag.server.state.replica import Replica
 
 SIZES = (20, 33, 16, 7, 40, 6)  # of chunks behind a prefix of 5
 NO_PRIMER = np.zeros(0, np.int32)
@@ -273,3 +275,23 @@ def test_pages_in_host_memory_have_no_parts(models, prompt, alone, placement):
         [(ids, logprobs)] = alone(placed.engine, [request])
         assert ids == expected[0]
         np.testing.assert_allclose(logprobs, expected[1], rtol=1e-5)
+
+
+class Memory:
+    """Of a replica: chunks that it holds for a tenant."""
+
+    def __init__(self, store):
+        self.memory_keys = store.keys
+
+
+def test_a_replica_names_what_serves_in_part(models, prompt, alone):
+    model = models("gemma3")
+    store = MemoryStore(model.fingerprint, model.kv_layout)
+    answered(model, Request(prompt, store, METHODS["turborag"], 1), alone)
+    turned = dataclasses.replace(prompt, chunks=prompt.chunks[::-1], neighbours=None)
+    sequence = sequence_of(model, Request(turned, store, METHODS["turborag"], 1))
+    wanted = [piece.name for piece in pieces_of(sequence, private=True)]
+    report = Replica(model.engine, Memory(store), {}).report("server")
+    held = [name in set(report.pool.tolist()) for name in wanted]
+    assert held == [True] * 5 + [False]  # the last is there in part, and wanted whole
+    assert set(wanted) <= set(report.host.tolist())
