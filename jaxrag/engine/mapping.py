@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from jaxrag.base.config import ModelConfig
 from jaxrag.base.types import HostArray, Step, on_host
 from jaxrag.engine.kept import Context
 from jaxrag.engine.request import Prompt, Request, lane_of
@@ -66,22 +65,24 @@ def sequence_of(model: Model, request: Request, number: int = 0) -> Sequence:
             )
     made = Sequence(number, request, parts)
     made.lane = lane_of(request, made.need(lambda key: False).pages, model.placement)
-    _read_in_part(model.config, request, parts, layout.final_start)
+    _read_in_part(model, request, parts, layout.final_start)
     if (grammar := model.grammar(request.sampling.guide)) is not None:
         made.matcher = grammar.matcher()
     return made
 
 
 def _read_in_part(
-    config: ModelConfig, request: Request, parts: abc.Sequence[PromptPart], final_start: int
+    model: Model, request: Request, parts: abc.Sequence[PromptPart], final_start: int
 ) -> None:
     """Have of chunks that no window reaches back to only the layers without one brought in.
 
     The first token that may be run sees W - 1 tokens back. Where tokens of chunks are chosen to be
     computed again, and by all queries of the question, that may be any: then all is brought in.
+    So it is where host memory has some of the pool, whose pages have no parts.
     """
-    method, layers = request.method, config.global_layers
-    if len(layers) == config.num_kv_layers or method.recomputes:
+    config, method, layers = model.config, request.method, model.config.global_layers
+    whole = method.recomputes or not model.placement.on_device
+    if len(layers) == config.num_kv_layers or whole:
         return
     run = (
         it.position

@@ -16,7 +16,7 @@ from jaxrag.models.hf_config import (
     Defaults,
     read_bool,
     read_decoder,
-    read_float,
+    read_positive,
     read_int,
     read_num_layers,
     read_rope,
@@ -97,7 +97,7 @@ def read_gemma(
         activation="gelu_tanh",
         unit_norms=True,
         embedding_scale=config.model_dim**0.5,
-        attention_scale=read_float(hf, _SCALAR, 256) ** -0.5,
+        attention_scale=read_positive(hf, _SCALAR, 256) ** -0.5,
     )
 
 

@@ -101,10 +101,15 @@ class Defaults:
 
 
 def text_part(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of a model that reads not only text what its text part's ``config.json`` would hold."""
+    """Of a model that reads not only text what its text part's ``config.json`` would hold.
+
+    Raises ConfigError for one that holds nothing.
+    """
     inner = hf.get("text_config")
-    if not isinstance(inner, Mapping):
+    if inner is None:
         return hf
+    if not isinstance(inner, Mapping):
+        raise ConfigError(f"config.json: text_config={inner!r}: expected an object")
     return {**{key: hf[key] for key in OF_OUTER if hf.get(key) is not None}, **inner}
 
 
@@ -385,7 +390,7 @@ def _read_scaling(
         beta_fast=_number("beta_fast", given.get("beta_fast") or 32),
         beta_slow=_number("beta_slow", given.get("beta_slow") or 1),
         attention_factor=_yarn_attention_factor(factor, given),
-        truncate=bool(given.get("truncate", True)),
+        truncate=read_bool(given, "truncate", True),
     )
 
 

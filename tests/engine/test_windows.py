@@ -15,10 +15,13 @@ from jaxrag.engine.mapping import most_pages, sequence_of
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.state import EngineSettings
 from jaxrag.kv.cache import PAGE
+from jaxrag.kv.placement import KVPlacement
 from jaxrag.kv.store import ChunkStore, MemoryStore
 from jaxrag.kv.store.wrapper import StoreWrapper
 from jaxrag.models.model import random_model
 from jaxrag.reuse.methods import METHODS
+from jaxrag.server.state.members import pieces_of
+from jaxrag.server.state.replica import Replica
 
 SIZES = (20, 33, 16, 7, 40, 6)  # of chunks behind a prefix of 5
 NO_PRIMER = np.zeros(0, np.int32)
@@ -258,3 +261,37 @@ def test_a_chunk_that_is_missing_in_part_and_whole(models, prompt, alone, tmp_pa
         assert len(list(store.keys())) == 1 + len(SIZES)
         monkeypatch.setattr(mapping, "_read_in_part", lambda *_: None)
     assert found[0] == found[1] == found[2] == found[3]
+
+
+@pytest.mark.parametrize("placement", [KVPlacement("host"), KVPlacement(value_layers=1)], ids=str)
+def test_pages_in_host_memory_have_no_parts(models, prompt, alone, placement):
+    """A model with windows is served there for a single token."""
+    model = models("gemma3")
+    request = Request(prompt, engine_of(model).memory, METHODS["turborag"], 1)
+    expected = answered(model, request, alone)
+    placed = dataclasses.replace(model, placement=placement)
+    placed.engine = Engine(placed)
+    for _ in range(2):  # encoded, then read
+        [(ids, logprobs)] = alone(placed.engine, [request])
+        assert ids == expected[0]
+        np.testing.assert_allclose(logprobs, expected[1], rtol=1e-5)
+
+
+class Memory:
+    """Of a replica: chunks that it holds for a tenant."""
+
+    def __init__(self, store):
+        self.memory_keys = store.keys
+
+
+def test_a_replica_names_what_serves_in_part(models, prompt, alone):
+    model = models("gemma3")
+    store = MemoryStore(model.fingerprint, model.kv_layout)
+    answered(model, Request(prompt, store, METHODS["turborag"], 1), alone)
+    turned = dataclasses.replace(prompt, chunks=prompt.chunks[::-1], neighbours=None)
+    sequence = sequence_of(model, Request(turned, store, METHODS["turborag"], 1))
+    wanted = [piece.name for piece in pieces_of(sequence, private=True)]
+    report = Replica(model.engine, Memory(store), {}).report("server")
+    held = [name in set(report.pool.tolist()) for name in wanted]
+    assert held == [True] * 5 + [False]  # the last is there in part, and wanted whole
+    assert set(wanted) <= set(report.host.tolist())

@@ -23,6 +23,7 @@ from jaxrag.models.tensor_files import read_file, read_tensors
 GOLDENS = Path(__file__).parent.parent / "goldens"
 WEIGHTS = "model.safetensors"
 DEEP = '{"a":' + "[" * 100_000
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
 
 
 @pytest.fixture
@@ -84,6 +85,14 @@ def test_numbers_of_a_config_that_make_no_model(llama, changes):
         ("olmo3", {"rope_parameters": {"full_attention": 5}}),
         ("olmo3", {"sliding_window": None}),
         ("olmo3", {"sliding_window": "5"}),
+        ("olmo3", {"sliding_window": 0}),
+        ("olmo3", {"sliding_window": -1}),
+        ("olmo3", {"sliding_window": 10**30}),
+        ("olmo3", {"text_config": "x"}),
+        ("gemma3", {"query_pre_attn_scalar": 0}),
+        ("gemma3", {"query_pre_attn_scalar": -1}),
+        ("granite4", {"position_embedding_type": "alibi"}),
+        ("gpt_oss", {"rope_parameters": {**YARN, "truncate": "no"}}),
         ("smollm3", {"no_rope_layers": 5}),
         ("smollm3", {"no_rope_layers": [[0], 1, 1, 1]}),
         ("smollm3", {"no_rope_layers": ["1"] * 10**5}),

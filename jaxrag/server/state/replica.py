@@ -13,6 +13,7 @@ from jaxrag.engine.engine import Engine
 from jaxrag.engine.jobs import SILENT_SECONDS, Job, JobNews, ReplicaReport, name_of
 from jaxrag.engine.progress import Progress
 from jaxrag.engine.ranks import RankLost
+from jaxrag.engine.staging import key_in_part
 from jaxrag.engine.wire import request_of
 from jaxrag.server.state.replica_stores import ReplicaStores
 
@@ -106,12 +107,14 @@ class Replica:
             if place is not None:
                 places[number] = place
         pool, host = engine.held()
+        config = engine.runner.model.config
+        parts = len(config.global_layers) < config.num_kv_layers
         return ReplicaReport(
             phase="ready",
             about=self._about,
             num_pages=engine.runner.num_pages,
-            pool=_names(pool),
-            host=_names([*host, *self._stores.memory_keys()]),
+            pool=_names(pool, parts),
+            host=_names([*host, *self._stores.memory_keys()], parts),
             status=engine.status(),
             tiers=engine.tiers(),
             compiled=engine.compiled.copy(),
@@ -127,5 +130,7 @@ def _check_there(error: BaseException | None) -> None:
         raise EngineUnavailable(f"a replica is gone ({error})") from None
 
 
-def _names(keys: Iterable[str]) -> HostArray:
-    return np.fromiter((name_of(key) for key in keys), np.uint64)
+def _names(keys: Iterable[str], parts: bool) -> HostArray:
+    """Of what it has; where chunks are asked for in ``parts``, what it has whole serves as one."""
+    every = ((key, key_in_part(key)) if parts else (key,) for key in keys)
+    return np.fromiter((name_of(key) for pair in every for key in pair), np.uint64)
