@@ -445,6 +445,8 @@ def config_to_dict(config: ModelConfig) -> dict[str, Any]:
     for field in dataclasses.fields(plain):
         if getattr(plain, field.name) == field.default:
             del values[field.name]
+    if config.experts is not None and config.experts.beside is None:  # it came later
+        del values["experts"]["beside"]
     values["rope"] = rope_to_dict(config.rope)
     if config.more_ropes:
         values["more_ropes"] = tuple(map(rope_to_dict, config.more_ropes))
