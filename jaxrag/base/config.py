@@ -265,7 +265,9 @@ class ModelConfig:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected at most {most}")
         window = self.sliding_window
         if window is not None and not 0 < window <= _LARGEST["max_positions"]:
-            raise ConfigError(f"sliding_window={window}: expected 1 token or more, or null for none")
+            raise ConfigError(
+                f"sliding_window={window}: expected 1 token or more, or null for none"
+            )
         if not 0 < self.norm_eps < 1:
             raise ConfigError(f"norm_eps={self.norm_eps}: expected a number above 0 and below 1")
         for rope in self.ropes:
