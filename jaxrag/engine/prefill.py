@@ -22,7 +22,7 @@ from jaxrag.models.attention import Attend, PagedAttend
 from jaxrag.models.decoder import (
     Decoder,
     LayerAt,
-    Stream,
+    ResidualStream,
     before_layers,
     layers_at,
     residual,
@@ -275,7 +275,9 @@ def _attend(decoder: Decoder, table: PageTable, piece: _Piece, rows_in_turn: boo
 
 
 @jax.jit
-def _begin(ends: Decoder, table: PageTable, piece: _Piece) -> tuple[PageTable, Array | Stream]:
+def _begin(
+    ends: Decoder, table: PageTable, piece: _Piece
+) -> tuple[PageTable, Array | ResidualStream]:
     """The table that shows the piece's slots, and x before the first layer."""
     table = table.reveal(piece.step.slots, piece.step.positions)
     return table, before_layers(ends.params, ends.config, piece.step.ids)
@@ -284,13 +286,13 @@ def _begin(ends: Decoder, table: PageTable, piece: _Piece) -> tuple[PageTable, A
 @functools.partial(jax.jit, static_argnames=("rows_in_turn",), donate_argnames=("pool", "x"))
 def _layer(
     pool: PagePool,
-    x: Array | Stream,
+    x: Array | ResidualStream,
     layer: LayerAt,
     ends: Decoder,
     table: PageTable,
     piece: _Piece,
     rows_in_turn: bool,
-) -> tuple[PagePool, Array | Stream, Array | None]:
+) -> tuple[PagePool, Array | ResidualStream, Array | None]:
     """Pool and x behind one layer, and the queries of the observed tokens [B, W, N, H]."""
     attend = _attend(ends, table, piece, rows_in_turn)
     tokens = piece.step.tokens
@@ -300,7 +302,7 @@ def _layer(
 
 @functools.partial(jax.jit, donate_argnames=("logits",))
 def _end(
-    logits: Array, queries: Array, ends: Decoder, x: Array | Stream, new: Any, piece: _Piece
+    logits: Array, queries: Array, ends: Decoder, x: Array | ResidualStream, new: Any, piece: _Piece
 ) -> tuple[Array, Array]:
     """Logits and queries with those of this piece; ``new``: of all layers, stacked or apart."""
     if new is not None:

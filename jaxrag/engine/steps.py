@@ -28,7 +28,7 @@ from jaxrag.models.attention import Attend, PagedAttend
 from jaxrag.models.decoder import (
     Decoder,
     LayerAt,
-    Stream,
+    ResidualStream,
     before_layers,
     forward,
     layers_at,
@@ -280,7 +280,7 @@ def _newest(rows: LaneRows) -> tuple[Step, Array]:
 
 
 @functools.partial(jax.jit, static_argnames=("plan",))
-def _begin(ends: Decoder, rows: LaneRows, plan: Plan) -> tuple[_Token, Array | Stream]:
+def _begin(ends: Decoder, rows: LaneRows, plan: Plan) -> tuple[_Token, Array | ResidualStream]:
     """The newest tokens, and x of [R, 1] before the first layer."""
     step, live = _newest(rows)
     table = rows.table if plan.away else rows.table.reveal(step.slots, step.positions)
@@ -290,13 +290,13 @@ def _begin(ends: Decoder, rows: LaneRows, plan: Plan) -> tuple[_Token, Array | S
 @functools.partial(jax.jit, static_argnames=("plan",), donate_argnames=("cache", "x"))
 def _some_layers(
     cache: Any,
-    x: Array | Stream,
+    x: Array | ResidualStream,
     layers: list[LayerAt],
     ends: Decoder,
     token: _Token,
     order: Array | None,
     plan: Plan,
-) -> tuple[Any, Array | Stream]:
+) -> tuple[Any, Array | ResidualStream]:
     """Cache and x behind some layers."""
     attend = _attend(ends, token.table, token.step, order, plan)
 
@@ -312,7 +312,7 @@ def _some_layers(
 
 @functools.partial(jax.jit, donate_argnames=("rows",))
 def _end(
-    rows: LaneRows, drawn: Drawn, ends: Decoder, x: Array | Stream, token: _Token, at: Array
+    rows: LaneRows, drawn: Drawn, ends: Decoder, x: Array | ResidualStream, token: _Token, at: Array
 ) -> tuple[LaneRows, Drawn]:
     """``_sampled`` of x of [R, 1] behind the last layer."""
     hidden = rms_norm(residual(x)[:, 0], ends.params.final_norm, ends.config)

@@ -18,7 +18,7 @@ from jaxrag.models.linear import activated, linear, product
 from jaxrag.models.rope import RopeFactors, RopeTable
 from jaxrag.models.spec import LayerParams, Params
 
-_Carry = tuple[Any, Any]  # x, [B, T, D] or a Stream, and the cache
+_Carry = tuple[Any, Any]  # x, [B, T, D] or a ResidualStream, and the cache
 # A layer's weights, its index and its window (of ``layer_windows``), scalar int32.
 LayerAt = tuple[LayerParams, Array | HostArray, Array | None]
 Layer = Callable[[_Carry, Any], tuple[_Carry, Any]]  # (carry, (layer's params, ...)) of the scan
@@ -33,7 +33,7 @@ class Decoder(struct.PyTreeNode):
     factors: RopeFactors | None = None  # of the whole context, where KV is in host memory
 
 
-class Stream(struct.PyTreeNode):
+class ResidualStream(struct.PyTreeNode):
     """The residual stream of models whose layers take more of a token than it.
 
     Attributes:
@@ -54,9 +54,9 @@ def shared_from(config: ModelConfig) -> tuple[int, ...]:
     return tuple(sorted(set((config.kv_sources or ())[config.num_kv_layers :])))
 
 
-def residual(x: Array | Stream) -> Array:
+def residual(x: Array | ResidualStream) -> Array:
     """[B, T, D] of what goes through the layers."""
-    return x.x if isinstance(x, Stream) else x
+    return x.x if isinstance(x, ResidualStream) else x
 
 
 def rms_norm(x: Array, weight: Array | None, config: ModelConfig) -> Array:
@@ -100,11 +100,11 @@ def _linear(x: Array, weight: Any, bias: Array | None) -> Array:
 
 
 def heads_of(
-    x: Array | Stream, p: LayerParams, config: ModelConfig, layer: Array | HostArray | int
+    x: Array | ResidualStream, p: LayerParams, config: ModelConfig, layer: Array | HostArray | int
 ) -> tuple[Array, Array, Array]:
     """q [B, T, N, H], k and v [B, T, K, H] of one layer, before rotation, of its input x."""
     if p.k is None:
-        assert isinstance(x, Stream) and x.k is not None and x.v is not None
+        assert isinstance(x, ResidualStream) and x.k is not None and x.v is not None
         q = _project(_before(x.x, p.attn_norm, config), p.q, p.q_bias)
         at = jnp.searchsorted(jnp.array(shared_from(config)), jnp.array(config.kv_sources)[layer])
         return _head_norm(q, p.q_norm, config, layer), x.k[at], x.v[at]
@@ -223,7 +223,7 @@ def _rounded(by: float, x: Array, config: ModelConfig) -> float:
     return float(np.asarray(by, x.dtype)) if config.unit_norms or config.wide_norms else by
 
 
-def before_layers(params: Params, config: ModelConfig, ids: Array) -> Array | Stream:
+def before_layers(params: Params, config: ModelConfig, ids: Array) -> Array | ResidualStream:
     """What goes into the first layer of token ids [B, T] int32."""
     x = embedded(params, config, ids)
     if config.input_dim is None and not config.shared_layers:
@@ -240,7 +240,7 @@ def before_layers(params: Params, config: ModelConfig, ids: Array) -> Array | St
             rows = jnp.where((ids < config.vocab_size)[..., None, None], rows, 0)
         rows = scaled(rows, _rounded(config.input_dim**0.5, x, config))
         inputs = jnp.moveaxis(scaled(inputs + rows, 2**-0.5), 2, 0)
-    return Stream(x, inputs, k, k)
+    return ResidualStream(x, inputs, k, k)
 
 
 def _given(k: Array, v: Array, soft: Array, behind: Array) -> tuple[Array, Array]:
@@ -325,13 +325,13 @@ def _some(stacked: Any, start: int, end: int) -> Any:
 def run_layer(
     config: ModelConfig, layer: LayerAt, x: Any, tokens: Tokens, cache: Any, attend: Attend
 ) -> tuple[Any, Any, Any]:
-    """One layer over x, [B, T, D] or a Stream: that behind it, the cache, what attend collected."""
+    """One layer over x, [B, T, D] or a ResidualStream: that behind it, the cache, what attend collected."""
     p, index, window = layer
     q, k, v = heads_of(x, p, config, index)
     if p.soft is not None:
         k, v = _given(k, v, p.soft, tokens.ids - config.vocab_size)
     part, cache, collected = attend(jnp.asarray(index), window, q, k, v, tokens, cache)
-    if not isinstance(x, Stream):
+    if not isinstance(x, ResidualStream):
         return finish_layer(x, part, p, config), cache, collected
     if x.k is not None and x.v is not None and p.k is not None:
         new = (jnp.asarray(shared_from(config)) == index)[:, None, None, None, None]
