@@ -325,7 +325,7 @@ def _some(stacked: Any, start: int, end: int) -> Any:
 def run_layer(
     config: ModelConfig, layer: LayerAt, x: Any, tokens: Tokens, cache: Any, attend: Attend
 ) -> tuple[Any, Any, Any]:
-    """One layer over x, [B, T, D] or a ResidualStream: that behind it, the cache, what attend collected."""
+    """One layer over x, an array or a ResidualStream: x behind it, cache, what attend collected."""
     p, index, window = layer
     q, k, v = heads_of(x, p, config, index)
     if p.soft is not None:
