@@ -227,7 +227,7 @@ def test_a_mesh_is_taken_into_account(check):
     ("change", "words"),
     [
         (quantised, "take the weights that were quantised, in bfloat16, float16 or float32"),
-        (other, "architecture PhiForCausalLM is not supported; supported are LlamaForCausalLM"),
+        (other, "PhiForCausalLM is not supported; supported are those of ForCausalLM: Llama, "),
         (deeper, "is missing; the llama config asks for it"),
     ],
 )

@@ -22,7 +22,7 @@ MOST = {
     "long signatures, jaxrag": 7,
 }
 AT_MOST = {  # of what shrinks and grows with every change
-    "code lines": 65_090,
+    "code lines": 65_092,
     "code lines, tests": 59_140,
     "code lines, benchmarks": 6_485,
     "benchmark scripts beside the GPU's": 25,

@@ -102,7 +102,9 @@ def find_family(hf: Mapping[str, Any], where: str) -> Family:
     found = ", ".join(architectures) or model_type
     why = next((said for name, said in _WHY.items() if str(inner).startswith(name)), "")
     if not why:
-        why = f"supported are {', '.join(it.architecture for it in FAMILIES.values())}"
+        ends = "ForCausalLM"
+        names = (it.architecture.removesuffix(ends) for it in FAMILIES.values())
+        why = f"supported are those of {ends}: {', '.join(names)}"
     raise ModelError(f"{where}: architecture {found} is not supported; {why}")
 
 
