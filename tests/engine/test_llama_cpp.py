@@ -10,9 +10,11 @@ import jaxrag
 from jaxrag.base.config import ModelConfig, RopeConfig
 from jaxrag.base.errors import Cancelled, ContextExceeded, EngineError, ModelError, RequestError
 from jaxrag.engine.engine import Engine, engine_of
+from jaxrag.engine.llama_cpp import _draw, _likeliest
 from jaxrag.engine.prefilled import prefilled
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.sampling_params import SamplingParams
+from jaxrag.engine.steps import SamplingRows
 from jaxrag.kv.store import MemoryStore
 from jaxrag.kv.store.layout import KVLayout
 from jaxrag.models.llama_cpp import ROWS, Elsewhere, LlamaCppBackend
@@ -267,6 +269,17 @@ def test_tokens_are_drawn_as_anywhere(model, store):
     hot = SamplingParams(temperature=50.0, seed=3)
     drawn = [told(model, asked(store, tokens=8, sampling=hot))[0][0] for _ in range(2)]
     assert drawn[0] == drawn[1] != answer(asked(store).prompt.ids, 8)
+
+
+def test_the_likeliest_token_is_drawn_as_by_all_rules():
+    logits = np.random.default_rng(3).normal(size=(4, V)).astype(np.float32) * 8
+    logits[1, [7, 70]] = 60  # of equals the first
+    logits[2, 5] = np.nan
+    greedy, index = SamplingRows.of([SamplingParams()]), np.zeros(1, np.int32)
+    for row in logits:
+        drawn, (expected, _) = _likeliest(row), _draw(row[None], greedy, index)
+        assert drawn.ids == expected.ids and drawn.ids.dtype == np.int32
+        np.testing.assert_allclose(drawn.logprobs, expected.logprobs, rtol=1e-5, atol=1e-5)
 
 
 def test_what_it_does_not_do_is_refused(model, store):
