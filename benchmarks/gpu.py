@@ -8,6 +8,7 @@ three sets of queries, after a warm-up; rooflines are measured on the same devic
 
     correctness  every body against `xla`, at 2k and 32k
     law13        tokens of a request alone, in batches of two orders and beside others: equal
+    smollm2      SmolLM2's logits and greedy answers beside transformers', by every body
     machine      copy bandwidth and peak matrix product: the rooflines
     bodies       every body of every op on the same scenes: what the defaults are chosen by
     sparse       15 % and the question's 50 rows over 32k, beside dense causal attention
@@ -23,14 +24,17 @@ three sets of queries, after a warm-up; rooflines are measured on the same devic
     mistral      Mistral-7B, as llama
     sweep        tilings of the sparse kernel
     train        configs/train/synthetic-6m.toml, from where the last call stopped
+    adapters     SmolLM2 taught to read blocks: packets and LoRA, from where the last call stopped
 
 Beside our bodies stand cuDNN, torch and JAX's own Pallas kernels where they take a scene; where one
 does not, its row says why (`gpu_peers.py`).
 
 A command is kept below ten minutes by naming stages: those up to `llama`, then those up to `sweep`,
-then `train` alone. `train` keeps its run in a folder of --work and goes on there when it is called
-again, stops itself before its limit, and trains several seeds side by side. Without --stage all but
-`train` run. With --out the trained weights lie beside the result, an archive for each seed.
+then `train` and `adapters`, each alone. `smollm2` and `adapters` take what is brought along
+(`--real FOLDER`; gpu_real.py says what). `train` keeps its run in a folder of --work and goes on
+there when it is called again, stops itself before its limit, and trains several seeds side by side.
+Without --stage all but `train` and `adapters` run. With --out the trained weights lie beside the
+result, an archive for each seed.
 
 What is missing there is installed from wheels that were brought along (`--wheels FOLDER`;
 pallas_kernels/README.md says which). `--keep` writes what the stage `bodies` found for this device
@@ -56,13 +60,14 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gpu_end_to_end import end_to_end
 from gpu_engine import stage_engine, stage_law13
 from gpu_goals import goal_lines, merged
+from gpu_real import WORK, stage_adapters, stage_smollm2
 from gpu_scenes import TINY, Shape
 from gpu_serve import stage_ingest, stage_rules, stage_serve
 from gpu_stages import (
@@ -79,13 +84,14 @@ from gpu_stages import (
 from gpu_train import Training, stage_train
 
 SECONDS = {  # of each stage, compilation included; below ten minutes up to `llama` and `sweep`
-    "correctness": 80, "law13": 50, "machine": 20, "bodies": 60, "sparse": 60, "decode": 45,
-    "topn": 25, "segment": 45, "llama": 105,
+    "correctness": 80, "law13": 50, "smollm2": 50, "machine": 20, "bodies": 60, "sparse": 60,
+    "decode": 45, "topn": 25, "segment": 45, "llama": 105,
     "serve": 120, "rules": 120, "ingest": 60, "engine": 50, "mosaic": 30, "mistral": 95,
     "sweep": 35,
-    "train": 540,
+    "train": 540, "adapters": 540,
 }  # fmt: skip
-TRAIN = "train"  # the stage with a command of its own
+SMOLLM2, TRAIN, ADAPTERS = "smollm2", "train", "adapters"
+ALONE = (TRAIN, ADAPTERS)  # the stages with commands of their own
 MEASURED = Path(__file__).parents[1] / "pallas_kernels" / "measured.json"
 
 
@@ -104,7 +110,7 @@ class Kept(dict[str, Any]):
 
 
 Stage = Callable[[Shape, str, MutableMapping[str, Any]], None]
-STAGES: dict[str, Stage] = {  # all but `train`
+STAGES: dict[str, Stage] = {  # all but the three above
     "correctness": stage_correctness,
     "law13": stage_law13,
     "machine": stage_machine,
@@ -155,6 +161,7 @@ def run_process(name: str, args: argparse.Namespace, also: list[str]) -> dict[st
         limit = args.seconds or SECONDS[name]
         command = [sys.executable, __file__, "--run", name, "--impl", args.impl, "--out", str(out)]
         command += ["--seconds", str(limit), *also, *(["--tiny"] if args.tiny else [])]
+        command += ["--real", args.real] if args.real else []
         start = time.perf_counter()
         failed = ""
         try:
@@ -176,7 +183,13 @@ def run_process(name: str, args: argparse.Namespace, also: list[str]) -> dict[st
 
 def run_here(args: argparse.Namespace, shape: Shape) -> None:
     """What such a process does."""
-    found = Kept(args.out)
+    found, real = Kept(args.out), Path(args.real or "")
+    if args.run == SMOLLM2:
+        stage_smollm2(real, args.impl, found)
+    elif args.run == ADAPTERS:
+        stage_adapters(real, float(args.seconds), args.tiny, found)
+    if args.run in (SMOLLM2, ADAPTERS):
+        return
     if args.run != TRAIN:
         STAGES[args.run](shape, args.impl, found)
         return
@@ -186,18 +199,24 @@ def run_here(args: argparse.Namespace, shape: Shape) -> None:
     stage_train(training, args.tiny, found)
 
 
-def keep_weights(args: argparse.Namespace) -> list[Path]:
-    """Archives of what was trained, beside the result: weights, log and evaluation of each seed."""
+def keep_weights(args: argparse.Namespace, stages: Sequence[str]) -> list[Path]:
+    """Archives of what was trained, beside the result: weights or adapters, log and evaluation."""
+    asked = []
+    for seed in (args.seed or [0]) * (TRAIN in stages):
+        names = ("model", "results.json", "metrics.jsonl", "run.json")
+        asked.append((f"train-{seed}", Training(Path(args.work), seed).folder, names))
+    if ADAPTERS in stages:  # of whose checkpoint `jaxrag train --resume` exports the weights
+        names = ("run/checkpoints", "run/metrics.jsonl", "run/run.json", "packets.safetensors",
+                 "near-adapters.json", "near-packets.json")  # fmt: skip
+        asked.append((ADAPTERS, WORK, names))
     written = []
-    for seed in args.seed or [0]:
-        folder = Training(Path(args.work), seed).folder
-        path = Path(args.out).with_suffix(f".train-{seed}.tar.gz")
-        names = [name for name in ("model", "results.json", "metrics.jsonl", "run.json")
-                 if (folder / name).exists()]  # fmt: skip
-        if "model" in names:
+    for name, folder, names in asked:
+        path = Path(args.out).with_suffix(f".{name}.tar.gz")
+        there = [it for it in names if (folder / it).exists()]
+        if names[0] in there:
             with tarfile.open(path, "w:gz") as archive:
-                for name in names:
-                    archive.add(folder / name, f"train-{seed}/{name}")
+                for it in there:
+                    archive.add(folder / it, f"{name}/{it}")
             written.append(path)
     return written
 
@@ -288,16 +307,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    stages_of = [*STAGES, TRAIN]
     parser.add_argument(
-        "--stage", action="append", choices=stages_of, help="repeatable (all but train)"
-    )
+        "--stage",
+        action="append",
+        choices=list(SECONDS),
+        help="repeatable (all but train and adapters)",
+    )  # fmt: skip
     parser.add_argument("--impl", default="pallas_triton", help="body (pallas_triton)")
     parser.add_argument("--seconds", type=int, metavar="S", help="limit of a stage (its own)")
     parser.add_argument("--tiny", action="store_true", help="toy shapes, to try the script")
     parser.add_argument("--out", metavar="FILE.json", help="also FILE.md beside it")
     parser.add_argument("--keep", action="store_true", help="write pallas_kernels/measured.json")
     parser.add_argument("--wheels", metavar="FOLDER", help="install these first, without a network")
+    parser.add_argument("--real", metavar="FOLDER", help="of smollm2 and adapters: what they need")
     parser.add_argument("--dry-run", action="store_true", help="say what would run")
     parser.add_argument(
         "--goals", nargs="+", metavar="FILE.json", help="print these results beside the goals"
@@ -310,7 +332,7 @@ def main() -> int:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of train"
     )
-    parser.add_argument("--run", choices=stages_of, help=argparse.SUPPRESS)
+    parser.add_argument("--run", choices=list(SECONDS), help=argparse.SUPPRESS)
     args = parser.parse_args()
     shape = TINY if args.tiny else Shape()
     if args.goals:
@@ -318,7 +340,7 @@ def main() -> int:
     if args.run:
         run_here(args, shape)
         return 0
-    stages = args.stage or list(STAGES)
+    stages = args.stage or [name for name in SECONDS if name not in ALONE]
     if args.dry_run:
         for name in stages:
             print(f"{name}: at most {args.seconds or SECONDS[name]} s")
@@ -341,8 +363,7 @@ def main() -> int:
               "stages": results}  # fmt: skip
     if args.out:
         Path(args.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        if TRAIN in stages:
-            keep_weights(args)
+        keep_weights(args, stages)
         Path(args.out).with_suffix(".md").write_text(markdown(result), encoding="utf-8")
     if args.keep and "bodies" in results:
         import jax

@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("name")
     for flag in ("--data", "--model", "--out"):
         parser.add_argument(flag, required=True)
-    for flag, number in (("--passages", 5), ("--skip", 0), ("--num", 100), ("--tokens", 16)):
+    for flag, number in (("--passages", None), ("--skip", 0), ("--num", 100), ("--tokens", 16)):
         parser.add_argument(flag, type=int, default=number)
     args = parser.parse_args()
     options = NearOptions(

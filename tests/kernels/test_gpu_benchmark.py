@@ -12,6 +12,7 @@ import time
 import gpu
 import gpu_goals
 import gpu_peers
+import gpu_real
 import gpu_serve
 import gpu_stages
 import gpu_train
@@ -32,7 +33,7 @@ def arguments(**given):
     """Arguments of the script, as its parser gives them."""
     return argparse.Namespace(
         **{"impl": "xla", "tiny": True, "seconds": 300, "seed": None, "work": "", "steps": None,
-           "set": [], "out": None, **given}
+           "set": [], "out": None, "real": None, **given}
     )  # fmt: skip
 
 
@@ -41,12 +42,12 @@ def result_of(stages, **changes):
     return {"machine": MACHINE, "impl": "xla", "shape": shape, "stages": stages} | changes
 
 
-def test_three_commands_of_ten_minutes_run_all_stages(capsys, monkeypatch):
-    stages = [*gpu.STAGES, gpu.TRAIN]
-    assert list(gpu.SECONDS) == stages
-    assert stages[:4] == ["correctness", "law13", "machine", "bodies"]
+def test_four_commands_of_ten_minutes_run_all_stages(capsys, monkeypatch):
+    stages = list(gpu.SECONDS)
+    assert {*stages} == {*gpu.STAGES, gpu.SMOLLM2, *gpu.ALONE}
+    assert stages[:5] == ["correctness", "law13", "smollm2", "machine", "bodies"]
     first, second = stages.index("llama") + 1, stages.index("sweep") + 1
-    for part in (stages[:first], stages[first:second], stages[second:]):
+    for part in (stages[:first], stages[first:second], *([name] for name in stages[second:])):
         assert sum(gpu.SECONDS[name] for name in part) <= 540
     assert all(f"\n    {name} " in gpu.__doc__ for name in stages)
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--dry-run", "--stage", "sweep"])
@@ -284,7 +285,7 @@ def test_training_on_a_toy_goes_on_and_its_weights_are_kept(tmp_path):
     assert {f"seed 0, exact match, {read}" for read in ("full", "block", "composite")} <= set(
         second
     )
-    (archive,) = gpu.keep_weights(args)
+    (archive,) = gpu.keep_weights(args, ["train"])
     with tarfile.open(archive) as held:
         names = held.getnames()
     assert {"train-0/model/model.safetensors", "train-0/results.json"} <= set(names)
@@ -312,3 +313,38 @@ def test_rules_and_ingest_on_a_toy():
     found = {}
     gpu.stage_ingest(TINY, "xla", found)
     assert [row["chunks_per_minute"] > 0 for row in found.values()] == [True] * 2
+
+
+def test_what_is_brought_in_pieces_is_put_together(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_real, "WORK", tmp_path / "work")
+    with pytest.raises(FileNotFoundError, match=r"no a\.gguf"):
+        gpu_real.brought(tmp_path, "a.gguf")
+    for piece, text in (("aa", b"12"), ("ab", b"3")):
+        (tmp_path / f"a.gguf.{piece}").write_bytes(text)
+    assert gpu_real.brought(tmp_path, "a.gguf").read_bytes() == b"123"
+    assert gpu_real.brought(tmp_path / "gone", "a.gguf").read_bytes() == b"123"  # from then on
+
+
+def test_adapters_come_back_without_weights(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "WORK", tmp_path)
+    args = arguments(out=str(tmp_path / "gpu.json"))
+    assert gpu.keep_weights(args, [gpu.ADAPTERS, "llama"]) == []  # nothing was trained
+    for name in ("run/checkpoints/3/state", "run/model/model.safetensors", "packets.safetensors"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"1")
+    (archive,) = gpu.keep_weights(args, [gpu.ADAPTERS])
+    with tarfile.open(archive) as kept:
+        files = {it.name for it in kept.getmembers() if it.isfile()}
+    assert files == {"adapters/run/checkpoints/3/state", "adapters/packets.safetensors"}
+
+
+@pytest.mark.real
+def test_a_pretrained_model_is_checked(tmp_path, monkeypatch):
+    folder = gpu_real.ROOT / ".cache" / "models"
+    if not (folder / gpu_real.MODEL).is_file():
+        pytest.skip("no weights: `make real` fetches them")
+    monkeypatch.setattr(gpu_real, "WORK", tmp_path)
+    found = {}
+    gpu_real.stage_smollm2(folder, "xla", found)
+    assert found.pop("ok") and found.pop("logits, xla")["ok"]
+    assert [row["share"] for row in found.values()] == [1.0]
