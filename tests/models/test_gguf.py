@@ -313,7 +313,7 @@ def test_sentence_pieces_without_a_space_or_bos(tmp_path):
         ({"llama.attention.head_count": [6, 6]}, ("llama.attention.head_count", "array")),
         ({"llama.attention.head_count": "6"}, ("llama.attention.head_count", "'6'")),
         ({"llama.attention.head_count": 7}, ("7 heads",)),
-        ({"llama.block_count": 2**31 - 1}, ("num_layers=2147483647", "expected at most")),
+        ({"llama.block_count": 2**31 - 1}, ("num_hidden_layers=2147483647", "expected at most")),
         ({"llama.embedding_length": 48}, ("shape [53, 24]",)),
         ({"general.alignment": 12}, ("general.alignment=12",)),
         ({"llama.nested": [[1, 2], [3]]}, ("an array of arrays",)),
