@@ -25,7 +25,8 @@ from jaxrag.base.gguf import is_gguf
 from jaxrag.base.types import Array, HostArray
 from jaxrag.models import FAMILIES
 from jaxrag.models.family import Family, TensorRule
-from jaxrag.models.gguf import read_gguf_config, stored_tensors
+from jaxrag.models.gguf import stored_tensors
+from jaxrag.models.gguf_config import read_gguf_config
 from jaxrag.models.hf_config import OF_OUTER, by_key, read_token_ids, text_part
 from jaxrag.models.spec import (
     Params,
