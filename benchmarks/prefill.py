@@ -67,12 +67,15 @@ class PrefillOptions(RowsOptions):
         (512, 1024, 2048, 4096, 8192), "tokens of the prompt", "N,...", parse=parse_counts
     )
     windows: bool = option(False, "measure what a model with windows reads and keeps of chunks")
+    chunks: tuple[int, ...] = option(
+        (512,), "with --windows, tokens of a chunk", "N,...", parse=parse_counts
+    )
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured."""
-        self.check_lists("dtypes", "contexts")
-        if min(*self.contexts, self.repeats) < 1:
-            raise RequestError("contexts and repeats must be positive")
+        self.check_lists("dtypes", "contexts", "chunks")
+        if min(*self.contexts, *self.chunks, self.repeats) < 1:
+            raise RequestError("contexts, chunks and repeats must be positive")
 
 
 def run(options: PrefillOptions) -> dict[str, Any]:
@@ -182,7 +185,7 @@ def report(result: dict[str, Any]) -> Iterator[str]:
             yield line
 
 
-_CHUNK, _QUESTION = 512, 32  # tokens
+_QUESTION = 32  # tokens
 _GEMMA = {
     "num_hidden_layers": 18, "hidden_size": 640, "intermediate_size": 2048, "head_dim": 256,
     "num_attention_heads": 4, "num_key_value_heads": 1, "sliding_window": 512,
@@ -201,18 +204,26 @@ class _Counted(StoreWrapper):
 
 
 def _windows(options: PrefillOptions) -> dict[str, Any]:
-    """A row for every context: both models in turn."""
+    """A row for every context and length of chunks: both models in turn."""
     windowed = dataclasses.replace(read_config(_GEMMA), dtype=options.dtypes[0])
     without = dataclasses.replace(windowed, sliding_window=None, window_layers=None)
     rows = []
-    for context in tqdm(options.contexts, disable=None):
+    asked = [(context, chunk) for context in options.contexts for chunk in options.chunks]
+    for context, chunk in tqdm(asked, disable=None):
         with tempfile.TemporaryDirectory(prefix="jaxrag-bench-") as folder:
             arms = {
-                name: functools.partial(_first_token, *_stored(config, context, Path(folder, name)))
+                name: functools.partial(
+                    _first_token, *_stored(config, context, chunk, Path(folder, name))
+                )
                 for name, config in (("windows", windowed), ("none", without))
             }
             found = in_turn(arms, options.repeats)
-        row: dict[str, Any] = {"context": context, "repeats": options.repeats, "arms": {}}
+        row: dict[str, Any] = {
+            "context": context,
+            "chunk_tokens": chunk,
+            "repeats": options.repeats,
+        }
+        row["arms"] = {}
         for name, config in (("windows", windowed), ("none", without)):
             window = min(config.sliding_window or context, context)
             reach = len(config.global_layers) * (context - window) + config.num_layers * window
@@ -223,22 +234,25 @@ def _windows(options: PrefillOptions) -> dict[str, Any]:
             }  # fmt: skip
         rows.append(row)
     about = f"random, the layers and heads of Gemma 3 270M, {options.dtypes[0]}"
-    more = {"chunk_tokens": _CHUNK, "question_tokens": _QUESTION, "machine": describe()}
+    more = {"question_tokens": _QUESTION, "machine": describe()}
     return {"benchmark": "windows", "model": about, "rows": rows, **more}
 
 
-def _stored(config: ModelConfig, context: int, folder: Path) -> tuple[Model, Prompt, _Counted]:
-    """A model, and a prompt whose chunks are in a store."""
+def _stored(
+    config: ModelConfig, context: int, chunk: int, folder: Path
+) -> tuple[Model, Prompt, _Counted]:
+    """A model, and a prompt whose chunks, of ``chunk`` tokens but for the first, are in a store."""
     model = random_model(config, cache_tokens=context + 2048)
     model.engine = Engine(model, EngineSettings(arena_bytes=0))
     layout = model.kv_layout
-    store = ChunkStore.open(folder, model.fingerprint, layout, mode="rw", max_tokens=_CHUNK)
-    drawn = draw(config, 0, context).reshape(-1, _CHUNK)
+    store = ChunkStore.open(folder, model.fingerprint, layout, mode="rw", max_tokens=chunk)
+    drawn = np.split(draw(config, 0, context), range(context % chunk or chunk, context, chunk))
     prompt = Prompt(drawn[0][:0], tuple(drawn), draw(config, 0, _QUESTION))
-    kv = np.random.default_rng(0).standard_normal(layout.shape(_CHUNK), np.float32)
+    kv = np.random.default_rng(0).standard_normal(layout.shape(chunk), np.float32)
     for load in ttft.loads_of(model, store, METHODS["turborag"], prompt).values():
         record = load.encoding.provenance(load.encoder, load.chunk)
-        store.put(load.stored_key, kv.astype(layout.numpy_dtype), record=record)
+        mine = kv[:, :, : load.tokens].astype(layout.numpy_dtype)
+        store.put(load.stored_key, mine, record=record)
     return model, prompt, _Counted(store)
 
 
@@ -254,14 +268,16 @@ def _first_token(model: Model, prompt: Prompt, store: _Counted) -> dict[str, flo
 
 
 def _report_windows(result: dict[str, Any]) -> Iterator[str]:
-    yield f"{result['model']}: chunks of {result['chunk_tokens']} tokens; MB, milliseconds"
-    yield f"{'context':>8} {'layers':<8} {'implied':>8} {'read':>8} {'pool':>8} {'first token':>24}"
+    yield f"{result['model']}; tokens, MB, milliseconds"
+    names = "context", "chunk", "layers", "implied", "read", "pool", "first token"
+    yield "{:>8} {:>6} {:<8} {:>8} {:>8} {:>8} {:>24}".format(*names)
     for row in result["rows"]:
         for name, arm in row["arms"].items():
             sizes = (arm[f"{it}_bytes"] / 1e6 for it in ("implied", "read", "pool"))
             ms = {key: 1000 * value for key, value in arm["spread"].items()}
             line = " ".join(f"{it:>8.1f}" for it in sizes)
-            yield f"{row['context']:>8} {name:<8} {line} {between(ms, '.0f'):>24}"
+            first = f"{row['context']:>8} {row['chunk_tokens']:>6} {name:<8}"
+            yield f"{first} {line} {between(ms, '.0f'):>24}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

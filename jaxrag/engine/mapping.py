@@ -16,7 +16,15 @@ from jaxrag.engine.kept import Context
 from jaxrag.engine.request import Prompt, Request, lane_of
 from jaxrag.engine.sequence import PromptPart, Sequence, is_one_run, stored_exact
 from jaxrag.engine.staging import ChunkLoad, ChunkOrigin
-from jaxrag.kv.cache import PAGE, CachedChunk, PageTable, TableBuilder, chunk_pages, pages_for
+from jaxrag.kv.cache import (
+    PAGE,
+    CachedChunk,
+    PageTable,
+    TableBuilder,
+    chunk_pages,
+    pages_for,
+    whole_pages,
+)
 from jaxrag.models.model import Model
 from jaxrag.models.segments import Layout, lay_out
 from jaxrag.reuse.decode import Carried
@@ -135,7 +143,9 @@ def most_pages(model: Model, request: Request) -> int:
     if model.config.sliding_window is None:
         return whole
     sequence = sequence_of(model, request)
-    saved = sum(pages_for(it.tokens) - it.num_pages for it in sequence.loads.values())
+    parts = [it for it in sequence.loads.values() if it.layers is not None]
+    held = whole_pages((it.num_pages for it in parts), model.config.page_parts)
+    saved = sum(pages_for(it.tokens) for it in parts) - held
     return max(whole - saved, sequence.need(lambda key: False).pages)  # a chunk may be there twice
 
 

@@ -378,7 +378,12 @@ class Scheduler:
         passed, outgrown = list[Sequence](), list[Sequence]()
         for sequence, first in self._queue:
             need = sequence.need(self._is_there)
-            if need.pages > self._allocator.num_pages:
+            there = self._allocator.num_pages
+            if self._allocator.num_available == there and self._lacking(need) > 0:
+                for key in need.chunks:  # in its own way: whole, or parts of too many pages
+                    self._allocator.evict(key)
+                need = sequence.need(self._is_there)
+            if need.pages > there and sequence.need(lambda key: False).pages > there:
                 outgrown.append(sequence)
             elif self._lacking(need) <= 0:
                 for other in passed:
@@ -399,9 +404,9 @@ class Scheduler:
         loads = tuple(key for key in need.chunks if not self._is_there(key))
         for key in need.chunks:  # before anything is allocated, which could evict them
             allocator.subscribe(key)
-        for key in loads:
-            allocator.begin(key, need.chunks[key], why)
         sequence.own, sequence.held = allocator.allocate(need.own, why), tuple(need.chunks)
+        for key in sorted(loads, key=lambda it: need.chunks[it] < 0):  # what is left is cut up
+            allocator.begin(key, need.chunks[key], why)
         missing = self.missing(sequence)
         for key in missing:
             self._subscribers.setdefault(key, {})[sequence.number] = sequence
@@ -426,24 +431,14 @@ class Scheduler:
         return self._is_there(key) and key not in self._allocator
 
     def _lacking(self, need: Need) -> int:
-        """How many pages more would have to be available."""
-        pages = need.own
-        for key, count in need.chunks.items():
-            found = self._allocator.chunks.get(key)
-            if found is None:
-                pages += count
-            elif found.ready and not found.ref_count:  # available now, and not once it is mapped
-                pages += len(found.pages)
-        return pages - self._allocator.num_available
+        return self._allocator.lacking(need.own, need.chunks)
 
     def _freed(self, leaving: abc.Sequence[Sequence], but: Collection[str]) -> int:
         """Pages that are available when these requests are gone, beside those of some chunks."""
         gone = Counter(key for sequence in leaving for key in sequence.held if key not in but)
-        chunks = (self._allocator.chunks[key] for key, users in gone.items())
-        unpinned = (
-            it for it, users in zip(chunks, gone.values(), strict=True) if it.ref_count == users
-        )
-        return sum(len(it.own) for it in leaving) + sum(len(it.pages) for it in unpinned)
+        chunks = self._allocator.chunks
+        unpinned = [key for key, users in gone.items() if chunks[key].ref_count == users]
+        return sum(len(it.own) for it in leaving) + self._allocator.freed(unpinned, but)
 
     def _holders(self) -> Iterator[Sequence]:
         return (sequence for lane in self._lanes.values() for sequence in lane.held.values())

@@ -15,7 +15,7 @@ from jaxrag.engine.progress import Sink, unheard
 from jaxrag.engine.request import FAILED, LaneKey, Prompt, Request
 from jaxrag.engine.sampling_params import FinishReason
 from jaxrag.engine.staging import ChunkLoad, ChunkOrigin
-from jaxrag.kv.cache import CachedChunk, TableBuilder, pages_for
+from jaxrag.kv.cache import CachedChunk, TableBuilder, pages_for, whole_pages
 from jaxrag.models.text.guidance import Matcher
 from jaxrag.reuse.encode import encoder_named
 from jaxrag.reuse.methods import Method
@@ -46,17 +46,19 @@ class Need:
     """Pages that a request must be given before it starts.
 
     Attributes:
-      chunks: pages of every chunk by its key; shared with other requests.
+      chunks: pages of every chunk by its key, below 0 parts of them; shared with other requests.
       own: pages of the request alone: everything it will ever write.
+      page_parts: of the model's.
     """
 
     chunks: Mapping[str, int]
     own: int
+    page_parts: int = 1
 
     @property
     def pages(self) -> int:
         """How many there are when nothing is in the pool yet."""
-        return self.own + sum(self.chunks.values())
+        return self.own + whole_pages(self.chunks.values(), self.page_parts)
 
 
 @dataclasses.dataclass
@@ -215,13 +217,14 @@ class Sequence:
         prompt = request.prompt
         own = pages_for(len(prompt.final) + method.room(prompt.lengths) + request.room)
         chunks: dict[str, int] = {}
+        parts = [it.encoding.model.config.page_parts for it in self.loads.values()]
         for part, (key, _) in zip(self.parts, self.keys(held), strict=True):
             if key:
                 load = part.load if part.load is not None and part.load.key == key else None
                 chunks[key] = pages_for(len(part.ids)) if load is None else load.num_pages
             if not key or (part.chunk >= 0 and method.rewrites):
                 own += pages_for(len(part.ids))
-        return Need(chunks, own)
+        return Need(chunks, own, max(parts, default=1))
 
     def keys(self, held: Callable[[str], bool]) -> list[tuple[str, bool]]:
         """Of every part the key under which it is shared, and whether it is a kept one's.

@@ -19,7 +19,7 @@ from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import ChunkAbsent, ChunkCorrupt, ChunkNotSealed
 from jaxrag.base.types import Array, HostArray
 from jaxrag.engine.runner import BLOCK_TOKENS, ModelRunner
-from jaxrag.kv.cache import PAGE, PagedCache, PagePool, pages_for, parts_of
+from jaxrag.kv.cache import PAGE, PagedCache, PagePool, pages_for
 from jaxrag.kv.cache.host import arrived
 from jaxrag.kv.store import Assembled, OwnRead, Refused, SharedStore, as_stored
 from jaxrag.kv.store.dropping import dropped_tokens
@@ -119,20 +119,13 @@ class ChunkLoad:
 
     @property
     def num_pages(self) -> int:
-        """That it takes of the pool: none for no layers, nobody sees it then."""
-        count, layers = pages_for(self.tokens), self.layers
-        if layers is None:
-            return count
-        return -(-count // self.encoding.model.config.page_parts) if layers else 0
+        """That it takes of the pool, below 0 parts: none for no layers, nobody sees it then."""
+        count = pages_for(self.tokens)
+        return count if self.layers is None else -count if self.layers else 0
 
     def table_pages(self, pages: Sequence[int]) -> Sequence[int]:
-        """As tables name those which it has of the pool."""
-        if self.layers is None:
-            return pages
-        count = pages_for(self.tokens)
-        if not pages:
-            return [0] * count
-        return parts_of(pages, count, self.encoding.model.config.page_parts)
+        """What tables name where it has these of the pool."""
+        return pages or [0] * pages_for(self.tokens)
 
     def of(self, whole: HostArray) -> HostArray:
         """What is wanted of KV [L, 2, T, K, H] of all layers."""

@@ -134,11 +134,10 @@ def tiers_of(state: State, hits: Mapping[HitKind, int]) -> Tiers:
     """Where the chunks of an engine are; on any thread."""
     cache = state.runner.cache
     per_page = PAGE * state.runner.model.config.kv_bytes_per_token
-    chunks = list(cache.allocator.chunks.values())
     return Tiers(
         hits=dict(hits),
-        pool_chunks=len(chunks),
-        pool_bytes=sum(len(it.pages) for it in chunks) * per_page,
+        pool_chunks=len(cache.allocator.chunks),
+        pool_bytes=cache.allocator.num_held * per_page,
         max_pool_bytes=cache.allocator.num_pages * per_page,
         host=state.arena.state,
         links=state.links.states(),
@@ -198,12 +197,11 @@ def _ages(found: Iterable[Ages]) -> Ages:
 
 def _pages(allocator: PageAllocator, sequences: Iterable[Sequence]) -> dict[PageState, int]:
     """Of the pool by state; all but what is read in between adds up to its pages."""
-    chunks = list(allocator.chunks.copy().values())
     return {
         "free": allocator.num_free,
-        "unpinned": sum(len(it.pages) for it in chunks if it.ready and not it.ref_count),
-        "pinned": sum(len(it.pages) for it in chunks if it.ready and it.ref_count),
-        "loading": sum(len(it.pages) for it in chunks if not it.ready),
+        "unpinned": allocator.num_unpinned,
+        "pinned": allocator.num_pinned,
+        "loading": allocator.num_loading,
         "own": sum(len(it.own) for it in sequences),
     }
 

@@ -74,12 +74,12 @@ def read_gemma(
     activation = hf.get("hidden_activation", _ACTIVATION)
     if activation != _ACTIVATION:
         raise ConfigError(
-            f"config.json: hidden_activation={activation!r}: only {_ACTIVATION!r} is supported"
+            f"config.json: hidden_activation={activation!r:.200}: only {_ACTIVATION!r} is supported"
         )
     both_ways = hf.get("use_bidirectional_attention")
     if both_ways not in (None, False, "vision"):  # between the parts of an image
         raise ConfigError(
-            f"config.json: use_bidirectional_attention={both_ways!r} is not supported"
+            f"config.json: use_bidirectional_attention={both_ways!r:.200} is not supported"
         )
     num_layers = read_num_layers(hf, defaults.num_hidden_layers)
     windows = {"use_sliding_window": True, "sliding_window": hf.get("sliding_window", _WINDOW)}

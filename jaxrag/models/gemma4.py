@@ -52,6 +52,11 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     """Every sixth layer and the last are global, unless ``layer_types`` says otherwise."""
     if read_bool(hf, "attention_bias", False):
         raise ConfigError("config.json: attention_bias=True is not supported for gemma4 models")
+    if hf.get("rope_scaling"):
+        raise ConfigError(
+            f"config.json: rope_scaling={hf['rope_scaling']!r:.200} is not supported for gemma4 "
+            "models; give every kind of layer its own in rope_parameters"
+        )
     num_layers = read_num_layers(hf, _DEFAULTS.num_hidden_layers)
     every = [_LOCAL if (i + 1) % 6 and i < num_layers - 1 else _GLOBAL for i in range(num_layers)]
     kinds = list(hf.get("layer_types") or every)

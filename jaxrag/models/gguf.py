@@ -1,9 +1,8 @@
-"""Models of a GGUF file: what ``config.json`` would say of them, and their tensors.
+"""Tensors of a GGUF file; what its ``config.json`` would say is in ``gguf_config.py``.
 
 A tensor has the name and the values that it would have in a Hugging Face directory: blocks are
 dequantised as they are read, and the rows of q and k, which llama.cpp's converter orders for pairs
-of neighbouring dimensions in architectures like llama, are put back. What llama.cpp would
-compute otherwise than the families here is refused by its key.
+of neighbouring dimensions in architectures like llama, are put back.
 """
 
 import dataclasses
@@ -14,14 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxrag.base.config import MOST_EXPERTS, Llama3Scaling, RopeConfig
+from jaxrag.base.config import MOST_EXPERTS
 from jaxrag.base.errors import ModelError
 from jaxrag.base.gguf import Header, is_gguf, read_header
-from jaxrag.base.rotary import frequencies
 from jaxrag.base.types import HostArray
 from jaxrag.models.mxfp4 import joined
 from jaxrag.models.tensor_files import DTYPES, StoredTensor, read_tensors
-from jaxrag.models.text.gguf import ending_ids
 
 QUANTISED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 ARCHITECTURES = {
@@ -36,10 +33,12 @@ ARCHITECTURES = {
     "smollm3": "SmolLM3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "chatglm": "GlmForCausalLM",
 }
 # Whose q and k are ordered for pairs of neighbours.
 _PAIRED = ("llama", "mistral", "granite", "smollm3")
-_ROPE_FREQS = "rope_freqs.weight"
+ROPE_FREQS = "rope_freqs.weight"
 _BLOCK = 1 << 20  # bytes that are dequantised at a time
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 _NAMES = {
@@ -68,6 +67,7 @@ _NORMS_BEHIND = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_JOINED = {"attn_qkv": "self_attn.{qkv}_proj", "ffn_up": "mlp.gate_up_proj"}
 _EXPERTS = "block_sparse_moe.experts.{expert}."
 # What else tensors are called; of Mixtral's files the architecture is "llama".
 _OWN_NAMES = {
@@ -80,45 +80,18 @@ _OWN_NAMES = {
         "ffn_up_exps": _EXPERTS + "w3",
         "ffn_down_exps": _EXPERTS + "w2",
     },
+    "chatglm": _JOINED,
+    "glm4": {
+        **_JOINED,
+        "post_attention_norm": "post_self_attn_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+    },
     "gpt-oss": {
         "post_attention_norm": "post_attention_layernorm",
         "attn_sinks": "self_attn.sinks",
     },
 }
-_GEMMAS = ("gemma2", "gemma3")
-# Layers; of the sizes that there are, these alone have scores by the width of a model.
-_GEMMA_27B = {"gemma2": 46, "gemma3": 62}
-# Granite's constants, by their names in config.json; 0 is as none.
-_SCALES = {
-    "embedding_multiplier": "embedding_scale",
-    "attention_multiplier": "attention.scale",
-    "residual_multiplier": "residual_scale",
-    "logits_scaling": "logit_scale",
-}
-_CAPS = {  # Gemma 2's, as in config.json, and what llama.cpp takes where there is none
-    "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": 30.0,
-}
-# Keys of another arithmetic, with the values that leave the result as it is.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "expert_shared_count": (0,),
-    "expert_weights_scale": (0, 1),
-    "expert_gating_func": (0, 1),
-    "use_parallel_residual": (False,),
-    "logit_scale": (0, 1),
-    "residual_scale": (0, 1),
-    "embedding_scale": (0, 1),
-    "attn_logit_softcapping": (0,),
-    "final_logit_softcapping": (0,),
-    "attention.causal": (True,),
-    "attention.scale": (0,),
-    "attention.clamp_kqv": (0,),
-    "attention.max_alibi_bias": (0,),
-    "attention.temperature_scale": (0,),
-    "rope.scaling.attn_factor": (0, 1),
-    "rope.scaling.yarn_ext_factor": (-1, 1),
-    "rope.scaling.yarn_log_multiplier": (0,),
-}
+GEMMAS = ("gemma2", "gemma3")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,122 +152,22 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     """
     if not is_gguf(path):
         return joined(read_tensors(path))
-    found = _tensors(read_header(path))
-    found.pop(_ROPE_FREQS, None)  # of the config
+    found = tensors_of(read_header(path))
+    found.pop(ROPE_FREQS, None)  # of the config
     return found
 
 
-def read_gguf_config(path: Path) -> dict[str, Any]:
-    """What ``config.json`` of the model would hold, from metadata and the shapes of tensors.
+class Numbers:
+    """Numbers of the metadata below the name of the architecture.
 
-    Raises ModelError for a file that is truncated or inconsistent, and for an architecture, a type
-    of tensors or a rotary scaling that is not read.
+    Raises ModelError for what is not there, or of another type.
     """
-    header = read_header(path)
-    architecture = _architecture(header)
-    tensors = _tensors(header)
-    number = _Numbers(header, architecture)
-    heads, width = number.whole("attention.head_count"), number.whole("embedding_length")
-    head_dim = number.whole("attention.key_length", width // heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
-        number.require(key, (head_dim,))
-    scales = _scales(number, head_dim) if architecture == "granite" else {}
-    gemma2 = architecture == "gemma2"
-    for key, neutral in _UNSUPPORTED.items():
-        if not ((scales and key in _SCALES.values()) or (gemma2 and key in _CAPS)):
-            number.require(key, neutral)
-    experts = _experts(number, architecture)
-    window = number.whole("attention.sliding_window", 4096 if gemma2 else 0)
-    if window and architecture not in ("llama", "mistral", "olmo2", "gpt-oss", *_GEMMAS):
-        number.require("attention.sliding_window", (0,))
-    kind = ARCHITECTURES[architecture]
-    if architecture == "llama" and (window or experts):  # all that sets them apart from a Llama
-        kind = "MixtralForCausalLM" if experts else ARCHITECTURES["mistral"]
-    matrices = {tensor.identity[1] for tensor in tensors.values() if len(tensor.shape) > 1}
-    bos = header.number("tokenizer.ggml.bos_token_id", -1)
-    embed = tensors.get("model.embed_tokens.weight")
-    rope = _rope(header, number, head_dim)
-    own: dict[str, Any] = {"rope_parameters": rope}
-    if architecture in _GEMMAS:
-        large = number.whole("block_count") == _GEMMA_27B[architecture]
-        scalar = width // heads if large else head_dim
-        own = {**_of_gemma(number, rope, architecture), "query_pre_attn_scalar": scalar}
-    elif architecture == "gpt-oss" and rope["rope_type"] != "default":
-        own = {"rope_parameters": {**rope, "truncate": False}}  # as published
-    elif window and architecture == "olmo2":
-        kind, own = "Olmo3ForCausalLM", _of_olmo3(header, rope)
-    return {
-        **own,
-        **experts,
-        "architectures": [kind],
-        "vocab_size": 0 if embed is None else embed.shape[0],
-        "hidden_size": width,
-        "intermediate_size": number.whole("feed_forward_length"),
-        "num_hidden_layers": number.whole("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": number.whole("attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "max_position_embeddings": number.whole("context_length"),
-        "rms_norm_eps": number("attention.layer_norm_rms_epsilon"),
-        "attention_bias": "model.layers.0.self_attn.q_proj.bias" in tensors,
-        "mlp_bias": "model.layers.0.mlp.gate_proj.bias" in tensors,
-        "sliding_window": window or None,
-        "tie_word_embeddings": "lm_head.weight" not in tensors,
-        "bos_token_id": None if bos == -1 else bos,
-        "eos_token_id": ending_ids(header),
-        "dtype": "float32" if matrices == {"F32"} else "bfloat16",
-        **scales,
-    }
-
-
-def _of_gemma(number: "_Numbers", rope: dict[str, Any], architecture: str) -> dict[str, Any]:
-    """What it says of itself beside the rest."""
-    if architecture == "gemma2":
-        caps = {key: number(key, default) or None for key, default in _CAPS.items()}
-        return {"rope_parameters": rope, **caps}
-    local = {"rope_type": "default", "rope_theta": number("rope.freq_base_swa", 10_000.0)}
-    return {
-        "rope_parameters": {"full_attention": rope, "sliding_attention": local},
-        "sliding_window_pattern": number.whole("attention.sliding_window_pattern", 6),
-    }
-
-
-def _of_olmo3(header: Header, rope: dict[str, Any]) -> dict[str, Any]:
-    """An OLMo 2 with windows, in all layers but every fourth, unless the file says in which."""
-    local = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
-    said = header.numbers("olmo2.attention.sliding_window_pattern").tolist()
-    kinds = ["sliding_attention" if it else "full_attention" for it in said]
-    return {
-        "rope_parameters": {"full_attention": rope, "sliding_attention": local},
-        "layer_types": kinds or None,
-    }
-
-
-def _experts(number: "_Numbers", architecture: str) -> dict[str, Any]:
-    """Of a model with experts what ``config.json`` says of them."""
-    count = number.whole("expert_count", 0)
-    if not count and architecture not in ("qwen3moe", "gpt-oss"):
-        return {}
-    used = {"num_experts_per_tok": number.whole("expert_used_count")}
-    if architecture == "qwen3moe":
-        return {
-            **used,
-            "num_experts": count,
-            "moe_intermediate_size": number.whole("expert_feed_forward_length"),
-            "norm_topk_prob": True,  # llama.cpp divides by their sum, always
-        }
-    if architecture not in ("llama", "gpt-oss"):
-        number.require("expert_count", (0,))
-    return {**used, "num_local_experts": count}
-
-
-class _Numbers:
-    """Numbers of the metadata below the name of the architecture."""
 
     def __init__(self, header: Header, architecture: str) -> None:
         self._header, self._architecture = header, architecture
 
     def __call__(self, key: str, default: float | None = None) -> Any:
+        """A number; without a default it has to be there."""
         return self._header.number(f"{self._architecture}.{key}", default)
 
     def whole(self, key: str, default: int | None = None) -> int:
@@ -307,6 +180,7 @@ class _Numbers:
         return value
 
     def text(self, key: str, default: str) -> str:
+        """A text."""
         return self._header.text(f"{self._architecture}.{key}", default) or default
 
     def require(self, key: str, expected: tuple[Any, ...]) -> None:
@@ -319,7 +193,8 @@ class _Numbers:
             )
 
 
-def _architecture(header: Header) -> str:
+def architecture_of(header: Header) -> str:
+    """A key of ARCHITECTURES. Raises ModelError for another, and for a part of a model."""
     parts = header.number("split.count", 0)
     if parts > 1:
         raise ModelError(
@@ -336,10 +211,10 @@ def _architecture(header: Header) -> str:
     return name
 
 
-def _tensors(header: Header) -> dict[str, StoredTensor]:
+def tensors_of(header: Header) -> dict[str, StoredTensor]:
     """The tensors by their Hugging Face names, each of which lies in the file and apart."""
-    architecture = _architecture(header)
-    number = _Numbers(header, architecture)
+    architecture = architecture_of(header)
+    number = Numbers(header, architecture)
     heads = number.whole("attention.head_count")
     pairs = {"attn_q": heads, "attn_k": number.whole("attention.head_count_kv", heads)}
     size, end = header.path.stat().st_size, 0
@@ -375,14 +250,37 @@ def _tensors(header: Header) -> dict[str, StoredTensor]:
             kind=kind,
             size=nbytes,
             pairs=paired,
-            less_one=architecture in _GEMMAS and found[2].endswith("norm"),
+            less_one=architecture in GEMMAS and found[2].endswith("norm"),
         )
-        tensors |= {it.name: it for it in _apart(tensor)}
+        tensors |= {it.name: it for it in _apart(tensor, (heads, pairs["attn_k"]))}
     return tensors
 
 
-def _apart(tensor: GGUFTensor) -> list[GGUFTensor]:
-    """Of a tensor of all experts each one's, else itself."""
+def _apart(tensor: GGUFTensor, heads: tuple[int, int]) -> list[GGUFTensor]:
+    """Of a tensor of all experts each one's, of q, k and v each, else itself.
+
+    ``heads``: of q, and of k and v.
+    """
+    if "{qkv}" in tensor.name:
+        size, over = divmod(tensor.shape[0], heads[0] + 2 * heads[1])
+        if over:
+            raise ModelError(
+                f"{tensor.path}: {tensor.entry!r} has {tensor.shape[0]} rows, which {heads[0]} "
+                f"heads and twice {heads[1]} do not share"
+            )
+        found, start, row = [], tensor.start, tensor.size // tensor.shape[0]
+        for letter, count in zip("qkv", (heads[0], heads[1], heads[1]), strict=True):
+            found.append(
+                dataclasses.replace(
+                    tensor,
+                    name=tensor.name.format(qkv=letter),
+                    shape=(count * size, *tensor.shape[1:]),
+                    start=start,
+                    size=count * size * row,
+                )
+            )
+            start += found[-1].size
+        return found
     if "{expert}" not in tensor.name:
         return [tensor]
     count, size = tensor.shape[0], tensor.size // tensor.shape[0]
@@ -431,58 +329,3 @@ def _block_of(kind: str) -> tuple[int, int]:
 
     count, width = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     return count, width
-
-
-def _scales(number: _Numbers, head_dim: int) -> dict[str, float]:
-    found = {name: number(key, 0) or 1.0 for name, key in _SCALES.items()}
-    return {**found, "attention_multiplier": number("attention.scale", 0) or head_dim**-0.5}
-
-
-def _rope(header: Header, number: _Numbers, head_dim: int) -> dict[str, Any]:
-    """The rotary settings, as ``read_rope`` reads them."""
-    theta = number("rope.freq_base", 10_000.0)
-    kind = number.text("rope.scaling.type", "linear")
-    factor = number("rope.scaling.factor", number("rope.scale_linear", 0)) or 1.0
-    original = number.whole("rope.scaling.original_context_length", 0)
-    scaled: dict[str, Any] = {"rope_theta": theta, "rope_type": "default"}
-    if kind not in ("none", "linear", "yarn"):
-        raise ModelError(
-            f"{header.path}: rope.scaling.type={kind!r:.80} is not supported; none, linear, yarn "
-            "and Llama 3's are read"
-        )
-    if kind != "none" and factor != 1:
-        scaled |= {"rope_type": kind, "factor": factor}
-    if scaled["rope_type"] == "yarn":
-        named = {"original_max_position_embeddings": original or None,
-                 "beta_fast": number("rope.scaling.yarn_beta_fast", 0) or None,
-                 "beta_slow": number("rope.scaling.yarn_beta_slow", 0) or None}  # fmt: skip
-        scaled |= {key: value for key, value in named.items() if value is not None}
-    usual = 0.1 * math.log(factor) + 1 if kind == "yarn" and factor > 1 else 1.0
-    stated = number("rope.scaling.yarn_attn_factor", 0)
-    if stated not in (0, 1) and not math.isclose(stated, usual, rel_tol=1e-4):
-        number.require("rope.scaling.yarn_attn_factor", (usual,))
-    if _ROPE_FREQS not in header.tensors:
-        return scaled
-    plain = RopeConfig(theta=theta, rotary_dim=head_dim, interleaved=False, scaling=None)
-    return {**scaled, **_llama3(header, plain, original or 8192)}
-
-
-def _llama3(header: Header, plain: RopeConfig, original: int) -> dict[str, Any]:
-    """Llama 3's scaling, of which a file has only by what it divides each frequency."""
-    stored = _tensors(header)[_ROPE_FREQS].view()
-    given = Llama3Scaling(
-        factor=float(stored.max()),
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_positions=original,
-    )
-    expected = frequencies(plain) / frequencies(dataclasses.replace(plain, scaling=given))
-    if stored.shape != expected.shape or not np.allclose(stored, expected, rtol=1e-4):
-        raise ModelError(
-            f"{header.path}: {_ROPE_FREQS} is not Llama 3's scaling with low_freq_factor=1, "
-            f"high_freq_factor=4 and original_max_position_embeddings={original}; take the model "
-            "as a Hugging Face directory"
-        )
-    fields = dataclasses.asdict(given)
-    original = fields.pop("original_max_positions")
-    return {"rope_type": "llama3", "original_max_position_embeddings": original, **fields}

@@ -70,7 +70,7 @@ def read_config_4(hf: Mapping[str, Any]) -> ModelConfig:
     kind = hf.get("position_embedding_type")
     if kind not in (None, "nope", "rope"):
         raise ConfigError(
-            f"config.json: position_embedding_type={kind!r}: expected 'rope', 'nope' or null"
+            f"config.json: position_embedding_type={kind!r:.200}: expected 'rope', 'nope' or null"
         )
     rope = config.rope if kind == "rope" else dataclasses.replace(config.rope, scaling=NoRotation())
     return dataclasses.replace(config, mlp_dim=read_int(hf, _WIDTH, 1024), rope=rope)

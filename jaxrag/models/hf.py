@@ -25,8 +25,9 @@ from jaxrag.base.gguf import is_gguf
 from jaxrag.base.types import Array, HostArray
 from jaxrag.models import FAMILIES
 from jaxrag.models.family import Family, TensorRule
-from jaxrag.models.gguf import read_gguf_config, stored_tensors
-from jaxrag.models.hf_config import OF_OUTER, read_token_ids, text_part
+from jaxrag.models.gguf import stored_tensors
+from jaxrag.models.gguf_config import read_gguf_config
+from jaxrag.models.hf_config import OF_OUTER, by_key, read_token_ids, text_part
 from jaxrag.models.spec import (
     Params,
     ParamSpec,
@@ -154,7 +155,7 @@ def _read_config(
         if generation is not None:
             config = _add_generation_ids(config, generation)
     except ConfigError as error:
-        raise ConfigError(f"{directory}: {error}") from None
+        raise ConfigError(f"{directory}: {by_key(error)}") from None
     except (TypeError, ValueError, AttributeError, KeyError, OverflowError) as error:
         # a value of a type that no config has
         kind = type(error).__name__

@@ -11,6 +11,7 @@ the length of the sequence, so a cached key could not be moved; they are refused
 
 import dataclasses
 import math
+import re
 import reprlib
 import sys
 from collections.abc import Collection, Mapping
@@ -80,6 +81,31 @@ _SCALING_KEYS: dict[str, frozenset[str]] = {
 }
 
 
+# Keys that hold others or null, what they hold, and of which type each of it has to be.
+_HOLDING: dict[str, tuple[type, str, type]] = {
+    "layer_types": (list, "a list of names", str),
+    "no_rope_layers": (list, "a list of 0 and 1", int),
+    "rope_scaling": (Mapping, "an object", object),
+    "rope_parameters": (Mapping, "an object", object),
+    "per_layer_config": (Mapping, "an object of objects", Mapping),
+}
+_LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+# What ModelConfig calls otherwise.
+_NAMES = {
+    "num_layers": "num_hidden_layers",
+    "model_dim": "hidden_size",
+    "mlp_dim": "intermediate_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "max_positions": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "score_cap": "attn_logit_softcapping",
+    "logit_cap": "final_logit_softcapping",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Defaults:
     """What a family assumes for a key that ``config.json`` leaves out."""
@@ -103,29 +129,47 @@ class Defaults:
 def text_part(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     """Of a model that reads not only text what its text part's ``config.json`` would hold.
 
-    Raises ConfigError for one that holds nothing.
+    Raises ConfigError for one that holds nothing, and for what is no list or object in it.
     """
     inner = hf.get("text_config")
-    if inner is None:
-        return hf
-    if not isinstance(inner, Mapping):
-        raise ConfigError(f"config.json: text_config={inner!r}: expected an object")
-    return {**{key: hf[key] for key in OF_OUTER if hf.get(key) is not None}, **inner}
+    if not isinstance(inner, Mapping | None):
+        raise ConfigError(f"config.json: text_config={inner!r:.200}: expected an object")
+    outer = {key: hf[key] for key in OF_OUTER if hf.get(key) is not None}
+    found = hf if inner is None else {**outer, **inner}
+    for key, (kind, expected, held) in _HOLDING.items():
+        value = found.get(key)
+        if value is None:
+            continue
+        within = value.values() if isinstance(value, Mapping) else value
+        if not (isinstance(value, kind) and all(isinstance(it, held) for it in within)):
+            raise ConfigError(f"config.json: {key}={value!r:.200}: expected {expected}, or null")
+    for layers in _LAYER_KINDS:
+        value = (found.get("rope_parameters") or {}).get(layers)
+        if not isinstance(value, Mapping | None):
+            raise ConfigError(
+                f"config.json: rope_parameters.{layers}={value!r:.200}: expected an object"
+            )
+    return found
+
+
+def by_key(refusal: ConfigError) -> str:
+    """What is refused, of ModelConfig or ``config.json``, with names of the latter."""
+    return re.sub(r"\b(\w+)(?==)", lambda it: _NAMES.get(it[0], it[0]), str(refusal))
 
 
 def read_int(hf: Mapping[str, Any], key: str, default: int) -> int:
     """An integer; absent means ``default``. Raises ConfigError for anything else, null included."""
     value = hf.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"config.json: {key}={value!r}: expected an integer")
+    if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 2**63:
+        raise ConfigError(f"config.json: {key}={value!r:.200}: expected an integer of 64 bits")
     return value
 
 
 def read_num_layers(hf: Mapping[str, Any], default: int) -> int:
     """``num_hidden_layers``, before lists are made of so many. Raises ConfigError as read_int."""
     found = read_int(hf, "num_hidden_layers", default)
-    if found > MOST_LAYERS:
-        raise ConfigError(f"config.json: num_hidden_layers={found}: expected at most {MOST_LAYERS}")
+    if not 1 <= found <= MOST_LAYERS:
+        raise ConfigError(f"config.json: num_hidden_layers={found}: expected 1 to {MOST_LAYERS}")
     return found
 
 
@@ -137,8 +181,8 @@ def read_optional_int(hf: Mapping[str, Any], key: str, default: int | None) -> i
 def read_float(hf: Mapping[str, Any], key: str, default: float) -> float:
     """A number; absent means ``default``."""
     value = hf.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"config.json: {key}={value!r}: expected a number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > _LARGEST:
+        raise ConfigError(f"config.json: {key}={value!r:.200}: expected a finite number")
     return float(value)
 
 
@@ -151,7 +195,7 @@ def read_bool(hf: Mapping[str, Any], key: str, default: bool) -> bool:
     """True or false; absent means ``default``."""
     value = hf.get(key, default)
     if not isinstance(value, bool):
-        raise ConfigError(f"config.json: {key}={value!r}: expected true or false")
+        raise ConfigError(f"config.json: {key}={value!r:.200}: expected true or false")
     return value
 
 
@@ -159,8 +203,10 @@ def read_token_ids(hf: Mapping[str, Any], key: str, default: tuple[int, ...]) ->
     """A token id, a list of them or null (none); absent means ``default``."""
     value = hf.get(key, default)
     ids = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
-    if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
-        raise ConfigError(f"config.json: {key}={value!r}: expected a token id or a list of them")
+    if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < 2**31 for i in ids):
+        raise ConfigError(
+            f"config.json: {key}={value!r:.200}: expected a token id, a list of them, or null"
+        )
     return ids
 
 
@@ -192,7 +238,7 @@ def read_decoder(
             )
     activation = hf.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise ConfigError(f"config.json: hidden_act={activation!r}: only 'silu' is supported")
+        raise ConfigError(f"config.json: hidden_act={activation!r:.200}: only 'silu' is supported")
 
     model_dim = read_int(hf, "hidden_size", defaults.hidden_size)
     num_heads = read_int(hf, "num_attention_heads", defaults.num_attention_heads)
@@ -272,7 +318,7 @@ def refuse_windows(hf: Mapping[str, Any], family: str) -> None:
     window = hf.get("sliding_window")
     if window is not None and hf.get("use_sliding_window", True):
         raise ConfigError(
-            f"config.json: sliding_window={window!r}: {family} layers attend globally"
+            f"config.json: sliding_window={window!r:.200}: {family} layers attend globally"
         )
     require_layer_types(hf, "full_attention", family)
 
@@ -288,9 +334,10 @@ def require_layer_types(hf: Mapping[str, Any], kind: str, family: str) -> None:
 
 
 def _read_dtype(hf: Mapping[str, Any]) -> DType:
-    name = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+    stated = (hf.get(key) for key in ("dtype", "torch_dtype"))
+    name = next((it for it in stated if it is not None), "float32")
     if name not in DTYPES:
-        raise ConfigError(f"config.json: dtype={name!r}: expected one of {', '.join(DTYPES)}")
+        raise ConfigError(f"config.json: dtype={name!r:.200}: expected one of {', '.join(DTYPES)}")
     return cast(DType, name)
 
 
@@ -309,18 +356,16 @@ def read_rope(
     (1.0) refuses a config that says otherwise. Raises ConfigError for an unknown or malformed key.
     """
     given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"config.json: rope_scaling={given!r}: expected an object")
     kind = given.get("rope_type", given.get("type", "default"))
     if not isinstance(kind, str) or kind not in _SCALING_KEYS:
         raise ConfigError(
-            f"config.json: rope type {kind!r} is not supported; the types are "
+            f"config.json: rope_type={kind!r:.200} is not supported; the types are "
             f"{', '.join(_SCALING_KEYS)}"
         )
     unknown = sorted(set(given) - _SHARED_KEYS - _SCALING_KEYS[kind])
     if unknown:
         raise ConfigError(
-            f"config.json: {unknown[0]}={given[unknown[0]]!r} is not supported for rope type "
+            f"config.json: {unknown[0]}={given[unknown[0]]!r:.200} is not supported for rope type "
             f"{kind!r}; its keys are {', '.join(sorted(_SHARED_KEYS | _SCALING_KEYS[kind]))}"
         )
     fraction = given.get(
@@ -371,7 +416,7 @@ def _read_scaling(
         return LinearScaling(_required(given, "factor", kind))
     # A value beside the rope settings wins over one inside them, as transformers has it.
     name = "original_max_position_embeddings"
-    stated = hf.get(name) or given.get(name, max_positions)
+    stated = given.get(name, max_positions) if hf.get(name) in (None, 0) else hf[name]
     original = int(_number(name, stated))
     if original < 1:
         raise ConfigError(f"config.json: {name}={stated!r}: expected an integer from 1")
@@ -387,8 +432,8 @@ def _read_scaling(
     return YarnScaling(
         factor=factor,
         original_max_positions=original,
-        beta_fast=_number("beta_fast", given.get("beta_fast") or 32),
-        beta_slow=_number("beta_slow", given.get("beta_slow") or 1),
+        beta_fast=_number("beta_fast", _given(given, "beta_fast", 32)),
+        beta_slow=_number("beta_slow", _given(given, "beta_slow", 1)),
         attention_factor=_yarn_attention_factor(factor, given),
         truncate=read_bool(given, "truncate", True),
     )
@@ -403,11 +448,14 @@ def _yarn_attention_factor(factor: float, given: Mapping[str, Any]) -> float:
     stated = given.get("attention_factor")
     if stated is not None:
         return _number("attention_factor", stated)
-    mscale, mscale_all_dim = given.get("mscale"), given.get("mscale_all_dim")
-    if mscale and mscale_all_dim:
-        ratio = temperature(_number("mscale", mscale))
-        return ratio / temperature(_number("mscale_all_dim", mscale_all_dim))
-    return temperature(1.0)
+    scales = {key: _given(given, key, None) for key in ("mscale", "mscale_all_dim")}
+    known = [temperature(_number(key, it)) for key, it in scales.items() if it is not None]
+    return known[0] / known[1] if len(known) == 2 else temperature(1.0)
+
+
+def _given(given: Mapping[str, Any], key: str, default: Any) -> Any:
+    """A setting; as transformers has it, null and 0 are none."""
+    return default if given.get(key) in (None, 0) else given[key]
 
 
 def _required(given: Mapping[str, Any], key: str, kind: str) -> float:
@@ -418,5 +466,5 @@ def _required(given: Mapping[str, Any], key: str, kind: str) -> float:
 
 def _number(key: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _LARGEST:
-        raise ConfigError(f"config.json: {key}={value!r}: expected a finite positive number")
+        raise ConfigError(f"config.json: {key}={value!r:.200}: expected a finite positive number")
     return float(value)

@@ -38,8 +38,8 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     for key, uniform in (("mlp_only_layers", (None, [])), ("decoder_sparse_step", (1,))):
         if hf.get(key, uniform[0]) not in uniform:
             raise ConfigError(
-                f"config.json: {key}={hf[key]!r}: layers with and without experts in one model "
-                "are not supported"
+                f"config.json: {key}={hf[key]!r:.200}: layers with and without experts in one "
+                "model are not supported"
             )
     window = None
     if read_bool(hf, "use_sliding_window", False):

@@ -23,6 +23,8 @@ from jaxrag.engine.sequence import Need, RequestStatus, Sequence
 from jaxrag.kv.cache import PageAllocator
 from jaxrag.reuse.methods import METHODS
 
+PARTS = 3  # of a page
+
 
 class Sized(Sequence):
     """A sequence of which a test says what it needs and costs, and may be done with it."""
@@ -32,7 +34,7 @@ class Sized(Sequence):
 
 def entry(number, own=1, chunks=None, need=None, lane="full", tokens=10, **more):
     """A request that always needs the same, or what ``need`` says."""
-    needed = Need(chunks or {}, own)
+    needed = Need(chunks or {}, own, PARTS)
     nothing = np.zeros(0, np.int32)
     asked = {name: more.pop(name) for name in ("rows", "priority", "tenant") if name in more}
     prompt = Prompt(nothing, (), np.zeros(tokens, np.int32))
@@ -592,7 +594,7 @@ def test_tenants_that_wait_are_served_alike(costs, weights, rows):
 # ------------------------------------------------------------------ everything at once
 
 PAGES = 12
-SIZES = {"a": 1, "b": 2, "c": 3, "d": 1, "e": 4, "f": 2}
+SIZES = {"a": 1, "b": 2, "c": 3, "d": 1, "e": 4, "f": 2, "g": -1, "h": -4, "i": -5}
 LANES = {"full": 3, "flat": 1, None: 0}
 RUNNING = {RequestStatus.PREFILL, RequestStatus.INDEXING, RequestStatus.DECODE}
 QUEUED = {RequestStatus.WAITING, RequestStatus.SWAPPED}
@@ -617,7 +619,7 @@ class Serving(RuleBasedStateMachine):
         self.now = 0.0
         self.random = random.Random(seed)
         self.settings = SchedulerSettings(**options)
-        self.allocator = PageAllocator(PAGES)
+        self.allocator = PageAllocator(PAGES, page_parts=PARTS)
         self.scheduler = Scheduler(self.allocator, self.settings)
         self.submitted = 0
         self.ended = Counter()
@@ -635,9 +637,9 @@ class Serving(RuleBasedStateMachine):
 
         def need(there):
             assert {key for key in SIZES if there(key)} <= set(self.allocator.chunks)
-            lost = [SIZES[key] + 1 for key in keys if key in self.refused and not there(key)]
+            lost = [abs(SIZES[key]) + 1 for key in keys if key in self.refused and not there(key)]
             kept = [key for key in keys if key not in self.refused or there(key)]
-            return Need({key: SIZES[key] for key in kept}, own + sum(lost))
+            return Need({key: SIZES[key] for key in kept}, own + sum(lost), PARTS)
 
         return need
 
@@ -661,7 +663,7 @@ class Serving(RuleBasedStateMachine):
     def submit(self, count, worst=0):
         for _ in range(count):
             draw = self.random
-            keys = draw.sample(sorted(SIZES), draw.randint(0, 3))
+            keys = draw.sample(sorted(SIZES), draw.randint(0, 4))
             lane = draw.choice(list(LANES))
             it = entry(
                 self.submitted,
@@ -865,7 +867,7 @@ class Serving(RuleBasedStateMachine):
     def lose_the_pool(self, lost):
         if not lost:
             return
-        self.allocator = PageAllocator(PAGES)
+        self.allocator = PageAllocator(PAGES, page_parts=PARTS)
         swapped = self.status(RequestStatus.SWAPPED)
         self.scheduler.reset(self.allocator)
         self.loads.clear()

@@ -42,11 +42,15 @@ NAMES = {
     "block_sparse_moe.gate": "ffn_gate_inp", "mlp.router": "ffn_gate_inp",
     **{f"block_sparse_moe.experts.w{at}": f"ffn_{it}_exps"
        for at, it in zip((1, 3, 2), ("gate", "up", "down"), strict=True)},
-    "self_attn.sinks": "attn_sinks",
+    "self_attn.sinks": "attn_sinks", "mlp.gate_up_proj": "ffn_up",
+    "shared_mlp.output_linear": "ffn_down",
 }  # fmt: skip
 GEMMA_NAMES = {
     "pre_feedforward_layernorm": "ffn_norm", "post_attention_layernorm": "post_attention_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
+}  # fmt: skip
+GLM_NAMES = {
+    "post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm",
 }  # fmt: skip
 
 GRANITE = {
@@ -86,7 +90,7 @@ def write(path, directory, kind="F32", *, architecture=None, metadata=(), tokeni
     """A Hugging Face directory as a GGUF file; ``metadata`` is keys that are added or changed."""
     hf, config = json.loads((directory / "config.json").read_text()), load_config(directory)
     names = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe", "olmo3": "olmo2",
-             "gpt_oss": "gpt-oss"}  # fmt: skip
+             "gpt_oss": "gpt-oss", "granite4": "granite", "glm": "chatglm"}  # fmt: skip
     name = architecture or names.get(config.family, config.family)
     writer = GGUFWriter(path, name)
     values = {
@@ -95,7 +99,7 @@ def write(path, directory, kind="F32", *, architecture=None, metadata=(), tokeni
         "attention.head_count": config.num_heads, "attention.head_count_kv": config.num_kv_heads,
         "attention.key_length": config.head_dim, "attention.value_length": config.head_dim,
         "attention.layer_norm_rms_epsilon": config.norm_eps, "rope.freq_base": config.rope.theta,
-        "rope.dimension_count": config.head_dim,
+        "rope.dimension_count": config.rope.rotary_dim,
     }  # fmt: skip
     if name == "granite":
         values |= {key: hf[it] for key, it in GRANITE.items()}
@@ -124,6 +128,8 @@ def write(path, directory, kind="F32", *, architecture=None, metadata=(), tokeni
         writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
     values = {f"{name}.{key}": value for key, value in values.items()}
     values |= {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2}
+    if name in ("glm4", "chatglm"):
+        values["tokenizer.ggml.eot_token_id"] = config.eos_ids[1]
     if config.family == "olmo3":
         said = [it == "sliding_attention" for it in hf["layer_types"]]
         if said != [(layer + 1) % 4 > 0 for layer in range(config.num_layers)]:
@@ -157,6 +163,10 @@ def stacked(directory):
             experts.setdefault(f"{parts[0]}.experts.{rest}", {})[int(number)] = view
     for key, each in experts.items():
         found[key] = np.stack([each[number] for number in range(len(each))])
+    for key in [it for it in found if it.endswith("shared_mlp.input_linear.weight")]:
+        gate, up = np.split(found.pop(key), 2)
+        layer = key.removesuffix("shared_mlp.input_linear.weight")
+        found |= {f"{layer}mlp.gate_proj.weight": gate, f"{layer}mlp.up_proj.weight": up}
     for key in [it for it in found if it.rsplit(".", 1)[-1].startswith(("gate_up_", "down_"))]:
         found |= of_gpt_oss(key, found.pop(key))
     return found
@@ -193,6 +203,7 @@ def put(writer, key, value):
 def entry(key, architecture):
     """The name of a tensor in the file."""
     names = NAMES | (GEMMA_NAMES if architecture in ("gemma2", "gemma3", "olmo2") else {})
+    names |= GLM_NAMES if architecture == "glm4" else {}
     if architecture == "gpt-oss":
         names = {**names, "post_attention_layernorm": "post_attention_norm"}
     key = f"{key}.weight" if key.endswith(".sinks") else key

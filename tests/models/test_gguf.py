@@ -47,8 +47,8 @@ def wide(tmp_path_factory, random_params):
     "name",
     ["llama", "llama_bias", "llama_tied", "llama_linear", "llama_yarn", "llama_llama3",
      "llama_fp16", "mistral_window", "qwen2", "qwen3", "qwen3_moe_normalised", "granite",
-     "granite_bias", "olmo2", "olmo2_bias", "olmo3", "olmo3_every_fourth", "smollm3", "mixtral",
-     "mixtral_window"],
+     "granite_bias", "glm", "glm4", "olmo2", "olmo2_bias", "olmo3", "olmo3_every_fourth", "smollm3",
+     "mixtral", "mixtral_window"],
 )  # fmt: skip
 def test_a_file_is_the_directory_it_was_made_of(name, tmp_path):
     path = write(tmp_path / "model.gguf", GOLDENS / name)
@@ -66,6 +66,45 @@ def test_logits_are_those_of_the_directory(tmp_path):
     assert model.config.family == "mistral"
     ids, logits = golden["ids"], golden["logits"]
     np.testing.assert_allclose(model.logits(ids), logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["glm", "glm4"])
+def test_q_k_and_v_in_one_tensor_are_three(name, tmp_path, monkeypatch):
+    """As older files of GLM-4 have them."""
+    plain = gguf_files.stacked
+
+    def joined(directory):
+        found = plain(directory)
+        for key in [it for it in found if ".q_proj." in it]:
+            parts = [found.pop(key.replace(".q_", f".{it}_")) for it in "qkv"]
+            found[key.replace(".q_proj", ".qkv_proj")] = np.concatenate(parts)
+        return found
+
+    monkeypatch.setattr(gguf_files, "stacked", joined)
+    monkeypatch.setitem(gguf_files.NAMES, "self_attn.qkv_proj", "attn_qkv")
+    path = write(tmp_path / "model.gguf", GOLDENS / name)
+    config, params, _ = load_hf(path)
+    wanted, theirs, _ = load_hf(GOLDENS / name)
+    assert (config, params_digest(params)) == (wanted, params_digest(theirs))
+    architecture = {"glm": "chatglm"}.get(name, name)
+    seven = {f"{architecture}.attention.head_count": 7}
+    with refused(ModelError, "attn_qkv", "7 heads and twice 2"):
+        load_config(write(path, GOLDENS / name, metadata=seven))
+    for key, value in (("rope.dimension_count", 14), ("rope.dimension_sections", [2, 2, 2, 0])):
+        with refused(ModelError, f"{architecture}.{key}"):
+            load_config(write(path, GOLDENS / name, metadata={f"{architecture}.{key}": value}))
+
+
+def test_a_dense_granite_4_is_a_granite(tmp_path):
+    """llama.cpp's converter says so; one that does not rotate is refused by its switch."""
+    path = write(tmp_path / "model.gguf", GOLDENS / "granite4")
+    model = load_model(path, cache_tokens=256)
+    assert model.config.family == "granite"
+    with np.load(GOLDENS / "granite4" / "expected.npz") as golden:
+        np.testing.assert_allclose(model.logits(golden["ids"]), golden["logits"], atol=1e-4)
+    bare = {"granite.rope.scaling.finetuned": False}
+    with refused(ModelError, "granite.rope.scaling.finetuned=False"):
+        load_config(write(path, GOLDENS / "granite4", metadata=bare))
 
 
 def test_quantised_experts_are_apart(random_params, tiny_config, tmp_path):
@@ -313,7 +352,7 @@ def test_sentence_pieces_without_a_space_or_bos(tmp_path):
         ({"llama.attention.head_count": [6, 6]}, ("llama.attention.head_count", "array")),
         ({"llama.attention.head_count": "6"}, ("llama.attention.head_count", "'6'")),
         ({"llama.attention.head_count": 7}, ("7 heads",)),
-        ({"llama.block_count": 2**31 - 1}, ("num_layers=2147483647", "expected at most")),
+        ({"llama.block_count": 2**31 - 1}, ("num_hidden_layers=2147483647", "expected at most")),
         ({"llama.embedding_length": 48}, ("shape [53, 24]",)),
         ({"general.alignment": 12}, ("general.alignment=12",)),
         ({"llama.nested": [[1, 2], [3]]}, ("an array of arrays",)),

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxrag.base.errors import ConfigError, ModelError
 from jaxrag.base.tables import read_toml
+from jaxrag.models import hf as of_hf
 from jaxrag.models import tensor_files
 from jaxrag.models.checkpoint import load_checkpoint, save_checkpoint
 from jaxrag.models.hf import load_hf
@@ -105,6 +106,73 @@ def test_parts_of_families_that_make_no_model(name, changes, tmp_path):
     edit_json(directory / "config.json", **changes)
     with refused(ConfigError):
         load_hf(directory)
+
+
+WRONG = (None, True, "x", 1.5, -1, 10**400, float("nan"), [], [None], [[]], {}, {"a": 1}, {"0": 5})
+
+
+def places(values, path=()):
+    """Every key of an object, and of the objects in it."""
+    for key, value in values.items():
+        yield (*path, key)
+        if isinstance(value, dict):
+            yield from places(value, (*path, key))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gemma2", "gemma3", "gemma4", "gemma4_experts", "glm", "glm4", "gpt_oss", "granite",
+     "granite4", "llama_yarn", "mistral_window", "mixtral", "olmo2", "olmo3",
+     "qwen2_mixed_window", "qwen3", "qwen3_moe", "smollm3_window"],
+)  # fmt: skip
+def test_no_value_of_a_config_ends_in_a_message_of_python(name):
+    """Every key that is there or read, with values of every type; a line says what is wrong."""
+    values = json.loads((GOLDENS / name / "config.json").read_text())
+    read = of_hf._Noting(values)
+    family = of_hf.find_family(values, name)
+    family.read_config(read)
+    ropes = {} if family.name == "gemma4" else dict.fromkeys(YARN, 1)
+    more = {"rope_scaling": ropes, "rope_parameters": values.get("rope_parameters") or {}}
+    whole = {**dict.fromkeys(read.asked), **values, **more}
+    said = []
+    for path in places(whole):
+        for wrong in WRONG:
+            changed = json.loads(json.dumps({**values, path[0]: whole[path[0]]}))
+            inner = changed
+            for key in path[:-1]:
+                inner = inner[key]
+            inner[path[-1]] = wrong
+            try:
+                of_hf._read_config(Path("m"), changed, None)
+            except (ConfigError, ModelError) as error:
+                said.append(str(error))
+    assert len(said) > 100
+    assert not [it for it in said if "malformed" in it or "\n" in it or len(it) > 400]
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "expected"),
+    [
+        ("llama", "layer_types", 5, "list of names"),
+        ("gemma3", "layer_types", "full_attention", "list of names"),
+        ("gemma3", "rope_parameters", [1], "an object"),
+        ("gemma4", "rope_parameters", {"full_attention": 5}, "full_attention=5"),
+        ("gemma4", "rope_scaling", {"rope_type": "linear", "factor": 2.0}, "rope_parameters"),
+        ("gemma4", "per_layer_config", {"0": 5}, "object of objects"),
+        ("smollm3", "no_rope_layers", 5, "list of 0 and 1"),
+        ("llama", "bos_token_id", -1, "a token id"),
+        ("llama", "eos_token_id", [2, -1], "a token id"),
+        ("llama", "rms_norm_eps", -10**400, "finite"),
+        ("llama", "num_hidden_layers", 0, "positive"),
+        ("llama", "num_key_value_heads", 10**9, "at most"),
+        ("llama", "intermediate_size", -1, "positive"),
+    ],
+    ids=lambda it: f"{it!r:.30}",
+)  # fmt: skip
+def test_a_refusal_names_the_key(name, key, value, expected):
+    values = json.loads((GOLDENS / name / "config.json").read_text())
+    with refused(ConfigError, key, expected):
+        of_hf._read_config(Path("m"), {**values, key: value}, None)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ released when it ends.
 """
 
 from jaxrag.kv.cache.cache import PagedCache
-from jaxrag.kv.cache.pages import CachedChunk, PageAllocator, pages_for, parts_of
+from jaxrag.kv.cache.pages import CachedChunk, PageAllocator, pages_for, whole_pages
 from jaxrag.kv.cache.pool import PAGE, PagePool, empty_pool
 from jaxrag.kv.cache.tables import (
     MIN_TABLE_PAGES,
@@ -36,7 +36,7 @@ __all__ = [
     "chunk_pages",
     "empty_pool",
     "pages_for",
-    "parts_of",
     "stack_tables",
     "table_width",
+    "whole_pages",
 ]

@@ -36,7 +36,7 @@ class PagedCache:
         half_life: float = HALF_LIFE,
         mesh: Mesh | None = None,
     ) -> None:
-        self.allocator = PageAllocator(num_pages, half_life)
+        self.allocator = PageAllocator(num_pages, half_life, pool.page_parts)
         self.host = host
         self.values = None
         if host is not None and host.k is None:

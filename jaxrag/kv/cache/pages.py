@@ -1,7 +1,8 @@
 """Who owns which page of the pool: free pages, and chunks that lie in it, shared by requests."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from jaxrag.base.errors import RequestError
@@ -15,9 +16,11 @@ def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE)
 
 
-def parts_of(pages: Sequence[int], count: int, parts: int) -> Sequence[int]:
-    """``count`` parts as tables name them (``PagePool``), so many in each of ``pages``."""
-    return [-1 - (pages[it // parts] * parts + it % parts) for it in range(count)]
+def whole_pages(counts: Iterable[int], page_parts: int) -> int:
+    """How many pages hold these, each a number of pages, or below 0 of parts, side by side."""
+    counts = list(counts)
+    parts = sum(min(it, 0) for it in counts)
+    return sum(max(it, 0) for it in counts) - parts // page_parts
 
 
 @dataclasses.dataclass
@@ -25,6 +28,7 @@ class CachedChunk:
     """A chunk whose KV lies in the pool, or is on its way there.
 
     Attributes:
+      pages: as tables name them; below 0 are parts of pages (``PagePool``).
       tokens: how many it has; 0 while it is loading.
       dropped: which of them its store left out, so that nobody may see them; None: none of them.
       ref_count: requests in flight that map it or wait for it; never evicted while positive.
@@ -46,14 +50,21 @@ class PageAllocator:
     it is a use; half a use after ``half_life`` more requests. Of equally warm ones that leaves
     which was not used for longer.
 
+    Chunks may share a page by its parts; it is pinned, or loading, with any of them. Where pages
+    or chunks are counted by a number, one below 0 is that of parts.
+
     Attributes:
+      page_parts: how many a page has.
       evicted: chunks that have left it.
     """
 
-    def __init__(self, num_pages: int, half_life: float = HALF_LIFE) -> None:
+    def __init__(self, num_pages: int, half_life: float = HALF_LIFE, page_parts: int = 1) -> None:
         self.num_pages = num_pages
+        self.page_parts = page_parts
         self.evicted = 0
         self._free = list(range(num_pages - 1, -1, -1))
+        self._open: dict[int, list[int]] = {}  # free parts of pages that chunks have some parts of
+        self._pins = Counter[int]()  # of pages in parts: how many are of chunks in use or loading
         self._chunks: dict[str, CachedChunk] = {}
         self._heat = DecayedHeat[str](half_life)
         self._unpinned = Coldest(self._heat)
@@ -72,12 +83,18 @@ class PageAllocator:
     @property
     def num_pinned(self) -> int:
         """Pages of resident chunks that some request maps."""
-        return sum(len(it.pages) for it in self._chunks.values() if it.ready and it.ref_count)
+        return len(self._pages_of(it for it in self._held() if it.ready and it.ref_count))
 
     @property
     def num_loading(self) -> int:
-        """Pages of chunks that are on their way."""
-        return sum(len(it.pages) for it in self._chunks.values() if not it.ready)
+        """Pages of chunks that are on their way, and of none that some request maps."""
+        pinned = self._pages_of(it for it in self._held() if it.ready and it.ref_count)
+        return len(self._pages_of(it for it in self._held() if not it.ready) - pinned)
+
+    @property
+    def num_held(self) -> int:
+        """Pages of chunks, resident or loading."""
+        return len(self._pages_of(self._held()))
 
     @property
     def num_available(self) -> int:
@@ -97,20 +114,49 @@ class PageAllocator:
         """One more request is served: uses of chunks before it count a little less."""
         self._heat.tick()
 
+    def lacking(self, own: int, chunks: Mapping[str, int]) -> int:
+        """How many pages more would have to be available for a request.
+
+        ``chunks``: pages of each by its key, of which those that are not here count.
+        """
+        found = {key: it for key in chunks if (it := self._chunks.get(key))}
+        new = [count for key, count in chunks.items() if key not in found]
+        free = (it for it in found.values() if it.ready and not it.ref_count)
+        mapped = sum(not self._pins[it] for it in self._pages_of(free))
+        return own + whole_pages(new, self.page_parts) + mapped - self.num_available
+
+    def freed(self, gone: Iterable[str], but: Collection[str]) -> int:
+        """Pages that are available once nobody maps these chunks, beside those of some others."""
+        pins = Counter(self._page(it) for key in gone for it in self._chunks[key].pages)
+        stay = self._pages_of(it for key in but if (it := self._chunks.get(key)))
+        return sum(self._pins.get(it, n) == n for it, n in pins.items() if it not in stay)
+
     def allocate(self, count: int, why: str) -> tuple[int, ...]:
         """Reserve pages, evicting unused resident chunks; RequestError when they do not fit."""
-        if count > self.num_available:
+        inside = sum(self.page_parts - it for it in self._pins.values()) if count < 0 else 0
+        pages = count if count >= 0 else -((count + inside) // self.page_parts)
+        if pages > self.num_available:
             raise RequestError(
-                f"{why} needs {count * PAGE} tokens of cache and {self.num_available * PAGE} of "
+                f"{why} needs {pages * PAGE} tokens of cache and {self.num_available * PAGE} of "
                 f"{self.num_pages * PAGE} are free; raise cache_tokens or ask fewer at once"
             )
+        if count < 0:
+            return tuple(self._part() for _ in range(-count))
         while len(self._free) < count:
             self.evict(self._unpinned.first())
         return tuple(self._free.pop() for _ in range(count))
 
     def free(self, pages: Sequence[int]) -> None:
         """Return pages that a request owned."""
-        self._free.extend(reversed(pages))
+        self._free.extend(it for it in reversed(pages) if it >= 0)
+        for part in reversed(pages):
+            if part < 0:
+                parts = self._open.setdefault(page := self._page(part), [])
+                parts.append(part)
+                if len(parts) == self.page_parts:
+                    del self._open[page]
+                    self._free.append(page)
+                    self._num_unpinned -= 1
 
     def insert(
         self, key: str, pages: tuple[int, ...], tokens: int, dropped: HostArray | None = None
@@ -126,7 +172,7 @@ class PageAllocator:
         found = self._chunks.get(key)
         if found is not None:
             if self._unpinned.discard(key):
-                self._num_unpinned -= len(found.pages)
+                self._pin(found.pages)
             self._heat.use(key)
             found.ref_count += 1
         return found
@@ -146,14 +192,16 @@ class PageAllocator:
         """Drop a resident chunk that no request maps."""
         if self._unpinned.discard(key):
             pages = self._chunks.pop(key).pages
-            self._num_unpinned -= len(pages)
-            self._free.extend(reversed(pages))
+            self._num_unpinned -= sum(it >= 0 for it in pages)
+            self.free(pages)
             self.evicted += 1
 
     def begin(self, key: str, count: int, why: str) -> CachedChunk:
         """Reserve pages for a chunk that is going to be loaded; it starts with one user."""
         assert key not in self._chunks, f"chunk {key} is in the pool already"
-        self._chunks[key] = CachedChunk(self.allocate(count, why), 0, ref_count=1, ready=False)
+        pages = self.allocate(count, why)
+        self._chunks[key] = CachedChunk(pages, 0, ref_count=1, ready=False)
+        self._pin([it for it in pages if it < 0])
         self._heat.use(key)
         return self._chunks[key]
 
@@ -168,21 +216,70 @@ class PageAllocator:
         """A loading chunk, which no request waits for any more, will not come."""
         found = self._chunks.pop(key)
         assert not found.ready and not found.ref_count, f"chunk {key} is resident or waited for"
-        self._free.extend(reversed(found.pages))
+        self._pin([it for it in found.pages if it < 0], -1)
+        self.free(found.pages)
 
     def check(self, owned: Iterable[int] = ()) -> None:
-        """AssertionError unless every page is free, of one chunk, or among those owned, once."""
-        pages = [*self._free, *owned]
-        for it in self._chunks.values():
-            pages += it.pages
-            assert it.ref_count >= 0
+        """AssertionError unless every page is free, of one chunk, or among those owned, once.
+
+        Or it is in parts, and each of those is free or of one chunk.
+        """
+        held = [page for it in self._chunks.values() for page in it.pages]
+        parts = [it for it in held if it < 0]
+        open_parts = [it for those in self._open.values() for it in those]
+        split = {self._page(it) for it in parts}
+        every = [
+            -1 - it
+            for page in split
+            for it in range(page * self.page_parts, (page + 1) * self.page_parts)
+        ]
+        assert sorted(every) == sorted([*parts, *open_parts]), "a part is lost or held twice"
+        pages = [*self._free, *owned, *split, *(it for it in held if it >= 0)]
         assert sorted(pages) == list(range(self.num_pages)), "a page is lost or held twice"
+        assert all(it.ref_count >= 0 for it in self._chunks.values())
         unpinned = {k: it for k, it in self._chunks.items() if it.ready and not it.ref_count}
         assert len(unpinned) == len(self._unpinned) and all(k in self._unpinned for k in unpinned)
         self._unpinned.check()
-        assert self._num_unpinned == sum(len(it.pages) for it in unpinned.values())
+        pinned = [it for key, it in self._chunks.items() if key not in unpinned]
+        pins = Counter(self._page(it) for chunk in pinned for it in chunk.pages if it < 0)
+        assert +self._pins == pins
+        only = self._pages_of(unpinned.values()) - self._pages_of(pinned)
+        assert self._num_unpinned == len(only)
+
+    def _page(self, page: int) -> int:
+        return page if page >= 0 else (-1 - page) // self.page_parts
+
+    def _pages_of(self, chunks: Iterable[CachedChunk]) -> set[int]:
+        return {self._page(page) for it in chunks for page in it.pages}
+
+    def _held(self) -> list[CachedChunk]:
+        return list(self._chunks.values())
+
+    def _part(self) -> int:
+        """A free part, of a page that others have parts of where there is one."""
+        while not (self._open or self._free):
+            self.evict(self._unpinned.first())
+        if not self._open:
+            page = self._free.pop()
+            first = page * self.page_parts
+            self._open[page] = [-1 - it for it in range(first, first + self.page_parts)][::-1]
+            self._num_unpinned += 1
+        page = next(reversed(self._open))
+        part = self._open[page].pop()
+        if not self._open[page]:
+            del self._open[page]
+        return part
+
+    def _pin(self, pages: Sequence[int], change: int = 1) -> None:
+        """Chunks with these pages are in use, or are not any more."""
+        self._num_unpinned -= change * sum(it >= 0 for it in pages)
+        for page in (self._page(it) for it in pages if it < 0):
+            was, self._pins[page] = self._pins[page], self._pins[page] + change
+            self._num_unpinned += (not self._pins[page]) - (not was)
+            if not self._pins[page]:
+                del self._pins[page]
 
     def _unpin(self, key: str, chunk: CachedChunk) -> None:
         if chunk.ready and not chunk.ref_count:
             self._unpinned.add(key)
-            self._num_unpinned += len(chunk.pages)
+            self._pin(chunk.pages, -1)

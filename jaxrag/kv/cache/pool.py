@@ -19,7 +19,7 @@ class PagePool(struct.PyTreeNode):
     and what is written there is dropped.
 
     Of a model with windows a page p is also so many parts, named -1 - (p * parts + part), each with
-    KV of the layers without one alone (``pages.parts_of``). ``part_layers`` [L] is where in a part
+    KV of the layers without one alone. ``part_layers`` [L] is where in a part
     a layer lies; one with a window lies where the first without it does: nobody sees a token of the
     chunk in it, and whatever others hold comes near no answer. ``sources`` [L], where layers share
     K and V, is whose each takes (``ModelConfig.kv_sources``); L counts those with KV elsewhere.
@@ -29,6 +29,13 @@ class PagePool(struct.PyTreeNode):
     v: Array  # [L*P, page, K, H]
     part_layers: tuple[int, ...] | None = struct.static(default=None)
     sources: tuple[int, ...] | None = struct.static(default=None)
+
+    @property
+    def page_parts(self) -> int:
+        """How many parts a page has."""
+        return (
+            1 if self.part_layers is None else len(self.part_layers) // (max(self.part_layers) + 1)
+        )
 
     def rows(self, layer: Array | int, pages: Array, num_layers: int) -> Array:
         """The rows of the pool where these pages of a layer lie, in their shape.
@@ -42,7 +49,7 @@ class PagePool(struct.PyTreeNode):
         if self.part_layers is None:
             return whole
         count = max(self.part_layers) + 1
-        page, part = jnp.divmod(-1 - pages, num_layers // count)
+        page, part = jnp.divmod(-1 - pages, self.page_parts)
         of_part = page + (part * count + jnp.array(self.part_layers)[layer]) * size
         return jnp.where(pages < 0, of_part, whole)
 

@@ -165,3 +165,42 @@ def test_the_check_sees_a_page_that_is_lost_or_held_twice():
         pages.check(own[:1])
     with pytest.raises(AssertionError):
         pages.check([*own, own[0]])
+
+
+def test_chunks_share_the_parts_of_a_page():
+    """Three parts a page: five parts and four are three pages, and another three fit no hole."""
+    pages = PageAllocator(4, page_parts=3)
+    first = pages.begin("a", -5, "a test").pages
+    second = pages.begin("b", -4, "a test").pages
+    assert sorted(first + second) == list(range(-9, 0))
+    assert (pages.num_held, pages.num_loading, pages.num_available) == (3, 3, 1)
+    for key in ("a", "b"):
+        pages.complete(key, 60)
+    pages.release("a")
+    pages.check()
+    # Of the second page one part is of the chunk that is in use.
+    assert (pages.num_pinned, pages.num_unpinned, pages.num_available) == (2, 1, 2)
+    assert pages.lacking(3, {"a": -5}) == 3 + 1 - 2
+    assert pages.freed(["b"], []) == 2 and pages.freed(["b"], ["a"]) == 1
+    own = pages.allocate(2, "a test")  # the first chunk leaves, and two parts beside the other
+    pages.check(own)
+    assert "a" not in pages
+    with refused(RequestError, "16", "cache_tokens"):
+        pages.begin("c", -3, "a test")
+    assert len(pages.begin("c", -2, "a test").pages) == 2
+    pages.check(own)
+    pages.release("c")
+    pages.abandon("c")
+    pages.free(own)
+    pages.check()
+
+
+def test_the_check_sees_a_part_that_is_lost_or_held_twice():
+    pages = PageAllocator(2, page_parts=3)
+    pages.begin("a", -2, "a test")
+    pages.check()
+    [(page, parts)] = pages._open.items()
+    for wrong in ([], parts * 2):
+        pages._open[page] = wrong
+        with pytest.raises(AssertionError):
+            pages.check()
