@@ -18,7 +18,7 @@ _LONG = 120.0  # seconds that are left of a run which says how long it will take
 Line = dict[str, Any]  # JSON-able, what became of one item
 
 
-class Asked(Protocol):
+class HasId(Protocol):
     """What has a name of its own in its run."""
 
     @property
@@ -27,7 +27,7 @@ class Asked(Protocol):
         ...
 
 
-def ask_all[Item: Asked](
+def ask_all[Item: HasId](
     ask: Callable[[Item], Line],
     items: Sequence[Item],
     answers: AnswerFile,

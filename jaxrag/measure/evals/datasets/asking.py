@@ -12,7 +12,7 @@ from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.library.options import NeighboursFrom
 from jaxrag.measure.evals.asked import Line
 from jaxrag.measure.evals.datasets.corpus import Told, told_of
-from jaxrag.measure.evals.datasets.nearness import FULL, Shown, at_ratios, with_controls
+from jaxrag.measure.evals.datasets.nearness import FULL, ShownAnswer, at_ratios, with_controls
 from jaxrag.measure.evals.datasets.spec import DatasetItem
 from jaxrag.measure.subject import described
 from jaxrag.models.model import Model
@@ -153,7 +153,7 @@ class InProcess:
             return {}
         ready = {name: _ready(one, item) for name, one in self._settings.items()}
         ids, most = answers[FULL].token_ids, self._compared - 1
-        whole = Shown.by(self._settings[FULL], ready[FULL], ids, item, most)
+        whole = ShownAnswer.by(self._settings[FULL], ready[FULL], ids, item, most)
         found = {name: whole.to(one, ready[name]) for name, one in self._settings.items()}
         return {
             name: {part: line[part] for part in ("kl", "same", "gold")}
@@ -195,7 +195,7 @@ def settings_of(
 
     Args:
       methods: each with what it is called here.
-      ratios: at which those that recompute a part are asked; none: their own.
+      ratios: at which those that recompute a part are asked, in place of their own.
       controls: also ask with tokens at random, see ``with_controls``.
 
     Raises RequestError for a method that the model cannot have.

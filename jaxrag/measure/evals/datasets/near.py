@@ -20,7 +20,7 @@ from jaxrag.measure.evals.datasets.asking import is_own
 from jaxrag.measure.evals.datasets.corpus import told_in, told_of, with_neighbours
 from jaxrag.measure.evals.datasets.nearness import (
     FULL,
-    Shown,
+    ShownAnswer,
     at_ratios,
     control_of,
     control_table,
@@ -102,7 +102,7 @@ class NearStudy:
         ready = prepare(self.full, item.question, documents)
         [answer] = answered([ready], 1)
         most = self.options.answer_tokens - 1
-        whole = Shown.by(self.full, ready, answer.token_ids, item, most)
+        whole = ShownAnswer.by(self.full, ready, answer.token_ids, item, most)
         found: dict[str, Any] = {
             "id": item.id,
             "tokens": ready.prompt.num_tokens,

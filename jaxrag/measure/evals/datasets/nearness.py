@@ -61,7 +61,7 @@ def with_controls(settings: Mapping[str, Settings]) -> dict[str, Settings]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Shown:
+class ShownAnswer:
     """What every method is shown, and what full attention makes of it.
 
     Attributes:
@@ -84,7 +84,7 @@ class Shown:
         answer: Sequence[int],
         item: DatasetItem,
         most: int,
-    ) -> "Shown":
+    ) -> "ShownAnswer":
         """Full attention's, up to ``most`` tokens of both answers."""
         text = next(iter(item.answers[0]), "") if item.answers else ""
         space = "" if full.template.chat else " "

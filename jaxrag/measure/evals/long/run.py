@@ -59,7 +59,7 @@ class LongAnswers:
 
 
 @dataclasses.dataclass(frozen=True)
-class Batch:
+class PromptBatch:
     """Prompts of one task and length that run together, by their places in the plan."""
 
     id: str
@@ -215,7 +215,7 @@ def _answer(
     """
     names = [method.name for method in options.resolved]
 
-    def ask(batch: Batch) -> Line:
+    def ask(batch: PromptBatch) -> Line:
         task = items[batch.places[0]].task
         line: Line = {"id": batch.id}
         for name in names:
@@ -255,12 +255,12 @@ def _scores(options: LongOptions, items: Sequence[Item], replies: Sequence[Reply
     return np.array(scores, np.float64)
 
 
-def _batches(options: LongOptions, items: Sequence[Item]) -> Iterator[Batch]:
+def _batches(options: LongOptions, items: Sequence[Item]) -> Iterator[PromptBatch]:
     """Items of one task and length, at most a batch of them."""
     places = sorted(range(len(items)), key=lambda i: (items[i].length, items[i].task))
     for _, alike in itertools.groupby(places, lambda i: (items[i].length, items[i].task)):
         for some in itertools.batched(alike, options.batch_size):
-            yield Batch(str(some[0]), some)
+            yield PromptBatch(str(some[0]), some)
 
 
 def placed_bytes(options: LongOptions, rule: DecodeRule, config: ModelConfig, tokens: int) -> Bytes:
