@@ -36,7 +36,7 @@ def ask_all[Item: HasId](
     progress: bool = False,
     unit: str = "question",
 ) -> list[tuple[Item, Line]]:
-    """Items with what was answered, a line each, written as it comes.
+    """Items with what was answered and the seconds of it, a line each, written as it comes.
 
     Args:
       ask: gives the line of an item.
@@ -54,9 +54,11 @@ def ask_all[Item: HasId](
         ended: list[float] = []
         with progress_bar(len(own), "eval", unit, shown=progress, done=done) as bar:
             for item in waiting:
-                answers.write([ask(item)])
-                bar.update()
+                begun = time.perf_counter()
+                line = ask(item)
                 ended.append(time.perf_counter())
+                answers.write([line | {"seconds": round(ended[-1] - begun, 3)}])
+                bar.update()
                 if len(ended) == 3:  # the first one compiles programs
                     left = len(waiting) - len(ended)
                     text = _forecast((ended[2] - ended[0]) / 2, left, unit)

@@ -16,12 +16,18 @@ from jaxrag.serve.answer_files import AnswerFile
 )  # fmt: skip
 def test_a_long_run_says_how_long_it_takes(tmp_path, monkeypatch, capsys, seconds, left):
     """By the items behind the first, in which programs are compiled."""
-    ends = iter((1000, *(1000 + seconds * n for n in range(1, 20))))
-    monkeypatch.setattr(asked.time, "perf_counter", lambda: next(ends))
+    now = [0]
+
+    def ask(item):
+        now[0] += 1000 if item.id == "0" else seconds
+        return {"id": item.id}
+
+    monkeypatch.setattr(asked.time, "perf_counter", lambda: now[0])
     items = [types.SimpleNamespace(id=str(n)) for n in range(20)]
     file = AnswerFile(tmp_path / "x", {})
-    found = ask_all(lambda item: {"id": item.id}, items, file, progress=True)
+    found = ask_all(ask, items, file, progress=True)
     assert [line["id"] for _, line in found] == [item.id for item in items]
+    assert [line["seconds"] for _, line in found] == [1000, *[seconds] * 19]
     assert [it for it in capsys.readouterr().err.splitlines() if "to go" in it] == [left] * bool(
         left
     )

@@ -59,6 +59,16 @@ def test_every_method_answers_the_same_prompt(result, options):
     assert [row["method"] for row in result["methods"]] == list(METHODS)
 
 
+@pytest.mark.parametrize(("name", "more"), [("nq_open", {"documents": 3}), ("rgb_en", {})])
+def test_how_many_are_asked_does_not_change_the_prompts(folder, name, more):
+    """So a run may go on with more of them."""
+    asked = DatasetOptions(name, (str(write(name, folder)),), model="none", **more)
+    every = running.items_of(asked)
+    few = running.items_of(dataclasses.replace(asked, number=2))
+    assert few == every[: len(few)] and len({item.sample for item in few}) == 2
+    assert len(every) > len(few) == 2 * len(every) / len({item.sample for item in every})
+
+
 def test_scores_are_those_of_the_answers(result, options):
     items = {item.id: item for item in running.items_of(options)}
     assert result["metrics"] == ["subspan", "exact_match", "f1"]
@@ -152,7 +162,7 @@ def test_documents_that_do_not_fit_are_left_out_whole(folder, model_dir):
     found = run(options, progress=False)
     kept, left = lines_of(options).values()
     assert 0 < kept["left_out"] < 4
-    assert left == {"id": "1", "skipped": "no document fits into the model's context"}
+    assert left["id"] == "1" and left["skipped"] == "no document fits into the model's context"
     assert (found["questions"], found["questions_cut"], found["left_out"]) == (
         1, 1, kept["left_out"],
     )  # fmt: skip

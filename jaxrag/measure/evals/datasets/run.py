@@ -43,7 +43,9 @@ def template_of(options: DatasetOptions) -> PromptTemplate:
 
 
 def items_of(options: DatasetOptions) -> list[DatasetItem]:
-    """The questions of the files, of all shards.
+    """The questions of the first ``number`` samples of each file, of all shards.
+
+    How many does not change what they are: what a prompt takes of other records, it takes of all.
 
     Raises RequestError, with file, line and field, for a record that is none.
     """
@@ -52,9 +54,12 @@ def items_of(options: DatasetOptions) -> list[DatasetItem]:
     reading = DatasetReading(options.noise, options.documents, options.seed, titled)
     found: list[DatasetItem] = []
     for source in options.data:
-        records = records_of(source, spec.fields)[: options.number]
+        records, samples = records_of(source, spec.fields), set[str]()
         prefix = "" if len(options.data) == 1 else f"{Path(source).name}:"
         for item in spec.items(records, reading):
+            samples.add(item.sample)
+            if options.number is not None and len(samples) > options.number:
+                break
             found.append(
                 dataclasses.replace(item, id=prefix + item.id, sample=prefix + item.sample)
             )
