@@ -29,7 +29,8 @@ from jaxrag.engine.prefilled import prefilled
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sequence import Sequence
 from jaxrag.kv.cache import PagePool, PageTable
-from jaxrag.measure.evals.datasets.near import FULL, NearStudy, passages_of
+from jaxrag.measure.evals.datasets.near import NearStudy, passages_of
+from jaxrag.measure.evals.datasets.nearness import FULL
 from jaxrag.measure.evals.datasets.options import NearOptions
 from jaxrag.measure.evals.datasets.run import items_of
 from jaxrag.measure.evals.statistics import bootstrapped

@@ -99,7 +99,8 @@ def _asked(options: MethodTimesOptions, path: str, items: Sequence[DatasetItem])
     """Rows by method."""
     model = load_model(path)
     ask = Ask(template=model.prompt_format(), max_new_tokens=1)
-    asker = InProcess(settings_of(options.methods, ask, model=model, neighbours="prompt"))
+    named = dict(zip(options.methods, options.methods, strict=True))
+    asker = InProcess(settings_of(named, ask, model=model, neighbours="prompt"))
     found: dict[str, list[TimedAnswer]] = {name: [] for name in options.methods}
     for item in followed(items, f"times, {Path(path).name}", "question"):
         for name in options.methods:

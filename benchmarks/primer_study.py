@@ -34,9 +34,10 @@ from script import More, Result, run_script
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import option, parse_counts
 from jaxrag.base.types import HostArray
+from jaxrag.measure.evals.asked import ITEMS
 from jaxrag.measure.evals.datasets.near import NearStudy, passages_of
 from jaxrag.measure.evals.datasets.options import NearOptions
-from jaxrag.measure.evals.datasets.run import ITEMS, items_of
+from jaxrag.measure.evals.datasets.run import items_of
 from jaxrag.measure.evals.gate import answered, forced_along, kl_divergence
 from jaxrag.measure.evals.statistics import bootstrapped
 from jaxrag.measure.machine import describe

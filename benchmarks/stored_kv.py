@@ -26,8 +26,9 @@ from jaxrag.base.options import option, parse_names
 from jaxrag.kv.store import MemoryStore, derive
 from jaxrag.kv.store.base import NewChunk
 from jaxrag.kv.store.writer import PutResult
+from jaxrag.measure.evals.asked import ITEMS, ask_all
 from jaxrag.measure.evals.datasets.options import DATASET_NAMES, DatasetOptions
-from jaxrag.measure.evals.datasets.run import ITEMS, ask_all, items_of, template_of
+from jaxrag.measure.evals.datasets.run import items_of, template_of
 from jaxrag.measure.evals.datasets.spec import DatasetItem
 from jaxrag.measure.evals.gate import answered, forced_logits, kl_divergence
 from jaxrag.measure.evals.statistics import bootstrapped, plain, share

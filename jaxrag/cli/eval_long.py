@@ -25,6 +25,7 @@ from jaxrag.measure.evals.options import LongOptions
 
 def run(args: Args) -> None:
     """Print the tables, or one JSON object; write what was asked for."""
+    from jaxrag.measure.evals.asked import forget
     from jaxrag.measure.evals.long.heatmap import check_picture, draw_heatmap
     from jaxrag.measure.evals.long.report import tables
     from jaxrag.measure.evals.long.run import prompts, run
@@ -42,7 +43,7 @@ def run(args: Args) -> None:
         give(args, written, [f"{args.prompts}: {len(rows)} prompts"])
         return
     with joined(args) as first:
-        ask = functools.partial(run, mesh=mesh_of(args.mesh))
+        ask = functools.partial(run, mesh=mesh_of(args.mesh), out=args.out, first=first)
         result = measured(args, ask, options, first)
     if not first:
         return
@@ -52,6 +53,7 @@ def run(args: Args) -> None:
         f"{name}: {note}" for name, found in result["notes"].items() for note in grouped(found)
     ]
     give_out_tables(args, result, tables, notes)
+    forget(args.out)
     if picture:
         draw_heatmap(result, Path(picture))
         if not args.json:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 def run(args: Args) -> None:
     """Print the tables, or one JSON object."""
+    from jaxrag.measure.evals.asked import forget, kept
     from jaxrag.measure.evals.own import evaluate, whole
     from jaxrag.serve.answer_files import settings_path
     from jaxrag.serve.question_files import QuestionFile
@@ -44,9 +45,12 @@ def run(args: Args) -> None:
             settings_path(done).unlink()
         return
     with joined(args) as first, open_kb(args) as kb:
-        found = evaluate(kb, questions, options, progress=first and not args.json)
+        assert kb.model is not None
+        with kept(args.out, kb.model.exchange, first) as path:
+            found = evaluate(kb, questions, options, kept=path, progress=first and not args.json)
     if first:
         give(args, found)
+        forget(args.out)
 
 
 def evaluate_part(args: Args) -> "Callable[[Shard], Evaluation]":

@@ -8,9 +8,10 @@ from dataset_fixtures import NQ, write
 from refusal import refused
 
 from jaxrag.base.errors import RequestError
+from jaxrag.measure.evals.asked import ITEMS
 from jaxrag.measure.evals.datasets import http
 from jaxrag.measure.evals.datasets.options import DatasetOptions
-from jaxrag.measure.evals.datasets.run import ITEMS, run
+from jaxrag.measure.evals.datasets.run import run
 from jaxrag.measure.evals.datasets.table import DATASETS
 
 METHODS = ("full_attention", "turborag")

@@ -345,6 +345,15 @@ class OwnOptions:
         "NAME,...",
         unset="all that suit what the knowledge base keeps",
     )
+    ratios: tuple[float, ...] = option(
+        (), "measure every method that recomputes a part at each of these", "R,...",
+        parse=parse_ratios, unset="the method's own", flag="--recompute-ratios",
+    )  # fmt: skip
+    controls: bool = option(
+        False,
+        "beside every method that chooses what it recomputes, the same with as many tokens drawn "
+        "at random",
+    )
     template: "str | PromptTemplate | None" = option(
         None, "a template's name or .toml file", "NAME", parse=str, unset="that of --kb"
     )

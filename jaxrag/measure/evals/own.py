@@ -6,6 +6,8 @@ with full attention is compared question by question.
 """
 
 import dataclasses
+import functools
+import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,23 +20,23 @@ from jaxrag.base.installed import __version__
 from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.library.documents import Shard
 from jaxrag.library.knowledge_base import KnowledgeBase
+from jaxrag.measure.evals.asked import Line, ask_all
 from jaxrag.measure.evals.datasets.asking import InProcess, settings_of
-from jaxrag.measure.evals.datasets.result import ALL, Line, result_of
-from jaxrag.measure.evals.datasets.run import answers_to, ask_all
+from jaxrag.measure.evals.datasets.nearness import FULL
+from jaxrag.measure.evals.datasets.result import ALL, result_of
+from jaxrag.measure.evals.datasets.run import answers_to
 from jaxrag.measure.evals.datasets.spec import DatasetItem
-from jaxrag.measure.evals.gate import forced_logits
 from jaxrag.measure.evals.metrics import exact_match, holds, token_f1
 from jaxrag.measure.evals.options import OwnOptions
 from jaxrag.measure.evals.statistics import plain, share
 from jaxrag.measure.table import percent
-from jaxrag.reuse.methods import Method
+from jaxrag.reuse.methods import Method, method_named
 from jaxrag.serve.answer_files import AnswerFile
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.question_files import BadQuestion, FileQuestion, QuestionFile, is_texts
-from jaxrag.serve.questions import ReadyQuestion, Settings, prepare
+from jaxrag.serve.questions import Settings, prepare
 from jaxrag.serve.suits import suiting
 
-REFERENCE = "full_attention"
 SCORES: dict[str, Callable[[str, Sequence[str]], float]] = {
     "exact_match": exact_match,
     "f1": token_f1,
@@ -131,7 +133,7 @@ class Evaluation:
         found = result_of(list(self.methods), list(SCORES), _score, lines)
         for row in found["methods"]:
             row["encoder"], row["ratio"] = self.methods[row["method"]]
-        first = [(probe, line["methods"][REFERENCE]) for probe, line in self.items]
+        first = [(probe, line["methods"][FULL]) for probe, line in self.items]
         recall = np.array([_recall(probe, it["retrieved"]) for probe, it in first if probe.sources])
         estimate = plain(share(recall, np.arange(len(recall))))
         said = "; no question names its sources"
@@ -158,7 +160,7 @@ class Evaluation:
                 "question": probe.question.text,
                 "answers": list(probe.answers),
                 **{metric: _score(metric, own["text"], _item(probe)) for metric in SCORES},
-                "same_answer": own["token_ids"] == line["methods"][REFERENCE]["token_ids"],
+                "same_answer": own["token_ids"] == line["methods"][FULL]["token_ids"],
                 "sources": list(probe.sources),
                 "recall": _recall(probe, own["retrieved"]) if probe.sources else None,
                 **own,
@@ -195,25 +197,18 @@ def evaluate(
     if kb.model is None:
         raise RequestError(f"{kb.path} was opened without its model; open it with model=")
     probes = probes_of(questions, kb, shard)
-    names = dict.fromkeys((REFERENCE, *(options.methods or suiting(kb, kb.model))))
+    asked = (FULL, *(options.methods or suiting(kb, kb.model)))
+    names = {method_named(it).name: it for it in asked}
     ask = Ask(
         template=options.template,
         k=options.k,
         where=options.where,
         max_new_tokens=options.max_new_tokens,
     )
-    settings = {it.method.name: it for it in settings_of(list(names), ask, kb=kb).values()}
-    ready = {
-        _item(probe).id: [_ready(questions, one, probe) for one in settings.values()]
-        for probe in probes
-    }
-    answerer = InProcess(settings)
-
-    def asked(item: DatasetItem) -> Line:
-        line = answers_to(answerer, list(settings), item)
-        _hold_against(list(settings.values()), ready[item.id], line["methods"])
-        return line
-
+    settings = settings_of(names, ask, kb=kb, ratios=options.ratios, controls=options.controls)
+    for probe, tried in itertools.product(probes, settings.values()):
+        _check(questions, tried, probe)
+    answerer = InProcess(settings, options.max_new_tokens)
     made_with = {
         "version": __version__,
         "questions": questions.digest,
@@ -225,7 +220,8 @@ def evaluate(
     }
     with tempfile.TemporaryDirectory(prefix="jaxrag-") as folder:
         answers = AnswerFile(kept or Path(folder) / "items.jsonl", made_with)
-        lines = ask_all(asked, list(map(_item, probes)), answers, progress=progress)
+        ask_one = functools.partial(answers_to, answerer)
+        lines = ask_all(ask_one, list(map(_item, probes)), answers, progress=progress)
     one = next(iter(settings.values()))
     notes = dict.fromkeys(note for it in settings.values() for note in _notes(it, questions))
     return Evaluation(
@@ -235,6 +231,7 @@ def evaluate(
             "template": one.template.name,
             "k": one.ask.k,
             "max_new_tokens": one.ask.max_new_tokens,
+            "answer_tokens": one.ask.max_new_tokens,
         },
         notes=tuple(notes),
     )
@@ -260,28 +257,12 @@ def _asked(method: Method) -> tuple[str | None, float | None]:
     return method.encoder, method.recompute_ratio if method.recomputes else None
 
 
-def _ready(file: QuestionFile, settings: Settings, probe: Probe) -> ReadyQuestion:
+def _check(file: QuestionFile, settings: Settings, probe: Probe) -> None:
+    """RequestError, with the line, for a question that cannot be served."""
     try:
-        return prepare(settings, probe.question.text, None, SamplingParams())
+        prepare(settings, probe.question.text, None, SamplingParams())
     except RequestError as error:
         raise RequestError(f"{file.path}:{probe.question.line}: {error}") from None
-
-
-def _hold_against(
-    settings: Sequence[Settings], ready: Sequence[ReadyQuestion], answers: Mapping[str, Line]
-) -> None:
-    """Note, of the first one's answer and the token behind it, which are another's first choices.
-
-    Every method is given that answer, token by token.
-    """
-    full, *_ = answers.values()
-    shown = [full["token_ids"][: settings[0].ask.max_new_tokens - 1]]
-    chosen = []
-    for one, question in zip(settings, ready, strict=True):
-        [logits], _ = forced_logits(one, [question], shown)
-        chosen.append(logits.argmax(1))
-    for answer, own in zip(answers.values(), chosen, strict=True):
-        answer["same"] = (own == chosen[0]).tolist()
 
 
 def _notes(settings: Settings, questions: QuestionFile) -> list[str]:

@@ -14,6 +14,9 @@ more is added up within each sample, and those sums are squared. Intervals are
 A question's verdict is a bool, or a score from 0 to 1 such as F1: scores vary less than verdicts of
 the same mean, so the terms for independent questions bound theirs from above.
 
+A value that is no share, such as a KL divergence, has the interval of resampled samples (a
+bootstrap), paired where two methods are compared.
+
 All of them are asymptotic in the number of samples; with less than some thirty they are too narrow.
 Not so that of a median, which goes from one order statistic to another.
 """
@@ -28,7 +31,9 @@ import numpy as np
 from jaxrag.base.types import HostArray
 
 LEVEL = 0.95
+POWER = 0.8  # with which a difference of the size seen is to show, of ``needed`` questions
 _Z = statistics.NormalDist().inv_cdf((1 + LEVEL) / 2)
+_Z_POWER = statistics.NormalDist().inv_cdf(POWER)
 
 
 class Estimate(NamedTuple):
@@ -40,6 +45,16 @@ class Estimate(NamedTuple):
     n: int  # questions
 
 
+class Difference(NamedTuple):
+    """A difference of shares of the same questions, and how many would show one of this size."""
+
+    value: float
+    low: float
+    high: float
+    n: int  # questions
+    needed: int | None  # None: there is no difference
+
+
 class Median(NamedTuple):
     """The middle of some values with its 95 % interval; no interval for fewer than six."""
 
@@ -49,7 +64,7 @@ class Median(NamedTuple):
     n: int
 
 
-def plain(estimate: Estimate | Median | None) -> dict[str, Any] | None:
+def plain(estimate: Estimate | Difference | Median | None) -> dict[str, Any] | None:
     """JSON-able; None for an estimate that does not exist."""
     return None if estimate is None else estimate._asdict()
 
@@ -95,7 +110,19 @@ def share(right: HostArray, samples: HostArray) -> Estimate | None:
     return Estimate(p, low, high, n)
 
 
-def difference(a: HostArray, b: HostArray, samples: HostArray) -> Estimate | None:
+def needed(value: float, half: float, n: int) -> int | None:
+    """Questions like these that show a difference of this size, with a chance of ``POWER``.
+
+    Args:
+      value: the difference that n questions had.
+      half: of its interval.
+
+    None for no difference.
+    """
+    return math.ceil(n * ((1 + _Z_POWER / _Z) * half / value) ** 2) if value else None
+
+
+def difference(a: HostArray, b: HostArray, samples: HostArray) -> Difference | None:
     """How much more often ``a`` holds than ``b``, of the same questions.
 
     Paired, bool or 0..1, [Q] each. None for no question.
@@ -108,7 +135,8 @@ def difference(a: HostArray, b: HostArray, samples: HostArray) -> Estimate | Non
     discordant = float(np.abs(each).sum()) + 1
     independent = (discordant - each.sum() ** 2 / (n + 2)) / (n + 2) ** 2
     half = _Z * math.sqrt(max(_variance((each - value) / n, samples), independent))
-    return Estimate(value, max(value - half, -1.0), min(value + half, 1.0), n)
+    low, high = max(value - half, -1.0), min(value + half, 1.0)
+    return Difference(value, low, high, n, needed(value, half, n))
 
 
 def recovery(
@@ -130,24 +158,40 @@ def recovery(
 
 
 def bootstrapped(
-    values: HostArray, seed: int, *, over: HostArray | None = None, resamples: int = 10_000
+    values: HostArray,
+    seed: int,
+    *,
+    over: HostArray | None = None,
+    samples: HostArray | None = None,
+    resamples: int = 10_000,
 ) -> dict[str, float]:
-    """The mean of one value a prompt, float [Q], with the interval of means of resampled prompts.
+    """The mean of one value a question, float [Q], with the interval of means of resampled samples.
 
-    With ``over`` [Q], of the same prompts, the mean over theirs: the ratio of both means.
+    With ``over`` [Q], of the same questions, the mean over theirs: the ratio of both means.
+    ``samples`` [Q] numbers the sample of each, which is drawn whole; None: each is one.
     """
-    draws = np.random.default_rng(seed).integers(len(values), size=(resamples, len(values)))
-    mean, means = float(values.mean()), values[draws].mean(1)
-    if over is not None:
-        mean, means = mean / float(over.mean()), means / over[draws].mean(1)
+    n = len(values)
+    _, of = np.unique(np.arange(n) if samples is None else samples, return_inverse=True)
+    sums, below = (np.bincount(of, it) for it in (values, np.ones(n) if over is None else over))
+    draws = np.random.default_rng(seed).integers(len(sums), size=(resamples, len(sums)))
+    means = sums[draws].sum(1) / below[draws].sum(1)
     low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return {"value": mean, "low": float(low), "high": float(high)}
+    return {"value": float(sums.sum() / below.sum()), "low": float(low), "high": float(high)}
+
+
+def bootstrapped_difference(
+    a: HostArray, b: HostArray, seed: int, samples: HostArray | None = None
+) -> dict[str, Any]:
+    """How much larger the mean of ``a`` is than that of ``b``, paired; also what is ``needed``."""
+    found = bootstrapped(a - b, seed, samples=samples)
+    half = (found["high"] - found["low"]) / 2
+    return found | {"needed": needed(found["value"], half, len(a))}
 
 
 def by_group(
     groups: Mapping[str, HostArray],
     samples: HostArray,
-    estimate: Callable[..., Estimate | None],
+    estimate: Callable[..., Estimate | Difference | None],
     *values: HostArray,
 ) -> dict[str, Any]:
     """An estimate of each group of questions (bool [Q]) from values [Q]; JSON-able."""

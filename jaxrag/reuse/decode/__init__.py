@@ -1,11 +1,10 @@
 """Decode rules: which keys a generated token attends to, over the same paged pool for all."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from jaxrag.base.tables import build_named, table_from
-from jaxrag.reuse.attention_index import spec_from
+from jaxrag.reuse.attention_index import name_of, spec_from
 from jaxrag.reuse.decode.dense import Dense
 from jaxrag.reuse.decode.flat import Flat
 from jaxrag.reuse.decode.footprint import Account, Bytes, index_bytes
@@ -60,18 +59,24 @@ DECODE_RULES: dict[str, type[DecodeRule]] = {
     "topn": TopN,  # KCache
 }
 
+_INDEXED = {"ivf": name_of(IvfRetrieval().index), "retrieval": name_of(Retrieval().index)}
+
 
 def rule_from(value: str | Mapping[str, Any] | DecodeRule, where: str = "decode") -> DecodeRule:
     """A rule by name, from a table {name = ..., settings}, or the rule itself.
 
     As one text the settings follow the name: "topn:n=64,renormalise=true". Settings of the index
-    follow a point: "retrieval:index=lists,index.exact_below=0".
+    follow a point: "retrieval:index=lists,index.exact_below=0"; without a kind they are of the
+    rule's own.
 
     Raises ConfigError for an unknown name or setting, RequestError for a value out of range.
     """
     if isinstance(value, DecodeRule):
         return value
     settings = table_from(value, where, parts={"index": "kind"})
-    if "index" in settings and not dataclasses.is_dataclass(settings["index"]):
-        settings["index"] = spec_from(settings["index"], f"{where}.index")
+    index, own = settings.get("index"), _INDEXED.get(str(settings.get("name")))
+    if isinstance(index, Mapping) and own is not None:
+        index = {"kind": own, **index}
+    if isinstance(index, str | Mapping):
+        settings["index"] = spec_from(index, f"{where}.index")
     return build_named(DECODE_RULES, settings, where)

@@ -11,12 +11,15 @@ from refusal import refused
 from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.cli import main
 from jaxrag.library.knowledge_base import KnowledgeBase
+from jaxrag.measure.evals.asked import ITEMS
 from jaxrag.measure.evals.datasets import run as running
 from jaxrag.measure.evals.datasets.asking import InProcess
-from jaxrag.measure.evals.datasets.options import DatasetOptions
+from jaxrag.measure.evals.datasets.near import NearStudy
+from jaxrag.measure.evals.datasets.options import DatasetOptions, NearOptions
 from jaxrag.measure.evals.datasets.report import notes, tables
-from jaxrag.measure.evals.datasets.run import ITEMS, run
+from jaxrag.measure.evals.datasets.run import run
 from jaxrag.measure.evals.metrics import METRICS
+from jaxrag.models.model import load_model
 
 METHODS = ("full_attention", "turborag")
 
@@ -54,6 +57,16 @@ def test_every_method_answers_the_same_prompt(result, options):
         assert len(total) == 1 and answers["turborag"]["counts"]["reused"] == total.pop()
         assert all(answers[name]["ttft"] <= 600 for name in METHODS)
     assert [row["method"] for row in result["methods"]] == list(METHODS)
+
+
+@pytest.mark.parametrize(("name", "more"), [("nq_open", {"documents": 3}), ("rgb_en", {})])
+def test_how_many_are_asked_does_not_change_the_prompts(folder, name, more):
+    """So a run may go on with more of them."""
+    asked = DatasetOptions(name, (str(write(name, folder)),), model="none", **more)
+    every = running.items_of(asked)
+    few = running.items_of(dataclasses.replace(asked, number=2))
+    assert few == every[: len(few)] and len({item.sample for item in few}) == 2
+    assert len(every) > len(few) == 2 * len(every) / len({item.sample for item in every})
 
 
 def test_scores_are_those_of_the_answers(result, options):
@@ -149,7 +162,7 @@ def test_documents_that_do_not_fit_are_left_out_whole(folder, model_dir):
     found = run(options, progress=False)
     kept, left = lines_of(options).values()
     assert 0 < kept["left_out"] < 4
-    assert left == {"id": "1", "skipped": "no document fits into the model's context"}
+    assert left["id"] == "1" and left["skipped"] == "no document fits into the model's context"
     assert (found["questions"], found["questions_cut"], found["left_out"]) == (
         1, 1, kept["left_out"],
     )  # fmt: skip
@@ -233,6 +246,64 @@ def test_where_neighbours_come_from_and_what_is_computed_again(options, folder, 
         "corpus", "nq_open (nq_open.json)", len(NQ),
     )  # fmt: skip
     assert "the most similar of 8 passages of nq_open (nq_open.json)" in found["asked"]
+
+
+@pytest.fixture(scope="module")
+def chosen(options, folder):
+    """A selector at a ratio, and its control."""
+    asked = dataclasses.replace(
+        options, methods=("full_attention", "full_reuse", "cacheblend"), ratios=(0.3,), number=3,
+        controls=True, answer_tokens=3, out=str(folder / "chosen.json"),
+    )  # fmt: skip
+    return asked, run(asked, progress=False)
+
+
+def test_beside_a_selector_stands_chance(chosen):
+    """As many tokens, of the same chunks as they are stored; only which ones differs."""
+    _, found = chosen
+    names = ["full_attention", "full_reuse", "cacheblend 0.3", "cacheblend 0.3 (random)"]
+    assert [row["method"] for row in found["methods"]] == names
+    rows = dict(zip(names, found["methods"], strict=True))
+    own, random = rows[names[2]], rows[names[3]]
+    assert own["tokens"] == random["tokens"] and own["tokens"]["recomputed"] > 0
+    assert own["kl"]["value"] != random["kl"]["value"]
+    less = own["minus_control"]["kl"]
+    assert less["value"] == pytest.approx(own["kl"]["value"] - random["kl"]["value"])
+    assert less["low"] <= less["value"] <= less["high"] and less["needed"] >= 1
+    assert not any("minus_control" in row for row in (*found["methods"][:2], random))
+    full = rows["full_attention"]
+    assert full["kl"]["value"] == 0 == full["gold_minus_full"]["value"]
+    assert full["same_tokens"]["value"] == full["same_answer"]["value"] == 1
+    shown = {table.title.split(":")[0]: table.rows for table in tables(found)}
+    near = shown["beside full_attention"]
+    assert [row[0] for row in near if "gold at" not in row[0]] == ["method", *names[1:]]
+    _, beside, *_ = next(it for title, it in shown.items() if title.startswith("minus that of as"))
+    assert beside[0] == names[2] and beside[2] == f"{less['needed']:,}"
+    sizes = next(it for title, it in shown.items() if title.startswith("questions that"))
+    assert [row[0] for row in sizes[1:]] == names[1:]
+
+
+def test_it_is_as_near_as_by_eval_near(chosen):
+    """On the data set's own prompt the two measure the same."""
+    asked, _ = chosen
+    own = {field.name: getattr(asked, field.name) for field in dataclasses.fields(asked)}
+    methods = ("full_reuse", "cacheblend")
+    study = NearStudy.open(NearOptions(**own | {"methods": methods}), load_model(asked.model))
+    for item in running.items_of(asked):
+        near, line = study.measure(item), lines_of(asked)[item.id]
+        assert line["methods"]["full_attention"]["gold"] == pytest.approx(near["full"]["gold"])
+        assert list(near["methods"]) == list(line["methods"])[1:]
+        for name, there in near["methods"].items():
+            here = line["methods"][name]
+            assert here["kl"] == pytest.approx(there["kl"], abs=1e-6)
+            assert here["gold"] == pytest.approx(there["gold"], abs=1e-4)
+            assert here["same"] == there["same"]
+
+
+def test_what_a_server_cannot_be_asked_is_refused(options):
+    for flag, value in (("controls", True), ("ratios", (0.3,))):
+        with refused(RequestError, "a server answers by the methods that it offers"):
+            dataclasses.replace(options, model=None, server="http://x", **{flag: value})
 
 
 def test_unknown_names_are_refused_before_anything_is_read(options):

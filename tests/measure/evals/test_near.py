@@ -12,9 +12,10 @@ from refusal import refused
 
 from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.cli import main
+from jaxrag.measure.evals.asked import ITEMS
 from jaxrag.measure.evals.datasets.near import NearStudy, arms_of, run, tables
 from jaxrag.measure.evals.datasets.options import NearOptions
-from jaxrag.measure.evals.datasets.run import ITEMS, items_of
+from jaxrag.measure.evals.datasets.run import items_of
 from jaxrag.measure.evals.gate import forced_along, forced_logits
 from jaxrag.measure.evals.statistics import bootstrapped
 from jaxrag.models.export import export_hf
@@ -56,7 +57,7 @@ def test_every_method_is_measured_behind_every_primer(result):
     assert [row["method"] for row in result["rows"]] == NAMES
     first, *others = result["rows"]
     assert first["kl_over_first"] == {"value": 1, "low": 1, "high": 1}
-    assert first["kl_minus_first"] == {"value": 0, "low": 0, "high": 0}
+    assert first["kl_minus_first"] == {"value": 0, "low": 0, "high": 0, "needed": None}
     for row in result["rows"]:
         assert row["kl"]["low"] <= row["kl"]["value"] <= row["kl"]["high"]
         assert row["kl"]["value"] > 1e-6

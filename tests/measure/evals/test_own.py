@@ -146,6 +146,7 @@ def test_command(folder, file, tmp_path, model_dir, capsys):
     asked += ["--max-new-tokens", "4", "--methods", "full_reuse", "--questions"]
     out = tmp_path / "records.jsonl"
     assert main([*asked, str(file), "--cache-tokens", "8192", "--out", str(out)]) == 0
+    assert list(tmp_path.iterdir()) == [out]  # what was kept to go on from is not needed any more
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
     assert "recall@1 of sources, in %: 75.0 [" in " ".join(shown.split())
@@ -205,9 +206,9 @@ def test_a_part_that_is_done_is_not_asked_again(kb, file, tmp_path, monkeypatch)
     questions, options = QuestionFile.open(file), OwnOptions(("full_reuse",), **ASK)
     asked, answers_to = [], own_questions.answers_to
 
-    def counting(answerer, methods, item):
+    def counting(answerer, item):
         asked.append(item.id)
-        return answers_to(answerer, methods, item)
+        return answers_to(answerer, item)
 
     monkeypatch.setattr(own_questions, "answers_to", counting)
 

@@ -3,7 +3,14 @@
 import numpy as np
 import pytest
 
-from jaxrag.measure.evals.statistics import difference, median, recovery, share
+from jaxrag.measure.evals.statistics import (
+    bootstrapped,
+    bootstrapped_difference,
+    difference,
+    median,
+    recovery,
+    share,
+)
 
 Z = 1.959963984540054
 
@@ -117,3 +124,39 @@ def test_the_interval_of_a_median_covers_it_as_often_as_it_says():
     assert median(np.array([3.0, 1.0, 2.0])) == (2.0, None, None, 3)
     assert median(np.arange(6.0)) == (2.5, 0.0, 5.0, 6)
     assert median(np.array([])) is None
+
+
+def test_an_interval_of_resampled_samples_is_that_of_whole_ones(rng):
+    """Three times the same question is one; with ratios, too."""
+    values, over = rng.normal(2, 1, 100), rng.uniform(1, 2, 100)
+    samples = np.repeat(np.arange(100), 3)
+    for beside in (None, over):
+        once = bootstrapped(values, 3, over=beside)
+        more = None if beside is None else np.repeat(beside, 3)
+        thrice = bootstrapped(np.repeat(values, 3), 3, over=more, samples=samples)
+        assert thrice == pytest.approx(once)
+    once, alone = bootstrapped(values, 3), bootstrapped(np.repeat(values, 3), 3)
+    assert alone["high"] - alone["low"] < 0.7 * (once["high"] - once["low"])
+
+
+def test_what_a_difference_takes_is_the_textbooks_number(rng):
+    """(z of 95 % + z of 80 %)^2 variance / difference^2, of independent pairs."""
+    a, b = rng.normal(0.3, 1, 4000), np.zeros(4000)
+    wanted = ((Z + 0.8416212335729143) * a.std() / a.mean()) ** 2
+    assert bootstrapped_difference(a, b, 3)["needed"] == pytest.approx(wanted, rel=0.1)
+    right, wrong = rng.random(4000) < 0.7, rng.random(4000) < 0.6
+    each = right.astype(float) - wrong
+    wanted = ((Z + 0.8416212335729143) * each.std() / each.mean()) ** 2
+    assert difference(right, wrong, np.arange(4000)).needed == pytest.approx(wanted, rel=0.02)
+    assert difference(right, right, np.arange(4000)).needed is None
+
+
+def test_as_many_questions_as_are_needed_show_the_difference_four_times_of_five(rng):
+    chances, times = (0.75, 0.6), 300
+    big = [rng.random(100_000) < p for p in chances]
+    count = difference(*big, np.arange(100_000)).needed
+    seen = 0
+    for _ in range(times):
+        found = difference(*(rng.random(count) < p for p in chances), np.arange(count))
+        seen += found.low > 0
+    assert 0.72 < seen / times < 0.88

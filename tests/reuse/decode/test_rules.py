@@ -11,7 +11,7 @@ from refusal import refused
 from jaxrag.base.errors import ConfigError, EngineError, RequestError
 from jaxrag.engine import prefill
 from jaxrag.engine.engine import engine_of
-from jaxrag.reuse.attention_index import Exact, ProjectedGraph, QueryLists, build
+from jaxrag.reuse.attention_index import Exact, Ivf, ProjectedGraph, QueryLists, build
 from jaxrag.reuse.decode import (
     DECODE_RULES,
     Account,
@@ -55,6 +55,9 @@ def test_settings_come_as_a_table_or_as_one_text(tmp_path):
     assert rule_from("retrieval:index=lists").index == QueryLists()
     text = "retrieval:index.exact_below=0,k=20,index=lists,index.probes=5"
     assert rule_from(text) == Retrieval(20, index=QueryLists(exact_below=0, probes=5))
+    # Without a kind they are of the rule's own.
+    assert rule_from("retrieval:index.exact_below=0").index == QueryLists(exact_below=0)
+    assert rule_from({"name": "ivf", "index": {"exact_below": 9}}).index == Ivf(exact_below=9)
     path = tmp_path / "mine.toml"
     path.write_text('encoder = "isolated"\n[decode]\nname = "quest"\nbudget = 64\n')
     assert method_named(str(path)).decode == Quest(budget=64)
@@ -76,7 +79,7 @@ def test_settings_come_as_a_table_or_as_one_text(tmp_path):
         (lambda: Quest(budget=15), RequestError, "at least a page of 16"),
         (lambda: InfLLM(block=2), RequestError, "representatives=4 of a block of 2"),
         (lambda: rule_from("lru"), ConfigError, "name='lru': expected one of dense"),
-        (lambda: rule_from("retrieval:index.ef=9"), ConfigError, "decode.index: kind=None"),
+        (lambda: rule_from("retrieval:index.ef=9"), ConfigError, "index: unknown key 'ef'"),
         (
             lambda: rule_from("retrieval:index=ivf,index.ef=9"),
             ConfigError,

@@ -10,14 +10,17 @@ from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.library.options import NeighboursFrom
+from jaxrag.measure.evals.asked import Line
 from jaxrag.measure.evals.datasets.corpus import Told, told_of
+from jaxrag.measure.evals.datasets.nearness import FULL, ShownAnswer, at_ratios, with_controls
 from jaxrag.measure.evals.datasets.spec import DatasetItem
 from jaxrag.measure.subject import described
 from jaxrag.models.model import Model
+from jaxrag.reuse.methods import Method, method_named
 from jaxrag.serve.answers import Result, serve
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.conversation import Passage
-from jaxrag.serve.questions import Settings, prepare, resolve
+from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
 
 ATTEMPTS = 3  # at a time in which nothing was compiled, and nothing encoded that is kept
 
@@ -54,6 +57,11 @@ class TimedAnswer:
 class Answerer(Protocol):
     """Who is asked: a model of this process, or a server."""
 
+    @property
+    def methods(self) -> Sequence[str]:
+        """Names of what it is asked by."""
+        ...
+
     def about(self) -> dict[str, Any]:
         """What a result says of it, JSON-able; equal for one that gives the same answers."""
         ...
@@ -66,6 +74,15 @@ class Answerer(Protocol):
         """One method's answer. Raises ContextExceeded for a prompt that does not fit."""
         ...
 
+    def beside_full(
+        self, item: DatasetItem, answers: Mapping[str, TimedAnswer]
+    ) -> Mapping[str, Line]:
+        """How near to full attention each method is, of which these are the answers.
+
+        Nothing where full attention is none of them, or logits are not to be had.
+        """
+        ...
+
     def exchange(self, value: Any) -> list[Any]:
         """What every process that asks passes, the first of them first."""
         ...
@@ -74,10 +91,20 @@ class Answerer(Protocol):
 class InProcess:
     """A model of this process; KV of documents is kept in its memory, or in a knowledge base."""
 
-    def __init__(self, settings: Mapping[str, Settings]) -> None:
-        """Of methods by name, all of one model; see ``settings_of``."""
+    def __init__(self, settings: Mapping[str, Settings], compared: int = 16) -> None:
+        """Of methods by name, all of one model; see ``settings_of``.
+
+        Args:
+          compared: tokens of full attention's answer, at most, along which they are.
+        """
         self._settings = settings
+        self._compared = compared
         self._model = next(iter(settings.values())).model
+
+    @property
+    def methods(self) -> Sequence[str]:
+        """Names of its settings."""
+        return list(self._settings)
 
     def about(self) -> dict[str, Any]:
         """The model."""
@@ -118,6 +145,21 @@ class InProcess:
             retrieved=[source.document_id for source in answered.sources],
         )
 
+    def beside_full(
+        self, item: DatasetItem, answers: Mapping[str, TimedAnswer]
+    ) -> Mapping[str, Line]:
+        """Along full attention's answer and a right one."""
+        if FULL not in answers:
+            return {}
+        ready = {name: _ready(one, item) for name, one in self._settings.items()}
+        ids, most = answers[FULL].token_ids, self._compared - 1
+        whole = ShownAnswer.by(self._settings[FULL], ready[FULL], ids, item, most)
+        found = {name: whole.to(one, ready[name]) for name, one in self._settings.items()}
+        return {
+            name: {part: line[part] for part in ("kl", "same", "gold")}
+            for name, line in found.items()
+        }
+
     def _is_own(self, answer: Result) -> bool:
         """``is_own`` in every process that holds the model: all ask again, or none."""
         return all(self.exchange(is_own(answer.timings, answer.counts)))
@@ -127,31 +169,47 @@ class InProcess:
     ) -> tuple[Result, float, int]:
         """An answer, seconds from the texts to its first token, tokens of its prompt."""
         start = time.perf_counter()
-        passages = [Passage(text, title) for title, text in item.documents]
-        ready = prepare(settings, item.question, passages or None, SamplingParams())
-        ready = dataclasses.replace(ready, max_new_tokens=max_new_tokens)
+        ready = dataclasses.replace(_ready(settings, item), max_new_tokens=max_new_tokens)
         prepared = time.perf_counter() - start
         [found] = serve([ready], 1)
         seconds = prepared + found[0].timings["ttft"] - found[0].timings["retrieve"]
         return found[0], seconds, ready.prompt.num_tokens
 
 
+def _ready(settings: Settings, item: DatasetItem) -> ReadyQuestion:
+    passages = [Passage(text, title) for title, text in item.documents]
+    return prepare(settings, item.question, passages or None, SamplingParams())
+
+
 def settings_of(
-    methods: Sequence[str],
+    methods: Mapping[str, str],
     ask: Ask,
     *,
     model: Model | None = None,
     kb: KnowledgeBase | None = None,
     neighbours: NeighboursFrom = "corpus",
+    ratios: Sequence[float] = (),
+    controls: bool = False,
 ) -> dict[str, Settings]:
     """The same asked by every method, of one of both; ``neighbours`` as of ``Settings``.
 
+    Args:
+      methods: each with what it is called here.
+      ratios: at which those that recompute a part are asked, in place of their own.
+      controls: also ask with tokens at random, see ``with_controls``.
+
     Raises RequestError for a method that the model cannot have.
     """
-    each = {name: dataclasses.replace(ask, method=name) for name in methods}
-    return {
-        name: resolve(one, kb=kb, model=model, neighbours=neighbours) for name, one in each.items()
+    each: Mapping[str, str | Method] = methods
+    if ratios:
+        each = at_ratios({name: method_named(one) for name, one in methods.items()}, ratios)
+    found = {
+        name: resolve(
+            dataclasses.replace(ask, method=one), kb=kb, model=model, neighbours=neighbours
+        )
+        for name, one in each.items()
     }
+    return with_controls(found) if controls else found
 
 
 def is_own(timings: Mapping[str, float], counts: Mapping[str, int]) -> bool:

@@ -9,11 +9,12 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxrag.base.errors import ContextExceeded, RequestError
 from jaxrag.library.options import NeighboursFrom
+from jaxrag.measure.evals.asked import Line
 from jaxrag.measure.evals.datasets.asking import ATTEMPTS, TimedAnswer, is_own
 from jaxrag.measure.evals.datasets.corpus import Told
 from jaxrag.measure.evals.datasets.spec import DatasetItem
@@ -43,6 +44,7 @@ class OverHttp:
         all of these methods, or writes prompts otherwise.
         """
         self._url = url.rstrip("/")
+        self.methods = tuple(methods)
         self._max_new_tokens = max_new_tokens
         self._neighbours = neighbours
         try:
@@ -50,7 +52,7 @@ class OverHttp:
             offered, written = self._model["methods"], self._model["template"]
         except (LookupError, TypeError, ValueError):
             raise RequestError(f"--server {url}: no server of jaxrag; name one") from None
-        for name in methods:
+        for name in self.methods:
             if name not in offered:
                 raise RequestError(
                     f"--method {name}: {url} offers {', '.join(offered)}; name one of them"
@@ -68,6 +70,12 @@ class OverHttp:
     def neighbours(self) -> Told | None:
         """An oracle where it was asked for; else no method of a server sees any here."""
         return {"from": "prompt", "oracle": True} if self._neighbours == "prompt" else None
+
+    def beside_full(
+        self, item: DatasetItem, answers: Mapping[str, TimedAnswer]
+    ) -> Mapping[str, Line]:
+        """A server gives no logits."""
+        return {}
 
     def exchange(self, value: Any) -> list[Any]:
         """This process asks alone, however many hold the server's model."""

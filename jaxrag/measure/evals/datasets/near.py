@@ -1,8 +1,7 @@
 """How near methods come to full attention on a data set's prompts, token by token.
 
-Full attention answers greedily. Then every method, shown that answer, is asked for each next token:
-the KL divergence of its distribution from full attention's, and whether both take the same token.
-So few prompts tell methods apart that would need thousands of right and wrong answers.
+So few prompts tell methods apart that would need thousands of right and wrong answers. Methods may
+be measured behind several encoders and primers, and beside the full attention of other weights.
 """
 
 import dataclasses
@@ -16,14 +15,34 @@ import numpy as np
 from jaxrag.base.errors import RequestError
 from jaxrag.base.types import HostArray
 from jaxrag.kv.store import MemoryStore
+from jaxrag.measure.evals.asked import ITEMS, ask_all
 from jaxrag.measure.evals.datasets.asking import is_own
 from jaxrag.measure.evals.datasets.corpus import told_in, told_of, with_neighbours
+from jaxrag.measure.evals.datasets.nearness import (
+    FULL,
+    ShownAnswer,
+    at_ratios,
+    control_of,
+    control_table,
+    near_cells,
+    nearness_of,
+    needs,
+    shown,
+    with_controls,
+)
 from jaxrag.measure.evals.datasets.options import NearOptions
-from jaxrag.measure.evals.datasets.run import ITEMS, ask_all, items_of, template_of
+from jaxrag.measure.evals.datasets.run import items_of, template_of
 from jaxrag.measure.evals.datasets.spec import DatasetItem
 from jaxrag.measure.evals.datasets.table import dataset_named
-from jaxrag.measure.evals.gate import answered, forced_along, kl_divergence
-from jaxrag.measure.evals.statistics import LEVEL, bootstrapped, median, plain, share
+from jaxrag.measure.evals.gate import answered
+from jaxrag.measure.evals.statistics import (
+    LEVEL,
+    bootstrapped,
+    bootstrapped_difference,
+    median,
+    plain,
+    share,
+)
 from jaxrag.measure.subject import described
 from jaxrag.measure.table import Table, percent
 from jaxrag.models.model import Model, load_model
@@ -32,9 +51,7 @@ from jaxrag.reuse.methods import METHODS, Method, method_named
 from jaxrag.serve.answer_files import AnswerFile
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.conversation import Passage
-from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
-
-FULL = "full_attention"
+from jaxrag.serve.questions import Settings, prepare, resolve
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +90,7 @@ class NearStudy:
             return resolve(dataclasses.replace(ask, method=method), model=model, store=store)
 
         arms = {name: settings(method) for name, method in arms_of(options).items()}
+        arms = with_controls(arms) if options.controls else arms
         numbering = dataset_named(options.name).numbering
         arms = with_neighbours(options, arms, items_of, numbering, options.chunk_tokens)
         full = resolve(dataclasses.replace(ask, method=METHODS[FULL]), model=reference)
@@ -81,53 +99,25 @@ class NearStudy:
     def measure(self, item: DatasetItem) -> dict[str, Any]:
         """One prompt by every method; JSON-able."""
         documents = passages_of(item, self.model, self.options.chunk_tokens)
-        most = self.options.answer_tokens - 1
-        gold = self._gold(item)
         ready = prepare(self.full, item.question, documents)
         [answer] = answered([ready], 1)
-        forced = answer.token_ids[:most]
-        wanted, own_gold, _ = self._forced(self.full, ready, forced, gold)
+        most = self.options.answer_tokens - 1
+        whole = ShownAnswer.by(self.full, ready, answer.token_ids, item, most)
         found: dict[str, Any] = {
             "id": item.id,
             "tokens": ready.prompt.num_tokens,
-            "full": {"text": answer.text, "gold": own_gold, "ttft": _ttft(answer)},
+            "full": {"text": answer.text, "gold": whole.log_probability, "ttft": _ttft(answer)},
             "methods": {},
         }
         for name, settings in self.arms.items():
             ready = prepare(settings, item.question, documents)
-            logits, own_gold, recomputed = self._forced(settings, ready, forced, gold)
+            line = whole.to(settings, ready)
             [answer] = answered([ready], 1)  # its chunks are in the pool now
-            found["methods"][name] = {
-                "kl": kl_divergence(wanted, logits).tolist(),
-                "same": (wanted.argmax(1) == logits.argmax(1)).tolist(),
-                "gold": own_gold,
-                "recomputed": recomputed / sum(ready.prompt.lengths)
-                if settings.method.encoder
-                else 1.0,
-                "text": answer.text,
-                "ttft": _ttft(answer),
-            }
+            again = line["recomputed"] / sum(ready.prompt.lengths)
+            line |= {"recomputed": again if settings.method.encoder else 1.0}
+            found["methods"][name] = line | {"text": answer.text, "ttft": _ttft(answer)}
         self.store.delete(list(self.store.keys()))
         return found
-
-    def _gold(self, item: DatasetItem) -> HostArray:
-        """Token ids of the first right answer as it would begin the model's."""
-        text = next(iter(item.answers[0]), "") if item.answers else ""
-        space = "" if self.full.template.chat else " "
-        return self.model.text_tokenizer().encode(f"{space}{text}")[
-            : self.options.answer_tokens - 1
-        ]
-
-    @staticmethod
-    def _forced(
-        settings: Settings, ready: ReadyQuestion, answer: Sequence[int], gold: HostArray
-    ) -> tuple[HostArray, float, int]:
-        """Logits [T, V] along an answer, the log-probability of the gold, tokens computed again."""
-        [logits, along], recomputed = forced_along(settings.model, ready, [answer, gold.tolist()])
-        chances = along[: len(gold)].astype(np.float64)
-        chances -= chances.max(1, keepdims=True)
-        each = chances[np.arange(len(gold)), gold] - np.log(np.exp(chances).sum(1))
-        return logits, float(each.sum()), recomputed
 
 
 def passages_of(item: DatasetItem, model: Model, most: int) -> list[Passage]:
@@ -137,7 +127,7 @@ def passages_of(item: DatasetItem, model: Model, most: int) -> list[Passage]:
 
 
 def arms_of(options: NearOptions) -> dict[str, Method]:
-    """Methods by the names of their rows: under every encoder, and behind every primer, they read.
+    """Methods by the names of their rows: by encoder and primer, where they read any, and ratio.
 
     Raises RequestError for a method twice, and for one that is full attention.
     """
@@ -169,7 +159,7 @@ def arms_of(options: NearOptions) -> dict[str, Method]:
                 if name in found:
                     raise RequestError(f"--method {named}: there are two of {name!r}; rename one")
                 found[name] = arm
-    return found
+    return at_ratios(found, options.ratios)
 
 
 def run(
@@ -244,8 +234,9 @@ def result_of(
     rows, first = [], np.zeros(0)
     for name, settings in study.arms.items():
         own = [line["methods"][name] for _, line in lines]
-        kl, same = (np.array([np.mean(it[part]) for it in own]) for part in ("kl", "same"))
-        gold = np.array([a["gold"] - b["gold"] for a, b in zip(own, full, strict=True)])
+        kl = np.array([np.mean(it["kl"]) for it in own])
+        control = control_of(name, list(study.arms))
+        random = None if control is None else [line["methods"][control] for _, line in lines]
         over = [
             a["ttft"] / b["ttft"]
             for a, b in zip(own, full, strict=True)
@@ -257,11 +248,9 @@ def result_of(
         more = around[1] if around else 0  # of every chunk
         rows.append({
             "method": name,
-            "kl": bootstrapped(kl, seed),
-            "kl_minus_first": bootstrapped(kl - first, seed),
+            **nearness_of(own, full, each, random, seed),
+            "kl_minus_first": bootstrapped_difference(kl, first, seed),
             "kl_over_first": bootstrapped(kl, seed, over=first) if first.all() else None,
-            "same_tokens": bootstrapped(same, seed),
-            "gold_minus_full": bootstrapped(gold, seed),
             "right": plain(share(right([it["text"] for it in own]), each)),
             "recomputed": float(np.mean([it["recomputed"] for it in own])),
             "bytes_per_token": len({method.encoder, method.first_encoder} - {None})
@@ -284,41 +273,34 @@ def result_of(
 
 
 def tables(result: Mapping[str, Any]) -> Iterator[Table]:
-    """One table, a row for each method."""
+    """A row for each method; and beside their controls, where there are some."""
     first = result["rows"][0]["method"]
     yield Table(
         f"{result['dataset']}, {result['prompts']} prompts of {result['prompt_tokens']:.0f} "
         "tokens; KL to full attention and the same next token over "
-        f"{result['answer_tokens']} tokens of its answer, KL over that of {first}, "
-        "log-probability of the gold minus full attention's, "
+        f"{result['answer_tokens']} tokens of its answer, log-probability of the gold minus full "
+        f"attention's, KL over that of {first} and prompts that their difference takes to show, "
         f"{result['metric']} (full attention {percent(result['full']['right'])}), chunk tokens "
         "computed again, stored KiB a token, time to first token from the pool over full"
         f"{told_in(result)}",
         [
             [
-                "method", "KL", f"/ {first}", "same token, %", "gold", "right, %", "again, %",
-                "KiB", "ttft / full",
+                "method", "KL", "same token, %", "gold", f"KL / {first}", "takes", "right, %",
+                "again, %", "KiB", "ttft / full",
             ],
             *(
                 [
                     row["method"],
-                    _shown(row["kl"], ".4f"),
-                    _shown(row["kl_over_first"], ".3f"),
-                    percent(row["same_tokens"]),
-                    _shown(row["gold_minus_full"], "+.2f"),
+                    *near_cells(row),
+                    shown(row["kl_over_first"], ".3f"),
+                    needs(row["kl_minus_first"]),
                     percent(row["right"]),
                     f"{100 * row['recomputed']:.1f}",
                     f"{row['bytes_per_token'] / 1024:.1f}",
-                    _shown(row["ttft_over_full"], ".3f"),
+                    shown(row["ttft_over_full"], ".3f"),
                 ]
                 for row in result["rows"]
             ),
         ],
     )  # fmt: skip
-
-
-def _shown(found: Mapping[str, Any] | None, form: str) -> str:
-    if found is None:
-        return ""
-    value, low, high = (found[name] for name in ("value", "low", "high"))
-    return f"{value:{form}}" + ("" if low is None else f" [{low:{form}}, {high:{form}}]")
+    yield from control_table([(row["method"], row) for row in result["rows"]])

@@ -41,6 +41,15 @@ class DatasetOptions:
         flag="--method",
         repeatable=True,
     )
+    ratios: tuple[float, ...] = option(
+        (), "measure every method that recomputes a part at each of these", "R,...",
+        parse=parse_ratios, unset="the method's own", flag="--recompute-ratios",
+    )  # fmt: skip
+    controls: bool = option(
+        False,
+        "beside every method that chooses what it recomputes, the same with as many tokens drawn "
+        "at random",
+    )
     server: str | None = option(
         None, "ask a server of jaxrag that runs with --template of this data set", "URL",
         unset="a model in this process",
@@ -71,6 +80,7 @@ class DatasetOptions:
         "of methods that encode passages behind their neighbours: the most similar passages of the "
         "whole file, or the prompt's own others, an oracle",
     )
+    answer_tokens: int = option(16, "of full attention's answer that are compared", "N")
     max_new_tokens: int | None = option(
         None, "of an answer", "N", parse=parse_count, unset="the benchmark's"
     )
@@ -88,7 +98,7 @@ class DatasetOptions:
             raise RequestError(
                 f"--method {', '.join(self.methods)}: name at least one, and each once"
             )
-        check_positive(self, "number", "documents", "max_new_tokens")
+        check_positive(self, "number", "documents", "max_new_tokens", "answer_tokens")
         if self.neighbours not in get_args(NeighboursFrom):
             raise RequestError(
                 f"--neighbours {self.neighbours}: expected one of "
@@ -99,6 +109,12 @@ class DatasetOptions:
             raise RequestError(f"nothing to ask: {_FILL}")
         if self.server is not None and len(given) > 1:
             raise RequestError(f"--server {self.server} has a model of its own: {_FILL}")
+        if self.server is not None and (self.ratios or self.controls):
+            flag = "--recompute-ratios" if self.ratios else "--controls"
+            raise RequestError(
+                f"{flag}: a server answers by the methods that it offers; leave it out, or give "
+                "--model DIR"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,10 +149,9 @@ class NearOptions(DatasetOptions):
         "trained for", "MODEL", unset="the model's own",
     )  # fmt: skip
     chunk_tokens: int = option(256, "of a passage, the first of it", "N", parse=parse_count)
-    answer_tokens: int = option(16, "of full attention's answer that are compared", "N")
     metric: str = option("subspan", "whether an answer of as many tokens is right", "NAME")
     finished_only: bool = option(False, "measure no more, and report the prompts that are kept")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self, "chunk_tokens", "answer_tokens")
+        check_positive(self, "chunk_tokens")

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxrag.measure.evals.datasets.nearness import FULL, control_table, near_cells, needs
+from jaxrag.measure.evals.statistics import POWER
 from jaxrag.measure.table import Table, percent, points
 
 _FEW = 30  # questions, below which intervals are too narrow
@@ -16,17 +18,19 @@ def tables(result: Mapping[str, Any]) -> Iterator[Table]:
     if len(rows) > 1:
         title = f"{{}} minus that of {first} on the same questions, in points"
         yield from _scores(result, rows[1:], "minus_first", points, title)
-    if "same_answer" in rows[0] and len(rows) > 1:
+        yield from _sizes(result, rows[1:])
+    near = [it for it in _parts([row for row in rows if row["method"] != FULL]) if "kl" in it[1]]
+    if near:
         yield Table(
-            f"as {first} answers, in %: whole answers; tokens, given its answer",
+            f"beside {FULL}: the same whole answer, in %; along its answer's first "
+            f"{result['answer_tokens']} tokens KL to it and the same next token, in %; "
+            "log-probability of the right answer minus its own",
             [
-                ["method", "same answer", "same tokens"],
-                *(
-                    [method_of(row), percent(row["same_answer"]), percent(row["same_tokens"])]
-                    for row in rows[1:]
-                ),
+                ["method", "same answer", "KL", "same token", "gold"],
+                *([name, percent(row["same_answer"]), *near_cells(row)] for name, row in near),
             ],
         )
+    yield from control_table(near)
     yield Table(
         f"{asked}; median ms from the text to the first token with chunks that are kept, and when "
         "first asked (with encoding and compiling); that of the first method over it; chunk tokens "
@@ -44,16 +48,33 @@ def tables(result: Mapping[str, Any]) -> Iterator[Table]:
                 "again, %",
                 "GFLOP",
             ],
-            *(
-                _cost(name, costs)
-                for row in rows
-                for name, costs in (
-                    (method_of(row), row),
-                    *((f"{row['method']}, {of}", it) for of, it in row["by_group"].items()),
-                )
-            ),
+            *(_cost(name, costs) for name, costs in _parts(rows)),
         ],
     )
+
+
+def _parts(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Of every method the whole, and its groups, by name."""
+    for row in rows:
+        yield method_of(row), row
+        yield from ((f"{row['method']}, {of}", it) for of, it in row["by_group"].items())
+
+
+def _sizes(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
+    """How many questions the differences of scores take, of all groups together."""
+    metrics = result["metrics"]
+    if metrics and result["questions"]:
+        yield Table(
+            "questions that a difference of the size seen takes to be told from none, at 95 % and "
+            f"with a power of {POWER:.0%}; there were {result['questions']}",
+            [
+                ["method", *(metric.replace("_", " ") for metric in metrics)],
+                *(
+                    [method_of(row), *(needs(row["minus_first"][it]["all"]) for it in metrics)]
+                    for row in rows
+                ),
+            ],
+        )
 
 
 def _scores(
@@ -87,8 +108,8 @@ def _scores(
 
 def method_of(row: Mapping[str, Any]) -> str:
     """The method, with the ratio that a gate has chosen for it."""
-    ratio = row.get("ratio")
-    return str(row["method"]) if ratio is None else f"{row['method']} {ratio:g}"
+    name, ratio = str(row["method"]), row.get("ratio")
+    return name if ratio is None or f" {ratio:g}" in name else f"{name} {ratio:g}"
 
 
 def notes(result: Mapping[str, Any]) -> Iterator[str]:

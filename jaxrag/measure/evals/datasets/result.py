@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 
 from jaxrag.base.types import HostArray
+from jaxrag.measure.evals.asked import Line
+from jaxrag.measure.evals.datasets.nearness import FULL, control_of, nearness_of
 from jaxrag.measure.evals.datasets.spec import DatasetItem
 from jaxrag.measure.evals.statistics import LEVEL, by_group, difference, median, plain, share
 
-Line = dict[str, Any]
 FinishedItem = tuple[DatasetItem, Mapping[str, Any]]  # a question and its finished line
 
 ALL = "all"
@@ -42,6 +43,11 @@ def result_of(
         }
         for metric in metrics
     }
+
+    def row(method: str, of: HostArray) -> dict[str, Any]:
+        lines = [answered[at][1] for at in np.flatnonzero(of)]
+        return _costs(methods[0], method, lines) | _nearness(methods, method, lines, samples[of])
+
     return {
         "questions": len(answered),
         "skipped": dict(skipped),
@@ -62,16 +68,8 @@ def result_of(
                     metric: by_group(groups, samples, difference, of[name], of[methods[0]])
                     for metric, of in scores.items()
                 },
-                **_costs(methods[0], name, [line for _, line in answered]),
-                "by_group": {
-                    group: _costs(
-                        methods[0],
-                        name,
-                        [line for item, line in answered if item.group == group],
-                    )
-                    for group in groups
-                    if group != ALL
-                },
+                **row(name, groups[ALL]),
+                "by_group": {group: row(name, of) for group, of in groups.items() if group != ALL},
             }
             for name in methods
         ],
@@ -117,19 +115,20 @@ def _costs(first: str, method: str, lines: Sequence[Mapping[str, Any]]) -> dict[
         "cut_off": sum(it["finish_reason"] == "length" for it in own),
         "notes": sorted({note for it in own for note in it["notes"]}),
         "encoded": sum(it["encoded"] for it in own),
-        **_agreement(own, other),
     }
 
 
-def _agreement(own: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> Line:
-    """How often answers are the first method's, where each was shown the tokens of that one."""
-    if not all("same" in it for it in own):
+def _nearness(
+    methods: Sequence[str], method: str, lines: Sequence[Mapping[str, Any]], samples: HostArray
+) -> dict[str, Any]:
+    """How near answers and next tokens are to full attention's, where that was found out."""
+    if not all("kl" in line["methods"][method] for line in lines):
         return {}
-    each = np.arange(len(own))
-    same = [a["token_ids"] == b["token_ids"] for a, b in zip(own, other, strict=True)]
-    tokens = np.concatenate([np.array(it["same"], np.bool_) for it in own])
-    of = np.repeat(each, [len(it["same"]) for it in own])
-    return {
-        "same_answer": plain(share(np.array(same), each)),
-        "same_tokens": plain(share(tokens, of)),
-    }
+
+    def of(name: str) -> list[Line]:
+        return [line["methods"][name] for line in lines]
+
+    control, own, full = control_of(method, methods), of(method), of(FULL)
+    same = [a["token_ids"] == b["token_ids"] for a, b in zip(own, full, strict=True)]
+    found = nearness_of(own, full, samples, None if control is None else of(control))
+    return {"same_answer": plain(share(np.array(same), samples)), **found}

@@ -77,10 +77,10 @@ def rgb_documents(positive: list[str], negative: list[str], noise: float) -> lis
 
 
 def _items(records: list[DataRecord], reading: DatasetReading) -> Iterator[DatasetItem]:
-    for noise in reading.noise or NOISE:
-        for number, record in enumerate(records):
-            values = record.values
-            positive, negative = (_texts(record, name) for name in ("positive", "negative"))
+    for number, record in enumerate(records):
+        values = record.values
+        positive, negative = (_texts(record, name) for name in ("positive", "negative"))
+        for noise in reading.noise or NOISE:
             yield DatasetItem(
                 id=f"{number}@{noise:g}",
                 sample=str(number),

@@ -3,9 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-import json
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import xxhash
 from jaxrag.base.errors import ConfigError, ContextExceeded, RequestError
 from jaxrag.library.documents import Shard
 from jaxrag.library.knowledge_base import KnowledgeBase
+from jaxrag.measure.evals.asked import Line, ask_all, kept, lines_of
 from jaxrag.measure.evals.datasets.asking import (
     Answerer,
     InProcess,
@@ -24,19 +23,15 @@ from jaxrag.measure.evals.datasets.corpus import told_in, with_neighbours
 from jaxrag.measure.evals.datasets.http import OverHttp, ServerGone
 from jaxrag.measure.evals.datasets.options import DatasetOptions
 from jaxrag.measure.evals.datasets.records import HUB, records_of
-from jaxrag.measure.evals.datasets.result import FinishedItem, Line, result_of
+from jaxrag.measure.evals.datasets.result import result_of
 from jaxrag.measure.evals.datasets.spec import DatasetItem, DatasetReading, DatasetSpec
 from jaxrag.measure.evals.datasets.table import dataset_named
 from jaxrag.measure.evals.metrics import METRICS
 from jaxrag.models.model import Model, load_model
-from jaxrag.models.text.progress import progress_bar
 from jaxrag.models.text.prompts import PromptTemplate, template_named
 from jaxrag.reuse.methods import method_named
-from jaxrag.serve.answer_files import AnswerFile, written_once
+from jaxrag.serve.answer_files import AnswerFile
 from jaxrag.serve.ask import Ask
-from jaxrag.serve.questions import Settings
-
-ITEMS = ".items.jsonl"  # behind the name of the result's file
 
 
 def template_of(options: DatasetOptions) -> PromptTemplate:
@@ -48,7 +43,9 @@ def template_of(options: DatasetOptions) -> PromptTemplate:
 
 
 def items_of(options: DatasetOptions) -> list[DatasetItem]:
-    """The questions of the files, of all shards.
+    """The questions of the first ``number`` samples of each file, of all shards.
+
+    How many does not change what they are: what a prompt takes of other records, it takes of all.
 
     Raises RequestError, with file, line and field, for a record that is none.
     """
@@ -57,9 +54,12 @@ def items_of(options: DatasetOptions) -> list[DatasetItem]:
     reading = DatasetReading(options.noise, options.documents, options.seed, titled)
     found: list[DatasetItem] = []
     for source in options.data:
-        records = records_of(source, spec.fields)[: options.number]
+        records, samples = records_of(source, spec.fields), set[str]()
         prefix = "" if len(options.data) == 1 else f"{Path(source).name}:"
         for item in spec.items(records, reading):
+            samples.add(item.sample)
+            if options.number is not None and len(samples) > options.number:
+                break
             found.append(
                 dataclasses.replace(item, id=prefix + item.id, sample=prefix + item.sample)
             )
@@ -96,59 +96,33 @@ def run(
         method_named(method)
     items = items_of(options)
     tokens = options.max_new_tokens or spec.max_new_tokens
-    with _answerer(options, tokens, load) as answerer, _kept(options, answerer, first) as kept:
+    with (
+        _answerer(options, tokens, load) as answerer,
+        kept(options.out, answerer.exchange, first) as path,
+    ):
         settings = _settings(options, answerer)
-        before = [_lines(path, settings) for path in options.finished] if first else None
+        before = [_lines(it, settings) for it in options.finished] if first else None
         there = [line for lines in answerer.exchange(before)[0] for line in lines]
-        ask = functools.partial(answers_to, answerer, options.methods)
+        ask = functools.partial(answers_to, answerer)
         try:
-            lines = ask_all(ask, items, AnswerFile(kept, settings), there, shard, progress)
+            lines = ask_all(ask, items, AnswerFile(path, settings), there, shard, progress)
         except ServerGone as error:
-            count = len(_read(kept))
+            count = len(lines_of(path))
             raise RequestError(
-                f"{error}; {count} questions are kept in {kept}: start it and run this again"
+                f"{error}; {count} questions are kept in {path}: start it and run this again"
             ) from None
         metrics = (options.metrics or spec.metrics) if options.scores else ()
-        found = result_of(options.methods, metrics, spec.score, lines) | _told(answerer)
+        found = result_of(answerer.methods, metrics, spec.score, lines) | _told(answerer)
         return {
             "dataset": options.name,
             **spec.described(),
             "asked": heading(spec, found),
             **found,
             "max_new_tokens": tokens,
+            "answer_tokens": options.answer_tokens,
             "files": {source: _digest(source) for source in options.data},
             "model": answerer.about(),
         }
-
-
-def ask_all(
-    ask: Callable[[DatasetItem], Line],
-    items: Sequence[DatasetItem],
-    answers: AnswerFile,
-    there: Iterable[Line] = (),
-    shard: Shard | None = None,
-    progress: bool = False,
-) -> list[FinishedItem]:
-    """Questions with what every method answered, a line each, written as it comes.
-
-    Args:
-      ask: all methods' answers to a question.
-      answers: what it holds is not asked again; closed at the end.
-      there: of questions that were finished elsewhere.
-      shard: of the questions, which alone are asked; None: all.
-    """
-    shard = shard or Shard()
-    found = {line["id"]: line for line in there}
-    with answers:
-        own = [it for at, it in enumerate(items) if shard.holds_line(at)]
-        waiting = [it for it in own if it.id not in answers.done and it.id not in found]
-        done = len(own) - len(waiting)
-        with progress_bar(len(own), "eval", "question", shown=progress, done=done) as bar:
-            for item in waiting:
-                answers.write([ask(item)])
-                bar.update()
-    found |= {line["id"]: line for line in _read(answers.path)}
-    return [(item, found[item.id]) for item in items if item.id in found]
 
 
 def heading(spec: DatasetSpec, found: Mapping[str, Any]) -> str:
@@ -180,27 +154,25 @@ def _answerer(
         if path is None:
             raise RequestError(f"{options.kb} does not remember a model; pass --model DIR")
         with KnowledgeBase.open(options.kb, model=load(path)) as kb:
-            yield _in_process(options, settings_of(options.methods, ask, kb=kb))
+            yield _in_process(options, ask, kb=kb)
     else:
         assert options.model is not None
-        model = load(options.model)
-        yield _in_process(options, settings_of(options.methods, ask, model=model))
+        yield _in_process(options, ask, model=load(options.model))
 
 
-def _in_process(options: DatasetOptions, settings: Mapping[str, Settings]) -> InProcess:
+def _in_process(
+    options: DatasetOptions,
+    ask: Ask,
+    *,
+    model: Model | None = None,
+    kb: KnowledgeBase | None = None,
+) -> InProcess:
+    named = dict(zip(options.methods, options.methods, strict=True))
+    settings = settings_of(
+        named, ask, model=model, kb=kb, ratios=options.ratios, controls=options.controls
+    )
     numbering = dataset_named(options.name).numbering
-    return InProcess(with_neighbours(options, settings, items_of, numbering))
-
-
-@contextlib.contextmanager
-def _kept(options: DatasetOptions, answerer: Answerer, first: bool) -> Iterator[Path]:
-    """Where finished questions are kept: beside the result, or for this run alone."""
-    if options.out is not None:
-        with written_once(options.out + ITEMS, answerer.exchange, first) as path:
-            yield path
-        return
-    with tempfile.TemporaryDirectory(prefix="jaxrag-") as folder:
-        yield Path(folder) / "items.jsonl"
+    return InProcess(with_neighbours(options, settings, items_of, numbering), options.answer_tokens)
 
 
 def _settings(options: DatasetOptions, answerer: Answerer) -> dict[str, Any]:
@@ -208,7 +180,8 @@ def _settings(options: DatasetOptions, answerer: Answerer) -> dict[str, Any]:
     return {
         "dataset": options.name,
         "files": [_digest(source) for source in options.data],
-        "methods": list(options.methods),
+        "methods": list(answerer.methods),
+        "answer_tokens": options.answer_tokens,
         "noise": list(options.noise),
         "documents": options.documents,
         "seed": options.seed,
@@ -228,30 +201,27 @@ def _lines(path: str, settings: Mapping[str, Any]) -> list[Line]:
     if not Path(path).is_file():
         raise ConfigError(f"--finished {path}: no such file; name a file of finished questions")
     with AnswerFile(path, settings):
-        return _read(Path(path))
+        return lines_of(Path(path))
 
 
-def _read(path: Path) -> list[Line]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def answers_to(answerer: Answerer, methods: Sequence[str], item: DatasetItem) -> Line:
+def answers_to(answerer: Answerer, item: DatasetItem) -> Line:
     """All methods' answers to one prompt; documents that do not fit are left out from its end."""
     documents = item.documents
     while True:
         shown = dataclasses.replace(item, documents=documents)
         try:
-            answers = {name: answerer.answer(name, shown) for name in methods}
+            answers = {name: answerer.answer(name, shown) for name in answerer.methods}
         except ContextExceeded:
             documents = documents[:-1]
             if documents:
                 continue
             return {"id": item.id, "skipped": "no document fits into the model's context"}
+        near = answerer.beside_full(shown, answers)
         return {
             "id": item.id,
             "documents": len(item.documents),
             "left_out": len(item.documents) - len(documents),
-            "methods": {name: _plain(answer) for name, answer in answers.items()},
+            "methods": {name: _plain(one) | near.get(name, {}) for name, one in answers.items()},
         }
 
 

@@ -58,7 +58,7 @@ class DatasetSpec:
       source: where its file is from.
       checked: whether this reader was run on the authors' own file, or on made ones of its form.
       fields: what every record must have, with the types that each may be of.
-      items: the questions of all records, in their order.
+      items: the questions of all records, in their order; those of one sample follow one another.
       template: its prompt.
       metrics: names of ``METRICS``, the one that it is ranked by first.
       max_new_tokens: of an answer.

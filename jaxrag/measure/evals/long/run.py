@@ -15,20 +15,22 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrag.base.config import ModelConfig
+from jaxrag.base.installed import __version__
 from jaxrag.base.types import HostArray
 from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.kv.cache import PAGE
 from jaxrag.kv.placement import ON_DEVICE
 from jaxrag.library.knowledge_base.passages import PassageCorpus
+from jaxrag.measure.evals.asked import Line, ask_all, kept
 from jaxrag.measure.evals.gate import answered
 from jaxrag.measure.evals.long.plan import Item, plan
 from jaxrag.measure.evals.options import LongOptions
 from jaxrag.measure.evals.statistics import LEVEL, difference, plain, share
 from jaxrag.measure.subject import described, format_of
 from jaxrag.models.model import Model, load_model
-from jaxrag.models.text.progress import progress_bar
 from jaxrag.reuse.decode import DecodeRule
 from jaxrag.reuse.decode.footprint import Bytes
+from jaxrag.serve.answer_files import AnswerFile
 from jaxrag.serve.answers import Result
 from jaxrag.serve.ask import Ask
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
@@ -38,11 +40,30 @@ _HAYSTACK = "the haystack's own chunks"  # among which their neighbours are foun
 
 
 @dataclasses.dataclass(frozen=True)
+class Reply:
+    """What one method answered to one prompt."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    per_token: float
+    notes: list[str]
+
+
+@dataclasses.dataclass(frozen=True)
 class LongAnswers:
     """What one method answered: the replies and their scores [Q] float64, in the plan's order."""
 
-    replies: list[Result]
+    replies: list[Reply]
     scores: HostArray
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptBatch:
+    """Prompts of one task and length that run together, by their places in the plan."""
+
+    id: str
+    places: tuple[int, ...]
 
 
 def prompts(options: LongOptions, progress: bool = True) -> list[dict[str, Any]]:
@@ -64,10 +85,20 @@ def prompts(options: LongOptions, progress: bool = True) -> list[dict[str, Any]]
     ]
 
 
-def run(options: LongOptions, progress: bool = True, mesh: Mesh | None = None) -> dict[str, Any]:
+def run(
+    options: LongOptions,
+    progress: bool = True,
+    mesh: Mesh | None = None,
+    out: str | None = None,
+    first: bool = True,
+) -> dict[str, Any]:
     """Measure; JSON-able, scores as fractions of 1, ``report`` prints it and ``heatmap`` draws it.
 
     Several processes that hold the model on one mesh run this together.
+
+    Args:
+      out: where the result is to go; finished prompts are kept beside it and not asked again.
+      first: whether this process writes them.
 
     Raises RequestError, ModelError, TokenizerError, ConfigError or DocumentError for what cannot be
     asked, before the model computes anything.
@@ -94,7 +125,9 @@ def run(options: LongOptions, progress: bool = True, mesh: Mesh | None = None) -
     for (_, task), one in settings.items():  # what a method refuses, it refuses before any work
         for length in options.lengths:
             _question(one, firsts[task, length])
-    answers = _answer(options, settings, items, progress)
+    made_with = {"options": repr(options), "weights": model.fingerprint, "version": __version__}
+    with kept(out, model.exchange, first) as path:
+        answers = _answer(options, settings, items, AnswerFile(path, made_with), progress)
     return {
         "suite": options.suite,
         "flavour": options.flavour,
@@ -173,22 +206,29 @@ def _answer(
     options: LongOptions,
     settings: Mapping[tuple[str, str], Settings],
     items: Sequence[Item],
+    file: AnswerFile,
     progress: bool,
 ) -> dict[str, LongAnswers]:
     """What every method answered; ``settings`` by method and task.
 
     Prompts of one task and length are asked in batches, by one method after the other.
     """
-    found: dict[str, dict[int, Result]] = {method.name: {} for method in options.resolved}
-    total = len(items) * len(options.resolved)
-    with progress_bar(total, "eval", "answer", shown=progress) as bar:
-        for places in _batches(options, items):
-            task = items[places[0]].task
-            bar.set_postfix_str(f"{task}, {items[places[0]].length}", refresh=False)
-            for name, own in found.items():
-                asked = [_question(settings[name, task], items[i]) for i in places]
-                replies = answered(asked, options.batch_size, bar.update)
-                own |= zip(places, replies, strict=True)
+    names = [method.name for method in options.resolved]
+
+    def ask(batch: PromptBatch) -> Line:
+        task = items[batch.places[0]].task
+        line: Line = {"id": batch.id}
+        for name in names:
+            asked = [_question(settings[name, task], items[i]) for i in batch.places]
+            line[name] = [_reply(it) for it in answered(asked, options.batch_size)]
+        return line
+
+    found: dict[str, dict[int, Reply]] = {name: {} for name in names}
+    unit = "prompt" if options.batch_size == 1 else "batch"
+    batches = list(_batches(options, items))
+    for batch, line in ask_all(ask, batches, file, progress=progress, unit=unit):
+        for name, own in found.items():
+            own |= zip(batch.places, (Reply(**it) for it in line[name]), strict=True)
     return {
         name: LongAnswers(
             replies := [own[i] for i in range(len(items))], _scores(options, items, replies)
@@ -197,7 +237,17 @@ def _answer(
     }
 
 
-def _scores(options: LongOptions, items: Sequence[Item], replies: Sequence[Result]) -> HostArray:
+def _reply(result: Result) -> Line:
+    return {
+        "text": result.text,
+        "token_ids": [*map(int, result.token_ids)],
+        "finish_reason": result.finish_reason,
+        "per_token": result.timings["per_token"],
+        "notes": list(result.notes),
+    }
+
+
+def _scores(options: LongOptions, items: Sequence[Item], replies: Sequence[Reply]) -> HostArray:
     scores = [
         options.chosen[item.task].score(reply.text, item.fitted.case.expected)
         for item, reply in zip(items, replies, strict=True)
@@ -205,11 +255,12 @@ def _scores(options: LongOptions, items: Sequence[Item], replies: Sequence[Resul
     return np.array(scores, np.float64)
 
 
-def _batches(options: LongOptions, items: Sequence[Item]) -> Iterator[tuple[int, ...]]:
-    """Places of items of one task and length, at most a batch of them."""
+def _batches(options: LongOptions, items: Sequence[Item]) -> Iterator[PromptBatch]:
+    """Items of one task and length, at most a batch of them."""
     places = sorted(range(len(items)), key=lambda i: (items[i].length, items[i].task))
     for _, alike in itertools.groupby(places, lambda i: (items[i].length, items[i].task)):
-        yield from itertools.batched(alike, options.batch_size)
+        for some in itertools.batched(alike, options.batch_size):
+            yield PromptBatch(str(some[0]), some)
 
 
 def placed_bytes(options: LongOptions, rule: DecodeRule, config: ModelConfig, tokens: int) -> Bytes:
@@ -228,7 +279,7 @@ def _costs(
     for method, length in itertools.product(options.resolved, options.lengths):
         replies = answers[method.name].replies
         seconds = [
-            reply.timings["per_token"]
+            reply.per_token
             for item, reply in zip(items, replies, strict=True)
             if item.length == length and len(reply.token_ids) > 1
         ]
@@ -285,7 +336,7 @@ def _tables(
     }
 
 
-def _same(one: Result, other: Result) -> bool:
+def _same(one: Reply, other: Reply) -> bool:
     """Whether two answers are the same tokens and end for the same reason."""
     return (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason)
 

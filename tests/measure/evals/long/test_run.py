@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from refusal import refused
 
-from jaxrag.base.errors import RequestError
+from jaxrag.base.errors import ConfigError, RequestError
+from jaxrag.measure.evals.asked import ITEMS
 from jaxrag.measure.evals.long import run as running
 from jaxrag.measure.evals.long.plan import plan
 from jaxrag.measure.evals.long.report import tables
@@ -46,13 +47,13 @@ def asked(monkeypatch, village_model):
     were asked, in the order of the plan.
     """
 
-    def measure(options, right):
+    def measure(options, right, out=None):
         tokenizer = village_model.tokenizer
         frame = Frame(tokenizer, village_model.template, options.chunk_tokens)
         items = plan(options, frame, village_model.config.max_positions, progress=False)
         asked = {method.name: [None] * len(items) for method in options.resolved}
 
-        def answered(questions, rows, heard):
+        def answered(questions, rows):
             assert len(questions) <= rows == options.batch_size
             return [answer(question) for question in questions]
 
@@ -74,7 +75,7 @@ def asked(monkeypatch, village_model):
 
         monkeypatch.setattr(running, "load_model", lambda path, dtype, mesh: village_model)
         monkeypatch.setattr(running, "answered", answered)
-        return running.run(options, progress=False), items, asked
+        return running.run(options, progress=False, out=out), items, asked
 
     return measure
 
@@ -82,6 +83,23 @@ def asked(monkeypatch, village_model):
 def shallow(method, item):
     """Full attention is always right, the other method in the second half."""
     return method == "full_attention" or item.depth >= 0.5
+
+
+def test_a_killed_run_goes_on(asked, tmp_path):
+    """What is finished is not asked again, and the whole is what it would have been."""
+    out = tmp_path / "needle.json"
+    whole, *_ = asked(NEEDLE, shallow, str(out))
+    kept = tmp_path / f"needle.json{ITEMS}"
+    lines = kept.read_bytes().splitlines(keepends=True)
+    assert len(lines) == len(whole["items"])
+    kept.write_bytes(b"".join(lines[:5]) + lines[5][:20])
+    again, _, requests = asked(NEEDLE, shallow, str(out))
+    assert again == whole
+    done = {int(json.loads(line)["id"]) for line in lines[:5]}
+    for own in requests.values():
+        assert {i for i, one in enumerate(own) if one is None} == done
+    with refused(ConfigError, "options"):
+        asked(dataclasses.replace(NEEDLE, seed=8), shallow, str(out))
 
 
 def test_a_plan_is_every_length_task_and_depth(village_frame):

@@ -1,0 +1,79 @@
+"""The tables of evidence: cells that the program takes, one command that goes on."""
+
+import json
+import subprocess
+
+import evidence
+import pytest
+from refusal import refused
+
+from jaxrag.base.errors import ConfigError
+from jaxrag.cli import PROGRAM
+from jaxrag.cli.command import from_fields, parse
+from jaxrag.measure.evals.asked import ITEMS
+from jaxrag.measure.evals.datasets.options import DatasetOptions
+
+CELLS = evidence.cells_of()
+
+
+def test_the_main_cells_come_first():
+    tables = [cell.table for cell in CELLS]
+    assert tables == sorted(tables, key=list(dict.fromkeys(tables)).index) and tables[0] == "main"
+    assert len({cell.name for cell in CELLS}) == len(CELLS)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=[cell.name for cell in CELLS])
+def test_the_program_takes_every_cell(cell, tmp_path):
+    args = parse(PROGRAM, evidence.command_of(cell, "MODEL", tmp_path, tmp_path, 2))
+    options = from_fields(DatasetOptions, args, name=args.name, model=args.model, out=args.out)
+    assert options.controls and options.number == 2 and options.methods == cell.methods
+    assert options.methods[0] == "full_attention" and args.dtype == "float32"
+
+
+def test_an_unknown_key_is_refused(tmp_path):
+    path = tmp_path / "cells.toml"
+    path.write_text(
+        '[methods]\na = ["turborag"]\n[[cell]]\nname = "x"\ntable = "t"\nmethods = "a"\n'
+        'dataset = "musique"\ndata = "d"\nnum = 3\nsees = 1\n'
+    )
+    with refused(ConfigError, "sees"):
+        evidence.cells_of(path)
+
+
+class Ran:
+    """A process that takes so many hours, and finishes the questions that it was asked."""
+
+    def __init__(self, asked, hours, clock):
+        self.asked, self.hours, self.clock, self.ended = asked, hours, clock, False
+
+    def wait(self, seconds=None):
+        if seconds is not None and seconds < 3600 * self.hours and not self.ended:
+            raise subprocess.TimeoutExpired("jaxrag", seconds)
+        self.clock[0] += 3600 * self.hours
+        [out] = [it.removeprefix("--out=") for it in self.asked if it.startswith("--out=")]
+        lines = [{"id": str(n), "seconds": 100.0 if n == 0 else 9.0} for n in range(4)]
+        with open(out + ITEMS, "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+        return 0
+
+    def terminate(self):
+        self.ended = True
+
+
+@pytest.mark.parametrize(("hours", "begun", "code"), [("9", 4, 0), ("2.5", 3, 1)])
+def test_it_stops_when_the_time_is_over(tmp_path, monkeypatch, capsys, hours, begun, code):
+    clock, ran = [0.0], []
+
+    def start(command, cwd):
+        ran.append(Ran(command, 1, clock))
+        return ran[-1]
+
+    monkeypatch.setattr(evidence.subprocess, "Popen", start)
+    monkeypatch.setattr(evidence.time, "monotonic", lambda: clock[0])
+    asked = ["evidence", "--model", "M", "--data", "D", "--out", str(tmp_path), "--num", "4"]
+    monkeypatch.setattr("sys.argv", [*asked, "--table", "main", "--hours", hours])
+    assert evidence.main() == code
+    said = capsys.readouterr().out.splitlines()
+    assert len(ran) == begun and ran[-1].ended == bool(code)
+    first = "nq-10: 4 questions, the first 100 s, then 9.0 s each; 0.5 h for all 200"
+    assert said[0] == first and ("the time is over" in said[-1]) == bool(code)
