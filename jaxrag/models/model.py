@@ -27,6 +27,7 @@ from jaxrag.kv.store.base import KVStore
 from jaxrag.kv.store.keys import fingerprint
 from jaxrag.kv.store.layout import HeadShare, KVLayout
 from jaxrag.models.attention import PackedAttend, check_kernels, measured_kernels
+from jaxrag.models.backend import RowBackend
 from jaxrag.models.checkpoint import is_checkpoint, load_checkpoint
 from jaxrag.models.compiled import keep_compiled
 from jaxrag.models.decoder import Decoder, forward, unembed
@@ -36,7 +37,7 @@ from jaxrag.models.hf import load_config, load_hf, names_dtype
 from jaxrag.models.hub import fetched, is_hub_name
 from jaxrag.models.int8 import with_int8_weights
 from jaxrag.models.linear import by_layer, gains_by_layer
-from jaxrag.models.llama_cpp import ENGINES, MOST_READ, Elsewhere, LlamaCppBackend, open_llama_cpp
+from jaxrag.models.llama_cpp import ENGINES, Elsewhere, open_llama_cpp
 from jaxrag.models.memory import check_pool, memory_of, require_room, require_room_for_int8
 from jaxrag.models.reading import Reading, read_reading
 from jaxrag.models.record import read_record
@@ -80,7 +81,7 @@ class Model:
       reading: how it was trained to read chunks, from ``reading.toml``.
       placement: where its engine's pool has K and V.
       decode_weights: "int8" on a CPU: decode steps read the matrices as int8, prefill as they are.
-      backend: what has the weights, reads and decodes, where it is not JAX that does.
+      backend: what reads and decodes rows, where requests share no pool.
       engine: the slot for ``engine.engine_of``.
     """
 
@@ -95,7 +96,7 @@ class Model:
     reading: Reading = dataclasses.field(default_factory=Reading)
     placement: KVPlacement = ON_DEVICE
     decode_weights: DecodeWeights | None = None
-    backend: LlamaCppBackend | None = None
+    backend: RowBackend | None = None
     engine: Any = dataclasses.field(default=None, init=False, repr=False)
     _ropes: dict[int, RopeTable] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
@@ -193,7 +194,7 @@ class Model:
     def max_encoded(self) -> int:
         """How many tokens a chunk may have, with what it is encoded behind."""
         limit = self.config.max_positions
-        return limit if self.backend is None else min(limit, MOST_READ)
+        return limit if self.backend is None else min(limit, self.backend.most_read)
 
     @property
     def whole_kv_layout(self) -> KVLayout:
