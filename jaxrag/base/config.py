@@ -81,7 +81,7 @@ class ModelOptions:
     engine: str | None = option(
         None,
         "what reads and decodes: jax, or llama_cpp with a GGUF file; after a colon the type of KV "
-        "that it keeps, such as llama_cpp:q8_0",
+        "that it keeps, such as llama_cpp:q8_0, or of maps of recurrent layers, such as jax:int8",
         "NAME",
         unset="what the knowledge base was made with, else jax",
     )

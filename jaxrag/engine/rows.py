@@ -52,6 +52,12 @@ class RowRunner(ModelRunner):
 
     compiles = False
 
+    @property
+    def num_pages(self) -> int:  # type: ignore[override]  # made of what the backend has
+        """Of the backend's KV."""
+        assert self.model.backend is not None
+        return pages_for(self.model.backend.cells)
+
     @functools.cached_property
     def cells(self) -> _Cells:
         """Made when they are first needed."""

@@ -38,6 +38,8 @@ from jaxrag.models.hub import fetched, is_hub_name
 from jaxrag.models.int8 import with_int8_weights
 from jaxrag.models.linear import by_layer, gains_by_layer
 from jaxrag.models.llama_cpp import ENGINES, Elsewhere, open_llama_cpp
+from jaxrag.models.map_rows import open_map_rows
+from jaxrag.models.maps import MAP_FORMS, MapForm
 from jaxrag.models.memory import check_pool, memory_of, require_room, require_room_for_int8
 from jaxrag.models.reading import Reading, read_reading
 from jaxrag.models.record import read_record
@@ -81,6 +83,7 @@ class Model:
       reading: how it was trained to read chunks, from ``reading.toml``.
       placement: where its engine's pool has K and V.
       decode_weights: "int8" on a CPU: decode steps read the matrices as int8, prefill as they are.
+      maps: how those of recurrent layers are stored.
       backend: what reads and decodes rows, where requests share no pool.
       engine: the slot for ``engine.engine_of``.
     """
@@ -96,6 +99,7 @@ class Model:
     reading: Reading = dataclasses.field(default_factory=Reading)
     placement: KVPlacement = ON_DEVICE
     decode_weights: DecodeWeights | None = None
+    maps: MapForm = "float32"
     backend: RowBackend | None = None
     engine: Any = dataclasses.field(default=None, init=False, repr=False)
     _ropes: dict[int, RopeTable] = dataclasses.field(default_factory=dict, init=False, repr=False)
@@ -124,11 +128,16 @@ class Model:
         if self.tokenizer is not None:
             check_vocab(self.tokenizer, self.config)
         check_pool(self.config, self.mesh, self.cache_tokens, self.placement)
+        if self.config.recurrent is not None and self.backend is None:
+            alone = self.mesh is None and self.placement == ON_DEVICE and not self.decode_weights
+            self.backend = open_map_rows(
+                self.config, self._by_layer, self.maps, self.cache_tokens, alone
+            )
 
     def __repr__(self) -> str:
         """What it is and where, on one line."""
         c = self.config
-        if self.backend is not None:
+        if isinstance(self.params, Elsewhere) and self.backend is not None:
             return f"<Model {self.path!r}: {c.family}, {self.backend.engine}>"
         place = "default device" if self.mesh is None else f"{self.mesh.size} devices"
         return (
@@ -167,6 +176,8 @@ class Model:
         Or as K before rotation and V of every layer, [R, L, 2, K, H] float32. It encodes; its
         engine is this model's, which knows nothing of such ids.
         """
+        if self.backend is not None:
+            raise RequestError(f"{self.backend.called} reads no vectors; use a primer of text")
         model = copy.copy(self)
         soft = self.put(np.asarray(vectors, np.float32).astype(self.config.dtype))
         model.params = self.params.with_soft(soft)
@@ -466,7 +477,8 @@ def load_model(
         None = a quarter of the memory that is free.
       engine: what reads and decodes: "jax", or "llama_cpp" in a process of its own, of a GGUF file;
         "llama_cpp:q8_0" and "llama_cpp:q4_0" keep KV in these types, "llama_cpp" as f16. Of the
-        other arguments ``cache_tokens`` holds there too.
+        other arguments ``cache_tokens`` holds there too. "jax:bfloat16" and "jax:int8" store maps
+        of recurrent layers so, "jax" as float32.
 
     Raises:
       ModelError, ConfigError: a missing, truncated, unsupported or inconsistent directory, one that
@@ -482,7 +494,7 @@ def load_model(
     if not (mesh is None or isinstance(mesh, Mesh)):
         raise RequestError(f"mesh={reprlib.repr(mesh)}: expected one that make_mesh gives, or None")
     keep_compiled()
-    if engine != "jax":
+    if engine not in MAP_FORMS:
         others = mesh, dtype, value_layers, max_host_bytes
         return _load_elsewhere(Path(path), engine, cache_tokens, others == (None,) * 4)
     check_kernels(kernels)
@@ -511,12 +523,23 @@ def load_model(
         template=template,
         reading=reading,
         placement=placement,
+        maps=_form_of(engine, config),
     )
+
+
+def _form_of(engine: str, config: ModelConfig) -> MapForm:
+    if config.recurrent is None and engine != "jax":
+        raise RequestError(
+            f"engine={engine!r} is how maps of recurrent layers are stored, of which a "
+            f"{config.family} model has none; choose 'jax'"
+        )
+    return MAP_FORMS[engine]
 
 
 def _load_elsewhere(path: Path, engine: str, cache_tokens: int | None, alone: bool) -> Model:
     if engine not in ENGINES:
-        raise RequestError(f"engine={engine!r:.80}: expected one of jax, {', '.join(ENGINES)}")
+        known = ", ".join([*MAP_FORMS, *ENGINES])
+        raise RequestError(f"engine={engine!r:.80}: expected one of {known}")
     if not alone:
         raise RequestError(f"engine={engine!r} has no mesh, dtype and host memory; leave them out")
     tokenizer = Tokenizer.find(path) if is_gguf(path) else None
