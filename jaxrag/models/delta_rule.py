@@ -176,7 +176,8 @@ def _solved(tokens: Writes, sees: Array) -> _Solved:
     found = jax.scipy.linalg.solve_triangular(
         system, jnp.concatenate([old, new], -1), lower=True, unit_diagonal=True
     )
-    return _Solved(*jnp.split(found, [old.shape[-1]], -1), since, seen)
+    old, new = jnp.split(found, [old.shape[-1]], -1)
+    return _Solved(old, new, since, seen)
 
 
 def _asked(q: Array, tokens: Writes, solved: _Solved) -> tuple[Array, Array]:
