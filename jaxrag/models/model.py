@@ -43,6 +43,7 @@ from jaxrag.models.maps import MAP_FORMS, MapForm
 from jaxrag.models.memory import check_pool, memory_of, require_room, require_room_for_int8
 from jaxrag.models.reading import Reading, read_reading
 from jaxrag.models.record import read_record
+from jaxrag.models.recurrent import packed
 from jaxrag.models.rope import RopeFactors, RopeTable, rope_factors, rope_tables
 from jaxrag.models.segments import positions_follow_order
 from jaxrag.models.shares import as_held, by_heads, head_share, own_heads, put_share
@@ -114,10 +115,10 @@ class Model:
                 f"decode_weights={self.decode_weights!r}: only for one CPU, and this model is on "
                 f"{'a mesh' if self.mesh is not None else jax.default_backend()}; leave it out"
             )
-        if self.decode_weights and self.config.experts is not None:
+        if self.decode_weights and (self.config.experts or self.config.recurrent):
             raise ConfigError(
-                f"decode_weights={self.decode_weights!r}: not for a model with experts; leave it "
-                "out"
+                f"decode_weights={self.decode_weights!r}: not for a model with experts or "
+                "recurrent layers; leave it out"
             )
         fastest = self.placement.on_device and measured_kernels()
         if self.config.kernels == "measured" and not fastest:
@@ -273,7 +274,8 @@ class Model:
     @functools.cached_property
     def _by_layer(self) -> Params:
         """The weights with layers apart, in the memory of ``params``."""
-        return by_layer(self.params) if gains_by_layer(self.params, self.mesh) else self.params
+        apart = gains_by_layer(self.params, self.mesh)
+        return by_layer(self.params, self.config.stacks) if apart else self.params
 
     @functools.cached_property
     def _decode_params(self) -> Params:
@@ -428,7 +430,8 @@ def _logits(
     params: Params, config: ModelConfig, tokens: Tokens, table: RopeTable, prefix_visible: bool
 ) -> Array:
     attend = PackedAttend(config, table, prefix_visible)
-    hidden, _, _ = forward(params, config, tokens, None, attend)
+    memory = packed(config, tokens, prefix_visible)
+    hidden, _, _ = forward(params, config, tokens, None, attend, recurrent=memory)
     return unembed(params, config, hidden)
 
 

@@ -10,6 +10,7 @@ import pytest
 from jaxrag.cli import main
 from jaxrag.kv.cache import budget
 from jaxrag.models import FAMILIES
+from jaxrag.models.family import rules_of
 from jaxrag.models.hf import find_family
 from jaxrag.models.hf_config import text_part
 from jaxrag.models.spec import by_name, param_specs
@@ -92,10 +93,7 @@ def directory(path, hf):
     family = find_family(hf, "")
     config = family.read_config(text_part(hf))
     specs, shapes = by_name(param_specs(config)), {}
-    rules = list(family.tensors)
-    if config.shared_layers:
-        rules += [it.sharing(config.num_kv_layers) for it in rules if it.repeats]
-    for rule in rules:
+    for rule in rules_of(family.tensors, config):
         if rule.paths[0] not in specs:
             continue
         shape = specs[rule.paths[0]].shape
