@@ -53,7 +53,7 @@ class RowRunner(ModelRunner):
     compiles = False
 
     @property
-    def num_pages(self) -> int:  # type: ignore[override]  # made of what the backend has
+    def num_pages(self) -> int:
         """Of the backend's KV."""
         assert self.model.backend is not None
         return pages_for(self.model.backend.cells)

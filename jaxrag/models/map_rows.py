@@ -292,7 +292,7 @@ def _ran(
 @jax.jit
 def _read(
     decoder: Decoder, ids: Array, positions: Array, table: Array, pool: PagePool, memory: Recurrent
-) -> tuple[_Held, tuple[Array, Array], StateMap]:
+) -> tuple[_Held, tuple[Array, Array], StateMap | None]:
     """Tokens of one row with what is stored of them: K before rotation, V, and maps."""
     asked = memory.replace(wants_map=True)
     _, pool, behind, kv = _ran(decoder, ids, positions, table, pool, asked)
