@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 
-from jaxrag.base.errors import ConfigError
 from jaxrag.base.sharding import Rules, sharding
 from jaxrag.kv.cache import PAGE, PagedCache, pages_for
 from jaxrag.kv.cache.budget import default_host_tokens, default_pool_tokens, pool_budget
@@ -35,15 +34,7 @@ class ModelRunner:
     compiles = True
 
     def __init__(self, model: Model, half_life: float = HALF_LIFE) -> None:
-        """Allocates nothing yet; ``half_life`` is of the pool's chunks, in requests.
-
-        Raises ConfigError for a model with recurrent layers.
-        """
-        if model.config.recurrent is not None:
-            raise ConfigError(
-                f"{model!r}: pages hold KV alone, and layers of this model keep a state; train it, "
-                "or take its logits"
-            )
+        """Allocates nothing yet; ``half_life`` is of the pool's chunks, in requests."""
         self.model = model
         self._half_life = half_life
         share = model.head_share

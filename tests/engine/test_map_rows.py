@@ -60,11 +60,15 @@ def told(model, *requests):
     return found
 
 
-def packed(model, request, tokens):
-    """The packed forward's choices behind a prompt, given an answer: the same rule, other code."""
+def packed(model, request, tokens, whole=()):
+    """The packed forward's choices behind a prompt, given an answer: the same rule, other code.
+
+    Chunks of ``whole`` see all that precedes them, and the last of the prompt is among them.
+    """
     prompt = request.prompt
     parts = [prompt.prefix, *prompt.chunks, prompt.final, np.array(tokens[:-1], np.int32)]
-    numbers = [PREFIX, *range(FIRST_CHUNK, FIRST_CHUNK + len(prompt.chunks)), FINAL, FINAL]
+    chunks = [FINAL if it in whole else FIRST_CHUNK + it for it in range(len(prompt.chunks))]
+    numbers = [PREFIX, *chunks, FINAL, FINAL]
     segments = np.concatenate([np.full(len(it), n) for it, n in zip(parts, numbers, strict=True)])
     if request.method.encoder is None:
         segments[:] = FINAL
@@ -88,6 +92,15 @@ def test_answers_are_those_of_the_packed_forward(model, store, method, order):
         assert [row.how for row in first.reuse] == ["encoded"] * 5
         assert how[:1] == ["prefix hit"] and set(how[1:]) <= {"chunk hit", "prefix hit"}
         assert again.computed == 4
+
+
+def test_whole_chunks_may_be_computed_in_place(model, store):
+    told(model, asked(store, chunks=CHUNKS[:2]))
+    method = dataclasses.replace(METHODS["full_reuse"], misses="in_place")
+    request = dataclasses.replace(asked(store, chunks=CHUNKS[:3]), method=method)
+    [(tokens, [outcome])] = told(model, request)
+    assert [row.how for row in outcome.reuse][1:] == ["prefix hit", "chunk hit", "in place"]
+    assert tokens == packed(model, request, tokens, whole=(2,))
 
 
 def test_a_primer_shapes_chunks_and_is_in_no_prompt(model, store):
@@ -186,9 +199,10 @@ def test_what_rows_do_not_do_is_refused(model, store):
         load_model(GOLDEN, engine="bfloat16")
     with refused(RequestError, "engine='jax:int8'"):
         load_model(GOLDEN.parent / "qwen3", engine="jax:int8")
-    for placed in ({"placement": KVPlacement("host")}, {"mesh": make_mesh(data=1)}):
-        with refused(ConfigError, "served from one device"):
-            dataclasses.replace(model, backend=None, **placed)
+    with refused(ConfigError, "kv='host'"):
+        model.placed(KVPlacement("host"))
+    with refused(ConfigError, "served from one device"):
+        dataclasses.replace(model, backend=None, mesh=make_mesh(data=1))
 
 
 def test_rows_are_gone_with_the_device_that_failed(model, store, monkeypatch):

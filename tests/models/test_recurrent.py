@@ -11,7 +11,6 @@ from refusal import refused
 from jaxrag.base.config import config_from_dict, config_to_dict
 from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.base.types import EMPTY, FINAL, Partial, Tokens
-from jaxrag.engine.runner import ModelRunner
 from jaxrag.kv.placement import AWAY
 from jaxrag.models.decoder import forward, unembed
 from jaxrag.models.model import random_model
@@ -167,8 +166,6 @@ def test_what_needs_pages_or_parts_of_a_chunk_refuses(model):
     ):
         with refused(RequestError, said):
             METHODS[name].check(config)
-    with refused(ConfigError, "pages hold KV alone"):
-        ModelRunner(model)
     with refused(ConfigError, "no state; leave it out"):
         AWAY.check(config, None)
     with refused(ConfigError, "recurrent layers; leave it out"):

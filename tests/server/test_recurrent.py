@@ -72,5 +72,7 @@ def test_chunks_with_maps_are_ingested_asked_counted_verified_and_served(
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1  # of the maps, which are most of it
     path.write_bytes(data)
-    code, out, _ = jaxrag("kb", "verify", kb, "--json")
-    assert code != 0 and len(json.loads(out)["corrupt"]) == 1
+    code, out, _ = jaxrag("kb", "verify", kb)
+    assert code != 0 and "0 repaired, 1 damaged" in out
+    code, out, _ = jaxrag("kb", "verify", kb, "--repair")
+    assert code == 0 and "1 repaired, 0 damaged" in out
