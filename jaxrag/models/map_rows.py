@@ -200,9 +200,11 @@ class MapRows:
         held, self._held = self._held, None
         try:
             self._held, found = run(held)
-        except jax.errors.JaxRuntimeError as error:
+        except BaseException as error:  # the pool went with it
             self._life += 1
-            raise EngineError(f"the device failed ({error}); ask again") from error
+            if isinstance(error, jax.errors.JaxRuntimeError):
+                raise EngineError(f"the device failed ({error}); ask again") from error
+            raise
         return found
 
     def _table(self, ends: Sequence[tuple[int, int]], rows: int) -> HostArray:
