@@ -24,7 +24,8 @@ from jaxrag.engine.engine import engine_of
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.measure.machine import describe, settle
 from jaxrag.measure.subject import described
-from jaxrag.models.llama_cpp import ROWS
+from jaxrag.models.backend import ROWS
+from jaxrag.models.llama_cpp import LlamaCppBackend
 from jaxrag.models.model import load_model
 from jaxrag.serve.answers import Result as Answer
 from jaxrag.serve.generate import generate
@@ -63,7 +64,7 @@ def run(options: ReuseOptions) -> Result:
                 rows.append(_measured(kb, engine, context, texts, options))
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
         engine_of(model).forget()
-        if model.backend is not None:
+        if isinstance(model.backend, LlamaCppBackend):
             model.backend.process.close()
             for row in rows:
                 for name, flash in (("plain_ms", -1), ("plain_without_flash_ms", 0)):

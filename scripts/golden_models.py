@@ -101,6 +101,17 @@ GEMMA4_SHARED = {
     "vocab_size_per_layer_input": COMMON["vocab_size"],
     "num_key_value_heads": 2,
 }
+HYBRID = {
+    "num_hidden_layers": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.6},
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 5,
+    "linear_value_head_dim": 7,
+    "linear_conv_kernel_dim": 3,
+}
+HYBRID_EXPERTS = {**QWEN3_MOE, "shared_expert_intermediate_size": 13}
 GEMMA_KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 GEMMA = {
     "num_hidden_layers": 3,
@@ -131,6 +142,8 @@ class Golden:
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)
     dtype: torch.dtype = torch.float32
     max_shard_size: str = "1GB"
+    # Lengths of the prefix, three chunks and the final block in each row; the rest of it is empty.
+    rows: tuple[tuple[int, tuple[int, ...], int], ...] = ((3, (4, 6, 2), 5), (2, (5, 1, 4), 4))
     omit: tuple[str, ...] = ()  # keys of COMMON that are left to the family's default
 
 
@@ -170,6 +183,21 @@ GOLDENS = (
         "qwen3_moe",
         {**QWEN3_MOE, "norm_topk_prob": True, "attention_bias": True, "num_experts": 7},
     ),
+    Golden("qwen3_next", "qwen3_next", {**HYBRID, **HYBRID_EXPERTS, "norm_topk_prob": True}),
+    Golden(
+        "qwen3_5",
+        "qwen3_5_text",
+        {
+            **HYBRID,
+            "num_hidden_layers": 5,
+            "layer_types": ["linear_attention"] * 3 + ["full_attention", "linear_attention"],
+            "linear_conv_kernel_dim": 4,
+            "linear_num_key_heads": 3,
+            "tie_word_embeddings": True,
+        },
+        rows=((9, (70, 6, 3), 66), (2, (5, 61, 4), 40)),
+    ),
+    Golden("qwen3_5_moe", "qwen3_5_moe_text", {**HYBRID, **HYBRID_EXPERTS}),
     Golden("gpt_oss", "gpt_oss", GPT_OSS),
     Golden(
         "gpt_oss_global",

@@ -15,6 +15,7 @@ Nothing of jaxrag is imported here. Run it where torch and transformers are inst
 import argparse
 import copy
 import importlib.metadata
+import inspect
 import json
 import shutil
 import zlib
@@ -31,9 +32,6 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 EMPTY, PREFIX, FINAL, FIRST_CHUNK = 0, 1, 2, 3
 GREEDY_STEPS = 12
 LEAST_MARGIN = 1e-3  # between the best and second logit of a greedy step
-
-# Lengths of the prefix, three chunks and the final block in each row; the rest of a row is empty.
-ROWS = ((3, (4, 6, 2), 5), (2, (5, 1, 4), 4))
 
 
 def make_model(golden: Golden, seed: int) -> torch.nn.Module:
@@ -57,6 +55,10 @@ def randomised(model: torch.nn.Module, dtype: torch.dtype, seed: int) -> torch.n
                 values = 0.5 * noise
             elif name.endswith("sinks"):
                 values = 2 * noise
+            elif name.endswith("A_log"):  # of decays near 0 and near 1
+                values = 2 * noise - 1
+            elif name.endswith(("norm.weight", "layernorm.weight")) and zero_centred(model):
+                values = 0.3 * noise + ("linear_attn" in name)
             elif weight.ndim == 1:  # a norm
                 values = 1 + 0.3 * noise
             elif "embed" in name:
@@ -65,6 +67,11 @@ def randomised(model: torch.nn.Module, dtype: torch.dtype, seed: int) -> torch.n
                 values = 1.5 * noise / weight.shape[-1] ** 0.5
             weight.copy_(values.to(dtype))
     return model.eval()
+
+
+def zero_centred(model: torch.nn.Module) -> bool:
+    """Do its norms multiply by 1 + weight? All but those of what linear attention gives."""
+    return "linear_attention" in (getattr(model.config, "layer_types", None) or ())
 
 
 def config_v4(config: dict[str, Any]) -> dict[str, Any]:
@@ -94,12 +101,12 @@ def config_v4(config: dict[str, Any]) -> dict[str, Any]:
     return old
 
 
-def block_layout(composite: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Positions and segments [B, T] of ROWS; composite positions restart at every chunk."""
-    length = max(prefix + sum(chunks) + final for prefix, chunks, final in ROWS)
-    positions = np.zeros((len(ROWS), length), np.int32)
-    segments = np.full((len(ROWS), length), EMPTY, np.int32)
-    for row, (prefix, chunks, final) in enumerate(ROWS):
+def block_layout(golden: Golden, composite: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Positions and segments [B, T] of its rows; composite positions restart at every chunk."""
+    length = max(prefix + sum(chunks) + final for prefix, chunks, final in golden.rows)
+    positions = np.zeros((len(golden.rows), length), np.int32)
+    segments = np.full((len(golden.rows), length), EMPTY, np.int32)
+    for row, (prefix, chunks, final) in enumerate(golden.rows):
         blocks = [(PREFIX, prefix)]
         blocks += [(FIRST_CHUNK + i, size) for i, size in enumerate(chunks)]
         blocks += [(FINAL, final)]
@@ -158,6 +165,81 @@ def block_logits(
     return logits.numpy()[segments != EMPTY]
 
 
+def hybrid_logits(
+    model: torch.nn.Module,
+    ids: np.ndarray,
+    positions: np.ndarray,
+    segments: np.ndarray,
+    prefix_visible: bool,
+) -> np.ndarray:
+    """The same of a model with recurrent layers, part by part with transformers' own caches.
+
+    A chunk runs behind a copy of the prefix's cache, or an empty one. The final block runs behind
+    the keys and values of all parts, the convolution's inputs of the last chunk, and the state that
+    the rule leaves which runs over what the parts' tokens write, one behind the other.
+    """
+    module = inspect.getmodule(type(model))
+    assert module is not None
+    rules = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
+    first = {name: getattr(module, name) for name in rules}  # the other is for a single token
+    rule, written = first[rules[0]], []
+
+    def noting(rule: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **named: Any) -> Any:
+            written.append((args, named))
+            return rule(*args, **named)
+
+        return noted
+
+    for name in rules:
+        setattr(module, name, noting(first[name]))
+    found: list[torch.Tensor] = []
+    for row, used in enumerate(segments != EMPTY):
+        part_ids = [int(it) for it in dict.fromkeys(segments[row][used].tolist())]
+        empty = transformers.DynamicCache(config=model.config)
+        prefix, last = empty, empty
+        keys: list[list[Any]] = []
+        states: dict[int, torch.Tensor] = {}
+        for part in part_ids:
+            here = segments[row] == part
+            cache = copy.deepcopy(empty if part == PREFIX or not prefix_visible else prefix)
+            if part == FINAL:
+                cache = copy.deepcopy(last)
+                for layer, state in states.items():
+                    cache.layers[layer].recurrent_states = {0: state}
+                for layer, values in enumerate(zip(*keys, strict=True)):
+                    if values[0] is not None:
+                        its = cache.layers[layer]
+                        its.keys, its.values = (
+                            torch.cat(it, 2) for it in zip(*values, strict=True)
+                        )
+            written.clear()
+            before = cache.get_seq_length()
+            with torch.no_grad():
+                found.append(
+                    model(
+                        input_ids=torch.from_numpy(ids[row : row + 1, here]).long(),
+                        position_ids=torch.from_numpy(positions[row : row + 1, here]).long(),
+                        cache=cache,
+                        use_cache=True,
+                    ).logits[0]
+                )
+            recurrent = [i for i, it in enumerate(model.config.layer_types) if "linear" in it]
+            for layer, (args, named) in zip(recurrent, written, strict=True):
+                named = {**named, "initial_state": states.get(layer), "output_final_state": True}
+                states[layer] = rule(*args, **named)[1]
+            keys.append(
+                [
+                    None if i in recurrent else (it.keys[:, :, before:], it.values[:, :, before:])
+                    for i, it in enumerate(cache.layers)
+                ]
+            )
+            last, prefix = cache, cache if part == PREFIX else prefix
+    for name in rules:
+        setattr(module, name, first[name])
+    return torch.cat(found).numpy()
+
+
 def greedy(model: torch.nn.Module, ids: np.ndarray) -> np.ndarray | None:
     """The most likely continuation of each row, [B, GREEDY_STEPS], every prefix computed anew.
 
@@ -178,7 +260,7 @@ def write_golden(golden: Golden, out: Path) -> None:
     """Write one model directory with its expected outputs."""
     directory = out / golden.name
     shutil.rmtree(directory, ignore_errors=True)
-    positions, segments = block_layout(composite=False)
+    positions, segments = block_layout(golden, composite=False)
     continuation = None
     seed = zlib.crc32(golden.name.encode())
     while continuation is None:
@@ -191,18 +273,19 @@ def write_golden(golden: Golden, out: Path) -> None:
         logits = model(input_ids=torch.from_numpy(ids).long(), use_cache=False).logits.numpy()
     expected = {"ids": ids, "logits": logits, "greedy": continuation}
 
-    layouts = {"prefix_hidden": (False, False), "prefix_visible": (False, True)}
     kinds = getattr(model.config, "layer_types", None)
+    logits_of = hybrid_logits if kinds and "linear_attention" in kinds else block_logits
+    layouts = {"prefix_hidden": (False, False), "prefix_visible": (False, True)}
     windowed = getattr(model.config, "sliding_window", None) is not None
     if not windowed or (kinds and "sliding_attention" not in kinds):
         layouts["composite"] = (True, False)
     for name, (composite, prefix_visible) in layouts.items():
-        positions, segments = block_layout(composite)
+        positions, segments = block_layout(golden, composite)
         expected |= {
             f"{name}/ids": np.where(segments == EMPTY, 0, ids),
             f"{name}/positions": positions,
             f"{name}/segments": segments,
-            f"{name}/logits": block_logits(model, ids, positions, segments, prefix_visible),
+            f"{name}/logits": logits_of(model, ids, positions, segments, prefix_visible),
         }
 
     model.to(golden.dtype).save_pretrained(directory, max_shard_size=golden.max_shard_size)

@@ -249,6 +249,7 @@ def published() -> dict[str, dict[str, Any]]:
         "llama-4-scout": newest("Llama4ForConditionalGeneration", "Llama4Config"),
         "qwen3-next-80b-a3b": newest("Qwen3NextForCausalLM", "Qwen3NextConfig"),
         "qwen3.5-9b": newest("Qwen3_5ForConditionalGeneration", "Qwen3_5Config"),
+        "qwen3.5-35b-a3b": newest("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeConfig"),
         "gemma-4-e2b": newest("Gemma4ForConditionalGeneration", "Gemma4Config"),
         "gemma-2-9b": plain(
             "Gemma2ForCausalLM", "Gemma2Config", vocab_size=256_000, hidden_size=3584,

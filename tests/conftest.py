@@ -41,6 +41,7 @@ from jaxrag.base.config import (
     LinearScaling,
     ModelConfig,
     NoRotation,
+    RecurrentConfig,
     RopeConfig,
     YarnScaling,
 )
@@ -134,6 +135,11 @@ SCALES = {
     "embedding_scale": 1.7, "attention_scale": 0.21, "residual_scale": 0.6, "logit_scale": 1 / 3,
 }  # fmt: skip
 OLMO = {"qk_norm": True, "joint_qk_norm": True, "post_norms": True, "pre_norms": False}
+DELTA_NET = RecurrentConfig((True, False, True), 2, 6, key_dim=5, value_dim=7, width=4)
+HYBRID: dict[str, Any] = {
+    "qk_norm": True, "unit_norms": True, "output_gate": True, "recurrent": DELTA_NET,
+    "rope": RopeConfig(5_300.0, 6, False, None),
+}  # fmt: skip
 FAMILY_CHANGES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 7},
@@ -177,6 +183,16 @@ FAMILY_CHANGES: dict[str, dict[str, Any]] = {
     },
     "mixtral": {"experts": ExpertsConfig(count=5, active=2, normalise=True)},
     "qwen3_moe": {"qk_norm": True, "experts": ExpertsConfig(count=6, active=3, normalise=False)},
+    "qwen3_next": {
+        **HYBRID,
+        "recurrent": dataclasses.replace(DELTA_NET, fused=True),
+        "experts": ExpertsConfig(count=6, active=3, normalise=False, shared=11),
+    },
+    "qwen3_5": HYBRID,
+    "qwen3_5_moe": {
+        **HYBRID,
+        "experts": ExpertsConfig(count=5, active=2, normalise=True, shared=9),
+    },
     "gpt_oss": {
         "sink_logits": True,
         "experts": ExpertsConfig(5, 2, True, router_bias=True, clamp=(1.3, 0.9)),
@@ -216,7 +232,12 @@ def tiny_config() -> Callable[..., ModelConfig]:
         if family == "smollm3":
             bare = [layer % 3 == 1 for layer in range(changes.get("num_layers", TINY.num_layers))]
             changes = {"rope_layers": tuple(map(int, bare)), **changes}
-        return dataclasses.replace(TINY, family=family, **{**FAMILY_CHANGES[family], **changes})
+        changes = {**FAMILY_CHANGES[family], **changes}
+        if "recurrent" in changes:  # every other one, from the first on
+            kinds = [layer % 2 == 0 for layer in range(changes.get("num_layers", TINY.num_layers))]
+            recurrent = dataclasses.replace(changes["recurrent"], layers=tuple(kinds))
+            changes = {**changes, "recurrent": recurrent}
+        return dataclasses.replace(TINY, family=family, **changes)
 
     return make
 

@@ -81,7 +81,7 @@ class ModelOptions:
     engine: str | None = option(
         None,
         "what reads and decodes: jax, or llama_cpp with a GGUF file; after a colon the type of KV "
-        "that it keeps, such as llama_cpp:q8_0",
+        "that it keeps, such as llama_cpp:q8_0, or of maps of recurrent layers, such as jax:int8",
         "NAME",
         unset="what the knowledge base was made with, else jax",
     )
@@ -188,6 +188,7 @@ class ExpertsConfig:
     # gate * sigmoid(alpha * gate) * (up + 1); None: SiLU.
     clamp: tuple[float, float] | None = None
     beside: int | None = None
+    shared: int | None = None  # width of one more that every token goes through, by its own share
 
     def __post_init__(self) -> None:
         if not 1 <= self.count <= MOST_EXPERTS:
@@ -196,8 +197,44 @@ class ExpertsConfig:
             raise ConfigError(f"active experts={self.active}: expected 1 to {self.count}, all")
         if self.beside is not None and not 1 <= self.beside <= _LARGEST["mlp_dim"]:
             raise ConfigError(f"experts of {self.beside} beside an MLP: expected at least 1")
+        if self.shared is not None and not 1 <= self.shared <= _LARGEST["mlp_dim"]:
+            raise ConfigError(f"shared expert of {self.shared}: expected at least 1")
         if self.clamp is not None and not all(0 < x < math.inf for x in self.clamp):
             raise ConfigError(f"clamp={self.clamp}: expected two finite positive numbers")
+
+
+@dataclasses.dataclass(frozen=True)
+class RecurrentConfig:
+    """Gated DeltaNet: layers that keep one state [Dk, Dv] of each value head, and no KV of tokens.
+
+    ``fused``: queries, keys, values and gates are one projection, by key head (Qwen3-Next).
+    """
+
+    layers: tuple[bool, ...]  # [L] which layers are such; the others attend
+    key_heads: int  # Hk, each of Hv / Hk value heads
+    value_heads: int  # Hv
+    key_dim: int  # Dk
+    value_dim: int  # Dv
+    width: int  # W tokens that the convolution before them sees
+    fused: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("key_heads", "value_heads", "key_dim", "value_dim", "width"):
+            size = getattr(self, name)
+            if not 1 <= size <= _LARGEST["head_dim"]:
+                raise ConfigError(f"recurrent {name}={size}: expected 1 to {_LARGEST['head_dim']}")
+        if self.value_heads % self.key_heads or self.width < 2:
+            raise ConfigError(
+                f"recurrent value_heads={self.value_heads}, key_heads={self.key_heads}, width="
+                f"{self.width}: expected a multiple of the key heads, and a width of 2 or more"
+            )
+        if all(self.layers) or not any(self.layers):
+            raise ConfigError("recurrent layers: expected some, and some that attend")
+
+    @property
+    def channels(self) -> int:
+        """C, of the convolution: of queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,6 +297,8 @@ class ModelConfig:
     shared_layers: int = 0
     shared_mlp_dim: int | None = None
     input_dim: int | None = None  # P
+    recurrent: RecurrentConfig | None = None
+    output_gate: bool = False  # what attention gives is multiplied by a sigmoid of its input
 
     def __post_init__(self) -> None:
         for name in _LARGEST:
@@ -312,6 +351,13 @@ class ModelConfig:
         for name in ("shared_mlp_dim", "input_dim"):
             if not 1 <= (getattr(self, name) or 1) <= _LARGEST["mlp_dim"]:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected at least 1")
+        if self.recurrent is not None:
+            if len(self.recurrent.layers) != self.num_layers:
+                raise ConfigError(
+                    f"recurrent layers: {len(self.recurrent.layers)} for {self.num_layers} layers"
+                )
+            if self.sliding_window or self.shared_layers or self.input_dim or self.more_ropes:
+                raise ConfigError("recurrent layers beside a window or layers of other kinds")
         kinds = (0,) * self.num_layers if self.rope_layers is None else self.rope_layers
         if len(kinds) != self.num_layers or set(kinds) != set(range(len(self.ropes))):
             raise ConfigError(
@@ -374,8 +420,22 @@ class ModelConfig:
 
     @property
     def num_kv_layers(self) -> int:
-        """How many layers have K and V of their own, all of them before those that share."""
-        return self.num_layers - self.shared_layers
+        """How many layers have K and V of their own; those that share come behind all of them."""
+        return len(self.stacks["layers"])
+
+    @property
+    def stacks(self) -> dict[str, tuple[int, ...]]:
+        """Which layers lie in each of the stacks of ``Params``."""
+        whole = range(self.num_layers)
+        if self.recurrent is not None:
+            kinds = self.recurrent.layers
+            return {
+                "layers": tuple(i for i in whole if not kinds[i]),
+                "recurrent": tuple(i for i in whole if kinds[i]),
+            }
+        own = self.num_layers - self.shared_layers
+        found = {"layers": tuple(whole[:own]), "sharing": tuple(whole[own:])}
+        return {name: layers for name, layers in found.items() if layers}
 
     @property
     def kv_sources(self) -> tuple[int, ...] | None:
@@ -390,7 +450,7 @@ class ModelConfig:
 
     def mlp_dim_of(self, layer: int) -> int:
         """F of one layer."""
-        wide = self.shared_mlp_dim if layer >= self.num_kv_layers else None
+        wide = self.shared_mlp_dim if layer in self.stacks.get("sharing", ()) else None
         return wide or self.mlp_dim
 
     @property
@@ -447,8 +507,10 @@ def config_to_dict(config: ModelConfig) -> dict[str, Any]:
     for field in dataclasses.fields(plain):
         if getattr(plain, field.name) == field.default:
             del values[field.name]
-    if config.experts is not None and config.experts.beside is None:  # it came later
-        del values["experts"]["beside"]
+    if config.experts is not None:
+        for name in ("beside", "shared"):  # they came later
+            if getattr(config.experts, name) is None:
+                del values["experts"][name]
     values["rope"] = rope_to_dict(config.rope)
     if config.more_ropes:
         values["more_ropes"] = tuple(map(rope_to_dict, config.more_ropes))

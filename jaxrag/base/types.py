@@ -26,12 +26,15 @@ __all__ = [
     "Partial",
     "Rows",
     "Step",
+    "TokenRun",
     "Tokens",
     "on_host",
 ]
 
 Array = jax.Array
 HostArray = np.ndarray[Any, Any]
+# Row, place, ids, and whether logits are wanted behind them.
+TokenRun = tuple[int, int, HostArray, bool]
 
 # Segment ids: EMPTY 0 no token here; PREFIX 1 the system text before the chunks; FINAL 2 question
 # and answer, which see everything before them; 3, 4, ... the chunks.

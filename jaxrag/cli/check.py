@@ -126,8 +126,12 @@ def _understood(found: "Overview") -> list[tuple[str, str]]:
         width = c.experts.beside or c.mlp_dim
         beside = f"{mlp} beside " if c.experts.beside else ""
         mlp = f"{beside}{c.experts.count} experts of {width}, {c.experts.active} for a token"
+        mlp += f" and one of {c.experts.shared}" if c.experts.shared else ""
         count += f", a token meets {human_count(num_active_params(c))}"
     window += "; a sink logit of each head" if c.sink_logits else ""
+    if (r := c.recurrent) is not None:
+        states = f"{r.value_heads} heads of {r.key_dim} x {r.value_dim}"
+        window += f"; {sum(r.layers)} layers keep a state of {states} in place of KV"
     if c.own_kv_heads is not None:
         kinds = sorted(
             {(n, c.head_dim // p) for n, p in zip(c.own_kv_heads, c.head_parts, strict=True)}

@@ -163,7 +163,7 @@ def _size_of(kb: "KnowledgeBase", plan: "AddPlan") -> str:
 def _smaller(kb: "KnowledgeBase", plan: "AddPlan") -> dict[str, float]:
     """About how many bytes the KV would take in each form that takes fewer."""
     layout, tokens = kb.store.layout, kb.chunking.chunk_tokens
-    if kb.engine != "jax":  # which has types of its own
+    if kb.engine != "jax" or layout.rows:  # which has types of its own
         return {}
     own = layout.stored_nbytes(tokens)
     others = {form: dataclasses.replace(layout, stored=form) for form in FORMATS}  # type: ignore[arg-type]

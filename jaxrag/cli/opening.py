@@ -183,7 +183,7 @@ def model_of_kb(args: Args, method: "Method | None" = None) -> "Model":
 def as_remembered[Options: ModelOptions](given: Options, kb: "KnowledgeBase") -> Options:
     """With the engine and the dtype of a knowledge base, where none is named."""
     engine = given.engine or kb.engine
-    dtype = given.dtype or (kb.store.layout.dtype if engine == "jax" else None)
+    dtype = given.dtype or (kb.store.layout.dtype if engine.startswith("jax") else None)
     return dataclasses.replace(given, dtype=dtype, engine=engine)
 
 

@@ -37,9 +37,7 @@ def read_again(runner: ModelRunner, sequence: Sequence) -> None:
 def check_cited(model: Model) -> None:
     """RequestError where KV is not on a device of ours, TokenizerError without a tokenizer."""
     if model.backend is not None:
-        raise RequestError(
-            f"cite: engine={model.backend.engine!r} says not where it looked; leave cite out"
-        )
+        raise RequestError(f"cite: {model.backend.called} says not where it looked; leave cite out")
     model.text_tokenizer()
     if not model.placement.on_device:
         raise RequestError(

@@ -19,11 +19,11 @@ from jax.stages import Lowered
 from jaxrag.base.errors import ContextExceeded, EngineError, RequestError
 from jaxrag.base.sharding import collectives_by, processes_of
 from jaxrag.engine.core import Core
-from jaxrag.engine.llama_cpp import LlamaCppCore, LlamaCppRunner, llama_cpp_sequence
 from jaxrag.engine.mapping import most_pages, sequence_of
 from jaxrag.engine.progress import CommandedSink, Progress, Sink, Where, unheard
 from jaxrag.engine.ranks import Follower, Leader
 from jaxrag.engine.request import Request
+from jaxrag.engine.rows import RowCore, RowRunner, row_sequence
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sequence import Sequence
 from jaxrag.engine.state import ChunkEvent, EngineSettings
@@ -75,10 +75,10 @@ class Engine:
         settings = settings or EngineSettings()
         self.settings = dataclasses.replace(settings, lockstep=several or settings.lockstep)
         ours = model.backend is None
-        make = ModelRunner if ours else LlamaCppRunner
+        make = ModelRunner if ours else RowRunner
         self.runner = make(model, self.settings.half_life)
-        self._make_core = Core if ours else LlamaCppCore
-        self._sequence_of = sequence_of if ours else llama_cpp_sequence
+        self._make_core = Core if ours else RowCore
+        self._sequence_of = sequence_of if ours else row_sequence
         self.compiled = Counter[str]()
         self.turns = 0
         self._clock = clock

@@ -87,10 +87,10 @@ class KVPlacement:
             )
         if self.on_device:
             return
-        if config.shared_layers or config.input_dim:
+        if config.shared_layers or config.input_dim or config.recurrent:
             raise ConfigError(
                 f"{self}: prompts that go through the model layer by layer take no inputs of each "
-                "layer and no K and V of another; leave it out"
+                "layer, no K and V of another and no state; leave it out"
             )
         if config.kernels not in ("xla", "measured"):
             raise ConfigError(

@@ -17,6 +17,7 @@ from jaxrag.models import (
     qwen2,
     qwen3,
     qwen3_moe,
+    qwen3_next,
     smollm3,
 )
 from jaxrag.models.family import Family
@@ -31,6 +32,9 @@ FAMILIES: dict[str, Family] = {
     "gemma4": gemma4.FAMILY,
     "mixtral": mixtral.FAMILY,
     "qwen3_moe": qwen3_moe.FAMILY,
+    "qwen3_next": qwen3_next.NEXT,
+    "qwen3_5": qwen3_next.DENSE,
+    "qwen3_5_moe": qwen3_next.MOE,
     "gpt_oss": gpt_oss.FAMILY,
     "glm": glm.GLM,
     "glm4": glm.GLM4,

@@ -9,6 +9,7 @@ together are where they are in a head of H (``InParts``).
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -88,6 +89,36 @@ def arranged(tensors: Mapping[str, StoredTensor], config: ModelConfig) -> dict[s
     return found
 
 
+def experts_apart(
+    tensors: Mapping[str, StoredTensor], config: ModelConfig
+) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint with a tensor of each expert where one holds those of a layer.
+
+    Raises ModelError for one of another shape.
+    """
+    assert config.experts is not None
+    found, dim, width = dict(tensors), config.model_dim, config.mlp_dim
+    names = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+    for key in tensors:
+        stem, _, name = key.rpartition(".")
+        if not stem.endswith(".mlp.experts") or name not in names:
+            continue
+        source, parts = found.pop(key), names[name]
+        shape = (dim, width) if name == "down_proj" else (width, dim)
+        whole = (config.experts.count, len(parts) * shape[0], shape[1])
+        require_weight(source, whole, source.path)
+        for expert, (part, its) in itertools.product(range(whole[0]), enumerate(parts)):
+            found[f"{stem}.{expert}.{its}.weight"] = ArrangedTensor(
+                source.name, source.path, source.dtype, shape, source.start, source,
+                functools.partial(_expert, expert, part, shape[0]),
+            )  # fmt: skip
+    return found
+
+
+def _expert(expert: int, part: int, rows: int, values: HostArray) -> HostArray:
+    return values[expert, part * rows : (part + 1) * rows]
+
+
 def _fold_experts(found: dict[str, StoredTensor], config: ModelConfig, stem: str) -> None:
     """Put vectors before and behind experts and their choice into the matrices."""
     assert config.experts is not None
@@ -147,4 +178,4 @@ def _columns(places: HostArray, each: int) -> _Made:
     return lambda values: rows(values.T).reshape(-1, len(values)).T
 
 
-__all__ = ["ArrangedTensor", "arranged"]
+__all__ = ["ArrangedTensor", "arranged", "experts_apart"]

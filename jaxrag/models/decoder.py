@@ -1,6 +1,7 @@
 """The decoder: one pure ``forward`` that training, encoding, prefill and decode all call."""
 
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jaxrag.models.attention import Attend, with_sink_logits
 from jaxrag.models.experts import experts_mlp
 from jaxrag.models.int8 import Int8Weight, int8_product
 from jaxrag.models.linear import activated, linear, product
+from jaxrag.models.recurrent import Memory, Paths, recurrent_out
 from jaxrag.models.rope import RopeFactors, RopeTable
 from jaxrag.models.spec import LayerParams, Params
 
@@ -153,14 +155,27 @@ def finish_layer(
 
     ``given`` is the input [B, T, P] that it has of its own.
     """
-    out = linear(with_sink_logits(part, p.sink_logits), p.o)
-    out = out if p.o_bias is None else out + p.o_bias
+    attended = with_sink_logits(part, p.sink_logits)
+    if p.attn_gate is not None:
+        attended = attended * jax.nn.sigmoid(linear(_before(x, p.attn_norm, config), p.attn_gate))
+    out = linear(attended, p.o)
+    return _finish(x, out if p.o_bias is None else out + p.o_bias, p, config, given)
+
+
+def _finish(
+    x: Array, out: Array, p: LayerParams, config: ModelConfig, given: Array | None = None
+) -> Array:
+    """The same of what the layer adds before its MLP, [B, T, D]."""
     if config.post_norms:
         out = rms_norm(out, p.post_attn_norm, config)
     x = x + scaled(out, config.residual_scale)
     experts = config.experts
     mlp = _mlp if experts is None or experts.beside is not None else experts_mlp
-    out = mlp(_before(x, p.mlp_norm, config), p, config)
+    normed = _before(x, p.mlp_norm, config)
+    out = mlp(normed, p, config)
+    if p.shared_gate is not None:
+        own = p.replace(gate=p.shared_gate, up=p.shared_up, down=p.shared_down)
+        out += jax.nn.sigmoid(linear(normed, p.shared_share)) * _mlp(normed, own, config)
     if experts is not None and experts.beside is not None:
         # Whose weights hold those of the norm before them.
         other = experts_mlp(rms_norm(x, None, config), p, config)
@@ -260,6 +275,7 @@ def forward(
     cache: Any,
     attend: Attend,
     wrap_layer: Callable[[Layer], Layer] | None = None,
+    recurrent: Memory = None,
 ) -> tuple[Array, Any, Any]:
     """Run all layers over tokens [B, T].
 
@@ -268,12 +284,16 @@ def forward(
       cache: what ``attend`` reads and writes (a PagePool, or None); carried through the layer scan.
       wrap_layer: applied to the function of one layer before it is scanned over ``params.layers``;
         training puts rematerialisation, casts and adapters there.
+      recurrent: what the layers that keep a state know before the tokens, or the paths of packed
+        rows; None where the model has no such layers.
 
     Returns:
-      hidden [B, T, D] after the final norm; the cache; what attend collected, stacked over L.
+      hidden [B, T, D] after the final norm; the cache; what attend collected, stacked over the
+      layers with KV of their own or of others. Where the model has recurrent layers the last is a
+      pair: that, and their memory behind the tokens (of packed rows None).
     """
     x, cache, collected = run_layers(
-        params, config, tokens, cache, attend, config.num_layers, wrap_layer
+        params, config, tokens, cache, attend, config.num_layers, wrap_layer, recurrent
     )
     return rms_norm(residual(x), params.final_norm, config), cache, collected
 
@@ -286,20 +306,27 @@ def run_layers(
     attend: Attend,
     num_layers: int,
     wrap_layer: Callable[[Layer], Layer] | None = None,
+    recurrent: Memory = None,
 ) -> tuple[Any, Any, Any]:
     """Run the first ``num_layers`` layers over tokens [B, T]; arguments and results as ``forward``.
 
     The first result is what goes into the next layer, ``residual`` of it before any further norm.
+    Of a model with recurrent layers all run, whatever ``num_layers``.
     """
     x = before_layers(params, config, tokens.ids)
     layer_ids, windows = jnp.arange(config.num_layers, dtype=jnp.int32), layer_windows(config)
 
     def layer(carry: _Carry, scanned: Any) -> tuple[_Carry, Any]:
         x, cache = carry
-        x, cache, collected = run_layer(config, scanned, x, tokens, cache, attend)
+        if scanned[0].out is not None:
+            x, collected = _run_recurrent(config, scanned, x, tokens, recurrent)
+        else:
+            x, cache, collected = run_layer(config, scanned, x, tokens, cache, attend)
         return (x, cache), collected
 
     body = layer if wrap_layer is None else wrap_layer(layer)
+    if config.recurrent is not None:
+        return _run_kinds(params, config.recurrent.layers, (x, cache), body, recurrent)
     if isinstance(params.layers, list):
         body, each = jax.jit(body), []  # layers of one shape are traced once
         for index, p in enumerate(params.layers[:num_layers]):
@@ -315,6 +342,49 @@ def run_layers(
     scanned = (params.sharing, *_some((layer_ids, windows), own, config.num_layers))
     (x, cache), more = lax.scan(body, (x, cache), _some(scanned, 0, num_layers - own))
     return x, cache, jax.tree.map(lambda *it: jnp.concatenate(it), collected, more)
+
+
+def _run_kinds(
+    params: Params, kinds: tuple[bool, ...], carry: _Carry, body: Layer, memory: Memory
+) -> tuple[Any, Any, Any]:
+    """The layers of a model with recurrent ones, a scan over the shortest period of ``kinds``."""
+    whole, body = len(kinds), jax.jit(body)  # layers of one shape are traced once
+    given = None if isinstance(memory, Paths) else memory
+    apart = isinstance(params.layers, list)
+    repeats = (n for n in range(1, whole) if kinds == kinds[:n] * (whole // n))
+    size = whole if apart else next(repeats, whole)
+
+    def period(carry: _Carry, parts: Sequence[Any]) -> tuple[_Carry, Any]:
+        each: tuple[list[Any], list[Any]] = [], []
+        for kind in kinds[:size]:
+            take = operator.itemgetter(len(each[kind]))
+            own = jax.tree.map(take, parts[kind], is_leaf=lambda it: isinstance(it, list))
+            carry, collected = body(carry, own)
+            each[kind].append(collected)
+        return carry, tuple(jax.tree.map(lambda *it: jnp.stack(it), *some) for some in each)
+
+    stacks: Any = (params.layers, params.recurrent)
+    if apart:
+        stacks = [[p for p in params.layers if (p.out is not None) == it] for it in (False, True)]
+    numbers = [jnp.arange(kinds.count(kind), dtype=jnp.int32) for kind in (False, True)]
+    parts = [*zip(stacks, numbers, (None, given), strict=True)]
+    if apart:
+        carry, collected = period(carry, parts)
+        return *carry, collected
+    periods = jax.tree.map(lambda a: a.reshape(whole // size, -1, *a.shape[1:]), parts)
+    carry, collected = lax.scan(period, carry, periods)
+    return *carry, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), collected)
+
+
+def _run_recurrent(
+    config: ModelConfig, layer: Any, x: Array, tokens: Tokens, memory: Memory
+) -> tuple[Array, Any]:
+    """One layer that keeps a state: x behind it, and its memory behind the tokens."""
+    p, _, given = layer
+    of_layer = memory if isinstance(memory, Paths) else given
+    normed = _before(x, p.attn_norm, config)
+    out, behind = recurrent_out(normed, p, config, tokens, of_layer)
+    return _finish(x, out, p, config), behind
 
 
 def _some(stacked: Any, start: int, end: int) -> Any:

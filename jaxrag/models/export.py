@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +16,7 @@ from jaxrag.base.gguf import is_gguf
 from jaxrag.base.types import Array, HostArray
 from jaxrag.models import FAMILIES
 from jaxrag.models.checkpoint import restore_params, save_checkpoint
-from jaxrag.models.family import Family, TensorRule
+from jaxrag.models.family import Family, TensorRule, rules_of
 from jaxrag.models.hf import is_hf_directory, load_config, load_params
 from jaxrag.models.reading import Reading, write_reading
 from jaxrag.models.record import is_checkpoint, new_directory, read_record, refuse_existing
@@ -48,7 +48,7 @@ def export_hf(
     """
     family = FAMILIES[config.family]
     hf_config = _hf_config(family, config)
-    shards = _split(list(_tensors(family, params)), max_file_bytes)
+    shards = _split(list(_tensors(rules_of(family.tensors, config), params)), max_file_bytes)
     with new_directory(Path(directory)) as temporary:
         if len(shards) == 1:
             write_file(temporary / SINGLE_FILE, shards[0])
@@ -106,10 +106,10 @@ def _hf_config(family: Family, config: ModelConfig) -> dict[str, object]:
     return written
 
 
-def _tensors(family: Family, params: Params) -> Iterator[NewTensor]:
+def _tensors(rules: Sequence[TensorRule], params: Params) -> Iterator[NewTensor]:
     """The tensors of the files, in the order of the table; nothing is copied yet."""
     leaves = by_name(params)
-    for rule in family.tensors:
+    for rule in rules:
         if rule.paths[0] not in leaves:
             continue
         parts = [leaves[path] for path in rule.paths]

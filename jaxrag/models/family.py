@@ -20,7 +20,14 @@ if TYPE_CHECKING:
     Arrange = Callable[[Mapping[str, StoredTensor], ModelConfig], Mapping[str, StoredTensor]]
 
 
-BESIDE = ("vision_tower", "multi_modal_projector", "embed_vision", "audio_tower", "embed_audio")
+BESIDE = (
+    "visual",
+    "vision_tower",
+    "multi_modal_projector",
+    "embed_vision",
+    "audio_tower",
+    "embed_audio",
+)
 # How tensors of a model in another begin, and what this stands for.
 _PREFIXES = {"language_model.": "", "model.language_model.": "model."}
 
@@ -32,18 +39,19 @@ class TensorRule:
     ``key`` is the name in the file, with ``{layer}`` where it repeats per layer and ``{expert}``
     where per expert. ``paths`` are attribute paths in ``Params``. ``pattern`` is an einops pattern
     from the file's axes to one repetition of a parameter; where several lie fused, ``p`` is the
-    axis of which they are the parts, in the order of ``paths``. ``first``: the layer of the first.
+    axis of which they are the parts, in the order of ``paths``. ``layers`` is that of each
+    repetition.
     """
 
     key: str
     paths: tuple[str, ...]
     pattern: str
-    first: int = 0
+    layers: tuple[int, ...] = ()
 
-    def sharing(self, first: int) -> "TensorRule":
-        """The same of the layers from ``first`` on, which take K and V of others."""
-        paths = tuple(path.replace("layers.", "sharing.", 1) for path in self.paths)
-        return dataclasses.replace(self, paths=paths, first=first)
+    def of_stack(self, stack: str, layers: tuple[int, ...]) -> "TensorRule":
+        """The same of the layers that lie in this stack of ``Params``."""
+        paths = tuple(path.replace("layers.", f"{stack}.", 1) for path in self.paths)
+        return dataclasses.replace(self, paths=paths, layers=layers)
 
     @property
     def repeats(self) -> int:
@@ -52,7 +60,7 @@ class TensorRule:
 
     def name(self, at: Sequence[int]) -> str:
         """The tensor at this layer and expert, as many numbers as it repeats over."""
-        at = (self.first + at[0], *at[1:]) if at else at
+        at = (self.layers[at[0]], *at[1:]) if at and self.layers else at
         return self.key.format(**dict(zip(("layer", "expert"), at, strict=False)))
 
     def taken(self, stored: "HostArray", part: int, shape: tuple[int, ...]) -> "HostArray":
@@ -84,6 +92,17 @@ class TensorRule:
         left, sizes = self.pattern.split(" -> ")[0], self._sizes(shape)
         words = re.findall(r"\(([^)]*)\)|(\w+)", left)
         return tuple(math.prod(sizes[axis] for axis in "".join(word).split()) for word in words)
+
+
+def rules_of(rules: Sequence[TensorRule], config: ModelConfig) -> tuple[TensorRule, ...]:
+    """The rules of a table, those of layers once for each stack of ``Params``.
+
+    Of them hold those whose paths are in ``param_specs``.
+    """
+    outer = tuple(it for it in rules if not it.repeats)
+    of_layers = [it for it in rules if it.repeats]
+    stacks = config.stacks.items()
+    return outer + tuple(it.of_stack(name, numbers) for name, numbers in stacks for it in of_layers)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 Three conventions, never mixed: what is really multiplied (``forward_flops``), TurboRAG's
 (``turborag_flops``, the one that results report as ``flops``) and Block-Attention's
-(``block_attention_flops``). A multiply-add is 2 FLOPs in each. Norms, rotation, softmax and
-activations are left out: they are below a percent of any model worth serving.
+(``block_attention_flops``). A multiply-add is 2 FLOPs in each. Norms, rotation, softmax,
+activations and short convolutions are left out: they are below a percent of any model worth
+serving.
 """
 
 from collections.abc import Sequence
@@ -36,8 +37,8 @@ def turborag_flops(
     q = 2 * c.model_dim * c.num_heads * c.head_dim
     attention = attention_matmuls * 2 * c.num_heads * c.head_dim * num_context
     output = 2 * c.model_dim**2
-    layers = c.num_layers * (q + attention + output) + _kv_flops(c) + _mlp_flops(c)
-    return num_input * layers
+    layers = _attending(c) * (q + attention + output) + _kv_flops(c) + _mlp_flops(c)
+    return num_input * (layers + _recurrent_flops(c))
 
 
 def score_flops(config: ModelConfig, num_queries: int, num_keys: int) -> int:
@@ -85,7 +86,7 @@ def forward_flops(config: ModelConfig, spans: Sequence[tuple[int, int]], num_log
     uses_window = c.window_layers or (True,) * c.num_layers
     num_windowed = 0 if c.sliding_window is None else sum(uses_window)
     pairs = sum(
-        (c.num_layers - num_windowed) * _visible_pairs(num_new, num_before, None)
+        (_attending(c) - num_windowed) * _visible_pairs(num_new, num_before, None)
         + num_windowed * _visible_pairs(num_new, num_before, c.sliding_window)
         for num_new, num_before in spans
     )
@@ -96,8 +97,22 @@ def forward_flops(config: ModelConfig, spans: Sequence[tuple[int, int]], num_log
 
 def _layers_flops_per_token(c: ModelConfig) -> int:
     """Every weight matrix of every layer that a token meets, once."""
-    qo = 2 * c.model_dim * c.head_dim * 2 * c.num_heads
-    return c.num_layers * qo + _kv_flops(c) + _mlp_flops(c)
+    qo = 2 * c.model_dim * c.head_dim * (2 + c.output_gate) * c.num_heads
+    return _attending(c) * qo + _kv_flops(c) + _mlp_flops(c) + _recurrent_flops(c)
+
+
+def _attending(c: ModelConfig) -> int:
+    """How many layers attend."""
+    return c.num_layers - len(c.stacks.get("recurrent", ()))
+
+
+def _recurrent_flops(c: ModelConfig) -> int:
+    """The layers that keep a state: their projections, and three products with the state."""
+    if (r := c.recurrent) is None:
+        return 0
+    values = r.value_heads * r.value_dim
+    projected = c.model_dim * (r.channels + 2 * values + 2 * r.value_heads)
+    return 2 * sum(r.layers) * (projected + 3 * r.key_dim * values)
 
 
 def _kv_flops(c: ModelConfig) -> int:
@@ -117,7 +132,7 @@ def _mlp_flops(c: ModelConfig) -> int:
     width, beside = c.mlp_dim, 0
     if c.experts.beside is not None:
         width, beside = c.experts.beside, c.mlp_dim
-    chosen = one * (c.experts.active * width + beside)
+    chosen = one * (c.experts.active * width + beside + (c.experts.shared or 0))
     return c.num_layers * (chosen + 2 * c.model_dim * c.experts.count)
 
 

@@ -24,7 +24,7 @@ from jaxrag.base.errors import ConfigError, ModelError
 from jaxrag.base.gguf import is_gguf
 from jaxrag.base.types import Array, HostArray
 from jaxrag.models import FAMILIES
-from jaxrag.models.family import Family, TensorRule
+from jaxrag.models.family import Family, TensorRule, rules_of
 from jaxrag.models.gguf import stored_tensors
 from jaxrag.models.gguf_config import read_gguf_config
 from jaxrag.models.hf_config import OF_OUTER, by_key, read_token_ids, text_part
@@ -42,12 +42,9 @@ from jaxrag.models.text.tokenizer import Tokenizer
 
 Index = tuple[slice, ...]
 
-_RECURRENT = "layers of linear attention keep a state, and no KV of tokens"
 _LATENT = "it caches latents, from which K and V are made (MLA)"
 # Why models whose ``model_type`` begins so are none of FAMILIES.
 _WHY = {
-    "qwen3_next": _RECURRENT,
-    "qwen3_5": _RECURRENT,
     "llama4": "a token sees the tokens of its own 8192 positions, so that no chunk could be moved",
     "deepseek_v": _LATENT,
     "kimi_k2": _LATENT,
@@ -269,9 +266,7 @@ def find_sources(directory: Path, config: ModelConfig) -> dict[str, StoredParam]
     if family.arrange is not None:
         stored = family.arrange(stored, config)
     specs = by_name(param_specs(config))
-    rules = (is_gguf(directory) and family.apart) or family.tensors
-    if config.shared_layers:
-        rules += tuple(it.sharing(config.num_kv_layers) for it in rules if it.repeats)
+    rules = rules_of((is_gguf(directory) and family.apart) or family.tensors, config)
     shapes = {it: specs[it.paths[0]].shape for it in rules if it.paths[0] in specs}
     tied = config.tie_embeddings and "lm_head.weight" in stored
     ignored = (*family.ignored, "lm_head.weight") if tied else family.ignored

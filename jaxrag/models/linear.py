@@ -12,6 +12,7 @@ apart (``by_layer``), and a program has a few of them, or one for a prompt, and 
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -133,23 +134,26 @@ def gains_by_layer(params: Params, mesh: Mesh | None) -> bool:
     """Would ``by_layer`` make decoding faster, and hold no weight twice?"""
     if mesh is not None or jax.default_backend() != "cpu" or not forms().layers_apart:
         return False
-    leaves = jax.tree.leaves((params.layers, params.sharing))
+    leaves = jax.tree.leaves((params.layers, params.sharing, params.recurrent))
     large = [leaf for leaf in leaves if leaf.ndim > 2]  # the others are vectors of a layer
     in_place = all(leaf.nbytes // len(leaf) % _IN_PLACE == 0 for leaf in large)
     return in_place and sum(leaf.nbytes for leaf in leaves) > IN_CACHE
 
 
-def by_layer(params: Params) -> Params:
+def by_layer(params: Params, stacks: Mapping[str, Sequence[int]]) -> Params:
     """The same weights, ``layers`` a list of one LayerParams a layer, without the leading L.
 
-    Of weights on a CPU; the arrays lie in the memory of ``params``, and keep it.
+    Of weights on a CPU; the arrays lie in the memory of ``params``, and keep it. ``stacks`` are
+    those of the config.
     """
-    layers: list[LayerParams] = []
-    for part in filter(None, (params.layers, params.sharing)):
-        leaves, tree = jax.tree.flatten(part)
+    layers: dict[int, LayerParams] = {}
+    for name, numbers in stacks.items():
+        leaves, tree = jax.tree.flatten(getattr(params, name))
         apart = [[_in_place(layer) for layer in np.asarray(leaf)] for leaf in leaves]
-        layers += [jax.tree.unflatten(tree, weights) for weights in zip(*apart, strict=True)]
-    return params.replace(layers=layers, sharing=None)
+        its = (jax.tree.unflatten(tree, weights) for weights in zip(*apart, strict=True))
+        layers |= zip(numbers, its, strict=True)
+    found = [layers[number] for number in sorted(layers)]
+    return params.replace(layers=found, sharing=None, recurrent=None)
 
 
 def _in_place(view: np.ndarray) -> Array:

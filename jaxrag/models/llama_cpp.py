@@ -13,8 +13,9 @@ from jaxrag.base.config import ModelConfig, RopeConfig
 from jaxrag.base.errors import ConfigError, ModelError, RequestError
 from jaxrag.base.gguf import Header, is_gguf, read_header
 from jaxrag.base.llama_cpp.client import LlamaCpp, LlamaCppOptions
-from jaxrag.base.types import HostArray
+from jaxrag.base.types import HostArray, TokenRun
 from jaxrag.kv.store.layout import KVLayout
+from jaxrag.models.backend import ROWS, check_length
 from jaxrag.models.text.gguf import ending_ids
 
 KVKind = Literal["f16", "q8_0", "q4_0"]
@@ -23,11 +24,9 @@ ENGINES: dict[str, KVKind] = {
     "llama_cpp:q8_0": "q8_0",
     "llama_cpp:q4_0": "q4_0",
 }  # and the type of KV that each keeps
-ROWS = 8  # sequences that are decoded together
 _BLOCKS = {"q8_0": (32, 34), "q4_0": (32, 18)}  # values and bytes of a block
 _MOST_CELLS = 8192  # tokens of KV by default, of all requests together
 MOST_READ = 2048  # tokens of a chunk and what it is read behind
-READ = ("isolated", "after_prefix", "primed")  # encoders
 
 
 class Elsewhere:
@@ -64,6 +63,13 @@ class LlamaCppBackend:
     cells: int
     version: str
 
+    called = "engine='llama_cpp'"
+
+    @property
+    def most_read(self) -> int:
+        """Tokens of a chunk, with what it is read behind."""
+        return MOST_READ
+
     @property
     def identity(self) -> dict[str, str]:
         """What shapes its KV beside weights and tokens."""
@@ -84,11 +90,7 @@ class LlamaCppBackend:
         """
         for index, ids in enumerate(chunks):
             before = self.before(prefix, ids)
-            if not 0 < len(before) + len(ids) <= MOST_READ:
-                raise RequestError(
-                    f"a chunk of {len(ids)} tokens behind {len(before)}: llama.cpp reads "
-                    f"1 to {MOST_READ}; use smaller chunks"
-                )
+            check_length(self, len(before), len(ids))
             kv = self.process.encode(before, ids)
             shape = self.layout.shape(len(ids))
             yield index, kv.view(self.layout.numpy_dtype).reshape(shape)
@@ -98,13 +100,17 @@ class LlamaCppBackend:
         bytes_of = np.ascontiguousarray(kv).view(np.uint8)
         self.process.restore(row, bytes_of.reshape(*kv.shape[:3], -1), first, place, life)
 
-    def check_encoders(self, encoders: Sequence[str]) -> None:
-        """RequestError for chunks that it cannot read so."""
-        for name in encoders:
-            if name not in READ:
-                raise RequestError(
-                    f"encoder {name!r}: engine='llama_cpp' reads chunks as {', '.join(READ)}"
-                )
+    def live(self) -> int:
+        """As ``LlamaCpp.live``."""
+        return self.process.live()
+
+    def step(self, runs: Sequence[TokenRun], life: int) -> HostArray:
+        """As ``LlamaCpp.step``."""
+        return self.process.step(runs, life)
+
+    def leave(self, row: int) -> None:
+        """As ``LlamaCpp.leave``."""
+        self.process.leave(row)
 
 
 def open_llama_cpp(

@@ -27,6 +27,7 @@ from jaxrag.kv.store.base import KVStore
 from jaxrag.kv.store.keys import fingerprint
 from jaxrag.kv.store.layout import HeadShare, KVLayout
 from jaxrag.models.attention import PackedAttend, check_kernels, measured_kernels
+from jaxrag.models.backend import RowBackend
 from jaxrag.models.checkpoint import is_checkpoint, load_checkpoint
 from jaxrag.models.compiled import keep_compiled
 from jaxrag.models.decoder import Decoder, forward, unembed
@@ -36,10 +37,13 @@ from jaxrag.models.hf import load_config, load_hf, names_dtype
 from jaxrag.models.hub import fetched, is_hub_name
 from jaxrag.models.int8 import with_int8_weights
 from jaxrag.models.linear import by_layer, gains_by_layer
-from jaxrag.models.llama_cpp import ENGINES, MOST_READ, Elsewhere, LlamaCppBackend, open_llama_cpp
+from jaxrag.models.llama_cpp import ENGINES, Elsewhere, open_llama_cpp
+from jaxrag.models.map_rows import open_map_rows
+from jaxrag.models.maps import MAP_FORMS, MapForm
 from jaxrag.models.memory import check_pool, memory_of, require_room, require_room_for_int8
 from jaxrag.models.reading import Reading, read_reading
 from jaxrag.models.record import read_record
+from jaxrag.models.recurrent import packed
 from jaxrag.models.rope import RopeFactors, RopeTable, rope_factors, rope_tables
 from jaxrag.models.segments import positions_follow_order
 from jaxrag.models.shares import as_held, by_heads, head_share, own_heads, put_share
@@ -80,7 +84,8 @@ class Model:
       reading: how it was trained to read chunks, from ``reading.toml``.
       placement: where its engine's pool has K and V.
       decode_weights: "int8" on a CPU: decode steps read the matrices as int8, prefill as they are.
-      backend: what has the weights, reads and decodes, where it is not JAX that does.
+      maps: how those of recurrent layers are stored.
+      backend: what reads and decodes rows, where requests share no pool.
       engine: the slot for ``engine.engine_of``.
     """
 
@@ -95,7 +100,8 @@ class Model:
     reading: Reading = dataclasses.field(default_factory=Reading)
     placement: KVPlacement = ON_DEVICE
     decode_weights: DecodeWeights | None = None
-    backend: LlamaCppBackend | None = None
+    maps: MapForm = "float32"
+    backend: RowBackend | None = None
     engine: Any = dataclasses.field(default=None, init=False, repr=False)
     _ropes: dict[int, RopeTable] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
@@ -109,10 +115,10 @@ class Model:
                 f"decode_weights={self.decode_weights!r}: only for one CPU, and this model is on "
                 f"{'a mesh' if self.mesh is not None else jax.default_backend()}; leave it out"
             )
-        if self.decode_weights and self.config.experts is not None:
+        if self.decode_weights and (self.config.experts or self.config.recurrent):
             raise ConfigError(
-                f"decode_weights={self.decode_weights!r}: not for a model with experts; leave it "
-                "out"
+                f"decode_weights={self.decode_weights!r}: not for a model with experts or "
+                "recurrent layers; leave it out"
             )
         fastest = self.placement.on_device and measured_kernels()
         if self.config.kernels == "measured" and not fastest:
@@ -123,11 +129,16 @@ class Model:
         if self.tokenizer is not None:
             check_vocab(self.tokenizer, self.config)
         check_pool(self.config, self.mesh, self.cache_tokens, self.placement)
+        if self.config.recurrent is not None and self.backend is None:
+            alone = self.mesh is None and self.placement == ON_DEVICE and not self.decode_weights
+            self.backend = open_map_rows(
+                self.config, self._by_layer, self.maps, self.cache_tokens, alone
+            )
 
     def __repr__(self) -> str:
         """What it is and where, on one line."""
         c = self.config
-        if self.backend is not None:
+        if isinstance(self.params, Elsewhere) and self.backend is not None:
             return f"<Model {self.path!r}: {c.family}, {self.backend.engine}>"
         place = "default device" if self.mesh is None else f"{self.mesh.size} devices"
         return (
@@ -166,6 +177,8 @@ class Model:
         Or as K before rotation and V of every layer, [R, L, 2, K, H] float32. It encodes; its
         engine is this model's, which knows nothing of such ids.
         """
+        if self.backend is not None:
+            raise RequestError(f"{self.backend.called} reads no vectors; use a primer of text")
         model = copy.copy(self)
         soft = self.put(np.asarray(vectors, np.float32).astype(self.config.dtype))
         model.params = self.params.with_soft(soft)
@@ -193,7 +206,7 @@ class Model:
     def max_encoded(self) -> int:
         """How many tokens a chunk may have, with what it is encoded behind."""
         limit = self.config.max_positions
-        return limit if self.backend is None else min(limit, MOST_READ)
+        return limit if self.backend is None else min(limit, self.backend.most_read)
 
     @property
     def whole_kv_layout(self) -> KVLayout:
@@ -261,7 +274,8 @@ class Model:
     @functools.cached_property
     def _by_layer(self) -> Params:
         """The weights with layers apart, in the memory of ``params``."""
-        return by_layer(self.params) if gains_by_layer(self.params, self.mesh) else self.params
+        apart = gains_by_layer(self.params, self.mesh)
+        return by_layer(self.params, self.config.stacks) if apart else self.params
 
     @functools.cached_property
     def _decode_params(self) -> Params:
@@ -416,7 +430,8 @@ def _logits(
     params: Params, config: ModelConfig, tokens: Tokens, table: RopeTable, prefix_visible: bool
 ) -> Array:
     attend = PackedAttend(config, table, prefix_visible)
-    hidden, _, _ = forward(params, config, tokens, None, attend)
+    memory = packed(config, tokens, prefix_visible)
+    hidden, _, _ = forward(params, config, tokens, None, attend, recurrent=memory)
     return unembed(params, config, hidden)
 
 
@@ -465,7 +480,8 @@ def load_model(
         None = a quarter of the memory that is free.
       engine: what reads and decodes: "jax", or "llama_cpp" in a process of its own, of a GGUF file;
         "llama_cpp:q8_0" and "llama_cpp:q4_0" keep KV in these types, "llama_cpp" as f16. Of the
-        other arguments ``cache_tokens`` holds there too.
+        other arguments ``cache_tokens`` holds there too. "jax:bfloat16" and "jax:int8" store maps
+        of recurrent layers so, "jax" as float32.
 
     Raises:
       ModelError, ConfigError: a missing, truncated, unsupported or inconsistent directory, one that
@@ -481,7 +497,7 @@ def load_model(
     if not (mesh is None or isinstance(mesh, Mesh)):
         raise RequestError(f"mesh={reprlib.repr(mesh)}: expected one that make_mesh gives, or None")
     keep_compiled()
-    if engine != "jax":
+    if engine not in MAP_FORMS:
         others = mesh, dtype, value_layers, max_host_bytes
         return _load_elsewhere(Path(path), engine, cache_tokens, others == (None,) * 4)
     check_kernels(kernels)
@@ -510,12 +526,23 @@ def load_model(
         template=template,
         reading=reading,
         placement=placement,
+        maps=_form_of(engine, config),
     )
+
+
+def _form_of(engine: str, config: ModelConfig) -> MapForm:
+    if config.recurrent is None and engine != "jax":
+        raise RequestError(
+            f"engine={engine!r} is how maps of recurrent layers are stored, of which a "
+            f"{config.family} model has none; choose 'jax'"
+        )
+    return MAP_FORMS[engine]
 
 
 def _load_elsewhere(path: Path, engine: str, cache_tokens: int | None, alone: bool) -> Model:
     if engine not in ENGINES:
-        raise RequestError(f"engine={engine!r:.80}: expected one of jax, {', '.join(ENGINES)}")
+        known = ", ".join([*MAP_FORMS, *ENGINES])
+        raise RequestError(f"engine={engine!r:.80}: expected one of {known}")
     if not alone:
         raise RequestError(f"engine={engine!r} has no mesh, dtype and host memory; leave them out")
     tokenizer = Tokenizer.find(path) if is_gguf(path) else None

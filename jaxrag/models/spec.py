@@ -20,6 +20,7 @@ from jaxrag.base.errors import ConfigError, ModelError
 from jaxrag.base.sharding import Rules, replicated, sharding, to_host
 from jaxrag.base.types import Array
 
+WRITES_RESIDUAL = ("o", "out", "down", "shared_down")  # of LayerParams
 MLP = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")  # of LayerParams
 
 
@@ -29,7 +30,7 @@ class ParamSpec:
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
-    init: Literal["normal", "zeros", "ones"]
+    init: Literal["normal", "zeros", "ones", "decays"]
     fan_in: int = 1
 
 
@@ -71,6 +72,21 @@ class LayerParams(struct.PyTreeNode):
     post_input_norm: Any = None  # [L, D]
     router: Any = None  # [L, D, E]
     router_bias: Any = None  # [L, E]
+    shared_gate: Any = None  # [L, D, Fs], of the expert of all tokens
+    shared_up: Any = None  # [L, D, Fs]
+    shared_down: Any = None  # [L, Fs, D]
+    shared_share: Any = None  # [L, D, 1]
+    attn_gate: Any = None  # [L, D, N, H]
+    mixed: Any = None  # [L, D, Hk, 2 Dk + 2 Dv Hv/Hk], of recurrent layers as all that follows
+    qkv: Any = None  # [L, D, C], or with the next in ``mixed``
+    out_gate: Any = None  # [L, D, Hv, Dv]
+    rate: Any = None  # [L, D, Hk, Hv/Hk]
+    decay: Any = None  # [L, D, Hk, Hv/Hk]
+    decay_bias: Any = None  # [L, Hv]
+    decay_log: Any = None  # [L, Hv]
+    conv: Any = None  # [L, C, 1, W]
+    out_norm: Any = None  # [L, Dv]
+    out: Any = None  # [L, Hv, Dv, D]
     soft: Any = None  # [L, 2, R, K, H], of no checkpoint (Params)
 
 
@@ -82,7 +98,8 @@ class Params(struct.PyTreeNode):
 
     ``layers`` is a LayerParams, or a list of one a layer, whose leaves lack L (by_layer); then the
     matrices and ``lm_head`` may be Int8Weight. ``sharing``, where the last layers take K and V of
-    others, are these, without ``k`` and ``v``; ``layers`` are those before them, then.
+    others, are these, without ``k`` and ``v``; ``layers`` are those before them, then. Those that
+    keep a state are ``recurrent``; then ``layers`` are the others (``ModelConfig.stacks``).
     """
 
     embed: Any  # [V, D]
@@ -91,6 +108,7 @@ class Params(struct.PyTreeNode):
     lm_head: Any = None  # [D, V]
     soft: Any = None  # [R, D], of no checkpoint
     sharing: Any = None
+    recurrent: Any = None
     input_embed: Any = None  # [V, L, P], of all layers, as the next
     input_proj: Any = None  # [D, L, P]
     input_norm: Any = None  # [P]
@@ -121,6 +139,8 @@ def param_specs(config: ModelConfig) -> Params:
         sharing = _layer_specs(c, c.shared_layers, c.shared_mlp_dim or c.mlp_dim)
         none = dict.fromkeys(("k", "v", "k_bias", "v_bias", "k_norm"))
         specs = specs.replace(sharing=sharing.replace(**none))
+    if c.recurrent is not None:
+        specs = specs.replace(recurrent=_recurrent_specs(c))
     if c.input_dim is None:
         return specs
     return specs.replace(
@@ -186,8 +206,17 @@ def _layer_specs(config: ModelConfig, layers: int, mlp: int) -> LayerParams:
             input_out=weight((c.input_dim, dim), (None, "embed"), c.input_dim),
             post_input_norm=norm(dim),
         )
+    if c.output_gate:
+        specs = specs.replace(attn_gate=specs.q)
     if c.experts is None:
         return specs
+    if (of_all := c.experts.shared) is not None:
+        specs = specs.replace(
+            shared_gate=weight((dim, of_all), ("embed", "mlp"), dim),
+            shared_up=weight((dim, of_all), ("embed", "mlp"), dim),
+            shared_down=weight((of_all, dim), ("mlp", "embed"), of_all),
+            shared_share=weight((dim, 1), ("embed", None), dim),
+        )
     count, width = c.experts.count, c.experts.beside
     if width is None:
         each = {name: spec for name in MLP if (spec := getattr(specs, name)) is not None}
@@ -206,6 +235,38 @@ def _layer_specs(config: ModelConfig, layers: int, mlp: int) -> LayerParams:
         router=weight((dim, count), ("embed", None), dim),
         router_bias=bias((count,), (None,), c.experts.router_bias),
         **parts,
+    )
+
+
+def _recurrent_specs(config: ModelConfig) -> LayerParams:
+    """Of the layers that keep a state."""
+    r, dim, layers = config.recurrent, config.model_dim, len(config.stacks["recurrent"])
+    assert r is not None
+    each = r.value_heads // r.key_heads
+
+    def of(shape: tuple[int, ...], fan_in: int, init: Any = "normal", embed: int = 0) -> ParamSpec:
+        axes: list[str | None] = [None] * (1 + len(shape))
+        axes[embed] = "embed"
+        axes[0] = "layers"
+        return ParamSpec((layers, *shape), tuple(axes), init, fan_in)
+
+    gate, rates = (dim, r.value_heads, r.value_dim), (dim, r.key_heads, each)
+    projections = {"qkv": of((dim, r.channels), dim, embed=1), "out_gate": of(gate, dim, embed=1)}
+    if r.fused:
+        width = 2 * r.key_dim + 2 * each * r.value_dim
+        projections = {"mixed": of((dim, r.key_heads, width), dim, embed=1)}
+    common = _layer_specs(config, layers, config.mlp_dim)
+    none = ("q", "k", "v", "o", "q_bias", "k_bias", "v_bias", "o_bias", "q_norm", "k_norm")
+    return common.replace(
+        **dict.fromkeys((*none, "attn_gate")),
+        **projections,
+        rate=of(rates, dim, embed=1),
+        decay=of(rates, dim, embed=1),
+        decay_bias=of((r.value_heads,), 1, "decays"),
+        decay_log=of((r.value_heads,), 1, "zeros"),
+        conv=of((r.channels, 1, r.width), r.width),
+        out_norm=of((r.value_dim,), 1, "ones"),
+        out=of((*gate[1:], dim), r.value_heads * r.value_dim, embed=-1),
     )
 
 
@@ -265,7 +326,7 @@ def init_params(
 ) -> Params:
     """Random parameters (normal, 1/sqrt(fan_in)) in ``dtype`` (default ``config.dtype``).
 
-    ``for_training`` divides what writes into the residual stream, ``o`` and ``down``, by 2 L, so
+    ``for_training`` divides what writes into the residual stream, WRITES_RESIDUAL, by 2 L, so
     that the stream is the tokens' own at first: embeddings have the norm 1, what a layer writes
     would have sqrt(D).
     """
@@ -278,6 +339,9 @@ def init_params(
             return jnp.zeros(spec.shape, target)
         if spec.init == "ones":
             return jnp.ones(spec.shape, target)
+        if spec.init == "decays":  # half is left behind 1 to 760 tokens, by head
+            steps = jnp.linspace(-7.0, 0.0, spec.shape[-1])
+            return jnp.broadcast_to(steps, spec.shape).astype(target)
         values = jax.random.normal(leaf_key, spec.shape, jnp.float32) * spec.fan_in**-0.5
         return values.astype(target)
 
@@ -287,14 +351,12 @@ def init_params(
     if not for_training:
         return made
     shrink = 1 / (2 * config.num_layers)
-    parts = {"layers": made.layers, "sharing": made.sharing}
-    return made.replace(
-        **{
-            name: it.replace(o=it.o * shrink, down=it.down * shrink)
-            for name, it in parts.items()
-            if it is not None
-        }
-    )
+    writing = {
+        name: it * shrink
+        for name, it in by_name(made).items()
+        if name.rpartition(".")[2] in WRITES_RESIDUAL
+    }
+    return from_names({**by_name(made), **writing})
 
 
 def by_name(tree: Params) -> dict[str, Any]:

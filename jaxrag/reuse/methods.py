@@ -169,6 +169,20 @@ class Method:
                     f"scaling_factor={self.scaling_factor} do not go with {what}"
                 )
 
+    def _check_recurrent(self) -> None:
+        """RequestError for what a chunk's one map of the state does not give."""
+        for what, given in {
+            "computes some tokens of a chunk again": self.recomputes,
+            "weighs attention to chunks in a way of its own": self.chunk_attention is not None,
+            "has chunks that saw others": any(it.startswith("neighbours") for it in self.encoders),
+            "holds vectors around chunks": self.wraps,
+        }.items():
+            if given:
+                raise RequestError(
+                    f"method {self.name!r} {what}, and layers of this model keep a state of all "
+                    "tokens before them, which holds each chunk whole; use full_reuse or turborag"
+                )
+
     @property
     def chunk_attention(self) -> ChunkAttention | None:
         """How question and answer attend to chunks; None: as to all else."""
@@ -293,6 +307,8 @@ class Method:
     def check(self, config: ModelConfig) -> None:
         """Refuse a model that this method cannot serve."""
         self.decode.check(config)
+        if config.recurrent is not None:
+            self._check_recurrent()
         if self.recomputes:
             self.selector.check(config)
         if self.overlapping and config.sliding_window is not None:

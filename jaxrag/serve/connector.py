@@ -106,6 +106,11 @@ def write_connector(
             f"{kb.path}: layers of this model rotate keys in {len(model.config.ropes)} ways, which "
             "the connector does not write; answer with `jaxrag serve`"
         )
+    if kb.store.layout.rows:
+        raise RequestError(
+            f"{kb.path}: chunks of a {model.config.family} model hold maps of recurrent layers, "
+            "which no other engine reads; answer with `jaxrag serve`"
+        )
     if kb.store.layout.drops:
         raise RequestError(
             f"{kb.path} is stored as {kb.store.layout.stored}, which leaves tokens out: another "

@@ -33,6 +33,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write or replace the files of a folder. Raises StoreError where it cannot be written."""
     content = np.ascontiguousarray(manifest.parts).tobytes()
     table, engine = folder / parts_name(content), dataclasses.asdict(manifest.engine)
+    engine["layout"] = manifest.engine.layout.to_dict()
     fields = {
         "program": PROGRAM,
         "version": VERSION,

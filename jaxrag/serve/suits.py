@@ -129,7 +129,7 @@ def check_backend(model: Model, method: Method) -> None:
     """RequestError for what the engine of a model does not do, where that is not ours."""
     if model.backend is None:
         return
-    engine = f"engine={model.backend.engine!r}"
+    engine = model.backend.called
     if method.prefix_cache:
         raise RequestError(f"{engine} keeps no leading parts of prompts; leave prefix_cache out")
     if not method.as_stored:

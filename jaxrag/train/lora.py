@@ -34,11 +34,16 @@ Adapters = dict[str, Adapter]
 
 
 def adapter_specs(config: ModelConfig, lora: LoraPart) -> dict[str, Adapter]:
-    """ParamSpec of every A and B, by target. Raises ConfigError for a target of experts."""
+    """ParamSpec of every A and B, by target. ConfigError for those of experts, and recurrence."""
     layers = param_specs(config).layers
     if config.experts is not None and (of_experts := sorted(set(MLP).intersection(lora.targets))):
         raise ConfigError(
             f"[lora]: targets has {of_experts[0]!r}: experts take no adapters; name q, k, v and o"
+        )
+    if config.recurrent is not None:
+        raise ConfigError(
+            f"[lora]: targets={lora.targets!r:.80}: layers that keep a state take no adapters; "
+            "leave [lora] out"
         )
     specs: dict[str, Adapter] = {}
     for target in sorted(set(lora.targets)):

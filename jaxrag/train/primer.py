@@ -28,7 +28,7 @@ from jax import lax
 
 from jaxrag.base import struct
 from jaxrag.base.config import ModelConfig
-from jaxrag.base.errors import TrainError
+from jaxrag.base.errors import ConfigError, TrainError
 from jaxrag.base.shapes import row_length
 from jaxrag.base.types import (
     EMPTY,
@@ -153,6 +153,8 @@ def train_primer(
     that is of another run, and for a loss that is no number.
     """
     require_trainable(model.config)
+    if model.config.recurrent is not None:
+        raise ConfigError("vectors are not trained for layers that keep a state; use full_reuse")
     if not prompts:
         raise TrainError("no prompt to train with; give more questions")
     rows = _rows_of(model, settings.batch)

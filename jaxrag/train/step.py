@@ -17,8 +17,9 @@ from jaxrag.base.types import Array, Tokens
 from jaxrag.models.attention import PACKED_OUT, PackedAttend
 from jaxrag.models.decoder import Layer, forward, scaled
 from jaxrag.models.linear import PRODUCT
+from jaxrag.models.recurrent import packed
 from jaxrag.models.rope import RopeTable
-from jaxrag.models.spec import LayerParams, Params, param_shardings
+from jaxrag.models.spec import WRITES_RESIDUAL, LayerParams, Params, param_shardings
 from jaxrag.train.config import LossPart, OptimizerPart, TrainConfig
 from jaxrag.train.lora import Adapters, adapter_shardings, merge_layer
 from jaxrag.train.loss import TokenLoss, token_loss, weighted_loss
@@ -99,7 +100,8 @@ class Program:
             lm_head=None if outer.lm_head is None else self._cast(outer.lm_head),
         )
         attend = PackedAttend(self.config, rope, prefix_visible=False)
-        hidden, _, _ = forward(params, self.config, tokens, None, attend, self._wrap)
+        memory = packed(self.config, tokens, attend.prefix_visible)
+        hidden, _, _ = forward(params, self.config, tokens, None, attend, self._wrap, memory)
         hidden = scaled(hidden, self.config.logit_scale)
         return hidden, params.embed if params.lm_head is None else params.lm_head
 
@@ -317,15 +319,15 @@ def decays(params: Any) -> Any:
 
     def of(path: tuple[Any, ...], _: Array) -> bool:
         name = jax.tree_util.keystr(path[-1:])
-        return not any(kind in name for kind in ("norm", "bias", "sink_logits"))
+        return not any(kind in name for kind in ("norm", "bias", "sink_logits", "decay_log"))
 
     return jax.tree_util.tree_map_with_path(of, params)
 
 
 def writes_residual(params: Any) -> Any:
-    """Which leaves write into the residual stream, by name: ``o`` and ``down``."""
+    """Which leaves write into the residual stream, by name."""
 
     def of(path: tuple[Any, ...], _: Array) -> bool:
-        return jax.tree_util.keystr(path[-1:], simple=True) in ("o", "down")
+        return jax.tree_util.keystr(path[-1:], simple=True) in WRITES_RESIDUAL
 
     return jax.tree_util.tree_map_with_path(of, params)

@@ -19,6 +19,7 @@ from jaxrag.models.attention import PackedAttend
 from jaxrag.models.decoder import forward, unembed
 from jaxrag.models.linear import by_layer, gains_by_layer
 from jaxrag.models.model import random_model
+from jaxrag.models.recurrent import packed
 from jaxrag.models.rope import rope_tables
 from jaxrag.models.taps import Tap
 from jaxrag.reuse.decode import Dense
@@ -43,7 +44,7 @@ def params(wide, random_params):
 
 
 def test_layers_lie_in_the_memory_of_the_stacked_weights(params):
-    apart = by_layer(params)
+    apart = by_layer(params, {"layers": range(len(params.layers.q))})
     assert len(apart.layers) == len(params.layers.q)
     for index, layer in enumerate(apart.layers):
         for name in MATRICES:
@@ -59,7 +60,7 @@ SHARED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "glm4", "gemma4"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "glm4", "gemma4", "qwen3_next"])
 def test_the_numbers_are_those_of_the_scan(wide, random_params, family):
     changes = {"window_layers": (True, False, True)} if family == "mistral" else {}
     if family == "glm4":
@@ -74,10 +75,12 @@ def test_the_numbers_are_those_of_the_scan(wide, random_params, family):
 
     @jax.jit
     def run(params):
-        hidden, _, collected = forward(params, config, tokens, None, attend)
+        memory = packed(config, tokens, False)
+        hidden, _, collected = forward(params, config, tokens, None, attend, recurrent=memory)
         return unembed(params, config, hidden), collected
 
-    for one, other in zip(*map(jax.tree.leaves, map(run, (params, by_layer(params)))), strict=True):
+    apart = by_layer(params, config.stacks)
+    for one, other in zip(*map(jax.tree.leaves, map(run, (params, apart))), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
 
 

@@ -10,6 +10,7 @@ import pytest
 from jaxrag.cli import main
 from jaxrag.kv.cache import budget
 from jaxrag.models import FAMILIES
+from jaxrag.models.family import rules_of
 from jaxrag.models.hf import find_family
 from jaxrag.models.hf_config import text_part
 from jaxrag.models.spec import by_name, param_specs
@@ -21,6 +22,10 @@ IMAGES = {"vision_tower.a.weight": (20_000, 50), "multi_modal_projector.b.weight
 ISOLATED = "epic (isolated KV)"
 WINDOW = ("turborag_composite, ape, retrieval_attention, kcache; each says why",)
 LEFT_OUT = "vision_tower (1M) and multi_modal_projector (3k): the text part alone is read"
+RECURRENT = (
+    "ape, fusionrag, primed_fusion, packets, retrieval_attention, kcache; each says why",
+    "methods primed (primed KV); full_attention always",
+)
 UNDERSTOOD = {  # what is said of each
     "llama-3.1-8b": ("LlamaForCausalLM, 8.03G", "llama3 x 8 from 8192", ISOLATED),
     "llama-3.2-1b": ("LlamaForCausalLM, 1.24G", "llama3 x 32", "tied to the embedding"),
@@ -50,14 +55,20 @@ UNDERSTOOD = {  # what is said of each
     "granite-4.0-micro": ("GraniteMoeHybridForCausalLM, 3.4G", "logits x 0.1", ISOLATED),
     "mixtral-8x7b": ("MixtralForCausalLM, 46.7G parameters, a token meets 12.9G", ISOLATED),
     "mistral-small-3-24b": ("MistralForCausalLM, 23.6G", "theta 1e+08", ISOLATED),
+    "qwen3-next-80b-a3b": ("Qwen3NextForCausalLM, 79.7G parameters, a token meets 3.87G",
+                           "512 experts of 512, 10 for a token and one of 512", "theta 10000, 64 "
+                           "of 256 dimensions", "; 36 layers keep a state of 32 heads of 128 x 128 "
+                           "in place of KV", *RECURRENT),
+    "qwen3.5-9b": ("Qwen3_5ForCausalLM, 8.95G", "24 layers keep a state of 32 heads", LEFT_OUT,
+                   *RECURRENT),
+    "qwen3.5-35b-a3b": ("Qwen3_5MoeForCausalLM, 34.7G", "256 experts of 512, 8 for a token and one",
+                        "30 layers keep a state", LEFT_OUT, *RECURRENT),
     "mistral-small-3.2-24b": ("MistralForCausalLM, 23.6G", "theta 1e+09", LEFT_OUT, ISOLATED),
 }  # fmt: skip
 REFUSED = {
     "granite-4.0-h-micro": "layer_types contains 'linear_attention': recurrent layers",
     "ministral-3-8b": "queries are multiplied by what depends on their position",
     "llama-4-scout": "sees the tokens of its own 8192 positions",
-    "qwen3-next-80b-a3b": "layers of linear attention keep a state, and no KV of tokens",
-    "qwen3.5-9b": "layers of linear attention keep a state, and no KV of tokens",
     "deepseek-v3": "latents, from which K and V are made (MLA)",
 }
 
@@ -92,10 +103,7 @@ def directory(path, hf):
     family = find_family(hf, "")
     config = family.read_config(text_part(hf))
     specs, shapes = by_name(param_specs(config)), {}
-    rules = list(family.tensors)
-    if config.shared_layers:
-        rules += [it.sharing(config.num_kv_layers) for it in rules if it.repeats]
-    for rule in rules:
+    for rule in rules_of(family.tensors, config):
         if rule.paths[0] not in specs:
             continue
         shape = specs[rule.paths[0]].shape
@@ -133,10 +141,12 @@ def test_it_is_understood(name, tmp_path, capsys, monkeypatch):
     said = " ".join(capsys.readouterr().out.split())
     for words in UNDERSTOOD[name]:
         assert words in said, said
-    assert "methods primed (primed KV), primed_fusion (primed KV), cacheblend" in said
+    if RECURRENT[0] not in said:
+        assert "methods primed (primed KV), primed_fusion (primed KV), cacheblend" in said
     assert 'jaxrag ask "QUESTION" --kb kb jaxrag kb gate' in said  # the first is the default
     windowed = WINDOW[0] in said
-    assert windowed == ("sliding window" in said) == ("not here" in said)
+    assert windowed == ("sliding window" in said)
+    assert ("not here" in said) == (windowed or RECURRENT[0] in said)
     assert ("left out" in said) == ("text_config" in PUBLISHED[name]["config"])
     assert "hidden_size" not in said.partition("ignored")[2]
 

@@ -19,10 +19,7 @@ from typing import Any
 import numpy as np
 
 from jaxrag.base.errors import EngineError, ModelError
-from jaxrag.base.types import HostArray
-
-# Row, place, ids, and whether logits are wanted behind them.
-TokenRun = tuple[int, int, HostArray, bool]
+from jaxrag.base.types import HostArray, TokenRun
 
 
 @dataclasses.dataclass(frozen=True)

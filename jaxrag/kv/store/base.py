@@ -106,7 +106,7 @@ class KVStore(abc.ABC):
         """
         self._require_key(key, record)
         self.layout.require(kv, f"chunk {key}: kv")
-        self._require_tokens(key, kv.shape[2])
+        self._require_tokens(key, kv.shape[2] - self.layout.rows)
         if not kv.flags.c_contiguous:
             raise StoreError(f"chunk {key}: kv is strided; pass numpy.ascontiguousarray(kv)")
         return self._put(NewChunk(key, kv, record, aux or {}, describe_arrays(aux), replace))

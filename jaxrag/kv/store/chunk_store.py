@@ -352,8 +352,8 @@ class ChunkStore(KVStore):
         if not 0 <= rank < attempt.ways:
             raise StoreError(f"rank={rank!r}: expected 0 to {attempt.ways - 1}")
         self.layout.require(kv, name, ways=attempt.ways)
-        if kv.shape[2] != attempt.tokens:
-            raise StoreError(f"{name} has {kv.shape[2]} tokens: expected {attempt.tokens}")
+        if (tokens := kv.shape[2] - self.layout.rows) != attempt.tokens:
+            raise StoreError(f"{name} has {tokens} tokens: expected {attempt.tokens}")
         if not kv.flags.c_contiguous:
             raise StoreError(f"{name} is strided; pass numpy.ascontiguousarray(kv)")
         shard, writes = start_shard(self._space, attempt, rank, kv)
@@ -383,7 +383,7 @@ class ChunkStore(KVStore):
         self._settle(attempt, {})
 
     def _put(self, new: NewChunk) -> PutResult:
-        tokens = new.kv.shape[2]
+        tokens = new.kv.shape[2] - self.layout.rows
         attempt = self.begin(new.key, tokens, new.record, ways=1, replace=new.replace)
         if attempt is None:
             return PutResult(won=False, attempt=None)

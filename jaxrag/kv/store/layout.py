@@ -67,7 +67,8 @@ class KVLayout:
 
     Axis 1 holds K before RoPE (0) and V (1). ``dtype`` is what a caller puts and gets; ``stored``
     says whether the same elements are kept, or int8 with scales (``jaxrag.kv.store.quantise``), or
-    codes of 4 bits (``jaxrag.kv.int4``), of all tokens or of some (``dropping``).
+    codes of 4 bits (``jaxrag.kv.int4``), of all tokens or of some (``dropping``). Behind the
+    tokens a chunk has ``rows`` rows more, the same number whatever T is: bytes of whoever made it.
     """
 
     num_layers: int  # L
@@ -75,6 +76,7 @@ class KVLayout:
     head_dim: int  # H
     dtype: KVDType
     stored: Stored = "native"
+    rows: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim"):
@@ -85,6 +87,13 @@ class KVLayout:
             raise StoreError(f"dtype={self.dtype!r}: expected one of {', '.join(KV_DTYPES)}")
         if self.stored not in STORED:
             raise StoreError(f"stored={self.stored!r}: expected one of {', '.join(STORED)}")
+        if type(self.rows) is not int or self.rows < 0 or (self.rows and self.stored != "native"):
+            raise StoreError(f"rows={self.rows!r}: expected 0 or more, and more only of native KV")
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able, for ``KVLayout(**fields)``."""
+        fields = dataclasses.asdict(self)
+        return fields if self.rows else {name: it for name, it in fields.items() if name != "rows"}
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
@@ -123,8 +132,8 @@ class KVLayout:
         return dataclasses.replace(self, num_kv_heads=self.num_kv_heads // share.ways)
 
     def shape(self, tokens: int) -> tuple[int, int, int, int, int]:
-        """[L, 2, tokens, K, H]."""
-        return (self.num_layers, 2, tokens, self.num_kv_heads, self.head_dim)
+        """[L, 2, tokens, K, H], with the rows behind them."""
+        return (self.num_layers, 2, tokens + self.rows, self.num_kv_heads, self.head_dim)
 
     def kept_tokens(self, tokens: int) -> int:
         """How many tokens of a chunk of so many are stored."""

@@ -90,8 +90,9 @@ class MemoryStore(KVStore):
             entries[SCALE] = AuxArray(scale.shape, scale.dtype.name, (digest(scale),))
         attempt = new_attempt()
         digests = layer_digests(arrays[_KV])
+        tokens = kv.shape[2] - self.layout.rows
         record = new_record(
-            key, attempt, kv.shape[2], self.layout, new.record, digests, entries, kept=kept
+            key, attempt, tokens, self.layout, new.record, digests, entries, kept=kept
         )
         with self._lock:
             if key in self._chunks and not new.replace:

@@ -31,7 +31,7 @@ class Assembled:
     """The chunks that were found, one behind the other along the token axis."""
 
     kv: NDArray[Any]  # [layers, 2, sum T, K, H]
-    offsets: dict[str, tuple[int, int]]  # key -> (first token, tokens), in the order asked for
+    offsets: dict[str, tuple[int, int]]  # key -> (first token, tokens and rows), as asked for
     refused: dict[str, Refused]  # key -> why it is not among them
 
     @property
@@ -118,21 +118,21 @@ def assemble(
     if refused and on_missing == "raise":
         raise next(iter(refused.values()))
     records = [value for value in found.values() if isinstance(value, Record)]
-    tokens = sum(record.tokens for record in records)
+    tokens = sum(record.shape[2] for record in records)
     buffer = _buffer(out, layout.of_share(share), len(chosen), tokens)
 
     wanted = []
     start = 0
     for record in records:
-        view = buffer[:, :, start : start + record.tokens]
+        view = buffer[:, :, start : start + record.shape[2]]
         wanted.append(ReadRequest(record, chosen, view, share))
-        start += record.tokens
+        start += record.shape[2]
     answers = load(wanted)
 
     offsets = {}
     start = end = 0
     for want, answer in zip(wanted, answers, strict=True):
-        key, size = want.record.key, want.record.tokens
+        key, size = want.record.key, want.record.shape[2]
         start += size
         if answer is not None:
             if on_missing == "raise":
@@ -226,7 +226,9 @@ def _require_layers(layers: SomeLayers, layout: KVLayout) -> tuple[int, ...]:
 
 def _buffer(out: NDArray[Any] | None, layout: KVLayout, count: int, tokens: int) -> NDArray[Any]:
     if out is None:
-        return np.empty((count, *layout.shape(tokens)[1:]), layout.numpy_dtype)
+        return np.empty(
+            (count, 2, tokens, layout.num_kv_heads, layout.head_dim), layout.numpy_dtype
+        )
     layout.require(out, "out", layers=count)
     if out.shape[2] < tokens:
         raise StoreError(f"out holds {out.shape[2]} tokens: the chunks need {tokens}")

@@ -90,19 +90,20 @@ class Record:
     context_id: str
     created: str  # UTC, e.g. 2026-01-31T12:00:00Z
     kept: str = ""  # of a format that drops tokens: a bit for each of T, set where it is stored
+    rows: int = 0  # of the shape's T that lie behind the tokens
     seals: tuple[str, ...] = ()  # [L * ways] of the same bytes as ``xxh3``
     seal: str = ""  # of all other fields; "" where nothing is sealed
 
     @property
     def tokens(self) -> int:
-        """T, the tokens of the chunk."""
-        return self.shape[2]
+        """The tokens of the chunk."""
+        return self.shape[2] - self.rows
 
     @property
     def layout(self) -> KVLayout:
         """The layout that the record states."""
         layers, _, _, heads, dim = self.shape
-        return KVLayout(layers, heads, dim, self.dtype, self.stored)
+        return KVLayout(layers, heads, dim, self.dtype, self.stored, self.rows)
 
     @property
     def nbytes(self) -> int:
@@ -148,6 +149,8 @@ class Record:
         del body["seal"]
         if self.stored not in KEPT:
             del body["kept"]
+        if not self.rows:
+            del body["rows"]
         if not self.seals:
             del body["seals"]
             for entry in body["aux"].values():
@@ -171,6 +174,8 @@ class Record:
             names -= {"seals", "seal"}
         if values.get("stored") not in (*KEPT,):
             names -= {"kept"}
+        if "rows" not in values:
+            names -= {"rows"}
         odd = names.symmetric_difference(values.keys() - {"format", "check"})
         if odd:
             raise StoreError(f"field {min(odd)!r} is missing or unknown")
@@ -184,7 +189,10 @@ class Record:
                 raise StoreError(
                     f"{name} is {values[name]!r}, expected one of {', '.join(choices)}"
                 )
-        layers, _, _, heads, _ = values["shape"]
+        layers, _, tokens, heads, _ = values["shape"]
+        rows = values.get("rows", 0)
+        if type(rows) is not int or not 0 <= rows < tokens:
+            raise StoreError(f"rows is {rows!r}, expected fewer than {tokens}")
         ways = values["ways"]
         if type(ways) is not int or ways < 1 or heads % ways:
             raise StoreError(f"ways is {ways!r}, expected a divisor of {heads} heads")
@@ -264,6 +272,7 @@ def new_record(
         context_id=provenance.context_id,
         created=time.strftime(_TIME_FORMAT, time.gmtime(time.time())),
         kept=kept,
+        rows=layout.rows,
         seals=tuple(seals),
     ).sealed(sealer)
     length, most = len(record.to_json()), MAX_SEALED_BYTES if sealer else MAX_RECORD_BYTES

@@ -80,4 +80,4 @@ def _layout_path(fingerprint: str) -> str:
 
 
 def _layout_fields(fingerprint: str, layout: KVLayout) -> dict[str, Any]:
-    return {"format": FORMAT, "fingerprint": fingerprint, **dataclasses.asdict(layout)}
+    return {"format": FORMAT, "fingerprint": fingerprint, **layout.to_dict()}

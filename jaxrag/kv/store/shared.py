@@ -144,7 +144,11 @@ class SharedStore(StoreWrapper):
         share = self.share
         attempt: Attempt | None = self._led(
             lambda: store.begin(
-                new.key, new.kv.shape[2], new.record, ways=share.ways, replace=new.replace
+                new.key,
+                new.kv.shape[2] - self.layout.rows,
+                new.record,
+                ways=share.ways,
+                replace=new.replace,
             )
         )
         if attempt is None:

@@ -148,6 +148,11 @@ def _checked(store: KVStore, name: str, placement: KeyPlacement) -> Format:
             f"stored={store.layout.stored!r} leaves tokens out, which no exported format can say: "
             "expected native, int8 or int4; ingest the documents in one of these to export them"
         )
+    if store.layout.rows:
+        raise StoreError(
+            "these chunks hold maps of recurrent layers, which no exported format can say; answer "
+            "with `jaxrag serve`"
+        )
     if name not in FORMATS:
         raise StoreError(f"format={name!r}: expected one of {', '.join(FORMATS)}")
     rotated = placement.first_position is not None
@@ -168,7 +173,7 @@ def _settings(store: KVStore, name: str, placement: KeyPlacement) -> dict[str, A
         "version": VERSION,
         "format": name,
         "fingerprint": store.fingerprint,
-        "layout": dataclasses.asdict(store.layout),
+        "layout": store.layout.to_dict(),
         "rope": placement.describe(),
     }
 

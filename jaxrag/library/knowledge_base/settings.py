@@ -27,6 +27,7 @@ from jaxrag.library.options import (
 )
 from jaxrag.library.retrieve.lance import kind_named
 from jaxrag.library.retrieve.terms import TERMS, TERMS_VERSION
+from jaxrag.models.backend import check_encoders
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import BARE, PromptTemplate, template_named
 from jaxrag.models.text.tokenizer import Tokenizer
@@ -191,10 +192,10 @@ def new_settings(model: Model, wanted: WantedSettings) -> dict[str, Any]:
     primer = primer_setting(wanted, encoders)
     check_primer(primer, template, model, chunking.chunk_tokens)
     if model.backend is not None:
-        model.backend.check_encoders(encoders)
+        check_encoders(model.backend, encoders)
         if wanted.stored not in (None, "native") or wanted.attention_index is not None:
             raise KnowledgeBaseError(
-                f"engine={model.backend.engine!r} keeps KV as it made it; leave --stored and "
+                f"{model.backend.called} keeps KV as it made it; leave --stored and "
                 "indexes out, and choose the type of KV by --engine"
             )
     # What is pasted is shared with a pool that holds KV as it is computed, or is another engine's.
@@ -215,7 +216,7 @@ def new_settings(model: Model, wanted: WantedSettings) -> dict[str, Any]:
         "fingerprint": derive(model.fingerprint, stored=stored, salt=salt),
         "salt": salt,
         "sealed": wanted.sealed,
-        "layout": {**dataclasses.asdict(model.whole_kv_layout), "stored": stored},
+        "layout": {**model.whole_kv_layout.to_dict(), "stored": stored},
         "store": wanted.store,
         "max_bytes": wanted.max_bytes or None,
         "template": template.to_dict(),

@@ -146,6 +146,11 @@ class DecodeRule(abc.ABC):
                 f"decode rule {self.name!r}: {config.shared_layers} layers of this model take K "
                 "and V of others, of which it would choose anew; use decode='dense'"
             )
+        if config.recurrent is not None:
+            raise RequestError(
+                f"decode rule {self.name!r}: layers of this model keep a state in place of KV, of "
+                "which there is nothing to leave out; use decode='dense'"
+            )
         for field, tokens in self.tokens().items():
             if tokens > config.max_positions:
                 raise RequestError(

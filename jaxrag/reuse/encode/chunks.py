@@ -4,6 +4,7 @@ import functools
 from collections.abc import Iterator, Sequence
 
 from jaxrag.base.types import HostArray
+from jaxrag.models.backend import check_encoders
 from jaxrag.models.model import Model
 from jaxrag.reuse.attention_index.document import Indexing, build_arrays
 from jaxrag.reuse.encode.apart import encode_apart
@@ -47,7 +48,7 @@ def encode_chunks(
     others = checked_neighbours(chosen, neighbours, len(chunks))
     prefix = seen_prefix(chosen, prefix_ids)
     if model.backend is not None:
-        model.backend.check_encoders([encoder])
+        check_encoders(model.backend, [encoder])
         return model.backend.encode(prefix, chunks)
     if not chosen.sees_neighbours:
         return (encode_apart if apart else encode_rows)(model, prefix, chunks)

@@ -184,7 +184,7 @@ def test_from_json_refuses_what_no_writer_wrote(record, change, said):
 
 @pytest.mark.parametrize(
     "name",
-    [field.name for field in dataclasses.fields(Record) if field.name != "kept"],  # test_dropping
+    [it.name for it in dataclasses.fields(Record) if it.name not in ("kept", "rows")],  # in some
 )
 def test_from_json_refuses_a_missing_field(sealed, name):
     values = json.loads(sealed.to_json())

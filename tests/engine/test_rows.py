@@ -17,7 +17,8 @@ from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.engine.steps import SamplingRows
 from jaxrag.kv.store import MemoryStore
 from jaxrag.kv.store.layout import KVLayout
-from jaxrag.models.llama_cpp import ROWS, Elsewhere, LlamaCppBackend
+from jaxrag.models.backend import ROWS
+from jaxrag.models.llama_cpp import Elsewhere, LlamaCppBackend
 from jaxrag.models.model import Model
 from jaxrag.reuse.methods import METHODS
 

@@ -1,4 +1,4 @@
-"""An engine whose model llama.cpp has: its requests, their chunks from the store, its steps.
+"""An engine whose requests have rows of their own: their chunks from the store, their steps.
 
 Who waits for what, in which order, and what is told of it is as for every other model (core,
 scheduler). But there is no pool that requests share: a request has cells of its own for all of its
@@ -27,19 +27,17 @@ from jaxrag.engine.sequence import Need, PromptPart, Sequence, stored_exact
 from jaxrag.engine.staging import ChunkOrigin, why_refused
 from jaxrag.engine.steps import Drawn, SamplingRows, sample_rows
 from jaxrag.kv.cache import PageAllocator, pages_for
-from jaxrag.models.llama_cpp import ROWS, LlamaCppBackend
+from jaxrag.models.backend import ROWS
 from jaxrag.models.model import Model
 from jaxrag.reuse.decode import Dense
 
-_NO_POOL = (
-    "this looks at KV on the device, which engine='llama_cpp' does not show; use engine='jax'"
-)
+_NO_POOL = "this looks at KV on the device in pages, which a model with rows of its own has not"
 _LANE = LaneKey(Dense(), 0, 0, ROWS)
 
 
 @dataclasses.dataclass
 class _Cells:
-    """Who has how much of llama.cpp's KV, in pages; in the place of a pool."""
+    """Who has how much of the KV of rows, in pages; in the place of a pool."""
 
     allocator: PageAllocator
     host: None = None
@@ -49,10 +47,16 @@ class _Cells:
         raise RequestError(_NO_POOL)
 
 
-class LlamaCppRunner(ModelRunner):
+class RowRunner(ModelRunner):
     """A model without a pool of ours."""
 
     compiles = False
+
+    @property
+    def num_pages(self) -> int:
+        """Of the backend's KV."""
+        assert self.model.backend is not None
+        return pages_for(self.model.backend.cells)
 
     @functools.cached_property
     def cells(self) -> _Cells:
@@ -69,7 +73,7 @@ class LlamaCppRunner(ModelRunner):
         self.__dict__.pop("cells", None)
 
 
-class LlamaCppSequence(Sequence):
+class RowSequence(Sequence):
     """A request with cells of its own for everything."""
 
     def need(self, held: Any) -> Need:
@@ -77,19 +81,20 @@ class LlamaCppSequence(Sequence):
         return Need({}, pages_for(self.num_tokens + self.request.room))
 
 
-def llama_cpp_sequence(model: Model, request: Request, number: int) -> LlamaCppSequence:
+def row_sequence(model: Model, request: Request, number: int) -> RowSequence:
     """As ``sequence_of``; one of the rows that all requests share decodes it.
 
     Raises RequestError for a method that does more than to read chunks as they are stored.
     """
     if not request.method.as_stored:
+        assert model.backend is not None
         raise RequestError(
             f"method {request.method.name!r} computes chunk tokens again, or attends to some as to "
-            "no others, which engine='llama_cpp' does not do"
+            f"no others, which {model.backend.called} does not do"
         )
     made = sequence_of(model, dataclasses.replace(request, rows=ROWS), number)
     fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
-    return LlamaCppSequence(**fields | {"lane": _LANE})
+    return RowSequence(**fields | {"lane": _LANE})
 
 
 @dataclasses.dataclass(eq=False)
@@ -114,17 +119,17 @@ class _Running:
     computed: list[HostArray] = dataclasses.field(default_factory=list)
 
 
-class LlamaCppCore(Core):
-    """An engine at work, for one thread, whose tokens llama.cpp runs."""
+class RowCore(Core):
+    """An engine at work, for one thread, on a model with rows."""
 
     def __init__(self, runner: ModelRunner, *others: Any) -> None:
         super().__init__(runner, *others)
         backend = runner.model.backend
         assert backend is not None
-        self._backend: LlamaCppBackend = backend
+        self._backend = backend
         self._running: dict[int, _Running] = {}
         self._hits = self._transfers.hits
-        self._life = 0  # of the process, whose rows these are
+        self._life = 0  # of the backend, whose rows these are
 
     @property
     def busy(self) -> bool:
@@ -173,10 +178,10 @@ class LlamaCppCore(Core):
         return self._run_spare(moved) or moved
 
     def _revive(self) -> None:
-        """Have llama.cpp run; whoever had a row of another process than this one has lost it."""
-        life = self._backend.process.live()
+        """Have it run; whoever had a row of another life than this one has lost it."""
+        life = self._backend.live()
         if life != self._life:
-            self._lose(EngineError("llama.cpp was started anew meanwhile; ask again"))
+            self._lose(EngineError(f"{self._backend.called} was started anew meanwhile; ask again"))
             self._life = life
 
     def _begin(self, sequence: Sequence) -> None:
@@ -184,7 +189,7 @@ class LlamaCppCore(Core):
         assert row is not None
         processes = sequence.request.sampling.processes
         vocab_size = self.state.runner.model.config.vocab_size if processes else None
-        self._backend.process.leave(row)
+        self._backend.leave(row)
         running = _Running(sequence, row, sampling_rows([sequence], 1, vocab_size))
         running.pieces = self._pieces(running)
         self._running[sequence.number] = running
@@ -295,7 +300,7 @@ class LlamaCppCore(Core):
                 asked += [running] * ends
         if not runs:
             return
-        logits = self._backend.process.step(runs, self._life)
+        logits = self._backend.step(runs, self._life)
         for running, row in zip(asked, logits, strict=True):
             self._draw(running, row)
 
@@ -328,7 +333,7 @@ class LlamaCppCore(Core):
         super()._release(sequence)
         if running is not None:
             with contextlib.suppress(EngineError):
-                self._backend.process.leave(running.row)
+                self._backend.leave(running.row)
 
     def _lose(self, error: EngineError) -> None:
         """Everybody with a row is told; who waits is served from now on."""
