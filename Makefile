@@ -63,7 +63,7 @@ test-oracle: $(VENV)/.installed-test ## Run the tests that compare with transfor
 
 test-vllm: $(VENV)/.installed-test ## Run the tests of the connector in vLLM, with VLLM_PYTHON=...
 	@test -n "$(VLLM_PYTHON)" || { echo "VLLM_PYTHON is not set: name a python that imports vLLM for" \
-		"CPUs and what docs/vllm.md installs beside it, as in 'make test-vllm VLLM_PYTHON=.../bin/python'" >&2; exit 1; }
+		"CPUs and what docs/engines.md installs beside it, as in 'make test-vllm VLLM_PYTHON=.../bin/python'" >&2; exit 1; }
 	$(CACHE) JAX_PLATFORMS=cpu VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python -m pytest -m vllm $(TEST_FLAGS) tests/connectors
 
 # The plug-in compiles for a described H200, and no device is needed or opened.

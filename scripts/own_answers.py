@@ -1,7 +1,7 @@
 """Rows of training from a data set's prompts, answered by the model itself with full attention.
 
 They need no labels: with loss.objective = "distill" adapters learn to answer the same where
-passages are read apart (docs/training.md).
+passages are read apart (docs/my-model.md).
 
     python scripts/own_answers.py nq_open --data nq-open-oracle.jsonl --model MODEL \
         --passages 5 --skip 300 --num 100 --out rows.jsonl

@@ -226,7 +226,7 @@ def test_the_site_leads_to_every_page():
 
 
 def test_the_reference_has_every_public_name():
-    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
     named = re.findall(r"^::: jaxrag\.(\w+)$", page, re.M)
     assert len(set(named)) == len(named)
     assert set(named) - {"errors"} == set(jaxrag.__all__)
@@ -234,7 +234,7 @@ def test_the_reference_has_every_public_name():
 
 def test_every_exit_code_is_told():
     """Those that the commands return by number or by a name beside it."""
-    page = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
     told = {int(code) for code in re.findall(r"^\| (\d+) \|", page, re.M)}
     returned = {0, 2}  # argparse's
     for path in (ROOT / "jaxrag" / "cli").glob("*.py"):

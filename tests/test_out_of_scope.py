@@ -1,4 +1,4 @@
-"""docs/out-of-scope.md: what it says that the program says is what the program says."""
+"""What docs/troubleshooting.md says that the program says of what it does not support."""
 
 import json
 import re
@@ -16,9 +16,10 @@ from jaxrag.server.fields import Generation
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "checkpoints/synthetic-0.8m/dual"
+PAGE = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
 ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]
-    for line in (ROOT / "docs/out-of-scope.md").read_text(encoding="utf-8").splitlines()
+    for line in PAGE[PAGE.index("\n## Not supported") : PAGE.index("\n## Upgrading")].splitlines()
     if line.startswith("| ")
 ][1:]
 

@@ -33,7 +33,7 @@ VILLAGE = ROOT / "examples" / "village"
 PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.py")]
 MADE = ("Document", "Method", "PromptTemplate", "Sampling", "SamplingParams")  # by users
 WHOLE = ("KnowledgeBase", "Result", "Stream", "AsyncStream")  # their methods are public, too
-OF_MODEL = ("fingerprint", "logits", "prompt_format", "text_tokenizer")  # docs/api.md
+OF_MODEL = ("fingerprint", "logits", "prompt_format", "text_tokenizer")  # docs/reference.md
 BY_ORDER = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 

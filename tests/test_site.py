@@ -90,7 +90,7 @@ SHAPES = {  # family, D, M, N, V, tied
 
 
 def test_the_table_of_sizes_is_computed(tiny_config):
-    found = {cells[0]: cells[1:] for cells in rows("sizing.md", 7) if cells[0] in SHAPES}
+    found = {cells[0]: cells[1:] for cells in rows("install.md", 7) if cells[0] in SHAPES}
     assert found.keys() == SHAPES.keys()
     for name, (family, width, mlp, heads, vocabulary, tied) in SHAPES.items():
         shape, *cells = found[name]
@@ -144,7 +144,7 @@ def site(tmp_path_factory):
 @pytest.mark.slow
 def test_the_site_loads_nothing_from_elsewhere(site):
     pages = list(site.rglob("*.html"))
-    assert len(pages) > 30
+    assert len(pages) > 20
     for page in pages:
         loaded = Loaded()
         loaded.feed(page.read_text(encoding="utf-8"))

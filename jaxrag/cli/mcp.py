@@ -4,6 +4,7 @@ import os
 from urllib.parse import urlsplit
 
 from jaxrag.base.errors import ConfigError
+from jaxrag.base.installed import installs
 from jaxrag.cli.command import SUMMARIES, Args, command, flag, value, values
 from jaxrag.cli.output import note
 
@@ -22,9 +23,7 @@ def run(args: Args) -> None:
         from jaxrag.server.http.tools import run_http
         from jaxrag.server.mcp import make_server
     except ImportError as error:
-        raise ConfigError(
-            f"{error.name} is not installed; install it with: pip install 'jaxrag[mcp]'"
-        ) from None
+        raise ConfigError(f"{error.name} is not installed; {installs('mcp')} does it") from None
     key = os.environ.get(KEY_VARIABLE)
     if listen is None:
         make_server(args.url, key=key, writes=args.write).run("stdio")

@@ -30,7 +30,8 @@ class KnowledgeBaseOptions:
     encoders: Sequence[str] | None = option(
         None, "isolated, after_prefix, primed, neighbours or neighbours_joint; may be repeated",
         "NAME",
-        unset="isolated for a model that was trained to read chunks apart, else after_prefix",
+        unset="isolated for a model that was trained to read chunks apart, else primed, or "
+        "after_prefix for a small vocabulary",
         flag="--encoder", repeatable=True, parse=str,
     )  # fmt: skip
     primer: Any = option(

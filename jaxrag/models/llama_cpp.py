@@ -12,6 +12,7 @@ import numpy as np
 from jaxrag.base.config import ModelConfig, RopeConfig
 from jaxrag.base.errors import ConfigError, ModelError, RequestError
 from jaxrag.base.gguf import Header, is_gguf, read_header
+from jaxrag.base.installed import installs
 from jaxrag.base.llama_cpp.client import LlamaCpp, LlamaCppOptions
 from jaxrag.base.types import HostArray, TokenRun
 from jaxrag.kv.store.layout import KVLayout
@@ -131,8 +132,7 @@ def open_llama_cpp(
         version = importlib.metadata.version("llama-cpp-python")
     except importlib.metadata.PackageNotFoundError:
         raise ModelError(
-            f"engine={engine!r} needs llama-cpp-python; install it with: "
-            "pip install 'jaxrag[llama_cpp]'"
+            f"engine={engine!r}: llama-cpp-python is not installed; {installs('llama-cpp')} does it"
         ) from None
     if not is_gguf(path):
         raise ModelError(f"{path}: engine='llama_cpp' takes a GGUF file")

@@ -143,8 +143,8 @@ class Ask:
         None,
         f"{', '.join(METHOD_NAMES)}, or a .toml file",
         "NAME",
-        unset="turborag for a model that was trained to read chunks apart, else cacheblend or "
-        "fusionrag where --kb has KV for them",
+        unset="turborag for a model that was trained to read chunks apart, else primed, "
+        "fusionrag or cacheblend, the first that --kb has KV for",
         check=_check_method,
     )
     recompute_ratio: float | None = option(

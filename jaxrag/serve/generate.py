@@ -122,8 +122,8 @@ def generate(
       passage_rules: how these are found: a name of configs/passages, or a TOML file.
       model: needed without ``kb``.
       method: a preset of methods.METHODS or a Method. None: turborag for a model that was trained
-        to read chunks apart, and for a knowledge base that keeps no other KV; else one that
-        computes a part of the chunks again, as the knowledge base keeps KV for it.
+        to read chunks apart, and for a knowledge base that keeps no other KV; else primed,
+        fusionrag or cacheblend, the first that the knowledge base keeps KV for.
       recompute_ratio: share of the chunk tokens that are computed again, 0..1, for methods with a
         selector. None: for a method that is named, what the gate of the knowledge base found
         (`jaxrag kb gate`), else the method's own.

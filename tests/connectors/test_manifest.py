@@ -95,7 +95,7 @@ def test_weights_are_hashed_once(tmp_path, monkeypatch):
 
 
 def test_only_what_is_installed_beside_an_engine_is_imported():
-    """All but the file that imports vLLM, with the libraries that docs/vllm.md names."""
+    """All but the file that imports vLLM, with the libraries that docs/engines.md names."""
     program = """
 import importlib, json, sys
 allowed = set(json.loads(sys.argv[1])) | set(sys.stdlib_module_names) | {"jaxrag"}

@@ -1,4 +1,4 @@
-"""The page on reliability names tests that there are."""
+"""The page on security and reliability names tests that there are."""
 
 import ast
 import re
@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "reliability.md"
+PAGE = ROOT / "docs" / "security.md"
 NAMED = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGE.read_text(encoding="utf-8"))
 
 
-def test_every_finding_names_a_test():
+def test_every_guarantee_names_a_test():
     rows = re.findall(r"^\| (\d+) \|(.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     assert [int(number) for number, _ in rows] == list(range(1, 19))
     assert all("::test_" in row for _, row in rows)

@@ -1,4 +1,4 @@
-"""docs/out-of-scope.md over HTTP: each refusal that it quotes is what a client is told."""
+"""docs/troubleshooting.md over HTTP: each refusal that it quotes is what a client is told."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from jaxrag.models.model import load_model
 
-PAGE = Path(__file__).parents[2] / "docs/out-of-scope.md"
+PAGE = Path(__file__).parents[2] / "docs/troubleshooting.md"
 ELSEWHERE = {"several processes give no answers of a form"}  # asks for more than one process
 ASKED = [{"role": "user", "content": "Is it warm?"}]
 TOOL = {"type": "function", "function": {"name": "clock"}}
