@@ -378,14 +378,15 @@ class Scheduler:
         passed, outgrown = list[Sequence](), list[Sequence]()
         for sequence, first in self._queue:
             need = sequence.need(self._is_there)
-            there = self._allocator.num_pages
-            if self._allocator.num_available == there and self._lacking(need) > 0:
+            there, lacking = self._allocator.num_pages, self._lacking(need)
+            if lacking > 0 and self._allocator.num_available == there:
                 for key in need.chunks:  # in its own way: whole, or parts of too many pages
                     self._allocator.evict(key)
                 need = sequence.need(self._is_there)
+                lacking = self._lacking(need)
             if need.pages > there and sequence.need(lambda key: False).pages > there:
                 outgrown.append(sequence)
-            elif self._lacking(need) <= 0:
+            elif lacking <= 0:
                 for other in passed:
                     self._queue.passed(other)
                 return (sequence, need), outgrown
