@@ -379,13 +379,15 @@ class Scheduler:
         for sequence, first in self._queue:
             need = sequence.need(self._is_there)
             there = self._allocator.num_pages
-            if self._allocator.num_available == there and self._lacking(need) > 0:
+            lacking = self._allocator.lacking(need.own, need.chunks)
+            if lacking > 0 and self._allocator.num_available == there:
                 for key in need.chunks:  # in its own way: whole, or parts of too many pages
                     self._allocator.evict(key)
                 need = sequence.need(self._is_there)
+                lacking = self._allocator.lacking(need.own, need.chunks)
             if need.pages > there and sequence.need(lambda key: False).pages > there:
                 outgrown.append(sequence)
-            elif self._lacking(need) <= 0:
+            elif lacking <= 0:
                 for other in passed:
                     self._queue.passed(other)
                 return (sequence, need), outgrown
@@ -430,9 +432,6 @@ class Scheduler:
     def _loading(self, key: str) -> bool:
         return self._is_there(key) and key not in self._allocator
 
-    def _lacking(self, need: Need) -> int:
-        return self._allocator.lacking(need.own, need.chunks)
-
     def _freed(self, leaving: abc.Sequence[Sequence], but: Collection[str]) -> int:
         """Pages that are available when these requests are gone, beside those of some chunks."""
         gone = Counter(key for sequence in leaving for key in sequence.held if key not in but)
@@ -472,7 +471,7 @@ class Scheduler:
     def _for_pages(self, leaving: list[Sequence], now: float) -> list[Sequence]:
         for head in self._queue.heads():
             need = head.need(self._is_there)
-            lacking = self._lacking(need)
+            lacking = self._allocator.lacking(need.own, need.chunks)
 
             def enough(chosen: list[Sequence], need: Need = need, lacking: int = lacking) -> bool:
                 return self._freed(leaving + chosen, need.chunks) >= lacking

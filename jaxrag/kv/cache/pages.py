@@ -18,9 +18,10 @@ def pages_for(tokens: int) -> int:
 
 def whole_pages(counts: Iterable[int], page_parts: int) -> int:
     """How many pages hold these, each a number of pages, or below 0 of parts, side by side."""
-    counts = list(counts)
-    parts = sum(min(it, 0) for it in counts)
-    return sum(max(it, 0) for it in counts) - parts // page_parts
+    whole = parts = 0
+    for count in counts:
+        whole, parts = (whole + count, parts) if count > 0 else (whole, parts + count)
+    return whole - parts // page_parts
 
 
 @dataclasses.dataclass
@@ -119,9 +120,8 @@ class PageAllocator:
 
         ``chunks``: pages of each by its key, of which those that are not here count.
         """
-        found = {key: it for key in chunks if (it := self._chunks.get(key))}
-        new = [count for key, count in chunks.items() if key not in found]
-        free = (it for it in found.values() if it.ready and not it.ref_count)
+        new = [count for key, count in chunks.items() if key not in self._chunks]
+        free = [self._chunks[key] for key in chunks if key in self._unpinned]
         mapped = sum(not self._pins[it] for it in self._pages_of(free))
         return own + whole_pages(new, self.page_parts) + mapped - self.num_available
 

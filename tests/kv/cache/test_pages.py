@@ -7,7 +7,7 @@ import pytest
 from refusal import refused
 
 from jaxrag.base.errors import RequestError
-from jaxrag.kv.cache import PageAllocator
+from jaxrag.kv.cache import PAGE, PageAllocator, pages_for
 from jaxrag.kv.cache import heat as of_heat
 
 
@@ -204,3 +204,17 @@ def test_the_check_sees_a_part_that_is_lost_or_held_twice():
         pages._open[page] = wrong
         with pytest.raises(AssertionError):
             pages.check()
+
+
+@pytest.mark.parametrize("chunk", [128, 256, 512, 1000])
+@pytest.mark.parametrize("context", [8192, 32768])
+def test_pages_of_chunks_in_part_are_what_their_layers_take(context, chunk):
+    """As Gemma 3 270M: three of 18 layers see all, six parts a page; the last 512 tokens whole."""
+    pages = PageAllocator(pages_for(context), page_parts=6)
+    ends = range(context, 0, -chunk)
+    for end in ends:
+        count = pages_for(min(chunk, end))
+        pages.begin(str(end), count if end > context - 512 else -count, "a test")
+    kept = sum(min(chunk, end) * (18 if end > context - 512 else 3) for end in ends)
+    assert kept <= pages.num_held * PAGE * 18 <= 1.02 * kept
+    pages.check()
