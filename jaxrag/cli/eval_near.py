@@ -30,5 +30,5 @@ COMMAND = command(
     model_options(required=True),
     fields(NearOptions, but=("server", "shard", "finished", "metrics", "max_new_tokens", "scores")),
     result_options(markdown=True),
-    basic="model data num passages method encoder primer neighbours out markdown json",
+    basic="model data num passages method controls encoder primer neighbours out markdown json",
 )

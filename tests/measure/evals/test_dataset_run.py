@@ -1,5 +1,6 @@
 """Data sets put to a model: scores, resuming, shards, and documents that do not fit."""
 
+import copy
 import dataclasses
 import json
 
@@ -279,8 +280,13 @@ def test_beside_a_selector_stands_chance(chosen):
     assert [row[0] for row in near if "gold at" not in row[0]] == ["method", *names[1:]]
     _, beside, *_ = next(it for title, it in shown.items() if title.startswith("minus that of as"))
     assert beside[0] == names[2] and beside[2] == f"{less['needed']:,}"
-    sizes = next(it for title, it in shown.items() if title.startswith("questions that"))
+    takes = "questions that a difference"
+    assert not any(title.startswith(takes) for title in shown)  # no answer is right by any method
+    other = copy.deepcopy(found)
+    other["methods"][2]["minus_first"]["f1"]["all"]["needed"] = 1234
+    [sizes] = [table.rows for table in tables(other) if table.title.startswith(takes)]
     assert [row[0] for row in sizes[1:]] == names[1:]
+    assert sizes[2] == [names[2], "", "", "1,234"] and sizes[0][3] == "f1"
 
 
 def test_it_is_as_near_as_by_eval_near(chosen):

@@ -61,19 +61,16 @@ def _parts(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str
 
 
 def _sizes(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
-    """How many questions the differences of scores take, of all groups together."""
+    """How many questions the differences of scores take, of all groups; nothing for none."""
     metrics = result["metrics"]
-    if metrics and result["questions"]:
+    cells = [
+        [method_of(row), *(needs(row["minus_first"][it]["all"]) for it in metrics)] for row in rows
+    ]
+    if any(text for _, *its in cells for text in its):
         yield Table(
             "questions that a difference of the size seen takes to be told from none, at 95 % and "
-            f"with a power of {POWER:.0%}; there were {result['questions']}",
-            [
-                ["method", *(metric.replace("_", " ") for metric in metrics)],
-                *(
-                    [method_of(row), *(needs(row["minus_first"][it]["all"]) for it in metrics)]
-                    for row in rows
-                ),
-            ],
+            f"with a power of {100 * POWER:.0f} %; there were {result['questions']}",
+            [["method", *(metric.replace("_", " ") for metric in metrics)], *cells],
         )
 
 
