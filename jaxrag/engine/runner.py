@@ -39,7 +39,7 @@ class ModelRunner:
 
         Raises ConfigError for a model with recurrent layers.
         """
-        if model.config.recurrent is not None:
+        if model.config.recurrent is not None and model.backend is None:
             raise ConfigError(
                 f"{model!r}: pages hold KV alone, and layers of this model keep a state; train it, "
                 "or take its logits"

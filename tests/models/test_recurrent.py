@@ -1,6 +1,7 @@
 """Layers that keep a state, in whole models: rows in pieces, and chunks put together from maps."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -168,7 +169,7 @@ def test_what_needs_pages_or_parts_of_a_chunk_refuses(model):
         with refused(RequestError, said):
             METHODS[name].check(config)
     with refused(ConfigError, "pages hold KV alone"):
-        ModelRunner(model)
+        ModelRunner(SimpleNamespace(config=config, backend=None))
     with refused(ConfigError, "no state; leave it out"):
         AWAY.check(config, None)
     with refused(ConfigError, "recurrent layers; leave it out"):
