@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 from script import Result, run_script, spread
 
-from jaxrag.base.config import ModelConfig, RecurrentConfig, RopeConfig
+from jaxrag.base.config import ModelConfig, RopeConfig
 from jaxrag.base.options import option, parse_counts, parse_names
+from jaxrag.base.recurrent import RecurrentConfig
 from jaxrag.base.types import HostArray
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
