@@ -41,7 +41,7 @@ class ModelRunner:
         """
         if model.config.recurrent is not None and model.backend is None:
             raise ConfigError(
-                f"{model!r}: pages hold KV alone, and layers of this model keep a state; train it, "
+                f"{model.config.family}: pages hold KV alone, and its layers keep a state; train it, "
                 "or take its logits"
             )
         self.model = model
