@@ -41,10 +41,10 @@ from jaxrag.base.config import (
     LinearScaling,
     ModelConfig,
     NoRotation,
-    RecurrentConfig,
     RopeConfig,
     YarnScaling,
 )
+from jaxrag.base.recurrent import RecurrentConfig
 from jaxrag.cli import main
 from jaxrag.measure.zoo import llama
 from jaxrag.models.export import export_hf

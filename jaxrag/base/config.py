@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from jaxrag.base.errors import ConfigError
 from jaxrag.base.options import option, parse_bytes, parse_count
+from jaxrag.base.recurrent import RecurrentConfig
 from jaxrag.base.tables import build, build_named
 
 if TYPE_CHECKING:
@@ -204,40 +205,6 @@ class ExpertsConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class RecurrentConfig:
-    """Gated DeltaNet: layers that keep one state [Dk, Dv] of each value head, and no KV of tokens.
-
-    ``fused``: queries, keys, values and gates are one projection, by key head (Qwen3-Next).
-    """
-
-    layers: tuple[bool, ...]  # [L] which layers are such; the others attend
-    key_heads: int  # Hk, each of Hv / Hk value heads
-    value_heads: int  # Hv
-    key_dim: int  # Dk
-    value_dim: int  # Dv
-    width: int  # W tokens that the convolution before them sees
-    fused: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("key_heads", "value_heads", "key_dim", "value_dim", "width"):
-            size = getattr(self, name)
-            if not 1 <= size <= _LARGEST["head_dim"]:
-                raise ConfigError(f"recurrent {name}={size}: expected 1 to {_LARGEST['head_dim']}")
-        if self.value_heads % self.key_heads or self.width < 2:
-            raise ConfigError(
-                f"recurrent value_heads={self.value_heads}, key_heads={self.key_heads}, width="
-                f"{self.width}: expected a multiple of the key heads, and a width of 2 or more"
-            )
-        if all(self.layers) or not any(self.layers):
-            raise ConfigError("recurrent layers: expected some, and some that attend")
-
-    @property
-    def channels(self) -> int:
-        """C, of the convolution: of queries, keys and values."""
-        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
-
-
-@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer: RMSNorm, rotary GQA attention, gated MLP or experts.
 
@@ -352,10 +319,7 @@ class ModelConfig:
             if not 1 <= (getattr(self, name) or 1) <= _LARGEST["mlp_dim"]:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected at least 1")
         if self.recurrent is not None:
-            if len(self.recurrent.layers) != self.num_layers:
-                raise ConfigError(
-                    f"recurrent layers: {len(self.recurrent.layers)} for {self.num_layers} layers"
-                )
+            self.recurrent.check_layers(self.num_layers)
             if self.sliding_window or self.shared_layers or self.input_dim or self.more_ropes:
                 raise ConfigError("recurrent layers beside a window or layers of other kinds")
         kinds = (0,) * self.num_layers if self.rope_layers is None else self.rope_layers

@@ -1,5 +1,6 @@
 """The decoder: one pure ``forward`` that training, encoding, prefill and decode all call."""
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from jaxrag.models.attention import Attend, with_sink_logits
 from jaxrag.models.experts import experts_mlp
 from jaxrag.models.int8 import Int8Weight, int8_product
 from jaxrag.models.linear import activated, linear, product
-from jaxrag.models.recurrent import Memory, Paths, recurrent_out
+from jaxrag.models.recurrent import Paths, RowMemory, recurrent_out
 from jaxrag.models.rope import RopeFactors, RopeTable
 from jaxrag.models.spec import LayerParams, Params
 
@@ -275,7 +276,7 @@ def forward(
     cache: Any,
     attend: Attend,
     wrap_layer: Callable[[Layer], Layer] | None = None,
-    recurrent: Memory = None,
+    recurrent: RowMemory = None,
 ) -> tuple[Array, Any, Any]:
     """Run all layers over tokens [B, T].
 
@@ -306,7 +307,7 @@ def run_layers(
     attend: Attend,
     num_layers: int,
     wrap_layer: Callable[[Layer], Layer] | None = None,
-    recurrent: Memory = None,
+    recurrent: RowMemory = None,
 ) -> tuple[Any, Any, Any]:
     """Run the first ``num_layers`` layers over tokens [B, T]; arguments and results as ``forward``.
 
@@ -328,12 +329,9 @@ def run_layers(
     if config.recurrent is not None:
         return _run_kinds(params, config.recurrent.layers, (x, cache), body, recurrent)
     if isinstance(params.layers, list):
-        body, each = jax.jit(body), []  # layers of one shape are traced once
-        for index, p in enumerate(params.layers[:num_layers]):
-            window = None if windows is None else windows[index]
-            (x, cache), collected = body((x, cache), (p, layer_ids[index], window))
-            each.append(collected)
-        return x, cache, jax.tree.map(lambda *layers: jnp.stack(layers), *each)
+        some = params.layers[:num_layers]
+        (x, cache), collected = _through(jax.jit(body), (x, cache), (some, layer_ids, windows))
+        return x, cache, collected
     own = config.num_kv_layers
     scanned = (params.layers, *_some((layer_ids, windows), 0, own))
     (x, cache), collected = lax.scan(body, (x, cache), _some(scanned, 0, min(num_layers, own)))
@@ -345,7 +343,7 @@ def run_layers(
 
 
 def _run_kinds(
-    params: Params, kinds: tuple[bool, ...], carry: _Carry, body: Layer, memory: Memory
+    params: Params, kinds: tuple[bool, ...], carry: _Carry, body: Layer, memory: RowMemory
 ) -> tuple[Any, Any, Any]:
     """The layers of a model with recurrent ones, a scan over the shortest period of ``kinds``."""
     whole, body = len(kinds), jax.jit(body)  # layers of one shape are traced once
@@ -356,12 +354,15 @@ def _run_kinds(
 
     def period(carry: _Carry, parts: Sequence[Any]) -> tuple[_Carry, Any]:
         each: tuple[list[Any], list[Any]] = [], []
-        for kind in kinds[:size]:
-            take = operator.itemgetter(len(each[kind]))
+        at = [0, 0]
+        for kind, run in itertools.groupby(kinds[:size]):
+            here = slice(at[kind], at[kind] + len(list(run)))
+            at[kind] = here.stop
+            take = operator.itemgetter(here)
             own = jax.tree.map(take, parts[kind], is_leaf=lambda it: isinstance(it, list))
-            carry, collected = body(carry, own)
+            carry, collected = _through(body, carry, own)
             each[kind].append(collected)
-        return carry, tuple(jax.tree.map(lambda *it: jnp.stack(it), *some) for some in each)
+        return carry, tuple(jax.tree.map(lambda *it: jnp.concatenate(it), *some) for some in each)
 
     stacks: Any = (params.layers, params.recurrent)
     if apart:
@@ -376,8 +377,20 @@ def _run_kinds(
     return *carry, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), collected)
 
 
+def _through(body: Layer, carry: _Carry, layers: tuple[Any, ...]) -> tuple[_Carry, Any]:
+    """Layers one after the other, stacked or, where the first of these is a list, apart."""
+    weights, *rest = layers
+    if not isinstance(weights, list):
+        return lax.scan(body, carry, layers)
+    each = []
+    for index, p in enumerate(weights):
+        carry, collected = body(carry, (p, *jax.tree.map(operator.itemgetter(index), rest)))
+        each.append(collected)
+    return carry, jax.tree.map(lambda *it: jnp.stack(it), *each)
+
+
 def _run_recurrent(
-    config: ModelConfig, layer: Any, x: Array, tokens: Tokens, memory: Memory
+    config: ModelConfig, layer: Any, x: Array, tokens: Tokens, memory: RowMemory
 ) -> tuple[Array, Any]:
     """One layer that keeps a state: x behind it, and its memory behind the tokens."""
     p, _, given = layer

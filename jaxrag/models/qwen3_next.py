@@ -10,8 +10,9 @@ from collections import ChainMap
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-from jaxrag.base.config import ExpertsConfig, ModelConfig, RecurrentConfig
+from jaxrag.base.config import ExpertsConfig, ModelConfig
 from jaxrag.base.errors import ConfigError
+from jaxrag.base.recurrent import RecurrentConfig
 from jaxrag.models.family import DECODER, EXPERTS, GATED_MLP, QK_NORM, Family, TensorRule
 from jaxrag.models.hf_config import (
     Defaults,

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxrag.base import struct
-from jaxrag.base.config import ModelConfig, RecurrentConfig
+from jaxrag.base.config import ModelConfig
+from jaxrag.base.recurrent import RecurrentConfig
 from jaxrag.base.types import EMPTY, Array, Tokens
 from jaxrag.models.delta_rule import (
     Paths,
@@ -29,7 +30,7 @@ from jaxrag.models.delta_rule import (
 from jaxrag.models.linear import linear
 from jaxrag.models.spec import LayerParams
 
-__all__ = ["Memory", "Paths", "Recurrent", "StateMap", "no_memory", "packed", "recurrent_out"]
+__all__ = ["Paths", "Recurrent", "RowMemory", "StateMap", "no_memory", "packed", "recurrent_out"]
 
 _EPS = 1e-6  # of the norms of queries and keys, whatever that of the model
 
@@ -50,7 +51,7 @@ class Recurrent(struct.PyTreeNode):
     wants_map: bool = struct.static(default=False)
 
 
-Memory = Recurrent | Paths | None
+RowMemory = Recurrent | Paths | None
 
 
 def no_memory(config: ModelConfig, batch: int) -> Recurrent:

@@ -94,6 +94,26 @@ def test_answers_are_those_of_the_packed_forward(model, store, method, order):
         assert again.computed == 4
 
 
+def test_a_chunk_right_behind_its_prefix_is_exact(model):
+    backend, (prefix, chunk, question) = model.backend, drawn(7, 5, 7, 4)
+    life, [(_, front)] = backend.live(), backend.encode(prefix[:0], [prefix])
+
+    def behind(before):
+        [(_, stored)] = backend.encode(before, [chunk])
+        backend.leave(0)
+        backend.restore(0, front, 0, 0, life)
+        backend.restore(0, stored, len(before), 5, life)
+        return backend.step([(0, 12, question, True)], life)[0]
+
+    exact, alone = behind(prefix), behind(prefix[:0])
+    backend.leave(0)
+    [whole] = backend.step([(0, 0, np.concatenate([prefix, chunk, question]), True)], life)
+    backend.leave(0)
+    close = 5e-5 * np.abs(whole).max()
+    np.testing.assert_allclose(exact, whole, rtol=0, atol=close)
+    assert np.abs(alone - whole).max() > 100 * close
+
+
 def test_whole_chunks_may_be_computed_in_place(model, store):
     told(model, asked(store, chunks=CHUNKS[:2]))
     method = dataclasses.replace(METHODS["full_reuse"], misses="in_place")

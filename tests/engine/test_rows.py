@@ -321,7 +321,7 @@ def test_kv_of_one_engine_is_no_hit_of_another(model):
 
 def test_loading_refuses_what_it_is_not(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"no model")
-    with refused(RequestError, "expected one of jax, llama_cpp, llama_cpp:q8_0"):
+    with refused(RequestError, "expected one of jax, jax:bfloat16, jax:int8, llama_cpp"):
         jaxrag.load_model(tmp_path / "model.gguf", engine="vllm")
     with refused(RequestError, "no mesh, dtype and host memory"):
         jaxrag.load_model(tmp_path / "model.gguf", engine="llama_cpp", dtype="float32")

@@ -17,7 +17,8 @@ from jaxrag.measure.evals.gate import kl_divergence
 from jaxrag.models.digest import params_digest
 from jaxrag.models.export import export_hf
 from jaxrag.models.hf import load_hf
-from jaxrag.models.spec import init_params
+from jaxrag.models.model import load_model
+from jaxrag.models.spec import by_name, init_params
 from jaxrag.reuse.methods import METHODS
 from jaxrag.train.config import OptimizerPart
 from jaxrag.train.lora import init_adapters, merge_all
@@ -338,3 +339,42 @@ def test_schedule(decay, expected):
     found = [float(rate(step)) for step in (0, 1, 2, 4, 6)]
     np.testing.assert_allclose(found, expected, atol=1e-3)
     assert float(rate(10)) == pytest.approx(1.0 if decay == "constant" else 0.1)
+
+
+@pytest.fixture
+def recurrent(train_config, tiny_config, tokenizer_dir, tmp_path):
+    model = tiny_config("qwen3_5", vocab_size=600, num_layers=2)
+    export_hf(tmp_path / "x", init_params(model, jax.random.key(3)), model, tokenizer_dir)
+    values = {"model.path": str(tmp_path / "x"), "data.mode": "both", "data.rows": 4}
+    return lambda **changes: train_config(**values, **changes)
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_packed_rows_are_those_of_a_prompt_alone(recurrent, full):
+    """Behind another sample, with two questions that do not see each other, over several tiles."""
+    setup = set_up(recurrent())
+    packed, _ = logits_of(setup, setup.first_state().trained, None, full)
+    model, piece = load_model(recurrent().model.path), lay_piece(SAMPLE, full, "reordered")
+    number = 0
+    for start, end in piece.questions:
+        final = SAMPLE.finals[number]
+        before = SAMPLE.num_shared + sum(map(len, SAMPLE.finals[:number]))
+        at = np.r_[: SAMPLE.num_shared, before : before + len(final)]
+        rows = (it[at][None] for it in (piece.ids, piece.positions, piece.segments))
+        alone = np.asarray(model.logits(*rows))[0]
+        found = packed[np.r_[: SAMPLE.num_shared, before : before + len(final)]]
+        np.testing.assert_allclose(found, alone, rtol=1e-3, atol=2e-4)
+        assert before <= start < end <= before + len(final)
+        number += 1
+    assert number == 2
+
+
+def test_it_learns_and_is_sharded_and_computed_again_alike(recurrent):
+    found, state, programs = few_steps(recurrent(), 6)
+    assert programs == 1 and found[-1, 0] < 0.8 * found[0, 0]
+    start = by_name(load_hf(recurrent().model.path)[1])
+    for name, weight in by_name(state.trained).items():
+        assert np.abs(np.asarray(weight) - np.asarray(start[name])).max() > 1e-3, name
+    split = {"compute.data": 2, "compute.fsdp": 2, "compute.remat": "full"}
+    other, _, _ = few_steps(recurrent(**split), 2)
+    np.testing.assert_allclose(other, found[:2], rtol=1e-3)
