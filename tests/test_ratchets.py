@@ -22,10 +22,10 @@ MOST = {
     "long signatures, jaxrag": 7,
 }
 AT_MOST = {  # of what shrinks and grows with every change
-    "code lines": 65_092,
-    "code lines, tests": 59_140,
-    "code lines, benchmarks": 6_485,
-    "benchmark scripts beside the GPU's": 25,
+    "code lines": 66_700,
+    "code lines, tests": 60_420,
+    "code lines, benchmarks": 6_760,
+    "benchmark scripts beside the GPU's": 26,
     "fields of one request": 64,
     "objects of one request": 5,
 }

@@ -350,7 +350,7 @@ def _likeliest(logits: HostArray) -> Drawn:
     """What ``_draw`` gives at temperature 0, in an eighth of the time."""
     drawn = logits.argmax()
     logprob = -np.log(np.exp(logits - logits[drawn]).sum())
-    found = np.where(np.isnan(logprob), FAILED, drawn).astype(np.int32)
+    found: Any = np.where(np.isnan(logprob), FAILED, drawn).astype(np.int32)
     return Drawn(found[None], logprob[None])
 
 

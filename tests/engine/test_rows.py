@@ -4,13 +4,13 @@ import threading
 
 import numpy as np
 import pytest
+from jaxrag.engine.llama_cpp import _draw, _likeliest
 from refusal import refused
 
 import jaxrag
 from jaxrag.base.config import ModelConfig, RopeConfig
 from jaxrag.base.errors import Cancelled, ContextExceeded, EngineError, ModelError, RequestError
 from jaxrag.engine.engine import Engine, engine_of
-from jaxrag.engine.llama_cpp import _draw, _likeliest
 from jaxrag.engine.prefilled import prefilled
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.sampling_params import SamplingParams
