@@ -319,11 +319,11 @@ def test_admission_does_not_look_through_a_long_queue():
     asked.clear()
     found.admit(0.0)
     assert asked.total() <= 2 * (16 + 2)
-    start = time.perf_counter()
+    start = time.process_time()
     for number in range(9_999):
         found.finish(number, "finished")
         found.admit(0.0)
-    assert time.perf_counter() - start < 10  # half a second; minutes when events cost a queue
+    assert time.process_time() - start < 10  # half a second; minutes when events cost a queue
     assert found.live.keys() == {9_999}
 
 
