@@ -63,6 +63,6 @@ COMMAND = command(
         "write the data set's prompt there, for `jaxrag serve --template FILE`, and end",
     ),
     result_options(markdown=True),
-    basic="model kb data method neighbours controls server num max-new-tokens write-template out "
+    basic="model kb data method neighbours server num max-new-tokens write-template out "
     "markdown json",
 )

@@ -118,5 +118,5 @@ COMMAND = command(
     distributed_options(),
     fields(RayOptions),
     JSON,
-    basic="kb questions methods controls template max-new-tokens k where model dtype ray out json",
+    basic="kb questions methods template max-new-tokens k where model dtype ray out json",
 )
