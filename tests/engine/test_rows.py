@@ -4,7 +4,6 @@ import threading
 
 import numpy as np
 import pytest
-from jaxrag.engine.llama_cpp import _draw, _likeliest
 from refusal import refused
 
 import jaxrag
@@ -13,6 +12,7 @@ from jaxrag.base.errors import Cancelled, ContextExceeded, EngineError, ModelErr
 from jaxrag.engine.engine import Engine, engine_of
 from jaxrag.engine.prefilled import prefilled
 from jaxrag.engine.request import Prompt, Request
+from jaxrag.engine.rows import _draw, _likeliest
 from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.engine.steps import SamplingRows
 from jaxrag.kv.store import MemoryStore
