@@ -75,5 +75,5 @@ def test_it_stops_when_the_time_is_over(tmp_path, monkeypatch, capsys, hours, be
     assert evidence.main() == code
     said = capsys.readouterr().out.splitlines()
     assert len(ran) == begun and ran[-1].ended == bool(code)
-    first = "nq-10: 4 questions, the first 100 s, then 9.0 s each; 0.5 h for all 200"
+    first = "nq-5: 4 questions, the first 100 s, then 9.0 s each; 0.1 h for all 60"
     assert said[0] == first and ("the time is over" in said[-1]) == bool(code)
