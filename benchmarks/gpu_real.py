@@ -23,13 +23,13 @@ CONFIG = "lora-distill-smollm2"  # of configs/train
 MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GOLDENS = ROOT / "tests" / "goldens" / "smollm2.json"
 NEAR = 2e-3  # that logits may be away from the goldens, as on a CPU
-# Data set, its file, questions that are left out before, and that are taken.
+# Data set, its file, questions that are left out before, and that are taken, passages of a prompt.
 DATA = {
-    "nq_open": ("nq-open-oracle.jsonl", 300, 2155),
-    "hotpotqa": ("hotpotqa_train.json", 100, 900),
-    "musique": ("musique_train.json", 100, 900),
+    "nq_open": ("nq-open-oracle.jsonl", 300, 2155, 5),
+    "hotpotqa": ("hotpotqa_train.json", 40, 60, 4),
+    "musique": ("musique_train.json", 40, 60, 4),
 }
-HELD_OUT = ("nq_open", 2455, 64)
+HELD_OUT = ("nq_open", 2455, 64, 5)
 
 
 def brought(folder: Path, name: str = MODEL) -> Path:
@@ -130,11 +130,11 @@ def stage_adapters(
 
 def _rows(data: dict[str, str], model: str, tiny: bool) -> Iterator[list[str]]:
     """Words for scripts/own_answers.py, which goes on where it stopped."""
-    asked = {name: (name, skip, count) for name, (_, skip, count) in DATA.items()}
-    for out, (name, skip, count) in (asked | {"held_out": HELD_OUT}).items():
+    asked = {name: (name, *numbers) for name, (_, *numbers) in DATA.items()}
+    for out, (name, skip, count, passages) in (asked | {"held_out": HELD_OUT}).items():
         yield [name, "--data", data[name], "--model", model, "--skip", str(skip), "--num",
                "2" if tiny else str(count), "--out", str(WORK / f"{out}.jsonl"),
-               *(["--passages", "5"] if name == "nq_open" else [])]  # fmt: skip
+               "--passages", str(passages)]  # fmt: skip
 
 
 def _run(command: list[str], end: float) -> None:
