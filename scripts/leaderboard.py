@@ -1,0 +1,158 @@
+"""The claims of the papers beside what pretrained models showed, as tables of docs/results.md.
+
+benchmarks/claims.toml says what each claim comes to in numbers of the committed results; the
+verdicts are computed here. A claim is *held* where all its checks are, *not held* where none is,
+*held in part* where some are; a check whose interval holds its limit is *inconclusive*.
+
+    python scripts/leaderboard.py [--check]
+"""
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxrag.base.tables import build, read_toml
+from jaxrag.measure.table import markdown_rows
+
+ROOT = Path(__file__).resolve().parents[1]
+CLAIMS = ROOT / "benchmarks" / "claims.toml"
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "results.md"
+BEGIN, END = "<!-- scripts/leaderboard.py -->", "<!-- end -->"
+HELD, NOT_HELD, INCONCLUSIVE, IN_PART = "held", "not held", "inconclusive", "held in part"
+LISTS = ("rows", "methods", "cells")  # of a result: those whose entries name their method
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """That a number of a result, or a difference of two, is below or above a limit.
+
+    Attributes:
+      on: model and prompts, for the reader.
+      file: of benchmarks/results, without its ending.
+      row: the method whose number it is.
+      measure: its name; of parts, joined by dots.
+      below, above: the limit, one of the two; 0 where another method's number is named.
+      than: a method whose number is subtracted; with ``than_file``, of that file.
+      length: of the prompt, where a result has several.
+    """
+
+    on: str
+    file: str
+    row: str
+    measure: str = "kl"
+    below: float | None = None
+    above: float | None = None
+    than: str = ""
+    than_file: str = ""
+    length: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """What a paper says, and what has to be seen for it."""
+
+    paper: str
+    text: str
+    checks: tuple[Check, ...]
+
+
+def claims_of(path: Path = CLAIMS) -> list[Claim]:
+    """The claims of a file in their order; ConfigError for an unknown key."""
+    return [build(Claim, claim, str(path)) for claim in read_toml(path)["claim"]]
+
+
+@functools.cache
+def result(name: str) -> Mapping[str, Any]:
+    """A committed result."""
+    found: Mapping[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def number(file: str, row: str, measure: str, length: int | None) -> tuple[float, float, float]:
+    """Value, low and high; KeyError where the result lacks the method or the measure."""
+    entries = next(result(file)[name] for name in LISTS if isinstance(result(file).get(name), list))
+    for entry in entries:
+        if entry["method"] == row and entry.get("length") == length:
+            found = functools.reduce(lambda at, part: at[part], measure.split("."), entry)
+            return found["value"], found["low"], found["high"]
+    raise KeyError(f"{file}: no {row}")
+
+
+def asked(file: str) -> int:
+    """How many questions a result is of."""
+    found = result(file)
+    return int(found.get("prompts") or found["questions"])
+
+
+def judged(check: Check) -> tuple[str, str]:
+    """The verdict of a check, and its figures.
+
+    Of two methods the difference is judged; its interval is that of independent numbers, which is
+    too wide for two of the same questions.
+    """
+    value, low, high = number(check.file, check.row, check.measure, check.length)
+    figures = f"{value:.3g} [{low:.3g}, {high:.3g}]"
+    if check.than:
+        file = check.than_file or check.file
+        other, least, most = number(file, check.than, check.measure, check.length)
+        figures += f" against {other:.3g} [{least:.3g}, {most:.3g}]"
+        down, up = math.hypot(value - low, most - other), math.hypot(high - value, other - least)
+        low, high = value - other - down, value - other + up
+    limit = check.below or 0.0 if check.above is None else check.above
+    sides = (high < limit, low > limit)  # the whole interval below, and above
+    right, wrong = sides if check.above is None else sides[::-1]
+    return HELD if right else NOT_HELD if wrong else INCONCLUSIVE, figures
+
+
+def verdict(each: Sequence[str]) -> str:
+    """Of a claim, from those of its checks."""
+    if len(set(each)) == 1:
+        return each[0]
+    return IN_PART if HELD in each else INCONCLUSIVE
+
+
+def tables(claims: Sequence[Claim]) -> Iterator[str]:
+    """A heading and a table for every paper."""
+    for paper, of in itertools.groupby(claims, lambda claim: claim.paper):
+        rows = [["claim", "", "here", "results"]]
+        for claim in of:
+            each = [judged(check) for check in claim.checks]
+            shown = [
+                f"{check.on} ({asked(check.file)}): {figures}"
+                + (f", *{own}*" if len({name for name, _ in each}) > 1 else "")
+                for check, (own, figures) in zip(claim.checks, each, strict=True)
+            ]
+            files = dict.fromkeys(
+                name for check in claim.checks for name in (check.file, check.than_file) if name
+            )
+            links = ", ".join(f"[{name}](../benchmarks/results/{name}.json)" for name in files)
+            total = verdict([own for own, _ in each])
+            rows.append([claim.text, f"*{total}*", "; ".join(shown), links])
+        yield f"#### {paper}\n\n{markdown_rows(rows, 4)}\n"
+
+
+def main() -> int:
+    """Write the tables into the page; with --check only compare, 1 where they differ."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    args = parser.parse_args()
+    text = PAGE.read_text(encoding="utf-8")
+    before, rest = text.split(f"{BEGIN}\n", 1)
+    _, after = rest.split(END, 1)
+    new = f"{before}{BEGIN}\n\n" + "\n".join(tables(claims_of())) + f"\n{END}{after}"
+    if args.check:
+        return int(new != text)
+    PAGE.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
