@@ -17,7 +17,7 @@ import sys
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ Hits = list[tuple[int, float]]
 
 
 class Ours:
-    """The index in SQLite."""
+    """The index in SQLite; its methods are those of ``Lance``."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -50,15 +50,18 @@ class Ours:
         self.count = 0
 
     def create(self) -> None:
+        """Make it, empty."""
         with self.connection:
             self.index.create()
 
     def add(self, texts: Mapping[int, str]) -> None:
+        """Index chunks by id."""
         with self.connection:
             self.index.add(texts, self.count)
         self.count += len(texts)
 
     def remove(self, texts: Mapping[int, str]) -> None:
+        """Forget chunks, given their texts."""
         with self.connection:
             self.index.remove(texts)
         self.count -= len(texts)
@@ -67,10 +70,14 @@ class Ours:
         """Nothing: every change is whole when it returns."""
 
     def search(self, question: str) -> Hits:
+        """The best K of all chunks."""
         version = self.connection.total_changes()
-        return [tuple(hit) for hit in self.index.search(question, K, version=version)]
+        return [(at, score) for at, score in self.index.search(question, K, version=version)]
+
+    raw = search
 
     def close(self) -> None:
+        """Let go of the files."""
         self.connection.close()
 
 
@@ -83,14 +90,16 @@ class Lance:
         self.lengths: dict[int, int] = {}
         self.holders: Counter[str] = Counter()
         self.table: Any = None
-        if "words" in self.database.table_names():
+        if "words" in self.database.list_tables().tables:
             self.table = self.database.open_table("words")
 
     def create(self) -> None:
+        """Make it, empty."""
         names = self.arrow.schema([("id", self.arrow.int64()), ("words", self.arrow.string())])
         self.table = self.database.create_table("words", schema=names)
 
     def add(self, texts: Mapping[int, str]) -> None:
+        """Index chunks by id."""
         split = {at: terms(text) for at, text in texts.items()}
         for at, words in split.items():
             self.lengths[at] = len(words)
@@ -99,12 +108,14 @@ class Lance:
         self.table.add(self.arrow.table(rows))
 
     def remove(self, texts: Mapping[int, str]) -> None:
+        """Forget chunks, given their texts."""
         for at, text in texts.items():
             del self.lengths[at]
             self.holders.subtract(set(terms(text)))
         self.table.delete(f"id IN ({', '.join(map(str, texts))})")
 
     def settle(self) -> None:
+        """Bring it into the form that is searched."""
         if self.table.list_indices():
             self.table.optimize()
         else:
@@ -116,11 +127,13 @@ class Lance:
                 )  # fmt: skip
 
     def candidates(self, question: str, count: int) -> list[dict[str, Any]]:
+        """The first so many rows by its own scores."""
         asked = self.table.search(" ".join(dict.fromkeys(terms(question))), query_type="fts")
         found: list[dict[str, Any]] = asked.limit(count).to_list()
         return found
 
     def search(self, question: str) -> Hits:
+        """The best K of all chunks."""
         rows = [(row["id"], row["words"].split()) for row in self.candidates(question, CANDIDATES)]
         return best(question, rows, self.holders, self.lengths)
 
@@ -129,6 +142,7 @@ class Lance:
         return [(row["id"], row["_score"]) for row in self.candidates(question, K)]
 
     def close(self) -> None:
+        """Let go of the files."""
         self.table = None
 
 
@@ -170,21 +184,24 @@ def everything(texts: Mapping[int, str], questions: Sequence[str]) -> list[Hits]
     return found
 
 
-def histories(arm: type[Ours] | type[Lance], folder: Path, texts: dict[int, str]) -> Iterator[Any]:
+def histories(
+    arm: type[Ours] | type[Lance], folder: Path, texts: dict[int, str]
+) -> Iterator[Ours | Lance]:
     """One corpus at once, in two parts, and with others added and removed between them."""
     keys = list(texts)
     half = [dict.fromkeys(keys[: len(keys) // 2]), dict.fromkeys(keys[len(keys) // 2 :])]
     first, second = ({at: texts[at] for at in part} for part in half)
     others = {at + 10_000_000: text for at, text in first.items()}
-    for number, steps in enumerate((
+    plans: list[list[tuple[str, dict[int, str]]]] = [
         [("add", texts)],
-        [("add", first), ("settle", None), ("add", second)],
-        [("add", first), ("add", others), ("settle", None), ("remove", others), ("add", second)],
-    )):  # fmt: skip
+        [("add", first), ("settle", {}), ("add", second)],
+        [("add", first), ("add", others), ("settle", {}), ("remove", others), ("add", second)],
+    ]
+    for number, steps in enumerate(plans):
         index = arm(folder / f"{arm.__name__}-{number}")
         index.create()
         for name, given in steps:
-            getattr(index, name)(*(() if given is None else (given,)))
+            getattr(index, name)(*([given] if given else []))
         if number == 0:
             index.settle()
         yield index
@@ -198,8 +215,7 @@ def files(folder: Path) -> dict[Path, bytes]:
 def believed(arm: type[Ours] | type[Lance], folder: Path, questions: Sequence[str]) -> int:
     """Of damaged index files those behind which other hits came without an error."""
     index = arm(folder)
-    search: Callable[[str], Hits] = getattr(index, "raw", index.search)
-    right = [search(question) for question in questions]
+    right = [index.raw(question) for question in questions]
     index.close()
     rng, wrong = np.random.default_rng(7), 0
     whole = {path: data for path, data in files(folder).items() if len(data) > 64}
@@ -212,8 +228,7 @@ def believed(arm: type[Ours] | type[Lance], folder: Path, questions: Sequence[st
             path.write_bytes(changed)
             try:
                 index = arm(folder)
-                search = getattr(index, "raw", index.search)
-                wrong += [search(question) for question in questions] != right
+                wrong += [index.raw(question) for question in questions] != right
                 index.close()
             except Exception:  # whatever it is, the damage was seen
                 pass
@@ -251,7 +266,9 @@ def measure(texts: Texts, folder: Path, chunks: int, asked: int, small: int) -> 
     for name, each in times.items():
         same = [len({at for at, _ in a} & {at for at, _ in b}) / max(len(b), 1)
                 for a, b in zip(hits[name], wanted, strict=True)]  # fmt: skip
-        first = [a[:1] and a[0][0] == b[0][0] for a, b in zip(hits[name], wanted, strict=True) if b]
+        first = [
+            bool(a) and a[0][0] == b[0][0] for a, b in zip(hits[name], wanted, strict=True) if b
+        ]
         found[name] |= {
             "p50_ms": 1000 * statistics.median(each),
             "p95_ms": 1000 * statistics.quantiles(each, n=20)[-1],
@@ -260,12 +277,11 @@ def measure(texts: Texts, folder: Path, chunks: int, asked: int, small: int) -> 
     few = {at: all_texts[at] for at in range(1, small + 1)}
     for kind in (Ours, Lance):
         name, place = kind.__name__.lower(), folder / "small"
-        each = []
+        asked_of: list[list[Hits]] = []
         for index in histories(kind, place, few):
-            search = getattr(index, "raw", index.search)
-            each.append([search(question) for question in questions[:50]])
+            asked_of.append([index.raw(question) for question in questions[:50]])
             index.close()
-        found[name]["histories_alike"] = each[0] == each[1] == each[2]
+        found[name]["histories_alike"] = asked_of[0] == asked_of[1] == asked_of[2]
         removing = place / "removed" / kind.__name__
         index = kind(removing)
         index.create()
@@ -284,7 +300,7 @@ def measure(texts: Texts, folder: Path, chunks: int, asked: int, small: int) -> 
         found[name]["damage_believed"] = believed(kind, damaged, questions[:5])
         start = time.perf_counter()
         index = kind(folder / kind.__name__)
-        index.search(questions[0]) if kind is Ours else index.raw(questions[0])
+        index.raw(questions[0])
         found[name]["open_seconds"] = time.perf_counter() - start
     return found
 

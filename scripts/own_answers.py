@@ -47,7 +47,9 @@ def main() -> None:
     study, out = dataclasses.replace(study, arms={}), Path(args.out)
     done = len(out.read_text("utf-8").splitlines()) if out.exists() else 0
     with out.open("a", encoding="utf-8") as file:
-        for item in [part for item in asked for part in parts_of(item, args.passages)][done:]:
+        for item in [part for question in asked for part in parts_of(question, args.passages)][
+            done:
+        ]:
             answer = study.measure(item)["full"]["text"]
             chunks = [{"title": title, "text": text} for title, text in item.documents]
             row = {"chunks": chunks, "question": item.question, "answers": [answer]}
