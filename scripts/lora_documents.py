@@ -2,7 +2,9 @@
 
     python scripts/lora_documents.py runs/lora-path
 
-What follows are commands: docs/my-model.md has them.
+What follows are the commands of docs/my-model.md ("Make your model read blocks") with the model
+``checkpoints/synthetic-0.8m/full``, ``--chunk-by sentence --chunk-tokens 32 --overlap 0``,
+``--k 6`` and the run ``configs/train/lora-dual-small.toml``.
 """
 
 import argparse

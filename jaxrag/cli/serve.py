@@ -144,6 +144,8 @@ def settings_of(args: Args) -> "ServerSettings":
     named = {"path": args.model, "name": args.name}
     named = {name: value for name, value in named.items() if value is not None}
     named |= given_fields(ModelOptions, args)
+    if args.distributed and "mesh" not in values.get("model", {}):
+        named["mesh"] = args.mesh  # that of ``joined`` where no flag says one
     if named:
         values["model"] = {**values.get("model", {}), **named}
     if args.kb:

@@ -212,6 +212,18 @@ def test_settings_come_from_a_file_and_flags_go_first(tmp_path):
         settings_of(arguments("--config", str(path)))
 
 
+def test_processes_that_hold_one_model_spread_it_over_all_devices(tmp_path):
+    """As ``joined`` says where no flag does; a mesh of the file goes before."""
+    from jaxrag.cli.serve import settings_of
+
+    args = arguments("--kb", "kb", "--distributed")
+    args.mesh = "1,1,4"
+    assert settings_of(args).model.mesh == "1,1,4"
+    (path := tmp_path / "serve.toml").write_text('[model]\nmesh = "1,2,2"\n')
+    args.config = str(path)
+    assert settings_of(args).model.mesh == "1,2,2"
+
+
 def arguments(*words):
     """What the program's parser makes of words."""
     return parse(PROGRAM, ["serve", *words])
