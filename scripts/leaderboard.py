@@ -14,7 +14,7 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,12 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "results.md"
 BEGIN, END = "<!-- scripts/leaderboard.py -->", "<!-- end -->"
 HELD, NOT_HELD, INCONCLUSIVE, IN_PART = "held", "not held", "inconclusive", "held in part"
+LEGEND = """\
+*held*: every check has its whole 95 % interval on the claimed side; *held in part*: some have;
+*not held*: on the other side; *inconclusive*: the interval holds the limit. The number of questions
+is in brackets. *Gold* is the log-probability of the right answer minus full attention's, in nats.
+A difference of two numbers is judged as if they were of different questions, which is cautious.
+"""
 LISTS = ("rows", "methods", "cells")  # of a result: those whose entries name their method
 
 
@@ -64,9 +70,26 @@ class Claim:
     checks: tuple[Check, ...]
 
 
-def claims_of(path: Path = CLAIMS) -> list[Claim]:
-    """The claims of a file in their order; ConfigError for an unknown key."""
-    return [build(Claim, claim, str(path)) for claim in read_toml(path)["claim"]]
+@dataclasses.dataclass(frozen=True)
+class Prompts:
+    """A column of the table of methods."""
+
+    on: str
+    files: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaderboard:
+    """What the page shows; the method of ``rows`` by the name that the page calls it."""
+
+    columns: tuple[Prompts, ...]
+    rows: Mapping[str, str]
+    claim: tuple[Claim, ...]
+
+
+def leaderboard(path: Path = CLAIMS) -> Leaderboard:
+    """What a file says; ConfigError for an unknown key."""
+    return build(Leaderboard, read_toml(path), str(path))
 
 
 @functools.cache
@@ -76,20 +99,34 @@ def result(name: str) -> Mapping[str, Any]:
     return found
 
 
+def entries(file: str) -> Sequence[Mapping[str, Any]]:
+    """Those of a result that name their method."""
+    return next(found for name in LISTS if isinstance(found := result(file).get(name), list))
+
+
 def number(file: str, row: str, measure: str, length: int | None) -> tuple[float, float, float]:
     """Value, low and high; KeyError where the result lacks the method or the measure."""
-    entries = next(result(file)[name] for name in LISTS if isinstance(result(file).get(name), list))
-    for entry in entries:
+    for entry in entries(file):
         if entry["method"] == row and entry.get("length") == length:
             found = functools.reduce(lambda at, part: at[part], measure.split("."), entry)
             return found["value"], found["low"], found["high"]
     raise KeyError(f"{file}: no {row}")
 
 
+def has(file: str, row: str) -> bool:
+    """Whether a result has the method."""
+    return any(entry["method"] == row for entry in entries(file))
+
+
 def asked(file: str) -> int:
     """How many questions a result is of."""
     found = result(file)
     return int(found.get("prompts") or found["questions"])
+
+
+def shown(value: float, low: float, high: float) -> str:
+    """A number with its interval."""
+    return f"{value:.3f} [{low:.3f}, {high:.3f}]"
 
 
 def judged(check: Check) -> tuple[str, str]:
@@ -99,11 +136,11 @@ def judged(check: Check) -> tuple[str, str]:
     too wide for two of the same questions.
     """
     value, low, high = number(check.file, check.row, check.measure, check.length)
-    figures = f"{value:.3g} [{low:.3g}, {high:.3g}]"
+    figures = shown(value, low, high)
     if check.than:
         file = check.than_file or check.file
         other, least, most = number(file, check.than, check.measure, check.length)
-        figures += f" against {other:.3g} [{least:.3g}, {most:.3g}]"
+        figures += f" against {shown(other, least, most)}"
         down, up = math.hypot(value - low, most - other), math.hypot(high - value, other - least)
         low, high = value - other - down, value - other + up
     limit = check.below or 0.0 if check.above is None else check.above
@@ -119,13 +156,33 @@ def verdict(each: Sequence[str]) -> str:
     return IN_PART if HELD in each else INCONCLUSIVE
 
 
+def methods_table(board: Leaderboard) -> str:
+    """KL of every method on all prompts."""
+    head = [f"{it.on} ({asked(it.files[0])})" for it in board.columns]
+    rows = [["method", *head]]
+    for name, method in board.rows.items():
+        cells = [
+            next((shown(*number(file, method, "kl", None)) for file in column.files
+                  if has(file, method)), "")
+            for column in board.columns
+        ]  # fmt: skip
+        rows.append([name, *cells])
+    names = dict.fromkeys(file for column in board.columns for file in column.files)
+    return f"{markdown_rows(rows)}\n\nFrom {links(names)}.\n"
+
+
+def links(files: Iterable[str]) -> str:
+    """Of results, as the page has them."""
+    return ", ".join(f"[{name}](../benchmarks/results/{name}.json)" for name in files)
+
+
 def tables(claims: Sequence[Claim]) -> Iterator[str]:
     """A heading and a table for every paper."""
     for paper, of in itertools.groupby(claims, lambda claim: claim.paper):
         rows = [["claim", "", "here", "results"]]
         for claim in of:
             each = [judged(check) for check in claim.checks]
-            shown = [
+            here = [
                 f"{check.on} ({asked(check.file)}): {figures}"
                 + (f", *{own}*" if len({name for name, _ in each}) > 1 else "")
                 for check, (own, figures) in zip(claim.checks, each, strict=True)
@@ -133,9 +190,8 @@ def tables(claims: Sequence[Claim]) -> Iterator[str]:
             files = dict.fromkeys(
                 name for check in claim.checks for name in (check.file, check.than_file) if name
             )
-            links = ", ".join(f"[{name}](../benchmarks/results/{name}.json)" for name in files)
             total = verdict([own for own, _ in each])
-            rows.append([claim.text, f"*{total}*", "; ".join(shown), links])
+            rows.append([claim.text, f"*{total}*", "; ".join(here), links(files)])
         yield f"#### {paper}\n\n{markdown_rows(rows, 4)}\n"
 
 
@@ -147,7 +203,9 @@ def main() -> int:
     text = PAGE.read_text(encoding="utf-8")
     before, rest = text.split(f"{BEGIN}\n", 1)
     _, after = rest.split(END, 1)
-    new = f"{before}{BEGIN}\n\n" + "\n".join(tables(claims_of())) + f"\n{END}{after}"
+    board = leaderboard()
+    parts = [methods_table(board), "### Claims about answers\n", LEGEND, *tables(board.claim)]
+    new = f"{before}{BEGIN}\n\n" + "\n".join(parts) + f"\n{END}{after}"
     if args.check:
         return int(new != text)
     PAGE.write_text(new, encoding="utf-8")

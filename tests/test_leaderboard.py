@@ -1,14 +1,20 @@
 """The leaderboard says what the committed results say."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
 
+import leaderboard
 import pytest
+from refusal import refused
+
+from jaxrag.base.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-PAGE = PAGE[PAGE.index("\n## Leaderboard") : PAGE.index("\n## Time to first token")]
+CARD = (ROOT / "checkpoints" / "synthetic-0.8m" / "README.md").read_text(encoding="utf-8")
+CARD = CARD[CARD.index("\n## Methods side by side") : CARD.index("\n## Longer prompts: `long`")]
 # A method as its preset has it: the encoder of its chunks and its ratio, in `jaxrag eval methods`.
 PRESETS = {
     "full_attention": (None, None),
@@ -19,7 +25,8 @@ PRESETS = {
     "cache_craft": ("after_prefix", None),
     "epic": ("isolated", None),
 }
-VERDICTS = {"held", "held in part", "held in kind", "not held", "not testable here"}
+VERDICTS = {"held", "held in part", "held in kind", "not held", "inconclusive"}
+CHECK = leaderboard.Check("SmolLM2", "near-nq", "cacheblend")  # .074 [.063, .088]
 
 
 def result(name):
@@ -27,16 +34,16 @@ def result(name):
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def rows(heading):
+def rows(page, heading):
     """The cells of the table below a heading line."""
-    lines = PAGE[PAGE.index(heading) :].split("\n\n")[0].splitlines()[2:]
+    lines = page[page.index(heading) :].split("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
 
 
 @pytest.mark.parametrize(("column", "name"), [(1, "methods-full"), (2, "methods-dual")])
 def test_right_answers(column, name):
     cells = {(it["method"], it["encoder"], it["ratio"]): it for it in result(name)["cells"]}
-    shown = {row[0].strip("`"): row[column] for row in rows("| method | `full` weights")}
+    shown = {row[0].strip("`"): row[column] for row in rows(CARD, "| method | `full` weights")}
     assert list(shown) == list(PRESETS)
     for method, text in shown.items():
         found = cells[method, *PRESETS[method]]["exact_match"]["all"]
@@ -47,7 +54,7 @@ def test_right_answers(column, name):
 def test_times_on_prompts_of_data_sets():
     sets = result("dataset-times")["sets"]
     names = {"RGB, Chinese": "rgb_zh", "MuSiQue": "cacheblend_musique"}
-    for prompts, method, questions, _, ms, *_ in rows("| prompts | method"):
+    for prompts, method, questions, _, ms, *_ in rows(PAGE, "| prompts | method"):
         found = sets[names[prompts]]
         row = next(it for it in found["methods"] if it["method"] == method.strip("`"))
         assert questions == str(found["questions"])
@@ -55,11 +62,48 @@ def test_times_on_prompts_of_data_sets():
 
 
 def test_a_claim_names_what_shows_it():
-    claims = re.findall(r"^\| .* \| \*(.+)\* \| .* \|(.*)\|$", PAGE, re.MULTILINE)
-    assert len(claims) > 25
+    claims = re.findall(r"^\| .* \| \*(.+?)\* \| .* \|(.*)\|$", PAGE + CARD, re.MULTILINE)
+    assert len(claims) > 30
     for verdict, files in claims:
-        assert verdict in VERDICTS
-        assert (not files.strip()) == (verdict == "not testable here")
+        assert verdict in VERDICTS and files.strip()
+
+
+def test_the_page_is_as_its_script_writes_it(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["leaderboard", "--check"])
+    assert leaderboard.main() == 0
+
+
+@pytest.mark.parametrize(
+    ("limits", "verdict"),
+    [
+        ({"below": 0.1}, leaderboard.HELD),
+        ({"below": 0.05}, leaderboard.NOT_HELD),
+        ({"below": 0.07}, leaderboard.INCONCLUSIVE),
+        ({"above": 0.05}, leaderboard.HELD),
+        ({"above": 0.1}, leaderboard.NOT_HELD),
+        ({"than": "full_reuse"}, leaderboard.HELD),
+        ({"than": "epic"}, leaderboard.INCONCLUSIVE),
+        ({"than": "full_reuse", "below": -0.2}, leaderboard.NOT_HELD),
+    ],
+)
+def test_a_verdict_is_of_the_whole_interval(limits, verdict):
+    assert leaderboard.judged(dataclasses.replace(CHECK, **limits))[0] == verdict
+
+
+def test_a_claim_is_held_where_all_its_checks_are():
+    held, not_held, open_ = leaderboard.HELD, leaderboard.NOT_HELD, leaderboard.INCONCLUSIVE
+    assert leaderboard.verdict([held, held]) == held
+    assert leaderboard.verdict([held, not_held]) == leaderboard.IN_PART
+    assert leaderboard.verdict([not_held, open_]) == open_
+
+
+def test_unknown_names_are_refused(tmp_path):
+    with pytest.raises(KeyError, match="near-nq: no nothing"):
+        leaderboard.judged(dataclasses.replace(CHECK, row="nothing"))
+    path = tmp_path / "claims.toml"
+    path.write_text('columns = []\nrows = {}\nclaim = []\nverdict = "held"\n')
+    with refused(ConfigError, "verdict"):
+        leaderboard.leaderboard(path)
 
 
 def test_random_weights_have_no_scores():
