@@ -24,7 +24,7 @@ class SchedulerSettings:
     """Bounds and policy.
 
     Attributes:
-      static: the rows of a lane are filled only when all of them are empty: static batching.
+      static: the rows of a batch are filled only when all of them are empty: static batching.
       classes: priorities are 0 to classes - 1, 0 is served first; more than one turns preemption
         on.
       weights: of tenants, 1 where not named: with twice the weight a tenant gets twice the service.
@@ -99,7 +99,7 @@ class Turns:
 
 
 class Seats:
-    """The rows of a lane: which requests hold one, and which are ready for one."""
+    """The rows of a batch: which requests hold one, and which are ready for one."""
 
     def __init__(self, rows: int | None) -> None:
         self.rows = rows  # None: of requests that need none

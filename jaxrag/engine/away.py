@@ -9,7 +9,7 @@ import numpy as np
 from jaxrag.base.shapes import bucket
 from jaxrag.engine.decoding import OnPool, start_decoding
 from jaxrag.engine.mapping import carried_chunks
-from jaxrag.engine.request import FEWEST_ROOM, LaneKey
+from jaxrag.engine.request import FEWEST_ROOM, BatchKey
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sequence import Sequence
 from jaxrag.kv.cache.host_pool import rows_of
@@ -21,7 +21,7 @@ from jaxrag.reuse.decode.far import HostPrompt
 
 def start_row(
     runner: ModelRunner,
-    key: LaneKey,
+    key: BatchKey,
     sequence: Sequence,
     bank: PromptQueries,
     number: int | None = None,

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxrag.base.types import HostArray, Step, on_host
 from jaxrag.engine.kept import Context
-from jaxrag.engine.request import Prompt, Request, lane_of
+from jaxrag.engine.request import Prompt, Request, batch_of
 from jaxrag.engine.sequence import PromptPart, Sequence, is_one_run, stored_exact
 from jaxrag.engine.staging import ChunkLoad, ChunkOrigin
 from jaxrag.kv.cache import (
@@ -72,7 +72,7 @@ def sequence_of(model: Model, request: Request, number: int = 0) -> Sequence:
                 part.load.stored_key if part.load is not None else context.name(ids)
             )
     made = Sequence(number, request, parts)
-    made.lane = lane_of(request, made.need(lambda key: False).pages, model.placement)
+    made.batch = batch_of(request, made.need(lambda key: False).pages, model.placement)
     _read_in_part(model, request, parts, layout.final_start)
     if (grammar := model.grammar(request.sampling.guide)) is not None:
         made.matcher = grammar.matcher()

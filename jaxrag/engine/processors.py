@@ -2,7 +2,7 @@
 
 Penalties, biases, what is kept and the least length of an answer, and the likeliest tokens beside
 the drawn one.
-A lane holds this state only while somebody in it asks, and its program is another one then. Rows
+A batch holds this state only while somebody in it asks, and its program is another one then. Rows
 that ask for nothing have values that leave every logit as it is.
 """
 

@@ -12,7 +12,7 @@ from typing import Literal
 from jaxrag.engine.admission import QUEUED
 from jaxrag.engine.arena import ArenaState
 from jaxrag.engine.links import LinkState
-from jaxrag.engine.request import LaneKey
+from jaxrag.engine.request import BatchKey
 from jaxrag.engine.scheduler import GENERATED, Scheduler
 from jaxrag.engine.sequence import Ending, RequestStatus, Sequence
 from jaxrag.engine.staging import HitKind
@@ -49,7 +49,7 @@ class EngineStatus:
       requests: that have not ended, by status ("waiting", "loading", "ready", "prefill", ...).
       pages: of the pool. "free": not in use; "unpinned": of chunks that no request maps;
         "pinned": of chunks that some do; "loading": of chunks on their way; "own": of requests.
-      rows: held and there, of every lane that has requests, by the name of its program.
+      rows: held and there, of every batch that has requests, by the name of its program.
       waiting: how long requests have been waiting for room.
       loading: how long those that have room have been waiting for chunks.
       waiting_tokens: of the prompts that wait.
@@ -207,12 +207,12 @@ def _pages(allocator: PageAllocator, sequences: Iterable[Sequence]) -> dict[Page
 
 
 def _rows(scheduler: Scheduler) -> dict[str, tuple[int, int]]:
-    """Of every lane of the engine's."""
-    lanes = {key: held for key, held in scheduler.occupancy.items() if isinstance(key, LaneKey)}
+    """Of every batch of the engine's."""
+    batches = {key: held for key, held in scheduler.occupancy.items() if isinstance(key, BatchKey)}
     return {
         f"{key.rule.name}: {key.pages} pages, {key.room} generated, {key.rows} rows": (
             held,
             key.rows,
         )
-        for key, held in lanes.items()
+        for key, held in batches.items()
     }

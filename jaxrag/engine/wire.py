@@ -99,7 +99,7 @@ class EngineTurn:
       number: counts the turns.
       now: its time, by the leader's clock.
       commands: that are carried out before it.
-      rests: there is nothing to do; the lanes' memory goes.
+      rests: there is nothing to do; the batches' memory goes.
     """
 
     number: int

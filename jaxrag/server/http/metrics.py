@@ -201,7 +201,7 @@ def _of_standing(standing: EngineStatus, metrics: Metrics) -> Iterator[Metric]:
     held = sum(held for held, _ in standing.rows.values())
     there = sum(there for _, there in standing.rows.values())
     rows = {"held": held, "free": there - held}
-    yield _gauges("rows", "Of the lanes that have requests.", "state", rows)
+    yield _gauges("rows", "Of the batches that have requests.", "state", rows)
     for name, ages in (("waiting", standing.waiting), ("loading", standing.loading)):
         yield _gauges(f"{name}_seconds", f"For which requests that are {name} now have been so: "
                       "of the longest, and of all together.", "of", _ages(ages))  # fmt: skip
