@@ -35,9 +35,9 @@ from jaxrag.connectors.counts import ConnectorMetrics, Counts
 from jaxrag.connectors.fetch import Fetches, SharedArray, reason_of
 from jaxrag.connectors.manifest import Manifest, Watched, weights_of
 from jaxrag.connectors.plan import PartsPlan, Planner, spans_of
+from jaxrag.connectors.prompt_log import PromptLog
 from jaxrag.connectors.settings import ConnectorSettings, verdict
 from jaxrag.connectors.turn import rope_table
-from jaxrag.connectors.wanted import Wanted
 from jaxrag.kv.store import ChunkStore
 from jaxrag.kv.store.layout import HeadShare, KVLayout
 
@@ -100,7 +100,7 @@ class JaxragConnector(KVConnectorBase_V1):
         self._store = ChunkStore.open(*place, secret=secret)
         shared = parallel.world_size > 1
         self._fetches = Fetches(self._store, engine.rope, self._settings, shared=shared)
-        self._wanted = Wanted(folder, engine.tokenizer, self._settings.wanted_bytes)
+        self._prompt_log = PromptLog(folder, engine.tokenizer, self._settings.wanted_bytes)
         self._planner = Planner(self._watched.manifest)
         self._asked: dict[str, tuple[PartsPlan, str | None]] = {}  # and their own salts
         self._loads: list[PageLoad] = []
@@ -233,7 +233,7 @@ class JaxragConnector(KVConnectorBase_V1):
         plan, reason = self._planner.plan(prompt, spans, self._settings.compute_last)
         rest = len(prompt) - (plan.end if plan else 0)
         if reason in ("missing", "unknown") or (spans is None and rest >= _PASSAGES):
-            self._wanted.note(prompt, spans)
+            self._prompt_log.note(prompt, spans)
         return plan, reason
 
     def _salt(self, request: Any, salt: str | None) -> None:

@@ -18,10 +18,10 @@ from jaxrag.base.errors import (
 )
 from jaxrag.engine.admission import SchedulerSettings
 from jaxrag.engine.arena import HostArena, default_arena_bytes
-from jaxrag.engine.attribution import PIECE, read_again
+from jaxrag.engine.attribution import Attribution
+from jaxrag.engine.citing import PIECE, read_again
 from jaxrag.engine.decode_batches import DecodeBatches
 from jaxrag.engine.links import Links
-from jaxrag.engine.looks import Looks
 from jaxrag.engine.mapping import turn_pages
 from jaxrag.engine.outcome import outcome_of
 from jaxrag.engine.prefill_queue import PrefillQueue
@@ -272,19 +272,19 @@ class Core:
             self._finish(sequence, reason, told)
         elif new and self._tell(sequence, told):
             self._finish(sequence, "stop")
-        elif sequence.request.cited and sequence.read - sequence.looks.done >= PIECE:
+        elif sequence.request.cited and sequence.read - sequence.attribution.done >= PIECE:
             try:
                 read_again(self.state.runner, sequence)
             except Exception as error:
                 self._fail(sequence, error)
 
-    def _looks(self, sequence: Sequence) -> Looks | None:
+    def _attribution(self, sequence: Sequence) -> Attribution | None:
         """Which chunks the tokens of an answer were chosen for, where that is asked and known."""
         if not sequence.request.cited or not sequence.read or sequence.swapped is not None:
             return None
-        while sequence.looks.done < sequence.read:
+        while sequence.attribution.done < sequence.read:
             read_again(self.state.runner, sequence)
-        return sequence.looks.whole(len(sequence.request.prompt.chunks))
+        return sequence.attribution.whole(len(sequence.request.prompt.chunks))
 
     def _finish(
         self,
@@ -350,7 +350,7 @@ class Core:
             searched,
             now=self.state.clock(),
             compiling=self.state.compile_times.between,
-            looks=self._looks(sequence),
+            attribution=self._attribution(sequence),
         )
 
     def _end(self, sequence: Sequence, why: Ending) -> None:

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from jaxrag.engine.looks import Looks
+from jaxrag.engine.attribution import Attribution
 from jaxrag.engine.progress import Outcome
 from jaxrag.engine.reuse import How, KVTier, PartReuse
 from jaxrag.engine.sequence import PromptPart, Sequence
@@ -29,14 +29,14 @@ def outcome_of(
     *,
     now: float,
     compiling: Callable[[float, float], float],
-    looks: Looks | None,
+    attribution: Attribution | None,
 ) -> Outcome:
     """The account of a request that is done.
 
     Args:
       now: when it had its last token.
       compiling: seconds between two moments in which the engine compiled.
-      looks: which chunks its tokens were chosen for, where that is asked and known.
+      attribution: which chunks its tokens were chosen for, where that is asked and known.
     """
     request, tokens, moments = sequence.request, sequence.read, dict(sequence.moments)
     moments.setdefault("admitted", moments["added"])
@@ -62,7 +62,7 @@ def outcome_of(
             *notes_on_missed(sequence, isinstance(request.store, MemoryStore)),
             *(f"decode rule {rule.name!r}: {note}" for note in searched.notes),
         ],
-        looks=looks,
+        attribution=attribution,
         moments=moments,
     )
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxrag.base.errors import EngineError
 from jaxrag.base.types import HostArray, Step, on_host
-from jaxrag.engine.looks import LooksSoFar
+from jaxrag.engine.attribution import PartialAttribution
 from jaxrag.engine.progress import Sink, unheard
 from jaxrag.engine.request import FAILED, BatchKey, Prompt, Request
 from jaxrag.engine.sampling_params import FinishReason
@@ -151,7 +151,7 @@ class Sequence:
       search: its number in the host's search.
       alone: it shares its batch with no other, as a step broke while it took part.
       matcher: how far its answer has come in the form of ``sampling.guide``, if there is one.
-      looks: of its answer, if it is ``cited``.
+      attribution: of its answer, if it is ``cited``.
     """
 
     number: int
@@ -173,7 +173,7 @@ class Sequence:
     alone: bool = False
     swapped: Swapped | None = None
     matcher: Matcher | None = None
-    looks: LooksSoFar = dataclasses.field(default_factory=LooksSoFar)
+    attribution: PartialAttribution = dataclasses.field(default_factory=PartialAttribution)
 
     @property
     def num_tokens(self) -> int:
@@ -353,7 +353,7 @@ class Sequence:
         self.read = 0
         if self.matcher is not None:
             self.matcher.restart()
-        self.looks = LooksSoFar()
+        self.attribution = PartialAttribution()
         for part in self.parts:
             part.origin = part.resident = None
 

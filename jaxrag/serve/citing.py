@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jaxrag.engine.looks import Looks
+from jaxrag.engine.attribution import Attribution
 from jaxrag.models.text.tokenizer import Tokenizer
 
 LEAST_VOTES = 0.5  # of a token's, for a passage that it is cited from
@@ -31,7 +31,11 @@ class Citation:
 
 
 def citations_of(
-    tokenizer: Tokenizer, token_ids: Sequence[int], text: str, looks: Looks, numbers: Sequence[int]
+    tokenizer: Tokenizer,
+    token_ids: Sequence[int],
+    text: str,
+    attribution: Attribution,
+    numbers: Sequence[int],
 ) -> list[Citation]:
     """The citations of an answer, in order; none where the model looked everywhere.
 
@@ -40,14 +44,14 @@ def citations_of(
 
     Args:
       text: of ``token_ids``, or the beginning of it.
-      looks: of at least as many tokens; columns of other chunks than the passages left out.
+      attribution: of at least as many tokens; columns of other chunks than the passages left out.
       numbers: of the passages, one for each column.
     """
     if not numbers:
         return []
     spans = list(_spans(tokenizer, token_ids))
     found: list[tuple[int, int, int, list[float]]] = []  # start, end, column, votes
-    for (start, end), votes, most in zip(spans, looks.votes, looks.most, strict=False):
+    for (start, end), votes, most in zip(spans, attribution.votes, attribution.most, strict=False):
         column = int(np.argmax(votes))
         sure = votes[column] >= LEAST_VOTES and most[column] >= LEAST_LOOK
         if not sure or not text[start:end].strip():

@@ -31,9 +31,9 @@ from jaxrag.models.text.verbatim import OPENED, Framing, framed
 from jaxrag.reuse.encode import encoder_named
 from jaxrag.reuse.methods import Method
 from jaxrag.serve.ask import Ask
+from jaxrag.serve.compatibility import chosen_primer
 from jaxrag.serve.conversation import Conversation, FoundChunk, Source
 from jaxrag.serve.history import FOLDED, JOINT, folded
-from jaxrag.serve.suits import chosen_primer
 
 TextIds = Callable[[str], HostArray]  # ids of a text, int32 [T]
 

@@ -12,7 +12,7 @@ import numpy as np
 from jaxrag.base.errors import RequestError
 from jaxrag.base.tables import require_kind
 from jaxrag.base.types import HostArray
-from jaxrag.engine.attribution import check_cited
+from jaxrag.engine.citing import check_cited
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request, check_length
 from jaxrag.engine.sampling_params import SamplingParams
@@ -29,6 +29,17 @@ from jaxrag.reuse.decode import rule_from
 from jaxrag.reuse.encode import Primer
 from jaxrag.reuse.methods import Method, method_named
 from jaxrag.serve.ask import Ask
+from jaxrag.serve.compatibility import (
+    check_backend,
+    chosen_primer,
+    chosen_template,
+    default_method,
+    for_no_chunks,
+    gated,
+    renamed,
+    unplaced,
+    untuned,
+)
 from jaxrag.serve.conversation import (
     Conversation,
     FoundChunk,
@@ -49,17 +60,6 @@ from jaxrag.serve.history import FOLDED
 from jaxrag.serve.output import PLAINLY, AnswerText
 from jaxrag.serve.plain import TextIds, is_verbatim, verbatim_prompt
 from jaxrag.serve.readable import check_readable
-from jaxrag.serve.suits import (
-    check_backend,
-    chosen_primer,
-    chosen_template,
-    default_method,
-    for_no_chunks,
-    gated,
-    renamed,
-    unplaced,
-    untuned,
-)
 from jaxrag.serve.words import some_of
 
 

@@ -8,9 +8,9 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 
 from jaxrag.base.errors import ConfigError
+from jaxrag.models.text.delimiters import Span
 from jaxrag.models.text.passage_rules import PassageRules
 from jaxrag.models.text.passages import passage_blocks
-from jaxrag.models.text.walls import Span
 
 Splitter = Callable[[str, int, int], Sequence[Span]]  # of a text, a size and an overlap
 

@@ -39,9 +39,9 @@ from jaxrag.reuse.methods import METHODS, method_named
 from jaxrag.reuse.select import NoTokens
 from jaxrag.serve.answers import Result, serve
 from jaxrag.serve.ask import Ask
+from jaxrag.serve.compatibility import gate_subject
 from jaxrag.serve.question_files import BadQuestion, QuestionFile
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
-from jaxrag.serve.suits import gate_subject
 
 RATIOS = (0.0, 0.05, 0.10, 0.15, 0.20, 0.30, 0.50)  # at 1 nothing is gained
 

@@ -33,9 +33,9 @@ from jaxrag.measure.table import percent
 from jaxrag.reuse.methods import Method, method_named
 from jaxrag.serve.answer_files import AnswerFile
 from jaxrag.serve.ask import Ask
+from jaxrag.serve.compatibility import suiting
 from jaxrag.serve.question_files import BadQuestion, FileQuestion, QuestionFile, is_texts
 from jaxrag.serve.questions import Settings, prepare
-from jaxrag.serve.suits import suiting
 
 SCORES: dict[str, Callable[[str, Sequence[str]], float]] = {
     "exact_match": exact_match,

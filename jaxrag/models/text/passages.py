@@ -14,17 +14,17 @@ import re
 from collections.abc import Iterable, Iterator
 
 from jaxrag.models.text.anchors import anchors
-from jaxrag.models.text.passage_rules import PassageRules, closer
-from jaxrag.models.text.walls import (
-    MOST_WALLS,
+from jaxrag.models.text.delimiters import (
+    MOST_DELIMITERS,
     Span,
     before_closing,
     gaps,
-    named_walls,
+    named_delimiters,
     part,
-    repeated_walls,
+    repeated_delimiters,
     with_lines_above,
 )
+from jaxrag.models.text.passage_rules import PassageRules, closer
 
 MOST_CHARACTERS = 2 << 20  # of a prompt that is cut; a context of half a million tokens
 MOST_LINES = 100_000  # of it
@@ -59,19 +59,20 @@ class TextPiece:
 def cut(text: str, rules: PassageRules) -> list[TextPiece]:
     """The pieces of a text, in order; together they are all of it.
 
-    A text beyond ``MOST_CHARACTERS``, ``MOST_LINES`` or ``MOST_WALLS`` is one piece and no block.
+    A text beyond ``MOST_CHARACTERS``, ``MOST_LINES`` or ``MOST_DELIMITERS`` is one piece and no
+    block.
     """
     if len(text) > MOST_CHARACTERS or text.count("\n") > MOST_LINES:
         return list(_pieces((), len(text)))
-    certain, walls = named_walls(text, rules.certain), named_walls(text, rules.walls)
-    known = sorted({*itertools.chain(*certain.values(), *walls.values())})
-    if len(known) > MOST_WALLS:
+    certain, delimiters = named_delimiters(text, rules.certain), named_delimiters(text, rules.walls)
+    known = sorted({*itertools.chain(*certain.values(), *delimiters.values())})
+    if len(known) > MOST_DELIMITERS:
         return list(_pieces((), len(text)))
     known = with_lines_above(text, known, rules)
     closed = any(part(text, known, spans, rules, 1) for spans in certain.values())
-    parted = closed or any(part(text, known, spans, rules, 2) for spans in walls.values())
+    parted = closed or any(part(text, known, spans, rules, 2) for spans in delimiters.values())
     if not parted:
-        more = repeated_walls(text, rules)
+        more = repeated_delimiters(text, rules)
         parted = bool(more)
         known = sorted({*known, *more})
     found = list(gaps(known, len(text)))
@@ -95,10 +96,10 @@ def passage_blocks(text: str, rules: PassageRules, parted: bool) -> list[Span]:
     Args:
       text: the passage alone.
       rules: those of ``cut``.
-      parted: walls part the passages of that prompt, and not empty lines.
+      parted: delimiters part the passages of that prompt, and not empty lines.
     """
-    certain, walls = named_walls(text, rules.certain), named_walls(text, rules.walls)
-    known = sorted({*itertools.chain(*certain.values(), *walls.values())})
+    certain, delimiters = named_delimiters(text, rules.certain), named_delimiters(text, rules.walls)
+    known = sorted({*itertools.chain(*certain.values(), *delimiters.values())})
     found: Iterable[Span] = gaps(known, len(text))
     if not parted:
         found = (it for gap in found for it in _between_breaks(text, gap))
@@ -109,7 +110,7 @@ def passage_blocks(text: str, rules: PassageRules, parted: bool) -> list[Span]:
 def _without_head(text: str, gap: Span) -> Span:
     """The first gap behind its first empty or ruled line, and lines that announce what follows.
 
-    Where none is near, passages begin the text. Walls that part passages open no first one.
+    Where none is near, passages begin the text. Delimiters that part passages open no first one.
     """
     reach = gap[0], min(gap[1], gap[0] + _LONG)
     lines = (_EMPTY_LINES.search(text, *reach), _RULED.search(text, *reach))
@@ -123,8 +124,8 @@ def _without_head(text: str, gap: Span) -> Span:
 def _without_tail(text: str, gap: Span, rules: PassageRules) -> Span:
     """The last gap up to its last line break, where few bytes follow: words after all passages.
 
-    Walls that only open passages leave these with the last of them. A line that goes on with its
-    sentence, or has no letters, is the passage's own.
+    Delimiters that only open passages leave these with the last of them. A line that goes on with
+    its sentence, or has no letters, is the passage's own.
     """
     start, end = gap
     at = text.rfind("\n", start, start + len(text[start:end].rstrip()))

@@ -25,10 +25,10 @@ from jaxrag.server.answers.calling import (
     text_part,
     with_tools,
 )
-from jaxrag.server.answers.response_form import (
+from jaxrag.server.answers.response_writer import (
     FileSearch,
-    ResponseForm,
     ResponseRequest,
+    ResponseWriter,
 )
 from jaxrag.server.answers.stored import keeps_responses, kept_items, kept_response
 from jaxrag.server.answers.visit import Visit
@@ -48,10 +48,10 @@ from jaxrag.server.fields import (
     unlike,
     wrong,
 )
+from jaxrag.server.search_filters import where_of
 from jaxrag.server.state.entry import Call
 from jaxrag.server.state.lists import page_of
 from jaxrag.server.state.registry import ResponseRow
-from jaxrag.server.where import where_of
 
 _Included = Literal["file_search_call.results", "message.output_text.logprobs"]
 _RESULTS, _LOGPROBS = get_args(_Included)
@@ -68,7 +68,7 @@ def _format(given: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Text(Fields):
-    """What ``text`` says of the answer's form."""
+    """What ``text`` says of the structure of the answer."""
 
     verbosity: Literal["medium"] = "medium"
     format: Annotated[dict[str, Any], AfterValidator(_format)] = Field({"type": "text"})
@@ -156,9 +156,9 @@ async def responses(visit: Visit) -> Response:
     visit.knowledge_base = base
     if calling is not None:
         refuse_knowledge(fields, base)
-    form = ResponseForm(visit, asked, [*(before.grounds if before else ()), *grounds])
+    writer = ResponseWriter(visit, asked, [*(before.grounds if before else ()), *grounds])
     make = functools.partial(make_ready, state, access, fields, asked.talk, base)
-    return await respond(visit, fields, [make], form)
+    return await respond(visit, fields, [make], writer)
 
 
 def get_response(call: Call) -> dict[str, Any]:
@@ -214,12 +214,12 @@ def request_of(
         talk = talk.with_tools(calling.tools)
     unread += ignored(body.text, at="text")
     talk = dataclasses.replace(talk, notes=(*talk.notes, *unread))
-    form, results = body.text.format, _RESULTS in body.include
+    text_format, results = body.text.format, _RESULTS in body.include
     fields = Generation.read(
         {name: value for name, value in given.items() if name not in body.names()}
         | {
             "max_tokens": body.max_output_tokens,
-            "response_format": {**form, "json_schema": form},
+            "response_format": {**text_format, "json_schema": text_format},
             "logprobs": _LOGPROBS in body.include or body.top_logprobs > 0,
             "top_logprobs": body.top_logprobs,
             "return_text": results,
@@ -231,7 +231,7 @@ def request_of(
     echo = {name: getattr(body, name) for name in _ECHOED} | {
         "reasoning": {"effort": None, "summary": None},
         "temperature": fields.temperature,
-        "text": {"format": form},
+        "text": {"format": text_format},
         "tools": body.tools if search or calling else [],
         "top_p": fields.top_p,
         "truncation": "disabled",

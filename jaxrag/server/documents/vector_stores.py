@@ -11,16 +11,16 @@ from jaxrag.library.catalog import DocumentEntry, Hit
 from jaxrag.library.documents.left_out import left_out_of
 from jaxrag.library.knowledge_base.search import Hits
 from jaxrag.library.options import SearchMode
-from jaxrag.serve.suits import suited
+from jaxrag.serve.compatibility import suited
 from jaxrag.server.attributes import Attributes, Metadata, file_id_of, is_upload
 from jaxrag.server.errors import invalid
 from jaxrag.server.fields import Count, EmbeddedText, Fields, HitCount, Int, listed, wrong
+from jaxrag.server.search_filters import where_of
 from jaxrag.server.state.entry import Call
 from jaxrag.server.state.library import Library
 from jaxrag.server.state.lists import page_of
 from jaxrag.server.state.registry import STATUSES, Member, StoreRow, new_id
 from jaxrag.server.state.shelf import Shelf, no_member
-from jaxrag.server.where import where_of
 
 _FOUND = 10  # chunks of a search that does not say how many
 _MOST_FILES = 500  # of a batch

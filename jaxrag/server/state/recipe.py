@@ -25,7 +25,7 @@ from jaxrag.reuse.encode import (
 from jaxrag.reuse.encode.apart import encode_apart, widths_apart
 from jaxrag.reuse.encode.packed import ROW_TOKENS
 from jaxrag.reuse.methods import Method
-from jaxrag.serve.suits import chosen_primer
+from jaxrag.serve.compatibility import chosen_primer
 
 
 def recipe_like(base: KnowledgeBase) -> KnowledgeBaseOptions:

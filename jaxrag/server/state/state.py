@@ -20,9 +20,9 @@ from jaxrag.models.text.prompts import PromptTemplate, template_named
 from jaxrag.reuse.decode import DECODE_RULES
 from jaxrag.reuse.methods import METHODS, Method, method_named
 from jaxrag.serve.answers import Result
+from jaxrag.serve.compatibility import default_method
 from jaxrag.serve.plain import PlainSpan
-from jaxrag.serve.seen import SeenTexts
-from jaxrag.serve.suits import default_method
+from jaxrag.serve.token_cache import TokenCache
 from jaxrag.server.errors import unauthorized
 from jaxrag.server.proxies import limited_by_proxy
 from jaxrag.server.settings import ServerSettings
@@ -121,7 +121,7 @@ class ServerState:
     template: PromptTemplate | None
     tenants: Tenants
     memory: TenantMemory
-    seen: SeenTexts
+    seen: TokenCache
     library: Library
     limits: Limits
     bodies: Bodies
@@ -234,7 +234,7 @@ def make_state(
             data / PLAIN if data is not None and settings.plain_store_bytes else None,
             settings.plain_store_bytes,
         ),
-        seen=SeenTexts(),
+        seen=TokenCache(),
         library=Library(settings, model, bases, recipe, tenants),
         limits=Limits(settings),
         bodies=Bodies(settings.max_bodies_bytes, len(tenants.names)),

@@ -88,7 +88,7 @@ class TokenTexts:
         return "".join(self._pieces) + ("" if self._stream is None else self._stream.flush())
 
 
-class Form:
+class AnswerWriter:
     """Writes the answer of an endpoint; its choices are numbered as the prompts.
 
     An endpoint has a subclass, which says how text and log-probabilities look.
@@ -185,8 +185,8 @@ class Form:
         return self.logprobs(place, piece) if self.fields.logprobs is not False else None
 
 
-class ChatForm(Form):
-    """A chat's form. Where its answers may call tools, a stream tells what is no call as it comes.
+class ChatWriter(AnswerWriter):
+    """Writes a chat. Where its answers may call tools, a stream tells what is no call as it comes.
 
     Raises RequestError for a model whose calls are not known.
     """

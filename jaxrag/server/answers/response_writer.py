@@ -11,9 +11,9 @@ from jaxrag.serve.answers import Piece, Result
 from jaxrag.serve.conversation import Conversation, Source
 from jaxrag.server.answers.calling import Calling, CallReader, call_id, called
 from jaxrag.server.answers.cited import filename, of_response
-from jaxrag.server.answers.forms import Form, logprobs_of
 from jaxrag.server.answers.stored import store_id
 from jaxrag.server.answers.visit import Visit
+from jaxrag.server.answers.writers import AnswerWriter, logprobs_of
 from jaxrag.server.attributes import file_id_of
 from jaxrag.server.errors import Problem
 from jaxrag.server.fields import Generation
@@ -56,8 +56,8 @@ class ResponseRequest:
     calling: Calling | None = None
 
 
-class ResponseForm(Form):
-    """A response's form: one message, behind the search if there is one, and calls of functions.
+class ResponseWriter(AnswerWriter):
+    """Writes a response: one message, behind the search if there is one, and calls of functions.
 
     Events are numbered; the last one, as the answer without a stream, is the whole response. Of an
     answer that may call, text that is no call is told as it comes; its message begins with the

@@ -20,14 +20,14 @@ from jaxrag.base.errors import StoreError
 from jaxrag.base.types import HostArray
 from jaxrag.connectors.manifest import FIRST, Manifest
 from jaxrag.connectors.plan import ISOLATED, Planner
-from jaxrag.connectors.wanted import FILE
+from jaxrag.connectors.prompt_log import FILE
 from jaxrag.models.text.passage_rules import PassageRules
 from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.serve.plain import text_pieces
 
 
 @dataclasses.dataclass(frozen=True)
-class NotedPrompt:
+class LoggedPrompt:
     """A prompt as an engine noted it.
 
     Attributes:
@@ -39,7 +39,7 @@ class NotedPrompt:
     spans: tuple[int, ...] | None
 
 
-def read(folder: Path, tokenizer: str) -> Iterator[NotedPrompt]:
+def read(folder: Path, tokenizer: str) -> Iterator[LoggedPrompt]:
     """The prompts that were noted with the tokenizer of this digest, in their order.
 
     Raises StoreError for a file that cannot be read or is not as it was written.
@@ -62,7 +62,7 @@ def read(folder: Path, tokenizer: str) -> Iterator[NotedPrompt]:
             if spans is not None and not all(type(it) is int and it > 0 for it in spans):
                 raise ValueError("expected numbers of tokens")
             if fields["tokenizer"] == tokenizer:
-                yield NotedPrompt(ids, None if spans is None else tuple(spans))
+                yield LoggedPrompt(ids, None if spans is None else tuple(spans))
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise StoreError(
                 f"{path}, line {number}: is damaged ({error}); take the line out or delete the file"
@@ -71,7 +71,7 @@ def read(folder: Path, tokenizer: str) -> Iterator[NotedPrompt]:
 
 def lacking(
     known: Manifest,
-    prompts: Iterable[NotedPrompt],
+    prompts: Iterable[LoggedPrompt],
     tokenizer: Tokenizer,
     rules: PassageRules | None,
 ) -> dict[str, HostArray]:
@@ -95,7 +95,7 @@ def lacking(
 def _lacking(
     known: Manifest,
     planner: Planner,
-    prompt: NotedPrompt,
+    prompt: LoggedPrompt,
     tokenizer: Tokenizer,
     rules: PassageRules | None,
 ) -> Iterator[HostArray]:
