@@ -35,6 +35,23 @@ def _dtype() -> Any:
     )
 
 
+def option_ratios() -> Any:
+    """--recompute-ratios."""
+    return option(
+        (), "measure every method that recomputes a part at each of these", "R,...",
+        parse=parse_ratios, unset="the method's own", flag="--recompute-ratios",
+    )  # fmt: skip
+
+
+def option_controls() -> Any:
+    """--controls."""
+    return option(
+        False,
+        "beside every method that chooses what it recomputes, the same with as many tokens drawn "
+        "at random",
+    )
+
+
 def _test_task() -> "SyntheticTask":
     from jaxrag.tasks.synthetic import SyntheticTask
 
@@ -345,15 +362,8 @@ class OwnOptions:
         "NAME,...",
         unset="all that suit what the knowledge base keeps",
     )
-    ratios: tuple[float, ...] = option(
-        (), "measure every method that recomputes a part at each of these", "R,...",
-        parse=parse_ratios, unset="the method's own", flag="--recompute-ratios",
-    )  # fmt: skip
-    controls: bool = option(
-        False,
-        "beside every method that chooses what it recomputes, the same with as many tokens drawn "
-        "at random",
-    )
+    ratios: tuple[float, ...] = option_ratios()
+    controls: bool = option_controls()
     template: "str | PromptTemplate | None" = option(
         None, "a template's name or .toml file", "NAME", parse=str, unset="that of --kb"
     )
