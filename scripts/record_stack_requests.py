@@ -49,8 +49,8 @@ def main() -> None:
             bodies.append(json.loads(self.rfile.read(size)))
             message = {"role": "assistant", "content": "So."}
             choice = {"index": 0, "message": message, "finish_reason": "stop"}
-            told = {"id": "1", "object": "chat.completion", "created": 0, "model": "m"}
-            answer = json.dumps(told | {"choices": [choice]}).encode()
+            body = {"id": "1", "object": "chat.completion", "created": 0, "model": "m"}
+            answer = json.dumps(body | {"choices": [choice]}).encode()
             self.send_response(200)
             self.send_header("content-type", "application/json")
             self.send_header("content-length", str(len(answer)))

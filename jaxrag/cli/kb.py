@@ -121,12 +121,12 @@ def run_gc(args: Args) -> None:
         report = kb.gc(
             grace_seconds=args.grace, dry_run=args.dry_run, others=args.others, gone=args.gone
         )
-    told = (
+    summary = (
         f"{'would free' if report.dry_run else 'freed'} {counted(report.chunks, 'chunk')}, "
         f"{human_count(report.nbytes)}B, {counted(report.attempts, 'unfinished write')}, "
         f"{counted(report.vectors, 'vector')}"
     )
-    give(args, report, [told])
+    give(args, report, [summary])
 
 
 def run_verify(args: Args) -> int:
@@ -225,10 +225,10 @@ def _about_rows(report: "VerifyReport") -> list[str]:
         counts = collections.Counter[str]()
         for fault in rows.faults:
             counts[fault.kind] += fault.count
-        told = ", ".join(counted(count, kind) for kind, count in counts.items())
+        shown = ", ".join(counted(count, kind) for kind, count in counts.items())
         what = "repaired" if rows.repaired else "not as written"
-        lines.append(f"rows of {counted(rows.documents, 'document')}: {told or 'all'} "
-                     f"{what if told else 'as written'}")  # fmt: skip
+        lines.append(f"rows of {counted(rows.documents, 'document')}: {shown or 'all'} "
+                     f"{what if shown else 'as written'}")  # fmt: skip
         lines += [
             f"{what}: {fault.kind} {fault.name}"
             for fault in rows.faults

@@ -84,8 +84,8 @@ class Planner:
             return None, "unknown"  # a prefix alone is exact, and the engine keeps it itself
         if chunks <= compute_last:
             return None, "computed"
-        seen = prefix[:0] if engine.encoder == ISOLATED else prefix
-        of_chunk = context_id(engine.encoder, seen, primer=engine.primer)
+        before = prefix[:0] if engine.encoder == ISOLATED else prefix
+        of_chunk = context_id(engine.encoder, before, primer=engine.primer)
         contexts = of_chunk, context_id(ISOLATED, prefix[:0])
         return PartsPlan(
             tuple(
@@ -112,9 +112,9 @@ class Planner:
 
     def holds(self, content: str) -> bool:
         """Whether a part with this content id is stored."""
-        wanted = np.array(bytes.fromhex(content), self._contents.dtype)
-        at = np.searchsorted(self._contents, wanted)
-        return bool(at < len(self._contents) and self._contents[at] == wanted)
+        digest = np.array(bytes.fromhex(content), self._contents.dtype)
+        at = np.searchsorted(self._contents, digest)
+        return bool(at < len(self._contents) and self._contents[at] == digest)
 
 
 def spans_of(params: Any) -> tuple[bool, list[int] | None]:

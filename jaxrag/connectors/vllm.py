@@ -170,8 +170,8 @@ class JaxragConnector(KVConnectorBase_V1):
         """Every request ends here."""
         self._asked.pop(request.request_id, None)
         self._fetches.end(request.request_id)
-        told = self._told.pop(request.request_id, None)
-        return False, None if told is None else {"jaxrag": told}
+        loaded = self._told.pop(request.request_id, None)
+        return False, None if loaded is None else {"jaxrag": loaded}
 
     def get_kv_connector_stats(self) -> Counts | None:
         """What was counted since the last call."""

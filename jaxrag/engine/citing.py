@@ -53,10 +53,10 @@ def slot_chunks(state: Sequence) -> HostArray:
         chunks[part.slots] = part.chunk
     context = state.run.positions < state.next_position - len(state.request.prompt.final)
     for part in state.parts:  # what was run in its place, or once more
-        here = (state.run.positions >= part.position) & (
+        inside = (state.run.positions >= part.position) & (
             state.run.positions < part.position + len(part.ids)
         )
-        chunks[state.run.slots[here & context]] = part.chunk
+        chunks[state.run.slots[inside & context]] = part.chunk
     return chunks
 
 
@@ -69,10 +69,10 @@ def _dispatch(
     """
     model, count = runner.model, piece.stop - piece.start
     num_pages = table_width(state.table)
-    pages, offsets, seen = state.table.rows(num_pages)
-    seen[state.run.slots] = state.run.positions
+    pages, offsets, slot_position = state.table.rows(num_pages)
+    slot_position[state.run.slots] = state.run.positions
     run = np.arange(piece.stop - 1)  # tokens whose KV these queries may see
-    seen[state.next_slot + run] = state.next_position + run
+    slot_position[state.next_slot + run] = state.next_position + run
     of = np.full(num_pages * PAGE, -1, np.int32)
     chunks = slot_chunks(state)
     of[: len(chunks)] = chunks
@@ -85,7 +85,7 @@ def _dispatch(
         return model.put_batch(x[None], 1)
 
     apart = jax.tree.map(lambda x: put(x[0]), chunk_pages([state.table], 1, num_pages))
-    table = PageTable(put(pages), put(offsets), put(seen), apart)
+    table = PageTable(put(pages), put(offsets), put(slot_position), apart)
     step = Step(put(ids), put(positions), put(nowhere))
     width = bucket(len(state.request.prompt.chunks))
     found: tuple[Array, Array] = _attribution(

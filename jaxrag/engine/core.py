@@ -265,12 +265,12 @@ class Core:
         except (EngineError, RequestError) as error:
             self._fail(sequence, error)
             return
-        here = slice(skip, skip + len(new))
-        told = Progress(sequence.number, new, probability[here], top=top[here])
+        taken = slice(skip, skip + len(new))
+        progress = Progress(sequence.number, new, probability[taken], top=top[taken])
         self.state.scheduler.generated(sequence.number, len(new))
         if reason is not None:
-            self._finish(sequence, reason, told)
-        elif new and self._tell(sequence, told):
+            self._finish(sequence, reason, progress)
+        elif new and self._tell(sequence, progress):
             self._finish(sequence, "stop")
         elif sequence.request.cited and sequence.read - sequence.attribution.done >= PIECE:
             try:
@@ -290,7 +290,7 @@ class Core:
         self,
         sequence: Sequence,
         reason: FinishReason,
-        told: Progress | None = None,
+        progress: Progress | None = None,
     ) -> None:
         """The answer is complete: its outcome, and everything it holds is given back."""
         try:
@@ -300,7 +300,7 @@ class Core:
             return
         self._leave_turn(sequence)
         self._end(sequence, "finished")
-        last = told or Progress(sequence.number)
+        last = progress or Progress(sequence.number)
         self._tell(sequence, dataclasses.replace(last, finish_reason=reason, outcome=outcome))
 
     def _leave_turn(self, sequence: Sequence) -> None:

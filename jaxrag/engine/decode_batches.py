@@ -99,8 +99,8 @@ class DecodeBatches:
                 None if sequence is None else self._take_row(sequence, key) for sequence in requests
             ]
             first = self._batches[key].join(rows, every, logits, decoding)
-        told = [(at, it) for at, it in enumerate(requests) if it is not None]
-        self._first.append((self._state.epoch, told, first))
+        placed = [(at, it) for at, it in enumerate(requests) if it is not None]
+        self._first.append((self._state.epoch, placed, first))
 
     def set_aside(self, sequence: Sequence) -> None:
         """Copy what a request has on the device to the host, and take it from its row."""
@@ -169,8 +169,8 @@ class DecodeBatches:
                 new = batch.step(block, any(it.request.sampling.processes for _, it, _ in active))
             except Exception as error:
                 raise Broken(error, [it for _, it, _ in active]) from error
-            told = [(row, sequence, min(block, left)) for row, sequence, left in active]
-            self._in_flight.append(_Ticket(self._state.epoch, new, block, told))
+            running = [(row, sequence, min(block, left)) for row, sequence, left in active]
+            self._in_flight.append(_Ticket(self._state.epoch, new, block, running))
 
     def turn(self) -> None:
         """Dispatch the next steps, then read what was in flight before them."""
@@ -182,8 +182,8 @@ class DecodeBatches:
         before = len(self._in_flight)
         self.step()
         now = self._state.clock()
-        for _, told, _ in self._first:
-            for _, sequence in told:
+        for _, placed, _ in self._first:
+            for _, sequence in placed:
                 sequence.moments["stepped"] = now
         self._deliver_first()
         self._deliver_steps(before)
@@ -286,14 +286,14 @@ def _to_run(sequence: Sequence, begun: Mapping[int, int]) -> int:
 
 
 def _told(
-    drawn: Drawn, sequence: Sequence, here: tuple[Any, ...]
+    drawn: Drawn, sequence: Sequence, at: tuple[Any, ...]
 ) -> tuple[list[int], list[float], list[Top]]:
     """Some tokens on the host, their log-probabilities, and the likeliest that were asked for."""
-    ids, logprobs = drawn.ids[here].tolist(), drawn.logprobs[here].tolist()
+    ids, logprobs = drawn.ids[at].tolist(), drawn.logprobs[at].tolist()
     count = sequence.request.sampling.top_logprobs
     if drawn.top is None or not count:
         return ids, logprobs, []
-    pairs = zip(*(x[here][:, :count].tolist() for x in drawn.top), strict=True)
+    pairs = zip(*(x[at][:, :count].tolist() for x in drawn.top), strict=True)
     return ids, logprobs, [list(zip(*pair, strict=True)) for pair in pairs]
 
 

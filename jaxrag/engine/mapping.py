@@ -98,12 +98,12 @@ def _read_in_part(
         if len(it.ids) and (it.load is None or it.load.misses == "in_place")
     )
     assert config.sliding_window is not None
-    seen = min((*run, final_start)) - config.sliding_window + 1
+    first_visible = min((*run, final_start)) - config.sliding_window + 1
     for part in parts:
         load = part.load
         if load is None or load.encoding.store.layout.drops:  # what it drops is read off all layers
             continue
-        if part.position + len(part.ids) <= seen:
+        if part.position + len(part.ids) <= first_visible:
             part.load = dataclasses.replace(load, layers=layers)
 
 
@@ -290,8 +290,8 @@ def _mark_exact(method: Method, parts: abc.Sequence[PromptPart]) -> None:
     """A part is exact if all before it are, and it is computed here or is stored as it is here."""
     exact = True
     for part in parts:
-        here = part.resident is None or part.kept or stored_exact(method, parts, part)
-        exact = part.exact = exact and here
+        own_exact = part.resident is None or part.kept or stored_exact(method, parts, part)
+        exact = part.exact = exact and own_exact
 
 
 def _map_parts(parts: abc.Sequence[PromptPart], table: TableBuilder, pages: list[int]) -> None:

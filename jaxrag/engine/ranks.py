@@ -190,10 +190,10 @@ class Leader:
     def done(self, turn: int, digest: int, rank: int = 0) -> None:
         """A process made a turn."""
         with self._lock:
-            seen = self._seen.setdefault(turn, {})
-            seen[rank] = digest
-            same = len(set(seen.values())) == 1
-            if len(seen) > len(self._links):
+            digests = self._seen.setdefault(turn, {})
+            digests[rank] = digest
+            same = len(set(digests.values())) == 1
+            if len(digests) > len(self._links):
                 del self._seen[turn]
             many = len(self._seen) > _MOST_OPEN
         if many:

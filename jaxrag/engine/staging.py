@@ -326,17 +326,17 @@ def encode(loads: Sequence[ChunkLoad], *, reads: bool = True) -> list[NewlyEncod
     encoding, chosen = loads[0].encoding, encoder_named(loads[0].encoder)
     prefix = seen_prefix(chosen, encoding.prefix)
     own_kv = StoredNeighbours(encoding) if reads else _Computed(encoding.model, prefix)
-    wanted = {load.stored_key: load.chunk for load in loads}
-    made = {it.key: it for it in encoding.encode(chosen.name, wanted, own_kv)}
+    by_key = {load.stored_key: load.chunk for load in loads}
+    made = {it.key: it for it in encoding.encode(chosen.name, by_key, own_kv)}
     num_primer = encoding.num_before(chosen.name) - len(prefix)  # run again with each chunk
-    told = []
+    encoded = []
     for load in loads:
         num_before = len(prefix) + num_primer + sum(map(len, load.chunk.neighbours))
         again = num_before if chosen.neighbours == "joint" else num_primer
         runs = [(load.tokens + again, num_before + load.tokens)]
         runs += [(length, len(prefix) + length) for length in own_kv.computed]
-        told.append(NewlyEncoded(made[load.stored_key], tuple(runs)))
-    return told
+        encoded.append(NewlyEncoded(made[load.stored_key], tuple(runs)))
+    return encoded
 
 
 @dataclasses.dataclass

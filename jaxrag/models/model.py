@@ -167,8 +167,8 @@ class Model:
             return self
         model = dataclasses.replace(self, decode_weights=weights)
         if weights == "int8":
-            here = memory_of(self.config, None, self.cache_tokens, self.placement)
-            require_room_for_int8(self.path or "this model", self.config, here)
+            memory = memory_of(self.config, None, self.cache_tokens, self.placement)
+            require_room_for_int8(self.path or "this model", self.config, memory)
         return model
 
     def with_soft(self, vectors: HostArray) -> "Model":

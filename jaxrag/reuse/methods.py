@@ -417,8 +417,8 @@ def _choice(method: Method, config: ModelConfig) -> Choice:
         method.check(config)
     except RequestError as error:
         refused = str(error)
-    wanted = dict.fromkeys(filter(None, (method.first_encoder, method.encoder)))
-    return Choice(method, tuple(wanted), refused)
+    encoders = dict.fromkeys(filter(None, (method.first_encoder, method.encoder)))
+    return Choice(method, tuple(encoders), refused)
 
 
 def method_named(method: str | Method) -> Method:

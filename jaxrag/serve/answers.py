@@ -151,9 +151,9 @@ class Growing:
         text = answer.push(progress.new, progress.finish_reason)
         ids = answer.token_ids[before:]
         if text or ids:
-            here = slice(len(ids))
+            kept = slice(len(ids))
             shown = "" if self._whole else text
-            self._notify(Piece(shown, ids, progress.logprobs[here], progress.top[here]))
+            self._notify(Piece(shown, ids, progress.logprobs[kept], progress.top[kept]))
         if progress.outcome is not None:
             result = result_of(self._question, answer, progress.outcome)
             if self._whole:

@@ -258,17 +258,17 @@ def laid_out(
     turns, members = list[int](), list[FoundChunk]()
     said = _NOTHING  # since the last part
 
-    for number, (one, here) in enumerate(zip(asked, found, strict=True)):
+    for number, (one, passages) in enumerate(zip(asked, found, strict=True)):
         before = one.before if number else _NOTHING
-        if here and number:
+        if passages and number:
             if earlier == "exact":
                 turns.append(len(chunks))
                 chunks.append(_joined(said, before))
             else:
                 chunks[-1] = _joined(chunks[-1], before)
             said = before = _NOTHING
-        chunks += map(wrap, here)
-        members += here
+        chunks += map(wrap, passages)
+        members += passages
         said = _joined(said, before, one.final)
         if number == len(answers):
             break

@@ -253,7 +253,7 @@ class KVStore(abc.ABC):
         return self._find(keys)
 
     @abc.abstractmethod
-    def _load(self, wanted: Sequence[ReadRequest]) -> Sequence[Refused | None]:
+    def _load(self, requests: Sequence[ReadRequest]) -> Sequence[Refused | None]:
         """Fill each destination from its record's bytes; per chunk, why it is refused or None."""
 
     @abc.abstractmethod

@@ -56,7 +56,7 @@ class Census:
 
     def learn(self, part: str, times: Mapping[str, int], found: Mapping[str, Record]) -> None:
         """Keep what was found of folders that had these times before; others are forgotten."""
-        kept = {key: (times[key], seen) for key, seen in self.known(part, times).items()}
+        kept = {key: (times[key], stored) for key, stored in self.known(part, times).items()}
         settled = time.time_ns() - int(1e9 * _SETTLED_SECONDS)
         for key, record in found.items():
             if times.get(key, settled) < settled and self._is_clean(part, key, record, times[key]):
@@ -98,8 +98,8 @@ class Census:
     def _write(self, part: str) -> None:
         """Write a part; where that is not possible it is read again the next time."""
         chunks = {
-            key: (at, *(getattr(seen, field.name) for field in dataclasses.fields(Seen)))
-            for key, (at, seen) in self._known[part].items()
+            key: (at, *(getattr(stored, field.name) for field in dataclasses.fields(Seen)))
+            for key, (at, stored) in self._known[part].items()
         }
         data = json.dumps(chunks).encode()
         path = self._file(part)

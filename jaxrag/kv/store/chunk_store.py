@@ -213,7 +213,7 @@ class ChunkStore(KVStore):
         """What is committed under the fingerprint and believed, by encoder.
 
         In a directory its writers have noted that, and only records of which they did not say how
-        a change ended are read. All are, as ``seen`` reads them, of a store with a secret, of one
+        a change ended are read. All are, as ``stored`` reads them, of a store with a secret, of one
         elsewhere or that several machines write, and where no one has put or removed anything since
         an earlier version wrote it.
         """
@@ -221,9 +221,9 @@ class ChunkStore(KVStore):
         known = None if ledger is None or space.sealer is not None else ledger.counted()
         if known is None:
             found = Sums()
-            for _, seen in self.seen():
-                if isinstance(seen, Seen):
-                    found.add(seen)
+            for _, stored in self.seen():
+                if isinstance(stored, Seen):
+                    found.add(stored)
             return found
         found, changing = known
         for record in space.find(changing).values():
@@ -491,10 +491,10 @@ class ChunkStore(KVStore):
             self._limit.strike([key])
         return deleted
 
-    def _load(self, wanted: Sequence[ReadRequest]) -> Sequence[Refused | None]:
-        answers = self._prefetcher.host.load(wanted, self._loader.load)
+    def _load(self, requests: Sequence[ReadRequest]) -> Sequence[Refused | None]:
+        answers = self._prefetcher.host.load(requests, self._loader.load)
         if self._limit is not None:
-            pairs = zip(wanted, answers, strict=True)
+            pairs = zip(requests, answers, strict=True)
             self._limit.read([want.record.key for want, answer in pairs if answer is None])
         return answers
 

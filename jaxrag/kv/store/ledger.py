@@ -92,14 +92,14 @@ class Sums:
     encoders: dict[str, Sum] = dataclasses.field(default_factory=dict)
     aux: dict[str, Sum] = dataclasses.field(default_factory=dict)
 
-    def add(self, seen: Seen, chunks: int = 1) -> None:
+    def add(self, stored: Seen, chunks: int = 1) -> None:
         """Count a record; with -1, no more."""
-        of = [(self.encoders, seen.encoder, seen.nbytes)]
-        of += [(self.aux, name, nbytes) for name, nbytes in seen.aux.items()]
+        of = [(self.encoders, stored.encoder, stored.nbytes)]
+        of += [(self.aux, name, nbytes) for name, nbytes in stored.aux.items()]
         for sums, name, nbytes in of:
             one = sums.setdefault(name, Sum())
             one.chunks += chunks
-            one.tokens += chunks * seen.tokens
+            one.tokens += chunks * stored.tokens
             one.nbytes += chunks * nbytes
 
 
@@ -197,7 +197,7 @@ class Ledger:
         self._count()
         for part in PARTS:
             with self._transaction() as connection:
-                here = set(self._listed(part))
+                listed = set(self._listed(part))
                 among = bytes.fromhex(part), bytes.fromhex(part) + b"\xff" * 20
                 rows = connection.execute(
                     "SELECT key FROM records WHERE key BETWEEN ? AND ?", among
@@ -207,7 +207,7 @@ class Ledger:
                 unsure = connection.execute(
                     "SELECT key FROM changing WHERE key BETWEEN ? AND ? AND since < ?", stale
                 ).fetchall()
-                asked = sorted((here ^ noted) | {name.hex() for (name,) in unsure})
+                asked = sorted((listed ^ noted) | {name.hex() for (name,) in unsure})
                 for key, found in self._find(asked).items():
                     record = found if isinstance(found, Record) else None
                     _set(connection, bytes.fromhex(key), record)
@@ -279,6 +279,6 @@ def _set(connection: Any, name: bytes, record: Record | None, how: str = "INSERT
     if how == "INSERT":
         connection.execute("DELETE FROM records WHERE key = ?", (name,))
     if record is not None:
-        seen = Seen.of(record)
-        row = name, seen.encoder, seen.tokens, seen.nbytes, json.dumps(dict(seen.aux))
+        stored = Seen.of(record)
+        row = name, stored.encoder, stored.tokens, stored.nbytes, json.dumps(dict(stored.aux))
         connection.execute(f"{how} INTO records VALUES (?, ?, ?, ?, ?)", row)

@@ -118,8 +118,8 @@ class ReadThrough(StoreWrapper):
         self.remote.close()
 
     def _prefetch(self, keys: Sequence[str], tier: Tier) -> int:
-        here = self.local.find(keys)
-        absent = [key for key, found in here.items() if not isinstance(found, Record)]
+        found_locally = self.local.find(keys)
+        absent = [key for key, found in found_locally.items() if not isinstance(found, Record)]
         list(self._threads.map(self._copy, absent))
         return self.local.prefetch(keys, tier).result()
 
@@ -134,17 +134,17 @@ class ReadThrough(StoreWrapper):
         absent = [key for key, record in found.items() if not isinstance(record, Record)]
         return found | self.remote.find(absent)
 
-    def _load(self, wanted: Sequence[ReadRequest]) -> Sequence[Refused | None]:
+    def _load(self, requests: Sequence[ReadRequest]) -> Sequence[Refused | None]:
         # The record of a chunk that is not here names an attempt that is not here either.
-        answers = list(self.local._load(wanted))
+        answers = list(self.local._load(requests))
         refused = [index for index, answer in enumerate(answers) if answer is not None]
-        copies = list(self._threads.map(self._fetch, [wanted[index].record for index in refused]))
-        _retry(self.local, wanted, answers, dict(zip(refused, copies, strict=True)))
+        copies = list(self._threads.map(self._fetch, [requests[index].record for index in refused]))
+        _retry(self.local, requests, answers, dict(zip(refused, copies, strict=True)))
         # A copy may have left again to make room, or be too large to stay; what cannot be read
         # from the remote store either is refused.
         rest = [index for index in refused if answers[index] is not None]
-        found = self.remote.find([wanted[index].record.key for index in rest])
-        _retry(self.remote, wanted, answers, {i: found[wanted[i].record.key] for i in rest})
+        found = self.remote.find([requests[index].record.key for index in rest])
+        _retry(self.remote, requests, answers, {i: found[requests[i].record.key] for i in rest})
         for index, copy in zip(refused, copies, strict=True):
             if answers[index] is not None and isinstance(copy, Record):
                 self.local._delete(copy.key, copy.attempt)
@@ -193,13 +193,13 @@ class ReadThrough(StoreWrapper):
 
 def _retry(
     store: ChunkStore,
-    wanted: Sequence[ReadRequest],
+    requests: Sequence[ReadRequest],
     answers: list[Refused | None],
     records: Mapping[int, Lookup],
 ) -> None:
-    """Load what some places of ``wanted`` ask for by these records, and note the answers."""
+    """Load what some places of ``requests`` ask for by these records, and note the answers."""
     again = {
-        index: dataclasses.replace(wanted[index], record=found)
+        index: dataclasses.replace(requests[index], record=found)
         for index, found in records.items()
         if isinstance(found, Record)
     }

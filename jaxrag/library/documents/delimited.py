@@ -207,9 +207,9 @@ def _is_header(first: Sequence[str], below: Sequence[Sequence[str]], file: File)
     return True
 
 
-def _text_column(names: Sequence[str], wanted: str | None) -> str | None:
+def _text_column(names: Sequence[str], column: str | None) -> str | None:
     """The column that holds the text, by its name in any capitals; None where there is none."""
-    for name in _TEXT_COLUMNS if wanted is None else (wanted,):
+    for name in _TEXT_COLUMNS if column is None else (column,):
         for found in (name, *(it for it in names if it.casefold() == name.casefold())):
             if found in names:
                 return found
@@ -304,19 +304,19 @@ class _Lines:
         return line
 
 
-def _columns(first: Sequence[str], wanted: str | None, named: bool) -> tuple[list[str], str | None]:
+def _columns(first: Sequence[str], column: str | None, named: bool) -> tuple[list[str], str | None]:
     """The column names, each another, and which of them holds the text.
 
     Columns without names are numbered, so that their cells are apart in the metadata.
     """
     given = [one_spaced(name) for name in first] if named else []
     given[:1] = [name.removeprefix("#").lstrip() for name in given[:1]]
-    text_column = _text_column(given, wanted)
-    if (wanted is not None and text_column is None) or given.count(text_column or "") > 1:
+    text_column = _text_column(given, column)
+    if (column is not None and text_column is None) or given.count(text_column or "") > 1:
         listed = ", ".join(given)[:200]
         if text_column is None:
             raise DocumentError(
-                f"no column is named {wanted} (columns: {listed}); name the one that holds the text"
+                f"no column is named {column} (columns: {listed}); name the one that holds the text"
             )
         raise DocumentError(f"two columns have one name ({listed}); rename one")
     names: list[str] = []

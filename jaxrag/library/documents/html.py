@@ -189,12 +189,12 @@ class _Writer:
         for (_, text), part in self._blocks:
             sizes[part] += len(text)
         article = self._articles == 1 and sizes["article"] >= _MOST * sizes.total()
-        wanted = ("main",) if sizes["main"] else ("article",) if article else ("", "article")
-        lost = sum(size for part, size in sizes.items() if part not in wanted)
+        shown_parts = ("main",) if sizes["main"] else ("article",) if article else ("", "article")
+        lost = sum(size for part, size in sizes.items() if part not in shown_parts)
         if lost > _MOST_LEFT * sizes.total():
             share = f"{100 - 100 * lost / sizes.total():.0f} % kept"
             left_out.add("characters of its visible text", share, lost)
-        return joined(block for block, part in self._blocks if part in wanted)
+        return joined(block for block, part in self._blocks if part in shown_parts)
 
     def _write(self, root: Any) -> None:
         from lxml import etree
@@ -232,9 +232,9 @@ class _Writer:
             chosen = chosen or options[: node.get("multiple") is None]
             self._say(", ".join(one_spaced("".join(it.itertext())) for it in chosen))
         elif tag == "button":
-            seen = node.get("aria-expanded") is not None or node.get("aria-controls") is not None
+            expands = node.get("aria-expanded") is not None or node.get("aria-controls") is not None
             inside = any(self._in[it] for it in (*_HEADINGS, "summary", "dt"))
-            return not (seen or inside or any(it in role + named for it in _BUTTONS_SEEN))
+            return not (expands or inside or any(it in role + named for it in _BUTTONS_SEEN))
         elif tag == "footer":
             return not any(self._in[it] for it in _HOLDS_FOOTERS)
         else:
@@ -410,8 +410,8 @@ def _placed(cells: list[_Placed], hanging: dict[int, _Placed]) -> list[TableCell
     line: list[TableCell] = []
     waiting = [it for it in cells for _ in range(it.wide)][::-1]
     while waiting or any(column >= len(line) for column in hanging):
-        here = len(line) in hanging
-        it = hanging.pop(len(line)) if here else waiting.pop() if waiting else _NOTHING
+        hangs = len(line) in hanging
+        it = hanging.pop(len(line)) if hangs else waiting.pop() if waiting else _NOTHING
         if it.high > 1:
             hanging[len(line)] = it._replace(high=it.high - 1)
         line.append(it.cell)

@@ -244,14 +244,14 @@ class _Table:
 
     def _texts(self, line: TableLine) -> list[str]:
         """Each cell once, wherever it is merged to; the places of empty ones before others."""
-        last, seen = max(line), set[int]()
+        last, written = max(line), set[int]()
         texts = []
         sparse = len(self.columns) > _SPARSE * len(line)
         for column in sorted(line) if sparse else self.columns:
             it = line.get(column)
             if column <= last:
-                texts.append("" if it is None or id(it) in seen else it.text)
-                seen.add(id(it))
+                texts.append("" if it is None or id(it) in written else it.text)
+                written.add(id(it))
         while texts[-1:] == [""]:
             texts.pop()
         return texts

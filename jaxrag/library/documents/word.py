@@ -283,8 +283,8 @@ class _Reader:
             elif tag == _RUN:
                 mark, gone = self._form(node, hidden)
                 if gone:
-                    seen = any(it.text for it in node.iterchildren(_TEXT))
-                    self._file.left_out.add("hidden passages", count=seen)
+                    holds_text = any(it.text for it in node.iterchildren(_TEXT))
+                    self._file.left_out.add("hidden passages", count=holds_text)
                     events.skip_subtree()
             elif tag == _TEXT:
                 runs.append((self._letters(node), mark))
@@ -366,16 +366,16 @@ class _Reader:
         return " ".join(filter(None, words)).strip()
 
 
-def _children(parent: Any, *wanted: str) -> Iterator[Any]:
-    """Paragraphs, tables and embedded documents below a body or cell, or what else is wanted.
+def _children(parent: Any, *tags: str) -> Iterator[Any]:
+    """Paragraphs, tables and embedded documents below a body or cell, or what else is asked for.
 
     Those inside content controls are there too.
     """
     for node in parent.iterchildren():
-        if node.tag in (wanted or (_PARAGRAPH, _TABLE, f"{_W}altChunk")):
+        if node.tag in (tags or (_PARAGRAPH, _TABLE, f"{_W}altChunk")):
             yield node
         elif node.tag in _WRAPPERS:
-            yield from _children(node, *wanted)
+            yield from _children(node, *tags)
 
 
 def _first[T](values: Iterable[T | None]) -> T | None:

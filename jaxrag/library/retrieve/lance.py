@@ -226,8 +226,8 @@ class VectorIndex:
 
     def get(self, ids: Ids) -> Vectors:
         """The vectors of ids [N] in their order, float32 [N, E]; StoreError when one is missing."""
-        wanted = checked_ids(ids)
-        return in_order(wanted, *self._rows_of(wanted), self._folder)
+        requested = checked_ids(ids)
+        return in_order(requested, *self._rows_of(requested), self._folder)
 
     def _rows_of(self, ids: Ids) -> tuple[Ids, Vectors]:
         """Of the rows with these ids those that are there: distinct ids and their vectors."""
@@ -255,12 +255,12 @@ class VectorIndex:
             ids, vectors = self._read(self._table)
         ids, vectors = ids[order := np.argsort(ids)], vectors[order]
 
-        def get(wanted: Ids) -> Vectors:
-            wanted = checked_ids(wanted)
-            places = np.minimum(np.searchsorted(ids, wanted), len(ids) - 1)
-            if np.array_equal(ids[places], wanted):
+        def get(requested: Ids) -> Vectors:
+            requested = checked_ids(requested)
+            places = np.minimum(np.searchsorted(ids, requested), len(ids) - 1)
+            if np.array_equal(ids[places], requested):
                 return vectors[places]
-            return in_order(wanted, ids, vectors, self._folder)  # an error names what is missing
+            return in_order(requested, ids, vectors, self._folder)  # an error names what is missing
 
         return get
 

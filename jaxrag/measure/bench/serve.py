@@ -206,11 +206,11 @@ class Bench:
         requests = []
         for it in self._draw(traffic):
             chunks = enumerate(it.prompt.chunks)
-            wanted = {(method.encoder_of(at), chunk.tobytes()) for at, chunk in chunks}
-            if not wanted <= self._prepared:
+            needed = {(method.encoder_of(at), chunk.tobytes()) for at, chunk in chunks}
+            if not needed <= self._prepared:
                 request = self._request(self._store, method, it)
                 requests.append(dataclasses.replace(request, max_new_tokens=1))
-                self._prepared |= wanted
+                self._prepared |= needed
         for progress in engine.iterate(requests):
             if progress.error is not None:
                 raise progress.error

@@ -39,7 +39,7 @@ def offer(
     start = time.perf_counter()
 
     def sink(one: ServedRequest) -> Callable[[Progress], None]:
-        def told(progress: Progress) -> None:
+        def on_progress(progress: Progress) -> None:
             one.came(time.perf_counter() - start, len(progress.new), progress.new)
             if progress.error is not None:
                 one.error = f"{type(progress.error).__name__}: {progress.error}"
@@ -50,7 +50,7 @@ def offer(
             if progress.last:
                 left.release()
 
-        return told
+        return on_progress
 
     numbers = []
     for one, request in zip(served, requests, strict=True):

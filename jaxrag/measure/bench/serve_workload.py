@@ -100,10 +100,10 @@ def _neighbours(traffic: Traffic, library: Sequence[HostArray], at: int) -> tupl
 def _choose(traffic: Traffic, popular: HostArray, rng: np.random.Generator) -> list[int]:
     """The documents of one request; each is as popular over many requests as it is said to be."""
     topic = int(rng.choice(traffic.documents, p=popular / popular.sum())) % traffic.topics
-    here = np.arange(traffic.documents) % traffic.topics == topic
+    topical = np.arange(traffic.documents) % traffic.topics == topic
     chosen: list[int] = []
     while len(chosen) < traffic.chunks:
-        weight = np.where(here, popular, 0.0) if rng.random() < traffic.focus else popular.copy()
+        weight = np.where(topical, popular, 0.0) if rng.random() < traffic.focus else popular.copy()
         weight[chosen] = 0.0
         if not weight.any():  # the topic has no more
             weight = popular.copy()

@@ -180,9 +180,9 @@ class _Client:
         connection.close()
         if answer.status != 200 or b"[DONE]" not in rest:
             raise RequestError(f"the server answered {answer.status}: {rest[-300:]!r}")
-        told = self._told(name)
-        moments = told["moments"] | {"received": received}
-        return Timed(phases(sent, moments), received - sent, told["tokens_from"])
+        reported = self._told(name)
+        moments = reported["moments"] | {"received": received}
+        return Timed(phases(sent, moments), received - sent, reported["tokens_from"])
 
     def _told(self, name: str) -> dict[str, Any]:
         """What the server logged of a request, once it has."""

@@ -157,12 +157,12 @@ def primers_of(kb: KnowledgeBase, named: Sequence[str]) -> dict[str, Primer]:
 
     Raises ConfigError for one that there is not, and for vectors of another model.
     """
-    wanted = {text: primer_named(text) for text in (*config_names("primers"), *named)}
+    measured = {text: primer_named(text) for text in (*config_names("primers"), *named)}
     if kb.primer is not None:
-        wanted[f"{kb.primer.name}, as kept"] = kb.primer
+        measured[f"{kb.primer.name}, as kept"] = kb.primer
     found: dict[str, Primer] = {}
     others = {FULL.name, *UNPRIMED}  # that rows are called by
-    for text, one in wanted.items():
+    for text, one in measured.items():
         one.check_model(kb.model_digest, kb.config)
         if not any(one.same(other) for other in found.values()):
             found[text if one.name in found.keys() | others else one.name] = one

@@ -129,8 +129,8 @@ def run(
     Raises RequestError for fewer questions than are held out, and what training raises.
     """
     model = asked.settings.model
-    wanted = options.held_out + (options.number or len(asked.questions))
-    some = asked.questions[options.skip :][:wanted]
+    total = options.held_out + (options.number or len(asked.questions))
+    some = asked.questions[options.skip :][:total]
     if len(some) <= options.held_out:
         raise RequestError(
             f"{len(some)} questions, of which {options.held_out} are held out: give more, or a "

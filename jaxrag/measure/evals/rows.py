@@ -250,9 +250,9 @@ class _Maker:
     def report(self) -> MadeRows:
         dropped = {reason: self.dropped[reason] for reason in REASONS}
         if not (self.rows or self.held_out or self.files.done):
-            told = "; ".join(f"{count}: {why}" for why, count in dropped.items() if count)
+            reasons = "; ".join(f"{count}: {why}" for why, count in dropped.items() if count)
             raise RequestError(
-                f"{self.kb.path}: no question could be used ({told or 'no passages'}); pass "
+                f"{self.kb.path}: no question could be used ({reasons or 'no passages'}); pass "
                 "--questions FILE, or take a larger instruct model"
             )
         return MadeRows(self.rows, len(self.asked), self.held_out, dropped)

@@ -206,18 +206,18 @@ def _words(
 
 def _unspelled(text: str) -> str:
     """A tokenizer.json whose special tokens no text spells, as forms are of ordinary tokens."""
-    told = json.loads(text)
-    names = {it["content"]: f"\U000f0000{it['id']}" for it in told["added_tokens"] if it["special"]}
-    for token in told["added_tokens"]:
+    spec = json.loads(text)
+    names = {it["content"]: f"\U000f0000{it['id']}" for it in spec["added_tokens"] if it["special"]}
+    for token in spec["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])
-    model = told["model"]
+    model = spec["model"]
     if isinstance(model["vocab"], dict):
         model["vocab"] = {names.get(it, it): number for it, number in model["vocab"].items()}
     else:
         model["vocab"] = [[names.get(it, it), score] for it, score in model["vocab"]]
     if "unk_token" in model:
         model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
-    return json.dumps(told | {"post_processor": None})
+    return json.dumps(spec | {"post_processor": None})
 
 
 def _refused(guide: Guide, why: str) -> RequestError:

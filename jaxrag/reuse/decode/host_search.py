@@ -440,14 +440,14 @@ class HostSearch:
         else:
             ids, scanned = self._best(parts, asked, at, k, times=times)
             if check is not None and check[0].due(at, check[1]):
-                wanted, also = self._scan(parts, asked, at, k)
-                note = check[0].judge(at, check[1], ids, wanted)
+                exact_ids, also = self._scan(parts, asked, at, k)
+                note = check[0].judge(at, check[1], ids, exact_ids)
                 counted.append((number, Account(notes=(note,) if note else ())))
-                ids, scanned = wanted, scanned + also
+                ids, scanned = exact_ids, scanned + also
         out[: len(ids)] = ids
         if self.measure and all(part.exact for part in parts):
-            wanted, _ = self._best(parts, asked, at, k, exact=True)
-            counted.append((number, recall_of(ids, wanted, scanned)))
+            exact_ids, _ = self._best(parts, asked, at, k, exact=True)
+            counted.append((number, recall_of(ids, exact_ids, scanned)))
 
     def _best(
         self,

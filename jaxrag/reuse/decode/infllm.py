@@ -116,8 +116,8 @@ class InfLLM(DecodeRule):
     @override
     def prepare(self, view: View, queries: Array, positions: Array, room: int) -> Array:
         """Positions of the representatives of every block: [B, K, C * R] int32."""
-        wanted = _mean_behind(view, queries, positions, self.recent)
-        scores = jnp.einsum("bskh,bskh->bks", wanted, view.keys(at=jnp.int32(0)))
+        mean = _mean_behind(view, queries, positions, self.recent)
+        scores = jnp.einsum("bskh,bskh->bks", mean, view.keys(at=jnp.int32(0)))
         scores = jnp.where(view.seen[:, None], scores, -jnp.inf)
         scores = jnp.take_along_axis(scores, view.order[:, None], axis=-1)  # by position
         scores = jnp.where(_known(view)[:, None], scores, -jnp.inf)[..., self.sink :]
@@ -284,8 +284,8 @@ def _shown(memory: HostMemory, prompt: HostPrompt, recent: int, positions: HostA
     count = np.maximum(end - first, 1)[:, None]
     scores = np.empty((memory.kv_heads, len(positions)), np.float32)
     for head in range(memory.kv_heads):
-        wanted = (sums[end, head] - sums[first, head]) / count
+        mean = (sums[end, head] - sums[first, head]) / count
         keys = memory.keys(head, memory.layer.rows[positions])
         back = memory.layer.offsets[positions] - positions
-        scores[head] = np.einsum("nh,nh->n", wanted, turned(keys, back, memory.config.rope))
+        scores[head] = np.einsum("nh,nh->n", mean, turned(keys, back, memory.config.rope))
     return scores

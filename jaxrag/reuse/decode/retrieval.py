@@ -237,8 +237,8 @@ class Retrieval(DecodeRule):
                 places = (it.positions, it.chunk.position)
                 parts.append(host.open(number, opened[it.chunk.key][layer], None, *places))
             if len(span.rest):
-                here = dataclasses.replace(span, config=config.of_layer(layer))
-                made = list(here.indexes(keys.__getitem__, _banks(queries, asked, config)))
+                of_layer = dataclasses.replace(span, config=config.of_layer(layer))
+                made = list(of_layer.indexes(keys.__getitem__, _banks(queries, asked, config)))
                 parts.append(host.open(number, made, keys, span.rest))
             misses = any(part.misses for part in parts)
             host.add_layer(number, parts, span.checks if misses else None)

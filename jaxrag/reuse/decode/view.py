@@ -200,15 +200,15 @@ class View:
         batch, num_pages = self.pages.shape
         page = self.pool.k.shape[1]
         keys = self.pool.k[self.pages].astype(jnp.float32)  # [B, M, page, K, H]
-        seen = self.seen.reshape(batch, num_pages, page, 1, 1)
+        visible = self.seen.reshape(batch, num_pages, page, 1, 1)
         turn = jnp.broadcast_to(self.offsets[:, :, None], (batch, num_pages, page))
         if at is not None:
-            local = jnp.where(seen[..., 0, 0], self.slot_position.reshape(turn.shape) - turn, 0)
+            local = jnp.where(visible[..., 0, 0], self.slot_position.reshape(turn.shape) - turn, 0)
             turn = at - local
         turn = turn[..., None, None]
         angle = jnp.abs(turn[..., 0])
         keys = rotate(
-            jnp.where(seen, keys, 0),
+            jnp.where(visible, keys, 0),
             self.rope.cos[angle],
             jnp.sign(turn) * self.rope.sin[angle],
             interleaved=self.config.rope.interleaved,

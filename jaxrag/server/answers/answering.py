@@ -134,7 +134,7 @@ async def _events(
     count = len(visit.askings)
     found: dict[int, Result] = {}
     out = [event(it) for it in writer.opening()]
-    seen = None
+    last = None
     while len(found) < count:
         if out and first is None and (not len(inbox) or len(out) >= _TOGETHER):
             yield b"".join(out)
@@ -144,9 +144,9 @@ async def _events(
                 place, item = first or await inbox.next()
         except TimeoutError:
             now = visit.state.engine.turns, [asking.where for asking in visit.askings]
-            if now != seen:  # one that does not move is to look so
+            if now != last:  # one that does not move is to look so
                 yield comment(", ".join(now[1]))
-            seen = now
+            last = now
             continue
         first = None
         if isinstance(item, Result):

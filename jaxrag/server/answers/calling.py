@@ -57,8 +57,8 @@ class Calling:
             for name, schema in schemas.items()
         ]
         most = {} if self.several else {"maxItems": 1}
-        wanted = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most}
-        return Guide("json_schema", json.dumps(wanted))
+        calls_schema = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most}
+        return Guide("json_schema", json.dumps(calls_schema))
 
 
 class _Function(Fields):

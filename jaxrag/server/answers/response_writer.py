@@ -145,8 +145,8 @@ class ResponseWriter(AnswerWriter):
         if not self._open:
             yield from self._opened()
         self._end += len(new)
-        told = {"delta": new, "logprobs": list(logprobs)}
-        yield self.told("output_text.delta", **self._at, content_index=0, **told)
+        fields = {"delta": new, "logprobs": list(logprobs)}
+        yield self.told("output_text.delta", **self._at, content_index=0, **fields)
 
     async def settle(self, results: Sequence[Result], account: dict[str, Any]) -> None:
         """The response as a whole; it is kept, if it is to be."""
@@ -206,9 +206,9 @@ class ResponseWriter(AnswerWriter):
 
     def failed(self, problem: Problem) -> dict[str, Any]:
         """The error as an event of OpenAI's, and as its clients raise it."""
-        told = problem.body()
-        said = {name: told["error"][name] for name in ("code", "message", "param")}
-        return self.told("error", **said, **told) | {"type": "error"}
+        body = problem.body()
+        said = {name: body["error"][name] for name in ("code", "message", "param")}
+        return self.told("error", **said, **body) | {"type": "error"}
 
     def closed(self, item: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """The message ends, with its citations."""
@@ -303,9 +303,9 @@ class ResponseWriter(AnswerWriter):
         }
 
     def _searched(self, status: str, found: Sequence[Source] | None = None) -> dict[str, Any]:
-        told: list[dict[str, Any]] | None = None
+        results: list[dict[str, Any]] | None = None
         if self._asked.results and found is not None:
-            told = [
+            results = [
                 {
                     "file_id": file_id_of(it.document_id),
                     "filename": filename(it),
@@ -321,7 +321,7 @@ class ResponseWriter(AnswerWriter):
             "type": "file_search_call",
             "status": status,
             "queries": [question],
-            "results": told,
+            "results": results,
         }
 
     def thinking(self, thought: str, status: str) -> dict[str, Any]:

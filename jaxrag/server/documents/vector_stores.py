@@ -337,7 +337,7 @@ def _shown(library: Library, shelf: Shelf) -> dict[str, Any]:
 
 def _head(name: str, row: StoreRow, status: str, counts: Mapping[str, int]) -> dict[str, Any]:
     """What is told of every vector store; nothing of a time to expire where it has none."""
-    told = {
+    body = {
         "id": name,
         "object": "vector_store",
         "created_at": row.created,
@@ -349,8 +349,8 @@ def _head(name: str, row: StoreRow, status: str, counts: Mapping[str, int]) -> d
         "expires_at": row.expires,
     }
     if row.days is not None:
-        told["expires_after"] = {"anchor": _ANCHOR, "days": row.days}
-    return told
+        body["expires_after"] = {"anchor": _ANCHOR, "days": row.days}
+    return body
 
 
 def _shown_member(library: Library, member: Member) -> dict[str, Any]:

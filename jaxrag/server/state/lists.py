@@ -58,7 +58,7 @@ def page_of[Row](
     }
 
 
-def _place(names: Sequence[str], wanted: str, param: str) -> int:
-    if wanted not in names:
-        raise invalid(f"{param}={wanted[:80]!r}: expected the id of an entry of this list", param)
-    return names.index(wanted)
+def _place(names: Sequence[str], entry_id: str, param: str) -> int:
+    if entry_id not in names:
+        raise invalid(f"{param}={entry_id[:80]!r}: expected the id of an entry of this list", param)
+    return names.index(entry_id)

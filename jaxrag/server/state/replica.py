@@ -69,8 +69,8 @@ class Replica:
                     found.append(news.get_nowait())
                 ended = found[-1].last
                 _check_there(found[-1].error)
-                told = tuple(dataclasses.replace(it, number=job.number) for it in found)
-                yield JobNews(time.monotonic(), told)
+                numbered = tuple(dataclasses.replace(it, number=job.number) for it in found)
+                yield JobNews(time.monotonic(), numbered)
         finally:
             del self._running[key]
             if not ended:

@@ -430,8 +430,8 @@ class Replicas(Engine):
             )
             for name, it in sorted(up.items())
         ]
-        wanted = RoutedRequest(sent.pieces, self._cost(sent), number)
-        return up[ranked(self.routing, wanted, candidates)[0]]
+        routed = RoutedRequest(sent.pieces, self._cost(sent), number)
+        return up[ranked(self.routing, routed, candidates)[0]]
 
     def _rate(self, member: ReplicaMember) -> float:
         own = rate_of(member.report)

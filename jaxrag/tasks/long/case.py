@@ -220,12 +220,12 @@ def _hide(
         ends.append(ends[-1] + len(kept[-1]))
     assert ends[-1] == tokens
     places = np.searchsorted(ends, np.array(depths) * tokens, side="right") - 1
-    here: dict[int, list[_Unit]] = {}
+    by_place: dict[int, list[_Unit]] = {}
     for number, (ids, place) in enumerate(zip(needles, places, strict=True)):
-        here.setdefault(int(place), []).append(_Unit(ids, number))
-    units = [*here.get(0, ())]
+        by_place.setdefault(int(place), []).append(_Unit(ids, number))
+    units = [*by_place.get(0, ())]
     for place, ids in enumerate(kept, 1):
-        units += (_Unit(ids, -1), *here.get(place, ()))
+        units += (_Unit(ids, -1), *by_place.get(place, ()))
     return units
 
 

@@ -59,15 +59,15 @@ def with_neighbours[Name](
 
 def told_of(settings: Mapping[Any, Settings]) -> Told | None:
     """What a result says of the neighbours of its passages; None where no method sees any."""
-    told = (neighbours_told(one.method, one.neighbours) for one in settings.values())
-    return next((it for it in told if it is not None), None)
+    sources = (neighbours_told(one.method, one.neighbours) for one in settings.values())
+    return next((it for it in sources if it is not None), None)
 
 
 def told_in(result: Mapping[str, Any]) -> str:
     """The same for the title of a table, behind what else it says; "" for nothing."""
-    told = result.get("neighbours")
-    if told is None:
+    source = result.get("neighbours")
+    if source is None:
         return ""
-    if told["from"] == "prompt":
+    if source["from"] == "prompt":
         return "; neighbours: the prompt's own other passages, an oracle"
-    return f"; neighbours: the most similar of {told['passages']} passages of {told['name']}"
+    return f"; neighbours: the most similar of {source['passages']} passages of {source['name']}"

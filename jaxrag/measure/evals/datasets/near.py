@@ -189,8 +189,8 @@ def run(
         "chat": options.chat,
         "template": study.full.template.to_dict(),
     }
-    if (told := told_of(study.arms)) is not None:
-        setting["neighbours"] = told
+    if (neighbours := told_of(study.arms)) is not None:
+        setting["neighbours"] = neighbours
     if of is not None:
         setting["reference"] = study.full.model.digest
     with tempfile.TemporaryDirectory(prefix="jaxrag-") as folder:

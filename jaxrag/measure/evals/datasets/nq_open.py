@@ -80,13 +80,13 @@ def _among_others(
             "has one: leave it out"
         )
     # Every text holds one that is a letter, or that normalises to nothing.
-    told = [it for it in answers if len(squad_normalised(it)) > 1]
+    long_answers = [it for it in answers if len(squad_normalised(it)) > 1]
     others: list[Titled] = []
     for place in drawn.sample(range(len(passages)), len(passages)):
         if len(others) == reading.documents - 1:
             break
         other = passages[place][0]
-        if other != gold and other not in others and not subspan(other[1], told):
+        if other != gold and other not in others and not subspan(other[1], long_answers):
             others.append(other)
     if len(others) < reading.documents - 1:
         raise RequestError(

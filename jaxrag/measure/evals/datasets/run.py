@@ -136,8 +136,8 @@ def heading(spec: DatasetSpec, found: Mapping[str, Any]) -> str:
 
 
 def _told(answerer: Answerer) -> dict[str, Any]:
-    told = answerer.neighbours()
-    return {} if told is None else {"neighbours": told}
+    neighbours = answerer.neighbours()
+    return {} if neighbours is None else {"neighbours": neighbours}
 
 
 @contextlib.contextmanager

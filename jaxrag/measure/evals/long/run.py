@@ -167,9 +167,9 @@ def _by_method(options: LongOptions, model: Model) -> dict[str, Model]:
     """The model that a method runs on: one with K and V where its rule has them, if asked."""
     if not options.host_values:
         return {method.name: model for method in options.resolved}
-    wanted = {method.name: method.decode.placement for method in options.resolved}
-    models = {placement: model.placed(placement) for placement in wanted.values()}
-    return {name: models[placement] for name, placement in wanted.items()}
+    placements = {method.name: method.decode.placement for method in options.resolved}
+    models = {placement: model.placed(placement) for placement in placements.values()}
+    return {name: models[placement] for name, placement in placements.items()}
 
 
 def _cache_tokens(options: LongOptions, frame: Frame, items: Sequence[Item]) -> int:
@@ -314,9 +314,9 @@ def _tables(
             for pair in zip(answers[name].replies, answers[first].replies, strict=True)
         ])  # fmt: skip
         for size in (*options.lengths, None):  # None: all of them
-            here = rows if size is None else rows & (length == size)
+            of_length = rows if size is None else rows & (length == size)
             named = {"method": name, "task": one, "length": size, "with": first}
-            agreement.append({**named, "share": _share(same[here])})
+            agreement.append({**named, "share": _share(same[of_length])})
     for name, one, size in itertools.product(answers, options.chosen, options.lengths):
         rows = (task == one) & (length == size)
         scores = answers[name].scores
@@ -326,8 +326,8 @@ def _tables(
             less = difference(scores[rows], answers[first].scores[rows], np.arange(rows.sum()))
             differences.append({**named, "minus": first, "difference": plain(less)})
         for place in options.depths if options.suite == "needle" else ():
-            here = scores[rows & (depth == place)]
-            grid.append({**named, "depth": place, "score": _share(here)})
+            of_length = scores[rows & (depth == place)]
+            grid.append({**named, "depth": place, "score": _share(of_length)})
     return {
         "cells": cells,
         "grid": grid,

@@ -44,15 +44,15 @@ class Runs:
     ) -> None:
         """``positions`` [n] int32 ascending; ``rows`` and number of the offset ``which`` [S]."""
         self._rows, self._block = rows, block
-        here = rows[positions]
-        cut = (np.diff(here) != 1) | (np.diff(positions) != 1)
+        own_rows = rows[positions]
+        cut = (np.diff(own_rows) != 1) | (np.diff(positions) != 1)
         which = np.zeros(len(rows), np.uint16) if which is None else which
         cut |= np.diff(which[positions]) != 0
         starts = np.concatenate([[0], np.flatnonzero(cut) + 1, [len(positions)]])
         length = np.diff(starts)
         long = length >= _SHORT
         self._runs = [
-            (int(positions[at]), int(positions[at]) + int(count), int(here[at]),
+            (int(positions[at]), int(positions[at]) + int(count), int(own_rows[at]),
              int(which[positions[at]]))
             for at, count in zip(starts[:-1][long], length[long], strict=True)
         ]  # fmt: skip

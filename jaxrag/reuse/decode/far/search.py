@@ -323,8 +323,8 @@ class Searched(FarLayer):
     def _scan(self, kv_head: int, asked: HostArray) -> Pair:
         """What an exact search finds for one query head: ``asked`` [O, H]."""
         stretches = self.memory.stretches(self.sink, self.end)
-        scores, wanted = best_of(self.memory, kv_head, asked[:, None], stretches, self.k)
-        return scores[0], wanted[0]
+        scores, exact = best_of(self.memory, kv_head, asked[:, None], stretches, self.k)
+        return scores[0], exact[0]
 
     def _recall(
         self,
@@ -339,12 +339,12 @@ class Searched(FarLayer):
         ``scans`` [g]: which of them were scanned beside what finders did.
         """
         stretches = self.memory.stretches(self.sink, self.end)
-        _, wanted = best_of(self.memory, kv_head, asked, stretches, self.k)
+        _, exact = best_of(self.memory, kv_head, asked, stretches, self.k)
         counts = Account()
         for at, each in enumerate(found):
             scanned = sum(int(part[at].scanned) for part in parts)
             scanned += int(scans[at]) * (self.end - self.sink)
-            counts += recall_of(_joined(each, self.k)[1], wanted[at], scanned)
+            counts += recall_of(_joined(each, self.k)[1], exact[at], scanned)
         return counts
 
 
