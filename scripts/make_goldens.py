@@ -48,7 +48,7 @@ def randomised(model: torch.nn.Module, dtype: torch.dtype, seed: int) -> torch.n
     """The model with random weights in float32, rounded to the dtype that they are saved in."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        scales = [it for it in model.named_buffers() if it[0].endswith("layer_scalar")]
+        scales = [buffer for buffer in model.named_buffers() if buffer[0].endswith("layer_scalar")]
         for name, weight in [*model.named_parameters(), *scales]:
             noise = torch.randn(weight.shape, generator=generator)
             if name.endswith("bias"):

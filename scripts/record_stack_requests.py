@@ -65,7 +65,7 @@ def main() -> None:
     llm = OpenAIChatGenerator(model="m", api_key=Secret.from_token("any"), api_base_url=url)
     pipeline.add_component("llm", llm)
     pipeline.connect("prompt.prompt", "llm.messages")
-    found = [Document(content=it) for it in passages()]
+    found = [Document(content=passage) for passage in passages()]
     for documents, question in ((found, "Who sleeps?"), (found[::-1], "Who flies high?")):
         pipeline.run({"prompt": {"documents": documents, "question": question}})
     server.shutdown()

@@ -312,8 +312,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = {tree: measure(Path(tree)) for tree in trees}
     for tree in trees if args.options else ():
         options = options_of(Path(tree)).values()
-        found[tree]["options"] = sum(it["all"] for it in options)
-        found[tree]["options, most of a command"] = max(it["all"] for it in options)
+        found[tree]["options"] = sum(option["all"] for option in options)
+        found[tree]["options, most of a command"] = max(option["all"] for option in options)
         found[tree]["options, most that one --help shows"] = max(it["shown"] for it in options)
     if args.json:
         print(json.dumps(found, indent=1))

@@ -231,7 +231,7 @@ class CliCommand(click.Command):
             ["--config", "toml_file"], metavar="FILE", is_eager=True, expose_value=False,
             callback=_read_config, help="TOML with names of options as keys, such as max_bytes",
         )  # fmt: skip
-        own = any("--config" in it.opts for it in parameters)
+        own = any("--config" in parameter.opts for parameter in parameters)
         super().__init__(
             name, params=[*parameters, *([] if own else [config]), loud, every], help=help,
             epilog=example and f"example: {example}", callback=self._parsed,
@@ -260,7 +260,7 @@ class CliCommand(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The basic ones, unless all are asked for; and how many more there are."""
         all_ = ctx.meta.get(_ALL)
-        every = (it for it in self.get_params(ctx) if isinstance(it, click.Option))
+        every = (param for param in self.get_params(ctx) if isinstance(param, click.Option))
         options = [it for it in every if all_ or it.name != "verbose"]
         basic = None if all_ else self.basic
         shown = [it for it in options if basic is None or it.opts[-1].lstrip("-") in basic]
@@ -413,7 +413,7 @@ def take_table(ctx: click.Context, table: Mapping[str, Any], where: str) -> None
     Its keys are names of options, underscores for dashes. Raises UsageError for another key, and
     for a value of another kind.
     """
-    known = {_name(it.opts[-1]): it for it in ctx.command.params if it.expose_value}
+    known = {_name(param.opts[-1]): param for param in ctx.command.params if param.expose_value}
     found: dict[str, Any] = {}
     ctx.default_map = found
     for key, said in table.items():

@@ -167,8 +167,8 @@ def _smaller(kb: "KnowledgeBase", plan: "AddPlan") -> dict[str, float]:
         return {}
     own = layout.stored_nbytes(tokens)
     others = {form: dataclasses.replace(layout, stored=form) for form in FORMATS}  # type: ignore[arg-type]
-    sizes = {form: it.stored_nbytes(tokens) for form, it in others.items()}
-    return {form: plan.kv_bytes * it / own for form, it in sizes.items() if it < own}
+    sizes = {form: other.stored_nbytes(tokens) for form, other in others.items()}
+    return {form: plan.kv_bytes * size / own for form, size in sizes.items() if size < own}
 
 
 def _announce(args: Args, kb: "KnowledgeBase", new: bool) -> None:

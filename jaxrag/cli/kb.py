@@ -36,15 +36,15 @@ def run_stats(args: Args) -> None:
         print_json(stats)
         return
     rows = []
-    for name, it in stats.items():
-        if name in _GROUPS and it is not None:
+    for name, stat in stats.items():
+        if name in _GROUPS and stat is not None:
             prefix = name.replace("_", " ")
             rows += [
                 [f"{prefix} {part.replace('_', ' ')}", _plain(number)]
-                for part, number in it.items()
+                for part, number in stat.items()
             ]
         else:
-            rows.append([_SHOWN.get(name, name.replace("_", " ")), _plain(it)])
+            rows.append([_SHOWN.get(name, name.replace("_", " ")), _plain(stat)])
     room = 80 - 2 - max(len(name) for name, _ in rows)
     wrapped = []
     for name, text in rows:

@@ -346,7 +346,7 @@ def _deploy(settings: "ServerSettings", options: ReplicaOptions, theirs: str) ->
     for gone in [it for it in there if it.startswith(mine) and it not in names]:
         if mine != theirs:
             serve.delete(gone)
-    _run([it for it in names if it not in there], settings, options)
+    _run([name for name in names if name not in there], settings, options)
     return names
 
 
@@ -368,7 +368,7 @@ def one_less(state: "ServerState", prefix: str) -> bool:
     engine = state.engine
     if not isinstance(engine, Replicas):
         return False
-    up = [name for name, it in engine.members.items() if it["up"] and not it["leaving"]]
+    up = [name for name, member in engine.members.items() if member["up"] and not member["leaving"]]
     if len(up) < 2:
         return False
     from ray import serve
@@ -397,7 +397,7 @@ def _run(names: Sequence[str], settings: "ServerSettings", options: ReplicaOptio
     if names:
         made = application(engine_settings(settings), options)
         serve.run_many(
-            [serve.RunTarget(made, name=it, route_prefix=None) for it in names],
+            [serve.RunTarget(made, name=name, route_prefix=None) for name in names],
             wait_for_applications_running=False,
         )
 
@@ -468,7 +468,7 @@ def build(args: Mapping[str, Any]) -> Any:
     from jaxrag.base.tables import build as build_table
     from jaxrag.server.settings import ServerSettings
 
-    own = {it.name for it in dataclasses.fields(ReplicaOptions)}
+    own = {field.name for field in dataclasses.fields(ReplicaOptions)}
     options = ReplicaOptions(**{name: args[name] for name in own & args.keys()})
     values = {name: value for name, value in args.items() if name not in own}
     settings = build_table(ServerSettings, values, "args of jaxrag.cli.replicas:build")

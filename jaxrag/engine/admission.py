@@ -284,8 +284,8 @@ class Queue:
             head = next(iter(tenants[min(tenants, key=turn)].values()))
         yield head
         first = [
-            itertools.islice(tenants[it].values(), self._settings.max_bypass + 1)
-            for it in sorted(tenants, key=turn)
+            itertools.islice(tenants[tenant].values(), self._settings.max_bypass + 1)
+            for tenant in sorted(tenants, key=turn)
         ]
         behind = (
             it for rank in itertools.zip_longest(*first) for it in rank if it not in (None, head)

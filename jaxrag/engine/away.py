@@ -65,8 +65,8 @@ def start_away(
     there = positions >= 0
     rows = rows_of(pages)
     carried = [
-        dataclasses.replace(it, slots=rows[it.slots].astype(np.int32))
-        for it in carried_chunks(sequence)
+        dataclasses.replace(chunk, slots=rows[chunk.slots].astype(np.int32))
+        for chunk in carried_chunks(sequence)
     ]
     parts = search.parts
     sinks = None if bank.sink_logits is None else np.asarray(bank.sink_logits, np.float32)

@@ -406,7 +406,7 @@ class Core:
             raise error
         _LOG.error("a step of the engine failed, its pool is made anew", exc_info=error)
         self.state.restarts += 1
-        again = [it for it in suspects if it.alone]
+        again = [suspect for suspect in suspects if suspect.alone]
         for sequence in suspects:
             sequence.alone = True
         self._rebuild()

@@ -86,10 +86,10 @@ class DecodeBatches:
           logits: [B', V] float32, B' at least their number.
           decoding: what the rule of the one that joins carries; None where it carries nothing.
         """
-        joining = [it for it in requests if it is not None]
+        joining = [request for request in requests if request is not None]
         if not joining:
             return
-        key, every = joining[0].batch, [it or joining[0] for it in requests]
+        key, every = joining[0].batch, [request or joining[0] for request in requests]
         if key is None:
             asks = any(it.request.sampling.processes for it in every)
             vocab_size = self._state.runner.model.config.vocab_size if asks else None
@@ -99,7 +99,7 @@ class DecodeBatches:
                 None if sequence is None else self._take_row(sequence, key) for sequence in requests
             ]
             first = self._batches[key].join(rows, every, logits, decoding)
-        placed = [(at, it) for at, it in enumerate(requests) if it is not None]
+        placed = [(at, request) for at, request in enumerate(requests) if request is not None]
         self._first.append((self._state.epoch, placed, first))
 
     def set_aside(self, sequence: Sequence) -> None:

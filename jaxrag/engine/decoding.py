@@ -98,7 +98,7 @@ class DecodeBatch:
         nowhere = self.key.rows
         at = np.full(len(logits), nowhere, np.int32)
         at[: len(rows)] = [nowhere if row is None else row for row in rows]
-        if any(it.request.sampling.processes for it in sequences):
+        if any(sequence.request.sampling.processes for sequence in sequences):
             self._have_processors()
         joining = self._joining(sequences, len(logits))
         self._rows, first = _join(self._rows, at, joining, logits)
@@ -110,9 +110,9 @@ class DecodeBatch:
     def _joining(self, sequences: abc.Sequence[Sequence], count: int) -> BatchRows:
         """The rows of requests before their first token, on the host, padded to ``count``."""
         pad = count - len(sequences)
-        position = [it.next_position for it in sequences]
+        position = [sequence.next_position for sequence in sequences]
         last = [p + it.request.room - 1 for p, it in zip(position, sequences, strict=True)]
-        slot = [it.next_slot for it in sequences]
+        slot = [sequence.next_slot for sequence in sequences]
         zeros = np.zeros(count, np.int32)
         position_, last_, slot_ = (
             np.array([*x, *[0] * pad], np.int32) for x in (position, last, slot)
@@ -266,13 +266,13 @@ def sampling_rows(
 
     With ``vocab_size`` they have the state of processors.
     """
-    settings = [it.request.sampling for it in sequences]
+    settings = [sequence.request.sampling for sequence in sequences]
     rows = SamplingRows.of([*settings, *[SamplingParams()] * (count - len(settings))])
     if vocab_size is None:
         return rows
     asked = [
-        (own, it.request.prompt.ids, it.request.eos_ids, it.matcher)
-        for own, it in zip(settings, sequences, strict=True)
+        (own, sequence.request.prompt.ids, sequence.request.eos_ids, sequence.matcher)
+        for own, sequence in zip(settings, sequences, strict=True)
     ]
     return rows.replace(processors=ProcessorRows.of(asked, count, vocab_size))
 

@@ -143,9 +143,9 @@ def most_pages(model: Model, request: Request) -> int:
     if model.config.sliding_window is None:
         return whole
     sequence = sequence_of(model, request)
-    parts = [it for it in sequence.loads.values() if it.layers is not None]
-    held = whole_pages((it.num_pages for it in parts), model.config.page_parts)
-    saved = sum(pages_for(it.tokens) for it in parts) - held
+    parts = [load for load in sequence.loads.values() if load.layers is not None]
+    held = whole_pages((part.num_pages for part in parts), model.config.page_parts)
+    saved = sum(pages_for(part.tokens) for part in parts) - held
     return max(whole - saved, sequence.need(lambda key: False).pages)  # a chunk may be there twice
 
 
@@ -278,11 +278,11 @@ def carried_chunks(sequence: Sequence) -> list[Carried]:
 
 def batch_tables(sequences: abc.Sequence[Sequence], rows: int, num_pages: int) -> PageTable:
     """The tables of prefilled requests, on the host: rows behind them are empty."""
-    tables = [it.table.rows(num_pages) for it in sequences]
+    tables = [sequence.table.rows(num_pages) for sequence in sequences]
     for it, (_, _, slot_position) in zip(sequences, tables, strict=True):
         slot_position[it.run.slots] = it.run.positions
     tables += [TableBuilder().rows(num_pages)] * (rows - len(sequences))
-    chunks = chunk_pages([it.table for it in sequences], rows, num_pages)
+    chunks = chunk_pages([sequence.table for sequence in sequences], rows, num_pages)
     return on_host(PageTable, *(np.stack(part) for part in zip(*tables, strict=True)), chunks)
 
 

@@ -117,7 +117,7 @@ class Prefill:
     ) -> None:
         """Runs nothing yet. ``rows`` is how many the program has."""
         self._runner, self._requests, model = runner, requests, runner.model
-        table = batch_table([it.table for it in requests], rows, model.put_batch)
+        table = batch_table([request.table for request in requests], rows, model.put_batch)
         logits = model.zeros((rows, model.config.vocab_size), "float32")
         self._observed, positions = observed_tokens(requests, observe, rows)
         shape = (model.config.num_layers, *positions.shape)

@@ -148,7 +148,7 @@ class PrefillQueue:
 
         Not behind one that leaves parts of its prompt to those after it.
         """
-        while not any(it.kept_parts for group in self._groups for it in group.members):
+        while not any(member.kept_parts for group in self._groups for member in group.members):
             number = self._state.scheduler.next_prefill()
             if number is None:
                 return

@@ -77,7 +77,7 @@ class ProcessorRows(struct.PyTreeNode):
                 bias[row, ~kept] = -np.inf
             for place, word in enumerate(sampling.bad_words):
                 words[row, place, -len(word) :] = word
-            ends[row, [it for it in eos_ids if it < vocab_size]] = True
+            ends[row, [eos_id for eos_id in eos_ids if eos_id < vocab_size]] = True
             prompt[row, ids[ids < vocab_size]] = True  # packets hold others
             if matcher is not None:
                 allowed[row] = matcher.allowed()

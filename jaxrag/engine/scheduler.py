@@ -272,7 +272,7 @@ class Scheduler:
         """
         if self._settings.classes == 1:
             return []
-        leaving = [it for it in self._holders() if it.status is RequestStatus.SWAPPING]
+        leaving = [holder for holder in self._holders() if holder.status is RequestStatus.SWAPPING]
         chosen = self._for_rows(leaving)
         chosen += self._for_pages(leaving + chosen, now)
         for sequence in chosen:
@@ -368,7 +368,7 @@ class Scheduler:
         for name, batch in self._batches.items():
             members = [sequence for sequence in live if sequence.batch == name]
             assert batch.members == len(members)
-            assert batch.hungry == sum(it.status in HUNGRY for it in members)
+            assert batch.hungry == sum(member.status in HUNGRY for member in members)
             assert set(batch.held.values()) <= set(members)
             assert batch.ready == sorted(batch.ready, key=turn)
             assert len(batch.held) < 2 or not any(it.alone for it in batch.held.values())

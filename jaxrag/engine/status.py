@@ -107,7 +107,7 @@ def status_of(state: State) -> EngineStatus:
     scheduler, now = state.scheduler, state.clock()
     allocator = state.runner.cache.allocator
     sequences = list(scheduler.live.copy().values())
-    queued = [it for it in sequences if it.status in QUEUED]
+    queued = [sequence for sequence in sequences if sequence.status in QUEUED]
     loading = [it.moments.copy() for it in sequences if it.status is RequestStatus.LOADING]
     admitted = [it["admitted"] for it in loading if "admitted" in it]
     ended = dict(scheduler.ended)
@@ -167,19 +167,19 @@ def all_status(engines: Mapping[str, EngineStatus]) -> EngineStatus:
 
 def all_tiers(engines: abc.Sequence[Tiers]) -> Tiers:
     """Of several engines as one: sums; a link for each of every engine."""
-    hosts = [it.host for it in engines]
+    hosts = [engine.host for engine in engines]
     return Tiers(
-        hits=_sum(it.hits for it in engines),
-        pool_chunks=sum(it.pool_chunks for it in engines),
-        pool_bytes=sum(it.pool_bytes for it in engines),
-        max_pool_bytes=sum(it.max_pool_bytes for it in engines),
+        hits=_sum(engine.hits for engine in engines),
+        pool_chunks=sum(engine.pool_chunks for engine in engines),
+        pool_bytes=sum(engine.pool_bytes for engine in engines),
+        max_pool_bytes=sum(engine.max_pool_bytes for engine in engines),
         host=ArenaState(
-            nbytes=sum(it.nbytes for it in hosts),
-            max_bytes=sum(it.max_bytes for it in hosts),
-            chunks=sum(it.chunks for it in hosts),
-            evicted=sum(it.evicted for it in hosts),
+            nbytes=sum(host.nbytes for host in hosts),
+            max_bytes=sum(host.max_bytes for host in hosts),
+            chunks=sum(host.chunks for host in hosts),
+            evicted=sum(host.evicted for host in hosts),
         ),
-        links=tuple(link for it in engines for link in it.links),
+        links=tuple(link for engine in engines for link in engine.links),
     )
 
 
@@ -202,7 +202,7 @@ def _pages(allocator: PageAllocator, sequences: Iterable[Sequence]) -> dict[Page
         "unpinned": allocator.num_unpinned,
         "pinned": allocator.num_pinned,
         "loading": allocator.num_loading,
-        "own": sum(len(it.own) for it in sequences),
+        "own": sum(len(sequence.own) for sequence in sequences),
     }
 
 

@@ -162,7 +162,7 @@ def lower_steps(
     token, x = jax.eval_shape(functools.partial(_begin, plan=plan), ends, rows)
     own = decoder.config.num_kv_layers
     groups = _groups(decoder)
-    kinds = [tuple(int(it[1]) >= own for it in layers) for layers in groups]
+    kinds = [tuple(int(layer[1]) >= own for layer in layers) for layers in groups]
     each = dict(zip(kinds, groups, strict=True)).values()
     return [
         _begin.lower(ends, rows, plan=plan),

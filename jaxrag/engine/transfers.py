@@ -403,7 +403,7 @@ class Transfers:
         chunks = batch.waiting.values()
         pages = {key: chunk.pages for key, chunk in batch.waiting.items()}
         cache = next(iter(chunks)).cache
-        staged = stage(self._state.runner, cache, fetched, [it.load for it in chunks], pages)
+        staged = stage(self._state.runner, cache, fetched, [chunk.load for chunk in chunks], pages)
         batch.mark("staged", self._state.clock())
         return staged
 

@@ -449,7 +449,7 @@ def _yarn_attention_factor(factor: float, given: Mapping[str, Any]) -> float:
     if stated is not None:
         return _number("attention_factor", stated)
     scales = {key: _given(given, key, None) for key in ("mscale", "mscale_all_dim")}
-    known = [temperature(_number(key, it)) for key, it in scales.items() if it is not None]
+    known = [temperature(_number(key, scale)) for key, scale in scales.items() if scale is not None]
     return known[0] / known[1] if len(known) == 2 else temperature(1.0)
 
 

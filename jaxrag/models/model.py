@@ -410,7 +410,7 @@ class Model:
         if jax.process_count() > 1:
             raise RequestError("guide: several processes give no answers of a form; use one")
         size = self.config.vocab_size
-        eos_ids = frozenset(it for it in self.eos_ids if it < size)
+        eos_ids = frozenset(eos_id for eos_id in self.eos_ids if eos_id < size)
         return grammar_of(self.text_tokenizer(), guide, size, eos_ids)
 
     @property

@@ -82,7 +82,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     ropes = [config.rope_of(layer) for layer in range(config.num_layers)]
     rotates = [int(not isinstance(rope.scaling, NoRotation)) for rope in ropes]
     plain = dataclasses.replace(config.rope, scaling=None)
-    rotary = next((it for it, used in zip(ropes, rotates, strict=True) if used), plain)
+    rotary = next((rope for rope, used in zip(ropes, rotates, strict=True) if used), plain)
     single = dataclasses.replace(config, rope=rotary, more_ropes=(), rope_layers=None)
     return {
         **write_decoder(single, FAMILY.architecture, FAMILY.model_type),

@@ -418,7 +418,7 @@ def _cited(question: ReadyQuestion, answer: Answer, outcome: Outcome) -> tuple[s
         return answer.text, []
     passages = question.prompt.places
     attribution = Attribution(attribution.votes[:, passages], attribution.most[:, passages])
-    numbers = [it.number for it in question.sources]
+    numbers = [source.number for source in question.sources]
     tokenizer = question.settings.model.text_tokenizer()
     found = citations_of(tokenizer, answer.token_ids, answer.text, attribution, numbers)
     return (

@@ -105,7 +105,7 @@ def sure_text(text: str, form: str, names: Collection[str]) -> int:
     start = text.lstrip()
     if form == "glm_4":
         line, broken, rest = start.partition("\n")
-        called = line.rstrip() in names if broken else any(it.startswith(line) for it in names)
+        called = line.rstrip() in names if broken else any(name.startswith(line) for name in names)
         return 0 if called and rest[:1] in ("", "{") else len(text)
     return 0 if not start or start[0] in "{[<" else len(text)
 

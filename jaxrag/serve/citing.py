@@ -75,13 +75,13 @@ def citations_of(
 def marked(text: str, citations: Sequence[Citation]) -> tuple[str, list[Citation]]:
     """The answer with "[number]" behind what each is for, and where they are in it then."""
     out, shown, last = "", list[Citation](), 0
-    for one in citations:
-        out += text[last : one.start]
+    for citation in citations:
+        out += text[last : citation.start]
         start = len(out)
-        out += text[one.start : one.end]
-        shown.append(dataclasses.replace(one, start=start, end=len(out)))
-        out += f" [{one.source}]"
-        last = one.end
+        out += text[citation.start : citation.end]
+        shown.append(dataclasses.replace(citation, start=start, end=len(out)))
+        out += f" [{citation.source}]"
+        last = citation.end
     return out + text[last:], shown
 
 

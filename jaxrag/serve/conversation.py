@@ -119,7 +119,7 @@ def conversation_of(messages: Any, query: str | None = None, *, wire: bool = Fal
             "the last one of the user"
         )
     read = message_of if wire else _message
-    given = [read(f"messages[{place}]", it) for place, it in enumerate(messages)]
+    given = [read(f"messages[{place}]", message) for place, message in enumerate(messages)]
     said = _turns(given) if wire else [(it["role"], it["content"]) for it in given]
     count, system = len(said), ""
     if said[0][0] == "system":
@@ -229,7 +229,7 @@ def numbered(members: Sequence[FoundChunk], newest: Sequence[FoundChunk]) -> lis
     new = set(map(id, newest))
     best = sorted(members, key=lambda it: (id(it) not in new, it.source.number))
     numbers = {id(it): number for number, it in enumerate(best, 1)}
-    sources = (dataclasses.replace(it.source, number=numbers[id(it)]) for it in members)
+    sources = (dataclasses.replace(member.source, number=numbers[id(member)]) for member in members)
     return [dataclasses.replace(it, source=own) for it, own in zip(members, sources, strict=True)]
 
 

@@ -212,8 +212,8 @@ def verbatim_prompt(
             raise
         prompt, members = plain_prompt(tokenizer, messages, rules, encode, talk.framing)
     placed = [
-        dataclasses.replace(it, source=_before_folding(it.source, rows, talk.messages))
-        for it in members
+        dataclasses.replace(member, source=_before_folding(member.source, rows, talk.messages))
+        for member in members
     ]
     return prompt, placed, (FOLDED,)
 
@@ -251,10 +251,10 @@ def continued_prompt(
     """
     pieces = (
         _Said(
-            tokenizer.encode(text[it.start : it.end], special=True),
-            _source(_PROMPT, text, it, 0) if it.block else None,
+            tokenizer.encode(text[piece.start : piece.end], special=True),
+            _source(_PROMPT, text, piece, 0) if piece.block else None,
         )
-        for it in text_pieces(text, rules, asks=True)
+        for piece in text_pieces(text, rules, asks=True)
     )
     first = next(pieces, _Said(np.zeros(0, np.int32)))
     ids = _without_leading(tokenizer, first.ids) if first.source is None else first.ids
@@ -330,7 +330,7 @@ def _pieces(
     framing: Framing,
 ) -> Iterator[_Said]:
     """Everything behind the leading tokens, piece by piece."""
-    asking = max((i for i, it in enumerate(messages) if it["role"] == "user"), default=-1)
+    asking = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
     for number, part in enumerate(framed(tokenizer, messages, framing)):
         if part.spelled:
             yield _Said(encode(part.text))
@@ -364,7 +364,7 @@ def _asked_before(text: str, pieces: Sequence[TextPiece]) -> bool:
 
     Beside a mark, the last has to be long for a question.
     """
-    first = next(it for it in pieces if it.block)
+    first = next(piece for piece in pieces if piece.block)
     head = text[: first.start or min(first.end, _HEAD)]
     last = pieces[-1]
     asked = _ASKED.search(head) is not None or (

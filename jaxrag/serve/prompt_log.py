@@ -59,7 +59,7 @@ def read(folder: Path, tokenizer: str) -> Iterator[LoggedPrompt]:
             ids, spans = np.array(fields["ids"], np.int32), fields["spans"]
             if ids.ndim != 1 or not len(ids) or ids.min() < 0:
                 raise ValueError("expected token ids")
-            if spans is not None and not all(type(it) is int and it > 0 for it in spans):
+            if spans is not None and not all(type(span) is int and span > 0 for span in spans):
                 raise ValueError("expected numbers of tokens")
             if fields["tokenizer"] == tokenizer:
                 yield LoggedPrompt(ids, None if spans is None else tuple(spans))

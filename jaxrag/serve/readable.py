@@ -27,7 +27,7 @@ def check_readable(
     titles = (it.title for it in given if isinstance(it, Passage))
     texts = (it.text if isinstance(it, Passage) else it for it in given)
     said = (talk.system, talk.query or "", *talk.questions, *talk.answers)
-    more = [it[name] for it in talk.messages for name in _FRAMED if name in it]
+    more = [message[name] for message in talk.messages for name in _FRAMED if name in message]
     framing = [it for it in (more, talk.framing.tools, talk.framing.values) if it]
     frame = json.dumps(framing, ensure_ascii=False) if framing else ""
     check_size(model, (*said, frame, *ask.blocks, *texts, *titles))
@@ -40,7 +40,7 @@ def check_readable(
     for what, text, blank in (
         ("the system message", talk.system, True),
         *(("an earlier question", it, bool(talk.messages)) for it in earlier),
-        *(("an earlier answer", it, bool(talk.messages)) for it in talk.answers),
+        *(("an earlier answer", answer, bool(talk.messages)) for answer in talk.answers),
         ("the question", last, verbatim),
     ):
         if isinstance(text, str) and (text.strip() or not blank):

@@ -160,7 +160,7 @@ class Access:
             read=(*self.read, *self.write),
             write=(),
             documents="none" if self.documents == "none" else "read",
-            groups=tuple(it for it in groups if self.groups is None or it in self.groups),
+            groups=tuple(group for group in groups if self.groups is None or group in self.groups),
         )
 
     def may_read(self, knowledge_base: str) -> bool:
@@ -193,7 +193,7 @@ class Tenants:
         if path is not None:
             file = build(KeyFile, read_toml(Path(path)), str(path))
             digests = [key.sha256 for key in file.keys]
-            twice = next((it for it in digests if digests.count(it) > 1), None)
+            twice = next((digest for digest in digests if digests.count(digest) > 1), None)
             if twice is not None:
                 raise ConfigError(f"{path}: the key of sha256 {twice[:16]} is there twice")
             if not digests:

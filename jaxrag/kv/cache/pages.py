@@ -133,7 +133,7 @@ class PageAllocator:
 
     def allocate(self, count: int, why: str) -> tuple[int, ...]:
         """Reserve pages, evicting unused resident chunks; RequestError when they do not fit."""
-        inside = sum(self.page_parts - it for it in self._pins.values()) if count < 0 else 0
+        inside = sum(self.page_parts - pin for pin in self._pins.values()) if count < 0 else 0
         pages = count if count >= 0 else -((count + inside) // self.page_parts)
         if pages > self.num_available:
             raise RequestError(
@@ -192,7 +192,7 @@ class PageAllocator:
         """Drop a resident chunk that no request maps."""
         if self._unpinned.discard(key):
             pages = self._chunks.pop(key).pages
-            self._num_unpinned -= sum(it >= 0 for it in pages)
+            self._num_unpinned -= sum(page >= 0 for page in pages)
             self.free(pages)
             self.evicted += 1
 
@@ -201,7 +201,7 @@ class PageAllocator:
         assert key not in self._chunks, f"chunk {key} is in the pool already"
         pages = self.allocate(count, why)
         self._chunks[key] = CachedChunk(pages, 0, ref_count=1, ready=False)
-        self._pin([it for it in pages if it < 0])
+        self._pin([page for page in pages if page < 0])
         self._heat.use(key)
         return self._chunks[key]
 
@@ -224,10 +224,10 @@ class PageAllocator:
 
         Or it is in parts, and each of those is free or of one chunk.
         """
-        held = [page for it in self._chunks.values() for page in it.pages]
+        held = [page for chunk in self._chunks.values() for page in chunk.pages]
         parts = [it for it in held if it < 0]
         open_parts = [it for those in self._open.values() for it in those]
-        split = {self._page(it) for it in parts}
+        split = {self._page(part) for part in parts}
         every = [
             -1 - it
             for page in split
@@ -236,12 +236,12 @@ class PageAllocator:
         assert sorted(every) == sorted([*parts, *open_parts]), "a part is lost or held twice"
         pages = [*self._free, *owned, *split, *(it for it in held if it >= 0)]
         assert sorted(pages) == list(range(self.num_pages)), "a page is lost or held twice"
-        assert all(it.ref_count >= 0 for it in self._chunks.values())
+        assert all(chunk.ref_count >= 0 for chunk in self._chunks.values())
         unpinned = {k: it for k, it in self._chunks.items() if it.ready and not it.ref_count}
         assert len(unpinned) == len(self._unpinned) and all(k in self._unpinned for k in unpinned)
         self._unpinned.check()
-        pinned = [it for key, it in self._chunks.items() if key not in unpinned]
-        pins = Counter(self._page(it) for chunk in pinned for it in chunk.pages if it < 0)
+        pinned = [chunk for key, chunk in self._chunks.items() if key not in unpinned]
+        pins = Counter(self._page(page) for chunk in pinned for page in chunk.pages if page < 0)
         assert +self._pins == pins
         only = self._pages_of(unpinned.values()) - self._pages_of(pinned)
         assert self._num_unpinned == len(only)

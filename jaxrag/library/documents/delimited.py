@@ -178,7 +178,7 @@ def _sample(lines: Sequence[str], delimiter: str) -> list[list[str]]:
 def _delimiter(lines: Sequence[str], file: File) -> str:
     """The one that parts most lines into as many cells as the first."""
     usual = "\t" if file.suffix == ".tsv" else ","
-    if _text_column([it.strip() for it in lines[:1]], file.options.text_field):
+    if _text_column([line.strip() for line in lines[:1]], file.options.text_field):
         return usual
     best, most = usual, 0.0
     for it in sorted(_DELIMITERS, key=lambda it: it != usual):

@@ -228,7 +228,7 @@ class _Writer:
             self._say("\n".join(one_spaced("".join(it.itertext())) for it in texts))
         elif tag == "select":
             options = list(node.iter("option"))
-            chosen = [it for it in options if it.get("selected") is not None]
+            chosen = [option for option in options if option.get("selected") is not None]
             chosen = chosen or options[: node.get("multiple") is None]
             self._say(", ".join(one_spaced("".join(it.itertext())) for it in chosen))
         elif tag == "button":

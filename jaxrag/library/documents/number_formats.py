@@ -67,9 +67,9 @@ def shown(value: float, code: str, since_1904: bool = False) -> tuple[str, str]:
     if section.holds("text"):
         return general(value), "number"
     if not section.holds("digit", "general"):
-        literal = "".join(it.text for it in section.parts).strip()
+        literal = "".join(part.text for part in section.parts).strip()
         return literal, "number"
-    percent = sum(it == _Part("other", "%") for it in section.parts)
+    percent = sum(part == _Part("other", "%") for part in section.parts)
     amount = (value if signed else abs(value)) * 100**percent
     text = " ".join(_number(amount, section).split())
     return text, "percent" if percent else "number"
@@ -116,7 +116,7 @@ def _sections(code: str) -> tuple[_Section, ...]:
         else:
             found[-1].append(_Part(kind, "" if kind == "general" else text))
     return tuple(
-        _Section(tuple(parts), condition, frozenset(it.kind for it in parts))
+        _Section(tuple(parts), condition, frozenset(part.kind for part in parts))
         for parts, condition in zip(found, conditions, strict=True)
     )
 
@@ -143,15 +143,15 @@ def _meets(value: float, sign: str, bound: float) -> bool:
 def _number(value: float, section: _Section) -> str:
     parts = section.parts
     if section.holds("general"):
-        return "".join(general(value) if it.kind == "general" else it.text for it in parts)
-    slots = [at for at, it in enumerate(parts) if it.kind == "digit"]
+        return "".join(general(value) if part.kind == "general" else part.text for part in parts)
+    slots = [at for at, part in enumerate(parts) if part.kind == "digit"]
     first, last = slots[0], slots[-1]
     slash = [at for at in slots[1:] if parts[at - 1] == _Part("other", "/")]
     if slash:
         return _fraction(value, section)
-    exponent = next((at for at, it in enumerate(parts) if it.kind == "exponent"), len(parts))
+    exponent = next((at for at, part in enumerate(parts) if part.kind == "exponent"), len(parts))
     point = next((at for at in range(exponent) if parts[at] == _Part("other", ".")), exponent)
-    commas = [at for at, it in enumerate(parts) if it == _Part("other", ",")]
+    commas = [at for at, part in enumerate(parts) if part == _Part("other", ",")]
     scaled = [at for at in commas if not any(at < slot < point for slot in slots)]
     scaled = [at for at in scaled if at > first and (at > last or at < point)]
     grouped = any(first < at < point and at not in scaled for at in commas)
@@ -175,10 +175,10 @@ def _number(value: float, section: _Section) -> str:
         written[powers[-1] if powers else exponent] = str(abs(power)).rjust(len(powers), "0")
     negative = value < 0 and any(it not in "0.," for it in digits + fraction)
     pieces = [
-        written.get(at, "") if it.kind in ("digit", "exponent")
+        written.get(at, "") if part.kind in ("digit", "exponent")
         else "" if at in commas or (at == point and decimals and not kept)
-        else it.text
-        for at, it in enumerate(parts)
+        else part.text
+        for at, part in enumerate(parts)
     ]  # fmt: skip
     return ("-" if negative else "") + "".join(pieces)
 
@@ -212,7 +212,7 @@ def _placed(
 
 def _fraction(value: float, section: _Section) -> str:
     """As 1 1/2: the whole before the fraction where the format has room for it."""
-    code = "".join(it.text for it in section.parts if it.kind in ("digit", "other", "space"))
+    code = "".join(part.text for part in section.parts if part.kind in ("digit", "other", "space"))
     below = code.partition("/")[2].strip()
     whole_apart = " " in code.partition("/")[0].strip()
     most = int(below) if below.isdigit() and int(below) else 10 ** max(1, len(below)) - 1
@@ -244,7 +244,7 @@ def _iso(when: datetime.datetime, value: float) -> str:
 def _dated(value: float, when: datetime.datetime, section: _Section) -> str:
     """A moment or a time by the tokens of a section."""
     parts = section.parts
-    timed = [at for at, it in enumerate(parts) if it.kind in ("time", "elapsed")]
+    timed = [at for at, part in enumerate(parts) if part.kind in ("time", "elapsed")]
     out = []
     for at, it in enumerate(parts):
         if it.kind == "noon":

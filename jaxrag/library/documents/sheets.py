@@ -120,9 +120,9 @@ class _Sheet:
     ) -> Sequence[tuple[int, Row]]:
         rows = {int(n) for n, it in parser.row_dimensions.items() if _is_hidden(it, "ht")}
         spans = [
-            (int(it["min"]), int(it.get("max", it["min"])))
-            for it in parser.column_dimensions.values()
-            if _is_hidden(it, "width")
+            (int(dimension["min"]), int(dimension.get("max", dimension["min"])))
+            for dimension in parser.column_dimensions.values()
+            if _is_hidden(dimension, "width")
         ]
         filled = {column for line in cells.values() for column in line}
         columns = {c for c in filled if any(low <= c <= high for low, high in spans)}

@@ -203,9 +203,9 @@ class _Table:
             for column, it in cells
         ):
             return False
-        if all(it.kind == "number" for it in keys) or _OF_SUMS.match(keys[0].text):
+        if all(key.kind == "number" for key in keys) or _OF_SUMS.match(keys[0].text):
             return True
-        return max(map(len, rows)) > 2 and not any(_OF_FORMS.fullmatch(it.text) for it in keys)
+        return max(map(len, rows)) > 2 and not any(_OF_FORMS.fullmatch(key.text) for key in keys)
 
     def blocks(self) -> Iterator[Block]:
         """The lines of this table, and of those that begin within it."""
@@ -308,7 +308,7 @@ def _header_rows(rows: Sequence[TableLine]) -> int:
         line, below = rows[count - 1], rows[count]
         texts = [it.text for it in below.values()]
         parted = set(line) < set(below) and len(set(texts)) < len(texts)  # as Q1, Q2, Q1, Q2
-        units = [it for it in texts if it.strip("()[] ").lower() in _UNITS]
+        units = [text for text in texts if text.strip("()[] ").lower() in _UNITS]
         several = _has_wide(line) or parted or 2 * len(units) > len(texts)
         if not several or not all(map(_may_name, below.values())):
             break

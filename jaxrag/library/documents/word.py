@@ -203,7 +203,7 @@ class _Reader:
         self._file = file
         self._styles = _Styles(self._document.styles.element)
         relations = self._document.part.rels.values()
-        found = [it.target_part for it in relations if it.reltype == _RELATION]
+        found = [relation.target_part for relation in relations if relation.reltype == _RELATION]
         self._lists = _Lists(found[0].element if found else None)
 
     def read(self) -> tuple[str, str]:

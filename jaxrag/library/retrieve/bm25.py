@@ -257,7 +257,7 @@ class BM25Index:
         if version is None or version != self._seen.version or len(self._seen.terms) > _MOST_SEEN:
             self._seen.version, self._seen.terms, self._seen.allowed = version, {}, {}
         words = dict.fromkeys(terms(question))
-        self._seen.terms |= self._look_up([it for it in words if it not in self._seen.terms])
+        self._seen.terms |= self._look_up([word for word in words if word not in self._seen.terms])
         idf = {}
         for term in words:
             if holders := self._seen.terms[term][0]:

@@ -176,7 +176,7 @@ class VectorIndex:
         with self._change_lock, _errors(self._folder), _unless_in_conflict():
             self._table.optimize(cleanup_older_than=younger)
             now = time.time()
-            old = [it for it in self._marks() if now - it.stat().st_mtime >= grace_seconds]
+            old = [mark for mark in self._marks() if now - mark.stat().st_mtime >= grace_seconds]
             for fragment in {int(path.name.partition("-")[0]) for path in old}:
                 rows = f"_rowid >= {fragment << 32} AND _rowid < {(fragment + 1) << 32}"
                 self._table.update(where=rows, values_sql={"id": "id"})

@@ -41,7 +41,7 @@ def fused(rankings: Sequence[Ranking], queries: Sequence[str], k: int) -> list[l
     """
     count = _candidates(k)
     with ThreadPoolExecutor(len(rankings), "search") as pool:
-        others = [pool.submit(one, queries, count) for one in rankings[:-1]]
+        others = [pool.submit(ranking, queries, count) for ranking in rankings[:-1]]
         last = rankings[-1](queries, count)
     answers = [*(other.result() for other in others), last]
     return [fuse(found, k) for found in zip(*answers, strict=True)]

@@ -165,8 +165,8 @@ def _layers(config: ModelConfig, seed: int) -> MakeRun:
     def through(x: jax.Array, weights: Sequence[Any]) -> jax.Array:
         if isinstance(weights, tuple):
             return jax.lax.scan(layer, x, weights)[0]
-        for one in weights:
-            x, _ = layer(x, one)
+        for weight in weights:
+            x, _ = layer(x, weight)
         return x
 
     def make() -> Run:

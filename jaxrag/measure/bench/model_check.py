@@ -239,7 +239,7 @@ def _speed(model: Model) -> Speed:
 
 def _agreement(model: Model) -> tuple[tuple[Agreed, ...] | str, int]:
     """What the gate measures, of the methods that suit; or why it is not measured."""
-    suited = [one for one in choices(model.config, model.reading) if one.refused is None]
+    suited = [choice for choice in choices(model.config, model.reading) if choice.refused is None]
     if not suited:
         return "no method that suits can serve this model", 0
     try:

@@ -165,9 +165,9 @@ class Bench:
         for (name, _), answers in self._answers.items():
             if name in self._methods:
                 groups.setdefault(self._methods[name], []).append(answers)
-        ours = [_same(it) for it in groups.values() if len(it) > 1]
+        ours = [_same(group) for group in groups.values() if len(group) > 1]
         full = groups.get(METHODS[FULL], [])
-        peers = [it for (name, _), it in self._answers.items() if name not in self._methods]
+        peers = [answer for (name, _), answer in self._answers.items() if name not in self._methods]
         theirs = _same([full[0], *peers]) if full and any(map(_told, peers)) else None
         return {"arms": min(ours, default=None), "peer_as_full": theirs}
 

@@ -46,7 +46,7 @@ def offer(
             if progress.outcome is not None:
                 one.done = True
                 parts = [it for it in progress.outcome.reuse if it.part != "prefix"]
-                one.found.update(it.where or it.how for it in parts)
+                one.found.update(part.where or part.how for part in parts)
             if progress.last:
                 left.release()
 

@@ -265,8 +265,8 @@ def report(result: dict[str, Any]) -> Iterator[str]:
     for name, _ in PHASES:
         yield f"{name:<26}" + "".join(f"{1e3 * it['phases'][name]:>12.2f}" for it in hits.values())
     yield f"{'text to first byte':<26}" + "".join(
-        f"{1e3 * it['seconds']:>12.2f}" for it in hits.values()
+        f"{1e3 * hit['seconds']:>12.2f}" for hit in hits.values()
     )
     yield f"{'phases / whole':<26}" + "".join(
-        f"{it['sum_over_whole']:>12.3f}" for it in hits.values()
+        f"{hit['sum_over_whole']:>12.3f}" for hit in hits.values()
     )

@@ -74,7 +74,7 @@ def run(options: MethodsOptions, progress: bool = True) -> dict[str, Any]:
                 answers[served] = _answer(pool, method, options.batch_size, bar)
     cells = [_cell(one, asked, answers) for one in grid]
     return {
-        **result_of(options, asked, cells, ((one, cells[0]) for one in cells[1:])),
+        **result_of(options, asked, cells, ((cell, cells[0]) for cell in cells[1:])),
         "model": described(options.model, model, written.template),
         "neighbours": options.neighbours,
         "retrieve": options.retrieve,

@@ -114,7 +114,7 @@ def prime(
         heard=lambda: memory.delete(list(memory.keys())),
     )  # fmt: skip
     tokens = np.array([len(one) for one in tallies[0].agree])
-    kl = {name: np.array(one.kl) for name, one in zip(list(prepared)[1:], tallies, strict=True)}
+    kl = {name: np.array(tally.kl) for name, tally in zip(list(prepared)[1:], tallies, strict=True)}
     least = min(kl, key=lambda name: float(kl[name].sum()))
     candidates = []
     for name, one in zip(kl, tallies, strict=True):

@@ -97,14 +97,14 @@ def result_of(
         "interval": f"{LEVEL:.0%}, cluster-robust over samples (evals/statistics.py)",
         "cells": [
             {
-                **one.labels,
+                **cell.labels,
                 **{
                     metric: by_group(groups, asked.sample, share, values)
-                    for metric, values in one.scores.items()
+                    for metric, values in cell.scores.items()
                 },
-                **one.more,
+                **cell.more,
             }
-            for one in cells
+            for cell in cells
         ],
         "differences": [{"a": a.name, "b": b.name, "difference": compared(a, b)} for a, b in pairs],
     }

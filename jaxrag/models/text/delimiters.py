@@ -80,10 +80,10 @@ def _numbered(text: str, matches: Sequence[re.Match[str]]) -> list[Span]:
         for words, its in numbers.items()
     }
     return [
-        it.span()
-        if counts[_words(it)] or text[it.end() : it.end() + 1] in ("", "\n")
-        else (it.start(), it.start())
-        for it in matches
+        match.span()
+        if counts[_words(match)] or text[match.end() : match.end() + 1] in ("", "\n")
+        else (match.start(), match.start())
+        for match in matches
     ]
 
 

@@ -149,7 +149,7 @@ def _grammar_of(guide: Guide) -> str:
             schema = {} if schema else {"enum": []}
         return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=how))
     texts = schema if isinstance(schema, list) else []
-    if not texts or not all(isinstance(it, str) and it for it in texts):
+    if not texts or not all(isinstance(text, str) and text for text in texts):
         raise _refused(guide, "it is no list of texts")
     return str(
         LLMatcher.grammar_from_lark("start: TEXT\nTEXT: " + " | ".join(map(json.dumps, texts)))
@@ -170,7 +170,7 @@ def _width(schema: Any) -> int:
         needed = [it for it in needed if isinstance(it, str)] if isinstance(needed, list) else []
         width += len(named.keys() - set(needed)) if isinstance(named, dict) else 0
         branches = (one.get(name) for name in ("anyOf", "oneOf"))
-        width += sum(2 * len(it) for it in branches if isinstance(it, list))
+        width += sum(2 * len(branch) for branch in branches if isinstance(branch, list))
     return width
 
 

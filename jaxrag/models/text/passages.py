@@ -114,7 +114,7 @@ def _without_head(text: str, gap: Span) -> Span:
     """
     reach = gap[0], min(gap[1], gap[0] + _LONG)
     lines = (_EMPTY_LINES.search(text, *reach), _RULED.search(text, *reach))
-    ends = [it.end() for it in lines if it is not None]
+    ends = [line.end() for line in lines if line is not None]
     if not ends:
         return gap
     announced = _ANNOUNCED.match(text, min(ends), gap[1])

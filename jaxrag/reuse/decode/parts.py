@@ -45,8 +45,8 @@ class Part:
             keys=keys,
             index_bytes=sum(each.nbytes for each in self.searchers),
             stored=keys if stored else 0,
-            trained=0 if stored else sum(isinstance(it.spec, Trained) for it in indexes),
-            notes=tuple(dict.fromkeys(it.note for it in indexes if it.note)),
+            trained=0 if stored else sum(isinstance(index.spec, Trained) for index in indexes),
+            notes=tuple(dict.fromkeys(index.note for index in indexes if index.note)),
         )
 
     def scan(self, kv_head: int, q: HostArray, k: int) -> FoundKeys:

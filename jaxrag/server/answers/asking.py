@@ -98,7 +98,7 @@ def make_ready(
     tools = asked.framing.tools if isinstance(asked, Conversation) else ()
     reader = CallReader(state.model, Calling(tools, "auto", True)) if tools else None
     ends, notes = frozenset(fields.stop_token_ids), settings.notes
-    if any(it >= state.model.config.vocab_size for it in ends):
+    if any(end >= state.model.config.vocab_size for end in ends):
         raise invalid(f"stop_token_ids={sorted(ends)}: expected ids of tokens", "stop_token_ids")
     if ends and sampling.guide is not None:
         ends = frozenset()

@@ -44,7 +44,7 @@ def of_response(result: Result, measured: bool) -> list[dict[str, Any]]:
     files = list(dict.fromkeys(file_id_of(it.document_id) for it in best))
     if not measured:
         firsts = {file_id_of(it.document_id): it for it in reversed(best)}
-        return [_file_citation(firsts[it], files) for it in files]
+        return [_file_citation(firsts[file], files) for file in files]
     return [
         {**_file_citation(source, files), "start_index": one.start, "end_index": one.end}
         for one, source in _cited(result)

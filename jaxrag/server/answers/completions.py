@@ -30,11 +30,11 @@ async def completions(visit: Visit) -> Response:
     """Go on from every prompt."""
     prompts, fields = await visit.read(_asked)
     if isinstance(fields, ScoringFields):
-        jobs = [functools.partial(_ids, visit.state.model, it) for it in prompts]
+        jobs = [functools.partial(_ids, visit.state.model, prompt) for prompt in prompts]
         return await scored(visit, jobs, fields)
     fields = visit.with_header(fields)
     base = visit.choose_base(fields, default=False)
-    makes = [functools.partial(_make_ready, visit, fields, base, it) for it in prompts]
+    makes = [functools.partial(_make_ready, visit, fields, base, prompt) for prompt in prompts]
     writer = CompletionWriter(visit, len(prompts) * fields.choices, fields)
     return await respond(visit, fields, makes, writer)
 

@@ -81,7 +81,7 @@ class ResponseWriter(AnswerWriter):
         self._asked, self._grounds = asked, grounds
         self._name = uuid.uuid4().hex  # in the ids of its items, by which they are found
         names = ("resp", "msg", "rs", "fs")
-        ids = (f"{it}_{self._name}" for it in names)
+        ids = (f"{name}_{self._name}" for name in names)
         self._id, self._message, self._thinking, self._call = ids
         self._thought = ""  # that was told
         self._created = int(time.time())
@@ -150,7 +150,7 @@ class ResponseWriter(AnswerWriter):
 
     async def settle(self, results: Sequence[Result], account: dict[str, Any]) -> None:
         """The response as a whole; it is kept, if it is to be."""
-        logprobs = [one for it in self.visit.askings[0].pieces for one in self._tokens(it)]
+        logprobs = [token for it in self.visit.askings[0].pieces for token in self._tokens(it)]
         output = self.output(results[0], logprobs)
         self.complete = self._ended_response(results[0], output, account)
         if self._asked.echo["store"]:
@@ -168,7 +168,7 @@ class ResponseWriter(AnswerWriter):
         messages = [*self._asked.messages, answer]
         grounds = list(self._grounds)
         if visit.knowledge_base is not None:
-            documents = tuple(dict.fromkeys(it.document_id for it in result.sources))
+            documents = tuple(dict.fromkeys(source.document_id for source in result.sources))
             store = store_id(visit.state, visit.call.access, visit.knowledge_base)
             grounds.append(Ground(store, documents, *visit.askings[0].chunk_ids))
         body = {"response": shown | {"output": output}, "messages": messages}
@@ -214,9 +214,9 @@ class ResponseWriter(AnswerWriter):
         """The message ends, with its citations."""
         part = item["content"][0]
         at = {**self._at, "content_index": 0}
-        for index, one in enumerate(part["annotations"]):
+        for index, annotation in enumerate(part["annotations"]):
             yield self.told(
-                "output_text.annotation.added", **at, annotation_index=index, annotation=one
+                "output_text.annotation.added", **at, annotation_index=index, annotation=annotation
             )
         yield self.told("output_text.done", **at, text=part["text"], logprobs=part["logprobs"])
         yield self.told("content_part.done", **at, part=part)
@@ -241,8 +241,8 @@ class ResponseWriter(AnswerWriter):
         if self.fields.logprobs is not False:
             found = logprobs_of(self.model, piece)
             for one in found:
-                for it in (one, *one["top_logprobs"]):
-                    it["bytes"] = it["bytes"] or []
+                for logprob in (one, *one["top_logprobs"]):
+                    logprob["bytes"] = logprob["bytes"] or []
         return found
 
     def output(self, result: Result, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:

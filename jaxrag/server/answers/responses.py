@@ -172,7 +172,7 @@ def list_input_items(call: Call) -> dict[str, Any]:
     messages = row.body["messages"]
     if messages[-1]["role"] == "assistant":  # its own answer
         messages = messages[:-1]
-    items = [it for place, message in enumerate(messages) for it in input_items(place, message)]
+    items = [item for place, message in enumerate(messages) for item in input_items(place, message)]
     return page_of(call, items, lambda it: str(it["id"]), dict)
 
 

@@ -61,10 +61,10 @@ def _kept(state: ServerState, access: Access, response_id: str) -> ResponseRow |
     for row in rows if keeps_responses(state, access) else ():
         if row.created < registry.clock() - RESPONSE_SECONDS:
             break
-        served = [it.store for it in row.grounds if it.store in state.knowledge_bases]
+        served = [ground.store for ground in row.grounds if ground.store in state.knowledge_bases]
         if not all(map(access.may_read, served)):
             break
-        if all(_is_current(state, access, it) for it in row.grounds):
+        if all(_is_current(state, access, ground) for ground in row.grounds):
             return row
         registry.remove_responses([response_id])
     return None

@@ -67,7 +67,7 @@ def _ids(state: ServerState, fields: _Fields) -> list[int]:
             f"prompt has {len(text)} characters: expected at most {MOST}; send it in pieces",
             "prompt",
         )
-    return [int(it) for it in text_ids(model, text, leading=fields.add_special_tokens)]
+    return [int(text_id) for text_id in text_ids(model, text, leading=fields.add_special_tokens)]
 
 
 def text_ids(model: Model, text: str, *, leading: bool = True) -> HostArray:

@@ -105,7 +105,7 @@ async def create_file(request: Request) -> JSONResponse:
             raise invalid("the file has no name; its ending says what kind of file it is", _FILE)
         purpose = form.fields.get(_PURPOSE, b"").decode("utf-8", "replace")
         made = await asyncio.to_thread(upload.finish, name, purpose or "assistants")
-        notes = note_of(it for it in form.fields if it != _PURPOSE)
+        notes = note_of(field for field in form.fields if field != _PURPOSE)
         return JSONResponse(with_notes(_shown(made), notes))
     except BaseException:
         upload.abort()

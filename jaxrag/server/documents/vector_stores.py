@@ -225,7 +225,7 @@ def list_members(call: Call) -> dict[str, Any]:
     status, library = _filter(call), call.library
     shelf = library.shelf(call.access, call.path["store"])
     members = library.members(call.access, shelf.name, status=status)
-    rows = [_shown_member(library, it) for it in members]
+    rows = [_shown_member(library, member) for member in members]
     if shelf.row is None and status in (None, "completed"):
         rows = [*_ingested(call, shelf), *rows]
     return page_of(call, rows, lambda row: str(row["id"]), dict)
@@ -268,9 +268,9 @@ def member_content(call: Call) -> dict[str, Any]:
 def create_batch(call: Call) -> dict[str, Any]:
     """Put several files in."""
     fields = call.read(_BatchFields)
-    files = [(it, fields.attributes) for it in fields.file_ids]
+    files = [(file_id, fields.attributes) for file_id in fields.file_ids]
     if fields.files is not None:
-        files = [(it.file_id, it.attributes) for it in fields.files]
+        files = [(file.file_id, file.attributes) for file in fields.files]
     if not 0 < len(files) == len(dict(files)):
         raise invalid(f"file_ids: expected 1 to {_MOST_FILES} different ids of files", "file_ids")
     batch = new_id("vsfb_")

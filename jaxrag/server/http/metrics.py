@@ -181,7 +181,7 @@ class _Now(Collector):
         yield _counter("known_texts", "Pieces of messages, by whether their token ids were known.",
                        "result", {"hit": state.seen.hits, "miss": state.seen.misses})  # fmt: skip
         if isinstance(engine, Replicas):
-            up = sum(it["up"] for it in engine.members.values())
+            up = sum(member["up"] for member in engine.members.values())
             counts = {"up": up, "down": len(engine.members) - up}
             yield _gauges("replicas", "That answer for this server.", "state", counts)
         standing, tiers = engine.status(), engine.tiers()

@@ -222,7 +222,7 @@ class Library:
         row = self.registry.store(access.tenant, name)
         if row is not None:
             return [row]
-        named = [it for it in self.registry.stores(access.tenant) if it.name == name]
+        named = [store for store in self.registry.stores(access.tenant) if store.name == name]
         return [it for it in named if not self.registry.is_expired(it)] or named[-1:]
 
     def knowledge_base(self, access: Access, name: str, *, uses: bool = True) -> KnowledgeBase:

@@ -137,9 +137,9 @@ class Replicas(Engine):
         with self._changed:
             while not settled() and (left := until - self._clock()) > 0:
                 self._changed.wait(left)
-        ready = sum(it.up for it in list(self._members.values()))
+        ready = sum(member.up for member in list(self._members.values()))
         if not ready:
-            why = [it.refused for it in list(self._members.values()) if it.refused]
+            why = [member.refused for member in list(self._members.values()) if member.refused]
             said = why[0] if why else f"none was ready within {seconds:g} s"
             raise ConfigError(f"no replica serves: {said}")
         return ready
@@ -306,7 +306,7 @@ class Replicas(Engine):
         return {name: it.report for name, it in members if it.report is not None}
 
     def _nobody(self) -> EngineUnavailable:
-        refused = [it.refused for it in list(self._members.values()) if it.refused]
+        refused = [member.refused for member in list(self._members.values()) if member.refused]
         why = f" ({refused[0]})" if refused else ""
         return EngineUnavailable(
             f"none of {len(self._members)} replicas serves now{why}; ask again"

@@ -202,7 +202,7 @@ def settings_of(
     """
     each: Mapping[str, str | Method] = methods
     if ratios:
-        each = at_ratios({name: method_named(one) for name, one in methods.items()}, ratios)
+        each = at_ratios({name: method_named(method) for name, method in methods.items()}, ratios)
     found = {
         name: resolve(
             dataclasses.replace(ask, method=one), kb=kb, model=model, neighbours=neighbours
