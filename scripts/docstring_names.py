@@ -111,6 +111,6 @@ def _bound(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
 
 def _members(cls: ast.ClassDef) -> set[str]:
     """What a class defines, and what its methods set."""
-    stored = (it for it in ast.walk(cls) if isinstance(it, ast.Attribute))
-    set_there = {it.attr for it in stored if isinstance(it.ctx, ast.Store)}
+    stored = (node for node in ast.walk(cls) if isinstance(node, ast.Attribute))
+    set_there = {node.attr for node in stored if isinstance(node.ctx, ast.Store)}
     return set_there | {name for name, _ in _bound(cls)}

@@ -261,11 +261,11 @@ class CliCommand(click.Command):
         """The basic ones, unless all are asked for; and how many more there are."""
         all_ = ctx.meta.get(_ALL)
         every = (param for param in self.get_params(ctx) if isinstance(param, click.Option))
-        options = [it for it in every if all_ or it.name != "verbose"]
+        options = [one for one in every if all_ or one.name != "verbose"]
         basic = None if all_ else self.basic
-        shown = [it for it in options if basic is None or it.opts[-1].lstrip("-") in basic]
+        shown = [one for one in options if basic is None or one.opts[-1].lstrip("-") in basic]
         with formatter.section("Options"):
-            formatter.write_dl([row for it in shown if (row := it.get_help_record(ctx))])
+            formatter.write_dl([row for one in shown if (row := one.get_help_record(ctx))])
         if len(shown) < len(options):
             formatter.write_paragraph()
             formatter.write_text(f"{len(options) - len(shown)} more options: --help-all")
@@ -421,15 +421,15 @@ def take_table(ctx: click.Context, table: Mapping[str, Any], where: str) -> None
             near = difflib.get_close_matches(key, known, 1)
             meant = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
             raise click.UsageError(f"{where}: unknown key {key!r}{meant}", ctx)
-        it, several = known[key], isinstance(said, list)
-        name = str(it.name)
-        switch = isinstance(it, click.Option) and it.is_flag
+        named, several = known[key], isinstance(said, list)
+        name = str(named.name)
+        switch = isinstance(named, click.Option) and named.is_flag
         if isinstance(said, dict) or switch != isinstance(said, bool):
             expected = "true or false" if switch else "a value"
             raise click.UsageError(f"{where}: {key} = {said!r}: expected {expected}", ctx)
-        if isinstance(it, click.Option) and switch:
-            found |= {name: it.flag_value} if said else {}
-        elif it.multiple or it.nargs == -1:
+        if isinstance(named, click.Option) and switch:
+            found |= {name: named.flag_value} if said else {}
+        elif named.multiple or named.nargs == -1:
             found[name] = [str(one) for one in (said if several else [said])]
         else:
             found[name] = ",".join(map(str, said)) if several else str(said)

@@ -161,7 +161,7 @@ class Fetches:
         room, most = self._settings.host_bytes, self._settings.threads
         if need > room:
             raise NotReadyError("size", f"{need} bytes of parts: host_bytes={room}")
-        for one in [it for it in self._abandoned if it.done.done()]:
+        for one in [fetch for fetch in self._abandoned if fetch.done.done()]:
             self._abandoned.remove(one)
             _close(one)
         held = [*self._held.values(), *self._abandoned]
@@ -172,9 +172,9 @@ class Fetches:
         if len(reads) - hanging >= most:
             return None
         over = sum(one.nbytes for one in held) + need - room
-        for other, it in list(self._held.items()):
-            if over > 0 and it.taken and not it.loading:
-                over -= it.nbytes
+        for other, fetch in list(self._held.items()):
+            if over > 0 and fetch.taken and not fetch.loading:
+                over -= fetch.nbytes
                 self.drop(other)
         if over > 0:
             return None

@@ -112,8 +112,8 @@ class Seats:
 
     def room(self, leaving: Collection[Sequence] = ()) -> int:
         """Rows to give, once those who leave are gone."""
-        staying = [it for it in self.held.values() if it not in leaving]
-        if self._closed or any(it.alone for it in staying):
+        staying = [holder for holder in self.held.values() if holder not in leaving]
+        if self._closed or any(holder.alone for holder in staying):
             return 0
         return (self.rows or 0) - len(staying)
 

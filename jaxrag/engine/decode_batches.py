@@ -265,8 +265,8 @@ class DecodeBatches:
     def _active(self, rows: abc.Sequence[Sequence | None]) -> list[tuple[int, Sequence, int]]:
         """Rows with tokens to run, whose they are, and how many."""
         begun = self._begun
-        able = ((row, it) for row, it in enumerate(rows) if it and not self._state.ended(it))
-        active = ((row, it, _to_run(it, begun)) for row, it in able)
+        able = ((row, who) for row, who in enumerate(rows) if who and not self._state.ended(who))
+        active = ((row, who, _to_run(who, begun)) for row, who in able)
         return [(row, sequence, left) for row, sequence, left in active if left]
 
     def _block(self, key: BatchKey, active: abc.Sequence[tuple[int, Sequence, int]]) -> int:
@@ -299,5 +299,5 @@ def _told(
 
 def _allowed(active: abc.Sequence[tuple[int, Sequence, int]]) -> dict[int, HostArray]:
     """By row what may come next in answers that follow a grammar."""
-    matchers = [(row, it.matcher) for row, it, _ in active if it.matcher is not None]
-    return {row: it.next for row, it in matchers if it.next is not None}
+    matchers = [(row, sequence.matcher) for row, sequence, _ in active if sequence.matcher]
+    return {row: matcher.next for row, matcher in matchers if matcher.next is not None}

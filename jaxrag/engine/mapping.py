@@ -93,9 +93,9 @@ def _read_in_part(
     if len(layers) == config.num_kv_layers or whole:
         return
     run = (
-        it.position
-        for it in parts
-        if len(it.ids) and (it.load is None or it.load.misses == "in_place")
+        other.position
+        for other in parts
+        if len(other.ids) and (other.load is None or other.load.misses == "in_place")
     )
     assert config.sliding_window is not None
     first_visible = min((*run, final_start)) - config.sliding_window + 1

@@ -75,9 +75,9 @@ def missing(request: RoutedRequest, candidate: Candidate, among: Sequence[Candid
 
     So engines that lack the same are equal, whatever was measured of each of late.
     """
-    store = fmean(it.store_rate for it in among)
-    host = fmean(it.host_rate for it in among)
-    rate = fmean(it.rate for it in among)
+    store = fmean(engine.store_rate for engine in among)
+    host = fmean(engine.host_rate for engine in among)
+    rate = fmean(engine.rate for engine in among)
     spent = 0.0
     for piece in request.pieces:
         if piece.name in candidate.pool:
@@ -102,26 +102,26 @@ def ranked(routing: Routing, request: RoutedRequest, candidates: Sequence[Candid
 _Key = tuple[float, ...]
 
 
-def _residency(request: RoutedRequest, it: Candidate, among: Sequence[Candidate]) -> _Key:
+def _residency(request: RoutedRequest, engine: Candidate, among: Sequence[Candidate]) -> _Key:
     own = request.cost / fmean(one.rate for one in among)
     mean = fmean(one.load for one in among) + own / len(among)
-    lacks = missing(request, it, among)
-    if it.load > max(_MORE * mean, _ROWS * own):
-        return 1.0, it.load + lacks
-    return 0.0, lacks, it.load, _weight(it.name, _first(request))
+    lacks = missing(request, engine, among)
+    if engine.load > max(_MORE * mean, _ROWS * own):
+        return 1.0, engine.load + lacks
+    return 0.0, lacks, engine.load, _weight(engine.name, _first(request))
 
 
-def _hashing(request: RoutedRequest, it: Candidate, among: Sequence[Candidate]) -> _Key:
+def _hashing(request: RoutedRequest, engine: Candidate, among: Sequence[Candidate]) -> _Key:
     """By the first chunk alone: few move where an engine comes or goes."""
-    return (_weight(it.name, _first(request)),)
+    return (_weight(engine.name, _first(request)),)
 
 
-def _round_robin(request: RoutedRequest, it: Candidate, among: Sequence[Candidate]) -> _Key:
-    return ((among.index(it) - request.number) % len(among),)
+def _round_robin(request: RoutedRequest, engine: Candidate, among: Sequence[Candidate]) -> _Key:
+    return ((among.index(engine) - request.number) % len(among),)
 
 
-def _random(request: RoutedRequest, it: Candidate, among: Sequence[Candidate]) -> _Key:
-    return (_weight(it.name, request.number),)
+def _random(request: RoutedRequest, engine: Candidate, among: Sequence[Candidate]) -> _Key:
+    return (_weight(engine.name, request.number),)
 
 
 _ORDERS: dict[Routing, Callable[[RoutedRequest, Candidate, Sequence[Candidate]], _Key]] = {

@@ -108,10 +108,10 @@ class SamplingParams:
 
     def _ids(self) -> Iterator[tuple[str, int]]:
         """All token ids, and the field of each."""
-        yield from (("logit_bias", it) for it, _ in self.logit_bias)
-        words = (it for it in self.bad_words if not isinstance(it, str))
-        yield from (("bad_words", it) for word in words for it in word)
-        yield from (("allowed_token_ids", it) for it in self.allowed_token_ids or ())
+        yield from (("logit_bias", token_id) for token_id, _ in self.logit_bias)
+        words = (token_id for token_id in self.bad_words if not isinstance(token_id, str))
+        yield from (("bad_words", token_id) for word in words for token_id in word)
+        yield from (("allowed_token_ids", token_id) for token_id in self.allowed_token_ids or ())
 
     @property
     def processes(self) -> bool:

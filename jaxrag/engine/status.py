@@ -147,21 +147,21 @@ def tiers_of(state: State, hits: Mapping[HitKind, int]) -> Tiers:
 def all_status(engines: Mapping[str, EngineStatus]) -> EngineStatus:
     """Of several engines, by name, as one: sums, and the longest ages."""
     found = list(engines.values())
-    rates = [it.rate for it in found if it.rate is not None]
+    rates = [own.rate for own in found if own.rate is not None]
     return EngineStatus(
-        requests=_sum(it.requests for it in found),
-        pages=_sum(it.pages for it in found),
-        rows={f"{name}: {row}": n for name, it in engines.items() for row, n in it.rows.items()},
-        waiting=_ages(it.waiting for it in found),
-        loading=_ages(it.loading for it in found),
-        waiting_tokens=sum(it.waiting_tokens for it in found),
-        queued_cost=sum(it.queued_cost for it in found),
+        requests=_sum(own.requests for own in found),
+        pages=_sum(own.pages for own in found),
+        rows={f"{name}: {row}": n for name, own in engines.items() for row, n in own.rows.items()},
+        waiting=_ages(own.waiting for own in found),
+        loading=_ages(own.loading for own in found),
+        waiting_tokens=sum(own.waiting_tokens for own in found),
+        queued_cost=sum(own.queued_cost for own in found),
         rate=sum(rates) if rates else None,
-        ended=_sum(it.ended for it in found),
-        new_tokens=sum(it.new_tokens for it in found),
-        preempted=sum(it.preempted for it in found),
-        evicted=sum(it.evicted for it in found),
-        restarts=sum(it.restarts for it in found),
+        ended=_sum(own.ended for own in found),
+        new_tokens=sum(own.new_tokens for own in found),
+        preempted=sum(own.preempted for own in found),
+        evicted=sum(own.evicted for own in found),
+        restarts=sum(own.restarts for own in found),
     )
 
 

@@ -73,9 +73,9 @@ def calls_of(text: str, form: str, names: Collection[str]) -> tuple[str, list[To
         said, found = "", [_named_line(text)]
     else:
         said, found = "", list(_objects(text))
-    if not found or any(it is None or it.name not in names for it in found):
+    if not found or any(call is None or call.name not in names for call in found):
         return text, []
-    return said.rstrip(), [it for it in found if it is not None]
+    return said.rstrip(), [call for call in found if call is not None]
 
 
 def begun_calls(text: str) -> list[ToolCall]:

@@ -120,7 +120,7 @@ def conversation_of(messages: Any, query: str | None = None, *, wire: bool = Fal
         )
     read = message_of if wire else _message
     given = [read(f"messages[{place}]", message) for place, message in enumerate(messages)]
-    said = _turns(given) if wire else [(it["role"], it["content"]) for it in given]
+    said = _turns(given) if wire else [(entry["role"], entry["content"]) for entry in given]
     count, system = len(said), ""
     if said[0][0] == "system":
         first = said.pop(0)[1]
@@ -148,7 +148,7 @@ def conversation_of(messages: Any, query: str | None = None, *, wire: bool = Fal
     ):
         raise RequestError("messages: expected all of system and user as text, or all as token ids")
     answers = tuple(content for _, content in said[1::2])
-    verbatim = tuple(given) if all(isinstance(it["content"], str) for it in given) else ()
+    verbatim = tuple(given) if all(isinstance(entry["content"], str) for entry in given) else ()
     return Conversation(questions, answers, system, True, query, verbatim)
 
 
@@ -227,10 +227,10 @@ class FoundChunk:
 def numbered(members: Sequence[FoundChunk], newest: Sequence[FoundChunk]) -> list[FoundChunk]:
     """The chunks of a prompt in its order, numbered best first, the newest question's before."""
     new = set(map(id, newest))
-    best = sorted(members, key=lambda it: (id(it) not in new, it.source.number))
-    numbers = {id(it): number for number, it in enumerate(best, 1)}
+    best = sorted(members, key=lambda one: (id(one) not in new, one.source.number))
+    numbers = {id(one): number for number, one in enumerate(best, 1)}
     sources = (dataclasses.replace(member.source, number=numbers[id(member)]) for member in members)
-    return [dataclasses.replace(it, source=own) for it, own in zip(members, sources, strict=True)]
+    return [dataclasses.replace(one, source=own) for one, own in zip(members, sources, strict=True)]
 
 
 def laid_out(

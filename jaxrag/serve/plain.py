@@ -290,8 +290,8 @@ def _laid_out(
     tokenizer: Tokenizer, said: list[_Said], rules: PassageRules | None
 ) -> tuple[Prompt, list[FoundChunk]]:
     """Pieces as a prompt: computed ones between blocks are turns, those behind all are its end."""
-    if rules is not None and sum(len(it.ids) for it in said if it.source) < rules.worth:
-        said = [dataclasses.replace(it, source=None) for it in said]
+    if rules is not None and sum(len(piece.ids) for piece in said if piece.source) < rules.worth:
+        said = [dataclasses.replace(piece, source=None) for piece in said]
     chunks, turns, members = list[HostArray](), list[int](), list[FoundChunk]()
     now, question = list[HostArray](), None
 

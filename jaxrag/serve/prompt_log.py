@@ -161,9 +161,9 @@ def _passages(
     stream = tokenizer.stream(skip_special=False)
     said = [stream.push(int(token)) for token in ids]
     said[-1] += stream.flush()
-    ends = np.cumsum([len(it) for it in said])
-    firsts = ends - [len(it.lstrip()) for it in said]
-    lasts = ends - [len(it) - len(it.rstrip()) for it in said]
+    ends = np.cumsum([len(text) for text in said])
+    firsts = ends - [len(text.lstrip()) for text in said]
+    lasts = ends - [len(text) - len(text.rstrip()) for text in said]
     for piece in text_pieces("".join(said), rules, asks):
         inside = np.flatnonzero((firsts >= piece.start) & (lasts <= piece.end) & (firsts < lasts))
         if piece.block and len(inside):

@@ -81,8 +81,8 @@ class ServerTools:
             reply = await self._call(context, "POST", path, body)
         answer = reply["choices"][0]["message"]["content"].strip()
         sources = [
-            f"[{it['number']}] {it['document_id']}: {_short(it['text'])}"
-            for it in sorted(reply["jaxrag"]["sources"], key=lambda it: it["number"])
+            f"[{source['number']}] {source['document_id']}: {_short(source['text'])}"
+            for source in sorted(reply["jaxrag"]["sources"], key=lambda source: source["number"])
         ]
         read = "\n".join(sources) or "No passage was found; the answer is the model's own."
         return f"{answer}\n\nRead for it:\n{read}"
@@ -91,11 +91,11 @@ class ServerTools:
         """List the knowledge bases, or the documents of one."""
         if knowledge_base is None:
             listed = await self._call(context, "GET", f"/v1/vector_stores?limit={_LIMIT}")
-            lines = [f"{_name(it)}: {_counted(it)}" for it in listed["data"]]
+            lines = [f"{_name(entry)}: {_counted(entry)}" for entry in listed["data"]]
             return "\n".join(lines) or "There is no knowledge base."
         base = await self._base(context, knowledge_base)
         listed = await self._call(context, "GET", f"/v1/vector_stores/{base}/files?limit={_LIMIT}")
-        lines = [f"{it['id']}: {it['status']}" for it in listed["data"]]
+        lines = [f"{entry['id']}: {entry['status']}" for entry in listed["data"]]
         more = "\nThere are more." if listed.get("has_more") else ""
         return ("\n".join(lines) or f"{base} holds no document.") + more
 
@@ -127,8 +127,8 @@ class ServerTools:
     async def _base(self, context: FromAgent, name: str | None) -> str:
         """The id of a knowledge base by its name or id; the first where none is named."""
         listed = await self._call(context, "GET", f"/v1/vector_stores?limit={_LIMIT}")
-        there = [it for it in listed["data"] if it["status"] != "expired"]
-        known = {_name(it): str(it["id"]) for it in there}
+        there = [entry for entry in listed["data"] if entry["status"] != "expired"]
+        known = {_name(entry): str(entry["id"]) for entry in there}
         if name is None and known:
             return next(iter(known.values()))
         if name in known:

@@ -89,8 +89,8 @@ class PageAllocator:
     @property
     def num_loading(self) -> int:
         """Pages of chunks that are on their way, and of none that some request maps."""
-        pinned = self._pages_of(it for it in self._held() if it.ready and it.ref_count)
-        return len(self._pages_of(it for it in self._held() if not it.ready) - pinned)
+        pinned = self._pages_of(chunk for chunk in self._held() if chunk.ready and chunk.ref_count)
+        return len(self._pages_of(chunk for chunk in self._held() if not chunk.ready) - pinned)
 
     @property
     def num_held(self) -> int:

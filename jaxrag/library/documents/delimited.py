@@ -181,25 +181,25 @@ def _delimiter(lines: Sequence[str], file: File) -> str:
     if _text_column([line.strip() for line in lines[:1]], file.options.text_field):
         return usual
     best, most = usual, 0.0
-    for it in sorted(_DELIMITERS, key=lambda it: it != usual):
-        counts = [len(row) for row in _sample(lines, it)] or [1]
+    for delimiter in sorted(_DELIMITERS, key=lambda delimiter: delimiter != usual):
+        counts = [len(row) for row in _sample(lines, delimiter)] or [1]
         count = collections.Counter(counts).most_common(1)[0][0]
         share = (counts.count(count) + (counts[0] == count)) / (len(counts) + 1)
         if count > 1 and share > most:
-            best, most = it, share
+            best, most = delimiter, share
     return best
 
 
 def _is_header(first: Sequence[str], below: Sequence[Sequence[str]], file: File) -> bool:
     """Whether the cells of a row are names and not values as those below."""
-    if _text_column([it.strip() for it in first], file.options.text_field):
+    if _text_column([value.strip() for value in first], file.options.text_field):
         return True
     for at, name in enumerate(map(cell, map(str.strip, first))):
         column = [cell(row[at].strip()) for row in below if at < len(row) and row[at].strip()]
         if is_year(name.text):
-            is_value = bool(column) and all(is_year(it.text) for it in column)
+            is_value = bool(column) and all(is_year(value.text) for value in column)
         elif name.kind == "code":
-            is_value = bool(column) and all(it.kind == "code" for it in column)
+            is_value = bool(column) and all(value.kind == "code" for value in column)
         else:
             is_value = bool(name.text) and name.kind != "text"
         if is_value:

@@ -225,18 +225,18 @@ class _Writer:
             return role != "tabpanel" and node.get("id") not in self._shown
         if tag == "svg":
             texts = node.iter("text", "foreignobject", "foreignObject")
-            self._say("\n".join(one_spaced("".join(it.itertext())) for it in texts))
+            self._say("\n".join(one_spaced("".join(name.itertext())) for name in texts))
         elif tag == "select":
             options = list(node.iter("option"))
             chosen = [option for option in options if option.get("selected") is not None]
             chosen = chosen or options[: node.get("multiple") is None]
-            self._say(", ".join(one_spaced("".join(it.itertext())) for it in chosen))
+            self._say(", ".join(one_spaced("".join(name.itertext())) for name in chosen))
         elif tag == "button":
             expands = node.get("aria-expanded") is not None or node.get("aria-controls") is not None
-            inside = any(self._in[it] for it in (*_HEADINGS, "summary", "dt"))
-            return not (expands or inside or any(it in role + named for it in _BUTTONS_SEEN))
+            inside = any(self._in[name] for name in (*_HEADINGS, "summary", "dt"))
+            return not (expands or inside or any(name in role + named for name in _BUTTONS_SEEN))
         elif tag == "footer":
-            return not any(self._in[it] for it in _HOLDS_FOOTERS)
+            return not any(self._in[name] for name in _HOLDS_FOOTERS)
         else:
             return tag in _OPENED and node.get(_OPENED[tag]) is None
         return True
@@ -408,13 +408,13 @@ class _Placed(NamedTuple):
 def _placed(cells: list[_Placed], hanging: dict[int, _Placed]) -> list[TableCell]:
     """The cells of a row by column, with those that hang into it from rows above."""
     line: list[TableCell] = []
-    waiting = [it for it in cells for _ in range(it.wide)][::-1]
+    waiting = [placed for placed in cells for _ in range(placed.wide)][::-1]
     while waiting or any(column >= len(line) for column in hanging):
         hangs = len(line) in hanging
-        it = hanging.pop(len(line)) if hangs else waiting.pop() if waiting else _NOTHING
-        if it.high > 1:
-            hanging[len(line)] = it._replace(high=it.high - 1)
-        line.append(it.cell)
+        placed = hanging.pop(len(line)) if hangs else waiting.pop() if waiting else _NOTHING
+        if placed.high > 1:
+            hanging[len(line)] = placed._replace(high=placed.high - 1)
+        line.append(placed.cell)
     return line
 
 
@@ -428,11 +428,11 @@ def _is_data(table: Any) -> bool:
     widest = count = 0
     named = False
     for line in table.iter("tr"):
-        cells = [it for it in line if it.tag in _CELLS]
-        named = named or any(it.tag == "th" for it in cells)
+        cells = [td for td in line if td.tag in _CELLS]
+        named = named or any(td.tag == "th" for td in cells)
         widest, count = max(widest, len(cells)), count + 1
-        for it in cells:
-            nodes = list(itertools.islice(it.iter(), _CELL_NODES))
+        for td in cells:
+            nodes = list(itertools.islice(td.iter(), _CELL_NODES))
             length = sum(len(node.text or "") + len(node.tail or "") for node in nodes)
             if not named and (length > _LONG_CELL or len(nodes) == _CELL_NODES):
                 return False

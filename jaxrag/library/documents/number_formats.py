@@ -246,19 +246,19 @@ def _dated(value: float, when: datetime.datetime, section: _Section) -> str:
     parts = section.parts
     timed = [at for at, part in enumerate(parts) if part.kind in ("time", "elapsed")]
     out = []
-    for at, it in enumerate(parts):
-        if it.kind == "noon":
+    for at, piece in enumerate(parts):
+        if piece.kind == "noon":
             out.append("AM" if when.hour < 12 else "PM")
-        elif it.kind == "elapsed":
-            unit = {"h": 3600, "m": 60, "s": 1}[it.text[0]]
-            out.append(f"{round(value * 86_400) // unit:0{len(it.text)}}")
-        elif it.kind != "time":
-            fraction = it.text == "." and parts[at + 1 : at + 2] == (_Part("digit", "0"),)
-            out.append("" if fraction or it.kind in ("digit", "text", "general") else it.text)
-        elif it.text[0] == "m" and len(it.text) < 3 and _is_minute(at, timed, parts):
-            out.append(f"{when.minute:0{len(it.text)}}")
+        elif piece.kind == "elapsed":
+            unit = {"h": 3600, "m": 60, "s": 1}[piece.text[0]]
+            out.append(f"{round(value * 86_400) // unit:0{len(piece.text)}}")
+        elif piece.kind != "time":
+            fraction = piece.text == "." and parts[at + 1 : at + 2] == (_Part("digit", "0"),)
+            out.append("" if fraction or piece.kind in ("digit", "text", "general") else piece.text)
+        elif piece.text[0] == "m" and len(piece.text) < 3 and _is_minute(at, timed, parts):
+            out.append(f"{when.minute:0{len(piece.text)}}")
         else:
-            out.append(_token(it.text, when, section.holds("noon")))
+            out.append(_token(piece.text, when, section.holds("noon")))
     return " ".join("".join(out).split())
 
 

@@ -91,8 +91,8 @@ def _cutter(tokenizer_json: str) -> Cutter:
     def cut(document: Document, chunking: dict[str, Any]) -> list[tuple[Any, ...]]:
         chunks = split(document.text, tokenizer, Chunking(**chunking), document.pages)
         return [
-            (it.start, it.end, it.page, it.section, base64.b64encode(it.ids.astype("<i4")).decode())
-            for it in chunks
+            (c.start, c.end, c.page, c.section, base64.b64encode(c.ids.astype("<i4")).decode())
+            for c in chunks
         ]
 
     return cut

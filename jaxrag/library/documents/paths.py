@@ -93,12 +93,12 @@ class DocumentFiles:
                 yield file.bad(found.refused)
             else:
                 documents = self._open(file, parser)
-                belongs = self._belongs(file) if many else lambda it: True
+                belongs = self._belongs(file) if many else lambda document: True
                 whole = True
-                for it in documents:
-                    whole = whole and isinstance(it, Document)
-                    if belongs(it):
-                        yield it
+                for document in documents:
+                    whole = whole and isinstance(document, Document)
+                    if belongs(document):
+                        yield document
                 if whole:
                     self.whole.add(str(file.path.resolve()))
         self._done += 0 if found.refused else _size(found.path)

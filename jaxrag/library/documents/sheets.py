@@ -105,14 +105,14 @@ class _Sheet:
             for number, found in parser.parse():
                 if number > _MAX_ROWS:
                     break
-                read = {it["column"]: self._cell(it) for it in found if it["value"] is not None}
-                if some := {column: it for column, it in read.items() if it.text}:
+                read = {raw["column"]: self._cell(raw) for raw in found if raw["value"] is not None}
+                if some := {column: raw for column, raw in read.items() if raw.text}:
                     cells.setdefault(number, {}).update(some)
         _merge(cells, parser.merged_cells)
         for line in self._headers(parser):
             found = cells.get(line, {})
-            strong = {id(it): it._replace(strong=True) for it in found.values()}
-            cells[line] = {column: strong[id(it)] for column, it in found.items()}
+            strong = {id(raw): raw._replace(strong=True) for raw in found.values()}
+            cells[line] = {column: strong[id(raw)] for column, raw in found.items()}
         return self._shown(cells, parser, uncomputed)
 
     def _shown(

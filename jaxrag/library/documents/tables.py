@@ -197,10 +197,10 @@ class _Table:
     def _is_like(self, rows: Sequence[TableLine]) -> bool:
         kinds, first = _kinds(self.rows), min(self.names)
         keys = [line[first] for line in rows if first in line]
-        cells = [(column, it) for line in rows for column, it in line.items()]
-        if not any(it.kind not in ("text", "code") for _, it in cells) or not all(
-            it.kind in kinds.get(column, {it.kind}) or it.text.lower() in _NONE
-            for column, it in cells
+        cells = [(column, value) for line in rows for column, value in line.items()]
+        if not any(value.kind not in ("text", "code") for _, value in cells) or not all(
+            value.kind in kinds.get(column, {value.kind}) or value.text.lower() in _NONE
+            for column, value in cells
         ):
             return False
         if all(key.kind == "number" for key in keys) or _OF_SUMS.match(keys[0].text):
@@ -231,12 +231,12 @@ class _Table:
                 names = {}
             if not names or at >= notes or headline:
                 yield row(self._texts(line))
-            elif [it.text for it in line.values()] != self.header:
+            elif [text.text for text in line.values()] != self.header:
                 named = ((names.get(column, ""), line[column].text) for column in sorted(line))
-                yield "row", " | ".join(f"{name}: {it}" if name else it for name, it in named)
+                yield "row", " | ".join(f"{name}: {text}" if name else text for name, text in named)
             below = self.rows[at + 1] if headline and at + 1 < len(self.rows) else {}
             anew = len(below) > 1 and 2 * _common(below) > len(below)
-            if anew and [it.text for it in below.values()] != self.header:
+            if anew and [text.text for text in below.values()] != self.header:
                 another = _Table.of(self.rows[at + 1 :])
                 if another.names:
                     return another
@@ -248,10 +248,10 @@ class _Table:
         texts = []
         sparse = len(self.columns) > _SPARSE * len(line)
         for column in sorted(line) if sparse else self.columns:
-            it = line.get(column)
+            value = line.get(column)
             if column <= last:
-                texts.append("" if it is None or id(it) in written else it.text)
-                written.add(id(it))
+                texts.append("" if value is None or id(value) in written else value.text)
+                written.add(id(value))
         while texts[-1:] == [""]:
             texts.pop()
         return texts

@@ -33,8 +33,8 @@ def offer(
 
     What has no complete answer so many seconds after the last was sent is aborted, and lost.
     """
-    served = [ServedRequest(it.at(rate), it.tokens) for it in asked]
-    requests = [request_of(it) for it in asked]
+    served = [ServedRequest(arrival.at(rate), arrival.tokens) for arrival in asked]
+    requests = [request_of(arrival) for arrival in asked]
     left = threading.Semaphore(0)
     start = time.perf_counter()
 
@@ -45,7 +45,7 @@ def offer(
                 one.error = f"{type(progress.error).__name__}: {progress.error}"
             if progress.outcome is not None:
                 one.done = True
-                parts = [it for it in progress.outcome.reuse if it.part != "prefix"]
+                parts = [arrival for arrival in progress.outcome.reuse if arrival.part != "prefix"]
                 one.found.update(part.where or part.how for part in parts)
             if progress.last:
                 left.release()
@@ -76,8 +76,8 @@ def offer_http(
     patience: float,
 ) -> list[ServedRequest]:
     """As ``offer``, to a server that speaks OpenAI's completions; ``url`` as http://HOST:PORT."""
-    served = [ServedRequest(it.at(rate), it.tokens) for it in asked]
-    bodies = [json.dumps(body_of(it)) for it in asked]
+    served = [ServedRequest(arrival.at(rate), arrival.tokens) for arrival in asked]
+    bodies = [json.dumps(body_of(arrival)) for arrival in asked]
     start = time.perf_counter()
 
     def ask(one: ServedRequest, body: str) -> None:

@@ -93,8 +93,8 @@ def _ids(rng: np.random.Generator, count: int, vocab_size: int) -> HostArray:
 def _neighbours(traffic: Traffic, library: Sequence[HostArray], at: int) -> tuple[HostArray, ...]:
     """The most popular others of a document's topic, then of any."""
     of_topic = range(at % traffic.topics, traffic.documents, traffic.topics)
-    others = [it for it in dict.fromkeys((*of_topic, *range(traffic.documents))) if it != at]
-    return tuple(library[it] for it in others[: traffic.neighbours])
+    others = [i for i in dict.fromkeys((*of_topic, *range(traffic.documents))) if i != at]
+    return tuple(library[i] for i in others[: traffic.neighbours])
 
 
 def _choose(traffic: Traffic, popular: HostArray, rng: np.random.Generator) -> list[int]:

@@ -238,14 +238,14 @@ def _ask_all(
 
 def _summary(timed: Sequence[Timed]) -> dict[str, Any]:
     """Means over the middle half by the whole, and what the phases come to beside it."""
-    ordered = sorted(timed, key=lambda it: it.whole)
+    ordered = sorted(timed, key=lambda trace: trace.whole)
     cut = len(ordered) // 4
     middle = ordered[cut : len(ordered) - cut]
-    whole = statistics.fmean(it.whole for it in middle)
-    means = {name: statistics.fmean(it.phases[name] for it in middle) for name, _ in PHASES}
+    whole = statistics.fmean(trace.whole for trace in middle)
+    means = {name: statistics.fmean(trace.phases[name] for trace in middle) for name, _ in PHASES}
     return {
         "seconds": whole,
-        "p50_seconds": statistics.median(it.whole for it in timed),
+        "p50_seconds": statistics.median(trace.whole for trace in timed),
         "least_seconds": ordered[0].whole,
         "phases": means,
         "sum_over_whole": sum(means.values()) / whole,

@@ -198,7 +198,7 @@ def evaluate(
         raise RequestError(f"{kb.path} was opened without its model; open it with model=")
     probes = probes_of(questions, kb, shard)
     asked = (FULL, *(options.methods or suiting(kb, kb.model)))
-    names = {method_named(it).name: it for it in asked}
+    names = {method_named(way).name: way for way in asked}
     ask = Ask(
         template=options.template,
         k=options.k,
@@ -223,10 +223,10 @@ def evaluate(
         ask_one = functools.partial(answers_to, answerer)
         lines = ask_all(ask_one, list(map(_item, probes)), answers, progress=progress)
     one = next(iter(settings.values()))
-    notes = dict.fromkeys(note for it in settings.values() for note in _notes(it, questions))
+    notes = dict.fromkeys(note for way in settings.values() for note in _notes(way, questions))
     return Evaluation(
         items=tuple(zip(probes, (dict(line) for _, line in lines), strict=True)),
-        methods={name: _asked(it.method) for name, it in settings.items()},
+        methods={name: _asked(way.method) for name, way in settings.items()},
         about={
             "template": one.template.name,
             "k": one.ask.k,

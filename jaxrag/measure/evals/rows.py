@@ -173,8 +173,8 @@ def make_rows(
     with progress_bar(total, "questions", "question", shown=progress, done=files.done) as bar:
         for some in made:
             with disk_errors(files.rows.path):
-                maker.put([it for it in some if isinstance(it, Made)])
-            maker.dropped.update(it for it in some if isinstance(it, str))
+                maker.put([question for question in some if isinstance(question, Made)])
+            maker.dropped.update(question for question in some if isinstance(question, str))
             bar.update(len(some))
     return maker.report()
 

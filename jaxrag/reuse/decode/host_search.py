@@ -320,10 +320,10 @@ class HostSearch:
             positions: [S] int32 where the keys are in the prompt; -1: not to be found.
             offset: a key at position p is rotated to p less this.
         """
-        opened = [it if isinstance(it, Searcher) else open_index(it) for it in made]
+        opened = [index if isinstance(index, Searcher) else open_index(index) for index in made]
         exact: list[Searcher] = []
         if self.measure:
-            compared = [it.all_keys() for it in opened] if keys is None else keys
+            compared = [index.all_keys() for index in opened] if keys is None else keys
             exact = [open_index(build(head, None, Exact("float32"))) for head in compared]
         part = Part(opened, positions, offset, exact)
         self._requests[number].account += part.account(stored=keys is None)

@@ -160,10 +160,10 @@ class ResponseWriter(AnswerWriter):
         """Store it with the documents that it is made from, and none of their passages."""
         visit = self.visit
         output = [
-            it | ({"results": None} if it["type"] == "file_search_call" else {})
-            for it in self.complete["output"]
+            item | ({"results": None} if item["type"] == "file_search_call" else {})
+            for item in self.complete["output"]
         ]
-        shown = {name: it for name, it in self.complete.items() if name != "jaxrag"}
+        shown = {name: item for name, item in self.complete.items() if name != "jaxrag"}
         answer = self.answer(result, output)
         messages = [*self._asked.messages, answer]
         grounds = list(self._grounds)
@@ -307,13 +307,13 @@ class ResponseWriter(AnswerWriter):
         if self._asked.results and found is not None:
             results = [
                 {
-                    "file_id": file_id_of(it.document_id),
-                    "filename": filename(it),
-                    "score": it.score,
+                    "file_id": file_id_of(hit.document_id),
+                    "filename": filename(hit),
+                    "score": hit.score,
                     "attributes": {},
-                    "text": it.text,
+                    "text": hit.text,
                 }
-                for it in found
+                for hit in found
             ]
         question = self._asked.talk.query or self._asked.talk.questions[-1]
         return {

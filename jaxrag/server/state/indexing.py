@@ -164,8 +164,8 @@ class Indexer:
                 "chunks": report.chunks,
                 "tokens": report.tokens,
                 "left_out": [
-                    *(f"{it.source}: {it.reason}" for it in report.skipped[:_SHOWN]),
-                    *(it.removeprefix(f"{member.file}: ") for it in report.left_out[:_SHOWN]),
+                    *(f"{skip.source}: {skip.reason}" for skip in report.skipped[:_SHOWN]),
+                    *(line.removeprefix(f"{member.file}: ") for line in report.left_out[:_SHOWN]),
                 ],
             }
             self._registry.settle_member(member.number, "completed", counts=counts)

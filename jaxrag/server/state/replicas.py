@@ -412,23 +412,23 @@ class Replicas(Engine):
         sent.sink(Progress(sent.number, error=error))
 
     def _choose(self, sent: SentRequest, tried: set[str]) -> ReplicaMember | None:
-        up = {it.link.name: it for it in self._up() if it.link.name not in tried}
+        up = {member.link.name: member for member in self._up() if member.link.name not in tried}
         if not up:
             return None
         number, self._served = self._served, self._served + 1
         location = str(getattr(sent.request.store, "location", ""))
-        rates = {name: link_rates(it.report, location) for name, it in up.items()}
+        rates = {name: link_rates(member.report, location) for name, member in up.items()}
         candidates = [
             Candidate(
                 name,
-                pool=it,
-                host=it.host,
-                queued=self._queued_cost(it),
-                rate=self._rate(it),
+                pool=member,
+                host=member.host,
+                queued=self._queued_cost(member),
+                rate=self._rate(member),
                 store_rate=rates[name][0],
                 host_rate=rates[name][1],
             )
-            for name, it in sorted(up.items())
+            for name, member in sorted(up.items())
         ]
         routed = RoutedRequest(sent.pieces, self._cost(sent), number)
         return up[ranked(self.routing, routed, candidates)[0]]

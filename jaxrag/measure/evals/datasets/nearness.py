@@ -128,16 +128,16 @@ def nearness_of(
     """
     if not own:
         return {}
-    kl, same = _means(own, "kl"), np.concatenate([np.array(it["same"], np.bool_) for it in own])
-    gold = np.array([it["gold"] for it in own])
-    wanted = np.array([it["gold"] for it in full])
+    kl, same = _means(own, "kl"), np.concatenate([np.array(line["same"], np.bool_) for line in own])
+    gold = np.array([line["gold"] for line in own])
+    wanted = np.array([line["gold"] for line in full])
     found: dict[str, Any] = {
         "kl": bootstrapped(kl, seed, samples=samples),
-        "same_tokens": plain(share(same, np.repeat(samples, [len(it["same"]) for it in own]))),
+        "same_tokens": plain(share(same, np.repeat(samples, [len(line["same"]) for line in own]))),
         "gold_minus_full": bootstrapped_difference(gold, wanted, seed, samples),
     }
     if control is not None:
-        random = np.array([it["gold"] for it in control])
+        random = np.array([line["gold"] for line in control])
         found["minus_control"] = {
             "kl": bootstrapped_difference(kl, _means(control, "kl"), seed, samples),
             "gold": bootstrapped_difference(gold, random, seed, samples),
