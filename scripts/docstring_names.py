@@ -75,8 +75,8 @@ def _texts(tree: ast.Module) -> set[str]:
 def first_parts(trees: Trees, packages: Sequence[str]) -> set[str]:
     """What a name of something in the tree begins with."""
     parts = [module.split(".") for module in trees]
-    folders = {name for one in parts if one[0] in packages for name in one[:-1]}
-    loose = {one[1] for one in parts if len(one) == 2 and one[0] in packages}
+    folders = {name for path in parts if path[0] in packages for name in path[:-1]}
+    loose = {path[1] for path in parts if len(path) == 2 and path[0] in packages}
     return folders | loose | {*packages}
 
 

@@ -333,10 +333,10 @@ class CliProgram(CliGroup):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """A command, or one beside it, and the words behind."""
-        name, found, words = super().resolve_command(ctx, args)
-        if isinstance(found, CliCommand) and words and words[0] in found.beside:
-            return f"{name} {words[0]}", found.beside[words[0]], words[1:]
-        return name, found, words
+        name, chosen, words = super().resolve_command(ctx, args)
+        if isinstance(chosen, CliCommand) and words and words[0] in chosen.beside:
+            return f"{name} {words[0]}", chosen.beside[words[0]], words[1:]
+        return name, chosen, words
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """What each of them does."""
@@ -352,16 +352,16 @@ def parse(program: click.Command, argv: Sequence[str] | None) -> Args:
     """
     words = None if argv is None else list(argv)
     try:
-        found = program.main(words, prog_name=program.name, standalone_mode=False)
+        parsed = program.main(words, prog_name=program.name, standalone_mode=False)
     except click.UsageError as error:
         path = "jaxrag" if error.ctx is None else error.ctx.command_path
         said = error.format_message().rstrip(".")
         fix = "" if "id you mean" in said else f"; see {path} --help"
         print(f"{path}: error: {printable(said)}{fix}", file=sys.stderr)
         raise SystemExit(2) from None
-    if not isinstance(found, Args):
-        raise SystemExit(found or 0)
-    return found
+    if not isinstance(parsed, Args):
+        raise SystemExit(parsed or 0)
+    return parsed
 
 
 def exclusive(args: Args, *names: str) -> None:
@@ -414,8 +414,8 @@ def take_table(ctx: click.Context, table: Mapping[str, Any], where: str) -> None
     for a value of another kind.
     """
     known = {_name(param.opts[-1]): param for param in ctx.command.params if param.expose_value}
-    found: dict[str, Any] = {}
-    ctx.default_map = found
+    taken: dict[str, Any] = {}
+    ctx.default_map = taken
     for key, said in table.items():
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
@@ -428,8 +428,8 @@ def take_table(ctx: click.Context, table: Mapping[str, Any], where: str) -> None
             expected = "true or false" if switch else "a value"
             raise click.UsageError(f"{where}: {key} = {said!r}: expected {expected}", ctx)
         if isinstance(named, click.Option) and switch:
-            found |= {name: named.flag_value} if said else {}
+            taken |= {name: named.flag_value} if said else {}
         elif named.multiple or named.nargs == -1:
-            found[name] = [str(one) for one in (said if several else [said])]
+            taken[name] = [str(one) for one in (said if several else [said])]
         else:
-            found[name] = ",".join(map(str, said)) if several else str(said)
+            taken[name] = ",".join(map(str, said)) if several else str(said)

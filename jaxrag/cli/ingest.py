@@ -96,14 +96,14 @@ def _dry_run(args: Args, files: "DocumentFiles") -> int:
     from jaxrag.library.knowledge_base.upkeep import Gone
 
     with _to_look_at(args, model_for(args)) as kb:
-        found = kb.gone(files, empty=args.sync_empty) if args.sync else Gone()
-        plan = _as_placed(args, kb.plan(files_of(args), removed=found.ids))
+        gone = kb.gone(files, empty=args.sync_empty) if args.sync else Gone()
+        plan = _as_placed(args, kb.plan(files_of(args), removed=gone.ids))
         size = _size_of(kb, plan)
     if args.json:
-        left = {"removed": found.ids, "gone": found.doubtful, "kept": found.kept}
+        left = {"removed": gone.ids, "gone": gone.doubtful, "kept": gone.kept}
         print_json({**dataclasses.asdict(plan), **left})
         return 0
-    for name in found.ids:
+    for name in gone.ids:
         print(f"would remove {printable(name)}")
     new = plan.documents - plan.replaced - plan.unchanged
     print(
@@ -115,11 +115,11 @@ def _dry_run(args: Args, files: "DocumentFiles") -> int:
     if plan.behind is not None:
         print(f"would encode at most {counted(plan.behind, 'chunk')} behind other neighbours")
     if args.sync:
-        print(f"would remove {counted(len(found.ids), 'document')}")
+        print(f"would remove {counted(len(gone.ids), 'document')}")
     print("nothing was changed")
     for bad in plan.skipped:
         print(f"would skip {bad.source}: {bad.reason}", file=sys.stderr)
-    _print_left(found.doubtful, found.kept, sync=True)
+    _print_left(gone.doubtful, gone.kept, sync=True)
     return 0
 
 

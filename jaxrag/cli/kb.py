@@ -202,19 +202,19 @@ def _run_forgotten(args: Args) -> int:
     return 0 if report.nothing else 3
 
 
-def _of_salvage(found: "Salvage") -> list[str]:
+def _of_salvage(salvage: "Salvage") -> list[str]:
     """A line for each thing that is to be said of a catalog that was made whole."""
-    pages = f"{counted(found.mended, 'page')} mended, {found.unreadable} unreadable"
-    lines = [f"catalog: {pages}; the damaged file is kept as {found.kept}"]
-    if found.lost:
-        lost = f"{counted(len(found.lost), 'document')} lost, add again"
-        lines.append(f"{lost}: {', '.join(found.lost)}")
-    if found.nameless or found.nameless is None:
-        lost = "documents" if found.nameless is None else counted(found.nameless, "document")
-        perhaps = "perhaps other " if found.nameless is None else ""
+    pages = f"{counted(salvage.mended, 'page')} mended, {salvage.unreadable} unreadable"
+    lines = [f"catalog: {pages}; the damaged file is kept as {salvage.kept}"]
+    if salvage.lost:
+        lost = f"{counted(len(salvage.lost), 'document')} lost, add again"
+        lines.append(f"{lost}: {', '.join(salvage.lost)}")
+    if salvage.nameless or salvage.nameless is None:
+        lost = "documents" if salvage.nameless is None else counted(salvage.nameless, "document")
+        perhaps = "perhaps other " if salvage.nameless is None else ""
         lines.append(f"{perhaps}{lost} lost without a name; add again what `jaxrag kb list` lacks")
-    if found.settings:
-        lines.append(f"{counted(found.settings, 'setting')} lost, such as of `jaxrag kb gate`")
+    if salvage.settings:
+        lines.append(f"{counted(salvage.settings, 'setting')} lost, such as of `jaxrag kb gate`")
     return lines
 
 

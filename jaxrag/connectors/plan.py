@@ -66,20 +66,20 @@ class Planner:
         if len(prefix) and not led and engine.encoder != ISOLATED:
             return None, "unknown"  # its chunks have seen the prefix
         at = len(prefix) if led else 0
-        found = [(self.content(prefix), at)] if led else []
+        parts = [(self.content(prefix), at)] if led else []
         if spans is None:
             while (one := self.longest(prompt, at)) is not None:
-                found.append(one)
+                parts.append(one)
                 at += one[1]
-        for length in (spans or ())[len(found) :]:
+        for length in (spans or ())[len(parts) :]:
             if length < 1 or at + length >= len(prompt):
                 return None, "spans"
             content = self.content(prompt[at : at + length])
             if not self.holds(content):
                 return None, "missing"
-            found.append((content, length))
+            parts.append((content, length))
             at += length
-        chunks = len(found) - led
+        chunks = len(parts) - led
         if not chunks:
             return None, "unknown"  # a prefix alone is exact, and the engine keeps it itself
         if chunks <= compute_last:
@@ -90,7 +90,7 @@ class Planner:
         return PartsPlan(
             tuple(
                 (chunk_key(engine.fingerprint, content, contexts[led and not number]), length)
-                for number, (content, length) in enumerate(found[: len(found) - compute_last])
+                for number, (content, length) in enumerate(parts[: len(parts) - compute_last])
             )
         ), ""
 

@@ -176,16 +176,16 @@ class Core:
         self._transfers.expire(now)
         self._run_jobs()
         admitted = [] if self._jobs else state.scheduler.admit(now)
-        for one in admitted:
-            sequence = state.live.get(one.number)
+        for admitted_one in admitted:
+            sequence = state.live.get(admitted_one.number)
             if (
                 sequence is None
             ):  # a chunk that it shares with one before it was waited for, and failed
-                for key in one.loads:
+                for key in admitted_one.loads:
                     state.scheduler.refused(key)
                 continue
             sequence.moments.setdefault("admitted", now)
-            self._transfers.start(sequence, one)
+            self._transfers.start(sequence, admitted_one)
             if sequence.batch is not None:
                 self._batches.expect(sequence.batch)
             if sequence.status is RequestStatus.READY:

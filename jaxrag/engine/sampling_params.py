@@ -134,14 +134,14 @@ class SamplingParams:
         As vLLM has it: the second where it begins with another token and is not longer. Raises
         RequestError for words of too many tokens.
         """
-        found = list[str | tuple[int, ...]]()
+        words = list[str | tuple[int, ...]]()
         for word in self.bad_words:
             if isinstance(word, str):
                 word, spaced = (tuple(map(int, encode(it + word.lstrip()))) for it in ("", " "))
                 if len(spaced) == len(word) > 0 and spaced[0] != word[0]:
-                    found.append(spaced)
-            found.append(word)
-        return dataclasses.replace(self, bad_words=tuple(found))
+                    words.append(spaced)
+            words.append(word)
+        return dataclasses.replace(self, bad_words=tuple(words))
 
     def of_choice(self, index: int) -> "SamplingParams":
         """Of one of several answers to a prompt: its index joins the seed; that of 0 is its own."""

@@ -115,8 +115,8 @@ class Scheduler:
 
     def full(self, batch: Hashable | None) -> bool:
         """Whether no row of the batch can be given now."""
-        found = self._batches.get(batch)
-        return found is not None and found.rows is not None and found.room() == 0
+        seats = self._batches.get(batch)
+        return seats is not None and seats.rows is not None and seats.room() == 0
 
     def hungry(self, batch: Hashable | None) -> bool:
         """Whether some request of the batch has no row yet."""

@@ -359,7 +359,7 @@ class _Computed:
 
 
 def keep(
-    load: ChunkLoad, found: ChunkOrigin, made: NewlyEncoded, *, stores: bool = True
+    load: ChunkLoad, origin: ChunkOrigin, made: NewlyEncoded, *, stores: bool = True
 ) -> Fetched:
     """Store a chunk that was encoded, where its store takes it; on any thread.
 
@@ -367,9 +367,9 @@ def keep(
     first. A full disk does not fail a question. ``stores``: False keeps it from the store.
     """
     not_stored = load.encoding.offer(made.chunk) if stores else "its store was not asked"
-    found = dataclasses.replace(found, not_stored=not_stored, runs=made.runs)
+    origin = dataclasses.replace(origin, not_stored=not_stored, runs=made.runs)
     kv = load.of(as_stored(made.chunk.kv, load.encoding.store.layout))
-    return Fetched({load.key: found}, kv, {load.key: 0})
+    return Fetched({load.key: origin}, kv, {load.key: 0})
 
 
 def stage(

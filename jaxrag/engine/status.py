@@ -146,22 +146,22 @@ def tiers_of(state: State, hits: Mapping[HitKind, int]) -> Tiers:
 
 def all_status(engines: Mapping[str, EngineStatus]) -> EngineStatus:
     """Of several engines, by name, as one: sums, and the longest ages."""
-    found = list(engines.values())
-    rates = [own.rate for own in found if own.rate is not None]
+    statuses = list(engines.values())
+    rates = [own.rate for own in statuses if own.rate is not None]
     return EngineStatus(
-        requests=_sum(own.requests for own in found),
-        pages=_sum(own.pages for own in found),
+        requests=_sum(own.requests for own in statuses),
+        pages=_sum(own.pages for own in statuses),
         rows={f"{name}: {row}": n for name, own in engines.items() for row, n in own.rows.items()},
-        waiting=_ages(own.waiting for own in found),
-        loading=_ages(own.loading for own in found),
-        waiting_tokens=sum(own.waiting_tokens for own in found),
-        queued_cost=sum(own.queued_cost for own in found),
+        waiting=_ages(own.waiting for own in statuses),
+        loading=_ages(own.loading for own in statuses),
+        waiting_tokens=sum(own.waiting_tokens for own in statuses),
+        queued_cost=sum(own.queued_cost for own in statuses),
         rate=sum(rates) if rates else None,
-        ended=_sum(own.ended for own in found),
-        new_tokens=sum(own.new_tokens for own in found),
-        preempted=sum(own.preempted for own in found),
-        evicted=sum(own.evicted for own in found),
-        restarts=sum(own.restarts for own in found),
+        ended=_sum(own.ended for own in statuses),
+        new_tokens=sum(own.new_tokens for own in statuses),
+        preempted=sum(own.preempted for own in statuses),
+        evicted=sum(own.evicted for own in statuses),
+        restarts=sum(own.restarts for own in statuses),
     )
 
 

@@ -135,21 +135,21 @@ def text_part(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(inner, Mapping | None):
         raise ConfigError(f"config.json: text_config={inner!r:.200}: expected an object")
     outer = {key: hf[key] for key in OF_OUTER if hf.get(key) is not None}
-    found = hf if inner is None else {**outer, **inner}
+    text = hf if inner is None else {**outer, **inner}
     for key, (kind, expected, held) in _HOLDING.items():
-        value = found.get(key)
+        value = text.get(key)
         if value is None:
             continue
         within = value.values() if isinstance(value, Mapping) else value
         if not (isinstance(value, kind) and all(isinstance(it, held) for it in within)):
             raise ConfigError(f"config.json: {key}={value!r:.200}: expected {expected}, or null")
     for layers in _LAYER_KINDS:
-        value = (found.get("rope_parameters") or {}).get(layers)
+        value = (text.get("rope_parameters") or {}).get(layers)
         if not isinstance(value, Mapping | None):
             raise ConfigError(
                 f"config.json: rope_parameters.{layers}={value!r:.200}: expected an object"
             )
-    return found
+    return text
 
 
 def by_key(refusal: ConfigError) -> str:

@@ -68,30 +68,30 @@ def calls_of(text: str, form: str, names: Collection[str]) -> tuple[str, list[To
         read = {"hermes": _hermes, "glm": _glm, "coder": _coder}[form]
         if not parts and text.lstrip().startswith("{"):  # the mark was a special token
             said, parts = "", [text]
-        found = [read(part.partition(_CLOSED)[0]) for part in parts]
+        calls = [read(part.partition(_CLOSED)[0]) for part in parts]
     elif form == "glm_4":
-        said, found = "", [_named_line(text)]
+        said, calls = "", [_named_line(text)]
     else:
-        said, found = "", list(_objects(text))
-    if not found or any(call is None or call.name not in names for call in found):
+        said, calls = "", list(_objects(text))
+    if not calls or any(call is None or call.name not in names for call in calls):
         return text, []
-    return said.rstrip(), [call for call in found if call is not None]
+    return said.rstrip(), [call for call in calls if call is not None]
 
 
 def begun_calls(text: str) -> list[ToolCall]:
     """Of a list of calls, or the beginning of one: the last has the arguments that it came to."""
-    found = list[ToolCall]()
+    calls = list[ToolCall]()
     rest = text.lstrip().removeprefix("[").lstrip()
     while rest:
         try:
             whole, end = _DECODER.raw_decode(rest)
         except ValueError:
             begun = _BEGUN.match(rest)
-            return [*found, ToolCall(begun[1], begun[2])] if begun else found
+            return [*calls, ToolCall(begun[1], begun[2])] if begun else calls
         call = _call(whole)
-        found += [] if call is None else [call]
+        calls += [] if call is None else [call]
         rest = rest[end:].lstrip(" \n\t,]")
-    return found
+    return calls
 
 
 def sure_text(text: str, form: str, names: Collection[str]) -> int:
@@ -110,14 +110,14 @@ def sure_text(text: str, form: str, names: Collection[str]) -> int:
     return 0 if not start or start[0] in "{[<" else len(text)
 
 
-def _call(found: Any) -> ToolCall | None:
+def _call(value: Any) -> ToolCall | None:
     """Of an object with a name and arguments, under either of their names."""
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
-    arguments = found.get("arguments", found.get("parameters", {}))
+    arguments = value.get("arguments", value.get("parameters", {}))
     if not isinstance(arguments, dict):
         return None
-    return ToolCall(found["name"], json.dumps(arguments, ensure_ascii=False))
+    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
 
 
 def _hermes(part: str) -> ToolCall | None:
@@ -159,9 +159,9 @@ def _objects(text: str) -> Iterator[ToolCall | None]:
     rest = _MARKS.sub("", text).strip()
     while rest:
         try:
-            found, end = _DECODER.raw_decode(rest)
+            value, end = _DECODER.raw_decode(rest)
         except ValueError:
             yield None
             return
-        yield from map(_call, found if isinstance(found, list) else [found])
+        yield from map(_call, value if isinstance(value, list) else [value])
         rest = rest[end:].lstrip(" \n\t;,")

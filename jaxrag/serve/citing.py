@@ -50,25 +50,25 @@ def citations_of(
     if not numbers:
         return []
     spans = list(_spans(tokenizer, token_ids))
-    found: list[tuple[int, int, int, list[float]]] = []  # start, end, column, votes
+    cited: list[tuple[int, int, int, list[float]]] = []  # start, end, column, votes
     for (start, end), votes, most in zip(spans, attribution.votes, attribution.most, strict=False):
         column = int(np.argmax(votes))
         sure = votes[column] >= LEAST_VOTES and most[column] >= LEAST_LOOK
         if not sure or not text[start:end].strip():
             continue
-        if found and found[-1][2] == column and _sentence_end(text, found[-1][0], start) == start:
-            first, _, _, before = found.pop()
-            found.append((first, end, column, [*before, float(votes[column])]))
+        if cited and cited[-1][2] == column and _sentence_end(text, cited[-1][0], start) == start:
+            first, _, _, before = cited.pop()
+            cited.append((first, end, column, [*before, float(votes[column])]))
         else:
-            found.append((start, end, column, [float(votes[column])]))
-    limits = [*(start for start, *_ in found[1:]), len(text)][: len(found)]
+            cited.append((start, end, column, [float(votes[column])]))
+    limits = [*(start for start, *_ in cited[1:]), len(text)][: len(cited)]
     return [
         Citation(
             *_stripped(text, start, max(_sentence_end(text, end, limit), end)),
             numbers[column],
             round(float(np.mean(votes)), 4),
         )
-        for (start, end, column, votes), limit in zip(found, limits, strict=True)
+        for (start, end, column, votes), limit in zip(cited, limits, strict=True)
     ]
 
 

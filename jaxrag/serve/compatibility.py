@@ -62,14 +62,14 @@ def chosen_primer(kb: KnowledgeBase | None, method: Method) -> Primer | None:
             f"method {method.name!r}: primer={method.primer!r}, and the knowledge base holds "
             f"chunks behind the primer {known.name!r}; leave it out"
         )
-    found = known or named or default_primer()
-    if found.wraps != method.wraps:
+    primer = known or named or default_primer()
+    if primer.wraps != method.wraps:
         raise RequestError(
-            f"method {method.name!r}: {found.name!r} is {'' if found.wraps else 'not '}packets; "
+            f"method {method.name!r}: {primer.name!r} is {'' if primer.wraps else 'not '}packets; "
             "name in primer= a file that `jaxrag train primer` wrote with --form "
             f"{'packets' if method.wraps else 'primer'}"
         )
-    return found
+    return primer
 
 
 def gate_subject(method: Method, template: PromptTemplate) -> dict[str, Any]:
@@ -208,7 +208,7 @@ def suiting(kb: KnowledgeBase, model: Model) -> tuple[str, ...]:
     that are about how answers attend, and reuse nothing, are left out; so are composite positions
     for weights that were not trained to read them.
     """
-    found: dict[Method, str] = {}
+    names: dict[Method, str] = {}
     for name, method in METHODS.items():
         needed = {method.encoder, method.first_encoder} - {None}
         composite = method.positions == "composite"
@@ -220,9 +220,9 @@ def suiting(kb: KnowledgeBase, model: Model) -> tuple[str, ...]:
             check_backend(model, method)
             method.check(model.config)
             same = dataclasses.replace(method, name="", template="")
-            if same not in found or method.template == kb.template.name:
-                found[same] = name
-    return tuple(found.values())
+            if same not in names or method.template == kb.template.name:
+                names[same] = name
+    return tuple(names.values())
 
 
 def suited(kb: KnowledgeBase) -> tuple[str, ...]:

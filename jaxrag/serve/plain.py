@@ -303,17 +303,17 @@ def _laid_out(
             turns.append(len(chunks))
             chunks.append(ids)
 
-    for one in said:
-        if one.source is not None:
+    for text_piece in said:
+        if text_piece.source is not None:
             turn(_joined(now))
             now, question = [], None
-            chunks.append(one.ids)
-            members.append(FoundChunk(one.source, "", one.ids, bare=True))
+            chunks.append(text_piece.ids)
+            members.append(FoundChunk(text_piece.source, "", text_piece.ids, bare=True))
             continue
-        if one.asks:
-            question = size(), size() + len(one.ids)
-        now.append(one.ids)
-        if one.ends_answer:  # its last token was never run when it was generated
+        if text_piece.asks:
+            question = size(), size() + len(text_piece.ids)
+        now.append(text_piece.ids)
+        if text_piece.ends_answer:  # its last token was never run when it was generated
             ids = _joined(now)
             turn(ids[:-1])
             now, question = [ids[-1:]], None

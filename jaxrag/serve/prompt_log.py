@@ -141,12 +141,12 @@ def _stored(planner: Planner, ids: HostArray, at: int) -> Iterator[tuple[int, in
     Those of fewer than FIRST tokens may stand there by chance.
     """
     while at < len(ids):
-        one = planner.longest(ids, at)
-        if one is None or one[1] < FIRST:
+        plan = planner.longest(ids, at)
+        if plan is None or plan[1] < FIRST:
             at += 1
             continue
-        yield at, at + one[1]
-        at += one[1]
+        yield at, at + plan[1]
+        at += plan[1]
 
 
 def _passages(

@@ -264,17 +264,17 @@ def prepare(
     notes = [*settings.notes, *talk.notes, *(grammar.notes if grammar else ())]
     if ask.stop and sampling.guide is not None:
         notes.append("stop: not looked for, as the answer is of a form, whose end is its own")
-    found = _retrieved(settings, talk, documents, notes)
+    chunks = _retrieved(settings, talk, documents, notes)
     retrieve_seconds = time.perf_counter() - start
-    if not any(found) and (settings.kb is not None or documents is not None):
+    if not any(chunks) and (settings.kb is not None or documents is not None):
         notes += _on_nothing(settings, documents is None)
     if verbatim:
         prompt, members, said = verbatim_prompt(ask, model, settings.method, talk, settings.encode)
         notes += said
     else:
-        prompt, members = _laid_out(settings, talk, found)
+        prompt, members = _laid_out(settings, talk, chunks)
     again = functools.partial(prepare, settings, question, documents, sampling)
-    if not any(found) and not (verbatim and members):
+    if not any(chunks) and not (verbatim and members):
         settings = dataclasses.replace(settings, method=for_no_chunks(settings.method, ask))
     method, kb, kept = settings.method, settings.kb, ask.prefix_cache
     if verbatim and ask.plain == "passages" and kept is None:
@@ -291,7 +291,7 @@ def prepare(
         ask = dataclasses.replace(ask, plain="off")
     if documents is not None and ask.unanswerable != "ask":
         ask = dataclasses.replace(ask, unanswerable="ask")
-    members = numbered(members, found[-1])
+    members = numbered(members, chunks[-1])
     prompt, members = _behind_others(settings, members, prompt)
     if prompt.neighbours is not None and any(member.chunk_id is None for member in members):
         notes += on_neighbours(settings.neighbours, settings.kb)
@@ -413,7 +413,7 @@ def _laid_out(
         asked = template.conversation(tokenizer, texts, talk.system)
     else:  # token ids are put as they are: no template, as there may be no tokenizer
         ids = [given_chunk("question", question, model).ids for question in talk.questions]
-        asked = [QuestionIds(none, one, (0, len(one))) for one in ids]
+        asked = [QuestionIds(none, question_ids, (0, len(question_ids))) for question_ids in ids]
     answers = [
         given_chunk("an answer", it, model).ids if not isinstance(it, str) or it.strip() else none
         for it in settings.one_by_one(talk.answers)

@@ -39,7 +39,7 @@ def _where(given: Any, count: list[int], depth: int) -> dict[str, Any]:
         inner = given.get("filters")
         if not isinstance(inner, list) or not inner:
             raise _wrong(inner, f'a list of filters in "filters" of {kind!r}')
-        return {f"${kind}": [_where(one, count, depth + 1) for one in inner]}
+        return {f"${kind}": [_where(item, count, depth + 1) for item in inner]}
     key, value = given.get("key"), given.get("value")
     if not isinstance(key, str) or key.startswith("$"):
         raise _wrong(key, 'the name of an attribute in "key"')
@@ -47,7 +47,7 @@ def _where(given: Any, count: list[int], depth: int) -> dict[str, Any]:
         if not isinstance(value, list) or len(value) > _MOST:
             raise _wrong(value, f"a list of at most {_MOST} values for {kind!r}")
         if kind == "nin":  # an empty list rules nothing out
-            return {"$and": [{key: {"$ne": one}} for one in value]} if value else {}
+            return {"$and": [{key: {"$ne": item}} for item in value]} if value else {}
     return {key: {f"${kind}": value}}
 
 

@@ -225,21 +225,21 @@ class Tenants:
             every = (EVERY,)
             return Access("", Tenant(), self.salt(""), every, every, "write", True)
         given = hashlib.sha256((key or "").encode("utf-8", "surrogatepass")).hexdigest()
-        found = None
+        owner = None
         for known in self._file.keys:
             if hmac.compare_digest(known.sha256, given):
-                found = known
-        if key is None or found is None:
+                owner = known
+        if key is None or owner is None:
             return None
         return Access(
-            found.tenant,
-            self.limits(found.tenant),
-            self.salt(found.tenant),
-            found.read,
-            found.write,
-            found.documents,
-            found.admin,
-            found.groups,
+            owner.tenant,
+            self.limits(owner.tenant),
+            self.salt(owner.tenant),
+            owner.read,
+            owner.write,
+            owner.documents,
+            owner.admin,
+            owner.groups,
         )
 
     def share(self, exchange: Callable[[Any], list[Any]]) -> None:

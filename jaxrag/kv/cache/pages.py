@@ -169,24 +169,24 @@ class PageAllocator:
 
     def subscribe(self, key: str) -> CachedChunk | None:
         """Map a resident chunk, or wait for a loading one; None when it is neither."""
-        found = self._chunks.get(key)
-        if found is not None:
+        chunk = self._chunks.get(key)
+        if chunk is not None:
             if self._unpinned.discard(key):
-                self._pin(found.pages)
+                self._pin(chunk.pages)
             self._heat.use(key)
-            found.ref_count += 1
-        return found
+            chunk.ref_count += 1
+        return chunk
 
     def release(self, key: str) -> None:
         """A request no longer maps this chunk; it stays resident until space is needed.
 
         One that is loading goes on loading, and is resident and unpinned once it is there.
         """
-        found = self._chunks.get(key)
-        if found is not None:
-            assert found.ref_count > 0, f"chunk {key} is released more often than it was mapped"
-            found.ref_count -= 1
-            self._unpin(key, found)
+        chunk = self._chunks.get(key)
+        if chunk is not None:
+            assert chunk.ref_count > 0, f"chunk {key} is released more often than it was mapped"
+            chunk.ref_count -= 1
+            self._unpin(key, chunk)
 
     def evict(self, key: str) -> None:
         """Drop a resident chunk that no request maps."""
@@ -207,17 +207,17 @@ class PageAllocator:
 
     def complete(self, key: str, tokens: int, dropped: HostArray | None = None) -> None:
         """The KV of a loading chunk lies in its pages, but for the tokens that were ``dropped``."""
-        found = self._chunks[key]
-        assert not found.ready, f"chunk {key} is not loading"
-        found.tokens, found.ready, found.dropped = tokens, True, dropped
-        self._unpin(key, found)
+        chunk = self._chunks[key]
+        assert not chunk.ready, f"chunk {key} is not loading"
+        chunk.tokens, chunk.ready, chunk.dropped = tokens, True, dropped
+        self._unpin(key, chunk)
 
     def abandon(self, key: str) -> None:
         """A loading chunk, which no request waits for any more, will not come."""
-        found = self._chunks.pop(key)
-        assert not found.ready and not found.ref_count, f"chunk {key} is resident or waited for"
-        self._pin([it for it in found.pages if it < 0], -1)
-        self.free(found.pages)
+        chunk = self._chunks.pop(key)
+        assert not chunk.ready and not chunk.ref_count, f"chunk {key} is resident or waited for"
+        self._pin([it for it in chunk.pages if it < 0], -1)
+        self.free(chunk.pages)
 
     def check(self, owned: Iterable[int] = ()) -> None:
         """AssertionError unless every page is free, of one chunk, or among those owned, once.

@@ -190,11 +190,11 @@ class ChunkStore(KVStore):
         space = self._everything
         census = self._census(space)
         if census is None:
-            for found in space.find_all():
-                if isinstance(found, Record):
-                    yield found.key, Seen.of(found)
+            for lookup in space.find_all():
+                if isinstance(lookup, Record):
+                    yield lookup.key, Seen.of(lookup)
                 else:
-                    yield "", found
+                    yield "", lookup
             return
         for part in PARTS:
             times = census.times(part)
@@ -220,16 +220,16 @@ class ChunkStore(KVStore):
         ledger, space = self._anyones.ledger, self._everything
         known = None if ledger is None or space.sealer is not None else ledger.counted()
         if known is None:
-            found = Sums()
+            sums = Sums()
             for _, stored in self.seen():
                 if isinstance(stored, Seen):
-                    found.add(stored)
-            return found
-        found, changing = known
+                    sums.add(stored)
+            return sums
+        sums, changing = known
         for record in space.find(changing).values():
             if isinstance(record, Record):
-                found.add(Seen.of(record))
-        return found
+                sums.add(Seen.of(record))
+        return sums
 
     @property
     def _everything(self) -> Namespace:

@@ -97,10 +97,10 @@ class Sums:
         of = [(self.encoders, stored.encoder, stored.nbytes)]
         of += [(self.aux, name, nbytes) for name, nbytes in stored.aux.items()]
         for sums, name, nbytes in of:
-            one = sums.setdefault(name, Sum())
-            one.chunks += chunks
-            one.tokens += chunks * stored.tokens
-            one.nbytes += chunks * nbytes
+            own = sums.setdefault(name, Sum())
+            own.chunks += chunks
+            own.tokens += chunks * stored.tokens
+            own.nbytes += chunks * nbytes
 
 
 class Ledger:
@@ -174,19 +174,19 @@ class Ledger:
                 (parts,) = connection.execute("SELECT COUNT(*) FROM counted").fetchone()
                 if parts < len(PARTS):
                     return None
-                found = Sums()
+                totals = Sums()
                 for kind, name, *numbers in connection.execute(
                     "SELECT * FROM sums WHERE chunks > 0"
                 ):
-                    sums = found.encoders if kind == "encoder" else found.aux
+                    sums = totals.encoders if kind == "encoder" else totals.aux
                     sums[name] = Sum(*numbers)
                 changing = "SELECT DISTINCT key FROM changing"
                 keys = [name.hex() for (name,) in connection.execute(changing)]
                 for encoder, tokens, nbytes, aux in connection.execute(
                     f"SELECT encoder, tokens, nbytes, aux FROM records WHERE key IN ({changing})"
                 ).fetchall():
-                    found.add(Seen(tokens, nbytes, encoder, json.loads(aux)), -1)
-                return found, keys
+                    totals.add(Seen(tokens, nbytes, encoder, json.loads(aux)), -1)
+                return totals, keys
 
     def check(self) -> None:
         """Hold the notes against the folders, and read the records of what differs.

@@ -176,12 +176,12 @@ class ReadThrough(StoreWrapper):
 
     def _copy(self, key: str) -> Lookup:
         """The record of a copy of what the remote store holds, or why there is none."""
-        found = self.remote.find([key])[key]
+        record = self.remote.find([key])[key]
         limit = self.local.max_bytes
-        if not isinstance(found, Record) or (limit is not None and found.nbytes > limit):
-            return found
+        if not isinstance(record, Record) or (limit is not None and record.nbytes > limit):
+            return record
         try:
-            gone = self.local.copy_in(found, self.remote)
+            gone = self.local.copy_in(record, self.remote)
         except StoreError as error:  # one of the two: reading the remote store will tell which
             if not self._told:
                 self._told = True
@@ -199,11 +199,11 @@ def _retry(
 ) -> None:
     """Load what some places of ``requests`` ask for by these records, and note the answers."""
     again = {
-        index: dataclasses.replace(requests[index], record=found)
-        for index, found in records.items()
-        if isinstance(found, Record)
+        index: dataclasses.replace(requests[index], record=record)
+        for index, record in records.items()
+        if isinstance(record, Record)
     }
     results = store._load(list(again.values()))
     answers_of = dict(zip(again, results, strict=True))
-    for index, found in records.items():
-        answers[index] = answers_of[index] if isinstance(found, Record) else found
+    for index, record in records.items():
+        answers[index] = answers_of[index] if isinstance(record, Record) else record

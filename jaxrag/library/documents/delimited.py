@@ -59,9 +59,9 @@ def read_table(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]
     try:
         form = _form(text, file)
         with contextlib.suppress(UnicodeError):  # said where the rows are read
-            for found in _rows(text, file, form):
-                if isinstance(found, _Row) and len(found.cells) == len(found.names):
-                    for name, it in zip(found.names, found.cells, strict=True):
+            for row in _rows(text, file, form):
+                if isinstance(row, _Row) and len(row.cells) == len(row.names):
+                    for name, it in zip(row.names, row.cells, strict=True):
                         columns.setdefault(name, Column()).see(it)
         yield from _documents(_rows(text, file, form), columns, file)
     except UnicodeError:
@@ -330,17 +330,17 @@ def _documents(
     rows: Iterator[_Row | BadDocument], columns: Mapping[str, Column], file: File
 ) -> Iterator[Document | BadDocument]:
     left_out = file.left_out  # of the file, which the first document says
-    for found in rows:
-        if isinstance(found, BadDocument):
-            yield found
+    for row in rows:
+        if isinstance(row, BadDocument):
+            yield row
             continue
         try:
-            yield _document(found, columns, file, left_out)
+            yield _document(row, columns, file, left_out)
             left_out = LeftOut()
         except DocumentError as error:
-            yield file.bad(error, found.where)
+            yield file.bad(error, row.where)
         except (KeyError, ValueError):  # not of the columns' types, which were found just before
-            yield file.bad("changed while the file was read; add it again", found.where)
+            yield file.bad("changed while the file was read; add it again", row.where)
 
 
 def _document(row: _Row, columns: Mapping[str, Column], file: File, left_out: LeftOut) -> Document:
@@ -365,8 +365,8 @@ def _document(row: _Row, columns: Mapping[str, Column], file: File, left_out: Le
     values = {name: value for name, value in values.items() if value is not None}
     field = text_column or "text"
     values[field] = "\n\n".join(it for it in (text, " | ".join(shown)) if it.strip())
-    found = document_from_mapping(values, file.name + row.where, file.reported, field)
+    document = document_from_mapping(values, file.name + row.where, file.reported, field)
     if "id" in values:  # with the name of its file before it: every export numbers from 1
-        found = dataclasses.replace(found, id=f"{file.name}/{found.id}")
+        document = dataclasses.replace(document, id=f"{file.name}/{document.id}")
     left_out.add("bytes that cannot be decoded", count=sum(count for _, count in whole))
-    return dataclasses.replace(found, metadata={**found.metadata, **left_out.metadata()})
+    return dataclasses.replace(document, metadata={**document.metadata, **left_out.metadata()})

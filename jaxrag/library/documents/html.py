@@ -133,17 +133,17 @@ def _parsed(page: str) -> Any:
 
 
 def _metadata_of(root: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
     if lang := (root.get("lang") or "").strip():
-        found["lang"] = lang[:_META_CHARACTERS]
+        metadata["lang"] = lang[:_META_CHARACTERS]
     for element in root.iter("meta"):
         name = (element.get("name") or "").strip().lower()
         content = _SPACE.sub(" ", element.get("content") or "").strip()
-        if not name or not content or name in _META_OF_DISPLAY or len(found) >= _META:
+        if not name or not content or name in _META_OF_DISPLAY or len(metadata) >= _META:
             continue
-        if name not in found and max(len(name), len(content)) <= _META_CHARACTERS:
-            found[name] = typed(content)
-    return found
+        if name not in metadata and max(len(name), len(content)) <= _META_CHARACTERS:
+            metadata[name] = typed(content)
+    return metadata
 
 
 def text_of(root: Any, left_out: LeftOut) -> tuple[str, str]:

@@ -90,34 +90,34 @@ def general(value: float) -> str:
 
 @functools.lru_cache(1 << 10)
 def _sections(code: str) -> tuple[_Section, ...]:
-    found: list[list[_Part]] = [[]]
+    sections: list[list[_Part]] = [[]]
     conditions: list[tuple[str, float] | None] = [None]
     for match in _PART.finditer(code or "General"):
         kind, text = match.lastgroup, match[0]
         if kind is None:  # room of the width of a character, or filled with it
-            found[-1].append(_Part("space", " " if text[0] == "_" else ""))
+            sections[-1].append(_Part("space", " " if text[0] == "_" else ""))
         elif kind == "bracket":
             inner = match["bracket"]
             if condition := _CONDITION.fullmatch(inner):
                 conditions[-1] = condition[1], float(condition[2])
             elif _ELAPSED.fullmatch(inner):
-                found[-1].append(_Part("elapsed", inner.lower()))
+                sections[-1].append(_Part("elapsed", inner.lower()))
             elif inner.startswith("$"):
-                found[-1].append(_Part("literal", inner[1:].partition("-")[0]))
+                sections[-1].append(_Part("literal", inner[1:].partition("-")[0]))
         elif kind in ("quoted", "escaped"):
-            found[-1].append(_Part("literal", match[kind]))
+            sections[-1].append(_Part("literal", match[kind]))
         elif text == ";":
-            found.append([])
+            sections.append([])
             conditions.append(None)
         elif text == "@":
-            found[-1].append(_Part("text", ""))
+            sections[-1].append(_Part("text", ""))
         elif kind == "time":
-            found[-1].append(_Part("time", text.lower()))
+            sections[-1].append(_Part("time", text.lower()))
         else:
-            found[-1].append(_Part(kind, "" if kind == "general" else text))
+            sections[-1].append(_Part(kind, "" if kind == "general" else text))
     return tuple(
         _Section(tuple(parts), condition, frozenset(part.kind for part in parts))
-        for parts, condition in zip(found, conditions, strict=True)
+        for parts, condition in zip(sections, conditions, strict=True)
     )
 
 

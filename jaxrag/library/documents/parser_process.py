@@ -65,12 +65,12 @@ def _messages(job: dict[str, Any], cut: Cutter | None) -> Iterator[dict[str, Any
     filename, options = job["filename"], ReadOptions(**job["options"])
     try:
         with open(job["path"], "rb") as stream:
-            for found in read_open(stream, filename, job["name"], options, job["reported"]):
-                if isinstance(found, BadDocument):
-                    yield {"bad": dataclasses.asdict(found)}
+            for document in read_open(stream, filename, job["name"], options, job["reported"]):
+                if isinstance(document, BadDocument):
+                    yield {"bad": dataclasses.asdict(document)}
                     continue
                 try:
-                    yield {"document": _described(found, cut, job["chunking"])}
+                    yield {"document": _described(document, cut, job["chunking"])}
                 except DocumentError as error:
                     yield {"bad": {"source": filename, "reason": str(error)}}
     except OSError as error:

@@ -308,12 +308,12 @@ def _mended(texts: Sequence[str]) -> list[str]:
     words = itertools.chain.from_iterable(map(_JOINED.findall, texts))
     kept = {pair for word in words for pair in itertools.pairwise(word.split("-"))}
 
-    def mended(found: re.Match[str]) -> str:
-        before, after = found[1], found[2]
+    def mended(match: re.Match[str]) -> str:
+        before, after = match[1], match[2]
         if (before[-1] + after[0]).isdigit() or (before, after) in kept:
             return f"{before}-{after}"
         whole_word = (before[-1] + after[0]).islower() or (before + after).isupper()
-        return before + after if whole_word else found[0]
+        return before + after if whole_word else match[0]
 
     return [_CUT.sub(mended, text) for text in texts]
 

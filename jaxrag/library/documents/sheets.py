@@ -93,11 +93,11 @@ class _Sheet:
 
         class Parser(WorkSheetParser):
             def parse_cell(self, element: Any) -> dict[str, Any]:
-                found: dict[str, Any] = super().parse_cell(element)
-                computed = found["value"] is not None or element.get("t") == "str"
+                parsed: dict[str, Any] = super().parse_cell(element)
+                computed = parsed["value"] is not None or element.get("t") == "str"
                 if not computed and element.find(FORMULA_TAG) is not None:
-                    uncomputed.append((found["row"], found["column"]))
-                return found
+                    uncomputed.append((parsed["row"], parsed["column"]))
+                return parsed
 
         cells: Cells = {}
         with self._sheet._get_source() as source:
@@ -159,23 +159,23 @@ class _Sheet:
 
         references = [getattr(getattr(parser, "auto_filter", None), "ref", None)]
         archive, rels = self._book._archive, get_rels_path(self._sheet._worksheet_path)
-        for found in get_dependents(archive, rels) if rels in archive.namelist() else ():
-            if found.Type.endswith("/table") and found.target in archive.namelist():
-                table = fromstring(archive.read(found.target))
+        for relation in get_dependents(archive, rels) if rels in archive.namelist() else ():
+            if relation.Type.endswith("/table") and relation.target in archive.namelist():
+                table = fromstring(archive.read(relation.target))
                 if table.get("headerRowCount") != "0":
                     references.append(table.get("ref"))
         for reference in filter(None, references):
             yield range_boundaries(reference)[1]
 
-    def _cell(self, found: Mapping[str, Any]) -> TableCell:
-        code, strong = self._style(found["style_id"])
-        value = found["value"]
+    def _cell(self, parsed: Mapping[str, Any]) -> TableCell:
+        code, strong = self._style(parsed["style_id"])
+        value = parsed["value"]
         if isinstance(value, bool):
             return TableCell("TRUE" if value else "FALSE", "bool", strong)
         if isinstance(value, int | float):
             text, kind = number_formats.shown(value, code, self._book.epoch.year == 1904)
             if not text:
-                where = self._where(found["row"], found["column"])
+                where = self._where(parsed["row"], parsed["column"])
                 self._file.left_out.add("values hidden by the format", where)
             return TableCell(text, kind, strong)
         if isinstance(value, list):  # text of several fonts

@@ -278,13 +278,13 @@ def _names(rows: Sequence[TableLine], width: int, marked: int | None) -> tuple[d
             above = line[column].text if column in line else above if fills else ""
             if above and above not in names[column][-1:]:
                 names[column].append(above)
-    found = {column: " ".join(texts) for column, texts in sorted(names.items()) if texts}
+    titles = {column: " ".join(texts) for column, texts in sorted(names.items()) if texts}
     if marked:
-        return found, count
-    distinct = len(set(found.values())) == len(found) > 1
-    short = all(len(name) <= _LONGEST_NAME for name in found.values())
+        return titles, count
+    distinct = len(set(titles.values())) == len(titles) > 1
+    short = all(len(name) <= _LONGEST_NAME for name in titles.values())
     if distinct and short and _is_header(head, _first_part(body), width):
-        return found, count
+        return titles, count
     return {}, 0
 
 
@@ -339,7 +339,7 @@ def _is_header(head: Sequence[TableLine], body: Sequence[TableLine], width: int)
         return not all(it.strong for it in body[0].values())
     typed = _typed(body)
     body = body[: _notes_begin(body, typed)]
-    kinds = {c: {typed.get(c, it) for it in found} for c, found in _kinds(body).items()}
+    kinds = {c: {typed.get(c, it) for it in below_kinds} for c, below_kinds in _kinds(body).items()}
     years = [column for column, it in last.items() if is_year(it.text)]
     for column, it in last.items():
         if column in years:
@@ -347,9 +347,9 @@ def _is_header(head: Sequence[TableLine], body: Sequence[TableLine], width: int)
                 return False
         elif it.kind != "text" and it.kind in kinds.get(column, ()):
             return False
-    found = [kinds.get(column, set()) for column in last if column not in years]
-    alike = any(len(it) == 1 and it != {"text"} for it in found)
-    mixed = any(len(it - {"code"}) > 1 for it in found)
+    below_kinds = [kinds.get(column, set()) for column in last if column not in years]
+    alike = any(len(it) == 1 and it != {"text"} for it in below_kinds)
+    mixed = any(len(it - {"code"}) > 1 for it in below_kinds)
     common = _common(last)
     first = min(last)
     forms = sum(bool(_OF_FORMS.fullmatch(it[first].text)) for it in body[:_LONG] if first in it)
@@ -360,7 +360,7 @@ def _is_header(head: Sequence[TableLine], body: Sequence[TableLine], width: int)
     if 2 * common >= len(last) > 1:
         return True
     again = any(line.get(column) == it for column, it in last.items() for line in body[:_SAMPLE])
-    valued = bool(years) or any(it - {"text", "code"} for it in found)
+    valued = bool(years) or any(it - {"text", "code"} for it in below_kinds)
     is_form = 2 * forms >= len(body[:_LONG])
     return (valued or (not again and len(body) >= _LONG)) and len(last) > 1 and not is_form
 

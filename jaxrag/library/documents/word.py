@@ -324,15 +324,15 @@ class _Reader:
 
     def _sign(self, font: str | None, char: str | None) -> str:
         try:
-            found = symbol(font or "", int(char or "", 16))
+            sign = symbol(font or "", int(char or "", 16))
         except ValueError:
-            found = ""
-        self._file.left_out.add("symbols", count=not found)
-        return found
+            sign = ""
+        self._file.left_out.add("symbols", count=not sign)
+        return sign
 
     def _table(self, table: Any) -> Iterator[Block]:
         """The rows of a table; cells that are merged stand in each place that they take."""
-        found: list[list[tuple[int, TableCell]]] = []
+        lines: list[list[tuple[int, TableCell]]] = []
         above: TableLine = {}
         headers = 0
         for line in _children(table, f"{_W}tr"):
@@ -341,21 +341,21 @@ class _Reader:
             if _is_on(line, "trPr", "hidden"):
                 self._file.left_out.add("hidden rows")
                 continue
-            headers += _is_on(line, "trPr", "tblHeader") is not None and headers == len(found)
+            headers += _is_on(line, "trPr", "tblHeader") is not None and headers == len(lines)
             at = _count(line, "trPr", "gridBefore")
             cells: list[tuple[int, TableCell]] = []
             for node in _children(line, f"{_W}tc"):
                 merged = _value(node, "tcPr", "vMerge")
                 held = above.get(at) if merged in ("", "continue") else None
-                held = held or cell(self._in_cell(node), len(found) < _HEADERS and _is_strong(node))
+                held = held or cell(self._in_cell(node), len(lines) < _HEADERS and _is_strong(node))
                 for place in range(max(1, _count(node, "tcPr", "gridSpan", default=1))):
                     above[at + place] = held
                     if at + place >= _MOST_COLUMNS:
                         break
                     cells.append((at + place, held))
                 at = cells[-1][0] + 1 if cells else at
-            found.append(cells)
-        yield from table_blocks((dict(row) for row in found), headers or None)
+            lines.append(cells)
+        yield from table_blocks((dict(row) for row in lines), headers or None)
 
     def _in_cell(self, node: Any) -> str:
         """On one line. What tables in tables hold is split into words once only, as text."""

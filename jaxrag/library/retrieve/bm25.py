@@ -133,14 +133,14 @@ class BM25Index:
         else:
             self.connection.executemany(
                 "INSERT INTO postings VALUES (?, ?, ?)",
-                [(term, *posting) for term, found in by_term for posting in found],
+                [(term, *posting) for term, postings in by_term for posting in postings],
             )
         self.connection.executemany("INSERT INTO lengths VALUES (?, ?)", lengths)
         words = len(by_term) - self._count_known([term for term, _ in by_term])
         self.connection.executemany(
             "INSERT INTO terms VALUES (?, ?, ?) ON CONFLICT (term) DO UPDATE SET "
             "holders = holders + excluded.holders, weight = weight + excluded.weight",
-            [(term, len(found), _weight(found)) for term, found in by_term],
+            [(term, len(postings), _weight(postings)) for term, postings in by_term],
         )
         return IndexChange(sum(length for _, length in lengths), words)
 
@@ -161,13 +161,13 @@ class BM25Index:
         by_term, lengths = gathered(texts)
         if self.packed.is_there():
             distinct: dict[int, list[str]] = {chunk_id: [] for chunk_id in texts}
-            for term, found in by_term:
-                for chunk_id, _ in found:
+            for term, postings in by_term:
+                for chunk_id, _ in postings:
                     distinct[chunk_id].append(term)
             self.packed.remove(distinct)
         self.connection.executemany(
             "DELETE FROM postings WHERE term = ? AND chunk_id = ?",
-            [(term, chunk_id) for term, found in by_term for chunk_id, _ in found],
+            [(term, chunk_id) for term, postings in by_term for chunk_id, _ in postings],
         )
         self.connection.executemany(
             "DELETE FROM lengths WHERE chunk_id = ?", [row[:1] for row in lengths]
@@ -175,7 +175,7 @@ class BM25Index:
         known = self._count_known([term for term, _ in by_term])
         self.connection.executemany(
             "UPDATE terms SET holders = holders - ?, weight = weight - ? WHERE term = ?",
-            [(len(found), _weight(found), term) for term, found in by_term],
+            [(len(postings), _weight(postings), term) for term, postings in by_term],
         )
         self.connection.executemany(
             "DELETE FROM terms WHERE term = ? AND holders = 0", [row[:1] for row in by_term]
@@ -253,7 +253,7 @@ class BM25Index:
 
         Raises DamagedCatalogError where a term's postings are not those that were written.
         """
-        found = sizes or self._sizes()
+        totals = sizes or self._sizes()
         if version is None or version != self._seen.version or len(self._seen.terms) > _MOST_SEEN:
             self._seen.version, self._seen.terms, self._seen.allowed = version, {}, {}
         words = dict.fromkeys(terms(question))
@@ -261,11 +261,11 @@ class BM25Index:
         idf = {}
         for term in words:
             if holders := self._seen.terms[term][0]:
-                idf[term] = _idf(found.chunks, holders)
+                idf[term] = _idf(totals.chunks, holders)
         if not idf:
             return []
-        telling = _telling(idf, found.chunks)
-        mean_terms = found.terms / found.chunks
+        telling = _telling(idf, totals.chunks)
+        mean_terms = totals.terms / totals.chunks
         base, per_term = self.k1 * (1 - self.b), self.k1 * self.b / mean_terms
         if self.packed.blocks():
             scoring = BM25Weights(self.k1, base, per_term, _UNIT)
@@ -360,18 +360,18 @@ class BM25Index:
 
         Raises DamagedCatalogError where they are not those that were written.
         """
-        found = sorted((term, *sums) for term, sums in self._sums().items())
+        counts = sorted((term, *sums) for term, sums in self._sums().items())
         known = self.connection.execute(
             "SELECT term, holders, weight FROM terms ORDER BY term"
         ).fetchall()
-        if found != known:
-            term, *_ = min(set(found) ^ set(known))
+        if counts != known:
+            term, *_ = min(set(counts) ^ set(known))
             raise self._damaged(term)
-        return found
+        return counts
 
     def _sums(self) -> dict[str, tuple[int, int]]:
         """Of every term how many postings there are, and the sum that tells which."""
-        found: dict[str, tuple[int, int]] = {
+        sums: dict[str, tuple[int, int]] = {
             term: (holders, weight)
             for term, holders, weight in self.connection.execute(
                 f"SELECT term, {_POSTINGS} FROM postings WHERE {_BESIDE} GROUP BY term",
@@ -379,10 +379,10 @@ class BM25Index:
             )
         }
         for term, ids, counts in self.packed.all_postings():
-            holders, weight = found.get(term, (0, 0))
+            holders, weight = sums.get(term, (0, 0))
             weight += int((ids * (2 * counts + 1) & _LOW).sum())
-            found[term] = holders + len(ids), weight
-        return found
+            sums[term] = holders + len(ids), weight
+        return sums
 
     def count_unlike(self, texts: Iterable[tuple[int, str]]) -> int:
         """How many words and lengths are not those of the chunks' texts: (id, text), ascending."""
@@ -498,12 +498,12 @@ class BM25Snapshot:
         rows = np.concatenate([self.rows[part] for part in parts])
         weights = np.concatenate([self.weights[part] for part in parts])
         scores = np.bincount(rows, weights, chunks)
-        found = np.flatnonzero(scores > 0)
-        if len(found) > k:
-            least = np.partition(scores[found], len(found) - k)[len(found) - k]
-            found = found[scores[found] >= least]
-        found = found[np.lexsort((found, -scores[found]))][:k]
-        return [Found(int(self.chunk_ids[row]), float(scores[row]) / _UNIT) for row in found]
+        best = np.flatnonzero(scores > 0)
+        if len(best) > k:
+            least = np.partition(scores[best], len(best) - k)[len(best) - k]
+            best = best[scores[best] >= least]
+        best = best[np.lexsort((best, -scores[best]))][:k]
+        return [Found(int(self.chunk_ids[row]), float(scores[row]) / _UNIT) for row in best]
 
 
 def _by_term(rows: Iterable[Any]) -> dict[str, tuple[int, int]]:

@@ -214,12 +214,12 @@ class VectorIndex:
             return ids, scores
         with _errors(self._folder):
             if self.exact:
-                found = self._compare_all(queries, k, allowed)
+                hits = self._compare_all(queries, k, allowed)
             elif allowed is None:
-                found = self._ask(queries, k, self._partitions())
+                hits = self._ask(queries, k, self._partitions())
             else:
-                found = self._ask_for_allowed(queries, k, allowed)
-        for query, (named, score) in enumerate(found):
+                hits = self._ask_for_allowed(queries, k, allowed)
+        for query, (named, score) in enumerate(hits):
             best = np.lexsort((named, -score))[:k]
             ids[query, : len(best)], scores[query, : len(best)] = named[best], score[best]
         return ids, scores
@@ -363,13 +363,13 @@ class VectorIndex:
             return self._ask(queries, k, self._partitions(), among(allowed))
         while True:
             partitions = None if limit >= count else math.ceil(_DEEPER * self._partitions())
-            found = []
+            hits = []
             for named, score in self._ask(queries, min(limit, count), partitions):
                 place = np.minimum(np.searchsorted(allowed, named), len(allowed) - 1)
                 keep = allowed[place] == named
-                found.append((named[keep], score[keep]))
-            if limit >= count or all(len(named) >= k for named, _ in found):
-                return found
+                hits.append((named[keep], score[keep]))
+            if limit >= count or all(len(named) >= k for named, _ in hits):
+                return hits
             limit *= 4
 
     def _partitions(self) -> int:

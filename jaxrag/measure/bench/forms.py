@@ -72,16 +72,16 @@ def measure_forms(config: ModelConfig, seed: int = 0) -> tuple[Forms, list[Measu
         ("layers of few rows", layers, _layers(config, seed)),
         ("one row in bfloat16", row, _single_row(config, seed)),
     ]
-    found, measured = default, []
+    chosen, measured = default, []
     with progress_bar(len(choices), "forms", "choice") as bar:
         for choice, candidates, make in choices:
             each = {name: dataclasses.replace(default, **it) for name, it in candidates.items()}
             [usual] = [name for name, it in each.items() if it == default]
             taken, seconds = _fastest({it: _traced(make, each[it]) for it in each}, usual)
-            found = dataclasses.replace(found, **candidates[taken])
+            chosen = dataclasses.replace(chosen, **candidates[taken])
             measured.append(MeasuredForm(choice, seconds, taken))
             bar.update()
-    return found, measured
+    return chosen, measured
 
 
 def _with(dtypes: tuple[str, ...], dtype: str, within: bool) -> tuple[str, ...]:

@@ -98,10 +98,10 @@ def run(options: TimelineOptions) -> dict[str, Any]:
 def _words(rng: np.random.Generator) -> list[str]:
     """A thousand words without the letters that names of documents have."""
     syllables = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]
-    found: dict[str, None] = {}
-    while len(found) < 1000:
-        found["".join(rng.choice(syllables, 3))] = None
-    return list(found)
+    words: dict[str, None] = {}
+    while len(words) < 1000:
+        words["".join(rng.choice(syllables, 3))] = None
+    return list(words)
 
 
 def _written(directory: Path, words: Sequence[str]) -> str:
@@ -202,11 +202,11 @@ class _Client:
 
 def phases(sent: float, moments: Mapping[str, float]) -> dict[str, float]:
     """Seconds of every phase; a moment that was not, or came early, ends a phase of none."""
-    found, now = {}, sent
+    seconds, now = {}, sent
     for name, end in PHASES:
-        found[name] = max(moments.get(end, now) - now, 0.0)
-        now += found[name]
-    return found
+        seconds[name] = max(moments.get(end, now) - now, 0.0)
+        now += seconds[name]
+    return seconds
 
 
 def _ask_all(
@@ -225,13 +225,13 @@ def _ask_all(
             for hit, tier in ((STORE, "store"), (POOL, "pool")):
                 asked = [chosen[it] for it in rng.permutation(len(chosen))]
                 more = rng.choice(words, _QUESTION_WORDS)
-                one = client.ask(" ".join([*asked, *more]))
+                trace = client.ask(" ".join([*asked, *more]))
                 least = options.chunks * (options.chunk_tokens - 64)
                 if number < _WARM:
                     continue
-                if one.tokens_from[tier] < least:
-                    raise RequestError(f"{hit}: expected {least} tokens of it, {one.tokens_from}")
-                timed[hit].append(one)
+                if trace.tokens_from[tier] < least:
+                    raise RequestError(f"{hit}: expected {least} tokens of it, {trace.tokens_from}")
+                timed[hit].append(trace)
             bar.update()
     return {hit: _summary(them) for hit, them in timed.items()}
 

@@ -46,10 +46,10 @@ def ask_all[Item: HasId](
       unit: what an item is called.
     """
     shard = shard or Shard()
-    found = {line["id"]: line for line in there}
+    lines = {line["id"]: line for line in there}
     with answers:
         own = [it for at, it in enumerate(items) if shard.holds_line(at)]
-        waiting = [it for it in own if it.id not in answers.done and it.id not in found]
+        waiting = [it for it in own if it.id not in answers.done and it.id not in lines]
         done = len(own) - len(waiting)
         ended: list[float] = []
         with progress_bar(len(own), "eval", unit, shown=progress, done=done) as bar:
@@ -63,8 +63,8 @@ def ask_all[Item: HasId](
                     left = len(waiting) - len(ended)
                     text = _forecast((ended[2] - ended[0]) / 2, left, unit)
                     told(text, shown=progress and bool(text))
-    found |= {line["id"]: line for line in lines_of(answers.path)}
-    return [(item, found[item.id]) for item in items if item.id in found]
+    lines |= {line["id"]: line for line in lines_of(answers.path)}
+    return [(item, lines[item.id]) for item in items if item.id in lines]
 
 
 def _forecast(seconds: float, left: int, unit: str) -> str:

@@ -351,9 +351,9 @@ class Tally:
     def measured(self, ratio: float, chunk_tokens: int, target: Target) -> Measured:
         """What a gate says of it, of prompts with so many chunk tokens."""
         tokens = np.concatenate(self.agree)
-        agreement = share(tokens, np.repeat(self.question, [len(one) for one in self.agree]))
+        agreement = share(tokens, np.repeat(self.question, [len(agreed) for agreed in self.agree]))
         # The greedy answer is full attention's where every forced choice is.
-        answers = share(np.array([one.all() for one in self.agree]), np.array(self.question))
+        answers = share(np.array([agreed.all() for agreed in self.agree]), np.array(self.question))
         assert agreement is not None and answers is not None
         kl = sum(self.kl) / len(tokens)
         return Measured(

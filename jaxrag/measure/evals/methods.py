@@ -96,8 +96,8 @@ def _answer(pool: Pool, method: Method, batch_size: int, bar: "tqdm[Any]") -> An
     )
 
 
-def _cell(one: MethodCell, asked: AskedSamples, answers: Mapping[Method, Answers]) -> Cell:
-    own = answers[one.served]
+def _cell(cell: MethodCell, asked: AskedSamples, answers: Mapping[Method, Answers]) -> Cell:
+    own = answers[cell.served]
     full, reuse = (answers[reference.served] for reference in REFERENCES)
     counts = [result.counts for result in own.results]
     total = sum(sum(each.values()) for each in counts)
@@ -111,5 +111,5 @@ def _cell(one: MethodCell, asked: AskedSamples, answers: Mapping[Method, Answers
         "encoded_tokens": sum(each["encoded"] for each in counts),
         "flops": float(np.mean([result.flops for result in own.results])),
     }
-    labels = {"method": one.name, "encoder": one.method.encoder, "ratio": one.ratio}
+    labels = {"method": cell.name, "encoder": cell.method.encoder, "ratio": cell.ratio}
     return Cell(labels, {"exact_match": own.exact_match, "f1": own.f1}, more)

@@ -222,16 +222,16 @@ def evaluate(
         answers = AnswerFile(kept or Path(folder) / "items.jsonl", made_with)
         ask_one = functools.partial(answers_to, answerer)
         lines = ask_all(ask_one, list(map(_item, probes)), answers, progress=progress)
-    one = next(iter(settings.values()))
+    first = next(iter(settings.values()))
     notes = dict.fromkeys(note for way in settings.values() for note in _notes(way, questions))
     return Evaluation(
         items=tuple(zip(probes, (dict(line) for _, line in lines), strict=True)),
         methods={name: _asked(way.method) for name, way in settings.items()},
         about={
-            "template": one.template.name,
-            "k": one.ask.k,
-            "max_new_tokens": one.ask.max_new_tokens,
-            "answer_tokens": one.ask.max_new_tokens,
+            "template": first.template.name,
+            "k": first.ask.k,
+            "max_new_tokens": first.ask.max_new_tokens,
+            "answer_tokens": first.ask.max_new_tokens,
         },
         notes=tuple(notes),
     )

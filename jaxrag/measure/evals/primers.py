@@ -160,13 +160,13 @@ def primers_of(kb: KnowledgeBase, named: Sequence[str]) -> dict[str, Primer]:
     measured = {text: primer_named(text) for text in (*config_names("primers"), *named)}
     if kb.primer is not None:
         measured[f"{kb.primer.name}, as kept"] = kb.primer
-    found: dict[str, Primer] = {}
+    distinct: dict[str, Primer] = {}
     others = {FULL.name, *UNPRIMED}  # that rows are called by
-    for text, one in measured.items():
-        one.check_model(kb.model_digest, kb.config)
-        if not any(one.same(other) for other in found.values()):
-            found[text if one.name in found.keys() | others else one.name] = one
-    return found
+    for text, primer in measured.items():
+        primer.check_model(kb.model_digest, kb.config)
+        if not any(primer.same(other) for other in distinct.values()):
+            distinct[text if primer.name in distinct.keys() | others else primer.name] = primer
+    return distinct
 
 
 def _prepared(

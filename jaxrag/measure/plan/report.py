@@ -47,10 +47,10 @@ def plan_tables(record: dict[str, Any]) -> list[Table]:
 def _stored(record: dict[str, Any]) -> Table:
     corpus, model = record["settings"]["corpus"], record["model"]
     rows = [["method", "stored", "after a year"]]
-    for one in record["methods"]:
-        if not one["corpus_bytes"]:
+    for row in record["methods"]:
+        if not row["corpus_bytes"]:
             continue
-        rows.append([one["method"], _sized(one["corpus_bytes"]), _sized(one["grown_bytes"])])
+        rows.append([row["method"], _sized(row["corpus_bytes"]), _sized(row["grown_bytes"])])
     title = (
         f"stored KV of {corpus['chunks']:,} chunks of {corpus['chunk_tokens']} tokens, "
         f"{_sized(model['stored_bytes_per_token'])} a token ({record['settings']['stored']})"

@@ -52,14 +52,14 @@ def named_delimiters(text: str, patterns: Mapping[str, str]) -> dict[str, list[S
     what
     follows: there the delimiter is empty, and stands before it.
     """
-    found: dict[str, list[Span]] = {}
+    by_kind: dict[str, list[Span]] = {}
     for name, pattern in patterns.items():
         kind = re.compile(pattern, FLAGS)
         matches = list(_scan(kind, text))
         if "number" in kind.groupindex:
-            found[name] = _numbered(text, matches)
+            by_kind[name] = _numbered(text, matches)
             continue
-        spans = found[name] = []
+        spans = by_kind[name] = []
         for match in matches:
             start = match.start()
             for group in range(1, match.re.groups + 1):
@@ -67,7 +67,7 @@ def named_delimiters(text: str, patterns: Mapping[str, str]) -> dict[str, list[S
                     spans.append((start, match.start(group)))
                     start = match.end(group)
             spans.append((start, match.end()))
-    return found
+    return by_kind
 
 
 def _numbered(text: str, matches: Sequence[re.Match[str]]) -> list[Span]:
@@ -156,17 +156,17 @@ def with_lines_above(text: str, delimiters: Sequence[Span], rules: PassageRules)
 
     So a name that no rule knows belongs to the delimiter: `Source ID [17]:` above `Text: `.
     """
-    found = list(delimiters)
+    grown = list(delimiters)
     for _ in range(_LINES_ABOVE):
-        runs = [run for run in _runs(text, found) if _size(text, (run[1], run[2])) >= rules.least]
+        runs = [run for run in _runs(text, grown) if _size(text, (run[1], run[2])) >= rules.least]
         lines = [_line_above(text, start) for start, _, _ in runs]
         shapes = [_shape(text[start:end]) for start, end in lines]
         alike = {it for it, count in Counter(shapes).items() if it and 2 * count > len(shapes) > 2}
         more = {line for line, shape in zip(lines, shapes, strict=True) if shape in alike}
         if not more:
             break
-        found = sorted({*found, *more})
-    return found
+        grown = sorted({*grown, *more})
+    return grown
 
 
 def _runs(text: str, delimiters: Sequence[Span]) -> Iterator[tuple[int, int, int]]:
@@ -246,12 +246,12 @@ def _counted(text: str, apart: int) -> Iterator[set[Span]]:
 def _chain(labels: Sequence[tuple[int, Span]], apart: int) -> list[Span]:
     """Labels that count up from the first; those between are of passages."""
     (number, span), *others = labels
-    found = [span]
+    chain = [span]
     for other, its in others:
-        if other == number + 1 and its[0] - found[-1][1] >= apart:
+        if other == number + 1 and its[0] - chain[-1][1] >= apart:
             number = other
-            found.append(its)
-    return found
+            chain.append(its)
+    return chain
 
 
 def _tags(text: str, apart: int) -> Iterator[list[Span]]:

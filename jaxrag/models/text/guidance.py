@@ -160,16 +160,16 @@ def _width(schema: Any) -> int:
     """Properties that may be left out, wherever they are, and twice the branches."""
     width, rest = 0, [schema]
     while rest:
-        one = rest.pop()
-        if isinstance(one, list):
-            rest += one
-        if not isinstance(one, dict):
+        node = rest.pop()
+        if isinstance(node, list):
+            rest += node
+        if not isinstance(node, dict):
             continue
-        rest += one.values()
-        named, needed = one.get("properties"), one.get("required")
+        rest += node.values()
+        named, needed = node.get("properties"), node.get("required")
         needed = [it for it in needed if isinstance(it, str)] if isinstance(needed, list) else []
         width += len(named.keys() - set(needed)) if isinstance(named, dict) else 0
-        branches = (one.get(name) for name in ("anyOf", "oneOf"))
+        branches = (node.get(name) for name in ("anyOf", "oneOf"))
         width += sum(2 * len(branch) for branch in branches if isinstance(branch, list))
     return width
 

@@ -75,18 +75,18 @@ def cut(text: str, rules: PassageRules) -> list[TextPiece]:
         more = repeated_delimiters(text, rules)
         parted = bool(more)
         known = sorted({*known, *more})
-    found = list(gaps(known, len(text)))
-    if not closed and found:
-        if found[0][0] == 0 and known[:1] != [(0, 0)]:  # no name opens the first passage
-            found[0] = _without_head(text, found[0])
-        if found[-1][1] == len(text):
+    spaces = list(gaps(known, len(text)))
+    if not closed and spaces:
+        if spaces[0][0] == 0 and known[:1] != [(0, 0)]:  # no name opens the first passage
+            spaces[0] = _without_head(text, spaces[0])
+        if spaces[-1][1] == len(text):
             if known:
-                found[-1] = before_closing(text, known[0][0], found[-1])
-            found[-1] = _without_tail(text, found[-1], rules)
+                spaces[-1] = before_closing(text, known[0][0], spaces[-1])
+            spaces[-1] = _without_tail(text, spaces[-1], rules)
     if not parted:
-        found = [it for gap in found for it in _between_breaks(text, gap)]
+        spaces = [it for gap in spaces for it in _between_breaks(text, gap)]
         rules = closer(rules)
-    blocks = (span for gap in found for span in _stripped_blocks(text, gap, rules))
+    blocks = (span for gap in spaces for span in _stripped_blocks(text, gap, rules))
     return list(_pieces(blocks, len(text)))
 
 
@@ -100,11 +100,11 @@ def passage_blocks(text: str, rules: PassageRules, parted: bool) -> list[Span]:
     """
     certain, delimiters = named_delimiters(text, rules.certain), named_delimiters(text, rules.walls)
     known = sorted({*itertools.chain(*certain.values(), *delimiters.values())})
-    found: Iterable[Span] = gaps(known, len(text))
+    spaces: Iterable[Span] = gaps(known, len(text))
     if not parted:
-        found = (it for gap in found for it in _between_breaks(text, gap))
+        spaces = (it for gap in spaces for it in _between_breaks(text, gap))
         rules = closer(rules)
-    return [span for gap in found for span in _stripped_blocks(text, gap, rules)]
+    return [span for gap in spaces for span in _stripped_blocks(text, gap, rules)]
 
 
 def _without_head(text: str, gap: Span) -> Span:
@@ -148,17 +148,17 @@ def _between_breaks(text: str, gap: Span) -> Iterator[Span]:
 def _breaks(text: str) -> list[Span]:
     """Empty lines, but those below a heading, and breaks of lines; in order."""
     found_empty = [match.span() for match in _EMPTY_LINES.finditer(text)]
-    found = [
+    breaks = [
         (start, end)
         for start, end in found_empty
         if not text.startswith("#", text.rfind("\n", 0, start) + 1)
     ]
-    found += [match.span() for match in _BREAKS.finditer(text)]
-    found += [match.span() for match in _RULED.finditer(text)]
+    breaks += [match.span() for match in _BREAKS.finditer(text)]
+    breaks += [match.span() for match in _RULED.finditer(text)]
     for start, end in gaps(sorted(found_empty), len(text)):
         if end - start > _LONG:
-            found += ((start + first, start + last) for first, last in _torn(text[start:end]))
-    return sorted(found)
+            breaks += ((start + first, start + last) for first, last in _torn(text[start:end]))
+    return sorted(breaks)
 
 
 def _torn(text: str) -> Iterator[Span]:

@@ -52,10 +52,10 @@ class Part:
     def scan(self, kv_head: int, q: HostArray, k: int) -> FoundKeys:
         """``best`` by a scan of every key."""
         searcher = self.searchers[kv_head]
-        found = searcher.scan(q, min(len(searcher), k + self.hidden))
-        where = self.positions[found.ids]
-        scores = np.where(where >= 0, found.scores, np.float32(-np.inf))
-        return FoundKeys(where, scores, found.scanned)
+        keys = searcher.scan(q, min(len(searcher), k + self.hidden))
+        where = self.positions[keys.ids]
+        scores = np.where(where >= 0, keys.scores, np.float32(-np.inf))
+        return FoundKeys(where, scores, keys.scanned)
 
     def best(
         self,

@@ -267,16 +267,16 @@ class StoredNeighbours:
         by_key = {plain.key(NEIGHBOUR_ENCODER, ids): ChunkInContext(ids) for ids in chunks}
         whole = not plain.store.layout.drops
         read = plain.held.get_many(list(by_key) if whole else [], on_missing="skip")
-        found = {
+        kv_of = {
             key: read.kv[:, :, start : start + length]
             for key, (start, length) in read.offsets.items()
         }
-        missing = {key: chunk for key, chunk in by_key.items() if key not in found}
+        missing = {key: chunk for key, chunk in by_key.items() if key not in kv_of}
         keeps = plain.store.writable and whole
         for made in plain.encode(NEIGHBOUR_ENCODER, missing):
             # As a store gives it, so that nothing depends on what it held.
-            found[made.key] = as_stored(made.kv, plain.store.layout) if whole else made.kv
+            kv_of[made.key] = as_stored(made.kv, plain.store.layout) if whole else made.kv
             self.computed.append(len(made.chunk.ids))
             # Not to keep it only costs work later; who stores the chunk itself gets the error.
             keeps = keeps and plain.offer(made) is None
-        return [found[key] for key in by_key]
+        return [kv_of[key] for key in by_key]

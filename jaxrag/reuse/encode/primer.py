@@ -120,10 +120,10 @@ class Primer:
     @property
     def around(self) -> tuple[int, int] | None:
         """Of packets, whose vectors stay around a chunk: how many are in front, and in all."""
-        found = self.vectors
-        if found is None or found.header is None:
+        vectors = self.vectors
+        if vectors is None or vectors.header is None:
             return None
-        return found.header, len(found.array())
+        return vectors.header, len(vectors.array())
 
     @property
     def wraps(self) -> bool:
@@ -204,12 +204,12 @@ def write_vectors(primer: Primer, path: Path) -> None:
 
     assert primer.vectors is not None
     about = {"format": _FORMAT, "model": primer.vectors.model}
-    found, at = primer.vectors.array(), primer.vectors.header
-    names, parts = _FRONT, [found]
+    values, at = primer.vectors.array(), primer.vectors.header
+    names, parts = _FRONT, [values]
     if at is not None:
-        names, parts = _AROUND, [found[:at], found[at:]]
+        names, parts = _AROUND, [values[:at], values[at:]]
     elif primer.vectors.layers is not None:
-        names, parts = _LAYERS, list(np.ascontiguousarray(found.transpose(2, 1, 0, 3, 4)))
+        names, parts = _LAYERS, list(np.ascontiguousarray(values.transpose(2, 1, 0, 3, 4)))
     save_file(dict(zip(names, parts, strict=True)), str(path), metadata=about)
 
 

@@ -111,15 +111,15 @@ async def _open(visit: Visit, fields: Generation, prompts: Sequence[Make]) -> No
 
 
 async def _whole(visit: Visit, inbox: Inbox) -> list[Result]:
-    found: dict[int, Result] = {}
-    while len(found) < len(visit.askings):
+    results: dict[int, Result] = {}
+    while len(results) < len(visit.askings):
         place, item = await inbox.next()
         if isinstance(item, Result):
             await visit.askings[place].check_current()
-            found[place] = item
+            results[place] = item
         else:
             visit.saw_tokens()
-    visit.results += (found[place] for place in range(len(found)))
+    visit.results += (results[place] for place in range(len(results)))
     return visit.results
 
 
@@ -132,10 +132,10 @@ async def _events(
 ) -> AsyncGenerator[bytes, None]:
     """Everything from the first event to the account, as it comes."""
     count = len(visit.askings)
-    found: dict[int, Result] = {}
+    by_place: dict[int, Result] = {}
     out = [event(it) for it in writer.opening()]
     last = None
-    while len(found) < count:
+    while len(by_place) < count:
         if out and first is None and (not len(inbox) or len(out) >= _TOGETHER):
             yield b"".join(out)
             out.clear()
@@ -151,17 +151,17 @@ async def _events(
         first = None
         if isinstance(item, Result):
             await visit.askings[place].check_current()
-            found[place] = item
+            by_place[place] = item
             visit.results.append(item)
-            if len(found) < count:
+            if len(by_place) < count:
                 out += map(event, writer.ended(place, item, None))
         else:
             visit.saw_tokens()
             out += map(event, writer.piece(place, item))
-    results = [found[it] for it in range(count)]
+    results = [by_place[it] for it in range(count)]
     account = _account(visit, fields, results)
     await writer.settle(results, account)
-    out += map(event, writer.ended(place, found[place], account))
+    out += map(event, writer.ended(place, by_place[place], account))
     yield b"".join(out)
 
 

@@ -354,11 +354,11 @@ class Asking:
         """What it waits for, or does, in words."""
         if self._number is None:
             return "preparing"
-        found = self._state.engine.where(self._number)
-        if found is None:
+        status = self._state.engine.where(self._number)
+        if status is None:
             return "waiting"
-        of = f" {found.there}/{found.chunks}" if found.status == "loading" else ""
-        return found.status + of
+        of = f" {status.there}/{status.chunks}" if status.status == "loading" else ""
+        return status.status + of
 
     def account(self, result: Result, return_text: bool, access: Access) -> dict[str, Any]:
         """What a Result says beside the answer; folders of the server are not shown.

@@ -237,13 +237,13 @@ class ResponseWriter(AnswerWriter):
         return {"type": f"response.{kind}", "sequence_number": number, **said}
 
     def _tokens(self, piece: Piece) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
+        entries: list[dict[str, Any]] = []
         if self.fields.logprobs is not False:
-            found = logprobs_of(self.model, piece)
-            for one in found:
+            entries = logprobs_of(self.model, piece)
+            for one in entries:
                 for logprob in (one, *one["top_logprobs"]):
                     logprob["bytes"] = logprob["bytes"] or []
-        return found
+        return entries
 
     def output(self, result: Result, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The items of the response."""

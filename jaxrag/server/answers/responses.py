@@ -247,7 +247,7 @@ def _items(given: Any, kept: Mapping[str, Mapping[str, Any]]) -> list[dict[str, 
         raise wrong("input", given, "a text, or a list of messages")
     if len(given) > MOST_TEXTS:
         raise invalid(f"input has {len(given)} entries: expected at most {MOST_TEXTS}", "input")
-    found = list[dict[str, Any]]()
+    messages = list[dict[str, Any]]()
     for place, item in enumerate(given):
         if isinstance(item, dict) and item.get("type") == "item_reference":
             item = kept[item["id"]]
@@ -255,12 +255,12 @@ def _items(given: Any, kept: Mapping[str, Mapping[str, Any]]) -> list[dict[str, 
         if kind in ("file_search_call", "reasoning"):
             continue
         if kind == "function_call":
-            if not (found and "tool_calls" in found[-1]):
-                found.append({"role": "assistant", "content": "", "tool_calls": []})
-            found[-1]["tool_calls"].append(called(item))
+            if not (messages and "tool_calls" in messages[-1]):
+                messages.append({"role": "assistant", "content": "", "tool_calls": []})
+            messages[-1]["tool_calls"].append(called(item))
             continue
         if kind == "function_call_output":
-            found.append(answered(place, item))
+            messages.append(answered(place, item))
             continue
         if kind != "message":
             raise invalid(
@@ -269,8 +269,8 @@ def _items(given: Any, kept: Mapping[str, Mapping[str, Any]]) -> list[dict[str, 
         content = item.get("content")
         if isinstance(content, list):
             content = [text_part(f"input[{place}].content", part) for part in content]
-        found.append({"role": item.get("role"), "content": content})
-    return found
+        messages.append({"role": item.get("role"), "content": content})
+    return messages
 
 
 def _search(body: Tools) -> tuple[FileSearch | None, list[str]]:

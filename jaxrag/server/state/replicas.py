@@ -244,11 +244,11 @@ class Replicas(Engine):
         """What every engine answers that is there; one that is gone holds nothing."""
         asked = [ask(it.link) for it in self._up()]
         answers: list[Found] = []
-        for found in await asyncio.gather(*asked, return_exceptions=True):
-            if not isinstance(found, BaseException):
-                answers.append(found)
-            elif not isinstance(found, EngineUnavailable):
-                raise found
+        for answer in await asyncio.gather(*asked, return_exceptions=True):
+            if not isinstance(answer, BaseException):
+                answers.append(answer)
+            elif not isinstance(answer, EngineUnavailable):
+                raise answer
         return answers
 
     def forget(self) -> None:

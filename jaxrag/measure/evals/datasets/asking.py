@@ -151,10 +151,10 @@ class InProcess:
         """Along full attention's answer and a right one."""
         if FULL not in answers:
             return {}
-        ready = {name: _ready(one, item) for name, one in self._settings.items()}
+        ready = {name: _ready(settings, item) for name, settings in self._settings.items()}
         ids, most = answers[FULL].token_ids, self._compared - 1
         whole = ShownAnswer.by(self._settings[FULL], ready[FULL], ids, item, most)
-        found = {name: whole.to(one, ready[name]) for name, one in self._settings.items()}
+        found = {name: whole.to(settings, ready[name]) for name, settings in self._settings.items()}
         return {
             name: {part: line[part] for part in ("kl", "same", "gold")}
             for name, line in found.items()
@@ -171,9 +171,9 @@ class InProcess:
         start = time.perf_counter()
         ready = dataclasses.replace(_ready(settings, item), max_new_tokens=max_new_tokens)
         prepared = time.perf_counter() - start
-        [found] = serve([ready], 1)
-        seconds = prepared + found[0].timings["ttft"] - found[0].timings["retrieve"]
-        return found[0], seconds, ready.prompt.num_tokens
+        [results] = serve([ready], 1)
+        seconds = prepared + results[0].timings["ttft"] - results[0].timings["retrieve"]
+        return results[0], seconds, ready.prompt.num_tokens
 
 
 def _ready(settings: Settings, item: DatasetItem) -> ReadyQuestion:

@@ -37,7 +37,7 @@ def with_neighbours[Name](
         return dict(settings)
     if options.neighbours == "prompt":
         return {
-            name: dataclasses.replace(one, neighbours="prompt") for name, one in settings.items()
+            name: dataclasses.replace(own, neighbours="prompt") for name, own in settings.items()
         }
     items = items_of(dataclasses.replace(options, number=None))
     first = next(iter(settings.values()))
@@ -54,7 +54,7 @@ def with_neighbours[Name](
     for title, text in (passage for item in items for passage in item.documents):
         distinct.setdefault((title, corpus.without_number(text).strip()), (title, text))
     corpus = dataclasses.replace(corpus, passages=tuple(distinct.values()))
-    return {name: dataclasses.replace(one, neighbours=corpus) for name, one in settings.items()}
+    return {name: dataclasses.replace(own, neighbours=corpus) for name, own in settings.items()}
 
 
 def told_of(settings: Mapping[Any, Settings]) -> Told | None:

@@ -307,20 +307,20 @@ def _tables(
     grid: list[dict[str, Any]] = []
     differences: list[dict[str, Any]] = []
     agreement: list[dict[str, Any]] = []
-    for name, one in itertools.product(list(answers)[1:], options.chosen):
-        rows = task == one
+    for name, kind in itertools.product(list(answers)[1:], options.chosen):
+        rows = task == kind
         same = np.array([
             _same(*pair)
             for pair in zip(answers[name].replies, answers[first].replies, strict=True)
         ])  # fmt: skip
         for size in (*options.lengths, None):  # None: all of them
             of_length = rows if size is None else rows & (length == size)
-            named = {"method": name, "task": one, "length": size, "with": first}
+            named = {"method": name, "task": kind, "length": size, "with": first}
             agreement.append({**named, "share": _share(same[of_length])})
-    for name, one, size in itertools.product(answers, options.chosen, options.lengths):
-        rows = (task == one) & (length == size)
+    for name, kind, size in itertools.product(answers, options.chosen, options.lengths):
+        rows = (task == kind) & (length == size)
         scores = answers[name].scores
-        named = {"method": name, "task": one, "length": size}
+        named = {"method": name, "task": kind, "length": size}
         cells.append({**named, "score": _share(scores[rows])})
         if name != first:
             less = difference(scores[rows], answers[first].scores[rows], np.arange(rows.sum()))

@@ -255,12 +255,12 @@ class HostMemory:
     def _rows(self, memory: HostArray, rows: slice | HostArray) -> HostArray:
         """Rows of memory [R, H] as float32, a view where they are that already."""
         if isinstance(rows, slice):
-            found = memory[rows]
+            taken = memory[rows]
         elif memory.dtype == np.float32:
             return memory.take(rows, axis=0)
         else:  # numpy gathers numbers that it knows several times as fast
-            found = memory.view(np.uint16).take(rows, axis=0).view(memory.dtype)
-        return halves(found) if found.dtype == np.float16 else found.astype(np.float32, copy=False)
+            taken = memory.view(np.uint16).take(rows, axis=0).view(memory.dtype)
+        return halves(taken) if taken.dtype == np.float16 else taken.astype(np.float32, copy=False)
 
 
 def _paired(asked: HostArray) -> HostArray:
