@@ -109,7 +109,7 @@ class SamplingParams:
     def _ids(self) -> Iterator[tuple[str, int]]:
         """All token ids, and the field of each."""
         yield from (("logit_bias", token_id) for token_id, _ in self.logit_bias)
-        words = (token_id for token_id in self.bad_words if not isinstance(token_id, str))
+        words = (word for word in self.bad_words if not isinstance(word, str))
         yield from (("bad_words", token_id) for word in words for token_id in word)
         yield from (("allowed_token_ids", token_id) for token_id in self.allowed_token_ids or ())
 

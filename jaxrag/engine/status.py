@@ -147,21 +147,21 @@ def tiers_of(state: State, hits: Mapping[HitKind, int]) -> Tiers:
 def all_status(engines: Mapping[str, EngineStatus]) -> EngineStatus:
     """Of several engines, by name, as one: sums, and the longest ages."""
     statuses = list(engines.values())
-    rates = [own.rate for own in statuses if own.rate is not None]
+    rates = [one.rate for one in statuses if one.rate is not None]
     return EngineStatus(
-        requests=_sum(own.requests for own in statuses),
-        pages=_sum(own.pages for own in statuses),
-        rows={f"{name}: {row}": n for name, own in engines.items() for row, n in own.rows.items()},
-        waiting=_ages(own.waiting for own in statuses),
-        loading=_ages(own.loading for own in statuses),
-        waiting_tokens=sum(own.waiting_tokens for own in statuses),
-        queued_cost=sum(own.queued_cost for own in statuses),
+        requests=_sum(one.requests for one in statuses),
+        pages=_sum(one.pages for one in statuses),
+        rows={f"{name}: {row}": n for name, one in engines.items() for row, n in one.rows.items()},
+        waiting=_ages(one.waiting for one in statuses),
+        loading=_ages(one.loading for one in statuses),
+        waiting_tokens=sum(one.waiting_tokens for one in statuses),
+        queued_cost=sum(one.queued_cost for one in statuses),
         rate=sum(rates) if rates else None,
-        ended=_sum(own.ended for own in statuses),
-        new_tokens=sum(own.new_tokens for own in statuses),
-        preempted=sum(own.preempted for own in statuses),
-        evicted=sum(own.evicted for own in statuses),
-        restarts=sum(own.restarts for own in statuses),
+        ended=_sum(one.ended for one in statuses),
+        new_tokens=sum(one.new_tokens for one in statuses),
+        preempted=sum(one.preempted for one in statuses),
+        evicted=sum(one.evicted for one in statuses),
+        restarts=sum(one.restarts for one in statuses),
     )
 
 

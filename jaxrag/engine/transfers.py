@@ -162,7 +162,7 @@ class Transfers:
     def next_deadline(self) -> float | None:
         """When ``expire`` has something to do; None where nothing is due."""
         due = (load.deadline for load in self._pending.values() if not (load.late or load.claimed))
-        return min((load for load in due if load is not None), default=None)
+        return min((deadline for deadline in due if deadline is not None), default=None)
 
     def encode_some(self) -> bool:
         """Run one program for chunks that no store gave; others wait for the next decode step.

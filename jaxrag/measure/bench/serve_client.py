@@ -45,7 +45,7 @@ def offer(
                 record.error = f"{type(progress.error).__name__}: {progress.error}"
             if progress.outcome is not None:
                 record.done = True
-                parts = [arrival for arrival in progress.outcome.reuse if arrival.part != "prefix"]
+                parts = [part for part in progress.outcome.reuse if part.part != "prefix"]
                 record.found.update(part.where or part.how for part in parts)
             if progress.last:
                 left.release()

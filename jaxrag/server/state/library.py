@@ -368,7 +368,7 @@ class Library:
             own = [file_id] if shelf.row is None else []
         if access.groups is not None:
             readable = {entry.id for entry in self.documents(access, shelf)}
-            own = [chunk_id for chunk_id in own if chunk_id in readable]
+            own = [document for document in own if document in readable]
         ids = [chunk_id for document in own for chunk_id in chunks.of_document(document)]
         if not ids and member is None:
             raise no_member(name, file_id)
