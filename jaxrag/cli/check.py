@@ -44,7 +44,7 @@ def run(args: Args) -> int:
         _measure_forms(model)
     forms, source = kept_forms()
     if not args.json and jax.default_backend() == "cpu":
-        _show([("forms", f"{_told(forms)}; {source}")])
+        _show([("forms", f"{_written(forms)}; {source}")])
     checked = None
     if not args.quick:
         tell_programs()
@@ -74,7 +74,7 @@ def run(args: Args) -> int:
     return _DIFFERS
 
 
-def _told(forms: "Forms") -> str:
+def _written(forms: "Forms") -> str:
     """As text: "key_tile 256, heads_apart bfloat16, ..."."""
     values = dataclasses.asdict(forms)
     values["heads_apart"] = "+".join(forms.heads_apart) or "never"

@@ -30,10 +30,10 @@ def run(args: Args) -> int:
             "recomputes every chunk token where no ratio is named, which saves nothing: only "
             "--method full_attention meets the target"
         )
-    return told(args, report, f"remembered: {report.method} {ratio}")
+    return show(args, report, f"remembered: {report.method} {ratio}")
 
 
-def told(args: Args, report: "GateReport", kept: str) -> int:
+def show(args: Args, report: "GateReport", kept: str) -> int:
     """Print how the ratios agree with full attention, and what is kept; the exit code."""
     from jaxrag.measure.table import percent
 

@@ -78,7 +78,7 @@ def run(args: Args) -> int:
         asked = []
         for number, row in enumerate(chosen, 1):
             asked.append(_ask(kb, row, k))
-            say(_told(number, asked[-1]))
+            say(_answer_lines(number, asked[-1]))
         summary = _summary(asked)
     if args.json:
         print_json(
@@ -148,7 +148,7 @@ def _computed(answer: "Result") -> int:
     return sum(count for name, count in answer.counts.items() if name != "reused")
 
 
-def _told(number: int, both: BothWays) -> str:
+def _answer_lines(number: int, both: BothWays) -> str:
     lines = [f"{number}. {both.question}", f"   expected        {both.answers[0]}"]
     for (name, right), answer in zip(both.right().items(), (both.full, both.reuse), strict=True):
         shown = shorten(answer.text, _WIDTH)

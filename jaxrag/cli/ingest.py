@@ -30,7 +30,7 @@ from jaxrag.cli.output import counted, human_count, note, print_json
 from jaxrag.cli.parts import RayOptions, in_parts
 from jaxrag.library.options import FORMATS, KnowledgeBaseOptions
 from jaxrag.models.text.printable import printable
-from jaxrag.models.text.progress import told
+from jaxrag.models.text.progress import announce
 
 if TYPE_CHECKING:
     from jaxrag.library.documents import DocumentFiles, Shard
@@ -194,7 +194,7 @@ def _announce(args: Args, kb: "KnowledgeBase", new: bool) -> None:
     hint = ""
     if "int8" in smaller:
         hint = f"; --stored int8 would take {human_count(smaller['int8'])}B"
-    told(_size_of(kb, plan) + hint)
+    announce(_size_of(kb, plan) + hint)
 
 
 def _settings(args: Args) -> dict[str, Any]:

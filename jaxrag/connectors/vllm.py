@@ -104,7 +104,7 @@ class JaxragConnector(KVConnectorBase_V1):
         self._planner = Planner(self._watched.manifest)
         self._asked: dict[str, tuple[PartsPlan, str | None]] = {}  # and their own salts
         self._loads: list[PageLoad] = []
-        self._told: dict[str, dict[str, Any]] = {}  # what a request that asked is answered
+        self._answers: dict[str, dict[str, Any]] = {}  # what a request that asked is answered
 
     # In the scheduler's process.
 
@@ -118,7 +118,7 @@ class JaxragConnector(KVConnectorBase_V1):
             return
         plan, reason = self._plan(ids, params)
         if params is not None:
-            self._told[request.request_id] = {"stored": 0 if plan is None else plan.end}
+            self._answers[request.request_id] = {"stored": 0 if plan is None else plan.end}
         if plan is None:
             self._tell(request.request_id, reason)
             return
@@ -170,7 +170,7 @@ class JaxragConnector(KVConnectorBase_V1):
         """Every request ends here."""
         self._asked.pop(request.request_id, None)
         self._fetches.end(request.request_id)
-        loaded = self._told.pop(request.request_id, None)
+        loaded = self._answers.pop(request.request_id, None)
         return False, None if loaded is None else {"jaxrag": loaded}
 
     def get_kv_connector_stats(self) -> Counts | None:
@@ -244,8 +244,8 @@ class JaxragConnector(KVConnectorBase_V1):
 
     def _tell(self, name: str, reason: str) -> None:
         self._counts.add(**{f"computed:{reason}": 1})
-        if name in self._told:
-            self._told[name] = {"stored": 0, "computed": reason}
+        if name in self._answers:
+            self._answers[name] = {"stored": 0, "computed": reason}
 
     def _write(self, load: PageLoad) -> None:
         kv = load.kv.open() if isinstance(load.kv, SharedArray) else load.kv

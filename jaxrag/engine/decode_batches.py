@@ -212,7 +212,7 @@ class DecodeBatches:
                 if self._state.ended(sequence) or epoch != self._state.epoch:
                     continue
                 sequence.moments.setdefault("first", self._state.clock())
-                self._took(sequence, *_told(drawn, sequence, (slice(at, at + 1),)))
+                self._took(sequence, *_drawn_for(drawn, sequence, (slice(at, at + 1),)))
 
     def _deliver_steps(self, count: int) -> None:
         for ticket in self._in_flight[:count]:
@@ -225,7 +225,7 @@ class DecodeBatches:
                     return
                 row, sequence, new = ticket.rows.pop(0)
                 if not self._state.ended(sequence):
-                    self._took(sequence, *_told(drawn, sequence, (row, slice(new))))
+                    self._took(sequence, *_drawn_for(drawn, sequence, (row, slice(new))))
                 elif not self.runs(sequence):
                     self._release(sequence)
             if ticket.epoch == self._state.epoch:
@@ -285,7 +285,7 @@ def _to_run(sequence: Sequence, begun: Mapping[int, int]) -> int:
     return sequence.request.max_new_tokens - max(sequence.read, 1) - begun.get(sequence.number, 0)
 
 
-def _told(
+def _drawn_for(
     drawn: Drawn, sequence: Sequence, at: tuple[Any, ...]
 ) -> tuple[list[int], list[float], list[Top]]:
     """Some tokens on the host, their log-probabilities, and the likeliest that were asked for."""

@@ -129,14 +129,14 @@ def _hermes(part: str) -> ToolCall | None:
 
 def _coder(part: str) -> ToolCall | None:
     named = _FUNCTION.match(part)
-    return None if named is None else _told(named[1], _PARAMETER.findall(part))
+    return None if named is None else _with_arguments(named[1], _PARAMETER.findall(part))
 
 
 def _glm(part: str) -> ToolCall | None:
-    return _told(part.partition("<arg_key>")[0].strip(), _ARGUMENT.findall(part))
+    return _with_arguments(part.partition("<arg_key>")[0].strip(), _ARGUMENT.findall(part))
 
 
-def _told(name: str, pairs: Iterable[tuple[str, str]]) -> ToolCall | None:
+def _with_arguments(name: str, pairs: Iterable[tuple[str, str]]) -> ToolCall | None:
     arguments: dict[str, Any] = {}
     for key, value in pairs:
         try:

@@ -29,7 +29,7 @@ from jaxrag.kv.store.census import Census
 from jaxrag.kv.store.eviction import SizeLimit
 from jaxrag.kv.store.layout import KVLayout
 from jaxrag.kv.store.leases import Leases
-from jaxrag.kv.store.ledger import FOLDER, PARTS, Ledger, Seen, Sums, disown
+from jaxrag.kv.store.ledger import FOLDER, PARTS, Ledger, StoredChunk, Sums, disown
 from jaxrag.kv.store.loading import Loader
 from jaxrag.kv.store.mounts import is_shared
 from jaxrag.kv.store.namespace import Namespace
@@ -182,7 +182,7 @@ class ChunkStore(KVStore):
         """Every record that can be read and is believed, by ascending key, however long."""
         yield from (found for found in self._everything.find_all() if isinstance(found, Record))
 
-    def seen(self) -> Iterator[tuple[str, Seen | Lookup]]:
+    def committed(self) -> Iterator[tuple[str, StoredChunk | Lookup]]:
         """Per key what counts of its record, or why it is refused, by ascending key.
 
         In a directory only records are read that were not there, or not so, the last time.
@@ -192,17 +192,17 @@ class ChunkStore(KVStore):
         if census is None:
             for lookup in space.find_all():
                 if isinstance(lookup, Record):
-                    yield lookup.key, Seen.of(lookup)
+                    yield lookup.key, StoredChunk.of(lookup)
                 else:
                     yield "", lookup
             return
         for part in PARTS:
             times = census.times(part)
-            found_now: dict[str, Seen | Lookup] = dict(census.known(part, times))
+            found_now: dict[str, StoredChunk | Lookup] = dict(census.known(part, times))
             read = space.find([key for key in times if key not in found_now])
             records = {key: it for key, it in read.items() if isinstance(it, Record)}
             census.learn(part, times, records)
-            found_now |= read | {key: Seen.of(record) for key, record in records.items()}
+            found_now |= read | {key: StoredChunk.of(record) for key, record in records.items()}
             yield from ((key, found_now[key]) for key in times)
 
     def _census(self, space: Namespace) -> Census | None:
@@ -221,14 +221,14 @@ class ChunkStore(KVStore):
         known = None if ledger is None or space.sealer is not None else ledger.counted()
         if known is None:
             sums = Sums()
-            for _, stored in self.seen():
-                if isinstance(stored, Seen):
+            for _, stored in self.committed():
+                if isinstance(stored, StoredChunk):
                     sums.add(stored)
             return sums
         sums, changing = known
         for record in space.find(changing).values():
             if isinstance(record, Record):
-                sums.add(Seen.of(record))
+                sums.add(StoredChunk.of(record))
         return sums
 
     @property

@@ -61,7 +61,7 @@ _SCHEMA = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Seen:
+class StoredChunk:
     """What counts of a record."""
 
     tokens: int
@@ -70,7 +70,7 @@ class Seen:
     aux: Mapping[str, int]  # bytes of auxiliary arrays by name
 
     @classmethod
-    def of(cls, record: Record) -> "Seen":
+    def of(cls, record: Record) -> "StoredChunk":
         """What counts of this one."""
         aux = {name: array.nbytes for name, array in record.aux.items()}
         return cls(record.tokens, record.nbytes, record.encoder, aux)
@@ -92,7 +92,7 @@ class Sums:
     encoders: dict[str, Sum] = dataclasses.field(default_factory=dict)
     aux: dict[str, Sum] = dataclasses.field(default_factory=dict)
 
-    def add(self, stored: Seen, chunks: int = 1) -> None:
+    def add(self, stored: StoredChunk, chunks: int = 1) -> None:
         """Count a record; with -1, no more."""
         of = [(self.encoders, stored.encoder, stored.nbytes)]
         of += [(self.aux, name, nbytes) for name, nbytes in stored.aux.items()]
@@ -185,7 +185,7 @@ class Ledger:
                 for encoder, tokens, nbytes, aux in connection.execute(
                     f"SELECT encoder, tokens, nbytes, aux FROM records WHERE key IN ({changing})"
                 ).fetchall():
-                    totals.add(Seen(tokens, nbytes, encoder, json.loads(aux)), -1)
+                    totals.add(StoredChunk(tokens, nbytes, encoder, json.loads(aux)), -1)
                 return totals, keys
 
     def check(self) -> None:
@@ -279,6 +279,6 @@ def _set(connection: Any, name: bytes, record: Record | None, how: str = "INSERT
     if how == "INSERT":
         connection.execute("DELETE FROM records WHERE key = ?", (name,))
     if record is not None:
-        stored = Seen.of(record)
+        stored = StoredChunk.of(record)
         row = name, stored.encoder, stored.tokens, stored.nbytes, json.dumps(dict(stored.aux))
         connection.execute(f"{how} INTO records VALUES (?, ?, ?, ?, ?)", row)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from jaxrag.base.errors import ChunkMissing, StoreError
 from jaxrag.kv.store.base import NewChunk
 from jaxrag.kv.store.chunk_store import ChunkStore
-from jaxrag.kv.store.ledger import Seen, Sums
+from jaxrag.kv.store.ledger import StoredChunk, Sums
 from jaxrag.kv.store.prefetch import Tier
 from jaxrag.kv.store.reading import Lookup, ReadRequest, Refused
 from jaxrag.kv.store.record import Record
@@ -57,7 +57,7 @@ class ReadThrough(StoreWrapper):
             raise StoreError(f"{local.location}: expected a directory that is open for writing")
         self.remote = remote
         self.local = local
-        self._told = False  # that copies fail
+        self._warned = False  # that copies fail
         self._threads = ThreadPoolExecutor(_COPIES, "jaxrag-copy")
         self._prefetches = ThreadPoolExecutor(1, "jaxrag-prefetch")
 
@@ -82,9 +82,9 @@ class ReadThrough(StoreWrapper):
             keys, max_bytes_per_second=max_bytes_per_second, told=told, finite=finite
         )
 
-    def seen(self) -> Iterator[tuple[str, Seen | Lookup]]:
-        """``ChunkStore.seen`` of the remote store."""
-        return self.remote.seen()
+    def committed(self) -> Iterator[tuple[str, StoredChunk | Lookup]]:
+        """``ChunkStore.committed`` of the remote store."""
+        return self.remote.committed()
 
     def counted(self) -> Sums:
         """``ChunkStore.counted`` of the remote store."""
@@ -183,11 +183,11 @@ class ReadThrough(StoreWrapper):
         try:
             gone = self.local.copy_in(record, self.remote)
         except StoreError as error:  # one of the two: reading the remote store will tell which
-            if not self._told:
-                self._told = True
+            if not self._warned:
+                self._warned = True
                 _LOG.warning("%s: chunks are read without a copy: %s", self.local.location, error)
             return ChunkMissing(f"chunk {key}: no copy could be made: {error}")
-        self._told = False
+        self._warned = False
         return self.local.find([key])[key] if gone is None else gone
 
 

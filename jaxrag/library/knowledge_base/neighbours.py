@@ -41,7 +41,7 @@ from jaxrag.library.retrieve.base import NOTHING
 from jaxrag.library.retrieve.bm25 import BM25Snapshot
 from jaxrag.library.retrieve.lance import VectorIndex
 from jaxrag.models.model import Model
-from jaxrag.models.text.progress import progress_bar, told
+from jaxrag.models.text.progress import announce, progress_bar
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.reuse.encode import ChunkEncoding, ChunkInContext
 
@@ -289,7 +289,7 @@ def refresh(
     count.update(chunks=left_alone, unchanged=left_alone)
     known = np.setdiff1d(outdated, _lacking(neighbours.catalog, search.chunk_ids, encoders))
     if len(known):
-        told(
+        announce(
             f"neighbours: {len(known)} of {len(search.chunk_ids)} chunks may have others now, and "
             "are encoded again if so",
             shown=progress,

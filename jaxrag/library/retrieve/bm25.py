@@ -46,7 +46,7 @@ _CREATE_TERMS = (
     "CREATE TABLE terms (term TEXT PRIMARY KEY, holders INTEGER NOT NULL, "
     "weight INTEGER NOT NULL) WITHOUT ROWID"
 )
-_FILTERS_SEEN = 16  # whose chunks are remembered
+_FILTERS_CACHED = 16  # whose chunks are remembered
 _MATCHING = (
     "SELECT chunks.id FROM chunks JOIN documents ON documents.id = chunks.document_id WHERE {}"
 )
@@ -68,7 +68,7 @@ class IndexChange(NamedTuple):
 
 
 @dataclasses.dataclass
-class _Seen:
+class _TermCache:
     """What was counted in one state of the file, and is not counted again there."""
 
     version: Hashable = None
@@ -92,7 +92,7 @@ class BM25Index:
     k1: float = 1.2
     b: float = 0.75
     path: Path = Path("catalog.sqlite")
-    _seen: _Seen = dataclasses.field(default_factory=_Seen, compare=False, repr=False)
+    _cache: _TermCache = dataclasses.field(default_factory=_TermCache, compare=False, repr=False)
 
     def create(self) -> None:
         """Make the tables."""
@@ -254,13 +254,13 @@ class BM25Index:
         Raises DamagedCatalogError where a term's postings are not those that were written.
         """
         totals = sizes or self._sizes()
-        if version is None or version != self._seen.version or len(self._seen.terms) > _MOST_SEEN:
-            self._seen.version, self._seen.terms, self._seen.allowed = version, {}, {}
+        if version is None or version != self._cache.version or len(self._cache.terms) > _MOST_SEEN:
+            self._cache.version, self._cache.terms, self._cache.allowed = version, {}, {}
         words = dict.fromkeys(terms(question))
-        self._seen.terms |= self._look_up([word for word in words if word not in self._seen.terms])
+        self._cache.terms |= self._look_up([w for w in words if w not in self._cache.terms])
         idf = {}
         for term in words:
-            if holders := self._seen.terms[term][0]:
+            if holders := self._cache.terms[term][0]:
                 idf[term] = _idf(totals.chunks, holders)
         if not idf:
             return []
@@ -327,7 +327,7 @@ class BM25Index:
             order = np.lexsort((own, -scores))[:k]
             best = list(zip(scores[order].tolist(), own[order].tolist(), strict=True))
         least = best[k - 1][0] if len(best) >= k else 0.0
-        heads = {term: self._seen.terms[term][1] for term in idf}
+        heads = {term: self._cache.terms[term][1] for term in idf}
         best += BestChunks(self.packed, chunks, idf, heads, k, scoring, allowed).found(least)
         best.sort(key=lambda pair: (-pair[0], pair[1]))
         return [Found(chunk_id, score / _UNIT) for score, chunk_id in best[:k]]
@@ -336,16 +336,16 @@ class BM25Index:
         """Ids of the chunks whose documents match, ascending; ``version`` as of ``search``."""
         condition, operands = where.sql("documents.metadata")
         name = json.dumps([condition, operands])
-        if version is not None and version == self._seen.version and name in self._seen.allowed:
-            return self._seen.allowed[name]
+        if version is not None and version == self._cache.version and name in self._cache.allowed:
+            return self._cache.allowed[name]
         rows = self.connection.execute(_MATCHING.format(condition), operands)
         found = np.sort(np.fromiter((row[0] for row in rows), np.int64))
         if version is not None:
-            if version != self._seen.version:
-                self._seen.version, self._seen.terms, self._seen.allowed = version, {}, {}
-            while len(self._seen.allowed) >= _FILTERS_SEEN:
-                del self._seen.allowed[next(iter(self._seen.allowed))]
-            self._seen.allowed[name] = found
+            if version != self._cache.version:
+                self._cache.version, self._cache.terms, self._cache.allowed = version, {}, {}
+            while len(self._cache.allowed) >= _FILTERS_CACHED:
+                del self._cache.allowed[next(iter(self._cache.allowed))]
+            self._cache.allowed[name] = found
         return found
 
     def _sizes(self) -> Sizes:

@@ -168,7 +168,7 @@ class Bench:
         ours = [_same(group) for group in groups.values() if len(group) > 1]
         full = groups.get(METHODS[FULL], [])
         peers = [answer for (name, _), answer in self._answers.items() if name not in self._methods]
-        theirs = _same([full[0], *peers]) if full and any(map(_told, peers)) else None
+        theirs = _same([full[0], *peers]) if full and any(map(_has_tokens, peers)) else None
         return {"arms": min(ours, default=None), "peer_as_full": theirs}
 
     def _row(self, name: str, rate: float, served: list[ServedRequest]) -> dict[str, Any]:
@@ -236,7 +236,7 @@ def _same(answers: Sequence[dict[int, list[int]]]) -> float:
     return float(np.mean(same)) if same else 0.0
 
 
-def _told(answers: dict[int, list[int]]) -> bool:
+def _has_tokens(answers: dict[int, list[int]]) -> bool:
     return any(answers.values())
 
 

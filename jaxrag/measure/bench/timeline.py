@@ -180,11 +180,11 @@ class _Client:
         connection.close()
         if answer.status != 200 or b"[DONE]" not in rest:
             raise RequestError(f"the server answered {answer.status}: {rest[-300:]!r}")
-        reported = self._told(name)
+        reported = self._logged(name)
         moments = reported["moments"] | {"received": received}
         return Timed(phases(sent, moments), received - sent, reported["tokens_from"])
 
-    def _told(self, name: str) -> dict[str, Any]:
+    def _logged(self, name: str) -> dict[str, Any]:
         """What the server logged of a request, once it has."""
         until = time.monotonic() + _LOG_SECONDS
         while time.monotonic() < until:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jaxrag.library.documents import Shard
-from jaxrag.models.text.progress import progress_bar, told
+from jaxrag.models.text.progress import announce, progress_bar
 from jaxrag.serve.answer_files import AnswerFile, settings_path, written_once
 
 ITEMS = ".items.jsonl"  # behind the name of the result's file
@@ -62,7 +62,7 @@ def ask_all[Item: HasId](
                 if len(ended) == 3:  # the first one compiles programs
                     left = len(waiting) - len(ended)
                     text = _forecast((ended[2] - ended[0]) / 2, left, unit)
-                    told(text, shown=progress and bool(text))
+                    announce(text, shown=progress and bool(text))
     lines |= {line["id"]: line for line in lines_of(answers.path)}
     return [(item, lines[item.id]) for item in items if item.id in lines]
 

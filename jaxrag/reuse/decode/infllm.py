@@ -118,7 +118,7 @@ class InfLLM(DecodeRule):
         """Positions of the representatives of every block: [B, K, C * R] int32."""
         mean = _mean_behind(view, queries, positions, self.recent)
         scores = jnp.einsum("bskh,bskh->bks", mean, view.keys(at=jnp.int32(0)))
-        scores = jnp.where(view.seen[:, None], scores, -jnp.inf)
+        scores = jnp.where(view.visible[:, None], scores, -jnp.inf)
         scores = jnp.take_along_axis(scores, view.order[:, None], axis=-1)  # by position
         scores = jnp.where(_known(view)[:, None], scores, -jnp.inf)[..., self.sink :]
         short = -scores.shape[-1] % self.block
@@ -166,7 +166,7 @@ def _mean_behind(view: View, queries: Array, positions: Array, recent: int) -> A
     sums = jnp.cumsum(asked.reshape(shape).sum(3), axis=1)
     sums = jnp.pad(sums, ((0, 0), (1, 0), (0, 0), (0, 0)))  # [B, W + 1, K, H]
     places = jnp.where(there, positions, HIDDEN)
-    key = jnp.where(view.seen, view.slot_position, 0)
+    key = jnp.where(view.visible, view.slot_position, 0)
     count = jax.vmap(lambda some, at: jnp.searchsorted(some, at, side="right"))
     first, end = count(places, key), count(places, key + recent)
     end = jnp.where(end > first, end, there.sum(1, keepdims=True))

@@ -105,7 +105,7 @@ class Quest(DecodeRule):
     @override
     def prepare(self, view: View, queries: Array, positions: Array, room: int) -> Boxes:
         """The boxes of the prompt's pages."""
-        return _boxes(view, view.pages, view.seen.reshape(*view.pages.shape, -1))
+        return _boxes(view, view.pages, view.visible.reshape(*view.pages.shape, -1))
 
     @override
     def attend(self, view: View, layer: Array, state: Boxes) -> tuple[Partial, Any]:
@@ -113,7 +113,7 @@ class Quest(DecodeRule):
         page = view.pool.k.shape[1]
         own = view.slots_of(view.position[:, None])[:, :1] // page  # [B, 1] place in the table
         rows = jnp.arange(own.shape[0])[:, None]
-        visible = view.seen.reshape(*view.pages.shape, page)[rows, own]
+        visible = view.visible.reshape(*view.pages.shape, page)[rows, own]
         new = _boxes(view, jnp.take_along_axis(view.pages, own, 1), visible)
         state = Boxes(
             low=state.low.at[rows, own].set(new.low), high=state.high.at[rows, own].set(new.high)
@@ -127,7 +127,7 @@ class Quest(DecodeRule):
         page = view.pool.k.shape[1]
         bound = _bounds(view, boxes)  # [B, K, G, M]
         bound = jnp.where(jnp.arange(num_pages) == own[:, None, None], jnp.inf, bound)
-        visible = view.seen.reshape(batch, 1, 1, num_pages, page)
+        visible = view.visible.reshape(batch, 1, 1, num_pages, page)
         bound = jnp.where(visible.any(-1), bound, -jnp.inf)
         _, best = highest(bound, self.budget // page)
         slots = best[..., None] * page + jnp.arange(page)
@@ -183,7 +183,7 @@ class BestPages(ByHead):
         shape = (memory.kv_heads, len(names), memory.dim)
         self.low = np.full(shape, np.inf, np.float32)
         self.high = np.full(shape, -np.inf, np.float32)
-        self._seen = -1  # the last position in a box
+        self._last_boxed = -1  # the last position in a box
         self.extend(prompt.position)
         held = (self.low, self.high, self._members, self._page_of)
         nbytes = sum(int(each.nbytes) for each in held)
@@ -192,7 +192,7 @@ class BestPages(ByHead):
     @override
     def extend(self, position: int) -> None:
         """Put the keys up to ``position`` into their boxes."""
-        for at in range(self._seen + 1, position + 1, 1 << 14):
+        for at in range(self._last_boxed + 1, position + 1, 1 << 14):
             positions = np.arange(at, min(at + (1 << 14), position + 1))
             positions = positions[np.argsort(self._page_of[positions], kind="stable")]
             pages, first = np.unique(self._page_of[positions], return_index=True)
@@ -201,7 +201,7 @@ class BestPages(ByHead):
                 low, high = self.low[head], self.high[head]
                 low[pages] = np.minimum(low[pages], np.minimum.reduceat(keys, first))
                 high[pages] = np.maximum(high[pages], np.maximum.reduceat(keys, first))
-        self._seen = max(self._seen, position)
+        self._last_boxed = max(self._last_boxed, position)
 
     @override
     def work(self, position: int) -> int:

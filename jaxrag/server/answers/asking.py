@@ -94,7 +94,7 @@ def make_ready(
     )
     encode = None
     if (tokenizer := state.model.tokenizer) is not None:
-        encode = functools.partial(state.seen.ids, access.tenant, encode=tokenizer.encode)
+        encode = functools.partial(state.token_cache.ids, access.tenant, encode=tokenizer.encode)
     tools = asked.framing.tools if isinstance(asked, Conversation) else ()
     reader = CallReader(state.model, Calling(tools, "auto", True)) if tools else None
     ends, notes = frozenset(fields.stop_token_ids), settings.notes

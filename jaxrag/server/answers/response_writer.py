@@ -95,16 +95,16 @@ class ResponseWriter(AnswerWriter):
     def opening(self) -> Iterator[dict[str, Any]]:
         """The response begins, passages are found, and the message begins."""
         empty = self._response("in_progress", [])
-        yield self.told("created", response=empty)
-        yield self.told("in_progress", response=empty)
+        yield self._event("created", response=empty)
+        yield self._event("in_progress", response=empty)
         if self._asked.search is not None:
             at = {"output_index": 0, "item_id": self._call}
             begun = self._searched("in_progress")
-            yield self.told("output_item.added", output_index=0, item=begun)
+            yield self._event("output_item.added", output_index=0, item=begun)
             for what in ("in_progress", "searching", "completed"):
-                yield self.told(f"file_search_call.{what}", **at)
+                yield self._event(f"file_search_call.{what}", **at)
             done = self._searched("completed", _best_first(self.visit))
-            yield self.told("output_item.done", output_index=0, item=done)
+            yield self._event("output_item.done", output_index=0, item=done)
         if self._asked.calling is None and self.visit.askings[0].thinks is None:
             yield from self._opened()
 
@@ -113,9 +113,9 @@ class ResponseWriter(AnswerWriter):
         self._open = True
         yield from self._thought_first(self.sure(0, self._text, self.reader)[0])
         item = self.said("in_progress", [])
-        yield self.told("output_item.added", output_index=self._at["output_index"], item=item)
+        yield self._event("output_item.added", output_index=self._at["output_index"], item=item)
         empty = said_text("", [], [])
-        yield self.told("content_part.added", **self._at, content_index=0, part=empty)
+        yield self._event("content_part.added", **self._at, content_index=0, part=empty)
 
     def _thought_first(self, thought: str) -> Iterator[dict[str, Any]]:
         """A thought as a whole, once."""
@@ -124,11 +124,11 @@ class ResponseWriter(AnswerWriter):
         self._thought, index = thought, self._at["output_index"]
         at = {"output_index": index, "item_id": self._thinking, "content_index": 0}
         begun = self.thinking("", "in_progress") | {"content": []}
-        yield self.told("output_item.added", output_index=index, item=begun)
-        yield self.told("reasoning_text.delta", **at, delta=thought)
-        yield self.told("reasoning_text.done", **at, text=thought)
+        yield self._event("output_item.added", output_index=index, item=begun)
+        yield self._event("reasoning_text.delta", **at, delta=thought)
+        yield self._event("reasoning_text.done", **at, text=thought)
         done = self.thinking(thought, "completed")
-        yield self.told("output_item.done", output_index=index, item=done)
+        yield self._event("output_item.done", output_index=index, item=done)
         self._at["output_index"] += 1
 
     def piece(self, place: int, piece: Piece) -> Iterator[dict[str, Any]]:
@@ -146,7 +146,7 @@ class ResponseWriter(AnswerWriter):
             yield from self._opened()
         self._end += len(new)
         fields = {"delta": new, "logprobs": list(logprobs)}
-        yield self.told("output_text.delta", **self._at, content_index=0, **fields)
+        yield self._event("output_text.delta", **self._at, content_index=0, **fields)
 
     async def settle(self, results: Sequence[Result], account: dict[str, Any]) -> None:
         """The response as a whole; it is kept, if it is to be."""
@@ -197,30 +197,30 @@ class ResponseWriter(AnswerWriter):
             elif item["type"] == "function_call":
                 at = {"output_index": index, "item_id": item["id"]}
                 begun = item | {"arguments": "", "status": "in_progress"}
-                yield self.told("output_item.added", output_index=index, item=begun)
+                yield self._event("output_item.added", output_index=index, item=begun)
                 kind, arguments = "function_call_arguments", item["arguments"]
-                yield self.told(f"{kind}.delta", **at, delta=arguments)
-                yield self.told(f"{kind}.done", **at, name=item["name"], arguments=arguments)
-                yield self.told("output_item.done", output_index=index, item=item)
-        yield self.told(self.complete["status"], response=self.complete)
+                yield self._event(f"{kind}.delta", **at, delta=arguments)
+                yield self._event(f"{kind}.done", **at, name=item["name"], arguments=arguments)
+                yield self._event("output_item.done", output_index=index, item=item)
+        yield self._event(self.complete["status"], response=self.complete)
 
     def failed(self, problem: Problem) -> dict[str, Any]:
         """The error as an event of OpenAI's, and as its clients raise it."""
         body = problem.body()
         said = {name: body["error"][name] for name in ("code", "message", "param")}
-        return self.told("error", **said, **body) | {"type": "error"}
+        return self._event("error", **said, **body) | {"type": "error"}
 
     def closed(self, item: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """The message ends, with its citations."""
         part = item["content"][0]
         at = {**self._at, "content_index": 0}
         for index, annotation in enumerate(part["annotations"]):
-            yield self.told(
+            yield self._event(
                 "output_text.annotation.added", **at, annotation_index=index, annotation=annotation
             )
-        yield self.told("output_text.done", **at, text=part["text"], logprobs=part["logprobs"])
-        yield self.told("content_part.done", **at, part=part)
-        yield self.told("output_item.done", output_index=self._at["output_index"], item=item)
+        yield self._event("output_text.done", **at, text=part["text"], logprobs=part["logprobs"])
+        yield self._event("content_part.done", **at, part=part)
+        yield self._event("output_item.done", output_index=self._at["output_index"], item=item)
 
     def whole(
         self,
@@ -231,7 +231,7 @@ class ResponseWriter(AnswerWriter):
         """The response."""
         return self.complete
 
-    def told(self, kind: str, **said: Any) -> dict[str, Any]:
+    def _event(self, kind: str, **said: Any) -> dict[str, Any]:
         """The next event of a stream."""
         number, self._count = self._count, self._count + 1
         return {"type": f"response.{kind}", "sequence_number": number, **said}

@@ -197,7 +197,7 @@ class ChatWriter(AnswerWriter):
         self.reader = CallReader(visit.state.model, calling)
         self._empty = "" if calling is None else None  # content of a message that says nothing
         self._texts = [""] * fields.choices
-        self._told = [("", "")] * fields.choices  # thoughts, and what was said
+        self._sent = [("", "")] * fields.choices  # thoughts, and what was said
 
     def opening(self) -> Iterator[dict[str, Any]]:
         """Who speaks."""
@@ -208,8 +208,8 @@ class ChatWriter(AnswerWriter):
     def piece(self, place: int, piece: Piece) -> Iterator[dict[str, Any]]:
         """The events of what is surely a thought, or no call."""
         self._texts[place] += piece.text
-        sent = self._told[place]
-        self._told[place] = thought, said = self.sure(place, self._texts[place], self.reader)
+        sent = self._sent[place]
+        self._sent[place] = thought, said = self.sure(place, self._texts[place], self.reader)
         if new := thought[len(sent[0]) :]:
             yield self.grown(place, {"reasoning_content": new})
         new = said[len(sent[1]) :]
@@ -240,7 +240,7 @@ class ChatWriter(AnswerWriter):
         """What is left of the text, the calls, citations, and the end."""
         thought, alone = self.spoken(place, result)
         said, calls = self.reader.read(alone.text)
-        sent = self._told[place]
+        sent = self._sent[place]
         rest = {"reasoning_content": thought[len(sent[0]) :], "content": said[len(sent[1]) :]}
         delta: dict[str, Any] = {name: text for name, text in rest.items() if text}
         if calls:

@@ -178,8 +178,9 @@ class _Now(Collector):
         yield _counter("compilations", "Programs that the engine's thread compiled, or read from "
                        "disk, until the server was ready and since.", "phase",
                        compiled)  # fmt: skip
+        known = state.token_cache
         yield _counter("known_texts", "Pieces of messages, by whether their token ids were known.",
-                       "result", {"hit": state.seen.hits, "miss": state.seen.misses})  # fmt: skip
+                       "result", {"hit": known.hits, "miss": known.misses})  # fmt: skip
         if isinstance(engine, Replicas):
             up = sum(member["up"] for member in engine.members.values())
             counts = {"up": up, "down": len(engine.members) - up}

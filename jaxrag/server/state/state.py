@@ -93,7 +93,7 @@ class ServerState:
       template: of requests about no knowledge base; None: the model's own.
       tenants: who is let in.
       memory: KV of documents that come with requests, a store for each tenant.
-      seen: token ids of what messages hold, of all tenants, each for itself.
+      token_cache: token ids of what messages hold, of all tenants, each for itself.
       library: files and vector stores of the tenants.
       limits: how much is let in.
       bodies: how much of what is sent is held.
@@ -121,7 +121,7 @@ class ServerState:
     template: PromptTemplate | None
     tenants: Tenants
     memory: TenantMemory
-    seen: TokenCache
+    token_cache: TokenCache
     library: Library
     limits: Limits
     bodies: Bodies
@@ -234,7 +234,7 @@ def make_state(
             data / PLAIN if data is not None and settings.plain_store_bytes else None,
             settings.plain_store_bytes,
         ),
-        seen=TokenCache(),
+        token_cache=TokenCache(),
         library=Library(settings, model, bases, recipe, tenants),
         limits=Limits(settings),
         bodies=Bodies(settings.max_bodies_bytes, len(tenants.names)),

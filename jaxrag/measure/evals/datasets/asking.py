@@ -11,7 +11,7 @@ from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.library.options import NeighboursFrom
 from jaxrag.measure.evals.asked import Line
-from jaxrag.measure.evals.datasets.corpus import Told, told_of
+from jaxrag.measure.evals.datasets.corpus import NeighboursAccount, account_of
 from jaxrag.measure.evals.datasets.nearness import FULL, ShownAnswer, at_ratios, with_controls
 from jaxrag.measure.evals.datasets.spec import DatasetItem
 from jaxrag.measure.subject import described
@@ -66,7 +66,7 @@ class Answerer(Protocol):
         """What a result says of it, JSON-able; equal for one that gives the same answers."""
         ...
 
-    def neighbours(self) -> Told | None:
+    def neighbours(self) -> NeighboursAccount | None:
         """What a result says of the neighbours of given passages; None: no method sees any."""
         ...
 
@@ -111,9 +111,9 @@ class InProcess:
         template = next(iter(self._settings.values())).template
         return described(str(self._model.path), self._model, template)
 
-    def neighbours(self) -> Told | None:
+    def neighbours(self) -> NeighboursAccount | None:
         """As the settings say."""
-        return told_of(self._settings)
+        return account_of(self._settings)
 
     def exchange(self, value: Any) -> list[Any]:
         """Of the processes that hold the model."""

@@ -9,10 +9,10 @@ from jaxrag.library.knowledge_base.passages import PassageCorpus
 from jaxrag.measure.evals.datasets.options import DatasetOptions
 from jaxrag.measure.evals.datasets.records import HUB
 from jaxrag.measure.evals.datasets.spec import DatasetItem
-from jaxrag.serve.given import neighbours_told
+from jaxrag.serve.given import neighbours_account
 from jaxrag.serve.questions import Settings
 
-Told = Mapping[str, Any]  # of ``neighbours_told``
+NeighboursAccount = Mapping[str, Any]  # of ``neighbours_account``
 
 
 def with_neighbours[Name](
@@ -33,7 +33,7 @@ def with_neighbours[Name](
       numbering: of the data set.
       chunk_tokens: of a passage the first so many are a chunk; None: all.
     """
-    if told_of(settings) is None:
+    if account_of(settings) is None:
         return dict(settings)
     if options.neighbours == "prompt":
         return {
@@ -57,13 +57,13 @@ def with_neighbours[Name](
     return {name: dataclasses.replace(own, neighbours=corpus) for name, own in settings.items()}
 
 
-def told_of(settings: Mapping[Any, Settings]) -> Told | None:
+def account_of(settings: Mapping[Any, Settings]) -> NeighboursAccount | None:
     """What a result says of the neighbours of its passages; None where no method sees any."""
-    sources = (neighbours_told(one.method, one.neighbours) for one in settings.values())
+    sources = (neighbours_account(one.method, one.neighbours) for one in settings.values())
     return next((it for it in sources if it is not None), None)
 
 
-def told_in(result: Mapping[str, Any]) -> str:
+def note_in(result: Mapping[str, Any]) -> str:
     """The same for the title of a table, behind what else it says; "" for nothing."""
     source = result.get("neighbours")
     if source is None:

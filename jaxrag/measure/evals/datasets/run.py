@@ -19,7 +19,7 @@ from jaxrag.measure.evals.datasets.asking import (
     TimedAnswer,
     settings_of,
 )
-from jaxrag.measure.evals.datasets.corpus import told_in, with_neighbours
+from jaxrag.measure.evals.datasets.corpus import note_in, with_neighbours
 from jaxrag.measure.evals.datasets.http import OverHttp, ServerGone
 from jaxrag.measure.evals.datasets.options import DatasetOptions
 from jaxrag.measure.evals.datasets.records import HUB, records_of
@@ -112,7 +112,7 @@ def run(
                 f"{error}; {count} questions are kept in {path}: start it and run this again"
             ) from None
         metrics = (options.metrics or spec.metrics) if options.scores else ()
-        found = result_of(answerer.methods, metrics, spec.score, lines) | _told(answerer)
+        found = result_of(answerer.methods, metrics, spec.score, lines) | _neighbours_of(answerer)
         return {
             "dataset": options.name,
             **spec.described(),
@@ -131,11 +131,11 @@ def heading(spec: DatasetSpec, result: Mapping[str, Any]) -> str:
     return (
         f"{spec.title} ({spec.checked}): {result['questions']} questions, {skipped} skipped, "
         f"{result['questions_cut']} of them cut: {result['left_out']} of {result['documents']} "
-        f"documents left out{told_in(result)}"
+        f"documents left out{note_in(result)}"
     )
 
 
-def _told(answerer: Answerer) -> dict[str, Any]:
+def _neighbours_of(answerer: Answerer) -> dict[str, Any]:
     neighbours = answerer.neighbours()
     return {} if neighbours is None else {"neighbours": neighbours}
 
@@ -187,7 +187,7 @@ def _settings(options: DatasetOptions, answerer: Answerer) -> dict[str, Any]:
         "seed": options.seed,
         "max_new_tokens": options.max_new_tokens,
         "model": answerer.about(),
-        **_told(answerer),
+        **_neighbours_of(answerer),
     }
 
 
