@@ -118,7 +118,6 @@ class PrefillSink(Protocol):
 
     def __call__(self, progress: Progress, /) -> bool | None:
         """As a ``Sink``."""
-        ...
 
     def on_prefill(self, runner: Any, state: Any, prefilled: Any) -> None:
         """The prompt is in the pool: where its KV lies, and what prefill gave, a batch of one.
@@ -126,7 +125,6 @@ class PrefillSink(Protocol):
         On the engine's thread, before the first token is drawn, and again where the request is
         begun again. It may write to the slots of the answer, which is of no use then.
         """
-        ...
 
 
 def unheard(progress: Progress) -> None:

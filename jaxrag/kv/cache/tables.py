@@ -174,10 +174,3 @@ def chunk_pages(builders: Sequence[TableBuilder], rows: int, num_pages: int) -> 
 def table_width(builder: TableBuilder) -> int:
     """Pages of the table that a request is served with: of its own, rounded up to a bucket."""
     return bucket(len(builder.pages), MIN_TABLE_PAGES)
-
-
-def stack_tables(builders: Sequence[TableBuilder], num_pages: int) -> PageTable:
-    """One PageTable for a batch, every row padded to ``num_pages``."""
-    rows = [b.rows(num_pages) for b in builders]
-    pages, offsets, positions = (jnp.asarray(np.stack(part)) for part in zip(*rows, strict=True))
-    return PageTable(pages, offsets, positions)

@@ -37,16 +37,13 @@ class Embedder(Protocol):
     @property
     def dim(self) -> int:
         """E, the size of a vector."""
-        ...
 
     @property
     def digest(self) -> str:
         """Identity: vectors of embedders with equal digests may be compared."""
-        ...
 
     def __call__(self, texts: Sequence[str], kind: Kind) -> HostArray:
         """Vectors float32 [N, E] of N texts."""
-        ...
 
 
 @dataclasses.dataclass(eq=False)

@@ -44,7 +44,6 @@ class Turn(Protocol):
 
     def __call__[Result](self, job: Callable[[], Result], /) -> Result:
         """Run the job and return what it returns; raises what it raises."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)

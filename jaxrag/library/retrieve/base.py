@@ -34,7 +34,6 @@ class Retriever(Protocol):
         self, queries: Sequence[str], k: int, *, where: Mapping[str, Any] | None = None
     ) -> list[list[Found]]:
         """For every query up to ``k`` chunks, best first; ``where`` is a filter on metadata."""
-        ...
 
 
 class Chunks:

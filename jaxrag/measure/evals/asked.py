@@ -24,7 +24,6 @@ class HasId(Protocol):
     @property
     def id(self) -> str:
         """By which its line is known."""
-        ...
 
 
 def ask_all[Item: HasId](

@@ -60,19 +60,15 @@ class Answerer(Protocol):
     @property
     def methods(self) -> Sequence[str]:
         """Names of what it is asked by."""
-        ...
 
     def about(self) -> dict[str, Any]:
         """What a result says of it, JSON-able; equal for one that gives the same answers."""
-        ...
 
     def neighbours(self) -> NeighboursAccount | None:
         """What a result says of the neighbours of given passages; None: no method sees any."""
-        ...
 
     def answer(self, method: str, item: DatasetItem) -> TimedAnswer:
         """One method's answer. Raises ContextExceeded for a prompt that does not fit."""
-        ...
 
     def beside_full(
         self, item: DatasetItem, answers: Mapping[str, TimedAnswer]
@@ -81,11 +77,9 @@ class Answerer(Protocol):
 
         Nothing where full attention is none of them, or logits are not to be had.
         """
-        ...
 
     def exchange(self, value: Any) -> list[Any]:
         """What every process that asks passes, the first of them first."""
-        ...
 
 
 class InProcess:
