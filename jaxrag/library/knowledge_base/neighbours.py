@@ -350,11 +350,11 @@ def _refresh_batch(
             if chunk_id not in recorded
             or len(set(placed[chunk_id].content_ids) - set(recorded[chunk_id])) > neighbours.changes
         ]
-    wanted = {keys[chunk_id]: placed[chunk_id] for chunk_id in changed}
-    missing = encoding.encode_missing(encoder, wanted)
+    by_key = {keys[chunk_id]: placed[chunk_id] for chunk_id in changed}
+    missing = encoding.encode_missing(encoder, by_key)
     neighbours.catalog.put_contexts(encoder, [(i, keys[i], placed[i].content_ids) for i in changed])
     # What no document held when it was found may have been swept before this commit made it live.
-    stored = {key: it for key, it in wanted.items() if key not in missing}
+    stored = {key: it for key, it in by_key.items() if key not in missing}
     encoding.encode_missing(encoder, stored)
     return {
         "chunks": len(placed),
