@@ -36,12 +36,12 @@ from jaxrag.base.config import DType, ModelConfig
 from jaxrag.base.types import Array, HostArray, on_host
 from jaxrag.engine import decoding
 from jaxrag.engine.away import start_row
-from jaxrag.engine.decoding import Lane
+from jaxrag.engine.decoding import DecodeBatch
 from jaxrag.engine.engine import Engine, engine_of
 from jaxrag.engine.layerwise import LayerPrefill
 from jaxrag.engine.prefill import Prefill, Prefilled
 from jaxrag.engine.prefilled import prefilled
-from jaxrag.engine.request import Prompt, Request, lane_of
+from jaxrag.engine.request import Prompt, Request, batch_of
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sequence import Sequence
 from jaxrag.kv.cache import PAGE
@@ -253,12 +253,12 @@ def _decode(
         asking = mock.patch.object(decoding, "AwayAttend", ask)
     try:
         asking.__enter__()
-        key = lane_of(state.request, len(state.table.pages), placement)
+        key = batch_of(state.request, len(state.table.pages), placement)
         assert key is not None
-        lane = Lane(runner, key)
+        batch = DecodeBatch(runner, key)
         start = time.perf_counter()
         begun = start_row(runner, key, state, bank, number)
-        lane.join([0], [state], logits, begun)[0].block_until_ready()
+        batch.join([0], [state], logits, begun)[0].block_until_ready()
         del begun
         prepared = time.perf_counter() - start
         seconds = []
@@ -267,7 +267,7 @@ def _decode(
             if step == options.warm:
                 before = dataclasses.replace(host.seconds)
             start = time.perf_counter()
-            lane.step(1)[0].block_until_ready()
+            batch.step(1)[0].block_until_ready()
             seconds.append(time.perf_counter() - start)
         timed = seconds[options.warm :]
         account = host.account_of([number])

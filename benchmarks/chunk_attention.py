@@ -22,7 +22,7 @@ from jaxrag.base.options import option, parse_names
 from jaxrag.base.shapes import bucket
 from jaxrag.base.sharding import to_host
 from jaxrag.base.types import Array, HostArray, Step
-from jaxrag.engine.attribution import slot_chunks
+from jaxrag.engine.citing import slot_chunks
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.prefill import Prefilled
 from jaxrag.engine.prefilled import prefilled

@@ -29,11 +29,11 @@ from jaxrag.base.config import DType, ModelConfig
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import option, parse_count, parse_counts
 from jaxrag.engine.away import start_row
-from jaxrag.engine.decoding import Lane
+from jaxrag.engine.decoding import DecodeBatch
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.prefill import Prefilled
 from jaxrag.engine.prefilled import prefilled
-from jaxrag.engine.request import Prompt, Request, lane_of
+from jaxrag.engine.request import Prompt, Request, batch_of
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sequence import Sequence
 from jaxrag.kv.cache import PAGE
@@ -212,12 +212,12 @@ def generate(
     numbers = [] if number is None else [number]
     there.logits.block_until_ready()
     before = _live_bytes()
-    key = lane_of(request, len(state.table.pages), runner.model.placement)
+    key = batch_of(request, len(state.table.pages), runner.model.placement)
     assert key is not None
-    lane = Lane(runner, key)
+    batch = DecodeBatch(runner, key)
     start = time.perf_counter()
     begun = start_row(runner, key, state, there.bank, number)
-    ids = [int(lane.join([0], [state], there.logits, begun)[0][0])]  # it comes from prefill
+    ids = [int(batch.join([0], [state], there.logits, begun)[0][0])]  # it comes from prefill
     prepared = time.perf_counter() - start
     carried = _live_bytes() - before
     seconds: list[float] = []
@@ -225,7 +225,7 @@ def generate(
     while len(seconds) < count:
         for _ in range(min(BLOCK, count - len(seconds))):
             start = time.perf_counter()
-            ids.append(int(lane.step(1)[0][0, 0]))
+            ids.append(int(batch.step(1)[0][0, 0]))
             seconds.append(time.perf_counter() - start)
         accounts.append(Account() if host is None else host.account_of(numbers))
     if host is not None:

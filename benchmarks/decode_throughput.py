@@ -41,12 +41,12 @@ from tqdm import tqdm
 from jaxrag.base.config import DTYPES, DType
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import option, parse_count, parse_counts
-from jaxrag.engine.decoding import Lane
+from jaxrag.engine.decoding import DecodeBatch
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.mapping import map_sequence
 from jaxrag.engine.prefill import Prefilled
 from jaxrag.engine.prefilled import prefilled
-from jaxrag.engine.request import DECODE_BLOCK, Prompt, Request, lane_of
+from jaxrag.engine.request import DECODE_BLOCK, Prompt, Request, batch_of
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sequence import Sequence as Served
 from jaxrag.engine.swap import swap_in, swap_out
@@ -98,7 +98,7 @@ class Decoded:
 
 
 class SamePrompt:
-    """Rows of one lane behind the same prompt, which decode from there as often as asked.
+    """Rows of one batch behind the same prompt, which decode from there as often as asked.
 
     For ``prefilled``.
     """
@@ -114,23 +114,23 @@ class SamePrompt:
             map_sequence(self._mapped[-1], {})
             swap_in(runner, own, content)
         self._logits = jnp.repeat(there.logits, self._request.rows, axis=0)
-        key = lane_of(self._request, len(first.table.pages))
+        key = batch_of(self._request, len(first.table.pages))
         assert key is not None
-        self._lane = Lane(runner, key)
+        self._batch = DecodeBatch(runner, key)
 
     def decode(self) -> Decoded:
         """Every row generates its tokens, from the prompt on."""
         runner = self._runner
-        lane, left = self._lane, self._request.room
+        batch, left = self._batch, self._request.room
         rows = range(self._request.rows)
-        first = lane.join(rows, self._mapped, self._logits)
+        first = batch.join(rows, self._mapped, self._logits)
         ids = [np.asarray(first.ids)[:, None]]
         jax.block_until_ready(runner.cache.pool)
         start = time.perf_counter()
         steps = []
         while left:
             block = min(DECODE_BLOCK, left)
-            steps.append((lane.step(block)[0], block))
+            steps.append((batch.step(block)[0], block))
             left -= block
         ids += [np.asarray(new)[:, :block] for new, block in steps]
         seconds = time.perf_counter() - start

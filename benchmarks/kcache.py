@@ -1,7 +1,7 @@
 """KCache's tables in miniature: tokens a second under fixed device memory, answers, bytes moved.
 
 *throughput* (table 3): prompts of stored chunks in the pool, every row with chunks of its own,
-decode together in one lane. The pool takes ``device_bytes`` of device memory, weights not counted,
+decode together in one batch. The pool takes ``device_bytes`` of device memory, weights not counted,
 under ``dense`` with K and V on the device and under ``topn`` with V of most layers in host memory.
 Every batch that fits is run, and the largest that does; of others the refusal is recorded. Weights
 and text are random: only time and bytes mean anything.
@@ -37,13 +37,13 @@ from jaxrag.base.options import parse_bytes
 from jaxrag.base.types import HostArray
 from jaxrag.cli import run_command
 from jaxrag.cli.output import give_out, require_folder
-from jaxrag.engine.decoding import Lane, start_decoding
+from jaxrag.engine.decoding import DecodeBatch, start_decoding
 from jaxrag.engine.engine import Engine, engine_of
 from jaxrag.engine.mapping import sequence_of
 from jaxrag.engine.prefill import Prefilled
 from jaxrag.engine.prefilled import prefilled
 from jaxrag.engine.progress import Progress
-from jaxrag.engine.request import DECODE_BLOCK, Prompt, Request, lane_of
+from jaxrag.engine.request import DECODE_BLOCK, Prompt, Request, batch_of
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sequence import Sequence
 from jaxrag.kv.cache import PAGE
@@ -283,14 +283,14 @@ def _traffic(options: Options, model: Model, rule: TopN, tokens: int) -> dict[st
     def moved(runner: ModelRunner, state: Sequence, there: Prefilled) -> tuple[Moved, Moved]:
         np.asarray(there.logits)
         computed = cache.moved
-        key = lane_of(state.request, len(state.table.pages))
+        key = batch_of(state.request, len(state.table.pages))
         assert key is not None
-        lane = Lane(runner, key)
+        batch = DecodeBatch(runner, key)
         begun = start_decoding(runner, state, rule, there.bank, key.room)
-        lane.join([0], [state], there.logits, begun)
+        batch.join([0], [state], there.logits, begun)
         values.measure = True
         try:
-            np.asarray(lane.step(DECODE_BLOCK)[0])
+            np.asarray(batch.step(DECODE_BLOCK)[0])
             return computed - start, cache.moved - computed
         finally:
             values.measure = False

@@ -13,7 +13,8 @@ are the files of Markdown or text below ``documents``, cut as splitters do.
   in turn with it, and beside vLLM with its own prefix cache, which gets token ids over HTTP, if
   ``vllm_python`` names an interpreter that has it;
 - *cut*: of one processor, milliseconds to find the passages of a prompt of 40,000 characters;
-  seconds for 10 MB of walls, labels and brackets, and with it the longest such text that is cut.
+  seconds for 10 MB of delimiters, labels and brackets, and with it the longest such text that is
+  cut.
 
 example: python benchmarks/plain.py --out benchmarks/results/plain.json
 """

@@ -75,8 +75,8 @@ def _texts(tree: ast.Module) -> set[str]:
 def first_parts(trees: Trees, packages: Sequence[str]) -> set[str]:
     """What a name of something in the tree begins with."""
     parts = [module.split(".") for module in trees]
-    folders = {name for one in parts if one[0] in packages for name in one[:-1]}
-    loose = {one[1] for one in parts if len(one) == 2 and one[0] in packages}
+    folders = {name for path in parts if path[0] in packages for name in path[:-1]}
+    loose = {path[1] for path in parts if len(path) == 2 and path[0] in packages}
     return folders | loose | {*packages}
 
 
@@ -111,6 +111,6 @@ def _bound(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
 
 def _members(cls: ast.ClassDef) -> set[str]:
     """What a class defines, and what its methods set."""
-    stored = (it for it in ast.walk(cls) if isinstance(it, ast.Attribute))
-    set_there = {it.attr for it in stored if isinstance(it.ctx, ast.Store)}
+    stored = (node for node in ast.walk(cls) if isinstance(node, ast.Attribute))
+    set_there = {node.attr for node in stored if isinstance(node.ctx, ast.Store)}
     return set_there | {name for name, _ in _bound(cls)}

@@ -74,8 +74,8 @@ def served(program: Program, question: str) -> dict[str, float]:
     at, start = f"http://127.0.0.1:{port}", time.monotonic()
     server = program.start("serve", "--kb", str(program.kb), "--port", str(port))
     try:
-        found = {"listens": reached(f"{at}/health", start, anything=True)}
-        found["ready"] = reached(f"{at}/ready", start)
+        times = {"listens": reached(f"{at}/health", start, anything=True)}
+        times["ready"] = reached(f"{at}/ready", start)
         with urllib.request.urlopen(f"{at}/v1/models") as models:
             names = [it["id"] for it in json.load(models)["data"]]
         [over_base] = [name for name in names if name.endswith(f"@{program.kb.name}")]
@@ -87,11 +87,11 @@ def served(program: Program, question: str) -> dict[str, float]:
         )
         with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
             json.load(answer)
-        found["answered"] = time.monotonic() - start
+        times["answered"] = time.monotonic() - start
     finally:
         server.terminate()
         server.communicate()
-    return found
+    return times
 
 
 def reached(address: str, start: float, *, anything: bool = False) -> float:

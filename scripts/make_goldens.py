@@ -48,7 +48,7 @@ def randomised(model: torch.nn.Module, dtype: torch.dtype, seed: int) -> torch.n
     """The model with random weights in float32, rounded to the dtype that they are saved in."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        scales = [it for it in model.named_buffers() if it[0].endswith("layer_scalar")]
+        scales = [buffer for buffer in model.named_buffers() if buffer[0].endswith("layer_scalar")]
         for name, weight in [*model.named_parameters(), *scales]:
             noise = torch.randn(weight.shape, generator=generator)
             if name.endswith("bias"):
@@ -122,15 +122,15 @@ def block_layout(golden: Golden, composite: bool) -> tuple[np.ndarray, np.ndarra
 def visible(segments: np.ndarray, prefix_visible: bool, window: int | None) -> np.ndarray:
     """Who sees whom, [B, T, T]: query i, key j, both in order; an empty token sees itself."""
     num_rows, length = segments.shape
-    seen = np.zeros((num_rows, length, length), bool)
+    mask = np.zeros((num_rows, length, length), bool)
     for row in range(num_rows):
         for i in range(length):
             for j in range(i + 1):
                 query, key = segments[row, i], segments[row, j]
                 allowed = query in (key, FINAL) or (key == PREFIX and prefix_visible)
                 near = window is None or i - j < window
-                seen[row, i, j] = i == j or (key != EMPTY and allowed and near)
-    return seen
+                mask[row, i, j] = i == j or (key != EMPTY and allowed and near)
+    return mask
 
 
 def block_logits(
@@ -146,8 +146,8 @@ def block_logits(
     """
 
     def mask(window: int | None) -> torch.Tensor:
-        seen = torch.from_numpy(visible(segments, prefix_visible, window))[:, None]
-        return torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+        allowed = torch.from_numpy(visible(segments, prefix_visible, window))[:, None]
+        return torch.where(allowed, 0.0, torch.finfo(torch.float32).min)
 
     window = getattr(model.config, "sliding_window", None)
     masks: Any = mask(window)
@@ -201,7 +201,7 @@ def hybrid_logits(
         keys: list[list[Any]] = []
         states: dict[int, torch.Tensor] = {}
         for part in part_ids:
-            here = segments[row] == part
+            in_part = segments[row] == part
             cache = copy.deepcopy(empty if part == PREFIX or not prefix_visible else prefix)
             if part == FINAL:
                 cache = copy.deepcopy(last)
@@ -218,8 +218,8 @@ def hybrid_logits(
             with torch.no_grad():
                 found.append(
                     model(
-                        input_ids=torch.from_numpy(ids[row : row + 1, here]).long(),
-                        position_ids=torch.from_numpy(positions[row : row + 1, here]).long(),
+                        input_ids=torch.from_numpy(ids[row : row + 1, in_part]).long(),
+                        position_ids=torch.from_numpy(positions[row : row + 1, in_part]).long(),
                         cache=cache,
                         use_cache=True,
                     ).logits[0]

@@ -64,8 +64,8 @@ def make_row(
     met: set[str] = set()
     for _ in range(_TRIES):
         one = next(drawn)
-        told = " ".join((*one.chunks, *(question.question for question in one.questions)))
-        named = set(_NAME.findall(told))
+        text = " ".join((*one.chunks, *(question.question for question in one.questions)))
+        named = set(_NAME.findall(text))
         if met & named:
             continue
         more = _joined(_riffled(rng, [*parts, _units(one)]), chunk_tokens)

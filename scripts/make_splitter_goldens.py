@@ -38,8 +38,8 @@ def main() -> None:
         for size, overlap in HAYSTACK:
             splitter = DocumentSplitter("word", split_length=size, split_overlap=overlap)
             found = splitter.run([Document(content=text)])["documents"] if text.strip() else []
-            passages = [it.content.strip() for it in found]
-            cases.append([f"haystack:{size}:{overlap}", text, [it for it in passages if it]])
+            passages = [part.content.strip() for part in found]
+            cases.append([f"haystack:{size}:{overlap}", text, [part for part in passages if part]])
     names = ("langchain-text-splitters", "haystack-ai")
     versions = {name: importlib.metadata.version(name) for name in names}
     table = {"versions": versions, "cases": cases}

@@ -49,8 +49,8 @@ def main() -> None:
             bodies.append(json.loads(self.rfile.read(size)))
             message = {"role": "assistant", "content": "So."}
             choice = {"index": 0, "message": message, "finish_reason": "stop"}
-            told = {"id": "1", "object": "chat.completion", "created": 0, "model": "m"}
-            answer = json.dumps(told | {"choices": [choice]}).encode()
+            body = {"id": "1", "object": "chat.completion", "created": 0, "model": "m"}
+            answer = json.dumps(body | {"choices": [choice]}).encode()
             self.send_response(200)
             self.send_header("content-type", "application/json")
             self.send_header("content-length", str(len(answer)))
@@ -65,7 +65,7 @@ def main() -> None:
     llm = OpenAIChatGenerator(model="m", api_key=Secret.from_token("any"), api_base_url=url)
     pipeline.add_component("llm", llm)
     pipeline.connect("prompt.prompt", "llm.messages")
-    found = [Document(content=it) for it in passages()]
+    found = [Document(content=passage) for passage in passages()]
     for documents, question in ((found, "Who sleeps?"), (found[::-1], "Who flies high?")):
         pipeline.run({"prompt": {"documents": documents, "question": question}})
     server.shutdown()

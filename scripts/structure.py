@@ -77,13 +77,13 @@ def code_lines(text: str) -> int:
 
 def fields_of(tree: Path) -> dict[str, int]:
     """Fields of the classes that a request is: annotated ones, else those that it is made with."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for folder in OF_REQUESTS:
         for path in sorted((tree / folder).glob("*.py")):
             for node in _parsed(path).body:
                 if isinstance(node, ast.ClassDef) and node.name in OF_A_REQUEST:
-                    found[node.name] = found.get(node.name, 0) + _num_fields(node)
-    return found
+                    counts[node.name] = counts.get(node.name, 0) + _num_fields(node)
+    return counts
 
 
 def _num_fields(node: ast.ClassDef) -> int:
@@ -250,7 +250,7 @@ def measure(tree: Path) -> dict[str, Any]:
     inner: dict[str, set[str]] = {}
     for name, path in modules.items():
         inner.setdefault(inner_room_of(path.relative_to(tree)), set()).add(name)
-    found: dict[str, Any] = {
+    rows: dict[str, Any] = {
         "rooms": len(rooms),
         "arrows between rooms": sum(map(len, rooms.values())),
         "floors of rooms": floors_of(rooms),
@@ -261,31 +261,31 @@ def measure(tree: Path) -> dict[str, Any]:
         "files, jaxrag": len(own),
     }
     counts = [count for name in own for count in signatures(parsed[name])]
-    found["functions, jaxrag"] = len(counts)
-    found["long signatures, jaxrag"] = sum(count > MAX_PARAMETERS for count in counts)
-    found["type names with two homes"] = two_homes({name: parsed[name] for name in sorted(own)})
-    found["names in docstrings that do not resolve"] = docstring_names.unresolved(parsed, PACKAGES)
+    rows["functions, jaxrag"] = len(counts)
+    rows["long signatures, jaxrag"] = sum(count > MAX_PARAMETERS for count in counts)
+    rows["type names with two homes"] = two_homes({name: parsed[name] for name in sorted(own)})
+    rows["names in docstrings that do not resolve"] = docstring_names.unresolved(parsed, PACKAGES)
     for row, places in COUNTED.items():
         paths = [path for place in places for path in (tree / place).rglob("*.py")]
-        found[row] = sum(code_lines(path.read_text(encoding="utf-8")) for path in paths)
+        rows[row] = sum(code_lines(path.read_text(encoding="utf-8")) for path in paths)
     scripts = [path.stem for path in (tree / "benchmarks").glob("*.py")]
-    found["benchmark scripts beside the GPU's"] = sum(not it.startswith("gpu") for it in scripts)
+    rows["benchmark scripts beside the GPU's"] = sum(not it.startswith("gpu") for it in scripts)
     fields = fields_of(tree)
-    found["fields of one request"] = sum(fields.values())
-    found["objects of one request"] = fields
-    return found
+    rows["fields of one request"] = sum(fields.values())
+    rows["objects of one request"] = fields
+    return rows
 
 
 def _part(files: Graph, names: set[str]) -> Graph:
     return {name: files[name] & names for name in names}
 
 
-def report(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+def report(trees: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """The table in Markdown, one column a tree."""
-    yield f"| | {' | '.join(found)} |"
-    yield f"|---|{'---:|' * len(found)}"
-    for row in next(iter(found.values())):
-        numbers = (number_of(row, of_tree[row]) for of_tree in found.values())
+    yield f"| | {' | '.join(trees)} |"
+    yield f"|---|{'---:|' * len(trees)}"
+    for row in next(iter(trees.values())):
+        numbers = (number_of(row, of_tree[row]) for of_tree in trees.values())
         yield f"| {row} | {' | '.join(f'{number:,}' for number in numbers)} |"
 
 
@@ -312,8 +312,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = {tree: measure(Path(tree)) for tree in trees}
     for tree in trees if args.options else ():
         options = options_of(Path(tree)).values()
-        found[tree]["options"] = sum(it["all"] for it in options)
-        found[tree]["options, most of a command"] = max(it["all"] for it in options)
+        found[tree]["options"] = sum(option["all"] for option in options)
+        found[tree]["options, most of a command"] = max(option["all"] for option in options)
         found[tree]["options, most that one --help shows"] = max(it["shown"] for it in options)
     if args.json:
         print(json.dumps(found, indent=1))

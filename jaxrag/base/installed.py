@@ -53,9 +53,9 @@ def config_names(kind: str) -> list[str]:
 
 def installs(extra: str) -> str:
     """A command that installs the packages of an extra, wherever jaxrag itself came from."""
-    wanted = importlib.metadata.requires("jaxrag") or ()
+    requirements = importlib.metadata.requires("jaxrag") or ()
     of = re.compile(rf";.*extra == ['\"]{extra}['\"]")
-    names = (re.split(r"[\s;<>=!~\[]", line)[0] for line in wanted if of.search(line))
+    names = (re.split(r"[\s;<>=!~\[]", line)[0] for line in requirements if of.search(line))
     return f"`pip install {' '.join(sorted(set(names)))}`"
 
 

@@ -116,10 +116,10 @@ def parse_bytes(text: str) -> int:
 
 def parse_count(text: str) -> int:
     """4096 or 4k (1024 times as many; also M) as a number of tokens."""
-    found = re.fullmatch(r"([0-9]+)([kKM]?)", text)
-    if found is None:
+    match = re.fullmatch(r"([0-9]+)([kKM]?)", text)
+    if match is None:
         raise ValueError(f"{text!r}: expected a number of tokens, as 4096 or 4k")
-    return int(found[1]) * {"": 1, "k": 1024, "K": 1024, "M": 1024**2}[found[2]]
+    return int(match[1]) * {"": 1, "k": 1024, "K": 1024, "M": 1024**2}[match[2]]
 
 
 def parse_counts(text: str) -> tuple[int, ...]:
@@ -169,10 +169,10 @@ def written(value: Any, parse: Callable[[str], Any] | None) -> str:
 
 
 def _scaled(text: str, units: Mapping[str, int], expected: str) -> float:
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([A-Za-z]+)", text)
-    if found is None or found[2] not in units:
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([A-Za-z]+)", text)
+    if match is None or match[2] not in units:
         raise ValueError(f"{text!r}: expected {expected}; the units are {', '.join(units)}")
-    return float(found[1]) * units[found[2]]
+    return float(match[1]) * units[match[2]]
 
 
 def _in_units(value: float, units: Mapping[str, int]) -> str:

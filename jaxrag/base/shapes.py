@@ -26,10 +26,10 @@ def pieces(length: int, largest: int) -> list[tuple[int, int]]:
     out = []
     while length > 0:
         power = bucket(length)
-        between = [it for it in (*QUESTION_WIDTHS, *_BETWEEN) if it < power]
-        width = min(min((it for it in between if length <= it), default=power), largest)
+        between = [size for size in (*QUESTION_WIDTHS, *_BETWEEN) if size < power]
+        width = min(min((size for size in between if length <= size), default=power), largest)
         if width > length > 128 and width - length > max(64, length // 8):
-            width = max(it for it in (power // 2, *between) if it <= length)
+            width = max(size for size in (power // 2, *between) if size <= length)
         rest = length - width
         if width >= 512 and 0 < rest <= 128:
             width += 64 if rest <= 64 else 128

@@ -192,8 +192,8 @@ def host_part(x: Array) -> HostArray:
     end = np.max([[b for _, b in box] for box in shards], axis=0)
     out = np.empty(end - first, x.dtype)
     for box, data in shards.items():
-        here = tuple(slice(a - start, b - start) for (a, b), start in zip(box, first, strict=True))
-        out[here] = np.asarray(data)
+        span = tuple(slice(a - start, b - start) for (a, b), start in zip(box, first, strict=True))
+        out[span] = np.asarray(data)
     return out
 
 

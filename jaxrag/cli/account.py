@@ -25,9 +25,9 @@ def sources(result: "Result", given: bool) -> Iterator[str]:
 
     Before them what the answer has from which.
     """
-    for one in result.citations:
-        said = result.text[one.start : one.end]
-        yield f"[{one.source}] for {shorten(repr(printable(said)), COLUMNS - 12)}"
+    for citation in result.citations:
+        said = result.text[citation.start : citation.end]
+        yield f"[{citation.source}] for {shorten(repr(printable(said)), COLUMNS - 12)}"
     rows = []
     best = sorted(result.sources, key=lambda source: source.number)
     for source in best:

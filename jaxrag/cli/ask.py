@@ -83,10 +83,10 @@ def _read(paths: Sequence[str]) -> "list[Document]":
     from jaxrag.library.documents import BadDocument, read_paths
 
     documents = []
-    for found in read_paths(paths):
-        if isinstance(found, BadDocument):
-            raise DocumentError(f"{found.source}: {found.reason}")
-        documents.append(found)
+    for document in read_paths(paths):
+        if isinstance(document, BadDocument):
+            raise DocumentError(f"{document.source}: {document.reason}")
+        documents.append(document)
     return documents
 
 

@@ -36,34 +36,34 @@ def run(args: Args) -> int:
     from jaxrag.reuse.methods import choices
 
     mesh = mesh_of(args.mesh)
-    found = overview(args.model, dtype=args.dtype, cache_tokens=args.cache_tokens, mesh=mesh)
-    suited = choices(found.config, found.reading)
+    model = overview(args.model, dtype=args.dtype, cache_tokens=args.cache_tokens, mesh=mesh)
+    suited = choices(model.config, model.reading)
     if not args.json:
-        _show(_understood(found))
+        _show(_understood(model))
     if args.measure:
-        _measure_forms(found)
+        _measure_forms(model)
     forms, source = kept_forms()
     if not args.json and jax.default_backend() == "cpu":
-        _show([("forms", f"{_told(forms)}; {source}")])
+        _show([("forms", f"{_written(forms)}; {source}")])
     checked = None
     if not args.quick:
         tell_programs()
-        with loading(found.path):
+        with loading(model.path):
             checked = check_model(
-                found,
+                model,
                 dtype=args.dtype,
                 cache_tokens=args.cache_tokens,
                 mesh=mesh,
                 peer_python=args.peer_python,
             )
     if args.json:
-        values = found.to_dict() | {"forms": dataclasses.asdict(forms), "forms_from": source}
+        values = model.to_dict() | {"forms": dataclasses.asdict(forms), "forms_from": source}
         values |= {"methods": [_choice_values(one) for one in suited]}
         print_json(values | {"checked": None if checked is None else checked.to_dict()})
     else:
         if checked is not None:
             _show(_measured(checked))
-        _show(_next(found, suited, checked))
+        _show(_next(model, suited, checked))
     if checked is None or not isinstance(checked.parity, Parity) or checked.parity.same:
         return 0
     print(
@@ -74,14 +74,14 @@ def run(args: Args) -> int:
     return _DIFFERS
 
 
-def _told(forms: "Forms") -> str:
+def _written(forms: "Forms") -> str:
     """As text: "key_tile 256, heads_apart bfloat16, ..."."""
     values = dataclasses.asdict(forms)
     values["heads_apart"] = "+".join(forms.heads_apart) or "never"
     return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
-def _measure_forms(found: "Overview") -> None:
+def _measure_forms(model: "Overview") -> None:
     """Measure, keep, and say what was faster; says so where there is nothing to choose."""
     import jax
 
@@ -91,7 +91,7 @@ def _measure_forms(found: "Overview") -> None:
     if jax.default_backend() != "cpu":
         print("forms: they are chosen on processors only", file=sys.stderr)
         return
-    chosen, measured = measure_forms(found.config)
+    chosen, measured = measure_forms(model.config)
     path = keep_forms(chosen, {"measured": [dataclasses.asdict(one) for one in measured]})
     for one in measured:
         times = ", ".join(f"{name} {1e3 * it:.2f} ms" for name, it in one.seconds.items())
@@ -110,12 +110,12 @@ def _show(rows: Iterable[tuple[str, str]]) -> None:
             print(f"{'' if number else name:<{_LABEL}}{line}", flush=True)
 
 
-def _understood(found: "Overview") -> list[tuple[str, str]]:
+def _understood(model: "Overview") -> list[tuple[str, str]]:
     from jaxrag.models.memory import gib
     from jaxrag.models.overview import rope_words, scale_words
     from jaxrag.models.spec import num_active_params
 
-    c, files = found.config, found.files
+    c, files = model.config, model.files
     stored = f"{gib(files.nbytes)} of weights in {' and '.join(files.dtypes)}"
     head = "tied to the embedding" if c.tie_embeddings else "of its own"
     window = "" if c.sliding_window is None else f"; sliding window of {c.sliding_window} tokens"
@@ -144,14 +144,14 @@ def _understood(found: "Overview") -> list[tuple[str, str]]:
         wide = f", with an MLP of {c.shared_mlp_dim}" if c.shared_mlp_dim else ""
         window += f"; the last {c.shared_layers} layers take K and V of others{wide}"
     norms += f"; {c.input_dim} inputs of each layer's own" if c.input_dim else ""
-    positions = ", ".join(found.reading.block_positions)
+    positions = ", ".join(model.reading.block_positions)
     trained = "with full attention, as far as is known (no reading.toml)"
     if positions:
         trained = f"to read chunks block-wise ({positions} positions)"
     rows = [
-        ("model", found.path),
+        ("model", model.path),
         ("files", f"{files.kind}, {files.count} with {stored}"),
-        ("architecture", f"{found.architecture}, {count}"),
+        ("architecture", f"{model.architecture}, {count}"),
         ("layers", f"{c.num_layers} of width {c.model_dim}, {mlp}{norms}; head {head}"),
         (
             "attention",
@@ -165,18 +165,18 @@ def _understood(found: "Overview") -> list[tuple[str, str]]:
     if files.left_out:
         parts = (f"{part} ({human_count(many)})" for part, many in files.left_out.items())
         rows.append(("left out", f"{' and '.join(parts)}: the text part alone is read"))
-    if found.ignored:
-        rows.append(("ignored", f"of config.json: {', '.join(found.ignored)}"))
-    return [*rows, *_text(found), *_memory(found)]
+    if model.ignored:
+        rows.append(("ignored", f"of config.json: {', '.join(model.ignored)}"))
+    return [*rows, *_text(model), *_memory(model)]
 
 
-def _text(found: "Overview") -> list[tuple[str, str]]:
+def _text(model: "Overview") -> list[tuple[str, str]]:
     """Of tokenizer and template."""
-    words, prompt = found.vocabulary, found.prompt
+    words, prompt = model.vocabulary, model.prompt
     if words is None or prompt is None:
         return [("tokenizer", "none: it takes token ids, no text; add its tokenizer.json")]
     special, chat = sum(words.added.values()), "a" if words.chat else "no"
-    of = f"{words.size} ids of {found.config.vocab_size} in the embedding"
+    of = f"{words.size} ids of {model.config.vocab_size} in the embedding"
     ends = ", ".join(f"{text} ({end})" for text, end in words.ends.items())
     most = 3 * (_WIDTH - _LABEL)
     rows = [
@@ -188,21 +188,21 @@ def _text(found: "Overview") -> list[tuple[str, str]]:
     return rows if prompt.note is None else [*rows, ("  note", prompt.note)]
 
 
-def _memory(found: "Overview") -> list[tuple[str, str]]:
+def _memory(model: "Overview") -> list[tuple[str, str]]:
     from jaxrag.models.memory import gib
     from jaxrag.models.overview import eight_billion
 
-    memory, other = found.memory, eight_billion()
+    memory, other = model.memory, eight_billion()
     lies = f"{memory.pool_tokens} tokens in {gib(memory.pool + memory.host_pool)}"
-    rows = [("memory", _need(memory, found.config.dtype)), ("  pool", lies)]
+    rows = [("memory", _need(memory, model.config.dtype)), ("  pool", lies)]
     if memory.free is not None:
         rows.append(("  free", f"{gib(memory.free)} on {memory.device}"))
     if memory.missing:
         rows.append(("  verdict", f"the weights do not fit: {gib(memory.missing)} are missing"))
     elif memory.most_tokens is not None:
         most = f"KV of {human_count(memory.most_tokens)} tokens beside the weights"
-        whole = " (its context)" if found.longest_context == found.config.max_positions else ""
-        longest = f"prompt and answer of {found.longest_context}{whole}"
+        whole = " (its context)" if model.longest_context == model.config.max_positions else ""
+        longest = f"prompt and answer of {model.longest_context}{whole}"
         rows.append(("  verdict", f"fits; at most {most}, {longest}"))
     fits = f"{gib(other.missing)} missing" if other.missing else "it fits"
     return [*rows, ("  an 8B", f"as Llama-3-8B: {_need(other, 'bfloat16')}; {fits}")]
@@ -230,14 +230,14 @@ def _measured(checked: "Checked") -> list[tuple[str, str]]:
     what = "an indication, which `jaxrag kb gate` replaces on your own documents"
     tokens = f"over {checked.answer_tokens} answer tokens of short questions"
     rows.append(("agreement", f"with full attention {tokens}: {what}"))
-    for one in checked.agreement:
-        ratio = one.choice.method.recompute_ratio
+    for agreed in checked.agreement:
+        ratio = agreed.choice.method.recompute_ratio
         again = "" if ratio is None else f", recomputing {ratio:g}"
-        verdict = "meets" if one.meets else "misses"
+        verdict = "meets" if agreed.meets else "misses"
         rows.append(
             (
-                f"  {one.choice.method.name:<{_LABEL - 3}}",
-                f"{one.agreement:.0%}, KL {one.kl:.3f}{again}: {verdict} the gate's target",
+                f"  {agreed.choice.method.name:<{_LABEL - 3}}",
+                f"{agreed.agreement:.0%}, KL {agreed.kl:.3f}{again}: {verdict} the gate's target",
             )
         )
     return rows
@@ -261,30 +261,30 @@ def _choice_values(choice: "Choice") -> dict[str, object]:
 
 
 def _next(
-    found: "Overview", suited: "tuple[Choice, ...]", checked: "Checked | None"
+    model: "Overview", suited: "tuple[Choice, ...]", checked: "Checked | None"
 ) -> list[tuple[str, str]]:
     """Which methods suit, which of them missed the target, and what to type."""
     from jaxrag.models import FAMILIES
     from jaxrag.reuse.methods import refused_methods
 
-    rows = [("refused", one.refused) for one in suited if one.refused is not None]
-    if FAMILIES[found.config.family].needs_bos and not found.reading.block_positions:
+    rows = [("refused", choice.refused) for choice in suited if choice.refused is not None]
+    if FAMILIES[model.config.family].needs_bos and not model.reading.block_positions:
         text = "are read behind a BOS token, which this family needs: not isolated ones (epic)"
         rows.append(("chunks", text))
-    if refusing := refused_methods(found.config):
+    if refusing := refused_methods(model.config):
         rows.append(("not here", f"{', '.join(refusing)}; each says why if it is asked for"))
-    served = [one for one in suited if one.refused is None]
+    served = [choice for choice in suited if choice.refused is None]
     missed: list[Choice] = []
     if checked is not None and not isinstance(checked.agreement, str):
-        misses = {one.choice.method.name: not one.meets for one in checked.agreement}
-        missed = [one for one in served if misses[one.method.name]]
-        served.sort(key=lambda one: one in missed)
-    if not served or found.memory.missing:
+        misses = {choice.choice.method.name: not choice.meets for choice in checked.agreement}
+        missed = [choice for choice in served if misses[choice.method.name]]
+        served.sort(key=lambda choice: choice in missed)
+    if not served or model.memory.missing:
         return rows
     first, suits = served[0], [*map(_kept, (it for it in served if it not in missed))]
     method = (f"--method {first.method.name}",)
     asked = () if first.default else method
-    ingest = ("jaxrag ingest DOCUMENTS --kb kb", f"--model {found.path}", *first.flags)
+    ingest = ("jaxrag ingest DOCUMENTS --kb kb", f"--model {model.path}", *first.flags)
     return [
         *rows,
         ("methods", f"{', '.join(suits) or 'none met the target'}; full_attention always"),

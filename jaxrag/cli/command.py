@@ -231,7 +231,7 @@ class CliCommand(click.Command):
             ["--config", "toml_file"], metavar="FILE", is_eager=True, expose_value=False,
             callback=_read_config, help="TOML with names of options as keys, such as max_bytes",
         )  # fmt: skip
-        own = any("--config" in it.opts for it in parameters)
+        own = any("--config" in parameter.opts for parameter in parameters)
         super().__init__(
             name, params=[*parameters, *([] if own else [config]), loud, every], help=help,
             epilog=example and f"example: {example}", callback=self._parsed,
@@ -260,12 +260,12 @@ class CliCommand(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The basic ones, unless all are asked for; and how many more there are."""
         all_ = ctx.meta.get(_ALL)
-        every = (it for it in self.get_params(ctx) if isinstance(it, click.Option))
-        options = [it for it in every if all_ or it.name != "verbose"]
+        every = (param for param in self.get_params(ctx) if isinstance(param, click.Option))
+        options = [one for one in every if all_ or one.name != "verbose"]
         basic = None if all_ else self.basic
-        shown = [it for it in options if basic is None or it.opts[-1].lstrip("-") in basic]
+        shown = [one for one in options if basic is None or one.opts[-1].lstrip("-") in basic]
         with formatter.section("Options"):
-            formatter.write_dl([row for it in shown if (row := it.get_help_record(ctx))])
+            formatter.write_dl([row for one in shown if (row := one.get_help_record(ctx))])
         if len(shown) < len(options):
             formatter.write_paragraph()
             formatter.write_text(f"{len(options) - len(shown)} more options: --help-all")
@@ -333,10 +333,10 @@ class CliProgram(CliGroup):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """A command, or one beside it, and the words behind."""
-        name, found, words = super().resolve_command(ctx, args)
-        if isinstance(found, CliCommand) and words and words[0] in found.beside:
-            return f"{name} {words[0]}", found.beside[words[0]], words[1:]
-        return name, found, words
+        name, chosen, words = super().resolve_command(ctx, args)
+        if isinstance(chosen, CliCommand) and words and words[0] in chosen.beside:
+            return f"{name} {words[0]}", chosen.beside[words[0]], words[1:]
+        return name, chosen, words
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """What each of them does."""
@@ -352,16 +352,16 @@ def parse(program: click.Command, argv: Sequence[str] | None) -> Args:
     """
     words = None if argv is None else list(argv)
     try:
-        found = program.main(words, prog_name=program.name, standalone_mode=False)
+        parsed = program.main(words, prog_name=program.name, standalone_mode=False)
     except click.UsageError as error:
         path = "jaxrag" if error.ctx is None else error.ctx.command_path
         said = error.format_message().rstrip(".")
         fix = "" if "id you mean" in said else f"; see {path} --help"
         print(f"{path}: error: {printable(said)}{fix}", file=sys.stderr)
         raise SystemExit(2) from None
-    if not isinstance(found, Args):
-        raise SystemExit(found or 0)
-    return found
+    if not isinstance(parsed, Args):
+        raise SystemExit(parsed or 0)
+    return parsed
 
 
 def exclusive(args: Args, *names: str) -> None:
@@ -413,23 +413,23 @@ def take_table(ctx: click.Context, table: Mapping[str, Any], where: str) -> None
     Its keys are names of options, underscores for dashes. Raises UsageError for another key, and
     for a value of another kind.
     """
-    known = {_name(it.opts[-1]): it for it in ctx.command.params if it.expose_value}
-    found: dict[str, Any] = {}
-    ctx.default_map = found
+    known = {_name(param.opts[-1]): param for param in ctx.command.params if param.expose_value}
+    taken: dict[str, Any] = {}
+    ctx.default_map = taken
     for key, said in table.items():
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
             meant = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
             raise click.UsageError(f"{where}: unknown key {key!r}{meant}", ctx)
-        it, several = known[key], isinstance(said, list)
-        name = str(it.name)
-        switch = isinstance(it, click.Option) and it.is_flag
+        named, several = known[key], isinstance(said, list)
+        name = str(named.name)
+        switch = isinstance(named, click.Option) and named.is_flag
         if isinstance(said, dict) or switch != isinstance(said, bool):
             expected = "true or false" if switch else "a value"
             raise click.UsageError(f"{where}: {key} = {said!r}: expected {expected}", ctx)
-        if isinstance(it, click.Option) and switch:
-            found |= {name: it.flag_value} if said else {}
-        elif it.multiple or it.nargs == -1:
-            found[name] = [str(one) for one in (said if several else [said])]
+        if isinstance(named, click.Option) and switch:
+            taken |= {name: named.flag_value} if said else {}
+        elif named.multiple or named.nargs == -1:
+            taken[name] = [str(one) for one in (said if several else [said])]
         else:
-            found[name] = ",".join(map(str, said)) if several else str(said)
+            taken[name] = ",".join(map(str, said)) if several else str(said)

@@ -261,10 +261,10 @@ def _print_saved(saved: dict[str, Any], asked: Sequence[DemoQuestion]) -> None:
         "   500 tokens each, with synthetic-0.8m/long-dual, after a round of the same.\n"
     )
     cells = [
-        [one.question, shorten(one.results[turbo].text, 14), *(
-            f"{1000 * one.results[name].timings['ttft']:.0f} ms" for name in (full, turbo)
+        [question.question, shorten(question.results[turbo].text, 14), *(
+            f"{1000 * question.results[name].timings['ttft']:.0f} ms" for name in (full, turbo)
         )]
-        for one in asked
+        for question in asked
     ]  # fmt: skip
     print(table([["", "turborag", "full", "turbo"], *cells], right=(2, 3)))
     before, after = (f"{1000 * saved['ttft'][name]:.0f}" for name in (full, turbo))

@@ -67,10 +67,10 @@ def _named(text: str) -> tuple[str, str]:
 
 
 def _compared(text: str) -> tuple[ModelRead, ModelRead]:
-    found = re.fullmatch(r"([^:,]+):([^:,]+),([^:,]+):([^:,]+)", text)
-    if found is None:
+    match = re.fullmatch(r"([^:,]+):([^:,]+),([^:,]+):([^:,]+)", text)
+    if match is None:
         raise RequestError(f"--compare {text}: expected MODEL:READ,MODEL:READ")
-    return ModelRead(found[1], found[2]), ModelRead(found[3], found[4])
+    return ModelRead(match[1], match[2]), ModelRead(match[3], match[4])
 
 
 COMMAND = group(

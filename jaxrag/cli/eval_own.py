@@ -92,8 +92,8 @@ def give(args: Args, found: "Evaluation") -> None:
         print_json(result | {"kb": args.kb, "file": args.questions, "machine": describe()})
         return
     print("\n".join(titled(tables(result))))
-    for one in notes(result):
-        print(textwrap.fill(f"note: {printable(one)}", 80))
+    for note in notes(result):
+        print(textwrap.fill(f"note: {printable(note)}", 80))
 
 
 COMMAND = command(

@@ -33,12 +33,12 @@ def run(args: Args) -> int:
             tokenizer=tokenizer,
             progress=not args.json,
         )
-    told = (
+    summary = (
         f"{report.path}: {report.files} files ({report.kept} were there), {report.tokens} tokens, "
         f"{human_count(report.nbytes)}B"
     )
     refused = (f"not exported: {printable(name)}: {printable(why)}" for name, why in report.refused)
-    give(args, report, [told, *refused])
+    give(args, report, [summary, *refused])
     return UNFINISHED if report.refused else 0
 
 

@@ -30,19 +30,19 @@ def run(args: Args) -> int:
             "recomputes every chunk token where no ratio is named, which saves nothing: only "
             "--method full_attention meets the target"
         )
-    return told(args, report, f"remembered: {report.method} {ratio}")
+    return show(args, report, f"remembered: {report.method} {ratio}")
 
 
-def told(args: Args, report: "GateReport", kept: str) -> int:
+def show(args: Args, report: "GateReport", kept: str) -> int:
     """Print how the ratios agree with full attention, and what is kept; the exit code."""
     from jaxrag.measure.table import percent
 
     rows = [["ratio", "recomputed", "agreement", "KL", "answers", "meets"]]
-    for one in report.measured:
-        shares = [percent(it._asdict()) for it in (one.agreement, one.answers)]
-        meets = "no" if not one.meets else "by computing all" if one.ratio == 1 else "yes"
-        first = [f"{one.ratio:g}", f"{one.recomputed:.1%}"]
-        rows.append([*first, shares[0], f"{one.kl:.4f}", shares[1], meets])
+    for measured in report.measured:
+        shares = [percent(it._asdict()) for it in (measured.agreement, measured.answers)]
+        meets = "no" if not measured.meets else "by computing all" if measured.ratio == 1 else "yes"
+        first = [f"{measured.ratio:g}", f"{measured.recomputed:.1%}"]
+        rows.append([*first, shares[0], f"{measured.kl:.4f}", shares[1], meets])
     head = (
         f"{report.method} against full attention: {report.questions} questions, "
         f"{report.answer_tokens} answer tokens; shares in % with 95 % intervals"
@@ -52,7 +52,7 @@ def told(args: Args, report: "GateReport", kept: str) -> int:
     give(args, report.to_dict(), lines)
     if passed:
         return 0
-    tried = ", ".join(f"{one.ratio:g}" for one in report.measured)
+    tried = ", ".join(f"{measured.ratio:g}" for measured in report.measured)
     target = report.target
     print(
         f"jaxrag: refused: {report.method} reaches agreement {target.agreement:g}, KL "

@@ -132,14 +132,14 @@ def _tell(args: Args, report: "BatchReport") -> int:
     for bad in report.refused:
         print(f"refused {bad.id}: {bad.reason}", file=sys.stderr)
     rates = report.rates()
-    told = (
+    summary = (
         f"{args.out}: {report.answered} answered, {len(report.refused)} refused, "
         f"{report.earlier} there before, of {report.questions}; {report.seconds:.1f} s\n"
         f"{rates['questions_per_second']:.3g} questions/s, "
         f"{rates['generated_tokens_per_second']:.3g} generated tokens/s, "
         f"{rates['reused_tokens_per_second']:.3g} reused chunk tokens/s"
     )
-    give(args, dataclasses.asdict(report) | rates, [told])
+    give(args, dataclasses.asdict(report) | rates, [summary])
     return 0 if report.complete else 3
 
 

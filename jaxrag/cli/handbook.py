@@ -78,7 +78,7 @@ def run(args: Args) -> int:
         asked = []
         for number, row in enumerate(chosen, 1):
             asked.append(_ask(kb, row, k))
-            say(_told(number, asked[-1]))
+            say(_answer_lines(number, asked[-1]))
         summary = _summary(asked)
     if args.json:
         print_json(
@@ -88,13 +88,13 @@ def run(args: Args) -> int:
                 **summary,
                 "asked": [
                     {
-                        "question": one.question,
-                        "answers": one.answers,
-                        "right": one.right(),
-                        "full_attention": one.full.to_dict(),
-                        "reuse": one.reuse.to_dict(),
+                        "question": question.question,
+                        "answers": question.answers,
+                        "right": question.right(),
+                        "full_attention": question.full.to_dict(),
+                        "reuse": question.reuse.to_dict(),
                     }
-                    for one in asked
+                    for question in asked
                 ],
             }
         )
@@ -148,9 +148,9 @@ def _computed(answer: "Result") -> int:
     return sum(count for name, count in answer.counts.items() if name != "reused")
 
 
-def _told(number: int, one: BothWays) -> str:
-    lines = [f"{number}. {one.question}", f"   expected        {one.answers[0]}"]
-    for (name, right), answer in zip(one.right().items(), (one.full, one.reuse), strict=True):
+def _answer_lines(number: int, both: BothWays) -> str:
+    lines = [f"{number}. {both.question}", f"   expected        {both.answers[0]}"]
+    for (name, right), answer in zip(both.right().items(), (both.full, both.reuse), strict=True):
         shown = shorten(answer.text, _WIDTH)
         lines.append(
             f"   {name.replace('_', ' '):<14}  {shown}\n"

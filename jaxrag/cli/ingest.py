@@ -30,7 +30,7 @@ from jaxrag.cli.output import counted, human_count, note, print_json
 from jaxrag.cli.parts import RayOptions, in_parts
 from jaxrag.library.options import FORMATS, KnowledgeBaseOptions
 from jaxrag.models.text.printable import printable
-from jaxrag.models.text.progress import told
+from jaxrag.models.text.progress import announce
 
 if TYPE_CHECKING:
     from jaxrag.library.documents import DocumentFiles, Shard
@@ -96,14 +96,14 @@ def _dry_run(args: Args, files: "DocumentFiles") -> int:
     from jaxrag.library.knowledge_base.upkeep import Gone
 
     with _to_look_at(args, model_for(args)) as kb:
-        found = kb.gone(files, empty=args.sync_empty) if args.sync else Gone()
-        plan = _as_placed(args, kb.plan(files_of(args), removed=found.ids))
+        gone = kb.gone(files, empty=args.sync_empty) if args.sync else Gone()
+        plan = _as_placed(args, kb.plan(files_of(args), removed=gone.ids))
         size = _size_of(kb, plan)
     if args.json:
-        left = {"removed": found.ids, "gone": found.doubtful, "kept": found.kept}
+        left = {"removed": gone.ids, "gone": gone.doubtful, "kept": gone.kept}
         print_json({**dataclasses.asdict(plan), **left})
         return 0
-    for name in found.ids:
+    for name in gone.ids:
         print(f"would remove {printable(name)}")
     new = plan.documents - plan.replaced - plan.unchanged
     print(
@@ -115,11 +115,11 @@ def _dry_run(args: Args, files: "DocumentFiles") -> int:
     if plan.behind is not None:
         print(f"would encode at most {counted(plan.behind, 'chunk')} behind other neighbours")
     if args.sync:
-        print(f"would remove {counted(len(found.ids), 'document')}")
+        print(f"would remove {counted(len(gone.ids), 'document')}")
     print("nothing was changed")
     for bad in plan.skipped:
         print(f"would skip {bad.source}: {bad.reason}", file=sys.stderr)
-    _print_left(found.doubtful, found.kept, sync=True)
+    _print_left(gone.doubtful, gone.kept, sync=True)
     return 0
 
 
@@ -167,8 +167,8 @@ def _smaller(kb: "KnowledgeBase", plan: "AddPlan") -> dict[str, float]:
         return {}
     own = layout.stored_nbytes(tokens)
     others = {form: dataclasses.replace(layout, stored=form) for form in FORMATS}  # type: ignore[arg-type]
-    sizes = {form: it.stored_nbytes(tokens) for form, it in others.items()}
-    return {form: plan.kv_bytes * it / own for form, it in sizes.items() if it < own}
+    sizes = {form: other.stored_nbytes(tokens) for form, other in others.items()}
+    return {form: plan.kv_bytes * size / own for form, size in sizes.items() if size < own}
 
 
 def _announce(args: Args, kb: "KnowledgeBase", new: bool) -> None:
@@ -194,7 +194,7 @@ def _announce(args: Args, kb: "KnowledgeBase", new: bool) -> None:
     hint = ""
     if "int8" in smaller:
         hint = f"; --stored int8 would take {human_count(smaller['int8'])}B"
-    told(_size_of(kb, plan) + hint)
+    announce(_size_of(kb, plan) + hint)
 
 
 def _settings(args: Args) -> dict[str, Any]:

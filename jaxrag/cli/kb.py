@@ -36,15 +36,15 @@ def run_stats(args: Args) -> None:
         print_json(stats)
         return
     rows = []
-    for name, it in stats.items():
-        if name in _GROUPS and it is not None:
+    for name, stat in stats.items():
+        if name in _GROUPS and stat is not None:
             prefix = name.replace("_", " ")
             rows += [
                 [f"{prefix} {part.replace('_', ' ')}", _plain(number)]
-                for part, number in it.items()
+                for part, number in stat.items()
             ]
         else:
-            rows.append([_SHOWN.get(name, name.replace("_", " ")), _plain(it)])
+            rows.append([_SHOWN.get(name, name.replace("_", " ")), _plain(stat)])
     room = 80 - 2 - max(len(name) for name, _ in rows)
     wrapped = []
     for name, text in rows:
@@ -121,12 +121,12 @@ def run_gc(args: Args) -> None:
         report = kb.gc(
             grace_seconds=args.grace, dry_run=args.dry_run, others=args.others, gone=args.gone
         )
-    told = (
+    summary = (
         f"{'would free' if report.dry_run else 'freed'} {counted(report.chunks, 'chunk')}, "
         f"{human_count(report.nbytes)}B, {counted(report.attempts, 'unfinished write')}, "
         f"{counted(report.vectors, 'vector')}"
     )
-    give(args, report, [told])
+    give(args, report, [summary])
 
 
 def run_verify(args: Args) -> int:
@@ -202,19 +202,19 @@ def _run_forgotten(args: Args) -> int:
     return 0 if report.nothing else 3
 
 
-def _of_salvage(found: "Salvage") -> list[str]:
+def _of_salvage(salvage: "Salvage") -> list[str]:
     """A line for each thing that is to be said of a catalog that was made whole."""
-    pages = f"{counted(found.mended, 'page')} mended, {found.unreadable} unreadable"
-    lines = [f"catalog: {pages}; the damaged file is kept as {found.kept}"]
-    if found.lost:
-        lost = f"{counted(len(found.lost), 'document')} lost, add again"
-        lines.append(f"{lost}: {', '.join(found.lost)}")
-    if found.nameless or found.nameless is None:
-        lost = "documents" if found.nameless is None else counted(found.nameless, "document")
-        perhaps = "perhaps other " if found.nameless is None else ""
+    pages = f"{counted(salvage.mended, 'page')} mended, {salvage.unreadable} unreadable"
+    lines = [f"catalog: {pages}; the damaged file is kept as {salvage.kept}"]
+    if salvage.lost:
+        lost = f"{counted(len(salvage.lost), 'document')} lost, add again"
+        lines.append(f"{lost}: {', '.join(salvage.lost)}")
+    if salvage.nameless or salvage.nameless is None:
+        lost = "documents" if salvage.nameless is None else counted(salvage.nameless, "document")
+        perhaps = "perhaps other " if salvage.nameless is None else ""
         lines.append(f"{perhaps}{lost} lost without a name; add again what `jaxrag kb list` lacks")
-    if found.settings:
-        lines.append(f"{counted(found.settings, 'setting')} lost, such as of `jaxrag kb gate`")
+    if salvage.settings:
+        lines.append(f"{counted(salvage.settings, 'setting')} lost, such as of `jaxrag kb gate`")
     return lines
 
 
@@ -225,10 +225,10 @@ def _about_rows(report: "VerifyReport") -> list[str]:
         counts = collections.Counter[str]()
         for fault in rows.faults:
             counts[fault.kind] += fault.count
-        told = ", ".join(counted(count, kind) for kind, count in counts.items())
+        shown = ", ".join(counted(count, kind) for kind, count in counts.items())
         what = "repaired" if rows.repaired else "not as written"
-        lines.append(f"rows of {counted(rows.documents, 'document')}: {told or 'all'} "
-                     f"{what if told else 'as written'}")  # fmt: skip
+        lines.append(f"rows of {counted(rows.documents, 'document')}: {shown or 'all'} "
+                     f"{what if shown else 'as written'}")  # fmt: skip
         lines += [
             f"{what}: {fault.kind} {fault.name}"
             for fault in rows.faults

@@ -97,10 +97,10 @@ def load(path: str, options: ModelOptions, method: "Method | None" = None) -> "M
     """A model as the options beside --model say.
 
     Where these leave it open, K and V are where the method is meant to have them, if the model can
-    have them there; ``serve.suits.unplaced`` says so in every answer if it cannot.
+    have them there; ``serve.compatibility.unplaced`` says so in every answer if it cannot.
     """
     from jaxrag.models.model import load_model
-    from jaxrag.serve.suits import placed
+    from jaxrag.serve.compatibility import placed
 
     tell_programs()
     with loading(path):

@@ -95,10 +95,10 @@ def task_of(args: Args) -> "SyntheticTask":
 
 def chunks_of(text: str) -> list[int]:
     """Fewest and most chunks of --chunks, such as 6 or 4-6."""
-    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
-    if found is None:
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if match is None:
         raise RequestError(f"--chunks {text}: expected a number such as 6, or 4-6")
-    return [int(found[1]), int(found[2] or found[1])]
+    return [int(match[1]), int(match[2] or match[1])]
 
 
 def join(args: Args) -> bool:

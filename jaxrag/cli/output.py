@@ -169,10 +169,10 @@ def titled(tables: "Iterable[Table]", width: int = 80) -> Iterator[str]:
 
     A table that is wider is folded: some columns after the others, the names in front of each.
     """
-    for one in tables:
-        title = "\n".join(textwrap.fill(line, width) for line in one.title.splitlines())
-        folds = _folded(one.rows, one.names, width)
-        yield title + "".join(f"\n{table(it, range(one.names, len(it[0])))}\n" for it in folds)
+    for table_ in tables:
+        title = "\n".join(textwrap.fill(line, width) for line in table_.title.splitlines())
+        folds = _folded(table_.rows, table_.names, width)
+        yield title + "".join(f"\n{table(it, range(table_.names, len(it[0])))}\n" for it in folds)
 
 
 def _folded(rows: Sequence[Sequence[str]], names: int, width: int) -> list[list[list[str]]]:

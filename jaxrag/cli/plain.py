@@ -65,10 +65,10 @@ def _messages(path: Path) -> Any:
     from jaxrag.base.errors import RequestError
 
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        body = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RequestError(f"{path}: expected JSON with messages ({error})") from None
-    return found.get("messages") if isinstance(found, dict) else found
+    return body.get("messages") if isinstance(body, dict) else body
 
 
 COMMAND = command(

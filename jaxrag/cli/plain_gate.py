@@ -5,7 +5,7 @@ from pathlib import Path
 
 from jaxrag.base.config import ModelOptions
 from jaxrag.cli.command import SUMMARIES, Args, command, fields, from_fields, value
-from jaxrag.cli.gate import told
+from jaxrag.cli.gate import show
 from jaxrag.cli.opening import load
 from jaxrag.cli.options import JSON, model_options
 from jaxrag.cli.output import require_folder
@@ -32,7 +32,7 @@ def run(args: Args) -> int:
     if report.ratio is not None:
         Path(args.out).write_text(json.dumps(gate, indent=1) + "\n", encoding="utf-8")
     at = f"for {report.method} at recompute ratio {report.ratio or 0:g}"
-    return told(args, report, f"written: {args.out}, {at}")
+    return show(args, report, f"written: {args.out}, {at}")
 
 
 COMMAND = command(

@@ -102,9 +102,9 @@ class RayEngine:
             try:
                 self._replica = self._made()
             except Exception as error:
-                told = isinstance(error, JaxragError)
-                self._why = str(error) if told else f"{type(error).__name__}: {error}"
-                _LOG.error("the engine cannot start: %s", self._why, exc_info=not told)
+                is_ours = isinstance(error, JaxragError)
+                self._why = str(error) if is_ours else f"{type(error).__name__}: {error}"
+                _LOG.error("the engine cannot start: %s", self._why, exc_info=not is_ours)
                 if self._processes > 1:
                     self._give_up(self._why)
                     return

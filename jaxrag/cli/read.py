@@ -18,15 +18,15 @@ def run(args: Args) -> int:
     from jaxrag.library.documents import Document
 
     documents, skipped = [], []
-    for found in files_of(args):
-        if not isinstance(found, Document):
-            skipped.append(dataclasses.asdict(found))
-            print(f"skipped {found.source}: {found.reason}", file=sys.stderr)
+    for document in files_of(args):
+        if not isinstance(document, Document):
+            skipped.append(dataclasses.asdict(document))
+            print(f"skipped {document.source}: {document.reason}", file=sys.stderr)
         elif args.json:
-            documents.append(dataclasses.asdict(found))
+            documents.append(dataclasses.asdict(document))
         else:
-            head = document_lines(found.id, found.title, found.metadata)
-            print("\n".join([*head, *text_lines(found.text), ""]))
+            head = document_lines(document.id, document.title, document.metadata)
+            print("\n".join([*head, *text_lines(document.text), ""]))
     if args.json:
         print_json({"documents": documents, "skipped": skipped})
     return 3 if skipped else 0

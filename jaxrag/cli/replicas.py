@@ -272,13 +272,13 @@ def _scaled(state: "ServerState", engine: "Replicas", options: ReplicaOptions) -
     def look() -> None:
         while not over.wait(_LOOK_SECONDS):
             count = len(engine.members)
-            wanted = scaling.wanted(time.monotonic(), engine.queued_seconds, count)
+            target = scaling.wanted(time.monotonic(), engine.queued_seconds, count)
             try:
-                for at in range(count, wanted):
+                for at in range(count, target):
                     _LOG.info("work waits: replica %d is started", at)
                     _run([f"{mine}{at}"], state.settings, options)
                     engine.join(_Link(str(at), serve.get_app_handle(f"{mine}{at}")))
-                for at in range(wanted, count):
+                for at in range(target, count):
                     _LOG.info("little work: replica %d ends", at)
                     engine.leave(str(at), state.settings.drain_seconds)
                     serve.delete(f"{mine}{at}")
@@ -301,16 +301,16 @@ def _join(options: ReplicaOptions) -> None:
     # That of JAX on forks: what Ray starts runs another program at once.
     warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
     how: dict[str, Any] = {"log_to_driver": False, "namespace": _OURS, "logging_level": "ERROR"}
-    wanted = options.ray_address
-    if wanted != "local":
+    target = options.ray_address
+    if target != "local":
         try:
-            ray.init(address=wanted or "auto", **how)
+            ray.init(address=target or "auto", **how)
             return
         except (ConnectionError, RuntimeError, ValueError) as error:
-            if wanted is not None:
+            if target is not None:
                 said = " ".join(str(error).split())[:200]
                 raise ConfigError(
-                    f"--ray-address {wanted}: no Ray cluster is reached there ({said}); start one "
+                    f"--ray-address {target}: no Ray cluster is reached there ({said}); start one "
                     "with `ray start --head`, or set RAY_AUTH_MODE=token where it wants a token"
                 ) from None
     most = max(options.replicas, options.max_replicas)
@@ -323,8 +323,8 @@ def _prefix(settings: "ServerSettings", options: ReplicaOptions) -> str:
     """What the names of a server's applications begin with: its own, and of its settings."""
     folders = (settings.model.path, *settings.knowledge_bases.values())
     name = settings.model.name or next((Path(it).name for it in folders if it is not None), "model")
-    seen = repr((engine_settings(settings), options.replica_gpus, options.replica_processes))
-    return f"{_OURS}-{name}-{hashlib.sha256(seen.encode()).hexdigest()[:8]}{_PARTS}"
+    settled = repr((engine_settings(settings), options.replica_gpus, options.replica_processes))
+    return f"{_OURS}-{name}-{hashlib.sha256(settled.encode()).hexdigest()[:8]}{_PARTS}"
 
 
 def _deploy(settings: "ServerSettings", options: ReplicaOptions, theirs: str) -> list[str]:
@@ -346,7 +346,7 @@ def _deploy(settings: "ServerSettings", options: ReplicaOptions, theirs: str) ->
     for gone in [it for it in there if it.startswith(mine) and it not in names]:
         if mine != theirs:
             serve.delete(gone)
-    _run([it for it in names if it not in there], settings, options)
+    _run([name for name in names if name not in there], settings, options)
     return names
 
 
@@ -368,7 +368,7 @@ def one_less(state: "ServerState", prefix: str) -> bool:
     engine = state.engine
     if not isinstance(engine, Replicas):
         return False
-    up = [name for name, it in engine.members.items() if it["up"] and not it["leaving"]]
+    up = [name for name, member in engine.members.items() if member["up"] and not member["leaving"]]
     if len(up) < 2:
         return False
     from ray import serve
@@ -397,7 +397,7 @@ def _run(names: Sequence[str], settings: "ServerSettings", options: ReplicaOptio
     if names:
         made = application(engine_settings(settings), options)
         serve.run_many(
-            [serve.RunTarget(made, name=it, route_prefix=None) for it in names],
+            [serve.RunTarget(made, name=name, route_prefix=None) for name in names],
             wait_for_applications_running=False,
         )
 
@@ -468,7 +468,7 @@ def build(args: Mapping[str, Any]) -> Any:
     from jaxrag.base.tables import build as build_table
     from jaxrag.server.settings import ServerSettings
 
-    own = {it.name for it in dataclasses.fields(ReplicaOptions)}
+    own = {field.name for field in dataclasses.fields(ReplicaOptions)}
     options = ReplicaOptions(**{name: args[name] for name in own & args.keys()})
     values = {name: value for name, value in args.items() if name not in own}
     settings = build_table(ServerSettings, values, "args of jaxrag.cli.replicas:build")

@@ -177,8 +177,8 @@ def _read(config: str) -> dict[str, Any]:
 
 def _named(kb: str) -> tuple[str, str]:
     """Name and folder of --kb."""
-    found = _NAMED.fullmatch(kb)
-    return (found[1], found[2]) if found else (Path(kb).resolve().name, kb)
+    match = _NAMED.fullmatch(kb)
+    return (match[1], match[2]) if match else (Path(kb).resolve().name, kb)
 
 
 def question_for(

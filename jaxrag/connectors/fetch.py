@@ -110,15 +110,15 @@ class Fetches:
 
     def take(self, name: str, start: int) -> "NDArray[Any] | SharedArray":
         """What was read, [L, 2, tokens from start on, K, H]; kept until ``loaded``."""
-        one = self._held[name]
-        one.taken = one.loading = True
-        skip = start - one.start
-        kv = one.done.result()
-        if one.file is None:
+        fetch = self._held[name]
+        fetch.taken = fetch.loading = True
+        skip = start - fetch.start
+        kv = fetch.done.result()
+        if fetch.file is None:
             return kv[:, :, skip:]
-        whole = self._store.layout.shape(kv.shape[2] + one.skip)
-        path = f"/proc/{os.getpid()}/fd/{one.file}"
-        return SharedArray(path, whole, str(kv.dtype), one.skip + skip)
+        whole = self._store.layout.shape(kv.shape[2] + fetch.skip)
+        path = f"/proc/{os.getpid()}/fd/{fetch.file}"
+        return SharedArray(path, whole, str(kv.dtype), fetch.skip + skip)
 
     def seconds(self, name: str) -> float:
         """Since the parts of a request were begun to be read."""
@@ -126,29 +126,29 @@ class Fetches:
 
     def loaded(self, name: str) -> None:
         """The engine has written what it took: it may be let go when room is needed."""
-        one = self._held.get(name)
-        if one is not None:
-            one.loading = False
-            if one.ended:
+        fetch = self._held.get(name)
+        if fetch is not None:
+            fetch.loading = False
+            if fetch.ended:
                 self.drop(name)
 
     def end(self, name: str) -> None:
         """The request is over; what it is writing is kept until it has."""
-        one = self._held.get(name)
-        if one is not None:
-            one.ended = True
-            if not one.loading:
+        fetch = self._held.get(name)
+        if fetch is not None:
+            fetch.ended = True
+            if not fetch.loading:
                 self.drop(name)
 
     def drop(self, name: str) -> None:
         """Let go of a request's parts, or of the wish for them."""
-        one = self._held.pop(name, None)
-        if one is None:
+        fetch = self._held.pop(name, None)
+        if fetch is None:
             return
-        if one.done.done():
-            _close(one)
+        if fetch.done.done():
+            _close(fetch)
         else:
-            self._abandoned.append(one)
+            self._abandoned.append(fetch)
 
     def close(self) -> None:
         """Let go of everything; reads that hang are not waited for."""
@@ -161,38 +161,38 @@ class Fetches:
         room, most = self._settings.host_bytes, self._settings.threads
         if need > room:
             raise NotReadyError("size", f"{need} bytes of parts: host_bytes={room}")
-        for one in [it for it in self._abandoned if it.done.done()]:
-            self._abandoned.remove(one)
-            _close(one)
+        for ended in [fetch for fetch in self._abandoned if fetch.done.done()]:
+            self._abandoned.remove(ended)
+            _close(ended)
         held = [*self._held.values(), *self._abandoned]
-        reads = [time.monotonic() - one.begun for one in held if not one.done.done()]
+        reads = [time.monotonic() - ended.begun for ended in held if not ended.done.done()]
         hanging = sum(seconds > self._settings.deadline for seconds in reads)
         if hanging >= _HANGING:
             raise NotReadyError("late", "the store does not answer")
         if len(reads) - hanging >= most:
             return None
-        over = sum(one.nbytes for one in held) + need - room
-        for other, it in list(self._held.items()):
-            if over > 0 and it.taken and not it.loading:
-                over -= it.nbytes
+        over = sum(ended.nbytes for ended in held) + need - room
+        for other, fetch in list(self._held.items()):
+            if over > 0 and fetch.taken and not fetch.loading:
+                over -= fetch.nbytes
                 self.drop(other)
         if over > 0:
             return None
-        one = self._held[name] = Fetch(start, need, time.monotonic())
+        ended = self._held[name] = Fetch(start, need, time.monotonic())
         # A daemon: what hangs at a store must not keep the engine from ending.
-        threading.Thread(target=self._run, args=(one, plan, start), daemon=True).start()
-        return one
+        threading.Thread(target=self._run, args=(ended, plan, start), daemon=True).start()
+        return ended
 
-    def _run(self, one: Fetch, plan: PartsPlan, start: int) -> None:
+    def _run(self, fetch: Fetch, plan: PartsPlan, start: int) -> None:
         try:
-            one.done.set_result(self._read(one, plan, start))
+            fetch.done.set_result(self._read(fetch, plan, start))
         except BaseException as error:
-            one.done.set_exception(error)
+            fetch.done.set_exception(error)
 
-    def _read(self, one: Fetch, plan: PartsPlan, start: int) -> NDArray[Any]:
+    def _read(self, fetch: Fetch, plan: PartsPlan, start: int) -> NDArray[Any]:
         first, parts = _parts_from(plan, start)
-        one.skip = start - first
-        out = self._room(one, self._store.layout.shape(plan.end - first))
+        fetch.skip = start - first
+        out = self._room(fetch, self._store.layout.shape(plan.end - first))
         keys = [key for key, _ in parts]
         repeats = len(set(keys)) < len(keys)  # a part that stands twice is read once
         read = self._store.get_many(keys, None if repeats else out)
@@ -206,15 +206,15 @@ class Fetches:
             at += tokens
         table = rope_table(self._rope, 0, 1 << plan.end.bit_length())  # few lengths, all kept
         place(out[:, 0], table[:, first : plan.end], self._rope)
-        return out[:, :, one.skip :]
+        return out[:, :, fetch.skip :]
 
-    def _room(self, one: Fetch, shape: tuple[int, ...]) -> NDArray[Any]:
+    def _room(self, fetch: Fetch, shape: tuple[int, ...]) -> NDArray[Any]:
         dtype = self._store.layout.numpy_dtype
         if not self._shared:
             return np.empty(shape, dtype)
-        one.file = os.memfd_create("jaxrag")
-        os.ftruncate(one.file, one.nbytes)
-        return np.frombuffer(mmap.mmap(one.file, one.nbytes), dtype).reshape(shape)
+        fetch.file = os.memfd_create("jaxrag")
+        os.ftruncate(fetch.file, fetch.nbytes)
+        return np.frombuffer(mmap.mmap(fetch.file, fetch.nbytes), dtype).reshape(shape)
 
 
 def reason_of(error: JaxragError) -> str:

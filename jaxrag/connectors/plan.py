@@ -66,31 +66,31 @@ class Planner:
         if len(prefix) and not led and engine.encoder != ISOLATED:
             return None, "unknown"  # its chunks have seen the prefix
         at = len(prefix) if led else 0
-        found = [(self.content(prefix), at)] if led else []
+        parts = [(self.content(prefix), at)] if led else []
         if spans is None:
             while (one := self.longest(prompt, at)) is not None:
-                found.append(one)
+                parts.append(one)
                 at += one[1]
-        for length in (spans or ())[len(found) :]:
+        for length in (spans or ())[len(parts) :]:
             if length < 1 or at + length >= len(prompt):
                 return None, "spans"
             content = self.content(prompt[at : at + length])
             if not self.holds(content):
                 return None, "missing"
-            found.append((content, length))
+            parts.append((content, length))
             at += length
-        chunks = len(found) - led
+        chunks = len(parts) - led
         if not chunks:
             return None, "unknown"  # a prefix alone is exact, and the engine keeps it itself
         if chunks <= compute_last:
             return None, "computed"
-        seen = prefix[:0] if engine.encoder == ISOLATED else prefix
-        of_chunk = context_id(engine.encoder, seen, primer=engine.primer)
+        before = prefix[:0] if engine.encoder == ISOLATED else prefix
+        of_chunk = context_id(engine.encoder, before, primer=engine.primer)
         contexts = of_chunk, context_id(ISOLATED, prefix[:0])
         return PartsPlan(
             tuple(
                 (chunk_key(engine.fingerprint, content, contexts[led and not number]), length)
-                for number, (content, length) in enumerate(found[: len(found) - compute_last])
+                for number, (content, length) in enumerate(parts[: len(parts) - compute_last])
             )
         ), ""
 
@@ -112,9 +112,9 @@ class Planner:
 
     def holds(self, content: str) -> bool:
         """Whether a part with this content id is stored."""
-        wanted = np.array(bytes.fromhex(content), self._contents.dtype)
-        at = np.searchsorted(self._contents, wanted)
-        return bool(at < len(self._contents) and self._contents[at] == wanted)
+        digest = np.array(bytes.fromhex(content), self._contents.dtype)
+        at = np.searchsorted(self._contents, digest)
+        return bool(at < len(self._contents) and self._contents[at] == digest)
 
 
 def spans_of(params: Any) -> tuple[bool, list[int] | None]:

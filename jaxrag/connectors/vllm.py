@@ -35,9 +35,9 @@ from jaxrag.connectors.counts import ConnectorMetrics, Counts
 from jaxrag.connectors.fetch import Fetches, SharedArray, reason_of
 from jaxrag.connectors.manifest import Manifest, Watched, weights_of
 from jaxrag.connectors.plan import PartsPlan, Planner, spans_of
+from jaxrag.connectors.prompt_log import PromptLog
 from jaxrag.connectors.settings import ConnectorSettings, verdict
 from jaxrag.connectors.turn import rope_table
-from jaxrag.connectors.wanted import Wanted
 from jaxrag.kv.store import ChunkStore
 from jaxrag.kv.store.layout import HeadShare, KVLayout
 
@@ -100,11 +100,11 @@ class JaxragConnector(KVConnectorBase_V1):
         self._store = ChunkStore.open(*place, secret=secret)
         shared = parallel.world_size > 1
         self._fetches = Fetches(self._store, engine.rope, self._settings, shared=shared)
-        self._wanted = Wanted(folder, engine.tokenizer, self._settings.wanted_bytes)
+        self._prompt_log = PromptLog(folder, engine.tokenizer, self._settings.wanted_bytes)
         self._planner = Planner(self._watched.manifest)
         self._asked: dict[str, tuple[PartsPlan, str | None]] = {}  # and their own salts
         self._loads: list[PageLoad] = []
-        self._told: dict[str, dict[str, Any]] = {}  # what a request that asked is answered
+        self._answers: dict[str, dict[str, Any]] = {}  # what a request that asked is answered
 
     # In the scheduler's process.
 
@@ -118,7 +118,7 @@ class JaxragConnector(KVConnectorBase_V1):
             return
         plan, reason = self._plan(ids, params)
         if params is not None:
-            self._told[request.request_id] = {"stored": 0 if plan is None else plan.end}
+            self._answers[request.request_id] = {"stored": 0 if plan is None else plan.end}
         if plan is None:
             self._tell(request.request_id, reason)
             return
@@ -170,8 +170,8 @@ class JaxragConnector(KVConnectorBase_V1):
         """Every request ends here."""
         self._asked.pop(request.request_id, None)
         self._fetches.end(request.request_id)
-        told = self._told.pop(request.request_id, None)
-        return False, None if told is None else {"jaxrag": told}
+        loaded = self._answers.pop(request.request_id, None)
+        return False, None if loaded is None else {"jaxrag": loaded}
 
     def get_kv_connector_stats(self) -> Counts | None:
         """What was counted since the last call."""
@@ -233,7 +233,7 @@ class JaxragConnector(KVConnectorBase_V1):
         plan, reason = self._planner.plan(prompt, spans, self._settings.compute_last)
         rest = len(prompt) - (plan.end if plan else 0)
         if reason in ("missing", "unknown") or (spans is None and rest >= _PASSAGES):
-            self._wanted.note(prompt, spans)
+            self._prompt_log.note(prompt, spans)
         return plan, reason
 
     def _salt(self, request: Any, salt: str | None) -> None:
@@ -244,8 +244,8 @@ class JaxragConnector(KVConnectorBase_V1):
 
     def _tell(self, name: str, reason: str) -> None:
         self._counts.add(**{f"computed:{reason}": 1})
-        if name in self._told:
-            self._told[name] = {"stored": 0, "computed": reason}
+        if name in self._answers:
+            self._answers[name] = {"stored": 0, "computed": reason}
 
     def _write(self, load: PageLoad) -> None:
         kv = load.kv.open() if isinstance(load.kv, SharedArray) else load.kv

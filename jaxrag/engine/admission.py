@@ -24,7 +24,7 @@ class SchedulerSettings:
     """Bounds and policy.
 
     Attributes:
-      static: the rows of a lane are filled only when all of them are empty: static batching.
+      static: the rows of a batch are filled only when all of them are empty: static batching.
       classes: priorities are 0 to classes - 1, 0 is served first; more than one turns preemption
         on.
       weights: of tenants, 1 where not named: with twice the weight a tenant gets twice the service.
@@ -99,7 +99,7 @@ class Turns:
 
 
 class Seats:
-    """The rows of a lane: which requests hold one, and which are ready for one."""
+    """The rows of a batch: which requests hold one, and which are ready for one."""
 
     def __init__(self, rows: int | None) -> None:
         self.rows = rows  # None: of requests that need none
@@ -112,8 +112,8 @@ class Seats:
 
     def room(self, leaving: Collection[Sequence] = ()) -> int:
         """Rows to give, once those who leave are gone."""
-        staying = [it for it in self.held.values() if it not in leaving]
-        if self._closed or any(it.alone for it in staying):
+        staying = [holder for holder in self.held.values() if holder not in leaving]
+        if self._closed or any(holder.alone for holder in staying):
             return 0
         return (self.rows or 0) - len(staying)
 
@@ -284,8 +284,8 @@ class Queue:
             head = next(iter(tenants[min(tenants, key=turn)].values()))
         yield head
         first = [
-            itertools.islice(tenants[it].values(), self._settings.max_bypass + 1)
-            for it in sorted(tenants, key=turn)
+            itertools.islice(tenants[tenant].values(), self._settings.max_bypass + 1)
+            for tenant in sorted(tenants, key=turn)
         ]
         behind = (
             it for rank in itertools.zip_longest(*first) for it in rank if it not in (None, head)

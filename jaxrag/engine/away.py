@@ -9,7 +9,7 @@ import numpy as np
 from jaxrag.base.shapes import bucket
 from jaxrag.engine.decoding import OnPool, start_decoding
 from jaxrag.engine.mapping import carried_chunks
-from jaxrag.engine.request import FEWEST_ROOM, LaneKey
+from jaxrag.engine.request import FEWEST_ROOM, BatchKey
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sequence import Sequence
 from jaxrag.kv.cache.host_pool import rows_of
@@ -21,7 +21,7 @@ from jaxrag.reuse.decode.far import HostPrompt
 
 def start_row(
     runner: ModelRunner,
-    key: LaneKey,
+    key: BatchKey,
     sequence: Sequence,
     bank: PromptQueries,
     number: int | None = None,
@@ -65,8 +65,8 @@ def start_away(
     there = positions >= 0
     rows = rows_of(pages)
     carried = [
-        dataclasses.replace(it, slots=rows[it.slots].astype(np.int32))
-        for it in carried_chunks(sequence)
+        dataclasses.replace(chunk, slots=rows[chunk.slots].astype(np.int32))
+        for chunk in carried_chunks(sequence)
     ]
     parts = search.parts
     sinks = None if bank.sink_logits is None else np.asarray(bank.sink_logits, np.float32)

@@ -18,10 +18,10 @@ from jaxrag.base.errors import (
 )
 from jaxrag.engine.admission import SchedulerSettings
 from jaxrag.engine.arena import HostArena, default_arena_bytes
-from jaxrag.engine.attribution import PIECE, read_again
-from jaxrag.engine.lanes import Lanes
+from jaxrag.engine.attribution import Attribution
+from jaxrag.engine.citing import PIECE, read_again
+from jaxrag.engine.decode_batches import DecodeBatches
 from jaxrag.engine.links import Links
-from jaxrag.engine.looks import Looks
 from jaxrag.engine.mapping import turn_pages
 from jaxrag.engine.outcome import outcome_of
 from jaxrag.engine.prefill_queue import PrefillQueue
@@ -70,9 +70,9 @@ class Core:
         )
         self._new: list[Sequence] = []
         self._transfers = Transfers(self.state, self._fail)
-        self._lanes = Lanes(self.state, self._took, self._release)
+        self._batches = DecodeBatches(self.state, self._took, self._release)
         self._prefills = PrefillQueue(
-            self.state, self._lanes.join, self._lanes.put_back, self._release
+            self.state, self._batches.join, self._batches.put_back, self._release
         )
         self._jobs: deque[tuple[Callable[[ModelRunner], Any], Future[Any]]] = deque()
         self._spare: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
@@ -148,7 +148,7 @@ class Core:
     def busy(self) -> bool:
         """Is there anything to wait for?"""
         jobs = self._jobs or self._spare
-        return bool(self.state.live or self._lanes.busy or self._transfers.busy or jobs)
+        return bool(self.state.live or self._batches.busy or self._transfers.busy or jobs)
 
     def handle(self, event: Callable[[], None]) -> None:
         """Do what was posted."""
@@ -166,8 +166,8 @@ class Core:
             return True
 
     def _turn(self) -> bool:
-        state, was = self.state, self._lanes.busy
-        self._lanes.deliver_blocks()
+        state, was = self.state, self._batches.busy
+        self._batches.deliver_blocks()
         now = state.moment()
         state.pace.work(now, state.scheduler.given - self._given)
         self._given = state.scheduler.given
@@ -176,18 +176,18 @@ class Core:
         self._transfers.expire(now)
         self._run_jobs()
         admitted = [] if self._jobs else state.scheduler.admit(now)
-        for one in admitted:
-            sequence = state.live.get(one.number)
+        for admitted_one in admitted:
+            sequence = state.live.get(admitted_one.number)
             if (
                 sequence is None
             ):  # a chunk that it shares with one before it was waited for, and failed
-                for key in one.loads:
+                for key in admitted_one.loads:
                     state.scheduler.refused(key)
                 continue
             sequence.moments.setdefault("admitted", now)
-            self._transfers.start(sequence, one)
-            if sequence.lane is not None:
-                self._lanes.expect(sequence.lane)
+            self._transfers.start(sequence, admitted_one)
+            if sequence.batch is not None:
+                self._batches.expect(sequence.batch)
             if sequence.status is RequestStatus.READY:
                 sequence.moments["ready"] = state.clock()
             else:
@@ -199,8 +199,8 @@ class Core:
         encoded = self._transfers.encode_some()
         self._make_room(now)
         prefilled = self._prefills.run()
-        self._lanes.turn()
-        moved = bool(was or admitted or placed or encoded or prefilled or self._lanes.busy)
+        self._batches.turn()
+        moved = bool(was or admitted or placed or encoded or prefilled or self._batches.busy)
         return self._run_spare(moved) or moved
 
     def digest(self) -> int:
@@ -223,14 +223,14 @@ class Core:
                 self._transfers.prefetch(sequence.loads.values())
 
     def rest(self) -> None:
-        """There is nothing to do: what lanes hold on the device goes."""
+        """There is nothing to do: what batches hold on the device goes."""
         self.state.pace.rest()
-        self._lanes.clear()
+        self._batches.clear()
 
     def _run_jobs(self) -> None:
         """Run jobs that want the pool to themselves."""
         while self._jobs and not self._transfers.busy:
-            self._lanes.deliver()
+            self._batches.deliver()
             job, future = self._jobs.popleft()
             answer = result_of(lambda job=job: job(self.state.runner))  # type: ignore[misc]
             if self.state.runner.cache.lost:
@@ -265,32 +265,32 @@ class Core:
         except (EngineError, RequestError) as error:
             self._fail(sequence, error)
             return
-        here = slice(skip, skip + len(new))
-        told = Progress(sequence.number, new, probability[here], top=top[here])
+        taken = slice(skip, skip + len(new))
+        progress = Progress(sequence.number, new, probability[taken], top=top[taken])
         self.state.scheduler.generated(sequence.number, len(new))
         if reason is not None:
-            self._finish(sequence, reason, told)
-        elif new and self._tell(sequence, told):
+            self._finish(sequence, reason, progress)
+        elif new and self._tell(sequence, progress):
             self._finish(sequence, "stop")
-        elif sequence.request.cited and sequence.read - sequence.looks.done >= PIECE:
+        elif sequence.request.cited and sequence.read - sequence.attribution.done >= PIECE:
             try:
                 read_again(self.state.runner, sequence)
             except Exception as error:
                 self._fail(sequence, error)
 
-    def _looks(self, sequence: Sequence) -> Looks | None:
+    def _attribution(self, sequence: Sequence) -> Attribution | None:
         """Which chunks the tokens of an answer were chosen for, where that is asked and known."""
         if not sequence.request.cited or not sequence.read or sequence.swapped is not None:
             return None
-        while sequence.looks.done < sequence.read:
+        while sequence.attribution.done < sequence.read:
             read_again(self.state.runner, sequence)
-        return sequence.looks.whole(len(sequence.request.prompt.chunks))
+        return sequence.attribution.whole(len(sequence.request.prompt.chunks))
 
     def _finish(
         self,
         sequence: Sequence,
         reason: FinishReason,
-        told: Progress | None = None,
+        progress: Progress | None = None,
     ) -> None:
         """The answer is complete: its outcome, and everything it holds is given back."""
         try:
@@ -300,7 +300,7 @@ class Core:
             return
         self._leave_turn(sequence)
         self._end(sequence, "finished")
-        last = told or Progress(sequence.number)
+        last = progress or Progress(sequence.number)
         self._tell(sequence, dataclasses.replace(last, finish_reason=reason, outcome=outcome))
 
     def _leave_turn(self, sequence: Sequence) -> None:
@@ -350,21 +350,21 @@ class Core:
             searched,
             now=self.state.clock(),
             compiling=self.state.compile_times.between,
-            looks=self._looks(sequence),
+            attribution=self._attribution(sequence),
         )
 
     def _end(self, sequence: Sequence, why: Ending) -> None:
         """Nothing more is done for a request; what it holds goes with what is in flight for it."""
         self._prefills.forget(sequence)
         self.state.ending[self.state.live.pop(sequence.number)] = why
-        self._lanes.leave(sequence)
-        if not (self._lanes.runs(sequence) or self._prefills.runs(sequence)):
+        self._batches.leave(sequence)
+        if not (self._batches.runs(sequence) or self._prefills.runs(sequence)):
             self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         """Nothing in flight needs what a request holds."""
         runner = self.state.runner
-        self._lanes.free(sequence)
+        self._batches.free(sequence)
         if runner.cache.host is not None:
             # Callbacks of what is in flight reach into host memory of its pages.
             arrived(runner.cache.pool.k)
@@ -378,13 +378,13 @@ class Core:
         """Set requests aside for others of a better class."""
         victims = self.state.scheduler.victims(now)
         if victims:
-            self._lanes.deliver()
+            self._batches.deliver()
         for number in victims:
             sequence = self.state.live.get(number)
             if sequence is None:  # its last token was among what was read
                 continue
             try:
-                self._lanes.set_aside(sequence)
+                self._batches.set_aside(sequence)
             except Exception as error:
                 raise Broken(error, [sequence]) from error
             self.state.scheduler.swapped(number)
@@ -406,7 +406,7 @@ class Core:
             raise error
         _LOG.error("a step of the engine failed, its pool is made anew", exc_info=error)
         self.state.restarts += 1
-        again = [it for it in suspects if it.alone]
+        again = [suspect for suspect in suspects if suspect.alone]
         for sequence in suspects:
             sequence.alone = True
         self._rebuild()
@@ -439,7 +439,7 @@ class Core:
         """A new pool; every request begins again, and its client hears only what is new."""
         state = self.state
         state.epoch += 1
-        for part in (self._lanes, self._transfers, self._prefills):
+        for part in (self._batches, self._transfers, self._prefills):
             part.clear()
         state.runner.forget_cache()
         for sequence in (*state.live.values(), *state.ending):

@@ -1,6 +1,6 @@
-"""Lanes: rows of one compiled program that requests join and leave between its steps.
+"""Batches: rows of one compiled program that requests join and leave between its steps.
 
-A lane is what its program is compiled for: a decode rule, the width of its page tables, the room
+A batch is what its program is compiled for: a decode rule, the width of its page tables, the room
 for generated tokens, and how many rows it has. What a row computes does not depend on who has the
 others.
 """
@@ -18,13 +18,13 @@ from jax.stages import Lowered
 from jaxrag.base.types import HIDDEN, Array, HostArray, on_host
 from jaxrag.engine.mapping import batch_tables, carried_chunks
 from jaxrag.engine.processors import ProcessorRows, all_allowed
-from jaxrag.engine.request import DECODE_BLOCK, LaneKey
+from jaxrag.engine.request import DECODE_BLOCK, BatchKey
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.engine.sequence import Sequence
 from jaxrag.engine.steps import (
+    BatchRows,
     Drawn,
-    LaneRows,
     Plan,
     SamplingRows,
     counted,
@@ -42,7 +42,7 @@ DENSE = Dense()
 OnPool = Callable[[Callable[[PagePool], Any]], Any]  # calls a function with the pool
 
 
-class Lane:
+class DecodeBatch:
     """Rows on the device and the steps that all of them take together.
 
     Attributes:
@@ -50,8 +50,8 @@ class Lane:
       compiled: whether it has taken a step.
     """
 
-    def __init__(self, runner: ModelRunner, key: LaneKey) -> None:
-        """An empty lane. Raises RequestError for a rule that cannot serve this model."""
+    def __init__(self, runner: ModelRunner, key: BatchKey) -> None:
+        """An empty batch. Raises RequestError for a rule that cannot serve this model."""
         model = runner.model
         key.rule.check_placement(model.config, model.placement)
         key.rule.check_mesh(model.config, model.mesh, model.placement)
@@ -65,7 +65,7 @@ class Lane:
         if key.attention is not None:
             chunks = on_host(ChunkPages, nowhere.astype(bool), key.attention)
         empty = on_host(
-            LaneRows,
+            BatchRows,
             on_host(PageTable, nowhere, nowhere, np.full((rows, slots), HIDDEN), chunks),
             zeros,
             none,
@@ -75,7 +75,7 @@ class Lane:
             SamplingRows.of([SamplingParams()] * rows),
         )
         placed = jax.tree.map(lambda x: model.put_batch(x, rows), empty)
-        self._rows: LaneRows = jax.device_put(placed) if model.mesh is None else placed
+        self._rows: BatchRows = jax.device_put(placed) if model.mesh is None else placed
         self._decoding: Decoding | None = None
 
     def join(
@@ -98,7 +98,7 @@ class Lane:
         nowhere = self.key.rows
         at = np.full(len(logits), nowhere, np.int32)
         at[: len(rows)] = [nowhere if row is None else row for row in rows]
-        if any(it.request.sampling.processes for it in sequences):
+        if any(sequence.request.sampling.processes for sequence in sequences):
             self._have_processors()
         joining = self._joining(sequences, len(logits))
         self._rows, first = _join(self._rows, at, joining, logits)
@@ -107,12 +107,12 @@ class Lane:
             self._take(row, decoding)
         return first
 
-    def _joining(self, sequences: abc.Sequence[Sequence], count: int) -> LaneRows:
+    def _joining(self, sequences: abc.Sequence[Sequence], count: int) -> BatchRows:
         """The rows of requests before their first token, on the host, padded to ``count``."""
         pad = count - len(sequences)
-        position = [it.next_position for it in sequences]
+        position = [sequence.next_position for sequence in sequences]
         last = [p + it.request.room - 1 for p, it in zip(position, sequences, strict=True)]
-        slot = [it.next_slot for it in sequences]
+        slot = [sequence.next_slot for sequence in sequences]
         zeros = np.zeros(count, np.int32)
         position_, last_, slot_ = (
             np.array([*x, *[0] * pad], np.int32) for x in (position, last, slot)
@@ -123,7 +123,7 @@ class Lane:
             self._runner.model.config.vocab_size if self._has_processors else None,
         )
         return on_host(
-            LaneRows,
+            BatchRows,
             batch_tables(sequences if self.key.pages else [], count, self.key.pages),
             zeros,
             position_,
@@ -200,12 +200,12 @@ class Lane:
         gone[list(rows)] = True
         self._rows = _leave(self._rows, gone)
 
-    def take_out(self, row: int) -> tuple[LaneRows, Decoding | None]:
+    def take_out(self, row: int) -> tuple[BatchRows, Decoding | None]:
         """A copy of a row on the device, before it leaves, for ``put_back``."""
         return _row(self._rows, self._decoding, np.int32(row))
 
     def put_back(
-        self, row: int, sequence: Sequence, taken: tuple[LaneRows, Decoding | None]
+        self, row: int, sequence: Sequence, taken: tuple[BatchRows, Decoding | None]
     ) -> None:
         """Give a row to a request that had one, whose pages may be others now."""
         before, decoding = taken
@@ -266,13 +266,13 @@ def sampling_rows(
 
     With ``vocab_size`` they have the state of processors.
     """
-    settings = [it.request.sampling for it in sequences]
+    settings = [sequence.request.sampling for sequence in sequences]
     rows = SamplingRows.of([*settings, *[SamplingParams()] * (count - len(settings))])
     if vocab_size is None:
         return rows
     asked = [
-        (own, it.request.prompt.ids, it.request.eos_ids, it.matcher)
-        for own, it in zip(settings, sequences, strict=True)
+        (own, sequence.request.prompt.ids, sequence.request.eos_ids, sequence.matcher)
+        for own, sequence in zip(settings, sequences, strict=True)
     ]
     return rows.replace(processors=ProcessorRows.of(asked, count, vocab_size))
 
@@ -284,7 +284,7 @@ def sample_first(logits: Array, sampling: SamplingRows) -> Drawn:
 
 
 @functools.partial(jax.jit, donate_argnames=("rows",))
-def _join(rows: LaneRows, at: Array, joining: LaneRows, logits: Array) -> tuple[LaneRows, Drawn]:
+def _join(rows: BatchRows, at: Array, joining: BatchRows, logits: Array) -> tuple[BatchRows, Drawn]:
     """Put requests into their rows ``at`` [B], if there is one, and sample their first tokens."""
     first = sample_rows(logits, joining.sampling, joining.index)
     joining = counted(joining.replace(ids=first.ids))
@@ -292,13 +292,17 @@ def _join(rows: LaneRows, at: Array, joining: LaneRows, logits: Array) -> tuple[
 
 
 @functools.partial(jax.jit, donate_argnames=("rows",))
-def _rejoin(rows: LaneRows, row: Array, before: LaneRows, pages: Array, offsets: Array) -> LaneRows:
+def _rejoin(
+    rows: BatchRows, row: Array, before: BatchRows, pages: Array, offsets: Array
+) -> BatchRows:
     joining = before.replace(table=before.table.replace(pages=pages, offsets=offsets))
     return jax.tree.map(lambda all_, one: all_.at[row].set(one), rows, joining)
 
 
 @jax.jit
-def _row(rows: LaneRows, decoding: Decoding | None, row: Array) -> tuple[LaneRows, Decoding | None]:
+def _row(
+    rows: BatchRows, decoding: Decoding | None, row: Array
+) -> tuple[BatchRows, Decoding | None]:
     taken = jax.tree.map(lambda x: x[row], rows)
     if decoding is None:
         return taken, None
@@ -308,7 +312,7 @@ def _row(rows: LaneRows, decoding: Decoding | None, row: Array) -> tuple[LaneRow
 
 
 @functools.partial(jax.jit, donate_argnames=("rows",))
-def _leave(rows: LaneRows, gone: Array) -> LaneRows:
+def _leave(rows: BatchRows, gone: Array) -> BatchRows:
     return rows.replace(position=jnp.where(gone, -1, rows.position))
 
 

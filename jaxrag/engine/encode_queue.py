@@ -27,17 +27,17 @@ class EncodeQueue:
 
         None of them depends on the others. What is not wanted any more is dropped.
         """
-        self._chunks = [it for it in self._chunks if is_wanted(it)]
+        self._chunks = [chunk for chunk in self._chunks if is_wanted(chunk)]
         if not self._chunks:
             return []
         first = self._chunks[0].load
         shape = first.encoding.shape(first.encoder, first.tokens)
         taken = [
-            it
-            for it in self._chunks
-            if it.load.encoding is first.encoding
-            and it.load.encoder == first.encoder
-            and first.encoding.shape(first.encoder, it.load.tokens) == shape
+            chunk
+            for chunk in self._chunks
+            if chunk.load.encoding is first.encoding
+            and chunk.load.encoder == first.encoder
+            and first.encoding.shape(first.encoder, chunk.load.tokens) == shape
         ][: 1 if shape is None else shape[0]]
-        self._chunks = [it for it in self._chunks if it not in taken]
+        self._chunks = [chunk for chunk in self._chunks if chunk not in taken]
         return taken

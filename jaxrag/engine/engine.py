@@ -338,13 +338,13 @@ class Engine:
         news: queue.SimpleQueue[Progress] = queue.SimpleQueue()
 
         def sink() -> Sink:
-            told = 0
+            count = 0
 
             def tell(progress: Progress) -> bool:
-                nonlocal told
-                told += len(progress.new)
+                nonlocal count
+                count += len(progress.new)
                 news.put(progress)
-                return enough is not None and told >= enough
+                return enough is not None and count >= enough
 
             return tell
 
@@ -534,13 +534,13 @@ class Engine:
             self._leader.lose(f"the leader failed with {type(error).__name__}: {error}")
             return
         _LOG.exception("the engine failed; everything that it served is told")
-        told = EngineError(f"the engine failed with {type(error).__name__}: {error}; ask again")
+        failure = EngineError(f"the engine failed with {type(error).__name__}: {error}; ask again")
         core.state.restarts += 1
         try:
-            core.fail_all(told)
+            core.fail_all(failure)
         except Exception:
             _LOG.exception("the engine's pool cannot be made anew now")
-            core.abandon(told)
+            core.abandon(failure)
             self._lost += core.state.restarts
             self._core = None
             self.runner.forget_cache()

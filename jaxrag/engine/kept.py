@@ -38,16 +38,16 @@ class Context:
 
     def behind(self, name: str) -> "Context":
         """Of what follows another part."""
-        seen = context_id(self._encoder(_TURN), np.zeros(0, np.int32), (*self.before, name))
-        return dataclasses.replace(self, before=(seen,))
+        context = context_id(self._encoder(_TURN), np.zeros(0, np.int32), (*self.before, name))
+        return dataclasses.replace(self, before=(context,))
 
     def pieces(self, ids: HostArray) -> Iterator[tuple[str, HostArray]]:
         """A turn of this context, page by page: the key and the ids of each."""
-        here = self
+        context = self
         for at in range(0, len(ids), PAGE):
             piece = ids[at : at + PAGE]
-            here = here.behind(here.name(piece))
-            yield chunk_key(self.fingerprint, here.name(piece), here.before[0]), piece
+            context = context.behind(context.name(piece))
+            yield chunk_key(self.fingerprint, context.name(piece), context.before[0]), piece
 
     def leading(self, prefix: HostArray, chunks: Sequence[HostArray]) -> list[str]:
         """Of the prefix and of every chunk the key of its exact KV; "" if it is empty."""
@@ -57,8 +57,8 @@ class Context:
             if not len(ids):
                 keys.append("")
                 continue
-            seen = prefix[: 0 if index == 0 else None]
-            context = context_id(self._encoder(_LEADING), seen, before)
+            visible = prefix[: 0 if index == 0 else None]
+            context = context_id(self._encoder(_LEADING), visible, before)
             keys.append(chunk_key(self.fingerprint, self.name(ids), context))
             if index:
                 before.append(self.name(ids))

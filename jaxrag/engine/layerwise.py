@@ -134,8 +134,8 @@ class LayerPrefill:
         x = _embed(model.params, model.config, prompt.ids)
         for layer in range(model.config.num_layers):
             at, rope = np.asarray(layer, np.int32), model.rope_factors.of_layer(layer)
-            here = on_host(_Layer, model.params, rope, prompt, at)
-            k, v, queries = _keys_values(here, x, model.config)
+            on_layer = on_host(_Layer, model.params, rope, prompt, at)
+            k, v, queries = _keys_values(on_layer, x, model.config)
             self._write_on_device(at, k, v, prompt, pages)
             part = None
             for block in blocks:
@@ -143,9 +143,9 @@ class LayerPrefill:
                 part = part or _nothing(x, model.config)
                 for start, (_, width) in zip(starts, widths, strict=True):
                     start_ = np.int32(start)
-                    part = _attend_block(here, x, part, block_kv, start_, width, model.config)
+                    part = _attend_block(on_layer, x, part, block_kv, start_, width, model.config)
             for start, (_, width) in zip(starts, widths, strict=True):
-                x = _finish(here, x, part, (k, v), np.int32(start), width, model.config)
+                x = _finish(on_layer, x, part, (k, v), np.int32(start), width, model.config)
                 if start == starts[-1]:
                     self._push(layer, rows, k, v)
                     self._queries[layer, 0] = model.own_heads(queries, 1)
@@ -180,14 +180,14 @@ class LayerPrefill:
         """Copy what a layer computed to the host, while the device attends."""
         host = self._runner.cache.host
         assert host is not None
-        here = [x if keep else None for x, keep in ((k, host.k is not None), (v, True))]
-        here[1] = v if layer >= host.first_layer else None
-        for x in here:
+        kept = [x if keep else None for x, keep in ((k, host.k is not None), (v, True))]
+        kept[1] = v if layer >= host.first_layer else None
+        for x in kept:
             if x is not None:
                 x.copy_to_host_async()
         n = len(rows)
         own = self._runner.model.own_heads
-        k_, v_ = (None if x is None else own(x, 1)[:n] for x in here)
+        k_, v_ = (None if x is None else own(x, 1)[:n] for x in kept)
         host.write(layer, rows, k_, v_)
 
     def _bring_in(self, layer: int, block: _Block) -> tuple[Array, Array, PageTable]:
@@ -199,18 +199,18 @@ class LayerPrefill:
         values = host.values(layer)
         memory = (None if host.k is None else host.k[layer], values)
         put = self._runner.model.put_heads
-        here = [None if x is None else put(np.take(x, rows, axis=1), 0) for x in memory]
-        host.count(brought=sum(x.nbytes for x in here if x is not None))
-        k, v = _as_pages(cache.pool, config, np.int32(layer), block.pages, *here)
+        brought = [None if x is None else put(np.take(x, rows, axis=1), 0) for x in memory]
+        host.count(brought=sum(x.nbytes for x in brought if x is not None))
+        k, v = _as_pages(cache.pool, config, np.int32(layer), block.pages, *brought)
         where = (block.pages[None], block.offsets[None], block.slot_position[None])
         return k, v, on_host(PageTable, *where)
 
 
 def _blocks(pages: HostArray, offsets: HostArray, slot_position: HostArray) -> Iterator[_Block]:
     """The pages in which something is to be seen, in blocks of some distinct sizes."""
-    seen = np.flatnonzero((slot_position.reshape(-1, PAGE) != HIDDEN).any(-1))
-    for start in range(0, len(seen), BLOCK_PAGES):
-        some = seen[start : start + BLOCK_PAGES]
+    held_pages = np.flatnonzero((slot_position.reshape(-1, PAGE) != HIDDEN).any(-1))
+    for start in range(0, len(held_pages), BLOCK_PAGES):
+        some = held_pages[start : start + BLOCK_PAGES]
         pad = -len(some) % _STEP
         where = slot_position.reshape(-1, PAGE)[some].reshape(-1)
         yield _Block(
@@ -227,21 +227,21 @@ def _embed(params: Params, config: ModelConfig, ids: Array) -> Array:
 
 
 @functools.partial(jax.jit, static_argnames=("config",))
-def _keys_values(here: _Layer, x: Array, config: ModelConfig) -> tuple[Array, Array, Array]:
+def _keys_values(layer: _Layer, x: Array, config: ModelConfig) -> tuple[Array, Array, Array]:
     """K at its positions and V [S, K, H] of one layer, and queries before rotation [W, N, H]."""
-    p, prompt = layer_of(here.params, here.index), here.prompt
+    p, prompt = layer_of(layer.params, layer.index), layer.prompt
     size = min(x.shape[1], PREFILL_TOKENS)
 
     def piece(some: tuple[Array, Array]) -> tuple[Array, Array]:
         x, positions = some
-        _, k, v = heads_of(x[None], p, config, here.index)
-        k = place(k, jnp.maximum(positions, 0)[None], here.rope, config.rope)
+        _, k, v = heads_of(x[None], p, config, layer.index)
+        k = place(k, jnp.maximum(positions, 0)[None], layer.rope, config.rope)
         return k[0].astype(config.dtype), v[0].astype(config.dtype)
 
     cut = (x[0].reshape(-1, size, x.shape[-1]), prompt.positions.reshape(-1, size))
     k, v = lax.map(piece, cut)
     columns = x[:, jnp.maximum(prompt.observed, 0)]
-    queries, _, _ = heads_of(columns, p, config, here.index)
+    queries, _, _ = heads_of(columns, p, config, layer.index)
     queries = jnp.where((prompt.observed >= 0)[:, None, None], queries[0], 0)
     whole = (x.shape[1], config.num_kv_heads, config.head_dim)
     return k.reshape(whole), v.reshape(whole), queries.astype(config.dtype)
@@ -259,7 +259,7 @@ def _nothing(x: Array, config: ModelConfig) -> Partial:
 
 @functools.partial(jax.jit, static_argnames=("width", "config"), donate_argnames=("part",))
 def _attend_block(
-    here: _Layer,
+    layer: _Layer,
     x: Array,
     part: Partial,
     block: tuple[Array, Array, PageTable],
@@ -271,8 +271,8 @@ def _attend_block(
     k, v, table = block
     # Keys lie as they stand inside their chunk.
     offsets = jnp.broadcast_to(table.offsets[..., None], (1, *k.shape[:2]))
-    k = turn(k[None], offsets, here.rope, config.rope)
-    new = _attend(here, x, PagePool(k=k[0], v=v), table.slot_position, start, width, config)
+    k = turn(k[None], offsets, layer.rope, config.rope)
+    new = _attend(layer, x, PagePool(k=k[0], v=v), table.slot_position, start, width, config)
     old = Partial(*_cut((part.out, part.lse), start, width))
     both = merge([old, new])
     return Partial(*_put((part.out, part.lse), (both.out, both.lse), start))
@@ -280,7 +280,7 @@ def _attend_block(
 
 @functools.partial(jax.jit, static_argnames=("width", "config"), donate_argnames=("x",))
 def _finish(
-    here: _Layer,
+    layer: _Layer,
     x: Array,
     part: Partial | None,
     run: tuple[Array, Array],
@@ -293,19 +293,19 @@ def _finish(
     ``run`` are K and V [S, K, H] of all tokens, ``part`` is what these saw of other chunks.
     """
     k, v = (y.reshape(-1, PAGE, *y.shape[1:]) for y in run)
-    where = jnp.where(here.prompt.positions < 0, HIDDEN, here.prompt.positions)[None]
-    new = _attend(here, x, PagePool(k=k, v=v), where, start, width, config)
+    where = jnp.where(layer.prompt.positions < 0, HIDDEN, layer.prompt.positions)[None]
+    new = _attend(layer, x, PagePool(k=k, v=v), where, start, width, config)
     if part is not None:
         new = merge([new, Partial(*_cut((part.out, part.lse), start, width))])
     [old] = _cut((x,), start, width)
     new = new.replace(out=new.out.astype(old.dtype))
-    done = finish_layer(old, new, layer_of(here.params, here.index), config)
+    done = finish_layer(old, new, layer_of(layer.params, layer.index), config)
     [x] = _put((x,), (done,), start)
     return x
 
 
 def _attend(
-    here: _Layer,
+    layer: _Layer,
     x: Array,
     pool: PagePool,
     slot_position: Array,
@@ -319,11 +319,11 @@ def _attend(
     """
     pages = jnp.arange(len(pool.k), dtype=jnp.int32)[None]
     table = Pages(pages, jnp.zeros_like(pages), slot_position)
-    x, positions = _cut((x, here.prompt.positions[None]), start, width)
-    q, _, _ = heads_of(x, layer_of(here.params, here.index), config, here.index)
-    q = place(q, jnp.maximum(positions, 0), here.rope, config.rope)
+    x, positions = _cut((x, layer.prompt.positions[None]), start, width)
+    q, _, _ = heads_of(x, layer_of(layer.params, layer.index), config, layer.index)
+    q = place(q, jnp.maximum(positions, 0), layer.rope, config.rope)
     windows = layer_windows(config)
-    window = None if windows is None else windows[here.index]
+    window = None if windows is None else windows[layer.index]
     return attend_placed(config, q, pool, table, positions, window)
 
 
@@ -353,10 +353,10 @@ def _as_pages(
     """K and V of pages [M] as [M, PAGE, K, H]: from the host's [K, M * PAGE, H], or the pool."""
     rows = pool.rows(layer, pages, config.num_kv_layers)
 
-    def of(here: Array | None, there: Array) -> Array:
-        if here is None:
+    def of(array: Array | None, there: Array) -> Array:
+        if array is None:
             return there[rows]
-        return here.swapaxes(0, 1).reshape(-1, PAGE, *there.shape[2:])
+        return array.swapaxes(0, 1).reshape(-1, PAGE, *there.shape[2:])
 
     return of(k, pool.k), of(v, pool.v)
 

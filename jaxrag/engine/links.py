@@ -230,18 +230,18 @@ class Links:
             links = [link for links in self._tiers.values() for link in links.values()]
             return tuple(
                 LinkState(
-                    name=it.name,
-                    rate=it.speed.per_second,
-                    bytes_read=it.bytes_read,
-                    bytes_in_flight=_bytes(it.in_flight),
-                    queued=len(it.queue),
-                    late=it.late,
-                    reads=it.reads,
-                    failures=it.failures,
-                    circuit="closed" if it.open_until is None else "open",
-                    opened=it.opened,
+                    name=state.name,
+                    rate=state.speed.per_second,
+                    bytes_read=state.bytes_read,
+                    bytes_in_flight=_bytes(state.in_flight),
+                    queued=len(state.queue),
+                    late=state.late,
+                    reads=state.reads,
+                    failures=state.failures,
+                    circuit="closed" if state.open_until is None else "open",
+                    opened=state.opened,
                 )
-                for it in sorted(links, key=lambda it: it.name)
+                for state in sorted(links, key=lambda state: state.name)
             )
 
     def close(self) -> None:

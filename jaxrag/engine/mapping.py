@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxrag.base.types import HostArray, Step, on_host
 from jaxrag.engine.kept import Context
-from jaxrag.engine.request import Prompt, Request, lane_of
+from jaxrag.engine.request import Prompt, Request, batch_of
 from jaxrag.engine.sequence import PromptPart, Sequence, is_one_run, stored_exact
 from jaxrag.engine.staging import ChunkLoad, ChunkOrigin
 from jaxrag.kv.cache import (
@@ -72,7 +72,7 @@ def sequence_of(model: Model, request: Request, number: int = 0) -> Sequence:
                 part.load.stored_key if part.load is not None else context.name(ids)
             )
     made = Sequence(number, request, parts)
-    made.lane = lane_of(request, made.need(lambda key: False).pages, model.placement)
+    made.batch = batch_of(request, made.need(lambda key: False).pages, model.placement)
     _read_in_part(model, request, parts, layout.final_start)
     if (grammar := model.grammar(request.sampling.guide)) is not None:
         made.matcher = grammar.matcher()
@@ -93,17 +93,17 @@ def _read_in_part(
     if len(layers) == config.num_kv_layers or whole:
         return
     run = (
-        it.position
-        for it in parts
-        if len(it.ids) and (it.load is None or it.load.misses == "in_place")
+        other.position
+        for other in parts
+        if len(other.ids) and (other.load is None or other.load.misses == "in_place")
     )
     assert config.sliding_window is not None
-    seen = min((*run, final_start)) - config.sliding_window + 1
+    first_visible = min((*run, final_start)) - config.sliding_window + 1
     for part in parts:
         load = part.load
         if load is None or load.encoding.store.layout.drops:  # what it drops is read off all layers
             continue
-        if part.position + len(part.ids) <= seen:
+        if part.position + len(part.ids) <= first_visible:
             part.load = dataclasses.replace(load, layers=layers)
 
 
@@ -143,9 +143,9 @@ def most_pages(model: Model, request: Request) -> int:
     if model.config.sliding_window is None:
         return whole
     sequence = sequence_of(model, request)
-    parts = [it for it in sequence.loads.values() if it.layers is not None]
-    held = whole_pages((it.num_pages for it in parts), model.config.page_parts)
-    saved = sum(pages_for(it.tokens) for it in parts) - held
+    parts = [load for load in sequence.loads.values() if load.layers is not None]
+    held = whole_pages((part.num_pages for part in parts), model.config.page_parts)
+    saved = sum(pages_for(part.tokens) for part in parts) - held
     return max(whole - saved, sequence.need(lambda key: False).pages)  # a chunk may be there twice
 
 
@@ -278,11 +278,11 @@ def carried_chunks(sequence: Sequence) -> list[Carried]:
 
 def batch_tables(sequences: abc.Sequence[Sequence], rows: int, num_pages: int) -> PageTable:
     """The tables of prefilled requests, on the host: rows behind them are empty."""
-    tables = [it.table.rows(num_pages) for it in sequences]
+    tables = [sequence.table.rows(num_pages) for sequence in sequences]
     for it, (_, _, slot_position) in zip(sequences, tables, strict=True):
         slot_position[it.run.slots] = it.run.positions
     tables += [TableBuilder().rows(num_pages)] * (rows - len(sequences))
-    chunks = chunk_pages([it.table for it in sequences], rows, num_pages)
+    chunks = chunk_pages([sequence.table for sequence in sequences], rows, num_pages)
     return on_host(PageTable, *(np.stack(part) for part in zip(*tables, strict=True)), chunks)
 
 
@@ -290,8 +290,8 @@ def _mark_exact(method: Method, parts: abc.Sequence[PromptPart]) -> None:
     """A part is exact if all before it are, and it is computed here or is stored as it is here."""
     exact = True
     for part in parts:
-        here = part.resident is None or part.kept or stored_exact(method, parts, part)
-        exact = part.exact = exact and here
+        own_exact = part.resident is None or part.kept or stored_exact(method, parts, part)
+        exact = part.exact = exact and own_exact
 
 
 def _map_parts(parts: abc.Sequence[PromptPart], table: TableBuilder, pages: list[int]) -> None:

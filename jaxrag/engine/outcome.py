@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from jaxrag.engine.looks import Looks
+from jaxrag.engine.attribution import Attribution
 from jaxrag.engine.progress import Outcome
 from jaxrag.engine.reuse import How, KVTier, PartReuse
 from jaxrag.engine.sequence import PromptPart, Sequence
@@ -29,14 +29,14 @@ def outcome_of(
     *,
     now: float,
     compiling: Callable[[float, float], float],
-    looks: Looks | None,
+    attribution: Attribution | None,
 ) -> Outcome:
     """The account of a request that is done.
 
     Args:
       now: when it had its last token.
       compiling: seconds between two moments in which the engine compiled.
-      looks: which chunks its tokens were chosen for, where that is asked and known.
+      attribution: which chunks its tokens were chosen for, where that is asked and known.
     """
     request, tokens, moments = sequence.request, sequence.read, dict(sequence.moments)
     moments.setdefault("admitted", moments["added"])
@@ -62,7 +62,7 @@ def outcome_of(
             *notes_on_missed(sequence, isinstance(request.store, MemoryStore)),
             *(f"decode rule {rule.name!r}: {note}" for note in searched.notes),
         ],
-        looks=looks,
+        attribution=attribution,
         moments=moments,
     )
 
@@ -86,17 +86,17 @@ def notes_on_missed(sequence: Sequence, in_memory: bool = False) -> Iterator[str
             group = (part is not sequence.parts[0], part.load.encoder)
             groups.setdefault(group, []).append((len(part.ids), part.origin))
     for missed in groups.values():
-        found = [it for _, it in missed]
-        corrupt, unsealed = sum(it.corrupt for it in found), sum(it.unsealed for it in found)
+        origins = [it for _, it in missed]
+        corrupt, unsealed = sum(it.corrupt for it in origins), sum(it.unsealed for it in origins)
         lacking = len(missed) - corrupt - unsealed
         why = f"{lacking} not in the store, {corrupt} corrupt there"
         if unsealed:
             why += f", {unsealed} not sealed"
-        in_place = found[0].how == "nowhere"
-        reasons = [it.not_stored for it in found if it.not_stored is not None]
+        in_place = origins[0].how == "nowhere"
+        reasons = [it.not_stored for it in origins if it.not_stored is not None]
         kept = f"not stored: {reasons[-1]}" if reasons else "not stored" if in_place else stored
         done = "computed in place" if in_place else "encoded"
-        runs = [run for it in found for run in it.runs]
+        runs = [run for it in origins for run in it.runs]
         if len(runs) > len(missed):  # neighbours had to be encoded first
             done += f" in {len(runs)} passes over {sum(computed for computed, _ in runs)} tokens"
         tokens = sum(length for length, _ in missed)
@@ -151,12 +151,12 @@ def _turn(method: Method, part: PromptPart) -> tuple[How, Literal["pool"] | None
 def _found(method: Method, part: PromptPart) -> tuple[How, KVTier | None, str]:
     if part.kept:
         return "prefix hit", "pool", ""
-    found = part.origin
-    if found is None:
+    origin = part.origin
+    if origin is None:
         why = f"{method.name} reuses no chunk"
         if method.prefix_cache:
             why += " but behind equal leading parts, and no earlier prompt left this one"
         return "computed", None, why
-    if found.how == "pool" or found.how == "host" or found.how == "store":
-        return "prefix hit" if part.exact else "chunk hit", found.how, ""
-    return "encoded" if found.how == "encoded" else "in place", None, found.why
+    if origin.how == "pool" or origin.how == "host" or origin.how == "store":
+        return "prefix hit" if part.exact else "chunk hit", origin.how, ""
+    return "encoded" if origin.how == "encoded" else "in place", None, origin.why

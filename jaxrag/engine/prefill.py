@@ -117,7 +117,7 @@ class Prefill:
     ) -> None:
         """Runs nothing yet. ``rows`` is how many the program has."""
         self._runner, self._requests, model = runner, requests, runner.model
-        table = batch_table([it.table for it in requests], rows, model.put_batch)
+        table = batch_table([request.table for request in requests], rows, model.put_batch)
         logits = model.zeros((rows, model.config.vocab_size), "float32")
         self._observed, positions = observed_tokens(requests, observe, rows)
         shape = (model.config.num_layers, *positions.shape)
@@ -163,12 +163,12 @@ class Prefill:
         slots = np.full((rows, width), num_slots, np.int32)
         last = np.full(rows, -1, np.int32)
         for row, request in enumerate(self._requests):
-            here = request.run.ids[start : start + length]
-            ids[row, : len(here)] = here
-            positions[row, : len(here)] = request.run.positions[start : start + length]
-            slots[row, : len(here)] = request.run.slots[start : start + length]
+            piece_ids = request.run.ids[start : start + length]
+            ids[row, : len(piece_ids)] = piece_ids
+            positions[row, : len(piece_ids)] = request.run.positions[start : start + length]
+            slots[row, : len(piece_ids)] = request.run.slots[start : start + length]
             if start < len(request.run.ids) <= start + length:
-                last[row] = len(here) - 1
+                last[row] = len(piece_ids) - 1
         seen = self._observed - start
         seen = np.where((seen >= 0) & (seen < length), seen, -1).astype(np.int32)
         step = Step(*(model.put_batch(x, rows) for x in (ids, positions, slots)))
@@ -207,8 +207,8 @@ def _prefill_piece(
     ends, new = without_layers(decoder), []
     table, x = _begin(ends, table, piece)
     for layer in layers_at(decoder):
-        pool, x, seen = _layer(pool, x, layer, ends, table, piece, rows_in_turn=rows_in_turn)
-        new.append(seen)
+        pool, x, observed = _layer(pool, x, layer, ends, table, piece, rows_in_turn=rows_in_turn)
+        new.append(observed)
     logits, queries = _end(logits, queries, ends, x, new if queries.shape[2] else None, piece)
     return pool, table, logits, queries
 
@@ -229,10 +229,10 @@ def _lower_piece(
     ends = without_layers(decoder)
     shown, x = jax.eval_shape(_begin, ends, table, piece)
     layers, own = list(layers_at(decoder)), decoder.config.num_kv_layers
-    here = (pool, x, layers[0], ends, shown, piece)
+    arguments = (pool, x, layers[0], ends, shown, piece)
     several = {"layer": layers[0]} | ({"sharing": layers[own]} if layers[own:] else {})
-    seen = [jax.eval_shape(functools.partial(_layer, rows_in_turn=rows_in_turn), *here)[2]]
-    new = seen * len(layers) if queries.shape[2] else None
+    observed = [jax.eval_shape(functools.partial(_layer, rows_in_turn=rows_in_turn), *arguments)[2]]
+    new = observed * len(layers) if queries.shape[2] else None
     return {
         "begin": _begin.lower(ends, table, piece),
         **{

@@ -15,7 +15,7 @@ from jaxrag.engine.layerwise import LayerPrefill
 from jaxrag.engine.mapping import map_sequence
 from jaxrag.engine.prefill import PREFILL_TOKENS, Prefill, Prefilled, select_tokens
 from jaxrag.engine.progress import PrefillSink
-from jaxrag.engine.request import LaneKey, Request
+from jaxrag.engine.request import BatchKey, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sequence import RequestStatus, Sequence
 from jaxrag.engine.state import Broken, EngineSettings, State
@@ -39,14 +39,14 @@ class _Shape:
     """What prompts have in common that are run together, however many there are of them.
 
     Attributes:
-      lane: that they are for; None for single tokens.
+      batch: that they are for; None for single tokens.
       observe: the queries that are kept.
       rows: of the program that runs them.
       alone: the number of one that is to have it for itself.
       attention: how they attend to their chunks; None: as to all else.
     """
 
-    lane: LaneKey | None
+    batch: BatchKey | None
     pages: int
     widths: tuple[int, ...]
     observe: Observe | None
@@ -65,7 +65,7 @@ class _Group:
 
 
 class PrefillQueue:
-    """Prefills requests, together where their pieces are small, and hands them to their lanes."""
+    """Prefills requests, together where their pieces are small, and hands them to their batches."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class PrefillQueue:
         put_back: Callable[[Sequence], None],
         release: Callable[[Sequence], None],
     ) -> None:
-        """``join`` and ``put_back`` are as of ``Lanes``.
+        """``join`` and ``put_back`` are as of ``DecodeBatches``.
 
         ``release`` gets a request that ended while something was made for it.
         """
@@ -148,7 +148,7 @@ class PrefillQueue:
 
         Not behind one that leaves parts of its prompt to those after it.
         """
-        while not any(it.kept_parts for group in self._groups for it in group.members):
+        while not any(member.kept_parts for group in self._groups for member in group.members):
             number = self._state.scheduler.next_prefill()
             if number is None:
                 return
@@ -183,10 +183,10 @@ class PrefillQueue:
         widths = tuple(width for _, width in pieces(len(sequence.run.ids), PREFILL_TOKENS))
         rule = sequence.request.method.decode
         return _Shape(
-            lane=sequence.lane,
+            batch=sequence.batch,
             pages=table_width(sequence.table),
             widths=widths,
-            observe=None if sequence.lane is None else rule.observe,  # one token needs no rule
+            observe=None if sequence.batch is None else rule.observe,  # one token needs no rule
             rows=rows_together(self._state.runner, self._state.settings, sequence.request, widths),
             alone=sequence.number if sequence.alone else None,
             attention=sequence.table.attention,
@@ -200,11 +200,11 @@ class PrefillQueue:
         return LayerPrefill(runner, sequence, shape.observe)
 
     def _end(self, group: _Group, prefilled: Prefilled) -> None:
-        """Prompts are in the pool: their lane has them next, or who makes the rule's indexes."""
+        """Prompts are in the pool: their batch has them next, or who makes the rule's indexes."""
         state, logits = self._state, prefilled.logits
-        lane = group.shape.lane
+        batch = group.shape.batch
         place: list[Sequence | None] = []
-        begins = lane is not None and (lane.rule.sparse or state.runner.model.placement.away)
+        begins = batch is not None and (batch.rule.sparse or state.runner.model.placement.away)
         now = state.clock()
         for row, sequence in enumerate(group.members):
             sequence.moments["prefilled"] = now
@@ -215,25 +215,25 @@ class PrefillQueue:
                 sequence.sink.on_prefill(state.runner, sequence, prefilled.row(row))
             for key, part in sequence.kept_parts.items():
                 state.scheduler.share(sequence.number, key, part.pages, len(part.ids))
-            if lane is None or not begins:
+            if batch is None or not begins:
                 state.scheduler.prefilled(sequence.number)
             else:
-                self._begin_rule(sequence, lane, [*[None] * row, sequence], prefilled)
-        if lane is None or not begins:
+                self._begin_rule(sequence, batch, [*[None] * row, sequence], prefilled)
+        if batch is None or not begins:
             self._join(place, logits, None)
 
     def _begin_rule(
         self,
         sequence: Sequence,
-        lane: LaneKey,
+        batch: BatchKey,
         place: list[Sequence | None],
         prefilled: Prefilled,
     ) -> None:
         """Make what a sparse rule carries; ``place`` ends with the request, at its row."""
         state = self._state
         bank, logits = prefilled.row(len(place) - 1).bank, prefilled.logits
-        begin = functools.partial(start_row, state.runner, lane, sequence, bank)
-        host = state.runner.searches(lane.rule)
+        begin = functools.partial(start_row, state.runner, batch, sequence, bank)
+        host = state.runner.searches(batch.rule)
         if host is None:
             state.scheduler.prefilled(sequence.number)
             self._join(place, logits, begin())

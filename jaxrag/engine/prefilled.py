@@ -26,9 +26,9 @@ class _Client:
         """As a sink."""
         self._hear(progress)
 
-    def on_prefill(self, *seen: Any) -> None:
+    def on_prefill(self, *arguments: Any) -> None:
         """As ``PrefillSink``."""
-        self.found = result_of(lambda: self._look(*seen))
+        self.found = result_of(lambda: self._look(*arguments))
 
 
 def prefilled[Result](

@@ -2,7 +2,7 @@
 
 Penalties, biases, what is kept and the least length of an answer, and the likeliest tokens beside
 the drawn one.
-A lane holds this state only while somebody in it asks, and its program is another one then. Rows
+A batch holds this state only while somebody in it asks, and its program is another one then. Rows
 that ask for nothing have values that leave every logit as it is.
 """
 
@@ -77,7 +77,7 @@ class ProcessorRows(struct.PyTreeNode):
                 bias[row, ~kept] = -np.inf
             for place, word in enumerate(sampling.bad_words):
                 words[row, place, -len(word) :] = word
-            ends[row, [it for it in eos_ids if it < vocab_size]] = True
+            ends[row, [eos_id for eos_id in eos_ids if eos_id < vocab_size]] = True
             prompt[row, ids[ids < vocab_size]] = True  # packets hold others
             if matcher is not None:
                 allowed[row] = matcher.allowed()

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
-from jaxrag.engine.looks import Looks
+from jaxrag.engine.attribution import Attribution
 from jaxrag.engine.reuse import PartReuse
 from jaxrag.engine.sampling_params import FinishReason
 
@@ -45,7 +45,7 @@ class Outcome:
         those of them in indexes that were stored with their chunks, and indexes that were trained
         for the question; empty for other rules.
       notes: on chunks that were not found, and on indexes that were not used.
-      looks: of a request that is ``cited``: which chunks its tokens were chosen for.
+      attribution: of a request that is ``cited``: which chunks its tokens were chosen for.
       moments: when what happened, of MOMENTS, by the engine's clock; what did not is not there.
     """
 
@@ -60,7 +60,7 @@ class Outcome:
     reuse: list[PartReuse] = dataclasses.field(default_factory=list)
     indexes: dict[str, int] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
-    looks: Looks | None = None
+    attribution: Attribution | None = None
     moments: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
@@ -118,7 +118,6 @@ class PrefillSink(Protocol):
 
     def __call__(self, progress: Progress, /) -> bool | None:
         """As a ``Sink``."""
-        ...
 
     def on_prefill(self, runner: Any, state: Any, prefilled: Any) -> None:
         """The prompt is in the pool: where its KV lies, and what prefill gave, a batch of one.
@@ -126,7 +125,6 @@ class PrefillSink(Protocol):
         On the engine's thread, before the first token is drawn, and again where the request is
         begun again. It may write to the slots of the answer, which is of no use then.
         """
-        ...
 
 
 def unheard(progress: Progress) -> None:

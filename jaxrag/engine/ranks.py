@@ -122,7 +122,7 @@ class Leader:
         self.stores, self._links = dict(stores), dict(links)
         self.lost: RankLost | None = None
         self._on_lost: list[Callable[[RankLost], None]] = []
-        self._seen: dict[int, dict[int, int]] = {}  # digests, by turn and rank
+        self._digests: dict[int, dict[int, int]] = {}  # digests, by turn and rank
         self._loaded: dict[int, set[int]] = {}  # who has read its part, by batch
         self._on_loaded: Callable[[int], None] | None = None
         self._lock = threading.Lock()
@@ -190,12 +190,12 @@ class Leader:
     def done(self, turn: int, digest: int, rank: int = 0) -> None:
         """A process made a turn."""
         with self._lock:
-            seen = self._seen.setdefault(turn, {})
-            seen[rank] = digest
-            same = len(set(seen.values())) == 1
-            if len(seen) > len(self._links):
-                del self._seen[turn]
-            many = len(self._seen) > _MOST_OPEN
+            digests = self._digests.setdefault(turn, {})
+            digests[rank] = digest
+            same = len(set(digests.values())) == 1
+            if len(digests) > len(self._links):
+                del self._digests[turn]
+            many = len(self._digests) > _MOST_OPEN
         if many:
             self.lose(f"rank {rank} speaks of turns that there are not")
         if not same:

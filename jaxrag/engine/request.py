@@ -185,8 +185,8 @@ def check_length(model: Model, prompt: Prompt, max_new_tokens: int) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class LaneKey:
-    """What a lane's program is compiled for.
+class BatchKey:
+    """What a batch's program is compiled for.
 
     Attributes:
       pages: of every row's table; 0 where KV is in host memory.
@@ -202,16 +202,18 @@ class LaneKey:
     attention: ChunkAttention | None = None
 
 
-def lane_of(request: Request, num_pages: int, placement: KVPlacement = ON_DEVICE) -> LaneKey | None:
-    """The lane of a request with so many pages; None where a single token is all it asks for.
+def batch_of(
+    request: Request, num_pages: int, placement: KVPlacement = ON_DEVICE
+) -> BatchKey | None:
+    """The batch of a request with so many pages; None where a single token is all it asks for.
 
-    Where its KV is in host memory the lane is the same whatever its length.
+    Where its KV is in host memory the batch is the same whatever its length.
     """
     if not request.room:
         return None
     rule = request.method.decode
     if placement.away:
-        return LaneKey(rule, 0, 0, request.rows)
+        return BatchKey(rule, 0, 0, request.rows)
     room = bucket(request.room, FEWEST_ROOM) if rule.sparse else 0
     pages = bucket(num_pages, MIN_TABLE_PAGES)
-    return LaneKey(rule, pages, room, request.rows, request.method.chunk_attention)
+    return BatchKey(rule, pages, room, request.rows, request.method.chunk_attention)

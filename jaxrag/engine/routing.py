@@ -70,16 +70,16 @@ class Candidate:
         return self.queued / self.rate
 
 
-def missing(wanted: RoutedRequest, candidate: Candidate, among: Sequence[Candidate]) -> float:
+def missing(request: RoutedRequest, candidate: Candidate, among: Sequence[Candidate]) -> float:
     """Seconds to read and compute what an engine lacks, at the mean rates of all of them.
 
     So engines that lack the same are equal, whatever was measured of each of late.
     """
-    store = fmean(it.store_rate for it in among)
-    host = fmean(it.host_rate for it in among)
-    rate = fmean(it.rate for it in among)
+    store = fmean(engine.store_rate for engine in among)
+    host = fmean(engine.host_rate for engine in among)
+    rate = fmean(engine.rate for engine in among)
     spent = 0.0
-    for piece in wanted.pieces:
+    for piece in request.pieces:
         if piece.name in candidate.pool:
             continue
         if piece.name in candidate.host:
@@ -89,39 +89,39 @@ def missing(wanted: RoutedRequest, candidate: Candidate, among: Sequence[Candida
     return spent
 
 
-def ranked(routing: Routing, wanted: RoutedRequest, candidates: Sequence[Candidate]) -> list[str]:
+def ranked(routing: Routing, request: RoutedRequest, candidates: Sequence[Candidate]) -> list[str]:
     """Names of the engines, the one to ask first; ``candidates`` in an order that does not change.
 
     "residency": of the engines that are not loaded above the others, the one that lacks least; of
     equals the one with the least to do. The others follow by when they could begin.
     """
-    order = sorted(candidates, key=lambda it: _ORDERS[routing](wanted, it, candidates))
+    order = sorted(candidates, key=lambda it: _ORDERS[routing](request, it, candidates))
     return [it.name for it in order]
 
 
 _Key = tuple[float, ...]
 
 
-def _residency(wanted: RoutedRequest, it: Candidate, among: Sequence[Candidate]) -> _Key:
-    own = wanted.cost / fmean(one.rate for one in among)
+def _residency(request: RoutedRequest, engine: Candidate, among: Sequence[Candidate]) -> _Key:
+    own = request.cost / fmean(one.rate for one in among)
     mean = fmean(one.load for one in among) + own / len(among)
-    lacks = missing(wanted, it, among)
-    if it.load > max(_MORE * mean, _ROWS * own):
-        return 1.0, it.load + lacks
-    return 0.0, lacks, it.load, _weight(it.name, _first(wanted))
+    lacks = missing(request, engine, among)
+    if engine.load > max(_MORE * mean, _ROWS * own):
+        return 1.0, engine.load + lacks
+    return 0.0, lacks, engine.load, _weight(engine.name, _first(request))
 
 
-def _hashing(wanted: RoutedRequest, it: Candidate, among: Sequence[Candidate]) -> _Key:
+def _hashing(request: RoutedRequest, engine: Candidate, among: Sequence[Candidate]) -> _Key:
     """By the first chunk alone: few move where an engine comes or goes."""
-    return (_weight(it.name, _first(wanted)),)
+    return (_weight(engine.name, _first(request)),)
 
 
-def _round_robin(wanted: RoutedRequest, it: Candidate, among: Sequence[Candidate]) -> _Key:
-    return ((among.index(it) - wanted.number) % len(among),)
+def _round_robin(request: RoutedRequest, engine: Candidate, among: Sequence[Candidate]) -> _Key:
+    return ((among.index(engine) - request.number) % len(among),)
 
 
-def _random(wanted: RoutedRequest, it: Candidate, among: Sequence[Candidate]) -> _Key:
-    return (_weight(it.name, wanted.number),)
+def _random(request: RoutedRequest, engine: Candidate, among: Sequence[Candidate]) -> _Key:
+    return (_weight(engine.name, request.number),)
 
 
 _ORDERS: dict[Routing, Callable[[RoutedRequest, Candidate, Sequence[Candidate]], _Key]] = {
@@ -132,8 +132,8 @@ _ORDERS: dict[Routing, Callable[[RoutedRequest, Candidate, Sequence[Candidate]],
 }
 
 
-def _first(wanted: RoutedRequest) -> int:
-    return wanted.pieces[0].name if wanted.pieces else wanted.number
+def _first(request: RoutedRequest) -> int:
+    return request.pieces[0].name if request.pieces else request.number
 
 
 def _weight(name: str, of: int) -> float:

@@ -21,7 +21,7 @@ from jaxrag.engine.core import Core
 from jaxrag.engine.decoding import sampling_rows
 from jaxrag.engine.mapping import sequence_of
 from jaxrag.engine.progress import PrefillSink
-from jaxrag.engine.request import FAILED, LaneKey, Request
+from jaxrag.engine.request import FAILED, BatchKey, Request
 from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sequence import Need, PromptPart, Sequence, stored_exact
 from jaxrag.engine.staging import ChunkOrigin, why_refused
@@ -32,7 +32,7 @@ from jaxrag.models.model import Model
 from jaxrag.reuse.decode import Dense
 
 _NO_POOL = "this looks at KV on the device in pages, which a model with rows of its own has not"
-_LANE = LaneKey(Dense(), 0, 0, ROWS)
+_BATCH = BatchKey(Dense(), 0, 0, ROWS)
 
 
 @dataclasses.dataclass
@@ -94,7 +94,7 @@ def row_sequence(model: Model, request: Request, number: int) -> RowSequence:
         )
     made = sequence_of(model, dataclasses.replace(request, rows=ROWS), number)
     fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
-    return RowSequence(**fields | {"lane": _LANE})
+    return RowSequence(**fields | {"batch": _BATCH})
 
 
 @dataclasses.dataclass(eq=False)

@@ -108,10 +108,10 @@ class SamplingParams:
 
     def _ids(self) -> Iterator[tuple[str, int]]:
         """All token ids, and the field of each."""
-        yield from (("logit_bias", it) for it, _ in self.logit_bias)
-        words = (it for it in self.bad_words if not isinstance(it, str))
-        yield from (("bad_words", it) for word in words for it in word)
-        yield from (("allowed_token_ids", it) for it in self.allowed_token_ids or ())
+        yield from (("logit_bias", token_id) for token_id, _ in self.logit_bias)
+        words = (word for word in self.bad_words if not isinstance(word, str))
+        yield from (("bad_words", token_id) for word in words for token_id in word)
+        yield from (("allowed_token_ids", token_id) for token_id in self.allowed_token_ids or ())
 
     @property
     def processes(self) -> bool:
@@ -134,14 +134,14 @@ class SamplingParams:
         As vLLM has it: the second where it begins with another token and is not longer. Raises
         RequestError for words of too many tokens.
         """
-        found = list[str | tuple[int, ...]]()
+        words = list[str | tuple[int, ...]]()
         for word in self.bad_words:
             if isinstance(word, str):
                 word, spaced = (tuple(map(int, encode(it + word.lstrip()))) for it in ("", " "))
                 if len(spaced) == len(word) > 0 and spaced[0] != word[0]:
-                    found.append(spaced)
-            found.append(word)
-        return dataclasses.replace(self, bad_words=tuple(found))
+                    words.append(spaced)
+            words.append(word)
+        return dataclasses.replace(self, bad_words=tuple(words))
 
     def of_choice(self, index: int) -> "SamplingParams":
         """Of one of several answers to a prompt: its index joins the seed; that of 0 is its own."""

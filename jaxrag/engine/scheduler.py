@@ -76,7 +76,7 @@ class Scheduler:
         self._queue = Queue(self._settings)
         self._turns = Turns(self._settings.weights)
         self._live: dict[int, Sequence] = {}
-        self._lanes: dict[Hashable | None, Seats] = {}
+        self._batches: dict[Hashable | None, Seats] = {}
         self._subscribers: dict[str, dict[int, Sequence]] = {}  # of loading chunks
         self._outgrown: dict[int, Sequence] = {}
         self._preemptions = Counter[int]()  # of live requests that were preempted
@@ -105,22 +105,22 @@ class Scheduler:
 
     @property
     def occupancy(self) -> dict[Hashable, int]:
-        """Rows held in every lane that has live requests; on any thread."""
-        lanes = list(self._lanes.items())
-        return {name: len(it.held) for name, it in lanes if it.rows is not None}
+        """Rows held in every batch that has live requests; on any thread."""
+        batches = list(self._batches.items())
+        return {name: len(it.held) for name, it in batches if it.rows is not None}
 
     def row_of(self, sequence: Sequence) -> int | None:
-        """The row that a request has in its lane."""
-        return self._lanes[sequence.lane].row_of(sequence)
+        """The row that a request has in its batch."""
+        return self._batches[sequence.batch].row_of(sequence)
 
-    def full(self, lane: Hashable | None) -> bool:
-        """Whether no row of the lane can be given now."""
-        found = self._lanes.get(lane)
-        return found is not None and found.rows is not None and found.room() == 0
+    def full(self, batch: Hashable | None) -> bool:
+        """Whether no row of the batch can be given now."""
+        seats = self._batches.get(batch)
+        return seats is not None and seats.rows is not None and seats.room() == 0
 
-    def hungry(self, lane: Hashable | None) -> bool:
-        """Whether some request of the lane has no row yet."""
-        found = self._lanes.get(lane)
+    def hungry(self, batch: Hashable | None) -> bool:
+        """Whether some request of the batch has no row yet."""
+        found = self._batches.get(batch)
         return found is not None and found.hungry > 0
 
     def submit(self, sequence: Sequence, now: float) -> None:
@@ -142,10 +142,10 @@ class Scheduler:
         assert sequence.number not in self._live, f"request {sequence.number} was submitted before"
         sequence.moments.setdefault("added", now)
         self._live[sequence.number] = sequence
-        rows = None if sequence.lane is None else sequence.request.rows
-        lane = self._lanes.setdefault(sequence.lane, Seats(rows))
-        assert lane.rows == rows, f"lane {sequence.lane} has {lane.rows} rows, not {rows}"
-        lane.members += 1
+        rows = None if sequence.batch is None else sequence.request.rows
+        batch = self._batches.setdefault(sequence.batch, Seats(rows))
+        assert batch.rows == rows, f"batch {sequence.batch} has {batch.rows} rows, not {rows}"
+        batch.members += 1
         self._count(sequence, 1)
         self._queue.add(sequence)
         if sequence.deadline is not None:
@@ -199,20 +199,20 @@ class Scheduler:
         return [sequence.number for sequence in back]
 
     def next_prefill(self) -> int | None:
-        """Give a row to a ready request whose lane has one; it is prefilled now.
+        """Give a row to a ready request whose batch has one; it is prefilled now.
 
         Better classes go first, then whose turn it is by the service of their tenants (``Turns``);
         of one tenant as they were admitted.
 
-        In static mode a lane is filled until it is full or none is ready for it, and then again
+        In static mode a batch is filled until it is full or none is ready for it, and then again
         when it is empty.
         """
-        firsts = [lane.first(self._settings.static) for lane in self._lanes.values()]
+        firsts = [batch.first(self._settings.static) for batch in self._batches.values()]
         sequence = min((it for it in firsts if it is not None), key=turn, default=None)
         if sequence is None:
             return None
         self._turns.begin(sequence)
-        self._lanes[sequence.lane].take(sequence)
+        self._batches[sequence.batch].take(sequence)
         self._move(sequence, RequestStatus.PREFILL)
         return sequence.number
 
@@ -272,7 +272,7 @@ class Scheduler:
         """
         if self._settings.classes == 1:
             return []
-        leaving = [it for it in self._holders() if it.status is RequestStatus.SWAPPING]
+        leaving = [holder for holder in self._holders() if holder.status is RequestStatus.SWAPPING]
         chosen = self._for_rows(leaving)
         chosen += self._for_pages(leaving + chosen, now)
         for sequence in chosen:
@@ -292,7 +292,7 @@ class Scheduler:
         sequence = self._live.pop(number, None)
         if sequence is None:
             return None
-        was, lane = sequence.status, self._lanes[sequence.lane]
+        was, batch = sequence.status, self._batches[sequence.batch]
         if self._outgrown.pop(number, None) is None and was in QUEUED:
             self._queue.remove(sequence)
         self._let_go(sequence)
@@ -300,9 +300,9 @@ class Scheduler:
         self._count(sequence, -1)
         sequence.status = RequestStatus.DONE
         self.ended[why] += 1
-        lane.members -= 1
-        if not lane.members:
-            del self._lanes[sequence.lane]
+        batch.members -= 1
+        if not batch.members:
+            del self._batches[sequence.batch]
         if len(self._deadlines) > 2 * len(self._live) + 64:
             self._deadlines = [it for it in self._deadlines if it[1] in self._live]
             heapq.heapify(self._deadlines)
@@ -355,23 +355,23 @@ class Scheduler:
         counts = Counter(sequence.status for sequence in live)
         assert all(self._counts[status] == counts[status] for status in RequestStatus)
         for sequence in live:
-            lane, status = self._lanes[sequence.lane], sequence.status
+            batch, status = self._batches[sequence.batch], sequence.status
             assert bool(self.missing(sequence)) == (status is RequestStatus.LOADING)
             assert status not in QUEUED or not (sequence.own or sequence.held)
-            assert (sequence in lane.ready) == (status is RequestStatus.READY)
-            seated = list(lane.held.values()).count(sequence)
-            assert seated == (status in RUNNING and lane.rows is not None)
+            assert (sequence in batch.ready) == (status is RequestStatus.READY)
+            seated = list(batch.held.values()).count(sequence)
+            assert seated == (status in RUNNING and batch.rows is not None)
         missing = {(key, sequence.number) for sequence in live for key in self.missing(sequence)}
         assert missing == {(key, n) for key, those in self._subscribers.items() for n in those}
         assert all(self._subscribers.values())
-        assert set(self._lanes) == {sequence.lane for sequence in live}
-        for name, lane in self._lanes.items():
-            members = [sequence for sequence in live if sequence.lane == name]
-            assert lane.members == len(members)
-            assert lane.hungry == sum(it.status in HUNGRY for it in members)
-            assert set(lane.held.values()) <= set(members)
-            assert lane.ready == sorted(lane.ready, key=turn)
-            assert len(lane.held) < 2 or not any(it.alone for it in lane.held.values())
+        assert set(self._batches) == {sequence.batch for sequence in live}
+        for name, batch in self._batches.items():
+            members = [sequence for sequence in live if sequence.batch == name]
+            assert batch.members == len(members)
+            assert batch.hungry == sum(member.status in HUNGRY for member in members)
+            assert set(batch.held.values()) <= set(members)
+            assert batch.ready == sorted(batch.ready, key=turn)
+            assert len(batch.held) < 2 or not any(it.alone for it in batch.held.values())
 
     def _fitting(self, now: float) -> tuple[tuple[Sequence, Need] | None, list[Sequence]]:
         """The next to admit, and those met on the way that will never fit."""
@@ -440,7 +440,7 @@ class Scheduler:
         return sum(len(it.own) for it in leaving) + self._allocator.freed(unpinned, but)
 
     def _holders(self) -> Iterator[Sequence]:
-        return (sequence for lane in self._lanes.values() for sequence in lane.held.values())
+        return (sequence for batch in self._batches.values() for sequence in batch.held.values())
 
     def _preemptible(
         self, holders: Iterable[Sequence], priority: int, leaving: Collection[Sequence]
@@ -456,13 +456,13 @@ class Scheduler:
         chosen = list[Sequence]()
         if self._settings.static:  # a row that is given back is not given again
             return chosen
-        for lane in self._lanes.values():
-            for place, sequence in enumerate(lane.ready):
+        for batch in self._batches.values():
+            for place, sequence in enumerate(batch.ready):
                 gone = leaving + chosen
-                if sequence.alone or lane.rows is None:
+                if sequence.alone or batch.rows is None:
                     break
-                if place >= lane.room(gone):
-                    found = self._preemptible(lane.held.values(), sequence.request.priority, gone)
+                if place >= batch.room(gone):
+                    found = self._preemptible(batch.held.values(), sequence.request.priority, gone)
                     if not found:
                         break
                     chosen.append(found[0])
@@ -498,7 +498,7 @@ class Scheduler:
 
     def _make_ready(self, sequence: Sequence) -> None:
         self._move(sequence, RequestStatus.READY)
-        insort(self._lanes[sequence.lane].ready, sequence, key=turn)
+        insort(self._batches[sequence.batch].ready, sequence, key=turn)
 
     def _requeue(self, sequence: Sequence, status: RequestStatus) -> None:
         self._let_go(sequence)
@@ -514,7 +514,7 @@ class Scheduler:
         for key in sequence.held:
             self._allocator.release(key)
         self._allocator.free(sequence.own)
-        self._lanes[sequence.lane].leave(sequence)
+        self._batches[sequence.batch].leave(sequence)
         sequence.own, sequence.held = (), ()
 
     def _move(self, sequence: Sequence, status: RequestStatus) -> None:
@@ -525,4 +525,4 @@ class Scheduler:
     def _count(self, sequence: Sequence, change: int) -> None:
         self._counts[sequence.status] += change
         if sequence.status in HUNGRY:
-            self._lanes[sequence.lane].hungry += change
+            self._batches[sequence.batch].hungry += change

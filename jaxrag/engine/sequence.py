@@ -10,9 +10,9 @@ import numpy as np
 
 from jaxrag.base.errors import EngineError
 from jaxrag.base.types import HostArray, Step, on_host
-from jaxrag.engine.looks import LooksSoFar
+from jaxrag.engine.attribution import PartialAttribution
 from jaxrag.engine.progress import Sink, unheard
-from jaxrag.engine.request import FAILED, LaneKey, Prompt, Request
+from jaxrag.engine.request import FAILED, BatchKey, Prompt, Request
 from jaxrag.engine.sampling_params import FinishReason
 from jaxrag.engine.staging import ChunkLoad, ChunkOrigin
 from jaxrag.kv.cache import CachedChunk, TableBuilder, pages_for, whole_pages
@@ -120,7 +120,7 @@ class Swapped:
 
     Attributes:
       pages: K and V of its own pages, [L, n, page, K, H] each.
-      row: of its lane, and what its rule carried, as ``Lane.take_out`` gives them.
+      row: of its batch, and what its rule carried, as ``DecodeBatch.take_out`` gives them.
     """
 
     pages: tuple[HostArray, HostArray]
@@ -135,7 +135,7 @@ class Sequence:
       number: its name; never used again.
       parts: the prefix and the chunks, turns that may be kept page by page: how each is brought in,
         then where its KV lies.
-      lane: whose rows it needs from prefill on; None: it needs none (a single token).
+      batch: whose rows it needs from prefill on; None: it needs none (a single token).
       sink: is told of its progress.
       moments: when what happened, of ``progress.MOMENTS``, by the engine's clock.
       status: this, and all up to ``held``, is kept by the scheduler.
@@ -149,15 +149,15 @@ class Sequence:
       tokens: its answer so far, as its client has it.
       read: tokens that were read since it was begun; fewer than ``tokens`` once it began again.
       search: its number in the host's search.
-      alone: it shares its lane with no other, as a step broke while it took part.
+      alone: it shares its batch with no other, as a step broke while it took part.
       matcher: how far its answer has come in the form of ``sampling.guide``, if there is one.
-      looks: of its answer, if it is ``cited``.
+      attribution: of its answer, if it is ``cited``.
     """
 
     number: int
     request: Request
     parts: list[PromptPart]
-    lane: LaneKey | None = None
+    batch: BatchKey | None = None
     sink: Sink = unheard
     moments: dict[str, float] = dataclasses.field(default_factory=dict)
     status: RequestStatus = RequestStatus.WAITING
@@ -173,7 +173,7 @@ class Sequence:
     alone: bool = False
     swapped: Swapped | None = None
     matcher: Matcher | None = None
-    looks: LooksSoFar = dataclasses.field(default_factory=LooksSoFar)
+    attribution: PartialAttribution = dataclasses.field(default_factory=PartialAttribution)
 
     @property
     def num_tokens(self) -> int:
@@ -353,7 +353,7 @@ class Sequence:
         self.read = 0
         if self.matcher is not None:
             self.matcher.restart()
-        self.looks = LooksSoFar()
+        self.attribution = PartialAttribution()
         for part in self.parts:
             part.origin = part.resident = None
 

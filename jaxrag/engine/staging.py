@@ -326,17 +326,17 @@ def encode(loads: Sequence[ChunkLoad], *, reads: bool = True) -> list[NewlyEncod
     encoding, chosen = loads[0].encoding, encoder_named(loads[0].encoder)
     prefix = seen_prefix(chosen, encoding.prefix)
     own_kv = StoredNeighbours(encoding) if reads else _Computed(encoding.model, prefix)
-    wanted = {load.stored_key: load.chunk for load in loads}
-    made = {it.key: it for it in encoding.encode(chosen.name, wanted, own_kv)}
+    by_key = {load.stored_key: load.chunk for load in loads}
+    made = {it.key: it for it in encoding.encode(chosen.name, by_key, own_kv)}
     num_primer = encoding.num_before(chosen.name) - len(prefix)  # run again with each chunk
-    told = []
+    encoded = []
     for load in loads:
         num_before = len(prefix) + num_primer + sum(map(len, load.chunk.neighbours))
         again = num_before if chosen.neighbours == "joint" else num_primer
         runs = [(load.tokens + again, num_before + load.tokens)]
         runs += [(length, len(prefix) + length) for length in own_kv.computed]
-        told.append(NewlyEncoded(made[load.stored_key], tuple(runs)))
-    return told
+        encoded.append(NewlyEncoded(made[load.stored_key], tuple(runs)))
+    return encoded
 
 
 @dataclasses.dataclass
@@ -359,7 +359,7 @@ class _Computed:
 
 
 def keep(
-    load: ChunkLoad, found: ChunkOrigin, made: NewlyEncoded, *, stores: bool = True
+    load: ChunkLoad, origin: ChunkOrigin, made: NewlyEncoded, *, stores: bool = True
 ) -> Fetched:
     """Store a chunk that was encoded, where its store takes it; on any thread.
 
@@ -367,9 +367,9 @@ def keep(
     first. A full disk does not fail a question. ``stores``: False keeps it from the store.
     """
     not_stored = load.encoding.offer(made.chunk) if stores else "its store was not asked"
-    found = dataclasses.replace(found, not_stored=not_stored, runs=made.runs)
+    origin = dataclasses.replace(origin, not_stored=not_stored, runs=made.runs)
     kv = load.of(as_stored(made.chunk.kv, load.encoding.store.layout))
-    return Fetched({load.key: found}, kv, {load.key: 0})
+    return Fetched({load.key: origin}, kv, {load.key: 0})
 
 
 def stage(

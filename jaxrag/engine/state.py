@@ -28,7 +28,7 @@ class EngineSettings:
 
     Attributes:
       prefill_tokens: that are run between two decode steps at most, or one piece.
-      together_flops: prompts are run as many at once as their lane has rows, whether there are so
+      together_flops: prompts are run as many at once as their batch has rows, whether there are so
         many or not, where a piece of all of them takes no more operations than that: then it is
         the call that costs.
       load_threads: that read chunks of one store and stage them.

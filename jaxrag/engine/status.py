@@ -12,7 +12,7 @@ from typing import Literal
 from jaxrag.engine.admission import QUEUED
 from jaxrag.engine.arena import ArenaState
 from jaxrag.engine.links import LinkState
-from jaxrag.engine.request import LaneKey
+from jaxrag.engine.request import BatchKey
 from jaxrag.engine.scheduler import GENERATED, Scheduler
 from jaxrag.engine.sequence import Ending, RequestStatus, Sequence
 from jaxrag.engine.staging import HitKind
@@ -49,7 +49,7 @@ class EngineStatus:
       requests: that have not ended, by status ("waiting", "loading", "ready", "prefill", ...).
       pages: of the pool. "free": not in use; "unpinned": of chunks that no request maps;
         "pinned": of chunks that some do; "loading": of chunks on their way; "own": of requests.
-      rows: held and there, of every lane that has requests, by the name of its program.
+      rows: held and there, of every batch that has requests, by the name of its program.
       waiting: how long requests have been waiting for room.
       loading: how long those that have room have been waiting for chunks.
       waiting_tokens: of the prompts that wait.
@@ -107,7 +107,7 @@ def status_of(state: State) -> EngineStatus:
     scheduler, now = state.scheduler, state.clock()
     allocator = state.runner.cache.allocator
     sequences = list(scheduler.live.copy().values())
-    queued = [it for it in sequences if it.status in QUEUED]
+    queued = [sequence for sequence in sequences if sequence.status in QUEUED]
     loading = [it.moments.copy() for it in sequences if it.status is RequestStatus.LOADING]
     admitted = [it["admitted"] for it in loading if "admitted" in it]
     ended = dict(scheduler.ended)
@@ -146,40 +146,40 @@ def tiers_of(state: State, hits: Mapping[HitKind, int]) -> Tiers:
 
 def all_status(engines: Mapping[str, EngineStatus]) -> EngineStatus:
     """Of several engines, by name, as one: sums, and the longest ages."""
-    found = list(engines.values())
-    rates = [it.rate for it in found if it.rate is not None]
+    statuses = list(engines.values())
+    rates = [one.rate for one in statuses if one.rate is not None]
     return EngineStatus(
-        requests=_sum(it.requests for it in found),
-        pages=_sum(it.pages for it in found),
-        rows={f"{name}: {row}": n for name, it in engines.items() for row, n in it.rows.items()},
-        waiting=_ages(it.waiting for it in found),
-        loading=_ages(it.loading for it in found),
-        waiting_tokens=sum(it.waiting_tokens for it in found),
-        queued_cost=sum(it.queued_cost for it in found),
+        requests=_sum(one.requests for one in statuses),
+        pages=_sum(one.pages for one in statuses),
+        rows={f"{name}: {row}": n for name, one in engines.items() for row, n in one.rows.items()},
+        waiting=_ages(one.waiting for one in statuses),
+        loading=_ages(one.loading for one in statuses),
+        waiting_tokens=sum(one.waiting_tokens for one in statuses),
+        queued_cost=sum(one.queued_cost for one in statuses),
         rate=sum(rates) if rates else None,
-        ended=_sum(it.ended for it in found),
-        new_tokens=sum(it.new_tokens for it in found),
-        preempted=sum(it.preempted for it in found),
-        evicted=sum(it.evicted for it in found),
-        restarts=sum(it.restarts for it in found),
+        ended=_sum(one.ended for one in statuses),
+        new_tokens=sum(one.new_tokens for one in statuses),
+        preempted=sum(one.preempted for one in statuses),
+        evicted=sum(one.evicted for one in statuses),
+        restarts=sum(one.restarts for one in statuses),
     )
 
 
 def all_tiers(engines: abc.Sequence[Tiers]) -> Tiers:
     """Of several engines as one: sums; a link for each of every engine."""
-    hosts = [it.host for it in engines]
+    hosts = [engine.host for engine in engines]
     return Tiers(
-        hits=_sum(it.hits for it in engines),
-        pool_chunks=sum(it.pool_chunks for it in engines),
-        pool_bytes=sum(it.pool_bytes for it in engines),
-        max_pool_bytes=sum(it.max_pool_bytes for it in engines),
+        hits=_sum(engine.hits for engine in engines),
+        pool_chunks=sum(engine.pool_chunks for engine in engines),
+        pool_bytes=sum(engine.pool_bytes for engine in engines),
+        max_pool_bytes=sum(engine.max_pool_bytes for engine in engines),
         host=ArenaState(
-            nbytes=sum(it.nbytes for it in hosts),
-            max_bytes=sum(it.max_bytes for it in hosts),
-            chunks=sum(it.chunks for it in hosts),
-            evicted=sum(it.evicted for it in hosts),
+            nbytes=sum(host.nbytes for host in hosts),
+            max_bytes=sum(host.max_bytes for host in hosts),
+            chunks=sum(host.chunks for host in hosts),
+            evicted=sum(host.evicted for host in hosts),
         ),
-        links=tuple(link for it in engines for link in it.links),
+        links=tuple(link for engine in engines for link in engine.links),
     )
 
 
@@ -202,17 +202,17 @@ def _pages(allocator: PageAllocator, sequences: Iterable[Sequence]) -> dict[Page
         "unpinned": allocator.num_unpinned,
         "pinned": allocator.num_pinned,
         "loading": allocator.num_loading,
-        "own": sum(len(it.own) for it in sequences),
+        "own": sum(len(sequence.own) for sequence in sequences),
     }
 
 
 def _rows(scheduler: Scheduler) -> dict[str, tuple[int, int]]:
-    """Of every lane of the engine's."""
-    lanes = {key: held for key, held in scheduler.occupancy.items() if isinstance(key, LaneKey)}
+    """Of every batch of the engine's."""
+    batches = {key: held for key, held in scheduler.occupancy.items() if isinstance(key, BatchKey)}
     return {
         f"{key.rule.name}: {key.pages} pages, {key.room} generated, {key.rows} rows": (
             held,
             key.rows,
         )
-        for key, held in lanes.items()
+        for key, held in batches.items()
     }

@@ -1,4 +1,4 @@
-"""Decode steps of a lane's rows: one token after the other, through all layers.
+"""Decode steps of a batch's rows: one token after the other, through all layers.
 
 Where the layers of a model are apart, as on a CPU, a step is several programs, one of which has a
 few layers and is called for each few: it compiles, and is read from the disk, in a fraction of the
@@ -77,8 +77,8 @@ class SamplingRows(struct.PyTreeNode):
         )
 
 
-class LaneRows(struct.PyTreeNode):
-    """State of every row of a lane, [R] each but the table.
+class BatchRows(struct.PyTreeNode):
+    """State of every row of a batch, [R] each but the table.
 
     Attributes:
       position: of the newest token, -1 in an empty row.
@@ -122,12 +122,12 @@ class _Token(struct.PyTreeNode):
 
 def run_steps(
     pool: PagePool,
-    rows: LaneRows,
+    rows: BatchRows,
     decoding: Decoding | None,
     decoder: Decoder,
     block: int,
     plan: Plan,
-) -> tuple[PagePool, LaneRows, Decoding | None, Drawn]:
+) -> tuple[PagePool, BatchRows, Decoding | None, Drawn]:
     """Feed the newest tokens back and sample ``block`` more of every row.
 
     A row that has run its last token is empty from then on. Returns pool, rows, what the rule
@@ -149,7 +149,7 @@ def run_steps(
 
 def lower_steps(
     pool: PagePool,
-    rows: LaneRows,
+    rows: BatchRows,
     decoding: Decoding | None,
     decoder: Decoder,
     plan: Plan,
@@ -162,7 +162,7 @@ def lower_steps(
     token, x = jax.eval_shape(functools.partial(_begin, plan=plan), ends, rows)
     own = decoder.config.num_kv_layers
     groups = _groups(decoder)
-    kinds = [tuple(int(it[1]) >= own for it in layers) for layers in groups]
+    kinds = [tuple(int(layer[1]) >= own for layer in layers) for layers in groups]
     each = dict(zip(kinds, groups, strict=True)).values()
     return [
         _begin.lower(ends, rows, plan=plan),
@@ -242,12 +242,12 @@ def run_by_rule(
 @functools.partial(jax.jit, static_argnames=("plan",), donate_argnames=("pool", "rows", "decoding"))
 def _whole_steps(
     pool: PagePool,
-    rows: LaneRows,
+    rows: BatchRows,
     decoding: Decoding | None,
     decoder: Decoder,
     block: Array,
     plan: Plan,
-) -> tuple[PagePool, LaneRows, Decoding | None, Drawn]:
+) -> tuple[PagePool, BatchRows, Decoding | None, Drawn]:
     """``run_steps`` as one program, which scans over the layers."""
 
     def one(at: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -263,12 +263,12 @@ def _whole_steps(
         rows, drawn = _sampled(rows, drawn, decoder, hidden[:, 0], token, at)
         return pool, rows, decoding, drawn
 
-    out: tuple[PagePool, LaneRows, Decoding | None, Drawn]
+    out: tuple[PagePool, BatchRows, Decoding | None, Drawn]
     out = lax.fori_loop(0, block, one, (pool, rows, decoding, _nothing_drawn(rows)))
     return out
 
 
-def _newest(rows: LaneRows) -> tuple[Step, Array]:
+def _newest(rows: BatchRows) -> tuple[Step, Array]:
     """The newest token of every row, and which rows [R] have one that is to be run."""
     live = (rows.position >= 0) & (rows.position <= rows.last)
     step = Step(
@@ -280,7 +280,7 @@ def _newest(rows: LaneRows) -> tuple[Step, Array]:
 
 
 @functools.partial(jax.jit, static_argnames=("plan",))
-def _begin(ends: Decoder, rows: LaneRows, plan: Plan) -> tuple[_Token, Array | ResidualStream]:
+def _begin(ends: Decoder, rows: BatchRows, plan: Plan) -> tuple[_Token, Array | ResidualStream]:
     """The newest tokens, and x of [R, 1] before the first layer."""
     step, live = _newest(rows)
     table = rows.table if plan.away else rows.table.reveal(step.slots, step.positions)
@@ -312,16 +312,21 @@ def _some_layers(
 
 @functools.partial(jax.jit, donate_argnames=("rows",))
 def _end(
-    rows: LaneRows, drawn: Drawn, ends: Decoder, x: Array | ResidualStream, token: _Token, at: Array
-) -> tuple[LaneRows, Drawn]:
+    rows: BatchRows,
+    drawn: Drawn,
+    ends: Decoder,
+    x: Array | ResidualStream,
+    token: _Token,
+    at: Array,
+) -> tuple[BatchRows, Drawn]:
     """``_sampled`` of x of [R, 1] behind the last layer."""
     hidden = rms_norm(residual(x)[:, 0], ends.params.final_norm, ends.config)
     return _sampled(rows, drawn, ends, hidden, token, at)
 
 
 def _sampled(
-    rows: LaneRows, drawn: Drawn, ends: Decoder, hidden: Array, token: _Token, at: Array
-) -> tuple[LaneRows, Drawn]:
+    rows: BatchRows, drawn: Drawn, ends: Decoder, hidden: Array, token: _Token, at: Array
+) -> tuple[BatchRows, Drawn]:
     """Rows behind a token, and ``drawn`` with the next, of hidden [R, D], put at column ``at``."""
     new = sample_rows(unembed(ends.params, ends.config, hidden), rows.sampling, rows.index + 1)
     rows = rows.replace(
@@ -335,7 +340,7 @@ def _sampled(
     return counted(rows), drawn
 
 
-def _nothing_drawn(rows: LaneRows) -> Drawn:
+def _nothing_drawn(rows: BatchRows) -> Drawn:
     """Of a step that has not begun, on the host."""
     shape, processors = (len(rows.ids), DECODE_BLOCK), rows.sampling.processors
     top = None
@@ -361,12 +366,12 @@ def sample_rows(logits: Array, settings: SamplingRows, token_index: Array) -> Dr
     return Drawn(jnp.where(jnp.isnan(probability), FAILED, drawn), probability, top)
 
 
-def counted(rows: LaneRows) -> LaneRows:
+def counted(rows: BatchRows) -> BatchRows:
     """After the newest tokens were drawn."""
     processors = rows.sampling.processors
     return rows if processors is None else with_processors(rows, processors.counted(rows.ids))
 
 
-def with_processors(rows: LaneRows, processors: ProcessorRows | None) -> LaneRows:
+def with_processors(rows: BatchRows, processors: ProcessorRows | None) -> BatchRows:
     """The rows with this state of processors."""
     return rows.replace(sampling=rows.sampling.replace(processors=processors))

@@ -20,11 +20,11 @@ def swap_out(runner: ModelRunner, pages: Sequence[int]) -> tuple[HostArray, Host
     own = functools.partial(runner.model.own_heads, axis=_HEADS)
     k, v = [], []
     for start in range(0, len(pages), _PAGES):
-        here = np.asarray(pages[start : start + _PAGES], np.int32)
-        padded = np.pad(here, (0, _PAGES - len(here)))
+        block = np.asarray(pages[start : start + _PAGES], np.int32)
+        padded = np.pad(block, (0, _PAGES - len(block)))
         part = _gather(runner.cache.pool, padded, num_layers=runner.model.config.num_kv_layers)
-        k.append(own(part.k)[:, : len(here)])
-        v.append(own(part.v)[:, : len(here)])
+        k.append(own(part.k)[:, : len(block)])
+        v.append(own(part.v)[:, : len(block)])
     return np.concatenate(k, axis=1), np.concatenate(v, axis=1)
 
 
@@ -34,9 +34,9 @@ def swap_in(
     """Write what ``swap_out`` returned to as many pages."""
     nowhere = runner.cache.allocator.num_pages
     for start in range(0, len(pages), _PAGES):
-        here = np.asarray(pages[start : start + _PAGES], np.int32)
-        fill = _PAGES - len(here)
-        padded = np.pad(here, (0, fill), constant_values=nowhere)
+        block = np.asarray(pages[start : start + _PAGES], np.int32)
+        fill = _PAGES - len(block)
+        padded = np.pad(block, (0, fill), constant_values=nowhere)
         k, v = (
             np.pad(x[:, start : start + _PAGES], ((0, 0), (0, fill), (0, 0), (0, 0), (0, 0)))
             for x in content

@@ -161,8 +161,8 @@ class Transfers:
 
     def next_deadline(self) -> float | None:
         """When ``expire`` has something to do; None where nothing is due."""
-        due = (it.deadline for it in self._pending.values() if not (it.late or it.claimed))
-        return min((it for it in due if it is not None), default=None)
+        due = (load.deadline for load in self._pending.values() if not (load.late or load.claimed))
+        return min((deadline for deadline in due if deadline is not None), default=None)
 
     def encode_some(self) -> bool:
         """Run one program for chunks that no store gave; others wait for the next decode step.
@@ -382,14 +382,14 @@ class Transfers:
                     raise outcome
             assert isinstance(answer, Fetched)
             refused = [
-                (it, None if is_elsewhere(it.load, why) else why_refused(it.load, why))
-                for key, it in waiting.items()
-                if (why := answer.refused.get(key)) is not None and not it.late
+                (load, None if is_elsewhere(load.load, why) else why_refused(load.load, why))
+                for key, load in waiting.items()
+                if (why := answer.refused.get(key)) is not None and not load.late
             ]
         except BaseException as error:
             self._post(functools.partial(self._failed, list(waiting.values()), error))
             return False
-        batch.waiting = {k: it for k, it in waiting.items() if k in answer.at and it.claim()}
+        batch.waiting = {k: load for k, load in waiting.items() if k in answer.at and load.claim()}
         staged = None
         if batch.waiting:
             staged = result_of(functools.partial(self._stage, batch, answer))
@@ -403,7 +403,7 @@ class Transfers:
         chunks = batch.waiting.values()
         pages = {key: chunk.pages for key, chunk in batch.waiting.items()}
         cache = next(iter(chunks)).cache
-        staged = stage(self._state.runner, cache, fetched, [it.load for it in chunks], pages)
+        staged = stage(self._state.runner, cache, fetched, [chunk.load for chunk in chunks], pages)
         batch.mark("staged", self._state.clock())
         return staged
 

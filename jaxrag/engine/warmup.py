@@ -6,7 +6,7 @@ import numpy as np
 from jax.stages import Lowered
 
 from jaxrag.base.shapes import pieces
-from jaxrag.engine.decoding import Lane, sample_first, sampling_rows
+from jaxrag.engine.decoding import DecodeBatch, sample_first, sampling_rows
 from jaxrag.engine.mapping import map_sequence, recompute, sequence_of
 from jaxrag.engine.prefill import PREFILL_TOKENS, Prefill
 from jaxrag.engine.prefill_queue import rows_together
@@ -38,11 +38,11 @@ def programs_of(
     nowhere = {key: CachedChunk((0,) * pages, 0) for key, pages in need.chunks.items()}
     map_sequence(sequence, nowhere)
     _select_any(sequence)
-    rule, lane = request.method.decode, sequence.lane
+    rule, batch = request.method.decode, sequence.batch
     widths = [width for _, width in pieces(len(sequence.run.ids), PREFILL_TOKENS)]
     rows = rows_together(runner, settings, request, widths)
-    prefill = Prefill(runner, [sequence], None if lane is None else rule.observe, rows)
-    table, observed = table_width(sequence.table), lane is None or rule
+    prefill = Prefill(runner, [sequence], None if batch is None else rule.observe, rows)
+    table, observed = table_width(sequence.table), batch is None or rule
     lowered: dict[Hashable, Lowered] = {
         (rows, table, observed, *which): program for which, program in prefill.lower().items()
     }
@@ -50,10 +50,10 @@ def programs_of(
     lowered["first", rows] = sample_first.lower(prefill.prefilled.logits, sampling)
     for load in {it.layers: it for it in sequence.loads.values()}.values():
         lowered["place", load.layers] = lower_place(runner, load)
-    if lane is not None and not rule.sparse:
-        made = Lane(runner, lane)
-        lowered["leave", lane] = made.lower_leave()
-        lowered |= {(lane, number): step for number, step in enumerate(made.lower())}
+    if batch is not None and not rule.sparse:
+        made = DecodeBatch(runner, batch)
+        lowered["leave", batch] = made.lower_leave()
+        lowered |= {(batch, number): step for number, step in enumerate(made.lower())}
     return lowered
 
 

@@ -99,7 +99,7 @@ class EngineTurn:
       number: counts the turns.
       now: its time, by the leader's clock.
       commands: that are carried out before it.
-      rests: there is nothing to do; the lanes' memory goes.
+      rests: there is nothing to do; the batches' memory goes.
     """
 
     number: int
@@ -110,7 +110,7 @@ class EngineTurn:
 
 def turn_bytes(turn: EngineTurn) -> bytes:
     """A turn as it is sent. Raises EngineError for one above MAX_BYTES."""
-    commands = [_command_table(it) for it in turn.commands]
+    commands = [_command_table(command) for command in turn.commands]
     table = {"turn": turn.number, "now": turn.now, "rests": turn.rests, "commands": commands}
     data = json.dumps(table, separators=(",", ":")).encode()
     if len(data) > MAX_BYTES:
@@ -122,7 +122,7 @@ def turn_of(data: bytes, stores: Mapping[str, KVStore]) -> EngineTurn:
     """A turn as it was sent; ``stores``: by name. Raises EngineError for anything else."""
     try:
         table = json.loads(data)
-        commands = tuple(_command(it, stores) for it in table["commands"])
+        commands = tuple(_command(command, stores) for command in table["commands"])
         return EngineTurn(int(table["turn"]), float(table["now"]), commands, bool(table["rests"]))
     except (ValueError, KeyError, TypeError, RecursionError, JaxragError) as error:
         raise EngineError(f"the leader sent no turn: {' '.join(str(error).split())}") from None

@@ -51,22 +51,22 @@ def arranged(tensors: Mapping[str, StoredTensor], config: ModelConfig) -> dict[s
     the checkpoint should have in another shape; what is missing is found later.
     """
     assert config.own_kv_heads is not None
-    found = dict(tensors)
+    ours = dict(tensors)
     dim, size, heads = config.model_dim, config.head_dim, config.num_heads
     uses = config.window_layers or (config.sliding_window is not None,) * config.num_layers
     for layer, (own, parts) in enumerate(zip(config.own_kv_heads, config.head_parts, strict=True)):
         stem, each = f"model.layers.{layer}.self_attn.", size // parts
         queries, keys = _places(config, own, parts)
-        if config.keys_as_values and not uses[layer] and stem + "k_proj.weight" in found:
-            extra = found.pop(stem + "v_proj.weight", None)
+        if config.keys_as_values and not uses[layer] and stem + "k_proj.weight" in ours:
+            extra = ours.pop(stem + "v_proj.weight", None)
             if extra is not None:
                 raise ModelError(
                     f"{extra.path}: has {extra.name!r}, where attention_k_eq_v=True takes the keys"
                 )
-            found[stem + "v_proj.weight"] = found[stem + "k_proj.weight"]
+            ours[stem + "v_proj.weight"] = ours[stem + "k_proj.weight"]
         if layer >= config.num_kv_layers:  # published with what nothing reads
             for name in ("k_proj", "v_proj", "k_norm"):
-                found.pop(f"{stem}{name}.weight", None)
+                ours.pop(f"{stem}{name}.weight", None)
         of_keys = (own * each, dim), (config.num_kv_heads * size, dim), _rows(keys, each)
         tables: dict[str, tuple[tuple[int, ...], tuple[int, ...], _Made]] = {
             "q_proj": ((heads * each, dim), (heads * size, dim), _rows(queries, each)),
@@ -78,15 +78,15 @@ def arranged(tensors: Mapping[str, StoredTensor], config: ModelConfig) -> dict[s
         }
         for name, (before, shape, made) in tables.items():
             key = f"{stem}{name}.weight"
-            if key in found:
-                source = found[key]
+            if key in ours:
+                source = ours[key]
                 require_weight(source, before, source.path)
-                found[key] = ArrangedTensor(
+                ours[key] = ArrangedTensor(
                     source.name, source.path, source.dtype, shape, source.start, source, made
                 )
         if config.experts is not None:
-            _fold_experts(found, config, f"model.layers.{layer}.")
-    return found
+            _fold_experts(ours, config, f"model.layers.{layer}.")
+    return ours
 
 
 def experts_apart(
@@ -97,29 +97,29 @@ def experts_apart(
     Raises ModelError for one of another shape.
     """
     assert config.experts is not None
-    found, dim, width = dict(tensors), config.model_dim, config.mlp_dim
+    ours, dim, width = dict(tensors), config.model_dim, config.mlp_dim
     names = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
     for key in tensors:
         stem, _, name = key.rpartition(".")
         if not stem.endswith(".mlp.experts") or name not in names:
             continue
-        source, parts = found.pop(key), names[name]
+        source, parts = ours.pop(key), names[name]
         shape = (dim, width) if name == "down_proj" else (width, dim)
         whole = (config.experts.count, len(parts) * shape[0], shape[1])
         require_weight(source, whole, source.path)
         for expert, (part, its) in itertools.product(range(whole[0]), enumerate(parts)):
-            found[f"{stem}.{expert}.{its}.weight"] = ArrangedTensor(
+            ours[f"{stem}.{expert}.{its}.weight"] = ArrangedTensor(
                 source.name, source.path, source.dtype, shape, source.start, source,
                 functools.partial(_expert, expert, part, shape[0]),
             )  # fmt: skip
-    return found
+    return ours
 
 
 def _expert(expert: int, part: int, rows: int, values: HostArray) -> HostArray:
     return values[expert, part * rows : (part + 1) * rows]
 
 
-def _fold_experts(found: dict[str, StoredTensor], config: ModelConfig, stem: str) -> None:
+def _fold_experts(tensors: dict[str, StoredTensor], config: ModelConfig, stem: str) -> None:
     """Put vectors before and behind experts and their choice into the matrices."""
     assert config.experts is not None
     dim, count, width = config.model_dim, config.experts.count, config.experts.beside or 0
@@ -128,7 +128,7 @@ def _fold_experts(found: dict[str, StoredTensor], config: ModelConfig, stem: str
         ("router.scale", dim, "router.proj.weight", (dim,), dim**-0.5),
         ("router.per_expert_scale", count, "experts.down_proj", (dim, width), None),
     ):
-        by, source = found.pop(stem + vector, None), found.get(stem + matrix)
+        by, source = tensors.pop(stem + vector, None), tensors.get(stem + matrix)
         if by is None or source is None:
             raise ModelError(
                 f"tensor {stem + (vector if by is None else matrix)!r} is missing; the gemma4 "
@@ -136,7 +136,7 @@ def _fold_experts(found: dict[str, StoredTensor], config: ModelConfig, stem: str
             )
         require_weight(by, (size,), by.path)
         require_weight(source, (count, *shape), source.path)
-        found[stem + matrix] = ArrangedTensor(
+        tensors[stem + matrix] = ArrangedTensor(
             source.name, source.path, source.dtype, source.shape, source.start, source,
             functools.partial(_times, by, behind),
         )  # fmt: skip

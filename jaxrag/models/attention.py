@@ -226,9 +226,9 @@ def kept_mixture(
     slots: Array,
     v: Array,
     scores: Array,
-    wanted: Array,
+    chosen: Array,
 ) -> tuple[Array, Array]:
-    """Write the newest values to host memory, then mix those that are wanted.
+    """Write the newest values to host memory, then mix those that are chosen.
 
     By the kernel that addresses host memory, where there is one, and no Python runs; else by
     ``HostValues.rows``.
@@ -239,17 +239,17 @@ def kept_mixture(
       slots: [B, 1] of the newest tokens.
       v: [B, 1, K, H] of these.
       scores: [B, K, G, n] float32, -inf where a value does not count.
-      wanted: [B, K, G, n] int32 slots of the values.
+      chosen: [B, K, G, n] int32 slots of the values.
 
     Returns:
       out [B, N, H] and lse [B, N], as ``slot_mixture``.
     """
     if values.mapped is None:
-        return slot_mixture(scores, values.rows(layer, pages, slots, v, wanted))
+        return slot_mixture(scores, values.rows(layer, pages, slots, v, chosen))
     from pallas_kernels.jax_triton.topn import address_parts, mix_kept_kernel
 
     batch, _, _, count = scores.shape
-    best, at = (x.reshape(batch, -1, count) for x in (scores, wanted))
+    best, at = (x.reshape(batch, -1, count) for x in (scores, chosen))
     address = jnp.array(address_parts(values.mapped.address), jnp.int32)
     out, lse = mix_kept_kernel(
         best, at, pages, layer - values.first_layer, slots[:, 0], v[:, 0], address,
@@ -337,8 +337,8 @@ def attend_table(
     def at_temperature(*operands: Any, scale: Scale, **limits: Any) -> tuple[Array, Array]:
         return op(*operands, scale=scale / how.temperature, **limits)
 
-    def part(op: PagedOp, seen: Array) -> Partial:
-        shown = jnp.where(seen, where.slot_position, HIDDEN)
+    def part(op: PagedOp, visible: Array) -> Partial:
+        shown = jnp.where(visible, where.slot_position, HIDDEN)
         return Partial(*attend(op, where._replace(slot_position=shown)))
 
     chunks, others = part(at_temperature, of_chunk), part(op, ~of_chunk)
@@ -431,8 +431,8 @@ def merge(partials: Sequence[Partial]) -> Partial:
     """
     lse = jnp.stack([part.lse for part in partials])
     total = jnp.logaddexp.reduce(lse, axis=0)
-    seen = jnp.isfinite(total)
-    weights = jnp.exp(lse - jnp.where(seen, total, 0.0))
+    attended = jnp.isfinite(total)
+    weights = jnp.exp(lse - jnp.where(attended, total, 0.0))
     out = sum(
         jnp.where(weight[..., None] > 0, weight[..., None] * part.out.astype(jnp.float32), 0.0)
         for weight, part in zip(weights, partials, strict=True)

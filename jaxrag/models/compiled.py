@@ -108,14 +108,14 @@ class CompileTimes:
 @contextlib.contextmanager
 def counting(compiled: Counter[str], times: CompileTimes) -> Iterator[None]:
     """Count the programs that this thread compiles, or reads from the disk, by function."""
-    here = threading.get_ident()
+    this_thread = threading.get_ident()
 
     def begin(event: str, value: float, **about: str | int) -> None:
-        if event.startswith(_COMPILING) and threading.get_ident() == here:
+        if event.startswith(_COMPILING) and threading.get_ident() == this_thread:
             times.under_way += 1
 
     def count(event: str, duration_secs: float, **about: str | int) -> None:
-        if not event.startswith(_COMPILING) or threading.get_ident() != here:
+        if not event.startswith(_COMPILING) or threading.get_ident() != this_thread:
             return
         now = time.monotonic()
         times.under_way = max(times.under_way - 1, 0)

@@ -265,8 +265,8 @@ def _given(k: Array, v: Array, soft: Array, behind: Array) -> tuple[Array, Array
     ``soft`` is K and V [2, R, K, H] of one layer, of which ``behind`` is the row.
     """
     rows = soft[:, jnp.clip(behind, 0, soft.shape[1] - 1)]
-    here = (behind >= 0)[..., None, None]
-    return jnp.where(here, rows[0], k), jnp.where(here, rows[1], v)
+    is_given = (behind >= 0)[..., None, None]
+    return jnp.where(is_given, rows[0], k), jnp.where(is_given, rows[1], v)
 
 
 def forward(
@@ -356,9 +356,9 @@ def _run_kinds(
         each: tuple[list[Any], list[Any]] = [], []
         at = [0, 0]
         for kind, run in itertools.groupby(kinds[:size]):
-            here = slice(at[kind], at[kind] + len(list(run)))
-            at[kind] = here.stop
-            take = operator.itemgetter(here)
+            rows_of_kind = slice(at[kind], at[kind] + len(list(run)))
+            at[kind] = rows_of_kind.stop
+            take = operator.itemgetter(rows_of_kind)
             own = jax.tree.map(take, parts[kind], is_leaf=lambda it: isinstance(it, list))
             carry, collected = _through(body, carry, own)
             each[kind].append(collected)

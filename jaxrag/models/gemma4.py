@@ -152,8 +152,8 @@ def _global_heads(
     if stated is not None:
         by_layer = {key.lstrip("0") or "0": its for key, its in stated.items()}
         own = [by_layer.get(str(layer), {}) for layer in range(len(kinds))]
-        wanted = [own[-1] if kind == _GLOBAL else {} for kind in kinds]
-        if own != wanted or not {"head_dim", "num_key_value_heads"} >= own[-1].keys():
+        shared = [own[-1] if kind == _GLOBAL else {} for kind in kinds]
+        if own != shared or not {"head_dim", "num_key_value_heads"} >= own[-1].keys():
             raise ConfigError(
                 f"config.json: per_layer_config={stated!r:.200}: expected heads of all "
                 f"{_GLOBAL} layers, alike"

@@ -229,13 +229,13 @@ def tensors_of(header: Header) -> dict[str, StoredTensor]:
                 f"and apart in the {size} bytes of the file; download or copy it again"
             )
         end = place.start + nbytes
-        found = _NAME.fullmatch(entry)
-        ours = None if found is None else names.get(found[2])
-        if found is None or ours is None:
+        match = _NAME.fullmatch(entry)
+        ours = None if match is None else names.get(match[2])
+        if match is None or ours is None:
             raise ModelError(f"{where} is no tensor of a {architecture} model that is read")
-        layer = "" if found[1] is None else f"model.layers.{found[1]}."
-        name = f"{layer}{ours}.{found[3]}"
-        paired = pairs.get(found[2], 0) if architecture in _PAIRED else 0
+        layer = "" if match[1] is None else f"model.layers.{match[1]}."
+        name = f"{layer}{ours}.{match[3]}"
+        paired = pairs.get(match[2], 0) if architecture in _PAIRED else 0
         if paired and place.shape[0] % (2 * paired):
             raise ModelError(
                 f"{where} has {place.shape[0]} rows, which {paired} heads do not share"
@@ -250,7 +250,7 @@ def tensors_of(header: Header) -> dict[str, StoredTensor]:
             kind=kind,
             size=nbytes,
             pairs=paired,
-            less_one=architecture in GEMMAS and found[2].endswith("norm"),
+            less_one=architecture in GEMMAS and match[2].endswith("norm"),
         )
         tensors |= {it.name: it for it in _apart(tensor, (heads, pairs["attn_k"]))}
     return tensors
@@ -268,9 +268,9 @@ def _apart(tensor: GGUFTensor, heads: tuple[int, int]) -> list[GGUFTensor]:
                 f"{tensor.path}: {tensor.entry!r} has {tensor.shape[0]} rows, which {heads[0]} "
                 f"heads and twice {heads[1]} do not share"
             )
-        found, start, row = [], tensor.start, tensor.size // tensor.shape[0]
+        experts, start, row = [], tensor.start, tensor.size // tensor.shape[0]
         for letter, count in zip("qkv", (heads[0], heads[1], heads[1]), strict=True):
-            found.append(
+            experts.append(
                 dataclasses.replace(
                     tensor,
                     name=tensor.name.format(qkv=letter),
@@ -279,8 +279,8 @@ def _apart(tensor: GGUFTensor, heads: tuple[int, int]) -> list[GGUFTensor]:
                     size=count * size * row,
                 )
             )
-            start += found[-1].size
-        return found
+            start += experts[-1].size
+        return experts
     if "{expert}" not in tensor.name:
         return [tensor]
     count, size = tensor.shape[0], tensor.size // tensor.shape[0]

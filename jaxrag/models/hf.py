@@ -262,12 +262,12 @@ def find_sources(directory: Path, config: ModelConfig) -> dict[str, StoredParam]
     """Match the tensors of the files with the parameters, strictly both ways, by parameter path."""
     family = FAMILIES[config.family]
     stored: Mapping[str, StoredTensor]
-    stored = {family.own_name(name): it for name, it in stored_tensors(directory).items()}
+    stored = {family.own_name(name): tensor for name, tensor in stored_tensors(directory).items()}
     if family.arrange is not None:
         stored = family.arrange(stored, config)
     specs = by_name(param_specs(config))
     rules = rules_of((is_gguf(directory) and family.apart) or family.tensors, config)
-    shapes = {it: specs[it.paths[0]].shape for it in rules if it.paths[0] in specs}
+    shapes = {rule: specs[rule.paths[0]].shape for rule in rules if rule.paths[0] in specs}
     tied = config.tie_embeddings and "lm_head.weight" in stored
     ignored = (*family.ignored, "lm_head.weight") if tied else family.ignored
     stored = {name: it for name, it in stored.items() if not family.beside(name)}

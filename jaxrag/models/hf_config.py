@@ -135,21 +135,21 @@ def text_part(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(inner, Mapping | None):
         raise ConfigError(f"config.json: text_config={inner!r:.200}: expected an object")
     outer = {key: hf[key] for key in OF_OUTER if hf.get(key) is not None}
-    found = hf if inner is None else {**outer, **inner}
+    text = hf if inner is None else {**outer, **inner}
     for key, (kind, expected, held) in _HOLDING.items():
-        value = found.get(key)
+        value = text.get(key)
         if value is None:
             continue
         within = value.values() if isinstance(value, Mapping) else value
         if not (isinstance(value, kind) and all(isinstance(it, held) for it in within)):
             raise ConfigError(f"config.json: {key}={value!r:.200}: expected {expected}, or null")
     for layers in _LAYER_KINDS:
-        value = (found.get("rope_parameters") or {}).get(layers)
+        value = (text.get("rope_parameters") or {}).get(layers)
         if not isinstance(value, Mapping | None):
             raise ConfigError(
                 f"config.json: rope_parameters.{layers}={value!r:.200}: expected an object"
             )
-    return found
+    return text
 
 
 def by_key(refusal: ConfigError) -> str:
@@ -449,7 +449,7 @@ def _yarn_attention_factor(factor: float, given: Mapping[str, Any]) -> float:
     if stated is not None:
         return _number("attention_factor", stated)
     scales = {key: _given(given, key, None) for key in ("mscale", "mscale_all_dim")}
-    known = [temperature(_number(key, it)) for key, it in scales.items() if it is not None]
+    known = [temperature(_number(key, scale)) for key, scale in scales.items() if scale is not None]
     return known[0] / known[1] if len(known) == 2 else temperature(1.0)
 
 

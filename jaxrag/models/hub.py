@@ -44,9 +44,9 @@ def fetched(name: str, look: Callable[[Path], None] | None = None) -> Path:
       ModelError: without huggingface_hub or a network, and for a model or revision that the hub
         has not, or does not give to this user; it names the command that fetches it.
     """
-    found = _NAME.fullmatch(name)
-    assert found is not None
-    repo, revision = found[1], found[2]
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    repo, revision = match[1], match[2]
     command = f"hf download {repo} --local-dir {repo.partition('/')[2]}"
     command += "" if revision is None else f" --revision {revision}"
     then = f"`{command}` and name {repo.partition('/')[2]}"

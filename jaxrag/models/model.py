@@ -167,8 +167,8 @@ class Model:
             return self
         model = dataclasses.replace(self, decode_weights=weights)
         if weights == "int8":
-            here = memory_of(self.config, None, self.cache_tokens, self.placement)
-            require_room_for_int8(self.path or "this model", self.config, here)
+            memory = memory_of(self.config, None, self.cache_tokens, self.placement)
+            require_room_for_int8(self.path or "this model", self.config, memory)
         return model
 
     def with_soft(self, vectors: HostArray) -> "Model":
@@ -410,7 +410,7 @@ class Model:
         if jax.process_count() > 1:
             raise RequestError("guide: several processes give no answers of a form; use one")
         size = self.config.vocab_size
-        eos_ids = frozenset(it for it in self.eos_ids if it < size)
+        eos_ids = frozenset(eos_id for eos_id in self.eos_ids if eos_id < size)
         return grammar_of(self.text_tokenizer(), guide, size, eos_ids)
 
     @property

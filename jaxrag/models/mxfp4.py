@@ -55,12 +55,12 @@ def joined(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
 
     Raises ModelError for blocks without scales, and for shapes that do not go together.
     """
-    found = dict(tensors)
+    ours = dict(tensors)
     for name, blocks in tensors.items():
         if not (name.endswith(_BLOCKS) and blocks.dtype == np.uint8):
             continue
         stem = name.removesuffix(_BLOCKS)
-        scales = found.pop(stem + _SCALES, None)
+        scales = ours.pop(stem + _SCALES, None)
         shape = None if scales is None else (*scales.shape, _BYTES)
         if scales is None or scales.dtype != np.uint8 or blocks.shape != shape or len(shape) != 4:
             has = "no scales" if scales is None else f"scales {list(scales.shape)}"
@@ -69,8 +69,8 @@ def joined(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
                 f"{stem + _SCALES!r} of one byte for each {_BYTES} of the blocks; download it again"
             )
         count, outer, groups, _ = blocks.shape
-        del found[name]
-        found[stem] = MXFP4Tensor(
+        del ours[name]
+        ours[stem] = MXFP4Tensor(
             name=stem,
             path=blocks.path,
             dtype=np.dtype(ml_dtypes.bfloat16),
@@ -78,4 +78,4 @@ def joined(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
             start=blocks.start,
             scales=scales,
         )
-    return found
+    return ours

@@ -50,10 +50,10 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
             f"config.json: no_rope_layers={rotates!r:.200}: expected 0 or 1 for each of "
             f"{num_layers} layers"
         )
-    rotates = [bool(it) for it in rotates[:num_layers]]
+    rotates = [bool(rotated) for rotated in rotates[:num_layers]]
     window, layers = None, None
     if read_bool(hf, "use_sliding_window", False) and hf.get("sliding_window") is not None:
-        kinds = ["full_attention" if it else "sliding_attention" for it in rotates]
+        kinds = ["full_attention" if rotated else "sliding_attention" for rotated in rotates]
         given = {"use_sliding_window": True, "sliding_window": hf["sliding_window"]}
         kinds = hf.get("layer_types") or kinds
         window, layers = read_windows({**given, "layer_types": kinds}, num_layers)
@@ -73,7 +73,7 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
         return config
     if not any(rotates):
         return dataclasses.replace(config, rope=none)
-    bare = tuple(int(not it) for it in rotates)
+    bare = tuple(int(not rotated) for rotated in rotates)
     return dataclasses.replace(config, more_ropes=(none,), rope_layers=bare)
 
 
@@ -82,7 +82,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     ropes = [config.rope_of(layer) for layer in range(config.num_layers)]
     rotates = [int(not isinstance(rope.scaling, NoRotation)) for rope in ropes]
     plain = dataclasses.replace(config.rope, scaling=None)
-    rotary = next((it for it, used in zip(ropes, rotates, strict=True) if used), plain)
+    rotary = next((rope for rope, used in zip(ropes, rotates, strict=True) if used), plain)
     single = dataclasses.replace(config, rope=rotary, more_ropes=(), rope_layers=None)
     return {
         **write_decoder(single, FAMILY.architecture, FAMILY.model_type),

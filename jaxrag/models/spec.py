@@ -317,7 +317,7 @@ def num_active_params(config: ModelConfig) -> int:
     if experts is None:
         return whole
     specs = by_name(param_specs(config))
-    each = sum(math.prod(it.shape) for it in specs.values() if "experts" in it.axes)
+    each = sum(math.prod(spec.shape) for spec in specs.values() if "experts" in spec.axes)
     return whole - each // experts.count * (experts.count - experts.active)
 
 

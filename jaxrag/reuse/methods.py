@@ -392,8 +392,8 @@ def choices(config: ModelConfig, reading: Reading) -> tuple[Choice, ...]:
     fit = [name for name in _UNTUNED if not METHODS[name].lacks_bos(config)]
     untuned = [name for name in fit if roomy or not METHODS[name].reads_primed]
     found = [_choice(METHODS[name], config) for name in tuned or untuned]
-    first = next((one for one in found if one.refused is None), None)
-    return tuple(dataclasses.replace(one, default=one is first) for one in found)
+    first = next((choice for choice in found if choice.refused is None), None)
+    return tuple(dataclasses.replace(choice, default=choice is first) for choice in found)
 
 
 def refused_methods(config: ModelConfig) -> tuple[str, ...]:
@@ -417,8 +417,8 @@ def _choice(method: Method, config: ModelConfig) -> Choice:
         method.check(config)
     except RequestError as error:
         refused = str(error)
-    wanted = dict.fromkeys(filter(None, (method.first_encoder, method.encoder)))
-    return Choice(method, tuple(wanted), refused)
+    encoders = dict.fromkeys(filter(None, (method.first_encoder, method.encoder)))
+    return Choice(method, tuple(encoders), refused)
 
 
 def method_named(method: str | Method) -> Method:

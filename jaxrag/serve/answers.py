@@ -17,18 +17,18 @@ from collections.abc import (
 from typing import Any, Literal
 
 from jaxrag.base.errors import KnowledgeBaseError
+from jaxrag.engine.attribution import Attribution
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.looks import Looks
 from jaxrag.engine.progress import Outcome, Progress, Top
 from jaxrag.engine.reuse import PartReuse, token_counts
 from jaxrag.engine.sampling_params import FinishReason
 from jaxrag.library.documents.document import begun
 from jaxrag.serve.ask import check_count
 from jaxrag.serve.citing import Citation, citations_of, marked
+from jaxrag.serve.compatibility import explained
 from jaxrag.serve.conversation import Source, shown_prompt
 from jaxrag.serve.output import Answer
 from jaxrag.serve.questions import ReadyQuestion
-from jaxrag.serve.suits import explained
 
 NOTHING_FOUND = "Nothing was found to answer this from."
 
@@ -151,9 +151,9 @@ class Growing:
         text = answer.push(progress.new, progress.finish_reason)
         ids = answer.token_ids[before:]
         if text or ids:
-            here = slice(len(ids))
+            kept = slice(len(ids))
             shown = "" if self._whole else text
-            self._notify(Piece(shown, ids, progress.logprobs[here], progress.top[here]))
+            self._notify(Piece(shown, ids, progress.logprobs[kept], progress.top[kept]))
         if progress.outcome is not None:
             result = result_of(self._question, answer, progress.outcome)
             if self._whole:
@@ -413,14 +413,14 @@ def _result(
 
 def _cited(question: ReadyQuestion, answer: Answer, outcome: Outcome) -> tuple[str, list[Citation]]:
     """The text of an answer, and its citations, as they were asked for."""
-    looks = outcome.looks
-    if looks is None:
+    attribution = outcome.attribution
+    if attribution is None:
         return answer.text, []
     passages = question.prompt.places
-    looks = Looks(looks.votes[:, passages], looks.most[:, passages])
-    numbers = [it.number for it in question.sources]
+    attribution = Attribution(attribution.votes[:, passages], attribution.most[:, passages])
+    numbers = [source.number for source in question.sources]
     tokenizer = question.settings.model.text_tokenizer()
-    found = citations_of(tokenizer, answer.token_ids, answer.text, looks, numbers)
+    found = citations_of(tokenizer, answer.token_ids, answer.text, attribution, numbers)
     return (
         marked(answer.text, found)
         if question.settings.ask.cite == "marks"

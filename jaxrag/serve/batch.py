@@ -52,11 +52,11 @@ class BatchReport:
 def all_parts(reports: Sequence[BatchReport], seconds: float) -> BatchReport:
     """One report of several parts: counts are added, ``seconds`` is the whole run's."""
     own = ("refused", "seconds")
-    names = [it.name for it in dataclasses.fields(BatchReport) if it.name not in own]
+    names = [field.name for field in dataclasses.fields(BatchReport) if field.name not in own]
     return BatchReport(
-        refused=tuple(itertools.chain.from_iterable(it.refused for it in reports)),
+        refused=tuple(itertools.chain.from_iterable(report.refused for report in reports)),
         seconds=seconds,
-        **{name: sum(getattr(it, name) for it in reports) for name in names},
+        **{name: sum(getattr(report, name) for report in reports) for name in names},
     )
 
 

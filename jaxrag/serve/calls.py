@@ -68,30 +68,30 @@ def calls_of(text: str, form: str, names: Collection[str]) -> tuple[str, list[To
         read = {"hermes": _hermes, "glm": _glm, "coder": _coder}[form]
         if not parts and text.lstrip().startswith("{"):  # the mark was a special token
             said, parts = "", [text]
-        found = [read(part.partition(_CLOSED)[0]) for part in parts]
+        calls = [read(part.partition(_CLOSED)[0]) for part in parts]
     elif form == "glm_4":
-        said, found = "", [_named_line(text)]
+        said, calls = "", [_named_line(text)]
     else:
-        said, found = "", list(_objects(text))
-    if not found or any(it is None or it.name not in names for it in found):
+        said, calls = "", list(_objects(text))
+    if not calls or any(call is None or call.name not in names for call in calls):
         return text, []
-    return said.rstrip(), [it for it in found if it is not None]
+    return said.rstrip(), [call for call in calls if call is not None]
 
 
 def begun_calls(text: str) -> list[ToolCall]:
     """Of a list of calls, or the beginning of one: the last has the arguments that it came to."""
-    found = list[ToolCall]()
+    calls = list[ToolCall]()
     rest = text.lstrip().removeprefix("[").lstrip()
     while rest:
         try:
             whole, end = _DECODER.raw_decode(rest)
         except ValueError:
             begun = _BEGUN.match(rest)
-            return [*found, ToolCall(begun[1], begun[2])] if begun else found
+            return [*calls, ToolCall(begun[1], begun[2])] if begun else calls
         call = _call(whole)
-        found += [] if call is None else [call]
+        calls += [] if call is None else [call]
         rest = rest[end:].lstrip(" \n\t,]")
-    return found
+    return calls
 
 
 def sure_text(text: str, form: str, names: Collection[str]) -> int:
@@ -105,19 +105,19 @@ def sure_text(text: str, form: str, names: Collection[str]) -> int:
     start = text.lstrip()
     if form == "glm_4":
         line, broken, rest = start.partition("\n")
-        called = line.rstrip() in names if broken else any(it.startswith(line) for it in names)
+        called = line.rstrip() in names if broken else any(name.startswith(line) for name in names)
         return 0 if called and rest[:1] in ("", "{") else len(text)
     return 0 if not start or start[0] in "{[<" else len(text)
 
 
-def _call(found: Any) -> ToolCall | None:
+def _call(value: Any) -> ToolCall | None:
     """Of an object with a name and arguments, under either of their names."""
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
-    arguments = found.get("arguments", found.get("parameters", {}))
+    arguments = value.get("arguments", value.get("parameters", {}))
     if not isinstance(arguments, dict):
         return None
-    return ToolCall(found["name"], json.dumps(arguments, ensure_ascii=False))
+    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
 
 
 def _hermes(part: str) -> ToolCall | None:
@@ -129,14 +129,14 @@ def _hermes(part: str) -> ToolCall | None:
 
 def _coder(part: str) -> ToolCall | None:
     named = _FUNCTION.match(part)
-    return None if named is None else _told(named[1], _PARAMETER.findall(part))
+    return None if named is None else _with_arguments(named[1], _PARAMETER.findall(part))
 
 
 def _glm(part: str) -> ToolCall | None:
-    return _told(part.partition("<arg_key>")[0].strip(), _ARGUMENT.findall(part))
+    return _with_arguments(part.partition("<arg_key>")[0].strip(), _ARGUMENT.findall(part))
 
 
-def _told(name: str, pairs: Iterable[tuple[str, str]]) -> ToolCall | None:
+def _with_arguments(name: str, pairs: Iterable[tuple[str, str]]) -> ToolCall | None:
     arguments: dict[str, Any] = {}
     for key, value in pairs:
         try:
@@ -159,9 +159,9 @@ def _objects(text: str) -> Iterator[ToolCall | None]:
     rest = _MARKS.sub("", text).strip()
     while rest:
         try:
-            found, end = _DECODER.raw_decode(rest)
+            value, end = _DECODER.raw_decode(rest)
         except ValueError:
             yield None
             return
-        yield from map(_call, found if isinstance(found, list) else [found])
+        yield from map(_call, value if isinstance(value, list) else [value])
         rest = rest[end:].lstrip(" \n\t;,")

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jaxrag.engine.looks import Looks
+from jaxrag.engine.attribution import Attribution
 from jaxrag.models.text.tokenizer import Tokenizer
 
 LEAST_VOTES = 0.5  # of a token's, for a passage that it is cited from
@@ -31,7 +31,11 @@ class Citation:
 
 
 def citations_of(
-    tokenizer: Tokenizer, token_ids: Sequence[int], text: str, looks: Looks, numbers: Sequence[int]
+    tokenizer: Tokenizer,
+    token_ids: Sequence[int],
+    text: str,
+    attribution: Attribution,
+    numbers: Sequence[int],
 ) -> list[Citation]:
     """The citations of an answer, in order; none where the model looked everywhere.
 
@@ -40,44 +44,44 @@ def citations_of(
 
     Args:
       text: of ``token_ids``, or the beginning of it.
-      looks: of at least as many tokens; columns of other chunks than the passages left out.
+      attribution: of at least as many tokens; columns of other chunks than the passages left out.
       numbers: of the passages, one for each column.
     """
     if not numbers:
         return []
     spans = list(_spans(tokenizer, token_ids))
-    found: list[tuple[int, int, int, list[float]]] = []  # start, end, column, votes
-    for (start, end), votes, most in zip(spans, looks.votes, looks.most, strict=False):
+    cited: list[tuple[int, int, int, list[float]]] = []  # start, end, column, votes
+    for (start, end), votes, most in zip(spans, attribution.votes, attribution.most, strict=False):
         column = int(np.argmax(votes))
         sure = votes[column] >= LEAST_VOTES and most[column] >= LEAST_LOOK
         if not sure or not text[start:end].strip():
             continue
-        if found and found[-1][2] == column and _sentence_end(text, found[-1][0], start) == start:
-            first, _, _, before = found.pop()
-            found.append((first, end, column, [*before, float(votes[column])]))
+        if cited and cited[-1][2] == column and _sentence_end(text, cited[-1][0], start) == start:
+            first, _, _, before = cited.pop()
+            cited.append((first, end, column, [*before, float(votes[column])]))
         else:
-            found.append((start, end, column, [float(votes[column])]))
-    limits = [*(start for start, *_ in found[1:]), len(text)][: len(found)]
+            cited.append((start, end, column, [float(votes[column])]))
+    limits = [*(start for start, *_ in cited[1:]), len(text)][: len(cited)]
     return [
         Citation(
             *_stripped(text, start, max(_sentence_end(text, end, limit), end)),
             numbers[column],
             round(float(np.mean(votes)), 4),
         )
-        for (start, end, column, votes), limit in zip(found, limits, strict=True)
+        for (start, end, column, votes), limit in zip(cited, limits, strict=True)
     ]
 
 
 def marked(text: str, citations: Sequence[Citation]) -> tuple[str, list[Citation]]:
     """The answer with "[number]" behind what each is for, and where they are in it then."""
     out, shown, last = "", list[Citation](), 0
-    for one in citations:
-        out += text[last : one.start]
+    for citation in citations:
+        out += text[last : citation.start]
         start = len(out)
-        out += text[one.start : one.end]
-        shown.append(dataclasses.replace(one, start=start, end=len(out)))
-        out += f" [{one.source}]"
-        last = one.end
+        out += text[citation.start : citation.end]
+        shown.append(dataclasses.replace(citation, start=start, end=len(out)))
+        out += f" [{citation.source}]"
+        last = citation.end
     return out + text[last:], shown
 
 

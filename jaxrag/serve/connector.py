@@ -27,9 +27,9 @@ from jaxrag.reuse.encode import (
     primer_id,
 )
 from jaxrag.reuse.methods import METHODS
-from jaxrag.serve import wanted
+from jaxrag.serve import prompt_log
+from jaxrag.serve.compatibility import gate_subject
 from jaxrag.serve.connector_files import parts_table, write_manifest
-from jaxrag.serve.suits import gate_subject
 
 # By the encoder of stored chunks: the method that reuses them as they are, and computes nothing.
 METHOD_OF = {"isolated": "turborag", "after_prefix": "full_reuse", "primed": "primed"}
@@ -142,10 +142,10 @@ def write_connector(
     gates = tuple(_gates(kb, model, METHOD_OF[chosen]))
     known = Manifest(engine, prefix, gates, parts_table(parts.items()))
     trained = any(gate.questions == 0 for gate in gates)
-    prompts = wanted.read(path, tokenizer.digest)
+    prompts = prompt_log.read(path, tokenizer.digest)
     noted = {
         content: ids
-        for content, ids in wanted.lacking(
+        for content, ids in prompt_log.lacking(
             known, prompts, tokenizer, rules if trained else None
         ).items()
         if content not in parts
@@ -183,20 +183,20 @@ def command_of(out: Path, folder: Path, dtype: str) -> str:
     return shlex.join([*words, json.dumps(config)])
 
 
-def _encoder(kb: KnowledgeBase, wanted: str | None) -> str:
+def _encoder(kb: KnowledgeBase, encoder: str | None) -> str:
     kept = [name for name in kb.encoders if name in METHOD_OF]
-    if wanted is not None:
-        encoder_named(wanted)
-        if wanted not in METHOD_OF:
+    if encoder is not None:
+        encoder_named(encoder)
+        if encoder not in METHOD_OF:
             raise RequestError(
-                f"encoder {wanted!r}: its chunks have seen others, which a prompt's tokens do not "
+                f"encoder {encoder!r}: its chunks have seen others, which a prompt's tokens do not "
                 f"tell; expected one of {', '.join(METHOD_OF)}"
             )
-        kept = [name for name in kept if name == wanted]
+        kept = [name for name in kept if name == encoder]
     if not kept:
         raise RequestError(
             f"{kb.path} keeps {', '.join(kb.encoders)}: ingest with --encoder "
-            f"{wanted or 'isolated'} first"
+            f"{encoder or 'isolated'} first"
         )
     return kept[0]
 

@@ -119,8 +119,8 @@ def conversation_of(messages: Any, query: str | None = None, *, wire: bool = Fal
             "the last one of the user"
         )
     read = message_of if wire else _message
-    given = [read(f"messages[{place}]", it) for place, it in enumerate(messages)]
-    said = _turns(given) if wire else [(it["role"], it["content"]) for it in given]
+    given = [read(f"messages[{place}]", message) for place, message in enumerate(messages)]
+    said = _turns(given) if wire else [(entry["role"], entry["content"]) for entry in given]
     count, system = len(said), ""
     if said[0][0] == "system":
         first = said.pop(0)[1]
@@ -148,7 +148,7 @@ def conversation_of(messages: Any, query: str | None = None, *, wire: bool = Fal
     ):
         raise RequestError("messages: expected all of system and user as text, or all as token ids")
     answers = tuple(content for _, content in said[1::2])
-    verbatim = tuple(given) if all(isinstance(it["content"], str) for it in given) else ()
+    verbatim = tuple(given) if all(isinstance(entry["content"], str) for entry in given) else ()
     return Conversation(questions, answers, system, True, query, verbatim)
 
 
@@ -227,10 +227,10 @@ class FoundChunk:
 def numbered(members: Sequence[FoundChunk], newest: Sequence[FoundChunk]) -> list[FoundChunk]:
     """The chunks of a prompt in its order, numbered best first, the newest question's before."""
     new = set(map(id, newest))
-    best = sorted(members, key=lambda it: (id(it) not in new, it.source.number))
-    numbers = {id(it): number for number, it in enumerate(best, 1)}
-    sources = (dataclasses.replace(it.source, number=numbers[id(it)]) for it in members)
-    return [dataclasses.replace(it, source=own) for it, own in zip(members, sources, strict=True)]
+    best = sorted(members, key=lambda one: (id(one) not in new, one.source.number))
+    numbers = {id(one): number for number, one in enumerate(best, 1)}
+    sources = (dataclasses.replace(member.source, number=numbers[id(member)]) for member in members)
+    return [dataclasses.replace(one, source=own) for one, own in zip(members, sources, strict=True)]
 
 
 def laid_out(
@@ -258,17 +258,17 @@ def laid_out(
     turns, members = list[int](), list[FoundChunk]()
     said = _NOTHING  # since the last part
 
-    for number, (one, here) in enumerate(zip(asked, found, strict=True)):
+    for number, (one, passages) in enumerate(zip(asked, found, strict=True)):
         before = one.before if number else _NOTHING
-        if here and number:
+        if passages and number:
             if earlier == "exact":
                 turns.append(len(chunks))
                 chunks.append(_joined(said, before))
             else:
                 chunks[-1] = _joined(chunks[-1], before)
             said = before = _NOTHING
-        chunks += map(wrap, here)
-        members += here
+        chunks += map(wrap, passages)
+        members += passages
         said = _joined(said, before, one.final)
         if number == len(answers):
             break

@@ -67,7 +67,7 @@ def seeing_encoders(method: Method) -> list[str]:
     return [name for name in method.encoders if encoder_named(name).sees_neighbours]
 
 
-def neighbours_told(
+def neighbours_account(
     method: Method, source: NeighboursFrom | PassageCorpus
 ) -> dict[str, Any] | None:
     """What a result says of the neighbours of given chunks; None where a method sees none.

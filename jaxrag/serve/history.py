@@ -128,7 +128,7 @@ def folded(messages: Sequence[Said]) -> list[tuple[dict[str, Any], list[int]]]:
             continue
         row, places = dict(message), [place]
         if "tool_calls" in row:
-            row["tool_calls"] = [_with_object(it) for it in row["tool_calls"]]
+            row["tool_calls"] = [_with_object(call) for call in row["tool_calls"]]
         if row["role"] == "user":
             places, late = [*late, place], []
         add(row, places)
@@ -143,7 +143,7 @@ def together(role: str, place: int, contents: Sequence[Any]) -> Any:
     """Contents of one role in a row as one. Raises RequestError for token ids among others."""
     if len(contents) == 1:
         return contents[0]
-    if not all(isinstance(it, str) for it in contents):
+    if not all(isinstance(content, str) for content in contents):
         raise RequestError(f"messages[{place}]: two of the {role} in a row")
     return JOINT.join(contents)
 

@@ -2,21 +2,9 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from jaxrag.engine.sampling_params import FinishReason
-
-
-class Detokeniser(Protocol):
-    """Incremental detokenisation (Tokenizer.stream)."""
-
-    def push(self, token_id: int) -> str:
-        """Text completed by this token."""
-        ...
-
-    def flush(self) -> str:
-        """Text of an incomplete character at the end."""
-        ...
+from jaxrag.models.text.tokenizer import TextStream
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +31,7 @@ class Answer:
     """One answer as it grows: ids, text, and why it ended."""
 
     stop: tuple[str, ...]
-    stream: Detokeniser | None  # None without a tokenizer: text stays empty
+    stream: TextStream | None  # None without a tokenizer: text stays empty
     min_tokens: int = 0  # that stop strings are not looked for in
     how: AnswerText = PLAINLY
     token_ids: list[int] = dataclasses.field(default_factory=list)

@@ -31,9 +31,9 @@ from jaxrag.models.text.verbatim import OPENED, Framing, framed
 from jaxrag.reuse.encode import encoder_named
 from jaxrag.reuse.methods import Method
 from jaxrag.serve.ask import Ask
+from jaxrag.serve.compatibility import chosen_primer
 from jaxrag.serve.conversation import Conversation, FoundChunk, Source
 from jaxrag.serve.history import FOLDED, JOINT, folded
-from jaxrag.serve.suits import chosen_primer
 
 TextIds = Callable[[str], HostArray]  # ids of a text, int32 [T]
 
@@ -212,8 +212,8 @@ def verbatim_prompt(
             raise
         prompt, members = plain_prompt(tokenizer, messages, rules, encode, talk.framing)
     placed = [
-        dataclasses.replace(it, source=_before_folding(it.source, rows, talk.messages))
-        for it in members
+        dataclasses.replace(member, source=_before_folding(member.source, rows, talk.messages))
+        for member in members
     ]
     return prompt, placed, (FOLDED,)
 
@@ -251,10 +251,10 @@ def continued_prompt(
     """
     pieces = (
         _Said(
-            tokenizer.encode(text[it.start : it.end], special=True),
-            _source(_PROMPT, text, it, 0) if it.block else None,
+            tokenizer.encode(text[piece.start : piece.end], special=True),
+            _source(_PROMPT, text, piece, 0) if piece.block else None,
         )
-        for it in text_pieces(text, rules, asks=True)
+        for piece in text_pieces(text, rules, asks=True)
     )
     first = next(pieces, _Said(np.zeros(0, np.int32)))
     ids = _without_leading(tokenizer, first.ids) if first.source is None else first.ids
@@ -290,8 +290,8 @@ def _laid_out(
     tokenizer: Tokenizer, said: list[_Said], rules: PassageRules | None
 ) -> tuple[Prompt, list[FoundChunk]]:
     """Pieces as a prompt: computed ones between blocks are turns, those behind all are its end."""
-    if rules is not None and sum(len(it.ids) for it in said if it.source) < rules.worth:
-        said = [dataclasses.replace(it, source=None) for it in said]
+    if rules is not None and sum(len(piece.ids) for piece in said if piece.source) < rules.worth:
+        said = [dataclasses.replace(piece, source=None) for piece in said]
     chunks, turns, members = list[HostArray](), list[int](), list[FoundChunk]()
     now, question = list[HostArray](), None
 
@@ -303,17 +303,17 @@ def _laid_out(
             turns.append(len(chunks))
             chunks.append(ids)
 
-    for one in said:
-        if one.source is not None:
+    for text_piece in said:
+        if text_piece.source is not None:
             turn(_joined(now))
             now, question = [], None
-            chunks.append(one.ids)
-            members.append(FoundChunk(one.source, "", one.ids, bare=True))
+            chunks.append(text_piece.ids)
+            members.append(FoundChunk(text_piece.source, "", text_piece.ids, bare=True))
             continue
-        if one.asks:
-            question = size(), size() + len(one.ids)
-        now.append(one.ids)
-        if one.ends_answer:  # its last token was never run when it was generated
+        if text_piece.asks:
+            question = size(), size() + len(text_piece.ids)
+        now.append(text_piece.ids)
+        if text_piece.ends_answer:  # its last token was never run when it was generated
             ids = _joined(now)
             turn(ids[:-1])
             now, question = [ids[-1:]], None
@@ -330,7 +330,7 @@ def _pieces(
     framing: Framing,
 ) -> Iterator[_Said]:
     """Everything behind the leading tokens, piece by piece."""
-    asking = max((i for i, it in enumerate(messages) if it["role"] == "user"), default=-1)
+    asking = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
     for number, part in enumerate(framed(tokenizer, messages, framing)):
         if part.spelled:
             yield _Said(encode(part.text))
@@ -364,7 +364,7 @@ def _asked_before(text: str, pieces: Sequence[TextPiece]) -> bool:
 
     Beside a mark, the last has to be long for a question.
     """
-    first = next(it for it in pieces if it.block)
+    first = next(piece for piece in pieces if piece.block)
     head = text[: first.start or min(first.end, _HEAD)]
     last = pieces[-1]
     asked = _ASKED.search(head) is not None or (

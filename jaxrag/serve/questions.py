@@ -12,7 +12,7 @@ import numpy as np
 from jaxrag.base.errors import RequestError
 from jaxrag.base.tables import require_kind
 from jaxrag.base.types import HostArray
-from jaxrag.engine.attribution import check_cited
+from jaxrag.engine.citing import check_cited
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request, check_length
 from jaxrag.engine.sampling_params import SamplingParams
@@ -29,6 +29,17 @@ from jaxrag.reuse.decode import rule_from
 from jaxrag.reuse.encode import Primer
 from jaxrag.reuse.methods import Method, method_named
 from jaxrag.serve.ask import Ask
+from jaxrag.serve.compatibility import (
+    check_backend,
+    chosen_primer,
+    chosen_template,
+    default_method,
+    for_no_chunks,
+    gated,
+    renamed,
+    unplaced,
+    untuned,
+)
 from jaxrag.serve.conversation import (
     Conversation,
     FoundChunk,
@@ -49,17 +60,6 @@ from jaxrag.serve.history import FOLDED
 from jaxrag.serve.output import PLAINLY, AnswerText
 from jaxrag.serve.plain import TextIds, is_verbatim, verbatim_prompt
 from jaxrag.serve.readable import check_readable
-from jaxrag.serve.suits import (
-    check_backend,
-    chosen_primer,
-    chosen_template,
-    default_method,
-    for_no_chunks,
-    gated,
-    renamed,
-    unplaced,
-    untuned,
-)
 from jaxrag.serve.words import some_of
 
 
@@ -264,17 +264,17 @@ def prepare(
     notes = [*settings.notes, *talk.notes, *(grammar.notes if grammar else ())]
     if ask.stop and sampling.guide is not None:
         notes.append("stop: not looked for, as the answer is of a form, whose end is its own")
-    found = _retrieved(settings, talk, documents, notes)
+    chunks = _retrieved(settings, talk, documents, notes)
     retrieve_seconds = time.perf_counter() - start
-    if not any(found) and (settings.kb is not None or documents is not None):
+    if not any(chunks) and (settings.kb is not None or documents is not None):
         notes += _on_nothing(settings, documents is None)
     if verbatim:
         prompt, members, said = verbatim_prompt(ask, model, settings.method, talk, settings.encode)
         notes += said
     else:
-        prompt, members = _laid_out(settings, talk, found)
+        prompt, members = _laid_out(settings, talk, chunks)
     again = functools.partial(prepare, settings, question, documents, sampling)
-    if not any(found) and not (verbatim and members):
+    if not any(chunks) and not (verbatim and members):
         settings = dataclasses.replace(settings, method=for_no_chunks(settings.method, ask))
     method, kb, kept = settings.method, settings.kb, ask.prefix_cache
     if verbatim and ask.plain == "passages" and kept is None:
@@ -291,9 +291,9 @@ def prepare(
         ask = dataclasses.replace(ask, plain="off")
     if documents is not None and ask.unanswerable != "ask":
         ask = dataclasses.replace(ask, unanswerable="ask")
-    members = numbered(members, found[-1])
+    members = numbered(members, chunks[-1])
     prompt, members = _behind_others(settings, members, prompt)
-    if prompt.neighbours is not None and any(it.chunk_id is None for it in members):
+    if prompt.neighbours is not None and any(member.chunk_id is None for member in members):
         notes += on_neighbours(settings.neighbours, settings.kb)
     ready = ReadyQuestion(
         prompt,
@@ -340,7 +340,7 @@ def _retrieved(
                 continue
             chunks, said = _searched(settings, settings.kb, asked)
             notes += (note for note in said if note not in notes)
-            found[place] = [it for it in chunks if it.chunk_id not in seen]
+            found[place] = [chunk for chunk in chunks if chunk.chunk_id not in seen]
             seen.update(it.chunk_id for it in found[place])
     return found
 
@@ -405,15 +405,15 @@ def _laid_out(
     model, template = settings.model, settings.template
     own = enumerate(settings.one_by_one(settings.ask.blocks))
     blocks = [given_chunk(f"blocks[{i}]", it, model) for i, it in own]
-    found = [[*(dataclasses.replace(it, bare=True) for it in blocks), *found[0]], *found[1:]]
+    found = [[*(dataclasses.replace(block, bare=True) for block in blocks), *found[0]], *found[1:]]
     texts = [text for text in talk.questions if isinstance(text, str)]
     none = np.zeros(0, np.int32)
     if texts:
         tokenizer = model.text_tokenizer()
         asked = template.conversation(tokenizer, texts, talk.system)
     else:  # token ids are put as they are: no template, as there may be no tokenizer
-        ids = [given_chunk("question", one, model).ids for one in talk.questions]
-        asked = [QuestionIds(none, one, (0, len(one))) for one in ids]
+        ids = [given_chunk("question", question, model).ids for question in talk.questions]
+        asked = [QuestionIds(none, question_ids, (0, len(question_ids))) for question_ids in ids]
     answers = [
         given_chunk("an answer", it, model).ids if not isinstance(it, str) or it.strip() else none
         for it in settings.one_by_one(talk.answers)
@@ -470,7 +470,7 @@ def _unknown(
         return
     tokenizer = settings.model.text_tokenizer()
     given = (it.text if isinstance(it, Passage) else it for it in documents or ())
-    texts = (it for it in (*settings.ask.blocks, *given) if isinstance(it, str))
+    texts = (block for block in (*settings.ask.blocks, *given) if isinstance(block, str))
     asked = tokenizer.unknown_words(question)
     words_of = map(tokenizer.unknown_words, settings.one_by_one(texts))
     lacking = dict.fromkeys(word for words in words_of for word in words)
@@ -509,15 +509,15 @@ def _behind_others(
     placed: Iterator[Placed] = iter(())
     if settings.kb is not None and stored:
         placed = iter(settings.kb.placed(stored, seeing[0], settings.template))
-    found = [next(others if it.chunk_id is None else placed) for it in members]
+    found = [next(others if member.chunk_id is None else placed) for member in members]
     of_members = iter(found)
     turns = prompt.turns
     every = tuple(
         None if at in turns else next(of_members).neighbours for at in range(len(prompt.chunks))
     )
     return dataclasses.replace(prompt, neighbours=every), [
-        dataclasses.replace(it, behind=one.content_ids)
-        for it, one in zip(members, found, strict=True)
+        dataclasses.replace(member, behind=one.content_ids)
+        for member, one in zip(members, found, strict=True)
     ]
 
 

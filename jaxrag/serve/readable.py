@@ -24,11 +24,11 @@ def check_readable(
     Messages of clients may be blank, but for a question that is put into another template.
     """
     given = () if documents is None else documents
-    titles = (it.title for it in given if isinstance(it, Passage))
-    texts = (it.text if isinstance(it, Passage) else it for it in given)
+    titles = (part.title for part in given if isinstance(part, Passage))
+    texts = (part.text if isinstance(part, Passage) else part for part in given)
     said = (talk.system, talk.query or "", *talk.questions, *talk.answers)
-    more = [it[name] for it in talk.messages for name in _FRAMED if name in it]
-    framing = [it for it in (more, talk.framing.tools, talk.framing.values) if it]
+    more = [message[name] for message in talk.messages for name in _FRAMED if name in message]
+    framing = [part for part in (more, talk.framing.tools, talk.framing.values) if part]
     frame = json.dumps(framing, ensure_ascii=False) if framing else ""
     check_size(model, (*said, frame, *ask.blocks, *texts, *titles))
     *earlier, last = talk.questions
@@ -39,8 +39,8 @@ def check_readable(
         )
     for what, text, blank in (
         ("the system message", talk.system, True),
-        *(("an earlier question", it, bool(talk.messages)) for it in earlier),
-        *(("an earlier answer", it, bool(talk.messages)) for it in talk.answers),
+        *(("an earlier question", part, bool(talk.messages)) for part in earlier),
+        *(("an earlier answer", answer, bool(talk.messages)) for answer in talk.answers),
         ("the question", last, verbatim),
     ):
         if isinstance(text, str) and (text.strip() or not blank):

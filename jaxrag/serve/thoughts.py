@@ -15,7 +15,7 @@ def thinks(question: ReadyQuestion) -> bool | None:
     tokenizer = question.settings.model.tokenizer
     if tokenizer is None or question.sampling.guide is not None:
         return None
-    if not any(_CLOSE in it for it in tokenizer.chat_templates.values()):
+    if not any(_CLOSE in template for template in tokenizer.chat_templates.values()):
         return None
     _, begun, rest = tokenizer.decode(question.prompt.final[-_TAIL:], False).rpartition(_OPEN)
     return bool(begun) and not rest.strip()
@@ -48,8 +48,8 @@ def spoken(result: Result, begun: bool | None) -> tuple[str, Result]:
     """What an answer thinks, and the answer without it."""
     thought, at = thought_of(result.text, begun)
     cited = [
-        dataclasses.replace(it, start=it.start - at, end=it.end - at)
-        for it in result.citations
-        if it.start >= at
+        dataclasses.replace(citation, start=citation.start - at, end=citation.end - at)
+        for citation in result.citations
+        if citation.start >= at
     ]
     return thought, dataclasses.replace(result, text=result.text[at:], citations=cited)

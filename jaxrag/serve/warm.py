@@ -153,7 +153,7 @@ def requests_like(
 def of_lengths(model: Model, request: Request) -> list[Request]:
     """A request with final blocks of usual lengths, of random ids, over its own chunks."""
     draw, size = np.random.default_rng(0), model.config.vocab_size
-    finals = [draw.integers(0, size, it, dtype=np.int32) for it in _widths(SHORT_TOKENS)]
+    finals = [draw.integers(0, size, width, dtype=np.int32) for width in _widths(SHORT_TOKENS)]
     prompt = dataclasses.replace(request.prompt, question=None)
     prompts = [dataclasses.replace(prompt, final=ids) for ids in finals]
     return [dataclasses.replace(request, prompt=it) for it in prompts]

@@ -86,9 +86,9 @@ def _hooks(size: int) -> dict[str, Any]:
     if size <= LONG_BODY:
         return {}
     return {
-        "object_hook": lambda it: it,
-        "parse_int": lambda it: int(it),
-        "parse_float": lambda it: float(it),
+        "object_hook": lambda value: value,
+        "parse_int": lambda value: int(value),
+        "parse_float": lambda value: float(value),
     }
 
 

@@ -74,15 +74,15 @@ class ServerTools:
         }
         path = "/v1/chat/completions"
         try:
-            told = await self._call(context, "POST", path, {**body, "cite": "marks"})
+            reply = await self._call(context, "POST", path, {**body, "cite": "marks"})
         except ToolError as error:
             if not str(error).startswith("cite: "):  # its KV is in host memory
                 raise
-            told = await self._call(context, "POST", path, body)
-        answer = told["choices"][0]["message"]["content"].strip()
+            reply = await self._call(context, "POST", path, body)
+        answer = reply["choices"][0]["message"]["content"].strip()
         sources = [
-            f"[{it['number']}] {it['document_id']}: {_short(it['text'])}"
-            for it in sorted(told["jaxrag"]["sources"], key=lambda it: it["number"])
+            f"[{source['number']}] {source['document_id']}: {_short(source['text'])}"
+            for source in sorted(reply["jaxrag"]["sources"], key=lambda source: source["number"])
         ]
         read = "\n".join(sources) or "No passage was found; the answer is the model's own."
         return f"{answer}\n\nRead for it:\n{read}"
@@ -90,13 +90,13 @@ class ServerTools:
     async def list(self, context: FromAgent, knowledge_base: Base = None) -> str:
         """List the knowledge bases, or the documents of one."""
         if knowledge_base is None:
-            told = await self._call(context, "GET", f"/v1/vector_stores?limit={_LIMIT}")
-            lines = [f"{_name(it)}: {_counted(it)}" for it in told["data"]]
+            listed = await self._call(context, "GET", f"/v1/vector_stores?limit={_LIMIT}")
+            lines = [f"{_name(entry)}: {_counted(entry)}" for entry in listed["data"]]
             return "\n".join(lines) or "There is no knowledge base."
         base = await self._base(context, knowledge_base)
-        told = await self._call(context, "GET", f"/v1/vector_stores/{base}/files?limit={_LIMIT}")
-        lines = [f"{it['id']}: {it['status']}" for it in told["data"]]
-        more = "\nThere are more." if told.get("has_more") else ""
+        listed = await self._call(context, "GET", f"/v1/vector_stores/{base}/files?limit={_LIMIT}")
+        lines = [f"{entry['id']}: {entry['status']}" for entry in listed["data"]]
+        more = "\nThere are more." if listed.get("has_more") else ""
         return ("\n".join(lines) or f"{base} holds no document.") + more
 
     async def add(
@@ -126,9 +126,9 @@ class ServerTools:
 
     async def _base(self, context: FromAgent, name: str | None) -> str:
         """The id of a knowledge base by its name or id; the first where none is named."""
-        told = await self._call(context, "GET", f"/v1/vector_stores?limit={_LIMIT}")
-        there = [it for it in told["data"] if it["status"] != "expired"]
-        known = {_name(it): str(it["id"]) for it in there}
+        listed = await self._call(context, "GET", f"/v1/vector_stores?limit={_LIMIT}")
+        there = [entry for entry in listed["data"] if entry["status"] != "expired"]
+        known = {_name(entry): str(entry["id"]) for entry in there}
         if name is None and known:
             return next(iter(known.values()))
         if name in known:
@@ -164,13 +164,13 @@ class ServerTools:
                 f"({type(error).__name__}); start it with: jaxrag serve"
             ) from None
         try:
-            told = answer.json()
+            reply = answer.json()
         except json.JSONDecodeError:
-            told = {}
+            reply = {}
         if answer.status_code != 200:
-            why = (told.get("error") or {}).get("message") or f"status {answer.status_code}"
+            why = (reply.get("error") or {}).get("message") or f"status {answer.status_code}"
             raise ToolError(why)
-        return dict(told)
+        return dict(reply)
 
 
 def make_server(

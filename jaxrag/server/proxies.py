@@ -39,4 +39,4 @@ def _is_trusted(peer: str, networks: tuple[str, ...]) -> bool:
         return False
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
         address = address.ipv4_mapped
-    return any(address in ipaddress.ip_network(it) for it in networks)
+    return any(address in ipaddress.ip_network(network) for network in networks)

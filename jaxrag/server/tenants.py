@@ -160,7 +160,7 @@ class Access:
             read=(*self.read, *self.write),
             write=(),
             documents="none" if self.documents == "none" else "read",
-            groups=tuple(it for it in groups if self.groups is None or it in self.groups),
+            groups=tuple(group for group in groups if self.groups is None or group in self.groups),
         )
 
     def may_read(self, knowledge_base: str) -> bool:
@@ -193,7 +193,7 @@ class Tenants:
         if path is not None:
             file = build(KeyFile, read_toml(Path(path)), str(path))
             digests = [key.sha256 for key in file.keys]
-            twice = next((it for it in digests if digests.count(it) > 1), None)
+            twice = next((digest for digest in digests if digests.count(digest) > 1), None)
             if twice is not None:
                 raise ConfigError(f"{path}: the key of sha256 {twice[:16]} is there twice")
             if not digests:
@@ -225,21 +225,21 @@ class Tenants:
             every = (EVERY,)
             return Access("", Tenant(), self.salt(""), every, every, "write", True)
         given = hashlib.sha256((key or "").encode("utf-8", "surrogatepass")).hexdigest()
-        found = None
+        owner = None
         for known in self._file.keys:
             if hmac.compare_digest(known.sha256, given):
-                found = known
-        if key is None or found is None:
+                owner = known
+        if key is None or owner is None:
             return None
         return Access(
-            found.tenant,
-            self.limits(found.tenant),
-            self.salt(found.tenant),
-            found.read,
-            found.write,
-            found.documents,
-            found.admin,
-            found.groups,
+            owner.tenant,
+            self.limits(owner.tenant),
+            self.salt(owner.tenant),
+            owner.read,
+            owner.write,
+            owner.documents,
+            owner.admin,
+            owner.groups,
         )
 
     def share(self, exchange: Callable[[Any], list[Any]]) -> None:

@@ -233,8 +233,8 @@ class _Drawing:
         kind = RELATIONS[relation].value
         while True:
             if kind == "person":
-                here = self.rng.random() < self.task.linked
-                pool = [p for p in (self.people if here else self.strangers) if p != subject]
+                linked = self.rng.random() < self.task.linked
+                pool = [p for p in (self.people if linked else self.strangers) if p != subject]
                 value: Value = self.rng.choice(pool or self.strangers)
             else:
                 value = self.rng.choice(VALUES[kind][: self.task.values])

@@ -239,13 +239,13 @@ class _Shapes:
     @classmethod
     def of(cls, prompts: Sequence[PrimerPrompt], num_vectors: int) -> "_Shapes":
         before = [len(it.prefix) + sum(map(len, it.packets or it.chunks)) for it in prompts]
-        final = max(len(it.final) + len(it.answer) for it in prompts)
+        final = max(len(prompt.final) + len(prompt.answer) for prompt in prompts)
         return cls(
-            row_length(max(it.tokens for it in prompts)),
+            row_length(max(prompt.tokens for prompt in prompts)),
             row_length(max(before) + num_vectors),
             row_length(max(before)),
             -(-final // 16) * 16,
-            max(len(it.answer) for it in prompts),
+            max(len(prompt.answer) for prompt in prompts),
         )
 
 
@@ -274,18 +274,18 @@ def _lay_out(
         into["segments"][row, here] = segment
         return at + len(ids)
 
-    for row, it in enumerate(prompts):
-        plain = np.concatenate((it.prefix, *it.chunks, it.final, it.answer))
+    for row, prompt in enumerate(prompts):
+        plain = np.concatenate((prompt.prefix, *prompt.chunks, prompt.final, prompt.answer))
         write(full, row, 0, plain, 0, FINAL)
-        before = len(plain) - len(it.final) - len(it.answer)
-        count = np.arange(len(it.answer))
-        wanted[row, : len(count)] = before + len(it.final) - 1 + count
-        asked[row, : len(count)] = len(it.final) - 1 + count
-        at = write(block, row, 0, it.prefix, 0, PREFIX)
+        before = len(plain) - len(prompt.final) - len(prompt.answer)
+        count = np.arange(len(prompt.answer))
+        wanted[row, : len(count)] = before + len(prompt.final) - 1 + count
+        asked[row, : len(count)] = len(prompt.final) - 1 + count
+        at = write(block, row, 0, prompt.prefix, 0, PREFIX)
         columns = [np.arange(at)]
-        vectors = np.arange(vocab, vocab + (0 if it.packets else num_vectors), dtype=np.int32)
+        vectors = np.arange(vocab, vocab + (0 if prompt.packets else num_vectors), dtype=np.int32)
         at = front = write(block, row, at, vectors, at, PREFIX)
-        for segment, chunk in enumerate(it.packets or it.chunks, FIRST_CHUNK):
+        for segment, chunk in enumerate(prompt.packets or prompt.chunks, FIRST_CHUNK):
             columns.append(np.arange(at, at + len(chunk)))
             at = write(block, row, at, chunk, front, segment)
         here = np.concatenate(columns)

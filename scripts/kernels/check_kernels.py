@@ -260,11 +260,11 @@ def compile_case(name: str, case: Any, folder: Path, ptxas: Path) -> Usage:
         if usage is None:
             raise RuntimeError(f"Mosaic reports no kernel {kernel!r}")
         return usage
-    found = [usage_in(folder, name, kernel, ptxas) for kernel in case.kernels]
+    usages = [usage_in(folder, name, kernel, ptxas) for kernel in case.kernels]
     return Usage(
-        registers=max(usage.registers for usage in found),
-        spill_bytes=max(usage.spill_bytes for usage in found),
-        shared_bytes=max(usage.shared_bytes or 0 for usage in found),
+        registers=max(usage.registers for usage in usages),
+        spill_bytes=max(usage.spill_bytes for usage in usages),
+        shared_bytes=max(usage.shared_bytes or 0 for usage in usages),
     )
 
 

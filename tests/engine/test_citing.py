@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrag.base.types import Tokens
-from jaxrag.engine.attribution import PIECE
+from jaxrag.engine.citing import PIECE
 from jaxrag.engine.scheduler import SchedulerSettings
 from jaxrag.engine.state import EngineSettings
 from jaxrag.models.attention import PackedAttend
@@ -19,7 +19,7 @@ from jaxrag.models.taps import Tap
 from jaxrag.reuse.methods import METHODS
 
 
-def dense_looks(model, request, answer):
+def dense_attribution(model, request, answer):
     """Votes and most of every token, from a full prefill of prompt and answer, in float64."""
     prompt = request.prompt
     ids = np.concatenate((prompt.ids, answer[:-1])).astype(np.int32)
@@ -71,8 +71,8 @@ def test_looks_are_those_of_dense_attention(engine_on, asked, method, tokens):
     request = asked(engine, method=method, chunks=4, tokens=tokens, cited=True)
     found = list(engine.iterate([request]))
     ids = [token for progress in found for token in progress.new]
-    votes, most = dense_looks(engine.runner.model, request, ids)
-    got = found[-1].outcome.looks
+    votes, most = dense_attribution(engine.runner.model, request, ids)
+    got = found[-1].outcome.attribution
     assert got.votes.shape == (tokens, 4)
     np.testing.assert_allclose(got.votes, votes, atol=2e-5)
     np.testing.assert_allclose(got.most, most, atol=2e-5)
@@ -89,8 +89,8 @@ def test_what_sinks_take_is_looked_at_by_nobody(engine_on, asked, shared_models)
     request = asked(engine, method="full_attention", chunks=4, tokens=8, cited=True)
     found = list(engine.iterate([request]))
     ids = [token for progress in found for token in progress.new]
-    votes, most = dense_looks(engine.runner.model, request, ids)
-    got = found[-1].outcome.looks
+    votes, most = dense_attribution(engine.runner.model, request, ids)
+    got = found[-1].outcome.attribution
     np.testing.assert_allclose(got.votes, votes, atol=2e-5)
     np.testing.assert_allclose(got.most, most, atol=2e-5)
 
@@ -100,7 +100,7 @@ METHODS_CITED = ["turborag", "turborag_composite", "ape", "fusionrag", "full_att
 
 @pytest.mark.parametrize("method", METHODS_CITED)
 def test_law_13_and_that_it_changes_nothing_else(engine_on, asked, at_rest, method):
-    """Looks are bit-equal alone and with others; tokens are those that come without."""
+    """Attributions are bit-equal alone and with others; tokens are those that come without."""
     engine = engine_on(2048)
     requests = [
         asked(engine, method=method, chunks=3, tokens=PIECE + 5 * i, rows=4) for i in range(4)
@@ -113,25 +113,25 @@ def test_law_13_and_that_it_changes_nothing_else(engine_on, asked, at_rest, meth
     for i, runs in enumerate(zip(alone, together, strict=True)):
         ids, others = ([token for it in run for token in it.new] for run in runs)
         assert ids == others
-        mine, theirs = (run[-1].outcome.looks for run in runs)
+        mine, theirs = (run[-1].outcome.attribution for run in runs)
         assert (theirs is None) == (i == 1)
         assert i == 1 or same(mine, theirs)
     at_rest(engine)
 
 
-def same(looks, others):
+def same(attribution, others):
     """Bit for bit."""
-    return all(np.array_equal(*pair) for pair in zip(looks, others, strict=True))
+    return all(np.array_equal(*pair) for pair in zip(attribution, others, strict=True))
 
 
 @pytest.mark.parametrize("forgets", [False, True], ids=["set aside", "begun again"])
-def test_what_happens_on_the_way_changes_no_looks(engine_on, asked, told, at_rest, forgets):
+def test_what_happens_on_the_way_changes_no_attribution(engine_on, asked, told, at_rest, forgets):
     settings = EngineSettings(scheduler=SchedulerSettings(classes=2))
     engine = engine_on(256 if not forgets else 512, settings=settings)
     more = {"rows": 2, "watched": True, "tokens": PIECE + 9}
     worst = [asked(engine, cited=True, priority=1, **more) for _ in range(2 - forgets)]
     better = [] if forgets else [asked(engine, tokens=9, rows=2) for _ in range(4)]
-    expected = [list(engine.iterate([one]))[-1].outcome.looks for one in worst]
+    expected = [list(engine.iterate([one]))[-1].outcome.attribution for one in worst]
     client, numbers, over = told(), [], threading.Event()
 
     def sink(progress):
@@ -146,8 +146,8 @@ def test_what_happens_on_the_way_changes_no_looks(engine_on, asked, told, at_res
 
     numbers += engine.add_all([(request, sink) for request in worst])
     assert over.wait(120)
-    for number, looks in zip(numbers, expected, strict=False):
-        assert same(client.last[number].outcome.looks, looks)
+    for number, attribution in zip(numbers, expected, strict=False):
+        assert same(client.last[number].outcome.attribution, attribution)
     assert forgets or engine._core.state.scheduler.preempted >= 1
     at_rest(engine)
 

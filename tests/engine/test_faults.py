@@ -11,7 +11,7 @@ import pytest
 
 import jaxrag
 from jaxrag.base.errors import Cancelled, DeadlineExceeded, EngineError, Overloaded, StoreError
-from jaxrag.engine import decoding, lanes
+from jaxrag.engine import decoding
 from jaxrag.engine.admission import SchedulerSettings
 from jaxrag.engine.engine import Engine, engine_of
 from jaxrag.engine.prefill_queue import PrefillQueue
@@ -79,18 +79,18 @@ def test_a_thousand_aborts_leave_nothing(engine_on, asked, alone, told, at_rest,
 
 
 def breaking(monkeypatch, breaks):
-    """Let a step raise after it took the pool, whenever ``breaks(lane, rows)``."""
-    step = decoding.Lane.step
+    """Let a step raise after it took the pool, whenever ``breaks(batch, rows)``."""
+    step = decoding.DecodeBatch.step
 
-    def broken(lane, block, processes):
-        out = step(lane, block, processes)
-        if breaks(lane):
-            for x in jax.tree.leaves(lane._runner.cache.pool):
+    def broken(batch, block, processes):
+        out = step(batch, block, processes)
+        if breaks(batch):
+            for x in jax.tree.leaves(batch._runner.cache.pool):
                 x.delete()
             raise RuntimeError("injected")
         return out
 
-    monkeypatch.setattr(lanes.Lane, "step", broken)
+    monkeypatch.setattr(decoding.DecodeBatch, "step", broken)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -101,7 +101,7 @@ def test_a_step_that_takes_the_pool_with_it_costs_nobody_a_token(
     requests = [asked(engine, by_rule(rule), tokens=12, rows=4, watched=n == 0) for n in range(6)]
     expected = alone(engine, requests)
     steps = iter(range(1000))
-    breaking(monkeypatch, lambda lane: next(steps) == 3)
+    breaking(monkeypatch, lambda batch: next(steps) == 3)
     client = serve(engine, requests)
     assert [(client.ids[n], client.logprobs[n]) for n in client.numbers] == expected
     assert engine._core.state.epoch == 1
@@ -109,7 +109,7 @@ def test_a_step_that_takes_the_pool_with_it_costs_nobody_a_token(
     at_rest(engine)
 
 
-def test_who_ends_while_it_is_prefilled_joins_no_lane(
+def test_who_ends_while_it_is_prefilled_joins_no_batch(
     engine_on, asked, alone, serve, at_rest, monkeypatch
 ):
     engine = engine_on(cache_tokens=512)
@@ -140,8 +140,8 @@ def test_a_request_that_breaks_every_step_fails_alone(
     expected = alone(engine, requests)
     bad = requests[2]
 
-    def breaks(lane):
-        rows = [row for rows in engine._core._lanes._rows.values() for row in rows]
+    def breaks(batch):
+        rows = [row for rows in engine._core._batches._rows.values() for row in rows]
         return any(live is not None and live.request is bad for live in rows)
 
     breaking(monkeypatch, breaks)
@@ -165,7 +165,7 @@ def test_a_pool_that_cannot_be_made_anew_fails_everybody_and_is_tried_again(
     requests = [asked(engine, tokens=12, rows=4) for _ in range(3)]
     expected = alone(engine, requests)
     steps, create = iter(range(1000)), PagedCache.create
-    breaking(monkeypatch, lambda lane: next(steps) == 1)
+    breaking(monkeypatch, lambda batch: next(steps) == 1)
     fails = iter([True, True])
 
     def out_of_memory(*args, **kwargs):

@@ -11,7 +11,7 @@ from refusal import refused
 
 from jaxrag.base.errors import EngineError, RequestError
 from jaxrag.base.guide import Guide
-from jaxrag.engine import decoding, lanes
+from jaxrag.engine import decoding
 from jaxrag.engine.admission import SchedulerSettings
 from jaxrag.engine.engine import Engine
 from jaxrag.engine.request import Prompt, Request
@@ -138,14 +138,14 @@ def test_who_is_begun_again_follows_the_form_from_its_start(
 ):
     requests = [asked(engine, GUIDES[0]), asked(engine)]
     expected = alone(engine, requests)
-    step, steps = lanes.Lane.step, iter(range(10**6))
+    step, steps = decoding.DecodeBatch.step, iter(range(10**6))
 
-    def breaks_once(lane, *arguments):
+    def breaks_once(batch, *arguments):
         if next(steps) == 4:
             raise RuntimeError("the device is gone")
-        return step(lane, *arguments)
+        return step(batch, *arguments)
 
-    monkeypatch.setattr(decoding.Lane, "step", breaks_once)
+    monkeypatch.setattr(decoding.DecodeBatch, "step", breaks_once)
     ids = {0: [], 1: []}
     for progress in engine.iterate(requests):
         ids[progress.number] += progress.new

@@ -13,7 +13,7 @@ from refusal import refused
 from jaxrag.base.errors import RequestError
 from jaxrag.base.guide import Guide
 from jaxrag.engine.admission import SchedulerSettings
-from jaxrag.engine.decoding import Lane
+from jaxrag.engine.decoding import DecodeBatch
 from jaxrag.engine.processors import ProcessorRows
 from jaxrag.engine.sampling_params import MOST_TOP, SamplingParams
 from jaxrag.engine.state import EngineSettings
@@ -219,14 +219,14 @@ def test_who_was_set_aside_keeps_what_it_counted(mixed, alone, told, at_rest):
 def test_the_state_is_there_only_while_somebody_asks(mixed, monkeypatch):
     """Steps of who asks for nothing, alone, are those of the program without."""
     engine, requests = mixed()
-    seen, step = [], Lane.step
+    seen, step = [], DecodeBatch.step
 
-    def watched(lane, block, processes):
-        new = step(lane, block, processes)
-        seen.append((processes, lane._rows.sampling.processors is not None, new.top is not None))
+    def watched(batch, block, processes):
+        new = step(batch, block, processes)
+        seen.append((processes, batch._rows.sampling.processors is not None, new.top is not None))
         return new
 
-    monkeypatch.setattr(Lane, "step", watched)
+    monkeypatch.setattr(DecodeBatch, "step", watched)
     short = dataclasses.replace(requests[0], max_new_tokens=4, watched=True)
     longer = dataclasses.replace(requests[1], max_new_tokens=14, watched=True)
     for _ in engine.iterate([longer, short]):

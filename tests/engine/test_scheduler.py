@@ -32,14 +32,14 @@ class Sized(Sequence):
     need = cost = deadline = swappable = alone = None
 
 
-def entry(number, own=1, chunks=None, need=None, lane="full", tokens=10, **more):
+def entry(number, own=1, chunks=None, need=None, batch="full", tokens=10, **more):
     """A request that always needs the same, or what ``need`` says."""
     needed = Need(chunks or {}, own, PARTS)
     nothing = np.zeros(0, np.int32)
     asked = {name: more.pop(name) for name in ("rows", "priority", "tenant") if name in more}
     prompt = Prompt(nothing, (), np.zeros(tokens, np.int32))
     request = Request(prompt, None, METHODS["full_attention"], 1, **{"rows": 2} | asked)
-    made = Sized(number, request, [], lane)
+    made = Sized(number, request, [], batch)
     said = {"cost": 10.0, "deadline": None, "swappable": True, "alone": False, **more}
     for name, value in ({"need": need or (lambda there: needed)} | said).items():
         setattr(made, name, value)
@@ -343,8 +343,8 @@ def test_rows_are_given_in_the_order_of_admission_and_a_fast_load_overtakes():
     assert found.next_prefill() == 0 and found.row_of(found.live[0]) == 0
 
 
-def test_a_full_lane_holds_up_no_other():
-    others = [entry(2, lane="flat", rows=1), entry(3, lane=None, rows=0), entry(4)]
+def test_a_full_batch_holds_up_no_other():
+    others = [entry(2, batch="flat", rows=1), entry(3, batch=None, rows=0), entry(4)]
     found = scheduler_of(20, entry(0), entry(1), *others)
     found.admit(0.0)
     assert [found.next_prefill() for _ in range(5)] == [0, 1, 2, 3, None]
@@ -354,7 +354,7 @@ def test_a_full_lane_holds_up_no_other():
     assert not found.hungry("flat") and found.hungry("full")
 
 
-def test_who_is_alone_shares_its_lane_with_nobody():
+def test_who_is_alone_shares_its_batch_with_nobody():
     found = scheduler_of(20, entry(0), entry(1, alone=True), entry(2))
     found.admit(0.0)
     assert [found.next_prefill() for _ in range(2)] == [0, None]  # 2 does not overtake 1
@@ -365,7 +365,7 @@ def test_who_is_alone_shares_its_lane_with_nobody():
     assert found.next_prefill() == 2
 
 
-def test_static_batching_fills_a_lane_only_when_it_is_empty():
+def test_static_batching_fills_a_batch_only_when_it_is_empty():
     found = scheduler_of(20, *(entry(n) for n in range(5)), static=True)
     found.admit(0.0)
     assert [found.next_prefill() for _ in range(3)] == [0, 1, None]
@@ -401,7 +401,7 @@ def test_a_better_class_takes_pages_of_the_worst_and_no_more_than_it_needs():
     held = [entry(n, own=own, priority=p, rows=3) for n, (own, p) in enumerate(held)]
     found = scheduler_of(8, *held, classes=3)
     decoding(found, 0, 1, 2)
-    found.submit(entry(3, own=4, lane="flat"), 0.0)
+    found.submit(entry(3, own=4, batch="flat"), 0.0)
     assert found.admit(0.0) == []
     assert found.victims(0.0) == [1]  # one page is free; the one of 0 is not enough, nor needed
     assert found.victims(0.0) == []  # it is on its way
@@ -424,7 +424,7 @@ def test_nobody_is_preempted_in_vain():
     for name, asked in cases.items():
         found = scheduler_of(5, entry(0, own=3, priority=1), entry(1, priority=0), classes=2)
         decoding(found, 0, 1)
-        found.submit(entry(2, lane="flat", **asked), 0.0)
+        found.submit(entry(2, batch="flat", **asked), 0.0)
         assert found.victims(0.0) == [], name
         found.admit(0.0)
         assert found.victims(0.0) == [], name
@@ -437,7 +437,7 @@ def test_nobody_is_preempted_for_who_may_not_pass(bypass, victims):
     found = scheduler_of(6, *held, classes=3, max_bypass=bypass)
     decoding(found, 0, 1)
     for number, own in enumerate((5, 1)):
-        found.submit(entry(2 + number, own=own, priority=number, lane="flat"), 0.0)
+        found.submit(entry(2 + number, own=own, priority=number, batch="flat"), 0.0)
     assert found.admit(0.0) == [] and found.victims(0.0) == victims
 
 
@@ -461,7 +461,7 @@ def test_pages_of_a_chunk_count_when_its_last_user_goes():
         found.admit(0.0)
         found.staged("a", 60)
         decoding(found, 0, 1, 2)
-        found.submit(entry(3, own=own, chunks=wanted, lane="flat"), 0.0)
+        found.submit(entry(3, own=own, chunks=wanted, batch="flat"), 0.0)
         found.admit(0.0)
         assert sorted(found.victims(0.0)) == victims
 
@@ -471,7 +471,7 @@ def test_what_is_swapped_out_is_for_nobody_else():
     held = [entry(n, own=3, priority=1, rows=3) for n in (0, 1, 2)]
     found = scheduler_of(9, *held, classes=2)
     decoding(found, 0, 1, 2)
-    found.submit(entry(3, own=5, lane="flat"), 0.0)
+    found.submit(entry(3, own=5, batch="flat"), 0.0)
     found.admit(0.0)
     assert found.victims(0.0) == [2, 1]  # of equals, who was admitted last
     found.swapped(2)
@@ -536,11 +536,11 @@ def test_a_lost_pool_sends_everybody_back_in_order():
 
 def test_many_that_are_admitted_leave_the_next_row_to_another_tenant():
     """However many wait for rows; who comes again and again gets its share, and no more."""
-    found = scheduler_of(100, *(entry(n, lane="full", rows=2, tenant="x") for n in range(20)))
+    found = scheduler_of(100, *(entry(n, batch="full", rows=2, tenant="x") for n in range(20)))
     found.admit(0.0)
     served = [found.next_prefill(), found.next_prefill()]
     for number in range(100, 110):
-        found.submit(entry(number, lane="full", rows=2, tenant="y"), 0.0)
+        found.submit(entry(number, batch="full", rows=2, tenant="y"), 0.0)
     found.admit(0.0)
     while len(served) < 22:
         found.finish(served[-2], "finished")
@@ -549,7 +549,7 @@ def test_many_that_are_admitted_leave_the_next_row_to_another_tenant():
     assert served[:2] + [n for n in served if n < 100][2:] == list(range(12))
     behind = [sum(n >= 100 for n in served[2 : 3 + at]) for at in range(20)]
     assert behind == [(at + 2) // 2 for at in range(20)]  # by turns
-    last = entry(200, lane="full", rows=2, tenant="z")
+    last = entry(200, batch="full", rows=2, tenant="z")
     found.submit(last, 0.0)
     found.admit(0.0)
     found.finish(served[-2], "finished")
@@ -573,7 +573,7 @@ def test_tenants_that_wait_are_served_alike(costs, weights, rows):
     )
     answers = {}
     for number, (prompt, answer) in enumerate(costs):
-        it = entry(number, tenant="xyz"[number % 3], cost=float(prompt), lane=None)
+        it = entry(number, tenant="xyz"[number % 3], cost=float(prompt), batch=None)
         answers[number] = answer
         found.submit(it, 0.0)
     largest = max((p + 2 * a) / weights[n % 3] for n, (p, a) in enumerate(costs))
@@ -595,7 +595,7 @@ def test_tenants_that_wait_are_served_alike(costs, weights, rows):
 
 PAGES = 12
 SIZES = {"a": 1, "b": 2, "c": 3, "d": 1, "e": 4, "f": 2, "g": -1, "h": -4, "i": -5}
-LANES = {"full": 3, "flat": 1, None: 0}
+BATCHES = {"full": 3, "flat": 1, None: 0}
 RUNNING = {RequestStatus.PREFILL, RequestStatus.INDEXING, RequestStatus.DECODE}
 QUEUED = {RequestStatus.WAITING, RequestStatus.SWAPPED}
 
@@ -629,7 +629,7 @@ class Serving(RuleBasedStateMachine):
         self.firsts = {}  # who was first and did not fit -> [since when, how often it was passed]
         self.swaps = Counter()
         self.orders = {}
-        self.batches = {}  # lane -> rows given since it was empty; more than it has: closed
+        self.batches = {}  # batch -> rows given since it was empty; more than it has: closed
         self.submit(25, worst=options["classes"] - 1)  # ten times what the pool holds
 
     def need_of(self, keys, own):
@@ -664,11 +664,11 @@ class Serving(RuleBasedStateMachine):
         for _ in range(count):
             draw = self.random
             keys = draw.sample(sorted(SIZES), draw.randint(0, 4))
-            lane = draw.choice(list(LANES))
+            batch = draw.choice(list(BATCHES))
             it = entry(
                 self.submitted,
-                lane=lane,
-                rows=LANES[lane],
+                batch=batch,
+                rows=BATCHES[batch],
                 tokens=draw.randint(1, 50),
                 cost=draw.uniform(1, 50),
                 priority=max(draw.randrange(self.settings.classes), worst),
@@ -788,25 +788,25 @@ class Serving(RuleBasedStateMachine):
     def prefill(self):
         live = self.scheduler.live.values()
         ready = [it for it in live if it.status is RequestStatus.READY]
-        rows = Counter(it.lane for it in live if self.scheduler.row_of(it) is not None)
+        rows = Counter(it.batch for it in live if self.scheduler.row_of(it) is not None)
         number = self.scheduler.next_prefill()
-        for lane in LANES:
-            if not rows[lane]:
-                self.batches[lane] = 0
+        for batch in BATCHES:
+            if not rows[batch]:
+                self.batches[batch] = 0
         if number is None:
-            for lane in filter(None, LANES):
-                self.batches[lane] += LANES[lane] + 1 if rows[lane] else 0
-            assert all(rows[it.lane] or it.lane not in LANES for it in ready)
-            assert not any(it.lane is None for it in ready)
+            for batch in filter(None, BATCHES):
+                self.batches[batch] += BATCHES[batch] + 1 if rows[batch] else 0
+            assert all(rows[it.batch] or it.batch not in BATCHES for it in ready)
+            assert not any(it.batch is None for it in ready)
             return
         chosen = self.scheduler.live[number]
-        before = [it for it in ready if it.lane == chosen.lane]
+        before = [it for it in ready if it.batch == chosen.batch]
         assert chosen is min(before, key=lambda it: (it.request.priority, *it.turn))
         mine = [it for it in before if it.request.tenant == chosen.request.tenant]
         assert chosen is min(mine, key=lambda it: (it.request.priority, it.turn[1]))
-        if chosen.lane is not None:
-            self.batches[chosen.lane] += 1
-            assert not self.settings.static or self.batches[chosen.lane] <= LANES[chosen.lane]
+        if chosen.batch is not None:
+            self.batches[chosen.batch] += 1
+            assert not self.settings.static or self.batches[chosen.batch] <= BATCHES[chosen.batch]
         self.scheduler.prefilled(number, indexing=self.random.random() < 0.3)
 
     @rule()
@@ -891,9 +891,9 @@ class Serving(RuleBasedStateMachine):
             assert chunk.ref_count == sum(key in it.held for it in live.values()) >= 0
         assert self.ended.keys().isdisjoint(live) and set(self.ended.values()) <= {1}
         assert len(self.ended) + len(live) == self.submitted
-        for lane, rows in LANES.items():
+        for batch, rows in BATCHES.items():
             row_of = self.scheduler.row_of
-            inside = [it for it in live.values() if it.lane == lane and row_of(it) is not None]
+            inside = [it for it in live.values() if it.batch == batch and row_of(it) is not None]
             assert len({row_of(it) for it in inside}) == len(inside) <= rows
             assert len(inside) < 2 or not any(it.alone for it in inside)
             hungry = {
@@ -902,8 +902,8 @@ class Serving(RuleBasedStateMachine):
                 RequestStatus.LOADING,
                 RequestStatus.READY,
             }
-            mine = [it for it in live.values() if it.lane == lane]
-            assert self.scheduler.hungry(lane) == any(it.status in hungry for it in mine)
+            mine = [it for it in live.values() if it.batch == batch]
+            assert self.scheduler.hungry(batch) == any(it.status in hungry for it in mine)
 
     def teardown(self):
         """Take what can be done until nothing is left: there is always something."""

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
+from jaxrag.engine.decode_batches import DecodeBatches
 from jaxrag.engine.engine import Engine
-from jaxrag.engine.lanes import Lanes
 from jaxrag.models.model import random_model
 
 LENGTHS = (9, 30)  # of questions: one a width
@@ -42,7 +42,9 @@ def test_after_warm_up_nothing_is_compiled(fresh, asked, method):
 
 def test_all_compiling_of_a_request_is_in_its_account(fresh, asked, monkeypatch):
     """That of the steps behind its first token, too; its parts add up to what it took."""
-    monkeypatch.setattr(Lanes, "expect", lambda self, key: None)  # nothing is compiled beside
+    monkeypatch.setattr(
+        DecodeBatches, "expect", lambda self, key: None
+    )  # nothing is compiled beside
     *_, last = fresh.iterate([asked(fresh, "turborag", final=9, tokens=5)])
     out, every = last.outcome, fresh.compile_times.between
     began = out.moments["added"]

@@ -23,8 +23,8 @@ from jaxrag.models.model import Model, load_model
 from jaxrag.models.spec import init_params
 from jaxrag.models.text import byte_level
 from jaxrag.reuse.methods import method_named
+from jaxrag.serve.compatibility import gate_subject
 from jaxrag.serve.generate import generate
-from jaxrag.serve.suits import gate_subject
 
 CHUNK_TOKENS = 48
 CACHE_TOKENS = 1024

@@ -21,7 +21,7 @@ from crash_work import KINDS, Job, where
 
 from jaxrag.base.errors import StoreError
 from jaxrag.kv.store.dropping import dropped_tokens
-from jaxrag.kv.store.ledger import Seen, Sums
+from jaxrag.kv.store.ledger import StoredChunk, Sums
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.library.knowledge_base.neighbours import recorded_chunks
 from jaxrag.models.model import Model
@@ -272,8 +272,8 @@ class Experiment:
     def _check_sums(self, kb: KnowledgeBase) -> None:
         """What writers noted of the stored chunks is what is there."""
         walked = Sums()
-        for _, seen in kb.store.seen():
-            if isinstance(seen, Seen):
+        for _, seen in kb.store.committed():
+            if isinstance(seen, StoredChunk):
                 walked.add(seen)
         noted = kb.store.counted()
         for found, known in ((noted.encoders, walked.encoders), (noted.aux, walked.aux)):

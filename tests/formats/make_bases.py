@@ -21,7 +21,7 @@ from test_bases import ANSWERS, FIRST, KINDS, LATER, MODEL, archive, document, s
 from jaxrag import KnowledgeBase, load_model
 from jaxrag.library.retrieve import bm25, packing
 from jaxrag.reuse.methods import method_named
-from jaxrag.serve.suits import gate_subject
+from jaxrag.serve.compatibility import gate_subject
 
 EXTRA = "rino-dirow.md"  # added and removed again
 

@@ -14,7 +14,7 @@ import pytest
 
 from jaxrag.base.types import Step
 from jaxrag.engine.steps import run_tokens
-from jaxrag.kv.cache import PAGE, CachedChunk, PagePool, TableBuilder, stack_tables
+from jaxrag.kv.cache import PAGE, CachedChunk, PagePool, PageTable, TableBuilder
 from jaxrag.models.decoder import Decoder
 from jaxrag.models.rope import rope_table, rotate
 from jaxrag.models.spec import init_params
@@ -45,7 +45,8 @@ class Work:
         """Hidden states [2, T, D] and the pool; of one new token a request (``only``) or all."""
         work = dataclasses.replace(self, **changes)
         some = slice(None) if only is None else slice(only, only + 1)
-        table = stack_tables(work.builders, 8)
+        rows = zip(*(builder.rows(8) for builder in work.builders), strict=True)
+        table = PageTable(*(jnp.asarray(np.stack(part)) for part in rows))
         if only is not None:  # the others were computed before
             table = table.reveal(work.slots[:, :only], work.positions[:, :only])
         decoder = Decoder(params=work.params, rope=work.rope, config=work.config)

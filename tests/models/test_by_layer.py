@@ -10,7 +10,7 @@ import pytest
 from jaxrag import METHODS
 from jaxrag.base.sharding import make_mesh
 from jaxrag.base.types import FINAL, Tokens
-from jaxrag.engine.decoding import Lane, LaneKey
+from jaxrag.engine.decoding import BatchKey, DecodeBatch
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
 from jaxrag.engine.runner import ModelRunner
@@ -121,8 +121,8 @@ def test_who_gains(params, monkeypatch):
 def copies_of_weights(config, rows):
     """Instructions of the compiled decode step that write something as large as a weight matrix."""
     model = random_model(config, cache_tokens=1280)
-    lane = Lane(ModelRunner(model), LaneKey(Dense(), 8, 0, rows))
-    text = "\n".join(program.compile().as_text() for program in lane.lower())
+    batch = DecodeBatch(ModelRunner(model), BatchKey(Dense(), 8, 0, rows))
+    text = "\n".join(program.compile().as_text() for program in batch.lower())
     sizes = {getattr(model.params.layers, name)[0].size for name in MATRICES}
     sizes.add(model.params.lm_head.size)
     found = []

@@ -6,7 +6,7 @@ from refusal import refused
 
 import jaxrag
 from jaxrag.base.errors import RequestError
-from jaxrag.engine.looks import Looks
+from jaxrag.engine.attribution import Attribution
 from jaxrag.serve.citing import Citation, citations_of, marked
 
 
@@ -24,18 +24,18 @@ class Spelled:
 
 
 def looked(*chosen, passages=3):
-    """Looks of tokens that were surely chosen for a passage, or for none (None)."""
+    """Attribution of tokens that were surely chosen for a passage, or for none (None)."""
     votes = np.full((len(chosen), passages), 1 / passages, np.float32)
     for at, one in enumerate(chosen):
         if one is not None:
             votes[at] = 0.2 / (passages - 1)
             votes[at, one] = 0.8
-    return Looks(votes, np.full_like(votes, 0.9))
+    return Attribution(votes, np.full_like(votes, 0.9))
 
 
-def cited(pieces, looks, text=None, numbers=(1, 2, 3)):
+def cited(pieces, attribution, text=None, numbers=(1, 2, 3)):
     text = "".join(pieces) if text is None else text
-    found = citations_of(Spelled(*pieces), range(len(pieces)), text, looks, numbers)
+    found = citations_of(Spelled(*pieces), range(len(pieces)), text, attribution, numbers)
     assert all(text[it.start : it.end] == text[it.start : it.end].strip() for it in found)
     return [(text[it.start : it.end], it.source) for it in found]
 
@@ -60,11 +60,11 @@ def test_a_citation_goes_to_the_end_of_its_sentence_or_where_another_begins(text
 
 
 def test_a_glance_what_a_stop_string_cut_and_no_passage_are_not_cited():
-    looks = looked(1, None)
-    assert cited(("Ulm", "."), Looks(looks.votes, looks.most * 0.5)) == []
+    attribution = looked(1, None)
+    assert cited(("Ulm", "."), Attribution(attribution.votes, attribution.most * 0.5)) == []
     assert cited(("Ulm", "\n", "Bern"), looked(1, None, 2), text="Ulm") == [("Ulm", 2)]
     assert cited(("Ulm", "\n", "Bern"), looked(None, None, 2), text="Ulm") == []
-    assert cited(("Ulm",), Looks(*np.zeros((2, 1, 0), np.float32)), numbers=()) == []
+    assert cited(("Ulm",), Attribution(*np.zeros((2, 1, 0), np.float32)), numbers=()) == []
 
 
 def test_marks_stand_behind_what_they_are_for():

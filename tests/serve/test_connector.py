@@ -15,11 +15,11 @@ from jaxrag.base.installed import config_path
 from jaxrag.cli import main
 from jaxrag.connectors import manifest
 from jaxrag.connectors.plan import Planner
-from jaxrag.connectors.wanted import Wanted
+from jaxrag.connectors.prompt_log import PromptLog
 from jaxrag.models.export import convert, export_hf
 from jaxrag.models.model import random_model
+from jaxrag.serve.compatibility import gate_subject
 from jaxrag.serve.connector import write_connector
-from jaxrag.serve.suits import gate_subject
 
 TEXTS = {"a.md": "Kora keeps a quokka.", "b.md": "The mill is old.", "c.md": "Nobody swims here."}
 
@@ -86,10 +86,10 @@ def test_what_an_engine_wanted_is_encoded_once_and_kept(kb, tmp_path, encoder):
     left = kb.template.prefix_ids(kb.model.tokenizer)
     ids = np.concatenate((left, part, known[len(left) :])).astype(np.int32)
     digest = kb.model.tokenizer.digest
-    notes = Wanted(tmp_path / "out", digest, 10_000)
+    notes = PromptLog(tmp_path / "out", digest, 10_000)
     notes.note(ids, None)
     notes.note(known, [len(left), len(known) - len(left) - 3])  # of a document
-    Wanted(tmp_path / "out", "of another", 10_000).note(ids, [len(left), 9])
+    PromptLog(tmp_path / "out", "of another", 10_000).note(ids, [len(left), 9])
     for encoded in (1, 0):
         report = write_connector(kb, tmp_path / "out", encoder=encoder)
         assert (report.parts, report.noted, report.encoded) == (len(TEXTS) + 1, 1, encoded)
@@ -113,7 +113,7 @@ def test_passages_are_for_weights_that_read_blocks(kb, tmp_path):
     for encoder, noted in (("after_prefix", 0), ("isolated", 4)):
         out = tmp_path / encoder
         write_connector(kb, out, encoder=encoder)
-        Wanted(out, tokenizer.digest, 100_000).note(ids, None)
+        PromptLog(out, tokenizer.digest, 100_000).note(ids, None)
         report = write_connector(kb, out, encoder=encoder, passage_rules=str(rules))
         assert report.noted == report.encoded == noted
 

@@ -17,7 +17,7 @@ from jaxrag.kv.placement import AWAY, ON_DEVICE, KVPlacement
 from jaxrag.models.model import random_model
 from jaxrag.reuse.decode import Retrieval, TopN
 from jaxrag.reuse.methods import METHODS, method_named
-from jaxrag.serve.suits import placed, unplaced
+from jaxrag.serve.compatibility import placed, unplaced
 
 FUSIONRAG_KCACHE = Path(__file__).parents[2] / "configs" / "methods" / "fusionrag_kcache.toml"
 TEXTS = ["Salt is carried to the village by mules every second week.", "Tea grows on the hills."]

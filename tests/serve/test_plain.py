@@ -21,7 +21,7 @@ from jaxrag.serve.conversation import conversation_of
 from jaxrag.serve.history import FOLDED
 from jaxrag.serve.plain import continued_prompt, plain_prompt, rules_for
 from jaxrag.serve.questions import prepare, resolve
-from jaxrag.serve.seen import SeenTexts
+from jaxrag.serve.token_cache import TokenCache
 
 WORDS = ["salt", "wells", "bamboo", "bridge", "river", "hands", "worked", "crosses", "brick", "tea"]
 BRIEF = {"max_new_tokens": 5, "method": "turborag"}
@@ -224,7 +224,7 @@ def test_a_question_before_its_passages_leaves_the_last_one_a_block(model, rules
 
 def test_ids_come_from_where_they_are_said_to(model, rules_file):
     tokenizer, rules = model.text_tokenizer(), passage_rules(rules_file)
-    seen = SeenTexts()
+    seen = TokenCache()
     encode = functools.partial(seen.ids, "", encode=tokenizer.encode)
     messages = pasted([1, 2, 3])
     first, _ = plain_prompt(tokenizer, messages, rules, encode)
@@ -338,8 +338,8 @@ def test_citations_are_of_passages(model, rules_file, monkeypatch):
     """What stands between them is in the prompt, too, and is no passage."""
     given = []
 
-    def cited(tokenizer, ids, text, looks, numbers):
-        given.append((looks, list(numbers)))
+    def cited(tokenizer, ids, text, attribution, numbers):
+        given.append((attribution, list(numbers)))
         return []
 
     monkeypatch.setattr("jaxrag.serve.answers.citations_of", cited)
@@ -349,6 +349,6 @@ def test_citations_are_of_passages(model, rules_file, monkeypatch):
         messages=messages, model=model, plain="passages", passage_rules=rules_file, cite="spans",
         **BRIEF,
     )  # fmt: skip
-    [(looks, numbers)] = given
+    [(attribution, numbers)] = given
     assert numbers == [it.number for it in result.sources] and len(numbers) == 3
-    assert looks.votes.shape == (len(result.token_ids), 3) and (looks.most > 0).all()
+    assert attribution.votes.shape == (len(result.token_ids), 3) and (attribution.most > 0).all()

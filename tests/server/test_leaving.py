@@ -16,9 +16,9 @@ from jaxrag.serve.answers import Piece
 from jaxrag.serve.conversation import conversation_of
 from jaxrag.server.answers.answering import respond
 from jaxrag.server.answers.asking import Inbox, SlowReader, make_ready
-from jaxrag.server.answers.forms import ChatForm
 from jaxrag.server.answers.sse import EventStream
 from jaxrag.server.answers.visit import Visit
+from jaxrag.server.answers.writers import ChatWriter
 from jaxrag.server.errors import Problem
 from jaxrag.server.fields import Generation
 from jaxrag.server.state.entry import Call
@@ -164,7 +164,7 @@ def test_a_prompt_ends_with_its_request_though_nobody_began_to_read(server, held
         talk = conversation_of(BODY["messages"], wire=True)
         access = visit.call.access
         make = functools.partial(make_ready, server.state, access, fields, talk, "village")
-        response = await respond(visit, fields, [make], ChatForm(visit, fields))
+        response = await respond(visit, fields, [make], ChatWriter(visit, fields))
         assert isinstance(response, EventStream) and len(server.state.asking) == 1
 
         async def receive():

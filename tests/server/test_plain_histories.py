@@ -118,7 +118,7 @@ def test_a_tenant_forgets_all_that_is_kept(serve, tmp_path):
         gone = serving.client.delete("/v1/plain").raise_for_status().json()
         assert gone == {"object": "plain", "deleted": True, "passages": blocks}
         assert not any(it.is_file() for it in folder.rglob("c/**/*"))
-        assert serving.state.seen.nbytes == 0
+        assert serving.state.token_cache.nbytes == 0
         again = ask(serving, body)
         assert seen_how(again) == {"first sight"}
         assert said(again) == said(first)

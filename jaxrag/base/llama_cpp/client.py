@@ -145,9 +145,9 @@ class LlamaCpp:
         self._started.append((process, Connection(ours.detach())))
         self.lives += 1
         try:
-            told = self._answer("open", *dataclasses.astuple(self.asked))
-            if told != self._expected:
-                raise EngineError(f"it keeps KV otherwise than its file says ({told})")
+            answer = self._answer("open", *dataclasses.astuple(self.asked))
+            if answer != self._expected:
+                raise EngineError(f"it keeps KV otherwise than its file says ({answer})")
         except EngineError as error:
             self.close()
             raise ModelError(f"{self.asked.path}: {error}") from None

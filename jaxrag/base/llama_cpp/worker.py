@@ -100,8 +100,8 @@ class Worker:
 
         ``logits`` float32 [*, V] gets these in order.
         """
-        wanted = self._decode(runs)
-        for at, place in enumerate(wanted):
+        outputs = self._decode(runs)
+        for at, place in enumerate(outputs):
             found = lib.llama_get_logits_ith(self._context, place)
             logits[at] = np.ctypeslib.as_array(found, (self.vocab_size,))
 
@@ -112,7 +112,7 @@ class Worker:
     def _decode(self, runs: list[tuple[int, int, Octets, bool]]) -> list[int]:
         """One call a batch; where the logits that are wanted stand in the last one."""
         batch, count = self._batch, 0
-        wanted = list[int]()
+        outputs = list[int]()
         for row, place, ids, ends in runs:
             for at, token in enumerate(ids.tolist()):
                 if count == _BATCH:
@@ -122,11 +122,11 @@ class Worker:
                 batch.n_seq_id[count], batch.seq_id[count][0] = 1, row
                 batch.logits[count] = last = ends and at == len(ids) - 1
                 if last:
-                    wanted.append(count)
+                    outputs.append(count)
                 count += 1
         if count:
             self._run(count)
-        return wanted
+        return outputs
 
     def _run(self, count: int) -> None:
         self._batch.n_tokens = count

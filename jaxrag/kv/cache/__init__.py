@@ -17,7 +17,6 @@ from jaxrag.kv.cache.tables import (
     TableBuilder,
     batch_table,
     chunk_pages,
-    stack_tables,
     table_width,
 )
 
@@ -36,7 +35,6 @@ __all__ = [
     "chunk_pages",
     "empty_pool",
     "pages_for",
-    "stack_tables",
     "table_width",
     "whole_pages",
 ]

@@ -141,7 +141,7 @@ class Moved:
     Attributes:
       pushed: bytes written to host memory.
       brought: bytes read from it.
-      rows: rows of one KV head that decode steps fetched, one for each query head that wanted it.
+      rows: rows of one KV head that decode steps fetched, one for each query head that chose it.
       distinct: those of ``rows`` that no other head of the group fetched in the same step, and one
         of each that several did; 0 where that is not counted (``HostValues.measure``).
       calls: exchanges between a compiled program and the host.
@@ -244,10 +244,10 @@ class HostValues:
         """Everything that was moved until now; padding, which is not read, is left out."""
         return self._moved
 
-    def rows(self, layer: Array, pages: Array, slots: Array, v: Array, wanted: Array) -> Array:
-        """Write v [B, 1, K, H] of a layer to slots [B, 1], then read slots ``wanted``.
+    def rows(self, layer: Array, pages: Array, slots: Array, v: Array, chosen: Array) -> Array:
+        """Write v [B, 1, K, H] of a layer to slots [B, 1], then read slots ``chosen``.
 
-        ``pages`` [B, M] are the requests', slots beyond them are dropped. ``wanted`` [B, K, G, n]
+        ``pages`` [B, M] are the requests', slots beyond them are dropped. ``chosen`` [B, K, G, n]
         are of one KV head each. Returns [B, K, G, n, H], with anything in a row of the batch whose
         own slot is beyond the pages.
         """
@@ -256,16 +256,16 @@ class HostValues:
         exchange = by_device(
             self._mesh, self._exchange, (device_axes(), rows, rows, new, heads), heads
         )
-        return exchange(layer, pages, slots, v, wanted)
+        return exchange(layer, pages, slots, v, chosen)
 
     def _exchange(
-        self, share: Array | int, layer: Array, pages: Array, slots: Array, v: Array, wanted: Array
+        self, share: Array | int, layer: Array, pages: Array, slots: Array, v: Array, chosen: Array
     ) -> Array:
         """``rows`` of one device."""
-        shape = jax.ShapeDtypeStruct((*wanted.shape, v.shape[-1]), v.dtype)
+        shape = jax.ShapeDtypeStruct((*chosen.shape, v.shape[-1]), v.dtype)
 
         def exchange(share: Any, layer: Any, *arrays: Any) -> HostArray:
-            pages, slots, v, wanted = map(np.asarray, arrays)
+            pages, slots, v, chosen = map(np.asarray, arrays)
             first = int(share) * v.shape[2] - self._first_head
             mine: HostArray = self._array()[int(layer) - self.first_layer]
             mine = mine[first : first + v.shape[2]]
@@ -273,10 +273,10 @@ class HostValues:
             live = np.flatnonzero(slots[:, 0] < pages.shape[1] * PAGE)
             everyone = len(live) == len(out)
             if not everyone:
-                pages, slots, v, wanted = (x[live] for x in (pages, slots, v, wanted))
+                pages, slots, v, chosen = (x[live] for x in (pages, slots, v, chosen))
             newest = _lines(0, pages, slots)[:, 0]
             mine[:, newest] = v[:, 0].swapaxes(0, 1)
-            lines = _lines(mine.shape[1], pages, wanted)
+            lines = _lines(mine.shape[1], pages, chosen)
             rows = mine.reshape(-1, mine.shape[-1])
             if everyone:  # into place: with mode="raise" there would be a copy
                 np.take(rows, lines, axis=0, out=out, mode="clip")
@@ -287,7 +287,7 @@ class HostValues:
             self._count(Moved(v.nbytes, brought, lines.size, distinct, calls=1))
             return out
 
-        asked = (share, layer, pages, slots, v, wanted)
+        asked = (share, layer, pages, slots, v, chosen)
         found: Array = io_callback(exchange, shape, *asked, ordered=False)
         return found
 
@@ -338,8 +338,8 @@ def _device_address(memory: HostArray) -> int | None:
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         with _context(driver, jax.local_devices()[0].local_hardware_id):
-            here = ctypes.c_void_p(memory.ctypes.data)
-            _call(driver, "cuMemHostGetDevicePointer_v2", ctypes.byref(found), here, 0)
+            address = ctypes.c_void_p(memory.ctypes.data)
+            _call(driver, "cuMemHostGetDevicePointer_v2", ctypes.byref(found), address, 0)
     except (OSError, _DriverError):
         return None
     return found.value

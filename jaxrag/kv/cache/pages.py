@@ -89,8 +89,8 @@ class PageAllocator:
     @property
     def num_loading(self) -> int:
         """Pages of chunks that are on their way, and of none that some request maps."""
-        pinned = self._pages_of(it for it in self._held() if it.ready and it.ref_count)
-        return len(self._pages_of(it for it in self._held() if not it.ready) - pinned)
+        pinned = self._pages_of(chunk for chunk in self._held() if chunk.ready and chunk.ref_count)
+        return len(self._pages_of(chunk for chunk in self._held() if not chunk.ready) - pinned)
 
     @property
     def num_held(self) -> int:
@@ -133,7 +133,7 @@ class PageAllocator:
 
     def allocate(self, count: int, why: str) -> tuple[int, ...]:
         """Reserve pages, evicting unused resident chunks; RequestError when they do not fit."""
-        inside = sum(self.page_parts - it for it in self._pins.values()) if count < 0 else 0
+        inside = sum(self.page_parts - pin for pin in self._pins.values()) if count < 0 else 0
         pages = count if count >= 0 else -((count + inside) // self.page_parts)
         if pages > self.num_available:
             raise RequestError(
@@ -169,30 +169,30 @@ class PageAllocator:
 
     def subscribe(self, key: str) -> CachedChunk | None:
         """Map a resident chunk, or wait for a loading one; None when it is neither."""
-        found = self._chunks.get(key)
-        if found is not None:
+        chunk = self._chunks.get(key)
+        if chunk is not None:
             if self._unpinned.discard(key):
-                self._pin(found.pages)
+                self._pin(chunk.pages)
             self._heat.use(key)
-            found.ref_count += 1
-        return found
+            chunk.ref_count += 1
+        return chunk
 
     def release(self, key: str) -> None:
         """A request no longer maps this chunk; it stays resident until space is needed.
 
         One that is loading goes on loading, and is resident and unpinned once it is there.
         """
-        found = self._chunks.get(key)
-        if found is not None:
-            assert found.ref_count > 0, f"chunk {key} is released more often than it was mapped"
-            found.ref_count -= 1
-            self._unpin(key, found)
+        chunk = self._chunks.get(key)
+        if chunk is not None:
+            assert chunk.ref_count > 0, f"chunk {key} is released more often than it was mapped"
+            chunk.ref_count -= 1
+            self._unpin(key, chunk)
 
     def evict(self, key: str) -> None:
         """Drop a resident chunk that no request maps."""
         if self._unpinned.discard(key):
             pages = self._chunks.pop(key).pages
-            self._num_unpinned -= sum(it >= 0 for it in pages)
+            self._num_unpinned -= sum(page >= 0 for page in pages)
             self.free(pages)
             self.evicted += 1
 
@@ -201,33 +201,33 @@ class PageAllocator:
         assert key not in self._chunks, f"chunk {key} is in the pool already"
         pages = self.allocate(count, why)
         self._chunks[key] = CachedChunk(pages, 0, ref_count=1, ready=False)
-        self._pin([it for it in pages if it < 0])
+        self._pin([page for page in pages if page < 0])
         self._heat.use(key)
         return self._chunks[key]
 
     def complete(self, key: str, tokens: int, dropped: HostArray | None = None) -> None:
         """The KV of a loading chunk lies in its pages, but for the tokens that were ``dropped``."""
-        found = self._chunks[key]
-        assert not found.ready, f"chunk {key} is not loading"
-        found.tokens, found.ready, found.dropped = tokens, True, dropped
-        self._unpin(key, found)
+        chunk = self._chunks[key]
+        assert not chunk.ready, f"chunk {key} is not loading"
+        chunk.tokens, chunk.ready, chunk.dropped = tokens, True, dropped
+        self._unpin(key, chunk)
 
     def abandon(self, key: str) -> None:
         """A loading chunk, which no request waits for any more, will not come."""
-        found = self._chunks.pop(key)
-        assert not found.ready and not found.ref_count, f"chunk {key} is resident or waited for"
-        self._pin([it for it in found.pages if it < 0], -1)
-        self.free(found.pages)
+        chunk = self._chunks.pop(key)
+        assert not chunk.ready and not chunk.ref_count, f"chunk {key} is resident or waited for"
+        self._pin([it for it in chunk.pages if it < 0], -1)
+        self.free(chunk.pages)
 
     def check(self, owned: Iterable[int] = ()) -> None:
         """AssertionError unless every page is free, of one chunk, or among those owned, once.
 
         Or it is in parts, and each of those is free or of one chunk.
         """
-        held = [page for it in self._chunks.values() for page in it.pages]
+        held = [page for chunk in self._chunks.values() for page in chunk.pages]
         parts = [it for it in held if it < 0]
         open_parts = [it for those in self._open.values() for it in those]
-        split = {self._page(it) for it in parts}
+        split = {self._page(part) for part in parts}
         every = [
             -1 - it
             for page in split
@@ -236,12 +236,12 @@ class PageAllocator:
         assert sorted(every) == sorted([*parts, *open_parts]), "a part is lost or held twice"
         pages = [*self._free, *owned, *split, *(it for it in held if it >= 0)]
         assert sorted(pages) == list(range(self.num_pages)), "a page is lost or held twice"
-        assert all(it.ref_count >= 0 for it in self._chunks.values())
+        assert all(chunk.ref_count >= 0 for chunk in self._chunks.values())
         unpinned = {k: it for k, it in self._chunks.items() if it.ready and not it.ref_count}
         assert len(unpinned) == len(self._unpinned) and all(k in self._unpinned for k in unpinned)
         self._unpinned.check()
-        pinned = [it for key, it in self._chunks.items() if key not in unpinned]
-        pins = Counter(self._page(it) for chunk in pinned for it in chunk.pages if it < 0)
+        pinned = [chunk for key, chunk in self._chunks.items() if key not in unpinned]
+        pins = Counter(self._page(page) for chunk in pinned for page in chunk.pages if page < 0)
         assert +self._pins == pins
         only = self._pages_of(unpinned.values()) - self._pages_of(pinned)
         assert self._num_unpinned == len(only)

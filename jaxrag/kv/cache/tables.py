@@ -154,8 +154,8 @@ def batch_table(
     num_pages = max(table_width(b) for b in builders)
     padded = [b.rows(num_pages) for b in (*builders, *[TableBuilder()] * (rows - len(builders)))]
     chunks = jax.tree.map(lambda x: put(x, rows), chunk_pages(builders, rows, num_pages))
-    pages, offsets, seen = (put(np.stack(part), rows) for part in zip(*padded, strict=True))
-    return PageTable(pages, offsets, seen, chunks)
+    pages, offsets, positions = (put(np.stack(part), rows) for part in zip(*padded, strict=True))
+    return PageTable(pages, offsets, positions, chunks)
 
 
 def chunk_pages(builders: Sequence[TableBuilder], rows: int, num_pages: int) -> ChunkPages | None:
@@ -174,10 +174,3 @@ def chunk_pages(builders: Sequence[TableBuilder], rows: int, num_pages: int) -> 
 def table_width(builder: TableBuilder) -> int:
     """Pages of the table that a request is served with: of its own, rounded up to a bucket."""
     return bucket(len(builder.pages), MIN_TABLE_PAGES)
-
-
-def stack_tables(builders: Sequence[TableBuilder], num_pages: int) -> PageTable:
-    """One PageTable for a batch, every row padded to ``num_pages``."""
-    rows = [b.rows(num_pages) for b in builders]
-    pages, offsets, seen = (jnp.asarray(np.stack(part)) for part in zip(*rows, strict=True))
-    return PageTable(pages, offsets, seen)

@@ -186,15 +186,15 @@ class KVStore(abc.ABC):
             ChunkMissing, ChunkCorrupt: as for ``get``.
             StoreError: the chunk has no array of this name, or the storage failed.
         """
-        found = self._nearest(_distinct([key]))[key]
-        if not isinstance(found, Record):
-            raise found
-        if name not in found.aux:
+        record = self._nearest(_distinct([key]))[key]
+        if not isinstance(record, Record):
+            raise record
+        if name not in record.aux:
             raise StoreError(
                 f"chunk {key} has no auxiliary array {name!r}: expected one of "
-                f"{', '.join(found.aux) or 'none'}"
+                f"{', '.join(record.aux) or 'none'}"
             )
-        array = self._read_aux(found, name)
+        array = self._read_aux(record, name)
         if isinstance(array, Refused):
             raise array
         return array
@@ -253,7 +253,7 @@ class KVStore(abc.ABC):
         return self._find(keys)
 
     @abc.abstractmethod
-    def _load(self, wanted: Sequence[ReadRequest]) -> Sequence[Refused | None]:
+    def _load(self, requests: Sequence[ReadRequest]) -> Sequence[Refused | None]:
         """Fill each destination from its record's bytes; per chunk, why it is refused or None."""
 
     @abc.abstractmethod

@@ -19,7 +19,7 @@ from typing import Any
 import xxhash
 
 from jaxrag.kv.store.keys import ID_DIGITS, is_hex
-from jaxrag.kv.store.ledger import Seen
+from jaxrag.kv.store.ledger import StoredChunk
 from jaxrag.kv.store.namespace import COMMIT, Namespace
 from jaxrag.kv.store.record import Record
 
@@ -34,7 +34,7 @@ class Census:
         """``root`` is the directory of the repository."""
         self._space = space
         self._root = root
-        self._known: dict[str, dict[str, tuple[int, Seen]]] = {}
+        self._known: dict[str, dict[str, tuple[int, StoredChunk]]] = {}
 
     def times(self, part: str) -> dict[str, int]:
         """The keys that have folders, ascending, and the times of these."""
@@ -46,7 +46,7 @@ class Census:
                         found[entry.name] = entry.stat().st_mtime_ns
         return dict(sorted(found.items()))
 
-    def known(self, part: str, times: Mapping[str, int]) -> dict[str, Seen]:
+    def known(self, part: str, times: Mapping[str, int]) -> dict[str, StoredChunk]:
         """Of folders that did not change since they were looked at, what they hold."""
         if part not in self._known:
             self._known[part] = self._read(part)
@@ -56,11 +56,11 @@ class Census:
 
     def learn(self, part: str, times: Mapping[str, int], found: Mapping[str, Record]) -> None:
         """Keep what was found of folders that had these times before; others are forgotten."""
-        kept = {key: (times[key], seen) for key, seen in self.known(part, times).items()}
+        kept = {key: (times[key], stored) for key, stored in self.known(part, times).items()}
         settled = time.time_ns() - int(1e9 * _SETTLED_SECONDS)
         for key, record in found.items():
             if times.get(key, settled) < settled and self._is_clean(part, key, record, times[key]):
-                kept[key] = (times[key], Seen.of(record))
+                kept[key] = (times[key], StoredChunk.of(record))
         if kept != self._known[part]:
             self._known[part] = kept
             self._write(part)
@@ -85,7 +85,7 @@ class Census:
         folder = f"{self._space.fingerprint[:16]}{secret}"
         return self._root / _FOLDER / folder / f"{part}.json"
 
-    def _read(self, part: str) -> dict[str, tuple[int, Seen]]:
+    def _read(self, part: str) -> dict[str, tuple[int, StoredChunk]]:
         try:
             digest, _, data = self._file(part).read_bytes().partition(b"\n")
             if digest != xxhash.xxh3_64_hexdigest(data).encode():
@@ -93,13 +93,16 @@ class Census:
             table: dict[str, Any] = json.loads(data)
         except (OSError, ValueError):
             return {}
-        return {key: (at, Seen(*values)) for key, (at, *values) in table.items()}
+        return {key: (at, StoredChunk(*values)) for key, (at, *values) in table.items()}
 
     def _write(self, part: str) -> None:
         """Write a part; where that is not possible it is read again the next time."""
         chunks = {
-            key: (at, *(getattr(seen, field.name) for field in dataclasses.fields(Seen)))
-            for key, (at, seen) in self._known[part].items()
+            key: (
+                at,
+                *(getattr(stored, field.name) for field in dataclasses.fields(StoredChunk)),
+            )
+            for key, (at, stored) in self._known[part].items()
         }
         data = json.dumps(chunks).encode()
         path = self._file(part)

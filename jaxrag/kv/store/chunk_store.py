@@ -29,7 +29,7 @@ from jaxrag.kv.store.census import Census
 from jaxrag.kv.store.eviction import SizeLimit
 from jaxrag.kv.store.layout import KVLayout
 from jaxrag.kv.store.leases import Leases
-from jaxrag.kv.store.ledger import FOLDER, PARTS, Ledger, Seen, Sums, disown
+from jaxrag.kv.store.ledger import FOLDER, PARTS, Ledger, StoredChunk, Sums, disown
 from jaxrag.kv.store.loading import Loader
 from jaxrag.kv.store.mounts import is_shared
 from jaxrag.kv.store.namespace import Namespace
@@ -182,7 +182,7 @@ class ChunkStore(KVStore):
         """Every record that can be read and is believed, by ascending key, however long."""
         yield from (found for found in self._everything.find_all() if isinstance(found, Record))
 
-    def seen(self) -> Iterator[tuple[str, Seen | Lookup]]:
+    def committed(self) -> Iterator[tuple[str, StoredChunk | Lookup]]:
         """Per key what counts of its record, or why it is refused, by ascending key.
 
         In a directory only records are read that were not there, or not so, the last time.
@@ -190,19 +190,19 @@ class ChunkStore(KVStore):
         space = self._everything
         census = self._census(space)
         if census is None:
-            for found in space.find_all():
-                if isinstance(found, Record):
-                    yield found.key, Seen.of(found)
+            for lookup in space.find_all():
+                if isinstance(lookup, Record):
+                    yield lookup.key, StoredChunk.of(lookup)
                 else:
-                    yield "", found
+                    yield "", lookup
             return
         for part in PARTS:
             times = census.times(part)
-            found_now: dict[str, Seen | Lookup] = dict(census.known(part, times))
+            found_now: dict[str, StoredChunk | Lookup] = dict(census.known(part, times))
             read = space.find([key for key in times if key not in found_now])
             records = {key: it for key, it in read.items() if isinstance(it, Record)}
             census.learn(part, times, records)
-            found_now |= read | {key: Seen.of(record) for key, record in records.items()}
+            found_now |= read | {key: StoredChunk.of(record) for key, record in records.items()}
             yield from ((key, found_now[key]) for key in times)
 
     def _census(self, space: Namespace) -> Census | None:
@@ -213,23 +213,23 @@ class ChunkStore(KVStore):
         """What is committed under the fingerprint and believed, by encoder.
 
         In a directory its writers have noted that, and only records of which they did not say how
-        a change ended are read. All are, as ``seen`` reads them, of a store with a secret, of one
+        a change ended are read. All are, as ``stored`` reads them, of a store with a secret, of one
         elsewhere or that several machines write, and where no one has put or removed anything since
         an earlier version wrote it.
         """
         ledger, space = self._anyones.ledger, self._everything
         known = None if ledger is None or space.sealer is not None else ledger.counted()
         if known is None:
-            found = Sums()
-            for _, seen in self.seen():
-                if isinstance(seen, Seen):
-                    found.add(seen)
-            return found
-        found, changing = known
+            sums = Sums()
+            for _, stored in self.committed():
+                if isinstance(stored, StoredChunk):
+                    sums.add(stored)
+            return sums
+        sums, changing = known
         for record in space.find(changing).values():
             if isinstance(record, Record):
-                found.add(Seen.of(record))
-        return found
+                sums.add(StoredChunk.of(record))
+        return sums
 
     @property
     def _everything(self) -> Namespace:
@@ -491,10 +491,10 @@ class ChunkStore(KVStore):
             self._limit.strike([key])
         return deleted
 
-    def _load(self, wanted: Sequence[ReadRequest]) -> Sequence[Refused | None]:
-        answers = self._prefetcher.host.load(wanted, self._loader.load)
+    def _load(self, requests: Sequence[ReadRequest]) -> Sequence[Refused | None]:
+        answers = self._prefetcher.host.load(requests, self._loader.load)
         if self._limit is not None:
-            pairs = zip(wanted, answers, strict=True)
+            pairs = zip(requests, answers, strict=True)
             self._limit.read([want.record.key for want, answer in pairs if answer is None])
         return answers
 

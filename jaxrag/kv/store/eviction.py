@@ -147,9 +147,9 @@ class SizeLimit:
             return None
 
         def standing() -> Iterator[tuple[str, int, float]]:
-            for found in space.find_all():
-                if isinstance(found, Record):
-                    yield found.key, found.nbytes, found.age
+            for record in space.find_all():
+                if isinstance(record, Record):
+                    yield record.key, record.nbytes, record.age
 
         def drop(keys: Sequence[str]) -> None:
             for key in keys:

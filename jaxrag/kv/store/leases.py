@@ -106,8 +106,8 @@ class Leases:
     def _is_over(self, key: str, generation: bytes, found: bytes) -> bool:
         now = time.monotonic()
         with self._changed:
-            seen, since = self._watched.get(key, (b"", now))
-            if seen != generation:
+            last, since = self._watched.get(key, (b"", now))
+            if last != generation:
                 old = now - _REMEMBERED * self._seconds
                 self._watched = {k: it for k, it in self._watched.items() if it[1] > old}
                 self._watched[key] = generation, now

@@ -61,7 +61,7 @@ _SCHEMA = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Seen:
+class StoredChunk:
     """What counts of a record."""
 
     tokens: int
@@ -70,7 +70,7 @@ class Seen:
     aux: Mapping[str, int]  # bytes of auxiliary arrays by name
 
     @classmethod
-    def of(cls, record: Record) -> "Seen":
+    def of(cls, record: Record) -> "StoredChunk":
         """What counts of this one."""
         aux = {name: array.nbytes for name, array in record.aux.items()}
         return cls(record.tokens, record.nbytes, record.encoder, aux)
@@ -92,15 +92,15 @@ class Sums:
     encoders: dict[str, Sum] = dataclasses.field(default_factory=dict)
     aux: dict[str, Sum] = dataclasses.field(default_factory=dict)
 
-    def add(self, seen: Seen, chunks: int = 1) -> None:
+    def add(self, stored: StoredChunk, chunks: int = 1) -> None:
         """Count a record; with -1, no more."""
-        of = [(self.encoders, seen.encoder, seen.nbytes)]
-        of += [(self.aux, name, nbytes) for name, nbytes in seen.aux.items()]
+        of = [(self.encoders, stored.encoder, stored.nbytes)]
+        of += [(self.aux, name, nbytes) for name, nbytes in stored.aux.items()]
         for sums, name, nbytes in of:
-            one = sums.setdefault(name, Sum())
-            one.chunks += chunks
-            one.tokens += chunks * seen.tokens
-            one.nbytes += chunks * nbytes
+            own = sums.setdefault(name, Sum())
+            own.chunks += chunks
+            own.tokens += chunks * stored.tokens
+            own.nbytes += chunks * nbytes
 
 
 class Ledger:
@@ -174,19 +174,19 @@ class Ledger:
                 (parts,) = connection.execute("SELECT COUNT(*) FROM counted").fetchone()
                 if parts < len(PARTS):
                     return None
-                found = Sums()
+                totals = Sums()
                 for kind, name, *numbers in connection.execute(
                     "SELECT * FROM sums WHERE chunks > 0"
                 ):
-                    sums = found.encoders if kind == "encoder" else found.aux
+                    sums = totals.encoders if kind == "encoder" else totals.aux
                     sums[name] = Sum(*numbers)
                 changing = "SELECT DISTINCT key FROM changing"
                 keys = [name.hex() for (name,) in connection.execute(changing)]
                 for encoder, tokens, nbytes, aux in connection.execute(
                     f"SELECT encoder, tokens, nbytes, aux FROM records WHERE key IN ({changing})"
                 ).fetchall():
-                    found.add(Seen(tokens, nbytes, encoder, json.loads(aux)), -1)
-                return found, keys
+                    totals.add(StoredChunk(tokens, nbytes, encoder, json.loads(aux)), -1)
+                return totals, keys
 
     def check(self) -> None:
         """Hold the notes against the folders, and read the records of what differs.
@@ -197,7 +197,7 @@ class Ledger:
         self._count()
         for part in PARTS:
             with self._transaction() as connection:
-                here = set(self._listed(part))
+                listed = set(self._listed(part))
                 among = bytes.fromhex(part), bytes.fromhex(part) + b"\xff" * 20
                 rows = connection.execute(
                     "SELECT key FROM records WHERE key BETWEEN ? AND ?", among
@@ -207,7 +207,7 @@ class Ledger:
                 unsure = connection.execute(
                     "SELECT key FROM changing WHERE key BETWEEN ? AND ? AND since < ?", stale
                 ).fetchall()
-                asked = sorted((here ^ noted) | {name.hex() for (name,) in unsure})
+                asked = sorted((listed ^ noted) | {name.hex() for (name,) in unsure})
                 for key, found in self._find(asked).items():
                     record = found if isinstance(found, Record) else None
                     _set(connection, bytes.fromhex(key), record)
@@ -279,6 +279,6 @@ def _set(connection: Any, name: bytes, record: Record | None, how: str = "INSERT
     if how == "INSERT":
         connection.execute("DELETE FROM records WHERE key = ?", (name,))
     if record is not None:
-        seen = Seen.of(record)
-        row = name, seen.encoder, seen.tokens, seen.nbytes, json.dumps(dict(seen.aux))
+        stored = StoredChunk.of(record)
+        row = name, stored.encoder, stored.tokens, stored.nbytes, json.dumps(dict(stored.aux))
         connection.execute(f"{how} INTO records VALUES (?, ?, ?, ?, ?)", row)

@@ -50,7 +50,7 @@ class Loader:
         self._backend = space.backend
         self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS, "jaxrag-read")
 
-    def load(self, wanted: Sequence[ReadRequest]) -> list[Refused | None]:
+    def load(self, requests: Sequence[ReadRequest]) -> list[Refused | None]:
         """Fill each destination; per chunk, why it is refused or None.
 
         Raises:
@@ -58,10 +58,10 @@ class Loader:
         """
         directory = self._backend.directory
         if directory is None:
-            tasks = [self._start_remote(want) for want in wanted]
+            tasks = [self._start_remote(request) for request in requests]
         else:
-            runs = max(1, _THREADS // max(1, len(wanted)))
-            tasks = [self._start_local(want, directory, runs) for want in wanted]
+            runs = max(1, _THREADS // max(1, len(requests)))
+            tasks = [self._start_local(request, directory, runs) for request in requests]
         # Until every task is done the destinations are not the caller's.
         concurrent.futures.wait(itertools.chain.from_iterable(tasks))
         return [_first([task.result() for task in run]) for run in tasks]
@@ -89,22 +89,22 @@ class Loader:
         return array
 
     def _start_local(
-        self, want: ReadRequest, directory: Path, runs: int
+        self, request: ReadRequest, directory: Path, runs: int
     ) -> list[Future[Refused | None]]:
         """Begin to read a chunk, in that many runs of layers at a time."""
-        count = len(want.layers)
+        count = len(request.layers)
         runs = max(1, min(count, runs))
         edges = [count * run // runs for run in range(runs + 1)]
-        attempt = directory / self._space.bytes_of(want.record)
-        scale = self._scale(want)
+        attempt = directory / self._space.bytes_of(request.record)
+        scale = self._scale(request)
         return [
-            self._threads.submit(self._local, want, attempt, want.layers[a:b], scale)
+            self._threads.submit(self._local, request, attempt, request.layers[a:b], scale)
             for a, b in itertools.pairwise(edges)
         ]
 
     def _local(
         self,
-        wanted: ReadRequest,
+        request: ReadRequest,
         directory: Path,
         layers: Sequence[int],
         scale: NDArray[Any] | Refused | None,
@@ -120,23 +120,23 @@ class Loader:
         """
         if isinstance(scale, Refused):
             return scale
-        key = wanted.record.key
-        grid = wanted.grid
-        buffer = None if wanted.direct else wanted.buffer()
+        key = request.record.key
+        grid = request.grid
+        buffer = None if request.direct else request.buffer()
         try:
             with contextlib.ExitStack() as stack:
                 reads = []
-                for rank in wanted.ranks:
+                for rank in request.ranks:
                     # A pipe in place of the file would keep who opens it waiting.
                     fd = os.open(directory / grid.file(rank), os.O_RDONLY | os.O_NONBLOCK)
                     stack.callback(os.close, fd)
                     offsets = _layer_offsets(fd, grid)
                     reads.append(_reader(fd, offsets, self._backend.io_mode))
                 for layer in layers:
-                    parts = wanted.layer_out(layer)[None] if buffer is None else buffer
+                    parts = request.layer_out(layer)[None] if buffer is None else buffer
                     for read, part in zip(reads, parts, strict=True):
                         read(layer, part)
-                    refused = settle(wanted, layer, parts, scale, self._space.sealer)
+                    refused = settle(request, layer, parts, scale, self._space.sealer)
                     if refused is not None:
                         return refused
         except FileNotFoundError:
@@ -149,34 +149,38 @@ class Loader:
             raise StoreError(f"{directory}: cannot read chunk {key}: {error.strerror}") from error
         return None
 
-    def _start_remote(self, want: ReadRequest) -> list[Future[Refused | None]]:
-        _, kinds, tokens, part, dim = want.grid.part
-        heads = slice(want.ranks.start * part, want.ranks.stop * part)
-        shape = (len(want.layers), kinds, tokens, heads.stop - heads.start, dim)
-        stored = want.out if want.direct else np.empty(shape, want.record.layout.stored_dtype)
-        path = self._space.bytes_of(want.record)
-        read = self._backend.start_read(path, want.grid, stored, want.layers, heads)
-        return [self._threads.submit(self._remote, want, read, stored)]
+    def _start_remote(self, request: ReadRequest) -> list[Future[Refused | None]]:
+        _, kinds, tokens, part, dim = request.grid.part
+        heads = slice(request.ranks.start * part, request.ranks.stop * part)
+        shape = (len(request.layers), kinds, tokens, heads.stop - heads.start, dim)
+        stored = (
+            request.out if request.direct else np.empty(shape, request.record.layout.stored_dtype)
+        )
+        path = self._space.bytes_of(request.record)
+        read = self._backend.start_read(path, request.grid, stored, request.layers, heads)
+        return [self._threads.submit(self._remote, request, read, stored)]
 
-    def _remote(self, want: ReadRequest, read: ReadFuture, stored: NDArray[Any]) -> Refused | None:
-        refused = self._backend.finish_read(read, want.record.key)
+    def _remote(
+        self, request: ReadRequest, read: ReadFuture, stored: NDArray[Any]
+    ) -> Refused | None:
+        refused = self._backend.finish_read(read, request.record.key)
         if refused is not None:
             return refused
-        scale = self._scale(want)
+        scale = self._scale(request)
         if isinstance(scale, Refused):
             return scale
-        for layer, whole in zip(want.layers, stored, strict=True):
-            ways = len(want.ranks)
-            parts = whole[None] if want.direct else np.stack(np.split(whole, ways, axis=2))
-            refused = settle(want, layer, parts, scale, self._space.sealer)
+        for layer, whole in zip(request.layers, stored, strict=True):
+            ways = len(request.ranks)
+            parts = whole[None] if request.direct else np.stack(np.split(whole, ways, axis=2))
+            refused = settle(request, layer, parts, scale, self._space.sealer)
             if refused is not None:
                 return refused
         return None
 
-    def _scale(self, want: ReadRequest) -> NDArray[Any] | Refused | None:
-        if SCALE not in want.record.aux:
+    def _scale(self, request: ReadRequest) -> NDArray[Any] | Refused | None:
+        if SCALE not in request.record.aux:
             return None
-        return self.read_aux(want.record, SCALE)
+        return self.read_aux(request.record, SCALE)
 
 
 def _first(answers: Iterable[Refused | None]) -> Refused | None:

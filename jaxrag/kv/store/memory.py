@@ -106,8 +106,8 @@ class MemoryStore(KVStore):
             found = {key: self._chunks.get(key) for key in keys}
         return {key: held.record if held else _absent(key) for key, held in found.items()}
 
-    def _load(self, wanted: Sequence[ReadRequest]) -> list[Refused | None]:
-        return [self._load_one(want) for want in wanted]
+    def _load(self, requests: Sequence[ReadRequest]) -> list[Refused | None]:
+        return [self._load_one(request) for request in requests]
 
     def _load_one(self, want: ReadRequest) -> Refused | None:
         arrays = self._held(want.record)

@@ -22,10 +22,10 @@ def is_shared(folder: Path, mounts: Path = _MOUNTS) -> bool:
         lines = mounts.read_text(encoding="utf-8").splitlines()
     except OSError:
         return False
-    path, found = folder.resolve(), ("", "")
+    path, mount = folder.resolve(), ("", "")
     for line in lines:
         fields, _, kind = line.partition(" - ")
         place = fields.split()[4].encode().decode("unicode_escape")  # a space is \040 there
-        if path.is_relative_to(place) and len(place) >= len(found[0]):  # the last one hides others
-            found = place, kind
-    return _SHARED.match(found[1]) is not None
+        if path.is_relative_to(place) and len(place) >= len(mount[0]):  # the last one hides others
+            mount = place, kind
+    return _SHARED.match(mount[1]) is not None

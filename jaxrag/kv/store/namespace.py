@@ -115,18 +115,18 @@ class Namespace:
     def find(self, keys: Sequence[str]) -> dict[str, Lookup]:
         """Per key its record or why there is none."""
         values = self.backend.read_many([self.commit(key) for key in keys], MAX_SEALED_BYTES)
-        found: dict[str, Lookup] = {}
+        records: dict[str, Lookup] = {}
         for key, data in zip(keys, values, strict=True):
             if data is None:
-                found[key] = ChunkAbsent(f"chunk {key}: not in {self.backend.location}")
+                records[key] = ChunkAbsent(f"chunk {key}: not in {self.backend.location}")
                 continue
             try:
-                found[key] = read_record(
+                records[key] = read_record(
                     data, key, self.fingerprint, self.layout, self.max_tokens, self.sealer
                 )
             except ChunkCorrupt as error:
-                found[key] = error
-        return found
+                records[key] = error
+        return records
 
     def keys(self) -> Iterator[str]:
         """Every key with a record, ascending, streamed."""
@@ -168,22 +168,22 @@ class Namespace:
         """
         commit = self.commit(key)
         generation = self.backend.generation(commit)
-        found = self.find([key])[key]
-        if isinstance(found, ChunkMissing):
+        record = self.find([key])[key]
+        if isinstance(record, ChunkMissing):
             return None
-        if isinstance(found, Record) and attempt not in (None, found.attempt):
+        if isinstance(record, Record) and attempt not in (None, record.attempt):
             return None
         with self.changing(key) as note:
             if not self.backend.delete_if(commit, generation):
                 return None  # somebody else removed or replaced it
-            if not isinstance(found, Record):
+            if not isinstance(record, Record):
                 note(None)
                 return None
-            if keep is not None and keep(found) and self._restore(found):
+            if keep is not None and keep(record) and self._restore(record):
                 return None
             note(None)
-        self.discard(key, found.attempt)
-        return found
+        self.discard(key, record.attempt)
+        return record
 
     def _restore(self, record: Record) -> bool:
         """Put back a record that was removed; False when another took its place."""

@@ -58,19 +58,19 @@ class HostTier:
                 self._kv[attempt] = kv
         return True
 
-    def load(self, wanted: Sequence[ReadRequest], load: Load) -> list[Refused | None]:
+    def load(self, requests: Sequence[ReadRequest], load: Load) -> list[Refused | None]:
         """Fill each destination from here, or else by ``load``; per chunk, why not or None."""
-        answers: list[Refused | None] = [None] * len(wanted)
+        answers: list[Refused | None] = [None] * len(requests)
         absent = []
-        for index, want in enumerate(wanted):
-            kv = self.get(want.record.attempt)
+        for index, request in enumerate(requests):
+            kv = self.get(request.record.attempt)
             if kv is None:
                 absent.append(index)
             else:
-                for layer in want.layers:
-                    np.copyto(want.layer_out(layer), kv[layer][:, :, want.heads])
+                for layer in request.layers:
+                    np.copyto(request.layer_out(layer), kv[layer][:, :, request.heads])
         if absent:
-            found = load([wanted[index] for index in absent])
+            found = load([requests[index] for index in absent])
             for index, answer in zip(absent, found, strict=True):
                 answers[index] = answer
         return answers

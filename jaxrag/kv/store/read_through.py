@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from jaxrag.base.errors import ChunkMissing, StoreError
 from jaxrag.kv.store.base import NewChunk
 from jaxrag.kv.store.chunk_store import ChunkStore
-from jaxrag.kv.store.ledger import Seen, Sums
+from jaxrag.kv.store.ledger import StoredChunk, Sums
 from jaxrag.kv.store.prefetch import Tier
 from jaxrag.kv.store.reading import Lookup, ReadRequest, Refused
 from jaxrag.kv.store.record import Record
@@ -57,7 +57,7 @@ class ReadThrough(StoreWrapper):
             raise StoreError(f"{local.location}: expected a directory that is open for writing")
         self.remote = remote
         self.local = local
-        self._told = False  # that copies fail
+        self._warned = False  # that copies fail
         self._threads = ThreadPoolExecutor(_COPIES, "jaxrag-copy")
         self._prefetches = ThreadPoolExecutor(1, "jaxrag-prefetch")
 
@@ -82,9 +82,9 @@ class ReadThrough(StoreWrapper):
             keys, max_bytes_per_second=max_bytes_per_second, told=told, finite=finite
         )
 
-    def seen(self) -> Iterator[tuple[str, Seen | Lookup]]:
-        """``ChunkStore.seen`` of the remote store."""
-        return self.remote.seen()
+    def committed(self) -> Iterator[tuple[str, StoredChunk | Lookup]]:
+        """``ChunkStore.committed`` of the remote store."""
+        return self.remote.committed()
 
     def counted(self) -> Sums:
         """``ChunkStore.counted`` of the remote store."""
@@ -118,8 +118,8 @@ class ReadThrough(StoreWrapper):
         self.remote.close()
 
     def _prefetch(self, keys: Sequence[str], tier: Tier) -> int:
-        here = self.local.find(keys)
-        absent = [key for key, found in here.items() if not isinstance(found, Record)]
+        found_locally = self.local.find(keys)
+        absent = [key for key, found in found_locally.items() if not isinstance(found, Record)]
         list(self._threads.map(self._copy, absent))
         return self.local.prefetch(keys, tier).result()
 
@@ -134,17 +134,17 @@ class ReadThrough(StoreWrapper):
         absent = [key for key, record in found.items() if not isinstance(record, Record)]
         return found | self.remote.find(absent)
 
-    def _load(self, wanted: Sequence[ReadRequest]) -> Sequence[Refused | None]:
+    def _load(self, requests: Sequence[ReadRequest]) -> Sequence[Refused | None]:
         # The record of a chunk that is not here names an attempt that is not here either.
-        answers = list(self.local._load(wanted))
+        answers = list(self.local._load(requests))
         refused = [index for index, answer in enumerate(answers) if answer is not None]
-        copies = list(self._threads.map(self._fetch, [wanted[index].record for index in refused]))
-        _retry(self.local, wanted, answers, dict(zip(refused, copies, strict=True)))
+        copies = list(self._threads.map(self._fetch, [requests[index].record for index in refused]))
+        _retry(self.local, requests, answers, dict(zip(refused, copies, strict=True)))
         # A copy may have left again to make room, or be too large to stay; what cannot be read
         # from the remote store either is refused.
         rest = [index for index in refused if answers[index] is not None]
-        found = self.remote.find([wanted[index].record.key for index in rest])
-        _retry(self.remote, wanted, answers, {i: found[wanted[i].record.key] for i in rest})
+        found = self.remote.find([requests[index].record.key for index in rest])
+        _retry(self.remote, requests, answers, {i: found[requests[i].record.key] for i in rest})
         for index, copy in zip(refused, copies, strict=True):
             if answers[index] is not None and isinstance(copy, Record):
                 self.local._delete(copy.key, copy.attempt)
@@ -176,34 +176,34 @@ class ReadThrough(StoreWrapper):
 
     def _copy(self, key: str) -> Lookup:
         """The record of a copy of what the remote store holds, or why there is none."""
-        found = self.remote.find([key])[key]
+        record = self.remote.find([key])[key]
         limit = self.local.max_bytes
-        if not isinstance(found, Record) or (limit is not None and found.nbytes > limit):
-            return found
+        if not isinstance(record, Record) or (limit is not None and record.nbytes > limit):
+            return record
         try:
-            gone = self.local.copy_in(found, self.remote)
+            gone = self.local.copy_in(record, self.remote)
         except StoreError as error:  # one of the two: reading the remote store will tell which
-            if not self._told:
-                self._told = True
+            if not self._warned:
+                self._warned = True
                 _LOG.warning("%s: chunks are read without a copy: %s", self.local.location, error)
             return ChunkMissing(f"chunk {key}: no copy could be made: {error}")
-        self._told = False
+        self._warned = False
         return self.local.find([key])[key] if gone is None else gone
 
 
 def _retry(
     store: ChunkStore,
-    wanted: Sequence[ReadRequest],
+    requests: Sequence[ReadRequest],
     answers: list[Refused | None],
     records: Mapping[int, Lookup],
 ) -> None:
-    """Load what some places of ``wanted`` ask for by these records, and note the answers."""
+    """Load what some places of ``requests`` ask for by these records, and note the answers."""
     again = {
-        index: dataclasses.replace(wanted[index], record=found)
-        for index, found in records.items()
-        if isinstance(found, Record)
+        index: dataclasses.replace(requests[index], record=record)
+        for index, record in records.items()
+        if isinstance(record, Record)
     }
     results = store._load(list(again.values()))
     answers_of = dict(zip(again, results, strict=True))
-    for index, found in records.items():
-        answers[index] = answers_of[index] if isinstance(found, Record) else found
+    for index, record in records.items():
+        answers[index] = answers_of[index] if isinstance(record, Record) else record

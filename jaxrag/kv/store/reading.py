@@ -101,12 +101,12 @@ def assemble(
     Args:
         found: per key its record, or why there is none.
         layout: sizes and dtype of the store.
-        layers: that are wanted.
+        layers: that are requests.
         out: [layers, 2, S, K / ways, H] with S >= sum of tokens, or None.
         on_missing: "raise" the first refusal, or "skip" refused chunks and name them.
         load: fills each view of the buffer with verified bytes and answers, per chunk, None or
             the reason why the view must not be used.
-        share: the heads that are wanted.
+        share: the heads that are requests.
 
     Raises:
         ChunkMissing, ChunkCorrupt: a chunk was refused and ``on_missing`` is "raise". What ``out``
@@ -121,18 +121,18 @@ def assemble(
     tokens = sum(record.shape[2] for record in records)
     buffer = _buffer(out, layout.of_share(share), len(chosen), tokens)
 
-    wanted = []
+    requests = []
     start = 0
     for record in records:
         view = buffer[:, :, start : start + record.shape[2]]
-        wanted.append(ReadRequest(record, chosen, view, share))
+        requests.append(ReadRequest(record, chosen, view, share))
         start += record.shape[2]
-    answers = load(wanted)
+    answers = load(requests)
 
     offsets = {}
     start = end = 0
-    for want, answer in zip(wanted, answers, strict=True):
-        key, size = want.record.key, want.record.shape[2]
+    for request, answer in zip(requests, answers, strict=True):
+        key, size = request.record.key, request.record.shape[2]
         start += size
         if answer is not None:
             if on_missing == "raise":
@@ -140,14 +140,14 @@ def assemble(
             refused[key] = answer
             continue
         if end != start - size:  # a refused chunk left a gap: close it
-            buffer[:, :, end : end + size] = want.out
+            buffer[:, :, end : end + size] = request.out
         offsets[key] = (end, size)
         end += size
     return Assembled(kv=buffer[:, :, :end], offsets=offsets, refused=refused)
 
 
 def settle(
-    wanted: ReadRequest,
+    request: ReadRequest,
     layer: int,
     parts: NDArray[Any],
     scale: NDArray[np.float32] | None,
@@ -158,28 +158,28 @@ def settle(
     Args:
         layer: which one ``parts`` is.
         parts: [ranks, 2, T, K / ways, H] in the stored dtype, packed [ranks, 2, 1, K / ways, M],
-            one entry for each file of ``wanted.ranks``; the view of ``out`` itself where
-            ``wanted.direct``.
+            one entry for each file of ``request.ranks``; the view of ``out`` itself where
+            ``request.direct``.
         scale: float32 [L, 2, T, K], of an int8 chunk.
         sealer: checks the seals; None checks xxh3.
 
     Returns:
         None, or why the layer is refused; ``out`` is then left as it is.
     """
-    for rank, part in zip(wanted.ranks, parts, strict=True):
-        refused = _check_part(wanted.record, layer, rank, part, sealer)
+    for rank, part in zip(request.ranks, parts, strict=True):
+        refused = _check_part(request.record, layer, rank, part, sealer)
         if refused is not None:
             return refused
-    if wanted.direct:
+    if request.direct:
         return None
-    out, heads = wanted.layer_out(layer), wanted.heads
+    out, heads = request.layer_out(layer), request.heads
     size = parts.shape[3]
-    for rank, part in zip(wanted.ranks, parts, strict=True):
+    for rank, part in zip(request.ranks, parts, strict=True):
         first, end = max(heads.start, rank * size), min(heads.stop, (rank + 1) * size)
         mine = part[:, :, first - rank * size : end - rank * size]
         target = out[:, :, first - heads.start : end - heads.start]
-        if wanted.record.layout.packed:
-            unpack(mine, wanted.record.kept, target)
+        if request.record.layout.packed:
+            unpack(mine, request.record.kept, target)
         elif scale is None:
             target[...] = mine
         else:

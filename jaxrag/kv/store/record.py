@@ -406,10 +406,10 @@ def _shape(value: object) -> tuple[int, int, int, int, int]:
 
 
 def _digests(value: object, count: int, name: str, digits: int = DIGEST_DIGITS) -> tuple[str, ...]:
-    found = value if isinstance(value, list) else []
-    if len(found) != count or not all(is_hex(digest, digits) for digest in found):
+    digests = value if isinstance(value, list) else []
+    if len(digests) != count or not all(is_hex(digest, digits) for digest in digests):
         raise StoreError(f"{name} is not a list of {count} digests of {digits} hex digits")
-    return tuple(found)
+    return tuple(digests)
 
 
 def _aux(value: object, sealed: bool) -> dict[str, AuxArray]:

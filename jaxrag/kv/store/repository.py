@@ -44,16 +44,17 @@ class Repository:
                 f"{location}: {_ROOT} is {root}, expected {_ROOT_FIELDS}: written by another "
                 "version or program"
             )
-        wanted = _layout_fields(fingerprint, layout)
-        declared = self._declare(_layout_path(fingerprint), wanted, writable)
+        expected = _layout_fields(fingerprint, layout)
+        declared = self._declare(_layout_path(fingerprint), expected, writable)
         if declared is None:
             raise StoreError(
                 f"{location} holds no chunks of fingerprint {fingerprint}: ingest with this model "
                 "first"
             )
-        if declared != wanted:
+        if declared != expected:
             raise StoreError(
-                f"{location}: chunks of fingerprint {fingerprint} are {declared}, expected {wanted}"
+                f"{location}: chunks of fingerprint {fingerprint} are {declared}, "
+                f"expected {expected}"
             )
 
     def _declare(self, path: str, fields: dict[str, Any], writable: bool) -> dict[str, Any] | None:

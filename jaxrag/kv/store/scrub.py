@@ -61,17 +61,17 @@ def scrub(
     corrupt, missing, unsealed = [], [], []
     left = iter(keys)
     while batch := tuple(itertools.islice(left, _RECORDS_AT_ONCE)):
-        for key, found in store.find(batch).items():
+        for key, record in store.find(batch).items():
             refused: Refused | None = None
-            if isinstance(found, Record):
-                elements = int(np.prod(found.shape))
+            if isinstance(record, Record):
+                elements = int(np.prod(record.shape))
                 if buffer.size < elements:
                     buffer = np.empty(elements, buffer.dtype)
-                refused = _check(store, found, buffer[:elements].reshape(found.shape), finite)
-                told(found.nbytes)
-                pace.wait(found.nbytes)
+                refused = _check(store, record, buffer[:elements].reshape(record.shape), finite)
+                told(record.nbytes)
+                pace.wait(record.nbytes)
             else:
-                refused = found
+                refused = record
             if refused is None:
                 ok += 1
             elif isinstance(refused, ChunkMissing):

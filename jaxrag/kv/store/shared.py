@@ -192,12 +192,12 @@ class SharedStore(StoreWrapper):
         distinct = list(dict.fromkeys(keys))
         asked = hashlib.blake2b("".join(distinct).encode(), digest_size=8).hexdigest()
         said = self._exchange((asked, dict(refused), failed))
-        if len({one[0] for one in said}) > 1:
+        if len({answer[0] for answer in said}) > 1:
             raise StoreError(
                 "the processes of one model ask for different chunks: give all of them the same "
                 "requests in the same order"
             )
-        _raise_first([one[2] for one in said])
+        _raise_first([answer[2] for answer in said])
         everyone: dict[str, Refused] = {}
         for _, theirs, _ in said:
             everyone = theirs | everyone

@@ -129,17 +129,17 @@ class _Collect:
     dry_run: bool
 
     def run(
-        self, found: Lookup | None, attempts: Iterable[str], live: Callable[[Record], bool]
+        self, record: Lookup | None, attempts: Iterable[str], live: Callable[[Record], bool]
     ) -> SweepReport:
         orphans = set(attempts)
         report = SweepReport()
-        if isinstance(found, Record):
-            orphans.discard(found.attempt)
-            if found.age <= self.grace:
+        if isinstance(record, Record):
+            orphans.discard(record.attempt)
+            if record.age <= self.grace:
                 return report  # who found what this record replaced may be reading it
-            if not live(found):
-                report += self._chunk(found, live)
-        elif found is not None and not isinstance(found, ChunkMissing):
+            if not live(record):
+                report += self._chunk(record, live)
+        elif record is not None and not isinstance(record, ChunkMissing):
             # Nothing tells when a damaged record was written, but not before its attempt began.
             if any(attempt_age(attempt) <= self.grace for attempt in orphans):
                 return report

@@ -46,8 +46,8 @@ class StoreWrapper(KVStore):
     def _nearest(self, keys: Sequence[str]) -> dict[str, Lookup]:
         return self.inner._nearest(keys)
 
-    def _load(self, wanted: Sequence[ReadRequest]) -> Sequence[Refused | None]:
-        return self.inner._load(wanted)
+    def _load(self, requests: Sequence[ReadRequest]) -> Sequence[Refused | None]:
+        return self.inner._load(requests)
 
     def _read_aux(self, record: Record, name: str) -> NDArray[Any] | Refused:
         return self.inner._read_aux(record, name)

@@ -141,15 +141,15 @@ def _pasted(
         raise DocumentError(
             "no passage of the text is long enough to be read from KV; leave it out"
         )
-    found = list[Chunk]()
+    chunks = list[Chunk]()
     for start, end in spans:
         piece = text[start:end]
         try:
             ids = tokenizer.encode(piece)
         except TokenizerError as error:
             raise DocumentError(str(error)) from None
-        found.append(Chunk(len(found), start, end, ids, piece, _page(pages, start)))
-    return found
+        chunks.append(Chunk(len(chunks), start, end, ids, piece, _page(pages, start)))
+    return chunks
 
 
 class Spans:

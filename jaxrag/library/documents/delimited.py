@@ -59,9 +59,9 @@ def read_table(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]
     try:
         form = _form(text, file)
         with contextlib.suppress(UnicodeError):  # said where the rows are read
-            for found in _rows(text, file, form):
-                if isinstance(found, _Row) and len(found.cells) == len(found.names):
-                    for name, it in zip(found.names, found.cells, strict=True):
+            for row in _rows(text, file, form):
+                if isinstance(row, _Row) and len(row.cells) == len(row.names):
+                    for name, it in zip(row.names, row.cells, strict=True):
                         columns.setdefault(name, Column()).see(it)
         yield from _documents(_rows(text, file, form), columns, file)
     except UnicodeError:
@@ -178,28 +178,28 @@ def _sample(lines: Sequence[str], delimiter: str) -> list[list[str]]:
 def _delimiter(lines: Sequence[str], file: File) -> str:
     """The one that parts most lines into as many cells as the first."""
     usual = "\t" if file.suffix == ".tsv" else ","
-    if _text_column([it.strip() for it in lines[:1]], file.options.text_field):
+    if _text_column([line.strip() for line in lines[:1]], file.options.text_field):
         return usual
     best, most = usual, 0.0
-    for it in sorted(_DELIMITERS, key=lambda it: it != usual):
-        counts = [len(row) for row in _sample(lines, it)] or [1]
+    for delimiter in sorted(_DELIMITERS, key=lambda delimiter: delimiter != usual):
+        counts = [len(row) for row in _sample(lines, delimiter)] or [1]
         count = collections.Counter(counts).most_common(1)[0][0]
         share = (counts.count(count) + (counts[0] == count)) / (len(counts) + 1)
         if count > 1 and share > most:
-            best, most = it, share
+            best, most = delimiter, share
     return best
 
 
 def _is_header(first: Sequence[str], below: Sequence[Sequence[str]], file: File) -> bool:
     """Whether the cells of a row are names and not values as those below."""
-    if _text_column([it.strip() for it in first], file.options.text_field):
+    if _text_column([value.strip() for value in first], file.options.text_field):
         return True
     for at, name in enumerate(map(cell, map(str.strip, first))):
         column = [cell(row[at].strip()) for row in below if at < len(row) and row[at].strip()]
         if is_year(name.text):
-            is_value = bool(column) and all(is_year(it.text) for it in column)
+            is_value = bool(column) and all(is_year(value.text) for value in column)
         elif name.kind == "code":
-            is_value = bool(column) and all(it.kind == "code" for it in column)
+            is_value = bool(column) and all(value.kind == "code" for value in column)
         else:
             is_value = bool(name.text) and name.kind != "text"
         if is_value:
@@ -207,9 +207,9 @@ def _is_header(first: Sequence[str], below: Sequence[Sequence[str]], file: File)
     return True
 
 
-def _text_column(names: Sequence[str], wanted: str | None) -> str | None:
+def _text_column(names: Sequence[str], column: str | None) -> str | None:
     """The column that holds the text, by its name in any capitals; None where there is none."""
-    for name in _TEXT_COLUMNS if wanted is None else (wanted,):
+    for name in _TEXT_COLUMNS if column is None else (column,):
         for found in (name, *(it for it in names if it.casefold() == name.casefold())):
             if found in names:
                 return found
@@ -304,19 +304,19 @@ class _Lines:
         return line
 
 
-def _columns(first: Sequence[str], wanted: str | None, named: bool) -> tuple[list[str], str | None]:
+def _columns(first: Sequence[str], column: str | None, named: bool) -> tuple[list[str], str | None]:
     """The column names, each another, and which of them holds the text.
 
     Columns without names are numbered, so that their cells are apart in the metadata.
     """
     given = [one_spaced(name) for name in first] if named else []
     given[:1] = [name.removeprefix("#").lstrip() for name in given[:1]]
-    text_column = _text_column(given, wanted)
-    if (wanted is not None and text_column is None) or given.count(text_column or "") > 1:
+    text_column = _text_column(given, column)
+    if (column is not None and text_column is None) or given.count(text_column or "") > 1:
         listed = ", ".join(given)[:200]
         if text_column is None:
             raise DocumentError(
-                f"no column is named {wanted} (columns: {listed}); name the one that holds the text"
+                f"no column is named {column} (columns: {listed}); name the one that holds the text"
             )
         raise DocumentError(f"two columns have one name ({listed}); rename one")
     names: list[str] = []
@@ -330,17 +330,17 @@ def _documents(
     rows: Iterator[_Row | BadDocument], columns: Mapping[str, Column], file: File
 ) -> Iterator[Document | BadDocument]:
     left_out = file.left_out  # of the file, which the first document says
-    for found in rows:
-        if isinstance(found, BadDocument):
-            yield found
+    for row in rows:
+        if isinstance(row, BadDocument):
+            yield row
             continue
         try:
-            yield _document(found, columns, file, left_out)
+            yield _document(row, columns, file, left_out)
             left_out = LeftOut()
         except DocumentError as error:
-            yield file.bad(error, found.where)
+            yield file.bad(error, row.where)
         except (KeyError, ValueError):  # not of the columns' types, which were found just before
-            yield file.bad("changed while the file was read; add it again", found.where)
+            yield file.bad("changed while the file was read; add it again", row.where)
 
 
 def _document(row: _Row, columns: Mapping[str, Column], file: File, left_out: LeftOut) -> Document:
@@ -365,8 +365,8 @@ def _document(row: _Row, columns: Mapping[str, Column], file: File, left_out: Le
     values = {name: value for name, value in values.items() if value is not None}
     field = text_column or "text"
     values[field] = "\n\n".join(it for it in (text, " | ".join(shown)) if it.strip())
-    found = document_from_mapping(values, file.name + row.where, file.reported, field)
+    document = document_from_mapping(values, file.name + row.where, file.reported, field)
     if "id" in values:  # with the name of its file before it: every export numbers from 1
-        found = dataclasses.replace(found, id=f"{file.name}/{found.id}")
+        document = dataclasses.replace(document, id=f"{file.name}/{document.id}")
     left_out.add("bytes that cannot be decoded", count=sum(count for _, count in whole))
-    return dataclasses.replace(found, metadata={**found.metadata, **left_out.metadata()})
+    return dataclasses.replace(document, metadata={**document.metadata, **left_out.metadata()})

@@ -29,10 +29,10 @@ def read_epub(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
     """
     data = read_bytes(stream)
     with parsing("EPUB"):
-        found = dict(parts(data, "EPUB", _PARTS))
-        folder, package = _package(found)
+        entries = dict(parts(data, "EPUB", _PARTS))
+        folder, package = _package(entries)
         chapters = list(_chapters(package, folder))
-        locked = _locked(found)
+        locked = _locked(entries)
         title, metadata = _described(package)
     texts = []
     bad = 0
@@ -40,7 +40,7 @@ def read_epub(stream: BinaryIO, file: File) -> Iterator[Document | BadDocument]:
         if name in locked:
             raise DocumentError("is encrypted; only a copy of it without protection can be read")
         try:
-            texts.append(_chapter(found, name, file))
+            texts.append(_chapter(entries, name, file))
         except MemoryError:
             raise
         except Exception as error:  # whatever its parser may raise

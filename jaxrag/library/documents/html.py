@@ -133,17 +133,17 @@ def _parsed(page: str) -> Any:
 
 
 def _metadata_of(root: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
     if lang := (root.get("lang") or "").strip():
-        found["lang"] = lang[:_META_CHARACTERS]
+        metadata["lang"] = lang[:_META_CHARACTERS]
     for element in root.iter("meta"):
         name = (element.get("name") or "").strip().lower()
         content = _SPACE.sub(" ", element.get("content") or "").strip()
-        if not name or not content or name in _META_OF_DISPLAY or len(found) >= _META:
+        if not name or not content or name in _META_OF_DISPLAY or len(metadata) >= _META:
             continue
-        if name not in found and max(len(name), len(content)) <= _META_CHARACTERS:
-            found[name] = typed(content)
-    return found
+        if name not in metadata and max(len(name), len(content)) <= _META_CHARACTERS:
+            metadata[name] = typed(content)
+    return metadata
 
 
 def text_of(root: Any, left_out: LeftOut) -> tuple[str, str]:
@@ -189,12 +189,12 @@ class _Writer:
         for (_, text), part in self._blocks:
             sizes[part] += len(text)
         article = self._articles == 1 and sizes["article"] >= _MOST * sizes.total()
-        wanted = ("main",) if sizes["main"] else ("article",) if article else ("", "article")
-        lost = sum(size for part, size in sizes.items() if part not in wanted)
+        shown_parts = ("main",) if sizes["main"] else ("article",) if article else ("", "article")
+        lost = sum(size for part, size in sizes.items() if part not in shown_parts)
         if lost > _MOST_LEFT * sizes.total():
             share = f"{100 - 100 * lost / sizes.total():.0f} % kept"
             left_out.add("characters of its visible text", share, lost)
-        return joined(block for block, part in self._blocks if part in wanted)
+        return joined(block for block, part in self._blocks if part in shown_parts)
 
     def _write(self, root: Any) -> None:
         from lxml import etree
@@ -225,18 +225,18 @@ class _Writer:
             return role != "tabpanel" and node.get("id") not in self._shown
         if tag == "svg":
             texts = node.iter("text", "foreignobject", "foreignObject")
-            self._say("\n".join(one_spaced("".join(it.itertext())) for it in texts))
+            self._say("\n".join(one_spaced("".join(name.itertext())) for name in texts))
         elif tag == "select":
             options = list(node.iter("option"))
-            chosen = [it for it in options if it.get("selected") is not None]
+            chosen = [option for option in options if option.get("selected") is not None]
             chosen = chosen or options[: node.get("multiple") is None]
-            self._say(", ".join(one_spaced("".join(it.itertext())) for it in chosen))
+            self._say(", ".join(one_spaced("".join(name.itertext())) for name in chosen))
         elif tag == "button":
-            seen = node.get("aria-expanded") is not None or node.get("aria-controls") is not None
-            inside = any(self._in[it] for it in (*_HEADINGS, "summary", "dt"))
-            return not (seen or inside or any(it in role + named for it in _BUTTONS_SEEN))
+            expands = node.get("aria-expanded") is not None or node.get("aria-controls") is not None
+            inside = any(self._in[name] for name in (*_HEADINGS, "summary", "dt"))
+            return not (expands or inside or any(name in role + named for name in _BUTTONS_SEEN))
         elif tag == "footer":
-            return not any(self._in[it] for it in _HOLDS_FOOTERS)
+            return not any(self._in[name] for name in _HOLDS_FOOTERS)
         else:
             return tag in _OPENED and node.get(_OPENED[tag]) is None
         return True
@@ -408,13 +408,13 @@ class _Placed(NamedTuple):
 def _placed(cells: list[_Placed], hanging: dict[int, _Placed]) -> list[TableCell]:
     """The cells of a row by column, with those that hang into it from rows above."""
     line: list[TableCell] = []
-    waiting = [it for it in cells for _ in range(it.wide)][::-1]
+    waiting = [placed for placed in cells for _ in range(placed.wide)][::-1]
     while waiting or any(column >= len(line) for column in hanging):
-        here = len(line) in hanging
-        it = hanging.pop(len(line)) if here else waiting.pop() if waiting else _NOTHING
-        if it.high > 1:
-            hanging[len(line)] = it._replace(high=it.high - 1)
-        line.append(it.cell)
+        hangs = len(line) in hanging
+        placed = hanging.pop(len(line)) if hangs else waiting.pop() if waiting else _NOTHING
+        if placed.high > 1:
+            hanging[len(line)] = placed._replace(high=placed.high - 1)
+        line.append(placed.cell)
     return line
 
 
@@ -428,11 +428,11 @@ def _is_data(table: Any) -> bool:
     widest = count = 0
     named = False
     for line in table.iter("tr"):
-        cells = [it for it in line if it.tag in _CELLS]
-        named = named or any(it.tag == "th" for it in cells)
+        cells = [td for td in line if td.tag in _CELLS]
+        named = named or any(td.tag == "th" for td in cells)
         widest, count = max(widest, len(cells)), count + 1
-        for it in cells:
-            nodes = list(itertools.islice(it.iter(), _CELL_NODES))
+        for td in cells:
+            nodes = list(itertools.islice(td.iter(), _CELL_NODES))
             length = sum(len(node.text or "") + len(node.tail or "") for node in nodes)
             if not named and (length > _LONG_CELL or len(nodes) == _CELL_NODES):
                 return False

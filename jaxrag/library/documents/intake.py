@@ -35,10 +35,10 @@ class Shard:
     @classmethod
     def parse(cls, text: str) -> "Shard":
         """From "i/n"."""
-        found = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
-        if found is None:
+        match = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
+        if match is None:
             raise ConfigError(f"shard {text!r}: expected i/n with 0 <= i < n, such as 0/8")
-        return cls(int(found[1]), int(found[2]))
+        return cls(int(match[1]), int(match[2]))
 
     def __str__(self) -> str:
         return f"{self.index}/{self.count}"
@@ -96,20 +96,20 @@ class Intake:
 
     def __iter__(self) -> Iterator[Document | BadDocument]:
         """The documents of the shard; an id that came before comes as a BadDocument."""
-        for found in self._found():
-            if isinstance(found, Document):
-                if found.id in self.seen:
-                    self._refused.add(found.file or "")
+        for document in self._found():
+            if isinstance(document, Document):
+                if document.id in self.seen:
+                    self._refused.add(document.file or "")
                     yield BadDocument(
-                        found.file or found.id,
-                        f"id {found.id!r} was given before in this run; give one of the two "
+                        document.file or document.id,
+                        f"id {document.id!r} was given before in this run; give one of the two "
                         "another name or id",
                     )
                     continue
-                self.seen.add(found.id)
-                self.characters += len(found.text)
-                self.left_out += [f"{found.id}: {it}" for it in left_out_of(found.metadata)]
-            yield found
+                self.seen.add(document.id)
+                self.characters += len(document.text)
+                self.left_out += [f"{document.id}: {it}" for it in left_out_of(document.metadata)]
+            yield document
 
     @property
     def whole(self) -> set[str]:
@@ -164,10 +164,10 @@ class Intake:
                     self.passed += self._files.passed
                     self._files = None
                 else:
-                    found = _document(item)
-                    name = found.id if isinstance(found, Document) else found.source
+                    document = _document(item)
+                    name = document.id if isinstance(document, Document) else document.source
                     if self.part.holds(name):
-                        yield found
+                        yield document
             except DocumentError as error:
                 if self.part.holds(where):
                     yield BadDocument(where, str(error))

@@ -39,11 +39,11 @@ def left_out_of(metadata: Mapping[str, Any]) -> list[str]:
     """A line for each kind of what was left out of a document, by its metadata."""
     found = metadata.get(LEFT_OUT)
     lines = []
-    for it in found if isinstance(found, list) else []:
-        if isinstance(it, dict) and {"what", "count", "where"} <= it.keys():
-            where = f" ({it['where']})" if it["where"] else ""
-            what = it["what"] if it["count"] != 1 else _one_of(it["what"])
-            lines.append(f"{it['count']} {what}{where}")
+    for entry in found if isinstance(found, list) else []:
+        if isinstance(entry, dict) and {"what", "count", "where"} <= entry.keys():
+            where = f" ({entry['where']})" if entry["where"] else ""
+            what = entry["what"] if entry["count"] != 1 else _one_of(entry["what"])
+            lines.append(f"{entry['count']} {what}{where}")
     return lines
 
 

@@ -91,10 +91,10 @@ def _know(text: str) -> None:
     from docutils.parsers.rst import directives, roles
     from docutils.parsers.rst.languages import en
 
-    for name in {found.lower() for found in _DIRECTIVE.findall(text)}:
+    for name in {role.lower() for role in _DIRECTIVE.findall(text)}:
         if name in _OTHERS or name not in en.directives:
             directives.register_directive(name, _directive(name))
-    for name in {found.lower() for found in _ROLE.findall(text)}:
+    for name in {role.lower() for role in _ROLE.findall(text)}:
         if name not in en.roles:
             roles.register_local_role(name, _role)
     roles.register_local_role("raw", _role)
@@ -203,7 +203,7 @@ def _paragraph(lines: list[str]) -> Block:
     """The lines that were gathered, which are then gathered anew."""
     text = " ".join(lines)
     lines.clear()
-    found = _ORG_ITEM.match(text)
-    if found and found[1]:
+    match = _ORG_ITEM.match(text)
+    if match and match[1]:
         return "item", one_spaced(text)  # under the number that it shows
-    return item(one_spaced(text[found.end() :])) if found else ("", one_spaced(text))
+    return item(one_spaced(text[match.end() :])) if match else ("", one_spaced(text))

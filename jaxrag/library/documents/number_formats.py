@@ -67,9 +67,9 @@ def shown(value: float, code: str, since_1904: bool = False) -> tuple[str, str]:
     if section.holds("text"):
         return general(value), "number"
     if not section.holds("digit", "general"):
-        literal = "".join(it.text for it in section.parts).strip()
+        literal = "".join(part.text for part in section.parts).strip()
         return literal, "number"
-    percent = sum(it == _Part("other", "%") for it in section.parts)
+    percent = sum(part == _Part("other", "%") for part in section.parts)
     amount = (value if signed else abs(value)) * 100**percent
     text = " ".join(_number(amount, section).split())
     return text, "percent" if percent else "number"
@@ -90,34 +90,34 @@ def general(value: float) -> str:
 
 @functools.lru_cache(1 << 10)
 def _sections(code: str) -> tuple[_Section, ...]:
-    found: list[list[_Part]] = [[]]
+    sections: list[list[_Part]] = [[]]
     conditions: list[tuple[str, float] | None] = [None]
     for match in _PART.finditer(code or "General"):
         kind, text = match.lastgroup, match[0]
         if kind is None:  # room of the width of a character, or filled with it
-            found[-1].append(_Part("space", " " if text[0] == "_" else ""))
+            sections[-1].append(_Part("space", " " if text[0] == "_" else ""))
         elif kind == "bracket":
             inner = match["bracket"]
             if condition := _CONDITION.fullmatch(inner):
                 conditions[-1] = condition[1], float(condition[2])
             elif _ELAPSED.fullmatch(inner):
-                found[-1].append(_Part("elapsed", inner.lower()))
+                sections[-1].append(_Part("elapsed", inner.lower()))
             elif inner.startswith("$"):
-                found[-1].append(_Part("literal", inner[1:].partition("-")[0]))
+                sections[-1].append(_Part("literal", inner[1:].partition("-")[0]))
         elif kind in ("quoted", "escaped"):
-            found[-1].append(_Part("literal", match[kind]))
+            sections[-1].append(_Part("literal", match[kind]))
         elif text == ";":
-            found.append([])
+            sections.append([])
             conditions.append(None)
         elif text == "@":
-            found[-1].append(_Part("text", ""))
+            sections[-1].append(_Part("text", ""))
         elif kind == "time":
-            found[-1].append(_Part("time", text.lower()))
+            sections[-1].append(_Part("time", text.lower()))
         else:
-            found[-1].append(_Part(kind, "" if kind == "general" else text))
+            sections[-1].append(_Part(kind, "" if kind == "general" else text))
     return tuple(
-        _Section(tuple(parts), condition, frozenset(it.kind for it in parts))
-        for parts, condition in zip(found, conditions, strict=True)
+        _Section(tuple(parts), condition, frozenset(part.kind for part in parts))
+        for parts, condition in zip(sections, conditions, strict=True)
     )
 
 
@@ -143,15 +143,15 @@ def _meets(value: float, sign: str, bound: float) -> bool:
 def _number(value: float, section: _Section) -> str:
     parts = section.parts
     if section.holds("general"):
-        return "".join(general(value) if it.kind == "general" else it.text for it in parts)
-    slots = [at for at, it in enumerate(parts) if it.kind == "digit"]
+        return "".join(general(value) if part.kind == "general" else part.text for part in parts)
+    slots = [at for at, part in enumerate(parts) if part.kind == "digit"]
     first, last = slots[0], slots[-1]
     slash = [at for at in slots[1:] if parts[at - 1] == _Part("other", "/")]
     if slash:
         return _fraction(value, section)
-    exponent = next((at for at, it in enumerate(parts) if it.kind == "exponent"), len(parts))
+    exponent = next((at for at, part in enumerate(parts) if part.kind == "exponent"), len(parts))
     point = next((at for at in range(exponent) if parts[at] == _Part("other", ".")), exponent)
-    commas = [at for at, it in enumerate(parts) if it == _Part("other", ",")]
+    commas = [at for at, part in enumerate(parts) if part == _Part("other", ",")]
     scaled = [at for at in commas if not any(at < slot < point for slot in slots)]
     scaled = [at for at in scaled if at > first and (at > last or at < point)]
     grouped = any(first < at < point and at not in scaled for at in commas)
@@ -175,10 +175,10 @@ def _number(value: float, section: _Section) -> str:
         written[powers[-1] if powers else exponent] = str(abs(power)).rjust(len(powers), "0")
     negative = value < 0 and any(it not in "0.," for it in digits + fraction)
     pieces = [
-        written.get(at, "") if it.kind in ("digit", "exponent")
+        written.get(at, "") if part.kind in ("digit", "exponent")
         else "" if at in commas or (at == point and decimals and not kept)
-        else it.text
-        for at, it in enumerate(parts)
+        else part.text
+        for at, part in enumerate(parts)
     ]  # fmt: skip
     return ("-" if negative else "") + "".join(pieces)
 
@@ -212,7 +212,7 @@ def _placed(
 
 def _fraction(value: float, section: _Section) -> str:
     """As 1 1/2: the whole before the fraction where the format has room for it."""
-    code = "".join(it.text for it in section.parts if it.kind in ("digit", "other", "space"))
+    code = "".join(part.text for part in section.parts if part.kind in ("digit", "other", "space"))
     below = code.partition("/")[2].strip()
     whole_apart = " " in code.partition("/")[0].strip()
     most = int(below) if below.isdigit() and int(below) else 10 ** max(1, len(below)) - 1
@@ -244,21 +244,21 @@ def _iso(when: datetime.datetime, value: float) -> str:
 def _dated(value: float, when: datetime.datetime, section: _Section) -> str:
     """A moment or a time by the tokens of a section."""
     parts = section.parts
-    timed = [at for at, it in enumerate(parts) if it.kind in ("time", "elapsed")]
+    timed = [at for at, part in enumerate(parts) if part.kind in ("time", "elapsed")]
     out = []
-    for at, it in enumerate(parts):
-        if it.kind == "noon":
+    for at, piece in enumerate(parts):
+        if piece.kind == "noon":
             out.append("AM" if when.hour < 12 else "PM")
-        elif it.kind == "elapsed":
-            unit = {"h": 3600, "m": 60, "s": 1}[it.text[0]]
-            out.append(f"{round(value * 86_400) // unit:0{len(it.text)}}")
-        elif it.kind != "time":
-            fraction = it.text == "." and parts[at + 1 : at + 2] == (_Part("digit", "0"),)
-            out.append("" if fraction or it.kind in ("digit", "text", "general") else it.text)
-        elif it.text[0] == "m" and len(it.text) < 3 and _is_minute(at, timed, parts):
-            out.append(f"{when.minute:0{len(it.text)}}")
+        elif piece.kind == "elapsed":
+            unit = {"h": 3600, "m": 60, "s": 1}[piece.text[0]]
+            out.append(f"{round(value * 86_400) // unit:0{len(piece.text)}}")
+        elif piece.kind != "time":
+            fraction = piece.text == "." and parts[at + 1 : at + 2] == (_Part("digit", "0"),)
+            out.append("" if fraction or piece.kind in ("digit", "text", "general") else piece.text)
+        elif piece.text[0] == "m" and len(piece.text) < 3 and _is_minute(at, timed, parts):
+            out.append(f"{when.minute:0{len(piece.text)}}")
         else:
-            out.append(_token(it.text, when, section.holds("noon")))
+            out.append(_token(piece.text, when, section.holds("noon")))
     return " ".join("".join(out).split())
 
 

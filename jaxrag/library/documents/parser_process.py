@@ -65,12 +65,12 @@ def _messages(job: dict[str, Any], cut: Cutter | None) -> Iterator[dict[str, Any
     filename, options = job["filename"], ReadOptions(**job["options"])
     try:
         with open(job["path"], "rb") as stream:
-            for found in read_open(stream, filename, job["name"], options, job["reported"]):
-                if isinstance(found, BadDocument):
-                    yield {"bad": dataclasses.asdict(found)}
+            for document in read_open(stream, filename, job["name"], options, job["reported"]):
+                if isinstance(document, BadDocument):
+                    yield {"bad": dataclasses.asdict(document)}
                     continue
                 try:
-                    yield {"document": _described(found, cut, job["chunking"])}
+                    yield {"document": _described(document, cut, job["chunking"])}
                 except DocumentError as error:
                     yield {"bad": {"source": filename, "reason": str(error)}}
     except OSError as error:
@@ -91,8 +91,8 @@ def _cutter(tokenizer_json: str) -> Cutter:
     def cut(document: Document, chunking: dict[str, Any]) -> list[tuple[Any, ...]]:
         chunks = split(document.text, tokenizer, Chunking(**chunking), document.pages)
         return [
-            (it.start, it.end, it.page, it.section, base64.b64encode(it.ids.astype("<i4")).decode())
-            for it in chunks
+            (c.start, c.end, c.page, c.section, base64.b64encode(c.ids.astype("<i4")).decode())
+            for c in chunks
         ]
 
     return cut

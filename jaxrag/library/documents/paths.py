@@ -81,34 +81,34 @@ class DocumentFiles:
         there = (it for it in self.paths if not self.missing_ok or os.path.lexists(it))
         return _files(there, self.options.follow_links)
 
-    def _read(self, found: "_Found", parser: Parser) -> Iterator[Document | BadDocument]:
-        file = File(found.path, found.name, self.options)
-        if found.inside and not found.refused and is_without_text(found.name):
-            self.passed += self._wants(found.name)
-            self._done += _size(found.path)
+    def _read(self, entry: "_Found", parser: Parser) -> Iterator[Document | BadDocument]:
+        file = File(entry.path, entry.name, self.options)
+        if entry.inside and not entry.refused and is_without_text(entry.name):
+            self.passed += self._wants(entry.name)
+            self._done += _size(entry.path)
             return
-        many = is_of_records(file.path.name) and not found.refused
+        many = is_of_records(file.path.name) and not entry.refused
         if self._wants(file.name) or many:
-            if found.refused:
-                yield file.bad(found.refused)
+            if entry.refused:
+                yield file.bad(entry.refused)
             else:
                 documents = self._open(file, parser)
-                belongs = self._belongs(file) if many else lambda it: True
+                belongs = self._belongs(file) if many else lambda document: True
                 whole = True
-                for it in documents:
-                    whole = whole and isinstance(it, Document)
-                    if belongs(it):
-                        yield it
+                for document in documents:
+                    whole = whole and isinstance(document, Document)
+                    if belongs(document):
+                        yield document
                 if whole:
                     self.whole.add(str(file.path.resolve()))
-        self._done += 0 if found.refused else _size(found.path)
+        self._done += 0 if entry.refused else _size(entry.path)
 
     def _open(self, file: File, parser: Parser) -> Iterator[Document | BadDocument]:
         shown, reported = str(file.path), str(file.path.resolve())
         try:
             if is_parsed_apart(shown):
-                for found in parser.parse(file.path, shown, file.name, self.options, reported):
-                    yield found if isinstance(found, BadDocument) else found.document
+                for parsed in parser.parse(file.path, shown, file.name, self.options, reported):
+                    yield parsed if isinstance(parsed, BadDocument) else parsed.document
             else:
                 with open(file.path, "rb") as stream:
                     self._current = stream
@@ -129,10 +129,10 @@ class DocumentFiles:
         """Whether a record is wanted; a bad one goes by the name it would have had."""
         before = BadDocument(str(file.path), "").source
 
-        def belongs(found: Document | BadDocument) -> bool:
-            if isinstance(found, Document):
-                return self._wants(found.id)
-            return self._wants(file.name + found.source.removeprefix(before))
+        def belongs(document: Document | BadDocument) -> bool:
+            if isinstance(document, Document):
+                return self._wants(document.id)
+            return self._wants(file.name + document.source.removeprefix(before))
 
         return belongs
 

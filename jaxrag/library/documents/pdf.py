@@ -219,10 +219,10 @@ def _turned(place: Sequence[float], rotation: int) -> tuple[float, float, float,
 def _lines(words: Sequence[_Word]) -> Iterator[list[_Word]]:
     """The words of each line from left to right, from the top of the page."""
     line: list[_Word] = []
-    for word in sorted(words, key=lambda it: -(it.low + it.high)):
+    for word in sorted(words, key=lambda box: -(box.low + box.high)):
         if line:
             shared = min(word.high, line[0].high) - max(word.low, line[0].low)
-            if shared < 0.5 * min(it.high - it.low for it in (word, line[0])):
+            if shared < 0.5 * min(box.high - box.low for box in (word, line[0])):
                 yield sorted(line)
                 line = []
         line.append(word)
@@ -282,10 +282,10 @@ def _together(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 def _run(lines: Sequence[_Line], spans: Sequence[tuple[float, float]]) -> Iterator[Block]:
     """Lines that keep the same room between them."""
     columns = [
-        [kept for line in lines if (kept := [it for it in line if left <= it.left <= right])]
+        [kept for line in lines if (kept := [w for w in line if left <= w.left <= right])]
         for left, right in spans
     ]
-    sizes = [(sum(len(it.text) for line in column for it in line), column) for column in columns]
+    sizes = [(sum(len(w.text) for line in column for w in line), column) for column in columns]
     long = [column for size, column in sizes if len(column) > 2 and size > _COLUMN * len(column)]
     if len(spans) > 1 and len(long) > 1:
         for column in columns:
@@ -293,12 +293,11 @@ def _run(lines: Sequence[_Line], spans: Sequence[tuple[float, float]]) -> Iterat
     elif len(spans) > 1 and sum(len(line) > 1 for line in lines) > 1:
         for line in lines:
             kind, text = row(
-                " ".join(it.text for it in line if left <= it.left <= right)
-                for left, right in spans
+                " ".join(w.text for w in line if left <= w.left <= right) for left, right in spans
             )
             yield kind, text.replace(": | ", ": ")
     else:
-        yield "", "\n".join(" ".join(it.text for it in line) for line in lines)
+        yield "", "\n".join(" ".join(w.text for w in line) for line in lines)
 
 
 def _mended(texts: Sequence[str]) -> list[str]:
@@ -309,12 +308,12 @@ def _mended(texts: Sequence[str]) -> list[str]:
     words = itertools.chain.from_iterable(map(_JOINED.findall, texts))
     kept = {pair for word in words for pair in itertools.pairwise(word.split("-"))}
 
-    def mended(found: re.Match[str]) -> str:
-        before, after = found[1], found[2]
+    def mended(match: re.Match[str]) -> str:
+        before, after = match[1], match[2]
         if (before[-1] + after[0]).isdigit() or (before, after) in kept:
             return f"{before}-{after}"
         whole_word = (before[-1] + after[0]).islower() or (before + after).isupper()
-        return before + after if whole_word else found[0]
+        return before + after if whole_word else match[0]
 
     return [_CUT.sub(mended, text) for text in texts]
 

@@ -71,10 +71,10 @@ def _record(value: Any, file: File, where: str) -> Document:
     text_field = file.options.text_field or "text"
     if not isinstance(value, dict):
         raise DocumentError(f'holds a {type(value).__name__}; expected {{"{text_field}": "..."}}')
-    found = document_from_mapping(value, file.name + where, file.reported, text_field)
+    made = document_from_mapping(value, file.name + where, file.reported, text_field)
     if "id" not in value:
-        return found
-    return dataclasses.replace(found, id=f"{file.name}/{found.id}")  # every export numbers from 1
+        return made
+    return dataclasses.replace(made, id=f"{file.name}/{made.id}")  # every export numbers from 1
 
 
 def _skip_line(stream: BinaryIO) -> None:

@@ -93,11 +93,11 @@ class _Sheet:
 
         class Parser(WorkSheetParser):
             def parse_cell(self, element: Any) -> dict[str, Any]:
-                found: dict[str, Any] = super().parse_cell(element)
-                computed = found["value"] is not None or element.get("t") == "str"
+                parsed: dict[str, Any] = super().parse_cell(element)
+                computed = parsed["value"] is not None or element.get("t") == "str"
                 if not computed and element.find(FORMULA_TAG) is not None:
-                    uncomputed.append((found["row"], found["column"]))
-                return found
+                    uncomputed.append((parsed["row"], parsed["column"]))
+                return parsed
 
         cells: Cells = {}
         with self._sheet._get_source() as source:
@@ -105,14 +105,14 @@ class _Sheet:
             for number, found in parser.parse():
                 if number > _MAX_ROWS:
                     break
-                read = {it["column"]: self._cell(it) for it in found if it["value"] is not None}
-                if some := {column: it for column, it in read.items() if it.text}:
+                read = {raw["column"]: self._cell(raw) for raw in found if raw["value"] is not None}
+                if some := {column: raw for column, raw in read.items() if raw.text}:
                     cells.setdefault(number, {}).update(some)
         _merge(cells, parser.merged_cells)
         for line in self._headers(parser):
             found = cells.get(line, {})
-            strong = {id(it): it._replace(strong=True) for it in found.values()}
-            cells[line] = {column: strong[id(it)] for column, it in found.items()}
+            strong = {id(raw): raw._replace(strong=True) for raw in found.values()}
+            cells[line] = {column: strong[id(raw)] for column, raw in found.items()}
         return self._shown(cells, parser, uncomputed)
 
     def _shown(
@@ -120,9 +120,9 @@ class _Sheet:
     ) -> Sequence[tuple[int, Row]]:
         rows = {int(n) for n, it in parser.row_dimensions.items() if _is_hidden(it, "ht")}
         spans = [
-            (int(it["min"]), int(it.get("max", it["min"])))
-            for it in parser.column_dimensions.values()
-            if _is_hidden(it, "width")
+            (int(dimension["min"]), int(dimension.get("max", dimension["min"])))
+            for dimension in parser.column_dimensions.values()
+            if _is_hidden(dimension, "width")
         ]
         filled = {column for line in cells.values() for column in line}
         columns = {c for c in filled if any(low <= c <= high for low, high in spans)}
@@ -159,23 +159,23 @@ class _Sheet:
 
         references = [getattr(getattr(parser, "auto_filter", None), "ref", None)]
         archive, rels = self._book._archive, get_rels_path(self._sheet._worksheet_path)
-        for found in get_dependents(archive, rels) if rels in archive.namelist() else ():
-            if found.Type.endswith("/table") and found.target in archive.namelist():
-                table = fromstring(archive.read(found.target))
+        for relation in get_dependents(archive, rels) if rels in archive.namelist() else ():
+            if relation.Type.endswith("/table") and relation.target in archive.namelist():
+                table = fromstring(archive.read(relation.target))
                 if table.get("headerRowCount") != "0":
                     references.append(table.get("ref"))
         for reference in filter(None, references):
             yield range_boundaries(reference)[1]
 
-    def _cell(self, found: Mapping[str, Any]) -> TableCell:
-        code, strong = self._style(found["style_id"])
-        value = found["value"]
+    def _cell(self, parsed: Mapping[str, Any]) -> TableCell:
+        code, strong = self._style(parsed["style_id"])
+        value = parsed["value"]
         if isinstance(value, bool):
             return TableCell("TRUE" if value else "FALSE", "bool", strong)
         if isinstance(value, int | float):
             text, kind = number_formats.shown(value, code, self._book.epoch.year == 1904)
             if not text:
-                where = self._where(found["row"], found["column"])
+                where = self._where(parsed["row"], parsed["column"])
                 self._file.left_out.add("values hidden by the format", where)
             return TableCell(text, kind, strong)
         if isinstance(value, list):  # text of several fonts

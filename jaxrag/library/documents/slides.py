@@ -167,9 +167,9 @@ def _paragraphs(frame: Any) -> Iterator[Block]:
         level = element.find(f"{_A}pPr")
         number = None if level is None else level.find(f"{_A}buAutoNum")
         place = "0" if level is None else level.get("lvl", "0")
-        counts = {key: it for key, it in counts.items() if key[0] <= place}
+        counts = {key: count for key, count in counts.items() if key[0] <= place}
         if number is None:
-            counts = {key: it for key, it in counts.items() if key[0] < place}
+            counts = {key: count for key, count in counts.items() if key[0] < place}
             yield "", text
             continue
         form = number.get("type", "arabicPeriod")

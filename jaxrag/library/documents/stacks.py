@@ -8,9 +8,9 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 
 from jaxrag.base.errors import ConfigError
+from jaxrag.models.text.delimiters import Span
 from jaxrag.models.text.passage_rules import PassageRules
 from jaxrag.models.text.passages import passage_blocks
-from jaxrag.models.text.walls import Span
 
 Splitter = Callable[[str, int, int], Sequence[Span]]  # of a text, a size and an overlap
 
@@ -49,18 +49,18 @@ def _recursive(
 ) -> list[Span]:
     while separators and text.find(separators[0], *span) < 0:
         separators = separators[1:]
-    found, short = list[Span](), list[Span]()
+    spans, short = list[Span](), list[Span]()
     for piece in _begun(text, span, separators[0] if separators else ""):
         if piece[1] - piece[0] < size:
             short.append(piece)
             continue
-        found += _joined(text, short, size, overlap)
+        spans += _joined(text, short, size, overlap)
         short = []
         if separators:
-            found += _recursive(text, piece, separators[1:], size, overlap)
+            spans += _recursive(text, piece, separators[1:], size, overlap)
         else:
-            found.append(piece)
-    return found + _joined(text, short, size, overlap)
+            spans.append(piece)
+    return spans + _joined(text, short, size, overlap)
 
 
 def _begun(text: str, span: Span, separator: str) -> Iterator[Span]:
@@ -80,18 +80,18 @@ def _begun(text: str, span: Span, separator: str) -> Iterator[Span]:
 
 def _joined(text: str, pieces: Sequence[Span], size: int, overlap: int) -> list[Span]:
     """Neighbours joined up to ``size`` characters, without white space at their edges."""
-    found = list[Span]()
+    spans = list[Span]()
     first = 0
     for at, (_, end) in enumerate(pieces):
         if at > first and end - pieces[first][0] > size:
-            found += _stripped(text, (pieces[first][0], pieces[at][0]))
+            spans += _stripped(text, (pieces[first][0], pieces[at][0]))
             while first < at and (
                 pieces[at][0] - pieces[first][0] > overlap or end - pieces[first][0] > size
             ):
                 first += 1
     if first < len(pieces):
-        found += _stripped(text, (pieces[first][0], pieces[-1][1]))
-    return found
+        spans += _stripped(text, (pieces[first][0], pieces[-1][1]))
+    return spans
 
 
 def _stripped(text: str, span: Span) -> list[Span]:

@@ -197,15 +197,15 @@ class _Table:
     def _is_like(self, rows: Sequence[TableLine]) -> bool:
         kinds, first = _kinds(self.rows), min(self.names)
         keys = [line[first] for line in rows if first in line]
-        cells = [(column, it) for line in rows for column, it in line.items()]
-        if not any(it.kind not in ("text", "code") for _, it in cells) or not all(
-            it.kind in kinds.get(column, {it.kind}) or it.text.lower() in _NONE
-            for column, it in cells
+        cells = [(column, value) for line in rows for column, value in line.items()]
+        if not any(value.kind not in ("text", "code") for _, value in cells) or not all(
+            value.kind in kinds.get(column, {value.kind}) or value.text.lower() in _NONE
+            for column, value in cells
         ):
             return False
-        if all(it.kind == "number" for it in keys) or _OF_SUMS.match(keys[0].text):
+        if all(key.kind == "number" for key in keys) or _OF_SUMS.match(keys[0].text):
             return True
-        return max(map(len, rows)) > 2 and not any(_OF_FORMS.fullmatch(it.text) for it in keys)
+        return max(map(len, rows)) > 2 and not any(_OF_FORMS.fullmatch(key.text) for key in keys)
 
     def blocks(self) -> Iterator[Block]:
         """The lines of this table, and of those that begin within it."""
@@ -231,12 +231,12 @@ class _Table:
                 names = {}
             if not names or at >= notes or headline:
                 yield row(self._texts(line))
-            elif [it.text for it in line.values()] != self.header:
+            elif [text.text for text in line.values()] != self.header:
                 named = ((names.get(column, ""), line[column].text) for column in sorted(line))
-                yield "row", " | ".join(f"{name}: {it}" if name else it for name, it in named)
+                yield "row", " | ".join(f"{name}: {text}" if name else text for name, text in named)
             below = self.rows[at + 1] if headline and at + 1 < len(self.rows) else {}
             anew = len(below) > 1 and 2 * _common(below) > len(below)
-            if anew and [it.text for it in below.values()] != self.header:
+            if anew and [text.text for text in below.values()] != self.header:
                 another = _Table.of(self.rows[at + 1 :])
                 if another.names:
                     return another
@@ -244,14 +244,14 @@ class _Table:
 
     def _texts(self, line: TableLine) -> list[str]:
         """Each cell once, wherever it is merged to; the places of empty ones before others."""
-        last, seen = max(line), set[int]()
+        last, written = max(line), set[int]()
         texts = []
         sparse = len(self.columns) > _SPARSE * len(line)
         for column in sorted(line) if sparse else self.columns:
-            it = line.get(column)
+            value = line.get(column)
             if column <= last:
-                texts.append("" if it is None or id(it) in seen else it.text)
-                seen.add(id(it))
+                texts.append("" if value is None or id(value) in written else value.text)
+                written.add(id(value))
         while texts[-1:] == [""]:
             texts.pop()
         return texts
@@ -278,13 +278,13 @@ def _names(rows: Sequence[TableLine], width: int, marked: int | None) -> tuple[d
             above = line[column].text if column in line else above if fills else ""
             if above and above not in names[column][-1:]:
                 names[column].append(above)
-    found = {column: " ".join(texts) for column, texts in sorted(names.items()) if texts}
+    titles = {column: " ".join(texts) for column, texts in sorted(names.items()) if texts}
     if marked:
-        return found, count
-    distinct = len(set(found.values())) == len(found) > 1
-    short = all(len(name) <= _LONGEST_NAME for name in found.values())
+        return titles, count
+    distinct = len(set(titles.values())) == len(titles) > 1
+    short = all(len(name) <= _LONGEST_NAME for name in titles.values())
     if distinct and short and _is_header(head, _first_part(body), width):
-        return found, count
+        return titles, count
     return {}, 0
 
 
@@ -308,7 +308,7 @@ def _header_rows(rows: Sequence[TableLine]) -> int:
         line, below = rows[count - 1], rows[count]
         texts = [it.text for it in below.values()]
         parted = set(line) < set(below) and len(set(texts)) < len(texts)  # as Q1, Q2, Q1, Q2
-        units = [it for it in texts if it.strip("()[] ").lower() in _UNITS]
+        units = [text for text in texts if text.strip("()[] ").lower() in _UNITS]
         several = _has_wide(line) or parted or 2 * len(units) > len(texts)
         if not several or not all(map(_may_name, below.values())):
             break
@@ -339,7 +339,7 @@ def _is_header(head: Sequence[TableLine], body: Sequence[TableLine], width: int)
         return not all(it.strong for it in body[0].values())
     typed = _typed(body)
     body = body[: _notes_begin(body, typed)]
-    kinds = {c: {typed.get(c, it) for it in found} for c, found in _kinds(body).items()}
+    kinds = {c: {typed.get(c, it) for it in below_kinds} for c, below_kinds in _kinds(body).items()}
     years = [column for column, it in last.items() if is_year(it.text)]
     for column, it in last.items():
         if column in years:
@@ -347,9 +347,9 @@ def _is_header(head: Sequence[TableLine], body: Sequence[TableLine], width: int)
                 return False
         elif it.kind != "text" and it.kind in kinds.get(column, ()):
             return False
-    found = [kinds.get(column, set()) for column in last if column not in years]
-    alike = any(len(it) == 1 and it != {"text"} for it in found)
-    mixed = any(len(it - {"code"}) > 1 for it in found)
+    below_kinds = [kinds.get(column, set()) for column in last if column not in years]
+    alike = any(len(it) == 1 and it != {"text"} for it in below_kinds)
+    mixed = any(len(it - {"code"}) > 1 for it in below_kinds)
     common = _common(last)
     first = min(last)
     forms = sum(bool(_OF_FORMS.fullmatch(it[first].text)) for it in body[:_LONG] if first in it)
@@ -360,7 +360,7 @@ def _is_header(head: Sequence[TableLine], body: Sequence[TableLine], width: int)
     if 2 * common >= len(last) > 1:
         return True
     again = any(line.get(column) == it for column, it in last.items() for line in body[:_SAMPLE])
-    valued = bool(years) or any(it - {"text", "code"} for it in found)
+    valued = bool(years) or any(it - {"text", "code"} for it in below_kinds)
     is_form = 2 * forms >= len(body[:_LONG])
     return (valued or (not again and len(body) >= _LONG)) and len(last) > 1 and not is_form
 

@@ -115,13 +115,13 @@ class _Styles:
             while at in self._by_id and len(chain) < _MOST_BASES:
                 chain.append(self._by_id[at])
                 at = _value(chain[-1], "basedOn")
-            names = [_value(it, "name") or "" for it in chain]
+            names = [_value(style, "name") or "" for style in chain]
             self._found[name] = _Style(
                 next(iter(names), ""),
                 next(filter(None, map(_heading_level, names)), 0),
-                _first(_value(it, "pPr", "numPr", "numId") for it in chain),
-                _first(_value(it, "pPr", "numPr", "ilvl") for it in chain),
-                _first(_is_on(it, "rPr", "vanish") for it in chain),
+                _first(_value(style, "pPr", "numPr", "numId") for style in chain),
+                _first(_value(style, "pPr", "numPr", "ilvl") for style in chain),
+                _first(_is_on(style, "rPr", "vanish") for style in chain),
                 _first(map(_mark, chain)),
             )
         return self._found[name]
@@ -137,18 +137,18 @@ class _Lists:
         self._begun: set[str] = set()
         linked: dict[str, str] = {}
         of_style: dict[str, str] = {}
-        for it in () if root is None else root.iterchildren(f"{_W}abstractNum"):
-            name = it.get(f"{_W}abstractNumId")
-            levels = it.iterchildren(f"{_W}lvl")
+        for element in () if root is None else root.iterchildren(f"{_W}abstractNum"):
+            name = element.get(f"{_W}abstractNumId")
+            levels = element.iterchildren(f"{_W}lvl")
             self._levels[name] = {int(lvl.get(f"{_W}ilvl", 0)): lvl for lvl in levels}
-            if style := _value(it, "numStyleLink"):
+            if style := _value(element, "numStyleLink"):
                 linked[name] = style
-            if style := _value(it, "styleLink"):
+            if style := _value(element, "styleLink"):
                 of_style[style] = name
-        for it in () if root is None else root.iterchildren(f"{_W}num"):
-            name = _value(it, "abstractNumId") or ""
+        for element in () if root is None else root.iterchildren(f"{_W}num"):
+            name = _value(element, "abstractNumId") or ""
             name = of_style.get(linked.get(name, ""), name)
-            self._lists[it.get(f"{_W}numId")] = name, it
+            self._lists[element.get(f"{_W}numId")] = name, element
 
     def next(self, number: str, level: int) -> str | None:
         """The label of the next paragraph of a list: "-" for a bullet; None if it has none."""
@@ -157,12 +157,12 @@ class _Lists:
         name, own = self._lists[number]
         levels = dict(self._levels.get(name, {}))
         starts: dict[int, int] = {}
-        for it in own.iterchildren(f"{_W}lvlOverride"):
-            at = int(it.get(f"{_W}ilvl", 0))
-            for replaced in it.iterchildren(f"{_W}lvl"):
+        for override in own.iterchildren(f"{_W}lvlOverride"):
+            at = int(override.get(f"{_W}ilvl", 0))
+            for replaced in override.iterchildren(f"{_W}lvl"):
                 levels[at] = replaced
-            if _value(it, "startOverride"):
-                starts[at] = _count(it, "startOverride", default=1)
+            if _value(override, "startOverride"):
+                starts[at] = _count(override, "startOverride", default=1)
         if level not in levels:
             return None
         counts = self._counts.setdefault(name, [None] * _LEVELS)
@@ -203,7 +203,7 @@ class _Reader:
         self._file = file
         self._styles = _Styles(self._document.styles.element)
         relations = self._document.part.rels.values()
-        found = [it.target_part for it in relations if it.reltype == _RELATION]
+        found = [relation.target_part for relation in relations if relation.reltype == _RELATION]
         self._lists = _Lists(found[0].element if found else None)
 
     def read(self) -> tuple[str, str]:
@@ -283,8 +283,8 @@ class _Reader:
             elif tag == _RUN:
                 mark, gone = self._form(node, hidden)
                 if gone:
-                    seen = any(it.text for it in node.iterchildren(_TEXT))
-                    self._file.left_out.add("hidden passages", count=seen)
+                    holds_text = any(it.text for it in node.iterchildren(_TEXT))
+                    self._file.left_out.add("hidden passages", count=holds_text)
                     events.skip_subtree()
             elif tag == _TEXT:
                 runs.append((self._letters(node), mark))
@@ -324,15 +324,15 @@ class _Reader:
 
     def _sign(self, font: str | None, char: str | None) -> str:
         try:
-            found = symbol(font or "", int(char or "", 16))
+            sign = symbol(font or "", int(char or "", 16))
         except ValueError:
-            found = ""
-        self._file.left_out.add("symbols", count=not found)
-        return found
+            sign = ""
+        self._file.left_out.add("symbols", count=not sign)
+        return sign
 
     def _table(self, table: Any) -> Iterator[Block]:
         """The rows of a table; cells that are merged stand in each place that they take."""
-        found: list[list[tuple[int, TableCell]]] = []
+        lines: list[list[tuple[int, TableCell]]] = []
         above: TableLine = {}
         headers = 0
         for line in _children(table, f"{_W}tr"):
@@ -341,21 +341,21 @@ class _Reader:
             if _is_on(line, "trPr", "hidden"):
                 self._file.left_out.add("hidden rows")
                 continue
-            headers += _is_on(line, "trPr", "tblHeader") is not None and headers == len(found)
+            headers += _is_on(line, "trPr", "tblHeader") is not None and headers == len(lines)
             at = _count(line, "trPr", "gridBefore")
             cells: list[tuple[int, TableCell]] = []
             for node in _children(line, f"{_W}tc"):
                 merged = _value(node, "tcPr", "vMerge")
-                it = above.get(at) if merged in ("", "continue") else None
-                it = it or cell(self._in_cell(node), len(found) < _HEADERS and _is_strong(node))
+                held = above.get(at) if merged in ("", "continue") else None
+                held = held or cell(self._in_cell(node), len(lines) < _HEADERS and _is_strong(node))
                 for place in range(max(1, _count(node, "tcPr", "gridSpan", default=1))):
-                    above[at + place] = it
+                    above[at + place] = held
                     if at + place >= _MOST_COLUMNS:
                         break
-                    cells.append((at + place, it))
+                    cells.append((at + place, held))
                 at = cells[-1][0] + 1 if cells else at
-            found.append(cells)
-        yield from table_blocks((dict(it) for it in found), headers or None)
+            lines.append(cells)
+        yield from table_blocks((dict(row) for row in lines), headers or None)
 
     def _in_cell(self, node: Any) -> str:
         """On one line. What tables in tables hold is split into words once only, as text."""
@@ -366,16 +366,16 @@ class _Reader:
         return " ".join(filter(None, words)).strip()
 
 
-def _children(parent: Any, *wanted: str) -> Iterator[Any]:
-    """Paragraphs, tables and embedded documents below a body or cell, or what else is wanted.
+def _children(parent: Any, *tags: str) -> Iterator[Any]:
+    """Paragraphs, tables and embedded documents below a body or cell, or what else is asked for.
 
     Those inside content controls are there too.
     """
     for node in parent.iterchildren():
-        if node.tag in (wanted or (_PARAGRAPH, _TABLE, f"{_W}altChunk")):
+        if node.tag in (tags or (_PARAGRAPH, _TABLE, f"{_W}altChunk")):
             yield node
         elif node.tag in _WRAPPERS:
-            yield from _children(node, *wanted)
+            yield from _children(node, *tags)
 
 
 def _first[T](values: Iterable[T | None]) -> T | None:

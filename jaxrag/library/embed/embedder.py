@@ -37,16 +37,13 @@ class Embedder(Protocol):
     @property
     def dim(self) -> int:
         """E, the size of a vector."""
-        ...
 
     @property
     def digest(self) -> str:
         """Identity: vectors of embedders with equal digests may be compared."""
-        ...
 
     def __call__(self, texts: Sequence[str], kind: Kind) -> HostArray:
         """Vectors float32 [N, E] of N texts."""
-        ...
 
 
 @dataclasses.dataclass(eq=False)
@@ -249,11 +246,11 @@ def _check_vectors(vectors: Any, count: int, dim: int | None, name: str) -> Host
         raise EmbedderError(
             f"embedder {name} returned {type(vectors).__name__}: expected numbers [N, E]"
         ) from None
-    wanted = f"[{count}, {dim or 'E'}]"
+    expected = f"[{count}, {dim or 'E'}]"
     if array.ndim != 2 or array.shape[0] != count or not array.shape[1]:
-        raise EmbedderError(f"embedder {name} returned {list(array.shape)}: expected {wanted}")
+        raise EmbedderError(f"embedder {name} returned {list(array.shape)}: expected {expected}")
     if dim is not None and array.shape[1] != dim:
-        raise EmbedderError(f"embedder {name} returned {list(array.shape)}: expected {wanted}")
+        raise EmbedderError(f"embedder {name} returned {list(array.shape)}: expected {expected}")
     finite = np.isfinite(array).all(axis=1)
     if not finite.all():
         raise EmbedderError(

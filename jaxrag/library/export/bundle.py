@@ -147,11 +147,11 @@ def read(store: KVStore, bundle: Bundle) -> HostArray:
 
     Raises ChunkMissing, ChunkCorrupt.
     """
-    found = store.get_many(bundle.keys)
-    if len(found.offsets) == len(bundle.pieces):
-        return found.kv
-    spans = [found.offsets[key] for key in bundle.keys]  # a chunk is here more than once
-    return np.concatenate([found.kv[:, :, at : at + size] for at, size in spans], axis=2)
+    kv = store.get_many(bundle.keys)
+    if len(kv.offsets) == len(bundle.pieces):
+        return kv.kv
+    spans = [kv.offsets[key] for key in bundle.keys]  # a chunk is here more than once
+    return np.concatenate([kv.kv[:, :, at : at + size] for at, size in spans], axis=2)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

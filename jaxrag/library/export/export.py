@@ -196,10 +196,10 @@ def _prepare(folder: Path, settings: Mapping[str, Any]) -> None:
             write_json(path, {**settings, "complete": False})
             return
         try:
-            found = json.loads(path.read_bytes())
+            there = json.loads(path.read_bytes())
         except (ValueError, RecursionError):
-            found = None
-    if not isinstance(found, dict) or any(found.get(k) != v for k, v in settings.items()):
+            there = None
+    if not isinstance(there, dict) or any(there.get(k) != v for k, v in settings.items()):
         raise StoreError(
             f"{path} belongs to another export (other model, format or positions): name another "
             "folder, or remove this one"

@@ -44,7 +44,6 @@ class Turn(Protocol):
 
     def __call__[Result](self, job: Callable[[], Result], /) -> Result:
         """Run the job and return what it returns; raises what it raises."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,18 +219,18 @@ class _Pipeline:
 
         Returns the puts to wait for, and the chunks to be committed that the store had already.
         """
-        wanted: dict[str, ChunkInContext] = {}
+        chunks_by_key: dict[str, ChunkInContext] = {}
         committed: set[str] = set()
         total = 0
         for prepared in batch:
             total += len(prepared.token_ids)
             keys = prepared.entry.keys[encoder]
-            wanted.update(zip(keys, map(ChunkInContext, prepared.token_ids), strict=True))
+            chunks_by_key.update(zip(keys, map(ChunkInContext, prepared.token_ids), strict=True))
             committed.update(keys if prepared.commit else ())
-        self._at_work.needs(wanted)
+        self._at_work.needs(chunks_by_key)
         self._flying = {key: put for key, put in self._flying.items() if not put.done()}
-        puts = [self._flying[key] for key in wanted if key in self._flying]
-        settled = {key: chunk for key, chunk in wanted.items() if key not in self._flying}
+        puts = [self._flying[key] for key in chunks_by_key if key in self._flying]
+        settled = {key: chunk for key, chunk in chunks_by_key.items() if key not in self._flying}
         missing, unsealed = self._encoding.looked_up(encoder, settled)
         if self._ingest.encode == "on demand":
             self.count["on_demand"] += len(missing)
@@ -280,11 +279,11 @@ class _Pipeline:
             self._encoding.encode_missing(encoder, chunks)
 
 
-def _pieces(wanted: dict[str, ChunkInContext]) -> Iterator[dict[str, ChunkInContext]]:
+def _pieces(chunks_by_key: dict[str, ChunkInContext]) -> Iterator[dict[str, ChunkInContext]]:
     """The chunks in pieces of at most ROW_TOKENS, or one chunk."""
     piece: dict[str, ChunkInContext] = {}
     size = 0
-    for key, chunk in wanted.items():
+    for key, chunk in chunks_by_key.items():
         if piece and size + len(chunk.ids) > ROW_TOKENS:
             yield piece
             piece, size = {}, 0

@@ -35,7 +35,7 @@ from jaxrag.library.knowledge_base.plan import AddPlanner
 from jaxrag.library.knowledge_base.prepare import Cut, Preparer
 from jaxrag.library.knowledge_base.reports import AddPlan, AddReport
 from jaxrag.library.knowledge_base.search import Hits, Search
-from jaxrag.library.knowledge_base.settings import WantedSettings, find_folder
+from jaxrag.library.knowledge_base.settings import OpenOptions, find_folder
 from jaxrag.library.knowledge_base.upkeep import Gone, compare
 from jaxrag.library.knowledge_base.vectors import GivenEmbedder
 from jaxrag.library.options import ChunkBy, SearchMode, SimilarBy
@@ -158,16 +158,16 @@ class KnowledgeBase(Maintained):
         require_kind("path", path, (str, os.PathLike), "a folder", optional=False)
         require_kind("model", model, (Model,), "a Model, as load_model(DIR) gives it")
         folder = find_folder(path)
-        wanted = WantedSettings(
+        options = OpenOptions(
             template=template, chunk_tokens=chunk_tokens, overlap=overlap, chunk_by=chunk_by,
             encoders=encoders, primer=primer, neighbours=neighbours,
             neighbour_changes=neighbour_changes, similar_by=similar_by, stored=stored, salt=salt,
             secret=secret, reseal=reseal, accept_older=accept_older, tier=tier, store=store,
             max_bytes=max_bytes, embedder=embedder, index=index, attention_index=attention_index,
         )  # fmt: skip
-        catalog, mode = open_catalog(folder, model, wanted, mode)
+        catalog, mode = open_catalog(folder, model, options, mode)
         try:
-            return cls(folder, catalog, model, mode, wanted, retriever, reranker)
+            return cls(folder, catalog, model, mode, options, retriever, reranker)
         except BaseException:
             catalog.close()
             raise

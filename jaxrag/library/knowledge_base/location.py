@@ -21,7 +21,7 @@ from jaxrag.library.knowledge_base.settings import (
     NEEDED,
     PRIMER,
     REPLACED,
-    WantedSettings,
+    OpenOptions,
     check_primer,
     check_settings,
     find_folder,
@@ -83,7 +83,7 @@ def _may_have_been(name: str, settings: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def open_catalog(
-    folder: Path, model: Model | None, wanted: WantedSettings, mode: Mode | None
+    folder: Path, model: Model | None, options: OpenOptions, mode: Mode | None
 ) -> tuple[Catalog, Mode]:
     """Open the catalog in a folder, or make it; add to it what the opening asks for beyond it.
 
@@ -100,7 +100,7 @@ def open_catalog(
             "--model DIR`"
         )
     else:
-        catalog = _create(folder, new_settings(model, wanted))
+        catalog = _create(folder, new_settings(model, options))
     try:
         if mode is None:
             mode = "rw" if model is not None and catalog.writable else "r"
@@ -114,9 +114,9 @@ def open_catalog(
         for name in (*NEEDED, PRIMER) if primed else NEEDED:
             if name not in settings:
                 raise damaged(path, f"the setting {name!r} is missing")
-        check_settings(folder, settings, model, wanted)
-        _check_age(folder, catalog, mode, wanted.accept_older)
-        _extend(folder, catalog, model, wanted, mode)
+        check_settings(folder, settings, model, options)
+        _check_age(folder, catalog, mode, options.accept_older)
+        _extend(folder, catalog, model, options, mode)
         if mode == "rw" and settings.get(TERMS) != TERMS_VERSION:
             catalog.audit().renew_words()
             _LOG.warning("%s: its index of words was of another version and was made anew", folder)
@@ -223,51 +223,51 @@ def _create(folder: Path, settings: Mapping[str, Any]) -> Catalog:
 
 
 def _extend(
-    folder: Path, catalog: Catalog, model: Model | None, wanted: WantedSettings, mode: Mode
+    folder: Path, catalog: Catalog, model: Model | None, options: OpenOptions, mode: Mode
 ) -> None:
     """Remember what may be added later: a secret, encoders, an embedder, another size limit."""
     settings = catalog.settings()
-    if wanted.sealed != settings.get("sealed"):
+    if options.sealed != settings.get("sealed"):
         if mode == "rw":
-            catalog.set("sealed", wanted.sealed)
-        elif wanted.reseal:
+            catalog.set("sealed", options.sealed)
+        elif options.reseal:
             raise KnowledgeBaseError(f"{folder}: open it for writing to seal it with this secret")
-    new = [name for name in wanted.encoders or () if name not in settings["encoders"]]
+    new = [name for name in options.encoders or () if name not in settings["encoders"]]
     if new:
         if model is None or mode == "r":
             raise KnowledgeBaseError(
                 f"{folder} has no {new[0]!r} chunks; open it for writing with its model to add them"
             )
         if settings["neighbours"] is None:
-            embedded = wanted.embedder is not None or settings["vectors"] is not None
-            catalog.set("neighbours", neighbour_settings(wanted, embedded))
-        primer = primer_setting(wanted, new)
+            embedded = options.embedder is not None or settings["vectors"] is not None
+            catalog.set("neighbours", neighbour_settings(options, embedded))
+        primer = primer_setting(options, new)
         if primer is not None and PRIMER not in settings:
             template = template_from_dict(settings["template"], str(folder))
             check_primer(primer, template, model, settings["chunking"]["chunk_tokens"])
             catalog.set(PRIMER, primer.to_dict())
         catalog.extend("encoders", new)
-    if wanted.attention_index is not None and settings.get("attention_index") is None:
+    if options.attention_index is not None and settings.get("attention_index") is None:
         if model is None or mode == "r":
             raise KnowledgeBaseError(
                 f"{folder} keeps no attention indexes; open it for writing with its model to add "
                 "them"
             )
-        catalog.set("attention_index", wanted.indexing_table)
-    if wanted.max_bytes is not None and (wanted.max_bytes or None) != settings["max_bytes"]:
+        catalog.set("attention_index", options.indexing_table)
+    if options.max_bytes is not None and (options.max_bytes or None) != settings["max_bytes"]:
         if mode == "r":
             raise KnowledgeBaseError(f"{folder}: open it for writing to change max_bytes")
-        catalog.set("max_bytes", wanted.max_bytes or None)
-    known, changes = settings["neighbours"], wanted.neighbour_changes
+        catalog.set("max_bytes", options.max_bytes or None)
+    known, changes = settings["neighbours"], options.neighbour_changes
     if known and changes is not None and changes != known.get("changes", 0):
         if mode == "r":
             raise KnowledgeBaseError(f"{folder}: open it for writing to change neighbour_changes")
         catalog.set("neighbours", {**known, "changes": changes})
-    vectors = vector_settings(wanted)
+    vectors = vector_settings(options)
     if vectors is not None and settings["vectors"] is None:
         if mode == "r":
             raise KnowledgeBaseError(f"{folder} has no embedder; open it for writing to add one")
-        ChunkVectors(folder, vectors, wanted.embedder, mode).make()
+        ChunkVectors(folder, vectors, options.embedder, mode).make()
         catalog.set("vectors_complete", False)
         catalog.set("vectors", vectors)
         if len(catalog.chunk_ids()) == 0:  # whoever puts documents from now on makes vectors

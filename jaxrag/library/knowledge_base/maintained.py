@@ -18,7 +18,7 @@ from jaxrag.base.errors import (
 from jaxrag.base.tables import require_kind
 from jaxrag.base.types import HostArray
 from jaxrag.kv.store import ChunkStore, ReadThrough, Record
-from jaxrag.kv.store.ledger import Seen
+from jaxrag.kv.store.ledger import StoredChunk
 from jaxrag.library.catalog import Catalog, Hit
 from jaxrag.library.catalog.audit import RowsReport
 from jaxrag.library.knowledge_base import upkeep
@@ -433,8 +433,8 @@ def unneeded(
     refused: collections.Counter[type] = collections.Counter()
     orphans: collections.Counter[str] = collections.Counter()
     missing = catalog.num_keys()
-    for key, seen in store.seen():
-        if not isinstance(seen, Seen):
+    for key, seen in store.committed():
+        if not isinstance(seen, StoredChunk):
             refused[type(seen)] += 1
         elif key in named:
             missing -= 1

@@ -41,7 +41,7 @@ from jaxrag.library.retrieve.base import NOTHING
 from jaxrag.library.retrieve.bm25 import BM25Snapshot
 from jaxrag.library.retrieve.lance import VectorIndex
 from jaxrag.models.model import Model
-from jaxrag.models.text.progress import progress_bar, told
+from jaxrag.models.text.progress import announce, progress_bar
 from jaxrag.models.text.prompts import PromptTemplate
 from jaxrag.reuse.encode import ChunkEncoding, ChunkInContext
 
@@ -289,7 +289,7 @@ def refresh(
     count.update(chunks=left_alone, unchanged=left_alone)
     known = np.setdiff1d(outdated, _lacking(neighbours.catalog, search.chunk_ids, encoders))
     if len(known):
-        told(
+        announce(
             f"neighbours: {len(known)} of {len(search.chunk_ids)} chunks may have others now, and "
             "are encoded again if so",
             shown=progress,
@@ -350,11 +350,11 @@ def _refresh_batch(
             if chunk_id not in recorded
             or len(set(placed[chunk_id].content_ids) - set(recorded[chunk_id])) > neighbours.changes
         ]
-    wanted = {keys[chunk_id]: placed[chunk_id] for chunk_id in changed}
-    missing = encoding.encode_missing(encoder, wanted)
+    by_key = {keys[chunk_id]: placed[chunk_id] for chunk_id in changed}
+    missing = encoding.encode_missing(encoder, by_key)
     neighbours.catalog.put_contexts(encoder, [(i, keys[i], placed[i].content_ids) for i in changed])
     # What no document held when it was found may have been swept before this commit made it live.
-    stored = {key: it for key, it in wanted.items() if key not in missing}
+    stored = {key: it for key, it in by_key.items() if key not in missing}
     encoding.encode_missing(encoder, stored)
     return {
         "chunks": len(placed),

@@ -19,7 +19,7 @@ from jaxrag.library.catalog import Catalog
 from jaxrag.library.documents.chunking import Chunking
 from jaxrag.library.embed import Embedder
 from jaxrag.library.knowledge_base.location import open_repository, owners_of
-from jaxrag.library.knowledge_base.settings import CHANGES, PRIMER, WantedSettings
+from jaxrag.library.knowledge_base.settings import CHANGES, PRIMER, OpenOptions
 from jaxrag.library.knowledge_base.vectors import ChunkVectors
 from jaxrag.library.retrieve.adapters import retriever_plugin
 from jaxrag.library.retrieve.base import Chunks, Reranker, Retriever
@@ -62,7 +62,7 @@ class Parts:
         catalog: Catalog,
         model: Model | None,
         mode: Mode,
-        wanted: WantedSettings,
+        options: OpenOptions,
         retriever: Retriever | Any | None,
         reranker: Reranker | None,
     ) -> None:
@@ -93,10 +93,10 @@ class Parts:
         self.reranker = reranker
         self._vectors = None
         if settings["vectors"] is not None:
-            self._vectors = ChunkVectors(path, settings["vectors"], wanted.embedder, mode)
-        self.store = open_repository(path, settings, mode, wanted.secret, wanted.tier)
+            self._vectors = ChunkVectors(path, settings["vectors"], options.embedder, mode)
+        self.store = open_repository(path, settings, mode, options.secret, options.tier)
         if mode == "rw":
-            self._own(settings, wanted)
+            self._own(settings, options)
             self._finish_removals()
 
     @property
@@ -158,7 +158,7 @@ class Parts:
     def _owners(self) -> Owners:
         return owners_of(self.path, self._settings)
 
-    def _own(self, settings: Mapping[str, Any], wanted: WantedSettings) -> None:
+    def _own(self, settings: Mapping[str, Any], options: OpenOptions) -> None:
         """Write down whose the repository's chunks are; say where another catalog had them."""
         owners, own = self._owners(), this_owner(self.id, self.path)
         owners.register(own)
@@ -171,7 +171,7 @@ class Parts:
                     and (local or one.host == own.host)
                 ):
                     _LOG.warning(REPLACED.format(folder=self.path, id=one.id))
-        if wanted.accept_older and self._vectors is not None:
+        if options.accept_older and self._vectors is not None:
             # Their ids are free again in an older catalog, and must not name other chunks.
             ids = self._vectors.index.ids()
             self._vectors.remove(np.setdiff1d(ids, self._catalog.chunk_ids()))
@@ -256,13 +256,13 @@ class Parts:
         if not self.chunking.pasted or same != model.fingerprint or self._catalog.has_groups():
             return
         encoding = dataclasses.replace(self._encoding(model), prefix=prefix, primer=primer)
-        wanted: dict[str, list[int]] = {}
+        indexes: dict[str, list[int]] = {}
         for index, ids in enumerate(chunks):
-            wanted.setdefault(encoding.key(encoder, ids), []).append(index)
-        listed = [key for key in wanted if self._catalog.has_key(key)]
+            indexes.setdefault(encoding.key(encoder, ids), []).append(index)
+        listed = [key for key in indexes if self._catalog.has_key(key)]
         read = self.store.get_many(listed, on_missing="skip")
         for key, (start, length) in read.offsets.items():
-            for index in wanted[key]:
+            for index in indexes[key]:
                 yield index, read.kv[:, :, start : start + length]
 
     def _require_model(self, purpose: str) -> Model:

@@ -74,12 +74,12 @@ class AddPlanner:
         """Tokens of each chunk of a batch without KV, by variants that see no neighbours."""
         encoding, lengths = self.preparer.encoding, list[int]()
         for encoder in self.preparer.encoders:
-            wanted: dict[str, ChunkInContext] = {}
+            by_key: dict[str, ChunkInContext] = {}
             for it in batch:
-                wanted |= zip(
+                by_key |= zip(
                     it.entry.keys[encoder], map(ChunkInContext, it.token_ids), strict=True
                 )
-            lengths += (len(it.ids) for it in encoding.missing(encoder, wanted).values())
+            lengths += (len(it.ids) for it in encoding.missing(encoder, by_key).values())
         return lengths
 
     def _take(self, batch: Sequence[Prepared]) -> None:

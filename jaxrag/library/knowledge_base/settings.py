@@ -68,7 +68,7 @@ _OVERLAP_SHARE = 50  # the default overlap is a fiftieth of a chunk: 10 tokens o
 
 
 @dataclasses.dataclass(frozen=True)
-class WantedSettings(KnowledgeBaseOptions):
+class OpenOptions(KnowledgeBaseOptions):
     """The options of an opening, read and checked.
 
     ``template`` is a PromptTemplate now, ``encoders`` a tuple, ``store`` a URL or an absolute path,
@@ -164,22 +164,22 @@ class WantedSettings(KnowledgeBaseOptions):
                 )
 
 
-def new_settings(model: Model, wanted: WantedSettings) -> dict[str, Any]:
+def new_settings(model: Model, options: OpenOptions) -> dict[str, Any]:
     """The settings of a knowledge base that is made now.
 
     Raises KnowledgeBaseError for chunks that the model's context does not hold, ConfigError for
     sizes that make no chunks, TokenizerError for a model without a tokenizer.
     """
     tokenizer, config = model.text_tokenizer(), model.config
-    by = wanted.chunk_by or "sentence"
+    by = options.chunk_by or "sentence"
     if Chunking(1, 0, by).pasted:
-        template = _bare_template(wanted)
+        template = _bare_template(options)
     else:
-        template = wanted.template or model.prompt_format()
-    if wanted.template is not None:
+        template = options.template or model.prompt_format()
+    if options.template is not None:
         template.check_markers(tokenizer)
-    size = DEFAULT_CHUNK_TOKENS if wanted.chunk_tokens is None else wanted.chunk_tokens
-    overlap = size // _OVERLAP_SHARE if wanted.overlap is None else wanted.overlap
+    size = DEFAULT_CHUNK_TOKENS if options.chunk_tokens is None else options.chunk_tokens
+    overlap = size // _OVERLAP_SHARE if options.overlap is None else options.overlap
     chunking = Chunking(size, overlap, by)
     prefix = template.prefix_ids(tokenizer)
     needed = _positions_of(template, tokenizer, chunking.chunk_tokens)
@@ -188,20 +188,20 @@ def new_settings(model: Model, wanted: WantedSettings) -> dict[str, Any]:
             f"chunk_tokens={chunking.chunk_tokens} with the {template.name!r} template needs "
             f"{needed} positions, the model has {model.max_encoded}; use smaller chunks"
         )
-    encoders = list(dict.fromkeys(wanted.encoders or default_encoders(model)))
-    primer = primer_setting(wanted, encoders)
+    encoders = list(dict.fromkeys(options.encoders or default_encoders(model)))
+    primer = primer_setting(options, encoders)
     check_primer(primer, template, model, chunking.chunk_tokens)
     if model.backend is not None:
         check_encoders(model.backend, encoders)
-        if wanted.stored not in (None, "native") or wanted.attention_index is not None:
+        if options.stored not in (None, "native") or options.attention_index is not None:
             raise KnowledgeBaseError(
                 f"{model.backend.called} keeps KV as it made it; leave --stored and "
                 "indexes out, and choose the type of KV by --engine"
             )
     # What is pasted is shared with a pool that holds KV as it is computed, or is another engine's.
     whole = chunking.pasted or model.backend is not None
-    stored = wanted.stored or ("native" if whole else DEFAULT_FORM)
-    salt = wanted.salt or ""
+    stored = options.stored or ("native" if whole else DEFAULT_FORM)
+    salt = options.salt or ""
     return {
         "id": uuid.uuid4().hex,
         TERMS: TERMS_VERSION,
@@ -215,10 +215,10 @@ def new_settings(model: Model, wanted: WantedSettings) -> dict[str, Any]:
         "tokenizer": tokenizer.digest,
         "fingerprint": derive(model.fingerprint, stored=stored, salt=salt),
         "salt": salt,
-        "sealed": wanted.sealed,
+        "sealed": options.sealed,
         "layout": {**model.whole_kv_layout.to_dict(), "stored": stored},
-        "store": wanted.store,
-        "max_bytes": wanted.max_bytes or None,
+        "store": options.store,
+        "max_bytes": options.max_bytes or None,
         "template": template.to_dict(),
         "prefix_content": (
             prefix_provenance(tokenizer.digest, prefix).content_id if len(prefix) else None
@@ -226,8 +226,8 @@ def new_settings(model: Model, wanted: WantedSettings) -> dict[str, Any]:
         "chunking": dataclasses.asdict(chunking),
         "encoders": encoders,
         **({} if primer is None else {PRIMER: primer.to_dict()}),
-        "neighbours": neighbour_settings(wanted, wanted.embedder is not None),
-        "attention_index": wanted.indexing_table,
+        "neighbours": neighbour_settings(options, options.embedder is not None),
+        "attention_index": options.indexing_table,
         "vectors": None,  # added once its index is there
         "vectors_complete": False,
         "last_gc": None,
@@ -240,22 +240,22 @@ def _positions_of(template: PromptTemplate, tokenizer: Tokenizer, chunk_tokens: 
     return len(template.prefix_ids(tokenizer)) + markers + chunk_tokens
 
 
-def _bare_template(wanted: WantedSettings) -> PromptTemplate:
+def _bare_template(options: OpenOptions) -> PromptTemplate:
     """Nothing stands around chunks that are pasted into prompts of others.
 
     Raises KnowledgeBaseError for settings that such chunks have not.
     """
     bare = template_named(BARE)
-    for name, value in (("chunk_tokens", wanted.chunk_tokens), ("overlap", wanted.overlap)):
+    for name, value in (("chunk_tokens", options.chunk_tokens), ("overlap", options.overlap)):
         if value is not None:
             raise KnowledgeBaseError(
-                f"{name}={value} with chunk_by={wanted.chunk_by!r}: its chunks have sizes of their "
-                "own; leave it out"
+                f"{name}={value} with chunk_by={options.chunk_by!r}: its chunks have sizes of "
+                "their own; leave it out"
             )
-    if wanted.template not in (None, bare):
+    if options.template not in (None, bare):
         raise KnowledgeBaseError(
-            f"template {wanted.template.name!r} with chunk_by={wanted.chunk_by!r}: its chunks are "
-            f"kept as they are pasted; leave the template out, or name {BARE}"
+            f"template {options.template.name!r} with chunk_by={options.chunk_by!r}: its chunks "
+            f"are kept as they are pasted; leave the template out, or name {BARE}"
         )
     return bare
 
@@ -265,38 +265,38 @@ def default_encoders(model: Model) -> tuple[str, ...]:
     return default_choice(model.config, model.reading).encoders
 
 
-def neighbour_settings(wanted: WantedSettings, embedded: bool) -> dict[str, Any] | None:
+def neighbour_settings(options: OpenOptions, embedded: bool) -> dict[str, Any] | None:
     """The setting "neighbours" that the wanted encoders need; None when none of them sees any.
 
     Raises KnowledgeBaseError for a number of neighbours that no encoder sees, and for neighbours by
     vectors where chunks have none (``embedded`` is false).
     """
-    if not any(encoder_named(name).sees_neighbours for name in wanted.encoders or ()):
+    if not any(encoder_named(name).sees_neighbours for name in options.encoders or ()):
         for name in ("neighbours", "neighbour_changes", "similar_by"):
-            value = getattr(wanted, name)
+            value = getattr(options, name)
             if value is not None:
                 raise KnowledgeBaseError(
                     f"{name}={value} without an encoder that sees neighbours; name the encoder "
                     "'neighbours' as well, or leave it out"
                 )
         return None
-    by = wanted.similar_by or ("vectors" if embedded else "bm25")
+    by = options.similar_by or ("vectors" if embedded else "bm25")
     if by == "vectors" and not embedded:
         raise KnowledgeBaseError("similar_by='vectors' without an embedder; pass embedder=")
-    changes = {"changes": wanted.neighbour_changes} if wanted.neighbour_changes else {}
-    return {"top_n": wanted.neighbours or DEFAULT_TOP_N, "by": by, **changes}
+    changes = {"changes": options.neighbour_changes} if options.neighbour_changes else {}
+    return {"top_n": options.neighbours or DEFAULT_TOP_N, "by": by, **changes}
 
 
-def primer_setting(wanted: WantedSettings, encoders: Sequence[str]) -> Primer | None:
+def primer_setting(options: OpenOptions, encoders: Sequence[str]) -> Primer | None:
     """The primer of a knowledge base with these encoders; None when none of them sees any.
 
     Raises KnowledgeBaseError for a primer that no encoder sees.
     """
     if any(encoder_named(name).sees_primer for name in encoders):
-        return wanted.primer or default_primer()
-    if wanted.primer is not None:
+        return options.primer or default_primer()
+    if options.primer is not None:
         raise KnowledgeBaseError(
-            f"primer={wanted.primer.name!r} without an encoder that sees a primer; name the "
+            f"primer={options.primer.name!r} without an encoder that sees a primer; name the "
             "encoder 'primed' as well, or leave it out"
         )
     return None
@@ -324,46 +324,46 @@ def check_primer(
         )
 
 
-def vector_settings(wanted: WantedSettings) -> dict[str, Any] | None:
+def vector_settings(options: OpenOptions) -> dict[str, Any] | None:
     """The setting "vectors", which names embedder and index; None without an embedder."""
-    if wanted.embedder is None:
+    if options.embedder is None:
         return None
     return {
         "embedder": {
-            "path": wanted.embedder_path,
-            "digest": wanted.embedder.digest,
-            "dim": wanted.embedder.dim,
+            "path": options.embedder_path,
+            "digest": options.embedder.digest,
+            "dim": options.embedder.dim,
         },
-        "index": kind_named(wanted.index or DEFAULT_INDEX),
+        "index": kind_named(options.index or DEFAULT_INDEX),
     }
 
 
 def check_settings(
-    folder: Path, settings: Mapping[str, Any], model: Model | None, wanted: WantedSettings
+    folder: Path, settings: Mapping[str, Any], model: Model | None, options: OpenOptions
 ) -> None:
     """Refuse whatever is not as it is remembered. Raises KnowledgeBaseError."""
     _check_forms(folder, settings)
     if model is not None:
         _check_model(folder, settings, model)
-    if wanted.template is not None and wanted.template.to_dict() != settings["template"]:
+    if options.template is not None and options.template.to_dict() != settings["template"]:
         raise KnowledgeBaseError(
             f"{folder} holds chunks for the template {settings['template']['name']!r}, not for "
-            f"this {wanted.template.name!r}; leave the template out or ingest into another folder"
+            f"this {options.template.name!r}; leave the template out or ingest into another folder"
         )
     vectors, neighbours = settings["vectors"], settings["neighbours"] or {}
-    indexing = wanted.indexing_table
-    index = None if wanted.index is None else kind_named(wanted.index)
+    indexing = options.indexing_table
+    index = None if options.index is None else kind_named(options.index)
     if not neighbours:
-        neighbour_settings(wanted, wanted.embedder is not None or vectors is not None)
-    _check_primer_kept(folder, settings, wanted)
+        neighbour_settings(options, options.embedder is not None or vectors is not None)
+    _check_primer_kept(folder, settings, options)
     for name, value, known in (
-        ("chunk_tokens", wanted.chunk_tokens, settings["chunking"]["chunk_tokens"]),
-        ("overlap", wanted.overlap, settings["chunking"]["overlap"]),
-        ("chunk_by", wanted.chunk_by, settings["chunking"]["by"]),
-        ("neighbours", wanted.neighbours, neighbours.get("top_n", wanted.neighbours)),
-        ("similar_by", wanted.similar_by, neighbours.get("by", wanted.similar_by)),
-        ("stored", wanted.stored, settings["layout"]["stored"]),
-        ("store", wanted.store, settings["store"]),
+        ("chunk_tokens", options.chunk_tokens, settings["chunking"]["chunk_tokens"]),
+        ("overlap", options.overlap, settings["chunking"]["overlap"]),
+        ("chunk_by", options.chunk_by, settings["chunking"]["by"]),
+        ("neighbours", options.neighbours, neighbours.get("top_n", options.neighbours)),
+        ("similar_by", options.similar_by, neighbours.get("by", options.similar_by)),
+        ("stored", options.stored, settings["layout"]["stored"]),
+        ("store", options.store, settings["store"]),
         ("index", index, kind_named(vectors["index"]) if vectors else index),
         ("attention_index", indexing, settings.get("attention_index") or indexing),
     ):
@@ -372,13 +372,13 @@ def check_settings(
                 f"{folder} has {name}={known}, not {value}; leave it out or ingest into "
                 "another folder"
             )
-    if wanted.salt is not None and wanted.salt != settings["salt"]:
+    if options.salt is not None and options.salt != settings["salt"]:
         raise KnowledgeBaseError(
             f"{folder} was made with another salt; leave it out or ingest into another folder"
         )
-    _check_seal(folder, settings.get("sealed"), wanted)
-    if wanted.embedder is not None and vectors is not None:
-        known, given = _shown_apart(vectors["embedder"]["digest"], wanted.embedder.digest)
+    _check_seal(folder, settings.get("sealed"), options)
+    if options.embedder is not None and vectors is not None:
+        known, given = _shown_apart(vectors["embedder"]["digest"], options.embedder.digest)
         if given != known:
             raise KnowledgeBaseError(
                 f"{folder} holds vectors of the embedder {vectors['embedder']['path'] or known} "
@@ -401,16 +401,16 @@ def _check_forms(folder: Path, settings: Mapping[str, Any]) -> None:
             )
 
 
-def _check_primer_kept(folder: Path, settings: Mapping[str, Any], wanted: WantedSettings) -> None:
+def _check_primer_kept(folder: Path, settings: Mapping[str, Any], options: OpenOptions) -> None:
     """Refuse another primer than the one that it has, and one that no encoder sees."""
     if PRIMER not in settings:
-        primer_setting(wanted, [*settings["encoders"], *(wanted.encoders or ())])
+        primer_setting(options, [*settings["encoders"], *(options.encoders or ())])
         return
     known = primer_from_dict(settings[PRIMER], str(folder))
-    if wanted.primer is None or wanted.primer.same(known):
+    if options.primer is None or options.primer.same(known):
         return
-    other = f"not {wanted.primer.name!r}"
-    if wanted.primer.name == known.name:
+    other = f"not {options.primer.name!r}"
+    if options.primer.name == known.name:
         other = "which is called the same and holds something else"
     raise KnowledgeBaseError(
         f"{folder} encodes chunks behind the primer {known.name!r}, {other}; leave the primer out "
@@ -418,10 +418,10 @@ def _check_primer_kept(folder: Path, settings: Mapping[str, Any], wanted: Wanted
     )
 
 
-def _check_seal(folder: Path, known: str | None, wanted: WantedSettings) -> None:
+def _check_seal(folder: Path, known: str | None, options: OpenOptions) -> None:
     """Refuse another secret than the one that seals its chunks, or none, unless that is wanted."""
-    given = wanted.sealed
-    if known in (None, given) or wanted.reseal:
+    given = options.sealed
+    if known in (None, given) or options.reseal:
         return
     if given is None:
         raise KnowledgeBaseError(

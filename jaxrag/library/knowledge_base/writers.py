@@ -68,8 +68,8 @@ class Writers:
 
     def need(self, key: str) -> bool:
         """Whether a writer at work has named the key. Raises StoreError when that is not known."""
-        wanted = bytes.fromhex(key)
-        return any(wanted in keys for keys in self._at_work().values())
+        digest = bytes.fromhex(key)
+        return any(digest in keys for keys in self._at_work().values())
 
     def since(self) -> float | None:
         """When the one that has been at work for longest began, in seconds since 1970."""

@@ -56,20 +56,20 @@ class AdaptedRetriever:
         return [self._find(query, k) for query in queries]
 
     def _find(self, query: str, k: int) -> list[Found]:
-        found: dict[int, Found] = {}
+        hits: dict[int, Found] = {}
         pieces = list(self._ask(query))
         for rank, piece in enumerate(pieces, 1):
             score = piece.score
             if score is None or not math.isfinite(score):
                 score = 1 / rank
             for chunk_id in self._chunks_of(piece):
-                found.setdefault(chunk_id, Found(chunk_id, score))
-        if pieces and not found:
+                hits.setdefault(chunk_id, Found(chunk_id, score))
+        if pieces and not hits:
             raise RetrievalError(
                 f"none of the {len(pieces)} texts found for {query!r} is a chunk of this knowledge "
                 "base; give them the metadata 'chunk_id' or 'document_id'"
             )
-        return list(found.values())[:k]
+        return list(hits.values())[:k]
 
     def _chunks_of(self, piece: FoundText) -> Sequence[int]:
         chunk_id = piece.metadata.get("chunk_id")

@@ -34,7 +34,6 @@ class Retriever(Protocol):
         self, queries: Sequence[str], k: int, *, where: Mapping[str, Any] | None = None
     ) -> list[list[Found]]:
         """For every query up to ``k`` chunks, best first; ``where`` is a filter on metadata."""
-        ...
 
 
 class Chunks:
@@ -118,21 +117,21 @@ def checked_vectors(vectors: Vectors, dim: int) -> Vectors:
     return made
 
 
-def in_order(wanted: Ids, ids: Ids, vectors: Vectors, folder: Path) -> Vectors:
-    """Rows of ``vectors`` [R, E], whose ids [R] are distinct, as ``wanted`` [N] names them.
+def in_order(requested: Ids, ids: Ids, vectors: Vectors, folder: Path) -> Vectors:
+    """Rows of ``vectors`` [R, E], whose ids [R] are distinct, as ``requested`` [N] names them.
 
     Raises StoreError, which names ``folder``, for an id that has no row.
     """
     order = np.argsort(ids)
-    if not len(wanted):
+    if not len(requested):
         return np.zeros((0, vectors.shape[1]), np.float32)
-    missing = np.setdiff1d(wanted, ids)
+    missing = np.setdiff1d(requested, ids)
     if len(missing):
         raise StoreError(
             f"{folder} has no vector of chunk {missing[0]} and {len(missing) - 1} others; embed "
             "what is missing (`jaxrag kb verify --repair`)"
         )
-    return np.ascontiguousarray(vectors[order[np.searchsorted(ids, wanted, sorter=order)]])
+    return np.ascontiguousarray(vectors[order[np.searchsorted(ids, requested, sorter=order)]])
 
 
 def checked_k(k: int) -> int:

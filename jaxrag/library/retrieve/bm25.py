@@ -46,7 +46,7 @@ _CREATE_TERMS = (
     "CREATE TABLE terms (term TEXT PRIMARY KEY, holders INTEGER NOT NULL, "
     "weight INTEGER NOT NULL) WITHOUT ROWID"
 )
-_FILTERS_SEEN = 16  # whose chunks are remembered
+_FILTERS_CACHED = 16  # whose chunks are remembered
 _MATCHING = (
     "SELECT chunks.id FROM chunks JOIN documents ON documents.id = chunks.document_id WHERE {}"
 )
@@ -68,7 +68,7 @@ class IndexChange(NamedTuple):
 
 
 @dataclasses.dataclass
-class _Seen:
+class _TermCache:
     """What was counted in one state of the file, and is not counted again there."""
 
     version: Hashable = None
@@ -92,7 +92,7 @@ class BM25Index:
     k1: float = 1.2
     b: float = 0.75
     path: Path = Path("catalog.sqlite")
-    _seen: _Seen = dataclasses.field(default_factory=_Seen, compare=False, repr=False)
+    _cache: _TermCache = dataclasses.field(default_factory=_TermCache, compare=False, repr=False)
 
     def create(self) -> None:
         """Make the tables."""
@@ -133,14 +133,14 @@ class BM25Index:
         else:
             self.connection.executemany(
                 "INSERT INTO postings VALUES (?, ?, ?)",
-                [(term, *posting) for term, found in by_term for posting in found],
+                [(term, *posting) for term, postings in by_term for posting in postings],
             )
         self.connection.executemany("INSERT INTO lengths VALUES (?, ?)", lengths)
         words = len(by_term) - self._count_known([term for term, _ in by_term])
         self.connection.executemany(
             "INSERT INTO terms VALUES (?, ?, ?) ON CONFLICT (term) DO UPDATE SET "
             "holders = holders + excluded.holders, weight = weight + excluded.weight",
-            [(term, len(found), _weight(found)) for term, found in by_term],
+            [(term, len(postings), _weight(postings)) for term, postings in by_term],
         )
         return IndexChange(sum(length for _, length in lengths), words)
 
@@ -161,13 +161,13 @@ class BM25Index:
         by_term, lengths = gathered(texts)
         if self.packed.is_there():
             distinct: dict[int, list[str]] = {chunk_id: [] for chunk_id in texts}
-            for term, found in by_term:
-                for chunk_id, _ in found:
+            for term, postings in by_term:
+                for chunk_id, _ in postings:
                     distinct[chunk_id].append(term)
             self.packed.remove(distinct)
         self.connection.executemany(
             "DELETE FROM postings WHERE term = ? AND chunk_id = ?",
-            [(term, chunk_id) for term, found in by_term for chunk_id, _ in found],
+            [(term, chunk_id) for term, postings in by_term for chunk_id, _ in postings],
         )
         self.connection.executemany(
             "DELETE FROM lengths WHERE chunk_id = ?", [row[:1] for row in lengths]
@@ -175,7 +175,7 @@ class BM25Index:
         known = self._count_known([term for term, _ in by_term])
         self.connection.executemany(
             "UPDATE terms SET holders = holders - ?, weight = weight - ? WHERE term = ?",
-            [(len(found), _weight(found), term) for term, found in by_term],
+            [(len(postings), _weight(postings), term) for term, postings in by_term],
         )
         self.connection.executemany(
             "DELETE FROM terms WHERE term = ? AND holders = 0", [row[:1] for row in by_term]
@@ -253,19 +253,19 @@ class BM25Index:
 
         Raises DamagedCatalogError where a term's postings are not those that were written.
         """
-        found = sizes or self._sizes()
-        if version is None or version != self._seen.version or len(self._seen.terms) > _MOST_SEEN:
-            self._seen.version, self._seen.terms, self._seen.allowed = version, {}, {}
+        totals = sizes or self._sizes()
+        if version is None or version != self._cache.version or len(self._cache.terms) > _MOST_SEEN:
+            self._cache.version, self._cache.terms, self._cache.allowed = version, {}, {}
         words = dict.fromkeys(terms(question))
-        self._seen.terms |= self._look_up([it for it in words if it not in self._seen.terms])
+        self._cache.terms |= self._look_up([w for w in words if w not in self._cache.terms])
         idf = {}
         for term in words:
-            if holders := self._seen.terms[term][0]:
-                idf[term] = _idf(found.chunks, holders)
+            if holders := self._cache.terms[term][0]:
+                idf[term] = _idf(totals.chunks, holders)
         if not idf:
             return []
-        telling = _telling(idf, found.chunks)
-        mean_terms = found.terms / found.chunks
+        telling = _telling(idf, totals.chunks)
+        mean_terms = totals.terms / totals.chunks
         base, per_term = self.k1 * (1 - self.b), self.k1 * self.b / mean_terms
         if self.packed.blocks():
             scoring = BM25Weights(self.k1, base, per_term, _UNIT)
@@ -327,7 +327,7 @@ class BM25Index:
             order = np.lexsort((own, -scores))[:k]
             best = list(zip(scores[order].tolist(), own[order].tolist(), strict=True))
         least = best[k - 1][0] if len(best) >= k else 0.0
-        heads = {term: self._seen.terms[term][1] for term in idf}
+        heads = {term: self._cache.terms[term][1] for term in idf}
         best += BestChunks(self.packed, chunks, idf, heads, k, scoring, allowed).found(least)
         best.sort(key=lambda pair: (-pair[0], pair[1]))
         return [Found(chunk_id, score / _UNIT) for score, chunk_id in best[:k]]
@@ -336,16 +336,16 @@ class BM25Index:
         """Ids of the chunks whose documents match, ascending; ``version`` as of ``search``."""
         condition, operands = where.sql("documents.metadata")
         name = json.dumps([condition, operands])
-        if version is not None and version == self._seen.version and name in self._seen.allowed:
-            return self._seen.allowed[name]
+        if version is not None and version == self._cache.version and name in self._cache.allowed:
+            return self._cache.allowed[name]
         rows = self.connection.execute(_MATCHING.format(condition), operands)
         found = np.sort(np.fromiter((row[0] for row in rows), np.int64))
         if version is not None:
-            if version != self._seen.version:
-                self._seen.version, self._seen.terms, self._seen.allowed = version, {}, {}
-            while len(self._seen.allowed) >= _FILTERS_SEEN:
-                del self._seen.allowed[next(iter(self._seen.allowed))]
-            self._seen.allowed[name] = found
+            if version != self._cache.version:
+                self._cache.version, self._cache.terms, self._cache.allowed = version, {}, {}
+            while len(self._cache.allowed) >= _FILTERS_CACHED:
+                del self._cache.allowed[next(iter(self._cache.allowed))]
+            self._cache.allowed[name] = found
         return found
 
     def _sizes(self) -> Sizes:
@@ -360,18 +360,18 @@ class BM25Index:
 
         Raises DamagedCatalogError where they are not those that were written.
         """
-        found = sorted((term, *sums) for term, sums in self._sums().items())
+        counts = sorted((term, *sums) for term, sums in self._sums().items())
         known = self.connection.execute(
             "SELECT term, holders, weight FROM terms ORDER BY term"
         ).fetchall()
-        if found != known:
-            term, *_ = min(set(found) ^ set(known))
+        if counts != known:
+            term, *_ = min(set(counts) ^ set(known))
             raise self._damaged(term)
-        return found
+        return counts
 
     def _sums(self) -> dict[str, tuple[int, int]]:
         """Of every term how many postings there are, and the sum that tells which."""
-        found: dict[str, tuple[int, int]] = {
+        sums: dict[str, tuple[int, int]] = {
             term: (holders, weight)
             for term, holders, weight in self.connection.execute(
                 f"SELECT term, {_POSTINGS} FROM postings WHERE {_BESIDE} GROUP BY term",
@@ -379,10 +379,10 @@ class BM25Index:
             )
         }
         for term, ids, counts in self.packed.all_postings():
-            holders, weight = found.get(term, (0, 0))
+            holders, weight = sums.get(term, (0, 0))
             weight += int((ids * (2 * counts + 1) & _LOW).sum())
-            found[term] = holders + len(ids), weight
-        return found
+            sums[term] = holders + len(ids), weight
+        return sums
 
     def count_unlike(self, texts: Iterable[tuple[int, str]]) -> int:
         """How many words and lengths are not those of the chunks' texts: (id, text), ascending."""
@@ -498,12 +498,12 @@ class BM25Snapshot:
         rows = np.concatenate([self.rows[part] for part in parts])
         weights = np.concatenate([self.weights[part] for part in parts])
         scores = np.bincount(rows, weights, chunks)
-        found = np.flatnonzero(scores > 0)
-        if len(found) > k:
-            least = np.partition(scores[found], len(found) - k)[len(found) - k]
-            found = found[scores[found] >= least]
-        found = found[np.lexsort((found, -scores[found]))][:k]
-        return [Found(int(self.chunk_ids[row]), float(scores[row]) / _UNIT) for row in found]
+        best = np.flatnonzero(scores > 0)
+        if len(best) > k:
+            least = np.partition(scores[best], len(best) - k)[len(best) - k]
+            best = best[scores[best] >= least]
+        best = best[np.lexsort((best, -scores[best]))][:k]
+        return [Found(int(self.chunk_ids[row]), float(scores[row]) / _UNIT) for row in best]
 
 
 def _by_term(rows: Iterable[Any]) -> dict[str, tuple[int, int]]:

@@ -176,7 +176,7 @@ class VectorIndex:
         with self._change_lock, _errors(self._folder), _unless_in_conflict():
             self._table.optimize(cleanup_older_than=younger)
             now = time.time()
-            old = [it for it in self._marks() if now - it.stat().st_mtime >= grace_seconds]
+            old = [mark for mark in self._marks() if now - mark.stat().st_mtime >= grace_seconds]
             for fragment in {int(path.name.partition("-")[0]) for path in old}:
                 rows = f"_rowid >= {fragment << 32} AND _rowid < {(fragment + 1) << 32}"
                 self._table.update(where=rows, values_sql={"id": "id"})
@@ -214,20 +214,20 @@ class VectorIndex:
             return ids, scores
         with _errors(self._folder):
             if self.exact:
-                found = self._compare_all(queries, k, allowed)
+                hits = self._compare_all(queries, k, allowed)
             elif allowed is None:
-                found = self._ask(queries, k, self._partitions())
+                hits = self._ask(queries, k, self._partitions())
             else:
-                found = self._ask_for_allowed(queries, k, allowed)
-        for query, (named, score) in enumerate(found):
+                hits = self._ask_for_allowed(queries, k, allowed)
+        for query, (named, score) in enumerate(hits):
             best = np.lexsort((named, -score))[:k]
             ids[query, : len(best)], scores[query, : len(best)] = named[best], score[best]
         return ids, scores
 
     def get(self, ids: Ids) -> Vectors:
         """The vectors of ids [N] in their order, float32 [N, E]; StoreError when one is missing."""
-        wanted = checked_ids(ids)
-        return in_order(wanted, *self._rows_of(wanted), self._folder)
+        requested = checked_ids(ids)
+        return in_order(requested, *self._rows_of(requested), self._folder)
 
     def _rows_of(self, ids: Ids) -> tuple[Ids, Vectors]:
         """Of the rows with these ids those that are there: distinct ids and their vectors."""
@@ -255,12 +255,12 @@ class VectorIndex:
             ids, vectors = self._read(self._table)
         ids, vectors = ids[order := np.argsort(ids)], vectors[order]
 
-        def get(wanted: Ids) -> Vectors:
-            wanted = checked_ids(wanted)
-            places = np.minimum(np.searchsorted(ids, wanted), len(ids) - 1)
-            if np.array_equal(ids[places], wanted):
+        def get(requested: Ids) -> Vectors:
+            requested = checked_ids(requested)
+            places = np.minimum(np.searchsorted(ids, requested), len(ids) - 1)
+            if np.array_equal(ids[places], requested):
                 return vectors[places]
-            return in_order(wanted, ids, vectors, self._folder)  # an error names what is missing
+            return in_order(requested, ids, vectors, self._folder)  # an error names what is missing
 
         return get
 
@@ -363,13 +363,13 @@ class VectorIndex:
             return self._ask(queries, k, self._partitions(), among(allowed))
         while True:
             partitions = None if limit >= count else math.ceil(_DEEPER * self._partitions())
-            found = []
+            hits = []
             for named, score in self._ask(queries, min(limit, count), partitions):
                 place = np.minimum(np.searchsorted(allowed, named), len(allowed) - 1)
                 keep = allowed[place] == named
-                found.append((named[keep], score[keep]))
-            if limit >= count or all(len(named) >= k for named, _ in found):
-                return found
+                hits.append((named[keep], score[keep]))
+            if limit >= count or all(len(named) >= k for named, _ in hits):
+                return hits
             limit *= 4
 
     def _partitions(self) -> int:

@@ -31,15 +31,15 @@ class BM25Weights:
         self, idf: float, times: NDArray[Any], lengths: NDArray[Any]
     ) -> NDArray[np.float64]:
         """What a term adds to chunks that hold it so many times, in the order of SQL's search."""
-        found: NDArray[np.float64] = np.multiply(times, idf, dtype=np.float64)
-        found *= self.k1 + 1
+        weighed: NDArray[np.float64] = np.multiply(times, idf, dtype=np.float64)
+        weighed *= self.k1 + 1
         below = times + self.base
         below += self.per_term * lengths
-        found /= below
-        found *= self.unit
-        found += 0.5
-        found = np.floor(found)
-        return found
+        weighed /= below
+        weighed *= self.unit
+        weighed += 0.5
+        weighed = np.floor(weighed)
+        return weighed
 
     def bound(self, idf: float, heads: Sequence[Head]) -> float:
         """The most that a term adds, given the heads of its rows."""

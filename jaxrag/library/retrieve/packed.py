@@ -181,10 +181,10 @@ class HeldPostings:
 
     def get(self, name: Hashable) -> Held | None:
         """The postings of this name, if they are held."""
-        found = self._parts.pop(name, None)
-        if found is not None:
-            self._parts[name] = found  # the last to go now
-        return found
+        part = self._parts.pop(name, None)
+        if part is not None:
+            self._parts[name] = part  # the last to go now
+        return part
 
     def put(self, name: Hashable, postings: Held) -> None:
         """Hold postings, of which none have this name."""
@@ -386,10 +386,10 @@ class Packed:
 
     def heads(self, terms: Sequence[str]) -> dict[str, list[Head]]:
         """The heads of the rows of each term. Raises DamagedCatalogError."""
-        found: dict[str, list[Head]] = {term: [] for term in terms}
+        by_term: dict[str, list[Head]] = {term: [] for term in terms}
         blocks = [block.number for block in self.blocks()]
         if not blocks or not terms:
-            return found
+            return by_term
         rows = self.connection.execute(
             "SELECT packed.block, term, holders, weight, most, least, content, packed.xxh3 "
             "FROM json_each(?) AS numbers CROSS JOIN json_each(?) AS words CROSS JOIN packed "
@@ -400,8 +400,8 @@ class Packed:
             head = Head(*values)
             if head.xxh3 != xxh3:
                 raise self._damaged(head.term)
-            found[head.term].append(head)
-        return found
+            by_term[head.term].append(head)
+        return by_term
 
     def chunks(self) -> PackedChunks:
         """The chunks of all blocks, of which there is one at least."""
@@ -527,5 +527,5 @@ def _parts(chunks: int) -> int:
 
 
 def _digest(data: bytes) -> int:
-    found = xxhash.xxh3_64_intdigest(data)
-    return found - (1 << 64) if found >> 63 else found
+    digest = xxhash.xxh3_64_intdigest(data)
+    return digest - (1 << 64) if digest >> 63 else digest

@@ -43,9 +43,9 @@ class Packing:
         """
         connection, packed = self.index.connection, self.index.packed
         clearing = packed.clearing()
-        found = self._loose(1 if clearing else _LOOSE)
-        if len(found):
-            given = texts(found.tolist())
+        chunk_ids = self._loose(1 if clearing else _LOOSE)
+        if len(chunk_ids):
+            given = texts(chunk_ids.tolist())
             if not given:
                 raise damaged(self.index.path, "the lengths of chunks")
             packed.start()
@@ -59,7 +59,7 @@ class Packing:
             before = " WHERE (term, chunk_id) < (?, ?)" if row else ""
             connection.execute(f"DELETE FROM postings{before}", row)
             packed.set_clearing(row is not None)
-        return bool(len(found) or clearing)
+        return bool(len(chunk_ids) or clearing)
 
     def _loose(self, least: int) -> NDArray[np.int64]:
         """Some chunks that are not packed, int64 [N] ascending; none where there are fewer."""
@@ -77,8 +77,8 @@ class Packing:
                 "SELECT chunk_id FROM lengths WHERE chunk_id > ? ORDER BY chunk_id LIMIT ?",
                 (after, most),
             ).fetchall()
-            found = np.fromiter((row[0] for row in rows), np.int64, len(rows))
-            found = found[~self.index.packed.holds(found)][:_PACKED_AT_ONCE]
-            if len(found) >= min(count, _PACKED_AT_ONCE):
+            chunk_ids = np.fromiter((row[0] for row in rows), np.int64, len(rows))
+            chunk_ids = chunk_ids[~self.index.packed.holds(chunk_ids)][:_PACKED_AT_ONCE]
+            if len(chunk_ids) >= min(count, _PACKED_AT_ONCE):
                 break
-        return found
+        return chunk_ids

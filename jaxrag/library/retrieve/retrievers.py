@@ -39,10 +39,10 @@ def fused(rankings: Sequence[Ranking], queries: Sequence[str], k: int) -> list[l
 
     Each is asked for more than is returned, all at the same time, the last one in this thread.
     """
-    wanted = _candidates(k)
+    count = _candidates(k)
     with ThreadPoolExecutor(len(rankings), "search") as pool:
-        others = [pool.submit(one, queries, wanted) for one in rankings[:-1]]
-        last = rankings[-1](queries, wanted)
+        others = [pool.submit(ranking, queries, count) for ranking in rankings[:-1]]
+        last = rankings[-1](queries, count)
     answers = [*(other.result() for other in others), last]
     return [fuse(found, k) for found in zip(*answers, strict=True)]
 

@@ -48,17 +48,17 @@ class RowIds:
         with self._lock:
             if self._is_another():
                 self._forget()
-            found = self._among_held(numbers)
-            if (found == NOTHING).any():
+            row_ids = self._among_held(numbers)
+            if (row_ids == NOTHING).any():
                 if len(self._held[0]) > max(_LEFT * count(), _FEW):
                     self._forget()
                 self._add()
-                found = self._among_held(numbers)
-            if (found == NOTHING).any():  # of a compaction, or gone
+                row_ids = self._among_held(numbers)
+            if (row_ids == NOTHING).any():  # of a compaction, or gone
                 self._forget()
                 self._add()
-                found = self._among_held(numbers)
-            return found
+                row_ids = self._among_held(numbers)
+            return row_ids
 
     def _among_held(self, numbers: Ids) -> Ids:
         held, ids = self._held

@@ -56,17 +56,17 @@ def terms(text: str) -> list[str]:
     folded = unicodedata.normalize("NFKD", unicodedata.normalize("NFKC", text).casefold())
     plain = unicodedata.normalize("NFC", _DROPPED.sub("", folded).translate(_ARABIC))
     runs, characters = _patterns()
-    found: list[str] = []
+    words: list[str] = []
     for run in runs.findall(plain):
         parts = [run] if run.isascii() else _PARTS.split(run)
         for place, part in enumerate(parts):
             if place % 2:
                 units = characters.findall(part)
-                found += units
-                found += (left + right for left, right in itertools.pairwise(units))
+                words += units
+                words += (left + right for left, right in itertools.pairwise(units))
             elif part:
-                found.append(part)
-    return found
+                words.append(part)
+    return words
 
 
 TermPostings = list[tuple[int, int]]  # of a term: chunk id, count

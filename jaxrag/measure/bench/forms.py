@@ -72,16 +72,16 @@ def measure_forms(config: ModelConfig, seed: int = 0) -> tuple[Forms, list[Measu
         ("layers of few rows", layers, _layers(config, seed)),
         ("one row in bfloat16", row, _single_row(config, seed)),
     ]
-    found, told = default, []
+    chosen, measured = default, []
     with progress_bar(len(choices), "forms", "choice") as bar:
         for choice, candidates, make in choices:
             each = {name: dataclasses.replace(default, **it) for name, it in candidates.items()}
             [usual] = [name for name, it in each.items() if it == default]
             taken, seconds = _fastest({it: _traced(make, each[it]) for it in each}, usual)
-            found = dataclasses.replace(found, **candidates[taken])
-            told.append(MeasuredForm(choice, seconds, taken))
+            chosen = dataclasses.replace(chosen, **candidates[taken])
+            measured.append(MeasuredForm(choice, seconds, taken))
             bar.update()
-    return found, told
+    return chosen, measured
 
 
 def _with(dtypes: tuple[str, ...], dtype: str, within: bool) -> tuple[str, ...]:
@@ -165,8 +165,8 @@ def _layers(config: ModelConfig, seed: int) -> MakeRun:
     def through(x: jax.Array, weights: Sequence[Any]) -> jax.Array:
         if isinstance(weights, tuple):
             return jax.lax.scan(layer, x, weights)[0]
-        for one in weights:
-            x, _ = layer(x, one)
+        for weight in weights:
+            x, _ = layer(x, weight)
         return x
 
     def make() -> Run:

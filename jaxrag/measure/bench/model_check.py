@@ -114,14 +114,14 @@ class Checked:
         if not isinstance(agreement, str):
             agreement = [
                 {
-                    "method": one.choice.method.name,
-                    "recompute_ratio": one.choice.method.recompute_ratio,
-                    "encoders": list(one.choice.encoders),
-                    "agreement": one.agreement,
-                    "kl": one.kl,
-                    "meets": one.meets,
+                    "method": agreed.choice.method.name,
+                    "recompute_ratio": agreed.choice.method.recompute_ratio,
+                    "encoders": list(agreed.choice.encoders),
+                    "agreement": agreed.agreement,
+                    "kl": agreed.kl,
+                    "meets": agreed.meets,
                 }
-                for one in agreement
+                for agreed in agreement
             ]
         return {
             "load_seconds": self.load_seconds,
@@ -133,7 +133,7 @@ class Checked:
 
 
 def check_model(
-    found: Overview,
+    about: Overview,
     *,
     dtype: str | None = None,
     cache_tokens: int | None = None,
@@ -143,25 +143,25 @@ def check_model(
     """Load a model, with options of ``load_model``, and try it.
 
     Args:
-      found: what it is understood as.
+      about: what it is understood as.
       peer_python: interpreter with torch and transformers; None: this one, where it has both.
 
     Raises ModelError for weights that do not fit or give logits that are no numbers, and
     RequestError where ``peer_python`` is named and does not answer.
     """
     start = time.perf_counter()
-    model = load_model(found.path, mesh=mesh, dtype=dtype, cache_tokens=cache_tokens)
+    model = load_model(about.path, mesh=mesh, dtype=dtype, cache_tokens=cache_tokens)
     load_seconds = time.perf_counter() - start
     ids = _random_ids(model, LOGIT_TOKENS)
     logits = np.asarray(model.logits(ids[None]))
     if not np.isfinite(logits).all():
         raise ModelError(
-            f"{found.path}: its logits hold NaN or infinity in {model.config.dtype}; load it in a "
+            f"{about.path}: its logits hold NaN or infinity in {model.config.dtype}; load it in a "
             "wider dtype, such as float32"
         )
     speed = _speed(model)
     agreement, tokens = _agreement(model)
-    parity = _parity(found, model, ids, peer_python)
+    parity = _parity(about, model, ids, peer_python)
     return Checked(load_seconds, parity, speed, agreement, tokens)
 
 
@@ -239,7 +239,7 @@ def _speed(model: Model) -> Speed:
 
 def _agreement(model: Model) -> tuple[tuple[Agreed, ...] | str, int]:
     """What the gate measures, of the methods that suit; or why it is not measured."""
-    suited = [one for one in choices(model.config, model.reading) if one.refused is None]
+    suited = [choice for choice in choices(model.config, model.reading) if choice.refused is None]
     if not suited:
         return "no method that suits can serve this model", 0
     try:

@@ -165,10 +165,10 @@ class Bench:
         for (name, _), answers in self._answers.items():
             if name in self._methods:
                 groups.setdefault(self._methods[name], []).append(answers)
-        ours = [_same(it) for it in groups.values() if len(it) > 1]
+        ours = [_same(group) for group in groups.values() if len(group) > 1]
         full = groups.get(METHODS[FULL], [])
-        peers = [it for (name, _), it in self._answers.items() if name not in self._methods]
-        theirs = _same([full[0], *peers]) if full and any(map(_told, peers)) else None
+        peers = [answer for (name, _), answer in self._answers.items() if name not in self._methods]
+        theirs = _same([full[0], *peers]) if full and any(map(_has_tokens, peers)) else None
         return {"arms": min(ours, default=None), "peer_as_full": theirs}
 
     def _row(self, name: str, rate: float, served: list[ServedRequest]) -> dict[str, Any]:
@@ -206,11 +206,11 @@ class Bench:
         requests = []
         for it in self._draw(traffic):
             chunks = enumerate(it.prompt.chunks)
-            wanted = {(method.encoder_of(at), chunk.tobytes()) for at, chunk in chunks}
-            if not wanted <= self._prepared:
+            needed = {(method.encoder_of(at), chunk.tobytes()) for at, chunk in chunks}
+            if not needed <= self._prepared:
                 request = self._request(self._store, method, it)
                 requests.append(dataclasses.replace(request, max_new_tokens=1))
-                self._prepared |= wanted
+                self._prepared |= needed
         for progress in engine.iterate(requests):
             if progress.error is not None:
                 raise progress.error
@@ -236,7 +236,7 @@ def _same(answers: Sequence[dict[int, list[int]]]) -> float:
     return float(np.mean(same)) if same else 0.0
 
 
-def _told(answers: dict[int, list[int]]) -> bool:
+def _has_tokens(answers: dict[int, list[int]]) -> bool:
     return any(answers.values())
 
 

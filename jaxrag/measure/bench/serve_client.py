@@ -33,37 +33,37 @@ def offer(
 
     What has no complete answer so many seconds after the last was sent is aborted, and lost.
     """
-    served = [ServedRequest(it.at(rate), it.tokens) for it in asked]
-    requests = [request_of(it) for it in asked]
+    served = [ServedRequest(arrival.at(rate), arrival.tokens) for arrival in asked]
+    requests = [request_of(arrival) for arrival in asked]
     left = threading.Semaphore(0)
     start = time.perf_counter()
 
-    def sink(one: ServedRequest) -> Callable[[Progress], None]:
-        def told(progress: Progress) -> None:
-            one.came(time.perf_counter() - start, len(progress.new), progress.new)
+    def sink(record: ServedRequest) -> Callable[[Progress], None]:
+        def on_progress(progress: Progress) -> None:
+            record.came(time.perf_counter() - start, len(progress.new), progress.new)
             if progress.error is not None:
-                one.error = f"{type(progress.error).__name__}: {progress.error}"
+                record.error = f"{type(progress.error).__name__}: {progress.error}"
             if progress.outcome is not None:
-                one.done = True
-                parts = [it for it in progress.outcome.reuse if it.part != "prefix"]
-                one.found.update(it.where or it.how for it in parts)
+                record.done = True
+                parts = [part for part in progress.outcome.reuse if part.part != "prefix"]
+                record.found.update(part.where or part.how for part in parts)
             if progress.last:
                 left.release()
 
-        return told
+        return on_progress
 
     numbers = []
-    for one, request in zip(served, requests, strict=True):
-        time.sleep(max(0.0, one.due - (time.perf_counter() - start)))
-        numbers.append(engine.add(request, sink(one)))
+    for record, request in zip(served, requests, strict=True):
+        time.sleep(max(0.0, record.due - (time.perf_counter() - start)))
+        numbers.append(engine.add(request, sink(record)))
     until = time.perf_counter() + patience
     for _ in served:
         if not left.acquire(timeout=max(0.0, until - time.perf_counter())):
             break
     else:
         return served
-    for number, one in zip(numbers, served, strict=True):
-        if not one.done and one.error is None:
+    for number, record in zip(numbers, served, strict=True):
+        if not record.done and record.error is None:
             engine.abort(number)
     return served
 
@@ -76,39 +76,39 @@ def offer_http(
     patience: float,
 ) -> list[ServedRequest]:
     """As ``offer``, to a server that speaks OpenAI's completions; ``url`` as http://HOST:PORT."""
-    served = [ServedRequest(it.at(rate), it.tokens) for it in asked]
-    bodies = [json.dumps(body_of(it)) for it in asked]
+    served = [ServedRequest(arrival.at(rate), arrival.tokens) for arrival in asked]
+    bodies = [json.dumps(body_of(arrival)) for arrival in asked]
     start = time.perf_counter()
 
-    def ask(one: ServedRequest, body: str) -> None:
-        time.sleep(max(0.0, one.due - (time.perf_counter() - start)))
+    def ask(record: ServedRequest, body: str) -> None:
+        time.sleep(max(0.0, record.due - (time.perf_counter() - start)))
         until = time.perf_counter() + patience
         try:
             for event in _events(url, body, patience):
                 if time.perf_counter() > until:
                     raise TimeoutError
-                _take(one, event, time.perf_counter() - start)
+                _take(record, event, time.perf_counter() - start)
         except TimeoutError:
-            one.error = f"no complete answer within {patience} s"
+            record.error = f"no complete answer within {patience} s"
         except (OSError, http.client.HTTPException, ValueError, RequestError) as error:
-            one.error = f"{type(error).__name__}: {error}"
+            record.error = f"{type(error).__name__}: {error}"
 
     with ThreadPoolExecutor(len(asked)) as threads:
         list(threads.map(ask, served, bodies))
     return served
 
 
-def _take(one: ServedRequest, event: Mapping[str, Any], now: float) -> None:
+def _take(record: ServedRequest, event: Mapping[str, Any], now: float) -> None:
     """Count what an event brings."""
     if "error" in event:
         raise RequestError(f"the peer says {json.dumps(event['error'])[:300]}")
     for choice in event.get("choices", ()):
         ids = choice.get("token_ids") or []
-        one.came(now, len(ids) or bool(choice.get("text")), ids)
-        one.done = one.done or choice.get("finish_reason") is not None
+        record.came(now, len(ids) or bool(choice.get("text")), ids)
+        record.done = record.done or choice.get("finish_reason") is not None
     usage = event.get("usage")
     if usage:  # exact, where one event brought several tokens and no ids
-        one.tokens = int(usage["completion_tokens"])
+        record.tokens = int(usage["completion_tokens"])
 
 
 def _events(url: str, body: str, patience: float) -> Iterator[dict[str, Any]]:

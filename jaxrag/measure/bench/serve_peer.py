@@ -87,8 +87,8 @@ class HttpPeer:
 
 def read(url: str, seconds: float) -> bytes:
     """What a server answers to a GET, in so many seconds; OSError for no success."""
-    here = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # by no proxy
-    with here.open(url, timeout=seconds) as answer:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # by no proxy
+    with opener.open(url, timeout=seconds) as answer:
         return bytes(answer.read())
 
 

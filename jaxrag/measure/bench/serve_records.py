@@ -80,23 +80,23 @@ def summary(served: Sequence[ServedRequest], slo: Slo) -> dict[str, Any]:
     is a share of all. ``tokens_per_second`` and ``good_per_second`` are over the time from the
     first arrival to the last token.
     """
-    whole = [it for it in served if it.complete]
-    start = min(it.due for it in served)
-    span = max((it.last for it in served if it.last is not None), default=start) - start
-    good = sum(it.good(slo) for it in served)
+    whole = [reply for reply in served if reply.complete]
+    start = min(reply.due for reply in served)
+    span = max((reply.last for reply in served if reply.last is not None), default=start) - start
+    good = sum(reply.good(slo) for reply in served)
     return {
         "requests": len(served),
         "lost": len(served) - len(whole),
-        "errors": sorted({it.error for it in served if it.error is not None}),
-        "first_token": percentiles([it.to_first for it in whole]),
-        "per_token": percentiles([it.per_token for it in whole if it.tokens > 1]),
-        "end_to_end": percentiles([it.to_last for it in whole]),
+        "errors": sorted({reply.error for reply in served if reply.error is not None}),
+        "first_token": percentiles([reply.to_first for reply in whole]),
+        "per_token": percentiles([reply.per_token for reply in whole if reply.tokens > 1]),
+        "end_to_end": percentiles([reply.to_last for reply in whole]),
         "good": good / len(served),
         "good_per_second": good / span if span else 0.0,
-        "tokens_per_second": sum(it.tokens for it in served) / span if span else 0.0,
+        "tokens_per_second": sum(reply.tokens for reply in served) / span if span else 0.0,
         "seconds": span,
-        "found": dict(sum((it.found for it in served), Counter[str]())),
-        "first_tokens": [round(it.to_first, 5) for it in served if it.first is not None],
+        "found": dict(sum((reply.found for reply in served), Counter[str]())),
+        "first_tokens": [round(reply.to_first, 5) for reply in served if reply.first is not None],
     }
 
 

@@ -93,17 +93,17 @@ def _ids(rng: np.random.Generator, count: int, vocab_size: int) -> HostArray:
 def _neighbours(traffic: Traffic, library: Sequence[HostArray], at: int) -> tuple[HostArray, ...]:
     """The most popular others of a document's topic, then of any."""
     of_topic = range(at % traffic.topics, traffic.documents, traffic.topics)
-    others = [it for it in dict.fromkeys((*of_topic, *range(traffic.documents))) if it != at]
-    return tuple(library[it] for it in others[: traffic.neighbours])
+    others = [i for i in dict.fromkeys((*of_topic, *range(traffic.documents))) if i != at]
+    return tuple(library[i] for i in others[: traffic.neighbours])
 
 
 def _choose(traffic: Traffic, popular: HostArray, rng: np.random.Generator) -> list[int]:
     """The documents of one request; each is as popular over many requests as it is said to be."""
     topic = int(rng.choice(traffic.documents, p=popular / popular.sum())) % traffic.topics
-    here = np.arange(traffic.documents) % traffic.topics == topic
+    topical = np.arange(traffic.documents) % traffic.topics == topic
     chosen: list[int] = []
     while len(chosen) < traffic.chunks:
-        weight = np.where(here, popular, 0.0) if rng.random() < traffic.focus else popular.copy()
+        weight = np.where(topical, popular, 0.0) if rng.random() < traffic.focus else popular.copy()
         weight[chosen] = 0.0
         if not weight.any():  # the topic has no more
             weight = popular.copy()

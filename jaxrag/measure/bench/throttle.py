@@ -57,15 +57,15 @@ class Throttled(StoreWrapper):
         super().__init__(inner)
         self.link = link
 
-    def _load(self, wanted: Sequence[ReadRequest]) -> Sequence[Refused | None]:
-        until = self.link.book(sum(map(_stored_bytes, wanted)))
-        answers = self.inner._load(wanted)
+    def _load(self, requests: Sequence[ReadRequest]) -> Sequence[Refused | None]:
+        until = self.link.book(sum(map(_stored_bytes, requests)))
+        answers = self.inner._load(requests)
         self.link.wait(until)
         return answers
 
 
-def _stored_bytes(wanted: ReadRequest) -> int:
-    """Of the files of the layers that are wanted."""
-    record, layers = wanted.record, len(wanted.layers)
-    of_files = record.layout.stored_nbytes(record.tokens) * len(wanted.ranks) // record.ways
+def _stored_bytes(request: ReadRequest) -> int:
+    """Of the files of the layers that are asked for."""
+    record, layers = request.record, len(request.layers)
+    of_files = record.layout.stored_nbytes(record.tokens) * len(request.ranks) // record.ways
     return of_files * layers // record.layout.num_layers

@@ -98,10 +98,10 @@ def run(options: TimelineOptions) -> dict[str, Any]:
 def _words(rng: np.random.Generator) -> list[str]:
     """A thousand words without the letters that names of documents have."""
     syllables = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]
-    found: dict[str, None] = {}
-    while len(found) < 1000:
-        found["".join(rng.choice(syllables, 3))] = None
-    return list(found)
+    words: dict[str, None] = {}
+    while len(words) < 1000:
+        words["".join(rng.choice(syllables, 3))] = None
+    return list(words)
 
 
 def _written(directory: Path, words: Sequence[str]) -> str:
@@ -180,11 +180,11 @@ class _Client:
         connection.close()
         if answer.status != 200 or b"[DONE]" not in rest:
             raise RequestError(f"the server answered {answer.status}: {rest[-300:]!r}")
-        told = self._told(name)
-        moments = told["moments"] | {"received": received}
-        return Timed(phases(sent, moments), received - sent, told["tokens_from"])
+        reported = self._logged(name)
+        moments = reported["moments"] | {"received": received}
+        return Timed(phases(sent, moments), received - sent, reported["tokens_from"])
 
-    def _told(self, name: str) -> dict[str, Any]:
+    def _logged(self, name: str) -> dict[str, Any]:
         """What the server logged of a request, once it has."""
         until = time.monotonic() + _LOG_SECONDS
         while time.monotonic() < until:
@@ -202,11 +202,11 @@ class _Client:
 
 def phases(sent: float, moments: Mapping[str, float]) -> dict[str, float]:
     """Seconds of every phase; a moment that was not, or came early, ends a phase of none."""
-    found, now = {}, sent
+    seconds, now = {}, sent
     for name, end in PHASES:
-        found[name] = max(moments.get(end, now) - now, 0.0)
-        now += found[name]
-    return found
+        seconds[name] = max(moments.get(end, now) - now, 0.0)
+        now += seconds[name]
+    return seconds
 
 
 def _ask_all(
@@ -225,27 +225,27 @@ def _ask_all(
             for hit, tier in ((STORE, "store"), (POOL, "pool")):
                 asked = [chosen[it] for it in rng.permutation(len(chosen))]
                 more = rng.choice(words, _QUESTION_WORDS)
-                one = client.ask(" ".join([*asked, *more]))
+                trace = client.ask(" ".join([*asked, *more]))
                 least = options.chunks * (options.chunk_tokens - 64)
                 if number < _WARM:
                     continue
-                if one.tokens_from[tier] < least:
-                    raise RequestError(f"{hit}: expected {least} tokens of it, {one.tokens_from}")
-                timed[hit].append(one)
+                if trace.tokens_from[tier] < least:
+                    raise RequestError(f"{hit}: expected {least} tokens of it, {trace.tokens_from}")
+                timed[hit].append(trace)
             bar.update()
     return {hit: _summary(them) for hit, them in timed.items()}
 
 
 def _summary(timed: Sequence[Timed]) -> dict[str, Any]:
     """Means over the middle half by the whole, and what the phases come to beside it."""
-    ordered = sorted(timed, key=lambda it: it.whole)
+    ordered = sorted(timed, key=lambda trace: trace.whole)
     cut = len(ordered) // 4
     middle = ordered[cut : len(ordered) - cut]
-    whole = statistics.fmean(it.whole for it in middle)
-    means = {name: statistics.fmean(it.phases[name] for it in middle) for name, _ in PHASES}
+    whole = statistics.fmean(trace.whole for trace in middle)
+    means = {name: statistics.fmean(trace.phases[name] for trace in middle) for name, _ in PHASES}
     return {
         "seconds": whole,
-        "p50_seconds": statistics.median(it.whole for it in timed),
+        "p50_seconds": statistics.median(trace.whole for trace in timed),
         "least_seconds": ordered[0].whole,
         "phases": means,
         "sum_over_whole": sum(means.values()) / whole,
@@ -265,8 +265,8 @@ def report(result: dict[str, Any]) -> Iterator[str]:
     for name, _ in PHASES:
         yield f"{name:<26}" + "".join(f"{1e3 * it['phases'][name]:>12.2f}" for it in hits.values())
     yield f"{'text to first byte':<26}" + "".join(
-        f"{1e3 * it['seconds']:>12.2f}" for it in hits.values()
+        f"{1e3 * hit['seconds']:>12.2f}" for hit in hits.values()
     )
     yield f"{'phases / whole':<26}" + "".join(
-        f"{it['sum_over_whole']:>12.3f}" for it in hits.values()
+        f"{hit['sum_over_whole']:>12.3f}" for hit in hits.values()
     )

@@ -167,12 +167,12 @@ def _draw(model: Model, options: TtftOptions, context: int) -> Prompt:
 def first_token(model: Model, store: KVStore, method: Method, prompt: Prompt) -> First:
     """From token ids to the first token's id on the host, through the engine."""
     start = time.perf_counter()
-    [told] = engine_of(model).iterate([_request(store, method, prompt)])
+    [progress] = engine_of(model).iterate([_request(store, method, prompt)])
     seconds = time.perf_counter() - start
-    if told.error is not None:
-        raise told.error
-    assert told.outcome is not None  # of its only token
-    return First(seconds, told.new[0], told.outcome.flops)
+    if progress.error is not None:
+        raise progress.error
+    assert progress.outcome is not None  # of its only token
+    return First(seconds, progress.new[0], progress.outcome.flops)
 
 
 def _request(store: KVStore, method: Method, prompt: Prompt) -> Request:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jaxrag.library.documents import Shard
-from jaxrag.models.text.progress import progress_bar, told
+from jaxrag.models.text.progress import announce, progress_bar
 from jaxrag.serve.answer_files import AnswerFile, settings_path, written_once
 
 ITEMS = ".items.jsonl"  # behind the name of the result's file
@@ -24,7 +24,6 @@ class HasId(Protocol):
     @property
     def id(self) -> str:
         """By which its line is known."""
-        ...
 
 
 def ask_all[Item: HasId](
@@ -46,10 +45,10 @@ def ask_all[Item: HasId](
       unit: what an item is called.
     """
     shard = shard or Shard()
-    found = {line["id"]: line for line in there}
+    lines = {line["id"]: line for line in there}
     with answers:
         own = [it for at, it in enumerate(items) if shard.holds_line(at)]
-        waiting = [it for it in own if it.id not in answers.done and it.id not in found]
+        waiting = [it for it in own if it.id not in answers.done and it.id not in lines]
         done = len(own) - len(waiting)
         ended: list[float] = []
         with progress_bar(len(own), "eval", unit, shown=progress, done=done) as bar:
@@ -62,9 +61,9 @@ def ask_all[Item: HasId](
                 if len(ended) == 3:  # the first one compiles programs
                     left = len(waiting) - len(ended)
                     text = _forecast((ended[2] - ended[0]) / 2, left, unit)
-                    told(text, shown=progress and bool(text))
-    found |= {line["id"]: line for line in lines_of(answers.path)}
-    return [(item, found[item.id]) for item in items if item.id in found]
+                    announce(text, shown=progress and bool(text))
+    lines |= {line["id"]: line for line in lines_of(answers.path)}
+    return [(item, lines[item.id]) for item in items if item.id in lines]
 
 
 def _forecast(seconds: float, left: int, unit: str) -> str:

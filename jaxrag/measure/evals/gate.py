@@ -39,9 +39,9 @@ from jaxrag.reuse.methods import METHODS, method_named
 from jaxrag.reuse.select import NoTokens
 from jaxrag.serve.answers import Result, serve
 from jaxrag.serve.ask import Ask
+from jaxrag.serve.compatibility import gate_subject
 from jaxrag.serve.question_files import BadQuestion, QuestionFile
 from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
-from jaxrag.serve.suits import gate_subject
 
 RATIOS = (0.0, 0.05, 0.10, 0.15, 0.20, 0.30, 0.50)  # at 1 nothing is gained
 
@@ -200,14 +200,14 @@ def tallied(
     total = len(prepared[0]) * len(settings)
     with progress_bar(total, name, "question", shown=progress) as bar:
         for batch in itertools.batched(range(len(prepared[0])), batch_size):
-            here = [prepared[0][i] for i in batch]
+            questions_of_batch = [prepared[0][i] for i in batch]
             most = settings[0].ask.max_new_tokens - 1  # without their end
-            answers = [one.token_ids[:most] for one in answered(here, batch_size)]
-            full, _ = forced_logits(settings[0], here, answers)
+            answers = [one.token_ids[:most] for one in answered(questions_of_batch, batch_size)]
+            full, _ = forced_logits(settings[0], questions_of_batch, answers)
             bar.update(len(batch))
             for one, ready, tally in zip(settings[1:], prepared[1:], tallies, strict=True):
-                here = [ready[i] for i in batch]
-                tally.add(batch, full, *forced_logits(one, here, answers))
+                questions_of_batch = [ready[i] for i in batch]
+                tally.add(batch, full, *forced_logits(one, questions_of_batch, answers))
                 heard()
                 bar.update(len(batch))
     return tallies
@@ -342,18 +342,18 @@ class Tally:
         recomputed: int,
     ) -> None:
         """Add questions with their logits under full attention and under the method."""
-        for index, wanted, found in zip(questions, full, own, strict=True):
-            self.agree.append(wanted.argmax(1) == found.argmax(1))
+        for index, expected, found in zip(questions, full, own, strict=True):
+            self.agree.append(expected.argmax(1) == found.argmax(1))
             self.question.append(index)
-            self.kl.append(float(kl_divergence(wanted, found).sum()))
+            self.kl.append(float(kl_divergence(expected, found).sum()))
         self.recomputed += recomputed
 
     def measured(self, ratio: float, chunk_tokens: int, target: Target) -> Measured:
         """What a gate says of it, of prompts with so many chunk tokens."""
         tokens = np.concatenate(self.agree)
-        agreement = share(tokens, np.repeat(self.question, [len(one) for one in self.agree]))
+        agreement = share(tokens, np.repeat(self.question, [len(agreed) for agreed in self.agree]))
         # The greedy answer is full attention's where every forced choice is.
-        answers = share(np.array([one.all() for one in self.agree]), np.array(self.question))
+        answers = share(np.array([agreed.all() for agreed in self.agree]), np.array(self.question))
         assert agreement is not None and answers is not None
         kl = sum(self.kl) / len(tokens)
         return Measured(
@@ -368,9 +368,9 @@ class Tally:
         )
 
 
-def kl_divergence(wanted: HostArray, found: HostArray) -> HostArray:
-    """KL(softmax(wanted) || softmax(found)) in nats, [T] of logits [T, V]; computed in float64."""
-    p, q = (_log_softmax(x.astype(np.float64)) for x in (wanted, found))
+def kl_divergence(expected: HostArray, found: HostArray) -> HostArray:
+    """KL(softmax(expected) || softmax(found)), nats [T] of logits [T, V]; computed in float64."""
+    p, q = (_log_softmax(x.astype(np.float64)) for x in (expected, found))
     return np.maximum((np.exp(p) * (p - q)).sum(1), 0.0)
 
 

@@ -74,7 +74,7 @@ def run(options: MethodsOptions, progress: bool = True) -> dict[str, Any]:
                 answers[served] = _answer(pool, method, options.batch_size, bar)
     cells = [_cell(one, asked, answers) for one in grid]
     return {
-        **result_of(options, asked, cells, ((one, cells[0]) for one in cells[1:])),
+        **result_of(options, asked, cells, ((cell, cells[0]) for cell in cells[1:])),
         "model": described(options.model, model, written.template),
         "neighbours": options.neighbours,
         "retrieve": options.retrieve,
@@ -96,8 +96,8 @@ def _answer(pool: Pool, method: Method, batch_size: int, bar: "tqdm[Any]") -> An
     )
 
 
-def _cell(one: MethodCell, asked: AskedSamples, answers: Mapping[Method, Answers]) -> Cell:
-    own = answers[one.served]
+def _cell(cell: MethodCell, asked: AskedSamples, answers: Mapping[Method, Answers]) -> Cell:
+    own = answers[cell.served]
     full, reuse = (answers[reference.served] for reference in REFERENCES)
     counts = [result.counts for result in own.results]
     total = sum(sum(each.values()) for each in counts)
@@ -111,5 +111,5 @@ def _cell(one: MethodCell, asked: AskedSamples, answers: Mapping[Method, Answers
         "encoded_tokens": sum(each["encoded"] for each in counts),
         "flops": float(np.mean([result.flops for result in own.results])),
     }
-    labels = {"method": one.name, "encoder": one.method.encoder, "ratio": one.ratio}
+    labels = {"method": cell.name, "encoder": cell.method.encoder, "ratio": cell.ratio}
     return Cell(labels, {"exact_match": own.exact_match, "f1": own.f1}, more)

@@ -46,7 +46,7 @@ class Pool:
         """
         samples = list(enumerate(self.written.samples))
         alone = len(self.kbs) > 1
-        for group in [[one] for one in samples] if alone else [samples]:
+        for group in [[sample] for sample in samples] if alone else [samples]:
             settings = self._settings(self._kb(group[0][0]), method)
             yield (
                 settings,

@@ -63,9 +63,9 @@ def qa_f1(answer: str, golds: Golds) -> float:
 def hotpotqa_f1(answer: str, golds: Golds) -> float:
     """HotpotQA's: 0 where one side is yes, no or noanswer, and they differ."""
 
-    def f1(said: Sequence[str], wanted: Sequence[str]) -> float:
-        closed = any(" ".join(it) in _YES_OR_NO for it in (said, wanted))
-        return 0.0 if closed and said != wanted else _bag_f1(said, wanted)
+    def f1(said: Sequence[str], gold: Sequence[str]) -> float:
+        closed = any(" ".join(it) in _YES_OR_NO for it in (said, gold))
+        return 0.0 if closed and said != gold else _bag_f1(said, gold)
 
     return _best(f1, _squad_words(answer), golds, _squad_words)
 
@@ -73,8 +73,8 @@ def hotpotqa_f1(answer: str, golds: Golds) -> float:
 def musique_f1(answer: str, golds: Golds) -> float:
     """MuSiQue's: 1 where both sides are empty, 0 where one is."""
 
-    def f1(said: Sequence[str], wanted: Sequence[str]) -> float:
-        return _bag_f1(said, wanted) if said and wanted else float(said == wanted)
+    def f1(said: Sequence[str], gold: Sequence[str]) -> float:
+        return _bag_f1(said, gold) if said and gold else float(said == gold)
 
     return _best(f1, _squad_words(answer), golds, _squad_words)
 
@@ -106,8 +106,8 @@ def rouge1(answer: str, golds: Golds) -> float:
 def numbers(answer: str, golds: Golds) -> float:
     """LongBench's retrieval and count: the share of all numbers that are that of the right one."""
     found = re.findall(r"\d+", answer)
-    wanted = [re.findall(r"\d+", gold)[0] for gold in golds]
-    return max((found.count(one) / len(found) for one in wanted), default=0.0) if found else 0.0
+    expected = [re.findall(r"\d+", gold)[0] for gold in golds]
+    return max((found.count(n) / len(found) for n in expected), default=0.0) if found else 0.0
 
 
 def string_match_part(answer: str, golds: Golds) -> float:
@@ -190,8 +190,8 @@ def token_f1(answer: str, golds: Golds) -> float:
 def holds(answer: str, golds: Golds) -> bool:
     """Whether the words of a right answer stand in the answer, one behind the other."""
     said = f" {' '.join(_words(answer))} "
-    wanted = (" ".join(_words(gold)) for gold in golds)
-    return any(words and f" {words} " in said for words in wanted)
+    gold_texts = (" ".join(_words(gold)) for gold in golds)
+    return any(words and f" {words} " in said for words in gold_texts)
 
 
 def _best(
@@ -203,11 +203,11 @@ def _best(
     return max((f1(said, words(gold)) for gold in golds), default=0.0)
 
 
-def _bag_f1(said: Sequence[str], wanted: Sequence[str]) -> float:
-    common = (collections.Counter(said) & collections.Counter(wanted)).total()
+def _bag_f1(said: Sequence[str], gold: Sequence[str]) -> float:
+    common = (collections.Counter(said) & collections.Counter(gold)).total()
     if not common:
         return 0.0
-    precision, recall = common / len(said), common / len(wanted)
+    precision, recall = common / len(said), common / len(gold)
     return 2 * precision * recall / (precision + recall)
 
 

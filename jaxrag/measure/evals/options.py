@@ -35,6 +35,23 @@ def _dtype() -> Any:
     )
 
 
+def option_ratios() -> Any:
+    """--recompute-ratios."""
+    return option(
+        (), "measure every method that recomputes a part at each of these", "R,...",
+        parse=parse_ratios, unset="the method's own", flag="--recompute-ratios",
+    )  # fmt: skip
+
+
+def option_controls() -> Any:
+    """--controls."""
+    return option(
+        False,
+        "beside every method that chooses what it recomputes, the same with as many tokens drawn "
+        "at random",
+    )
+
+
 def _test_task() -> "SyntheticTask":
     from jaxrag.tasks.synthetic import SyntheticTask
 
@@ -53,10 +70,10 @@ def check_positive(options: Any, *names: str) -> None:
     """Refuse numbers below 1, also among several; None is a default."""
     for name in names:
         value = getattr(options, name)
-        for one in value if isinstance(value, Collection) else (value,):
-            if one is not None and one < 1:
+        for number in value if isinstance(value, Collection) else (value,):
+            if number is not None and number < 1:
                 flag = flags_of(type(options))[name]
-                raise RequestError(f"{flag} {one}: expected a positive integer")
+                raise RequestError(f"{flag} {number}: expected a positive integer")
 
 
 class ModelRead(NamedTuple):
@@ -320,7 +337,7 @@ class LongOptions:
     def rules(self) -> tuple[tuple[str, str], ...]:
         """The decode rules, each with what it is called: its own text where it has no name."""
         named = [re.fullmatch(r"(?:(\w+)=)?(.*)", rule, re.DOTALL) for rule in self.decode]
-        return tuple((found[1] or found[2], found[2]) for found in named if found)
+        return tuple((match[1] or match[2], match[2]) for match in named if match)
 
     @property
     def chosen(self) -> "Mapping[str, Task]":
@@ -345,15 +362,8 @@ class OwnOptions:
         "NAME,...",
         unset="all that suit what the knowledge base keeps",
     )
-    ratios: tuple[float, ...] = option(
-        (), "measure every method that recomputes a part at each of these", "R,...",
-        parse=parse_ratios, unset="the method's own", flag="--recompute-ratios",
-    )  # fmt: skip
-    controls: bool = option(
-        False,
-        "beside every method that chooses what it recomputes, the same with as many tokens drawn "
-        "at random",
-    )
+    ratios: tuple[float, ...] = option_ratios()
+    controls: bool = option_controls()
     template: "str | PromptTemplate | None" = option(
         None, "a template's name or .toml file", "NAME", parse=str, unset="that of --kb"
     )

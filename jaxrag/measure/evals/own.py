@@ -33,9 +33,9 @@ from jaxrag.measure.table import percent
 from jaxrag.reuse.methods import Method, method_named
 from jaxrag.serve.answer_files import AnswerFile
 from jaxrag.serve.ask import Ask
+from jaxrag.serve.compatibility import suiting
 from jaxrag.serve.question_files import BadQuestion, FileQuestion, QuestionFile, is_texts
 from jaxrag.serve.questions import Settings, prepare
-from jaxrag.serve.suits import suiting
 
 SCORES: dict[str, Callable[[str, Sequence[str]], float]] = {
     "exact_match": exact_match,
@@ -198,7 +198,7 @@ def evaluate(
         raise RequestError(f"{kb.path} was opened without its model; open it with model=")
     probes = probes_of(questions, kb, shard)
     asked = (FULL, *(options.methods or suiting(kb, kb.model)))
-    names = {method_named(it).name: it for it in asked}
+    names = {method_named(way).name: way for way in asked}
     ask = Ask(
         template=options.template,
         k=options.k,
@@ -222,16 +222,16 @@ def evaluate(
         answers = AnswerFile(kept or Path(folder) / "items.jsonl", made_with)
         ask_one = functools.partial(answers_to, answerer)
         lines = ask_all(ask_one, list(map(_item, probes)), answers, progress=progress)
-    one = next(iter(settings.values()))
-    notes = dict.fromkeys(note for it in settings.values() for note in _notes(it, questions))
+    first = next(iter(settings.values()))
+    notes = dict.fromkeys(note for way in settings.values() for note in _notes(way, questions))
     return Evaluation(
         items=tuple(zip(probes, (dict(line) for _, line in lines), strict=True)),
-        methods={name: _asked(it.method) for name, it in settings.items()},
+        methods={name: _asked(way.method) for name, way in settings.items()},
         about={
-            "template": one.template.name,
-            "k": one.ask.k,
-            "max_new_tokens": one.ask.max_new_tokens,
-            "answer_tokens": one.ask.max_new_tokens,
+            "template": first.template.name,
+            "k": first.ask.k,
+            "max_new_tokens": first.ask.max_new_tokens,
+            "answer_tokens": first.ask.max_new_tokens,
         },
         notes=tuple(notes),
     )

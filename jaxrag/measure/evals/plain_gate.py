@@ -33,9 +33,9 @@ def read_requests(path: str | Path) -> list[Conversation]:
         if not line.strip():
             continue
         try:
-            one = json.loads(line)
+            body = json.loads(line)
             found.append(
-                conversation_of(one["messages"] if isinstance(one, dict) else one, wire=True)
+                conversation_of(body["messages"] if isinstance(body, dict) else body, wire=True)
             )
         except (ValueError, KeyError, RequestError) as error:
             raise RequestError(

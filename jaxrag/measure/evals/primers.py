@@ -114,7 +114,7 @@ def prime(
         heard=lambda: memory.delete(list(memory.keys())),
     )  # fmt: skip
     tokens = np.array([len(one) for one in tallies[0].agree])
-    kl = {name: np.array(one.kl) for name, one in zip(list(prepared)[1:], tallies, strict=True)}
+    kl = {name: np.array(tally.kl) for name, tally in zip(list(prepared)[1:], tallies, strict=True)}
     least = min(kl, key=lambda name: float(kl[name].sum()))
     candidates = []
     for name, one in zip(kl, tallies, strict=True):
@@ -157,16 +157,16 @@ def primers_of(kb: KnowledgeBase, named: Sequence[str]) -> dict[str, Primer]:
 
     Raises ConfigError for one that there is not, and for vectors of another model.
     """
-    wanted = {text: primer_named(text) for text in (*config_names("primers"), *named)}
+    measured = {text: primer_named(text) for text in (*config_names("primers"), *named)}
     if kb.primer is not None:
-        wanted[f"{kb.primer.name}, as kept"] = kb.primer
-    found: dict[str, Primer] = {}
+        measured[f"{kb.primer.name}, as kept"] = kb.primer
+    distinct: dict[str, Primer] = {}
     others = {FULL.name, *UNPRIMED}  # that rows are called by
-    for text, one in wanted.items():
-        one.check_model(kb.model_digest, kb.config)
-        if not any(one.same(other) for other in found.values()):
-            found[text if one.name in found.keys() | others else one.name] = one
-    return found
+    for text, primer in measured.items():
+        primer.check_model(kb.model_digest, kb.config)
+        if not any(primer.same(other) for other in distinct.values()):
+            distinct[text if primer.name in distinct.keys() | others else primer.name] = primer
+    return distinct
 
 
 def _prepared(

@@ -104,10 +104,10 @@ def of_knowledge_base(
 ) -> PromptSource:
     """Questions over the chunks that retrieval finds. RequestError for a line that is none."""
     found = []
-    for it in questions.entries(Shard.parse("0/1")):
-        if isinstance(it, BadQuestion):
-            raise RequestError(f"{questions.path}: line {it.line}: {it.reason}")
-        found.append((it.text, None))
+    for entry in questions.entries(Shard.parse("0/1")):
+        if isinstance(entry, BadQuestion):
+            raise RequestError(f"{questions.path}: line {entry.line}: {entry.reason}")
+        found.append((entry.text, None))
     ask = Ask(method=FULL, k=k, max_new_tokens=options.answer_tokens)
     return PromptSource(resolve(ask, kb=kb), found)
 
@@ -129,8 +129,8 @@ def run(
     Raises RequestError for fewer questions than are held out, and what training raises.
     """
     model = asked.settings.model
-    wanted = options.held_out + (options.number or len(asked.questions))
-    some = asked.questions[options.skip :][:wanted]
+    total = options.held_out + (options.number or len(asked.questions))
+    some = asked.questions[options.skip :][:total]
     if len(some) <= options.held_out:
         raise RequestError(
             f"{len(some)} questions, of which {options.held_out} are held out: give more, or a "
@@ -149,7 +149,7 @@ def run(
         for prompt in _prompts(asked.settings, some, file):
             if options.header is not None:
                 around = (model.config.vocab_size, options.header, options.vectors)
-                packets = tuple(wrapped(it, *around) for it in prompt.chunks)
+                packets = tuple(wrapped(chunk, *around) for chunk in prompt.chunks)
                 prompt = dataclasses.replace(prompt, packets=packets)
             prompts.append(prompt)
             bar.update()
@@ -223,7 +223,7 @@ def _prompts(
         name = content_id("", np.concatenate(parts).astype(np.int32))
         if name not in known:
             [answer] = answered([ready], 1)
-            known[name] = [int(it) for it in answer.token_ids]
+            known[name] = [int(token_id) for token_id in answer.token_ids]
             file.write([{"id": name, "token_ids": known[name]}])
         yield _with_answer(ready, known[name], settings.model.config.eos_ids)
 

@@ -173,8 +173,8 @@ def make_rows(
     with progress_bar(total, "questions", "question", shown=progress, done=files.done) as bar:
         for some in made:
             with disk_errors(files.rows.path):
-                maker.put([it for it in some if isinstance(it, Made)])
-            maker.dropped.update(it for it in some if isinstance(it, str))
+                maker.put([question for question in some if isinstance(question, Made)])
+            maker.dropped.update(question for question in some if isinstance(question, str))
             bar.update(len(some))
     return maker.report()
 
@@ -230,29 +230,29 @@ class _Maker:
     def put(self, made: Sequence[Made]) -> None:
         """Write questions where they belong."""
         kept: list[tuple[Made, list[Hit]]] = []
-        for one in made:
-            sides = {self._is_held_out(name) for name in one.sources}
+        for question in made:
+            sides = {self._is_held_out(name) for name in question.sources}
             if len(sides) > 1:
                 self.dropped[BOTH_SIDES] += 1
-            elif not self.files.is_new(one.question):
+            elif not self.files.is_new(question.question):
                 self.dropped[DOUBLE] += 1
             elif sides == {True}:
-                self.files.held_out.write([_plain(one)])
+                self.files.held_out.write([_plain(question)])
                 self.held_out += 1
             else:
-                kept.append((one, self._around(one)))
-        for one, chunks in self._answered(kept):
+                kept.append((question, self._around(question)))
+        for question, chunks in self._answered(kept):
             shown = [{"title": hit.title, "text": hit.text} for hit in chunks]
-            self.files.rows.write([{**_plain(one), "chunks": shown}])
+            self.files.rows.write([{**_plain(question), "chunks": shown}])
             self.rows += 1
-            self.asked.update(one.sources)
+            self.asked.update(question.sources)
 
     def report(self) -> MadeRows:
         dropped = {reason: self.dropped[reason] for reason in REASONS}
         if not (self.rows or self.held_out or self.files.done):
-            told = "; ".join(f"{count}: {why}" for why, count in dropped.items() if count)
+            reasons = "; ".join(f"{count}: {why}" for why, count in dropped.items() if count)
             raise RequestError(
-                f"{self.kb.path}: no question could be used ({told or 'no passages'}); pass "
+                f"{self.kb.path}: no question could be used ({reasons or 'no passages'}); pass "
                 "--questions FILE, or take a larger instruct model"
             )
         return MadeRows(self.rows, len(self.asked), self.held_out, dropped)
@@ -314,13 +314,13 @@ class _Maker:
             return
         settings = self._settings(None)
         ready = [
-            prepare(settings, one.question, [Passage(hit.text, hit.title) for hit in chunks])
-            for one, chunks in kept
+            prepare(settings, question.question, [Passage(hit.text, hit.title) for hit in chunks])
+            for question, chunks in kept
         ]
         results = answered(ready, self.options.batch_size)
-        for (one, chunks), result in zip(kept, results, strict=True):
+        for (question, chunks), result in zip(kept, results, strict=True):
             if result.finish_reason == "stop" and result.text.strip():
-                yield dataclasses.replace(one, answers=(result.text.strip(),)), chunks
+                yield dataclasses.replace(question, answers=(result.text.strip(),)), chunks
             else:
                 self.dropped[NO_ANSWER] += 1
 

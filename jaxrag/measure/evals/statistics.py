@@ -183,9 +183,9 @@ def bootstrapped_difference(
     a: HostArray, b: HostArray, seed: int, samples: HostArray | None = None
 ) -> dict[str, Any]:
     """How much larger the mean of ``a`` is than that of ``b``, paired; also what is ``needed``."""
-    found = bootstrapped(a - b, seed, samples=samples)
-    half = (found["high"] - found["low"]) / 2
-    return found | {"needed": needed(found["value"], half, len(a))}
+    interval = bootstrapped(a - b, seed, samples=samples)
+    half = (interval["high"] - interval["low"]) / 2
+    return interval | {"needed": needed(interval["value"], half, len(a))}
 
 
 def by_group(

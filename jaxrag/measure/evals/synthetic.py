@@ -97,14 +97,14 @@ def result_of(
         "interval": f"{LEVEL:.0%}, cluster-robust over samples (evals/statistics.py)",
         "cells": [
             {
-                **one.labels,
+                **cell.labels,
                 **{
                     metric: by_group(groups, asked.sample, share, values)
-                    for metric, values in one.scores.items()
+                    for metric, values in cell.scores.items()
                 },
-                **one.more,
+                **cell.more,
             }
-            for one in cells
+            for cell in cells
         ],
         "differences": [{"a": a.name, "b": b.name, "difference": compared(a, b)} for a, b in pairs],
     }
@@ -124,17 +124,17 @@ def run(options: SyntheticOptions, progress: bool = True) -> dict[str, Any]:
     cells: dict[ModelRead, Cell] = {}
     steps = len(options.models) * len(options.reads) * len(asked.samples)
     with progress_bar(steps, "eval", "question", shown=progress) as bar:
-        for one in (ModelRead(name, read) for name in options.models for read in options.reads):
-            bar.set_postfix_str(str(one), refresh=False)
-            right = scored(written[one.model], READS[one.read], bar.update)
-            cells[one] = Cell(one._asdict(), {"accuracy": right})
+        for cell in (ModelRead(name, read) for name in options.models for read in options.reads):
+            bar.set_postfix_str(str(cell), refresh=False)
+            right = scored(written[cell.model], READS[cell.read], bar.update)
+            cells[cell] = Cell(cell._asdict(), {"accuracy": right})
     baseline = next(iter(options.models))
     pairs = [(cells[a], cells[b]) for a, b in _pairs(options, baseline)]
     return {
         **result_of(options, asked, cells.values(), pairs),
         "models": {
-            name: described(options.models[name], one.model, one.template)
-            for name, one in written.items()
+            name: described(options.models[name], asked_of.model, asked_of.template)
+            for name, asked_of in written.items()
         },
         "baseline": baseline,
         "recovery": _recoveries(options, baseline, asked, cells),
@@ -164,11 +164,11 @@ def _recoveries(
     """What each other model brings back of what the baseline loses, by read."""
     if FULL not in options.reads:
         return []
-    right = {one: cell.scores["accuracy"] for one, cell in cells.items()}
+    right = {model_read: cell.scores["accuracy"] for model_read, cell in cells.items()}
     best = right[ModelRead(baseline, FULL)]
     rows = []
-    for one, back in right.items():
-        if one.read != FULL and one.model != baseline:
-            found = recovery(right[ModelRead(baseline, one.read)], back, best, asked.sample)
-            rows.append({**one._asdict(), "recovery": plain(found)})
+    for model_read, back in right.items():
+        if model_read.read != FULL and model_read.model != baseline:
+            found = recovery(right[ModelRead(baseline, model_read.read)], back, best, asked.sample)
+            rows.append({**model_read._asdict(), "recovery": plain(found)})
     return rows

@@ -98,8 +98,8 @@ def _across(
         row = found.setdefault(tuple(label(name, cell[name]) for name in names), {})
         row[cell[last]] = percent(value)
     columns = list(dict.fromkeys(cell[last] for cell in cells))
-    head = [*names, *("own" if it is None else label(last, it) for it in columns)]
-    rows = ([*key, *(row.get(it, "") for it in columns)] for key, row in found.items())
+    head = [*names, *("own" if column is None else label(last, column) for column in columns)]
+    rows = ([*key, *(row.get(column, "") for column in columns)] for key, row in found.items())
     return Table(title, [head, *rows], names=len(names))
 
 

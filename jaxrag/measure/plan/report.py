@@ -47,10 +47,10 @@ def plan_tables(record: dict[str, Any]) -> list[Table]:
 def _stored(record: dict[str, Any]) -> Table:
     corpus, model = record["settings"]["corpus"], record["model"]
     rows = [["method", "stored", "after a year"]]
-    for one in record["methods"]:
-        if not one["corpus_bytes"]:
+    for row in record["methods"]:
+        if not row["corpus_bytes"]:
             continue
-        rows.append([one["method"], _sized(one["corpus_bytes"]), _sized(one["grown_bytes"])])
+        rows.append([row["method"], _sized(row["corpus_bytes"]), _sized(row["grown_bytes"])])
     title = (
         f"stored KV of {corpus['chunks']:,} chunks of {corpus['chunk_tokens']} tokens, "
         f"{_sized(model['stored_bytes_per_token'])} a token ({record['settings']['stored']})"
@@ -60,7 +60,7 @@ def _stored(record: dict[str, Any]) -> Table:
 
 def _times(methods: list[dict[str, Any]]) -> Table:
     names = list(dict.fromkeys(
-        tier["name"] for one in methods for tier in one["tiers"] if tier["name"] != _FULL
+        tier["name"] for method in methods for tier in method["tiers"] if tier["name"] != _FULL
     ))  # fmt: skip
     rows = [["method", *names, "expected"]]
     for one in methods:
@@ -71,7 +71,7 @@ def _times(methods: list[dict[str, Any]]) -> Table:
 
 
 def _found(methods: list[dict[str, Any]]) -> Table:
-    first = next((one for one in methods if one["corpus_bytes"]), None)
+    first = next((method for method in methods if method["corpus_bytes"]), None)
     rows = [["found in", "chunks held", "of all finds"]]
     for tier in [] if first is None else first["tiers"]:
         if tier["name"] != "computed":
@@ -82,13 +82,13 @@ def _found(methods: list[dict[str, Any]]) -> Table:
 
 def _serving(methods: list[dict[str, Any]]) -> Table:
     rows = [["method", "TFLOP", "a token", "engines"]]
-    for one in methods:
-        none = one["engines"] is None
+    for method in methods:
+        none = method["engines"] is None
         rows.append([
-            one["method"],
-            f"{one['flops'] / 1e12:.3g}",
-            _seconds(one["token"]),
-            "no prompt fits" if none else f"{one['engines']:,}",
+            method["method"],
+            f"{method['flops'] / 1e12:.3g}",
+            _seconds(method["token"]),
+            "no prompt fits" if none else f"{method['engines']:,}",
         ])  # fmt: skip
     title = "work to the first token, time of a further one, engines for the busiest hour"
     return Table(title, rows)

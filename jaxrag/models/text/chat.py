@@ -55,7 +55,7 @@ def render_template(
         "source": source,
         "messages": [dict(message) for message in messages],
         "special_tokens": dict(special_tokens),
-        "tools": [dict(it) for it in tools] or None,
+        "tools": [dict(tool) for tool in tools] or None,
         "values": dict(values),
         "add_generation_prompt": add_generation_prompt,
         "now": None if now is None else now.isoformat(),

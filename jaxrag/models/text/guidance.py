@@ -149,7 +149,7 @@ def _grammar_of(guide: Guide) -> str:
             schema = {} if schema else {"enum": []}
         return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=how))
     texts = schema if isinstance(schema, list) else []
-    if not texts or not all(isinstance(it, str) and it for it in texts):
+    if not texts or not all(isinstance(text, str) and text for text in texts):
         raise _refused(guide, "it is no list of texts")
     return str(
         LLMatcher.grammar_from_lark("start: TEXT\nTEXT: " + " | ".join(map(json.dumps, texts)))
@@ -160,17 +160,17 @@ def _width(schema: Any) -> int:
     """Properties that may be left out, wherever they are, and twice the branches."""
     width, rest = 0, [schema]
     while rest:
-        one = rest.pop()
-        if isinstance(one, list):
-            rest += one
-        if not isinstance(one, dict):
+        node = rest.pop()
+        if isinstance(node, list):
+            rest += node
+        if not isinstance(node, dict):
             continue
-        rest += one.values()
-        named, needed = one.get("properties"), one.get("required")
+        rest += node.values()
+        named, needed = node.get("properties"), node.get("required")
         needed = [it for it in needed if isinstance(it, str)] if isinstance(needed, list) else []
         width += len(named.keys() - set(needed)) if isinstance(named, dict) else 0
-        branches = (one.get(name) for name in ("anyOf", "oneOf"))
-        width += sum(2 * len(it) for it in branches if isinstance(it, list))
+        branches = (node.get(name) for name in ("anyOf", "oneOf"))
+        width += sum(2 * len(branch) for branch in branches if isinstance(branch, list))
     return width
 
 
@@ -206,18 +206,18 @@ def _words(
 
 def _unspelled(text: str) -> str:
     """A tokenizer.json whose special tokens no text spells, as forms are of ordinary tokens."""
-    told = json.loads(text)
-    names = {it["content"]: f"\U000f0000{it['id']}" for it in told["added_tokens"] if it["special"]}
-    for token in told["added_tokens"]:
+    spec = json.loads(text)
+    names = {it["content"]: f"\U000f0000{it['id']}" for it in spec["added_tokens"] if it["special"]}
+    for token in spec["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])
-    model = told["model"]
+    model = spec["model"]
     if isinstance(model["vocab"], dict):
         model["vocab"] = {names.get(it, it): number for it, number in model["vocab"].items()}
     else:
         model["vocab"] = [[names.get(it, it), score] for it, score in model["vocab"]]
     if "unk_token" in model:
         model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
-    return json.dumps(told | {"post_processor": None})
+    return json.dumps(spec | {"post_processor": None})
 
 
 def _refused(guide: Guide, why: str) -> RequestError:

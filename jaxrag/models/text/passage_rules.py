@@ -17,11 +17,11 @@ class PassageRules:
 
     Attributes:
       certain: regular expressions by name of what stands around passages; one is enough.
-      walls: the same, of which one kind has to open two passages.
+      walls: delimiters, of which one kind has to open two passages.
       least: bytes of the smallest block.
       whole: bytes of the largest that is not cut by its own text.
       reach: bytes to each side in which such a cut is the best place.
-      apart: characters between two walls that the text repeats.
+      apart: characters between two delimiters that the text repeats.
       worth: tokens of all blocks of a prompt together, below which none is read as one.
     """
 
@@ -39,7 +39,7 @@ class PassageRules:
             try:
                 re.compile(pattern, FLAGS)
             except re.error as error:
-                raise ConfigError(f"wall {name!r}: {pattern!r} is no pattern: {error}") from None
+                raise ConfigError(f"rule {name!r}: {pattern!r} is no pattern: {error}") from None
         if not (0 < self.least <= self.reach <= self.whole and min(self.apart, self.worth) > 0):
             raise ConfigError(
                 f"least={self.least}, reach={self.reach}, whole={self.whole}, apart={self.apart}, "

@@ -14,17 +14,17 @@ import re
 from collections.abc import Iterable, Iterator
 
 from jaxrag.models.text.anchors import anchors
-from jaxrag.models.text.passage_rules import PassageRules, closer
-from jaxrag.models.text.walls import (
-    MOST_WALLS,
+from jaxrag.models.text.delimiters import (
+    MOST_DELIMITERS,
     Span,
     before_closing,
     gaps,
-    named_walls,
+    named_delimiters,
     part,
-    repeated_walls,
+    repeated_delimiters,
     with_lines_above,
 )
+from jaxrag.models.text.passage_rules import PassageRules, closer
 
 MOST_CHARACTERS = 2 << 20  # of a prompt that is cut; a context of half a million tokens
 MOST_LINES = 100_000  # of it
@@ -59,33 +59,34 @@ class TextPiece:
 def cut(text: str, rules: PassageRules) -> list[TextPiece]:
     """The pieces of a text, in order; together they are all of it.
 
-    A text beyond ``MOST_CHARACTERS``, ``MOST_LINES`` or ``MOST_WALLS`` is one piece and no block.
+    A text beyond ``MOST_CHARACTERS``, ``MOST_LINES`` or ``MOST_DELIMITERS`` is one piece and no
+    block.
     """
     if len(text) > MOST_CHARACTERS or text.count("\n") > MOST_LINES:
         return list(_pieces((), len(text)))
-    certain, walls = named_walls(text, rules.certain), named_walls(text, rules.walls)
-    known = sorted({*itertools.chain(*certain.values(), *walls.values())})
-    if len(known) > MOST_WALLS:
+    certain, delimiters = named_delimiters(text, rules.certain), named_delimiters(text, rules.walls)
+    known = sorted({*itertools.chain(*certain.values(), *delimiters.values())})
+    if len(known) > MOST_DELIMITERS:
         return list(_pieces((), len(text)))
     known = with_lines_above(text, known, rules)
     closed = any(part(text, known, spans, rules, 1) for spans in certain.values())
-    parted = closed or any(part(text, known, spans, rules, 2) for spans in walls.values())
+    parted = closed or any(part(text, known, spans, rules, 2) for spans in delimiters.values())
     if not parted:
-        more = repeated_walls(text, rules)
+        more = repeated_delimiters(text, rules)
         parted = bool(more)
         known = sorted({*known, *more})
-    found = list(gaps(known, len(text)))
-    if not closed and found:
-        if found[0][0] == 0 and known[:1] != [(0, 0)]:  # no name opens the first passage
-            found[0] = _without_head(text, found[0])
-        if found[-1][1] == len(text):
+    spaces = list(gaps(known, len(text)))
+    if not closed and spaces:
+        if spaces[0][0] == 0 and known[:1] != [(0, 0)]:  # no name opens the first passage
+            spaces[0] = _without_head(text, spaces[0])
+        if spaces[-1][1] == len(text):
             if known:
-                found[-1] = before_closing(text, known[0][0], found[-1])
-            found[-1] = _without_tail(text, found[-1], rules)
+                spaces[-1] = before_closing(text, known[0][0], spaces[-1])
+            spaces[-1] = _without_tail(text, spaces[-1], rules)
     if not parted:
-        found = [it for gap in found for it in _between_breaks(text, gap)]
+        spaces = [it for gap in spaces for it in _between_breaks(text, gap)]
         rules = closer(rules)
-    blocks = (span for gap in found for span in _stripped_blocks(text, gap, rules))
+    blocks = (span for gap in spaces for span in _stripped_blocks(text, gap, rules))
     return list(_pieces(blocks, len(text)))
 
 
@@ -95,25 +96,25 @@ def passage_blocks(text: str, rules: PassageRules, parted: bool) -> list[Span]:
     Args:
       text: the passage alone.
       rules: those of ``cut``.
-      parted: walls part the passages of that prompt, and not empty lines.
+      parted: delimiters part the passages of that prompt, and not empty lines.
     """
-    certain, walls = named_walls(text, rules.certain), named_walls(text, rules.walls)
-    known = sorted({*itertools.chain(*certain.values(), *walls.values())})
-    found: Iterable[Span] = gaps(known, len(text))
+    certain, delimiters = named_delimiters(text, rules.certain), named_delimiters(text, rules.walls)
+    known = sorted({*itertools.chain(*certain.values(), *delimiters.values())})
+    spaces: Iterable[Span] = gaps(known, len(text))
     if not parted:
-        found = (it for gap in found for it in _between_breaks(text, gap))
+        spaces = (it for gap in spaces for it in _between_breaks(text, gap))
         rules = closer(rules)
-    return [span for gap in found for span in _stripped_blocks(text, gap, rules)]
+    return [span for gap in spaces for span in _stripped_blocks(text, gap, rules)]
 
 
 def _without_head(text: str, gap: Span) -> Span:
     """The first gap behind its first empty or ruled line, and lines that announce what follows.
 
-    Where none is near, passages begin the text. Walls that part passages open no first one.
+    Where none is near, passages begin the text. Delimiters that part passages open no first one.
     """
     reach = gap[0], min(gap[1], gap[0] + _LONG)
     lines = (_EMPTY_LINES.search(text, *reach), _RULED.search(text, *reach))
-    ends = [it.end() for it in lines if it is not None]
+    ends = [line.end() for line in lines if line is not None]
     if not ends:
         return gap
     announced = _ANNOUNCED.match(text, min(ends), gap[1])
@@ -123,8 +124,8 @@ def _without_head(text: str, gap: Span) -> Span:
 def _without_tail(text: str, gap: Span, rules: PassageRules) -> Span:
     """The last gap up to its last line break, where few bytes follow: words after all passages.
 
-    Walls that only open passages leave these with the last of them. A line that goes on with its
-    sentence, or has no letters, is the passage's own.
+    Delimiters that only open passages leave these with the last of them. A line that goes on with
+    its sentence, or has no letters, is the passage's own.
     """
     start, end = gap
     at = text.rfind("\n", start, start + len(text[start:end].rstrip()))
@@ -147,17 +148,17 @@ def _between_breaks(text: str, gap: Span) -> Iterator[Span]:
 def _breaks(text: str) -> list[Span]:
     """Empty lines, but those below a heading, and breaks of lines; in order."""
     found_empty = [match.span() for match in _EMPTY_LINES.finditer(text)]
-    found = [
+    breaks = [
         (start, end)
         for start, end in found_empty
         if not text.startswith("#", text.rfind("\n", 0, start) + 1)
     ]
-    found += [match.span() for match in _BREAKS.finditer(text)]
-    found += [match.span() for match in _RULED.finditer(text)]
+    breaks += [match.span() for match in _BREAKS.finditer(text)]
+    breaks += [match.span() for match in _RULED.finditer(text)]
     for start, end in gaps(sorted(found_empty), len(text)):
         if end - start > _LONG:
-            found += ((start + first, start + last) for first, last in _torn(text[start:end]))
-    return sorted(found)
+            breaks += ((start + first, start + last) for first, last in _torn(text[start:end]))
+    return sorted(breaks)
 
 
 def _torn(text: str) -> Iterator[Span]:

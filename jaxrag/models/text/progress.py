@@ -62,7 +62,7 @@ def followed[T](items: Sequence[T], name: str, unit: str, *, shown: bool = True)
             bar.update()
 
 
-def told(text: str, *, shown: bool = True) -> None:
+def announce(text: str, *, shown: bool = True) -> None:
     """A line of what comes next, before it."""
     if shown and sys.stderr is not None:
         print(text, file=sys.stderr, flush=True)

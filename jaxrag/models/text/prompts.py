@@ -42,12 +42,10 @@ class OfDocument(Protocol):
     @property
     def document_id(self) -> str:
         """The document it was cut from."""
-        ...
 
     @property
     def chunk_index(self) -> int:
         """Its place among the document's chunks."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)

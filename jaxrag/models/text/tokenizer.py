@@ -395,7 +395,7 @@ def _encoded(tokenizer: tokenizers.Tokenizer, text: str) -> tuple[HostArray, Hos
         return _ids(encoding), np.array(encoding.offsets, np.int32).reshape(-1, 2)
     spans = map(encoding.token_to_chars, range(len(encoding)))
     parts = iter(lambda: list(itertools.islice(spans, _AT_ONCE)), [])
-    return _ids(encoding), np.concatenate([np.array(it, np.int32) for it in parts])
+    return _ids(encoding), np.concatenate([np.array(part, np.int32) for part in parts])
 
 
 def _ids(encoding: tokenizers.Encoding) -> HostArray:

@@ -116,7 +116,7 @@ def framed(
     )
     if "\\udb8" in frame:  # what is hidden, as an escape
         raise TokenizerError("the model's chat template escapes special tokens in tools or calls")
-    if tools and not all(it["function"]["name"] in frame for it in tools):
+    if tools and not all(tool["function"]["name"] in frame for tool in tools):
         raise TokenizerError("the model's chat template writes no tools; name them in a message")
     between, rest = list[str](), frame
     for place, mark in enumerate(marks):
@@ -130,7 +130,7 @@ def framed(
     between.append(rest)
     parts = list(_parts(between, contents, whole))
     parts = parts[:-1] if framing.ending == "continued" else parts
-    return [one for it in parts for one in _shown(it, tokenizer)]
+    return [one for part in parts for one in _shown(part, tokenizer)]
 
 
 def _parts(between: Sequence[str], contents: Sequence[str], whole: str) -> Iterator[MessagePart]:

@@ -131,12 +131,12 @@ def _trained(
     knn: Knn,
 ) -> AttentionIndex:
     heads = [knn(head, keys, min(spec.knn, len(keys))).ids for head in queries]
-    met = np.bincount(np.concatenate([found.ravel() for found in heads]), minlength=len(keys))
+    met = np.bincount(np.concatenate([ids.ravel() for ids in heads]), minlength=len(keys))
     order = np.argsort(-met, kind="stable")
     wanted = order[: np.count_nonzero(met)].astype(np.int32)
     inverse = np.empty(len(keys), np.int32)
     inverse[order] = np.arange(len(keys), dtype=np.int32)
-    heads = [inverse[found] for found in heads]
+    heads = [inverse[ids] for ids in heads]
     if spec.share == "group":
         heads, queries = [np.concatenate(heads)], queries.reshape(1, -1, queries.shape[2])
     tables = (

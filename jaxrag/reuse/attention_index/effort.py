@@ -48,8 +48,8 @@ def choose(
     asked = [some[:, :: max(1, some.shape[1] // _QUERIES)] for some in asked]
     efforts = []
     for head in range(len(asked[0])):
-        here = [some[head] for some in asked]
-        effort = _least(searcher, head, [(q, knn(q, keys, k).ids) for q in here], spec)
+        queries_of_head = [some[head] for some in asked]
+        effort = _least(searcher, head, [(q, knn(q, keys, k).ids) for q in queries_of_head], spec)
         if effort is None:
             return (
                 f"exact: no search of most_scanned={spec.most_scanned} of the {len(index)} keys "

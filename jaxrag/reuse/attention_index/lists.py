@@ -73,10 +73,10 @@ def nearest_lists(query: HostArray, centroids: HostArray, probes: int) -> HostAr
     return np.argpartition(likeness, len(likeness) - probes)[-probes:]
 
 
-def distinct(found: HostArray) -> HostArray:
-    """The numbers from 0 on in ``found``, ascending, each once."""
-    found = np.sort(found, axis=None)
-    return found[(found >= 0) & np.concatenate([[True], found[1:] != found[:-1]])]
+def distinct(ids: HostArray) -> HostArray:
+    """The numbers from 0 on in ``ids``, ascending, each once."""
+    ids = np.sort(ids, axis=None)
+    return ids[(ids >= 0) & np.concatenate([[True], ids[1:] != ids[:-1]])]
 
 
 def candidates(query: HostArray, centroids: HostArray, table: HostArray, probes: int) -> HostArray:

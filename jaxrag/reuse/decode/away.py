@@ -101,7 +101,7 @@ class AwayAttend:
     def _attend(
         self,
         share: Array | int,
-        here: tuple[Array, Array, Array],
+        place: tuple[Array, Array, Array],
         new: tuple[Array, Array, Array, Array],
         pattern: tuple[Array, Array],
     ) -> tuple[Array, Array, Array, Array]:
@@ -109,12 +109,12 @@ class AwayAttend:
 
         Args:
             share: number of its run of KV heads.
-            here: the layer [], the requests' numbers [L, B] and the positions [B].
+            place: the layer [], the requests' numbers [L, B] and the positions [B].
             new: the query as the host is asked [B, N, H], and at its position [B, 1, N, H]; K and V
                 [B, 1, K, H].
             pattern: its K and V.
         """
-        layer, numbers, position = here
+        layer, numbers, position = place
         asked, placed, k, v = new
         pattern_k, pattern_v = pattern
         ticket, kv_heads = None, k.shape[2]

@@ -60,14 +60,14 @@ class RecallChecks:
         every = _EVERY if behind <= _LATER else _SELDOM
         return bool(position < self.until[at]) or behind % every == 0
 
-    def judge(self, at: tuple[int, int], position: int, found: HostArray, wanted: HostArray) -> str:
-        """Count what an index found [n] of the keys that are wanted [m]; -1 is none.
+    def judge(self, at: tuple[int, int], position: int, found: HostArray, exact: HostArray) -> str:
+        """Count what an index found [n] of the keys that an exact search gives [m]; -1 is none.
 
         Returns a note where the head is scanned from here on, else nothing.
         """
-        wanted = wanted[wanted >= 0]
+        exact = exact[exact >= 0]
         self.checked[at] += 1
-        self.found[at] += np.isin(wanted, found).mean() if len(wanted) else 1.0
+        self.found[at] += np.isin(exact, found).mean() if len(exact) else 1.0
         last = self.times[at] == _MOST
         least = self.target - _SLACK if last else self.target
         if self.found[at] + _SPARED >= least * self.checked[at]:
@@ -81,5 +81,5 @@ class RecallChecks:
         self.times[at] = 0
         return (
             f"exact: some query heads from some token on, as their indexes found less than "
-            f"{least:.2f} of the best {len(wanted)} keys in this answer"
+            f"{least:.2f} of the best {len(exact)} keys in this answer"
         )

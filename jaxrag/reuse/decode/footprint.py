@@ -110,12 +110,12 @@ class Account:
         return Account(**{**both, "notes": tuple(dict.fromkeys(both["notes"]))})
 
 
-def recall_of(found: HostArray, wanted: HostArray, scanned: int) -> Account:
-    """Of one search: positions found [n] and wanted [m], -1 where there is none."""
-    wanted = wanted[wanted >= 0]
+def recall_of(found: HostArray, exact: HostArray, scanned: int) -> Account:
+    """Positions that a search found [n], and an exact one [m]; -1 where there is none."""
+    exact = exact[exact >= 0]
     return Account(
         searches=1,
         scanned=scanned,
-        wanted=len(wanted),
-        found=int(np.isin(wanted, found).sum()),
+        wanted=len(exact),
+        found=int(np.isin(exact, found).sum()),
     )

@@ -320,10 +320,10 @@ class HostSearch:
             positions: [S] int32 where the keys are in the prompt; -1: not to be found.
             offset: a key at position p is rotated to p less this.
         """
-        opened = [it if isinstance(it, Searcher) else open_index(it) for it in made]
+        opened = [index if isinstance(index, Searcher) else open_index(index) for index in made]
         exact: list[Searcher] = []
         if self.measure:
-            compared = [it.all_keys() for it in opened] if keys is None else keys
+            compared = [index.all_keys() for index in opened] if keys is None else keys
             exact = [open_index(build(head, None, Exact("float32"))) for head in compared]
         part = Part(opened, positions, offset, exact)
         self._requests[number].account += part.account(stored=keys is None)
@@ -440,14 +440,14 @@ class HostSearch:
         else:
             ids, scanned = self._best(parts, asked, at, k, times=times)
             if check is not None and check[0].due(at, check[1]):
-                wanted, also = self._scan(parts, asked, at, k)
-                note = check[0].judge(at, check[1], ids, wanted)
+                exact_ids, also = self._scan(parts, asked, at, k)
+                note = check[0].judge(at, check[1], ids, exact_ids)
                 counted.append((number, Account(notes=(note,) if note else ())))
-                ids, scanned = wanted, scanned + also
+                ids, scanned = exact_ids, scanned + also
         out[: len(ids)] = ids
         if self.measure and all(part.exact for part in parts):
-            wanted, _ = self._best(parts, asked, at, k, exact=True)
-            counted.append((number, recall_of(ids, wanted, scanned)))
+            exact_ids, _ = self._best(parts, asked, at, k, exact=True)
+            counted.append((number, recall_of(ids, exact_ids, scanned)))
 
     def _best(
         self,

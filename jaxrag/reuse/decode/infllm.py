@@ -116,9 +116,9 @@ class InfLLM(DecodeRule):
     @override
     def prepare(self, view: View, queries: Array, positions: Array, room: int) -> Array:
         """Positions of the representatives of every block: [B, K, C * R] int32."""
-        wanted = _mean_behind(view, queries, positions, self.recent)
-        scores = jnp.einsum("bskh,bskh->bks", wanted, view.keys(at=jnp.int32(0)))
-        scores = jnp.where(view.seen[:, None], scores, -jnp.inf)
+        mean = _mean_behind(view, queries, positions, self.recent)
+        scores = jnp.einsum("bskh,bskh->bks", mean, view.keys(at=jnp.int32(0)))
+        scores = jnp.where(view.visible[:, None], scores, -jnp.inf)
         scores = jnp.take_along_axis(scores, view.order[:, None], axis=-1)  # by position
         scores = jnp.where(_known(view)[:, None], scores, -jnp.inf)[..., self.sink :]
         short = -scores.shape[-1] % self.block
@@ -166,7 +166,7 @@ def _mean_behind(view: View, queries: Array, positions: Array, recent: int) -> A
     sums = jnp.cumsum(asked.reshape(shape).sum(3), axis=1)
     sums = jnp.pad(sums, ((0, 0), (1, 0), (0, 0), (0, 0)))  # [B, W + 1, K, H]
     places = jnp.where(there, positions, HIDDEN)
-    key = jnp.where(view.seen, view.slot_position, 0)
+    key = jnp.where(view.visible, view.slot_position, 0)
     count = jax.vmap(lambda some, at: jnp.searchsorted(some, at, side="right"))
     first, end = count(places, key), count(places, key + recent)
     end = jnp.where(end > first, end, there.sum(1, keepdims=True))
@@ -284,8 +284,8 @@ def _shown(memory: HostMemory, prompt: HostPrompt, recent: int, positions: HostA
     count = np.maximum(end - first, 1)[:, None]
     scores = np.empty((memory.kv_heads, len(positions)), np.float32)
     for head in range(memory.kv_heads):
-        wanted = (sums[end, head] - sums[first, head]) / count
+        mean = (sums[end, head] - sums[first, head]) / count
         keys = memory.keys(head, memory.layer.rows[positions])
         back = memory.layer.offsets[positions] - positions
-        scores[head] = np.einsum("nh,nh->n", wanted, turned(keys, back, memory.config.rope))
+        scores[head] = np.einsum("nh,nh->n", mean, turned(keys, back, memory.config.rope))
     return scores

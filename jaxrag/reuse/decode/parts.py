@@ -45,17 +45,17 @@ class Part:
             keys=keys,
             index_bytes=sum(each.nbytes for each in self.searchers),
             stored=keys if stored else 0,
-            trained=0 if stored else sum(isinstance(it.spec, Trained) for it in indexes),
-            notes=tuple(dict.fromkeys(it.note for it in indexes if it.note)),
+            trained=0 if stored else sum(isinstance(index.spec, Trained) for index in indexes),
+            notes=tuple(dict.fromkeys(index.note for index in indexes if index.note)),
         )
 
     def scan(self, kv_head: int, q: HostArray, k: int) -> FoundKeys:
         """``best`` by a scan of every key."""
         searcher = self.searchers[kv_head]
-        found = searcher.scan(q, min(len(searcher), k + self.hidden))
-        where = self.positions[found.ids]
-        scores = np.where(where >= 0, found.scores, np.float32(-np.inf))
-        return FoundKeys(where, scores, found.scanned)
+        keys = searcher.scan(q, min(len(searcher), k + self.hidden))
+        where = self.positions[keys.ids]
+        scores = np.where(where >= 0, keys.scores, np.float32(-np.inf))
+        return FoundKeys(where, scores, keys.scanned)
 
     def best(
         self,

@@ -105,7 +105,7 @@ class Quest(DecodeRule):
     @override
     def prepare(self, view: View, queries: Array, positions: Array, room: int) -> Boxes:
         """The boxes of the prompt's pages."""
-        return _boxes(view, view.pages, view.seen.reshape(*view.pages.shape, -1))
+        return _boxes(view, view.pages, view.visible.reshape(*view.pages.shape, -1))
 
     @override
     def attend(self, view: View, layer: Array, state: Boxes) -> tuple[Partial, Any]:
@@ -113,8 +113,8 @@ class Quest(DecodeRule):
         page = view.pool.k.shape[1]
         own = view.slots_of(view.position[:, None])[:, :1] // page  # [B, 1] place in the table
         rows = jnp.arange(own.shape[0])[:, None]
-        seen = view.seen.reshape(*view.pages.shape, page)[rows, own]
-        new = _boxes(view, jnp.take_along_axis(view.pages, own, 1), seen)
+        visible = view.visible.reshape(*view.pages.shape, page)[rows, own]
+        new = _boxes(view, jnp.take_along_axis(view.pages, own, 1), visible)
         state = Boxes(
             low=state.low.at[rows, own].set(new.low), high=state.high.at[rows, own].set(new.high)
         )
@@ -127,22 +127,22 @@ class Quest(DecodeRule):
         page = view.pool.k.shape[1]
         bound = _bounds(view, boxes)  # [B, K, G, M]
         bound = jnp.where(jnp.arange(num_pages) == own[:, None, None], jnp.inf, bound)
-        seen = view.seen.reshape(batch, 1, 1, num_pages, page)
-        bound = jnp.where(seen.any(-1), bound, -jnp.inf)
+        visible = view.visible.reshape(batch, 1, 1, num_pages, page)
+        bound = jnp.where(visible.any(-1), bound, -jnp.inf)
         _, best = highest(bound, self.budget // page)
         slots = best[..., None] * page + jnp.arange(page)
         slots = slots.reshape(*best.shape[:-1], -1)
         return view.mix(view.scores_of_slots(slots), slots)
 
 
-def _boxes(view: View, pages: Array, seen: Array) -> Boxes:
+def _boxes(view: View, pages: Array, visible: Array) -> Boxes:
     """Boxes of pages [B, m] of the pool, over the slots seen [B, m, page]; empty ones are 0."""
     keys = view.pool.k[pages]  # [B, m, page, K, H]
-    seen = seen[..., None, None]
+    visible = visible[..., None, None]
     largest = jnp.finfo(keys.dtype).max
-    some = seen.any(2)
-    low = jnp.where(seen, keys, largest).min(2)
-    high = jnp.where(seen, keys, -largest).max(2)
+    some = visible.any(2)
+    low = jnp.where(visible, keys, largest).min(2)
+    high = jnp.where(visible, keys, -largest).max(2)
     return Boxes(low=jnp.where(some, low, 0), high=jnp.where(some, high, 0))
 
 
@@ -183,7 +183,7 @@ class BestPages(ByHead):
         shape = (memory.kv_heads, len(names), memory.dim)
         self.low = np.full(shape, np.inf, np.float32)
         self.high = np.full(shape, -np.inf, np.float32)
-        self._seen = -1  # the last position in a box
+        self._last_boxed = -1  # the last position in a box
         self.extend(prompt.position)
         held = (self.low, self.high, self._members, self._page_of)
         nbytes = sum(int(each.nbytes) for each in held)
@@ -192,7 +192,7 @@ class BestPages(ByHead):
     @override
     def extend(self, position: int) -> None:
         """Put the keys up to ``position`` into their boxes."""
-        for at in range(self._seen + 1, position + 1, 1 << 14):
+        for at in range(self._last_boxed + 1, position + 1, 1 << 14):
             positions = np.arange(at, min(at + (1 << 14), position + 1))
             positions = positions[np.argsort(self._page_of[positions], kind="stable")]
             pages, first = np.unique(self._page_of[positions], return_index=True)
@@ -201,7 +201,7 @@ class BestPages(ByHead):
                 low, high = self.low[head], self.high[head]
                 low[pages] = np.minimum(low[pages], np.minimum.reduceat(keys, first))
                 high[pages] = np.maximum(high[pages], np.maximum.reduceat(keys, first))
-        self._seen = max(self._seen, position)
+        self._last_boxed = max(self._last_boxed, position)
 
     @override
     def work(self, position: int) -> int:
@@ -230,9 +230,9 @@ class BestPages(ByHead):
         for number, q in enumerate(asked):
             above, below, end = np.maximum(q, 0), np.minimum(q, 0), int(self._ends[number + 1])
             for at in range(int(self._ends[number]), end, self.memory.block):
-                here = slice(at, min(at + self.memory.block, end))
-                low = np.where(empty[here, None], 0, self.low[head, here])
-                high = np.where(empty[here, None], 0, self.high[head, here])
-                bounds[:, here] = above @ high.T + below @ low.T
+                block = slice(at, min(at + self.memory.block, end))
+                low = np.where(empty[block, None], 0, self.low[head, block])
+                high = np.where(empty[block, None], 0, self.high[head, block])
+                bounds[:, block] = above @ high.T + below @ low.T
         bounds[:, empty] = -np.inf
         return bounds

@@ -189,13 +189,13 @@ class Retrieval(DecodeRule):
         span = _Span.of(self, config, documents, notes.append, *at)
         _check_bytes(span, in_place=True, parts=prompt.parts)
         opened, span = _open(
-            span, lambda it: documents.open_layer(it.chunk, it.known, layer, config)
+            span, lambda stored: documents.open_layer(stored.chunk, stored.known, layer, config)
         )
         finders: list[list[Finder]] = [[] for _ in range(config.num_kv_heads)]
         account = Account(index_bytes=memory.nbytes, notes=tuple(notes))
-        for it in span.stored:
-            places = (it.positions, it.chunk.position)
-            for head, index in enumerate(opened[it.chunk.key][heads]):
+        for stored in span.stored:
+            places = (stored.positions, stored.chunk.position)
+            for head, index in enumerate(opened[stored.chunk.key][heads]):
                 finder, cost = finder_of(memory, head, index, *places, stored=True)
                 finders[head].append(finder)
                 account += cost
@@ -237,8 +237,8 @@ class Retrieval(DecodeRule):
                 places = (it.positions, it.chunk.position)
                 parts.append(host.open(number, opened[it.chunk.key][layer], None, *places))
             if len(span.rest):
-                here = dataclasses.replace(span, config=config.of_layer(layer))
-                made = list(here.indexes(keys.__getitem__, _banks(queries, asked, config)))
+                of_layer = dataclasses.replace(span, config=config.of_layer(layer))
+                made = list(of_layer.indexes(keys.__getitem__, _banks(queries, asked, config)))
                 parts.append(host.open(number, made, keys, span.rest))
             misses = any(part.misses for part in parts)
             host.add_layer(number, parts, span.checks if misses else None)
@@ -403,16 +403,16 @@ def _check_bytes(span: _Span, *, in_place: bool, parts: int = 1) -> None:
 def _open[T](span: _Span, open_one: Callable[[_Stored], T]) -> tuple[dict[str, T], _Span]:
     """The stored indexes by chunk; the keys of those that cannot be read are part of the rest."""
     opened: dict[str, T] = {}
-    for it in span.stored:
-        if it.chunk.key in opened:
+    for stored in span.stored:
+        if stored.chunk.key in opened:
             continue
         try:
-            opened[it.chunk.key] = open_one(it)
+            opened[stored.chunk.key] = open_one(stored)
         except DAMAGED as error:
             span.note(f"a stored index is not used: {error}")
-    lost = [it.positions for it in span.stored if it.chunk.key not in opened]
+    lost = [stored.positions for stored in span.stored if stored.chunk.key not in opened]
     rest = np.concatenate([span.rest, *(where[where >= 0] for where in lost)])
-    kept = [it for it in span.stored if it.chunk.key in opened]
+    kept = [stored for stored in span.stored if stored.chunk.key in opened]
     return opened, dataclasses.replace(span, stored=kept, rest=np.sort(rest))
 
 

@@ -95,8 +95,8 @@ class DecodeAttend:
             host=self.host,
             far=far,
         )
-        here = jax.tree.map(lambda x: x[layer], state)
-        part, new = self.rule.attend(view, layer, here)
-        if new is not here:  # most rules only read their state
+        own_state = jax.tree.map(lambda x: x[layer], state)
+        part, new = self.rule.attend(view, layer, own_state)
+        if new is not own_state:  # most rules only read their state
             state = jax.tree.map(lambda x, y: x.at[layer].set(y), state, new)
         return part.replace(out=part.out.astype(q.dtype)), (pool, state), None

@@ -12,7 +12,7 @@ from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, RetrievalError
 from jaxrag.base.types import HostArray
 from jaxrag.kv.store.base import KVStore
 from jaxrag.kv.store.layout import WHOLE, HeadShare
-from jaxrag.kv.store.ledger import Seen
+from jaxrag.kv.store.ledger import StoredChunk
 from jaxrag.kv.store.record import Record
 from jaxrag.reuse.attention_index import AttentionIndex, Searcher, open_index
 from jaxrag.reuse.attention_index.document import (
@@ -99,7 +99,7 @@ class StoredIndexes:
         if known is not None and known.record.attempt == record.attempt:
             return known
         spec = stored_spec(chunk.store, chunk.key)
-        tables = indexes_nbytes(Seen.of(record).aux) // self._share.ways
+        tables = indexes_nbytes(StoredChunk.of(record).aux) // self._share.ways
         heads = chunk.store.layout.num_kv_heads  # of the share
         keys = config.num_layers * record.tokens * heads * config.head_dim
         nbytes = keys * STORAGE_BYTES[spec.storage] + tables

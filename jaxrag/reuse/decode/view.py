@@ -159,7 +159,7 @@ class View:
         """Scores with the keys at slots [B, K', G', n], -inf where one is not seen."""
         assert self.q is not None
         flat = slots.reshape(slots.shape[0], -1)
-        see = jnp.take_along_axis(self.seen, flat, axis=1).reshape(slots.shape)
+        see = jnp.take_along_axis(self.visible, flat, axis=1).reshape(slots.shape)
         return self._slot_scores(slots, see, self.position, self.turns(slots))
 
     def _slot_scores(self, slots: Array, see: Array, query_at: Array, turn: Array) -> Array:
@@ -200,15 +200,15 @@ class View:
         batch, num_pages = self.pages.shape
         page = self.pool.k.shape[1]
         keys = self.pool.k[self.pages].astype(jnp.float32)  # [B, M, page, K, H]
-        seen = self.seen.reshape(batch, num_pages, page, 1, 1)
+        visible = self.visible.reshape(batch, num_pages, page, 1, 1)
         turn = jnp.broadcast_to(self.offsets[:, :, None], (batch, num_pages, page))
         if at is not None:
-            local = jnp.where(seen[..., 0, 0], self.slot_position.reshape(turn.shape) - turn, 0)
+            local = jnp.where(visible[..., 0, 0], self.slot_position.reshape(turn.shape) - turn, 0)
             turn = at - local
         turn = turn[..., None, None]
         angle = jnp.abs(turn[..., 0])
         keys = rotate(
-            jnp.where(seen, keys, 0),
+            jnp.where(visible, keys, 0),
             self.rope.cos[angle],
             jnp.sign(turn) * self.rope.sin[angle],
             interleaved=self.config.rope.interleaved,
@@ -226,7 +226,7 @@ class View:
         return rotate(keys, cos, sin, interleaved=self.config.rope.interleaved)
 
     @property
-    def seen(self) -> Array:
+    def visible(self) -> Array:
         """[B, S] which slots the newest token sees."""
         return self.slot_position <= self.position[:, None]
 

@@ -128,17 +128,17 @@ class ChunkEncoding:
         chosen = encoder_named(encoder)
         return len(seen_prefix(chosen, self.prefix)) + num_front(chosen, self.primer)
 
-    def missing[C: ChunkInContext](self, encoder: str, wanted: Mapping[str, C]) -> dict[str, C]:
+    def missing[C: ChunkInContext](self, encoder: str, by_key: Mapping[str, C]) -> dict[str, C]:
         """Those of the chunks, by key, that the store lacks or holds without indexes they get."""
-        return self.looked_up(encoder, wanted)[0]
+        return self.looked_up(encoder, by_key)[0]
 
     def looked_up[C: ChunkInContext](
-        self, encoder: str, wanted: Mapping[str, C]
+        self, encoder: str, by_key: Mapping[str, C]
     ) -> tuple[dict[str, C], int]:
         """What is ``missing``, and how many of that stand there without the store's seal."""
-        found = self.held.find(wanted)
+        found = self.held.find(by_key)
         missing = {}
-        for key, chunk in wanted.items():
+        for key, chunk in by_key.items():
             record = found[key]
             indexed = gets_indexes(self.indexing, encoder, len(chunk.ids))
             if not isinstance(record, Record) or (indexed and not is_indexed(record)):
@@ -146,26 +146,26 @@ class ChunkEncoding:
         return missing, sum(isinstance(found[key], ChunkNotSealed) for key in missing)
 
     def encode(
-        self, encoder: str, wanted: Mapping[str, ChunkInContext], own_kv: OwnKV | None = None
+        self, encoder: str, by_key: Mapping[str, ChunkInContext], own_kv: OwnKV | None = None
     ) -> Iterator[Encoded]:
         """Encode chunks, by key, whatever the store holds; in batch order.
 
         Args:
           encoder: a key of ENCODERS.
-          wanted: the chunks by their keys.
+          by_key: the chunks by their keys.
           own_kv: gives the neighbours' own KV; None takes it from the store and keeps it there.
 
         Raises what ``encode_chunks`` raises.
         """
         alone = dict[str, ChunkInContext]()
-        if self.apart and len(wanted) > 1:
-            alone = {k: it for k, it in wanted.items() if self.shape(encoder, len(it.ids)) is None}
+        if self.apart and len(by_key) > 1:
+            alone = {k: it for k, it in by_key.items() if self.shape(encoder, len(it.ids)) is None}
         if alone:
-            others = {key: it for key, it in wanted.items() if key not in alone}
+            others = {key: it for key, it in by_key.items() if key not in alone}
             for some in (*({key: it} for key, it in alone.items()), others):
                 yield from self.encode(encoder, some, own_kv)
             return
-        keys, chunks = list(wanted), list(wanted.values())
+        keys, chunks = list(by_key), list(by_key.values())
         model, before = front(self.model, encoder_named(encoder), self.prefix, self.primer)
         made = encode_for_store(
             model,
@@ -198,13 +198,13 @@ class ChunkEncoding:
         return shape_apart(self.model, self.num_before(encoder) + tokens)
 
     def encode_missing[C: ChunkInContext](
-        self, encoder: str, wanted: Mapping[str, C]
+        self, encoder: str, by_key: Mapping[str, C]
     ) -> dict[str, C]:
         """Encode what ``missing`` says; durable when this returns. Returns what was encoded.
 
         Raises StoreError when it cannot be put.
         """
-        missing = self.missing(encoder, wanted)
+        missing = self.missing(encoder, by_key)
         with self.held.writer() as writer:
             for made in self.encode(encoder, missing):
                 made.put(writer.submit)
@@ -264,19 +264,19 @@ class StoredNeighbours:
     def __call__(self, chunks: Sequence[HostArray]) -> list[HostArray]:
         """The KV [L, 2, T, K, H] of distinct chunks, int32 [T] each."""
         plain = dataclasses.replace(self.encoding, indexing=None)
-        wanted = {plain.key(NEIGHBOUR_ENCODER, ids): ChunkInContext(ids) for ids in chunks}
+        by_key = {plain.key(NEIGHBOUR_ENCODER, ids): ChunkInContext(ids) for ids in chunks}
         whole = not plain.store.layout.drops
-        read = plain.held.get_many(list(wanted) if whole else [], on_missing="skip")
-        found = {
+        read = plain.held.get_many(list(by_key) if whole else [], on_missing="skip")
+        kv_of = {
             key: read.kv[:, :, start : start + length]
             for key, (start, length) in read.offsets.items()
         }
-        missing = {key: chunk for key, chunk in wanted.items() if key not in found}
+        missing = {key: chunk for key, chunk in by_key.items() if key not in kv_of}
         keeps = plain.store.writable and whole
         for made in plain.encode(NEIGHBOUR_ENCODER, missing):
             # As a store gives it, so that nothing depends on what it held.
-            found[made.key] = as_stored(made.kv, plain.store.layout) if whole else made.kv
+            kv_of[made.key] = as_stored(made.kv, plain.store.layout) if whole else made.kv
             self.computed.append(len(made.chunk.ids))
             # Not to keep it only costs work later; who stores the chunk itself gets the error.
             keeps = keeps and plain.offer(made) is None
-        return [found[key] for key in wanted]
+        return [kv_of[key] for key in by_key]

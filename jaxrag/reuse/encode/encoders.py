@@ -94,9 +94,9 @@ def provenance(
     tokenizer = "" if model.tokenizer is None else model.tokenizer.digest
     chosen = encoder_named(encoder)
     others = checked_neighbours(chosen, None if neighbours is None else [neighbours], 1)[0]
-    seen = seen_prefix(chosen, prefix_ids)
+    prefix = seen_prefix(chosen, prefix_ids)
     named = primer_id(chosen, tokenizer, primer)
-    context = context_id(encoder, seen, [content_id(tokenizer, ids) for ids in others], named)
+    context = context_id(encoder, prefix, [content_id(tokenizer, ids) for ids in others], named)
     return Provenance(encoder, content_id(tokenizer, token_ids), context)
 
 
@@ -169,10 +169,10 @@ def primer_id(encoder: Encoder, tokenizer_digest: str, primer: HostArray | None)
 
     Raises RequestError as ``seen_primer`` does.
     """
-    seen = seen_primer(encoder, primer)
-    if is_soft(seen):
-        return vectors_id(seen)
-    return content_id(tokenizer_digest, seen) if len(seen) else ""
+    its_primer = seen_primer(encoder, primer)
+    if is_soft(its_primer):
+        return vectors_id(its_primer)
+    return content_id(tokenizer_digest, its_primer) if len(its_primer) else ""
 
 
 def is_soft(primer: HostArray) -> bool:
@@ -189,12 +189,12 @@ def front(
     Raises RequestError as ``seen_primer`` does.
     """
     first = seen_primer(encoder, primer)
-    seen = seen_prefix(encoder, prefix_ids)
+    visible_prefix = seen_prefix(encoder, prefix_ids)
     if is_soft(first):
         model = model.with_soft(first)
         first = np.arange(model.config.vocab_size, model.num_ids, dtype=np.int32)
     first = first[: num_front(encoder, primer)]
-    return model, np.concatenate((seen, first)) if len(first) else seen
+    return model, np.concatenate((visible_prefix, first)) if len(first) else visible_prefix
 
 
 def checked_neighbours(

@@ -111,15 +111,15 @@ def _lay_rows(
         at = taken = 0
         for number, index in enumerate(members):
             example = examples[index]
-            here = slice(at, at + example.num_tokens)
-            ids[row, here] = np.concatenate([example.prefix, *example.neighbours, example.chunk])
-            positions[row, here] = np.arange(example.num_tokens)
-            segments[row, here] = FINAL
-            numbers[row, here] = number
+            span = slice(at, at + example.num_tokens)
+            ids[row, span] = np.concatenate([example.prefix, *example.neighbours, example.chunk])
+            positions[row, span] = np.arange(example.num_tokens)
+            segments[row, span] = FINAL
+            numbers[row, span] = number
             place = slice(taken, taken + len(example.chunk))
-            columns[row, place] = np.arange(at + example.num_before, here.stop)
+            columns[row, place] = np.arange(at + example.num_before, span.stop)
             places.append((index, row, place))
-            at, taken = here.stop, place.stop
+            at, taken = span.stop, place.stop
     put = functools.partial(model.put_batch, batch=shape[0])
     tokens = Tokens(
         ids=put(ids), positions=put(positions), segments=put(segments), examples=put(numbers)

@@ -191,9 +191,9 @@ class _Context:
         kv = staging.take(self._layout.shape(slots), self._layout.numpy_dtype)
         local = np.zeros(slots, np.int32)
         for part, own in self._parts:
-            here = slice(part.pages[0] * PAGE, part.pages[0] * PAGE + part.tokens)
-            kv[:, :, here] = own
-            local[here] = np.arange(part.tokens)
+            span = slice(part.pages[0] * PAGE, part.pages[0] * PAGE + part.tokens)
+            kv[:, :, span] = own
+            local[span] = np.arange(part.tokens)
         return kv, local
 
     def _lay_out(self, kv: HostArray) -> CachedChunk:
@@ -220,12 +220,12 @@ def _start(
     for row, (index, chunk, neighbours) in enumerate(examples):
         table, position = context.table(neighbours)
         slot = table.reserve(context.reserve(len(chunk)))
-        here = slice(0, len(chunk))
-        ids[row, here] = chunk
-        positions[row, here] = position + np.arange(len(chunk))
-        slots[row, here] = slot + np.arange(len(chunk))
+        span = slice(0, len(chunk))
+        ids[row, span] = chunk
+        positions[row, span] = position + np.arange(len(chunk))
+        slots[row, span] = slot + np.arange(len(chunk))
         builders.append(table)
-        places.append((index, row, here))
+        places.append((index, row, span))
     kv, local = context.arrays(staging)
     put = functools.partial(model.put_batch, batch=rows)
     tokens = Tokens(ids=put(ids), positions=put(positions), segments=put(np.full_like(ids, FINAL)))

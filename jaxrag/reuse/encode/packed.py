@@ -115,12 +115,12 @@ def lay_rows(
         segments[row, : len(prefix)] = PREFIX
         at = len(prefix)
         for segment, index in enumerate(members, FIRST_CHUNK):
-            here = slice(at, at + len(chunks[index]))
-            ids[row, here] = chunks[index]
-            positions[row, here] = len(prefix) + np.arange(len(chunks[index]))
-            segments[row, here] = segment
-            places.append((index, row, here))
-            at = here.stop
+            span = slice(at, at + len(chunks[index]))
+            ids[row, span] = chunks[index]
+            positions[row, span] = len(prefix) + np.arange(len(chunks[index]))
+            segments[row, span] = segment
+            places.append((index, row, span))
+            at = span.stop
     put = functools.partial(model.put_batch, batch=shape[0])
     tokens = Tokens(ids=put(ids), positions=put(positions), segments=put(segments))
     rope = model.rope(len(prefix) + max(len(chunks[i]) for row in rows for i in row))
@@ -170,5 +170,5 @@ def start_taking(model: Model, places: Places, k: Array, v: Array) -> Started:
 def take_places(places: Places, k: Array, v: Array) -> Iterator[tuple[int, HostArray]]:
     """Wait for a batch; (index, kv [L, 2, T, K, H]) of every chunk in it, copies of their own."""
     host_k, host_v = host_part(k), host_part(v)
-    for index, row, here in places:
-        yield index, np.stack((host_k[:, row, here], host_v[:, row, here]), axis=1)
+    for index, row, span in places:
+        yield index, np.stack((host_k[:, row, span], host_v[:, row, span]), axis=1)

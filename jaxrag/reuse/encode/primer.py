@@ -111,7 +111,7 @@ class Primer:
                 ) from None
         if self.vectors is not None and not self.passages:
             return
-        texts = bool(self.passages) and all(it.text.strip() for it in self.passages)
+        texts = bool(self.passages) and all(passage.text.strip() for passage in self.passages)
         if not texts or self.vectors is not None:
             raise ConfigError(
                 f"primer {self.name!r}: expected [[passages]] with a title and a text each"
@@ -120,10 +120,10 @@ class Primer:
     @property
     def around(self) -> tuple[int, int] | None:
         """Of packets, whose vectors stay around a chunk: how many are in front, and in all."""
-        found = self.vectors
-        if found is None or found.header is None:
+        vectors = self.vectors
+        if vectors is None or vectors.header is None:
             return None
-        return found.header, len(found.array())
+        return vectors.header, len(vectors.array())
 
     @property
     def wraps(self) -> bool:
@@ -160,8 +160,8 @@ class Primer:
             return self.vectors.array()
         return np.concatenate(
             [
-                template.chunk_ids(tokenizer, tokenizer.encode(it.text), it.title)
-                for it in self.passages
+                template.chunk_ids(tokenizer, tokenizer.encode(passage.text), passage.title)
+                for passage in self.passages
             ]
         ).astype(np.int32)
 
@@ -204,12 +204,12 @@ def write_vectors(primer: Primer, path: Path) -> None:
 
     assert primer.vectors is not None
     about = {"format": _FORMAT, "model": primer.vectors.model}
-    found, at = primer.vectors.array(), primer.vectors.header
-    names, parts = _FRONT, [found]
+    values, at = primer.vectors.array(), primer.vectors.header
+    names, parts = _FRONT, [values]
     if at is not None:
-        names, parts = _AROUND, [found[:at], found[at:]]
+        names, parts = _AROUND, [values[:at], values[at:]]
     elif primer.vectors.layers is not None:
-        names, parts = _LAYERS, list(np.ascontiguousarray(found.transpose(2, 1, 0, 3, 4)))
+        names, parts = _LAYERS, list(np.ascontiguousarray(values.transpose(2, 1, 0, 3, 4)))
     save_file(dict(zip(names, parts, strict=True)), str(path), metadata=about)
 
 
@@ -228,10 +228,10 @@ def _read_vectors(path: Path) -> Primer:
         raise ConfigError(f"primer {path}: cannot be read ({error})") from None
     deep = names == _LAYERS
     ndim, said, same = (4, "[L, R, K, H]", 0) if deep else (2, "[R, D]", 1)
-    for it in parts:
-        alike = it.shape[same:] == parts[0].shape[same:]
-        if it.ndim != ndim or it.dtype != np.float32 or not alike:
-            raise ConfigError(f"primer {path}: {it.dtype} {it.shape}, expected float32 {said}")
+    for part in parts:
+        alike = part.shape[same:] == parts[0].shape[same:]
+        if part.ndim != ndim or part.dtype != np.float32 or not alike:
+            raise ConfigError(f"primer {path}: {part.dtype} {part.shape}, expected float32 {said}")
     header = len(parts[0]) if names == _AROUND else None
     found = np.stack(parts).transpose(2, 1, 0, 3, 4) if deep else np.concatenate(parts)
     vectors = PrimerVectors.of(about.get("model", ""), found, header)

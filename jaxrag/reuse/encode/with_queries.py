@@ -39,12 +39,12 @@ def encode_observed(
         put = model.put_batch(columns, len(columns))
         k, v, q = run_packed(model.params, model.config, tokens, rope, asked=put)
         queries, keys = to_host(q), to_host(k)
-        where = {index: (row, here) for index, row, here in places}
+        where = {index: (row, span) for index, row, span in places}
         for index, kv in take_places(*start_taking(model, places, k, v)):
-            row, here = kept[index]
-            own = np.ascontiguousarray(queries[:, row, here].swapaxes(1, 2))
-            row, here = where[index]
-            yield index, kv, own, keys[:, row, here]
+            row, span = kept[index]
+            own = np.ascontiguousarray(queries[:, row, span].swapaxes(1, 2))
+            row, span = where[index]
+            yield index, kv, own, keys[:, row, span]
 
 
 def _columns(
@@ -53,11 +53,11 @@ def _columns(
     """Columns [B, C] int32 to keep, padded with 0, and where each chunk's are among these."""
     chosen: list[list[int]] = [[] for _ in range(rows)]
     kept = {}
-    for index, row, here in places:
-        tokens = here.stop - here.start
+    for index, row, span in places:
+        tokens = span.stop - span.start
         some = min(count, tokens)
         first = len(chosen[row])
-        chosen[row] += (here.start + np.arange(some, dtype=np.int64) * tokens // some).tolist()
+        chosen[row] += (span.start + np.arange(some, dtype=np.int64) * tokens // some).tolist()
         kept[index] = row, slice(first, first + some)
     columns = np.zeros((rows, bucket(max(map(len, chosen)), 128)), np.int32)
     for row, some_columns in enumerate(chosen):

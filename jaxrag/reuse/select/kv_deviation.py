@@ -174,11 +174,11 @@ class KvDeviation(Selector):
         ids, local, stale = np.zeros((3, 1, width), np.int32)
         positions = np.full((1, width), -1, np.int32)
         slots, own = np.full((2, 1, width), _NOWHERE, np.int32)
-        here = slice(len(both))
-        ids[0, here] = np.concatenate(scene.chunks)[both]
-        local[0, here] = scene.local[both]
-        positions[0, here] = len(scene.prefix) + both
-        stale[0, here] = slots[0, here] = scene.chunk_slots[both]
+        span = slice(len(both))
+        ids[0, span] = np.concatenate(scene.chunks)[both]
+        local[0, span] = scene.local[both]
+        positions[0, span] = len(scene.prefix) + both
+        stale[0, span] = slots[0, span] = scene.chunk_slots[both]
         own[0, :count] = np.where(_has_copy(scene), scene.chunk_slots, _NOWHERE)[kept]
         slots[0, :count] = scene.scratch + np.arange(count)
         builder = _copied(scene) if self.keep_fresh else scene.table.copy()

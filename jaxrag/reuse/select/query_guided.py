@@ -100,15 +100,15 @@ class QueryGuided(Selector):
         voters = np.where(votes, np.arange(votes.shape[1]), -1).astype(np.int32)
         table = batch_table([scene.table], 1, model.put_batch)
         offsets, groups = np.zeros((2, *table.pages.shape), np.int32)
-        seen = np.full(table.slot_position.shape, HIDDEN, np.int32)
+        slot_position = np.full(table.slot_position.shape, HIDDEN, np.int32)
         slots = scene.chunk_slots[np.repeat(np.logical_not(scene.in_place), scene.lengths)]
-        seen[0, slots[~scene.table.hidden(slots)]] = 0
+        slot_position[0, slots[~scene.table.hidden(slots)]] = 0
         for chunk, length in enumerate(scene.lengths):
             first = scene.first_page(chunk)
             pages = slice(first, first + pages_for(length))
             start = len(scene.prefix) if self.place == "as_cached" else -length
             offsets[0, pages], groups[0, pages] = start, first
-        placed, shown, grouped, at = put_row(model, offsets, seen, groups, voters)
+        placed, shown, grouped, at = put_row(model, offsets, slot_position, groups, voters)
         table = PageTable(pages=table.pages, offsets=placed, slot_position=shown)
         decoder = model.decoder(table.slot_position.shape[1])
         received: Array = _received_alone(cache.pool, decoder, table, grouped, queries, at)

@@ -13,9 +13,9 @@ from starlette.responses import JSONResponse, Response
 from jaxrag.base.errors import DeadlineExceeded, Overloaded
 from jaxrag.serve.answers import Piece, Result
 from jaxrag.server.answers.asking import LATE, Asking, Inbox, Make, usage
-from jaxrag.server.answers.forms import Form
 from jaxrag.server.answers.sse import EventStream, comment, event
 from jaxrag.server.answers.visit import Visit, unless_left
+from jaxrag.server.answers.writers import AnswerWriter
 from jaxrag.server.errors import busy, invalid
 from jaxrag.server.fields import MOST_CHOICES, Generation, ignored
 from jaxrag.server.state.entry import Call, Endpoint, enter
@@ -59,9 +59,9 @@ def visited(asked: str) -> Callable[[Callable[[Visit], Coroutine[Any, Any, Respo
 
 
 async def respond(
-    visit: Visit, fields: Generation, prompts: Sequence[Make], form: Form
+    visit: Visit, fields: Generation, prompts: Sequence[Make], writer: AnswerWriter
 ) -> Response:
-    """Ask the engine, and answer in a form.
+    """Ask the engine, and answer by a writer.
 
     A stream begins with the first news, or after a while; what fails before is raised.
     """
@@ -82,14 +82,14 @@ async def respond(
         results = await _whole(visit, inbox)
         pieces = [asking.pieces for asking in visit.askings]
         account = _account(visit, fields, results)
-        await form.settle(results, account)
-        return JSONResponse(form.whole(results, pieces, account))
+        await writer.settle(results, account)
+        return JSONResponse(writer.whole(results, pieces, account))
     first = None
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(settings.hold_seconds):
             first = await inbox.next()
-    events = _events(visit, fields, inbox, form, first)
-    return EventStream(events, visit.end, inbox.cut, form.failed)
+    events = _events(visit, fields, inbox, writer, first)
+    return EventStream(events, visit.end, inbox.cut, writer.failed)
 
 
 async def _open(visit: Visit, fields: Generation, prompts: Sequence[Make]) -> None:
@@ -111,15 +111,15 @@ async def _open(visit: Visit, fields: Generation, prompts: Sequence[Make]) -> No
 
 
 async def _whole(visit: Visit, inbox: Inbox) -> list[Result]:
-    found: dict[int, Result] = {}
-    while len(found) < len(visit.askings):
+    results: dict[int, Result] = {}
+    while len(results) < len(visit.askings):
         place, item = await inbox.next()
         if isinstance(item, Result):
             await visit.askings[place].check_current()
-            found[place] = item
+            results[place] = item
         else:
             visit.saw_tokens()
-    visit.results += (found[place] for place in range(len(found)))
+    visit.results += (results[place] for place in range(len(results)))
     return visit.results
 
 
@@ -127,15 +127,15 @@ async def _events(
     visit: Visit,
     fields: Generation,
     inbox: Inbox,
-    form: Form,
+    writer: AnswerWriter,
     first: tuple[int, Piece | Result] | None,
 ) -> AsyncGenerator[bytes, None]:
     """Everything from the first event to the account, as it comes."""
     count = len(visit.askings)
-    found: dict[int, Result] = {}
-    out = [event(it) for it in form.opening()]
-    seen = None
-    while len(found) < count:
+    by_place: dict[int, Result] = {}
+    out = [event(it) for it in writer.opening()]
+    last = None
+    while len(by_place) < count:
         if out and first is None and (not len(inbox) or len(out) >= _TOGETHER):
             yield b"".join(out)
             out.clear()
@@ -144,24 +144,24 @@ async def _events(
                 place, item = first or await inbox.next()
         except TimeoutError:
             now = visit.state.engine.turns, [asking.where for asking in visit.askings]
-            if now != seen:  # one that does not move is to look so
+            if now != last:  # one that does not move is to look so
                 yield comment(", ".join(now[1]))
-            seen = now
+            last = now
             continue
         first = None
         if isinstance(item, Result):
             await visit.askings[place].check_current()
-            found[place] = item
+            by_place[place] = item
             visit.results.append(item)
-            if len(found) < count:
-                out += map(event, form.ended(place, item, None))
+            if len(by_place) < count:
+                out += map(event, writer.ended(place, item, None))
         else:
             visit.saw_tokens()
-            out += map(event, form.piece(place, item))
-    results = [found[it] for it in range(count)]
+            out += map(event, writer.piece(place, item))
+    results = [by_place[it] for it in range(count)]
     account = _account(visit, fields, results)
-    await form.settle(results, account)
-    out += map(event, form.ended(place, found[place], account))
+    await writer.settle(results, account)
+    out += map(event, writer.ended(place, by_place[place], account))
     yield b"".join(out)
 
 

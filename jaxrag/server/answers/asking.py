@@ -59,11 +59,11 @@ def make_ready(
     """
     server = state.settings
     base = None if knowledge_base is None else state.library.knowledge_base(access, knowledge_base)
-    wanted, most = fields.said.get("max_new_tokens"), server.max_answer_tokens
-    if wanted is not None and wanted > most:
-        raise invalid(f"max_tokens={wanted}: this server gives at most {most}", "max_tokens")
+    asked_for, most = fields.said.get("max_new_tokens"), server.max_answer_tokens
+    if asked_for is not None and asked_for > most:
+        raise invalid(f"max_tokens={asked_for}: this server gives at most {most}", "max_tokens")
     sampling = fields.said["sampling"]
-    if sampling.min_tokens > (least := wanted or server.max_new_tokens):
+    if sampling.min_tokens > (least := asked_for or server.max_new_tokens):
         raise invalid(
             f"min_tokens={sampling.min_tokens}: expected at most max_tokens, which is {least}",
             "min_tokens",
@@ -94,11 +94,11 @@ def make_ready(
     )
     encode = None
     if (tokenizer := state.model.tokenizer) is not None:
-        encode = functools.partial(state.seen.ids, access.tenant, encode=tokenizer.encode)
+        encode = functools.partial(state.token_cache.ids, access.tenant, encode=tokenizer.encode)
     tools = asked.framing.tools if isinstance(asked, Conversation) else ()
     reader = CallReader(state.model, Calling(tools, "auto", True)) if tools else None
     ends, notes = frozenset(fields.stop_token_ids), settings.notes
-    if any(it >= state.model.config.vocab_size for it in ends):
+    if any(end >= state.model.config.vocab_size for end in ends):
         raise invalid(f"stop_token_ids={sorted(ends)}: expected ids of tokens", "stop_token_ids")
     if ends and sampling.guide is not None:
         ends = frozenset()
@@ -127,7 +127,7 @@ def make_ready(
     room = state.model.config.max_positions - ready.prompt.num_tokens
     return dataclasses.replace(
         ready,
-        max_new_tokens=wanted or min(server.max_new_tokens, room),
+        max_new_tokens=asked_for or min(server.max_new_tokens, room),
         eos_ids=ends | (frozenset() if fields.ignore_eos else ready.eos_ids),
         rows=server.rows,
         watched=fields.stream,
@@ -141,8 +141,8 @@ def _priority(state: ServerState, access: Access, asked: int | None) -> int:
     worst = state.settings.classes - 1
     if asked is not None and asked > worst:
         raise invalid(f"priority={asked}: expected 0 to {worst}", "priority")
-    wanted = min(DEFAULT_CLASS, worst) if asked is None else asked
-    return min(max(wanted, access.limits.priority), worst)
+    chosen = min(DEFAULT_CLASS, worst) if asked is None else asked
+    return min(max(chosen, access.limits.priority), worst)
 
 
 def _check_offered(state: ServerState, said: Mapping[str, Any]) -> None:
@@ -354,11 +354,11 @@ class Asking:
         """What it waits for, or does, in words."""
         if self._number is None:
             return "preparing"
-        found = self._state.engine.where(self._number)
-        if found is None:
+        status = self._state.engine.where(self._number)
+        if status is None:
             return "waiting"
-        of = f" {found.there}/{found.chunks}" if found.status == "loading" else ""
-        return found.status + of
+        of = f" {status.there}/{status.chunks}" if status.status == "loading" else ""
+        return status.status + of
 
     def account(self, result: Result, return_text: bool, access: Access) -> dict[str, Any]:
         """What a Result says beside the answer; folders of the server are not shown.

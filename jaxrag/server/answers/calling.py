@@ -44,7 +44,7 @@ class Calling:
         """What the answer has to be where a call is wanted: its arguments, or a list of calls."""
         if self.choice == "auto":
             return None
-        schemas = {it["function"]["name"]: it["function"]["parameters"] for it in self.tools}
+        schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in self.tools}
         if self.choice != "required":
             return Guide("json_schema", json.dumps(schemas[self.choice]))
         calls = [
@@ -57,8 +57,8 @@ class Calling:
             for name, schema in schemas.items()
         ]
         most = {} if self.several else {"maxItems": 1}
-        wanted = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most}
-        return Guide("json_schema", json.dumps(wanted))
+        calls_schema = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most}
+        return Guide("json_schema", json.dumps(calls_schema))
 
 
 class _Function(Fields):
@@ -94,8 +94,8 @@ class Tools(Fields):
         if not self.offered():
             return None
         choice = self.tool_choice
-        tools = tuple(_tool(place, it) for place, it in enumerate(self.tools))
-        names = [it["function"]["name"] for it in tools]
+        tools = tuple(_tool(place, tool) for place, tool in enumerate(self.tools))
+        names = [tool["function"]["name"] for tool in tools]
         if len(set(names)) < len(names):
             raise invalid("tools: two have one name", "tools")
         if isinstance(choice, dict):
@@ -191,13 +191,13 @@ def functions_of(given: Tools) -> Calling | None:
     kinds = given.kinds
     if "function" not in kinds:
         return None
-    if any(it != "function" for it in kinds):
+    if any(kind != "function" for kind in kinds):
         raise invalid(
             f"tools of the types {reprlib.repr(kinds)}: expected functions alone, or file_search "
             "alone",
             "tools",
         )
-    tools = [{"type": "function", "function": _without(it, "type")} for it in given.tools]
+    tools = [{"type": "function", "function": _without(tool, "type")} for tool in given.tools]
     choice = given.tool_choice
     if isinstance(choice, dict):
         choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}

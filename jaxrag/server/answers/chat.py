@@ -15,8 +15,8 @@ from jaxrag.server.answers.calling import (
     refuse_knowledge,
     with_tools,
 )
-from jaxrag.server.answers.forms import ChatForm
 from jaxrag.server.answers.visit import Visit
+from jaxrag.server.answers.writers import ChatWriter
 from jaxrag.server.fields import Generation, Talk
 
 
@@ -29,9 +29,9 @@ async def chat_completions(visit: Visit) -> Response:
     base = visit.choose_base(fields, default=not plain and calling is None)
     if calling is not None:
         refuse_knowledge(fields, base)
-    form = ChatForm(visit, fields, calling)
+    writer = ChatWriter(visit, fields, calling)
     make = functools.partial(make_ready, visit.state, visit.call.access, fields, talk, base)
-    return await respond(visit, fields, [make], form)
+    return await respond(visit, fields, [make], writer)
 
 
 class _ChatFields(Talk, Tools, Generation):

@@ -40,11 +40,11 @@ def of_response(result: Result, measured: bool) -> list[dict[str, Any]]:
     Else the files that the model was given passages of, the best first, each once. ``index`` is the
     place of the file among these.
     """
-    best = sorted(result.sources, key=lambda it: it.number)
-    files = list(dict.fromkeys(file_id_of(it.document_id) for it in best))
+    best = sorted(result.sources, key=lambda hit: hit.number)
+    files = list(dict.fromkeys(file_id_of(hit.document_id) for hit in best))
     if not measured:
-        firsts = {file_id_of(it.document_id): it for it in reversed(best)}
-        return [_file_citation(firsts[it], files) for it in files]
+        firsts = {file_id_of(hit.document_id): hit for hit in reversed(best)}
+        return [_file_citation(firsts[file], files) for file in files]
     return [
         {**_file_citation(source, files), "start_index": one.start, "end_index": one.end}
         for one, source in _cited(result)

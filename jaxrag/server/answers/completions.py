@@ -15,10 +15,10 @@ from jaxrag.serve.conversation import Conversation, Text, check_size
 from jaxrag.serve.questions import ReadyQuestion
 from jaxrag.server.answers.answering import respond, visited
 from jaxrag.server.answers.asking import make_ready
-from jaxrag.server.answers.forms import Form, TokenTexts, token_text
 from jaxrag.server.answers.scoring import ScoringFields, scored
 from jaxrag.server.answers.tokenize import text_ids
 from jaxrag.server.answers.visit import Visit
+from jaxrag.server.answers.writers import AnswerWriter, TokenTexts, token_text
 from jaxrag.server.errors import invalid
 from jaxrag.server.fields import Generation, wrong
 
@@ -30,13 +30,13 @@ async def completions(visit: Visit) -> Response:
     """Go on from every prompt."""
     prompts, fields = await visit.read(_asked)
     if isinstance(fields, ScoringFields):
-        jobs = [functools.partial(_ids, visit.state.model, it) for it in prompts]
+        jobs = [functools.partial(_ids, visit.state.model, prompt) for prompt in prompts]
         return await scored(visit, jobs, fields)
     fields = visit.with_header(fields)
     base = visit.choose_base(fields, default=False)
-    makes = [functools.partial(_make_ready, visit, fields, base, it) for it in prompts]
-    form = CompletionForm(visit, len(prompts) * fields.choices, fields)
-    return await respond(visit, fields, makes, form)
+    makes = [functools.partial(_make_ready, visit, fields, base, prompt) for prompt in prompts]
+    writer = CompletionWriter(visit, len(prompts) * fields.choices, fields)
+    return await respond(visit, fields, makes, writer)
 
 
 class _CompletionFields(Generation):
@@ -94,8 +94,8 @@ def _ids(model: Model, prompt: Text) -> HostArray:
     return found.astype(np.int32)
 
 
-class CompletionForm(Form):
-    """A completion's form; offsets of its tokens count characters of the whole answer."""
+class CompletionWriter(AnswerWriter):
+    """Writes a completion; offsets of its tokens count characters of the whole answer."""
 
     def __init__(self, visit: Visit, choices: int, fields: Generation) -> None:
         super().__init__(visit, "text_completion", "cmpl", fields)

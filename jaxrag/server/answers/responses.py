@@ -25,10 +25,10 @@ from jaxrag.server.answers.calling import (
     text_part,
     with_tools,
 )
-from jaxrag.server.answers.response_form import (
+from jaxrag.server.answers.response_writer import (
     FileSearch,
-    ResponseForm,
     ResponseRequest,
+    ResponseWriter,
 )
 from jaxrag.server.answers.stored import keeps_responses, kept_items, kept_response
 from jaxrag.server.answers.visit import Visit
@@ -48,10 +48,10 @@ from jaxrag.server.fields import (
     unlike,
     wrong,
 )
+from jaxrag.server.search_filters import where_of
 from jaxrag.server.state.entry import Call
 from jaxrag.server.state.lists import page_of
 from jaxrag.server.state.registry import ResponseRow
-from jaxrag.server.where import where_of
 
 _Included = Literal["file_search_call.results", "message.output_text.logprobs"]
 _RESULTS, _LOGPROBS = get_args(_Included)
@@ -68,7 +68,7 @@ def _format(given: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Text(Fields):
-    """What ``text`` says of the answer's form."""
+    """What ``text`` says of the structure of the answer."""
 
     verbosity: Literal["medium"] = "medium"
     format: Annotated[dict[str, Any], AfterValidator(_format)] = Field({"type": "text"})
@@ -156,9 +156,9 @@ async def responses(visit: Visit) -> Response:
     visit.knowledge_base = base
     if calling is not None:
         refuse_knowledge(fields, base)
-    form = ResponseForm(visit, asked, [*(before.grounds if before else ()), *grounds])
+    writer = ResponseWriter(visit, asked, [*(before.grounds if before else ()), *grounds])
     make = functools.partial(make_ready, state, access, fields, asked.talk, base)
-    return await respond(visit, fields, [make], form)
+    return await respond(visit, fields, [make], writer)
 
 
 def get_response(call: Call) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def list_input_items(call: Call) -> dict[str, Any]:
     messages = row.body["messages"]
     if messages[-1]["role"] == "assistant":  # its own answer
         messages = messages[:-1]
-    items = [it for place, message in enumerate(messages) for it in input_items(place, message)]
+    items = [item for place, message in enumerate(messages) for item in input_items(place, message)]
     return page_of(call, items, lambda it: str(it["id"]), dict)
 
 
@@ -214,12 +214,12 @@ def request_of(
         talk = talk.with_tools(calling.tools)
     unread += ignored(body.text, at="text")
     talk = dataclasses.replace(talk, notes=(*talk.notes, *unread))
-    form, results = body.text.format, _RESULTS in body.include
+    text_format, results = body.text.format, _RESULTS in body.include
     fields = Generation.read(
         {name: value for name, value in given.items() if name not in body.names()}
         | {
             "max_tokens": body.max_output_tokens,
-            "response_format": {**form, "json_schema": form},
+            "response_format": {**text_format, "json_schema": text_format},
             "logprobs": _LOGPROBS in body.include or body.top_logprobs > 0,
             "top_logprobs": body.top_logprobs,
             "return_text": results,
@@ -231,7 +231,7 @@ def request_of(
     echo = {name: getattr(body, name) for name in _ECHOED} | {
         "reasoning": {"effort": None, "summary": None},
         "temperature": fields.temperature,
-        "text": {"format": form},
+        "text": {"format": text_format},
         "tools": body.tools if search or calling else [],
         "top_p": fields.top_p,
         "truncation": "disabled",
@@ -247,7 +247,7 @@ def _items(given: Any, kept: Mapping[str, Mapping[str, Any]]) -> list[dict[str, 
         raise wrong("input", given, "a text, or a list of messages")
     if len(given) > MOST_TEXTS:
         raise invalid(f"input has {len(given)} entries: expected at most {MOST_TEXTS}", "input")
-    found = list[dict[str, Any]]()
+    messages = list[dict[str, Any]]()
     for place, item in enumerate(given):
         if isinstance(item, dict) and item.get("type") == "item_reference":
             item = kept[item["id"]]
@@ -255,12 +255,12 @@ def _items(given: Any, kept: Mapping[str, Mapping[str, Any]]) -> list[dict[str, 
         if kind in ("file_search_call", "reasoning"):
             continue
         if kind == "function_call":
-            if not (found and "tool_calls" in found[-1]):
-                found.append({"role": "assistant", "content": "", "tool_calls": []})
-            found[-1]["tool_calls"].append(called(item))
+            if not (messages and "tool_calls" in messages[-1]):
+                messages.append({"role": "assistant", "content": "", "tool_calls": []})
+            messages[-1]["tool_calls"].append(called(item))
             continue
         if kind == "function_call_output":
-            found.append(answered(place, item))
+            messages.append(answered(place, item))
             continue
         if kind != "message":
             raise invalid(
@@ -269,8 +269,8 @@ def _items(given: Any, kept: Mapping[str, Mapping[str, Any]]) -> list[dict[str, 
         content = item.get("content")
         if isinstance(content, list):
             content = [text_part(f"input[{place}].content", part) for part in content]
-        found.append({"role": item.get("role"), "content": content})
-    return found
+        messages.append({"role": item.get("role"), "content": content})
+    return messages
 
 
 def _search(body: Tools) -> tuple[FileSearch | None, list[str]]:

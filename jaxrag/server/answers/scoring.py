@@ -20,8 +20,8 @@ from jaxrag.engine.runner import ModelRunner
 from jaxrag.models.likelihood import Likelihoods, likelihoods
 from jaxrag.models.model import Model
 from jaxrag.server.answers.asking import LATE
-from jaxrag.server.answers.forms import TokenTexts, head, token_text
 from jaxrag.server.answers.visit import Visit
+from jaxrag.server.answers.writers import TokenTexts, head, token_text
 from jaxrag.server.errors import invalid
 from jaxrag.server.fields import Generation, Int, ignored, wrong
 from jaxrag.server.state.entry import Call, with_notes

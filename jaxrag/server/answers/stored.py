@@ -41,18 +41,18 @@ def kept_items(
     Waits for the disk. Problem 404 for an item of none.
     """
     rows: dict[str, ResponseRow | None] = {}
-    found: dict[str, Mapping[str, Any]] = {}
+    items: dict[str, Mapping[str, Any]] = {}
     for item_id in item_ids:
         if named := _ITEM.fullmatch(item_id):
             response_id = f"resp_{named[1]}"
             if response_id not in rows:
                 rows[response_id] = _kept(state, access, response_id)
             if row := rows[response_id]:
-                found |= {it["id"]: it for it in row.body["response"]["output"]}
-        if item_id not in found:
+                items |= {it["id"]: it for it in row.body["response"]["output"]}
+        if item_id not in items:
             what = f"there is no item {item_id[:80]!r}: its response was {_GONE}; send the item"
             raise not_found(what, "input")
-    return found, [ground for row in rows.values() if row for ground in row.grounds]
+    return items, [ground for row in rows.values() if row for ground in row.grounds]
 
 
 def _kept(state: ServerState, access: Access, response_id: str) -> ResponseRow | None:
@@ -61,10 +61,10 @@ def _kept(state: ServerState, access: Access, response_id: str) -> ResponseRow |
     for row in rows if keeps_responses(state, access) else ():
         if row.created < registry.clock() - RESPONSE_SECONDS:
             break
-        served = [it.store for it in row.grounds if it.store in state.knowledge_bases]
+        served = [ground.store for ground in row.grounds if ground.store in state.knowledge_bases]
         if not all(map(access.may_read, served)):
             break
-        if all(_is_current(state, access, it) for it in row.grounds):
+        if all(_is_current(state, access, ground) for ground in row.grounds):
             return row
         registry.remove_responses([response_id])
     return None

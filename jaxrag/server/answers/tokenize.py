@@ -34,8 +34,8 @@ def tokenize(call: Call) -> dict[str, Any]:
     answer = {"tokens": ids, "count": len(ids), "max_model_len": model.config.max_positions}
     if fields.return_token_strs:
         tokenizer = model.text_tokenizer()
-        texts = {it: tokenizer.decode([it], skip_special=False) for it in set(ids)}
-        answer["token_strs"] = [texts[it] for it in ids]
+        texts = {token: tokenizer.decode([token], skip_special=False) for token in set(ids)}
+        answer["token_strs"] = [texts[token] for token in ids]
     return answer
 
 
@@ -67,7 +67,7 @@ def _ids(state: ServerState, fields: _Fields) -> list[int]:
             f"prompt has {len(text)} characters: expected at most {MOST}; send it in pieces",
             "prompt",
         )
-    return [int(it) for it in text_ids(model, text, leading=fields.add_special_tokens)]
+    return [int(text_id) for text_id in text_ids(model, text, leading=fields.add_special_tokens)]
 
 
 def text_ids(model: Model, text: str, *, leading: bool = True) -> HostArray:

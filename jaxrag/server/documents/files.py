@@ -34,8 +34,8 @@ _ESCAPED = re.compile(rb"(?i)%(22|0a|0d)")  # what browsers and OpenAI's client 
 def list_files(call: Call) -> dict[str, Any]:
     """The tenant's files, newest first."""
     purpose = call.query.get("purpose")
-    files = [it for it in call.library.files(call.access) if purpose in (None, it.purpose)]
-    return page_of(call, files, lambda it: it.id, _shown, default=_MOST_LISTED, most=_MOST_LISTED)
+    files = [row for row in call.library.files(call.access) if purpose in (None, row.purpose)]
+    return page_of(call, files, lambda row: row.id, _shown, default=_MOST_LISTED, most=_MOST_LISTED)
 
 
 def get_file(call: Call) -> dict[str, Any]:
@@ -105,7 +105,7 @@ async def create_file(request: Request) -> JSONResponse:
             raise invalid("the file has no name; its ending says what kind of file it is", _FILE)
         purpose = form.fields.get(_PURPOSE, b"").decode("utf-8", "replace")
         made = await asyncio.to_thread(upload.finish, name, purpose or "assistants")
-        notes = note_of(it for it in form.fields if it != _PURPOSE)
+        notes = note_of(field for field in form.fields if field != _PURPOSE)
         return JSONResponse(with_notes(_shown(made), notes))
     except BaseException:
         upload.abort()

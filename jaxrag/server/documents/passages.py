@@ -14,7 +14,7 @@ def forget_passages(call: Call) -> dict[str, Any]:
     if state.engine.leads:
         raise invalid("several processes hold the model: start the server again to forget")
     keys = state.memory.forget(tenant)
-    state.seen.forget(tenant)
+    state.token_cache.forget(tenant)
     state.engine.drop(keys)
     count = len(keys)
     if isinstance(state.engine, Replicas):

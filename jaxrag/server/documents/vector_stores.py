@@ -11,16 +11,16 @@ from jaxrag.library.catalog import DocumentEntry, Hit
 from jaxrag.library.documents.left_out import left_out_of
 from jaxrag.library.knowledge_base.search import Hits
 from jaxrag.library.options import SearchMode
-from jaxrag.serve.suits import suited
+from jaxrag.serve.compatibility import suited
 from jaxrag.server.attributes import Attributes, Metadata, file_id_of, is_upload
 from jaxrag.server.errors import invalid
 from jaxrag.server.fields import Count, EmbeddedText, Fields, HitCount, Int, listed, wrong
+from jaxrag.server.search_filters import where_of
 from jaxrag.server.state.entry import Call
 from jaxrag.server.state.library import Library
 from jaxrag.server.state.lists import page_of
 from jaxrag.server.state.registry import STATUSES, Member, StoreRow, new_id
 from jaxrag.server.state.shelf import Shelf, no_member
-from jaxrag.server.where import where_of
 
 _FOUND = 10  # chunks of a search that does not say how many
 _MOST_FILES = 500  # of a batch
@@ -225,7 +225,7 @@ def list_members(call: Call) -> dict[str, Any]:
     status, library = _filter(call), call.library
     shelf = library.shelf(call.access, call.path["store"])
     members = library.members(call.access, shelf.name, status=status)
-    rows = [_shown_member(library, it) for it in members]
+    rows = [_shown_member(library, member) for member in members]
     if shelf.row is None and status in (None, "completed"):
         rows = [*_ingested(call, shelf), *rows]
     return page_of(call, rows, lambda row: str(row["id"]), dict)
@@ -268,9 +268,9 @@ def member_content(call: Call) -> dict[str, Any]:
 def create_batch(call: Call) -> dict[str, Any]:
     """Put several files in."""
     fields = call.read(_BatchFields)
-    files = [(it, fields.attributes) for it in fields.file_ids]
+    files = [(file_id, fields.attributes) for file_id in fields.file_ids]
     if fields.files is not None:
-        files = [(it.file_id, it.attributes) for it in fields.files]
+        files = [(file.file_id, file.attributes) for file in fields.files]
     if not 0 < len(files) == len(dict(files)):
         raise invalid(f"file_ids: expected 1 to {_MOST_FILES} different ids of files", "file_ids")
     batch = new_id("vsfb_")
@@ -337,7 +337,7 @@ def _shown(library: Library, shelf: Shelf) -> dict[str, Any]:
 
 def _head(name: str, row: StoreRow, status: str, counts: Mapping[str, int]) -> dict[str, Any]:
     """What is told of every vector store; nothing of a time to expire where it has none."""
-    told = {
+    body = {
         "id": name,
         "object": "vector_store",
         "created_at": row.created,
@@ -349,8 +349,8 @@ def _head(name: str, row: StoreRow, status: str, counts: Mapping[str, int]) -> d
         "expires_at": row.expires,
     }
     if row.days is not None:
-        told["expires_after"] = {"anchor": _ANCHOR, "days": row.days}
-    return told
+        body["expires_after"] = {"anchor": _ANCHOR, "days": row.days}
+    return body
 
 
 def _shown_member(library: Library, member: Member) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class _Body:
         self._uploads = scope["path"].startswith(_UPLOADS)
         self._most = settings.max_upload_bytes if self._uploads else settings.max_body_bytes
         self._begun = asyncio.get_running_loop().time()
-        self._came = self._seen = self._held = 0
+        self._came = self._received = self._held = 0
         self._unpack: Any = None
         self._tenant = ""
         self._whole = False
@@ -111,10 +111,10 @@ class _Body:
         if self._unpack is not None:
             unpacked = await asyncio.to_thread(self._unpacked, message.get("body", b""))
             message = {**message, "body": unpacked}
-        self._seen += len(message.get("body", b""))
-        if self._seen > self._most:
+        self._received += len(message.get("body", b""))
+        if self._received > self._most:
             raise self._beyond()
-        holds = min(self._seen, _HELD) if self._uploads else self._seen
+        holds = min(self._received, _HELD) if self._uploads else self._received
         self._tenant = self._scope.get(TENANT, "")
         self._bodies.hold(self._tenant, holds - self._held)
         self._held = holds
@@ -123,7 +123,7 @@ class _Body:
     def _unpacked(self, body: bytes) -> bytes:
         """A piece as it was before it was packed; one byte more than may be says that all is."""
         try:
-            found: bytes = self._unpack.decompress(body, self._most - self._seen + 1)
+            found: bytes = self._unpack.decompress(body, self._most - self._received + 1)
         except zlib.error as error:
             raise invalid(f"the body is not what content-encoding says ({error})") from None
         if self._whole and not self._unpack.eof and not self._unpack.unconsumed_tail:

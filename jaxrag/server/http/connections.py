@@ -197,7 +197,7 @@ class Connections:
         self._open: set[HttpConnection] = set()
         self._resting: dict[HttpConnection, None] = {}  # no request of them runs; oldest first
         self._closed = Counter[str]()  # since the last line, by why
-        self._told = -_MINUTE
+        self._last_logged = -_MINUTE
 
     def protocol(self, **parts: Any) -> HttpConnection:
         """A new connection, for uvicorn."""
@@ -255,8 +255,8 @@ class Connections:
             loop.default_exception_handler(context)
 
     def _tell(self, now: float) -> None:
-        if self._closed and now - self._told >= _MINUTE:
-            self._told = now
+        if self._closed and now - self._last_logged >= _MINUTE:
+            self._last_logged = now
             note("connections closed", dict(self._closed), logging.WARNING)
             self._closed.clear()
 

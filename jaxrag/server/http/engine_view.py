@@ -30,9 +30,9 @@ def view(state: ServerState) -> dict[str, Any]:
         shown["links"] = [
             dataclasses.asdict(link) | {"name": link_name(link, names)} for link in tiers.links
         ]
-    seen = None
+    status = None
     if standing is not None:
-        seen = dataclasses.asdict(standing) | {"queued_seconds": standing.queued_seconds}
+        status = dataclasses.asdict(standing) | {"queued_seconds": standing.queued_seconds}
     found = {
         "phase": state.phase,
         "silence_seconds": engine.silence,
@@ -41,7 +41,7 @@ def view(state: ServerState) -> dict[str, Any]:
             "waiting": state.limits.waiting,
             "waiting_tokens": state.limits.waiting_tokens,
         },
-        "standing": seen,
+        "standing": status,
         "tiers": shown,
         "programs": dict(sorted(engine.compiled.copy().items())),
         "compilations": state.metrics.compilations(),

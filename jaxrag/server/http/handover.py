@@ -83,9 +83,9 @@ class Successors:
     def _hand_over(self, asking: socket.socket) -> None:
         about = json.dumps(self._about | {"pid": os.getpid()}).encode()
         socket.send_fds(asking, [about], [self._bound.fileno()])
-        while (wanted := asking.recv(1)) == _ROOM:
+        while (command := asking.recv(1)) == _ROOM:
             asking.sendall(_DONE if self._room() else _NONE)
-        if wanted != _SWITCH:  # it has ended, or was not ready in time
+        if command != _SWITCH:  # it has ended, or was not ready in time
             return
         self.close()
         self._kept = asking

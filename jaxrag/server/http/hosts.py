@@ -44,8 +44,8 @@ def _is_allowed(name: str, settings: ServerSettings) -> bool:
 
 def _name(host: str) -> str:
     """Of a Host, without its port, and an address without brackets; "" for what is no Host."""
-    found = _HOST.fullmatch(host.strip().lower())
-    return "" if found is None else (found[1] or found[2]).removesuffix(".")
+    match = _HOST.fullmatch(host.strip().lower())
+    return "" if match is None else (match[1] or match[2]).removesuffix(".")
 
 
 def _is_address(name: str) -> bool:

@@ -55,7 +55,7 @@ class Lines(logging.Formatter):
                 values["error"] = " ".join(str(error).split())
             values["error_type"] = type(error).__name__
             frames = traceback.extract_tb(error.__traceback__)
-            values["at"] = [f"{it.filename}:{it.lineno} {it.name}" for it in frames]
+            values["at"] = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
         if self._json:
             return json.dumps(values, ensure_ascii=True, default=str)
         return " ".join(f"{name}={_shown(value)}" for name, value in values.items())

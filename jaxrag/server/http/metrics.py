@@ -178,10 +178,11 @@ class _Now(Collector):
         yield _counter("compilations", "Programs that the engine's thread compiled, or read from "
                        "disk, until the server was ready and since.", "phase",
                        compiled)  # fmt: skip
+        known = state.token_cache
         yield _counter("known_texts", "Pieces of messages, by whether their token ids were known.",
-                       "result", {"hit": state.seen.hits, "miss": state.seen.misses})  # fmt: skip
+                       "result", {"hit": known.hits, "miss": known.misses})  # fmt: skip
         if isinstance(engine, Replicas):
-            up = sum(it["up"] for it in engine.members.values())
+            up = sum(member["up"] for member in engine.members.values())
             counts = {"up": up, "down": len(engine.members) - up}
             yield _gauges("replicas", "That answer for this server.", "state", counts)
         standing, tiers = engine.status(), engine.tiers()
@@ -201,7 +202,7 @@ def _of_standing(standing: EngineStatus, metrics: Metrics) -> Iterator[Metric]:
     held = sum(held for held, _ in standing.rows.values())
     there = sum(there for _, there in standing.rows.values())
     rows = {"held": held, "free": there - held}
-    yield _gauges("rows", "Of the lanes that have requests.", "state", rows)
+    yield _gauges("rows", "Of the batches that have requests.", "state", rows)
     for name, ages in (("waiting", standing.waiting), ("loading", standing.loading)):
         yield _gauges(f"{name}_seconds", f"For which requests that are {name} now have been so: "
                       "of the longest, and of all together.", "of", _ages(ages))  # fmt: skip

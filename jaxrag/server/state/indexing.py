@@ -164,8 +164,8 @@ class Indexer:
                 "chunks": report.chunks,
                 "tokens": report.tokens,
                 "left_out": [
-                    *(f"{it.source}: {it.reason}" for it in report.skipped[:_SHOWN]),
-                    *(it.removeprefix(f"{member.file}: ") for it in report.left_out[:_SHOWN]),
+                    *(f"{skip.source}: {skip.reason}" for skip in report.skipped[:_SHOWN]),
+                    *(line.removeprefix(f"{member.file}: ") for line in report.left_out[:_SHOWN]),
                 ],
             }
             self._registry.settle_member(member.number, "completed", counts=counts)
@@ -194,17 +194,17 @@ class Indexer:
             raise AssertionError
 
         def documents() -> Iterator[Document | BadDocument]:
-            for found in parser.parse(
+            for parsed in parser.parse(
                 path, name, file.id, ReadOptions(), name, chunking=base.chunking, wanted=wanted
             ):
-                if isinstance(found, BadDocument):
-                    yield found
+                if isinstance(parsed, BadDocument):
+                    yield parsed
                     continue
-                own = found.document.id
+                own = parsed.document.id
                 own = own if own.startswith(file.id) else f"{file.id}/{own}"
-                metadata = {**found.document.metadata, **member.attributes}
-                cut.setdefault(own, found.chunks)  # an id that comes twice is refused
-                yield dataclasses.replace(found.document, id=own, metadata=metadata)
+                metadata = {**parsed.document.metadata, **member.attributes}
+                cut.setdefault(own, parsed.chunks)  # an id that comes twice is refused
+                yield dataclasses.replace(parsed.document, id=own, metadata=metadata)
 
         return base.add(documents(), cut=lambda it: cut.pop(it.id), turn=turn)
 

@@ -31,11 +31,11 @@ def _bring(store: KVStore, base: KnowledgeBase, loads: Sequence[ChunkLoad]) -> l
         made = load.encoding.provenance(load.encoder, load.chunk)
         alike.setdefault((load.encoder, made.context_id), []).append(load)
     brought = set[str]()
-    for (encoder, _), wanted in alike.items():
-        like, ids = wanted[0].encoding, [load.chunk.ids for load in wanted]
+    for (encoder, _), group in alike.items():
+        like, ids = group[0].encoding, [load.chunk.ids for load in group]
         held = base.blocks_held(like.model, encoder, like.prefix, ids, like.primer)
         for index, kv in held:
-            load = wanted[index]
+            load = group[index]
             made = load.encoding.provenance(encoder, load.chunk)
             store.put(load.stored_key, np.ascontiguousarray(kv), record=made)
             brought.add(load.stored_key)

@@ -222,7 +222,7 @@ class Library:
         row = self.registry.store(access.tenant, name)
         if row is not None:
             return [row]
-        named = [it for it in self.registry.stores(access.tenant) if it.name == name]
+        named = [store for store in self.registry.stores(access.tenant) if store.name == name]
         return [it for it in named if not self.registry.is_expired(it)] or named[-1:]
 
     def knowledge_base(self, access: Access, name: str, *, uses: bool = True) -> KnowledgeBase:
@@ -368,12 +368,12 @@ class Library:
             own = [file_id] if shelf.row is None else []
         if access.groups is not None:
             readable = {entry.id for entry in self.documents(access, shelf)}
-            own = [it for it in own if it in readable]
-        ids = [it for document in own for it in chunks.of_document(document)]
+            own = [document for document in own if document in readable]
+        ids = [chunk_id for document in own for chunk_id in chunks.of_document(document)]
         if not ids and member is None:
             raise no_member(name, file_id)
         found = chunks.texts(ids)
-        return [found[it] for it in ids if it in found]
+        return [found[chunk_id] for chunk_id in ids if chunk_id in found]
 
     # What a key may read of them
 

@@ -48,17 +48,17 @@ def page_of[Row](
     if (before := asked.get("before")) is not None:
         last = _place(names, before, "before")
         first = max(first, last - limit) if after is None else first
-    found = chosen[first:last][:limit]
+    page = chosen[first:last][:limit]
     return {
         "object": "list",
-        "data": [shown(row) for row in found],
-        "first_id": name(found[0]) if found else None,
-        "last_id": name(found[-1]) if found else None,
-        "has_more": first + len(found) < last,
+        "data": [shown(row) for row in page],
+        "first_id": name(page[0]) if page else None,
+        "last_id": name(page[-1]) if page else None,
+        "has_more": first + len(page) < last,
     }
 
 
-def _place(names: Sequence[str], wanted: str, param: str) -> int:
-    if wanted not in names:
-        raise invalid(f"{param}={wanted[:80]!r}: expected the id of an entry of this list", param)
-    return names.index(wanted)
+def _place(names: Sequence[str], entry_id: str, param: str) -> int:
+    if entry_id not in names:
+        raise invalid(f"{param}={entry_id[:80]!r}: expected the id of an entry of this list", param)
+    return names.index(entry_id)

@@ -22,27 +22,21 @@ class ReplicaLink(Protocol):
     @property
     def name(self) -> str:
         """Of the engine, among those of the server."""
-        ...
 
     def serve(self, job: Job) -> AsyncGenerator[JobNews, None]:
         """As ``Replica.serve``."""
-        ...
 
     async def report(self, server: str) -> ReplicaReport:
         """As ``Replica.report``."""
-        ...
 
     async def stop(self, server: str, number: int) -> None:
         """As ``Replica.stop``."""
-        ...
 
     async def drop(self, keys: list[str]) -> None:
         """As ``Replica.drop``."""
-        ...
 
     async def forget(self, tenant: str) -> int:
         """As ``Replica.forget``."""
-        ...
 
 
 @dataclasses.dataclass(eq=False)

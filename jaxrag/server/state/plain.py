@@ -60,9 +60,9 @@ def _gated(path: Path, settings: ServerSettings, model: Model, ask: Ask) -> Meth
         )
     named = name if settings.method is None else settings.method
     method = method_named(named).with_ratio(ratio)
-    found = plain_subject(model, ask, method)
-    if found != subject:
-        other = next((it for it in found if found[it] != subject.get(it)), "settings")
+    own = plain_subject(model, ask, method)
+    if own != subject:
+        other = next((it for it in own if own[it] != subject.get(it)), "settings")
         raise ConfigError(
             f"{path}: the gate was passed with another {other}; run `jaxrag gate` with this one"
         )

@@ -25,7 +25,7 @@ from jaxrag.reuse.encode import (
 from jaxrag.reuse.encode.apart import encode_apart, widths_apart
 from jaxrag.reuse.encode.packed import ROW_TOKENS
 from jaxrag.reuse.methods import Method
-from jaxrag.serve.suits import chosen_primer
+from jaxrag.serve.compatibility import chosen_primer
 
 
 def recipe_like(base: KnowledgeBase) -> KnowledgeBaseOptions:
@@ -65,22 +65,22 @@ def warm_up(recipe: KnowledgeBaseOptions, model: Model) -> int:
     marked = len(template.chunk_ids(model.tokenizer, np.zeros(0, np.int32)))
     widths = set[int]()
     for encoder in recipe.encoders or default_encoders(model):
-        chosen, seen, reader = encoder_named(encoder), prefix, model
+        chosen, visible, reader = encoder_named(encoder), prefix, model
         if chosen.sees_neighbours:
             continue
         if chosen.sees_primer:
             primer = default_primer() if recipe.primer is None else primer_named(recipe.primer)
             held = primer.tokens(template, model.tokenizer)
-            reader, seen = front(model, chosen, prefix, held)
-        room = min(model.config.max_positions, ROW_TOKENS) - len(seen)
+            reader, visible = front(model, chosen, prefix, held)
+        room = min(model.config.max_positions, ROW_TOKENS) - len(visible)
         size = min(marked + (recipe.chunk_tokens or DEFAULT_CHUNK_TOKENS), room)
         counts = {
-            row_length(len(seen) + count * size): count
+            row_length(len(visible) + count * size): count
             for count in range(1, max(2, ROW_TOKENS // size))
         }
         for count in counts.values():
             chunks = [np.zeros(size, np.int32)] * count
-            rows = functools.partial(encode_chunks, reader, encoder, seen, chunks)
+            rows = functools.partial(encode_chunks, reader, encoder, visible, chunks)
             engine_of(model).spare(lambda rows=rows: sum(1 for _ in rows()))  # type: ignore[misc]
         widths.update(counts)
     return len(widths)
@@ -92,9 +92,9 @@ def warm_up_passages(model: Model, method: Method) -> int:
         return 0
     tokenizer, primer = model.text_tokenizer(), chosen_primer(None, method)
     first = None if primer is None else primer.tokens(template_named(BARE), tokenizer)
-    reader, seen = front(model, encoder_named(method.encoder), tokenizer.leading_ids, first)
-    lengths = widths_apart(model, len(seen))
+    reader, visible = front(model, encoder_named(method.encoder), tokenizer.leading_ids, first)
+    lengths = widths_apart(model, len(visible))
     for length in lengths:
-        rows = functools.partial(encode_apart, reader, seen, [np.zeros(length, np.int32)])
+        rows = functools.partial(encode_apart, reader, visible, [np.zeros(length, np.int32)])
         engine_of(model).spare(lambda rows=rows: sum(1 for _ in rows()))  # type: ignore[misc]
     return len(lengths)

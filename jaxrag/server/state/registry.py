@@ -410,8 +410,8 @@ class Registry:
         self, response_id: str, tenant: str, body: Mapping[str, Any], grounds: Sequence[Ground]
     ) -> None:
         """Keep a response."""
-        told = json.dumps([dataclasses.astuple(it) for it in grounds])
-        row = (response_id, tenant, json.dumps(body), told, self._now())
+        grounds_json = json.dumps([dataclasses.astuple(it) for it in grounds])
+        row = (response_id, tenant, json.dumps(body), grounds_json, self._now())
         with self._change() as connection:
             connection.execute("INSERT INTO responses VALUES (NULL, ?, ?, ?, ?, ?)", row)
 
@@ -548,8 +548,8 @@ def _kept(text: str) -> Any:
     return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
 
 
-def _grounds(told: str) -> tuple[Ground, ...]:
-    return tuple(Ground(it[0], *map(tuple, it[1:])) for it in json.loads(told))
+def _grounds(text: str) -> tuple[Ground, ...]:
+    return tuple(Ground(it[0], *map(tuple, it[1:])) for it in json.loads(text))
 
 
 def _response(row: tuple[Any, ...]) -> ResponseRow:

@@ -64,13 +64,13 @@ class Replica:
         ended = False
         try:
             while not ended:
-                found = [await news.get()]
+                batch = [await news.get()]
                 while not news.empty():
-                    found.append(news.get_nowait())
-                ended = found[-1].last
-                _check_there(found[-1].error)
-                told = tuple(dataclasses.replace(it, number=job.number) for it in found)
-                yield JobNews(time.monotonic(), told)
+                    batch.append(news.get_nowait())
+                ended = batch[-1].last
+                _check_there(batch[-1].error)
+                numbered = tuple(dataclasses.replace(it, number=job.number) for it in batch)
+                yield JobNews(time.monotonic(), numbered)
         finally:
             del self._running[key]
             if not ended:

@@ -62,13 +62,13 @@ class ReplicaStores:
     def __call__(self, ref: StoreRef) -> KVStore:
         """The store. Raises StoreError for one that is not there, or is another."""
         with self._lock:
-            found = self._found(ref)
-        if found.fingerprint != ref.fingerprint:
+            store = self._found(ref)
+        if store.fingerprint != ref.fingerprint:
             raise StoreError(
-                f"{ref.kind} {ref.name} has the fingerprint {found.fingerprint[:16]} here and "
+                f"{ref.kind} {ref.name} has the fingerprint {store.fingerprint[:16]} here and "
                 f"{ref.fingerprint[:16]} on the server; start all alike"
             )
-        return found
+        return store
 
     def memory_keys(self) -> Iterator[str]:
         """Of what it holds for tenants."""

@@ -137,9 +137,9 @@ class Replicas(Engine):
         with self._changed:
             while not settled() and (left := until - self._clock()) > 0:
                 self._changed.wait(left)
-        ready = sum(it.up for it in list(self._members.values()))
+        ready = sum(member.up for member in list(self._members.values()))
         if not ready:
-            why = [it.refused for it in list(self._members.values()) if it.refused]
+            why = [member.refused for member in list(self._members.values()) if member.refused]
             said = why[0] if why else f"none was ready within {seconds:g} s"
             raise ConfigError(f"no replica serves: {said}")
         return ready
@@ -244,11 +244,11 @@ class Replicas(Engine):
         """What every engine answers that is there; one that is gone holds nothing."""
         asked = [ask(it.link) for it in self._up()]
         answers: list[Found] = []
-        for found in await asyncio.gather(*asked, return_exceptions=True):
-            if not isinstance(found, BaseException):
-                answers.append(found)
-            elif not isinstance(found, EngineUnavailable):
-                raise found
+        for answer in await asyncio.gather(*asked, return_exceptions=True):
+            if not isinstance(answer, BaseException):
+                answers.append(answer)
+            elif not isinstance(answer, EngineUnavailable):
+                raise answer
         return answers
 
     def forget(self) -> None:
@@ -306,7 +306,7 @@ class Replicas(Engine):
         return {name: it.report for name, it in members if it.report is not None}
 
     def _nobody(self) -> EngineUnavailable:
-        refused = [it.refused for it in list(self._members.values()) if it.refused]
+        refused = [member.refused for member in list(self._members.values()) if member.refused]
         why = f" ({refused[0]})" if refused else ""
         return EngineUnavailable(
             f"none of {len(self._members)} replicas serves now{why}; ask again"
@@ -412,26 +412,26 @@ class Replicas(Engine):
         sent.sink(Progress(sent.number, error=error))
 
     def _choose(self, sent: SentRequest, tried: set[str]) -> ReplicaMember | None:
-        up = {it.link.name: it for it in self._up() if it.link.name not in tried}
+        up = {member.link.name: member for member in self._up() if member.link.name not in tried}
         if not up:
             return None
         number, self._served = self._served, self._served + 1
         location = str(getattr(sent.request.store, "location", ""))
-        rates = {name: link_rates(it.report, location) for name, it in up.items()}
+        rates = {name: link_rates(member.report, location) for name, member in up.items()}
         candidates = [
             Candidate(
                 name,
-                pool=it,
-                host=it.host,
-                queued=self._queued_cost(it),
-                rate=self._rate(it),
+                pool=member,
+                host=member.host,
+                queued=self._queued_cost(member),
+                rate=self._rate(member),
                 store_rate=rates[name][0],
                 host_rate=rates[name][1],
             )
-            for name, it in sorted(up.items())
+            for name, member in sorted(up.items())
         ]
-        wanted = RoutedRequest(sent.pieces, self._cost(sent), number)
-        return up[ranked(self.routing, wanted, candidates)[0]]
+        routed = RoutedRequest(sent.pieces, self._cost(sent), number)
+        return up[ranked(self.routing, routed, candidates)[0]]
 
     def _rate(self, member: ReplicaMember) -> float:
         own = rate_of(member.report)

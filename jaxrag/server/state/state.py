@@ -20,9 +20,9 @@ from jaxrag.models.text.prompts import PromptTemplate, template_named
 from jaxrag.reuse.decode import DECODE_RULES
 from jaxrag.reuse.methods import METHODS, Method, method_named
 from jaxrag.serve.answers import Result
+from jaxrag.serve.compatibility import default_method
 from jaxrag.serve.plain import PlainSpan
-from jaxrag.serve.seen import SeenTexts
-from jaxrag.serve.suits import default_method
+from jaxrag.serve.token_cache import TokenCache
 from jaxrag.server.errors import unauthorized
 from jaxrag.server.proxies import limited_by_proxy
 from jaxrag.server.settings import ServerSettings
@@ -93,7 +93,7 @@ class ServerState:
       template: of requests about no knowledge base; None: the model's own.
       tenants: who is let in.
       memory: KV of documents that come with requests, a store for each tenant.
-      seen: token ids of what messages hold, of all tenants, each for itself.
+      token_cache: token ids of what messages hold, of all tenants, each for itself.
       library: files and vector stores of the tenants.
       limits: how much is let in.
       bodies: how much of what is sent is held.
@@ -121,7 +121,7 @@ class ServerState:
     template: PromptTemplate | None
     tenants: Tenants
     memory: TenantMemory
-    seen: SeenTexts
+    token_cache: TokenCache
     library: Library
     limits: Limits
     bodies: Bodies
@@ -234,7 +234,7 @@ def make_state(
             data / PLAIN if data is not None and settings.plain_store_bytes else None,
             settings.plain_store_bytes,
         ),
-        seen=SeenTexts(),
+        token_cache=TokenCache(),
         library=Library(settings, model, bases, recipe, tenants),
         limits=Limits(settings),
         bodies=Bodies(settings.max_bodies_bytes, len(tenants.names)),

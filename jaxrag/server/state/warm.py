@@ -44,11 +44,11 @@ class WarmUp:
         state = self._state
         if isinstance(state.engine, Replicas):  # each warms up by itself
             return 0
-        asked = [it for base in state.knowledge_bases.values() for it in self._about(base)]
+        asked = [sample for base in state.knowledge_bases.values() for sample in self._about(base)]
         asked = [*asked, *self._about_nothing()]
-        first = [it for it in asked if it.prompt.chunks] or asked
-        usual = [it for it in first if _SHORTEST <= len(it.prompt.final) <= _LONGEST]
-        self._rest = [it for it in asked if it not in usual]
+        first = [sample for sample in asked if sample.prompt.chunks] or asked
+        usual = [sample for sample in first if _SHORTEST <= len(sample.prompt.final) <= _LONGEST]
+        self._rest = [sample for sample in asked if sample not in usual]
         if state.settings.plain == "passages":
             self._rest += self._about_passages()
         state.compiling = (0, len(usual) + len(self._rest) + 2)
@@ -142,9 +142,9 @@ class WarmUp:
             )  # fmt: skip
             fits = state.model.config.max_positions - tokens
             made = of_lengths(state.model, request)
-            return [it for it in made if it.prompt.num_tokens <= fits]
+            return [example for example in made if example.prompt.num_tokens <= fits]
         sizes = {base.chunking.chunk_tokens}
-        return [it for it in self._like(sizes) if it.prompt.chunks]
+        return [example for example in self._like(sizes) if example.prompt.chunks]
 
     def _about_nothing(self) -> Iterator[Request]:
         return (it for it in self._like(set()) if not it.prompt.chunks)

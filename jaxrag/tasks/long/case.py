@@ -150,9 +150,9 @@ class Frame:
 
     def _filler(self, case: Case, tokens: int) -> list[HostArray]:
         """Sentences of at least so many tokens together, and no fewer than ``case.least``."""
-        source, found, total = case.filler(), list[HostArray](), 0
-        while total < tokens or len(found) < case.least:
-            missing = max(tokens - total, 0) * len(found) // max(total, 1)  # as long as these
+        source, units, total = case.filler(), list[HostArray](), 0
+        while total < tokens or len(units) < case.least:
+            missing = max(tokens - total, 0) * len(units) // max(total, 1)  # as long as these
             batch = list(itertools.islice(source, missing + 64))
             if not batch:
                 raise RequestError(
@@ -163,8 +163,8 @@ class Frame:
                 self._refuse_unknown(batch)
             ids = in_text(self.tokenizer, batch, case.glue)
             total += sum(map(len, ids))
-            found += ids
-        return found
+            units += ids
+        return units
 
     def _refuse_unknown(self, texts: Sequence[str]) -> None:
         if self.tokenizer.unk_id is None:
@@ -220,12 +220,12 @@ def _hide(
         ends.append(ends[-1] + len(kept[-1]))
     assert ends[-1] == tokens
     places = np.searchsorted(ends, np.array(depths) * tokens, side="right") - 1
-    here: dict[int, list[_Unit]] = {}
+    by_place: dict[int, list[_Unit]] = {}
     for number, (ids, place) in enumerate(zip(needles, places, strict=True)):
-        here.setdefault(int(place), []).append(_Unit(ids, number))
-    units = [*here.get(0, ())]
+        by_place.setdefault(int(place), []).append(_Unit(ids, number))
+    units = [*by_place.get(0, ())]
     for place, ids in enumerate(kept, 1):
-        units += (_Unit(ids, -1), *here.get(place, ()))
+        units += (_Unit(ids, -1), *by_place.get(place, ()))
     return units
 
 

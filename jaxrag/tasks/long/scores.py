@@ -39,8 +39,8 @@ def words_in_place(text: str, expected: Sequence[str]) -> float:
 
     Marks are words; a word that is missing or too many puts all behind it out of place.
     """
-    wanted = words(" ".join(expected))
-    return sum(a == b for a, b in zip(words(text), wanted, strict=False)) / len(wanted)
+    gold = words(" ".join(expected))
+    return sum(a == b for a, b in zip(words(text), gold, strict=False)) / len(gold)
 
 
 def _plain(text: str) -> str:

@@ -68,33 +68,33 @@ class Niah:
         rng = draw.rng
         keys = words.names(rng) if self.key == "name" else words.codes(rng)
         values = words.numbers(rng) if self.value == "number" else words.codes(rng)
-        told = [
+        pairs = [
             (key, value)
             for key in (next(keys) for _ in range(self.keys))
             for value in (next(values) for _ in range(self.values))
         ]
-        names = list(dict.fromkeys(key for key, _ in told))[: self.asked]
-        alone = len(told) == 1
-        depths = [draw.depth] if alone else rng.sample(DEPTHS, len(told))
-        order = rng.sample(range(len(told)), len(told))
+        names = list(dict.fromkeys(key for key, _ in pairs))[: self.asked]
+        alone = len(pairs) == 1
+        depths = [draw.depth] if alone else rng.sample(DEPTHS, len(pairs))
+        order = rng.sample(range(len(pairs)), len(pairs))
         seed = rng.getrandbits(64)
 
         def filler() -> Iterator[str]:
             rng = random.Random(seed)
             if self.haystack == "needles":
-                return self._distractors(rng, {word for pair in told for word in pair})
+                return self._distractors(rng, {word for pair in pairs for word in pair})
             sentences = words.noise if self.haystack == "noise" else draw.prose
-            secret = [value for _, value in told]  # a user's text may hold such a number
+            secret = [value for _, value in pairs]  # a user's text may hold such a number
             return (text for text in sentences(rng) if not any(one in text for one in secret))
 
         plural = "s" if self.asked * self.values > 1 else ""
         return Case(
-            needles=tuple(self._sentence(*told[i]) for i in order),
+            needles=tuple(self._sentence(*pairs[i]) for i in order),
             depths=tuple(depths),
             filler=filler,
             question=f"What {'are all' if plural else 'is'} the secret {self.value}{plural} of "
             f"{_listed([self._named(name) for name in names])}?",
-            expected=tuple(value for key, value in told if key in names),
+            expected=tuple(value for key, value in pairs if key in names),
             lead=f"The secret {self.value}{plural} of {_listed(list(map(self._named, names)))} "
             f"{'are' if plural else 'is'}",
         )
@@ -120,15 +120,15 @@ def variable_tracking(draw: Draw, hops: int = 4) -> Case:
     value = next(words.numbers(rng, digits=5))
     coined = words.coined(rng)
     boxes = [next(coined).upper() for _ in range(hops + 1)]
-    told = [f"Box {boxes[0]} holds {value}."]
-    told += [
+    sentences = [f"Box {boxes[0]} holds {value}."]
+    sentences += [
         f"Box {later} holds what box {earlier} holds."
         for earlier, later in itertools.pairwise(boxes)
     ]
     seed = rng.getrandbits(64)
     return Case(
-        needles=tuple(told),
-        depths=tuple(sorted(rng.sample(DEPTHS, len(told)))),
+        needles=tuple(sentences),
+        depths=tuple(sorted(rng.sample(DEPTHS, len(sentences)))),
         filler=lambda: words.noise(random.Random(seed)),
         question=f"Which {len(boxes)} boxes hold {value}, at first or second hand?",
         expected=tuple(boxes),

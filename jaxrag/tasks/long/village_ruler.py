@@ -24,12 +24,12 @@ def multiquery(rng: random.Random, split: Split, answers: int) -> Case:
     """RULER's niah_multiquery: who owns each of sixteen places; an answer is a place and a name."""
     asked, others = _places(rng, answers)
     owners = rng.sample(NAMES, len(PLACES))
-    told = [_owned(*pair) for pair in zip((*asked, *others), owners, strict=True)]
+    sentences = [_owned(*pair) for pair in zip((*asked, *others), owners, strict=True)]
     return _case(
         rng,
         split,
-        needles=rng.sample(told[:answers], answers),
-        distractors=told[answers:],
+        needles=rng.sample(sentences[:answers], answers),
+        distractors=sentences[answers:],
         question=f"Who owns {' '.join(asked)}?",
         expected=[" ".join(pair) for pair in zip(asked, owners[:answers], strict=True)],
     )
@@ -72,14 +72,14 @@ def majority(
     asked, others = _places(rng, answers)
     names = rng.sample(NAMES, len(PLACES) + answers)
     owners, wrong = names[: len(PLACES)], names[len(PLACES) :]
-    told = [_owned(*pair) for pair in zip((*asked, *others), owners, strict=True)]
+    sentences = [_owned(*pair) for pair in zip((*asked, *others), owners, strict=True)]
     denied = [_owned(*pair) for pair in zip(asked, wrong, strict=True)]
-    needles = told[:answers] * votes + denied * against
+    needles = sentences[:answers] * votes + denied * against
     return _case(
         rng,
         split,
         needles=rng.sample(needles, len(needles)),
-        distractors=told[answers:],
+        distractors=sentences[answers:],
         question=f"Who often owns {' '.join(asked)}?",
         expected=[" ".join(pair) for pair in zip(asked, owners[:answers], strict=True)],
     )

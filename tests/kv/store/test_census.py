@@ -5,7 +5,7 @@ import os
 import pytest
 
 from jaxrag.kv.store import census, reading
-from jaxrag.kv.store.ledger import Seen
+from jaxrag.kv.store.ledger import StoredChunk
 from jaxrag.kv.store.namespace import Namespace
 
 
@@ -35,7 +35,7 @@ def put(store, *chunks):
 
 
 def counted(store):
-    return {key: seen for key, seen in store.seen() if isinstance(seen, Seen)}
+    return {key: seen for key, seen in store.committed() if isinstance(seen, StoredChunk)}
 
 
 def test_only_what_is_new_is_read(open_store, chunk, read):
@@ -118,7 +118,7 @@ def test_a_refused_record_is_told_every_time(open_store, chunk):
     commit = next(store.directory.glob(f"kv/*/*/{one.key}/commit.json"))
     commit.write_bytes(b"{}")
     for _ in range(2):
-        ((key, found),) = open_store().seen()
+        ((key, found),) = open_store().committed()
         assert key == one.key and isinstance(found, reading.Refused)
 
 

@@ -150,7 +150,7 @@ def test_a_damaged_record_is_refused_before_anything_is_allocated(
     if damage != "petabytes of tokens":  # a record of this size is valid elsewhere
         [record] = store.records()
         assert (record.tokens, record.nbytes) == (4, layout.nbytes(4))
-        assert sum(isinstance(it, ChunkCorrupt) for _, it in store.seen()) == 1
+        assert sum(isinstance(it, ChunkCorrupt) for _, it in store.committed()) == 1
     # Such a record does not keep the key from being written again.
     assert store.put(c.key, c.kv, record=c.record).won
     c.assert_equal(open_store("r").get(c.key))

@@ -13,7 +13,7 @@ from refusal import refused
 from jaxrag.base.errors import StoreError
 from jaxrag.kv.store import chunk_store, ledger
 from jaxrag.kv.store.backend import Backend
-from jaxrag.kv.store.ledger import Seen, Sums
+from jaxrag.kv.store.ledger import StoredChunk, Sums
 from jaxrag.kv.store.namespace import Namespace
 
 
@@ -53,7 +53,7 @@ def walked(store):
     """What a look at every record counts."""
     found = Sums()
     for record in store.records():
-        found.add(Seen.of(record))
+        found.add(StoredChunk.of(record))
     return found
 
 

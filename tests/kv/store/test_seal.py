@@ -107,7 +107,7 @@ def test_forged_with_the_fingerprint_alone_is_a_miss_and_replaced(opened, number
             read(c.key)
     assert store.get_many([c.key], on_missing="skip").corrupt == (c.key,)
     assert store.verify().unsealed == (c.key,) and not store.verify().corrupt
-    assert [type(it) for _, it in store.seen()] == [ChunkNotSealed]
+    assert [type(it) for _, it in store.committed()] == [ChunkNotSealed]
     assert list(store.records()) == []
     assert store.put(c.key, c.kv, record=c.record).won
     assert store.get(c.key).tobytes() == as_stored(c.kv, layout).tobytes()

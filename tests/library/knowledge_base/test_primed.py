@@ -20,9 +20,9 @@ from jaxrag.reuse.encode import ChunkEncoding, Primer, chunk_key
 from jaxrag.reuse.encode.primer import PrimerPassage, PrimerVectors, primer_named, write_vectors
 from jaxrag.reuse.methods import METHODS
 from jaxrag.serve.ask import Ask
+from jaxrag.serve.compatibility import suiting
 from jaxrag.serve.connector import write_connector
 from jaxrag.serve.questions import prepare, resolve
-from jaxrag.serve.suits import suiting
 from jaxrag.server.state.recipe import recipe_like
 
 OWN = Primer("own", (PrimerPassage("Weir", "A weir holds back water."), PrimerPassage("", "Mud.")))

@@ -19,7 +19,7 @@ from jaxrag.kv.store import (
     context_id,
     fingerprint,
 )
-from jaxrag.kv.store.ledger import Seen
+from jaxrag.kv.store.ledger import StoredChunk
 from jaxrag.reuse.attention_index import ProjectedGraph, QueryLists, open_index, rotated
 from jaxrag.reuse.attention_index import document as documents
 
@@ -69,7 +69,7 @@ def test_a_stored_index_answers_as_the_one_that_was_built(document, spec, tmp_pa
     again = ChunkStore.open(tmp_path, MODEL, LAYOUT, mode="r")
     (record,) = again.head([document.key])
     assert documents.is_indexed(record)
-    indexed = documents.indexes_nbytes(Seen.of(record).aux)
+    indexed = documents.indexes_nbytes(StoredChunk.of(record).aux)
     assert indexed == sum(array.nbytes for array in aux.values())
     for number, built in enumerate(with_index):
         loaded = documents.load_layer(again, document.key, number, ROPE)

@@ -345,9 +345,9 @@ def test_a_page_without_a_key_yet_is_bound_by_nothing(tiny_config):
     rule = Quest(budget=32, dense_layers=0)
     pages = rule.far(prompt_of(case_of(tiny_config()), rule, None))
     q = np.random.default_rng(5).standard_normal((2, 3, 10)).astype(np.float32)
-    asked = pages.memory.ask(q, pages._seen + 1)
+    asked = pages.memory.ask(q, pages._last_boxed + 1)
     members = pages._members
-    held = ((members >= 0) & (members <= pages._seen)).any(1)
+    held = ((members >= 0) & (members <= pages._last_boxed)).any(1)
     assert not held.all()
     for head in range(2):
         bounds = pages._bounds(head, asked[:, head])

@@ -80,7 +80,7 @@ def by_address(best, slots, pages, layer, fresh, new, address, *, page, steps):
 def test_tokens_are_those_of_the_callback(model_of, ids, monkeypatch, renormalise):
     """Through another kernel in its place, which checks what it is given: where, and how far apart.
 
-    Two questions in one lane, one of which ends before the other.
+    Two questions in one batch, one of which ends before the other.
     """
     model = dataclasses.replace(model_of(), placement=KVPlacement(value_layers=1))
     options = {

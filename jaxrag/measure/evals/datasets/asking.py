@@ -11,7 +11,7 @@ from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.library.options import NeighboursFrom
 from jaxrag.measure.evals.asked import Line
-from jaxrag.measure.evals.datasets.corpus import Told, told_of
+from jaxrag.measure.evals.datasets.corpus import NeighboursAccount, account_of
 from jaxrag.measure.evals.datasets.nearness import FULL, ShownAnswer, at_ratios, with_controls
 from jaxrag.measure.evals.datasets.spec import DatasetItem
 from jaxrag.measure.subject import described
@@ -60,19 +60,15 @@ class Answerer(Protocol):
     @property
     def methods(self) -> Sequence[str]:
         """Names of what it is asked by."""
-        ...
 
     def about(self) -> dict[str, Any]:
         """What a result says of it, JSON-able; equal for one that gives the same answers."""
-        ...
 
-    def neighbours(self) -> Told | None:
+    def neighbours(self) -> NeighboursAccount | None:
         """What a result says of the neighbours of given passages; None: no method sees any."""
-        ...
 
     def answer(self, method: str, item: DatasetItem) -> TimedAnswer:
         """One method's answer. Raises ContextExceeded for a prompt that does not fit."""
-        ...
 
     def beside_full(
         self, item: DatasetItem, answers: Mapping[str, TimedAnswer]
@@ -81,11 +77,9 @@ class Answerer(Protocol):
 
         Nothing where full attention is none of them, or logits are not to be had.
         """
-        ...
 
     def exchange(self, value: Any) -> list[Any]:
         """What every process that asks passes, the first of them first."""
-        ...
 
 
 class InProcess:
@@ -111,9 +105,9 @@ class InProcess:
         template = next(iter(self._settings.values())).template
         return described(str(self._model.path), self._model, template)
 
-    def neighbours(self) -> Told | None:
+    def neighbours(self) -> NeighboursAccount | None:
         """As the settings say."""
-        return told_of(self._settings)
+        return account_of(self._settings)
 
     def exchange(self, value: Any) -> list[Any]:
         """Of the processes that hold the model."""
@@ -151,10 +145,10 @@ class InProcess:
         """Along full attention's answer and a right one."""
         if FULL not in answers:
             return {}
-        ready = {name: _ready(one, item) for name, one in self._settings.items()}
+        ready = {name: _ready(settings, item) for name, settings in self._settings.items()}
         ids, most = answers[FULL].token_ids, self._compared - 1
         whole = ShownAnswer.by(self._settings[FULL], ready[FULL], ids, item, most)
-        found = {name: whole.to(one, ready[name]) for name, one in self._settings.items()}
+        found = {name: whole.to(settings, ready[name]) for name, settings in self._settings.items()}
         return {
             name: {part: line[part] for part in ("kl", "same", "gold")}
             for name, line in found.items()
@@ -171,9 +165,9 @@ class InProcess:
         start = time.perf_counter()
         ready = dataclasses.replace(_ready(settings, item), max_new_tokens=max_new_tokens)
         prepared = time.perf_counter() - start
-        [found] = serve([ready], 1)
-        seconds = prepared + found[0].timings["ttft"] - found[0].timings["retrieve"]
-        return found[0], seconds, ready.prompt.num_tokens
+        [results] = serve([ready], 1)
+        seconds = prepared + results[0].timings["ttft"] - results[0].timings["retrieve"]
+        return results[0], seconds, ready.prompt.num_tokens
 
 
 def _ready(settings: Settings, item: DatasetItem) -> ReadyQuestion:
@@ -202,7 +196,7 @@ def settings_of(
     """
     each: Mapping[str, str | Method] = methods
     if ratios:
-        each = at_ratios({name: method_named(one) for name, one in methods.items()}, ratios)
+        each = at_ratios({name: method_named(method) for name, method in methods.items()}, ratios)
     found = {
         name: resolve(
             dataclasses.replace(ask, method=one), kb=kb, model=model, neighbours=neighbours

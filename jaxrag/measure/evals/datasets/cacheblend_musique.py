@@ -34,7 +34,7 @@ def _items(records: list[DataRecord], reading: DatasetReading) -> Iterator[Datas
             sample=str(number),
             question=_as_a_question(values["question"]),
             documents=tuple(
-                ("", "{}\n\n{}\n\n".format(*titled(record, one))) for one in values["ctxs"]
+                ("", "{}\n\n{}\n\n".format(*titled(record, ctx))) for ctx in values["ctxs"]
             ),
             answers=(tuple(values["answers"]),),
         )

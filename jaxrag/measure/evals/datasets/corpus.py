@@ -9,10 +9,10 @@ from jaxrag.library.knowledge_base.passages import PassageCorpus
 from jaxrag.measure.evals.datasets.options import DatasetOptions
 from jaxrag.measure.evals.datasets.records import HUB
 from jaxrag.measure.evals.datasets.spec import DatasetItem
-from jaxrag.serve.given import neighbours_told
+from jaxrag.serve.given import neighbours_account
 from jaxrag.serve.questions import Settings
 
-Told = Mapping[str, Any]  # of ``neighbours_told``
+NeighboursAccount = Mapping[str, Any]  # of ``neighbours_account``
 
 
 def with_neighbours[Name](
@@ -33,11 +33,11 @@ def with_neighbours[Name](
       numbering: of the data set.
       chunk_tokens: of a passage the first so many are a chunk; None: all.
     """
-    if told_of(settings) is None:
+    if account_of(settings) is None:
         return dict(settings)
     if options.neighbours == "prompt":
         return {
-            name: dataclasses.replace(one, neighbours="prompt") for name, one in settings.items()
+            name: dataclasses.replace(own, neighbours="prompt") for name, own in settings.items()
         }
     items = items_of(dataclasses.replace(options, number=None))
     first = next(iter(settings.values()))
@@ -54,20 +54,20 @@ def with_neighbours[Name](
     for title, text in (passage for item in items for passage in item.documents):
         distinct.setdefault((title, corpus.without_number(text).strip()), (title, text))
     corpus = dataclasses.replace(corpus, passages=tuple(distinct.values()))
-    return {name: dataclasses.replace(one, neighbours=corpus) for name, one in settings.items()}
+    return {name: dataclasses.replace(own, neighbours=corpus) for name, own in settings.items()}
 
 
-def told_of(settings: Mapping[Any, Settings]) -> Told | None:
+def account_of(settings: Mapping[Any, Settings]) -> NeighboursAccount | None:
     """What a result says of the neighbours of its passages; None where no method sees any."""
-    told = (neighbours_told(one.method, one.neighbours) for one in settings.values())
-    return next((it for it in told if it is not None), None)
+    sources = (neighbours_account(one.method, one.neighbours) for one in settings.values())
+    return next((it for it in sources if it is not None), None)
 
 
-def told_in(result: Mapping[str, Any]) -> str:
+def note_in(result: Mapping[str, Any]) -> str:
     """The same for the title of a table, behind what else it says; "" for nothing."""
-    told = result.get("neighbours")
-    if told is None:
+    source = result.get("neighbours")
+    if source is None:
         return ""
-    if told["from"] == "prompt":
+    if source["from"] == "prompt":
         return "; neighbours: the prompt's own other passages, an oracle"
-    return f"; neighbours: the most similar of {told['passages']} passages of {told['name']}"
+    return f"; neighbours: the most similar of {source['passages']} passages of {source['name']}"

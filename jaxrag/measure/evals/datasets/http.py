@@ -16,7 +16,7 @@ from jaxrag.base.errors import ContextExceeded, RequestError
 from jaxrag.library.options import NeighboursFrom
 from jaxrag.measure.evals.asked import Line
 from jaxrag.measure.evals.datasets.asking import ATTEMPTS, TimedAnswer, is_own
-from jaxrag.measure.evals.datasets.corpus import Told
+from jaxrag.measure.evals.datasets.corpus import NeighboursAccount
 from jaxrag.measure.evals.datasets.spec import DatasetItem
 from jaxrag.models.text.prompts import PromptTemplate
 
@@ -67,7 +67,7 @@ class OverHttp:
         """The model of the server, by its name, and its prompt format."""
         return {"path": self._model["id"], "server": True, "template": self._model["template"]}
 
-    def neighbours(self) -> Told | None:
+    def neighbours(self) -> NeighboursAccount | None:
         """An oracle where it was asked for; else no method of a server sees any here."""
         return {"from": "prompt", "oracle": True} if self._neighbours == "prompt" else None
 

@@ -34,7 +34,7 @@ def _items(records: list[DataRecord], begins: str, question: str) -> Iterator[Da
     for number, record in enumerate(records):
         values = record.values
         answers = values["answers"]
-        if not answers or not all(isinstance(one, str) for one in answers):
+        if not answers or not all(isinstance(answer, str) for answer in answers):
             raise record.wrong("answers", "a list of texts, at least one")
         name = str(values.get("_id", number))
         yield DatasetItem(

@@ -27,7 +27,7 @@ def _musique_items(records: list[DataRecord], reading: DatasetReading) -> Iterat
     del reading
     for record in records:
         values = record.values
-        documents = tuple(_paragraph(record, one) for one in values["paragraphs"])
+        documents = tuple(_paragraph(record, paragraph) for paragraph in values["paragraphs"])
         answers = (values["answer"], *values.get("answer_aliases", ()))
         yield _item(record, "id", documents, answers, values["id"].partition("_")[0])
 

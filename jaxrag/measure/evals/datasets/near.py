@@ -17,7 +17,7 @@ from jaxrag.base.types import HostArray
 from jaxrag.kv.store import MemoryStore
 from jaxrag.measure.evals.asked import ITEMS, ask_all
 from jaxrag.measure.evals.datasets.asking import is_own
-from jaxrag.measure.evals.datasets.corpus import told_in, told_of, with_neighbours
+from jaxrag.measure.evals.datasets.corpus import account_of, note_in, with_neighbours
 from jaxrag.measure.evals.datasets.nearness import (
     FULL,
     ShownAnswer,
@@ -189,8 +189,8 @@ def run(
         "chat": options.chat,
         "template": study.full.template.to_dict(),
     }
-    if (told := told_of(study.arms)) is not None:
-        setting["neighbours"] = told
+    if (neighbours := account_of(study.arms)) is not None:
+        setting["neighbours"] = neighbours
     if of is not None:
         setting["reference"] = study.full.model.digest
     with tempfile.TemporaryDirectory(prefix="jaxrag-") as folder:
@@ -282,7 +282,7 @@ def tables(result: Mapping[str, Any]) -> Iterator[Table]:
         f"attention's, KL over that of {first} and prompts that their difference takes to show, "
         f"{result['metric']} (full attention {percent(result['full']['right'])}), chunk tokens "
         "computed again, stored KiB a token, time to first token from the pool over full"
-        f"{told_in(result)}",
+        f"{note_in(result)}",
         [
             [
                 "method", "KL", "same token, %", "gold", f"KL / {first}", "takes", "right, %",

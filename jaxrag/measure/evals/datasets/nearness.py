@@ -47,17 +47,17 @@ def with_controls(settings: Mapping[str, Settings]) -> dict[str, Settings]:
 
     None where nothing is chosen: all tokens, those of a selector's own number, or random ones.
     """
-    found: dict[str, Settings] = {}
-    for name, one in settings.items():
-        found[name] = one
-        method = one.method
+    both: dict[str, Settings] = {}
+    for name, own in settings.items():
+        both[name] = own
+        method = own.method
         chooses = method.recomputes and not isinstance(method.selector, RandomTokens)
         if chooses and method.recompute_ratio not in (None, 1):
             random = dataclasses.replace(
                 method, name=_CONTROL.format(method.name), selector=RandomTokens()
             )
-            found[_CONTROL.format(name)] = dataclasses.replace(one, method=random)
-    return found
+            both[_CONTROL.format(name)] = dataclasses.replace(own, method=random)
+    return both
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,16 +128,16 @@ def nearness_of(
     """
     if not own:
         return {}
-    kl, same = _means(own, "kl"), np.concatenate([np.array(it["same"], np.bool_) for it in own])
-    gold = np.array([it["gold"] for it in own])
-    wanted = np.array([it["gold"] for it in full])
+    kl, same = _means(own, "kl"), np.concatenate([np.array(line["same"], np.bool_) for line in own])
+    gold = np.array([line["gold"] for line in own])
+    wanted = np.array([line["gold"] for line in full])
     found: dict[str, Any] = {
         "kl": bootstrapped(kl, seed, samples=samples),
-        "same_tokens": plain(share(same, np.repeat(samples, [len(it["same"]) for it in own]))),
+        "same_tokens": plain(share(same, np.repeat(samples, [len(line["same"]) for line in own]))),
         "gold_minus_full": bootstrapped_difference(gold, wanted, seed, samples),
     }
     if control is not None:
-        random = np.array([it["gold"] for it in control])
+        random = np.array([line["gold"] for line in control])
         found["minus_control"] = {
             "kl": bootstrapped_difference(kl, _means(control, "kl"), seed, samples),
             "gold": bootstrapped_difference(gold, random, seed, samples),
@@ -180,9 +180,9 @@ def shown(found: Mapping[str, Any] | None, form: str) -> str:
     return f"{value:{form}}" + ("" if low is None else f" [{low:{form}}, {high:{form}}]")
 
 
-def needs(found: Mapping[str, Any] | None) -> str:
+def needs(comparison: Mapping[str, Any] | None) -> str:
     """How many questions would show a difference of the size seen; "" for none."""
-    return "" if found is None or found["needed"] is None else f"{found['needed']:,}"
+    return "" if comparison is None or comparison["needed"] is None else f"{comparison['needed']:,}"
 
 
 def near_cells(row: Mapping[str, Any]) -> list[str]:

@@ -34,7 +34,7 @@ def _items(records: list[DataRecord], reading: DatasetReading) -> Iterator[Datas
     passages = [_passages(record) for record in records]
     for number, (record, own) in enumerate(zip(records, passages, strict=True)):
         answers = record.values["answers"]
-        gold = next((i for i, it in enumerate(record.values["ctxs"]) if it.get("isgold")), None)
+        gold = next((i for i, ctx in enumerate(record.values["ctxs"]) if ctx.get("isgold")), None)
         if reading.documents is not None:
             own, gold = _among_others(record, passages, number, reading)
         yield DatasetItem(
@@ -80,13 +80,13 @@ def _among_others(
             "has one: leave it out"
         )
     # Every text holds one that is a letter, or that normalises to nothing.
-    told = [it for it in answers if len(squad_normalised(it)) > 1]
+    long_answers = [answer for answer in answers if len(squad_normalised(answer)) > 1]
     others: list[Titled] = []
     for place in drawn.sample(range(len(passages)), len(passages)):
         if len(others) == reading.documents - 1:
             break
         other = passages[place][0]
-        if other != gold and other not in others and not subspan(other[1], told):
+        if other != gold and other not in others and not subspan(other[1], long_answers):
             others.append(other)
     if len(others) < reading.documents - 1:
         raise RequestError(

@@ -6,7 +6,7 @@ from typing import get_args
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import option, parse_count, parse_ratios
 from jaxrag.library.options import NeighboursFrom
-from jaxrag.measure.evals.options import check_positive
+from jaxrag.measure.evals.options import check_positive, option_controls, option_ratios
 from jaxrag.reuse.names import DEFAULT_PRIMER
 
 DATASET_NAMES = (  # keys of datasets.table
@@ -41,15 +41,8 @@ class DatasetOptions:
         flag="--method",
         repeatable=True,
     )
-    ratios: tuple[float, ...] = option(
-        (), "measure every method that recomputes a part at each of these", "R,...",
-        parse=parse_ratios, unset="the method's own", flag="--recompute-ratios",
-    )  # fmt: skip
-    controls: bool = option(
-        False,
-        "beside every method that chooses what it recomputes, the same with as many tokens drawn "
-        "at random",
-    )
+    ratios: tuple[float, ...] = option_ratios()
+    controls: bool = option_controls()
     server: str | None = option(
         None, "ask a server of jaxrag that runs with --template of this data set", "URL",
         unset="a model in this process",

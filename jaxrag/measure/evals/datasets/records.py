@@ -43,20 +43,20 @@ def records_of(source: str, fields: Mapping[str, tuple[type, ...]]) -> list[Data
     """
     path = Path(source)
     if source.startswith(HUB):
-        found = _of_table(source, _from_hub(source))
+        records = _of_table(source, _from_hub(source))
     elif not path.is_file():
         raise RequestError(f"{source}: no such file; name one of the data set's own files")
     elif path.suffix == ".parquet":
-        found = _of_table(source, _table(source, "parquet", data_files=source, split="train"))
+        records = _of_table(source, _table(source, "parquet", data_files=source, split="train"))
     else:
-        found = list(_of_text(source, _text(path)))
-    if not found:
+        records = list(_of_text(source, _text(path)))
+    if not records:
         raise RequestError(f"{source}: no records; name a file that has some")
-    for record in found:
+    for record in records:
         for name, kinds in fields.items():
             if not isinstance(record.values.get(name), kinds):
                 raise record.wrong(name, " or ".join(kind.__name__ for kind in kinds))
-    return found
+    return records
 
 
 def _text(path: Path) -> str:

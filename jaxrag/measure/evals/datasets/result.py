@@ -91,30 +91,30 @@ def _costs(first: str, method: str, lines: Sequence[Mapping[str, Any]]) -> dict[
     """Of a method: times to first token, its part of the chunk tokens that were reused, FLOPs."""
     own = [line["methods"][method] for line in lines]
     other = [line["methods"][first] for line in lines]
-    times = [it["ttft"] for it in own if it["ttft"] is not None]
+    times = [item["ttft"] for item in own if item["ttft"] is not None]
     over = [
         b["ttft"] / a["ttft"]
         for a, b in zip(own, other, strict=True)
         if a["ttft"] is not None and b["ttft"] is not None
     ]
     tokens = {
-        name: float(np.mean([it["counts"][name] for it in own])) if own else 0.0
+        name: float(np.mean([item["counts"][name] for item in own])) if own else 0.0
         for name in ("reused", "recomputed", "encoded")
     }
     total = sum(tokens.values())
     return {
         "ttft": plain(median(np.array(times))),
-        "first_ttft": plain(median(np.array([it["first"] for it in own]))),
+        "first_ttft": plain(median(np.array([item["first"] for item in own]))),
         "first_over_own": plain(median(np.array(over))),
         "without_time": len(own) - len(times),
         "tokens": tokens,
         "reuse": tokens["reused"] / total if total else 0.0,
         "recomputed": tokens["recomputed"] / total if total else 0.0,
-        "prompt_tokens": plain(median(np.array([float(it["prompt_tokens"]) for it in own]))),
-        "flops": float(np.mean([it["flops"] for it in own])) if own else 0.0,
-        "cut_off": sum(it["finish_reason"] == "length" for it in own),
-        "notes": sorted({note for it in own for note in it["notes"]}),
-        "encoded": sum(it["encoded"] for it in own),
+        "prompt_tokens": plain(median(np.array([float(item["prompt_tokens"]) for item in own]))),
+        "flops": float(np.mean([item["flops"] for item in own])) if own else 0.0,
+        "cut_off": sum(item["finish_reason"] == "length" for item in own),
+        "notes": sorted({note for item in own for note in item["notes"]}),
+        "encoded": sum(item["encoded"] for item in own),
     }
 
 

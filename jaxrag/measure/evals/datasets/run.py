@@ -19,7 +19,7 @@ from jaxrag.measure.evals.datasets.asking import (
     TimedAnswer,
     settings_of,
 )
-from jaxrag.measure.evals.datasets.corpus import told_in, with_neighbours
+from jaxrag.measure.evals.datasets.corpus import note_in, with_neighbours
 from jaxrag.measure.evals.datasets.http import OverHttp, ServerGone
 from jaxrag.measure.evals.datasets.options import DatasetOptions
 from jaxrag.measure.evals.datasets.records import HUB, records_of
@@ -52,7 +52,7 @@ def items_of(options: DatasetOptions) -> list[DatasetItem]:
     spec = dataset_named(options.name)
     titled = options.template is not None
     reading = DatasetReading(options.noise, options.documents, options.seed, titled)
-    found: list[DatasetItem] = []
+    items: list[DatasetItem] = []
     for source in options.data:
         records, samples = records_of(source, spec.fields), set[str]()
         prefix = "" if len(options.data) == 1 else f"{Path(source).name}:"
@@ -60,15 +60,15 @@ def items_of(options: DatasetOptions) -> list[DatasetItem]:
             samples.add(item.sample)
             if options.number is not None and len(samples) > options.number:
                 break
-            found.append(
+            items.append(
                 dataclasses.replace(item, id=prefix + item.id, sample=prefix + item.sample)
             )
     seen: set[str] = set()
-    for item in found:
+    for item in items:
         if item.id in seen:
             raise RequestError(f"{options.data[0]}: two questions have the id {item.id!r}")
         seen.add(item.id)
-    return found
+    return items
 
 
 def run(
@@ -112,7 +112,7 @@ def run(
                 f"{error}; {count} questions are kept in {path}: start it and run this again"
             ) from None
         metrics = (options.metrics or spec.metrics) if options.scores else ()
-        found = result_of(answerer.methods, metrics, spec.score, lines) | _told(answerer)
+        found = result_of(answerer.methods, metrics, spec.score, lines) | _neighbours_of(answerer)
         return {
             "dataset": options.name,
             **spec.described(),
@@ -125,19 +125,19 @@ def run(
         }
 
 
-def heading(spec: DatasetSpec, found: Mapping[str, Any]) -> str:
+def heading(spec: DatasetSpec, result: Mapping[str, Any]) -> str:
     """What was asked, and what was left out."""
-    skipped = sum(found["skipped"].values())
+    skipped = sum(result["skipped"].values())
     return (
-        f"{spec.title} ({spec.checked}): {found['questions']} questions, {skipped} skipped, "
-        f"{found['questions_cut']} of them cut: {found['left_out']} of {found['documents']} "
-        f"documents left out{told_in(found)}"
+        f"{spec.title} ({spec.checked}): {result['questions']} questions, {skipped} skipped, "
+        f"{result['questions_cut']} of them cut: {result['left_out']} of {result['documents']} "
+        f"documents left out{note_in(result)}"
     )
 
 
-def _told(answerer: Answerer) -> dict[str, Any]:
-    told = answerer.neighbours()
-    return {} if told is None else {"neighbours": told}
+def _neighbours_of(answerer: Answerer) -> dict[str, Any]:
+    neighbours = answerer.neighbours()
+    return {} if neighbours is None else {"neighbours": neighbours}
 
 
 @contextlib.contextmanager
@@ -187,7 +187,7 @@ def _settings(options: DatasetOptions, answerer: Answerer) -> dict[str, Any]:
         "seed": options.seed,
         "max_new_tokens": options.max_new_tokens,
         "model": answerer.about(),
-        **_told(answerer),
+        **_neighbours_of(answerer),
     }
 
 

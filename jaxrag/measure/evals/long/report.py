@@ -74,19 +74,19 @@ def _costs(result: Mapping[str, Any]) -> Iterator[list[str]]:
 
 def _rows(result: Mapping[str, Any], part: str, value: str, form: str) -> list[list[str]]:
     """Tasks and methods by lengths."""
-    found: dict[tuple[str, str], list[str]] = {}
+    cells: dict[tuple[str, str], list[str]] = {}
     for cell in result[part]:
-        found.setdefault((cell["task"], cell["method"]), []).append(shown(cell[value], form))
-    return [[*key, *found[key]] for key in _by_task(result, found)]
+        cells.setdefault((cell["task"], cell["method"]), []).append(shown(cell[value], form))
+    return [[*key, *cells[key]] for key in _by_task(result, cells)]
 
 
 def _by_depth(result: Mapping[str, Any]) -> list[list[str]]:
     """Means of every method and length by depth, whole per cents; intervals are in the JSON."""
-    found: dict[tuple[str, str, str], list[str]] = {}
+    cells: dict[tuple[str, str, str], list[str]] = {}
     for cell in result["grid"]:
         key = (cell["task"], cell["method"], str(cell["length"]))
-        found.setdefault(key, []).append(f"{100 * cell['score']['value']:.0f}")
-    return [[*key[1:], *found[key]] for key in _by_task(result, found)]
+        cells.setdefault(key, []).append(f"{100 * cell['score']['value']:.0f}")
+    return [[*key[1:], *cells[key]] for key in _by_task(result, cells)]
 
 
 def _by_task[Key: tuple[str, ...]](result: Mapping[str, Any], keys: Iterable[Key]) -> list[Key]:

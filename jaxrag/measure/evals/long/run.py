@@ -167,9 +167,9 @@ def _by_method(options: LongOptions, model: Model) -> dict[str, Model]:
     """The model that a method runs on: one with K and V where its rule has them, if asked."""
     if not options.host_values:
         return {method.name: model for method in options.resolved}
-    wanted = {method.name: method.decode.placement for method in options.resolved}
-    models = {placement: model.placed(placement) for placement in wanted.values()}
-    return {name: models[placement] for name, placement in wanted.items()}
+    placements = {method.name: method.decode.placement for method in options.resolved}
+    models = {placement: model.placed(placement) for placement in placements.values()}
+    return {name: models[placement] for name, placement in placements.items()}
 
 
 def _cache_tokens(options: LongOptions, frame: Frame, items: Sequence[Item]) -> int:
@@ -307,27 +307,27 @@ def _tables(
     grid: list[dict[str, Any]] = []
     differences: list[dict[str, Any]] = []
     agreement: list[dict[str, Any]] = []
-    for name, one in itertools.product(list(answers)[1:], options.chosen):
-        rows = task == one
+    for name, kind in itertools.product(list(answers)[1:], options.chosen):
+        rows = task == kind
         same = np.array([
             _same(*pair)
             for pair in zip(answers[name].replies, answers[first].replies, strict=True)
         ])  # fmt: skip
         for size in (*options.lengths, None):  # None: all of them
-            here = rows if size is None else rows & (length == size)
-            named = {"method": name, "task": one, "length": size, "with": first}
-            agreement.append({**named, "share": _share(same[here])})
-    for name, one, size in itertools.product(answers, options.chosen, options.lengths):
-        rows = (task == one) & (length == size)
+            of_length = rows if size is None else rows & (length == size)
+            named = {"method": name, "task": kind, "length": size, "with": first}
+            agreement.append({**named, "share": _share(same[of_length])})
+    for name, kind, size in itertools.product(answers, options.chosen, options.lengths):
+        rows = (task == kind) & (length == size)
         scores = answers[name].scores
-        named = {"method": name, "task": one, "length": size}
+        named = {"method": name, "task": kind, "length": size}
         cells.append({**named, "score": _share(scores[rows])})
         if name != first:
             less = difference(scores[rows], answers[first].scores[rows], np.arange(rows.sum()))
             differences.append({**named, "minus": first, "difference": plain(less)})
         for place in options.depths if options.suite == "needle" else ():
-            here = scores[rows & (depth == place)]
-            grid.append({**named, "depth": place, "score": _share(here)})
+            of_length = scores[rows & (depth == place)]
+            grid.append({**named, "depth": place, "score": _share(of_length)})
     return {
         "cells": cells,
         "grid": grid,

@@ -44,15 +44,15 @@ class Runs:
     ) -> None:
         """``positions`` [n] int32 ascending; ``rows`` and number of the offset ``which`` [S]."""
         self._rows, self._block = rows, block
-        here = rows[positions]
-        cut = (np.diff(here) != 1) | (np.diff(positions) != 1)
+        own_rows = rows[positions]
+        cut = (np.diff(own_rows) != 1) | (np.diff(positions) != 1)
         which = np.zeros(len(rows), np.uint16) if which is None else which
         cut |= np.diff(which[positions]) != 0
         starts = np.concatenate([[0], np.flatnonzero(cut) + 1, [len(positions)]])
         length = np.diff(starts)
         long = length >= _SHORT
         self._runs = [
-            (int(positions[at]), int(positions[at]) + int(count), int(here[at]),
+            (int(positions[at]), int(positions[at]) + int(count), int(own_rows[at]),
              int(which[positions[at]]))
             for at, count in zip(starts[:-1][long], length[long], strict=True)
         ]  # fmt: skip
@@ -255,12 +255,12 @@ class HostMemory:
     def _rows(self, memory: HostArray, rows: slice | HostArray) -> HostArray:
         """Rows of memory [R, H] as float32, a view where they are that already."""
         if isinstance(rows, slice):
-            found = memory[rows]
+            taken = memory[rows]
         elif memory.dtype == np.float32:
             return memory.take(rows, axis=0)
         else:  # numpy gathers numbers that it knows several times as fast
-            found = memory.view(np.uint16).take(rows, axis=0).view(memory.dtype)
-        return halves(found) if found.dtype == np.float16 else found.astype(np.float32, copy=False)
+            taken = memory.view(np.uint16).take(rows, axis=0).view(memory.dtype)
+        return halves(taken) if taken.dtype == np.float16 else taken.astype(np.float32, copy=False)
 
 
 def _paired(asked: HostArray) -> HostArray:

@@ -177,11 +177,11 @@ class Copied(Finder):
         self, asked: HostArray, own: HostArray, head: HeadEffort, k: int, *, count: bool
     ) -> FoundKeys:
         number, times = head
-        found = self._part.best(0, number, own, k, count=count, times=times)
-        at = np.flatnonzero(found.ids >= 0)
-        positions = found.ids[at].astype(np.int32)
+        best = self._part.best(0, number, own, k, count=count, times=times)
+        at = np.flatnonzero(best.ids >= 0)
+        positions = best.ids[at].astype(np.int32)
         scores = self._memory.scores(self._kv_head, asked, positions)
-        return FoundKeys(positions, scores, found.scanned)
+        return FoundKeys(positions, scores, best.scanned)
 
 
 def finder_of(
@@ -292,7 +292,7 @@ class Searched(FarLayer):
         memory, k, checks, (kv_head, heads, position) = self.memory, self.k, self.checks, where
         with answer.searching():
             mine = asked[: len(memory.offsets), kv_head, heads]
-            found = [
+            by_part = [
                 [(each[at].scores, each[at].ids) for each in parts] for at in range(len(heads))
             ]
             scans = np.zeros(len(heads), bool)
@@ -303,16 +303,16 @@ class Searched(FarLayer):
                     scans[at] = True
                     best = self._scan(kv_head, mine[:, at])
                     if checks.times[place]:
-                        note = checks.judge(place, position, _joined(found[at], k)[1], best[1])
+                        note = checks.judge(place, position, _joined(by_part[at], k)[1], best[1])
                         answer.notes.extend([note] if note else [])
-                    found[at] = [best]
+                    by_part[at] = [best]
             if answer.counted is not None and parts:
-                answer.counted.append(self._recall(kv_head, mine, found, parts, scans))
-            for at, each in enumerate(found if len(tail) else ()):
+                answer.counted.append(self._recall(kv_head, mine, by_part, parts, scans))
+            for at, each in enumerate(by_part if len(tail) else ()):
                 each.append((memory.scores(kv_head, mine[:, at], tail), tail))
             scores = np.full((len(heads), k), -np.inf, np.float32)
             positions = np.zeros((len(heads), k), np.int32)
-            for at, each in enumerate(found):
+            for at, each in enumerate(by_part):
                 some, places = _joined(each, k)
                 scores[at, : len(some)], positions[at, : len(some)] = some, places
         with answer.attending():
@@ -323,8 +323,8 @@ class Searched(FarLayer):
     def _scan(self, kv_head: int, asked: HostArray) -> Pair:
         """What an exact search finds for one query head: ``asked`` [O, H]."""
         stretches = self.memory.stretches(self.sink, self.end)
-        scores, wanted = best_of(self.memory, kv_head, asked[:, None], stretches, self.k)
-        return scores[0], wanted[0]
+        scores, exact = best_of(self.memory, kv_head, asked[:, None], stretches, self.k)
+        return scores[0], exact[0]
 
     def _recall(
         self,
@@ -339,12 +339,12 @@ class Searched(FarLayer):
         ``scans`` [g]: which of them were scanned beside what finders did.
         """
         stretches = self.memory.stretches(self.sink, self.end)
-        _, wanted = best_of(self.memory, kv_head, asked, stretches, self.k)
+        _, exact = best_of(self.memory, kv_head, asked, stretches, self.k)
         counts = Account()
         for at, each in enumerate(found):
             scanned = sum(int(part[at].scanned) for part in parts)
             scanned += int(scans[at]) * (self.end - self.sink)
-            counts += recall_of(_joined(each, self.k)[1], wanted[at], scanned)
+            counts += recall_of(_joined(each, self.k)[1], exact[at], scanned)
         return counts
 
 

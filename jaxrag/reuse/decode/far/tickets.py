@@ -48,14 +48,14 @@ class HostWork:
     def submit(self, tasks: Sequence[HostTask], threads: ThreadPoolExecutor, most: int) -> None:
         """Begin, on at most so many of the threads."""
         self._add(tasks)
-        wanted = min(most, len(tasks))
-        self._running = wanted
-        for begun in range(wanted):
+        count = min(most, len(tasks))
+        self._running = count
+        for begun in range(count):
             try:
                 threads.submit(self._take)
             except RuntimeError as error:  # the pool was shut down
                 with self._changed:
-                    self._running -= wanted - begun
+                    self._running -= count - begun
                 self.fail(error)
                 return
 

@@ -13,8 +13,8 @@ from jaxrag.models.reading import Reading, read_reading, write_reading
 from jaxrag.models.text.prompts import TEMPLATES
 from jaxrag.reuse.methods import METHODS, choices, default_choice
 from jaxrag.serve.ask import Ask
+from jaxrag.serve.compatibility import default_method, gate_subject, stored_otherwise, suited
 from jaxrag.serve.questions import resolve
-from jaxrag.serve.suits import default_method, gate_subject, stored_otherwise, suited
 
 DOCUMENTS = {
     "tea": "Tea grows on the hills of the village and is sold in blue boxes.",

@@ -21,7 +21,7 @@ FILE = "wanted.jsonl"
 _LOG = logging.getLogger("vllm.jaxrag")
 
 
-class Wanted:
+class PromptLog:
     """Notes prompts, each once, until the file is full."""
 
     def __init__(self, folder: Path, tokenizer: str, limit: int) -> None:

@@ -12,13 +12,13 @@ from stored_chunks import drawn
 from jaxrag.base.errors import ConfigError, StoreError
 from jaxrag.connectors import manifest
 from jaxrag.connectors.plan import Planner
-from jaxrag.connectors.wanted import FILE, Wanted
+from jaxrag.connectors.prompt_log import FILE, PromptLog
 from jaxrag.models.text import byte_level
 from jaxrag.models.text.passage_rules import passage_rules
 from jaxrag.models.text.tokenizer import Tokenizer
-from jaxrag.serve import wanted
+from jaxrag.serve import prompt_log
 from jaxrag.serve.plain import text_pieces
-from jaxrag.serve.wanted import NotedPrompt, read
+from jaxrag.serve.prompt_log import LoggedPrompt, read
 
 HEADER = np.arange(600, 640, dtype=np.int32)
 ON = {"wanted_bytes": 4000}
@@ -48,9 +48,9 @@ def noted(stored):
 
 
 def lacking(stored, ids, spans=None, rules=None, tokenizer=None):
-    prompt = NotedPrompt(ids, None if spans is None else tuple(spans))
+    prompt = LoggedPrompt(ids, None if spans is None else tuple(spans))
     known = manifest.read(stored.out)
-    return [it.tolist() for it in wanted.lacking(known, [prompt], tokenizer, rules).values()]
+    return [it.tolist() for it in prompt_log.lacking(known, [prompt], tokenizer, rules).values()]
 
 
 @pytest.mark.parametrize("led", [True, False])
@@ -160,17 +160,17 @@ def test_an_engine_notes_a_long_rest(connector, stored):
 
 def test_only_its_user_reads_the_file(tmp_path):
     (tmp_path / FILE).touch(0o644)
-    Wanted(tmp_path, "t", 100)
+    PromptLog(tmp_path, "t", 100)
     assert stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600
     (tmp_path / FILE).unlink()
-    Wanted(tmp_path, "t", 100)
+    PromptLog(tmp_path, "t", 100)
     assert stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600
 
 
 def test_the_file_is_bounded(tmp_path, caplog):
-    wanted = Wanted(tmp_path, "t", 200)
+    log = PromptLog(tmp_path, "t", 200)
     for first in range(100):
-        wanted.note(np.arange(first, first + 10, dtype=np.int32), None)
+        log.note(np.arange(first, first + 10, dtype=np.int32), None)
     assert 100 < (tmp_path / FILE).stat().st_size <= 200
     assert [record.getMessage() for record in caplog.records] == [
         f"{tmp_path / FILE}: cannot be written (it is full: wanted_bytes=200)"
@@ -180,14 +180,14 @@ def test_the_file_is_bounded(tmp_path, caplog):
 def test_a_folder_that_cannot_be_written(tmp_path, caplog):
     (tmp_path / FILE).symlink_to(tmp_path / "elsewhere")
     with refused(ConfigError, "wanted_bytes=9"):
-        Wanted(tmp_path, "t", 9)
+        PromptLog(tmp_path, "t", 9)
     assert not (tmp_path / "elsewhere").exists()
     (tmp_path / FILE).unlink()
-    wanted = Wanted(tmp_path, "t", 999)
+    log = PromptLog(tmp_path, "t", 999)
     (tmp_path / FILE).unlink()
     (tmp_path / FILE).mkdir()
     for first in (1, 2):
-        wanted.note(np.array([first], np.int32), None)  # a request goes on
+        log.note(np.array([first], np.int32), None)  # a request goes on
     [record] = caplog.records
     assert "cannot be written" in record.getMessage()
 
@@ -197,7 +197,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, caplog):
     '{"tokenizer": "t", "ids": [99999999999], "spans": null}',
     '{"tokenizer": "t", "ids": [1], "spans": [0]}', '{"tokenizer": "t", "ids": [1]}'])  # fmt: skip
 def test_a_damaged_line_is_named(tmp_path, line):
-    Wanted(tmp_path, "t", 999).note(HEADER, [3])
+    PromptLog(tmp_path, "t", 999).note(HEADER, [3])
     with (tmp_path / FILE).open("a") as file:
         file.write(line + "\n")
     with refused(StoreError, "2"):

@@ -1,4 +1,4 @@
-"""The lanes of an engine, who has which row, and the steps in flight."""
+"""The batches of an engine, who has which row, and the steps in flight."""
 
 import contextlib
 import dataclasses
@@ -12,9 +12,9 @@ from jax.stages import Compiled
 
 from jaxrag.base.sharding import to_host
 from jaxrag.base.types import Array, HostArray
-from jaxrag.engine.decoding import Lane, sample_first, sampling_rows
+from jaxrag.engine.decoding import DecodeBatch, sample_first, sampling_rows
 from jaxrag.engine.progress import Top
-from jaxrag.engine.request import DECODE_BLOCK, LaneKey
+from jaxrag.engine.request import DECODE_BLOCK, BatchKey
 from jaxrag.engine.sequence import RequestStatus, Sequence, Swapped
 from jaxrag.engine.state import Broken, State
 from jaxrag.engine.steps import Drawn
@@ -36,7 +36,7 @@ class _Ticket:
     rows: list[tuple[int, Sequence, int]]  # row, request, tokens
 
 
-class Lanes:
+class DecodeBatches:
     """Gives rows to requests, dispatches steps, and reads them when they are done."""
 
     def __init__(
@@ -47,15 +47,17 @@ class Lanes:
     ) -> None:
         """``took`` gets new tokens; ``release`` a request that ended, once nothing runs it."""
         self._state, self._took, self._release = state, took, release
-        self._lanes: dict[LaneKey, Lane] = {}
-        self._rows: dict[LaneKey, list[Sequence | None]] = {}
-        self._left: dict[LaneKey, set[int]] = defaultdict(set)  # rows that still run for no request
+        self._batches: dict[BatchKey, DecodeBatch] = {}
+        self._rows: dict[BatchKey, list[Sequence | None]] = {}
+        self._left: dict[BatchKey, set[int]] = defaultdict(
+            set
+        )  # rows that still run for no request
         self._first: list[tuple[int, list[tuple[int, Sequence]], Drawn]] = []  # epoch, who, what
         self._in_flight: list[_Ticket] = []
-        self._compiled: dict[LaneKey, list[Future[Compiled]]] = {}
+        self._compiled: dict[BatchKey, list[Future[Compiled]]] = {}
 
-    def expect(self, key: LaneKey) -> None:
-        """A request will want a row: the program of its lane is compiled beside its prefill.
+    def expect(self, key: BatchKey) -> None:
+        """A request will want a row: the program of its batch is compiled beside its prefill.
 
         That of a dense rule; what another rule is compiled for is not known before.
         """
@@ -63,7 +65,7 @@ class Lanes:
         alone = not state.settings.lockstep and state.runner.cache.host is None
         if key in self._compiled or key.rule.sparse or not alone:
             return
-        with contextlib.suppress(Exception):  # it is raised where the lane steps, and told there
+        with contextlib.suppress(Exception):  # it is raised where the batch steps, and told there
             self._compiled[key] = compile_beside(self._made(key).lower())
 
     @property
@@ -77,17 +79,17 @@ class Lanes:
         logits: Array,
         decoding: Decoding | None,
     ) -> None:
-        """Requests of one lane are prefilled: their first tokens are sampled, and they have rows.
+        """Requests of one batch are prefilled: their first tokens are sampled, and they have rows.
 
         Args:
           requests: in the order of ``logits``; None for one that does not join now.
           logits: [B', V] float32, B' at least their number.
           decoding: what the rule of the one that joins carries; None where it carries nothing.
         """
-        joining = [it for it in requests if it is not None]
+        joining = [request for request in requests if request is not None]
         if not joining:
             return
-        key, every = joining[0].lane, [it or joining[0] for it in requests]
+        key, every = joining[0].batch, [request or joining[0] for request in requests]
         if key is None:
             asks = any(it.request.sampling.processes for it in every)
             vocab_size = self._state.runner.model.config.vocab_size if asks else None
@@ -96,26 +98,26 @@ class Lanes:
             rows = [
                 None if sequence is None else self._take_row(sequence, key) for sequence in requests
             ]
-            first = self._lanes[key].join(rows, every, logits, decoding)
-        told = [(at, it) for at, it in enumerate(requests) if it is not None]
-        self._first.append((self._state.epoch, told, first))
+            first = self._batches[key].join(rows, every, logits, decoding)
+        placed = [(at, request) for at, request in enumerate(requests) if request is not None]
+        self._first.append((self._state.epoch, placed, first))
 
     def set_aside(self, sequence: Sequence) -> None:
         """Copy what a request has on the device to the host, and take it from its row."""
         place = self._place(sequence)
         assert place is not None
-        lane, row = place
+        batch, row = place
         content = swap_out(self._state.runner, sequence.own)
-        sequence.swapped = Swapped(content, self._lanes[lane].take_out(row))
-        self._left[lane].add(row)
+        sequence.swapped = Swapped(content, self._batches[batch].take_out(row))
+        self._left[batch].add(row)
         self.free(sequence)
 
     def put_back(self, sequence: Sequence) -> None:
         """A request that was set aside, and is mapped again, goes on where it was."""
-        assert sequence.lane is not None and sequence.swapped is not None
+        assert sequence.batch is not None and sequence.swapped is not None
         swap_in(self._state.runner, sequence.own, sequence.swapped.pages)
-        row = self._take_row(sequence, sequence.lane)
-        self._lanes[sequence.lane].put_back(row, sequence, sequence.swapped.row)
+        row = self._take_row(sequence, sequence.batch)
+        self._batches[sequence.batch].put_back(row, sequence, sequence.swapped.row)
         sequence.swapped = None
 
     def leave(self, sequence: Sequence) -> None:
@@ -130,12 +132,12 @@ class Lanes:
         if place is not None:
             self._rows[place[0]][place[1]] = None
 
-    def _place(self, sequence: Sequence) -> tuple[LaneKey, int] | None:
-        """The lane and the row of a request that has joined it."""
-        lane = sequence.lane
-        if lane is None or sequence not in self._rows.get(lane, ()):
+    def _place(self, sequence: Sequence) -> tuple[BatchKey, int] | None:
+        """The batch and the row of a request that has joined it."""
+        batch = sequence.batch
+        if batch is None or sequence not in self._rows.get(batch, ()):
             return None
-        return lane, self._rows[lane].index(sequence)
+        return batch, self._rows[batch].index(sequence)
 
     def runs(self, sequence: Sequence) -> bool:
         """Is a step in flight that a request takes part in?"""
@@ -150,38 +152,38 @@ class Lanes:
         return begun
 
     def step(self) -> None:
-        """Dispatch a step of every lane that has anything to run."""
+        """Dispatch a step of every batch that has anything to run."""
         for key, rows in self._rows.items():
             active = self._active(rows)
             if not active:
                 continue
-            lane = self._lanes[key]
+            batch = self._batches[key]
             block = self._block(key, active)
             try:
                 if key in self._compiled:
                     self._await(self._compiled[key])
                 if guided := _allowed(active):
-                    lane.allow(guided)
+                    batch.allow(guided)
                 if left := self._left.pop(key, None):
-                    lane.leave(left)
-                new = lane.step(block, any(it.request.sampling.processes for _, it, _ in active))
+                    batch.leave(left)
+                new = batch.step(block, any(it.request.sampling.processes for _, it, _ in active))
             except Exception as error:
                 raise Broken(error, [it for _, it, _ in active]) from error
-            told = [(row, sequence, min(block, left)) for row, sequence, left in active]
-            self._in_flight.append(_Ticket(self._state.epoch, new, block, told))
+            running = [(row, sequence, min(block, left)) for row, sequence, left in active]
+            self._in_flight.append(_Ticket(self._state.epoch, new, block, running))
 
     def turn(self) -> None:
         """Dispatch the next steps, then read what was in flight before them."""
-        lanes = self._lanes.items()
-        if any(not lane.compiled and self._active(self._rows[key]) for key, lane in lanes):
+        batches = self._batches.items()
+        if any(not batch.compiled and self._active(self._rows[key]) for key, batch in batches):
             self._deliver_first()  # no client is to wait for the program of the second token
         if any(it.matcher for its in self._rows.values() for _, it, _ in self._active(its)):
             self.deliver()  # what may come next depends on it
         before = len(self._in_flight)
         self.step()
         now = self._state.clock()
-        for _, told, _ in self._first:
-            for _, sequence in told:
+        for _, placed, _ in self._first:
+            for _, sequence in placed:
                 sequence.moments["stepped"] = now
         self._deliver_first()
         self._deliver_steps(before)
@@ -210,7 +212,7 @@ class Lanes:
                 if self._state.ended(sequence) or epoch != self._state.epoch:
                     continue
                 sequence.moments.setdefault("first", self._state.clock())
-                self._took(sequence, *_told(drawn, sequence, (slice(at, at + 1),)))
+                self._took(sequence, *_drawn_for(drawn, sequence, (slice(at, at + 1),)))
 
     def _deliver_steps(self, count: int) -> None:
         for ticket in self._in_flight[:count]:
@@ -223,22 +225,22 @@ class Lanes:
                     return
                 row, sequence, new = ticket.rows.pop(0)
                 if not self._state.ended(sequence):
-                    self._took(sequence, *_told(drawn, sequence, (row, slice(new))))
+                    self._took(sequence, *_drawn_for(drawn, sequence, (row, slice(new))))
                 elif not self.runs(sequence):
                     self._release(sequence)
             if ticket.epoch == self._state.epoch:
                 self._in_flight.remove(ticket)
 
     def clear(self) -> None:
-        """Nobody has a row; what the lanes hold on the device goes."""
-        self._lanes.clear()
+        """Nobody has a row; what the batches hold on the device goes."""
+        self._batches.clear()
         self._rows.clear()
         self._left.clear()
         self._first.clear()
         self._in_flight.clear()
 
-    def _take_row(self, sequence: Sequence, key: LaneKey) -> int:
-        """The row that a request was given, in its lane, which is made where it is the first."""
+    def _take_row(self, sequence: Sequence, key: BatchKey) -> int:
+        """The row that a request was given, in its batch, which is made where it is the first."""
         self._made(key)
         row = self._state.scheduler.row_of(sequence)
         assert row is not None and self._rows[key][row] is None
@@ -246,12 +248,12 @@ class Lanes:
         self._rows[key][row] = sequence
         return row
 
-    def _made(self, key: LaneKey) -> Lane:
-        """The lane, which is made where it is not there."""
-        if key not in self._lanes:
-            self._lanes[key] = Lane(self._state.runner, key)
+    def _made(self, key: BatchKey) -> DecodeBatch:
+        """The batch, which is made where it is not there."""
+        if key not in self._batches:
+            self._batches[key] = DecodeBatch(self._state.runner, key)
             self._rows[key] = [None] * key.rows
-        return self._lanes[key]
+        return self._batches[key]
 
     def _await(self, compiled: list[Future[Compiled]]) -> None:
         if not all(it.done() for it in compiled):
@@ -263,11 +265,11 @@ class Lanes:
     def _active(self, rows: abc.Sequence[Sequence | None]) -> list[tuple[int, Sequence, int]]:
         """Rows with tokens to run, whose they are, and how many."""
         begun = self._begun
-        able = ((row, it) for row, it in enumerate(rows) if it and not self._state.ended(it))
-        active = ((row, it, _to_run(it, begun)) for row, it in able)
+        able = ((row, who) for row, who in enumerate(rows) if who and not self._state.ended(who))
+        active = ((row, who, _to_run(who, begun)) for row, who in able)
         return [(row, sequence, left) for row, sequence, left in active if left]
 
-    def _block(self, key: LaneKey, active: abc.Sequence[tuple[int, Sequence, int]]) -> int:
+    def _block(self, key: BatchKey, active: abc.Sequence[tuple[int, Sequence, int]]) -> int:
         """Tokens of the next step: many where no client watches and none could join before."""
         if any(it.request.watched or it.matcher for _, it, _ in active):
             return 1
@@ -283,19 +285,19 @@ def _to_run(sequence: Sequence, begun: Mapping[int, int]) -> int:
     return sequence.request.max_new_tokens - max(sequence.read, 1) - begun.get(sequence.number, 0)
 
 
-def _told(
-    drawn: Drawn, sequence: Sequence, here: tuple[Any, ...]
+def _drawn_for(
+    drawn: Drawn, sequence: Sequence, at: tuple[Any, ...]
 ) -> tuple[list[int], list[float], list[Top]]:
     """Some tokens on the host, their log-probabilities, and the likeliest that were asked for."""
-    ids, logprobs = drawn.ids[here].tolist(), drawn.logprobs[here].tolist()
+    ids, logprobs = drawn.ids[at].tolist(), drawn.logprobs[at].tolist()
     count = sequence.request.sampling.top_logprobs
     if drawn.top is None or not count:
         return ids, logprobs, []
-    pairs = zip(*(x[here][:, :count].tolist() for x in drawn.top), strict=True)
+    pairs = zip(*(x[at][:, :count].tolist() for x in drawn.top), strict=True)
     return ids, logprobs, [list(zip(*pair, strict=True)) for pair in pairs]
 
 
 def _allowed(active: abc.Sequence[tuple[int, Sequence, int]]) -> dict[int, HostArray]:
     """By row what may come next in answers that follow a grammar."""
-    matchers = [(row, it.matcher) for row, it, _ in active if it.matcher is not None]
-    return {row: it.next for row, it in matchers if it.next is not None}
+    matchers = [(row, sequence.matcher) for row, sequence, _ in active if sequence.matcher]
+    return {row: matcher.next for row, matcher in matchers if matcher.next is not None}

@@ -24,14 +24,14 @@ def where_of(filters: Any) -> dict[str, Any]:
     return where
 
 
-def _where(given: Any, seen: list[int], depth: int) -> dict[str, Any]:
+def _where(given: Any, count: list[int], depth: int) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         raise _wrong(given, 'an object such as {"type": "eq", "key": "year", "value": 2020}')
     kind = given.get("type")
     if kind not in _TYPES:
         raise invalid(f"filters: type={kind!r}: expected one of {', '.join(_TYPES)}", _PARAM)
-    seen[0] += 1
-    if seen[0] > _MOST or depth > _DEEPEST:
+    count[0] += 1
+    if count[0] > _MOST or depth > _DEEPEST:
         raise invalid(
             f"filters: expected at most {_MOST} of them and {_DEEPEST} inside of each other", _PARAM
         )
@@ -39,7 +39,7 @@ def _where(given: Any, seen: list[int], depth: int) -> dict[str, Any]:
         inner = given.get("filters")
         if not isinstance(inner, list) or not inner:
             raise _wrong(inner, f'a list of filters in "filters" of {kind!r}')
-        return {f"${kind}": [_where(one, seen, depth + 1) for one in inner]}
+        return {f"${kind}": [_where(item, count, depth + 1) for item in inner]}
     key, value = given.get("key"), given.get("value")
     if not isinstance(key, str) or key.startswith("$"):
         raise _wrong(key, 'the name of an attribute in "key"')
@@ -47,7 +47,7 @@ def _where(given: Any, seen: list[int], depth: int) -> dict[str, Any]:
         if not isinstance(value, list) or len(value) > _MOST:
             raise _wrong(value, f"a list of at most {_MOST} values for {kind!r}")
         if kind == "nin":  # an empty list rules nothing out
-            return {"$and": [{key: {"$ne": one}} for one in value]} if value else {}
+            return {"$and": [{key: {"$ne": item}} for item in value]} if value else {}
     return {key: {f"${kind}": value}}
 
 

@@ -1,4 +1,4 @@
-"""What parts passages: walls that rules name, and those that a text itself repeats."""
+"""What parts passages: delimiters that rules name, and those that a text itself repeats."""
 
 import bisect
 import itertools
@@ -10,7 +10,7 @@ from jaxrag.models.text.passage_rules import FLAGS, PassageRules
 
 Span = tuple[int, int]  # characters: the first, and one past the last
 
-MOST_WALLS = 20_000
+MOST_DELIMITERS = 20_000
 _NUMBERED = re.compile(  # `[1] `, `Passage A:`, `(1) `, `1. `, `<d1>`, `### 2`
     r"^[ \t]{0,8}(?P<open>[^\w\s]{0,3})[ \t]?(?P<word>[^\W\d_]{0,20})[ \t#:\[(-]{0,3}"
     r"(?P<number>\d{1,4}|[A-Z](?![^\W_]))[ \t]?(?P<close>[^\w\s]{1,3})[ \t]*",
@@ -37,28 +37,29 @@ _FILE = re.compile(  # `a.md: `, `[docs/a.pdf#page=3]: `
 _WITHIN = re.compile(r"(?<=\S)[ \t](?P<words>[|~=#]{1,5}|([*+_-])\2{2,4})[ \t](?=\S)")  # ` | `
 _TO_COLON = re.compile(r"[^\n:=]{1,60}[:=]")
 _NUMBER = re.compile(r"\b(?=[0-9a-f-]*\d)[0-9a-f-]+\b", re.IGNORECASE)  # and hexadecimal ids
-_LARGEST = 0.8  # of the bytes that walls open: more in one passage, and others are left together
-_OPENED = 0.4  # of all bytes, that walls have to open
-_LINES_ABOVE = 4  # that may belong to a wall
+_LARGEST = 0.8  # of the bytes that delimiters open: more in one, and others are left together
+_OPENED = 0.4  # of all bytes, that delimiters have to open
+_LINES_ABOVE = 4  # that may belong to a delimiter
 _LONGEST_LINE = 400  # characters of such a line
 _MOST_STARTS = 8  # labels of a kind that counting may begin with
 _AT_ONCE = 1 << 18  # characters that a pattern runs over while other threads wait
 
 
-def named_walls(text: str, patterns: Mapping[str, str]) -> dict[str, list[Span]]:
-    """The walls of each kind; the groups of a match are not in them, but for one named ``number``.
+def named_delimiters(text: str, patterns: Mapping[str, str]) -> dict[str, list[Span]]:
+    """The delimiters of each kind, without the groups of a match, but for one named ``number``.
 
-    Where such numbers do not count, a wall with words behind it on its line is the name of what
-    follows: there the wall is empty, and stands before it.
+    Where such numbers do not count, a delimiter with words behind it on its line is the name of
+    what
+    follows: there the delimiter is empty, and stands before it.
     """
-    found: dict[str, list[Span]] = {}
+    by_kind: dict[str, list[Span]] = {}
     for name, pattern in patterns.items():
         kind = re.compile(pattern, FLAGS)
         matches = list(_scan(kind, text))
         if "number" in kind.groupindex:
-            found[name] = _numbered(text, matches)
+            by_kind[name] = _numbered(text, matches)
             continue
-        spans = found[name] = []
+        spans = by_kind[name] = []
         for match in matches:
             start = match.start()
             for group in range(1, match.re.groups + 1):
@@ -66,11 +67,11 @@ def named_walls(text: str, patterns: Mapping[str, str]) -> dict[str, list[Span]]
                     spans.append((start, match.start(group)))
                     start = match.end(group)
             spans.append((start, match.end()))
-    return found
+    return by_kind
 
 
 def _numbered(text: str, matches: Sequence[re.Match[str]]) -> list[Span]:
-    """Walls that bear numbers: where those of equal words are all from 0 or 1 on, they count."""
+    """Delimiters with numbers: where those of equal words are all from 0 or 1 on, they count."""
     numbers: dict[str, set[int]] = {}
     for it in matches:
         numbers.setdefault(_words(it), set()).add(int(it["number"]))
@@ -79,21 +80,21 @@ def _numbered(text: str, matches: Sequence[re.Match[str]]) -> list[Span]:
         for words, its in numbers.items()
     }
     return [
-        it.span()
-        if counts[_words(it)] or text[it.end() : it.end() + 1] in ("", "\n")
-        else (it.start(), it.start())
-        for it in matches
+        match.span()
+        if counts[_words(match)] or text[match.end() : match.end() + 1] in ("", "\n")
+        else (match.start(), match.start())
+        for match in matches
     ]
 
 
 def _words(match: re.Match[str]) -> str:
-    """What a wall has in front of its number."""
+    """What a delimiter has in front of its number."""
     return match.string[match.start() : match.start("number")].strip().lower()
 
 
 def _scan(pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
-    """Matches, as many as walls may be; a very long text by runs of whole lines."""
-    return itertools.islice(_matches(pattern, text), MOST_WALLS + 1)
+    """Matches, as many as delimiters may be; a very long text by runs of whole lines."""
+    return itertools.islice(_matches(pattern, text), MOST_DELIMITERS + 1)
 
 
 def _matches(pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
@@ -107,19 +108,19 @@ def _matches(pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
 
 
 def part(
-    text: str, walls: Sequence[Span], own: Iterable[Span], rules: PassageRules, least: int
+    text: str, delimiters: Sequence[Span], own: Iterable[Span], rules: PassageRules, least: int
 ) -> bool:
     """Whether ``own`` part the passages of the text: they open ``least``, and leave no large rest.
 
     What stands in one passage or around all of them opens one or two, and leaves others together.
 
     Args:
-      walls: all, in order.
+      delimiters: all, in order.
       own: those in question.
       rules: sizes.
       least: passages that they open.
     """
-    starts = [start for start, _ in walls]
+    starts = [start for start, _ in delimiters]
     opened = list[int]()
     for start, end in own:
         after = bisect.bisect_left(starts, end + (start == end))  # one that is empty opens itself
@@ -128,7 +129,7 @@ def part(
             opened.append(size)
     if len(opened) < least:
         return False
-    sizes = [_size(text, gap) for gap in gaps(walls, len(text))]
+    sizes = [_size(text, gap) for gap in gaps(delimiters, len(text))]
     together = max(sizes) > _LARGEST * sum(opened)
     if together if len(opened) > 1 else max(sizes) > rules.whole:
         return False
@@ -139,10 +140,10 @@ def _size(text: str, span: Span) -> int:
     return len(text[span[0] : span[1]].strip().encode())
 
 
-def gaps(walls: Iterable[Span], length: int) -> Iterator[Span]:
-    """What lies between walls, which may overlap."""
+def gaps(delimiters: Iterable[Span], length: int) -> Iterator[Span]:
+    """What lies between delimiters, which may overlap."""
     at = 0
-    for start, end in walls:
+    for start, end in delimiters:
         if start > at:
             yield at, start
         at = max(at, end)
@@ -150,28 +151,28 @@ def gaps(walls: Iterable[Span], length: int) -> Iterator[Span]:
         yield at, length
 
 
-def with_lines_above(text: str, walls: Sequence[Span], rules: PassageRules) -> list[Span]:
-    """The walls, and the lines right above those that open passages, where these are alike.
+def with_lines_above(text: str, delimiters: Sequence[Span], rules: PassageRules) -> list[Span]:
+    """The delimiters, and the lines right above those that open passages, where these are alike.
 
-    So a name that no rule knows belongs to the wall: `Source ID [17]:` above `Text: `.
+    So a name that no rule knows belongs to the delimiter: `Source ID [17]:` above `Text: `.
     """
-    found = list(walls)
+    grown = list(delimiters)
     for _ in range(_LINES_ABOVE):
-        runs = [run for run in _runs(text, found) if _size(text, (run[1], run[2])) >= rules.least]
+        runs = [run for run in _runs(text, grown) if _size(text, (run[1], run[2])) >= rules.least]
         lines = [_line_above(text, start) for start, _, _ in runs]
         shapes = [_shape(text[start:end]) for start, end in lines]
         alike = {it for it, count in Counter(shapes).items() if it and 2 * count > len(shapes) > 2}
         more = {line for line, shape in zip(lines, shapes, strict=True) if shape in alike}
         if not more:
             break
-        found = sorted({*found, *more})
-    return found
+        grown = sorted({*grown, *more})
+    return grown
 
 
-def _runs(text: str, walls: Sequence[Span]) -> Iterator[tuple[int, int, int]]:
-    """Walls with nothing but white space between them: first character, end, start of the next."""
+def _runs(text: str, delimiters: Sequence[Span]) -> Iterator[tuple[int, int, int]]:
+    """Delimiters with only white space between them: first character, end, start of the next."""
     now: Span | None = None
-    for start, end in walls:
+    for start, end in delimiters:
         if now is not None and (start <= now[1] or text[now[1] : start].isspace()):
             now = now[0], max(now[1], end)
             continue
@@ -198,7 +199,7 @@ def _shape(line: str) -> str:
     return _NUMBER.sub("0", found[0].strip().lower()) if found else ""
 
 
-def repeated_walls(text: str, rules: PassageRules) -> set[Span]:
+def repeated_delimiters(text: str, rules: PassageRules) -> set[Span]:
     """What the text repeats in front of its passages or behind them, where it parts three or more.
 
     Labels that count up, labels that come again, tags, and brackets at the ends of lines; each far
@@ -245,12 +246,12 @@ def _counted(text: str, apart: int) -> Iterator[set[Span]]:
 def _chain(labels: Sequence[tuple[int, Span]], apart: int) -> list[Span]:
     """Labels that count up from the first; those between are of passages."""
     (number, span), *others = labels
-    found = [span]
+    chain = [span]
     for other, its in others:
-        if other == number + 1 and its[0] - found[-1][1] >= apart:
+        if other == number + 1 and its[0] - chain[-1][1] >= apart:
             number = other
-            found.append(its)
-    return found
+            chain.append(its)
+    return chain
 
 
 def _tags(text: str, apart: int) -> Iterator[list[Span]]:

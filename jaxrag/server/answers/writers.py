@@ -48,7 +48,7 @@ def _bytes_of(model: Model, token_id: int) -> bytes | None:
 def logprobs_of(model: Model, piece: Piece) -> list[dict[str, Any]]:
     """Tokens of a piece with their log-probabilities, and the likeliest in the place of each."""
 
-    def told(token_id: int, logprob: float) -> dict[str, Any]:
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
         spelled = _bytes_of(model, token_id)
         known = None if spelled is None else list(spelled)
         return {"token": token_text(model, token_id), "logprob": logprob, "bytes": known}
@@ -56,7 +56,7 @@ def logprobs_of(model: Model, piece: Piece) -> list[dict[str, Any]]:
     pairs = zip(piece.ids, piece.logprobs, strict=True)
     tops = piece.top or [[] for _ in piece.ids]
     return [
-        told(*pair) | {"top_logprobs": [told(*it) for it in top]}
+        entry(*pair) | {"top_logprobs": [entry(*it) for it in top]}
         for pair, top in zip(pairs, tops, strict=True)
     ]
 
@@ -88,7 +88,7 @@ class TokenTexts:
         return "".join(self._pieces) + ("" if self._stream is None else self._stream.flush())
 
 
-class Form:
+class AnswerWriter:
     """Writes the answer of an endpoint; its choices are numbered as the prompts.
 
     An endpoint has a subclass, which says how text and log-probabilities look.
@@ -160,17 +160,17 @@ class Form:
         """All choices at once, of the pieces that each came in, and their account."""
         choices = []
         for place, (result, parts) in enumerate(zip(results, pieces, strict=True)):
-            told = [logprob for part in parts for logprob in part.logprobs]
+            logprobs = [logprob for part in parts for logprob in part.logprobs]
             top = [likeliest for part in parts for likeliest in part.top]
-            piece = Piece(result.text, result.token_ids, told, top)
+            piece = Piece(result.text, result.token_ids, logprobs, top)
             text, found = self.message(place, result), self._logprobs(place, piece)
             choices.append(_choice(place, text, found, self.reason(place, result)))
         return self.event(*choices) | account
 
     def event(self, *choices: dict[str, Any]) -> dict[str, Any]:
         """Choices behind the head."""
-        told = self.fields.stream and self.fields.stream_options.include_usage
-        return self._head | {"choices": list(choices)} | ({"usage": None} if told else {})
+        with_usage = self.fields.stream and self.fields.stream_options.include_usage
+        return self._head | {"choices": list(choices)} | ({"usage": None} if with_usage else {})
 
     def spoken(self, place: int, result: Result) -> tuple[str, Result]:
         """What a choice thinks, and the choice without it."""
@@ -185,8 +185,8 @@ class Form:
         return self.logprobs(place, piece) if self.fields.logprobs is not False else None
 
 
-class ChatForm(Form):
-    """A chat's form. Where its answers may call tools, a stream tells what is no call as it comes.
+class ChatWriter(AnswerWriter):
+    """Writes a chat. Where its answers may call tools, a stream tells what is no call as it comes.
 
     Raises RequestError for a model whose calls are not known.
     """
@@ -197,7 +197,7 @@ class ChatForm(Form):
         self.reader = CallReader(visit.state.model, calling)
         self._empty = "" if calling is None else None  # content of a message that says nothing
         self._texts = [""] * fields.choices
-        self._told = [("", "")] * fields.choices  # thoughts, and what was said
+        self._sent = [("", "")] * fields.choices  # thoughts, and what was said
 
     def opening(self) -> Iterator[dict[str, Any]]:
         """Who speaks."""
@@ -208,11 +208,11 @@ class ChatForm(Form):
     def piece(self, place: int, piece: Piece) -> Iterator[dict[str, Any]]:
         """The events of what is surely a thought, or no call."""
         self._texts[place] += piece.text
-        told = self._told[place]
-        self._told[place] = thought, said = self.sure(place, self._texts[place], self.reader)
-        if new := thought[len(told[0]) :]:
+        sent = self._sent[place]
+        self._sent[place] = thought, said = self.sure(place, self._texts[place], self.reader)
+        if new := thought[len(sent[0]) :]:
             yield self.grown(place, {"reasoning_content": new})
-        new = said[len(told[1]) :]
+        new = said[len(sent[1]) :]
         yield from super().piece(place, dataclasses.replace(piece, text=new))
 
     def part(self, text: str | None) -> dict[str, Any]:
@@ -240,8 +240,8 @@ class ChatForm(Form):
         """What is left of the text, the calls, citations, and the end."""
         thought, alone = self.spoken(place, result)
         said, calls = self.reader.read(alone.text)
-        told = self._told[place]
-        rest = {"reasoning_content": thought[len(told[0]) :], "content": said[len(told[1]) :]}
+        sent = self._sent[place]
+        rest = {"reasoning_content": thought[len(sent[0]) :], "content": said[len(sent[1]) :]}
         delta: dict[str, Any] = {name: text for name, text in rest.items() if text}
         if calls:
             delta["tool_calls"] = [{"index": at, **shown_call(it)} for at, it in enumerate(calls)]

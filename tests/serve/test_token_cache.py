@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxrag.serve.seen import SeenTexts
+from jaxrag.serve.token_cache import TokenCache
 
 
 def encode(text):
@@ -15,7 +15,7 @@ def never(text):
 
 
 def test_a_known_text_is_not_tokenised_again():
-    seen = SeenTexts()
+    seen = TokenCache()
     first = seen.ids("ann", "salt wells", encode)
     again = seen.ids("ann", "salt wells", never)
     assert np.array_equal(first, encode("salt wells")) and np.array_equal(first, again)
@@ -26,14 +26,14 @@ def test_a_known_text_is_not_tokenised_again():
 
 @pytest.mark.parametrize("pair", [(("ann", "x"), ("bob", "x")), (("an", "nx"), ("ann", "x"))])
 def test_what_another_asked_is_not_found(pair):
-    seen = SeenTexts()
+    seen = TokenCache()
     for owner, text in pair:
         assert np.array_equal(seen.ids(owner, text, encode), encode(text))
     assert (seen.hits, seen.misses) == (0, 2)
 
 
 def test_what_was_asked_for_longest_ago_makes_room():
-    seen = SeenTexts(max_bytes=3 * (256 + 40))
+    seen = TokenCache(max_bytes=3 * (256 + 40))
     for text in ("a" * 10, "b" * 10, "c" * 10):
         seen.ids("", text, encode)
     seen.ids("", "a" * 10, never)

@@ -56,20 +56,20 @@ def chosen_primer(kb: KnowledgeBase | None, method: Method) -> Primer | None:
             f"method {method.name!r}: a knowledge base keeps no packets; ask over documents= alone"
         )
     known = None if kb is None else kb.primer
-    wanted = None if method.primer is None else primer_named(method.primer)
-    if known is not None and wanted is not None and not wanted.same(known):
+    named = None if method.primer is None else primer_named(method.primer)
+    if known is not None and named is not None and not named.same(known):
         raise RequestError(
             f"method {method.name!r}: primer={method.primer!r}, and the knowledge base holds "
             f"chunks behind the primer {known.name!r}; leave it out"
         )
-    found = known or wanted or default_primer()
-    if found.wraps != method.wraps:
+    primer = known or named or default_primer()
+    if primer.wraps != method.wraps:
         raise RequestError(
-            f"method {method.name!r}: {found.name!r} is {'' if found.wraps else 'not '}packets; "
+            f"method {method.name!r}: {primer.name!r} is {'' if primer.wraps else 'not '}packets; "
             "name in primer= a file that `jaxrag train primer` wrote with --form "
             f"{'packets' if method.wraps else 'primer'}"
         )
-    return found
+    return primer
 
 
 def gate_subject(method: Method, template: PromptTemplate) -> dict[str, Any]:
@@ -180,24 +180,24 @@ def placed(model: Model, method: Method) -> Model:
     than on the device. Raises RequestError or ConfigError where its kernels, its mesh or the
     method's selector do not allow that.
     """
-    wanted = method.decode.placement
-    if not model.placement.on_device or wanted.on_device:
+    placement = method.decode.placement
+    if not model.placement.on_device or placement.on_device:
         return model
-    method.check_placement(model.config, wanted)
-    return model.placed(wanted)
+    method.check_placement(model.config, placement)
+    return model.placed(placement)
 
 
 def unplaced(model: Model, method: Method) -> tuple[str, ...]:
     """A note where a method that is there to free device memory frees none of it."""
-    wanted = method.decode.placement
+    placement = method.decode.placement
     try:
         if placed(model, method) is model:
             return ()
     except (RequestError, ConfigError) as error:
-        return (f"{method.name} frees no device memory, as {wanted} is refused: {error}",)
+        return (f"{method.name} frees no device memory, as {placement} is refused: {error}",)
     return (
         f"{method.name} frees no device memory, as the model was loaded with K and V on the "
-        f"device: load_model(..., {wanted}) frees it",
+        f"device: load_model(..., {placement}) frees it",
     )
 
 
@@ -208,11 +208,11 @@ def suiting(kb: KnowledgeBase, model: Model) -> tuple[str, ...]:
     that are about how answers attend, and reuse nothing, are left out; so are composite positions
     for weights that were not trained to read them.
     """
-    found: dict[Method, str] = {}
+    names: dict[Method, str] = {}
     for name, method in METHODS.items():
-        wanted = {method.encoder, method.first_encoder} - {None}
+        needed = {method.encoder, method.first_encoder} - {None}
         composite = method.positions == "composite"
-        if (method.encoder is None and name != "full_attention") or not wanted <= set(kb.encoders):
+        if (method.encoder is None and name != "full_attention") or not needed <= set(kb.encoders):
             continue
         if composite and "composite" not in model.reading.block_positions:
             continue
@@ -220,9 +220,9 @@ def suiting(kb: KnowledgeBase, model: Model) -> tuple[str, ...]:
             check_backend(model, method)
             method.check(model.config)
             same = dataclasses.replace(method, name="", template="")
-            if same not in found or method.template == kb.template.name:
-                found[same] = name
-    return tuple(found.values())
+            if same not in names or method.template == kb.template.name:
+                names[same] = name
+    return tuple(names.values())
 
 
 def suited(kb: KnowledgeBase) -> tuple[str, ...]:
@@ -272,11 +272,11 @@ def explained(
     missed = [row for row in reuse if row.part != "prefix" and row.how in ("encoded", "in place")]
     if not missed or method.encoder is None:
         return list(reuse), []
-    wanted = dict.fromkeys(filter(None, (method.encoder, method.first_encoder)))
+    encoders = dict.fromkeys(filter(None, (method.encoder, method.first_encoder)))
     otherwise = stored_otherwise(kb, method, template)
     places = iter(prompt.places)
 
-    def told(row: PartReuse) -> PartReuse:
+    def with_reason(row: PartReuse) -> PartReuse:
         place = next(places) if row.part.startswith("chunk") else None
         if row not in missed or place is None:
             return row
@@ -285,13 +285,13 @@ def explained(
             why = _since_ingest(kb, method.encoder_of(place)) if row.why else ""
         return dataclasses.replace(row, why=row.why + why)
 
-    rows = [told(row) for row in reuse]
-    lacking = [name for name in wanted if name not in kb.encoders]
+    rows = [with_reason(row) for row in reuse]
+    lacking = [name for name in encoders if name not in kb.encoders]
     if otherwise or not lacking:
         return rows, []
     flags = " ".join(f"--encoder {name}" for name in lacking)
     return rows, [
-        f"{method.name} reads chunks encoded as {' and '.join(wanted)}, the knowledge base keeps "
+        f"{method.name} reads chunks encoded as {' and '.join(encoders)}, the knowledge base keeps "
         f"{', '.join(kb.encoders)}: {len(missed)} chunks of {sum(row.tokens for row in missed)} "
         f"tokens were encoded for this answer; `jaxrag ingest PATH... --kb {kb.path} {flags}` does "
         "it once, before questions"

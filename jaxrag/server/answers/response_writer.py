@@ -11,9 +11,9 @@ from jaxrag.serve.answers import Piece, Result
 from jaxrag.serve.conversation import Conversation, Source
 from jaxrag.server.answers.calling import Calling, CallReader, call_id, called
 from jaxrag.server.answers.cited import filename, of_response
-from jaxrag.server.answers.forms import Form, logprobs_of
 from jaxrag.server.answers.stored import store_id
 from jaxrag.server.answers.visit import Visit
+from jaxrag.server.answers.writers import AnswerWriter, logprobs_of
 from jaxrag.server.attributes import file_id_of
 from jaxrag.server.errors import Problem
 from jaxrag.server.fields import Generation
@@ -56,8 +56,8 @@ class ResponseRequest:
     calling: Calling | None = None
 
 
-class ResponseForm(Form):
-    """A response's form: one message, behind the search if there is one, and calls of functions.
+class ResponseWriter(AnswerWriter):
+    """Writes a response: one message, behind the search if there is one, and calls of functions.
 
     Events are numbered; the last one, as the answer without a stream, is the whole response. Of an
     answer that may call, text that is no call is told as it comes; its message begins with the
@@ -81,7 +81,7 @@ class ResponseForm(Form):
         self._asked, self._grounds = asked, grounds
         self._name = uuid.uuid4().hex  # in the ids of its items, by which they are found
         names = ("resp", "msg", "rs", "fs")
-        ids = (f"{it}_{self._name}" for it in names)
+        ids = (f"{name}_{self._name}" for name in names)
         self._id, self._message, self._thinking, self._call = ids
         self._thought = ""  # that was told
         self._created = int(time.time())
@@ -95,16 +95,16 @@ class ResponseForm(Form):
     def opening(self) -> Iterator[dict[str, Any]]:
         """The response begins, passages are found, and the message begins."""
         empty = self._response("in_progress", [])
-        yield self.told("created", response=empty)
-        yield self.told("in_progress", response=empty)
+        yield self._event("created", response=empty)
+        yield self._event("in_progress", response=empty)
         if self._asked.search is not None:
             at = {"output_index": 0, "item_id": self._call}
             begun = self._searched("in_progress")
-            yield self.told("output_item.added", output_index=0, item=begun)
+            yield self._event("output_item.added", output_index=0, item=begun)
             for what in ("in_progress", "searching", "completed"):
-                yield self.told(f"file_search_call.{what}", **at)
+                yield self._event(f"file_search_call.{what}", **at)
             done = self._searched("completed", _best_first(self.visit))
-            yield self.told("output_item.done", output_index=0, item=done)
+            yield self._event("output_item.done", output_index=0, item=done)
         if self._asked.calling is None and self.visit.askings[0].thinks is None:
             yield from self._opened()
 
@@ -113,9 +113,9 @@ class ResponseForm(Form):
         self._open = True
         yield from self._thought_first(self.sure(0, self._text, self.reader)[0])
         item = self.said("in_progress", [])
-        yield self.told("output_item.added", output_index=self._at["output_index"], item=item)
+        yield self._event("output_item.added", output_index=self._at["output_index"], item=item)
         empty = said_text("", [], [])
-        yield self.told("content_part.added", **self._at, content_index=0, part=empty)
+        yield self._event("content_part.added", **self._at, content_index=0, part=empty)
 
     def _thought_first(self, thought: str) -> Iterator[dict[str, Any]]:
         """A thought as a whole, once."""
@@ -124,11 +124,11 @@ class ResponseForm(Form):
         self._thought, index = thought, self._at["output_index"]
         at = {"output_index": index, "item_id": self._thinking, "content_index": 0}
         begun = self.thinking("", "in_progress") | {"content": []}
-        yield self.told("output_item.added", output_index=index, item=begun)
-        yield self.told("reasoning_text.delta", **at, delta=thought)
-        yield self.told("reasoning_text.done", **at, text=thought)
+        yield self._event("output_item.added", output_index=index, item=begun)
+        yield self._event("reasoning_text.delta", **at, delta=thought)
+        yield self._event("reasoning_text.done", **at, text=thought)
         done = self.thinking(thought, "completed")
-        yield self.told("output_item.done", output_index=index, item=done)
+        yield self._event("output_item.done", output_index=index, item=done)
         self._at["output_index"] += 1
 
     def piece(self, place: int, piece: Piece) -> Iterator[dict[str, Any]]:
@@ -145,12 +145,12 @@ class ResponseForm(Form):
         if not self._open:
             yield from self._opened()
         self._end += len(new)
-        told = {"delta": new, "logprobs": list(logprobs)}
-        yield self.told("output_text.delta", **self._at, content_index=0, **told)
+        fields = {"delta": new, "logprobs": list(logprobs)}
+        yield self._event("output_text.delta", **self._at, content_index=0, **fields)
 
     async def settle(self, results: Sequence[Result], account: dict[str, Any]) -> None:
         """The response as a whole; it is kept, if it is to be."""
-        logprobs = [one for it in self.visit.askings[0].pieces for one in self._tokens(it)]
+        logprobs = [token for it in self.visit.askings[0].pieces for token in self._tokens(it)]
         output = self.output(results[0], logprobs)
         self.complete = self._ended_response(results[0], output, account)
         if self._asked.echo["store"]:
@@ -160,15 +160,15 @@ class ResponseForm(Form):
         """Store it with the documents that it is made from, and none of their passages."""
         visit = self.visit
         output = [
-            it | ({"results": None} if it["type"] == "file_search_call" else {})
-            for it in self.complete["output"]
+            item | ({"results": None} if item["type"] == "file_search_call" else {})
+            for item in self.complete["output"]
         ]
-        shown = {name: it for name, it in self.complete.items() if name != "jaxrag"}
+        shown = {name: item for name, item in self.complete.items() if name != "jaxrag"}
         answer = self.answer(result, output)
         messages = [*self._asked.messages, answer]
         grounds = list(self._grounds)
         if visit.knowledge_base is not None:
-            documents = tuple(dict.fromkeys(it.document_id for it in result.sources))
+            documents = tuple(dict.fromkeys(source.document_id for source in result.sources))
             store = store_id(visit.state, visit.call.access, visit.knowledge_base)
             grounds.append(Ground(store, documents, *visit.askings[0].chunk_ids))
         body = {"response": shown | {"output": output}, "messages": messages}
@@ -197,30 +197,30 @@ class ResponseForm(Form):
             elif item["type"] == "function_call":
                 at = {"output_index": index, "item_id": item["id"]}
                 begun = item | {"arguments": "", "status": "in_progress"}
-                yield self.told("output_item.added", output_index=index, item=begun)
+                yield self._event("output_item.added", output_index=index, item=begun)
                 kind, arguments = "function_call_arguments", item["arguments"]
-                yield self.told(f"{kind}.delta", **at, delta=arguments)
-                yield self.told(f"{kind}.done", **at, name=item["name"], arguments=arguments)
-                yield self.told("output_item.done", output_index=index, item=item)
-        yield self.told(self.complete["status"], response=self.complete)
+                yield self._event(f"{kind}.delta", **at, delta=arguments)
+                yield self._event(f"{kind}.done", **at, name=item["name"], arguments=arguments)
+                yield self._event("output_item.done", output_index=index, item=item)
+        yield self._event(self.complete["status"], response=self.complete)
 
     def failed(self, problem: Problem) -> dict[str, Any]:
         """The error as an event of OpenAI's, and as its clients raise it."""
-        told = problem.body()
-        said = {name: told["error"][name] for name in ("code", "message", "param")}
-        return self.told("error", **said, **told) | {"type": "error"}
+        body = problem.body()
+        said = {name: body["error"][name] for name in ("code", "message", "param")}
+        return self._event("error", **said, **body) | {"type": "error"}
 
     def closed(self, item: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """The message ends, with its citations."""
         part = item["content"][0]
         at = {**self._at, "content_index": 0}
-        for index, one in enumerate(part["annotations"]):
-            yield self.told(
-                "output_text.annotation.added", **at, annotation_index=index, annotation=one
+        for index, annotation in enumerate(part["annotations"]):
+            yield self._event(
+                "output_text.annotation.added", **at, annotation_index=index, annotation=annotation
             )
-        yield self.told("output_text.done", **at, text=part["text"], logprobs=part["logprobs"])
-        yield self.told("content_part.done", **at, part=part)
-        yield self.told("output_item.done", output_index=self._at["output_index"], item=item)
+        yield self._event("output_text.done", **at, text=part["text"], logprobs=part["logprobs"])
+        yield self._event("content_part.done", **at, part=part)
+        yield self._event("output_item.done", output_index=self._at["output_index"], item=item)
 
     def whole(
         self,
@@ -231,19 +231,19 @@ class ResponseForm(Form):
         """The response."""
         return self.complete
 
-    def told(self, kind: str, **said: Any) -> dict[str, Any]:
+    def _event(self, kind: str, **said: Any) -> dict[str, Any]:
         """The next event of a stream."""
         number, self._count = self._count, self._count + 1
         return {"type": f"response.{kind}", "sequence_number": number, **said}
 
     def _tokens(self, piece: Piece) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
+        entries: list[dict[str, Any]] = []
         if self.fields.logprobs is not False:
-            found = logprobs_of(self.model, piece)
-            for one in found:
-                for it in (one, *one["top_logprobs"]):
-                    it["bytes"] = it["bytes"] or []
-        return found
+            entries = logprobs_of(self.model, piece)
+            for one in entries:
+                for logprob in (one, *one["top_logprobs"]):
+                    logprob["bytes"] = logprob["bytes"] or []
+        return entries
 
     def output(self, result: Result, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The items of the response."""
@@ -303,17 +303,17 @@ class ResponseForm(Form):
         }
 
     def _searched(self, status: str, found: Sequence[Source] | None = None) -> dict[str, Any]:
-        told: list[dict[str, Any]] | None = None
+        results: list[dict[str, Any]] | None = None
         if self._asked.results and found is not None:
-            told = [
+            results = [
                 {
-                    "file_id": file_id_of(it.document_id),
-                    "filename": filename(it),
-                    "score": it.score,
+                    "file_id": file_id_of(hit.document_id),
+                    "filename": filename(hit),
+                    "score": hit.score,
                     "attributes": {},
-                    "text": it.text,
+                    "text": hit.text,
                 }
-                for it in found
+                for hit in found
             ]
         question = self._asked.talk.query or self._asked.talk.questions[-1]
         return {
@@ -321,7 +321,7 @@ class ResponseForm(Form):
             "type": "file_search_call",
             "status": status,
             "queries": [question],
-            "results": told,
+            "results": results,
         }
 
     def thinking(self, thought: str, status: str) -> dict[str, Any]:

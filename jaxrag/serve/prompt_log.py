@@ -20,14 +20,14 @@ from jaxrag.base.errors import StoreError
 from jaxrag.base.types import HostArray
 from jaxrag.connectors.manifest import FIRST, Manifest
 from jaxrag.connectors.plan import ISOLATED, Planner
-from jaxrag.connectors.wanted import FILE
+from jaxrag.connectors.prompt_log import FILE
 from jaxrag.models.text.passage_rules import PassageRules
 from jaxrag.models.text.tokenizer import Tokenizer
 from jaxrag.serve.plain import text_pieces
 
 
 @dataclasses.dataclass(frozen=True)
-class NotedPrompt:
+class LoggedPrompt:
     """A prompt as an engine noted it.
 
     Attributes:
@@ -39,7 +39,7 @@ class NotedPrompt:
     spans: tuple[int, ...] | None
 
 
-def read(folder: Path, tokenizer: str) -> Iterator[NotedPrompt]:
+def read(folder: Path, tokenizer: str) -> Iterator[LoggedPrompt]:
     """The prompts that were noted with the tokenizer of this digest, in their order.
 
     Raises StoreError for a file that cannot be read or is not as it was written.
@@ -59,10 +59,10 @@ def read(folder: Path, tokenizer: str) -> Iterator[NotedPrompt]:
             ids, spans = np.array(fields["ids"], np.int32), fields["spans"]
             if ids.ndim != 1 or not len(ids) or ids.min() < 0:
                 raise ValueError("expected token ids")
-            if spans is not None and not all(type(it) is int and it > 0 for it in spans):
+            if spans is not None and not all(type(span) is int and span > 0 for span in spans):
                 raise ValueError("expected numbers of tokens")
             if fields["tokenizer"] == tokenizer:
-                yield NotedPrompt(ids, None if spans is None else tuple(spans))
+                yield LoggedPrompt(ids, None if spans is None else tuple(spans))
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise StoreError(
                 f"{path}, line {number}: is damaged ({error}); take the line out or delete the file"
@@ -71,7 +71,7 @@ def read(folder: Path, tokenizer: str) -> Iterator[NotedPrompt]:
 
 def lacking(
     known: Manifest,
-    prompts: Iterable[NotedPrompt],
+    prompts: Iterable[LoggedPrompt],
     tokenizer: Tokenizer,
     rules: PassageRules | None,
 ) -> dict[str, HostArray]:
@@ -95,7 +95,7 @@ def lacking(
 def _lacking(
     known: Manifest,
     planner: Planner,
-    prompt: NotedPrompt,
+    prompt: LoggedPrompt,
     tokenizer: Tokenizer,
     rules: PassageRules | None,
 ) -> Iterator[HostArray]:
@@ -141,12 +141,12 @@ def _stored(planner: Planner, ids: HostArray, at: int) -> Iterator[tuple[int, in
     Those of fewer than FIRST tokens may stand there by chance.
     """
     while at < len(ids):
-        one = planner.longest(ids, at)
-        if one is None or one[1] < FIRST:
+        plan = planner.longest(ids, at)
+        if plan is None or plan[1] < FIRST:
             at += 1
             continue
-        yield at, at + one[1]
-        at += one[1]
+        yield at, at + plan[1]
+        at += plan[1]
 
 
 def _passages(
@@ -161,9 +161,9 @@ def _passages(
     stream = tokenizer.stream(skip_special=False)
     said = [stream.push(int(token)) for token in ids]
     said[-1] += stream.flush()
-    ends = np.cumsum([len(it) for it in said])
-    firsts = ends - [len(it.lstrip()) for it in said]
-    lasts = ends - [len(it) - len(it.rstrip()) for it in said]
+    ends = np.cumsum([len(text) for text in said])
+    firsts = ends - [len(text.lstrip()) for text in said]
+    lasts = ends - [len(text) - len(text.rstrip()) for text in said]
     for piece in text_pieces("".join(said), rules, asks):
         inside = np.flatnonzero((firsts >= piece.start) & (lasts <= piece.end) & (firsts < lasts))
         if piece.block and len(inside):

@@ -10,7 +10,7 @@ from jaxrag.base.types import HostArray
 _ENTRY_BYTES = 256  # of an entry beside its ids: digest, array object and places in the table
 
 
-class SeenTexts:
+class TokenCache:
     """The ids of texts seen last, in a bounded number of bytes. For any thread.
 
     What one owner's texts are kept under, no text of another has. Texts themselves are not kept.
