@@ -45,7 +45,8 @@ class Check:
       file: of benchmarks/results, without its ending.
       row: the method whose number it is.
       measure: its name; of parts, joined by dots.
-      below, above: the limit, one of the two; 0 where another method's number is named.
+      below: the limit; 0 where another method's number is subtracted and there is no ``above``.
+      above: the limit, in place of it.
       than: a method whose number is subtracted; with ``than_file``, of that file.
       length: of the prompt, where a result has several.
     """
