@@ -31,6 +31,7 @@ from jaxrag.library.catalog.digests import (
 )
 from jaxrag.library.catalog.forgotten import (
     CREATE_FORGOTTEN,
+    FORGOTTEN,
     SECRET,
     LeftChunk,
     new_secret,
@@ -338,6 +339,22 @@ class Catalog(CatalogReader):
             if self._setting(connection, "vectors") is not None:
                 connection.executemany("INSERT INTO leaving VALUES (?)", [(i,) for i in left])
         return left
+
+    def follow(self, newer: "Catalog") -> None:
+        """Remember the removals of a newer catalog, and give no chunk id that it gave.
+
+        It is of the same knowledge base. Documents that are not in it stay here.
+        """
+        given = newer.reserve(0).start
+        with newer._database.snapshot() as connection:
+            secret = newer._setting(connection, SECRET)
+            rows = connection.execute(f"SELECT {FORGOTTEN.select()} FROM forgotten").fetchall()
+        self.reserve(max(0, given - self.reserve(0).start))
+        with self._database.transaction() as connection:
+            if self._setting(connection, SECRET) is None and secret is not None:
+                self._set(connection, SECRET, secret)
+            if self._setting(connection, SECRET) == secret:
+                connection.executemany(FORGOTTEN.insert("INSERT OR REPLACE"), rows)
 
     # What the vector index and the chunk store may drop
 

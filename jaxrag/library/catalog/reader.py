@@ -3,7 +3,8 @@
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxrag.base.types import Connection, HostArray
@@ -61,6 +62,10 @@ class CatalogReader(ContextReader):
     def version(self) -> tuple[int, int]:
         """Another value after every change of the file, by this object or anybody else."""
         return self._database.version()
+
+    def copy_to(self, path: Path, told: Callable[[int], object]) -> None:
+        """As of ``Database.copy_to``."""
+        self._database.copy_to(path, told)
 
     def settings(self) -> dict[str, Any]:
         """The settings by name, as given at creation and changed since."""

@@ -101,12 +101,12 @@ def salvage(path: Path, needed: Collection[str]) -> Salvage | None:
     try:
         # Closing any descriptor of the file drops the lock; ``pages`` hold one too, to the end.
         with open(path, "r+b") as file:
-            if not _lock(file.fileno()):
+            if not lock_out(file.fileno()):
                 return None
             pages = _pages(path, file)
             found = _saved(path, pages, new, needed)
             if found is not None:
-                _replace(path, new, Path(found.kept))
+                replace(path, new, Path(found.kept))
             return found
     except OSError as error:
         raise StoreError(
@@ -117,7 +117,7 @@ def salvage(path: Path, needed: Collection[str]) -> Salvage | None:
         remove_files(new)
 
 
-def _lock(descriptor: int) -> bool:
+def lock_out(descriptor: int) -> bool:
     """Keep every other process from opening the file with SQLite; False where one has it open."""
     start, length = _LOCKS
     try:
@@ -296,8 +296,8 @@ def _insert(connection: Connection, table: DigestTable, rows: Iterable[tuple[Any
     connection.executemany(table.insert(), rows)
 
 
-def _replace(path: Path, new: Path, kept: Path) -> None:
-    """Put the new file in the place of the damaged one, which is kept with its log."""
+def replace(path: Path, new: Path, kept: Path) -> None:
+    """Put a new file in the place of a locked one, which is kept with its log."""
     log, memory = (path.with_name(path.name + suffix) for suffix in ("-wal", "-shm"))
     remove_files(kept)
     os.link(path, kept)
@@ -305,11 +305,16 @@ def _replace(path: Path, new: Path, kept: Path) -> None:
         os.rename(log, kept.with_name(f"{kept.name}-wal"))
     memory.unlink(missing_ok=True)
     os.replace(new, path)
-    folder = os.open(path.parent, os.O_RDONLY)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
+        os.close(descriptor)
 
 
 def mend_settings(
