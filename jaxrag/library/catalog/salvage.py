@@ -1,9 +1,10 @@
 """A damaged catalog is made whole again from what its file still holds.
 
 Every page ends in a checksum, so it is known which are as they were written. Where one bit of a
-page is flipped, the checksum mostly says which, and nothing is lost. Where more is wrong, the rows
-of all other pages are read from their bytes, held against their digests, and put into a new file.
-Documents that lost a row are dropped and named. Settings that are not as written are made whole
+page is flipped, the checksum mostly says which; where it names several, digests of the rows tell.
+Nothing is lost then. Where more is wrong, the rows of all other pages are read from their bytes,
+held against their digests, and put into a new file. Documents that lost a row are dropped and
+named. Settings that are not as written are made whole
 where their digests prove it, so that the catalog can be opened.
 """
 
@@ -15,7 +16,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -41,7 +42,15 @@ from jaxrag.library.catalog.digests import (
     Totals,
 )
 from jaxrag.library.catalog.forgotten import FORGOTTEN
-from jaxrag.library.catalog.pages import PAGE_BYTES, lost_pages, mend, rows_of, wrong_pages
+from jaxrag.library.catalog.pages import (
+    PAGE_BYTES,
+    flips,
+    lost_pages,
+    mend,
+    rows_of,
+    turn,
+    wrong_pages,
+)
 from jaxrag.library.catalog.rows import ChunkRow, DocumentRow
 from jaxrag.library.retrieve.base import searched_text
 from jaxrag.library.retrieve.bm25 import BM25Index
@@ -195,7 +204,7 @@ class _Found:
     settings: dict[str, tuple[Any, ...]]
     documents: dict[str, tuple[Any, ...]]
     chunks: dict[str, dict[int, tuple[Any, ...]]]
-    keys: dict[int, list[tuple[Any, ...]]]
+    keys: dict[int, set[tuple[Any, ...]]]
     contexts: dict[tuple[int, str], dict[int, str]]
     forgotten: dict[str, tuple[Any, ...]]
     last: int
@@ -207,11 +216,11 @@ class _Found:
         settings: dict[str, tuple[Any, ...]] = {}
         documents: dict[str, tuple[Any, ...]] = {}
         chunks: dict[str, dict[int, tuple[Any, ...]]] = collections.defaultdict(dict)
-        keys: dict[int, list[tuple[Any, ...]]] = collections.defaultdict(list)
+        keys: dict[int, set[tuple[Any, ...]]] = collections.defaultdict(set)
         contexts: dict[tuple[int, str], dict[int, str]] = collections.defaultdict(dict)
         forgotten: dict[str, tuple[Any, ...]] = {}
         last, totals = 0, None
-        for row in rows_of(pages, wrong):
+        for row, sure in _rows(pages, wrong):
             if _is_of(SETTINGS, row):
                 settings[row[0]] = row
             elif _is_of(DOCUMENTS, row):
@@ -224,10 +233,10 @@ class _Found:
             elif _is_of(TOTALS, row):
                 totals = Totals(*row[1:-1])
             elif _has_types(row, int, str, str, int):
-                keys[row[0]].append(row)
-            elif _has_types(row, int, str, int, str):
+                keys[row[0]].add(row)
+            elif sure and _has_types(row, int, str, int, str):
                 contexts[row[0], row[1]][row[2]] = row[3]
-            elif _has_types(row, int, int, float):
+            elif sure and _has_types(row, int, int, float):
                 last = max(last, row[1])
         return cls(settings, documents, chunks, keys, contexts, forgotten, last, totals)
 
@@ -271,7 +280,7 @@ class _Found:
 
     def _write_keys(self, connection: Connection, chunk_id: int) -> None:
         """The keys of a chunk with what stood in front of it, where both are whole."""
-        for row in self.keys.get(chunk_id, []):
+        for row in self.keys.get(chunk_id, ()):
             _, encoder, *_ = row
             places = self.contexts.get((chunk_id, encoder), {})
             seen = [places.get(place, "") for place in range(len(places))]
@@ -281,6 +290,28 @@ class _Found:
                     "INSERT INTO contexts VALUES (?, ?, ?, ?)",
                     [(chunk_id, encoder, place, name) for place, name in enumerate(seen)],
                 )
+
+
+def _rows(pages: HostArray, wrong: Sequence[int]) -> Iterator[tuple[tuple[Any, ...], bool]]:
+    """All rows that stand in pages, and whether they are as they were written.
+
+    Of a wrong page, and of rows that reach into it, those that there are with each bit turned back
+    that explains its checksum: digests tell the rows that were written.
+    """
+    cut: set[int] = set()
+    for number, row in rows_of(pages, wrong):
+        if row is None:
+            cut.add(number)
+        else:
+            yield row, True
+    for number in wrong:
+        others = {*wrong} - {number}
+        for flip in flips(pages[number]):
+            turn(pages[number], *flip)
+            for _, row in rows_of(pages, others, {number, *cut}):
+                if row is not None:
+                    yield row, False
+            turn(pages[number], *flip)
 
 
 def _is_of(table: DigestTable, row: tuple[Any, ...]) -> bool:

@@ -12,7 +12,7 @@ from refusal import refused
 from jaxrag.base.errors import DamagedCatalogError, JaxragError, StoreError
 from jaxrag.library.catalog import Catalog, NewDocument
 from jaxrag.library.catalog import salvage as salvaging
-from jaxrag.library.catalog.pages import PAGE_BYTES, mend, wrong_pages
+from jaxrag.library.catalog.pages import PAGE_BYTES, flips, mend, wrong_pages
 from jaxrag.library.catalog.salvage import salvage
 from jaxrag.library.documents import Document
 from jaxrag.library.documents.chunking import Chunk
@@ -145,6 +145,44 @@ def test_of_several_bits_that_explain_a_checksum_none_is_turned_back(whole):
     damaged = pages[3].copy()
     assert not mend(pages[3])
     assert (pages[3] == damaged).all()
+
+
+def kept(path):
+    """What no other file tells: settings, documents, their texts and the names of their KV."""
+    with contextlib.closing(Catalog.open(path)) as catalog:
+        rows = catalog.documents()
+        return (
+            catalog.settings(),
+            rows,
+            [[(it.text, it.ids.tolist()) for it in catalog.chunks(row.id)] for row in rows],
+            [catalog.keys(row.id)["isolated"] for row in rows],
+        )
+
+
+def test_no_flipped_bit_loses_a_document(place, path, whole):
+    """Not one of those that the checksum cannot tell, in a row or in the pages that it reaches."""
+    place(whole)
+    with contextlib.closing(Catalog.open(path)) as catalog:
+        for number in range(6):
+            put(catalog, f"n{number}", [f"unique{number} " + "harbour lamp " * 60] * 3)
+        put(catalog, "long", ["gneiss and larch", "harbour lamp " * 1000])
+    want, data = kept(path), path.read_bytes()
+    pages = pages_of(data)
+    texts = (b"best_first", b"unique2 ", b"gneiss", b"n5", b"harbour lamp " * 200)
+    hit = [next(n for n in range(len(pages)) if text in page(data, n)) for text in texts]
+    generator = np.random.default_rng(11)
+    numbers = [*hit, *hit, *generator.integers(len(pages), size=20)]
+    reached = 0
+    for number in numbers:
+        changed = pages.copy()
+        byte = 4 * generator.integers(PAGE_BYTES // 4 - 2) + 3
+        changed[number, byte] ^= 1 << int(generator.integers(2, 8))
+        reached += len(flips(changed[number])) > 1
+        place(changed.tobytes())
+        found = salvage(path, want[0])
+        assert not found.is_loss, (number, byte)
+        assert kept(path) == want, (number, byte)
+    assert reached > len(numbers) // 2
 
 
 def test_a_flipped_bit_is_turned_back(place, path, whole):
