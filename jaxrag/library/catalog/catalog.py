@@ -360,8 +360,7 @@ class Catalog(CatalogReader):
 
     def leaving(self) -> list[int]:
         """Chunk ids that left and are not known to be removed from the vector index."""
-        with self._database.use() as connection:
-            return [row[0] for row in connection.execute("SELECT chunk_id FROM leaving")]
+        return self._column("SELECT chunk_id FROM leaving")
 
     def settle(self, chunk_ids: Iterable[int]) -> None:
         """These ids are in the vector index no more."""

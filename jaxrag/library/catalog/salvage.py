@@ -8,7 +8,6 @@ named. Settings that are not as written are made whole
 where their digests prove it, so that the catalog can be opened.
 """
 
-import collections
 import contextlib
 import dataclasses
 import fcntl
@@ -16,6 +15,7 @@ import itertools
 import json
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -58,6 +58,8 @@ from jaxrag.library.retrieve.bm25 import BM25Index
 _GAP = 1 << 24  # chunk ids that are never given, as reservations may be lost
 _INDEXED = 256  # chunks whose texts are indexed together
 _LOCKS = (0x40000000, 512)  # where SQLite locks a file, and how many bytes
+
+_Row = tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +192,7 @@ def _saved(path: Path, pages: HostArray, new: Path, needed: Collection[str]) -> 
     return Salvage(mended, unreadable, len(whole), settings, tuple(lost), nameless, str(kept))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _Found:
     """Rows as they stand in the pages, held against their digests, which they keep.
 
@@ -201,44 +203,42 @@ class _Found:
       totals: None where they are lost.
     """
 
-    settings: dict[str, tuple[Any, ...]]
-    documents: dict[str, tuple[Any, ...]]
-    chunks: dict[str, dict[int, tuple[Any, ...]]]
-    keys: dict[int, set[tuple[Any, ...]]]
-    contexts: dict[tuple[int, str], dict[int, str]]
-    forgotten: dict[str, tuple[Any, ...]]
-    last: int
-    totals: Totals | None
+    settings: dict[str, _Row] = dataclasses.field(default_factory=dict)
+    documents: dict[str, _Row] = dataclasses.field(default_factory=dict)
+    chunks: dict[str, dict[int, _Row]] = dataclasses.field(
+        default_factory=lambda: defaultdict(dict)
+    )
+    keys: dict[int, set[_Row]] = dataclasses.field(default_factory=lambda: defaultdict(set))
+    contexts: dict[tuple[int, str], dict[int, str]] = dataclasses.field(
+        default_factory=lambda: defaultdict(dict)
+    )
+    forgotten: dict[str, _Row] = dataclasses.field(default_factory=dict)
+    last: int = 0
+    totals: Totals | None = None
 
     @classmethod
     def read(cls, pages: HostArray, wrong: Sequence[int]) -> Self:
         """All rows of the tables that cannot be computed from others."""
-        settings: dict[str, tuple[Any, ...]] = {}
-        documents: dict[str, tuple[Any, ...]] = {}
-        chunks: dict[str, dict[int, tuple[Any, ...]]] = collections.defaultdict(dict)
-        keys: dict[int, set[tuple[Any, ...]]] = collections.defaultdict(set)
-        contexts: dict[tuple[int, str], dict[int, str]] = collections.defaultdict(dict)
-        forgotten: dict[str, tuple[Any, ...]] = {}
-        last, totals = 0, None
+        found = cls()
         for row, sure in _rows(pages, wrong):
             if _is_of(SETTINGS, row):
-                settings[row[0]] = row
+                found.settings[row[0]] = row
             elif _is_of(DOCUMENTS, row):
-                documents[row[0]] = row
+                found.documents[row[0]] = row
             elif _is_of(CHUNKS, row):
-                chunks[row[1]][row[0]] = row
-                last = max(last, row[0])
+                found.chunks[row[1]][row[0]] = row
+                found.last = max(found.last, row[0])
             elif _is_of(FORGOTTEN, row):
-                forgotten[row[0]] = row
+                found.forgotten[row[0]] = row
             elif _is_of(TOTALS, row):
-                totals = Totals(*row[1:-1])
+                found.totals = Totals(*row[1:-1])
             elif _has_types(row, int, str, str, int):
-                keys[row[0]].add(row)
+                found.keys[row[0]].add(row)
             elif sure and _has_types(row, int, str, int, str):
-                contexts[row[0], row[1]][row[2]] = row[3]
+                found.contexts[row[0], row[1]][row[2]] = row[3]
             elif sure and _has_types(row, int, int, float):
-                last = max(last, row[1])
-        return cls(settings, documents, chunks, keys, contexts, forgotten, last, totals)
+                found.last = max(found.last, row[1])
+        return found
 
     def whole_documents(self) -> list[str]:
         """Ids of the documents of which every chunk is there, in order."""
@@ -292,7 +292,7 @@ class _Found:
                 )
 
 
-def _rows(pages: HostArray, wrong: Sequence[int]) -> Iterator[tuple[tuple[Any, ...], bool]]:
+def _rows(pages: HostArray, wrong: Sequence[int]) -> Iterator[tuple[_Row, bool]]:
     """All rows that stand in pages, and whether they are as they were written.
 
     Of a wrong page, and of rows that reach into it, those that there are with each bit turned back
@@ -314,15 +314,15 @@ def _rows(pages: HostArray, wrong: Sequence[int]) -> Iterator[tuple[tuple[Any, .
             turn(pages[number], *flip)
 
 
-def _is_of(table: DigestTable, row: tuple[Any, ...]) -> bool:
+def _is_of(table: DigestTable, row: _Row) -> bool:
     return len(row) == len(table.columns) + 1 and table.is_whole(row)
 
 
-def _has_types(row: tuple[Any, ...], *types: type) -> bool:
+def _has_types(row: _Row, *types: type) -> bool:
     return tuple(map(type, row)) == types
 
 
-def _insert(connection: Connection, table: DigestTable, rows: Iterable[tuple[Any, ...]]) -> None:
+def _insert(connection: Connection, table: DigestTable, rows: Iterable[_Row]) -> None:
     """Rows with the digests that they have."""
     connection.executemany(table.insert(), rows)
 
