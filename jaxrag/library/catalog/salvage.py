@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, Self
 
 import numpy as np
 
+from jaxrag.base.disk import sync_folder
 from jaxrag.base.errors import DamagedCatalogError, StoreError
 from jaxrag.base.types import Connection, HostArray
 from jaxrag.library.catalog.catalog import Catalog
@@ -337,15 +338,6 @@ def replace(path: Path, new: Path, kept: Path) -> None:
     memory.unlink(missing_ok=True)
     os.replace(new, path)
     sync_folder(path.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def mend_settings(

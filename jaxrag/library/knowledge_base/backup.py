@@ -12,15 +12,17 @@ import datetime
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
+from jaxrag.base.disk import sync_folder
 from jaxrag.base.errors import DamagedCatalogError, KnowledgeBaseError, StoreError, disk_errors
 from jaxrag.kv.store.owners import Owners
 from jaxrag.library.catalog import Catalog
 from jaxrag.library.catalog.database import is_open, remove_files
-from jaxrag.library.catalog.salvage import lock_out, replace, sync_folder
+from jaxrag.library.catalog.salvage import lock_out, replace
 from jaxrag.library.knowledge_base.location import CATALOG, open_repository, owners_of
 from jaxrag.library.knowledge_base.settings import CHANGES
 from jaxrag.models.text.progress import progress_bar
@@ -224,6 +226,7 @@ class _There:
                 raise KnowledgeBaseError(
                     f"{self.path.parent} is in use; restore it when no process has it open"
                 )
+            shutil.copymode(self.path, new)
             replace(self.path, new, self.kept)
 
     @property
@@ -340,18 +343,13 @@ def _copy(source: Path, target: Path, told: Callable[[int], object] = lambda cou
     digest = hashlib.sha256()
     descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _PRIVATE)
     with open(descriptor, "wb") as out, open(source, "rb") as file:
-        for part in _parts(file):
+        while part := file.read(_PART):
             digest.update(part)
             out.write(part)
             told(len(part))
         out.flush()
         os.fsync(out.fileno())
     return digest.hexdigest()
-
-
-def _parts(file: BinaryIO) -> Iterator[bytes]:
-    while part := file.read(_PART):
-        yield part
 
 
 def _digest(path: Path) -> str:

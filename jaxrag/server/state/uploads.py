@@ -10,8 +10,9 @@ import os
 import threading
 from pathlib import Path
 
+from jaxrag.base.disk import sync_folder
 from jaxrag.base.errors import disk_errors
-from jaxrag.server.durable import UNFINISHED, make_folder, sync_folder
+from jaxrag.server.durable import UNFINISHED, make_folder
 from jaxrag.server.state.quota import Quota
 from jaxrag.server.state.registry import FileRow, Registry, new_id
 from jaxrag.server.tenants import folder_name

@@ -303,3 +303,11 @@ def test_who_is_killed_leaves_one_of_the_two(changed, make_kb, monkeypatch):
     assert ids(kb) == ["one", "three"]
     kb.add(documents("five"))
     assert kb.changes == kb._owners().changes(kb.id)
+
+
+def test_who_may_read_the_catalog_stays_as_it_was(put_aside):
+    folder, backup = put_aside()
+    (folder / CATALOG).chmod(0o640)
+    restore(folder, backup)
+    assert (folder / CATALOG).stat().st_mode & 0o777 == 0o640
+    assert (backup / "catalog.backup").stat().st_mode & 0o077 == 0, "a backup is private"
