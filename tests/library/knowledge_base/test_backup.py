@@ -1,8 +1,12 @@
 """A knowledge base put aside while it is in use, and brought back: nothing that was removed is."""
 
+import contextlib
+import itertools
 import json
-import multiprocessing
 import shutil
+import subprocess
+import sys
+import threading
 
 import numpy as np
 import pytest
@@ -10,10 +14,13 @@ from refusal import refused
 
 from jaxrag.base.errors import KnowledgeBaseError, StoreError
 from jaxrag.cli import main
+from jaxrag.library.catalog import Catalog
 from jaxrag.library.documents import Document
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.library.knowledge_base.backup import MANIFEST, back_up, restore
 from jaxrag.library.knowledge_base.location import CATALOG
+
+LOCKS = (0x40000000, 512)  # where SQLite locks a file
 
 
 def documents(*names, word="amber"):
@@ -161,25 +168,18 @@ def test_one_that_is_open_is_left_alone(put_aside, make_kb):
     folder, backup = put_aside()
     with make_kb(mode="r"), refused(KnowledgeBaseError, "open in this process"):
         restore(folder, backup)
-    context = multiprocessing.get_context("spawn")
-    ready, leave = context.Event(), context.Event()
-    process = context.Process(target=hold, args=(folder, ready, leave))
-    process.start()
-    assert ready.wait(60)
-    with refused(KnowledgeBaseError, "no process has it open"):
-        restore(folder, backup)
-    leave.set()
-    process.join()
+    hold = (  # as SQLite in another process
+        "import fcntl, sys; file = open(sys.argv[1], 'rb'); "
+        f"fcntl.lockf(file, fcntl.LOCK_SH, {LOCKS[1]}, {LOCKS[0]}); print(flush=True); input()"
+    )
+    command = [sys.executable, "-I", "-S", "-c", hold, str(folder / CATALOG)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as other:
+        other.stdout.readline()
+        with refused(KnowledgeBaseError, "no process has it open"):
+            restore(folder, backup)
+        other.communicate("\n")
     restore(folder, backup)
-
-
-def hold(folder, ready, leave):
-    from jaxrag.library.catalog import Catalog
-
-    catalog = Catalog.open(folder / CATALOG)
-    ready.set()
-    leave.wait(60)
-    catalog.close()
 
 
 def test_every_flipped_bit_of_a_backup_is_refused(put_aside, tmp_path):
@@ -204,40 +204,36 @@ def test_every_flipped_bit_of_a_backup_is_refused(put_aside, tmp_path):
     assert restore(tmp_path / "new", backup).documents == 3
 
 
-def write(folder, ready):
-    """Change pairs of documents, each pair in one transaction, until it is ended."""
-    from jaxrag.library.catalog import Catalog
-
-    catalog = Catalog.open(folder / CATALOG)
-    for number in range(100_000):
-        catalog.set("gate:a", number)
-        catalog.swap("gate:both", lambda value, number=number: [number, number])
-        catalog.checkpoint()
-        ready.set()
-
-
-def test_it_is_of_one_moment_while_another_process_writes(put_aside, tmp_path):
+def test_it_is_of_one_moment_while_others_write(put_aside, tmp_path):
     folder, _ = put_aside()
-    context = multiprocessing.get_context("spawn")
-    ready = context.Event()
-    process = context.Process(target=write, args=(folder, ready))
-    process.start()
-    try:
-        assert ready.wait(60)
-        for number in range(5):
-            back_up(folder, tmp_path / f"b{number}")
-            restore(tmp_path / f"new{number}", tmp_path / f"b{number}")
-    finally:
-        process.kill()
-        process.join()
+    ready, leave = threading.Event(), threading.Event()
+
+    def write():
+        with contextlib.closing(Catalog.open(folder / CATALOG)) as catalog:
+            for number in itertools.count():
+                catalog.set("gate:first", number)
+                catalog.set("gate:second", number)
+                catalog.checkpoint()
+                ready.set()
+                if leave.is_set():
+                    return
+
+    writer = threading.Thread(target=write)
+    writer.start()
     seen = []
-    for number in range(5):
+    for number in range(4):
+        ready.clear()
+        assert ready.wait(60), "it writes between two backups"
+        back_up(folder, tmp_path / f"b{number}")
+        restore(tmp_path / f"new{number}", tmp_path / f"b{number}")
         with KnowledgeBase.open(tmp_path / f"new{number}") as kb:
             assert ids(kb) == ["one", "three", "two"]
-            first, second = kb._catalog.settings()["gate:both"]
-            assert first == second <= kb._catalog.settings()["gate:a"] <= first + 1
-            seen.append(first)
-    assert seen == sorted(seen) and seen[0] < seen[-1], "the writer went on meanwhile"
+            settings = kb._catalog.settings()
+            assert settings["gate:second"] <= settings["gate:first"] <= settings["gate:second"] + 1
+            seen.append(settings["gate:first"])
+    leave.set()
+    writer.join()
+    assert seen == sorted(set(seen))
 
 
 def test_uploads_come_along_and_go_where_they_lack(make_kb, tmp_path):
