@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import parse_bytes, parse_seconds
-from jaxrag.cli import connector, export, gate, kb_prime, kb_questions
+from jaxrag.cli import connector, export, gate, kb_backup, kb_prime, kb_questions
 from jaxrag.cli.command import SUMMARIES, Args, argument, command, flag, group, value, values
 from jaxrag.cli.opening import open_kb, secret_of, where_of
 from jaxrag.cli.options import JSON, KB, SECRET, WHERE, model_options
@@ -352,6 +352,8 @@ COMMAND = group(
         model_options(use="for --repair"),
         basic="repair rate reseal accept-older forgotten model secret-file json",
     ),
+    kb_backup.BACKUP,
+    kb_backup.RESTORE,
     gate.COMMAND,
     kb_prime.COMMAND,
     kb_questions.COMMAND,

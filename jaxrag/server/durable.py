@@ -6,6 +6,7 @@ import secrets
 import stat
 from pathlib import Path
 
+from jaxrag.base.disk import sync_folder
 from jaxrag.base.errors import disk_errors
 
 _LOG = logging.getLogger("jaxrag.server")
@@ -56,12 +57,3 @@ def make_private(path: Path) -> None:
         pass
     except OSError as error:
         _LOG.warning("%s can be read by other users (%s); make it private", path, error.strerror)
-
-
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

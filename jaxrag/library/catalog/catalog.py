@@ -31,6 +31,7 @@ from jaxrag.library.catalog.digests import (
 )
 from jaxrag.library.catalog.forgotten import (
     CREATE_FORGOTTEN,
+    FORGOTTEN,
     SECRET,
     LeftChunk,
     new_secret,
@@ -339,12 +340,27 @@ class Catalog(CatalogReader):
                 connection.executemany("INSERT INTO leaving VALUES (?)", [(i,) for i in left])
         return left
 
+    def follow(self, newer: "Catalog") -> None:
+        """Remember the removals of a newer catalog, and give no chunk id that it gave.
+
+        It is of the same knowledge base. Documents that are not in it stay here.
+        """
+        given = newer.reserve(0).start
+        with newer._database.snapshot() as connection:
+            secret = newer._setting(connection, SECRET)
+            rows = connection.execute(f"SELECT {FORGOTTEN.select()} FROM forgotten").fetchall()
+        self.reserve(max(0, given - self.reserve(0).start))
+        with self._database.transaction() as connection:
+            if self._setting(connection, SECRET) is None and secret is not None:
+                self._set(connection, SECRET, secret)
+            if self._setting(connection, SECRET) == secret:
+                connection.executemany(FORGOTTEN.insert("INSERT OR REPLACE"), rows)
+
     # What the vector index and the chunk store may drop
 
     def leaving(self) -> list[int]:
         """Chunk ids that left and are not known to be removed from the vector index."""
-        with self._database.use() as connection:
-            return [row[0] for row in connection.execute("SELECT chunk_id FROM leaving")]
+        return self._column("SELECT chunk_id FROM leaving")
 
     def settle(self, chunk_ids: Iterable[int]) -> None:
         """These ids are in the vector index no more."""

@@ -66,15 +66,13 @@ class ContextReader:
 
     def contents_only_of(self, document_ids: Sequence[str]) -> list[str]:
         """The content ids that only chunks of these documents have."""
-        with self._database.use() as connection:
-            rows = connection.execute(
-                "WITH these AS MATERIALIZED (SELECT value AS id FROM json_each(?)) "
-                "SELECT DISTINCT content_id FROM chunks WHERE document_id IN these AND NOT EXISTS "
-                "(SELECT 1 FROM chunks AS other WHERE other.content_id = chunks.content_id "
-                "AND other.document_id NOT IN these)",
-                (json.dumps(list(document_ids)),),
-            )
-            return [row[0] for row in rows]
+        return self._column(
+            "WITH these AS MATERIALIZED (SELECT value AS id FROM json_each(?)) "
+            "SELECT DISTINCT content_id FROM chunks WHERE document_id IN these AND NOT EXISTS "
+            "(SELECT 1 FROM chunks AS other WHERE other.content_id = chunks.content_id "
+            "AND other.document_id NOT IN these)",
+            (json.dumps(list(document_ids)),),
+        )
 
     def ids_with_content(self, content_ids: Sequence[str]) -> HostArray:
         """The chunks that have one of these contents, int64 [N] ascending."""
@@ -106,6 +104,14 @@ class ContextReader:
         )
 
     def _ids(self, statement: str, values: Sequence[Any] = ()) -> HostArray:
+        return np.array(self._column(statement, values), np.int64)
+
+    def _column(self, statement: str, values: Sequence[Any] = ()) -> list[Any]:
+        """The first column of what a statement finds."""
         with self._database.use() as connection:
-            rows = connection.execute(statement, values).fetchall()
-        return np.array([row[0] for row in rows], np.int64)
+            return [row[0] for row in connection.execute(statement, values)]
+
+    def _any(self, statement: str, values: Sequence[Any] = ()) -> bool:
+        """Whether a statement finds a row."""
+        with self._database.use() as connection:
+            return connection.execute(statement, values).fetchone() is not None

@@ -10,7 +10,7 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import apsw
@@ -26,6 +26,7 @@ _FORMATS = (FORMAT, PACKED)
 BUSY_SECONDS = 60.0
 _CHECKPOINT_SECONDS = 1.0  # that a checkpoint waits for readers of an older state
 _READING_CACHE = 16 << 20  # bytes; a search of a million chunks passes by pages of SQLite's 2 MB
+_COPIED_AT_ONCE = 4096  # pages
 _APPLICATION = 0x4A524147  # "JRAG", SQLite's application_id
 
 _OPEN: weakref.WeakSet["Database"] = weakref.WeakSet()  # of this process
@@ -197,6 +198,25 @@ class Database:
                 pass
             finally:
                 connection.execute(f"PRAGMA busy_timeout = {round(1000 * BUSY_SECONDS)}")
+
+    def copy_to(self, path: Path, told: Callable[[int], object]) -> None:
+        """Write the file as it is now to a new one, while others go on writing; durable at the end.
+
+        Args:
+          told: is called with the bytes of every part that was copied.
+        """
+        with self.snapshot() as connection:
+            connection.execute("SELECT 1 FROM sqlite_master").fetchone()  # from here on one state
+            with (
+                contextlib.closing(_connect(path, True)) as copy,
+                copy.backup("main", self.connection, "main") as backup,
+            ):
+                copied = 0
+                while not backup.done:
+                    backup.step(_COPIED_AT_ONCE)
+                    done = backup.page_count - backup.remaining
+                    told((done - copied) * PAGE_BYTES)
+                    copied = done
 
     def version(self) -> tuple[int, int]:
         """Another value after every change of the file, by this object or anybody else."""

@@ -6,7 +6,7 @@ hold the checksum of its checksum VFS.
 
 import functools
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -64,6 +64,22 @@ def mend(page: HostArray) -> bool:
 
     Returns whether there is exactly one bit that explains the checksum.
     """
+    found = flips(page)
+    if len(found) == 1:
+        turn(page, *found[0])
+    return len(found) == 1
+
+
+def turn(page: HostArray, word: int, bit: int) -> None:
+    """Flip a bit of a page, uint8 [PAGE_BYTES], in place."""
+    page.view("<u4")[word] ^= np.uint32(1) << np.uint32(bit)
+
+
+def flips(page: HostArray) -> list[tuple[int, int]]:
+    """Each single bit that explains the checksum of a page, uint8 [PAGE_BYTES]: (word, bit).
+
+    A word is added up, so that of its highest bits several words' do: one in six has no other.
+    """
     words = page.view("<u4")
     stored, computed = _stored(page[None])[0], _checksums(page[None])[0]
     bits = np.uint32(1) << np.arange(32, dtype=np.uint32)
@@ -78,11 +94,7 @@ def mend(page: HostArray) -> bool:
     if sum(int(word).bit_count() for word in differ) == 1:
         own = int(np.flatnonzero(differ)[0])
         found.append((_WORDS + own, int(differ[own]).bit_length() - 1))
-    if len(found) != 1:
-        return False
-    ((word, bit),) = found
-    words[word] ^= bits[bit]
-    return True
+    return found
 
 
 def _stored(pages: HostArray) -> HostArray:
@@ -108,16 +120,23 @@ def _effects() -> HostArray:
     return _checksums(units.view(np.uint8))
 
 
-def rows_of(pages: HostArray, wrong: Sequence[int]) -> Iterator[tuple[Any, ...]]:
+def rows_of(
+    pages: HostArray, wrong: Collection[int], only: Iterable[int] | None = None
+) -> Iterator[tuple[int, tuple[Any, ...] | None]]:
     """The rows that stand in pages, uint8 [P, PAGE_BYTES], but ``wrong`` ones; in no order.
 
     Nothing is asked of the trees that lead to them. A row id stands in the place of the column that
-    is its alias, or in front of the columns. Left out are rows that reach into a wrong page, and
-    what can be computed anew: pages whose first row is (text, integer, integer), a posting.
+    is its alias, or in front of the columns. What can be computed anew is left out: pages whose
+    first row is (text, integer, integer), a posting.
+
+    Args:
+      only: pages to read; None: all.
+
+    Yields the page of each row and the row, None of one that reaches into a wrong page.
     """
     whole = np.ones(len(pages), bool)
-    whole[wrong] = False
-    for number in np.flatnonzero(whole):
+    whole[list(wrong)] = False
+    for number in np.flatnonzero(whole) if only is None else only:
         page = pages[number].tobytes()
         start = 100 if number == 0 else 0
         kind = page[start]
@@ -127,8 +146,7 @@ def rows_of(pages: HostArray, wrong: Sequence[int]) -> Iterator[tuple[Any, ...]]
             row = _row(pages, whole, page, kind, place)
             if row is not None and tuple(map(type, row)) == _POSTING:
                 break
-            if row is not None:
-                yield row
+            yield int(number), row
 
 
 def _cells(page: bytes, start: int) -> tuple[int, ...]:

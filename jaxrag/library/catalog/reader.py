@@ -3,7 +3,8 @@
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxrag.base.types import Connection, HostArray
@@ -62,6 +63,10 @@ class CatalogReader(ContextReader):
         """Another value after every change of the file, by this object or anybody else."""
         return self._database.version()
 
+    def copy_to(self, path: Path, told: Callable[[int], object]) -> None:
+        """As of ``Database.copy_to``."""
+        self._database.copy_to(path, told)
+
     def settings(self) -> dict[str, Any]:
         """The settings by name, as given at creation and changed since."""
         with self._database.snapshot() as connection:
@@ -86,26 +91,18 @@ class CatalogReader(ContextReader):
 
     def has_documents(self) -> bool:
         """Whether there is any document."""
-        with self._database.use() as connection:
-            found = connection.execute("SELECT EXISTS (SELECT 1 FROM documents)").fetchone()
-        return bool(found[0])
+        return self._any("SELECT 1 FROM documents LIMIT 1")
 
     def has_groups(self) -> bool:
         """Whether any document may name groups of readers: what it says of one is seen later."""
-        with self._database.use() as connection:
-            (found,) = connection.execute(
-                "SELECT EXISTS (SELECT 1 FROM documents WHERE instr(metadata, '\"groups\"'))"
-            ).fetchone()
-        return bool(found)
+        return self._any("SELECT 1 FROM documents WHERE instr(metadata, '\"groups\"') LIMIT 1")
 
     def ids_beginning(self, prefix: str) -> list[str]:
         """Ids of the documents that begin with a text, which is not empty, in order."""
-        with self._database.use() as connection:
-            rows = connection.execute(
-                "SELECT id FROM documents WHERE id >= ? AND id < ? || char(1114111) ORDER BY id",
-                (prefix, prefix),
-            ).fetchall()
-        return [row[0] for row in rows]
+        return self._column(
+            "SELECT id FROM documents WHERE id >= ? AND id < ? || char(1114111) ORDER BY id",
+            (prefix, prefix),
+        )
 
     def metadata_kinds(self) -> dict[str, dict[str, int]]:
         """How many documents have each field of metadata, by JSON type ("text", "integer", ...).
@@ -157,11 +154,8 @@ class CatalogReader(ContextReader):
 
     def ids_of_document(self, document_id: str) -> list[int]:
         """The ids of a document's chunks in order; none when there is no such document."""
-        with self._database.use() as connection:
-            rows = connection.execute(
-                "SELECT id FROM chunks WHERE document_id = ? ORDER BY number", (document_id,)
-            )
-            return [row[0] for row in rows]
+        statement = "SELECT id FROM chunks WHERE document_id = ? ORDER BY number"
+        return self._column(statement, (document_id,))
 
     def texts(self, chunk_ids: Iterable[int]) -> dict[int, str]:
         """The texts of those chunks that the catalog holds, by id."""
@@ -261,29 +255,22 @@ class CatalogReader(ContextReader):
         """Every store key of every chunk, ascending, each once, streamed; not what is none."""
         last = ""
         while True:
-            with self._database.use() as connection:
-                rows = connection.execute(
-                    "SELECT DISTINCT key FROM chunk_keys WHERE key > ? ORDER BY key LIMIT 1000",
-                    (last,),
-                ).fetchall()
-            if not rows:
+            keys = self._column(
+                "SELECT DISTINCT key FROM chunk_keys WHERE key > ? ORDER BY key LIMIT 1000", (last,)
+            )
+            if not keys:
                 return
-            yield from (row[0] for row in rows if is_hex(row[0], ID_DIGITS))
-            last = rows[-1][0]
+            yield from (key for key in keys if is_hex(key, ID_DIGITS))
+            last = keys[-1]
 
     def num_keys(self) -> int:
         """How many ``all_keys`` are, and what is none."""
-        with self._database.use() as connection:
-            row = connection.execute("SELECT COUNT(DISTINCT key) FROM chunk_keys").fetchone()
-        return int(row[0])
+        return int(self._column("SELECT COUNT(DISTINCT key) FROM chunk_keys")[0])
 
     def keys_beginning(self, prefix: str) -> set[str]:
         """Every store key that begins with hex digits."""
-        with self._database.use() as connection:
-            rows = connection.execute(
-                "SELECT key FROM chunk_keys WHERE key >= ? AND key < ? || 'g'", (prefix, prefix)
-            )
-            return {row[0] for row in rows}
+        statement = "SELECT key FROM chunk_keys WHERE key >= ? AND key < ? || 'g'"
+        return set(self._column(statement, (prefix, prefix)))
 
     def keys_of(self, chunk_ids: Iterable[int], encoder: str) -> dict[int, str]:
         """The store keys of chunks under one encoder, by chunk id."""
@@ -301,15 +288,10 @@ class CatalogReader(ContextReader):
         It does when a chunk has this key; or has these tokens, and the encoder is not one of the
         knowledge base's ``own``: such a variant was encoded while a question was answered.
         """
-        with self._database.use() as connection:
-            found = connection.execute(
-                "SELECT 1 FROM chunk_keys WHERE key = ? LIMIT 1", (key,)
-            ).fetchone()
-            if found is None and encoder not in own:
-                found = connection.execute(
-                    "SELECT 1 FROM chunks WHERE content_id = ? LIMIT 1", (content_id,)
-                ).fetchone()
-        return found is not None
+        return self.has_key(key) or (
+            encoder not in own
+            and self._any("SELECT 1 FROM chunks WHERE content_id = ? LIMIT 1", (content_id,))
+        )
 
     def trace(self, document_id: str) -> tuple[Trace, DerivedRows]:
         """By what one recognises what derives from a document, and which rows do.
@@ -331,20 +313,16 @@ class CatalogReader(ContextReader):
 
     def holds(self, chunk_ids: Sequence[int], content_ids: Sequence[str]) -> bool:
         """Whether all these chunks, and chunks with these contents, are there."""
-        with self._database.use() as connection:
-            (lacking,) = connection.execute(
-                "SELECT EXISTS (SELECT 1 FROM json_each(?) WHERE value NOT IN "
-                "(SELECT id FROM chunks WHERE id = value)) OR EXISTS (SELECT 1 FROM json_each(?) "
-                "WHERE value NOT IN (SELECT content_id FROM chunks WHERE content_id = value))",
-                (json.dumps([int(i) for i in chunk_ids]), json.dumps(list(content_ids))),
-            ).fetchone()
-        return not lacking
+        return not self._any(
+            "SELECT 1 FROM json_each(?) WHERE value NOT IN "
+            "(SELECT id FROM chunks WHERE id = value) UNION ALL SELECT 1 FROM json_each(?) "
+            "WHERE value NOT IN (SELECT content_id FROM chunks WHERE content_id = value)",
+            (json.dumps([int(i) for i in chunk_ids]), json.dumps(list(content_ids))),
+        )
 
     def has_key(self, key: str) -> bool:
         """Whether a chunk has this store key."""
-        with self._database.use() as connection:
-            statement = "SELECT 1 FROM chunk_keys WHERE key = ? LIMIT 1"
-            return connection.execute(statement, (key,)).fetchone() is not None
+        return self._any("SELECT 1 FROM chunk_keys WHERE key = ? LIMIT 1", (key,))
 
     def check_whole(self) -> None:
         """Raise DamagedCatalogError where chunks, lengths or postings were lost or added.

@@ -1,13 +1,13 @@
 """A damaged catalog is made whole again from what its file still holds.
 
 Every page ends in a checksum, so it is known which are as they were written. Where one bit of a
-page is flipped, the checksum mostly says which, and nothing is lost. Where more is wrong, the rows
-of all other pages are read from their bytes, held against their digests, and put into a new file.
-Documents that lost a row are dropped and named. Settings that are not as written are made whole
+page is flipped, the checksum mostly says which; where it names several, digests of the rows tell.
+Nothing is lost then. Where more is wrong, the rows of all other pages are read from their bytes,
+held against their digests, and put into a new file. Documents that lost a row are dropped and
+named. Settings that are not as written are made whole
 where their digests prove it, so that the catalog can be opened.
 """
 
-import collections
 import contextlib
 import dataclasses
 import fcntl
@@ -15,12 +15,14 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 import numpy as np
 
+from jaxrag.base.disk import sync_folder
 from jaxrag.base.errors import DamagedCatalogError, StoreError
 from jaxrag.base.types import Connection, HostArray
 from jaxrag.library.catalog.catalog import Catalog
@@ -41,7 +43,15 @@ from jaxrag.library.catalog.digests import (
     Totals,
 )
 from jaxrag.library.catalog.forgotten import FORGOTTEN
-from jaxrag.library.catalog.pages import PAGE_BYTES, lost_pages, mend, rows_of, wrong_pages
+from jaxrag.library.catalog.pages import (
+    PAGE_BYTES,
+    flips,
+    lost_pages,
+    mend,
+    rows_of,
+    turn,
+    wrong_pages,
+)
 from jaxrag.library.catalog.rows import ChunkRow, DocumentRow
 from jaxrag.library.retrieve.base import searched_text
 from jaxrag.library.retrieve.bm25 import BM25Index
@@ -49,6 +59,8 @@ from jaxrag.library.retrieve.bm25 import BM25Index
 _GAP = 1 << 24  # chunk ids that are never given, as reservations may be lost
 _INDEXED = 256  # chunks whose texts are indexed together
 _LOCKS = (0x40000000, 512)  # where SQLite locks a file, and how many bytes
+
+_Row = tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,12 +113,12 @@ def salvage(path: Path, needed: Collection[str]) -> Salvage | None:
     try:
         # Closing any descriptor of the file drops the lock; ``pages`` hold one too, to the end.
         with open(path, "r+b") as file:
-            if not _lock(file.fileno()):
+            if not lock_out(file.fileno()):
                 return None
             pages = _pages(path, file)
             found = _saved(path, pages, new, needed)
             if found is not None:
-                _replace(path, new, Path(found.kept))
+                replace(path, new, Path(found.kept))
             return found
     except OSError as error:
         raise StoreError(
@@ -117,7 +129,7 @@ def salvage(path: Path, needed: Collection[str]) -> Salvage | None:
         remove_files(new)
 
 
-def _lock(descriptor: int) -> bool:
+def lock_out(descriptor: int) -> bool:
     """Keep every other process from opening the file with SQLite; False where one has it open."""
     start, length = _LOCKS
     try:
@@ -181,7 +193,7 @@ def _saved(path: Path, pages: HostArray, new: Path, needed: Collection[str]) -> 
     return Salvage(mended, unreadable, len(whole), settings, tuple(lost), nameless, str(kept))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _Found:
     """Rows as they stand in the pages, held against their digests, which they keep.
 
@@ -192,44 +204,42 @@ class _Found:
       totals: None where they are lost.
     """
 
-    settings: dict[str, tuple[Any, ...]]
-    documents: dict[str, tuple[Any, ...]]
-    chunks: dict[str, dict[int, tuple[Any, ...]]]
-    keys: dict[int, list[tuple[Any, ...]]]
-    contexts: dict[tuple[int, str], dict[int, str]]
-    forgotten: dict[str, tuple[Any, ...]]
-    last: int
-    totals: Totals | None
+    settings: dict[str, _Row] = dataclasses.field(default_factory=dict)
+    documents: dict[str, _Row] = dataclasses.field(default_factory=dict)
+    chunks: dict[str, dict[int, _Row]] = dataclasses.field(
+        default_factory=lambda: defaultdict(dict)
+    )
+    keys: dict[int, set[_Row]] = dataclasses.field(default_factory=lambda: defaultdict(set))
+    contexts: dict[tuple[int, str], dict[int, str]] = dataclasses.field(
+        default_factory=lambda: defaultdict(dict)
+    )
+    forgotten: dict[str, _Row] = dataclasses.field(default_factory=dict)
+    last: int = 0
+    totals: Totals | None = None
 
     @classmethod
     def read(cls, pages: HostArray, wrong: Sequence[int]) -> Self:
         """All rows of the tables that cannot be computed from others."""
-        settings: dict[str, tuple[Any, ...]] = {}
-        documents: dict[str, tuple[Any, ...]] = {}
-        chunks: dict[str, dict[int, tuple[Any, ...]]] = collections.defaultdict(dict)
-        keys: dict[int, list[tuple[Any, ...]]] = collections.defaultdict(list)
-        contexts: dict[tuple[int, str], dict[int, str]] = collections.defaultdict(dict)
-        forgotten: dict[str, tuple[Any, ...]] = {}
-        last, totals = 0, None
-        for row in rows_of(pages, wrong):
+        found = cls()
+        for row, sure in _rows(pages, wrong):
             if _is_of(SETTINGS, row):
-                settings[row[0]] = row
+                found.settings[row[0]] = row
             elif _is_of(DOCUMENTS, row):
-                documents[row[0]] = row
+                found.documents[row[0]] = row
             elif _is_of(CHUNKS, row):
-                chunks[row[1]][row[0]] = row
-                last = max(last, row[0])
+                found.chunks[row[1]][row[0]] = row
+                found.last = max(found.last, row[0])
             elif _is_of(FORGOTTEN, row):
-                forgotten[row[0]] = row
+                found.forgotten[row[0]] = row
             elif _is_of(TOTALS, row):
-                totals = Totals(*row[1:-1])
+                found.totals = Totals(*row[1:-1])
             elif _has_types(row, int, str, str, int):
-                keys[row[0]].append(row)
-            elif _has_types(row, int, str, int, str):
-                contexts[row[0], row[1]][row[2]] = row[3]
-            elif _has_types(row, int, int, float):
-                last = max(last, row[1])
-        return cls(settings, documents, chunks, keys, contexts, forgotten, last, totals)
+                found.keys[row[0]].add(row)
+            elif sure and _has_types(row, int, str, int, str):
+                found.contexts[row[0], row[1]][row[2]] = row[3]
+            elif sure and _has_types(row, int, int, float):
+                found.last = max(found.last, row[1])
+        return found
 
     def whole_documents(self) -> list[str]:
         """Ids of the documents of which every chunk is there, in order."""
@@ -271,7 +281,7 @@ class _Found:
 
     def _write_keys(self, connection: Connection, chunk_id: int) -> None:
         """The keys of a chunk with what stood in front of it, where both are whole."""
-        for row in self.keys.get(chunk_id, []):
+        for row in self.keys.get(chunk_id, ()):
             _, encoder, *_ = row
             places = self.contexts.get((chunk_id, encoder), {})
             seen = [places.get(place, "") for place in range(len(places))]
@@ -283,21 +293,43 @@ class _Found:
                 )
 
 
-def _is_of(table: DigestTable, row: tuple[Any, ...]) -> bool:
+def _rows(pages: HostArray, wrong: Sequence[int]) -> Iterator[tuple[_Row, bool]]:
+    """All rows that stand in pages, and whether they are as they were written.
+
+    Of a wrong page, and of rows that reach into it, those that there are with each bit turned back
+    that explains its checksum: digests tell the rows that were written.
+    """
+    cut: set[int] = set()
+    for number, row in rows_of(pages, wrong):
+        if row is None:
+            cut.add(number)
+        else:
+            yield row, True
+    for number in wrong:
+        others = {*wrong} - {number}
+        for flip in flips(pages[number]):
+            turn(pages[number], *flip)
+            for _, row in rows_of(pages, others, {number, *cut}):
+                if row is not None:
+                    yield row, False
+            turn(pages[number], *flip)
+
+
+def _is_of(table: DigestTable, row: _Row) -> bool:
     return len(row) == len(table.columns) + 1 and table.is_whole(row)
 
 
-def _has_types(row: tuple[Any, ...], *types: type) -> bool:
+def _has_types(row: _Row, *types: type) -> bool:
     return tuple(map(type, row)) == types
 
 
-def _insert(connection: Connection, table: DigestTable, rows: Iterable[tuple[Any, ...]]) -> None:
+def _insert(connection: Connection, table: DigestTable, rows: Iterable[_Row]) -> None:
     """Rows with the digests that they have."""
     connection.executemany(table.insert(), rows)
 
 
-def _replace(path: Path, new: Path, kept: Path) -> None:
-    """Put the new file in the place of the damaged one, which is kept with its log."""
+def replace(path: Path, new: Path, kept: Path) -> None:
+    """Put a new file in the place of a locked one, which is kept with its log."""
     log, memory = (path.with_name(path.name + suffix) for suffix in ("-wal", "-shm"))
     remove_files(kept)
     os.link(path, kept)
@@ -305,11 +337,7 @@ def _replace(path: Path, new: Path, kept: Path) -> None:
         os.rename(log, kept.with_name(f"{kept.name}-wal"))
     memory.unlink(missing_ok=True)
     os.replace(new, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_folder(path.parent)
 
 
 def mend_settings(

@@ -20,13 +20,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxrag.base.disk import sync_folder
 from jaxrag.base.errors import ConfigError, JaxragError, disk_errors
 from jaxrag.library.catalog import DocumentEntry
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.library.options import KnowledgeBaseOptions
 from jaxrag.models.model import Model
 from jaxrag.server.attributes import file_id_of, is_upload
-from jaxrag.server.durable import make_folder, make_private, sync_folder
+from jaxrag.server.durable import make_folder, make_private
 from jaxrag.server.errors import Problem, forbidden, invalid, not_found
 from jaxrag.server.settings import ServerSettings
 from jaxrag.server.state.indexing import Indexer

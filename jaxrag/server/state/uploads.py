@@ -10,8 +10,9 @@ import os
 import threading
 from pathlib import Path
 
+from jaxrag.base.disk import sync_folder
 from jaxrag.base.errors import disk_errors
-from jaxrag.server.durable import UNFINISHED, make_folder, sync_folder
+from jaxrag.server.durable import UNFINISHED, make_folder
 from jaxrag.server.state.quota import Quota
 from jaxrag.server.state.registry import FileRow, Registry, new_id
 from jaxrag.server.tenants import folder_name
@@ -121,11 +122,17 @@ def upload_of(base: Path, document_id: str) -> Path | None:
 
     ``base`` is the folder of the store in the data folder. Works without a server.
     """
-    files = base.parent.parent / FILES
-    if base.parent.parent.parent.name != TENANTS or not files.is_dir():
+    files = uploads_of(base)
+    if files is None or not files.is_dir():
         return None
     found = [it for it in files.iterdir() if it.name == document_id[: len(it.name)]]
     return next(iter(found), None)
+
+
+def uploads_of(base: Path) -> Path | None:
+    """The folder of the uploads of whose vector store this is; None: it is no tenant's."""
+    tenant = base.parent.parent
+    return tenant / FILES if tenant.parent.name == TENANTS else None
 
 
 def plain_name(filename: str) -> str:

@@ -3,16 +3,20 @@
 import contextlib
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from refusal import refused
 
 from jaxrag.base.errors import DamagedCatalogError, JaxragError, StoreError
 from jaxrag.library.catalog import Catalog, NewDocument
 from jaxrag.library.catalog import salvage as salvaging
-from jaxrag.library.catalog.pages import PAGE_BYTES, mend, wrong_pages
+from jaxrag.library.catalog.pages import PAGE_BYTES, flips, mend, wrong_pages
 from jaxrag.library.catalog.salvage import salvage
 from jaxrag.library.documents import Document
 from jaxrag.library.documents.chunking import Chunk
@@ -21,6 +25,8 @@ LOCKS = (0x40000000, 512)  # where SQLite locks a file
 GOLDEN = Path(__file__).parents[2] / "goldens" / "catalog" / "whole.sqlite"
 QUESTIONS = ("fjord", "amber birch", "Title 1")
 IDS = range(1, 13)
+WORDS = ("amber", "birch", "cedar", "delta")
+NAMES = st.sampled_from("abcd")
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +153,44 @@ def test_of_several_bits_that_explain_a_checksum_none_is_turned_back(whole):
     assert (pages[3] == damaged).all()
 
 
+def kept(path):
+    """What no other file tells: settings, documents, their texts and the names of their KV."""
+    with contextlib.closing(Catalog.open(path)) as catalog:
+        rows = catalog.documents()
+        return (
+            catalog.settings(),
+            rows,
+            [[(it.text, it.ids.tolist()) for it in catalog.chunks(row.id)] for row in rows],
+            [catalog.keys(row.id)["isolated"] for row in rows],
+        )
+
+
+def test_no_flipped_bit_loses_a_document(place, path, whole):
+    """Not one of those that the checksum cannot tell, in a row or in the pages that it reaches."""
+    place(whole)
+    with contextlib.closing(Catalog.open(path)) as catalog:
+        for number in range(6):
+            put(catalog, f"n{number}", [f"unique{number} " + "harbour lamp " * 60] * 3)
+        put(catalog, "long", ["gneiss and larch", "harbour lamp " * 1000])
+    want, data = kept(path), path.read_bytes()
+    pages = pages_of(data)
+    texts = (b"best_first", b"unique2 ", b"gneiss", b"n5", b"harbour lamp " * 200)
+    hit = [next(n for n in range(len(pages)) if text in page(data, n)) for text in texts]
+    generator = np.random.default_rng(11)
+    numbers = [*hit, *hit, *generator.integers(len(pages), size=20)]
+    reached = 0
+    for number in numbers:
+        changed = pages.copy()
+        byte = 4 * generator.integers(PAGE_BYTES // 4 - 2) + 3
+        changed[number, byte] ^= 1 << int(generator.integers(2, 8))
+        reached += len(flips(changed[number])) > 1
+        place(changed.tobytes())
+        found = salvage(path, want[0])
+        assert not found.is_loss, (number, byte)
+        assert kept(path) == want, (number, byte)
+    assert reached > len(numbers) // 2
+
+
 def test_a_flipped_bit_is_turned_back(place, path, whole):
     place(whole)
     want = told(path)
@@ -191,11 +235,11 @@ def test_what_a_page_took_along_is_named_and_the_rest_stays(place, path, whole):
         lost = catalog.chunks("n4")[0].text.encode()[:60]
         before = {row.id: row for row in catalog.documents()}
         texts = {name: [chunk.text for chunk in catalog.chunks(name)] for name in before}
-        settings, next_id = catalog.settings(), catalog.reserve(1)[0]
+        known, next_id = catalog.settings(), catalog.reserve(1)[0]
     data = path.read_bytes()
     hit = {0, *(n for n in range(len(data) // PAGE_BYTES) if lost in page(data, n))}
     place(without(data, *hit))
-    found = salvage(path, settings)
+    found = salvage(path, known)
     assert (found.mended, found.unreadable, found.nameless) == (0, len(hit), 0)
     assert "n4" in found.lost
     assert 0 < len(found.lost) < len(before)
@@ -204,7 +248,7 @@ def test_what_a_page_took_along_is_named_and_the_rest_stays(place, path, whole):
         assert kept == {name: row for name, row in before.items() if name not in found.lost}
         for name in kept:
             assert [chunk.text for chunk in catalog.chunks(name)] == texts[name]
-        assert catalog.settings() == settings
+        assert catalog.settings() == known
         assert catalog.reserve(1)[0] > next_id
         hits = catalog.search("unique7 harbour", 3)
         assert [hit.document_id for hit in hits] == ["n7"] * 3
@@ -220,11 +264,11 @@ def test_what_is_left_of_a_lost_document_leaves_the_vector_index(place, path, wh
         catalog.set("vectors", {"index": "exact"})
         put(catalog, "long", ["harbour lamp " * 1000, "gneiss and larch"])
         _, second = catalog.ids_of_document("long")
-        settings = catalog.settings()
+        known = catalog.settings()
     data = path.read_bytes()
     full = [n for n in range(len(data) // PAGE_BYTES) if page(data, n).count(b" lamp ") > 200]
     place(without(data, full[0]))
-    assert salvage(path, settings).lost == ("long",)
+    assert salvage(path, known).lost == ("long",)
     with contextlib.closing(Catalog.open(path)) as catalog:
         assert catalog.leaving() == [second]
 
@@ -317,3 +361,78 @@ def test_nobody_is_salvaged_under(place, path, whole):
     with contextlib.closing(Catalog.open(path)):
         assert salvage(path, []) is None
     assert path.read_bytes() == changed
+
+
+class Catalogs(RuleBasedStateMachine):
+    """A catalog is a dict of documents, whatever bit is flipped while nobody has it open."""
+
+    def __init__(self):
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+        self.path = Path(self.folder.name) / "catalog.sqlite"
+        self.held, self.given = {}, 0
+        self.known = {"id": "a", "vectors": None, "gate:x": ["a setting"] * 50}
+        Catalog.create(self.path, self.known).close()
+
+    def teardown(self):
+        self.folder.cleanup()
+
+    @rule(names=st.sets(NAMES, min_size=1), words=st.lists(st.sampled_from(WORDS), min_size=1),
+          times=st.sampled_from([1, 40, 400]))  # fmt: skip
+    def put(self, names, words, times):
+        texts = [" ".join(words * times), "amber birch"]
+        with contextlib.closing(Catalog.open(self.path)) as catalog:
+            for name in sorted(names):
+                put(catalog, name, texts)
+                self.held[name] = texts
+                ids = catalog.ids_of_document(name)
+                assert ids[0] > self.given, "an id came back"
+                self.given = ids[-1]
+            catalog.checkpoint()
+
+    @rule(names=st.sets(NAMES))
+    def remove(self, names):
+        with contextlib.closing(Catalog.open(self.path)) as catalog:
+            catalog.remove(sorted(names))
+            catalog.checkpoint()
+        self.held = {name: it for name, it in self.held.items() if name not in names}
+
+    @rule(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+    def flip(self, place, bit):
+        data = bytearray(self.path.read_bytes())
+        data[int(place * len(data))] ^= 1 << bit
+        self.path.write_bytes(data)
+        found = salvage(self.path, self.known)
+        assert found is not None
+        assert not found.is_loss
+
+    @rule()
+    def go_back_and_on(self):
+        """A copy of a moment is the catalog of that moment."""
+        copy = self.path.with_name("copy")
+        with contextlib.closing(Catalog.open(self.path)) as catalog:
+            catalog.copy_to(copy, lambda count: None)
+        self.path.unlink()
+        copy.rename(self.path)
+
+    @invariant()
+    def is_the_dict(self):
+        with contextlib.closing(Catalog.open(self.path)) as catalog:
+            rows = catalog.documents()
+            assert {row.id: [it.text for it in catalog.chunks(row.id)] for row in rows} == self.held
+            catalog.check_whole()
+            assert self.known.items() <= catalog.settings().items()
+            for word in WORDS[:2]:
+                hits = catalog.search(word, 20)
+                having = {n for n, it in self.held.items() if any(word in text for text in it)}
+                assert {hit.document_id for hit in hits} == having
+
+
+def test_a_catalog_is_a_dict_under_flips():
+    run_state_machine_as_test(
+        Catalogs,
+        settings=settings(
+            max_examples=8, stateful_step_count=12, deadline=None, derandomize=True,
+            phases=[Phase.generate], suppress_health_check=list(HealthCheck),
+        ),
+    )  # fmt: skip
