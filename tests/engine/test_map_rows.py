@@ -207,6 +207,10 @@ def test_what_rows_do_not_do_is_refused(model, store, monkeypatch):
             engine_of(model).add(asked(store, method), print)
         with refused(RequestError, "choose one of full_attention, full_reuse, turborag"):
             jaxrag.generate([1, 2], documents=[[3, 4]], model=model, method=method)
+    with refused(RequestError, "decode rule 'quest': a model with recurrent layers attends to all"):
+        jaxrag.generate(
+            [1, 2], documents=[[3]], model=model, method="turborag", decode="quest:budget=48"
+        )
     with refused(RequestError, "cite"):
         jaxrag.generate([1, 2], documents=[[3]], model=model, method="turborag", cite="spans")
     with refused(RequestError, "prefix_cache"):
