@@ -179,7 +179,7 @@ def _rounded(
     exact = None
     for form in MAP_FORMS.values():
         cells = 2 * sum(map(len, chunks))
-        rows = open_map_rows(model.config, model.params, form, cells, alone=True)
+        rows = open_map_rows(model.config, model.params, form, cells)
         stored, taken = dict(rows.encode(question[:0], chunks)), []
         life, place = rows.live(), 0
         for number in range(repeats + 1):

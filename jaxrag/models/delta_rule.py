@@ -42,6 +42,7 @@ from jaxrag.base.types import EMPTY, FINAL, PREFIX, Array, Tokens
 from pallas_kernels.visibility import EXAMPLE_MASK, QUESTION_SHIFT
 
 TILE = 64
+_BLOCK = 8  # rows of a system that are solved one after the other
 
 
 class Writes(struct.PyTreeNode):
@@ -172,12 +173,54 @@ def _solved(tokens: Writes, sees: Array) -> _Solved:
     by = tokens.beta[..., None]
     system = by * seen * _times(tokens.k, jnp.swapaxes(tokens.k, -1, -2))
     old = by * jnp.exp(since)[..., None] * tokens.k
-    new = jnp.broadcast_to(by * tokens.v, (*old.shape[:-1], tokens.v.shape[-1]))
-    found = jax.scipy.linalg.solve_triangular(
-        system, jnp.concatenate([old, new], -1), lower=True, unit_diagonal=True
-    )
-    old, new = jnp.split(found, [old.shape[-1]], -1)
-    return _Solved(old, new, since, seen)
+    new = by * tokens.v
+    inverse = _inverse(system)
+    return _Solved(_times(inverse, old), _times(inverse, new), since, seen)
+
+
+@jax.custom_vjp
+def _inverse(system: Array) -> Array:
+    """Of I and what ``system`` [..., C, C] has below its diagonal.
+
+    In blocks, by products. What solves triangular systems on a CPU goes row by row, and waits for
+    all threads at each: 53 ms for 48 systems of 64 rows on two busy cores, and this 1.8.
+    """
+    count = system.shape[-1]
+    size = max(_BLOCK, 1 << (count - 1).bit_length())
+    whole = jnp.pad(system, [(0, 0)] * (system.ndim - 2) + [(0, size - count)] * 2)
+
+    def cut(down: int, size_of: int, step: int) -> Array:
+        """Blocks that begin so many rows below the diagonal."""
+        starts = range(0, size, step)
+        each = [whole[..., at + down :, at:][..., :size_of, :size_of] for at in starts]
+        return jnp.stack(each, -3)
+
+    corner, unit = cut(0, _BLOCK, _BLOCK), jnp.eye(_BLOCK, dtype=system.dtype)
+    rows = [jnp.broadcast_to(unit[0], corner.shape[:-1])]
+    for at in range(1, _BLOCK):
+        before = jnp.stack(rows, -2)
+        rows.append(unit[at] - (corner[..., at, :at, None] * before).sum(-2))
+    found, half = jnp.stack(rows, -2), _BLOCK
+    while half < size:
+        first, then = found[..., 0::2, :, :], found[..., 1::2, :, :]
+        below = -_times(then, _times(cut(half, half, 2 * half), first))
+        above = jnp.concatenate([first, jnp.zeros_like(first)], -1)
+        found = jnp.concatenate([above, jnp.concatenate([below, then], -1)], -2)
+        half *= 2
+    return found[..., 0, :count, :count]
+
+
+def _inverse_forward(system: Array) -> tuple[Array, Array]:
+    inverse = _inverse(system)
+    return inverse, inverse
+
+
+def _inverse_backward(inverse: Array, given: Array) -> tuple[Array]:
+    turned = jnp.swapaxes(inverse, -1, -2)
+    return (-jnp.tril(_times(_times(turned, given), turned), -1),)
+
+
+_inverse.defvjp(_inverse_forward, _inverse_backward)
 
 
 def _asked(q: Array, tokens: Writes, solved: _Solved) -> tuple[Array, Array]:

@@ -15,10 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.sharding import Mesh
 
 from jaxrag.base.config import ModelConfig
 from jaxrag.base.errors import ConfigError, EngineError
 from jaxrag.base.shapes import bucket, pieces
+from jaxrag.base.sharding import Rules, processes_of, put, replicated, sharding
 from jaxrag.base.types import EMPTY, FINAL, HIDDEN, Array, HostArray, TokenRun, Tokens
 from jaxrag.kv.cache import PAGE, PagePool, PageTable, pages_for
 from jaxrag.kv.cache.pool import empty_pool
@@ -50,18 +53,20 @@ _Held = tuple[PagePool, Recurrent]
 
 @dataclasses.dataclass(eq=False, repr=False)
 class MapRows:
-    """The rows of one model, on one device. A ``RowBackend``.
+    """The rows of one model, on one device or split over several. A ``RowBackend``.
 
     Attributes:
       params: the weights, layers apart where that is faster.
       form: how maps are stored.
       cells: tokens of KV of all rows together.
+      mesh: KV and states are split over its devices by heads; each device has all rows.
     """
 
     config: ModelConfig
     params: Params
     form: MapForm
     cells: int
+    mesh: Mesh | None = None
 
     def __post_init__(self) -> None:
         self._life, self._reading = 1, threading.Lock()
@@ -95,6 +100,8 @@ class MapRows:
     @functools.cached_property
     def _decoder(self) -> Decoder:
         rope = rope_tables(self.config, bucket(self.cells, 1024))
+        if (mesh := self.mesh) is not None:
+            rope = jax.tree.map(lambda x: put(np.asarray(x), replicated(mesh)), rope)
         return Decoder(self.params, rope, self.config)
 
     def before(self, prefix: HostArray, ids: HostArray) -> HostArray:
@@ -121,7 +128,7 @@ class MapRows:
         for at, some, width in _cut(ids):
             table = np.arange(pages, dtype=np.int32)[None]
             step = _laid([(len(prefix) + at, some)], 1, width)
-            held, (k, v), maps = _read(self._decoder, *step, table, *held)
+            held, (k, v), maps = _read(self._decoder, self.mesh, *step, table, *held)
             kv.append(np.stack([np.asarray(x)[:, 0, : len(some)] for x in (k, v)], axis=1))
             whole = maps if whole is None else _composed(whole, maps)
         assert whole is not None
@@ -134,11 +141,11 @@ class MapRows:
         """A pool and the memory of one row behind a prefix; that of the last one is kept."""
         name = prefix.tobytes(), pages
         if self._front is None or self._front[0] != name:
-            held = empty_pool(self.config, pages), no_memory(self.config, 1)
+            held = _empty(self.config, self.mesh, pages, 1)
             table = np.arange(pages, dtype=np.int32)[None]
             for at, some, width in _cut(prefix):
                 step = _laid([(at, some)], 1, width)
-                held, _, _ = _read(self._decoder, *step, table, *held)
+                held, _, _ = _read(self._decoder, self.mesh, *step, table, *held)
             self._front = name, held
         kept: _Held = self._front[1]
         return kept
@@ -147,7 +154,7 @@ class MapRows:
         """It lives until a device fails; then its rows are empty."""
         if self._held is None:
             count = pages_for(self.cells)
-            self._held = empty_pool(self.config, count), no_memory(self.config, ROWS)
+            self._held = _empty(self.config, self.mesh, count, ROWS)
             self._free, self._pages = list(range(count)), {}
         return self._life
 
@@ -160,7 +167,7 @@ class MapRows:
         padded[:, :, :tokens] = kv[:, :, :tokens]
         table = self._table([(row, place + tokens)], 1)
         at = np.array([row, place, tokens], np.int32)
-        ready = functools.partial(_restored, self._decoder, padded, maps, at, table)
+        ready = functools.partial(_restored, self._decoder, self.mesh, padded, maps, at, table)
         self._go(life, lambda held: (ready(*held), None))
 
     def step(self, runs: Sequence[TokenRun], life: int) -> HostArray:
@@ -187,7 +194,7 @@ class MapRows:
 
     def _run(self, life: int, laid: Any, table: HostArray, row: HostArray | None) -> HostArray:
         def run(held: _Held) -> tuple[_Held, HostArray]:
-            held, logits = _step(self._decoder, *laid, table, row, *held)
+            held, logits = _step(self._decoder, self.mesh, *laid, table, row, *held)
             return held, np.asarray(logits)
 
         found: HostArray = self._go(life, run)
@@ -222,23 +229,24 @@ class MapRows:
 
 
 def open_map_rows(
-    config: ModelConfig, params: Params, form: MapForm, cells: int | None, alone: bool
+    config: ModelConfig, params: Params, form: MapForm, cells: int | None, mesh: Mesh | None = None
 ) -> MapRows:
     """The rows of a model.
 
     Args:
-      params: with layers apart where that is faster.
+      params: on the mesh, with layers apart where that is faster.
       cells: tokens of KV; None: of ``ROWS`` prompts of full length, at most 65,536.
-      alone: one device, with all KV on it.
+      mesh: None: the default device.
 
-    Raises ConfigError where it is not.
+    Raises ConfigError for a mesh of several processes.
     """
-    if not alone:
+    if (processes := len(processes_of(mesh))) > 1:
         raise ConfigError(
-            "a model with recurrent layers is served from one device, which has its KV and weights "
-            "as they are; leave mesh, kv, value_layers and decode_weights out"
+            f"a mesh over {processes} processes: a model with recurrent layers is served by one; "
+            "choose a mesh of the devices of one machine"
         )
-    return MapRows(config, params, form, cells or min(ROWS * config.max_positions, _MOST_CELLS))
+    most = cells or min(ROWS * config.max_positions, _MOST_CELLS)
+    return MapRows(config, params, form, most, mesh)
 
 
 def _cut(ids: HostArray) -> Iterator[tuple[int, HostArray, int]]:
@@ -291,19 +299,48 @@ def _ran(
     return hidden, pool, memory, kv
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _empty(config: ModelConfig, mesh: Mesh | None, pages: int, rows: int) -> _Held:
+    """So many pages of KV, and the memory of so many rows before their first token."""
+    return _at_home((empty_pool(config, pages), no_memory(config, rows)), mesh)
+
+
+def _at_home(held: _Held, mesh: Mesh | None) -> _Held:
+    """Pool and states split over a mesh by heads, as every program takes and leaves them."""
+    if mesh is None:
+        return held
+
+    def put_by(x: Array, axes: tuple[str | None, ...], name: str) -> Array:
+        return lax.with_sharding_constraint(x, sharding(mesh, x.shape, axes, Rules(), name))
+
+    pool, memory = held
+    k, v = (put_by(x, (None, None, "kv_heads", None), "KV pool") for x in (pool.k, pool.v))
+    state = put_by(memory.state, (None, None, "heads", None, None), "states")
+    tail = put_by(memory.tail, (None,) * 4, "tails")
+    return pool.replace(k=k, v=v), memory.replace(state=state, tail=tail)
+
+
+@functools.partial(jax.jit, static_argnames="mesh")
 def _read(
-    decoder: Decoder, ids: Array, positions: Array, table: Array, pool: PagePool, memory: Recurrent
+    decoder: Decoder,
+    mesh: Mesh | None,
+    ids: Array,
+    positions: Array,
+    table: Array,
+    pool: PagePool,
+    memory: Recurrent,
 ) -> tuple[_Held, tuple[Array, Array], StateMap | None]:
     """Tokens of one row with what is stored of them: K before rotation, V, and maps."""
     asked = memory.replace(wants_map=True)
     _, pool, behind, kv = _ran(decoder, ids, positions, table, pool, asked)
-    return (pool, behind.replace(map=None, wants_map=False)), kv, behind.map
+    held = pool, behind.replace(map=None, wants_map=False)
+    return _at_home(held, mesh), kv, behind.map
 
 
-@functools.partial(jax.jit, donate_argnames=("pool", "memory"))
+@functools.partial(jax.jit, static_argnames="mesh", donate_argnames=("pool", "memory"))
 def _step(
     decoder: Decoder,
+    mesh: Mesh | None,
     ids: Array,
     positions: Array,
     table: Array,
@@ -320,7 +357,8 @@ def _step(
     hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
     if row is not None:
         behind = jax.tree.map(lambda x, new: x.at[:, row].set(new), memory, behind)
-    return (pool, behind), unembed(decoder.params, decoder.config, hidden)
+    logits = unembed(decoder.params, decoder.config, hidden)
+    return _at_home((pool, behind), mesh), logits
 
 
 def _emptied(x: Array, begins: Array) -> Array:
@@ -328,9 +366,10 @@ def _emptied(x: Array, begins: Array) -> Array:
     return jnp.where(begins.reshape(-1, *[1] * (x.ndim - 2)), 0, x)
 
 
-@functools.partial(jax.jit, donate_argnames=("pool", "memory"))
+@functools.partial(jax.jit, static_argnames="mesh", donate_argnames=("pool", "memory"))
 def _restored(
     decoder: Decoder,
+    mesh: Mesh | None,
     kv: Array,
     maps: StoredMaps,
     at: Array,
@@ -354,7 +393,7 @@ def _restored(
     state = jnp.where(place == 0, 0, memory.state[:, row])
     behind = Recurrent(maps.wide()(state), jnp.asarray(maps.tail).astype(memory.tail.dtype))
     memory = jax.tree.map(lambda x, new: x.at[:, row].set(new), memory, behind)
-    return pool, memory
+    return _at_home((pool, memory), mesh)
 
 
 _composed = jax.jit(compose)

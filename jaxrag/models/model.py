@@ -130,9 +130,8 @@ class Model:
             check_vocab(self.tokenizer, self.config)
         check_pool(self.config, self.mesh, self.cache_tokens, self.placement)
         if self.config.recurrent is not None and self.backend is None:
-            alone = self.mesh is None and self.placement == ON_DEVICE and not self.decode_weights
             self.backend = open_map_rows(
-                self.config, self._by_layer, self.maps, self.cache_tokens, alone
+                self.config, self._by_layer, self.maps, self.cache_tokens, self.mesh
             )
 
     def __repr__(self) -> str:

@@ -244,29 +244,28 @@ def _recurrent_specs(config: ModelConfig) -> LayerParams:
     assert r is not None
     each = r.value_heads // r.key_heads
 
-    def of(shape: tuple[int, ...], fan_in: int, init: Any = "normal", embed: int = 0) -> ParamSpec:
-        axes: list[str | None] = [None] * (1 + len(shape))
-        axes[embed] = "embed"
-        axes[0] = "layers"
-        return ParamSpec((layers, *shape), tuple(axes), init, fan_in)
+    def of(shape: tuple[int, ...], axes: str, fan_in: int, init: Any = "normal") -> ParamSpec:
+        """``axes``: a letter a dimension, e embed, h heads, . neither."""
+        named = ("layers", *({"e": "embed", "h": "heads"}.get(it) for it in axes))
+        return ParamSpec((layers, *shape), named, init, fan_in)
 
     gate, rates = (dim, r.value_heads, r.value_dim), (dim, r.key_heads, each)
-    projections = {"qkv": of((dim, r.channels), dim, embed=1), "out_gate": of(gate, dim, embed=1)}
+    projections = {"qkv": of((dim, r.channels), "eh", dim), "out_gate": of(gate, "eh.", dim)}
     if r.fused:
         width = 2 * r.key_dim + 2 * each * r.value_dim
-        projections = {"mixed": of((dim, r.key_heads, width), dim, embed=1)}
+        projections = {"mixed": of((dim, r.key_heads, width), "eh.", dim)}
     common = _layer_specs(config, layers, config.mlp_dim)
     none = ("q", "k", "v", "o", "q_bias", "k_bias", "v_bias", "o_bias", "q_norm", "k_norm")
     return common.replace(
         **dict.fromkeys((*none, "attn_gate")),
         **projections,
-        rate=of(rates, dim, embed=1),
-        decay=of(rates, dim, embed=1),
-        decay_bias=of((r.value_heads,), 1, "decays"),
-        decay_log=of((r.value_heads,), 1, "zeros"),
-        conv=of((r.channels, 1, r.width), r.width),
-        out_norm=of((r.value_dim,), 1, "ones"),
-        out=of((*gate[1:], dim), r.value_heads * r.value_dim, embed=-1),
+        rate=of(rates, "eh.", dim),
+        decay=of(rates, "eh.", dim),
+        decay_bias=of((r.value_heads,), "h", 1, "decays"),
+        decay_log=of((r.value_heads,), "h", 1, "zeros"),
+        conv=of((r.channels, 1, r.width), "h..", r.width),
+        out_norm=of((r.value_dim,), ".", 1, "ones"),
+        out=of((*gate[1:], dim), "h.e", r.value_heads * r.value_dim),
     )
 
 

@@ -132,6 +132,12 @@ def check_backend(model: Model, method: Method) -> None:
     engine = model.backend.called
     if method.prefix_cache:
         raise RequestError(f"{engine} keeps no leading parts of prompts; leave prefix_cache out")
+    preset = METHODS.get(method.name)
+    if method.decode.sparse and (preset is None or preset.decode != method.decode):
+        raise RequestError(
+            f"decode rule {method.decode.name!r}: {engine} attends to all of a prompt; leave "
+            "decode out"
+        )
     if not method.as_stored:
         known = ", ".join(name for name, it in METHODS.items() if it.as_stored)
         raise RequestError(

@@ -10,6 +10,7 @@ import math
 import jax
 
 from jaxrag.base.config import ModelConfig
+from jaxrag.models.delta_rule import TILE
 from jaxrag.models.flops import forward_flops
 from jaxrag.models.spec import ParamSpec, is_spec, num_params
 from jaxrag.train.config import LoraPart, TrainConfig
@@ -92,7 +93,11 @@ def _adapter_params(model: ModelConfig, lora: LoraPart) -> int:
 
 
 def _token_bytes(model: ModelConfig, remat: str, width: int, tensor: int) -> int:
-    """Bytes that one token keeps for the backward pass, over all layers and in the one at work."""
+    """Bytes that one token keeps for the backward pass, over all layers and in the one at work.
+
+    What the delta rule of a layer with states has beside its products is what XLA plans for on a
+    CPU, float32 in any dtype.
+    """
     c = model
     heads = c.num_heads * c.head_dim // tensor
     kv_heads = max(c.num_kv_heads * c.head_dim // tensor, 1)
@@ -101,12 +106,27 @@ def _token_bytes(model: ModelConfig, remat: str, width: int, tensor: int) -> int
         beside = c.experts.beside
         mlp = c.experts.active * (beside or mlp) + (mlp if beside else 0)
     mlp //= tensor
+    around = 4 * c.model_dim + 3 * mlp
     products = 2 * heads + 2 * kv_heads + 2 * mlp + 2 * c.model_dim
-    everything = products + 4 * c.model_dim + heads + 3 * mlp
-    kept = {
+    everything = width * (products + around + heads)
+    kept = _kept(remat, width * c.model_dim, width * products, width * heads, everything)
+    if (r := c.recurrent) is None:
+        return c.num_layers * kept + everything
+    values, channels = r.value_heads * r.value_dim // tensor, r.channels // tensor
+    products = channels + values + 2 * r.value_heads // tensor + 2 * mlp + 2 * c.model_dim
+    rule = r.value_heads * (50 * r.key_dim + 20 * r.value_dim + 14 * TILE) // tensor
+    whole = width * (products + around + values) + 4 * (rule + 10 * channels)
+    kept_of_state = _kept(remat, width * c.model_dim, width * products, 0, whole)
+    states = sum(r.layers)
+    at_work = max(everything, whole)
+    return (c.num_layers - states) * kept + states * kept_of_state + at_work
+
+
+def _kept(remat: str, given: int, products: int, attended: int, everything: int) -> int:
+    """Of one layer's values those that the backward pass finds."""
+    return {
         "none": everything,
-        "dots": c.model_dim + products,
-        "attention": c.model_dim + heads,
-        "full": c.model_dim,
+        "dots": given + products,
+        "attention": given + attended,
+        "full": given,
     }[remat]
-    return width * (c.num_layers * kept + everything)

@@ -19,7 +19,7 @@ from jaxrag.kv.store import ChunkStore, MemoryStore
 from jaxrag.models.delta_rule import StateMap
 from jaxrag.models.map_rows import open_map_rows
 from jaxrag.models.maps import MAP_FORMS, map_layout, maps_behind, stored_maps, with_maps
-from jaxrag.models.model import load_model
+from jaxrag.models.model import load_model, random_model
 from jaxrag.reuse.methods import METHODS
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "qwen3_5"
@@ -192,7 +192,7 @@ def test_maps_may_be_rounded(model, engine, most):
 def test_rounded_maps_are_chunks_of_another_kind(model, store):
     prints = {model.fingerprint}
     for form in ("bfloat16", "int8"):
-        backend = open_map_rows(model.config, model.params, form, 512, alone=True)
+        backend = open_map_rows(model.config, model.params, form, 512)
         other = dataclasses.replace(model, backend=backend, maps=form)
         prints.add(other.fingerprint)
         mine = MemoryStore(other.fingerprint, other.kv_layout, max_tokens=256)
@@ -201,12 +201,16 @@ def test_rounded_maps_are_chunks_of_another_kind(model, store):
     assert len(prints) == 3
 
 
-def test_what_rows_do_not_do_is_refused(model, store):
+def test_what_rows_do_not_do_is_refused(model, store, monkeypatch):
     for method in ("cacheblend", "fusionrag", "turborag_composite", "ape", "epic", "kcache"):
         with refused(RequestError, "a model with recurrent layers"):
             engine_of(model).add(asked(store, method), print)
         with refused(RequestError, "choose one of full_attention, full_reuse, turborag"):
             jaxrag.generate([1, 2], documents=[[3, 4]], model=model, method=method)
+    with refused(RequestError, "decode rule 'quest': a model with recurrent layers attends to all"):
+        jaxrag.generate(
+            [1, 2], documents=[[3]], model=model, method="turborag", decode="quest:budget=48"
+        )
     with refused(RequestError, "cite"):
         jaxrag.generate([1, 2], documents=[[3]], model=model, method="turborag", cite="spans")
     with refused(RequestError, "prefix_cache"):
@@ -221,8 +225,42 @@ def test_what_rows_do_not_do_is_refused(model, store):
         load_model(GOLDEN.parent / "qwen3", engine="jax:int8")
     with refused(ConfigError, "kv='host'"):
         model.placed(KVPlacement("host"))
-    with refused(ConfigError, "served from one device"):
-        dataclasses.replace(model, backend=None, mesh=make_mesh(data=1))
+    with monkeypatch.context() as patch:
+        patch.setattr("jaxrag.models.map_rows.processes_of", lambda mesh: (0, 1))
+        with refused(ConfigError, "a mesh over 2 processes"):
+            dataclasses.replace(model, backend=None)
+
+
+@pytest.mark.parametrize(
+    ("family", "axes"),
+    [("qwen3_next", (1, 1, 2)), ("qwen3_5", (1, 2, 2)), ("qwen3_5", (2, 1, 4))],
+)
+def test_a_mesh_answers_as_one_device(tiny_config, family, axes):
+    """Law 13: states, KV and weights are split by heads; what a mesh does not divide is whole."""
+    config = tiny_config(family, vocab_size=53, num_heads=4)
+    heads = dataclasses.replace(config.recurrent, key_heads=4, value_heads=4)
+    config = dataclasses.replace(config, recurrent=heads)
+    plain, found = random_model(config, seed=3), []
+    spread = random_model(config, seed=3, mesh=make_mesh(*axes))
+    for model in (plain, spread):
+        store = MemoryStore(model.fingerprint, model.kv_layout, max_tokens=256)
+        [(tokens, _)] = told(model, asked(store, "full_reuse"))
+        assert told(model, asked(store, "full_reuse"))[0][0] == tokens
+        life, [(_, front)] = (
+            model.backend.live(),
+            model.backend.encode(PREFIX_IDS[:0], [PREFIX_IDS]),
+        )
+        model.backend.leave(0)
+        model.backend.restore(0, front, 0, 0, life)
+        [logits] = model.backend.step([(0, 5, PRIMER, True)], life)
+        found.append((tokens, front, logits))
+    (tokens, front, logits), (others, other_front, other_logits) = found
+    assert tokens == others
+    np.testing.assert_allclose(other_front, front, rtol=0, atol=1e-5 * np.abs(front).max())
+    np.testing.assert_allclose(other_logits, logits, rtol=0, atol=1e-5 * np.abs(logits).max())
+    held = spread.backend._held
+    assert len(held[1].state.sharding.device_set) == spread.mesh.size
+    assert held[1].state.addressable_shards[0].data.shape[2] == 4 // axes[2]
 
 
 def test_rows_are_gone_with_the_device_that_failed(model, store, monkeypatch):

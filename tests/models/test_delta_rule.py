@@ -8,6 +8,7 @@ import pytest
 from jaxrag.base.types import Tokens
 from jaxrag.models.delta_rule import (
     Writes,
+    _inverse,
     by_paths,
     by_steps,
     by_tiles,
@@ -181,3 +182,33 @@ def test_in_blocks_each_part_is_run_alone(name, prefix_visible):
     for (row, at), its in lasts.items():
         if segments[row, at]:
             assert [it for it in np.asarray(found.before)[row, at] if it >= 0] == its
+
+
+@pytest.mark.parametrize("size", [1, 9, 64])
+def test_systems_are_solved_however_alike_their_keys(size):
+    """Of one key again and again, where powers of the system are of all sizes; and the slopes."""
+    rng = np.random.default_rng(2)
+    drawn = rng.uniform(-0.4, 0.4, (2, size, size))
+    system, weights = (
+        np.concatenate([drawn, np.ones((1, size, size))]),
+        rng.normal(size=(size, size)),
+    )
+
+    def exact(system):
+        return np.linalg.inv(np.eye(size) + np.tril(system, -1))
+
+    def weighed(system):
+        return (_inverse(system) * weights).sum()
+
+    found, slopes = jax.jit(_inverse)(np.float32(system)), jax.jit(jax.grad(weighed))(system)
+    np.testing.assert_allclose(
+        found, exact(system), rtol=0, atol=1e-5 * np.abs(exact(system)).max()
+    )
+    rows = [(at, below) for at in range(size) for below in (0, at - 1) if at > 0]
+    for at, below in rows[-6:]:
+        step = np.zeros_like(system)
+        step[:, at, below] = 1e-5
+        up, down = ((exact(system + it) * weights).sum((1, 2)) for it in (step, -step))
+        most = np.abs(slopes).max((1, 2))
+        np.testing.assert_array_less(np.abs(slopes[:, at, below] - (up - down) / 2e-5), 1e-4 * most)
+    assert not np.triu(slopes).any()

@@ -375,6 +375,6 @@ def test_it_learns_and_is_sharded_and_computed_again_alike(recurrent):
     start = by_name(load_hf(recurrent().model.path)[1])
     for name, weight in by_name(state.trained).items():
         assert np.abs(np.asarray(weight) - np.asarray(start[name])).max() > 1e-3, name
-    split = {"compute.data": 2, "compute.fsdp": 2, "compute.remat": "full"}
+    split = {"compute.data": 2, "compute.fsdp": 2, "compute.tensor": 2, "compute.remat": "full"}
     other, _, _ = few_steps(recurrent(**split), 2)
     np.testing.assert_allclose(other, found[:2], rtol=1e-3)

@@ -9,7 +9,9 @@ import math
 
 from jaxrag.base.config import ModelConfig
 from jaxrag.measure.plan.settings import PlanSettings, StorageTier
+from jaxrag.models.backend import ROWS
 from jaxrag.models.flops import forward_flops, score_flops
+from jaxrag.models.maps import map_layout
 from jaxrag.models.spec import num_params, num_table_params
 from jaxrag.reuse.methods import METHODS, Method
 from jaxrag.reuse.select import CacheCraft, KvDeviation, QueryGuided
@@ -22,6 +24,24 @@ def kv_token_bytes(config: ModelConfig, stored: str) -> int:
     if stored == "int8":
         return 2 * config.num_kv_layers * config.num_kv_heads * (config.head_dim + 4)
     return config.kv_bytes_per_token
+
+
+def map_bytes(settings: PlanSettings, config: ModelConfig) -> int:
+    """Of a chunk's maps of recurrent layers, however long it is; 0 of a model without."""
+    return 0 if config.recurrent is None else map_layout(config, settings.maps).nbytes(0)
+
+
+def chunk_bytes(settings: PlanSettings, config: ModelConfig) -> int:
+    """Of one stored form of a chunk: KV of its tokens, and its maps."""
+    kv = settings.corpus.chunk_tokens * kv_token_bytes(config, settings.stored)
+    return kv + map_bytes(settings, config)
+
+
+def state_bytes(config: ModelConfig) -> int:
+    """Of the states of one row; a token reads and writes them."""
+    if (r := config.recurrent) is None:
+        return 0
+    return 4 * sum(r.layers) * r.value_heads * r.key_dim * r.value_dim
 
 
 def variants(method: Method) -> int:
@@ -53,7 +73,7 @@ def popular_share(held: float, chunks: int, exponent: float) -> float:
 def pool_tokens(settings: PlanSettings, config: ModelConfig) -> int:
     """Tokens of KV that one engine has on its devices; 0 where the weights leave no room."""
     engine = settings.engine
-    left = engine.memory * engine.devices - weight_bytes(config)
+    left = engine.memory * engine.devices - weight_bytes(config) - ROWS * state_bytes(config)
     return max(int(left * engine.pool_share / config.kv_bytes_per_token), 0)
 
 
@@ -159,7 +179,8 @@ def load_seconds(num_bytes: float, tier: StorageTier) -> float:
 def step_seconds(rows: int, settings: PlanSettings, config: ModelConfig) -> float:
     """Of one decode step: weights once and every row's KV, or the products if they take longer."""
     engine, tokens = settings.engine, prompt_tokens(settings)
-    moved = read_bytes(config) + rows * seen_tokens(config, tokens) * config.kv_bytes_per_token
+    row = seen_tokens(config, tokens) * config.kv_bytes_per_token + 2 * state_bytes(config)
+    moved = read_bytes(config) + rows * row
     memory = moved / (engine.devices * engine.bandwidth * engine.bandwidth_share)
     computed = rows * forward_flops(config, [(1, tokens)], 1)
     return max(memory, compute_seconds(computed, settings))
@@ -168,7 +189,8 @@ def step_seconds(rows: int, settings: PlanSettings, config: ModelConfig) -> floa
 def decode_rows(method: Method, settings: PlanSettings, config: ModelConfig) -> int:
     """Requests that fit the pool together, at most those of the settings; 0: not even one."""
     need = kept_tokens(method, config, prompt_tokens(settings)) + settings.queries.answer_tokens
-    return min(settings.engine.rows, pool_tokens(settings, config) // need)
+    most = settings.engine.rows if config.recurrent is None else min(settings.engine.rows, ROWS)
+    return min(most, pool_tokens(settings, config) // need)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,8 +238,7 @@ def plan_method(name: str, settings: PlanSettings, config: ModelConfig) -> Metho
     """All sums of one method."""
     method, corpus, queries = METHODS[name], settings.corpus, settings.queries
     forms = variants(method)
-    chunk = corpus.chunk_tokens * kv_token_bytes(config, settings.stored)
-    stored = forms * corpus.chunks * chunk
+    stored = forms * corpus.chunks * chunk_bytes(settings, config)
     flops = prefill_flops(method, settings, config)
     computed = prefill_seconds(method, settings, config)
     tiers = _tiers(method, settings, config, computed + settings.engine.overhead)
@@ -243,15 +264,20 @@ def plan_method(name: str, settings: PlanSettings, config: ModelConfig) -> Metho
 def _tiers(
     method: Method, settings: PlanSettings, config: ModelConfig, computed: float
 ) -> tuple[FoundIn, ...]:
-    """Pool and stored tiers, each with the chunks that no faster one has."""
+    """Pool and stored tiers, each with the chunks that no faster one has.
+
+    Rows of a model with recurrent layers share nothing, so it has no pool of chunks.
+    """
     corpus, queries = settings.corpus, settings.queries
     if method.encoder is None:
         return (FoundIn("full attention", 0, 1.0, computed),)
     rows = decode_rows(method, settings, config)
     own = rows * (queries.prefix_tokens + queries.question_tokens + queries.answer_tokens)
     pool = max(pool_tokens(settings, config) - own, 0) / corpus.chunk_tokens
-    places: list[tuple[str, float, StorageTier | None]] = [("pool", pool / variants(method), None)]
-    chunk = corpus.chunk_tokens * kv_token_bytes(config, settings.stored)
+    places: list[tuple[str, float, StorageTier | None]] = []
+    if config.recurrent is None:
+        places.append(("pool", pool / variants(method), None))
+    chunk = chunk_bytes(settings, config)
     for tier in settings.tiers:
         held = math.inf if tier.bytes is None else tier.bytes / (chunk * variants(method))
         places.append((tier.name, held, tier))

@@ -5,8 +5,13 @@ from typing import Any
 
 from jaxrag.base.config import ModelConfig
 from jaxrag.measure.plan.formulas import (
+    chunk_bytes,
+    compute_seconds,
     decode_rows,
+    encode_flops,
     kv_token_bytes,
+    load_seconds,
+    map_bytes,
     plan_method,
     pool_tokens,
     prompt_tokens,
@@ -22,6 +27,7 @@ _BYTES = ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 def plan_record(settings: PlanSettings, config: ModelConfig) -> dict[str, Any]:
     """All sums as plain values: seconds, bytes; null for what there is not."""
+    chunk = {} if config.recurrent is None else {"chunk": _chunk(settings, config)}
     return {
         "settings": dataclasses.asdict(settings),
         "model": {
@@ -29,6 +35,7 @@ def plan_record(settings: PlanSettings, config: ModelConfig) -> dict[str, Any]:
             "weight_bytes": weight_bytes(config),
             "stored_bytes_per_token": kv_token_bytes(config, settings.stored),
         },
+        **chunk,
         "prompt_tokens": prompt_tokens(settings),
         "pool_tokens": pool_tokens(settings, config),
         "decode_rows": min(decode_rows(METHODS[it], settings, config) for it in settings.methods),
@@ -38,10 +45,32 @@ def plan_record(settings: PlanSettings, config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _chunk(settings: PlanSettings, config: ModelConfig) -> dict[str, Any]:
+    """Of one chunk with maps its bytes, and seconds to read it and to compute it instead."""
+    whole, maps = chunk_bytes(settings, config), map_bytes(settings, config)
+    return {
+        "map_bytes": maps,
+        "kv_bytes": whole - maps,
+        "read_seconds": {tier.name: load_seconds(whole, tier) for tier in settings.tiers},
+        "compute_seconds": compute_seconds(encode_flops(settings, config), settings),
+    }
+
+
 def plan_tables(record: dict[str, Any]) -> list[Table]:
     """What is stored, the time to the first token by tier, and what serving costs."""
     methods = record["methods"]
-    return [_stored(record), _times(methods), _found(methods), _serving(methods)]
+    chunk = [_one(record)] if "chunk" in record else []
+    return [_stored(record), *chunk, _times(methods), _found(methods), _serving(methods)]
+
+
+def _one(record: dict[str, Any]) -> Table:
+    chunk = record["chunk"]
+    names = [f"from {name}" for name in chunk["read_seconds"]]
+    cells = [_seconds(it) for it in (*chunk["read_seconds"].values(), chunk["compute_seconds"])]
+    form, both = record["settings"]["maps"], (chunk["map_bytes"], chunk["kv_bytes"])
+    rows = [["maps", "bytes of maps", "of KV", *names, "computed"]]
+    rows.append([form, *map(_sized, both), *cells])
+    return Table("one chunk with maps of recurrent layers, read or computed", rows)
 
 
 def _stored(record: dict[str, Any]) -> Table:
@@ -55,6 +84,8 @@ def _stored(record: dict[str, Any]) -> Table:
         f"stored KV of {corpus['chunks']:,} chunks of {corpus['chunk_tokens']} tokens, "
         f"{_sized(model['stored_bytes_per_token'])} a token ({record['settings']['stored']})"
     )
+    if "chunk" in record:
+        title += f" and {_sized(record['chunk']['map_bytes'])} of maps a chunk"
     return Table(title, rows)
 
 

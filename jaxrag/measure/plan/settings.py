@@ -11,6 +11,7 @@ from jaxrag.base.errors import ConfigError
 from jaxrag.base.installed import config_path, located
 from jaxrag.base.tables import build, override, read_toml
 from jaxrag.library.options import DEFAULT_FORM
+from jaxrag.models.maps import MAP_FORMS, MapForm
 from jaxrag.models.model import read_config
 from jaxrag.reuse.methods import METHODS
 
@@ -108,7 +109,8 @@ class PlanSettings:
       model: a TOML file as in configs/models, or a model directory.
       methods: names of methods, the one that is planned for first.
       dtype: that the model is served in, and its KV stored in; None: the model's own.
-      stored: how KV is stored: "int8" or "native".
+      stored: how KV is stored: "int8" or "native"; beside maps it is "native".
+      maps: how maps of recurrent layers are stored: "float32", "bfloat16" or "int8".
       tiers: below the pool, the fastest first; the last one holds everything.
     """
 
@@ -120,6 +122,7 @@ class PlanSettings:
     methods: tuple[str, ...] = ("turborag", "epic", "cacheblend", "fusionrag", "full_attention")
     dtype: DType | None = None
     stored: str = DEFAULT_FORM
+    maps: MapForm = "float32"
 
     def __post_init__(self) -> None:
         for name in self.methods:
@@ -129,6 +132,10 @@ class PlanSettings:
             raise ConfigError("methods: expected at least one")
         if self.stored not in STORED:
             raise ConfigError(f"stored={self.stored!r}: expected one of {', '.join(STORED)}")
+        if self.maps not in MAP_FORMS.values():
+            raise ConfigError(
+                f"maps={self.maps!r}: expected one of {', '.join(MAP_FORMS.values())}"
+            )
         if not self.tiers or self.tiers[-1].bytes is not None:
             raise ConfigError("tiers: the last one must hold everything: leave out its 'bytes'")
         for part in ("corpus", "queries", "engine"):
@@ -177,6 +184,13 @@ def load_plan(name: str, assignments: Sequence[str] = ()) -> tuple[PlanSettings,
         config = read_config(Path(model))
     if settings.dtype is not None:
         config = dataclasses.replace(config, dtype=settings.dtype)
+    if config.recurrent is not None:
+        if values.get("stored", "native") != "native":
+            raise ConfigError(
+                f"stored={settings.stored!r}: KV beside maps of recurrent layers is stored as it "
+                "is; leave it out, or round the maps with maps='int8'"
+            )
+        settings = dataclasses.replace(settings, stored="native")
     for method in settings.methods:
         METHODS[method].check(config)
     return settings, config

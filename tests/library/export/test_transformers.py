@@ -3,15 +3,13 @@
 Needs an interpreter with torch, transformers and safetensors: this one, or that of PEER_PYTHON.
 """
 
-import importlib.util
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from peers import peer_python
 
 import jaxrag
 from jaxrag.base.types import FINAL, FIRST_CHUNK, PREFIX
@@ -36,19 +34,13 @@ CHUNKS = [np.arange(3, 14, dtype=np.int32), np.array([44, 8, 8, 31, 2, 50, 17], 
 QUESTION = np.array([12, 40, 5, 22], np.int32)
 
 
-def peer_python():
-    modules = ("torch", "transformers", "safetensors")
-    if all(importlib.util.find_spec(name) for name in modules):
-        return sys.executable
-    if "PEER_PYTHON" in os.environ:
-        return os.environ["PEER_PYTHON"]
-    pytest.skip("torch and transformers are not importable; set PEER_PYTHON to a python with them")
-
-
 def ask_peer(cases):
     """Let the peer work through ``cases``; continue_in_transformers says what they are."""
     done = subprocess.run(
-        [peer_python(), SCRIPT], input=json.dumps(cases), text=True, capture_output=True
+        [peer_python("torch", "transformers", "safetensors"), SCRIPT],
+        input=json.dumps(cases),
+        text=True,
+        capture_output=True,
     )
     assert done.returncode == 0, done.stderr
 

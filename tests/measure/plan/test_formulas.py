@@ -6,10 +6,13 @@ import math
 from pathlib import Path
 
 import pytest
+from refusal import refused
 
 from jaxrag.base.config import config_from_dict
+from jaxrag.base.errors import ConfigError
 from jaxrag.base.tables import read_toml
 from jaxrag.measure.plan import formulas
+from jaxrag.measure.plan.report import plan_record
 from jaxrag.measure.plan.settings import (
     CorpusSize,
     EngineHardware,
@@ -151,6 +154,34 @@ def test_encoding_is_as_fast_as_measured():
     seconds = formulas.compute_seconds(formulas.encode_flops(plan, LLAMA_100M), plan)
     each = measured["ingest"]["seconds"] / measured["chunks"]
     assert 1 / 1.5 < seconds / each < 1.5
+
+
+def test_a_chunk_with_maps_is_as_large_and_as_slow_as_the_benchmark_counts():
+    """The benchmark's sizes were written down apart from the plan's."""
+    counted = json.loads((RESULTS / "recurrent-maps.json").read_text())["bytes"]
+    [row] = [it for it in counted if (it["model"], it["tokens"]) == ("Qwen3.5-27B", 2048)]
+    hardware = ["engine.flops=1e15", "engine.utilisation=0.4", "queries.rate=0.1"]
+    for form, maps in row["maps"].items():
+        plan, config = load_plan("qwen3.5-27b-on-one-h200", [f"maps={form}", *hardware])
+        chunk = plan_record(plan, config)["chunk"]
+        assert (chunk["map_bytes"], chunk["kv_bytes"]) == (maps, row["kv"])
+        assert 1e3 * chunk["compute_seconds"] == pytest.approx(
+            row["prefill_ms"]["400 TFLOP/s"], abs=0.05
+        )
+        tier, found = plan.tiers[0], formulas.plan_method("turborag", plan, config)
+        read = (maps + row["kv"]) / tier.bandwidth
+        assert chunk["read_seconds"][tier.name] == pytest.approx(read)
+        assert [it.name for it in found.tiers] == ["host", "disk", "store", "computed"]
+        assert found.corpus_bytes == plan.corpus.chunks * (maps + row["kv"])
+        assert sum(it.share for it in found.tiers) == pytest.approx(1.0)
+    assert formulas.decode_rows(METHODS["turborag"], plan, config) == 8 < plan.engine.rows
+    states = 48 * 48 * 128 * 128 * 4
+    assert formulas.state_bytes(config) == states
+    whole = dataclasses.replace(config, recurrent=None)
+    assert formulas.map_bytes(plan, whole) == formulas.state_bytes(whole) == 0
+    for given in ("stored=int8", "maps=int4"):
+        with refused(ConfigError, given.split("=")[0]):
+            load_plan("qwen3.5-27b-on-one-h200", [given])
 
 
 @pytest.mark.parametrize("name", PLANS)
