@@ -22,10 +22,10 @@ MOST = {
     "long signatures, jaxrag": 7,
 }
 AT_MOST = {  # of what shrinks and grows with every change
-    "code lines": 66_700,
-    "code lines, tests": 60_420,
-    "code lines, benchmarks": 6_760,
-    "benchmark scripts beside the GPU's": 26,
+    "code lines": 67_260,
+    "code lines, tests": 61_080,
+    "code lines, benchmarks": 6_995,
+    "benchmark scripts beside the GPU's": 27,
     "fields of one request": 64,
     "objects of one request": 5,
 }
