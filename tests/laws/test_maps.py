@@ -11,7 +11,7 @@ from jaxrag.models.backend import ROWS
 from jaxrag.models.model import random_model, read_config
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "qwen3_5"
-WIDE = 2e-5  # float32 against float64, of the largest logit; with all optimisations 1.4e-5
+WIDE = 1e-5  # float32 against float64, of the largest logit
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,7 @@ def test_any_order_of_chunks_is_stepping_through_them(model):
     behind = [wide.run(it, copy.deepcopy(front))[1] for it in chunks]
     stored = dict(backend.encode(prefix, chunks))
     [(_, first)] = backend.encode(prefix[:0], [prefix])
-    life, seen = backend.live(), []
+    life, seen, away = backend.live(), [], []
     for number in range(200):
         row, place, past = number % ROWS, len(prefix), wide.nothing()
         backend.leave(row)
@@ -158,6 +158,8 @@ def test_any_order_of_chunks_is_stepping_through_them(model):
         [question] = drawn(rng, model, 3)
         [found] = backend.step([(row, place, question, True)], life)
         expected, _ = wide.run(question, past)
-        np.testing.assert_allclose(found, expected, rtol=0, atol=WIDE * np.abs(expected).max())
+        away.append(np.abs(found - expected).max() / np.abs(expected).max())
         seen.append(expected / np.abs(expected).max())
+    away.sort()  # with all of XLA's optimisations the last of them is 1.01e-5
+    assert away[-2] < WIDE and away[-1] < 1.1 * WIDE
     assert np.std(seen, axis=0).max() > 1000 * WIDE
