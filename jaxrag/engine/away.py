@@ -1,4 +1,4 @@
-"""Requests before their first generated token, wherever their K and V are."""
+"""What a request carries from its first decode step on, wherever its K and V are."""
 
 import dataclasses
 import os

@@ -178,9 +178,8 @@ class Core:
         admitted = [] if self._jobs else state.scheduler.admit(now)
         for admitted_one in admitted:
             sequence = state.live.get(admitted_one.number)
-            if (
-                sequence is None
-            ):  # a chunk that it shares with one before it was waited for, and failed
+            # A chunk that it shares with one before it may have been waited for, and have failed.
+            if sequence is None:
                 for key in admitted_one.loads:
                     state.scheduler.refused(key)
                 continue

@@ -59,7 +59,7 @@ class Engine:
     the first request and ends when there is nothing to do.
 
     Attributes:
-      runner: the model on its device, with the page pool; only for ``call``.
+      runner: the model on its device, with the page pool; run things on it by ``call``.
       compiled: how many programs its thread compiled, or read from the disk, by function.
       compile_times: when it did.
       turns: how often its thread went round and found something to do.

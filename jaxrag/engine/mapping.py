@@ -82,7 +82,7 @@ def sequence_of(model: Model, request: Request, number: int = 0) -> Sequence:
 def _read_in_part(
     model: Model, request: Request, parts: abc.Sequence[PromptPart], final_start: int
 ) -> None:
-    """Have of chunks that no window reaches back to only the layers without one brought in.
+    """Of chunks that no sliding window reaches back to load only the layers without a window.
 
     The first token that may be run sees W - 1 tokens back. Where tokens of chunks are chosen to be
     computed again, and by all queries of the question, that may be any: then all is brought in.

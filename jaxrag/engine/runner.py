@@ -22,7 +22,7 @@ BLOCK_TOKENS = 256  # of a chunk that are written to the pool at once
 
 
 class ModelRunner:
-    """What every function of this room works on: a model and what its requests share.
+    """What the functions of this package work on: a model and what its requests share.
 
     Attributes:
       model: the weights, config and mesh.
@@ -67,7 +67,7 @@ class ModelRunner:
         return self.host_search if away or rule.searches is not None else None
 
     def has(self, key: str) -> bool:
-        """Does the pool have a chunk, or wait for it? On any thread, at some moment of late."""
+        """Does the pool have a chunk, or wait for it? On any thread; as of a moment ago."""
         cache = self._cache
         return cache is not None and key in cache.allocator.chunks
 

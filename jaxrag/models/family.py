@@ -1,7 +1,8 @@
 """What a model family is: a way to read and write its ``config.json``, and a table of its tensors.
 
-A family adds no code to the forward pass; it only says how a Hugging Face directory of that family
-maps onto ``ModelConfig`` and ``Params``. The table is data, so that loading, exporting and the
+A family adds no code to the forward pass: it says how a Hugging Face directory of that family maps
+onto ``ModelConfig`` and ``Params``. New arithmetic is a field of ``ModelConfig`` first, which
+``decoder.py`` reads. The table is data, so that loading, exporting and the
 strict check of a checkpoint all follow from the same lines.
 """
 

@@ -1,4 +1,4 @@
-"""The table of contents: each paper is one line of METHODS, settings of a few seams over one core.
+"""The table of contents: a method is one entry of METHODS: encoder, selector, decode rule.
 
 - TurboRAG, arXiv:2410.07590: ``turborag``, ``turborag_composite`` (encode.packed, models.segments).
 - Block-Attention, arXiv:2409.15355: ``block_attention`` (as turborag, another prompt template).
@@ -50,7 +50,7 @@ class Method:
     """How a prompt with chunks is prefilled, and how the answer attends to it.
 
     Attributes:
-      encoder: which stored form of a chunk is used (encode.ENCODERS); None computes the whole
+      encoder: what a chunk sees while it is encoded (encode.ENCODERS); None computes the whole
         prompt with full attention and reuses nothing.
       positions: of reused chunks: "reordered" equals order, "composite" restarts at every chunk,
         "parallel" has every chunk right behind the prefix.
@@ -62,8 +62,8 @@ class Method:
       misses: what becomes of a chunk that the store does not hold: "encode" makes its stored form,
         keeps it and reuses that; "in_place" computes it in its place, over all that precedes it,
         and keeps nothing, so that answers depend on what the store held.
-      prefix_cache: keep in the device pool the leading parts of a prompt that were computed as
-        under full attention, and take them for a later prompt that begins with the same. Exact, but
+      prefix_cache: keep the leading parts of a prompt, computed as under full attention, in the
+        device pool for later prompts that begin alike. Exact, but
         under a method that reuses chunks answers depend on what the pool held.
       decode: how generated tokens attend (decode.DECODE_RULES).
       primer: what chunks are encoded behind, a name of configs/primers or a file, for encoders

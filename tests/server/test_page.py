@@ -12,6 +12,7 @@ from serving import key_file
 
 from jaxrag.library.documents import Document
 from jaxrag.library.knowledge_base import KnowledgeBase
+from jaxrag.reuse.names import METHOD_NAMES
 
 SECONDS = 60  # after which something that is waited for did not happen
 
@@ -83,6 +84,17 @@ def test_the_page_writes_no_markup():
     assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text)
     assert not re.findall(r"\sstyle=|\son\w+=\"", text)  # neither is allowed by the policy
     assert "localStorage" not in text
+
+
+def test_the_page_describes_every_method():
+    text = files("jaxrag.server.http").joinpath("page.html").read_text(encoding="utf-8")
+    table, groups = (
+        text[text.index(f"const {name} = ") :].split(end)[0]
+        for name, end in (("METHODS", "\n};"), ("GROUPS", "\n];"))
+    )
+    assert sorted(re.findall(r"^  (\w+): ", table, re.MULTILINE)) == sorted(METHOD_NAMES)
+    grouped = re.findall(r'"(\w+)"', groups)
+    assert sorted(grouped) == sorted(METHOD_NAMES)
 
 
 @pytest.fixture(scope="module")

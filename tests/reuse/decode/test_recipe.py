@@ -1,4 +1,4 @@
-"""How to add a decode rule: one file with its two bodies, and one line. CONTRIBUTING.md quotes it.
+"""How to add a decode rule: one file with its two bodies, and one line. CONTRIBUTING.md links here.
 
 ``attend`` runs in the compiled step, over K and V on the device. ``far`` is for a model whose K and
 V are in host memory: there the device attends to the static pattern, the host to the rest. A rule

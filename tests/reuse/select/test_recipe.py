@@ -1,4 +1,4 @@
-"""How to add a selector: one file with one class, and one line. CONTRIBUTING.md quotes this."""
+"""How to add a selector: one file with one class, and one line. CONTRIBUTING.md links here."""
 
 import dataclasses
 import itertools
