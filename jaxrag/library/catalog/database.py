@@ -6,6 +6,7 @@ checksum VFS writes with the page and compares at every read: a flipped bit is a
 """
 
 import contextlib
+import errno
 import json
 import os
 import threading
@@ -204,10 +205,13 @@ class Database:
 
         Args:
           told: is called with the bytes of every part that was copied.
+
+        Raises OSError where the new one finds no room.
         """
         with self.snapshot() as connection:
             connection.execute("SELECT 1 FROM sqlite_master").fetchone()  # from here on one state
             with (
+                _full_disk(),
                 contextlib.closing(_connect(path, True)) as copy,
                 copy.backup("main", self.connection, "main") as backup,
             ):
@@ -366,6 +370,14 @@ def remove_files(path: Path) -> None:
     """Remove a database and what SQLite leaves beside it."""
     for suffix in ("-journal", "-wal", "-shm", ""):
         path.with_name(path.name + suffix).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _full_disk() -> Iterator[None]:
+    try:
+        yield
+    except apsw.FullError as error:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
 
 
 @contextlib.contextmanager
