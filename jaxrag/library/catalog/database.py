@@ -6,7 +6,6 @@ checksum VFS writes with the page and compares at every read: a flipped bit is a
 """
 
 import contextlib
-import errno
 import json
 import os
 import threading
@@ -206,12 +205,12 @@ class Database:
         Args:
           told: is called with the bytes of every part that was copied.
 
-        Raises OSError where the new one finds no room.
+        Raises StoreError where the new one cannot be written.
         """
         with self.snapshot() as connection:
             connection.execute("SELECT 1 FROM sqlite_master").fetchone()  # from here on one state
             with (
-                _full_disk(),
+                _unwritable(path),
                 contextlib.closing(_connect(path, True)) as copy,
                 copy.backup("main", self.connection, "main") as backup,
             ):
@@ -373,11 +372,15 @@ def remove_files(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _full_disk() -> Iterator[None]:
+def _unwritable(path: Path) -> Iterator[None]:
     try:
         yield
-    except apsw.FullError as error:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+    except (apsw.FullError, apsw.IOError) as error:
+        if _tells_damage(error):  # of what is copied
+            raise
+        raise StoreError(
+            f"{path} cannot be written; check the disk, its free space and your permissions"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -226,28 +226,25 @@ class _There:
 
     def give_way(self, new: Path) -> None:
         """Put the new file in its place. Raises KnowledgeBaseError where others use it."""
-        in_use = KnowledgeBaseError(
-            f"{self.path.parent} is in use; restore it when no process has it open"
-        )
-        if self.state is None:
-            if self.path.exists():  # since it was looked for
-                raise in_use
+        if self.state is None and not self.path.exists():  # it may be since it was looked for
             remove_files(self.path)  # a log without its file
             os.link(new, self.path)
             sync_folder(self.path.parent)
             return
         with open(self.path, "r+b") as file:
             if not lock_out(file.fileno()) or _state(self.path) != self.state:
-                raise in_use
+                raise KnowledgeBaseError(
+                    f"{self.path.parent} is in use; restore it when no process has it open"
+                )
             shutil.copymode(self.path, new)
             replace(self.path, new, self.kept)
 
     @property
     def kept(self) -> Path:
         """Where it is afterwards; what an earlier restore kept stays."""
-        first = self.path.with_name(f"{self.path.name}.replaced")
-        others = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
-        return next(it for it in itertools.chain([first], others) if not it.exists())
+        ends = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+        places = (self.path.with_name(f"{self.path.name}.replaced{end}") for end in ends)
+        return next(place for place in places if not place.exists())
 
 
 def _merged(
@@ -287,8 +284,7 @@ def _merged(
     if current:
         with contextlib.closing(Catalog.open(there.path)) as other:
             catalog.follow(other)
-            if settings.get("sealed") != (sealed := other.settings().get("sealed")):
-                catalog.set("sealed", sealed)  # the KV that is there is sealed with that
+            catalog.set("sealed", other.settings().get("sealed"))  # as the KV that is there
     elif newer:
         catalog.reserve(_GAP)
     if not with_removed:

@@ -326,9 +326,9 @@ def test_two_at_once_and_one_that_is_made_meanwhile(put_aside, tmp_path, monkeyp
 def test_what_is_wrong_is_named(put_aside, tmp_path, capsys):
     folder, backup = put_aside()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (5 << 12, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10 << 12, hard))
     try:
-        with refused(StoreError, f"{tmp_path / 'full'}: No space left"):
+        with refused(StoreError, f"{tmp_path / 'full' / 'catalog.backup'} cannot be written"):
             back_up(folder, tmp_path / "full")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
