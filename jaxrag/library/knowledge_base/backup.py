@@ -213,6 +213,8 @@ class _There:
         """Look at it. Raises KnowledgeBaseError for a file that is something else."""
         if not path.exists():
             return cls(path, None, False)
+        if not path.stat().st_size:
+            return cls(path, _state(path), False)
         try:
             with contextlib.closing(Catalog.open(path)) as catalog:
                 catalog.checkpoint()

@@ -138,12 +138,14 @@ def test_a_damaged_catalog_of_the_same_change_is_replaced(put_aside, make_kb):
     assert ids(make_kb()) == ["one", "three", "two"]
 
 
-@pytest.mark.parametrize("lost", ["damaged", "gone", "older"])
+@pytest.mark.parametrize("lost", ["damaged", "empty", "gone", "older"])
 def test_where_nothing_tells_what_was_removed_it_is_refused(changed, make_kb, tmp_path, lost):
     folder, backup = changed
     path = folder / CATALOG
     if lost == "damaged":
         path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+    elif lost == "empty":
+        path.write_bytes(b"")
     else:
         path.unlink()
     if lost == "older":
