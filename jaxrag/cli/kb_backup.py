@@ -1,7 +1,6 @@
 """`jaxrag kb backup` and `jaxrag kb restore`: a knowledge base put aside, and brought back."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxrag.cli.command import Args, argument, command, flag
@@ -20,7 +19,7 @@ def run_backup(args: Args) -> None:
     from jaxrag.server.state.uploads import uploads_of
 
     folder = find_folder(args.kb)
-    report = back_up(folder, Path(args.backup), uploads_of(folder), progress=not args.json)
+    report = back_up(folder, find_folder(args.backup), uploads_of(folder), progress=not args.json)
     line = (
         f"{counted(report.documents, 'document')}, {counted(report.chunks, 'chunk')}, "
         f"{counted(report.uploads, 'upload')} as of change {report.changes}: "
@@ -37,8 +36,8 @@ def run_restore(args: Args) -> None:
 
     folder = find_folder(args.kb)
     report = restore(
-        folder, Path(args.backup), accept_older=args.accept_older, with_removed=args.with_removed,
-        uploads=uploads_of(folder), progress=not args.json,
+        folder, find_folder(args.backup), accept_older=args.accept_older,
+        with_removed=args.with_removed, uploads=uploads_of(folder), progress=not args.json,
     )  # fmt: skip
     give(args, report, map(printable, _lines(report)))
 
@@ -55,6 +54,11 @@ def _lines(report: "RestoreReport") -> Iterator[str]:
     ):
         if ids:
             yield f"{counted(len(ids), 'document')} {fate}: {', '.join(ids)}"
+    if report.left:
+        yield (
+            f"{counted(report.left, 'upload')} left in the backup: {report.folder} is not "
+            "DATA/tenants/NAME/stores/ID of a server"
+        )
     if report.kept:
         yield f"the catalog that was here is kept as {report.kept}"
     yield (

@@ -204,10 +204,13 @@ class Database:
 
         Args:
           told: is called with the bytes of every part that was copied.
+
+        Raises StoreError where the new one cannot be written.
         """
         with self.snapshot() as connection:
             connection.execute("SELECT 1 FROM sqlite_master").fetchone()  # from here on one state
             with (
+                _unwritable(path),
                 contextlib.closing(_connect(path, True)) as copy,
                 copy.backup("main", self.connection, "main") as backup,
             ):
@@ -366,6 +369,18 @@ def remove_files(path: Path) -> None:
     """Remove a database and what SQLite leaves beside it."""
     for suffix in ("-journal", "-wal", "-shm", ""):
         path.with_name(path.name + suffix).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _unwritable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (apsw.FullError, apsw.IOError) as error:
+        if _tells_damage(error):  # of what is copied
+            raise
+        raise StoreError(
+            f"{path} cannot be written; check the disk, its free space and your permissions"
+        ) from error
 
 
 @contextlib.contextmanager

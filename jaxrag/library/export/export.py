@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrag.base.config import ModelConfig
+from jaxrag.base.disk import held
 from jaxrag.base.errors import ChunkCorrupt, ChunkMissing, RequestError, StoreError
 from jaxrag.kv.store import KVStore
 from jaxrag.library.catalog import Hit
@@ -24,7 +25,6 @@ from jaxrag.library.export.bundle import (
 from jaxrag.library.export.files import (
     WrittenFile,
     file_errors,
-    held,
     huggingface_tensors,
     lmcache_tensors,
     write_json,
@@ -109,7 +109,7 @@ def export_bundles(
     refused: list[tuple[str, str]] = []
     kept = 0
     _make_folder(folder)
-    with held(folder):
+    with held(folder, "export"):
         _prepare(folder, settings)
         for bundle in followed(bundles, "export", "file", shown=progress):
             try:

@@ -6,7 +6,6 @@ so, or as a zarr v3 hierarchy of what the store holds.
 
 import contextlib
 import dataclasses
-import fcntl
 import functools
 import hashlib
 import json
@@ -91,25 +90,6 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     """Replace a JSON file at once."""
     with file_errors(path), placed(path) as temporary:
         temporary.write_text(json.dumps(value, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-@contextlib.contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Keep other exports out of a folder; the system lets go of it when the process dies.
-
-    Raises StoreError when another one is at work there.
-    """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise StoreError(
-                f"{folder}: another export is writing there; wait for it, or name another folder"
-            ) from None
-        yield
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

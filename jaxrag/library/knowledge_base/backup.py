@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import datetime
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Self
 
-from jaxrag.base.disk import sync_folder
+from jaxrag.base.disk import held, sync_folder
 from jaxrag.base.errors import DamagedCatalogError, KnowledgeBaseError, StoreError, disk_errors
 from jaxrag.kv.store.owners import Owners
 from jaxrag.library.catalog import Catalog
@@ -64,6 +65,7 @@ class RestoreReport:
       returned: ids of those that are back.
       undone: how many documents that were added or changed since are as in the backup now.
       uploads: files that were put back.
+      left: how many of the backup were not, as the folder is of no server.
       kept: where the catalog is that was here, None where there was none.
     """
 
@@ -75,6 +77,7 @@ class RestoreReport:
     returned: tuple[str, ...]
     undone: int
     uploads: int
+    left: int
     kept: str | None
 
 
@@ -97,7 +100,7 @@ def back_up(
             raise KnowledgeBaseError(f"{into} is not empty; name a new folder for the backup")
         into.mkdir(parents=True, exist_ok=True)
         copy = into / _CATALOG
-        copy.touch(_PRIVATE)
+        copy.touch(_PRIVATE, exist_ok=False)  # another's may have begun in this moment
         with progress_bar(None, "backup", "B", shown=progress, scale=True) as bar:
             catalog.copy_to(copy, bar.update)
     with contextlib.closing(Catalog.open(copy)) as copied, disk_errors(into):
@@ -139,8 +142,8 @@ def restore(
 ) -> RestoreReport:
     """Bring a knowledge base back from a backup, into its folder or another one.
 
-    The catalog that is there is kept as ``catalog.sqlite.replaced``. Who is killed meanwhile leaves
-    one of them in place.
+    The catalog that is there is kept as ``catalog.sqlite.replaced``, or with a number behind that
+    where there is one. Who is killed meanwhile leaves one of them in place.
 
     Args:
       accept_older: go back though documents were added, changed or removed since. What was removed
@@ -159,25 +162,32 @@ def restore(
     files = _manifest(backup)
     if is_open(path):
         raise KnowledgeBaseError(f"{folder} is open in this process; close it to restore it")
-    try:
-        with disk_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
+    with disk_errors(backup):
+        for name, digest in files.items():  # a catalog is told by its copy
+            file = backup / name
+            if not file.is_file() or (name != _CATALOG and _digest(file) != digest):
+                raise _unlike(file)
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    with held(folder, "restore"):
+        try:
+            with disk_errors(folder):
+                remove_files(new)
+                with progress_bar(None, "restore", "B", shown=progress, scale=True) as bar:
+                    if _copy(backup / _CATALOG, new, bar.update) != files.pop(_CATALOG):
+                        raise _unlike(backup / _CATALOG)
+            there = _There.find(path)
+            with contextlib.closing(Catalog.open(new)) as catalog:
+                report, owners, owner = _merged(folder, catalog, there, accept_older, with_removed)
+                ids = {document.id for document in catalog.documents()}
+            with disk_errors(folder):
+                there.give_way(new)
+            owners.acknowledge(owner, report.changes)
+            with disk_errors(folder):
+                put = _put_back(backup, files, _made_of(ids, backup / _UPLOADS), uploads)
+            return dataclasses.replace(report, uploads=put, left=len(files) * (uploads is None))
+        finally:
             remove_files(new)
-            with progress_bar(None, "restore", "B", shown=progress, scale=True) as bar:
-                if _copy(backup / _CATALOG, new, bar.update) != files.pop(_CATALOG):
-                    raise _unlike(backup / _CATALOG)
-        there = _There.find(path)
-        with contextlib.closing(Catalog.open(new)) as catalog:
-            report, owners, owner = _merged(folder, catalog, there, accept_older, with_removed)
-            ids = {document.id for document in catalog.documents()}
-        with disk_errors(folder):
-            there.give_way(new)
-        owners.acknowledge(owner, report.changes)
-        with disk_errors(folder):
-            put = _put_back(backup, files, _made_of(ids, backup / _UPLOADS), uploads)
-        return dataclasses.replace(report, uploads=put)
-    finally:
-        remove_files(new)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,6 +213,8 @@ class _There:
         """Look at it. Raises KnowledgeBaseError for a file that is something else."""
         if not path.exists():
             return cls(path, None, False)
+        if not path.stat().st_size:
+            return cls(path, _state(path), False)
         try:
             with contextlib.closing(Catalog.open(path)) as catalog:
                 catalog.checkpoint()
@@ -216,7 +228,7 @@ class _There:
 
     def give_way(self, new: Path) -> None:
         """Put the new file in its place. Raises KnowledgeBaseError where others use it."""
-        if self.state is None:
+        if self.state is None and not self.path.exists():  # it may be since it was looked for
             remove_files(self.path)  # a log without its file
             os.link(new, self.path)
             sync_folder(self.path.parent)
@@ -231,8 +243,10 @@ class _There:
 
     @property
     def kept(self) -> Path:
-        """Where it is afterwards."""
-        return self.path.with_name(f"{self.path.name}.replaced")
+        """Where it is afterwards; what an earlier restore kept stays."""
+        ends = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+        places = (self.path.with_name(f"{self.path.name}.replaced{end}") for end in ends)
+        return next(place for place in places if not place.exists())
 
 
 def _merged(
@@ -272,6 +286,7 @@ def _merged(
     if current:
         with contextlib.closing(Catalog.open(there.path)) as other:
             catalog.follow(other)
+            catalog.set("sealed", other.settings().get("sealed"))  # as the KV that is there
     elif newer:
         catalog.reserve(_GAP)
     if not with_removed:
@@ -285,7 +300,7 @@ def _merged(
     report = RestoreReport(
         str(folder), counts["documents"], counts["chunks"], known + 1 if newer else own,
         removed=() if with_removed else tuple(gone), returned=tuple(gone) if with_removed else (),
-        undone=undone, uploads=0, kept=str(there.kept) if there.state else None,
+        undone=undone, uploads=0, left=0, kept=str(there.kept) if there.state else None,
     )  # fmt: skip
     return report, owners, owner
 

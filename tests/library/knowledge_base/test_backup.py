@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import resource
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from refusal import refused
 
+from jaxrag.base.disk import held
 from jaxrag.base.errors import KnowledgeBaseError, StoreError
 from jaxrag.cli import main
 from jaxrag.library.catalog import Catalog
@@ -136,12 +138,14 @@ def test_a_damaged_catalog_of_the_same_change_is_replaced(put_aside, make_kb):
     assert ids(make_kb()) == ["one", "three", "two"]
 
 
-@pytest.mark.parametrize("lost", ["damaged", "gone", "older"])
+@pytest.mark.parametrize("lost", ["damaged", "empty", "gone", "older"])
 def test_where_nothing_tells_what_was_removed_it_is_refused(changed, make_kb, tmp_path, lost):
     folder, backup = changed
     path = folder / CATALOG
     if lost == "damaged":
         path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+    elif lost == "empty":
+        path.write_bytes(b"")
     else:
         path.unlink()
     if lost == "older":
@@ -236,7 +240,9 @@ def test_it_is_of_one_moment_while_others_write(put_aside, tmp_path):
     assert seen == sorted(set(seen))
 
 
-def test_uploads_come_along_and_go_where_they_lack(make_kb, tmp_path):
+@pytest.fixture
+def of_server(make_kb, tmp_path):
+    """A knowledge base of a server, of which there is a backup, and the folder of its uploads."""
     kb = make_kb("data/tenants/acme/stores/vs_1")
     kb.add([Document("file-a1/notes.md", "amber"), Document("file-b2/notes.md", "birch")])
     kb.close()
@@ -245,6 +251,11 @@ def test_uploads_come_along_and_go_where_they_lack(make_kb, tmp_path):
     for name in ("file-a1", "file-b2", "file-c3"):
         (files / name).write_text(name)
     assert main(["kb", "backup", str(kb.path), str(tmp_path / "backup")]) == 0
+    return kb, files
+
+
+def test_uploads_come_along_and_go_where_they_lack(of_server, tmp_path):
+    kb, files = of_server
     found = sorted(file.name for file in (tmp_path / "backup" / "uploads").iterdir())
     assert found == ["file-a1", "file-b2"], "file-c3 is of no document here"
     (files / "file-a1").unlink()
@@ -253,6 +264,82 @@ def test_uploads_come_along_and_go_where_they_lack(make_kb, tmp_path):
     assert report.uploads == 1
     assert (files / "file-a1").read_text() == "file-a1"
     assert (files / "file-b2").read_text() == "newer"
+
+
+@pytest.mark.parametrize("lost", ["flipped", "dropped", "named otherwise"])
+def test_nothing_is_done_where_an_upload_of_the_backup_is_not_whole(of_server, tmp_path, lost):
+    kb, files = of_server
+    shutil.rmtree(files)
+    upload, manifest = tmp_path / "backup/uploads/file-b2", tmp_path / "backup" / MANIFEST
+    if lost == "flipped":
+        upload.write_text("file-b3")
+    elif lost == "dropped":
+        upload.unlink()
+    else:
+        manifest.write_text(manifest.read_text().replace("file-b2", "file-b3"))
+    with refused(StoreError, "is not as it was written"):
+        restore(kb.path, tmp_path / "backup", uploads=files)
+    assert not files.exists()
+    assert not (kb.path / f"{CATALOG}.replaced").exists()
+
+
+def test_uploads_that_have_no_place_are_told(of_server, tmp_path, capsys):
+    assert main(["kb", "restore", str(tmp_path / "plain"), str(tmp_path / "backup")]) == 0
+    assert "2 uploads left in the backup" in capsys.readouterr().out
+
+
+def test_what_an_earlier_restore_kept_stays(changed, make_kb):
+    """Who runs it twice has the newest documents in the first of the files that are kept."""
+    folder, backup = changed
+    newest = (folder / CATALOG).read_bytes()
+    kept = [restore(folder, backup, accept_older=True).kept for _ in range(3)]
+    assert kept == [f"{folder / CATALOG}.replaced{end}" for end in ("", "-2", "-3")]
+    assert (folder / f"{CATALOG}.replaced").read_bytes() == newest
+
+
+def test_it_stays_sealed_as_it_is_now(put_aside, make_kb):
+    folder, backup = put_aside()
+    make_kb(secret=bytes(16), reseal=True).close()
+    restore(folder, backup)
+    with refused(KnowledgeBaseError, "is sealed"):
+        make_kb()
+    assert ids(make_kb(secret=bytes(16))) == ["one", "three", "two"]
+
+
+def test_two_at_once_and_one_that_is_made_meanwhile(put_aside, tmp_path, monkeypatch):
+    from jaxrag.library.knowledge_base import backup as room
+
+    folder, backup = put_aside()
+    with held(folder, "restore"), refused(StoreError, "another restore"):
+        restore(folder, backup)
+    merged, new = room._merged, tmp_path / "new"
+
+    def made_meanwhile(*args):
+        Catalog.create(new / CATALOG, {"id": "another"}).close()
+        return merged(*args)
+
+    monkeypatch.setattr(room, "_merged", made_meanwhile)
+    with refused(KnowledgeBaseError, "is in use"):
+        restore(new, backup)
+    with contextlib.closing(Catalog.open(new / CATALOG)) as catalog:
+        assert catalog.settings() == {"id": "another"}
+
+
+def test_what_is_wrong_is_named(put_aside, tmp_path, capsys):
+    folder, backup = put_aside()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10 << 12, hard))
+    try:
+        with refused(StoreError, f"{tmp_path / 'full' / 'catalog.backup'} cannot be written"):
+            back_up(folder, tmp_path / "full")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    for command in ("backup", "restore"):
+        assert main(["kb", command, str(folder), "s3://bucket/monday"]) == 1
+        assert "s3://bucket/monday: a knowledge base needs a local" in capsys.readouterr().err
+    (backup / "catalog.backup").unlink()
+    with refused(StoreError, f"{backup / 'catalog.backup'} is not as it was written"):
+        restore(folder, backup)
 
 
 def test_the_commands_say_what_they_did(changed, capsys, tmp_path):
