@@ -22,8 +22,8 @@ MOST = {
     "long signatures, jaxrag": 7,
 }
 AT_MOST = {  # of what shrinks and grows with every change
-    "code lines": 67_260,
-    "code lines, tests": 61_080,
+    "code lines": 67_290,
+    "code lines, tests": 61_130,
     "code lines, benchmarks": 6_995,
     "benchmark scripts beside the GPU's": 27,
     "fields of one request": 64,
