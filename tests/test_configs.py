@@ -33,6 +33,7 @@ PARAMS = {
     "qwen3.5-27b": 26_895_998_464,
     "synthetic-0.8m": 820352,
     "synthetic-6m": 6_164_736,
+    "synthetic-hybrid-0.4m": 397_708,
 }
 KV_BYTES = {
     "llama-3-70b": 320 * 1024,
@@ -43,6 +44,7 @@ KV_BYTES = {
     "qwen3.5-27b": 64 * 1024,
     "synthetic-0.8m": 4096,
     "synthetic-6m": 16 * 1024,
+    "synthetic-hybrid-0.4m": 512,
 }
 
 
