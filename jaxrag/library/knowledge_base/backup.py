@@ -113,7 +113,7 @@ def back_up(
             (into / _UPLOADS).mkdir(0o700, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                 files[f"{_UPLOADS}/{file.name}"] = _copy(file, into / _UPLOADS / file.name)
-        told = {
+        content = {
             "format": _FORMAT, "id": settings["id"], "changes": settings.get(CHANGES, 0),
             "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "documents": counts["documents"], "chunks": counts["chunks"], "sha256": files,
@@ -122,12 +122,12 @@ def back_up(
             sync_folder(into / _UPLOADS)
         sync_folder(into)
         with open(into / MANIFEST, "x") as manifest:
-            manifest.write(json.dumps(told, indent=1, ensure_ascii=False) + "\n")
+            manifest.write(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
             manifest.flush()
             os.fsync(manifest.fileno())
         sync_folder(into)
         nbytes = sum((into / name).stat().st_size for name in files)
-    return BackupReport(str(into), told["documents"], told["chunks"], told["changes"],
+    return BackupReport(str(into), content["documents"], content["chunks"], content["changes"],
                         len(files) - 1, nbytes)  # fmt: skip
 
 
@@ -163,7 +163,7 @@ def restore(
     if is_open(path):
         raise KnowledgeBaseError(f"{folder} is open in this process; close it to restore it")
     with disk_errors(backup):
-        for name, digest in files.items():  # a catalog is told by its copy
+        for name, digest in files.items():  # the catalog is checked as it is copied
             file = backup / name
             if not file.is_file() or (name != _CATALOG and _digest(file) != digest):
                 raise _unlike(file)
@@ -221,7 +221,7 @@ class _There:
             state = _state(path)
             with contextlib.closing(Catalog.open(path)) as catalog:
                 settings = catalog.settings()
-                documents = {one.id: one.digest for one in catalog.documents()}
+                documents = {document.id: document.digest for document in catalog.documents()}
                 return cls(path, state, True, settings["id"], settings.get(CHANGES, 0), documents)
         except DamagedCatalogError:
             return cls(path, _state(path), False)
@@ -264,7 +264,7 @@ def _merged(
     stored = owners.changes(owner)
     known = max(stored, there.changes)
     current = there.whole and there.changes >= max(stored, own)  # else it tells of no removal
-    held = {one.id: one.digest for one in catalog.documents()}
+    held = {document.id: document.digest for document in catalog.documents()}
     gone = sorted(held.keys() - there.documents.keys()) if current else []
     undone = sum(held.get(name) != digest for name, digest in there.documents.items()) * current
     newer = known > own or bool(gone or undone)
@@ -308,9 +308,9 @@ def _merged(
 def _manifest(backup: Path) -> dict[str, str]:
     """The digests of a backup's files, by their names in it."""
     try:
-        told: dict[str, Any] = json.loads((backup / MANIFEST).read_bytes())
-        files = {str(name): str(digest) for name, digest in told["sha256"].items()}
-        known = told["format"] == _FORMAT and _CATALOG in files
+        content: dict[str, Any] = json.loads((backup / MANIFEST).read_bytes())
+        files = {str(name): str(digest) for name, digest in content["sha256"].items()}
+        known = content["format"] == _FORMAT and _CATALOG in files
     except FileNotFoundError:
         raise KnowledgeBaseError(
             f"{backup} holds no {MANIFEST}: it is no backup, or one that was cut short; name a "
@@ -324,11 +324,11 @@ def _manifest(backup: Path) -> dict[str, str]:
 
 
 def _put_back(
-    backup: Path, files: dict[str, str], wanted: Iterable[Path], uploads: Path | None
+    backup: Path, files: dict[str, str], needed: Iterable[Path], uploads: Path | None
 ) -> int:
     """Put uploads where they lack; how many."""
     put = 0
-    for file in wanted if uploads is not None else ():
+    for file in needed if uploads is not None else ():
         assert uploads is not None
         name, place = f"{_UPLOADS}/{file.name}", uploads / file.name
         if name not in files or place.exists():
@@ -353,7 +353,7 @@ def _made_of(ids: Iterable[str], uploads: Path | None) -> list[Path]:
     return [file for file in files if file.name in begun]
 
 
-def _copy(source: Path, target: Path, told: Callable[[int], object] = lambda count: None) -> str:
+def _copy(source: Path, target: Path, advance: Callable[[int], object] = lambda count: None) -> str:
     """Copy a file to a new private one, durably; returns the digest of its bytes."""
     digest = hashlib.sha256()
     descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _PRIVATE)
@@ -361,7 +361,7 @@ def _copy(source: Path, target: Path, told: Callable[[int], object] = lambda cou
         while part := file.read(_PART):
             digest.update(part)
             out.write(part)
-            told(len(part))
+            advance(len(part))
         out.flush()
         os.fsync(out.fileno())
     return digest.hexdigest()
