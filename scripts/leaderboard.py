@@ -49,7 +49,6 @@ class Check:
       below: the limit; 0 where another method's number is subtracted and there is no ``above``.
       above: the limit, in place of it.
       than: a method whose number is subtracted; with ``than_file``, of that file.
-      length: of the prompt, where a result has several.
     """
 
     on: str
@@ -60,7 +59,6 @@ class Check:
     above: float | None = None
     than: str = ""
     than_file: str = ""
-    length: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,10 +104,10 @@ def entries(file: str) -> Sequence[Mapping[str, Any]]:
     return next(found for name in LISTS if isinstance(found := result(file).get(name), list))
 
 
-def number(file: str, row: str, measure: str, length: int | None) -> tuple[float, float, float]:
+def number(file: str, row: str, measure: str) -> tuple[float, float, float]:
     """Value, low and high; KeyError where the result lacks the method or the measure."""
     for entry in entries(file):
-        if entry["method"] == row and entry.get("length") == length:
+        if entry["method"] == row:
             found = functools.reduce(lambda at, part: at[part], measure.split("."), entry)
             return found["value"], found["low"], found["high"]
     raise KeyError(f"{file}: no {row}")
@@ -137,16 +135,14 @@ def judged(check: Check) -> tuple[str, str]:
     Of two methods the difference is judged, by its own interval where the result has it (the other
     method is the first of its file), else as one of independent numbers, which is too wide.
     """
-    value, low, high = number(check.file, check.row, check.measure, check.length)
+    value, low, high = number(check.file, check.row, check.measure)
     figures = shown(value, low, high)
     if check.than and not check.than_file and check.than == entries(check.file)[0]["method"]:
-        value, low, high = number(
-            check.file, check.row, f"{check.measure}_minus_first", check.length
-        )
+        value, low, high = number(check.file, check.row, f"{check.measure}_minus_first")
         figures += f", less that of `{check.than}` {shown(value, low, high)}"
     elif check.than:
         file = check.than_file or check.file
-        other, least, most = number(file, check.than, check.measure, check.length)
+        other, least, most = number(file, check.than, check.measure)
         figures += f" against {shown(other, least, most)}"
         down, up = math.hypot(value - low, most - other), math.hypot(high - value, other - least)
         low, high = value - other - down, value - other + up
@@ -169,7 +165,7 @@ def methods_table(board: Leaderboard) -> str:
     rows = [["method", *head, "first token / full", "KiB a token"]]
     for name, method in board.rows.items():
         cells = [
-            next((shown(*number(file, method, "kl", None)) for file in column.files
+            next((shown(*number(file, method, "kl")) for file in column.files
                   if has(file, method)), "")
             for column in board.columns
         ]  # fmt: skip
