@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
 CARD = (ROOT / "checkpoints" / "synthetic-0.8m" / "README.md").read_text(encoding="utf-8")
 CARD = CARD[CARD.index("\n## Methods side by side") : CARD.index("\n## Longer prompts: `long`")]
-# A method as its preset has it: the encoder of its chunks and its ratio, in `jaxrag eval methods`.
+# A method as its preset has it: the encoder of its chunks and its ratio.
 PRESETS = {
     "full_attention": (None, None),
     "full_reuse": ("after_prefix", None),

@@ -1,8 +1,6 @@
 """`jaxrag eval`: how well models answer."""
 
 import re
-from collections.abc import Callable
-from typing import Any
 
 from jaxrag.base.errors import RequestError
 from jaxrag.cli import eval_dataset, eval_long, eval_near, eval_own
@@ -17,27 +15,15 @@ from jaxrag.cli.command import (
 )
 from jaxrag.cli.options import TASK, result_options, task_of
 from jaxrag.cli.output import give_out_tables, measured, require_folders
-from jaxrag.measure.evals.options import MethodsOptions, ModelRead, SyntheticOptions
+from jaxrag.measure.evals.options import ModelRead, SyntheticOptions
 
 
 def run_synthetic(args: Args) -> None:
     """Print the tables, or one JSON object."""
     from jaxrag.measure.evals.synthetic import run
-
-    _give(args, run, _synthetic(args))
-
-
-def run_methods(args: Args) -> None:
-    """Print the tables, or one JSON object."""
-    from jaxrag.measure.evals.methods import run
-
-    encoders = () if args.encoders == ("own",) else args.encoders
-    _give(args, run, from_fields(MethodsOptions, args, encoders=encoders, task=task_of(args)))
-
-
-def _give(args: Args, run: Callable[..., dict[str, Any]], options: Any) -> None:
     from jaxrag.measure.evals.synthetic_report import tables
 
+    options = _synthetic(args)
     require_folders(args, "out", "markdown")
     give_out_tables(args, measured(args, run, options), tables)
 
@@ -93,19 +79,6 @@ COMMAND = group(
         values("--compare", "A:READ,B:READ", "also the paired difference of these two; repeatable"),
         result_options(markdown=True),
         basic="model num-questions read template chunks split compare out markdown json",
-    ),
-    command(
-        "methods",
-        run_methods,
-        "methods of reuse on the synthetic task, by recompute ratio",
-        "jaxrag eval methods --model checkpoints/synthetic-0.8m/dual --methods "
-        "turborag,fusionrag,cacheblend,random --recompute-ratios 0,0.15,1.0 --out "
-        "x.json",
-        fields(MethodsOptions),
-        TASK,
-        result_options(markdown=True),
-        basic="model methods recompute-ratios encoder num-questions retrieve template dtype "
-        "chunks out markdown json",
     ),
     *eval_long.COMMANDS,
 )

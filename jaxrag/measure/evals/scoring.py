@@ -79,34 +79,14 @@ class Written:
     samples: tuple[Sample, ...]
     ids: tuple[TrainSample, ...]
 
-    @property
-    def answer_tokens(self) -> int:
-        """Of the longest answer."""
-        return max(len(final.response) for ids in self.ids for final in ids.finals)
-
-    def prompt_tokens(self, chunks: int | None = None) -> int:
-        """Of the longest prompt and answer, over all chunks of a sample or the longest of them."""
-        if chunks is None:
-            return max(ids.num_positions for ids in self.ids)
-        return max(
-            len(ids.prefix)
-            + sum(sorted(map(len, ids.chunks))[-chunks:])
-            + max(len(final.question) + len(final.response) for final in ids.finals)
-            for ids in self.ids
-        )
-
 
 def write(
-    model: Model,
-    samples: Sequence[Sample],
-    template: str | PromptTemplate | None = None,
-    chunks: int | None = None,
+    model: Model, samples: Sequence[Sample], template: str | PromptTemplate | None = None
 ) -> Written:
     """Tokenise samples for a model.
 
     Args:
       template: prompt format, as of ``format_of``.
-      chunks: of a prompt at most; None: all of a sample.
 
     Raises:
       TokenizerError: the model has no tokenizer, or one that cuts the template's markers.
@@ -119,15 +99,14 @@ def write(
     end_id = response_end(model.config, tokenizer, where)
     writer = SampleWriter(tokenizer, template, end_id, "", refusal="")
     ids = tuple(map(writer.write_synthetic, samples))
-    written = Written(model, template, tuple(samples), ids)
-    longest = written.prompt_tokens(chunks)
+    longest = max(sample.num_positions for sample in ids)
     if longest > model.config.max_positions:
         raise RequestError(
             f"prompts of up to {longest} tokens do not fit into {where}, whose context has "
             f"{model.config.max_positions}; ask with fewer chunks"
         )
     _refuse_unknown_words(model, samples)
-    return written
+    return Written(model, template, tuple(samples), ids)
 
 
 def scored(written: Written, read: ReadMode, heard: Heard = _silent) -> HostArray:

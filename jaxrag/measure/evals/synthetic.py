@@ -1,4 +1,4 @@
-"""How many questions of the synthetic task are answered: `jaxrag eval synthetic` and `methods`.
+"""How many questions of the synthetic task are answered: `jaxrag eval synthetic`.
 
 Every model gets the same questions and reads each of them with full attention, block-wise with
 reordered positions, and block-wise with composite positions. That is the comparison of TurboRAG
@@ -7,13 +7,13 @@ trained for it, and how much of that fine-tuning brings back.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from jaxrag.base.types import HostArray
-from jaxrag.measure.evals.options import MethodsOptions, ModelRead, SyntheticOptions
+from jaxrag.measure.evals.options import ModelRead, SyntheticOptions
 from jaxrag.measure.evals.scoring import READS, draw, scored, write
 from jaxrag.measure.evals.statistics import LEVEL, by_group, difference, plain, recovery, share
 from jaxrag.measure.subject import described
@@ -55,61 +55,6 @@ class AskedSamples:
         return {ALL: every, **{name: row for name, row in rows.items() if row.any()}}
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Cell:
-    """What is measured at once.
-
-    Attributes:
-      labels: what it is, such as its model and how that reads; None where it has none.
-      scores: [Q] of every question by metric, the first of which is compared.
-      more: of the result, JSON-able.
-    """
-
-    labels: Mapping[str, Any]
-    scores: Mapping[str, HostArray]
-    more: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """Its labels as one text."""
-        return ":".join(str(it) for it in self.labels.values() if it is not None)
-
-
-def result_of(
-    options: SyntheticOptions | MethodsOptions,
-    asked: AskedSamples,
-    cells: Iterable[Cell],
-    pairs: Iterable[tuple[Cell, Cell]],
-) -> dict[str, Any]:
-    """What was asked, every cell's scores and paired differences, by group; JSON-able."""
-    groups = asked.groups()
-
-    def compared(a: Cell, b: Cell) -> dict[str, Any]:
-        both = (next(iter(one.scores.values())) for one in (a, b))
-        return by_group(groups, asked.sample, difference, *both)
-
-    return {
-        "task": dataclasses.asdict(options.task),
-        "seed": options.seed,
-        "questions": {name: int(rows.sum()) for name, rows in groups.items()},
-        "samples": len(asked.samples),
-        "shortcut": {name: float(asked.guess[r].mean()) for name, r in groups.items()},
-        "interval": f"{LEVEL:.0%}, cluster-robust over samples (evals/statistics.py)",
-        "cells": [
-            {
-                **cell.labels,
-                **{
-                    metric: by_group(groups, asked.sample, share, values)
-                    for metric, values in cell.scores.items()
-                },
-                **cell.more,
-            }
-            for cell in cells
-        ],
-        "differences": [{"a": a.name, "b": b.name, "difference": compared(a, b)} for a, b in pairs],
-    }
-
-
 def run(options: SyntheticOptions, progress: bool = True) -> dict[str, Any]:
     """Measure; JSON-able, shares and differences as fractions of 1, ``synthetic_report`` prints it.
 
@@ -121,23 +66,39 @@ def run(options: SyntheticOptions, progress: bool = True) -> dict[str, Any]:
         name: write(load_model(path, dtype=options.dtype), asked.samples, options.template)
         for name, path in options.models.items()
     }
-    cells: dict[ModelRead, Cell] = {}
+    groups = asked.groups()
+    right: dict[ModelRead, HostArray] = {}  # [Q] each
     steps = len(options.models) * len(options.reads) * len(asked.samples)
     with progress_bar(steps, "eval", "question", shown=progress) as bar:
         for cell in (ModelRead(name, read) for name in options.models for read in options.reads):
             bar.set_postfix_str(str(cell), refresh=False)
-            right = scored(written[cell.model], READS[cell.read], bar.update)
-            cells[cell] = Cell(cell._asdict(), {"accuracy": right})
+            right[cell] = scored(written[cell.model], READS[cell.read], bar.update)
     baseline = next(iter(options.models))
-    pairs = [(cells[a], cells[b]) for a, b in _pairs(options, baseline)]
     return {
-        **result_of(options, asked, cells.values(), pairs),
+        "task": dataclasses.asdict(options.task),
+        "seed": options.seed,
+        "questions": {name: int(rows.sum()) for name, rows in groups.items()},
+        "samples": len(asked.samples),
+        "shortcut": {name: float(asked.guess[r].mean()) for name, r in groups.items()},
+        "interval": f"{LEVEL:.0%}, cluster-robust over samples (evals/statistics.py)",
+        "cells": [
+            cell._asdict() | {"accuracy": by_group(groups, asked.sample, share, values)}
+            for cell, values in right.items()
+        ],
+        "differences": [
+            {
+                "a": str(a),
+                "b": str(b),
+                "difference": by_group(groups, asked.sample, difference, right[a], right[b]),
+            }
+            for a, b in _pairs(options, baseline)
+        ],
         "models": {
             name: described(options.models[name], asked_of.model, asked_of.template)
             for name, asked_of in written.items()
         },
         "baseline": baseline,
-        "recovery": _recoveries(options, baseline, asked, cells),
+        "recovery": _recoveries(options, baseline, asked.sample, right),
     }
 
 
@@ -158,17 +119,16 @@ def _pairs(options: SyntheticOptions, baseline: str) -> list[tuple[ModelRead, Mo
 def _recoveries(
     options: SyntheticOptions,
     baseline: str,
-    asked: AskedSamples,
-    cells: Mapping[ModelRead, Cell],
+    samples: HostArray,
+    right: Mapping[ModelRead, HostArray],
 ) -> list[dict[str, Any]]:
     """What each other model brings back of what the baseline loses, by read."""
     if FULL not in options.reads:
         return []
-    right = {model_read: cell.scores["accuracy"] for model_read, cell in cells.items()}
     best = right[ModelRead(baseline, FULL)]
     rows = []
     for model_read, back in right.items():
         if model_read.read != FULL and model_read.model != baseline:
-            found = recovery(right[ModelRead(baseline, model_read.read)], back, best, asked.sample)
+            found = recovery(right[ModelRead(baseline, model_read.read)], back, best, samples)
             rows.append({**model_read._asdict(), "recovery": plain(found)})
     return rows
