@@ -1,19 +1,16 @@
-"""Time to first token from text, over HTTP, on the prompts of data sets.
+"""Time to first token from text on the prompts of data sets.
 
-A random Llama with a byte-level tokenizer that is trained on the texts of the data sets is served
-by `jaxrag serve` in a process of its own, once for each data set, with that set's prompt format.
-Every question is put to every method as text; times are the client's. The weights are random, so no
-answer is scored.
+A random Llama with a byte-level tokenizer that is trained on the texts of the data sets is asked as
+`jaxrag eval dataset` asks: every question is put to every method as text. The weights are random,
+so no answer is scored.
 
 The data folder has RGB's ``zh_refine.json`` and CacheBlend's ``musique_s.json``, anywhere below it.
 
 example: python benchmarks/dataset_times.py --data DIR --out results.json
 """
 
-import contextlib
 import dataclasses
 import itertools
-import json
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -25,10 +22,9 @@ from script import Result, run_script
 from jaxrag.base.errors import RequestError
 from jaxrag.base.options import option, parse_ratios
 from jaxrag.cli.output import titled
-from jaxrag.measure.bench.serve_http import serving
 from jaxrag.measure.evals.datasets.options import DatasetOptions
 from jaxrag.measure.evals.datasets.report import tables
-from jaxrag.measure.evals.datasets.run import items_of, run, template_of
+from jaxrag.measure.evals.datasets.run import items_of, run
 from jaxrag.measure.machine import describe
 from jaxrag.measure.zoo import llama, random_named, write_random
 from jaxrag.models.text import byte_level
@@ -72,7 +68,7 @@ def measure(options: TimesOptions) -> Result:
         settings = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
         specials = ("<pad>", "<s>", "</s>")
         byte_level.save(byte_level.train(texts, VOCABULARY, specials), model, settings)
-        rows = {name: _served(one, model, Path(work) / name) for name, one in asked.items()}
+        rows = {name: _asked(one, model) for name, one in asked.items()}
     return {
         "benchmark": "dataset_times",
         "model": random_named(MODEL, shape=True),
@@ -96,11 +92,11 @@ def _options(options: TimesOptions, name: str, path: Path) -> DatasetOptions:
         name,
         (str(path),),
         methods=options.methods,
-        server="",  # it is not there yet
+        model="",  # it is not there yet
         number=options.questions,
         noise=options.noise if name.startswith("rgb") else (),
         max_new_tokens=1,
-        neighbours="prompt",  # times alone; a server has no other passages
+        neighbours="prompt",  # times alone
         scores=False,
         out=None if options.keep is None else str(options.keep / f"{name}.json"),
     )
@@ -113,18 +109,9 @@ def _texts(asked: dict[str, DatasetOptions]) -> Iterator[str]:
         yield from (text for text in texts if text is not None)
 
 
-def _served(options: DatasetOptions, model: Path, folder: Path) -> dict[str, Any]:
-    """One set, by a server of its own."""
-    folder.mkdir()
-    template = folder / f"{options.name}.toml"
-    template.write_text(template_of(options).toml(), encoding="utf-8")
-    settings = (
-        f"rows = 1\nwarm_up = false\ntemplate = {json.dumps(str(template))}\n"
-        f'[model]\npath = {json.dumps(str(model))}\nname = "random"\n'
-    )
-    with contextlib.ExitStack() as stack:
-        url, _ = stack.enter_context(serving(settings, folder))
-        found = run(dataclasses.replace(options, server=url))
+def _asked(options: DatasetOptions, model: Path) -> dict[str, Any]:
+    """One set."""
+    found = run(dataclasses.replace(options, model=str(model)))
     found["files"] = {Path(path).name: digest for path, digest in found["files"].items()}
     return found
 

@@ -1,10 +1,8 @@
 """`jaxrag eval dataset`: a published data set put to a model, method by method."""
 
 import functools
-from pathlib import Path
 
 from jaxrag.base.config import ModelOptions
-from jaxrag.base.errors import RequestError
 from jaxrag.cli.command import Args, argument, command, fields, from_fields, value
 from jaxrag.cli.opening import load
 from jaxrag.cli.options import distributed_options, model_options, result_options
@@ -17,21 +15,11 @@ def run(args: Args) -> None:
     """Print the tables, or one JSON object."""
     from jaxrag.measure.evals.datasets import run as dataset_run
     from jaxrag.measure.evals.datasets.report import notes, tables
-    from jaxrag.measure.evals.datasets.table import dataset_named
 
-    require_folders(args, "out", "markdown", "write_template")
-    spec = dataset_named(args.name)
-    if args.write_template:
-        Path(args.write_template).write_text(spec.template.toml(), encoding="utf-8")
-        return
+    require_folders(args, "out", "markdown")
     options = from_fields(
         DatasetOptions, args, name=args.name, model=args.model, kb=args.kb, out=args.out
     )
-    if args.server is not None and (args.distributed or args.mesh):
-        raise RequestError(
-            f"--server {args.server} has devices of its own; give --mesh and --distributed to "
-            "`jaxrag serve`"
-        )
     with joined(args) as first:
         options_of_model = from_fields(ModelOptions, args)
         ask = functools.partial(
@@ -57,12 +45,6 @@ COMMAND = command(
     distributed_options(),
     value("--kb", "DIR", "keep the KV of documents in this one"),
     fields(DatasetOptions),
-    value(
-        "--write-template",
-        "FILE",
-        "write the data set's prompt there, for `jaxrag serve --template FILE`, and end",
-    ),
     result_options(markdown=True),
-    basic="model kb data method neighbours server num max-new-tokens write-template out "
-    "markdown json",
+    basic="model kb data method neighbours num max-new-tokens out markdown json",
 )

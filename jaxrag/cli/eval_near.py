@@ -28,7 +28,7 @@ COMMAND = command(
     "--method full_reuse --method primed --primer lamps --primer tides --out near.json",
     argument("name", "NAME", ", ".join(DATASET_NAMES)),
     model_options(required=True),
-    fields(NearOptions, but=("server", "shard", "finished", "metrics", "max_new_tokens", "scores")),
+    fields(NearOptions, but=("shard", "finished", "metrics", "max_new_tokens", "scores")),
     result_options(markdown=True),
     basic="model data num passages method controls encoder primer neighbours out markdown json",
 )

@@ -306,12 +306,6 @@ def test_it_is_as_near_as_by_eval_near(chosen):
             assert here["same"] == there["same"]
 
 
-def test_what_a_server_cannot_be_asked_is_refused(options):
-    for flag, value in (("controls", True), ("ratios", (0.3,))):
-        with refused(RequestError, "a server answers by the methods that it offers"):
-            dataclasses.replace(options, model=None, server="http://x", **{flag: value})
-
-
 def test_unknown_names_are_refused_before_anything_is_read(options):
     metric = dataclasses.replace(options, metrics=("bleu",), model="nowhere")
     with refused(RequestError, "--metric bleu"):
@@ -339,5 +333,3 @@ def test_the_command(options, folder, capsys):
     assert capsys.readouterr().err.startswith("jaxrag: error: --metric bleu: expected one of")
     assert main(["eval", "dataset", "nq", "--data", "x", "--model", "y"]) == 1
     assert "data set 'nq': expected one of rgb_en" in capsys.readouterr().err
-    assert main(["eval", "dataset", "rgb_zh", "--write-template", str(folder / "t.toml")]) == 0
-    assert "文档" in (folder / "t.toml").read_text(encoding="utf-8")

@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.runner import ModelRunner
@@ -31,7 +31,7 @@ class TimedAnswer:
 
     Attributes:
       prompt_tokens: all of them.
-      token_ids: of the answer; none where a server keeps them to itself.
+      token_ids: of the answer.
       retrieved: ids of the documents of its chunks.
       first: seconds to the first token when it was first asked, from its text.
       ttft: the same when its chunks were kept and its programs compiled; None where no attempt
@@ -50,36 +50,8 @@ class TimedAnswer:
     flops: int
     notes: Sequence[str]
     encoded: int
-    token_ids: Sequence[int] = ()
-    retrieved: Sequence[str] = ()
-
-
-class Answerer(Protocol):
-    """Who is asked: a model of this process, or a server."""
-
-    @property
-    def methods(self) -> Sequence[str]:
-        """Names of what it is asked by."""
-
-    def about(self) -> dict[str, Any]:
-        """What a result says of it, JSON-able; equal for one that gives the same answers."""
-
-    def neighbours(self) -> NeighboursAccount | None:
-        """What a result says of the neighbours of given passages; None: no method sees any."""
-
-    def answer(self, method: str, item: DatasetItem) -> TimedAnswer:
-        """One method's answer. Raises ContextExceeded for a prompt that does not fit."""
-
-    def beside_full(
-        self, item: DatasetItem, answers: Mapping[str, TimedAnswer]
-    ) -> Mapping[str, Line]:
-        """How near to full attention each method is, of which these are the answers.
-
-        Nothing where full attention is none of them, or logits are not to be had.
-        """
-
-    def exchange(self, value: Any) -> list[Any]:
-        """What every process that asks passes, the first of them first."""
+    token_ids: Sequence[int]
+    retrieved: Sequence[str]
 
 
 class InProcess:
@@ -101,20 +73,23 @@ class InProcess:
         return list(self._settings)
 
     def about(self) -> dict[str, Any]:
-        """The model."""
+        """What a result says of the model, JSON-able; equal for one that gives the same answers."""
         template = next(iter(self._settings.values())).template
         return described(str(self._model.path), self._model, template)
 
     def neighbours(self) -> NeighboursAccount | None:
-        """As the settings say."""
+        """What a result says of the neighbours of given passages; None: no method sees any."""
         return account_of(self._settings)
 
     def exchange(self, value: Any) -> list[Any]:
-        """Of the processes that hold the model."""
+        """What every process that holds the model passes, the first of them first."""
         return self._model.exchange(value)
 
     def answer(self, method: str, item: DatasetItem) -> TimedAnswer:
-        """Ask until the time is only its own; chunks are read from where they are kept."""
+        """Ask until the time is only its own; chunks are read from where they are kept.
+
+        Raises ContextExceeded for a prompt that does not fit.
+        """
         settings = self._settings[method]
         answered, first, tokens = self._asked(settings, item, settings.ask.max_new_tokens)
         again, seconds = answered, first
@@ -142,7 +117,10 @@ class InProcess:
     def beside_full(
         self, item: DatasetItem, answers: Mapping[str, TimedAnswer]
     ) -> Mapping[str, Line]:
-        """Along full attention's answer and a right one."""
+        """How near to full attention each method is, of which these are the answers.
+
+        Along full attention's answer and a right one; nothing where full attention is none of them.
+        """
         if FULL not in answers:
             return {}
         ready = {name: _ready(settings, item) for name, settings in self._settings.items()}

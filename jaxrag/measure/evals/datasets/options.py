@@ -15,7 +15,6 @@ DATASET_NAMES = (  # keys of datasets.table
     "longbench_multifieldqa_zh", "longbench_hotpotqa", "longbench_2wikimqa", "longbench_musique",
     "longbench_passage_count", "longbench_passage_retrieval_en", "longbench_passage_retrieval_zh",
 )  # fmt: skip
-_FILL = "give one of --model DIR, --kb DIR and --server URL"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,10 +42,6 @@ class DatasetOptions:
     )
     ratios: tuple[float, ...] = option_ratios()
     controls: bool = option_controls()
-    server: str | None = option(
-        None, "ask a server of jaxrag that runs with --template of this data set", "URL",
-        unset="a model in this process",
-    )  # fmt: skip
     number: int | None = option(
         None, "first questions of the file", "N", flag="--num", unset="all of them"
     )
@@ -97,17 +92,8 @@ class DatasetOptions:
                 f"--neighbours {self.neighbours}: expected one of "
                 f"{', '.join(get_args(NeighboursFrom))}"
             )
-        given = [it for it in (self.model, self.kb, self.server) if it is not None]
-        if not given:
-            raise RequestError(f"nothing to ask: {_FILL}")
-        if self.server is not None and len(given) > 1:
-            raise RequestError(f"--server {self.server} has a model of its own: {_FILL}")
-        if self.server is not None and (self.ratios or self.controls):
-            flag = "--recompute-ratios" if self.ratios else "--controls"
-            raise RequestError(
-                f"{flag}: a server answers by the methods that it offers; leave it out, or give "
-                "--model DIR"
-            )
+        if self.model is None and self.kb is None:
+            raise RequestError("nothing to ask: give --model DIR or --kb DIR")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,14 +13,8 @@ from jaxrag.base.errors import ConfigError, ContextExceeded, RequestError
 from jaxrag.library.documents import Shard
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.measure.evals.asked import Line, ask_all, kept, lines_of
-from jaxrag.measure.evals.datasets.asking import (
-    Answerer,
-    InProcess,
-    TimedAnswer,
-    settings_of,
-)
+from jaxrag.measure.evals.datasets.asking import InProcess, TimedAnswer, settings_of
 from jaxrag.measure.evals.datasets.corpus import note_in, with_neighbours
-from jaxrag.measure.evals.datasets.http import OverHttp, ServerGone
 from jaxrag.measure.evals.datasets.options import DatasetOptions
 from jaxrag.measure.evals.datasets.records import HUB, records_of
 from jaxrag.measure.evals.datasets.result import result_of
@@ -80,8 +74,7 @@ def run(
     """Measure; JSON-able, scores as fractions of 1; ``report.tables`` shows it.
 
     Finished questions are kept as lines beside ``options.out``, and not asked again. Raises
-    RequestError or ConfigError for what cannot be asked, before anything is; and where a server
-    goes, saying how many questions are kept.
+    RequestError or ConfigError for what cannot be asked, before anything is.
 
     Args:
       load: of the model's directory.
@@ -92,7 +85,7 @@ def run(
         if metric not in METRICS:
             raise RequestError(f"--metric {metric}: expected one of {', '.join(METRICS)}")
     shard = Shard.parse(options.shard)
-    for method in options.methods if options.server is None else ():
+    for method in options.methods:
         method_named(method)
     items = items_of(options)
     tokens = options.max_new_tokens or spec.max_new_tokens
@@ -104,13 +97,7 @@ def run(
         before = [_lines(it, settings) for it in options.finished] if first else None
         there = [line for lines in answerer.exchange(before)[0] for line in lines]
         ask = functools.partial(answers_to, answerer)
-        try:
-            lines = ask_all(ask, items, AnswerFile(path, settings), there, shard, progress)
-        except ServerGone as error:
-            count = len(lines_of(path))
-            raise RequestError(
-                f"{error}; {count} questions are kept in {path}: start it and run this again"
-            ) from None
+        lines = ask_all(ask, items, AnswerFile(path, settings), there, shard, progress)
         metrics = (options.metrics or spec.metrics) if options.scores else ()
         found = result_of(answerer.methods, metrics, spec.score, lines) | _neighbours_of(answerer)
         return {
@@ -135,7 +122,7 @@ def heading(spec: DatasetSpec, result: Mapping[str, Any]) -> str:
     )
 
 
-def _neighbours_of(answerer: Answerer) -> dict[str, Any]:
+def _neighbours_of(answerer: InProcess) -> dict[str, Any]:
     neighbours = answerer.neighbours()
     return {} if neighbours is None else {"neighbours": neighbours}
 
@@ -143,12 +130,9 @@ def _neighbours_of(answerer: Answerer) -> dict[str, Any]:
 @contextlib.contextmanager
 def _answerer(
     options: DatasetOptions, tokens: int, load: Callable[[str], Model]
-) -> Iterator[Answerer]:
-    template = template_of(options)
-    ask = Ask(template=template, max_new_tokens=tokens)
-    if options.server is not None:
-        yield OverHttp(options.server, options.methods, template, tokens, options.neighbours)
-    elif options.kb is not None:
+) -> Iterator[InProcess]:
+    ask = Ask(template=template_of(options), max_new_tokens=tokens)
+    if options.kb is not None:
         with KnowledgeBase.open(options.kb) as remembered:
             path = options.model or remembered.model_path
         if path is None:
@@ -175,7 +159,7 @@ def _in_process(
     return InProcess(with_neighbours(options, settings, items_of, numbering), options.answer_tokens)
 
 
-def _settings(options: DatasetOptions, answerer: Answerer) -> dict[str, Any]:
+def _settings(options: DatasetOptions, answerer: InProcess) -> dict[str, Any]:
     """What answers were made with; the shard and the metrics do not matter to them."""
     return {
         "dataset": options.name,
@@ -204,7 +188,7 @@ def _lines(path: str, settings: Mapping[str, Any]) -> list[Line]:
         return lines_of(Path(path))
 
 
-def answers_to(answerer: Answerer, item: DatasetItem) -> Line:
+def answers_to(answerer: InProcess, item: DatasetItem) -> Line:
     """All methods' answers to one prompt; documents that do not fit are left out from its end."""
     documents = item.documents
     while True:
