@@ -4,7 +4,7 @@ from jaxrag.cli.bench_serve import SERVE
 from jaxrag.cli.command import SUMMARIES, Args, command, fields, from_fields, group
 from jaxrag.cli.options import PEER, peer_of, result_options
 from jaxrag.cli.output import give_out, require_folder
-from jaxrag.measure.bench.options import TimelineOptions, TtftOptions
+from jaxrag.measure.bench.options import TtftOptions
 
 
 def run(args: Args) -> None:
@@ -13,15 +13,6 @@ def run(args: Args) -> None:
 
     require_folder(args.out)
     result = run(from_fields(TtftOptions, args, peer_python=peer_of(args)))
-    give_out(args, result, report(result))
-
-
-def run_timeline(args: Args) -> None:
-    """Print a table, or one JSON object."""
-    from jaxrag.measure.bench.timeline import report, run
-
-    require_folder(args.out)
-    result = run(from_fields(TimelineOptions, args))
     give_out(args, result, report(result))
 
 
@@ -37,14 +28,6 @@ COMMAND = group(
         fields(TtftOptions),
         result_options(),
         PEER,
-    ),
-    command(
-        "timeline",
-        run_timeline,
-        "one request from text to first byte, phase by phase: chunks in the pool, and in the store",
-        "jaxrag bench timeline --requests 20 --out timeline.json",
-        fields(TimelineOptions),
-        result_options(),
     ),
     SERVE,
 )

@@ -2,48 +2,29 @@
 
 import json
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxrag.base.errors import RequestError
 from jaxrag.cli.command import Args, command, fields, from_fields, value
 from jaxrag.cli.opening import open_kb, where_of
 from jaxrag.cli.options import FOUND, JSON, SECRET, distributed_options, model_options
 from jaxrag.cli.output import print_json, require_folder, titled
-from jaxrag.cli.parts import RayOptions, in_parts
 from jaxrag.cli.processes import joined
 from jaxrag.measure.evals.options import OwnOptions
 from jaxrag.models.text.printable import printable
 
 if TYPE_CHECKING:
-    from jaxrag.library.documents import Shard
     from jaxrag.measure.evals.own import Evaluation
 
 
 def run(args: Args) -> None:
     """Print the tables, or one JSON object."""
     from jaxrag.measure.evals.asked import forget, kept
-    from jaxrag.measure.evals.own import evaluate, whole
-    from jaxrag.serve.answer_files import settings_path
+    from jaxrag.measure.evals.own import evaluate
     from jaxrag.serve.question_files import QuestionFile
 
     options = options_of(args)
     questions = QuestionFile.open(args.questions)
-    if args.ray:
-        if args.distributed:
-            raise RequestError(
-                f"--ray {args.ray}: a worker is one process; leave --distributed out"
-            )
-        if args.out:
-            args.out = str(Path(args.out).resolve())
-        parts = in_parts(args, evaluate_part, "evaluate")
-        give(args, whole(parts))
-        for at in range(len(parts) if args.out else 0):
-            done = Path(f"{args.out}.{at}-of-{len(parts)}")
-            done.unlink()
-            settings_path(done).unlink()
-        return
     with joined(args) as first, open_kb(args) as kb:
         assert kb.model is not None
         with kept(args.out, kb.model.exchange, first) as path:
@@ -51,21 +32,6 @@ def run(args: Args) -> None:
     if first:
         give(args, found)
         forget(args.out)
-
-
-def evaluate_part(args: Args) -> "Callable[[Shard], Evaluation]":
-    """What a worker of --ray does with a part of the questions; with --out a killed run goes on."""
-    from jaxrag.measure.evals.own import evaluate
-    from jaxrag.serve.question_files import QuestionFile
-
-    questions, options = QuestionFile.open(args.questions), options_of(args)
-    kb = open_kb(args)
-
-    def work(shard: "Shard") -> "Evaluation":
-        kept = Path(f"{args.out}.{shard.index}-of-{shard.count}") if args.out else None
-        return evaluate(kb, questions, options, shard=shard, kept=kept)
-
-    return work
 
 
 def options_of(args: Args) -> OwnOptions:
@@ -116,7 +82,6 @@ COMMAND = command(
     value("--out", "FILE", "also write a JSON line for every question and method there"),
     model_options(),
     distributed_options(),
-    fields(RayOptions),
     JSON,
-    basic="kb questions methods template max-new-tokens k where model dtype ray out json",
+    basic="kb questions methods template max-new-tokens k where model dtype out json",
 )

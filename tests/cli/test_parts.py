@@ -33,8 +33,6 @@ def test_four_parts_a_worker():
         (["generate", "--questions=a", "--out=b", "--kb=c", "--ray=2", "--shard=0/2"],
          "--ray 2 deals the questions itself"),
         (["generate", "--questions=a", "--out=b", "--ray=2"], "pass --kb DIR, or --model DIR"),
-        (["eval", "own", "--questions=a.txt", "--kb=kb", "--ray=2", "--distributed"],
-         "leave --distributed out"),
         (["ingest", "a.txt", "--kb", "kb", "--ray", "4", "--ray-parts", "3"],
          "--ray 4 --ray-parts 3: expected"),
     ],
@@ -96,7 +94,7 @@ def run(*command):
 @pytest.mark.ray
 @pytest.mark.skipif(not WITH_RAY, reason="ray is not installed; pip install 'jaxrag[ray]'")
 def test_two_workers_do_what_one_process_does(tmp_path):
-    answers, evaluations = {}, {}
+    answers = {}
     for name, ray in (("one", []), ("two", ["--ray", "2", "--ray-parts", "3"])):
         kb = str(tmp_path / f"kb-{name}")
         report = run(
@@ -111,12 +109,6 @@ def test_two_workers_do_what_one_process_does(tmp_path):
         assert report["answered"] == report["questions"] > 0
         lines = [json.loads(line) for line in out.read_text().splitlines()]
         answers[name] = {line["id"]: line["token_ids"] for line in lines}
-        found = run("eval", "own", *command[1:7], "--methods", "turborag", *ray)
-        for method in found["methods"]:
-            for name in ("ttft", "first_ttft", "first_over_own"):  # times
-                del method[name]
-        evaluations[name] = found["questions"], found["recall"], found["methods"]
     assert answers["two"] == answers["one"]
-    assert evaluations["two"] == evaluations["one"]
     again = run(*command)  # a run that is begun again goes on where it was
     assert (again["answered"], again["earlier"]) == (0, again["questions"])

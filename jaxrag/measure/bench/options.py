@@ -76,22 +76,6 @@ class TtftOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class TimelineOptions:
-    """Of `jaxrag bench timeline`."""
-
-    model: str | None = option(None, metavar="MODEL", unset="a random Llama of 6 layers, width 256")
-    method: str = option("turborag", "a method that reuses chunks encoded alone", "NAME")
-    chunks: int = option(4, "of a question", "N", parse=parse_count)
-    chunk_tokens: int = option(1024, "of each", "N", parse=parse_count)
-    requests: int = option(20, "of each kind, after a warm-up", "N")
-
-    def __post_init__(self) -> None:
-        check_positive(self, "requests", "chunks")
-        if self.chunk_tokens < 128:
-            raise RequestError(f"chunk_tokens={self.chunk_tokens}: expected 128 or more")
-
-
-@dataclasses.dataclass(frozen=True)
 class Traffic:
     """What requests `jaxrag bench serve` draws.
 

@@ -58,16 +58,14 @@ class Probe:
     sources: tuple[str, ...]
 
 
-def probes_of(
-    questions: QuestionFile, kb: KnowledgeBase, shard: Shard | None = None
-) -> tuple[Probe, ...]:
-    """The questions of a file, or of a shard of it, with their right answers.
+def probes_of(questions: QuestionFile, kb: KnowledgeBase) -> tuple[Probe, ...]:
+    """The questions of a file with their right answers.
 
     Raises RequestError, with the line: a line that is none, without a right answer, with texts to
     answer from, or with a source that the knowledge base does not hold.
     """
     known = {document.id for document in kb.documents()}
-    return tuple(_probe(questions, it, known) for it in questions.entries(shard or Shard()))
+    return tuple(_probe(questions, it, known) for it in questions.entries(Shard()))
 
 
 def _probe(file: QuestionFile, question: FileQuestion | BadQuestion, known: set[str]) -> Probe:
@@ -177,7 +175,6 @@ def evaluate(
     questions: QuestionFile,
     options: OwnOptions,
     *,
-    shard: Shard | None = None,
     kept: Path | None = None,
     progress: bool = False,
 ) -> Evaluation:
@@ -186,7 +183,6 @@ def evaluate(
     Args:
       questions: with their right answers (``probes_of``).
       options: the methods, and how much is retrieved.
-      shard: lines of the file; None: all.
       kept: a file of finished questions, which are not asked again; None: there is none.
       progress: show how far it is, on stderr.
 
@@ -196,7 +192,7 @@ def evaluate(
     """
     if kb.model is None:
         raise RequestError(f"{kb.path} was opened without its model; open it with model=")
-    probes = probes_of(questions, kb, shard)
+    probes = probes_of(questions, kb)
     asked = (FULL, *(options.methods or suiting(kb, kb.model)))
     names = {method_named(way).name: way for way in asked}
     ask = Ask(
@@ -216,7 +212,6 @@ def evaluate(
         "weights": kb.model.fingerprint,
         "knowledge_base": kb.id,
         "changes": kb.changes,
-        "part": str(shard),
     }
     with tempfile.TemporaryDirectory(prefix="jaxrag-") as folder:
         answers = AnswerFile(kept or Path(folder) / "items.jsonl", made_with)
@@ -235,13 +230,6 @@ def evaluate(
         },
         notes=tuple(notes),
     )
-
-
-def whole(parts: Sequence[Evaluation]) -> Evaluation:
-    """The evaluation whose shards these are, in the order of the file."""
-    items = sorted((it for part in parts for it in part.items), key=lambda it: it[0].question.line)
-    notes = dict.fromkeys(note for part in parts for note in part.notes)
-    return dataclasses.replace(parts[0], items=tuple(items), notes=tuple(notes))
 
 
 def _item(probe: Probe) -> DatasetItem:

@@ -8,14 +8,13 @@ from refusal import refused
 from jaxrag.base.errors import ConfigError, RequestError
 from jaxrag.cli import main
 from jaxrag.cli.output import titled
-from jaxrag.library.documents import Shard
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.measure.evals import own as own_questions
 from jaxrag.measure.evals.datasets.report import notes, tables
 from jaxrag.measure.evals.gate import gate
 from jaxrag.measure.evals.metrics import exact_match, token_f1
 from jaxrag.measure.evals.options import GateOptions, OwnOptions, Target
-from jaxrag.measure.evals.own import evaluate, probes_of, whole
+from jaxrag.measure.evals.own import evaluate, probes_of
 from jaxrag.reuse.methods import METHODS
 from jaxrag.serve.generate import generate
 from jaxrag.serve.question_files import QuestionFile
@@ -201,9 +200,9 @@ def test_a_bad_line_is_told_before_anything_is_computed(kb, tmp_path, name, text
     assert all(word in str(refusal.value) for word in words), refusal.value
 
 
-def test_a_part_that_is_done_is_not_asked_again(kb, file, tmp_path, monkeypatch):
+def test_what_is_kept_is_not_asked_again(kb, file, tmp_path, monkeypatch):
     """Of the same questions, options and documents; a line that is cut short counts for nothing."""
-    questions, options = QuestionFile.open(file), OwnOptions(("full_reuse",), **ASK)
+    questions, kept = QuestionFile.open(file), tmp_path / "kept"
     asked, answers_to = [], own_questions.answers_to
 
     def counting(answerer, item):
@@ -212,23 +211,20 @@ def test_a_part_that_is_done_is_not_asked_again(kb, file, tmp_path, monkeypatch)
 
     monkeypatch.setattr(own_questions, "answers_to", counting)
 
-    def part(index, options=options):
-        kept = tmp_path / str(index)
-        return evaluate(kb, questions, options, shard=Shard(index, 2), kept=kept)
+    def run(method="full_reuse"):
+        return evaluate(kb, questions, OwnOptions((method,), **ASK), kept=kept)
 
-    first = [part(0), part(1)]
-    assert asked == ["1", "3", "2"]
-    again = [part(0), part(1)]
+    first = run()
+    assert asked == ["1", "2", "3"]
+    again = run()
     assert len(asked) == 3
-    assert whole(again).to_dict() == whole(first).to_dict()
-    assert whole(again).records() == whole(first).records()
-    assert [it["id"] for it in whole(again).records()] == 2 * [1, 2, 3]
-    (tmp_path / "0").write_text((tmp_path / "0").read_text()[:-10])
-    assert [it for it, _ in part(0).items] == [it for it, _ in first[0].items]
-    assert asked == ["1", "3", "2", "3"]
+    assert again.to_dict() == first.to_dict() and again.records() == first.records()
+    kept.write_text(kept.read_text()[:-10])
+    assert [it for it, _ in run().items] == [it for it, _ in first.items]
+    assert asked == ["1", "2", "3", "3"]
     with refused(ConfigError, "options"):
-        part(1, OwnOptions(("turborag",), **ASK))
+        run("turborag")
     kb.set_gate("turborag", {"ratio": 0.5, "probes": "none"})
     with refused(ConfigError, "changes"):  # the knowledge base is another
-        part(0)
+        run()
     assert len(asked) == 4
