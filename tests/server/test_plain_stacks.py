@@ -1,7 +1,7 @@
 """Stacks as they come, over a real port: only `base_url` is theirs to change.
 
-LangChain and LlamaIndex run from their packages. What Haystack sends was recorded from its package
-(scripts/record_stack_requests.py). Requests of Open WebUI, RAGFlow and AnythingLLM, which are
+LangChain and LlamaIndex run from their packages. What Haystack sends was recorded from its package.
+Requests of Open WebUI, RAGFlow and AnythingLLM, which are
 servers, are written as their sources write them.
 """
 

@@ -29,7 +29,7 @@ from jaxrag.train.step import Program
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "checkpoints" / "synthetic-0.8m"
-LOSSES = ROOT / "tests" / "goldens" / "shipped_loss.json"  # by scripts/make_shipped_loss.py
+LOSSES = ROOT / "tests" / "goldens" / "shipped_loss.json"
 WEIGHTS = ("full", "dual", "long")
 RECORDED = (
     "full",
