@@ -84,7 +84,7 @@ class Key:
       read: the served knowledge bases that it may ask, by name; "*" is every one.
       write: the same for adding and removing documents; what it may write it may read.
       documents: what it may do with the tenant's own files and vector stores.
-      admin: it may look into the engine and prefetch.
+      admin: it may look into the engine.
       groups: of documents that name groups, it may read those of one of these, and change nothing;
         None: all.
     """
@@ -140,7 +140,7 @@ class Access:
       read: names of served knowledge bases.
       write: names of served knowledge bases.
       documents: rights on the tenant's own files and vector stores.
-      admin: whether it may look into the engine and prefetch.
+      admin: whether it may look into the engine.
       groups: whose documents it may read beside those without groups; None: all.
     """
 

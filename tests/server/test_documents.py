@@ -419,9 +419,3 @@ def test_embeddings_are_those_of_the_knowledge_base(
     assert none.status_code == 400 and "--embedder DIR" in none.json()["error"]["message"]
 
 
-def test_prefetch_brings_chunks_near(server):
-    made = server.post("/v1/prefetch", question="Kora Felell", k=2).json()
-    assert made["bytes"] > 0 and made["knowledge_base"] == "village"
-    assert server.post("/v1/prefetch", question="a", keys=["0" * 40]).status_code == 400
-    assert server.post("/v1/prefetch", keys=["zz"]).status_code == 400
-    assert server.post("/v1/prefetch", keys=["0" * 40]).json()["bytes"] == 0

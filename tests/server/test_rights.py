@@ -101,7 +101,6 @@ RIGHTS = {
     f"GET {STORE}/file_batches/{{batch}}/files": {"own": DOCUMENT["own"]},
     f"POST {STORE}/file_batches/{{batch}}/cancel": {"own": "401 401 404 404 404 403 404 200 200"},
     "POST /v1/embeddings": past(READ),
-    "POST /v1/prefetch": {**ADMINS, "own": ADMINS[""], "served": ADMINS[""]},
 }  # fmt: skip
 SECRET = Document("secret.md", "Giso Berow owns a falcon.", metadata={"groups": ["legal"]})
 BODIES = {
@@ -121,7 +120,6 @@ BODIES = {
     f"{STORE}/files/{{file:path}}": {"attributes": {"groups": ["legal"], "year": 1}},
     f"{STORE}/file_batches": {"file_ids": ["{file}"], "attributes": {"groups": ["legal"]}},
     "/v1/embeddings": {"input": "Giso"},
-    "/v1/prefetch": {"question": "Giso"},
 }
 ASKED = [
     (method, route.path)

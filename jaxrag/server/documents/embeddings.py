@@ -1,4 +1,4 @@
-"""POST /v1/embeddings and /v1/prefetch: vectors, and KV closer before it is asked for."""
+"""POST /v1/embeddings: vectors of texts."""
 
 import base64
 from typing import Annotated, Any, Literal
@@ -7,18 +7,14 @@ import numpy as np
 from pydantic import BeforeValidator, Field
 
 from jaxrag.base.types import HostArray
-from jaxrag.kv.store.keys import ID_DIGITS
-from jaxrag.kv.store.prefetch import Tier
 from jaxrag.library.embed import BertEmbedder, Embedder
-from jaxrag.server.errors import forbidden, invalid
-from jaxrag.server.fields import ChunkCount, Count, EmbeddedText, Named, listed
+from jaxrag.server.errors import invalid
+from jaxrag.server.fields import Count, EmbeddedText, Named, listed
 from jaxrag.server.state.entry import Call
 from jaxrag.server.state.state import ServerState
 from jaxrag.server.tenants import Access
 
-_MOST_KEYS = 10_000
 _MOST_TEXTS = 2048
-_Key = Annotated[str, Field(pattern=f"^[0-9a-f]{{{ID_DIGITS}}}$")]
 
 
 def _no_ids(given: Any) -> Any:
@@ -39,15 +35,6 @@ class _EmbeddingFields(Named):
     encoding_format: Literal["float", "base64"] = "float"
     input_type: Literal["document", "passage", "query"] = "passage"
     dimensions: Count | None = None
-
-
-class _PrefetchFields(Named):
-    question: str | None = None
-    keys: Annotated[
-        list[_Key], Field(max_length=_MOST_KEYS, fail_fast=True), BeforeValidator(listed)
-    ] = Field([])
-    tier: Tier = "page"
-    k: ChunkCount | None = None
 
 
 def create_embeddings(call: Call) -> dict[str, Any]:
@@ -72,24 +59,6 @@ def create_embeddings(call: Call) -> dict[str, Any]:
         ],
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     }
-
-
-def prefetch(call: Call) -> dict[str, Any]:
-    """For admins: bring KV of a question's chunks, or of store keys, closer; answers when it is."""
-    if not call.access.admin:
-        raise forbidden("prefetch is for admins; ask for a key that is one")
-    state, fields = call.state, call.read(_PrefetchFields)
-    question, keys = fields.question, fields.keys
-    if (question is None) == (not keys):
-        raise invalid("expected a question or keys, one of them", "question")
-    name = call.named_base() or state.default_base(call.access)
-    if name is None:
-        raise invalid("there is no knowledge base; name one", "knowledge_base")
-    base = state.library.knowledge_base(call.access, name)
-    what = keys if question is None else question
-    k, groups = fields.k or state.settings.k, call.access.groups
-    nbytes = base.prefetch(what, k=k, tier=fields.tier, groups=groups).result()
-    return {"object": "prefetch", "knowledge_base": name, "tier": fields.tier, "bytes": nbytes}
 
 
 def _embedder(state: ServerState, access: Access, name: str | None) -> tuple[Embedder, str]:

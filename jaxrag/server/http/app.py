@@ -126,7 +126,6 @@ ROUTES = (
     plain(f"{_BATCH}/cancel", vector_stores.cancel_batch, "POST"),
     plain(f"{_BATCH}/files", vector_stores.list_batch),
     plain("/v1/embeddings", embeddings.create_embeddings, "POST", prepares=True),
-    plain("/v1/prefetch", embeddings.prefetch, "POST", prepares=True),
 )
 
 
