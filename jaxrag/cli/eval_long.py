@@ -26,15 +26,11 @@ from jaxrag.measure.evals.options import LongOptions
 def run(args: Args) -> None:
     """Print the tables, or one JSON object; write what was asked for."""
     from jaxrag.measure.evals.asked import forget
-    from jaxrag.measure.evals.long.heatmap import check_picture, draw_heatmap
     from jaxrag.measure.evals.long.report import tables
     from jaxrag.measure.evals.long.run import prompts, run
 
     options = from_fields(LongOptions, args, suite=args.suite)
     require_folders(args, "out", "markdown", "prompts")
-    picture = getattr(args, "heatmap", None)
-    if picture:
-        check_picture(Path(picture))
     if args.prompts:
         rows = prompts(options, progress=not args.json)
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -54,10 +50,6 @@ def run(args: Args) -> None:
     ]
     give_out_tables(args, result, tables, notes)
     forget(args.out)
-    if picture:
-        draw_heatmap(result, Path(picture))
-        if not args.json:
-            print(picture)
 
 
 def grouped(notes: Iterable[str]) -> list[str]:
@@ -71,10 +63,7 @@ def grouped(notes: Iterable[str]) -> list[str]:
     ]
 
 
-def _command(
-    suite: str, help: str, example: str, *but: str, questions: int = 20, picture: bool = False
-) -> CliCommand:
-    heatmap = [value("--heatmap", "FILE", "draw a .png, .svg or .pdf file")] * picture
+def _command(suite: str, help: str, example: str, *but: str, questions: int = 20) -> CliCommand:
     return command(
         suite,
         run,
@@ -83,7 +72,6 @@ def _command(
         fields(LongOptions, but=but, defaults={"questions": questions}),
         fields(ModelOptions, only=("mesh",)),
         distributed_options(),
-        heatmap,
         value(
             "--prompts",
             "FILE",
@@ -92,7 +80,7 @@ def _command(
         flag("--no-items", "leave the single questions out of the JSON"),
         result_options(markdown=True),
         basic="model contexts methods decode num-questions chunk-tokens template out markdown json "
-        + " ".join({"tasks", "depths", *["heatmap"] * picture} - {*but}),
+        + " ".join({"tasks", "depths"} - {*but}),
         suite=suite,
     )
 
@@ -102,12 +90,10 @@ COMMANDS = (
         "needle",
         "needle in a haystack, by length and depth",
         "jaxrag eval needle --model MODEL --template plain --contexts 1k,2k,4k "
-        "--depths 0,0.5,1 --methods full_attention,turborag --chunk-tokens 512 "
-        "--heatmap needle.png",
+        "--depths 0,0.5,1 --methods full_attention,turborag --chunk-tokens 512",
         "answers",
         "tasks",
         questions=3,
-        picture=True,
     ),
     _command(
         "ruler",

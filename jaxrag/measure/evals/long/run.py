@@ -92,7 +92,7 @@ def run(
     out: str | None = None,
     first: bool = True,
 ) -> dict[str, Any]:
-    """Measure; JSON-able, scores as fractions of 1, ``report`` prints it and ``heatmap`` draws it.
+    """Measure; JSON-able, scores as fractions of 1, ``report`` prints it.
 
     Several processes that hold the model on one mesh run this together.
 

@@ -8,18 +8,17 @@ from jaxrag.tasks.long.scores import string_match_all
 
 
 def test_needle_writes_what_it_prints(jaxrag, village_dir, village_model, tmp_path):
-    pytest.importorskip("matplotlib")
-    out, text, picture = (tmp_path / name for name in ("x.json", "x.md", "x.png"))
+    out, text = tmp_path / "x.json", tmp_path / "x.md"
     code, printed, err = jaxrag(
         "needle", "--model", village_dir, "--flavour", "village", "--contexts", "70",
         "--depths", "0,1", "--num-questions", 1, "--chunk-tokens", 32, "--methods", "turborag",
         "--batch-size", 2, "--max-new-tokens", 1, "--out", out, "--markdown", text,
-        "--heatmap", picture, "--json",
+        "--json",
     )  # fmt: skip
     assert (code, err) == (0, "")
     result = json.loads(printed)
     assert result == json.loads(out.read_text())
-    assert picture.stat().st_size > 5000 and "| turborag | 70 |" in text.read_text()
+    assert "| turborag | 70 |" in text.read_text()
     assert (result["suite"], result["lengths"], result["depths"]) == ("needle", [70], [0, 1])
     assert result["machine"]["versions"]["jax"] and result["model"]["weights"]
     assert [item["depth"] for item in result["items"]] == [0, 1]
@@ -71,7 +70,6 @@ GIVEN = ("--model", "nowhere", "--contexts")
     ("arguments", "words"),
     [
         (("needle", *GIVEN, "4k", "--depths", "1.5"), ["--depths 1.5", "0 to 1"]),
-        (("needle", *GIVEN, "4k", "--heatmap", "x.txt"), ["x.txt", ".png"]),
         (("needle", *GIVEN, "4k", "--out", "no/where.json"), ["--out no/where.json", "folder"]),
         (("needle", *GIVEN, "4k", "--markdown", "no/x.md"), ["--markdown", "folder"]),
         (("needle", *GIVEN, "4k", "--prompts", "no/x.jsonl"), ["--prompts", "folder"]),
