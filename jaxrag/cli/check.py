@@ -63,7 +63,7 @@ def run(args: Args) -> int:
     else:
         if checked is not None:
             _show(_measured(checked))
-        _show(_next(model, suited, checked))
+        _show(_next(model, suited))
     if checked is None or not isinstance(checked.parity, Parity) or checked.parity.same:
         return 0
     print(
@@ -216,7 +216,7 @@ def _need(memory: "Memory", dtype: str) -> str:
 
 def _measured(checked: "Checked") -> list[tuple[str, str]]:
     speed, prefill, decode = checked.speed, checked.speed.prefill, checked.speed.decode
-    rows = [
+    return [
         ("loaded", f"in {checked.load_seconds:.1f} s; logits are finite"),
         ("transformers", _beside(checked.parity)),
         (
@@ -225,22 +225,6 @@ def _measured(checked: "Checked") -> list[tuple[str, str]]:
             f"{human_count(decode)} tokens/s",
         ),
     ]
-    if isinstance(checked.agreement, str):
-        return [*rows, ("agreement", f"not measured: {checked.agreement}")]
-    what = "an indication, which `jaxrag kb gate` replaces on your own documents"
-    tokens = f"over {checked.answer_tokens} answer tokens of short questions"
-    rows.append(("agreement", f"with full attention {tokens}: {what}"))
-    for agreed in checked.agreement:
-        ratio = agreed.choice.method.recompute_ratio
-        again = "" if ratio is None else f", recomputing {ratio:g}"
-        verdict = "meets" if agreed.meets else "misses"
-        rows.append(
-            (
-                f"  {agreed.choice.method.name:<{_LABEL - 3}}",
-                f"{agreed.agreement:.0%}, KL {agreed.kl:.3f}{again}: {verdict} the gate's target",
-            )
-        )
-    return rows
 
 
 def _beside(parity: "Parity | str") -> str:
@@ -260,10 +244,8 @@ def _choice_values(choice: "Choice") -> dict[str, object]:
     }
 
 
-def _next(
-    model: "Overview", suited: "tuple[Choice, ...]", checked: "Checked | None"
-) -> list[tuple[str, str]]:
-    """Which methods suit, which of them missed the target, and what to type."""
+def _next(model: "Overview", suited: "tuple[Choice, ...]") -> list[tuple[str, str]]:
+    """Which methods suit, and what to type."""
     from jaxrag.models import FAMILIES
     from jaxrag.reuse.methods import refused_methods
 
@@ -274,21 +256,15 @@ def _next(
     if refusing := refused_methods(model.config):
         rows.append(("not here", f"{', '.join(refusing)}; each says why if it is asked for"))
     served = [choice for choice in suited if choice.refused is None]
-    missed: list[Choice] = []
-    if checked is not None and not isinstance(checked.agreement, str):
-        misses = {choice.choice.method.name: not choice.meets for choice in checked.agreement}
-        missed = [choice for choice in served if misses[choice.method.name]]
-        served.sort(key=lambda choice: choice in missed)
     if not served or model.memory.missing:
         return rows
-    first, suits = served[0], [*map(_kept, (it for it in served if it not in missed))]
+    first = served[0]
     method = (f"--method {first.method.name}",)
     asked = () if first.default else method
     ingest = ("jaxrag ingest DOCUMENTS --kb kb", f"--model {model.path}", *first.flags)
     return [
         *rows,
-        ("methods", f"{', '.join(suits) or 'none met the target'}; full_attention always"),
-        *([("  missed", ", ".join(map(_kept, missed)))] if missed else []),
+        ("methods", f"{', '.join(map(_kept, served))}; full_attention always"),
         ("", "next"),
         ("", _command(ingest)),
         ("", _command(('jaxrag ask "QUESTION" --kb kb', *asked))),

@@ -1,4 +1,4 @@
-"""A model at work for a few seconds: finite, as transformers has it, how fast, what suits it."""
+"""A model at work for a few seconds: finite, as transformers has it, how fast."""
 
 import dataclasses
 import importlib.util
@@ -12,24 +12,17 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrag.base.errors import JaxragError, ModelError, RequestError
+from jaxrag.base.errors import ModelError, RequestError
 from jaxrag.base.types import HostArray
 from jaxrag.engine.engine import engine_of
 from jaxrag.engine.request import Prompt, Request
-from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.kv.cache import PAGE
-from jaxrag.library.knowledge_base.passages import PassageCorpus
 from jaxrag.measure.bench.peer import Peer
-from jaxrag.measure.evals.gate import compare
-from jaxrag.measure.evals.options import Target
 from jaxrag.models.memory import gib
 from jaxrag.models.model import Model, load_model
 from jaxrag.models.overview import Overview
 from jaxrag.models.record import is_checkpoint
-from jaxrag.reuse.methods import METHODS, Choice, choices
-from jaxrag.serve.ask import Ask
-from jaxrag.serve.questions import ReadyQuestion, Settings, prepare, resolve
-from jaxrag.tasks.synthetic import SyntheticTask, sample
+from jaxrag.reuse.methods import METHODS
 
 PEER_LOGITS = Path(__file__).with_name("peer_logits.py")
 LOGIT_TOKENS = 48  # of the prompt that is held against transformers
@@ -37,8 +30,6 @@ SAME = 1e-3  # of the largest logit: rounding of two float32 forwards stays far 
 _SECONDS = 2.0  # that the longest timed prefill may take, about
 _FIRST, _LONGEST = 64, 1024  # tokens of timed prompts
 _NEW = 17  # tokens of a timed answer
-_SAMPLES, _ASKED = 4, 2  # of six short documents in plain words each; questions on each
-_ANSWER = 8  # tokens of their answers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,63 +64,25 @@ class Speed(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Agreed:
-    """A method beside full attention on a few questions.
-
-    Attributes:
-      choice: the method, and what it needs.
-      agreement: share of answer tokens that are full attention's first choice as well.
-      kl: mean KL(full attention || method), nats a token.
-      meets: does it reach the gate's target?
-    """
-
-    choice: Choice
-    agreement: float
-    kl: float
-    meets: bool
-
-
-@dataclasses.dataclass(frozen=True)
 class Checked:
     """What was measured. Make one with ``check_model``.
 
     Attributes:
       parity: with transformers, or why it was not compared.
       speed: of prefill and of generation.
-      agreement: of the methods that suit, or why none was compared.
     """
 
     load_seconds: float
     parity: Parity | str
     speed: Speed
-    agreement: tuple[Agreed, ...] | str
-    answer_tokens: int
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""
         parity: Any = self.parity
         if isinstance(parity, Parity):
             parity = dataclasses.asdict(parity) | {"same": parity.same}
-        agreement: Any = self.agreement
-        if not isinstance(agreement, str):
-            agreement = [
-                {
-                    "method": agreed.choice.method.name,
-                    "recompute_ratio": agreed.choice.method.recompute_ratio,
-                    "encoders": list(agreed.choice.encoders),
-                    "agreement": agreed.agreement,
-                    "kl": agreed.kl,
-                    "meets": agreed.meets,
-                }
-                for agreed in agreement
-            ]
-        return {
-            "load_seconds": self.load_seconds,
-            "parity": parity,
-            "speed": self.speed._asdict(),
-            "agreement": agreement,
-            "answer_tokens": self.answer_tokens,
-        }
+        speed = self.speed._asdict()
+        return {"load_seconds": self.load_seconds, "parity": parity, "speed": speed}
 
 
 def check_model(
@@ -160,9 +113,7 @@ def check_model(
             "wider dtype, such as float32"
         )
     speed = _speed(model)
-    agreement, tokens = _agreement(model)
-    parity = _parity(about, model, ids, peer_python)
-    return Checked(load_seconds, parity, speed, agreement, tokens)
+    return Checked(load_seconds, _parity(about, model, ids, peer_python), speed)
 
 
 def _random_ids(model: Model, count: int) -> HostArray:
@@ -235,37 +186,3 @@ def _speed(model: Model) -> Speed:
         if next_length == length or 2 * outcome.prefill_seconds > _SECONDS:
             return Speed(length, length / outcome.prefill_seconds, 1 / outcome.per_token)
         length = next_length
-
-
-def _agreement(model: Model) -> tuple[tuple[Agreed, ...] | str, int]:
-    """What the gate measures, of the methods that suit; or why it is not measured."""
-    suited = [choice for choice in choices(model.config, model.reading) if choice.refused is None]
-    if not suited:
-        return "no method that suits can serve this model", 0
-    try:
-        settings = [
-            resolve(Ask(method=method, max_new_tokens=_ANSWER), model=model)
-            for method in (METHODS["full_attention"], *(one.method for one in suited))
-        ]
-        prepared = [_probes(one) for one in settings]
-    except JaxragError as error:  # no tokenizer, words that it lacks, a context too short
-        return str(error), 0
-    measured, tokens = compare(settings, prepared, Target(), 1)
-    return tuple(
-        Agreed(one, it.agreement.value, it.kl, it.meets)
-        for one, it in zip(suited, measured, strict=True)
-    ), tokens
-
-
-def _probes(settings: Settings) -> list[ReadyQuestion]:
-    """Questions on short documents about invented people."""
-    task = SyntheticTask(split="test")
-    samples = [sample(task, 0, index) for index in range(_SAMPLES)]
-    documents = tuple(("", text) for drawn in samples for text in drawn.chunks)
-    corpus = PassageCorpus("probes", documents, settings.model, settings.template)
-    settings = dataclasses.replace(settings, neighbours=corpus)
-    return [
-        prepare(settings, asked.question, drawn.chunks, SamplingParams())
-        for drawn in samples
-        for asked in drawn.questions[:_ASKED]
-    ]

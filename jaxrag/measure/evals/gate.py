@@ -140,45 +140,21 @@ def measure(
     *,
     progress: bool = False,
 ) -> GateReport:
-    """What became of the questions that were ``tried``; arguments as of ``compare``."""
-    measured, tokens = compare(
-        settings, prepared, options.target, options.batch_size, progress=progress
+    """What became of the questions that were ``tried``; arguments as of ``tallied``."""
+    tallies = tallied(settings, prepared, options.batch_size, progress=progress)
+    chunk_tokens = sum(sum(ready.prompt.lengths) for ready in prepared[-1])
+    measured = tuple(
+        tally.measured(one.method.recompute_ratio or 0.0, chunk_tokens, options.target)
+        for one, tally in zip(settings[1:], tallies, strict=True)
     )
     return GateReport(
         method=settings[1].method.name,
         questions=len(prepared[0]),
-        answer_tokens=tokens,
+        answer_tokens=sum(map(len, tallies[0].agree)),
         target=options.target,
         measured=measured,
         ratio=next((one.ratio for one in measured if one.meets), None),
     )
-
-
-def compare(
-    settings: abc.Sequence[Settings],
-    prepared: abc.Sequence[abc.Sequence[ReadyQuestion]],
-    target: Target,
-    batch_size: int,
-    *,
-    progress: bool = False,
-) -> tuple[tuple[Measured, ...], int]:
-    """How the methods of all settings but the first agree with the first's answers.
-
-    Args:
-      settings: that of full attention, then those that are compared with it.
-      prepared: the same questions under each of them.
-      batch_size: questions that are answered together.
-      progress: draw a bar on stderr.
-
-    Returns one ``Measured`` for each but the first, and how many answer tokens were compared.
-    """
-    tallies = tallied(settings, prepared, batch_size, progress=progress)
-    chunk_tokens = sum(sum(ready.prompt.lengths) for ready in prepared[-1])
-    measured = tuple(
-        tally.measured(one.method.recompute_ratio or 0.0, chunk_tokens, target)
-        for one, tally in zip(settings[1:], tallies, strict=True)
-    )
-    return measured, sum(map(len, tallies[0].agree)) if tallies else 0
 
 
 def tallied(
@@ -190,11 +166,15 @@ def tallied(
     heard: abc.Callable[[], object] = lambda: None,
     progress: bool = False,
 ) -> "list[Tally]":
-    """What each of all settings but the first did on the questions; arguments as of ``compare``.
+    """What each of all settings but the first did, shown the first's answers.
 
     Args:
+      settings: that of full attention, then those that are compared with it.
+      prepared: the same questions under each of them.
+      batch_size: questions that are answered together.
       name: of the bar.
       heard: called when a batch was answered, or seen, under one of the settings.
+      progress: draw the bar on stderr.
     """
     tallies = [Tally() for _ in settings[1:]]
     total = len(prepared[0]) * len(settings)
