@@ -417,5 +417,3 @@ def test_embeddings_are_those_of_the_knowledge_base(
                 assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     none = server.post("/v1/embeddings", input="abc")
     assert none.status_code == 400 and "--embedder DIR" in none.json()["error"]["message"]
-
-
