@@ -1,5 +1,6 @@
 """Reading the catalog: documents, chunks, their keys in the store, and search by words."""
 
+import itertools
 import json
 import math
 import time
@@ -32,10 +33,11 @@ from jaxrag.library.catalog.rows import (
 )
 from jaxrag.library.documents.chunking import Chunk
 from jaxrag.library.retrieve.base import Found, searched_text
-from jaxrag.library.retrieve.bm25 import BM25Index, BM25Snapshot, Sizes
+from jaxrag.library.retrieve.bm25 import BM25Index, Sizes, in_memory
 from jaxrag.library.retrieve.filters import Filter
 
 _MANY_CHUNKS = 10_000  # from here on, counting all rows takes time
+_INDEXED_AT_ONCE = 4096  # chunks whose rows are held
 _SHARE = 100.0
 _CONNECTIONS = 2  # of a database
 
@@ -214,11 +216,11 @@ class CatalogReader(ContextReader):
                 raise unlike(self.path, "the rows of chunks that were found are")
         return matches
 
-    def words(self) -> BM25Snapshot:
-        """The full-text index in memory, to put many questions to it; ranks as ``search``."""
-        with self._database.snapshot() as connection:
-            self._totals(connection)
-            return self._index.snapshot()
+    def words(self) -> Callable[[str, int], list[Found]]:
+        """``ranked`` (question, k) of the chunks there are now, in memory: for many questions."""
+        parts = itertools.batched(self.chunk_ids().tolist(), _INDEXED_AT_ONCE)
+        texts = (self.searched_texts(part).items() for part in parts)
+        return in_memory(itertools.chain.from_iterable(texts))
 
     def hits(self, found: Sequence[tuple[int, float]], where: Filter | None = None) -> list[Hit]:
         """Chunks found elsewhere, (id, score), in the same order.
