@@ -229,8 +229,18 @@ class CatalogReader(ContextReader):
         """
         with self._database.snapshot() as connection:
             self._totals(connection)
-            hits = self._hits(connection, found)
-        return hits if where is None else [hit for hit in hits if where.matches(hit.metadata)]
+            hits = self._hits(connection, found)  # whose rows are as written
+            if where is None or not hits:
+                return hits
+            condition, values = where.sql()
+            ids = json.dumps([hit.chunk_id for hit in hits])
+            rows = connection.execute(
+                "SELECT chunks.id FROM chunks JOIN documents ON documents.id = document_id "
+                f"WHERE chunks.id IN (SELECT value FROM json_each(?)) AND {condition}",
+                (ids, *values),
+            )
+            fitting = {row[0] for row in rows}
+        return [hit for hit in hits if hit.chunk_id in fitting]
 
     def chunk_of(self, key: str) -> KeyedChunk | None:
         """A chunk that has this store key, and the encoder that makes it; None when none has."""
