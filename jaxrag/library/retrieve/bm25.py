@@ -34,6 +34,7 @@ from jaxrag.library.retrieve.terms import TermPostings, gathered, terms
 
 _MANY_CHUNKS = 10_000  # from here on, words that most chunks hold are not looked at
 _AT_ONCE = 512  # chunks that are packed as they come
+_K1, _B = 1.2, 0.75  # how soon repeats stop counting, and how much long chunks are held back
 _UNIT = 2.0**32  # what a word adds is a whole number of 1 / _UNIT: sums are exact in any order
 _LOW = 0xFFFFFFFF
 _MOST_SEEN = 1 << 21  # postings that are remembered, a term more counting as _OF_A_TERM
@@ -106,14 +107,10 @@ class BM25Index:
     Nothing here commits: adding and removing belong to the caller's transaction.
 
     Attributes:
-      k1: how soon repeats of a word stop counting.
-      b: how much long chunks are held back, 0 to 1.
       path: of the database, as errors name it.
     """
 
     connection: Connection
-    k1: float = 1.2
-    b: float = 0.75
     path: Path = Path("catalog.sqlite")
     _cache: _TermCache = dataclasses.field(default_factory=_TermCache, compare=False, repr=False)
 
@@ -276,7 +273,7 @@ class BM25Index:
         if not idf:
             return []
         idf = _telling(idf, totals.chunks)
-        scoring = _scoring(totals, self.k1, self.b)
+        scoring = _scoring(totals)
         best = self._best_loose(idf, k, ids, scoring)
         if self.packed.blocks():
             least = best[k - 1][0] if len(best) >= k else 0.0
@@ -307,7 +304,7 @@ class BM25Index:
 
     def matching(self, where: Filter, version: Hashable = None) -> NDArray[np.int64]:
         """Ids of the chunks whose documents match, ascending; ``version`` as of ``search``."""
-        condition, operands = where.sql("documents.metadata")
+        condition, operands = where.sql()
         name = json.dumps([condition, operands])
         self._cache.renew(version)
         allowed = self._cache.allowed
@@ -410,9 +407,9 @@ def in_memory(texts: Iterable[tuple[int, str]]) -> Callable[[str, int], list[Fou
     return search
 
 
-def _scoring(sizes: Sizes, k1: float = 1.2, b: float = 0.75) -> BM25Weights:
+def _scoring(sizes: Sizes) -> BM25Weights:
     mean_terms = sizes.terms / sizes.chunks if sizes.terms else 1.0
-    return BM25Weights(k1, k1 * (1 - b), k1 * b / mean_terms, _UNIT)
+    return BM25Weights(_K1, _K1 * (1 - _B), _K1 * _B / mean_terms, _UNIT)
 
 
 def _best(ids: NDArray[np.int64], scores: NDArray[np.float64], k: int) -> list[tuple[float, int]]:
