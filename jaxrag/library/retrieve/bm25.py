@@ -21,6 +21,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import cachetools
 import numpy as np
 from numpy.typing import NDArray
 
@@ -90,12 +91,15 @@ class _TermCache:
     version: Hashable = None
     terms: dict[str, _Term] = dataclasses.field(default_factory=dict)
     size: int = 0  # of ``terms``
-    allowed: dict[str, NDArray[np.int64]] = dataclasses.field(default_factory=dict)
+    allowed: "cachetools.LRUCache[str, NDArray[np.int64]]" = dataclasses.field(
+        default_factory=lambda: cachetools.LRUCache(_FILTERS_CACHED)
+    )
 
     def renew(self, version: Hashable) -> None:
         """Forget what is of another state of the file, or too much."""
         if version is None or version != self.version:
-            self.version, self.allowed, self.size = version, {}, _MOST_SEEN + 1
+            self.version, self.size = version, _MOST_SEEN + 1
+            self.allowed.clear()
         if self.size > _MOST_SEEN:
             self.terms, self.size = {}, 0
 
@@ -269,10 +273,10 @@ class BM25Index:
         cache.terms |= found
         cache.size += sum(_OF_A_TERM + len(term.loose) for term in found.values())
         holders = {term: cache.terms[term].holders for term in words}
-        idf = {term: _idf(totals.chunks, count) for term, count in holders.items() if count}
-        if not idf:
+        held = {term: _idf(totals.chunks, count) for term, count in holders.items() if count}
+        if not held:
             return []
-        idf = _telling(idf, totals.chunks)
+        idf = _telling(held, totals.chunks)
         scoring = _scoring(totals)
         best = self._best_loose(idf, k, ids, scoring)
         if self.packed.blocks():
@@ -307,14 +311,12 @@ class BM25Index:
         condition, operands = where.sql()
         name = json.dumps([condition, operands])
         self._cache.renew(version)
-        allowed = self._cache.allowed
-        if name not in allowed:
+        found = self._cache.allowed.get(name)
+        if found is None:
             rows = self.connection.execute(_MATCHING.format(condition), operands)
             found = np.sort(np.fromiter((row[0] for row in rows), np.int64))
-            while len(allowed) >= _FILTERS_CACHED:
-                del allowed[next(iter(allowed))]
-            allowed[name] = found
-        return allowed[name]
+            self._cache.allowed[name] = found
+        return found
 
     def _sizes(self) -> Sizes:
         return Sizes(
