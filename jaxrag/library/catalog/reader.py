@@ -29,7 +29,6 @@ from jaxrag.library.catalog.rows import (
     DocumentRow,
     Hit,
     KeyedChunk,
-    from_blob,
 )
 from jaxrag.library.documents.chunking import Chunk
 from jaxrag.library.retrieve.base import Found, searched_text
@@ -243,25 +242,14 @@ class CatalogReader(ContextReader):
         return [hit for hit in hits if hit.chunk_id in fitting]
 
     def chunk_of(self, key: str) -> KeyedChunk | None:
-        """A chunk that has this store key, and the encoder that makes it; None when none has."""
-        with self._database.snapshot() as connection:
-            found = connection.execute(
-                "SELECT chunk_id, encoder FROM chunk_keys WHERE key = ? LIMIT 1", (key,)
-            ).fetchone()
-            if found is None:
-                return None
-            ((row, document),) = self._chunks(connection, "chunks.id = ?", found[:1])
-        return KeyedChunk(row.id, found[1], document.title, from_blob(row.ids))
-
-    def place_of(self, key: str) -> tuple[str, int, str] | None:
-        """Document, place in it and encoder of a chunk with this store key; None: no chunk's."""
+        """The first chunk that has this store key; None when none has."""
         with self._database.use() as connection:
-            found: tuple[str, int, str] | None = connection.execute(
-                "SELECT document_id, number, encoder FROM chunk_keys "
-                "JOIN chunks ON chunks.id = chunk_id WHERE key = ? ORDER BY 1, 2 LIMIT 1",
+            found = connection.execute(
+                "SELECT document_id, number, encoder, chunk_id FROM chunk_keys "
+                "JOIN chunks ON chunks.id = chunk_id WHERE key = ? ORDER BY 1, 2, 3 LIMIT 1",
                 (key,),
             ).fetchone()
-        return found
+        return None if found is None else KeyedChunk(*found)
 
     def all_keys(self) -> Iterator[str]:
         """Every store key of every chunk, ascending, each once, streamed; not what is none."""
