@@ -441,11 +441,11 @@ def asked(kb: KnowledgeBase, questions: Sequence[str]) -> dict[str, Any]:
         return [Found(*it) for it in zip(ids[0].tolist(), scores[0].tolist(), strict=True)]
 
     def by_both(question: str, k: int) -> list[Found]:
-        rankings = words.search(question, CANDIDATES), by_vectors(question, CANDIDATES)
+        rankings = words(question, CANDIDATES), by_vectors(question, CANDIDATES)
         return fuse(rankings, k)
 
     ways: dict[SearchMode, Callable[[str, int], list[Found]]] = {
-        "bm25": words.search,
+        "bm25": words,
         "vector": by_vectors,
         "hybrid": by_both,
     }

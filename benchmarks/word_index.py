@@ -46,7 +46,7 @@ class Ours:
         self.connection = apsw.Connection(str(folder / "catalog.sqlite"))
         for pragma in ("journal_mode=DELETE", "synchronous=FULL", "secure_delete=ON"):
             self.connection.execute(f"PRAGMA {pragma}").fetchall()
-        self.index = BM25Index(self.connection, K1, B)
+        self.index = BM25Index(self.connection)
         self.count = 0
 
     def create(self) -> None:

@@ -415,14 +415,7 @@ class ChunkStore(KVStore):
         except StoreError:
             self._space.discard(attempt.key, attempt.attempt)
             raise
-        commit = self._space.commit(attempt.key)
-        # An error of the commit may hide that it happened, so then the attempt has to stay.
-        with self._space.changing(attempt.key) as note:
-            won = self._backend.write_if(commit, record.to_json(), attempt.generation) is not None
-            if won:
-                note(record)
-        if not won:
-            self._space.discard(attempt.key, attempt.attempt)
+        if not self._wins(record, attempt.generation):
             return PutResult(won=False, attempt=None)
         if not self._space.complete(record):
             self._space.delete(attempt.key, attempt.attempt)
@@ -431,6 +424,20 @@ class ChunkStore(KVStore):
                 "again, and run gc with a longer grace"
             )
         return PutResult(won=True, attempt=attempt.attempt)
+
+    def _wins(self, record: Record, generation: bytes) -> bool:
+        """Commit a record unless there is another since; what did not win is removed.
+
+        An error of the commit may hide that it happened, so then the attempt has to stay.
+        """
+        commit = self._space.commit(record.key)
+        with self._space.changing(record.key) as note:
+            won = self._backend.write_if(commit, record.to_json(), generation) is not None
+            if won:
+                note(record)
+        if not won:
+            self._space.discard(record.key, record.attempt)
+        return won
 
     def _settle(self, attempt: Attempt, described: Mapping[str, AuxArray]) -> None:
         """What ``begin`` admitted is committed, or will never be."""
@@ -451,8 +458,7 @@ class ChunkStore(KVStore):
             StoreError: one of the two could not be read or written.
         """
         self._require_writable()
-        commit = self._space.commit(record.key)
-        generation = self._backend.generation(commit)
+        generation = self._backend.generation(self._space.commit(record.key))
         if isinstance(self._find([record.key])[record.key], Record):
             return None
         paths = source._space.files(record)
@@ -470,12 +476,7 @@ class ChunkStore(KVStore):
         except StoreError:
             self._space.discard(own.key, own.attempt)
             raise
-        with self._space.changing(own.key) as note:
-            won = self._backend.write_if(commit, own.to_json(), generation) is not None
-            if won:
-                note(own)
-        if not won:
-            self._space.discard(own.key, own.attempt)
+        self._wins(own, generation)
         if self._limit is not None:
             self._limit.settle(own.key, own.nbytes)
         return None

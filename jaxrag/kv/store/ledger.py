@@ -197,23 +197,21 @@ class Ledger:
         self._count()
         for part in PARTS:
             with self._transaction() as connection:
-                listed = set(self._listed(part))
-                among = bytes.fromhex(part), bytes.fromhex(part) + b"\xff" * 20
-                rows = connection.execute(
-                    "SELECT key FROM records WHERE key BETWEEN ? AND ?", among
-                )
-                noted = {name.hex() for (name,) in rows}
-                stale = (*among, time.time() - _STALE_SECONDS)
-                unsure = connection.execute(
-                    "SELECT key FROM changing WHERE key BETWEEN ? AND ? AND since < ?", stale
-                ).fetchall()
-                asked = sorted((listed ^ noted) | {name.hex() for (name,) in unsure})
-                for key, found in self._find(asked).items():
-                    record = found if isinstance(found, Record) else None
-                    _set(connection, bytes.fromhex(key), record)
-                connection.execute(
-                    "DELETE FROM changing WHERE key BETWEEN ? AND ? AND since < ?", stale
-                )
+                self._check_part(connection, part)
+
+    def _check_part(self, connection: Any, part: str) -> None:
+        """``check`` of the keys of one part."""
+        among = bytes.fromhex(part), bytes.fromhex(part) + b"\xff" * 20
+        rows = connection.execute("SELECT key FROM records WHERE key BETWEEN ? AND ?", among)
+        noted = {name.hex() for (name,) in rows}
+        stale = (*among, time.time() - _STALE_SECONDS)
+        unsure = connection.execute(
+            "SELECT key FROM changing WHERE key BETWEEN ? AND ? AND since < ?", stale
+        ).fetchall()
+        asked = (set(self._listed(part)) ^ noted) | {name.hex() for (name,) in unsure}
+        for key, found in self._find(sorted(asked)).items():
+            _set(connection, bytes.fromhex(key), found if isinstance(found, Record) else None)
+        connection.execute("DELETE FROM changing WHERE key BETWEEN ? AND ? AND since < ?", stale)
 
     def close(self) -> None:
         """Close the file; it is opened again when it is needed."""
@@ -230,9 +228,7 @@ class Ledger:
                 done = {part for (part,) in connection.execute("SELECT part FROM counted")}
                 left = [part for part in PARTS if part not in done]
                 for part in left:
-                    for key, found in self._find(self._listed(part)).items():
-                        if isinstance(found, Record):
-                            _set(connection, bytes.fromhex(key), found, "INSERT OR IGNORE")
+                    self._check_part(connection, part)
                     connection.execute("INSERT INTO counted VALUES (?)", (part,))
                     if time.monotonic() >= end:
                         break
@@ -274,11 +270,10 @@ def _has_tables(connection: Any) -> bool:
     return connection.execute("SELECT 1 FROM sqlite_master").fetchone() is not None
 
 
-def _set(connection: Any, name: bytes, record: Record | None, how: str = "INSERT") -> None:
-    """Note a record of a key, or none, instead of what was noted; OR IGNORE keeps that."""
-    if how == "INSERT":
-        connection.execute("DELETE FROM records WHERE key = ?", (name,))
+def _set(connection: Any, name: bytes, record: Record | None) -> None:
+    """Note a record of a key, or none, instead of what was noted."""
+    connection.execute("DELETE FROM records WHERE key = ?", (name,))
     if record is not None:
         stored = StoredChunk.of(record)
         row = name, stored.encoder, stored.tokens, stored.nbytes, json.dumps(dict(stored.aux))
-        connection.execute(f"{how} INTO records VALUES (?, ?, ?, ?, ?)", row)
+        connection.execute("INSERT INTO records VALUES (?, ?, ?, ?, ?)", row)

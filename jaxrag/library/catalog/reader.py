@@ -1,5 +1,6 @@
 """Reading the catalog: documents, chunks, their keys in the store, and search by words."""
 
+import itertools
 import json
 import math
 import time
@@ -28,14 +29,14 @@ from jaxrag.library.catalog.rows import (
     DocumentRow,
     Hit,
     KeyedChunk,
-    from_blob,
 )
 from jaxrag.library.documents.chunking import Chunk
 from jaxrag.library.retrieve.base import Found, searched_text
-from jaxrag.library.retrieve.bm25 import BM25Index, BM25Snapshot, Sizes
+from jaxrag.library.retrieve.bm25 import BM25Index, Sizes, in_memory
 from jaxrag.library.retrieve.filters import Filter
 
 _MANY_CHUNKS = 10_000  # from here on, counting all rows takes time
+_INDEXED_AT_ONCE = 4096  # chunks whose rows are held
 _SHARE = 100.0
 _CONNECTIONS = 2  # of a database
 
@@ -214,11 +215,11 @@ class CatalogReader(ContextReader):
                 raise unlike(self.path, "the rows of chunks that were found are")
         return matches
 
-    def words(self) -> BM25Snapshot:
-        """The full-text index in memory, to put many questions to it; ranks as ``search``."""
-        with self._database.snapshot() as connection:
-            self._totals(connection)
-            return self._index.snapshot()
+    def words(self) -> Callable[[str, int], list[Found]]:
+        """``ranked`` (question, k) of the chunks there are now, in memory: for many questions."""
+        parts = itertools.batched(self.chunk_ids().tolist(), _INDEXED_AT_ONCE)
+        texts = (self.searched_texts(part).items() for part in parts)
+        return in_memory(itertools.chain.from_iterable(texts))
 
     def hits(self, found: Sequence[tuple[int, float]], where: Filter | None = None) -> list[Hit]:
         """Chunks found elsewhere, (id, score), in the same order.
@@ -227,29 +228,28 @@ class CatalogReader(ContextReader):
         """
         with self._database.snapshot() as connection:
             self._totals(connection)
-            hits = self._hits(connection, found)
-        return hits if where is None else [hit for hit in hits if where.matches(hit.metadata)]
+            hits = self._hits(connection, found)  # whose rows are as written
+            if where is None or not hits:
+                return hits
+            condition, values = where.sql()
+            ids = json.dumps([hit.chunk_id for hit in hits])
+            rows = connection.execute(
+                "SELECT chunks.id FROM chunks JOIN documents ON documents.id = document_id "
+                f"WHERE chunks.id IN (SELECT value FROM json_each(?)) AND {condition}",
+                (ids, *values),
+            )
+            fitting = {row[0] for row in rows}
+        return [hit for hit in hits if hit.chunk_id in fitting]
 
     def chunk_of(self, key: str) -> KeyedChunk | None:
-        """A chunk that has this store key, and the encoder that makes it; None when none has."""
-        with self._database.snapshot() as connection:
-            found = connection.execute(
-                "SELECT chunk_id, encoder FROM chunk_keys WHERE key = ? LIMIT 1", (key,)
-            ).fetchone()
-            if found is None:
-                return None
-            ((row, document),) = self._chunks(connection, "chunks.id = ?", found[:1])
-        return KeyedChunk(row.id, found[1], document.title, from_blob(row.ids))
-
-    def place_of(self, key: str) -> tuple[str, int, str] | None:
-        """Document, place in it and encoder of a chunk with this store key; None: no chunk's."""
+        """The first chunk that has this store key; None when none has."""
         with self._database.use() as connection:
-            found: tuple[str, int, str] | None = connection.execute(
-                "SELECT document_id, number, encoder FROM chunk_keys "
-                "JOIN chunks ON chunks.id = chunk_id WHERE key = ? ORDER BY 1, 2 LIMIT 1",
+            found = connection.execute(
+                "SELECT document_id, number, encoder, chunk_id FROM chunk_keys "
+                "JOIN chunks ON chunks.id = chunk_id WHERE key = ? ORDER BY 1, 2, 3 LIMIT 1",
                 (key,),
             ).fetchone()
-        return found
+        return None if found is None else KeyedChunk(*found)
 
     def all_keys(self) -> Iterator[str]:
         """Every store key of every chunk, ascending, each once, streamed; not what is none."""

@@ -78,14 +78,13 @@ class NewDocument:
     chunk_ids: Sequence[int]  # per chunk, from ``Catalog.reserve``
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class KeyedChunk:
-    """What is needed to encode the chunk of a store key again."""
+class KeyedChunk(NamedTuple):
+    """A chunk that has a store key, and the encoder that makes it."""
 
-    chunk_id: int
+    document_id: str
+    number: int  # of the chunk in its document
     encoder: str
-    title: str  # of its document
-    ids: HostArray  # [T] int32, without the prompt template's markers
+    chunk_id: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -449,11 +449,10 @@ class KnowledgeBase(Maintained):
 
     def chunk_of(self, key: str) -> str:
         """The chunk of a store key as people name it: document, place and encoder."""
-        place = self._catalog.place_of(key)
-        if place is None:
+        chunk = self._catalog.chunk_of(key)
+        if chunk is None:
             return "what chunks are encoded behind"
-        document_id, number, encoder = place
-        return f"{document_id} #{number}, {encoder}"
+        return f"{chunk.document_id} #{chunk.number}, {chunk.encoder}"
 
     def why_nothing(self, where: Mapping[str, Any]) -> list[str]:
         """Why no document at all can match a filter: a field or a type of value that none has."""

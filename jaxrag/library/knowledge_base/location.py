@@ -227,46 +227,48 @@ def _extend(
 ) -> None:
     """Remember what may be added later: a secret, encoders, an embedder, another size limit."""
     settings = catalog.settings()
-    if options.sealed != settings.get("sealed"):
-        if mode == "rw":
-            catalog.set("sealed", options.sealed)
-        elif options.reseal:
-            raise KnowledgeBaseError(f"{folder}: open it for writing to seal it with this secret")
-    new = [name for name in options.encoders or () if name not in settings["encoders"]]
-    if new:
+
+    def require_writing(what: str) -> None:
+        if mode == "r":
+            raise KnowledgeBaseError(f"{folder}: open it for writing to {what}")
+
+    def require_model(what: str) -> Model:
         if model is None or mode == "r":
             raise KnowledgeBaseError(
-                f"{folder} has no {new[0]!r} chunks; open it for writing with its model to add them"
+                f"{folder} has no {what}; open it for writing with its model to add them"
             )
+        return model
+
+    if options.sealed != settings.get("sealed"):
+        if options.reseal:
+            require_writing("seal it with this secret")
+        if mode == "rw":
+            catalog.set("sealed", options.sealed)
+    new = [name for name in options.encoders or () if name not in settings["encoders"]]
+    if new:
+        encoding = require_model(f"{new[0]!r} chunks")
         if settings["neighbours"] is None:
             embedded = options.embedder is not None or settings["vectors"] is not None
             catalog.set("neighbours", neighbour_settings(options, embedded))
         primer = primer_setting(options, new)
         if primer is not None and PRIMER not in settings:
             template = template_from_dict(settings["template"], str(folder))
-            check_primer(primer, template, model, settings["chunking"]["chunk_tokens"])
+            check_primer(primer, template, encoding, settings["chunking"]["chunk_tokens"])
             catalog.set(PRIMER, primer.to_dict())
         catalog.extend("encoders", new)
     if options.attention_index is not None and settings.get("attention_index") is None:
-        if model is None or mode == "r":
-            raise KnowledgeBaseError(
-                f"{folder} keeps no attention indexes; open it for writing with its model to add "
-                "them"
-            )
+        require_model("attention indexes")
         catalog.set("attention_index", options.indexing_table)
     if options.max_bytes is not None and (options.max_bytes or None) != settings["max_bytes"]:
-        if mode == "r":
-            raise KnowledgeBaseError(f"{folder}: open it for writing to change max_bytes")
+        require_writing("change max_bytes")
         catalog.set("max_bytes", options.max_bytes or None)
     known, changes = settings["neighbours"], options.neighbour_changes
     if known and changes is not None and changes != known.get("changes", 0):
-        if mode == "r":
-            raise KnowledgeBaseError(f"{folder}: open it for writing to change neighbour_changes")
+        require_writing("change neighbour_changes")
         catalog.set("neighbours", {**known, "changes": changes})
     vectors = vector_settings(options)
     if vectors is not None and settings["vectors"] is None:
-        if mode == "r":
-            raise KnowledgeBaseError(f"{folder} has no embedder; open it for writing to add one")
+        require_writing("add an embedder")
         ChunkVectors(folder, vectors, options.embedder, mode).make()
         catalog.set("vectors_complete", False)
         catalog.set("vectors", vectors)

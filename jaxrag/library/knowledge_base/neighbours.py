@@ -37,8 +37,7 @@ from jaxrag.library.knowledge_base.reports import RefreshReport
 from jaxrag.library.knowledge_base.vectors import ChunkVectors
 from jaxrag.library.knowledge_base.writers import KeyWriter
 from jaxrag.library.options import DEFAULT_TOP_N, SimilarBy
-from jaxrag.library.retrieve.base import NOTHING
-from jaxrag.library.retrieve.bm25 import BM25Snapshot
+from jaxrag.library.retrieve.base import NOTHING, Found
 from jaxrag.library.retrieve.lance import VectorIndex
 from jaxrag.models.model import Model
 from jaxrag.models.text.progress import announce, progress_bar
@@ -85,7 +84,7 @@ class Neighbours:
       changes: how many of a chunk's neighbours may be others before it is encoded again.
       by: "vectors" ranks by the inner product of the chunks' own vectors, "bm25" by the words of
         the chunk as a question.
-      words: by "bm25", the full-text index in memory; None asks the catalog's.
+      words: by "bm25", what ranks chunks (text, k) in the catalog's place; None asks the catalog.
     """
 
     catalog: Catalog
@@ -94,7 +93,7 @@ class Neighbours:
     template: PromptTemplate
     top_n: int
     by: SimilarBy
-    words: BM25Snapshot | None = None
+    words: Callable[[str, int], list[Found]] | None = None
     changes: int = 0
 
     @functools.cached_property
@@ -202,7 +201,7 @@ class Neighbours:
     def _rank_texts(self, texts: Mapping[int, str], depth: int) -> dict[int, list[int]]:
         """As ``_rank``, for texts by name: what would be searched of the chunks."""
         if self.by == "bm25":
-            search = self.catalog.search if self.words is None else self.words.search
+            search = self.words or self.catalog.ranked
             return {
                 name: [found.chunk_id for found in search(text, depth)]
                 for name, text in texts.items()

@@ -7,22 +7,20 @@ neighbours as a knowledge base of these passages would find them by words.
 import dataclasses
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import apsw
 import numpy as np
 
 from jaxrag.base.types import HostArray
 from jaxrag.library.knowledge_base.neighbours import GivenChunk, Placed, that_fit
 from jaxrag.library.options import DEFAULT_TOP_N
-from jaxrag.library.retrieve.base import searched_text
-from jaxrag.library.retrieve.bm25 import BM25Index, BM25Snapshot
+from jaxrag.library.retrieve.base import Found, searched_text
+from jaxrag.library.retrieve.bm25 import in_memory
 from jaxrag.library.retrieve.terms import terms
 from jaxrag.models.model import Model
 from jaxrag.models.text.prompts import PromptTemplate
 
-_AT_ONCE = 8192  # passages that are indexed together
 _CUT = 3  # words at the end of a passage that another number in front may push out of it
 
 
@@ -78,7 +76,7 @@ class PassageCorpus:
         depth = self.top_n + 1
         while len(others) < self.top_n:
             before = len(ranking)
-            ranking = [found.chunk_id for found in self._words.search(asked, depth)]
+            ranking = [found.chunk_id for found in self._words(asked, depth)]
             for number in ranking[before:]:
                 ids, words = self._prompt_ids(number), terms(self._searched(number))
                 same = np.array_equal(ids, chunk.ids) or _equal(own, words, _CUT * is_cut)
@@ -100,17 +98,8 @@ class PassageCorpus:
         return searched_text(title, self.without_number(self._text(body)))
 
     @functools.cached_property
-    def _words(self) -> BM25Snapshot:
-        connection = apsw.Connection(":memory:")
-        try:
-            index = BM25Index(connection)
-            index.create()
-            for start in range(0, len(self.passages), _AT_ONCE):
-                numbers = range(start, min(start + _AT_ONCE, len(self.passages)))
-                index.add({number: self._searched(number) for number in numbers}, start)
-            return index.snapshot()
-        finally:
-            connection.close()
+    def _words(self) -> Callable[[str, int], list[Found]]:
+        return in_memory((number, self._searched(number)) for number in range(len(self.passages)))
 
     def _text(self, body: str | HostArray) -> str:
         """As much of a passage as is taken."""

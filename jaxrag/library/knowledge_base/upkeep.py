@@ -149,12 +149,7 @@ def all_claims(
     Raises KnowledgeBaseError when one can neither be asked nor was said to be gone.
     """
     with contextlib.ExitStack() as stack:
-        named: dict[str, Claim] = {}
-        for folder in others:
-            catalog = Catalog.open(folder / CATALOG)
-            stack.callback(catalog.close)
-            settings = catalog.settings()
-            named[settings["id"]] = Claim.of(catalog, settings)
+        named = dict(_claimed(folder / CATALOG, stack) for folder in others)
         claims = [own]
         for owner in owners.all():
             if owner.id == own_id or owner.id in gone:
@@ -175,10 +170,15 @@ def _registered(owner: Owner, stack: contextlib.ExitStack) -> Claim | None:
     path = Path(owner.folder) / CATALOG
     if owner != this_owner(owner.id, Path(owner.folder)) or not path.is_file():
         return None
-    catalog = Catalog.open(path)
-    stack.callback(catalog.close)
+    found, claim = _claimed(path, stack)
+    return claim if found == owner.id else None
+
+
+def _claimed(path: Path, stack: contextlib.ExitStack) -> tuple[str, Claim]:
+    """The id of the knowledge base with a catalog, and its claim while the stack is held."""
+    catalog = stack.enter_context(contextlib.closing(Catalog.open(path)))
     settings = catalog.settings()
-    return Claim.of(catalog, settings) if settings["id"] == owner.id else None
+    return settings["id"], Claim.of(catalog, settings)
 
 
 def sweep(

@@ -1,47 +1,50 @@
 """Okapi BM25 over chunk texts, in tables of the catalog's own SQLite file.
 
-The postings are committed together with the documents they belong to, and a question is answered by
-one query. SQLite's own FTS5 does not serve: it gives no weight to a word that half of the chunks
-hold, which misranks small knowledge bases, and its tokenizers find no words in running Chinese or
-Japanese text. Size and speed are the same. Words are not stemmed and there is no stop list: on
-HotpotQA and MuSiQue neither moved recall@5 or @10 by more than its standard error.
+The postings are committed together with the documents they belong to. SQLite's own FTS5 does not
+serve: it gives no weight to a word that half of the chunks hold, which misranks small knowledge
+bases, and its tokenizers find no words in running Chinese or Japanese text. Size and speed are the
+same. Words are not stemmed and there is no stop list: on HotpotQA and MuSiQue neither moved
+recall@5 or @10 by more than its standard error.
 
 From 10,000 chunks on, postings are packed (``retrieve.packed``): those of many chunks as they come;
 those of few are in the table ``postings`` first, which is searched beside the others. The answers
 are the same.
 """
 
+import array
+import collections
 import dataclasses
 import functools
-import itertools
 import json
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import cachetools
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxrag.base.errors import DamagedCatalogError
 from jaxrag.base.types import Connection
 from jaxrag.library.retrieve.base import Found
-from jaxrag.library.retrieve.filters import Filter, Scalar
+from jaxrag.library.retrieve.filters import Filter
 from jaxrag.library.retrieve.maxscore import BestChunks, BM25Weights
 from jaxrag.library.retrieve.packed import MOST_CHUNKS, Head, Packed, damaged
 from jaxrag.library.retrieve.terms import TermPostings, gathered, terms
 
 _MANY_CHUNKS = 10_000  # from here on, words that most chunks hold are not looked at
 _AT_ONCE = 512  # chunks that are packed as they come
+_K1, _B = 1.2, 0.75  # how soon repeats stop counting, and how much long chunks are held back
 _UNIT = 2.0**32  # what a word adds is a whole number of 1 / _UNIT: sums are exact in any order
 _LOW = 0xFFFFFFFF
-_MOST_SEEN = 2_000  # terms that are remembered
+_MOST_SEEN = 1 << 21  # postings that are remembered, a term more counting as _OF_A_TERM
+_OF_A_TERM = 16
 # How many postings there are, and a sum that no one of them is missing from, is added to, or
 # trades places with another in.
 _POSTINGS = (
     f"COUNT(*) AS holders, COALESCE(SUM((chunk_id * (2 * count + 1)) & {_LOW}), 0) AS weight"
 )
-_BESIDE = "chunk_id NOT IN (SELECT value FROM json_each(?))"
 _CREATE_TERMS = (
     "CREATE TABLE terms (term TEXT PRIMARY KEY, holders INTEGER NOT NULL, "
     "weight INTEGER NOT NULL) WITHOUT ROWID"
@@ -67,13 +70,38 @@ class IndexChange(NamedTuple):
     words: int  # that no other chunk holds
 
 
+class _Term(NamedTuple):
+    """What there is of a term.
+
+    Attributes:
+      holders: how many chunks hold it.
+      heads: of its rows in blocks, in their order.
+      loose: [N, 3] int64 of the others, ascending: chunk id, count, terms of the chunk.
+    """
+
+    holders: int
+    heads: list[Head]
+    loose: NDArray[np.int64]
+
+
 @dataclasses.dataclass
 class _TermCache:
-    """What was counted in one state of the file, and is not counted again there."""
+    """What was read in one state of the file, and is not read again there."""
 
     version: Hashable = None
-    terms: dict[str, tuple[int, list[Head]]] = dataclasses.field(default_factory=dict)  # holders
-    allowed: dict[str, NDArray[np.int64]] = dataclasses.field(default_factory=dict)
+    terms: dict[str, _Term] = dataclasses.field(default_factory=dict)
+    size: int = 0  # of ``terms``
+    allowed: "cachetools.LRUCache[str, NDArray[np.int64]]" = dataclasses.field(
+        default_factory=lambda: cachetools.LRUCache(_FILTERS_CACHED)
+    )
+
+    def renew(self, version: Hashable) -> None:
+        """Forget what is of another state of the file, or too much."""
+        if version is None or version != self.version:
+            self.version, self.size = version, _MOST_SEEN + 1
+            self.allowed.clear()
+        if self.size > _MOST_SEEN:
+            self.terms, self.size = {}, 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,14 +111,10 @@ class BM25Index:
     Nothing here commits: adding and removing belong to the caller's transaction.
 
     Attributes:
-      k1: how soon repeats of a word stop counting.
-      b: how much long chunks are held back, 0 to 1.
       path: of the database, as errors name it.
     """
 
     connection: Connection
-    k1: float = 1.2
-    b: float = 0.75
     path: Path = Path("catalog.sqlite")
     _cache: _TermCache = dataclasses.field(default_factory=_TermCache, compare=False, repr=False)
 
@@ -183,46 +207,33 @@ class BM25Index:
         words = known - self._count_known([term for term, _ in by_term])
         return IndexChange(sum(length for _, length in lengths), words)
 
-    def _look_up(self, words: list[str]) -> dict[str, tuple[int, list[Head]]]:
-        """How many chunks hold each term, and the heads of those that are packed.
-
-        Raises DamagedCatalogError where postings were lost.
-        """
+    def _look_up(self, words: list[str]) -> dict[str, _Term]:
+        """What there is of each term. Raises DamagedCatalogError where postings were lost."""
         heads = self.packed.heads(words)
         asked = (json.dumps(words),)
-        if self.packed.clearing():
-            statement = "SELECT chunk_id, count FROM postings WHERE term = ?"
-            rows = ((it, self.connection.execute(statement, (it,)).fetchall()) for it in words)
-            found = ((term, self._beside(own, 0)) for term, own in rows)
-            loose = {term: (len(own), _weight(own)) for term, own in found}
-        else:
-            statement = (
-                f"SELECT term, {_POSTINGS} FROM json_each(?) AS words CROSS JOIN postings "
-                "ON term = words.value GROUP BY words.key"
-            )
-            loose = _by_term(self.connection.execute(statement, asked))
         statement = "SELECT terms.* FROM json_each(?) CROSS JOIN terms ON term = value"
-        known = _by_term(self.connection.execute(statement, asked))
-        made = {}
-        for term in words:
-            holders, weight = loose.get(term, (0, 0))
-            holders += sum(head.holders for head in heads.get(term, ()))
-            weight += sum(head.weight for head in heads.get(term, ()))
-            if (holders, weight) != known.get(term, (0, 0)):
+        known = {term: sums for term, *sums in self.connection.execute(statement, asked)}
+        # As one text a term: to make each number an object takes twice as long. CROSS JOIN keeps
+        # this order: a term's postings are one range of the table.
+        rows = self.connection.execute(
+            "SELECT value, (SELECT group_concat(chunk_id || ' ' || count || ' ' || num_terms, ' ') "
+            "FROM postings CROSS JOIN lengths USING (chunk_id) WHERE term = value) "
+            "FROM json_each(?)",
+            asked,
+        )
+        clearing, made = self.packed.clearing(), {}
+        for term, text in rows:
+            numbers = np.fromstring(text or "", np.int64, sep=" ")  # ends before what is none
+            loose = numbers[: len(numbers) // 3 * 3].reshape(-1, 3)
+            if clearing:
+                loose = loose[~self.packed.holds(loose[:, 0])]
+            own = heads.get(term, [])
+            holders = len(loose) + sum(head.holders for head in own)
+            weight = int((loose[:, 0] * (2 * loose[:, 1] + 1) & _LOW).sum())
+            if [holders, weight + sum(head.weight for head in own)] != known.get(term, [0, 0]):
                 raise self._damaged(term)
-            made[term] = holders, heads.get(term, [])
+            made[term] = _Term(holders, own, loose)
         return made
-
-    def _beside(self, rows: list[Any], column: int) -> list[Any]:
-        """Those rows of which the chunk, in a column, is in no block."""
-        ids = np.fromiter((row[column] for row in rows), np.int64, len(rows))
-        return [rows[place] for place in np.flatnonzero(~self.packed.holds(ids)).tolist()]
-
-    def _packed_ids(self) -> tuple[str]:
-        """The chunks whose rows in ``postings`` are passed over, as JSON."""
-        clearing = self.packed.clearing()
-        blocks = self.packed.blocks() if clearing else []
-        return (json.dumps([chunk_id for block in blocks for chunk_id in block.ids.tolist()]),)
 
     def _damaged(self, term: str) -> DamagedCatalogError:
         return damaged(self.path, f"the postings of {term!r}")
@@ -254,97 +265,56 @@ class BM25Index:
         Raises DamagedCatalogError where a term's postings are not those that were written.
         """
         totals = sizes or self._sizes()
-        if version is None or version != self._cache.version or len(self._cache.terms) > _MOST_SEEN:
-            self._cache.version, self._cache.terms, self._cache.allowed = version, {}, {}
+        cache = self._cache
+        cache.renew(version)
+        ids = None if where is None else self.matching(where, version)
         words = dict.fromkeys(terms(question))
-        self._cache.terms |= self._look_up([w for w in words if w not in self._cache.terms])
-        idf = {}
-        for term in words:
-            if holders := self._cache.terms[term][0]:
-                idf[term] = _idf(totals.chunks, holders)
-        if not idf:
+        found = self._look_up([term for term in words if term not in cache.terms])
+        cache.terms |= found
+        cache.size += sum(_OF_A_TERM + len(term.loose) for term in found.values())
+        holders = {term: cache.terms[term].holders for term in words}
+        held = {term: _idf(totals.chunks, count) for term, count in holders.items() if count}
+        if not held:
             return []
-        telling = _telling(idf, totals.chunks)
-        mean_terms = totals.terms / totals.chunks
-        base, per_term = self.k1 * (1 - self.b), self.k1 * self.b / mean_terms
+        idf = _telling(held, totals.chunks)
+        scoring = _scoring(totals)
+        best = self._best_loose(idf, k, ids, scoring)
         if self.packed.blocks():
-            scoring = BM25Weights(self.k1, base, per_term, _UNIT)
-            return self._search_packed(telling, k, where, scoring, version)
-        restriction = ""
-        operands: list[Scalar] = []
-        if where is not None:
-            condition, operands = where.sql("documents.metadata")
-            restriction = f"WHERE chunk_id IN ({_MATCHING.format(condition)})"
-        rows = self.connection.execute(
-            # CROSS JOIN keeps this order: each term's postings are one range of the table.
-            f"""
-            SELECT chunk_id,
-            SUM(CAST(value * count * ? / (count + ? + ? * num_terms) * ? + 0.5 AS INTEGER)) AS score
-            FROM json_each(?) CROSS JOIN postings ON term = key CROSS JOIN lengths USING (chunk_id)
-            {restriction}
-            GROUP BY chunk_id ORDER BY score DESC, chunk_id LIMIT ?
-            """,
-            [
-                self.k1 + 1,
-                base,
-                per_term,
-                _UNIT,
-                json.dumps(telling),
-                *operands,
-                k,
-            ],
-        )
-        return [Found(chunk_id, score / _UNIT) for chunk_id, score in rows]
+            least = best[k - 1][0] if len(best) >= k else 0.0
+            chunks = self.packed.chunks()
+            heads = {term: cache.terms[term].heads for term in idf}
+            allowed = None if ids is None else chunks.hold(ids)
+            best += BestChunks(self.packed, chunks, idf, heads, k, scoring, allowed).found(least)
+            best.sort(key=lambda pair: (-pair[0], pair[1]))
+        return [Found(chunk_id, score / _UNIT) for score, chunk_id in best[:k]]
 
-    def _search_packed(
+    def _best_loose(
         self,
         idf: Mapping[str, float],
         k: int,
-        where: Filter | None,
+        ids: NDArray[np.int64] | None,
         scoring: BM25Weights,
-        version: Hashable,
-    ) -> list[Found]:
-        """``search``, of what is packed and what is not yet."""
-        rows = self.connection.execute(
-            "SELECT value, chunk_id, count, num_terms FROM json_each(?) "
-            "CROSS JOIN postings ON term = key CROSS JOIN lengths USING (chunk_id)",
-            (json.dumps(idf),),
-        ).fetchall()
-        if self.packed.clearing():
-            rows = self._beside(rows, 1)
-        chunks = self.packed.chunks()
-        ids = None if where is None else self.matching(where, version)
-        allowed = None if ids is None else chunks.hold(ids)
-        best: list[tuple[float, int]] = []
-        if rows:
-            value, chunk_ids, counts, lengths = np.array(rows, np.float64).T
-            weights = scoring.weights(value, counts, lengths)
-            own, inverse = np.unique(chunk_ids.astype(np.int64), return_inverse=True)
-            scores = np.bincount(inverse, weights)
-            if ids is not None:
-                stay = np.searchsorted(ids, own) < np.searchsorted(ids, own, "right")
-                own, scores = own[stay], scores[stay]
-            order = np.lexsort((own, -scores))[:k]
-            best = list(zip(scores[order].tolist(), own[order].tolist(), strict=True))
-        least = best[k - 1][0] if len(best) >= k else 0.0
-        heads = {term: self._cache.terms[term][1] for term in idf}
-        best += BestChunks(self.packed, chunks, idf, heads, k, scoring, allowed).found(least)
-        best.sort(key=lambda pair: (-pair[0], pair[1]))
-        return [Found(chunk_id, score / _UNIT) for score, chunk_id in best[:k]]
+    ) -> list[tuple[float, int]]:
+        """The best of the chunks that are in no block: (score in units, chunk id)."""
+        parts = [self._cache.terms[term].loose for term in idf]
+        chunk_ids, counts, lengths = np.concatenate(parts).T
+        values = np.repeat([*idf.values()], [len(part) for part in parts])
+        own, places = np.unique(chunk_ids, return_inverse=True)
+        scores = np.bincount(places, scoring.weights(values, counts, lengths), len(own))
+        if ids is not None:
+            stay = np.searchsorted(ids, own) < np.searchsorted(ids, own, "right")
+            own, scores = own[stay], scores[stay]
+        return _best(own, scores, k)
 
     def matching(self, where: Filter, version: Hashable = None) -> NDArray[np.int64]:
         """Ids of the chunks whose documents match, ascending; ``version`` as of ``search``."""
-        condition, operands = where.sql("documents.metadata")
+        condition, operands = where.sql()
         name = json.dumps([condition, operands])
-        if version is not None and version == self._cache.version and name in self._cache.allowed:
-            return self._cache.allowed[name]
-        rows = self.connection.execute(_MATCHING.format(condition), operands)
-        found = np.sort(np.fromiter((row[0] for row in rows), np.int64))
-        if version is not None:
-            if version != self._cache.version:
-                self._cache.version, self._cache.terms, self._cache.allowed = version, {}, {}
-            while len(self._cache.allowed) >= _FILTERS_CACHED:
-                del self._cache.allowed[next(iter(self._cache.allowed))]
+        self._cache.renew(version)
+        found = self._cache.allowed.get(name)
+        if found is None:
+            rows = self.connection.execute(_MATCHING.format(condition), operands)
+            found = np.sort(np.fromiter((row[0] for row in rows), np.int64))
             self._cache.allowed[name] = found
         return found
 
@@ -355,27 +325,16 @@ class BM25Index:
             ).fetchone()
         )
 
-    def counted(self) -> list[tuple[str, int, int]]:
-        """Of every term, in order, how many postings there are, and the sum that tells which.
-
-        Raises DamagedCatalogError where they are not those that were written.
-        """
-        counts = sorted((term, *sums) for term, sums in self._sums().items())
-        known = self.connection.execute(
-            "SELECT term, holders, weight FROM terms ORDER BY term"
-        ).fetchall()
-        if counts != known:
-            term, *_ = min(set(counts) ^ set(known))
-            raise self._damaged(term)
-        return counts
-
     def _sums(self) -> dict[str, tuple[int, int]]:
         """Of every term how many postings there are, and the sum that tells which."""
+        blocks = self.packed.blocks() if self.packed.clearing() else []
+        beside = json.dumps([chunk_id for block in blocks for chunk_id in block.ids.tolist()])
         sums: dict[str, tuple[int, int]] = {
             term: (holders, weight)
             for term, holders, weight in self.connection.execute(
-                f"SELECT term, {_POSTINGS} FROM postings WHERE {_BESIDE} GROUP BY term",
-                self._packed_ids(),
+                f"SELECT term, {_POSTINGS} FROM postings "
+                "WHERE chunk_id NOT IN (SELECT value FROM json_each(?)) GROUP BY term",
+                (beside,),
             )
         }
         for term, ids, counts in self.packed.all_postings():
@@ -407,107 +366,61 @@ class BM25Index:
         )
         return len(unlike) + len(held.items() ^ lengths.items())
 
-    def _all_postings(self, terms: list[str]) -> NDArray[np.int64]:
-        """Chunk ids and counts of these terms, which are all, one term after the other: [P, 2]."""
-        postings = np.fromiter(
-            itertools.chain.from_iterable(
-                self.connection.execute(
-                    f"SELECT chunk_id, count FROM postings WHERE {_BESIDE} ORDER BY term, chunk_id",
-                    self._packed_ids(),
-                )
-            ),
-            np.int64,
-        ).reshape(-1, 2)
-        if not self.packed.is_there():
-            return postings
-        number = {term: place for place, term in enumerate(terms)}
-        loose = self.connection.execute(
-            f"SELECT term, COUNT(*) FROM postings WHERE {_BESIDE} GROUP BY term ORDER BY term",
-            self._packed_ids(),
-        ).fetchall()
-        owners = [np.repeat([number[term] for term, _ in loose], [count for _, count in loose])]
-        parts = [postings]
-        for term, ids, counts in self.packed.all_postings():
-            owners.append(np.full(len(ids), number[term]))
-            parts.append(np.stack([ids, counts], axis=1))
-        owner, found = np.concatenate(owners), np.concatenate(parts)
-        return found[np.lexsort((found[:, 0], owner))]
 
-    def snapshot(self) -> "BM25Snapshot":
-        """The index as it is now, in memory: for many questions, without a filter.
+def in_memory(texts: Iterable[tuple[int, str]]) -> Callable[[str, int], list[Found]]:
+    """``BM25Index.search`` (question, k) among texts, (id, text), all postings in memory.
 
-        Raises DamagedCatalogError where the postings of a term are not those that were written.
-        """
-        sizes = self._sizes()
-        own = np.array(
-            self.connection.execute(
-                "SELECT chunk_id, num_terms FROM lengths ORDER BY chunk_id"
-            ).fetchall(),
-            np.int64,
-        ).reshape(-1, 2)
-        holders = [row[:2] for row in self.counted()]
-        postings = self._all_postings([term for term, _ in holders])
-        counts = [count for _, count in holders]
-        ends = np.cumsum(counts).tolist()
-        idf = np.array([_idf(sizes.chunks, count) for count in counts], np.float64)
-        rows, times = np.searchsorted(own[:, 0], postings[:, 0]), postings[:, 1]
-        base = self.k1 * (1 - self.b)
-        mean_terms = sizes.terms / sizes.chunks if sizes.chunks else 0.0
-        per_term = self.k1 * self.b / mean_terms if mean_terms else 0.0
-        # In the order of operations of ``search``, so that every weight is the same number.
-        weights: NDArray[np.float64] = np.repeat(idf, counts) * times * (self.k1 + 1)
-        weights /= times + base + per_term * own[rows, 1]
-        weights = np.floor(weights * _UNIT + 0.5)
-        return BM25Snapshot(
-            chunk_ids=own[:, 0],
-            terms={
-                term: (end - count, end) for (term, count), end in zip(holders, ends, strict=True)
-            },
-            rows=rows,
-            weights=weights,
-        )
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class BM25Snapshot:
-    """All postings in memory; ranks as ``BM25Index.search`` did when it was taken.
-
-    A question costs additions for the chunks that hold its words, as it does there, but each is
-    done by NumPy.
-
-    Attributes:
-      chunk_ids: [N] int64 ascending.
-      terms: first and one past the last posting of every term.
-      rows: [P] int64, of each posting the place of its chunk.
-      weights: [P] float64, what the term adds to the chunk's score, in units.
+    A question costs additions for the chunks that hold its words, done by NumPy. Safe to share
+    between threads.
     """
+    numbers: dict[str, int] = {}  # of terms
+    found, named, lengths = array.array("q"), [], []
+    for row, (chunk_id, text) in enumerate(texts):
+        named.append(chunk_id)
+        counts = collections.Counter(terms(text))
+        lengths.append(counts.total())
+        for term, count in counts.items():
+            found.extend((numbers.setdefault(term, len(numbers)), row, count))
+    term_of, rows, times = np.frombuffer(found, np.int64).reshape(-1, 3).T
+    order = np.argsort(term_of, kind="stable")
+    holders = np.bincount(term_of, minlength=len(numbers))
+    ends = np.cumsum(holders).tolist()
+    chunks = len(named)
+    idf = [_idf(chunks, count) for count in holders.tolist()]
+    rows, own = rows[order], np.array(lengths)[rows[order]]
+    scoring = _scoring(Sizes(chunks, sum(lengths)))
+    weights = scoring.weights(np.repeat(idf, holders), times[order], own)
+    ids = np.array(named, np.int64)
 
-    chunk_ids: NDArray[np.int64]
-    terms: Mapping[str, tuple[int, int]]
-    rows: NDArray[np.int64]
-    weights: NDArray[np.float64]
-
-    def search(self, question: str, k: int) -> list[Found]:
-        """The up to ``k`` chunks that share a term with the question, best first."""
-        chunks = len(self.chunk_ids)
-        held = {term: self.terms[term] for term in terms(question) if term in self.terms}
-        idf = {term: _idf(chunks, end - start) for term, (start, end) in held.items()}
-        parts = [slice(*held[term]) for term in _telling(idf, chunks)]
+    def search(question: str, k: int) -> list[Found]:
+        held = {term: numbers[term] for term in terms(question) if term in numbers}
+        telling = _telling({term: idf[number] for term, number in held.items()}, chunks)
+        parts = [
+            slice(ends[held[term]] - holders[held[term]], ends[held[term]]) for term in telling
+        ]
         if not parts:
             return []
-        rows = np.concatenate([self.rows[part] for part in parts])
-        weights = np.concatenate([self.weights[part] for part in parts])
-        scores = np.bincount(rows, weights, chunks)
-        best = np.flatnonzero(scores > 0)
-        if len(best) > k:
-            least = np.partition(scores[best], len(best) - k)[len(best) - k]
-            best = best[scores[best] >= least]
-        best = best[np.lexsort((best, -scores[best]))][:k]
-        return [Found(int(self.chunk_ids[row]), float(scores[row]) / _UNIT) for row in best]
+        asked = np.concatenate([rows[part] for part in parts])
+        scores = np.bincount(asked, np.concatenate([weights[part] for part in parts]))
+        places = np.flatnonzero(scores)
+        best = _best(ids[places], scores[places], k)
+        return [Found(chunk_id, score / _UNIT) for score, chunk_id in best]
+
+    return search
 
 
-def _by_term(rows: Iterable[Any]) -> dict[str, tuple[int, int]]:
-    return {term: (holders, weight) for term, holders, weight in rows}
+def _scoring(sizes: Sizes) -> BM25Weights:
+    mean_terms = sizes.terms / sizes.chunks if sizes.terms else 1.0
+    return BM25Weights(_K1, _K1 * (1 - _B), _K1 * _B / mean_terms, _UNIT)
+
+
+def _best(ids: NDArray[np.int64], scores: NDArray[np.float64], k: int) -> list[tuple[float, int]]:
+    """The k best, (score, id), of equal ones those with the lower ids."""
+    if len(ids) > k:
+        stay = scores >= np.partition(scores, len(ids) - k)[len(ids) - k]
+        ids, scores = ids[stay], scores[stay]
+    order = np.lexsort((ids, -scores))[:k]
+    return list(zip(scores[order].tolist(), ids[order].tolist(), strict=True))
 
 
 def _weight(postings: TermPostings) -> int:

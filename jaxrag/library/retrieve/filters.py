@@ -1,4 +1,4 @@
-"""Metadata filters: which documents a question may find, one meaning in Python and in SQL.
+"""Metadata filters: which documents a question may find, in SQL.
 
 A filter is a mapping from metadata fields to conditions, all of which must hold::
 
@@ -9,7 +9,7 @@ operators to operands, all of which must hold. A field whose value is a list is 
 item: one item that fits is enough, and ``$ne`` asks that none is equal. Numbers compare with
 numbers and text with text, by code point; true and false are no numbers. None stands for a field
 that is absent or null. Fields are those at the top of a document's metadata; one that holds an
-object equals nothing. Metadata with NUL characters is compared up to the first of them in SQL only.
+object equals nothing.
 
 In place of a field may stand ``$and`` or ``$or`` with a list of filters, of which all or at least
 one must hold: ``{"$or": [{"year": 2020}, {"draft": True}]}``.
@@ -25,6 +25,7 @@ from jaxrag.base.errors import RequestError
 
 Scalar = str | int | float | bool | None
 
+_METADATA = "documents.metadata"  # JSON objects
 _ORDERED = {"$gt": ">", "$gte": ">=", "$lt": "<", "$lte": "<="}
 MAX_VALUES = 1000  # of a filter: SQLite bounds the length of a statement
 _JOINED = {"$and": "AND", "$or": "OR"}
@@ -48,17 +49,6 @@ class Condition:
         """How many values it compares with, at least 1."""
         return max(1, len(self.operands))
 
-    def matches(self, metadata: Mapping[str, Any]) -> bool:
-        """Whether a document with this metadata fits."""
-        if self.operator == "$ne":
-            return not _any_equal(metadata, self.field, self.operands[0])
-        if self.operator in _ORDERED:
-            return any(
-                _ordered(value, self.operator, self.operands[0])
-                for value in _values(metadata, self.field)
-            )
-        return any(_any_equal(metadata, self.field, operand) for operand in self.operands)
-
     def cannot_match(self, kinds: Mapping[str, Mapping[str, int]]) -> str | None:
         """Why no document fits, by the types of what they hold; None where one may."""
         if self.operator == "$ne" or not self.operands or None in self.operands:
@@ -76,28 +66,28 @@ class Condition:
             "text; write the operand as the documents have it"
         )
 
-    def sql(self, column: str) -> tuple[str, list[Scalar]]:
-        """The same as an SQL expression over a column of JSON text, and its parameters."""
+    def sql(self) -> tuple[str, list[Scalar]]:
+        """The same as an SQL expression over the documents' metadata, and its parameters."""
         if self.operator == "$ne":
-            clause, parameters = self._equal_sql(column, self.operands[0])
+            clause, parameters = self._equal_sql(self.operands[0])
             return f"NOT {clause}", parameters
         if self.operator in _ORDERED:
-            return self._exists_sql(column, _ORDERED[self.operator], self.operands[0])
+            return self._exists_sql(_ORDERED[self.operator], self.operands[0])
         clauses, parameters = ["0"], []
         for operand in self.operands:
-            clause, more = self._equal_sql(column, operand)
+            clause, more = self._equal_sql(operand)
             clauses.append(clause)
             parameters += more
         return _balanced(clauses, "OR"), parameters
 
-    def _equal_sql(self, column: str, operand: Scalar) -> tuple[str, list[Scalar]]:
-        clause, parameters = self._exists_sql(column, "IS", operand)
+    def _equal_sql(self, operand: Scalar) -> tuple[str, list[Scalar]]:
+        clause, parameters = self._exists_sql("IS", operand)
         if operand is not None:
             return clause, parameters
-        absent = f"NOT EXISTS (SELECT 1 FROM json_each({column}) AS field WHERE field.key = ?)"
+        absent = f"NOT EXISTS (SELECT 1 FROM json_each({_METADATA}) AS field WHERE field.key = ?)"
         return f"({clause} OR {absent})", [*parameters, self.field]
 
-    def _exists_sql(self, column: str, symbol: str, operand: Scalar) -> tuple[str, list[Scalar]]:
+    def _exists_sql(self, symbol: str, operand: Scalar) -> tuple[str, list[Scalar]]:
         # The key is compared as a value: a JSON path would have to quote it, and SQLite's paths
         # cannot quote every name.
         types = ", ".join(f"'{name}'" for name in _json_types(operand))
@@ -106,7 +96,7 @@ class Condition:
         bound = json.dumps(operand) if isinstance(operand, float) else operand
         fits = f"{{0}}.type IN ({types}) AND {{0}}.atom {symbol} {value}"
         return (
-            f"EXISTS (SELECT 1 FROM json_each({column}) AS field WHERE field.key = ? AND "
+            f"EXISTS (SELECT 1 FROM json_each({_METADATA}) AS field WHERE field.key = ? AND "
             f"(({fits.format('field')}) OR (field.type = 'array' AND EXISTS (SELECT 1 FROM "
             f"json_each(CASE field.type WHEN 'array' THEN field.value ELSE '[]' END) AS item "
             f"WHERE {fits.format('item')}))))",
@@ -126,11 +116,6 @@ class Joined:
         """How many values it compares with; a filter without conditions counts, too."""
         return sum(max(1, one.num_values) for one in self.filters)
 
-    def matches(self, metadata: Mapping[str, Any]) -> bool:
-        """Whether a document with this metadata fits."""
-        fits = any if self.operator == "$or" else all
-        return fits(one.matches(metadata) for one in self.filters)
-
     def cannot_match(self, kinds: Mapping[str, Mapping[str, int]]) -> str | None:
         """Why no document fits, as ``Condition.cannot_match`` says it."""
         whys = [next(iter(one.cannot_match(kinds)), None) for one in self.filters]
@@ -138,11 +123,11 @@ class Joined:
         enough = len(whys) if self.operator == "$or" else 1
         return said[0] if len(said) >= enough else None
 
-    def sql(self, column: str) -> tuple[str, list[Scalar]]:
-        """The same as an SQL expression over a column of JSON text, and its parameters."""
+    def sql(self) -> tuple[str, list[Scalar]]:
+        """The same as an SQL expression over the documents' metadata, and its parameters."""
         clauses, parameters = [], []
         for one in self.filters:
-            clause, more = one.sql(column)
+            clause, more = one.sql()
             clauses.append(f"({clause})")
             parameters += more
         return _balanced(clauses, _JOINED[self.operator]), parameters
@@ -224,15 +209,11 @@ class Filter:
         """
         return [why for one in self.conditions if (why := one.cannot_match(kinds))]
 
-    def matches(self, metadata: Mapping[str, Any]) -> bool:
-        """Whether a document with this metadata (JSON values) fits."""
-        return all(condition.matches(metadata) for condition in self.conditions)
-
-    def sql(self, column: str = "documents.metadata") -> tuple[str, list[Scalar]]:
-        """An SQL expression over a column of JSON objects, and the values of its ``?``."""
+    def sql(self) -> tuple[str, list[Scalar]]:
+        """An SQL expression over rows of the table documents, and the values of its ``?``."""
         clauses, parameters = ["1"], []
         for condition in self.conditions:
-            clause, more = condition.sql(column)
+            clause, more = condition.sql()
             clauses.append(clause)
             parameters += more
         return _balanced(clauses, "AND"), parameters
@@ -283,45 +264,6 @@ def _scalar(field: str, value: object) -> Scalar:
 def _is_whole_text(text: str) -> bool:
     """Whether SQLite can hold a text whole: no lone surrogates, no NUL characters."""
     return not any("\ud800" <= character <= "\udfff" or not ord(character) for character in text)
-
-
-def _values(metadata: Mapping[str, Any], field: str) -> list[Any]:
-    """The value of a field, or the items of a list; huge integers become floats, as in SQLite."""
-    if field not in metadata:
-        return []
-    value = metadata[field]
-    return [
-        float(item) if type(item) is int and item not in _INT64 else item
-        for item in (value if isinstance(value, list) else [value])
-    ]
-
-
-def _any_equal(metadata: Mapping[str, Any], field: str, operand: Scalar) -> bool:
-    if operand is None and field not in metadata:
-        return True
-    return any(
-        _kind(value) == _kind(operand) and value == operand for value in _values(metadata, field)
-    )
-
-
-def _ordered(value: Any, operator: str, operand: Any) -> bool:
-    if _kind(value) != _kind(operand):
-        return False
-    match operator:
-        case "$gt":
-            return bool(value > operand)
-        case "$gte":
-            return bool(value >= operand)
-        case "$lt":
-            return bool(value < operand)
-    return bool(value <= operand)
-
-
-def _kind(value: object) -> str:
-    """The name of what compares with each other; no two objects or lists are ever equal."""
-    return {bool: "boolean", int: "number", float: "number", str: "text", type(None): "null"}.get(
-        type(value), f"other {id(value)}"
-    )
 
 
 def _json_types(operand: Scalar) -> tuple[str, ...]:

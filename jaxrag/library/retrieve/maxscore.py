@@ -28,9 +28,9 @@ class BM25Weights:
     unit: float
 
     def weights(
-        self, idf: float, times: NDArray[Any], lengths: NDArray[Any]
+        self, idf: float | NDArray[np.float64], times: NDArray[Any], lengths: NDArray[Any]
     ) -> NDArray[np.float64]:
-        """What a term adds to chunks that hold it so many times, in the order of SQL's search."""
+        """What a term adds to chunks that hold it so many times."""
         weighed: NDArray[np.float64] = np.multiply(times, idf, dtype=np.float64)
         weighed *= self.k1 + 1
         below = times + self.base

@@ -11,6 +11,7 @@ transactions of the catalog. A chunk that leaves is taken out of its block's row
 at once.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -18,6 +19,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import cachetools
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
@@ -29,7 +31,7 @@ PACKED = 6  # the format of a catalog that may have blocks
 MOST_CHUNKS = 1 << 18  # of a block: removing a chunk writes the rows of all of its terms anew
 _PART = 16  # bits of a place that are in a row
 _ROWS = 2048  # that are read or written at once
-_MOST_HELD = 96 << 20  # bytes of postings that are remembered
+_MOST_HELD = 96 << 20  # bytes of postings that are remembered: those asked for last
 _LOW = 0xFFFFFFFF
 _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS blocks (block INTEGER PRIMARY KEY, chunks INTEGER NOT NULL, "
@@ -171,30 +173,6 @@ PackedRow = tuple[Head, NDArray[np.int64], NDArray[np.int64]]  # places and coun
 Held = tuple[NDArray[np.int32], NDArray[Any]]  # ascending places in PackedChunks, and counts
 
 
-class HeldPostings:
-    """Postings of terms, up to so many bytes: what was asked for longest ago goes first."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._total = 0
-        self._parts: dict[Hashable, Held] = {}
-
-    def get(self, name: Hashable) -> Held | None:
-        """The postings of this name, if they are held."""
-        part = self._parts.pop(name, None)
-        if part is not None:
-            self._parts[name] = part  # the last to go now
-        return part
-
-    def put(self, name: Hashable, postings: Held) -> None:
-        """Hold postings, of which none have this name."""
-        self._parts[name] = postings
-        self._total += sum(part.nbytes for part in postings)
-        while self._total > self._most:
-            gone = self._parts.pop(next(iter(self._parts)))
-            self._total -= sum(part.nbytes for part in gone)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Packed:
     """The blocks of one catalog; nothing here commits."""
@@ -202,8 +180,8 @@ class Packed:
     connection: Connection
     path: Path  # of the catalog, as errors name it
     _blocks: dict[int, PostingBlock] = dataclasses.field(default_factory=dict, repr=False)
-    _held: HeldPostings = dataclasses.field(
-        default_factory=lambda: HeldPostings(_MOST_HELD), repr=False
+    _held: "cachetools.LRUCache[Hashable, Held]" = dataclasses.field(
+        default_factory=lambda: cachetools.LRUCache(_MOST_HELD, _nbytes), repr=False
     )
     _together: list[PackedChunks] = dataclasses.field(default_factory=list, repr=False)  # the last
 
@@ -355,17 +333,15 @@ class Packed:
             ids, lengths = block.ids.copy(), block.lengths.astype(np.int64)
             for some in itertools.batched(sorted(leaving), _ROWS):
                 written = []
-                for term, holders, postings in self._rows(block.number, some):
-                    own, counts = self._unpacked(block, term, postings, holders)
-                    stay = ~np.isin(own, leaving[term])
+                among, asked_for = "term IN (SELECT value FROM json_each(?))", json.dumps(some)
+                for head, own, counts in self._checked(block, among, asked_for):
+                    stay = ~np.isin(own, leaving[head.term])
                     if stay.any():
                         written.append(
-                            _row(block.number, term, ids, lengths, own[stay], counts[stay])
+                            _row(block.number, head.term, ids, lengths, own[stay], counts[stay])
                         )
                 self.connection.execute(
-                    "DELETE FROM packed WHERE block = ? AND term IN "
-                    "(SELECT value FROM json_each(?))",
-                    (block.number, json.dumps(some)),
+                    f"DELETE FROM packed WHERE block = ? AND {among}", (block.number, asked_for)
                 )
                 self.put_rows(written)
             ids[places] = lengths[places] = 0
@@ -373,14 +349,6 @@ class Packed:
                 self.put_chunks(block.number, ids, lengths)
             else:
                 self._drop(block.number)
-
-    def _rows(self, number: int, terms: Sequence[str]) -> list[tuple[str, int, bytes | None]]:
-        """Terms, holders and postings of a block's rows."""
-        return self.connection.execute(
-            f"SELECT term, holders, {_POSTINGS} FROM json_each(?) CROSS JOIN packed "
-            f"ON block = ? AND term = json_each.value {_LISTS}",
-            (json.dumps(terms), number),
-        ).fetchall()
 
     # Reading
 
@@ -436,7 +404,8 @@ class Packed:
                 places.append(own + np.int32(chunks.starts[head.block]))
                 counts.append(times)
             held = np.concatenate(places), np.concatenate(counts)
-            self._held.put(name, held)
+            with contextlib.suppress(ValueError):  # of more bytes than are held
+                self._held[name] = held
         return held
 
     def _unpacked(
@@ -474,17 +443,24 @@ class Packed:
 
     def checked_rows(self, block: PostingBlock, after: str, limit: int) -> list[PackedRow]:
         """The next rows of a block by term, held against digests. Raises DamagedCatalogError."""
+        return self._checked(block, "term > ? ORDER BY term LIMIT ?", after, limit)
+
+    def _checked(self, block: PostingBlock, condition: str, *values: str | int) -> list[PackedRow]:
         found = []
-        for term, number, *values, xxh3, postings in self.connection.execute(
-            f"SELECT term, block, holders, weight, most, least, content, xxh3, {_POSTINGS} "
-            f"FROM packed {_LISTS} WHERE block = ? AND term > ? ORDER BY term LIMIT ?",
-            (block.number, after, limit),
+        for *row, xxh3, postings in self.connection.execute(
+            f"SELECT block, term, holders, weight, most, least, content, xxh3, {_POSTINGS} "
+            f"FROM packed {_LISTS} WHERE block = ? AND {condition}",
+            (block.number, *values),
         ).fetchall():
-            head = Head(number, term, *values)
+            head = Head(*row)
             if head.xxh3 != xxh3 or postings is None or _digest(postings) != head.content:
                 raise self._damaged(head.term)
             found.append((head, *self._unpacked(block, head.term, postings, head.holders)))
         return found
+
+
+def _nbytes(postings: Held) -> int:
+    return sum(part.nbytes for part in postings)
 
 
 def _row(

@@ -25,7 +25,6 @@ ASKED = 64  # vectors
 _FEWEST = 8
 _STEP = 1.2  # times as many partitions
 _GROWN = 1.2  # times as many rows, or as few, from which it is measured again
-_RECALL_BEFORE = 0.995  # of files that do not tell
 
 
 class Probes(NamedTuple):
@@ -38,8 +37,7 @@ class Probes(NamedTuple):
     @property
     def xxh3(self) -> str:
         """The digest of all."""
-        known = self[:2] if self.recall == _RECALL_BEFORE else self
-        return xxhash.xxh3_64_hexdigest(" ".join(map(str, known)).encode())
+        return xxhash.xxh3_64_hexdigest(" ".join(map(str, self)).encode())
 
     def serves(self, rows: int) -> bool:
         """Whether it is as good as what would be measured of so many rows."""
@@ -73,8 +71,7 @@ def read(folder: Path) -> Probes | None:
     """What was measured last of the index in a folder; None where that cannot be told."""
     try:
         known = json.loads((folder / FILE).read_text())
-        recall = float(known.get("recall", _RECALL_BEFORE))
-        found = Probes(int(known["rows"]), int(known["partitions"]), recall)
+        found = Probes(int(known["rows"]), int(known["partitions"]), float(known["recall"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return found if known.get("xxh3") == found.xxh3 else None

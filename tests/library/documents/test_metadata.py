@@ -9,7 +9,6 @@ from jaxrag.base.errors import DocumentError
 from jaxrag.library.documents import Document, document_from_mapping
 from jaxrag.library.documents.left_out import LeftOut
 from jaxrag.library.documents.metadata import MAX_FRONT_CHARACTERS, front_matter, typed
-from jaxrag.library.retrieve.filters import Filter
 
 
 def test_a_column_is_typed_as_a_whole(tmp_path, read):
@@ -27,8 +26,6 @@ def test_a_column_is_typed_as_a_whole(tmp_path, read):
          "mixed": "x", "none": ""},
     ]  # fmt: skip
     assert isinstance(good[1].metadata["price"], float)
-    recent = Filter.parse({"year": {"$gte": 2021}})
-    assert [recent.matches(d.metadata) for d in good] == [False, True]
 
 
 def test_ids_of_tables_have_their_file_in_front(tmp_path, read):

@@ -1,7 +1,5 @@
 """Indexes that are approximate when large, made to be so with few rows: recall, growth, filters."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -144,8 +142,7 @@ def test_what_was_measured_for_another_recall_is_measured_again(tmp_path):
     index.add(np.arange(ROWS), clustered(1, ROWS))
     index.close()
     known = Probes(ROWS, 3, 0.995)
-    old = {"rows": ROWS, "partitions": 3, "xxh3": known.xxh3}  # as it was before it told the recall
-    (tmp_path / probes.FILE).write_text(json.dumps(old))
+    probes.write(tmp_path, known)
     assert probes.read(tmp_path) == known
     index = VectorIndex.open(tmp_path, DIM)
     index.add(np.array([ROWS]), clustered(2, 1))
