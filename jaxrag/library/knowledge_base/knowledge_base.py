@@ -28,7 +28,7 @@ from jaxrag.library.export import (
     export_selected,
 )
 from jaxrag.library.knowledge_base import upkeep
-from jaxrag.library.knowledge_base.ingest import EncodeWhen, Ingest, Turn
+from jaxrag.library.knowledge_base.ingest import EncodeWhen, Ingest, PieceRunner
 from jaxrag.library.knowledge_base.location import open_catalog, room_of
 from jaxrag.library.knowledge_base.maintained import Maintained
 from jaxrag.library.knowledge_base.plan import AddPlanner
@@ -179,7 +179,7 @@ class KnowledgeBase(Maintained):
         progress: bool = False,
         shard: tuple[int, int] | None = None,
         cut: Cut | None = None,
-        turn: Turn | None = None,
+        turn: PieceRunner | None = None,
         encode: EncodeWhen = "now",
     ) -> AddReport:
         """Cut documents into chunks, make their KV durable, then make them findable.
@@ -224,7 +224,7 @@ class KnowledgeBase(Maintained):
         progress: bool,
         shard: tuple[int, int] | None = None,
         cut: Cut | None = None,
-        turn: Turn | None = None,
+        turn: PieceRunner | None = None,
         encode: EncodeWhen = "now",
     ) -> AddReport:
         if encode not in get_args(EncodeWhen):
@@ -256,7 +256,8 @@ class KnowledgeBase(Maintained):
             if encode == "on demand" and not self._settings.get("on_demand"):
                 self._catalog.set("on_demand", True)
                 self._settings["on_demand"] = True
-            report = Ingest(preparer, self._vectors, turn, encode).run(intake, progress)
+            ingest = Ingest(preparer, self._vectors, turn, encode)
+            report = ingest.add_documents(intake, progress)
             report = self._without_gone(report, intake, removes)
         if self._behind_others and part.count == 1:
             return dataclasses.replace(report, neighbours=self.refresh(progress=progress))

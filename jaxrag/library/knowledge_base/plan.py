@@ -46,7 +46,7 @@ class AddPlanner:
         self._contents: set[str] = set()  # of documents that are new, or would be replaced
         self._vectors: list[HostArray] = []  # of contents that no chunk has
         self._num_fresh = 0
-        for some in itertools.batched(self.preparer.ahead(intake), _BATCH):
+        for some in itertools.batched(self.preparer.prepare_ahead(intake), _BATCH):
             bad = tuple(it for it in some if isinstance(it, BadDocument))
             good = [it for it in some if isinstance(it, Prepared)]
             changed = [it for it in good if not it.unchanged]

@@ -68,7 +68,7 @@ class Preparer:
         """The model's; TokenizerError when it takes no text."""
         return self.encoding.model.text_tokenizer()
 
-    def ahead(self, intake: Intake) -> Iterator[Prepared | BadDocument]:
+    def prepare_ahead(self, intake: Intake) -> Iterator[Prepared | BadDocument]:
         """Everything that is taken in, in its order, ready while the caller works on earlier ones.
 
         At most _AHEAD_CHARACTERS, _AHEAD_DOCUMENTS and one document are held.

@@ -261,7 +261,7 @@ def repair(
             at_work.needs(by_key)
             for batch in itertools.batched(by_key.items(), _REPAIR_BATCH):
                 for made in encoding.encode(encoder, dict(batch)):
-                    made.put(encoding.store.put, replace=True)
+                    encoding.store.put(**made.for_store(replace=True))
                     repaired.add(made.key)
     damaged = tuple(key for key in report.damaged if key not in repaired)
     bare = tuple(key for key in report.unindexed if key not in repaired)

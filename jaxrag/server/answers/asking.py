@@ -22,14 +22,13 @@ from jaxrag.serve.plain import PlainSpan, answer_fingerprint, spans
 from jaxrag.serve.questions import ReadyQuestion, prepare, resolve
 from jaxrag.serve.thoughts import thinks
 from jaxrag.server.answers.calling import Calling, CallReader
+from jaxrag.server.answers.tokenize import prompt_ids
 from jaxrag.server.errors import ClientLeft, Problem, invalid, unavailable
 from jaxrag.server.fields import Generation
 from jaxrag.server.state.ingested import bring_ingested
 from jaxrag.server.state.replicas import Replicas
 from jaxrag.server.state.state import ServerState
 from jaxrag.server.tenants import Access
-
-Make = Callable[[Callable[[], None]], ReadyQuestion]  # from ``check_cancelled`` of ``Settings``
 
 LATE = "time was over before the prompt was ready; allow more, or ask later"
 DEFAULT_CLASS = 1  # of priority, where there are several
@@ -53,11 +52,17 @@ def make_ready(
 ) -> ReadyQuestion:
     """What the engine is to be asked; on a thread, as it retrieves.
 
-    ``check_cancelled`` is that of ``Settings``.
+    ``check_cancelled`` is that of ``Settings``. A prompt that is no conversation and brings no
+    knowledge stands alone, without a template.
     Raises Problem 404 for a knowledge base that is not there, 400 for what this server does not
     offer, and what ``resolve`` and ``prepare`` do.
     """
     server = state.settings
+    bare = knowledge_base is None and not fields.documents and not fields.blocks
+    if bare and not isinstance(asked, Conversation):
+        plain = (fields.plain or server.plain) == "passages"
+        text = asked if plain and isinstance(asked, str) else None
+        asked = Conversation((prompt_ids(state.model, asked),), prompt=text)
     base = None if knowledge_base is None else state.library.knowledge_base(access, knowledge_base)
     asked_for, most = fields.said.get("max_new_tokens"), server.max_answer_tokens
     if asked_for is not None and asked_for > most:
@@ -231,16 +236,38 @@ class Asking:
         self._over = False  # nothing more will come
         state.asking.add(self)
 
-    async def ready(self, make: Make, threads: Executor, deadline: float) -> None:
+    async def ready(
+        self,
+        access: Access,
+        fields: Generation,
+        asked: Text | Conversation,
+        knowledge_base: str | None,
+        threads: Executor,
+        deadline: float,
+    ) -> None:
         """Make the prompt ready on a thread; given up once nobody wants it, or at the deadline.
 
-        Raises what ``make`` raises.
+        The arguments are those of ``make_ready``; raises what that raises.
         """
-        check_cancelled = functools.partial(self._check_cancelled, deadline)
-        self._asked = await self._loop.run_in_executor(threads, self._made, make, check_cancelled)
+
+        def check_cancelled() -> None:
+            if self._closed:
+                raise self._failed or ClientLeft
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(LATE)
+
+        def prepared() -> ReadyQuestion:
+            begun = time.monotonic()
+            ready = make_ready(self._state, access, fields, asked, knowledge_base, check_cancelled)
+            retrieved = begun + ready.retrieve_seconds
+            ended = time.monotonic()
+            self.moments = {"preparing": begun, "retrieved": retrieved, "prepared": ended}
+            return ready
+
+        self._asked = await self._loop.run_in_executor(threads, prepared)
         self.thinks = None if self._asked.abstains else thinks(self._asked)
         self.prompt_tokens = 0 if self._asked.abstains else self._asked.prompt.num_tokens
-        self._growing = Growing(self._asked, self._hear)
+        self._growing = Growing(self._asked, self._on_news)
 
     def ready_as(self, other: "Asking", choice: int) -> None:
         """Ready for another answer to the prompt of ``other``; which one joins its seed."""
@@ -249,14 +276,7 @@ class Asking:
         self._asked = dataclasses.replace(other._asked, sampling=sampling)
         self.prompt_tokens, self.moments = other.prompt_tokens, dict(other.moments)
         self.thinks = other.thinks
-        self._growing = Growing(self._asked, self._hear)
-
-    def _made(self, make: Make, check_cancelled: Callable[[], None]) -> ReadyQuestion:
-        begun = time.monotonic()
-        made = make(check_cancelled)
-        retrieved = begun + made.retrieve_seconds
-        self.moments = {"preparing": begun, "retrieved": retrieved, "prepared": time.monotonic()}
-        return made
+        self._growing = Growing(self._asked, self._on_news)
 
     async def begin(self, deadline: float) -> None:
         """Hand it to the engine; it fails at ``deadline``, by ``time.monotonic``."""
@@ -275,20 +295,13 @@ class Asking:
         request = dataclasses.replace(question, timeout=left)
 
         def add() -> None:
-            number = self._state.engine.add(request, self._sink)
+            number = self._state.engine.add(request, self._on_progress)
             with self._lock:
                 self._number, closed = number, self._closed
             if closed:
                 self._state.engine.abort(number)
 
         await self._loop.run_in_executor(self._state.hand_over, add)
-
-    def _check_cancelled(self, deadline: float) -> None:
-        """On the thread that makes it ready: raises where that is in vain."""
-        if self._closed:
-            raise self._failed or ClientLeft
-        if time.monotonic() > deadline:
-            raise DeadlineExceeded(LATE)
 
     async def check_current(self) -> None:
         """Problem 503 where a document that it is made from left meanwhile: it is to be sent again.
@@ -383,11 +396,11 @@ class Asking:
             shown["notes"] = [note.replace(parent, "") for note in shown["notes"]]
         return shown
 
-    def _sink(self, progress: Progress) -> None:
+    def _on_progress(self, progress: Progress) -> None:
         """On the engine's thread."""
-        self._loop.call_soon_threadsafe(self._arrive, progress)
+        self._loop.call_soon_threadsafe(self._take_progress, progress)
 
-    def _arrive(self, progress: Progress) -> None:
+    def _take_progress(self, progress: Progress) -> None:
         """Text of new tokens, here and not on the engine's thread."""
         if self._over:
             return
@@ -396,12 +409,14 @@ class Asking:
             if progress.outcome is not None:
                 self.moments |= progress.outcome.moments
             before = self._growing.ended
-            if self._growing.sink(progress) and not before and not self._over:  # a stop string
+            if (
+                self._growing.on_progress(progress) and not before and not self._over
+            ):  # a stop string
                 self._state.engine.stop(progress.number)
         except Exception as error:  # whoever waits sees it, and the event loop does not
             self.fail(error)
 
-    def _hear(self, item: News) -> None:
+    def _on_news(self, item: News) -> None:
         if isinstance(item, Piece):
             self.pieces.append(item)
             self._inbox.put(self._place, item)

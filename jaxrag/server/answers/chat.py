@@ -1,14 +1,12 @@
 """POST /v1/chat/completions: a conversation over retrieved or given chunks."""
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
 from starlette.responses import Response
 
 from jaxrag.serve.conversation import Conversation
-from jaxrag.server.answers.answering import respond, visited
-from jaxrag.server.answers.asking import make_ready
+from jaxrag.server.answers.answering import model_endpoint, respond
 from jaxrag.server.answers.calling import (
     Calling,
     Tools,
@@ -20,7 +18,7 @@ from jaxrag.server.answers.writers import ChatWriter
 from jaxrag.server.fields import Generation, Talk
 
 
-@visited("messages")
+@model_endpoint("messages")
 async def chat_completions(visit: Visit) -> Response:
     """Answer the last message."""
     fields, talk, calling = await visit.read(_asked)
@@ -30,8 +28,7 @@ async def chat_completions(visit: Visit) -> Response:
     if calling is not None:
         refuse_knowledge(fields, base)
     writer = ChatWriter(visit, fields, calling)
-    make = functools.partial(make_ready, visit.state, visit.call.access, fields, talk, base)
-    return await respond(visit, fields, [make], writer)
+    return await respond(visit, fields, [talk], writer)
 
 
 class _ChatFields(Talk, Tools, Generation):

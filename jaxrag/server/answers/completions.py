@@ -1,22 +1,17 @@
 """POST /v1/completions: prompts to go on from, with chunks before them or without any."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from starlette.responses import Response
 
-from jaxrag.base.types import HostArray
-from jaxrag.models.model import Model, as_token_ids
 from jaxrag.serve.answers import Piece, Result
 from jaxrag.serve.ask import is_ids
-from jaxrag.serve.conversation import Conversation, Text, check_size
-from jaxrag.serve.questions import ReadyQuestion
-from jaxrag.server.answers.answering import respond, visited
-from jaxrag.server.answers.asking import make_ready
+from jaxrag.serve.conversation import Text
+from jaxrag.server.answers.answering import model_endpoint, respond
 from jaxrag.server.answers.scoring import ScoringFields, scored
-from jaxrag.server.answers.tokenize import text_ids
+from jaxrag.server.answers.tokenize import prompt_ids
 from jaxrag.server.answers.visit import Visit
 from jaxrag.server.answers.writers import AnswerWriter, TokenTexts, token_text
 from jaxrag.server.errors import invalid
@@ -25,18 +20,17 @@ from jaxrag.server.fields import Generation, wrong
 _MOST_PROMPTS = 64
 
 
-@visited("prompt")
+@model_endpoint("prompt")
 async def completions(visit: Visit) -> Response:
     """Go on from every prompt."""
     prompts, fields = await visit.read(_asked)
     if isinstance(fields, ScoringFields):
-        jobs = [functools.partial(_ids, visit.state.model, prompt) for prompt in prompts]
+        jobs = [functools.partial(prompt_ids, visit.state.model, prompt) for prompt in prompts]
         return await scored(visit, jobs, fields)
     fields = visit.with_header(fields)
-    base = visit.choose_base(fields, default=False)
-    makes = [functools.partial(_make_ready, visit, fields, base, prompt) for prompt in prompts]
+    visit.choose_base(fields, default=False)
     writer = CompletionWriter(visit, len(prompts) * fields.choices, fields)
-    return await respond(visit, fields, makes, writer)
+    return await respond(visit, fields, prompts, writer)
 
 
 class _CompletionFields(Generation):
@@ -52,22 +46,6 @@ def _asked(body: Mapping[str, Any]) -> tuple[list[Text], Generation]:
     return prompts_of(fields.prompt), fields.model_copy(update={"earlier_turns": None})
 
 
-def _make_ready(
-    visit: Visit,
-    fields: Generation,
-    base: str | None,
-    prompt: Text,
-    check_cancelled: Callable[[], None],
-) -> ReadyQuestion:
-    """One of the prompts as the engine is asked; on a thread."""
-    asked: Text | Conversation = prompt
-    if base is None and not fields.documents and not fields.blocks:
-        plain = (fields.plain or visit.state.settings.plain) == "passages"
-        text = prompt if plain and isinstance(prompt, str) else None
-        asked = Conversation((_ids(visit.state.model, prompt),), prompt=text)
-    return make_ready(visit.state, visit.call.access, fields, asked, base, check_cancelled)
-
-
 def prompts_of(given: Any) -> list[Text]:
     """A text, token ids, or a list of either. Raises Problem 400."""
     if isinstance(given, str) or is_ids(given):
@@ -81,17 +59,6 @@ def prompts_of(given: Any) -> list[Text]:
             f"prompt has {len(given)} entries: expected at most {_MOST_PROMPTS}", "prompt"
         )
     return given
-
-
-def _ids(model: Model, prompt: Text) -> HostArray:
-    """A prompt that stands alone as token ids; a text is led by what the model expects first."""
-    check_size(model, (prompt,))
-    if not isinstance(prompt, str):
-        return as_token_ids(prompt, model.config, "question")
-    found = text_ids(model, prompt)
-    if not len(found):
-        raise invalid("prompt is empty: expected a text, or token ids", "prompt")
-    return found.astype(np.int32)
 
 
 class CompletionWriter(AnswerWriter):

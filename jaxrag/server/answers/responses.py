@@ -13,8 +13,7 @@ from starlette.responses import Response
 
 from jaxrag.engine.sampling_params import MOST_TOP
 from jaxrag.serve.conversation import conversation_of
-from jaxrag.server.answers.answering import respond, visited
-from jaxrag.server.answers.asking import make_ready
+from jaxrag.server.answers.answering import model_endpoint, respond
 from jaxrag.server.answers.calling import (
     Tools,
     answered,
@@ -121,7 +120,7 @@ class _ResponseFields(Tools, Templated):
     logprobs: Annotated[Any, _undone()] = None
 
 
-@visited("input")
+@model_endpoint("input")
 async def responses(visit: Visit) -> Response:
     """Answer the last message of the input, behind those of a response before it."""
     access, state = visit.call.access, visit.state
@@ -157,8 +156,7 @@ async def responses(visit: Visit) -> Response:
     if calling is not None:
         refuse_knowledge(fields, base)
     writer = ResponseWriter(visit, asked, [*(before.grounds if before else ()), *grounds])
-    make = functools.partial(make_ready, state, access, fields, asked.talk, base)
-    return await respond(visit, fields, [make], writer)
+    return await respond(visit, fields, [asked.talk], writer)
 
 
 def get_response(call: Call) -> dict[str, Any]:

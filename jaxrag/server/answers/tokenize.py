@@ -7,6 +7,7 @@ import numpy as np
 from jaxrag.base.types import HostArray
 from jaxrag.models.model import Model, as_token_ids
 from jaxrag.serve.ask import Ask, is_ids
+from jaxrag.serve.conversation import Text, check_size
 from jaxrag.serve.questions import prepare, resolve
 from jaxrag.server.errors import invalid
 from jaxrag.server.fields import Named, Talk, wrong
@@ -78,3 +79,14 @@ def text_ids(model: Model, text: str, *, leading: bool = True) -> HostArray:
     if leading and not np.array_equal(ids[: len(first)], first):
         ids = np.concatenate((first, ids))
     return ids
+
+
+def prompt_ids(model: Model, prompt: Text) -> HostArray:
+    """A prompt that stands alone as token ids; a text is led by what the model expects first."""
+    check_size(model, (prompt,))
+    if not isinstance(prompt, str):
+        return as_token_ids(prompt, model.config, "question")
+    found = text_ids(model, prompt)
+    if not len(found):
+        raise invalid("prompt is empty: expected a text, or token ids", "prompt")
+    return found.astype(np.int32)

@@ -468,11 +468,11 @@ def test_a_question_that_waits_or_is_answered_is_asked_anew(make_kb, asked, monk
     class Leaving(answers.Growing):
         """Lets the document leave as the first question is answered."""
 
-        def sink(self, progress):
+        def on_progress(self, progress):
             if progress.outcome is not None and when == "is answered" and not left:
                 left.append(self._question)
                 without_a_model(kb)
-            return super().sink(progress)
+            return super().on_progress(progress)
 
     monkeypatch.setattr(answers, "Growing", Leaving)
     questions = ["amber fjord", "cedar birch", "ember grove"]

@@ -122,11 +122,10 @@ def test_law_19_no_token_after_the_encoder_sees_the_primer(model, parts, store):
     )
     wanted = {one.key("primed", it): ChunkInContext(it) for it in chunks}
     for made in one.encode("primed", wanted):
-        made.put(store.put)
+        store.put(**made.for_store())
         key = other.key("primed", made.chunk.ids)
-        dataclasses.replace(made, key=key, record=other.provenance("primed", made.chunk)).put(
-            store.put
-        )
+        record = other.provenance("primed", made.chunk)
+        store.put(**dataclasses.replace(made, key=key, record=record).for_store())
     for it in (one, other):
         found.append(logits_of(model, Request(prompt, store, FUSION, 4, primer=it.primer)))
     np.testing.assert_array_equal(*found)
