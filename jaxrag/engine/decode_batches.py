@@ -42,11 +42,11 @@ class DecodeBatches:
     def __init__(
         self,
         state: State,
-        took: Callable[[Sequence, list[int], list[float], list[Top]], None],
+        on_tokens: Callable[[Sequence, list[int], list[float], list[Top]], None],
         release: Callable[[Sequence], None],
     ) -> None:
-        """``took`` gets new tokens; ``release`` a request that ended, once nothing runs it."""
-        self._state, self._took, self._release = state, took, release
+        """``on_tokens`` gets new tokens; ``release`` a request that ended, once nothing runs it."""
+        self._state, self._on_tokens, self._release = state, on_tokens, release
         self._batches: dict[BatchKey, DecodeBatch] = {}
         self._rows: dict[BatchKey, list[Sequence | None]] = {}
         self._left: dict[BatchKey, set[int]] = defaultdict(
@@ -172,7 +172,7 @@ class DecodeBatches:
             running = [(row, sequence, min(block, left)) for row, sequence, left in active]
             self._in_flight.append(_Ticket(self._state.epoch, new, block, running))
 
-    def turn(self) -> None:
+    def step_and_deliver(self) -> None:
         """Dispatch the next steps, then read what was in flight before them."""
         batches = self._batches.items()
         if any(not batch.compiled and self._active(self._rows[key]) for key, batch in batches):
@@ -212,7 +212,7 @@ class DecodeBatches:
                 if self._state.ended(sequence) or epoch != self._state.epoch:
                     continue
                 sequence.moments.setdefault("first", self._state.clock())
-                self._took(sequence, *_drawn_for(drawn, sequence, (slice(at, at + 1),)))
+                self._on_tokens(sequence, *_drawn_for(drawn, sequence, (slice(at, at + 1),)))
 
     def _deliver_steps(self, count: int) -> None:
         for ticket in self._in_flight[:count]:
@@ -225,7 +225,7 @@ class DecodeBatches:
                     return
                 row, sequence, new = ticket.rows.pop(0)
                 if not self._state.ended(sequence):
-                    self._took(sequence, *_drawn_for(drawn, sequence, (row, slice(new))))
+                    self._on_tokens(sequence, *_drawn_for(drawn, sequence, (row, slice(new))))
                 elif not self.runs(sequence):
                     self._release(sequence)
             if ticket.epoch == self._state.epoch:

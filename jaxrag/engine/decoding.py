@@ -164,7 +164,9 @@ class DecodeBatch:
         self.compiled = True
         if not processes:
             self._rows = with_processors(self._rows, None)
-        self._rows, self._decoding, new = self._runner.cache.run(run_steps, *self._arguments(block))
+        self._rows, self._decoding, new = self._runner.cache.update_pool(
+            run_steps, *self._arguments(block)
+        )
         return new
 
     def allow(self, rows: Mapping[int, HostArray]) -> None:

@@ -150,7 +150,7 @@ class RowCore(Core):
         else:
             self.abort(number)
 
-    def _turn(self) -> bool:
+    def _iterate(self) -> bool:
         state = self.state
         now = state.moment()
         state.pace.work(now, state.scheduler.given - self._given)
@@ -198,7 +198,7 @@ class RowCore(Core):
         """Bring its prompt in, part by part, and yield what of it has to be run.
 
         Nothing is run before what precedes it is there. After each chunk that had to be encoded
-        others have their turn.
+        others go on.
         """
         sequence, exact = running.sequence, True
         stored = self._stored(sequence)
@@ -326,7 +326,7 @@ class RowCore(Core):
             nowhere = np.zeros(len(computed), np.int32)
             sequence.run = on_host(Step, computed, nowhere, nowhere)
         running.todo = ids
-        self._took(sequence, ids.tolist(), logprobs.tolist(), top)
+        self._on_tokens(sequence, ids.tolist(), logprobs.tolist(), top)
 
     def _release(self, sequence: Sequence) -> None:
         running = self._running.pop(sequence.number, None)

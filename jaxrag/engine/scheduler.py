@@ -18,12 +18,12 @@ from jaxrag.engine.admission import (
     HUNGRY,
     QUEUED,
     RUNNING,
+    FairStart,
     Queue,
     SchedulerSettings,
     Seats,
-    Turns,
     admission,
-    turn,
+    row_order,
 )
 from jaxrag.engine.sequence import Ending, Need, RequestStatus, Sequence
 from jaxrag.kv.cache import PAGE, PageAllocator
@@ -74,7 +74,7 @@ class Scheduler:
         self._allocator = allocator
         self._settings = settings or SchedulerSettings()
         self._queue = Queue(self._settings)
-        self._turns = Turns(self._settings.weights)
+        self._fair_start = FairStart(self._settings.weights)
         self._live: dict[int, Sequence] = {}
         self._batches: dict[Hashable | None, Seats] = {}
         self._subscribers: dict[str, dict[int, Sequence]] = {}  # of loading chunks
@@ -201,17 +201,17 @@ class Scheduler:
     def next_prefill(self) -> int | None:
         """Give a row to a ready request whose batch has one; it is prefilled now.
 
-        Better classes go first, then whose turn it is by the service of their tenants (``Turns``);
+        Better classes go first, then by the service of their tenants (``FairStart``);
         of one tenant as they were admitted.
 
         In static mode a batch is filled until it is full or none is ready for it, and then again
         when it is empty.
         """
         firsts = [batch.first(self._settings.static) for batch in self._batches.values()]
-        sequence = min((it for it in firsts if it is not None), key=turn, default=None)
+        sequence = min((it for it in firsts if it is not None), key=row_order, default=None)
         if sequence is None:
             return None
-        self._turns.begin(sequence)
+        self._fair_start.begin(sequence)
         self._batches[sequence.batch].take(sequence)
         self._move(sequence, RequestStatus.PREFILL)
         return sequence.number
@@ -261,7 +261,7 @@ class Scheduler:
         sequence = self._live.get(number)
         if sequence is not None:
             self.new_tokens += count
-            self._turns.charge(sequence.request.tenant, GENERATED * count)
+            self._fair_start.charge(sequence.request.tenant, GENERATED * count)
             self._charge(sequence, GENERATED * count)
 
     def victims(self, now: float) -> list[int]:
@@ -370,7 +370,7 @@ class Scheduler:
             assert batch.members == len(members)
             assert batch.hungry == sum(member.status in HUNGRY for member in members)
             assert set(batch.held.values()) <= set(members)
-            assert batch.ready == sorted(batch.ready, key=turn)
+            assert batch.ready == sorted(batch.ready, key=row_order)
             assert len(batch.held) < 2 or not any(it.alone for it in batch.held.values())
 
     def _fitting(self, now: float) -> tuple[tuple[Sequence, Need] | None, list[Sequence]]:
@@ -412,8 +412,8 @@ class Scheduler:
         missing = self.missing(sequence)
         for key in missing:
             self._subscribers.setdefault(key, {})[sequence.number] = sequence
-        if sequence.turn is None:
-            self._turns.admit(sequence)
+        if sequence.start_tag is None:
+            self._fair_start.admit(sequence)
             self._charge(sequence, sequence.cost)
         if missing:
             self._move(sequence, RequestStatus.LOADING)
@@ -498,7 +498,7 @@ class Scheduler:
 
     def _make_ready(self, sequence: Sequence) -> None:
         self._move(sequence, RequestStatus.READY)
-        insort(self._batches[sequence.batch].ready, sequence, key=turn)
+        insort(self._batches[sequence.batch].ready, sequence, key=row_order)
 
     def _requeue(self, sequence: Sequence, status: RequestStatus) -> None:
         self._let_go(sequence)

@@ -139,8 +139,8 @@ class Sequence:
       sink: is told of its progress.
       moments: when what happened, of ``progress.MOMENTS``, by the engine's clock.
       status: this, and all up to ``held``, is kept by the scheduler.
-      turn: when it would begin, in virtual service, were rows shared by weight, and its place in
-        the order of admission; kept when it waits again, None before.
+      start_tag: when it would begin, in virtual service, were rows shared by weight, and its
+        place in the order of admission; kept when it waits again, None before.
       own: pages of the request alone.
       held: keys of the chunks that it maps.
       table: pages of its prompt and its answer, once it is mapped.
@@ -161,7 +161,7 @@ class Sequence:
     sink: Sink = unheard
     moments: dict[str, float] = dataclasses.field(default_factory=dict)
     status: RequestStatus = RequestStatus.WAITING
-    turn: tuple[float, int] | None = None
+    start_tag: tuple[float, int] | None = None
     own: tuple[int, ...] = ()
     held: tuple[str, ...] = ()
     table: TableBuilder = dataclasses.field(default_factory=TableBuilder)

@@ -443,7 +443,7 @@ def place(
     for index in range(len(staged.blocks))[first:end]:
         block, kv = staged.blocks[index]
         at = slice(index * BLOCK_TOKENS, (index + 1) * BLOCK_TOKENS)
-        placed = runner.cache.run(
+        placed = runner.cache.update_pool(
             _place, runner.model.config, kv, page[at], local[at], rope, layers=layers
         )
         runner.staging.give(block, placed)

@@ -7,7 +7,7 @@ time that a program of the whole model takes, and is nearly as fast. Else it is 
 
 import dataclasses
 import functools
-from collections import abc
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -66,7 +66,7 @@ class SamplingRows(struct.PyTreeNode):
     processors: ProcessorRows | None = None
 
     @classmethod
-    def of(cls, settings: abc.Sequence[SamplingParams]) -> "SamplingRows":
+    def of(cls, settings: Sequence[SamplingParams]) -> "SamplingRows":
         """On the host."""
         return on_host(
             cls,

@@ -60,7 +60,7 @@ class Transfers:
         self._reading: dict[str, ReadBatch] = {}  # chunks that are read from a store
         self._lock = threading.Lock()  # of what is read, and the requests that wait for it
         self._numbers = itertools.count()
-        self._flying: dict[int, SharedRead] = {}  # reads of several processes, by their number
+        self._shared_reads: dict[int, SharedRead] = {}  # of several processes, by number
         self.hits = Counter[HitKind]()
 
     @property
@@ -292,7 +292,7 @@ class Transfers:
 
         for group in groups(new[key].load for key in held):
             job = functools.partial(fetch_held, runner, group, held, found)
-            self._run(batch(group, True), self._state.arena_link, order, job)
+            self._submit_read(batch(group, True), self._state.arena_link, order, job)
         for group in groups(absent):
             self._read(batch(group, False), order)
 
@@ -318,9 +318,11 @@ class Transfers:
                 self._state.note("read", load.key)
             return fetch(self._state.runner, batch.loads)
 
-        self._run(batch, self._state.link_of(batch.loads[0].encoding.store), order, read)
+        self._submit_read(batch, self._state.link_of(batch.loads[0].encoding.store), order, read)
 
-    def _run(self, batch: ReadBatch, link: Link, order: Order, job: Callable[[], Fetched]) -> None:
+    def _submit_read(
+        self, batch: ReadBatch, link: Link, order: Order, job: Callable[[], Fetched]
+    ) -> None:
         """Fetch on a thread of the link; at once where time does not count."""
         state = self._state
         for chunk in batch.waiting.values():
@@ -328,15 +330,15 @@ class Transfers:
         nbytes = sum(load.nbytes for load in batch.loads)
         if state.settings.lockstep:
             if state.report is None:
-                self._fetched(batch, result_of(job))
+                self._on_fetched(batch, result_of(job))
             else:
-                self._fly(batch, link, nbytes, state.report)
+                self._read_own_part(batch, link, nbytes, state.report)
             return
-        then = functools.partial(self._fetched, batch)
-        with self._lock:  # ``_fetched`` sees the batch with its read
+        then = functools.partial(self._on_fetched, batch)
+        with self._lock:  # ``_on_fetched`` sees the batch with its read
             batch.read = state.links.submit(link, order, nbytes, job, then)
 
-    def _fly(
+    def _read_own_part(
         self, batch: ReadBatch, link: Link, nbytes: int, report: Callable[[int], None]
     ) -> None:
         """Read this process's part on a thread of the link, and report that it is there.
@@ -344,11 +346,11 @@ class Transfers:
         All processes begin the same reads in the same order, so that none waits for one that
         another cannot begin.
         """
-        number, flight = next(self._numbers), SharedRead(batch)
-        self._flying[number] = flight
+        number, shared = next(self._numbers), SharedRead(batch)
+        self._shared_reads[number] = shared
 
         def then(own: tuple[OwnRead, HostArray | None] | BaseException) -> bool:
-            flight.own = own
+            shared.own = own
             report(number)
             return True
 
@@ -360,14 +362,14 @@ class Transfers:
         batch.read = self._state.links.submit(link, _FIRST_COME, nbytes, job, then)
 
     def loaded(self, number: int) -> None:
-        """Every process has read its part of a batch; all are told in the same turn."""
-        flight = self._flying.pop(number)
-        batch, own = flight.batch, flight.own
+        """Every process has read its part of a batch; all are told in the same iteration."""
+        shared = self._shared_reads.pop(number)
+        batch, own = shared.batch, shared.own
         assert own is not None
-        if not self._fetched(batch, result_of(functools.partial(agreed, batch.loads, own))):
+        if not self._on_fetched(batch, result_of(functools.partial(agreed, batch.loads, own))):
             self._done(batch)
 
-    def _fetched(self, batch: ReadBatch, answer: Fetched | BaseException) -> bool:
+    def _on_fetched(self, batch: ReadBatch, answer: Fetched | BaseException) -> bool:
         """Keep what was fetched, and stage what is waited for; True where its bytes are held."""
         batch.mark("read", self._state.clock())
         kept = result_of(functools.partial(batch.keep, self._state.arena, answer))
@@ -396,7 +398,7 @@ class Transfers:
         else:  # it was read ahead, or comes too late
             drop(self._state.runner, answer)
         if batch.waiting or refused:
-            self._post(functools.partial(self._came, batch, staged, refused))
+            self._post(functools.partial(self._on_staged, batch, staged, refused))
         return bool(batch.waiting)
 
     def _stage(self, batch: ReadBatch, fetched: Fetched) -> Staged:
@@ -407,7 +409,7 @@ class Transfers:
         batch.mark("staged", self._state.clock())
         return staged
 
-    def _came(
+    def _on_staged(
         self,
         batch: ReadBatch,
         staged: Staged | BaseException | None,
@@ -448,7 +450,7 @@ class Transfers:
 
         def then(answer: tuple[Staged | BaseException] | BaseException) -> bool:
             outcome = answer if isinstance(answer, BaseException) else answer[0]
-            self._post(functools.partial(self._came, batch, outcome))
+            self._post(functools.partial(self._on_staged, batch, outcome))
             return False
 
         if state.settings.lockstep:

@@ -59,7 +59,7 @@ def test_it_says_where_a_request_stands_and_counts_its_turns(engine_on, asked, a
     engine = engine_on()
     request = asked(engine, tokens=4, watched=True, rows=1)
     seen, done = [], threading.Event()
-    assert engine.where(0) is None and engine.turns == 0
+    assert engine.where(0) is None and engine.iterations == 0
 
     def sink(progress):
         seen.append([engine.where(number) for number in (0, 1)])
@@ -73,7 +73,7 @@ def test_it_says_where_a_request_stands_and_counts_its_turns(engine_on, asked, a
     assert (mine.status, mine.there) == ("decode", mine.chunks) and mine.chunks > 0
     assert other.status == "ready", "its chunks are the other's, and there is one row"
     assert seen[-1] == [None, None] == [engine.where(number) for number in (0, 1)]
-    assert engine.turns >= 6
+    assert engine.iterations >= 6
 
 
 def test_tasks_read_the_progress_of_a_request(engine_on, asked, alone, at_rest):

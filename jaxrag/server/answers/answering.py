@@ -147,7 +147,7 @@ async def _events(
             async with asyncio.timeout(visit.state.settings.keepalive_seconds):
                 place, item = first or await inbox.next()
         except TimeoutError:
-            now = visit.state.engine.turns, [asking.where for asking in visit.askings]
+            now = visit.state.engine.iterations, [asking.where for asking in visit.askings]
             if now != last:  # one that does not move is to look so
                 yield comment(", ".join(now[1]))
             last = now

@@ -73,7 +73,7 @@ class Asked:
 def asked(monkeypatch, model):
     """All that is asked of the engine, and every name of KV that is made of tokens."""
     found = Asked(model.tokenizer)
-    entered, key = Engine._entered, ChunkEncoding.key
+    entered, key = Engine._new_sequence, ChunkEncoding.key
 
     def entering(self, request, sink):
         found.request(request)
@@ -84,7 +84,7 @@ def asked(monkeypatch, model):
         found.key(name, ids, neighbours)
         return name
 
-    monkeypatch.setattr(Engine, "_entered", entering)
+    monkeypatch.setattr(Engine, "_new_sequence", entering)
     monkeypatch.setattr(ChunkEncoding, "key", naming)
     return found
 

@@ -31,7 +31,7 @@ class _Client:
         self.found = result_of(lambda: self._look(*arguments))
 
 
-def prefilled[Result](
+def inspect_prompts[Result](
     engine: Engine,
     requests: abc.Sequence[Request],
     look: Callable[[ModelRunner, Sequence, Prefilled], Result],
