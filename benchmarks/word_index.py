@@ -152,7 +152,10 @@ def best(
     holders: Mapping[str, int],
     lengths: Mapping[int, int],
 ) -> Hits:
-    """Those of some chunks that score best, as the index in the catalog scores them."""
+    """Those of some chunks that score best, as the index in the catalog scores them.
+
+    Of their words those count that are asked for; ``lengths`` are of all.
+    """
     mean, many = sum(lengths.values()) / len(lengths), len(lengths)
     asked = [it for it in dict.fromkeys(terms(question)) if holders.get(it)]
     telling = [it for it in asked if many < 10_000 or holders[it] <= many / 2] or asked
@@ -161,7 +164,7 @@ def best(
         count = Counter(words)
         score = sum(
             math.log(1 + (many - holders[it] + 0.5) / (holders[it] + 0.5)) * count[it] * (K1 + 1)
-            / (count[it] + K1 * (1 - B + B * len(words) / mean))
+            / (count[it] + K1 * (1 - B + B * lengths[at] / mean))
             for it in telling if count[it]
         )  # fmt: skip
         found += [(at, score)] * (score > 0)
@@ -170,13 +173,15 @@ def best(
 
 def everything(texts: Mapping[int, str], questions: Sequence[str]) -> list[Hits]:
     """The hits of scoring every chunk that shares a term with a question."""
-    split = {at: terms(text) for at, text in texts.items()}
+    asked = {word for question in questions for word in terms(question)}
+    lengths, split = dict[int, int](), dict[int, list[str]]()
     of: dict[str, list[int]] = defaultdict(list)
-    for at, words in split.items():
-        for word in set(words):
+    for at, text in texts.items():
+        words = terms(text)
+        lengths[at], split[at] = len(words), [word for word in words if word in asked]
+        for word in set(split[at]):
             of[word].append(at)
     holders = {word: len(held) for word, held in of.items()}
-    lengths = {at: len(words) for at, words in split.items()}
     found = []
     for question in questions:
         among = sorted({at for word in terms(question) for at in of.get(word, ())})

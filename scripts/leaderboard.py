@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxrag.base.tables import build, read_toml
-from jaxrag.measure.table import markdown_rows
+from jaxrag.measure.evals.datasets.nearness import FULL
+from jaxrag.measure.table import markdown_rows, percent
 
 ROOT = Path(__file__).resolve().parents[1]
 CLAIMS = ROOT / "benchmarks" / "claims.toml"
@@ -79,12 +80,38 @@ class Prompts:
 
 
 @dataclasses.dataclass(frozen=True)
+class DataSet:
+    """A column of a table of `jaxrag eval dataset`'s results.
+
+    Attributes:
+      on: the prompts, for the reader.
+      file: of benchmarks/results, without its ending.
+      group: of the questions; "": all.
+    """
+
+    on: str
+    file: str
+    group: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class QualityTable:
+    """Methods by data set, a table for each measure of ``measures``, which has its heading."""
+
+    title: str
+    text: str
+    measures: Mapping[str, str]
+    columns: tuple[DataSet, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Leaderboard:
     """What the page shows; the method of ``rows`` by the name that the page calls it."""
 
     columns: tuple[Prompts, ...]
     rows: Mapping[str, str]
     claim: tuple[Claim, ...]
+    quality: tuple[QualityTable, ...] = ()
 
 
 def leaderboard(path: Path = CLAIMS) -> Leaderboard:
@@ -177,6 +204,40 @@ def methods_table(board: Leaderboard) -> str:
     return f"{markdown_rows(rows)}\n\nFrom {links(names)}.\n"
 
 
+def cell(column: DataSet, entry: Mapping[str, Any], measure: str) -> str:
+    """A method's number on a column's prompts."""
+    group = column.group
+    if measure in entry["scores"]:
+        return percent(entry["scores"][measure][group or "all"])
+    found = (entry["by_group"][group] if group else entry)[measure]
+    return shown(found["value"], found["low"], found["high"])
+
+
+def quality_table(table: QualityTable, measure: str) -> str:
+    """Methods in the order of the first column that has them; KL to itself is left out."""
+    every = [{it["method"]: it for it in entries(column.file)} for column in table.columns]
+    counts = [result(column.file)["groups"][column.group or "all"] for column in table.columns]
+    head = [f"{it.on} ({count})" for it, count in zip(table.columns, counts, strict=True)]
+    rows = [[table.measures[measure], *head]]
+    for name in dict.fromkeys(itertools.chain(*every)):
+        cells = [
+            cell(column, methods[name], measure) if name in methods else ""
+            for column, methods in zip(table.columns, every, strict=True)
+        ]
+        if name != FULL or measure in every[0][FULL]["scores"]:
+            rows.append([f"`{name}`", *cells])
+    return f"{markdown_rows(rows)}\n"
+
+
+def quality(tables: Iterable[QualityTable]) -> Iterator[str]:
+    """Every table of them under its title."""
+    for table in tables:
+        files = links(dict.fromkeys(column.file for column in table.columns))
+        yield f"#### {table.title}\n\n{table.text}"
+        yield from (quality_table(table, measure) for measure in table.measures)
+        yield f"From {files}.\n"
+
+
 def links(files: Iterable[str]) -> str:
     """Of results, as the page has them."""
     return ", ".join(f"[{name}](../benchmarks/results/{name}.json)" for name in files)
@@ -210,7 +271,8 @@ def main() -> int:
     before, rest = text.split(f"{BEGIN}\n", 1)
     _, after = rest.split(END, 1)
     board = leaderboard()
-    parts = [methods_table(board), "### Claims about answers\n", LEGEND, *tables(board.claim)]
+    parts = [methods_table(board), *quality(board.quality)]
+    parts += ["### Claims about answers\n", LEGEND, *tables(board.claim)]
     new = f"{before}{BEGIN}\n\n" + "\n".join(parts) + f"\n{END}{after}"
     if args.check:
         return int(new != text)

@@ -115,8 +115,8 @@ class Core:
         self._spare.append((job, future))
 
     def forget(self) -> None:
-        """A new pool, with nothing in it, nor in the arena; who is being served begins again."""
-        self._rebuild()
+        """Nothing is in the pool, nor in the arena; who is being served begins again."""
+        self._rebuild(keep_pool=True)
         self.state.arena.clear()
 
     def report_loads(self, report: Callable[[int], None]) -> None:
@@ -434,13 +434,13 @@ class Core:
             while jobs:
                 jobs.popleft()[1].set_exception(error)
 
-    def _rebuild(self) -> None:
-        """A new pool; every request begins again, and its client hears only what is new."""
+    def _rebuild(self, keep_pool: bool = False) -> None:
+        """A new pool, or an empty one; every request begins again, its client hears what is new."""
         state = self.state
         state.epoch += 1
         for part in (self._batches, self._transfers, self._prefills):
             part.clear()
-        state.runner.forget_cache()
+        state.runner.forget_cache(keep_pool)
         for sequence in (*state.live.values(), *state.ending):
             if sequence.search is not None:
                 state.runner.host_search.release([sequence.search])

@@ -213,7 +213,7 @@ class Engine:
         return done.get().result()
 
     def forget(self) -> None:
-        """Make the pool anew, and the arena: chunks are read when they are next asked for."""
+        """Empty the pool and the arena: chunks are read when they are next asked for."""
         ask(lambda event: self._post(event, [Forget()]), lambda: self._running_core.forget())
 
     def drop(self, keys: abc.Sequence[str]) -> None:

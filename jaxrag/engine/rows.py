@@ -68,7 +68,7 @@ class RowRunner(ModelRunner):
         """What the scheduler counts with."""
         return self.cells
 
-    def forget_cache(self) -> None:
+    def forget_cache(self, keep_pool: bool = False) -> None:
         """Nobody has anything."""
         self.__dict__.pop("cells", None)
 
@@ -341,9 +341,9 @@ class RowCore(Core):
         for running in list(self._running.values()):
             self._fail(running.sequence, error)
 
-    def _rebuild(self) -> None:
+    def _rebuild(self, keep_pool: bool = False) -> None:
         self._running.clear()
-        super()._rebuild()
+        super()._rebuild(keep_pool)
 
 
 def _likeliest(logits: HostArray) -> Drawn:

@@ -71,9 +71,12 @@ class ModelRunner:
         cache = self._cache
         return cache is not None and key in cache.allocator.chunks
 
-    def forget_cache(self) -> None:
-        """Drop the pool; the next request makes a new one and chunks are mapped again."""
-        self._cache = None
+    def forget_cache(self, keep_pool: bool = False) -> None:
+        """Chunks are mapped again, into a new pool, or into the one that is there still."""
+        if keep_pool and self._cache is not None and not self._cache.lost:
+            self._cache.clear()
+        else:
+            self._cache = None
 
     @functools.cached_property
     def num_pages(self) -> int:

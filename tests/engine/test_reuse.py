@@ -58,6 +58,19 @@ def test_found_in_the_store_and_then_in_the_pool(kb):
         assert {row.why for row in rows} == {""}
 
 
+def test_forgetting_keeps_the_arrays_of_the_pool_and_nothing_in_them(kb):
+    runner = engine_of(kb.model).runner
+    before = generate(QUESTION, kb=kb, max_new_tokens=4)
+    cache = runner.cache
+    engine_of(kb.model).forget()
+    assert runner.cache is cache
+    assert not cache.allocator.chunks
+    assert cache.allocator.num_free == cache.allocator.num_pages
+    again = generate(QUESTION, kb=kb, max_new_tokens=4)
+    assert {row.where for row in of_chunks(again)} == {"store"}
+    assert again.token_ids == before.token_ids
+
+
 def test_the_prefix_and_a_first_chunk_behind_it_are_a_prefix_hit(kb):
     options = {"kb": kb, "template": "turborag", "max_new_tokens": 1}
     generate(QUESTION, method="full_reuse", **options)

@@ -36,6 +36,7 @@ class PagedCache:
         half_life: float = HALF_LIFE,
         mesh: Mesh | None = None,
     ) -> None:
+        self._half_life = half_life
         self.allocator = PageAllocator(num_pages, half_life, pool.page_parts)
         self.host = host
         self.values = None
@@ -67,6 +68,11 @@ class PagedCache:
         """
         self._pool, *rest = step(self._pool, *args, **kwargs)
         return rest[0] if len(rest) == 1 else tuple(rest)
+
+    def clear(self) -> None:
+        """Every page is free; the arrays stay, as making them takes longer than a short answer."""
+        was = self.allocator
+        self.allocator = PageAllocator(was.num_pages, self._half_life, was.page_parts)
 
     @classmethod
     def create(

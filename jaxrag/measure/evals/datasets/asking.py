@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxrag.engine.engine import engine_of
-from jaxrag.engine.runner import ModelRunner
 from jaxrag.engine.sampling_params import SamplingParams
 from jaxrag.library.knowledge_base import KnowledgeBase
 from jaxrag.library.options import NeighboursFrom
@@ -122,7 +121,6 @@ class InProcess:
             if self._is_own(again):
                 break
             engine_of(self._model).forget()
-            engine_of(self._model).call(_make_pool)
             again, seconds, _ = self._asked(settings, item, 1)
         own = self._is_own(again)
         return TimedAnswer(
@@ -209,7 +207,3 @@ def settings_of(
 def is_own(timings: Mapping[str, float], counts: Mapping[str, int]) -> bool:
     """Was nothing compiled or encoded for this answer?"""
     return not timings["compile"] and not counts["encoded"]
-
-
-def _make_pool(runner: ModelRunner) -> None:
-    assert runner.cache.pool is not None
