@@ -132,7 +132,7 @@ class Request:
 
         And for a method that reads chunks behind a primer, without one.
         """
-        if self.method.reads_primed and self.primer is None:
+        if self.method.sees_primer and self.primer is None:
             raise RequestError(
                 f"method {self.method.name!r} reads chunks that are encoded behind a primer: pass "
                 "primer=, its tokens"

@@ -49,7 +49,7 @@ def chosen_primer(kb: KnowledgeBase | None, method: Method) -> Primer | None:
     Raises RequestError for another one than that of the knowledge base, or than the method reads,
     ConfigError for one that there is not.
     """
-    if not method.reads_primed:
+    if not method.sees_primer:
         return None
     if method.wraps and kb is not None:
         raise RequestError(
@@ -169,7 +169,7 @@ def untuned(
     gate = None if kb is None else kb.gates.get(method.name)
     if gate is not None and gate["subject"] == gate_subject(method, template) and not gate["ratio"]:
         return ()
-    if method.reads_primed:
+    if method.sees_primer:
         return ()
     best = default_choice(model.config, model.reading)
     return (

@@ -145,7 +145,7 @@ def requests_like(
     prompts += [Prompt(_NOTHING, (), ids(length)) for length in lengths]
     for prompt in prompts:
         room = most - max(prompt.lengths, default=0)
-        primer = ids(min(_PRIMER_TOKENS, room)) if method.reads_primed else None
+        primer = ids(min(_PRIMER_TOKENS, room)) if method.sees_primer else None
         tokens = max(min(max_new_tokens, most - prompt.num_tokens), 1)
         yield Request(prompt, store, method, tokens, rows=rows, watched=watched, primer=primer)
 

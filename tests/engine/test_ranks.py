@@ -102,7 +102,7 @@ def asked(method, rule="dense", **more):
 def _primer(method, ids):
     if method.wraps:
         return np.eye(2, dtype=np.float32)
-    return ids if method.reads_primed else None
+    return ids if method.sees_primer else None
 
 
 def same(one, other):
