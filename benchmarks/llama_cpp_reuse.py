@@ -69,10 +69,8 @@ def run(options: ReuseOptions) -> Result:
             for row in rows:
                 for name, flash in (("plain_ms", -1), ("plain_without_flash_ms", 0)):
                     row[name] = _plain(options.model, _tokens(row), options.tokens, flash)
-    return {
-        "method": options.method, "repeats": options.repeats, "model": subject, "rows": rows,
-        **describe(),
-    }  # fmt: skip
+    asked = {"method": options.method, "repeats": options.repeats, "model": subject}
+    return asked | {"rows": rows} | describe()
 
 
 def _cells(options: ReuseOptions) -> int:
@@ -99,7 +97,6 @@ def _measured(
         documents.append(text)
         given_tokens += size
     found: dict[str, list[float]] = {"full": [], "memory": [], "disk": [], "token": []}
-    chunk_tokens = answer_tokens = 0
     for repeat in range(options.repeats + 1):
         order = documents.copy()
         random.Random(repeat).shuffle(order)
@@ -159,8 +156,9 @@ def _told(row: dict[str, Any]) -> str:
 
 def report(result: Result) -> list[str]:
     """A line for each row."""
-    line = "{engine:18} {tokens:5} tokens of chunks and answer  full {full_seconds:6.2f} s  from disk {disk_seconds:.3f} s"
-    line += " ({full_over_disk:.1f}x)  from memory {memory_seconds:.3f} s ({full_over_memory:.1f}x)"
+    line = "{engine:18} {tokens:5} tokens of chunks and answer  full {full_seconds:6.2f} s"
+    line += "  from disk {disk_seconds:.3f} s ({full_over_disk:.1f}x)"
+    line += "  from memory {memory_seconds:.3f} s ({full_over_memory:.1f}x)"
     line += "  a token {token_ms:.1f} ms"
     return [line.format(**row | {"tokens": _tokens(row)}) + _told(row) for row in result["rows"]]
 

@@ -137,7 +137,7 @@ class Seats:
 
     def row_of(self, sequence: Sequence) -> int | None:
         """The row that it has."""
-        return next((row for row, it in self.held.items() if it is sequence), None)
+        return next((row for row, holder in self.held.items() if holder is sequence), None)
 
     def leave(self, sequence: Sequence) -> None:
         """It gives its row back, or no longer wants one."""
@@ -256,7 +256,7 @@ class Queue:
     def heads(self) -> list[Sequence]:
         """The first of every class that has some."""
         firsts = (next(self._look(row), None) for row in self._classes)
-        return [it for it in firsts if it is not None]
+        return [sequence for sequence in firsts if sequence is not None]
 
     def __contains__(self, sequence: Sequence) -> bool:
         row = self._classes[sequence.request.priority]
@@ -288,6 +288,6 @@ class Queue:
             for tenant in sorted(tenants, key=least_served)
         ]
         behind = (
-            it for rank in itertools.zip_longest(*first) for it in rank if it not in (None, head)
+            seq for rank in itertools.zip_longest(*first) for seq in rank if seq not in (None, head)
         )
         yield from itertools.islice(behind, self._settings.max_bypass)

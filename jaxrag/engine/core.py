@@ -204,14 +204,14 @@ class Core:
 
     def digest(self) -> int:
         """Of who is served and how far: equal where processes made equal iterations."""
-        live = [(it.number, len(it.tokens), it.tokens[-1:]) for it in self.state.live.values()]
+        live = [(seq.number, len(seq.tokens), seq.tokens[-1:]) for seq in self.state.live.values()]
         free = self.state.runner.cache.allocator.num_free
         return zlib.crc32(repr((live, free)).encode())
 
     def patience(self) -> float | None:
         """Seconds until something is due without an event; None: nothing is."""
         dues = (self.state.scheduler.next_deadline(), self._transfers.next_deadline())
-        due = min((it for it in dues if it is not None), default=None)
+        due = min((moment for moment in dues if moment is not None), default=None)
         return None if due is None else max(due - self.state.clock(), 0.001)
 
     def _prefetch_waiting(self) -> None:
@@ -396,7 +396,7 @@ class Core:
         A request that took part in two broken steps, alone in the second, fails.
         """
         error = broken.error
-        suspects = [it for it in dict.fromkeys(broken.suspects) if not self.state.ended(it)]
+        suspects = [seq for seq in dict.fromkeys(broken.suspects) if not self.state.ended(seq)]
         if isinstance(error, JaxragError) and not (broken.shared or self.state.runner.cache.lost):
             for sequence in suspects:
                 self._fail(sequence, error)

@@ -91,7 +91,7 @@ class DecodeBatches:
             return
         key, every = joining[0].batch, [request or joining[0] for request in requests]
         if key is None:
-            asks = any(it.request.sampling.processes for it in every)
+            asks = any(request.request.sampling.processes for request in every)
             vocab_size = self._state.runner.model.config.vocab_size if asks else None
             first = sample_first(logits, sampling_rows(every, len(logits), vocab_size))
         else:
@@ -141,7 +141,7 @@ class DecodeBatches:
 
     def runs(self, sequence: Sequence) -> bool:
         """Is a step in flight that a request takes part in?"""
-        return any(it is sequence for ticket in self._in_flight for _, it, _ in ticket.rows)
+        return any(other is sequence for ticket in self._in_flight for _, other, _ in ticket.rows)
 
     @property
     def _begun(self) -> Counter[int]:
@@ -166,9 +166,9 @@ class DecodeBatches:
                     batch.allow(guided)
                 if left := self._left.pop(key, None):
                     batch.leave(left)
-                new = batch.step(block, any(it.request.sampling.processes for _, it, _ in active))
+                new = batch.step(block, any(seq.request.sampling.processes for _, seq, _ in active))
             except Exception as error:
-                raise Broken(error, [it for _, it, _ in active]) from error
+                raise Broken(error, [seq for _, seq, _ in active]) from error
             running = [(row, sequence, min(block, left)) for row, sequence, left in active]
             self._in_flight.append(_Ticket(self._state.epoch, new, block, running))
 
@@ -177,7 +177,7 @@ class DecodeBatches:
         batches = self._batches.items()
         if any(not batch.compiled and self._active(self._rows[key]) for key, batch in batches):
             self._deliver_first()  # no client is to wait for the program of the second token
-        if any(it.matcher for its in self._rows.values() for _, it, _ in self._active(its)):
+        if any(seq.matcher for its in self._rows.values() for _, seq, _ in self._active(its)):
             self.deliver()  # what may come next depends on it
         before = len(self._in_flight)
         self.step()
@@ -256,11 +256,11 @@ class DecodeBatches:
         return self._batches[key]
 
     def _await(self, compiled: list[Future[Compiled]]) -> None:
-        if not all(it.done() for it in compiled):
+        if not all(program.done() for program in compiled):
             with self._state.compile_times.waiting():
                 wait(compiled)
-        for it in compiled:
-            it.result()
+        for program in compiled:
+            program.result()
 
     def _active(self, rows: abc.Sequence[Sequence | None]) -> list[tuple[int, Sequence, int]]:
         """Rows with tokens to run, whose they are, and how many."""
@@ -271,7 +271,7 @@ class DecodeBatches:
 
     def _block(self, key: BatchKey, active: abc.Sequence[tuple[int, Sequence, int]]) -> int:
         """Tokens of the next step: many where no client watches and none could join before."""
-        if any(it.request.watched or it.matcher for _, it, _ in active):
+        if any(sequence.request.watched or sequence.matcher for _, sequence, _ in active):
             return 1
         if max(left for *_, left in active) == 1:
             return 1

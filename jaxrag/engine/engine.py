@@ -313,11 +313,11 @@ class Engine:
 
         def traced() -> Iterator[Lowered]:
             for request in requests if self._leader is None and self.runner.compiles else ():
-                found = self.spare(
+                programs = self.spare(
                     functools.partial(programs_of, self.runner, self.settings, request)
                 )
-                new = [it for name, it in found.items() if name not in places]
-                needed.append([places.setdefault(name, len(places)) for name in found])
+                new = [program for name, program in programs.items() if name not in places]
+                needed.append([places.setdefault(name, len(places)) for name in programs])
                 yield from new
 
         compiled = compile_beside(traced(), at_a_time)

@@ -174,9 +174,7 @@ class LayerPrefill:
         if not self._runner.model.placement.away:
             table = np.pad(pages, (0, bucket(len(pages)) - len(pages)))
             slots = np.where(prompt.positions >= 0, prompt.slots, len(table) * PAGE)
-            cache.update_pool(
-                _write, self._runner.model.config, layer, k, v, slots[None], table[None]
-            )
+            cache.update(_write, self._runner.model.config, layer, k, v, slots[None], table[None])
 
     def _push(self, layer: int, rows: HostArray, k: Array, v: Array) -> None:
         """Copy what a layer computed to the host, while the device attends."""

@@ -332,4 +332,4 @@ class LoadDeadline:
     def sound(self) -> bool:
         """Is it made of times, and not all 0?"""
         parts = dataclasses.astuple(self)
-        return all(0 <= it < math.inf for it in parts) and self.of(1) > 0
+        return all(0 <= part < math.inf for part in parts) and self.of(1) > 0

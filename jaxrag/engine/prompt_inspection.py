@@ -59,8 +59,8 @@ def inspect_prompts[Result](
     finally:
         for number in numbers:
             engine.abort(number)
-    found = [client.found for client in clients]
-    for one in found:
-        if isinstance(one, BaseException):
-            raise one
-    return found
+    results = [client.found for client in clients]
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results

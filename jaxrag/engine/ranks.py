@@ -347,10 +347,10 @@ def meet(
             mine = (address[0], server.getsockname()[1], secret)
         except ConfigError as error:
             mine = str(error)
-    said = model.exchange(mine)[0]
-    if isinstance(said, str):
-        raise ConfigError(said)
-    host, port, secret = said
+    answer = model.exchange(mine)[0]
+    if isinstance(answer, str):
+        raise ConfigError(answer)
+    host, port, secret = answer
     if server is None:
         return follow((host, port), secret, rank, about, stores, lost)
     return lead(server, secret, len(processes_of(model.mesh)), about, stores)
@@ -385,15 +385,15 @@ def lead(
     links: dict[int, _Link] = {}
     end = time.monotonic() + JOIN_SECONDS
     with server, contextlib.closing(_comers(server, secret, end)) as comers:
-        for link, said in comers:
-            wrong = _unlike(said, about, links, processes)
+        for link, stated in comers:
+            wrong = _unlike(stated, about, links, processes)
             if wrong:
-                for one in (link, *links.values()):
+                for other in (link, *links.values()):
                     with contextlib.suppress(OSError):
-                        one.send(b"e", wrong.encode())
-                    one.close()
+                        other.send(b"e", wrong.encode())
+                    other.close()
                 raise ConfigError(wrong)
-            links[int(said["rank"])] = link
+            links[int(stated["rank"])] = link
             if len(links) == processes - 1:
                 break
         else:
@@ -419,9 +419,9 @@ def _comers(
     def meet_one(link: _Link) -> None:
         timer = threading.Timer(_MEET_SECONDS, link.close)
         timer.start()
-        said = _met(link, secret)
+        stated = _met(link, secret)
         timer.cancel()
-        met.put((link, said))
+        met.put((link, stated))
         if over.is_set():
             link.close()
 
@@ -436,12 +436,12 @@ def _comers(
                 else:
                     link.close()
             while not met.empty():
-                link, said = met.get()
+                link, stated = met.get()
                 meeting -= 1
-                if said is None:  # a stranger
+                if stated is None:  # a stranger
                     link.close()
                 else:
-                    yield link, said
+                    yield link, stated
     finally:
         over.set()
         while not met.empty():
@@ -491,23 +491,23 @@ def _met(link: _Link, secret: bytes) -> dict[str, str] | None:
             return None
         link.say(_proof(secret, b"leader", theirs, mine))
         kind, data = link.receive()
-        said = json.loads(data)
+        stated = json.loads(data)
     except (OSError, EOFError, EngineError, ValueError, RecursionError):
         return None
-    if kind != b"h" or not isinstance(said, dict):
+    if kind != b"h" or not isinstance(stated, dict):
         return None
-    texts = all(isinstance(it, str) for it in said.values())
-    return said if texts and _RANK.fullmatch(said.get("rank", "")) else None
+    texts = all(isinstance(text, str) for text in stated.values())
+    return stated if texts and _RANK.fullmatch(stated.get("rank", "")) else None
 
 
 def _unlike(
-    said: Mapping[str, str], about: Mapping[str, str], links: Mapping[int, _Link], processes: int
+    stated: Mapping[str, str], about: Mapping[str, str], links: Mapping[int, _Link], processes: int
 ) -> str:
     """Why a process cannot take part; "" where it can."""
-    rank = int(said["rank"])
+    rank = int(stated["rank"])
     if rank in links or not 0 < rank < processes:
         return f"two processes are rank {rank}, or it is none of 1 to {processes - 1}"
     for name, mine in about.items():
-        if said.get(name) != mine:
-            return f"rank {rank} has {name} {said.get(name)}, the leader {mine}; start all alike"
+        if stated.get(name) != mine:
+            return f"rank {rank} has {name} {stated.get(name)}, the leader {mine}; start all alike"
     return ""

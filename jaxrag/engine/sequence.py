@@ -217,7 +217,7 @@ class Sequence:
         prompt = request.prompt
         own = pages_for(len(prompt.final) + method.room(prompt.lengths) + request.room)
         chunks: dict[str, int] = {}
-        parts = [it.encoding.model.config.page_parts for it in self.loads.values()]
+        parts = [load.encoding.model.config.page_parts for load in self.loads.values()]
         for part, (key, _) in zip(self.parts, self.keys(held), strict=True):
             if key:
                 load = part.load if part.load is not None and part.load.key == key else None
@@ -382,6 +382,6 @@ def _seen(method: Method, prompt: Prompt) -> tuple[tuple[int, ...], ...]:
         others: abc.Sequence[HostArray] = ()
         if prompt.neighbours and encoder_named(method.encoder_of(chunk)).sees_neighbours:
             others = prompt.neighbours[chunk] or ()
-        found = (place.get(ids.tobytes()) for ids in others)
-        seen.append(tuple(index for index in found if index is not None))
+        places = (place.get(ids.tobytes()) for ids in others)
+        seen.append(tuple(index for index in places if index is not None))
     return tuple(seen)

@@ -25,8 +25,8 @@ from jaxrag.reuse.select import SELECTORS
 
 MAX_BYTES = 256 << 20  # of one iteration
 TYPES: dict[str, type[Any]] = {
-    it.__name__: it
-    for it in (
+    kind.__name__: kind
+    for kind in (
         Prompt,
         Method,
         SamplingParams,
@@ -38,7 +38,7 @@ TYPES: dict[str, type[Any]] = {
     )
 }
 _NDIM = {"int32": (1,), "float32": (2, 5)}  # of arrays: token ids, and vectors of a primer, or KV
-_FIELDS = {it.name for it in dataclasses.fields(Request)} - {"store"}
+_FIELDS = {field.name for field in dataclasses.fields(Request)} - {"store"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,13 +111,8 @@ class EngineIteration:
 def iteration_bytes(iteration: EngineIteration) -> bytes:
     """An iteration as it is sent. Raises EngineError for one above MAX_BYTES."""
     commands = [_command_table(command) for command in iteration.commands]
-    table = {
-        "iteration": iteration.number,
-        "now": iteration.now,
-        "rests": iteration.rests,
-        "commands": commands,
-    }
-    data = json.dumps(table, separators=(",", ":")).encode()
+    table = {"iteration": iteration.number, "now": iteration.now, "rests": iteration.rests}
+    data = json.dumps(table | {"commands": commands}, separators=(",", ":")).encode()
     if len(data) > MAX_BYTES:
         raise EngineError(f"an iteration of {len(data)} bytes: at most {MAX_BYTES} are sent")
     return data
@@ -137,7 +132,7 @@ def iteration_of(data: bytes, stores: Mapping[str, KVStore]) -> EngineIteration:
 
 def _command_table(command: Command) -> dict[str, Any]:
     if not isinstance(command, Submit):
-        [name] = (name for name, it in _COMMANDS.items() if isinstance(command, it))
+        [name] = (name for name, kind in _COMMANDS.items() if isinstance(command, kind))
         return {"command": name, **dataclasses.asdict(command)}
     return {
         "command": "submit",
@@ -183,7 +178,7 @@ def _plain(value: Any) -> Any:
         held = base64.b64encode(value.tobytes()).decode()
         return {value.dtype.name: held, "shape": list(value.shape)}
     if isinstance(value, tuple | list):
-        return [_plain(it) for it in value]
+        return [_plain(element) for element in value]
     if isinstance(value, frozenset):
         return sorted(value)
     if TYPES.get(type(value).__name__) is not type(value):
@@ -197,7 +192,7 @@ def _plain(value: Any) -> Any:
 def _value(plain: Any) -> Any:
     """What ``_plain`` was given, with every sequence a tuple."""
     if isinstance(plain, list):
-        return tuple(_value(it) for it in plain)
+        return tuple(_value(element) for element in plain)
     if not isinstance(plain, dict):
         return plain
     for dtype in _NDIM.keys() & plain.keys():
@@ -206,5 +201,5 @@ def _value(plain: Any) -> Any:
             return flat.reshape(plain["shape"])
         except binascii.Error as error:
             raise ValueError(str(error)) from None
-    fields = {name: _value(it) for name, it in plain.items() if name != "is"}
+    fields = {name: _value(held) for name, held in plain.items() if name != "is"}
     return TYPES[plain["is"]](**fields)

@@ -65,7 +65,7 @@ def test_nobody_sees_them(engine_on, long, alone):
                 rows = page + layer * pages
                 k = k.at[rows, chunk.dropped % PAGE].set(50.0)
                 v = v.at[rows, chunk.dropped % PAGE].set(1e4)
-        runner.cache.update_pool(lambda _: (pool.replace(k=k, v=v), None))
+        runner.cache.update(lambda _: (pool.replace(k=k, v=v), None))
 
     engine.call(spoil)
     assert alone(engine, [request]) == first

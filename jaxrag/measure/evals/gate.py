@@ -308,9 +308,7 @@ def _feed(runner: ModelRunner, state: Sequence, table: PageTable, answer: HostAr
     positions = np.pad(state.next_position + at, (0, pad), constant_values=-1)
     slots = np.pad(state.next_slot + at, (0, pad), constant_values=num_slots)
     step = Step(*(model.put_batch(x[None].astype(np.int32), 1) for x in (ids, positions, slots)))
-    return to_host(runner.cache.update_pool(_forced, model.decoder(num_slots), table, step))[
-        0, :count
-    ]
+    return to_host(runner.cache.update(_forced, model.decoder(num_slots), table, step))[0, :count]
 
 
 @functools.partial(jax.jit, donate_argnames=("pool",))

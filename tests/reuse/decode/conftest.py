@@ -102,9 +102,9 @@ def _rule_logits(runner, state, there, given):
         at = (token, state.next_position + step, state.next_slot + step)
         new = Step(*(jnp.full((1, 1), x, jnp.int32) for x in at))
         if decoding is None:
-            hidden, table = runner.cache.update_pool(_dense, decoder, table, new)
+            hidden, table = runner.cache.update(_dense, decoder, table, new)
         else:
-            hidden, table, decoding = runner.cache.update_pool(
+            hidden, table, decoding = runner.cache.update(
                 _by_rule, decoder, table, decoding, new, plan
             )
         out.append(np.asarray(unembed(runner.model.params, runner.model.config, hidden[0, 0])))
