@@ -419,9 +419,9 @@ def _cited(question: ReadyQuestion, answer: Answer, outcome: Outcome) -> tuple[s
     attribution = Attribution(attribution.votes[:, passages], attribution.most[:, passages])
     numbers = [source.number for source in question.sources]
     tokenizer = question.settings.model.text_tokenizer()
-    found = citations_of(tokenizer, answer.token_ids, answer.text, attribution, numbers)
+    citations = citations_of(tokenizer, answer.token_ids, answer.text, attribution, numbers)
     return (
-        marked(answer.text, found)
+        marked(answer.text, citations)
         if question.settings.ask.cite == "marks"
-        else (answer.text, found)
+        else (answer.text, citations)
     )
