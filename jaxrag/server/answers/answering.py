@@ -137,7 +137,7 @@ async def _events(
     """Everything from the first event to the account, as it comes."""
     count = len(visit.askings)
     by_place: dict[int, Result] = {}
-    out = [event(it) for it in writer.opening()]
+    out = [event(opening) for opening in writer.opening()]
     last = None
     while len(by_place) < count:
         if out and first is None and (not len(inbox) or len(out) >= _TOGETHER):
@@ -162,7 +162,7 @@ async def _events(
         else:
             visit.saw_tokens()
             out += map(event, writer.piece(place, item))
-    results = [by_place[it] for it in range(count)]
+    results = [by_place[place] for place in range(count)]
     account = _account(visit, fields, results)
     await writer.settle(results, account)
     out += map(event, writer.ended(place, by_place[place], account))
@@ -178,9 +178,9 @@ def _account(visit: Visit, fields: Generation, results: Sequence[Result]) -> dic
     notes = ignored(fields)
     for account in accounts:
         account["notes"] = [*account["notes"], *notes]
-    found = {
+    body = {
         "usage": usage(visit.askings, results, fields.choices),
         "jaxrag": accounts[0] if len(accounts) == 1 else accounts,
     }
     fingerprint = visit.askings[0].fingerprint
-    return found if fingerprint is None else found | {"system_fingerprint": fingerprint}
+    return body if fingerprint is None else body | {"system_fingerprint": fingerprint}

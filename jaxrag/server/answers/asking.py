@@ -122,9 +122,9 @@ def make_ready(
     ready = prepare(settings, asked, fields.passages, sampling)
     if base is None and server.plain == "passages" and not isinstance(state.engine, Replicas):
         bases = [
-            it
-            for name, it in state.knowledge_bases.items()
-            if access.may_read(name) and it.chunking.pasted
+            base
+            for name, base in state.knowledge_bases.items()
+            if access.may_read(name) and base.chunking.pasted
         ]
         if bases:
             loads = list(sequence_of(state.model, ready).loads.values())
@@ -388,7 +388,7 @@ class Asking:
         if self._is_plain:
             shown["plain"] = [dataclasses.asdict(span) for span in self.spans]
         base = None if self._asked is None else self._asked.settings.kb
-        if not access.admin and any(base is it for it in self._state.knowledge_bases.values()):
+        if not access.admin and any(base is kb for kb in self._state.knowledge_bases.values()):
             for row in shown["reuse"]:
                 row["where"] = None
         if base is not None:

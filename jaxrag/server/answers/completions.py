@@ -81,9 +81,9 @@ class CompletionWriter(AnswerWriter):
         tokens, offsets = self._texts[place].push(piece.ids)
         likeliest: list[dict[str, float]] = [{} for _ in tokens]
         for at, top in enumerate(piece.top):
-            likeliest[at] = {token_text(self.model, it): value for it, value in top}
-        for found, token, logprob in zip(likeliest, tokens, piece.logprobs, strict=True):
-            found.setdefault(token, logprob)
+            likeliest[at] = {token_text(self.model, token_id): value for token_id, value in top}
+        for likely, token, logprob in zip(likeliest, tokens, piece.logprobs, strict=True):
+            likely.setdefault(token, logprob)
         return {
             "tokens": tokens,
             "token_logprobs": piece.logprobs,

@@ -171,7 +171,7 @@ def list_input_items(call: Call) -> dict[str, Any]:
     if messages[-1]["role"] == "assistant":  # its own answer
         messages = messages[:-1]
     items = [item for place, message in enumerate(messages) for item in input_items(place, message)]
-    return page_of(call, items, lambda it: str(it["id"]), dict)
+    return page_of(call, items, lambda item: str(item["id"]), dict)
 
 
 def delete_response(call: Call) -> dict[str, Any]:
@@ -184,13 +184,13 @@ def delete_response(call: Call) -> dict[str, Any]:
 def _referred(given: Mapping[str, Any]) -> list[str]:
     """Ids of the items that the input refers to. Raises Problem 400."""
     items = given.get("input")
-    found = list[str]()
+    names = list[str]()
     for place, item in enumerate(items[:MOST_TEXTS] if isinstance(items, list) else ()):
         if isinstance(item, dict) and item.get("type") == "item_reference":
             if not isinstance(item.get("id"), str):
                 raise wrong(f"input[{place}].id", item.get("id"), "the id of an item")
-            found.append(item["id"])
-    return found
+            names.append(item["id"])
+    return names
 
 
 def request_of(

@@ -59,7 +59,8 @@ def _ids(state: ServerState, fields: _Fields) -> list[int]:
         method = next(iter(state.methods.values()))
         settings = resolve(Ask(method=method, max_new_tokens=1, prefix_cache=False), model=model)
         prompt = prepare(settings, fields.conversation()).prompt
-        return [int(it) for it in np.concatenate((prompt.prefix, *prompt.chunks, prompt.final))]
+        ids: list[int] = np.concatenate((prompt.prefix, *prompt.chunks, prompt.final)).tolist()
+        return ids
     text = fields.content if fields.prompt is None else fields.prompt
     if text is None:
         raise invalid("prompt: expected a text, or messages in its place", "prompt")
@@ -86,7 +87,7 @@ def prompt_ids(model: Model, prompt: Text) -> HostArray:
     check_size(model, (prompt,))
     if not isinstance(prompt, str):
         return as_token_ids(prompt, model.config, "question")
-    found = text_ids(model, prompt)
-    if not len(found):
+    ids = text_ids(model, prompt)
+    if not len(ids):
         raise invalid("prompt is empty: expected a text, or token ids", "prompt")
-    return found.astype(np.int32)
+    return ids.astype(np.int32)
