@@ -75,9 +75,8 @@ def run(options: AttentionOptions) -> Result:
             documents = passages_of(item, model, near.chunk_tokens)
             for name, settings in {FULL: study.full, **study.arms}.items():
                 ready = prepare(settings, item.question, documents)
-                found.setdefault(name, []).extend(
-                    inspect_prompts(engine_of(model), [ready], _shares)
-                )
+                shares = found.setdefault(name, [])
+                shares += inspect_prompts(engine_of(model), [ready], _shares)
             study.store.delete(list(study.store.keys()))
             bar.update(1)
     rows = [

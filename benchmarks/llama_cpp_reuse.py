@@ -117,8 +117,8 @@ def _measured(
             assert not disk.counts["encoded"] and not memory.counts["encoded"]
             for name, result in (("full", full), ("disk", disk), ("memory", memory)):
                 found[name].append(result.timings["ttft"])
-            ends = memory.finish_reason != "length"  # the end of an answer is one step more
-            steps = answer_tokens - 1 + ends
+            # The end of an answer is one step more.
+            steps = answer_tokens - (memory.finish_reason == "length")
             found["token"].append(memory.timings["per_token"] * (answer_tokens - 1) / steps)
     medians = {name: statistics.median(values) for name, values in found.items()}
     return {
@@ -156,7 +156,7 @@ def _told(row: dict[str, Any]) -> str:
 
 def report(result: Result) -> list[str]:
     """A line for each row."""
-    line = "{engine:18} {tokens:5} tokens of chunks and answer  full {full_seconds:6.2f} s"
+    line = "{engine:18} {tokens:5} tokens in all  full {full_seconds:6.2f} s"
     line += "  from disk {disk_seconds:.3f} s ({full_over_disk:.1f}x)"
     line += "  from memory {memory_seconds:.3f} s ({full_over_memory:.1f}x)"
     line += "  a token {token_ms:.1f} ms"

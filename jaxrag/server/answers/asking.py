@@ -10,19 +10,22 @@ from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxrag.base.errors import DeadlineExceeded
+from jaxrag.base.types import HostArray
 from jaxrag.engine.mapping import sequence_of
 from jaxrag.engine.progress import Progress
+from jaxrag.models.model import Model, as_token_ids
 from jaxrag.reuse.methods import METHODS
 from jaxrag.serve.answers import Growing, News, Piece, Result, abstained
 from jaxrag.serve.ask import Ask
-from jaxrag.serve.conversation import Conversation, Source, Text
+from jaxrag.serve.conversation import Conversation, Source, Text, check_size
 from jaxrag.serve.output import AnswerText
 from jaxrag.serve.plain import PlainSpan, answer_fingerprint, spans
 from jaxrag.serve.questions import ReadyQuestion, prepare, resolve
 from jaxrag.serve.thoughts import thinks
 from jaxrag.server.answers.calling import Calling, CallReader
-from jaxrag.server.answers.tokenize import prompt_ids
 from jaxrag.server.errors import ClientLeft, Problem, invalid, unavailable
 from jaxrag.server.fields import Generation
 from jaxrag.server.state.ingested import bring_ingested
@@ -139,6 +142,27 @@ def make_ready(
         priority=_priority(state, access, fields.priority),
         tenant=access.tenant,
     )
+
+
+def text_ids(model: Model, text: str, *, leading: bool = True) -> HostArray:
+    """A text alone as token ids; ``leading``: behind those that the model expects first."""
+    tokenizer = model.text_tokenizer()
+    ids: HostArray = tokenizer.encode(text, special=True)
+    first = tokenizer.leading_ids
+    if leading and not np.array_equal(ids[: len(first)], first):
+        ids = np.concatenate((first, ids))
+    return ids
+
+
+def prompt_ids(model: Model, prompt: Text) -> HostArray:
+    """A prompt that stands alone as token ids; a text is led by what the model expects first."""
+    check_size(model, (prompt,))
+    if not isinstance(prompt, str):
+        return as_token_ids(prompt, model.config, "question")
+    ids = text_ids(model, prompt)
+    if not len(ids):
+        raise invalid("prompt is empty: expected a text, or token ids", "prompt")
+    return ids.astype(np.int32)
 
 
 def _priority(state: ServerState, access: Access, asked: int | None) -> int:

@@ -21,7 +21,7 @@ from jaxrag.server.fields import Generation, Talk
 @model_endpoint("messages")
 async def chat_completions(visit: Visit) -> Response:
     """Answer the last message."""
-    fields, talk, calling = await visit.read(_asked)
+    fields, talk, calling = await visit.read(_parse)
     fields = visit.with_header(fields)
     plain = visit.state.settings.plain == "passages"
     base = visit.choose_base(fields, default=not plain and calling is None)
@@ -35,7 +35,7 @@ class _ChatFields(Talk, Tools, Generation):
     """All of them."""
 
 
-def _asked(body: Mapping[str, Any]) -> tuple[Generation, Conversation, Calling | None]:
+def _parse(body: Mapping[str, Any]) -> tuple[Generation, Conversation, Calling | None]:
     """What a body asks for, and the tools that may be called."""
     fields = _ChatFields.read(body)
     calling, talk = fields.calling(), fields.conversation()

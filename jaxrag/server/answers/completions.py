@@ -10,8 +10,8 @@ from jaxrag.serve.answers import Piece, Result
 from jaxrag.serve.ask import is_ids
 from jaxrag.serve.conversation import Text
 from jaxrag.server.answers.answering import model_endpoint, respond
+from jaxrag.server.answers.asking import prompt_ids
 from jaxrag.server.answers.scoring import ScoringFields, scored
-from jaxrag.server.answers.tokenize import prompt_ids
 from jaxrag.server.answers.visit import Visit
 from jaxrag.server.answers.writers import AnswerWriter, TokenTexts, token_text
 from jaxrag.server.errors import invalid
@@ -23,7 +23,7 @@ _MOST_PROMPTS = 64
 @model_endpoint("prompt")
 async def completions(visit: Visit) -> Response:
     """Go on from every prompt."""
-    prompts, fields = await visit.read(_asked)
+    prompts, fields = await visit.read(_parse)
     if isinstance(fields, ScoringFields):
         jobs = [functools.partial(prompt_ids, visit.state.model, prompt) for prompt in prompts]
         return await scored(visit, jobs, fields)
@@ -40,7 +40,7 @@ class _CompletionFields(Generation):
     echo: bool = False
 
 
-def _asked(body: Mapping[str, Any]) -> tuple[list[Text], Generation]:
+def _parse(body: Mapping[str, Any]) -> tuple[list[Text], Generation]:
     """The prompts of a body, and how they are gone on from or scored."""
     fields: Any = (ScoringFields if body.get("echo") is True else _CompletionFields).read(body)
     return prompts_of(fields.prompt), fields.model_copy(update={"earlier_turns": None})

@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 
 from jaxrag.base.types import HostArray
-from jaxrag.models.model import Model, as_token_ids
+from jaxrag.models.model import as_token_ids
 from jaxrag.serve.ask import Ask, is_ids
-from jaxrag.serve.conversation import Text, check_size
 from jaxrag.serve.questions import prepare, resolve
+from jaxrag.server.answers.asking import text_ids
 from jaxrag.server.errors import invalid
 from jaxrag.server.fields import Named, Talk, wrong
 from jaxrag.server.state.entry import Call
@@ -70,24 +70,3 @@ def _ids(state: ServerState, fields: _Fields) -> list[int]:
             "prompt",
         )
     return [int(text_id) for text_id in text_ids(model, text, leading=fields.add_special_tokens)]
-
-
-def text_ids(model: Model, text: str, *, leading: bool = True) -> HostArray:
-    """A text alone as token ids; ``leading``: behind those that the model expects first."""
-    tokenizer = model.text_tokenizer()
-    ids: HostArray = tokenizer.encode(text, special=True)
-    first = tokenizer.leading_ids
-    if leading and not np.array_equal(ids[: len(first)], first):
-        ids = np.concatenate((first, ids))
-    return ids
-
-
-def prompt_ids(model: Model, prompt: Text) -> HostArray:
-    """A prompt that stands alone as token ids; a text is led by what the model expects first."""
-    check_size(model, (prompt,))
-    if not isinstance(prompt, str):
-        return as_token_ids(prompt, model.config, "question")
-    ids = text_ids(model, prompt)
-    if not len(ids):
-        raise invalid("prompt is empty: expected a text, or token ids", "prompt")
-    return ids.astype(np.int32)

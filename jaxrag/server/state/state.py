@@ -97,7 +97,7 @@ class ServerState:
       library: files and vector stores of the tenants.
       limits: how much is let in.
       bodies: how much of what is sent is held.
-      prepare: threads that retrieve and tokenise, by turns of the tenants.
+      prepare: threads that retrieve and tokenise, shared fairly by the tenants.
       hand_over: threads that give prompts to the engine, which is not to wait for retrieval.
       phase: whether it takes requests.
       compiling: how many shapes of requests programs are compiled for, and of how many; None where
