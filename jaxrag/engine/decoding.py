@@ -164,9 +164,8 @@ class DecodeBatch:
         self.compiled = True
         if not processes:
             self._rows = with_processors(self._rows, None)
-        self._rows, self._decoding, new = self._runner.cache.update(
-            run_steps, *self._arguments(block)
-        )
+        arguments = self._arguments(block)
+        self._rows, self._decoding, new = self._runner.cache.update(run_steps, *arguments)
         return new
 
     def allow(self, rows: Mapping[int, HostArray]) -> None:

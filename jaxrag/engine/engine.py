@@ -1,6 +1,5 @@
 """The engine of a model: requests of token ids in, from any thread, and their tokens out."""
 
-import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -11,7 +10,7 @@ import threading
 import time
 import weakref
 from collections import Counter, abc, deque
-from collections.abc import AsyncIterator, Callable, Generator, Hashable, Iterable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
 from concurrent.futures import Future
 
 from jax.stages import Lowered
@@ -359,29 +358,6 @@ class Engine:
                 yield dataclasses.replace(progress, number=place[progress.number])
         finally:
             for number in left:
-                self.abort(number)
-
-    async def stream(self, request: Request) -> AsyncIterator[Progress]:
-        """Serve a request; its progress as it comes. Leaving the iteration aborts it.
-
-        Raises what ``Progress.error`` would hold.
-        """
-        loop = asyncio.get_running_loop()
-        news: asyncio.Queue[Progress] = asyncio.Queue()
-
-        def sink(progress: Progress) -> None:
-            loop.call_soon_threadsafe(news.put_nowait, progress)
-
-        number, ended = self.add(request, sink), False
-        try:
-            while not ended:
-                progress = await news.get()
-                ended = progress.last
-                if progress.error is not None:
-                    raise progress.error
-                yield progress
-        finally:
-            if not ended:
                 self.abort(number)
 
     def follow(self, follower: Follower) -> None:

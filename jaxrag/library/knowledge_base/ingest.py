@@ -12,7 +12,7 @@ import concurrent.futures
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, Protocol
 
 from tqdm import tqdm
@@ -90,7 +90,10 @@ class Ingest:
                 if not count["documents"] and self.encode == "now":
                     self._encoding.keep_prefix()
                 self._count_batch(batch)
-                _show_progress(bar, intake, count, len(encoders))
+                bar.set_description("encode", refresh=False)
+                if not bar.disable and (fraction := intake.fraction()):  # else its end is unknown
+                    chunks = count["chunks"] * (intake.characters / fraction) / count["characters"]
+                    bar.total = round(chunks) * len(encoders)
                 puts: list[_Future[PutResult]] = []
                 found: dict[str, dict[str, ChunkInContext]] = {}
                 for encoder in encoders:
@@ -254,16 +257,6 @@ class Ingest:
         if self.vectors is not None:
             self.vectors.remove(left)
             catalog.settle(left)
-
-
-def _show_progress(
-    bar: "tqdm[Any]", intake: Intake, count: Mapping[str, int], num_encoders: int
-) -> None:
-    """A batch is encoded next; the total is guessed by how much of the intake was read."""
-    bar.set_description("encode", refresh=False)
-    if not bar.disable and (fraction := intake.fraction()):
-        chunks = count["chunks"] * (intake.characters / fraction) / count["characters"]
-        bar.total = round(chunks) * num_encoders
 
 
 def _pieces(chunks_by_key: dict[str, ChunkInContext]) -> Iterator[dict[str, ChunkInContext]]:

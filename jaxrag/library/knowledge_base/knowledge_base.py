@@ -256,8 +256,7 @@ class KnowledgeBase(Maintained):
             if encode == "on demand" and not self._settings.get("on_demand"):
                 self._catalog.set("on_demand", True)
                 self._settings["on_demand"] = True
-            ingest = Ingest(preparer, self._vectors, turn, encode)
-            report = ingest.add_documents(intake, progress)
+            report = Ingest(preparer, self._vectors, turn, encode).add_documents(intake, progress)
             report = self._without_gone(report, intake, removes)
         if self._behind_others and part.count == 1:
             return dataclasses.replace(report, neighbours=self.refresh(progress=progress))
