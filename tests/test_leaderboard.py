@@ -106,6 +106,24 @@ def test_unknown_names_are_refused(tmp_path):
         leaderboard.leaderboard(path)
 
 
+def test_a_table_of_quality_shows_each_column_s_own_group():
+    columns = tuple(
+        leaderboard.DataSet(name, "quality-nq-5", group)
+        for name, group in [("all", ""), ("first", "gold at 1 of 5")]
+    )
+    table = leaderboard.QualityTable("", "", {"kl": "KL", "subspan": "right"}, columns)
+    found = result("quality-nq-5")
+    row = next(it for it in found["methods"] if it["method"] == "primed")
+    [shown] = rows(f"\n{leaderboard.quality_table(table, 'kl')}", "\n")[3:4]
+    first = row["by_group"]["gold at 1 of 5"]["kl"]
+    assert shown[0] == "`primed`"
+    assert shown[1].startswith(f"{row['kl']['value']:.3f} [")
+    assert shown[2] == f"{first['value']:.3f} [{first['low']:.3f}, {first['high']:.3f}]"
+    right = leaderboard.quality_table(table, "subspan").splitlines()
+    assert right[0] == f"| right | all (60) | first ({found['groups']['gold at 1 of 5']}) |"
+    assert right[2].startswith("| `full_attention` | 26.7 [")
+
+
 def test_random_weights_have_no_scores():
     """Their result holds times alone."""
     for found in result("dataset-times")["sets"].values():
