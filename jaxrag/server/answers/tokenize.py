@@ -59,8 +59,7 @@ def _ids(state: ServerState, fields: _Fields) -> list[int]:
         method = next(iter(state.methods.values()))
         settings = resolve(Ask(method=method, max_new_tokens=1, prefix_cache=False), model=model)
         prompt = prepare(settings, fields.conversation()).prompt
-        ids: list[int] = np.concatenate((prompt.prefix, *prompt.chunks, prompt.final)).tolist()
-        return ids
+        return [int(i) for i in np.concatenate((prompt.prefix, *prompt.chunks, prompt.final))]
     text = fields.content if fields.prompt is None else fields.prompt
     if text is None:
         raise invalid("prompt: expected a text, or messages in its place", "prompt")
