@@ -73,11 +73,8 @@ class Engine:
         several = len(processes_of(model.mesh)) > 1
         settings = settings or EngineSettings()
         self.settings = dataclasses.replace(settings, lockstep=several or settings.lockstep)
-        ours = model.backend is None
-        make = ModelRunner if ours else RowRunner
-        self.runner = make(model, self.settings.half_life)
-        self._make_core = Core if ours else RowCore
-        self._sequence_of = sequence_of if ours else row_sequence
+        make_runner = ModelRunner if model.backend is None else RowRunner
+        self.runner = make_runner(model, self.settings.half_life)
         self.compiled = Counter[str]()
         self.iterations = 0
         self._clock = clock
@@ -438,7 +435,8 @@ class Engine:
         request.sampling.check_ids(model.config.vocab_size, request.eos_ids)
         number = next(self._numbers) if number is None else number
         self.check_fits(request)
-        sequence = self._sequence_of(model, request, number)
+        make_sequence = sequence_of if model.backend is None else row_sequence
+        sequence = make_sequence(model, request, number)
         sequence.sink = sink
         sequence.moments["added"] = self._clock() if now is None else now
         return sequence
@@ -447,7 +445,8 @@ class Engine:
     def _running_core(self) -> Core:
         """What serves; for the engine's thread."""
         if self._core is None:
-            self._core = self._make_core(
+            make_core = Core if self.runner.model.backend is None else RowCore
+            self._core = make_core(
                 self.runner, self.settings, self._mail.post, self._clock, self.compile_times
             )
         return self._core

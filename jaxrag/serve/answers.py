@@ -353,7 +353,7 @@ def _current(question: ReadyQuestion) -> ReadyQuestion:
     # Processes in lockstep ask the same: none may see a change that the others have not seen.
     if engine_of(question.settings.model).settings.lockstep or question.is_current:
         return question
-    return dataclasses.replace(question.again(), rows=question.rows)
+    return dataclasses.replace(question.prepare_again(), rows=question.rows)
 
 
 def abstained(question: ReadyQuestion) -> Result:

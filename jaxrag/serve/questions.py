@@ -109,13 +109,13 @@ class ReadyQuestion(Request):
       settings: that hold for it; their notes are on all that happened so far.
       found: the chunks of its prompt but for turns, in order, as they are cited.
       retrieve_seconds: what finding them took.
-      again: makes it ready anew, as what it was made from may have left the knowledge base.
+      prepare_again: makes it ready anew, as what it was made from may have left the knowledge base.
     """
 
     settings: Settings
     found: tuple[FoundChunk, ...]
     retrieve_seconds: float
-    again: "Callable[[], ReadyQuestion]"
+    prepare_again: "Callable[[], ReadyQuestion]"
 
     @property
     def sources(self) -> list[Source]:
@@ -273,7 +273,7 @@ def prepare(
         notes += more
     else:
         prompt, members = _laid_out(settings, talk, chunks)
-    again = functools.partial(prepare, settings, question, documents, sampling)
+    prepare_again = functools.partial(prepare, settings, question, documents, sampling)
     if not any(chunks) and not (verbatim and members):
         settings = dataclasses.replace(settings, method=for_no_chunks(settings.method, ask))
     method, kb, kept = settings.method, settings.kb, ask.prefix_cache
@@ -310,7 +310,7 @@ def prepare(
         settings=dataclasses.replace(settings, ask=ask, notes=tuple(notes)),
         found=tuple(members),
         retrieve_seconds=retrieve_seconds,
-        again=again,
+        prepare_again=prepare_again,
     )
     engine_of(model).check_fits(ready)
     return ready
