@@ -50,10 +50,10 @@ class ReuseOptions:
 
 def run(options: ReuseOptions) -> Result:
     """Rows of engine and context, JSON-able."""
-    texts, rows, subject = _texts(options.data), list[dict[str, Any]](), {}
+    texts, rows, named = _texts(options.data), list[dict[str, Any]](), {}
     for engine in options.engines.split(","):
         model = load_model(options.model, engine=engine, cache_tokens=_cells(options))
-        subject = described(Path(options.model).name, model, model.prompt_format())
+        named = described(Path(options.model).name, model, model.prompt_format())
         with (
             tempfile.TemporaryDirectory() as folder,
             KnowledgeBase.open(
@@ -69,8 +69,7 @@ def run(options: ReuseOptions) -> Result:
             for row in rows:
                 for name, flash in (("plain_ms", -1), ("plain_without_flash_ms", 0)):
                     row[name] = _plain(options.model, _tokens(row), options.tokens, flash)
-    asked = {"method": options.method, "repeats": options.repeats, "model": subject}
-    return asked | {"rows": rows} | describe()
+    return dict(describe(), method=options.method, repeats=options.repeats, model=named, rows=rows)
 
 
 def _cells(options: ReuseOptions) -> int:
